@@ -1,0 +1,1 @@
+"""Each peer beside us. Only here are peers imported."""

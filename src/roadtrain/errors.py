@@ -1,0 +1,89 @@
+"""The error tree. A message says what, with both numbers; `hint` says the way out.
+
+RoadtrainError
++-- UserError                 the job, the model or the call is wrong; nothing was changed
+|   +-- UnitError             a size or rate without a unit that we know
+|   +-- ConfigError           an unknown or contradictory setting
+|   +-- BudgetError           what is asked cannot fit (Rule 4): both numbers and the least change that would
+|   +-- ModelError            a model or block that cannot be streamed exactly
+|   +-- RuleError             an optimizer that cannot run next to the storage
+|   +-- LoopError             the training loop did what would make a step inexact
++-- StoreError                bytes at rest; the last committed step stays usable (Rule 3)
+|   +-- DamagedError          a checksum does not match: file, chunk, step
+|   +-- ForeignError          a store of another job, model or format
+|   +-- FullError             the device is full
+|   +-- GoneError             a directory or file vanished
++-- PeerError                 somebody we wait for
+    +-- DeadlineError         a wait passed its deadline (Rule 5): role, step, block, peer
+    +-- LostError             the peer ended with an error of its own (the cause)
+"""
+
+from __future__ import annotations
+
+
+class RoadtrainError(Exception):
+    """Base of all errors raised on purpose. `hint` is the way out, shown under the message."""
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message + (f"\nhint: {hint}" if hint else ""))
+        self.hint = hint
+
+
+class UserError(RoadtrainError):
+    pass
+
+
+class UnitError(UserError):
+    pass
+
+
+class ConfigError(UserError):
+    pass
+
+
+class BudgetError(UserError):
+    pass
+
+
+class ModelError(UserError):
+    pass
+
+
+class RuleError(UserError):
+    pass
+
+
+class LoopError(UserError):
+    pass
+
+
+class StoreError(RoadtrainError):
+    pass
+
+
+class DamagedError(StoreError):
+    pass
+
+
+class ForeignError(StoreError):
+    pass
+
+
+class FullError(StoreError):
+    pass
+
+
+class GoneError(StoreError):
+    pass
+
+
+class PeerError(RoadtrainError):
+    pass
+
+
+class DeadlineError(PeerError):
+    pass
+
+
+class LostError(PeerError):
+    pass

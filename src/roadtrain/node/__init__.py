@@ -1,0 +1,1 @@
+"""The flow on real machines: the only room with threads."""

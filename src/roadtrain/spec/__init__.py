@@ -1,0 +1,1 @@
+"""What there is: frozen data and arithmetic. No torch, no sockets, no clock."""

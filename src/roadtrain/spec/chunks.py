@@ -1,0 +1,262 @@
+"""Block, Run, Chunk, ChunkTable: how a model's parameters become flat runs that travel and rest in chunks.
+
+A block's parameters are laid out flat. Parameters that share dtype, trainability and parameter group form one *run*;
+each starts at a multiple of PARAM_ALIGN elements, the run is padded to RUN_ALIGN. A chunk is a contiguous piece of one
+run, so one chunk has one dtype and one set of hyperparameters. Chunks are cut on a grid that does not depend on the
+chunk size (SEGMENT divides every chunk size), which is why sums over segments are the same for every chunk size
+(Rule 1). Padding holds zeros and its gradients are zero.
+
+A chunk rests as one *record*: [public | private]. Public is what a pull returns. Private is all else that the rule
+needs: the fp32 master where public is not fp32, the state arrays, the scalars (float64, a row per parameter span).
+A frozen chunk has no private part.
+
+Assumes: names are unique, a parameter belongs to one block. Does NOT know files, tensors or devices.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from roadtrain.errors import ConfigError
+from roadtrain.units import round_up
+
+PARAM_ALIGN = 32  # elements: 64 bytes in bf16, so that vector kernels see aligned rows
+RUN_ALIGN = 2048  # elements: one page of a 2-byte dtype, so that direct I/O reaches into the middle of a block
+SEGMENT = 1 << 16  # elements: the grid of partial sums; every chunk size is a multiple
+MAX_CHUNK = 1 << 20  # elements
+PAGE = 4096  # bytes: what direct I/O wants offsets, lengths and addresses to be multiples of
+
+ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8, "i8": 1, "u8": 1, "i16": 2, "i32": 4, "i64": 8, "bool": 1}
+TRAINABLE = ("fp32", "bf16", "fp16")
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One parameter as the model names it. `group` indexes the optimizer's parameter groups (-1: in none)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool
+    group: int
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Span:
+    """Elements [start, stop) of a run or chunk are elements [origin, origin + stop - start) of parameter `param`
+    (an index into ChunkTable.params)."""
+
+    param: int
+    start: int
+    stop: int
+    origin: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """Parameters of one block with one dtype, group and trainability. `offset` is the run's first byte in the block's
+    pull buffer (and in its push buffer where trainable: there `push_offset`)."""
+
+    block: int
+    index: int
+    dtype: str
+    group: int
+    trainable: bool
+    numel: int  # padded
+    offset: int
+    push_offset: int
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """`start`: first element inside its run. `offset`/`push_offset`: first byte inside the block's pull/push buffer."""
+
+    id: int
+    block: int
+    run: int
+    start: int
+    numel: int
+    dtype: str
+    group: int
+    trainable: bool
+    offset: int
+    push_offset: int
+    spans: tuple[Span, ...]
+
+    @property
+    def public_nbytes(self) -> int:
+        return self.numel * ITEMSIZE[self.dtype]
+
+    @cached_property
+    def segments(self) -> tuple[tuple[int, int, int], ...]:
+        """(param, start, stop) pieces cut at every SEGMENT of the run: the grid of partial sums, in flat order."""
+        out = []
+        for span in self.spans:
+            at = span.start
+            while at < span.stop:
+                cut = min(span.stop, ((self.start + at) // SEGMENT + 1) * SEGMENT - self.start)
+                out.append((span.param, at, cut))
+                at = cut
+        return tuple(out)
+
+
+@dataclass(frozen=True)
+class Block:
+    """`pull_nbytes`/`push_nbytes`: the flat buffers of its parameters and of its gradients, page-padded."""
+
+    index: int
+    name: str
+    runs: tuple[Run, ...]
+    chunks: tuple[Chunk, ...]
+    pull_nbytes: int
+    push_nbytes: int
+
+
+@dataclass(frozen=True)
+class Record:
+    """Byte offsets of a chunk's record. All parts start on a page. `master` is inside public where public is fp32."""
+
+    public_nbytes: int  # padded
+    private_nbytes: int  # padded
+    master: int
+    arrays: tuple[int, ...]
+    scalars: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.public_nbytes + self.private_nbytes
+
+
+def record(chunk: Chunk, n_arrays: int, n_scalars: int) -> Record:
+    """The record of `chunk` under a rule with that many state arrays and scalars a parameter span."""
+    public = round_up(chunk.public_nbytes, PAGE)
+    if not chunk.trainable:
+        return Record(public, 0, 0, (), 0)
+    at, master = public, 0
+    if chunk.dtype != "fp32":
+        master, at = at, at + round_up(chunk.numel * 4, PAGE)
+    arrays = []
+    for _ in range(n_arrays):
+        arrays.append(at)
+        at += round_up(chunk.numel * 4, PAGE)
+    scalars = at
+    at += round_up(n_scalars * len(chunk.spans) * 8, PAGE)
+    return Record(public, at - public, master, tuple(arrays), scalars)
+
+
+@dataclass(frozen=True)
+class ChunkTable:
+    """All blocks of a model. Block 0 is the root block (it may be empty), then the others in module order."""
+
+    blocks: tuple[Block, ...]
+    params: tuple[ParamSpec, ...]
+    chunks: tuple[Chunk, ...]
+    chunk_elements: int
+
+    @staticmethod
+    def build(blocks: Iterable[tuple[str, Sequence[ParamSpec]]], chunk_elements: int = MAX_CHUNK) -> ChunkTable:
+        """Lay out `blocks` (name, parameters), the root block first. Raises ConfigError for a chunk size off the grid,
+        a trainable parameter of a dtype that no rule updates, or a name given twice."""
+        if not 0 < chunk_elements <= MAX_CHUNK or chunk_elements % SEGMENT:
+            raise ConfigError(
+                f"a chunk of {chunk_elements} elements is off the grid of {SEGMENT}",
+                hint=f"choose a multiple of {SEGMENT}, at most {MAX_CHUNK}",
+            )
+        out: list[Block] = []
+        params: list[ParamSpec] = []
+        chunks: list[Chunk] = []
+        for index, (name, specs) in enumerate(blocks):
+            block = _lay_out(index, name, specs, len(params), len(chunks), chunk_elements)
+            out.append(block)
+            params.extend(specs)
+            chunks.extend(block.chunks)
+        names = [p.name for p in params]
+        if len(set(names)) != len(names):
+            twice = next(n for n in names if names.count(n) > 1)
+            raise ConfigError(f"parameter {twice!r} is given to two blocks")
+        return ChunkTable(tuple(out), tuple(params), tuple(chunks), chunk_elements)
+
+    @cached_property
+    def total_public_nbytes(self) -> int:
+        return sum(c.public_nbytes for c in self.chunks)
+
+    @cached_property
+    def trainable(self) -> tuple[Chunk, ...]:
+        return tuple(c for c in self.chunks if c.trainable)
+
+    def rechunk(self, chunk_elements: int) -> ChunkTable:
+        """The same model cut at another chunk size."""
+        by_block = [(b.name, [self.params[s.param] for s in _in_model_order(b)]) for b in self.blocks]
+        return ChunkTable.build(by_block, chunk_elements)
+
+    def fingerprint(self) -> str:
+        """Same for every chunk size, dtype of the copy and number of directories: names, shapes and trainability."""
+        body = [[b.name, sorted([p.name, *p.shape, p.trainable] for p in self._params_of(b))] for b in self.blocks]
+        return hashlib.sha256(json.dumps(body).encode()).hexdigest()[:32]
+
+    def _params_of(self, block: Block) -> list[ParamSpec]:
+        return [self.params[s.param] for run in block.runs for s in run.spans]
+
+
+def _in_model_order(block: Block) -> list[Span]:
+    return sorted((s for run in block.runs for s in run.spans), key=lambda s: s.param)
+
+
+def _lay_out(
+    index: int, name: str, specs: Sequence[ParamSpec], first_param: int, first_chunk: int, chunk_elements: int
+) -> Block:
+    members: dict[tuple[bool, str, int], list[int]] = {}
+    for i, spec in enumerate(specs):
+        if spec.dtype not in ITEMSIZE:
+            raise ConfigError(f"parameter {spec.name!r} has dtype {spec.dtype}, known are {', '.join(ITEMSIZE)}")
+        if spec.trainable and spec.dtype not in TRAINABLE:
+            raise ConfigError(
+                f"parameter {spec.name!r} is trainable with dtype {spec.dtype}, rules update {', '.join(TRAINABLE)}",
+                hint="cast the parameter, or freeze it",
+            )
+        members.setdefault((spec.trainable, spec.dtype, spec.group), []).append(i)
+    runs: list[Run] = []
+    chunks: list[Chunk] = []
+    pull_at = push_at = 0
+    for (trainable, dtype, group), indices in members.items():
+        spans, at = [], 0
+        for i in indices:
+            if specs[i].numel == 0:
+                continue
+            spans.append(Span(first_param + i, at, at + specs[i].numel, 0))
+            at += round_up(specs[i].numel, PARAM_ALIGN)
+        if not spans:
+            continue
+        numel, size = round_up(at, RUN_ALIGN), ITEMSIZE[dtype]
+        run = Run(index, len(runs), dtype, group, trainable, numel, pull_at, push_at, tuple(spans))
+        runs.append(run)
+        for start in range(0, numel, chunk_elements):
+            length = min(chunk_elements, numel - start)
+            chunks.append(
+                Chunk(
+                    first_chunk + len(chunks), index, run.index, start, length, dtype, group, trainable,
+                    pull_at + start * size, push_at + start * size, _cut(spans, start, start + length),
+                )
+            )
+        pull_at += round_up(numel * size, PAGE)
+        push_at += round_up(numel * size, PAGE) if trainable else 0
+    return Block(index, name, tuple(runs), tuple(chunks), pull_at, push_at)
+
+
+def _cut(spans: Sequence[Span], start: int, stop: int) -> tuple[Span, ...]:
+    """The parts of `spans` inside [start, stop), relative to `start`."""
+    return tuple(
+        Span(s.param, max(s.start, start) - start, min(s.stop, stop) - start, s.origin + max(0, start - s.start))
+        for s in spans
+        if s.start < stop and s.stop > start
+    )

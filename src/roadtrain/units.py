@@ -1,0 +1,59 @@
+"""Bytes, seconds and rates as people write them. Inside the package a size is an `int` of bytes, a time a `float` of
+seconds; the unit stands in the name (`nbytes`, `timeout_s`, `bytes_per_s`). Bits never leave this file."""
+
+from __future__ import annotations
+
+import re
+
+from roadtrain.errors import UnitError
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+_BYTES = {
+    "": 1, "b": 1,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "kib": KIB, "mib": MIB, "gib": GIB, "tib": 1 << 40,
+}
+_BITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+_NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(text: str | int) -> int:
+    """`"1.5GiB"`, `"800 MB"`, `4096` -> bytes. Raises UnitError on anything else, also on a negative number."""
+    if isinstance(text, int) and text >= 0:
+        return text
+    match = _NUMBER.fullmatch(str(text))
+    if match is None or match[2].lower() not in _BYTES:
+        raise UnitError(f"{text!r} is not a size", hint="write a number and a unit: 900MB, 1.5GiB")
+    return int(float(match[1]) * _BYTES[match[2].lower()])
+
+
+def parse_rate(text: str | int) -> float:
+    """`"500MB/s"`, `"400mbit"`, `"25 Gbit/s"`, `10000` -> bytes a second. Raises UnitError."""
+    if isinstance(text, int) and text >= 0:
+        return float(text)
+    body = str(text).strip()
+    body = body[:-2] if body.endswith("/s") else body
+    match = _NUMBER.fullmatch(body)
+    if match is not None and match[2].lower() in _BITS:
+        return float(match[1]) * _BITS[match[2].lower()] / 8
+    if match is None or match[2].lower() not in _BYTES:
+        raise UnitError(f"{text!r} is not a rate", hint="write 500MB/s or 25Gbit/s")
+    return float(match[1]) * _BYTES[match[2].lower()]
+
+
+def show_bytes(nbytes: float) -> str:
+    """Bytes for a person: `9.4 GiB`, `512 B`."""
+    for unit, size in (("TiB", 1 << 40), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if abs(nbytes) >= size:
+            return f"{nbytes / size:.1f} {unit}"
+    return f"{int(nbytes)} B"
+
+
+def show_rate(bytes_per_s: float) -> str:
+    """A rate for a person, in the decimal units that disks are sold in: `3.10 GB/s`."""
+    return f"{bytes_per_s / 1e9:.2f} GB/s" if bytes_per_s >= 1e9 else f"{bytes_per_s / 1e6:.0f} MB/s"
+
+
+def round_up(n: int, to: int) -> int:
+    return -(-n // to) * to
