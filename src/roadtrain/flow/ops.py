@@ -1,0 +1,204 @@
+"""The words that deciders speak: messages between worker and server, what a server's doers report, what it tells them.
+
+Messages travel over a link; events come from the server's own doers; actions go to them. All are frozen values, so a
+schedule can be written down, compared and simulated. `into`, `grad` and `blob` are opaque here (a memoryview in the
+real run, None in a simulated one).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """Worker -> server: copy chunk's public part into `into` as soon as at least `version` updates were applied."""
+
+    chunk: int
+    version: int
+    into: Any
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """Worker -> server: a gradient (dense: `grad` in the chunk's dtype; sparse: `grad` = (indices, values), sums of
+    squares taken before compression). `fresh`: first of its step, so it replaces what is held. `keep`: the server may
+    keep `grad` where it lies until the update; else it moves it to its own place and answers Freed."""
+
+    chunk: int
+    grad: Any
+    fresh: bool
+    keep: bool
+    sums: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Worker -> server: apply the rule to the held gradient as part of `step`. `scales`: one a span of the chunk, None
+    where the parameter has no gradient in this step. `order`: smaller is wanted sooner."""
+
+    chunk: int
+    step: int
+    hyper: tuple[float, ...]
+    scales: Sequence[float | None]
+    order: int
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Worker -> server: drop the held gradient of `chunk`."""
+
+    chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """Worker -> server: no more releases for `step`."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Worker -> server 0: all others are prepared; `blob` is the job's own state after `step`."""
+
+    step: int
+    blob: Any
+
+
+@dataclass(frozen=True, slots=True)
+class CommitDone:
+    """Server 0 -> worker -> all servers: `step` is committed."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    ticket: int
+    chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Server -> worker: the accumulated gradient's sum of squares, one a segment of the chunk."""
+
+    chunk: int
+    sums: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Freed:
+    """Server -> worker: the server no longer reads the pushed memory of `chunk`."""
+
+    chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Server -> worker: all of `step` is written here (and durable, except on server 0, which still has to commit)."""
+
+    server: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Server -> worker: the server ended with `error`."""
+
+    server: int
+    error: BaseException
+
+
+# events: what the server's doers report
+
+
+@dataclass(frozen=True, slots=True)
+class HoldDone:
+    chunk: int
+    sums: Any
+    freed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ReadDone:
+    chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class PublicRead:
+    """A pull was answered from the file or from memory."""
+
+    chunk: int
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateDone:
+    chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class WriteDone:
+    chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareDone:
+    step: int
+
+
+# actions: what the decider tells the doers
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    push: Push
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Copy the public part to `pull.into`: from the record buffer or cache (`memory`), else from the file."""
+
+    pull: Pull
+    memory: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Read the record of `chunk` into record buffer `buffer`."""
+
+    chunk: int
+    buffer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    chunk: int
+    release: Release
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """Make everything written so far durable as `step`; `blob` is given where this is the commit."""
+
+    step: int
+    blob: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    message: Any

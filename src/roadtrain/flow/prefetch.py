@@ -1,0 +1,156 @@
+"""Which blocks a worker holds, fetches ahead and drops: the order of the last step is the prediction for this one, and
+what is needed last is dropped first (Belady's rule). Backward follows forward in that order, so at the turn the last
+blocks stay for free, and with room for the whole model nothing is fetched twice.
+
+Pure: events in, actions out. Slots are equal and hold one block each.
+FREE: 0 bytes in use. COMING: a pull is under way. HERE: may be dropped. USED: a forward or backward runs on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+FREE, COMING, HERE, USED = "free", "coming", "here", "used"
+
+
+@dataclass(frozen=True, slots=True)
+class PullBlock:
+    block: int
+    slot: int
+
+
+@dataclass(slots=True)
+class Slot:
+    """`stale`: the block was updated since; it is dropped as soon as it is not USED or COMING."""
+
+    state: str = FREE
+    block: int = -1
+    uses: int = 0
+    stale: bool = False
+
+
+class Prefetcher:
+    """Invariants (`check`): a block is in at most one slot that is not stale; `where` is that map."""
+
+    def __init__(self, slots: int, blocks: Sequence[int]) -> None:
+        assert slots >= 2
+        self.slots = [Slot() for _ in range(slots)]
+        self.where: dict[int, int] = {}
+        self.past: list[int] = [*blocks, *reversed(blocks)]  # a first guess: forward in order, backward in reverse
+        self.now: list[int] = []
+        self.cursor = 0  # next index of `past`
+        self.wanted: int | None = None  # asked for, no slot yet
+
+    def asked(self, block: int) -> list[PullBlock]:
+        """The worker needs `block` now. It may run once `here(block)`."""
+        self._follow(block)
+        self.now.append(block)
+        self.wanted = None if block in self.where else block
+        return self._plan()
+
+    def arrived(self, slot: int) -> list[PullBlock]:
+        held = self.slots[slot]
+        assert held.state == COMING
+        held.state = HERE
+        self._free_stale(held)
+        return self._plan()
+
+    def here(self, block: int) -> int | None:
+        """The slot of `block`, if its parameters are in place."""
+        slot = self.where.get(block)
+        return slot if slot is not None and self.slots[slot].state in (HERE, USED) else None
+
+    def use(self, block: int) -> int:
+        slot = self.where[block]
+        self.slots[slot].state = USED
+        self.slots[slot].uses += 1
+        return slot
+
+    def returned(self, slot: int) -> list[PullBlock]:
+        held = self.slots[slot]
+        held.uses -= 1
+        if held.uses == 0:
+            held.state = HERE
+            self._free_stale(held)
+        return self._plan()
+
+    def updated(self, blocks: Sequence[int]) -> None:
+        """These blocks got (or will get) a new version: what is held of them is stale."""
+        for block in blocks:
+            slot = self.where.pop(block, None)
+            if slot is not None:
+                self.slots[slot].stale = True
+                self._free_stale(self.slots[slot])
+
+    def stepped(self) -> list[PullBlock]:
+        """A step ended: the order just seen predicts the next one."""
+        if self.now:
+            self.past, self.now = self.now, []
+        self.cursor = 0
+        return self._plan()
+
+    # decisions
+
+    def _follow(self, block: int) -> None:
+        past = self.past
+        if self.cursor < len(past) and past[self.cursor] == block:
+            self.cursor += 1
+            return
+        before = self.now[-1] if self.now else None
+        matches = [i for i, b in enumerate(past) if b == block]
+        follows = [i for i in matches if i > 0 and past[i - 1] == before]
+        if follows or matches:
+            self.cursor = (follows or matches)[0] + 1
+
+    def _upcoming(self) -> list[int]:
+        """Distinct blocks in the order of their next use, the wanted one first."""
+        seen: dict[int, None] = {} if self.wanted is None else {self.wanted: None}
+        for block in self.past[self.cursor :]:
+            seen.setdefault(block)
+            if len(seen) > 2 * len(self.slots):
+                break
+        return list(seen)
+
+    def _plan(self) -> list[PullBlock]:
+        out: list[PullBlock] = []
+        upcoming = self._upcoming()
+        rank = {block: i for i, block in enumerate(upcoming)}
+        for block in upcoming[: len(self.slots)]:
+            if block in self.where:
+                continue
+            slot = self._room(rank, rank[block])
+            if slot is None:
+                break
+            held = self.slots[slot]
+            if held.state == HERE:
+                del self.where[held.block]
+            self.slots[slot] = Slot(COMING, block)
+            self.where[block] = slot
+            if block == self.wanted:
+                self.wanted = None
+            out.append(PullBlock(block, slot))
+        return out
+
+    def _room(self, rank: dict[int, int], needed_at: int) -> int | None:
+        """A free slot, else the one whose block is needed last, if that is later than `needed_at`."""
+        best, best_rank = None, needed_at
+        for i, held in enumerate(self.slots):
+            if held.state == FREE:
+                return i
+            if held.state == HERE:
+                r = rank.get(held.block, len(rank) + 1)
+                if r > best_rank:
+                    best, best_rank = i, r
+        return best
+
+    def _free_stale(self, held: Slot) -> None:
+        if held.stale and held.state == HERE:
+            held.state, held.block, held.stale = FREE, -1, False
+
+    def check(self) -> None:
+        for block, slot in self.where.items():
+            assert self.slots[slot].block == block and not self.slots[slot].stale
+        live = [s.block for s in self.slots if s.state != FREE and not s.stale]
+        assert len(live) == len(set(live)) == len(self.where)
+        assert all((s.uses > 0) == (s.state == USED) for s in self.slots)

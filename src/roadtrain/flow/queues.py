@@ -1,0 +1,70 @@
+"""Which operation a storage device does next: read parameters before read state before write state.
+
+`mix`: reads and writes run side by side. `burst`: one direction at a time, switched after `burst_ops` operations of
+state or when the other side has nothing (some devices give more that way; the store measures, then chooses).
+Pure: the doer asks `next()` under its own lock.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+from typing import Any
+
+READ_PARAMETERS, READ_STATE, WRITE_STATE = 0, 1, 2
+
+
+@dataclass
+class DeviceQueue:
+    """Invariants: `running` counts what `next` gave out and `done` did not take back; in burst mode reads and writes of
+    state never run at once."""
+
+    burst: bool = False
+    burst_ops: int = 8
+    max_reads: int = 2
+    max_writes: int = 2
+    waiting: dict[int, list[tuple[int, int, Any]]] = field(default_factory=lambda: {0: [], 1: [], 2: []})
+    running: dict[int, int] = field(default_factory=lambda: {0: 0, 1: 0, 2: 0})
+    _direction: int = READ_STATE
+    _left: int = 0
+    _count: int = 0
+
+    def push(self, priority: int, order: int, item: Any) -> None:
+        """`order`: smaller goes first within one priority; equal orders keep their arrival order."""
+        self._count += 1
+        heapq.heappush(self.waiting[priority], (order, self._count, item))
+
+    def next(self) -> tuple[int, Any] | None:
+        """The next (priority, item) that may start now, or None."""
+        if self.waiting[READ_PARAMETERS] and self.running[READ_PARAMETERS] < self.max_reads:
+            return self._take(READ_PARAMETERS)
+        directions = self._burst_directions() if self.burst else (READ_STATE, WRITE_STATE)
+        for priority in directions:
+            limit = self.max_reads if priority == READ_STATE else self.max_writes
+            if self.waiting[priority] and self.running[priority] < limit:
+                self._left -= 1
+                return self._take(priority)
+        return None
+
+    def _burst_directions(self) -> tuple[int, ...]:
+        other = WRITE_STATE if self._direction == READ_STATE else READ_STATE
+        if self.waiting[other] and (self._left <= 0 or not self.waiting[self._direction]):
+            if self.running[self._direction]:
+                return ()
+            self._direction, self._left = other, self.burst_ops
+        return (self._direction,)
+
+    def _take(self, priority: int) -> tuple[int, Any]:
+        self.running[priority] += 1
+        return priority, heapq.heappop(self.waiting[priority])[2]
+
+    def done(self, priority: int) -> None:
+        self.running[priority] -= 1
+
+    def __len__(self) -> int:
+        return sum(len(w) for w in self.waiting.values())
+
+    def check(self) -> None:
+        assert all(n >= 0 for n in self.running.values())
+        if self.burst:
+            assert not (self.running[READ_STATE] and self.running[WRITE_STATE])

@@ -1,0 +1,266 @@
+"""What a server does next. Events and messages in, actions out; no I/O, no threads, no clock.
+
+A chunk's way through one step:
+    Push -> Hold -> HoldDone            the gradient rests here (HELD)
+    Release                             wanted: queued by (step, order) until a record buffer is free
+    Read -> ReadDone                    READING  (skipped where the record is kept in memory)
+    Update -> UpdateDone                UPDATING; the new version exists: waiting pulls are answered at once
+    Write -> WriteDone                  WRITING  (skipped where nothing rests on files)
+When a step is sealed and all its releases are written, the step is prepared (server 0: committed when told).
+
+Rule 3: a chunk is written for step s only when step s-1 is committed, so the slot that is overwritten is never the
+committed one. Rule 4: at most `buffers` records are away from their files at once.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from roadtrain.flow import ops
+
+IDLE, WANTED, READING, UPDATING, WRITING = "idle", "wanted", "reading", "updating", "writing"
+
+
+@dataclass(slots=True)
+class ChunkState:
+    """`resident`: the record (or, if `public_resident`, its public part) is kept in memory for good: 0 buffers.
+    READING, UPDATING, WRITING hold one record buffer unless resident. `release` waits in the queue; `active` is being
+    carried out (the next step's release may arrive while this step's record is still being written)."""
+
+    resident: bool
+    public_resident: bool
+    version: int = 0
+    phase: str = IDLE
+    buffer: int | None = None
+    holding: int = 0  # Holds not yet done
+    release: ops.Release | None = None
+    active: ops.Release | None = None
+    answering: int = 0  # pulls being answered, from the file or from memory
+    read: bool = False  # the record is in its buffer, the update waits for `answering` to end
+    pulls: list[ops.Pull] = field(default_factory=list)  # each waits for a newer version, or for the update to end
+
+    @property
+    def in_memory(self) -> bool:
+        return self.resident or self.public_resident
+
+
+class ServeDecider:
+    """One server's decisions. `chunks`: chunk -> (record resident, public resident). `durable`: records rest on files.
+
+    Invariants (asserted by `check`): free buffers and the buffers of chunks are disjoint and together all buffers; a
+    chunk in `queue` is WANTED; `open_releases[s]` counts the releases of step s that are not yet written.
+    """
+
+    def __init__(
+        self, server: int, chunks: Mapping[int, tuple[bool, bool]], buffers: int, *, durable: bool, committed: int = 0
+    ) -> None:
+        self.server = server
+        self.durable = durable
+        self.chunks = {c: ChunkState(resident, public) for c, (resident, public) in chunks.items()}
+        self.n_buffers = buffers
+        self.free = list(range(buffers))
+        self.queue: list[tuple[int, int, int]] = []  # heap of (step, order, chunk)
+        self.gated: deque[int] = deque()  # updated chunks whose write waits for the commit before
+        self.open_releases: dict[int, int] = {}
+        self.sealed: deque[int] = deque()  # steps sealed and not yet prepared, in order
+        self.commits: dict[int, Any] = {}  # step -> blob, told to commit
+        self.preparing: int | None = None
+        self.prepared = committed
+        self.committed = committed
+
+    def handle(self, event: Any) -> list[Any]:
+        """Next actions. Asserts on what a correct doer cannot report."""
+        return getattr(self, "_on_" + type(event).__name__)(event)  # type: ignore[no-any-return]
+
+    # messages
+
+    def _on_Pull(self, pull: ops.Pull) -> list[Any]:
+        chunk = self.chunks[pull.chunk]
+        if chunk.version < pull.version or (chunk.phase == UPDATING and chunk.in_memory):
+            chunk.pulls.append(pull)
+            return []
+        return [self._answer(chunk, pull)]
+
+    def _answer(self, chunk: ChunkState, pull: ops.Pull) -> ops.Answer:
+        chunk.answering += 1
+        return ops.Answer(pull, chunk.in_memory or chunk.phase == WRITING)
+
+    def _on_PublicRead(self, event: ops.PublicRead) -> list[Any]:
+        chunk = self.chunks[event.chunk]
+        chunk.answering -= 1
+        out: list[Any] = [ops.Send(ops.Pulled(event.ticket, event.chunk))]
+        if chunk.answering == 0 and chunk.read:
+            out += self._update(event.chunk, chunk)
+        self._finish_write(chunk)
+        return out + self._advance()
+
+    def _on_Push(self, push: ops.Push) -> list[Any]:
+        self.chunks[push.chunk].holding += 1
+        return [ops.Hold(push)]
+
+    def _on_HoldDone(self, event: ops.HoldDone) -> list[Any]:
+        chunk = self.chunks[event.chunk]
+        chunk.holding -= 1
+        out: list[Any] = [ops.Send(ops.Held(event.chunk, event.sums))]
+        if event.freed:
+            out.append(ops.Send(ops.Freed(event.chunk)))
+        return out + self._advance()
+
+    def _on_Release(self, release: ops.Release) -> list[Any]:
+        chunk = self.chunks[release.chunk]
+        assert chunk.release is None, f"chunk {release.chunk} released twice"
+        chunk.release = release
+        self.open_releases[release.step] = self.open_releases.get(release.step, 0) + 1
+        heapq.heappush(self.queue, (release.step, release.order, release.chunk))
+        return self._advance()
+
+    def _on_Forget(self, event: ops.Forget) -> list[Any]:
+        assert self.chunks[event.chunk].release is None
+        return [ops.Discard(event.chunk)]
+
+    def _on_Seal(self, event: ops.Seal) -> list[Any]:
+        self.sealed.append(event.step)
+        self.open_releases.setdefault(event.step, 0)
+        return self._prepare()
+
+    def _on_Commit(self, event: ops.Commit) -> list[Any]:
+        self.commits[event.step] = event.blob
+        return self._prepare()
+
+    def _on_CommitDone(self, event: ops.CommitDone) -> list[Any]:
+        self.committed = event.step
+        return self._advance() + self._prepare()
+
+    # what doers report
+
+    def _on_ReadDone(self, event: ops.ReadDone) -> list[Any]:
+        chunk = self.chunks[event.chunk]
+        assert chunk.phase == READING
+        if chunk.answering and chunk.in_memory:
+            chunk.read = True  # what is being copied out must not change under the copy
+            return []
+        return self._update(event.chunk, chunk)
+
+    def _update(self, number: int, chunk: ChunkState) -> list[Any]:
+        assert chunk.active is not None
+        chunk.phase, chunk.read = UPDATING, False
+        return [ops.Update(number, chunk.active)]
+
+    def _on_UpdateDone(self, event: ops.UpdateDone) -> list[Any]:
+        chunk = self.chunks[event.chunk]
+        assert chunk.phase == UPDATING
+        chunk.version += 1
+        chunk.phase = WRITING
+        out: list[Any] = [ops.Send(ops.Freed(event.chunk))]
+        still: list[ops.Pull] = []
+        for pull in chunk.pulls:
+            if pull.version <= chunk.version:
+                out.append(self._answer(chunk, pull))
+            else:
+                still.append(pull)
+        chunk.pulls = still
+        if not self.durable:
+            return out + self._on_WriteDone(ops.WriteDone(event.chunk))
+        self.gated.append(event.chunk)
+        return out + self._advance()
+
+    def _on_WriteDone(self, event: ops.WriteDone) -> list[Any]:
+        chunk = self.chunks[event.chunk]
+        assert chunk.phase == WRITING and chunk.active is not None
+        self.open_releases[chunk.active.step] -= 1
+        chunk.active = None
+        self._finish_write(chunk)
+        return self._prepare() + self._advance()
+
+    def _finish_write(self, chunk: ChunkState) -> None:
+        """A written chunk gives its buffer back once nobody copies from it any more."""
+        if chunk.phase != WRITING or chunk.active is not None or chunk.answering:
+            return
+        chunk.phase = IDLE
+        if chunk.buffer is not None:
+            self.free.append(chunk.buffer)
+            chunk.buffer = None
+
+    def _on_PrepareDone(self, event: ops.PrepareDone) -> list[Any]:
+        assert self.preparing == event.step
+        self.preparing = None
+        self.prepared = event.step
+        if self.server == 0:
+            self.committed = event.step
+            return [ops.Send(ops.CommitDone(event.step)), *self._advance(), *self._prepare()]
+        return [ops.Send(ops.Prepared(self.server, event.step)), *self._prepare()]
+
+    # decisions
+
+    def _prepare(self) -> list[Any]:
+        """The oldest sealed step, once all its writes are done; server 0 also waits to be told."""
+        if not self.sealed or self.preparing is not None or self.open_releases[self.sealed[0]]:
+            return []
+        step = self.sealed[0]
+        if self.committed < step - 1 or (self.server == 0 and step not in self.commits):
+            return []
+        self.sealed.popleft()
+        del self.open_releases[step]
+        self.preparing = step
+        return [ops.Prepare(step, self.commits.pop(step, None))]
+
+    def _advance(self) -> list[Any]:
+        """Start what can start: writes past the gate, then reads or updates of the most wanted chunks."""
+        out: list[Any] = []
+        for _ in range(len(self.gated)):
+            number = self.gated.popleft()
+            chunk = self.chunks[number]
+            assert chunk.active is not None
+            if self.committed >= chunk.active.step - 1 and not chunk.answering:
+                out.append(ops.Write(number))
+            else:
+                self.gated.append(number)
+        later: list[tuple[int, int, int]] = []
+        while self.queue:
+            entry = self.queue[0]
+            chunk = self.chunks[entry[2]]
+            if chunk.phase != IDLE or chunk.holding or (chunk.answering and chunk.resident):
+                later.append(heapq.heappop(self.queue))
+                continue
+            if not chunk.resident and not self.free:
+                break
+            heapq.heappop(self.queue)
+            assert chunk.release is not None and chunk.active is None
+            chunk.active, chunk.release = chunk.release, None
+            if chunk.resident:
+                out += self._update(entry[2], chunk)
+            else:
+                chunk.phase = READING
+                chunk.buffer = self.free.pop()
+                out.append(ops.Read(entry[2], chunk.buffer))
+        for entry in later:
+            heapq.heappush(self.queue, entry)
+        return out
+
+    def idle(self) -> bool:
+        return not (self.queue or self.gated or self.sealed or self.preparing is not None)
+
+    def waiting_for(self) -> str:
+        """One phrase for a deadline's message: what this server still has to do."""
+        busy = {p: sum(c.phase == p for c in self.chunks.values()) for p in (READING, UPDATING, WRITING)}
+        return f"{len(self.queue)} chunks wanted, {busy}, committed step {self.committed}, sealed {list(self.sealed)}"
+
+    def check(self) -> None:
+        """Assert every invariant."""
+        used = [c.buffer for c in self.chunks.values() if c.buffer is not None]
+        assert sorted(used + self.free) == list(range(self.n_buffers))
+        for _, _, number in self.queue:
+            assert self.chunks[number].release is not None
+        for chunk in self.chunks.values():
+            assert all(p.version > chunk.version or chunk.phase == UPDATING for p in chunk.pulls)
+            assert chunk.answering >= 0 and chunk.holding >= 0
+            if chunk.phase in (READING, UPDATING) and not chunk.resident:
+                assert chunk.buffer is not None
+        for step, count in self.open_releases.items():
+            releases = [r for c in self.chunks.values() for r in (c.release, c.active) if r is not None]
+            open_now = sum(r.step == step for r in releases)
+            assert count == open_now, (step, count, open_now)
