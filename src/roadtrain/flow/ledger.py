@@ -13,7 +13,7 @@ from roadtrain.flow import ops
 
 
 class Ledger:
-    """Invariants (`check`): committed <= sealed <= committed + steps in flight; a blob is kept only until its commit."""
+    """Invariants (`check`): committed <= sealed; a blob is kept only until its commit."""
 
     def __init__(self, servers: int, committed: int) -> None:
         self.servers = servers

@@ -92,9 +92,9 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Freed:
-    """Server -> worker: the server no longer reads the pushed memory of `chunk`."""
+    """Server -> worker: the server no longer reads the memory of the push `ticket`."""
 
-    chunk: int
+    ticket: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +118,12 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class HoldDone:
+    """`kept`: the pushed memory is in use until the update."""
+
     chunk: int
     sums: Any
-    freed: bool
+    ticket: int
+    kept: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,8 @@ class ChunkState:
     version: int = 0
     phase: str = IDLE
     buffer: int | None = None
-    holding: int = 0  # Holds not yet done
+    holds: deque[ops.Push] = field(default_factory=deque)  # the first is being carried out: one at a time, in order
+    kept: int | None = None  # ticket of the push whose memory holds the gradient
     release: ops.Release | None = None
     active: ops.Release | None = None
     answering: int = 0  # pulls being answered, from the file or from memory
@@ -99,16 +100,26 @@ class ServeDecider:
         return out + self._advance()
 
     def _on_Push(self, push: ops.Push) -> list[Any]:
-        self.chunks[push.chunk].holding += 1
-        return [ops.Hold(push)]
+        holds = self.chunks[push.chunk].holds
+        holds.append(push)
+        return [ops.Hold(push)] if len(holds) == 1 else []
 
     def _on_HoldDone(self, event: ops.HoldDone) -> list[Any]:
         chunk = self.chunks[event.chunk]
-        chunk.holding -= 1
+        chunk.holds.popleft()
         out: list[Any] = [ops.Send(ops.Held(event.chunk, event.sums))]
-        if event.freed:
-            out.append(ops.Send(ops.Freed(event.chunk)))
+        if event.kept:
+            assert chunk.kept is None
+            chunk.kept = event.ticket
+        else:
+            out.append(ops.Send(ops.Freed(event.ticket)))
+        if chunk.holds:
+            out.append(ops.Hold(chunk.holds[0]))
         return out + self._advance()
+
+    def _free_kept(self, chunk: ChunkState) -> list[Any]:
+        ticket, chunk.kept = chunk.kept, None
+        return [] if ticket is None else [ops.Send(ops.Freed(ticket))]
 
     def _on_Release(self, release: ops.Release) -> list[Any]:
         chunk = self.chunks[release.chunk]
@@ -119,8 +130,9 @@ class ServeDecider:
         return self._advance()
 
     def _on_Forget(self, event: ops.Forget) -> list[Any]:
-        assert self.chunks[event.chunk].release is None
-        return [ops.Discard(event.chunk)]
+        chunk = self.chunks[event.chunk]
+        assert chunk.release is None and not chunk.holds
+        return [ops.Discard(event.chunk), *self._free_kept(chunk)]
 
     def _on_Seal(self, event: ops.Seal) -> list[Any]:
         self.sealed.append(event.step)
@@ -155,7 +167,7 @@ class ServeDecider:
         assert chunk.phase == UPDATING
         chunk.version += 1
         chunk.phase = WRITING
-        out: list[Any] = [ops.Send(ops.Freed(event.chunk))]
+        out = self._free_kept(chunk)
         still: list[ops.Pull] = []
         for pull in chunk.pulls:
             if pull.version <= chunk.version:
@@ -223,7 +235,7 @@ class ServeDecider:
         while self.queue:
             entry = self.queue[0]
             chunk = self.chunks[entry[2]]
-            if chunk.phase != IDLE or chunk.holding or (chunk.answering and chunk.resident):
+            if chunk.phase != IDLE or chunk.holds or (chunk.answering and chunk.resident):
                 later.append(heapq.heappop(self.queue))
                 continue
             if not chunk.resident and not self.free:
@@ -257,7 +269,7 @@ class ServeDecider:
             assert self.chunks[number].release is not None
         for chunk in self.chunks.values():
             assert all(p.version > chunk.version or chunk.phase == UPDATING for p in chunk.pulls)
-            assert chunk.answering >= 0 and chunk.holding >= 0
+            assert chunk.answering >= 0
             if chunk.phase in (READING, UPDATING) and not chunk.resident:
                 assert chunk.buffer is not None
         for step, count in self.open_releases.items():

@@ -1,0 +1,424 @@
+"""A server: owns chunks, holds their gradients, updates them next to their storage. Threads around flow/serve.py.
+
+One loop thread feeds the decider; I/O threads serve the device's queue; update threads run kernels and copies. All heavy
+work (preadv/pwritev, hashing, numba kernels, numpy copies) releases the GIL. Memory: record buffers and scratch are
+allocated once; what is kept from files lies in one arena.
+
+Any failure ends the server: the worker gets Failed with the cause, and the last committed step stays as it is.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from roadtrain.errors import LostError, RoadtrainError
+from roadtrain.flow import ops
+from roadtrain.flow.queues import READ_PARAMETERS, READ_STATE, WRITE_STATE, DeviceQueue
+from roadtrain.flow.serve import ServeDecider
+from roadtrain.kernels.cast import cast
+from roadtrain.kernels.rules import Rule
+from roadtrain.kernels.sum import accumulate, sum_squares
+from roadtrain.kernels.topk import scatter
+from roadtrain.spec.chunks import PAGE, Chunk, Record
+from roadtrain.store.buffers import Buffer
+from roadtrain.store.file import FileTier
+from roadtrain.trace import Stages
+from roadtrain.units import round_up
+
+NUMPY = {"fp32": np.float32, "bf16": np.uint16, "fp16": np.uint16}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What one server is made of. `tier` None: everything rests in memory."""
+
+    number: int
+    name: str
+    chunks: Mapping[int, Chunk]
+    records: Mapping[int, Record]
+    rules: Sequence[Rule]
+    tier: FileTier | None
+    resident: frozenset[int]
+    public_resident: frozenset[int]
+    buffers: int
+    record_bytes: int
+    scratch_bytes: int
+    update_threads: int = 1
+    burst: bool = False
+
+
+class Server:
+    def __init__(self, setup: Setup, deliver: Callable[[Any], None], stages: Stages, committed: int) -> None:
+        self.setup, self._deliver, self._stages = setup, deliver, stages
+        resident = frozenset(setup.chunks) if setup.tier is None else setup.resident
+        self._resident = resident
+        self._arena, self._memory = _arena(setup, resident)
+        self._buffers = [Buffer(setup.record_bytes) for _ in range(setup.buffers)]
+        self._scratch = [Buffer(max(setup.scratch_bytes, PAGE)) for _ in range(max(1, setup.buffers))]
+        self._scratch_free: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
+        for scratch in self._scratch:
+            self._scratch_free.put(scratch)
+        self._grads: dict[int, Any] = {}  # chunk -> ndarray | "spilled" | [(indices, values)...]; one writer at a time
+        self._spill_lock = threading.Lock()
+        where = {c: (c in resident, c in setup.public_resident) for c in setup.chunks}
+        self.decider = ServeDecider(
+            setup.number, where, setup.buffers, durable=setup.tier is not None, committed=committed
+        )
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._device = DeviceQueue(burst=setup.burst)
+        self._device_ready = threading.Condition()
+        self._kernels: queue.PriorityQueue[tuple[int, int, Any]] = queue.PriorityQueue()
+        self._count = 0
+        self._stopping = False
+        self._failed = False
+        self._threads: list[threading.Thread] = []
+
+    def nbytes(self) -> int:
+        """Memory that this server holds."""
+        held = [*self._buffers, *self._scratch] + ([self._arena] if self._arena else [])
+        return sum(b.nbytes for b in held)
+
+    def start(self) -> None:
+        """Loads what is kept in memory, then serves. Raises StoreError when the files are damaged."""
+        self._load()
+        n_io = 4 if self.setup.tier is not None else 0
+        jobs = [(self._loop, "loop"), *[(self._io, f"io{i}") for i in range(n_io)]]
+        jobs += [(self._compute, f"update{i}") for i in range(max(1, self.setup.update_threads))]
+        for target, name in jobs:
+            thread = threading.Thread(target=target, name=f"{self.setup.name} {name}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def receive(self, message: Any) -> None:
+        """A message from the worker, or an event of a doer. Does not block."""
+        self._inbox.put(message)
+
+    def stop(self) -> None:
+        """Ends all threads; does not wait for unfinished steps (the caller flushes first if it wants them)."""
+        self._stopping = True
+        self._inbox.put(None)
+        with self._device_ready:
+            self._device_ready.notify_all()
+        for i in range(len(self._threads)):
+            self._kernels.put((9, i, None))
+        for thread in self._threads:
+            thread.join()
+        self._threads.clear()
+        if self.setup.tier is not None:
+            self.setup.tier.close()
+        self._memory.clear()
+        self._grads.clear()
+        for buffer in [*self._buffers, *self._scratch, *([self._arena] if self._arena else [])]:
+            buffer.close()
+
+    # threads
+
+    def _loop(self) -> None:
+        while not self._stopping:
+            event = self._inbox.get()
+            if event is None:
+                return
+            try:
+                for action in self.decider.handle(event):
+                    self._carry_out(action)
+            except BaseException as error:
+                self._fail(error)
+                return
+
+    def _carry_out(self, action: Any) -> None:
+        match action:
+            case ops.Send(message):
+                self._deliver(message)
+            case ops.Answer(pull, True):
+                self._kernel(0, lambda: self._answer_memory(pull))
+            case ops.Answer(pull, False):
+                self._io_push(READ_PARAMETERS, pull.ticket, lambda: self._answer_file(pull))
+            case ops.Hold(push):
+                self._kernel(1, lambda: self._hold(push))
+            case ops.Update(chunk, release):
+                self._kernel(2, lambda: self._update(chunk, release))
+            case ops.Read(chunk, buffer):
+                self._io_push(READ_STATE, 0, lambda: self._read(chunk, buffer))
+            case ops.Write(chunk):
+                self._io_push(WRITE_STATE, 0, lambda: self._write(chunk))
+            case ops.Prepare(step, blob):
+                if self.setup.tier is None:
+                    self.receive(ops.PrepareDone(step))
+                else:
+                    self._io_push(WRITE_STATE, -1, lambda: self._prepare(step, blob))
+            case ops.Discard(chunk):
+                self._grads.pop(chunk, None)
+
+    def _kernel(self, priority: int, job: Callable[[], None]) -> None:
+        self._count += 1
+        self._kernels.put((priority, self._count, job))
+
+    def _io_push(self, priority: int, order: int, job: Callable[[], None]) -> None:
+        with self._device_ready:
+            self._device.push(priority, order, job)
+            self._device_ready.notify()
+
+    def _compute(self) -> None:
+        while True:
+            job = self._kernels.get()[2]
+            if job is None or self._stopping:
+                return
+            try:
+                job()
+            except BaseException as error:
+                self._fail(error)
+
+    def _io(self) -> None:
+        while True:
+            with self._device_ready:
+                while not self._stopping and (item := self._device.next()) is None:
+                    self._device_ready.wait()
+                if self._stopping:
+                    return
+            priority, job = item
+            try:
+                job()
+            except BaseException as error:
+                self._fail(error)
+            with self._device_ready:
+                self._device.done(priority)
+                self._device_ready.notify_all()
+
+    def _fail(self, error: BaseException) -> None:
+        if self._failed or self._stopping:
+            return
+        self._failed = True
+        if not isinstance(error, RoadtrainError):
+            wrapped = LostError(f"{self.setup.name} stopped: {type(error).__name__}: {error}")
+            wrapped.__cause__ = error
+            error = wrapped
+        self._deliver(ops.Failed(self.setup.number, error))
+
+    # doers
+
+    def _load(self) -> None:
+        tier = self.setup.tier
+        if tier is None:
+            return
+        for number, view in self._memory.items():
+            chunk, record = self.setup.chunks[number], self.setup.records[number]
+            if number not in self._resident:
+                self._read_public(chunk, view[: record.public_nbytes])
+            elif tier.has_public(number):
+                tier.read(number, "record" if chunk.trainable else "public", view[: record.nbytes])
+            else:
+                tier.read(number, "private", view[record.public_nbytes : record.nbytes])
+                self._cast_public(chunk, record, view, view)
+
+    def _read_public(self, chunk: Chunk, into: memoryview) -> None:
+        """The public part from the file; cast from the master where the file does not hold it."""
+        tier, record = self.setup.tier, self.setup.records[chunk.id]
+        assert tier is not None
+        if tier.has_public(chunk.id):
+            tier.read(chunk.id, "public", into)
+            return
+        whole = Buffer(record.nbytes)
+        tier.read(chunk.id, "private", whole.view[record.public_nbytes : record.nbytes])
+        self._cast_public(chunk, record, whole.view, into)
+        whole.close()
+
+    def _cast_public(self, chunk: Chunk, record: Record, view: memoryview, into: memoryview) -> None:
+        master = np.frombuffer(view, np.float32, chunk.numel, record.master)
+        cast(master, "fp32", np.frombuffer(into, NUMPY[chunk.dtype], chunk.numel), chunk.dtype)
+
+    def _record_view(self, chunk: int) -> memoryview:
+        if chunk in self._resident:
+            return self._memory[chunk]
+        buffer = self.decider.chunks[chunk].buffer
+        assert buffer is not None
+        return self._buffers[buffer].view
+
+    def _answer_memory(self, pull: ops.Pull) -> None:
+        start = time.perf_counter()
+        view = self._memory.get(pull.chunk)
+        if view is None:
+            view = self._record_view(pull.chunk)
+        n = len(pull.into)
+        np.copyto(np.frombuffer(pull.into, np.uint8), np.frombuffer(view, np.uint8, n))
+        self._stages.add("Fetch", time.perf_counter() - start, n)
+        self.receive(ops.PublicRead(pull.chunk, pull.ticket))
+
+    def _answer_file(self, pull: ops.Pull) -> None:
+        start = time.perf_counter()
+        self._read_public(self.setup.chunks[pull.chunk], pull.into)
+        self._stages.add("Fetch", time.perf_counter() - start, len(pull.into))
+        self.receive(ops.PublicRead(pull.chunk, pull.ticket))
+
+    def _hold(self, push: ops.Push) -> None:
+        chunk = self.setup.chunks[push.chunk]
+        start = time.perf_counter()
+        if isinstance(push.grad, tuple):
+            if push.fresh:
+                self._grads[chunk.id] = []
+            self._grads[chunk.id].append(push.grad)
+            kept, sums = False, push.sums
+        else:
+            kept, sums = self._hold_dense(chunk, push)
+        self._stages.add("Sum", time.perf_counter() - start, chunk.public_nbytes)
+        self.receive(ops.HoldDone(chunk.id, sums, push.ticket, kept))
+
+    def _hold_dense(self, chunk: Chunk, push: ops.Push) -> tuple[bool, Any]:
+        grad = np.frombuffer(push.grad, NUMPY[chunk.dtype], chunk.numel)
+        held, spilled, tier = self._grads.get(chunk.id), False, self.setup.tier
+        scratch, kept = None, False
+        if not push.fresh and held is not None:
+            if isinstance(held, str):
+                scratch = self._load_spilled(chunk)
+                held = np.frombuffer(scratch.view, NUMPY[chunk.dtype], chunk.numel)
+                spilled = True
+            _add(held, grad, chunk.dtype)
+            grad = held
+        elif push.keep:
+            self._grads[chunk.id], kept = grad, True
+        elif tier is None:
+            self._grads[chunk.id] = grad.copy()
+        else:
+            spilled = True
+        sums = np.array([sum_squares(grad[a:b], chunk.dtype) for _, a, b in chunk.segments])
+        if spilled:
+            assert tier is not None
+            tier.spill_write(chunk.id, memoryview(grad).cast("B"))
+            self._grads[chunk.id] = "spilled"
+        if scratch is not None:
+            self._scratch_free.put(scratch)
+        return kept, sums
+
+    def _load_spilled(self, chunk: Chunk) -> Buffer:
+        assert self.setup.tier is not None
+        scratch = self._scratch_free.get()
+        self.setup.tier.spill_read(chunk.id, scratch.view[: round_up(chunk.public_nbytes, PAGE)])
+        return scratch
+
+    def _read(self, number: int, buffer: int) -> None:
+        start = time.perf_counter()
+        chunk, record, tier = self.setup.chunks[number], self.setup.records[number], self.setup.tier
+        assert tier is not None
+        view = self._buffers[buffer].view
+        if self.setup.rules[chunk.group].reads_state:
+            first = record.public_nbytes if chunk.dtype != "fp32" else 0
+            tier.read(number, "private" if first else "record", view[first : record.nbytes])
+            self._stages.add("Read", time.perf_counter() - start, record.nbytes - first)
+        self.receive(ops.ReadDone(number))
+
+    def _update(self, number: int, release: ops.Release) -> None:
+        start = time.perf_counter()
+        chunk, record = self.setup.chunks[number], self.setup.records[number]
+        view = self._record_view(number)
+        grad = self._grads.pop(number)
+        scratch = None
+        if isinstance(grad, str):
+            scratch = self._load_spilled(chunk)
+            grad = np.frombuffer(scratch.view, NUMPY[chunk.dtype], chunk.numel)
+        elif isinstance(grad, list):
+            scratch = self._scratch_free.get()
+            dense = np.frombuffer(scratch.view, np.float32, chunk.numel)
+            for i, (indices, values) in enumerate(grad):
+                if i == 0:
+                    scatter(indices, values, dense)
+                else:
+                    dense[indices] += values
+            grad = dense
+        dtype = "fp32" if grad.dtype == np.float32 else chunk.dtype
+        public = self._memory.get(number, view)
+        apply_rule(self.setup.rules[chunk.group], chunk, record, view, public, grad, dtype, release)
+        if chunk.dtype == "fp32" and public is not view:
+            size = chunk.public_nbytes
+            np.copyto(np.frombuffer(public, np.uint8, size), np.frombuffer(view, np.uint8, size))
+        if scratch is not None:
+            self._scratch_free.put(scratch)
+        self._stages.add("Update", time.perf_counter() - start, record.nbytes)
+        self.receive(ops.UpdateDone(number))
+
+    def _write(self, number: int) -> None:
+        start = time.perf_counter()
+        chunk, record, tier = self.setup.chunks[number], self.setup.records[number], self.setup.tier
+        assert tier is not None
+        derived = chunk.dtype != "fp32" and number in self._memory  # its public part is kept, and can be cast again
+        first = record.public_nbytes if derived else 0
+        part = "private" if derived else "record"
+        tier.write(number, part, self._record_view(number)[first : record.nbytes])
+        self._stages.add("Write", time.perf_counter() - start, record.nbytes - first)
+        self.receive(ops.WriteDone(number))
+
+    def _prepare(self, step: int, blob: Any) -> None:
+        start = time.perf_counter()
+        assert self.setup.tier is not None
+        self.setup.tier.prepare(step, blob or b"")
+        self._stages.add("Commit", time.perf_counter() - start)
+        self.receive(ops.PrepareDone(step))
+
+
+def apply_rule(
+    rule: Rule, chunk: Chunk, record: Record, view: memoryview, public: memoryview, grad: np.ndarray, dtype: str,
+    release: ops.Release,
+) -> None:
+    """Runs `rule` on every span of the record in `view` that has a gradient; neighbours with equal scalars and scale run
+    as one range, padding included. The 16-bit copy goes to the start of `public`."""
+    n = chunk.numel
+    p = np.frombuffer(view, np.float32, n, record.master)
+    arrays = [np.frombuffer(view, np.float32, n, at) for at in record.arrays]
+    copy = None if chunk.dtype == "fp32" else np.frombuffer(public, np.uint16, n)
+    width = len(rule.scalars)
+    rows = np.frombuffer(view, np.float64, width * len(chunk.spans), record.scalars).reshape(len(chunk.spans), width)
+    first = 0
+    while first < len(chunk.spans):
+        last = first + 1
+        while (
+            last < len(chunk.spans) and release.scales[last] == release.scales[first]
+            and np.array_equal(rows[last], rows[first])
+        ):
+            last += 1
+        scale = release.scales[first]
+        start = 0 if first == 0 else chunk.spans[first].start
+        stop = n if last == len(chunk.spans) else chunk.spans[last].start
+        cut = slice(start, stop)
+        if scale is not None:
+            row = rows[first].copy()
+            rule.apply(
+                p[cut], grad[cut], dtype, [a[cut] for a in arrays], row, release.hyper, scale,
+                None if copy is None else copy[cut], chunk.dtype,
+            )
+            rows[first:last] = row
+        elif copy is not None:
+            cast(p[cut], "fp32", copy[cut], chunk.dtype)
+        first = last
+
+
+def _add(acc: np.ndarray, grad: np.ndarray, dtype: str) -> None:
+    """acc += grad in their own dtype, rounded to nearest even, as torch accumulates p.grad."""
+    if dtype == "fp32":
+        accumulate(acc, grad, "fp32")
+        return
+    wide = np.empty(acc.size, np.float32)
+    cast(acc, dtype, wide, "fp32")
+    accumulate(wide, grad, dtype)
+    cast(wide, "fp32", acc, dtype)
+
+
+def _arena(setup: Setup, resident: frozenset[int]) -> tuple[Buffer | None, dict[int, memoryview]]:
+    """One allocation for everything that is kept in memory, and each chunk's view into it."""
+    sizes = {}
+    for number in setup.chunks:
+        if number in resident:
+            sizes[number] = setup.records[number].nbytes
+        elif number in setup.public_resident:
+            sizes[number] = setup.records[number].public_nbytes
+    if not sizes:
+        return None, {}
+    arena, at, views = Buffer(sum(sizes.values())), 0, {}
+    for number, size in sizes.items():
+        views[number] = arena.view[at : at + size]
+        at += size
+    return arena, views

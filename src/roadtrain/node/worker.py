@@ -1,0 +1,388 @@
+"""The worker's side: lends blocks to the stream of the model, sends gradients off, starts updates, commits steps.
+
+Threads: the training thread (and autograd's) call in; servers deliver messages from their threads. One condition
+guards all shared state. Every wait has a deadline and says what it waits for (Rule 5).
+
+A parameter's way: server -> `into` (a slot's host buffer) -> on CUDA one copy to the slot's device buffer -> the
+stream's views. A gradient's way: the stream's flat push buffer -> (CUDA: pinned host copy) -> server, whole or top-k.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from roadtrain.errors import DeadlineError, LoopError
+from roadtrain.flow import ops
+from roadtrain.flow.ledger import Ledger
+from roadtrain.flow.prefetch import Prefetcher, PullBlock
+from roadtrain.node.compress import Compressor
+from roadtrain.node.device import HostBuffer
+from roadtrain.spec.chunks import PAGE, Block, Chunk, ChunkTable
+from roadtrain.spec.plan import Budgets
+from roadtrain.trace import Stages
+from roadtrain.units import round_up
+from roadtrain.wire.link import Link
+
+Scales = Callable[[int], float | None]  # param -> what its gradient is multiplied by, None: it has no gradient
+
+
+@dataclass
+class BlockState:
+    """`version`: updates released so far. `held`: a gradient of the open step rests at the servers; `present`: the
+    parameters that have one. `released_in`: the last step whose update of this block has begun. `acks`: Held messages
+    to come. `sums`: chunk -> sums of squares a segment."""
+
+    version: int = 0
+    held: bool = False
+    present: set[int] = field(default_factory=set)
+    released_in: int = -1
+    acks: int = 0
+    sums: dict[int, Any] = field(default_factory=dict)
+
+
+class Worker:
+    """The Lender of model/stream.py and the GradBook of model/grads.py. Block indices are those of the ChunkTable; the
+    root block (0) has permanent buffers and no slot."""
+
+    def __init__(
+        self, table: ChunkTable, budgets: Budgets, owners: Sequence[int], device: torch.device, stages: Stages, *,
+        committed: int, deadline_s: float, compute_blocks: Sequence[int], compressor: Compressor | None = None,
+    ) -> None:
+        self.table, self.owners, self.stages, self.deadline_s = table, owners, stages, deadline_s
+        self.compressor = compressor
+        self.links: list[Link] = []
+        self.blocks = [BlockState() for _ in table.blocks]
+        self.chunk_version = [0] * len(table.chunks)
+        self.ledger = Ledger(max(owners, default=0) + 1, committed)
+        self.prefetch = Prefetcher(budgets.slots, compute_blocks)
+        self.order = {block: i + 1 for i, block in enumerate(compute_blocks)}
+        self.keep_always = False  # gradients never wait for step(), so none is moved away from its buffer
+        self._lock = threading.Condition()
+        self._error: BaseException | None = None
+        self._ticket = 0
+        self._pulls: dict[int, int] = {}  # ticket -> slot, or -1 - block for a permanent buffer
+        self._slots = [HostBuffer(budgets.slot_bytes, device) for _ in range(budgets.slots)]
+        self._arrivals = [0] * budgets.slots  # chunks of the slot's pull still to come
+        self._slot_version = [0] * budgets.slots
+        self._uses: dict[int, list[int]] = {}  # block -> its slots in use, latest last
+        root = table.blocks[0]
+        self.root = HostBuffer(max(root.pull_nbytes, PAGE), device)
+        self.root_push = HostBuffer(max(root.push_nbytes, PAGE), device)
+        self._root_version = -1
+        self._permanent_arrivals: dict[int, int] = {}
+        self._push_all = [HostBuffer(budgets.push_bytes, device) for _ in range(budgets.push_buffers)]
+        self._push_free = list(self._push_all)
+        self._push_left: dict[int, tuple[HostBuffer, int]] = {}  # id(buffer) -> chunks that servers still read
+        self._push_tickets: dict[int, HostBuffer] = {}
+        self._kept: set[int] = set()  # ids of push buffers that hold a gradient until the update
+        self._sender: threading.Thread | None = None
+        self._to_send: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        if device.type == "cuda":
+            self._sender = threading.Thread(target=self._send_copied, name="worker push", daemon=True)
+            self._sender.start()
+
+    def nbytes(self) -> int:
+        return sum(b.nbytes for b in [*self._slots, *self._push_all, self.root, self.root_push])
+
+    # messages from servers
+
+    def deliver(self, message: Any) -> None:
+        with self._lock:
+            match message:
+                case ops.Pulled(ticket, _):
+                    self._pulled(ticket)
+                case ops.Held(chunk, sums):
+                    state = self.blocks[self.table.chunks[chunk].block]
+                    state.acks -= 1
+                    state.sums[chunk] = sums
+                case ops.Freed(ticket):
+                    self._freed(ticket)
+                case ops.Prepared():
+                    self._send_all(self.ledger.on_prepared(message))
+                case ops.CommitDone():
+                    self._send_all(self.ledger.on_committed(message))
+                case ops.Failed(_, error):
+                    self._error = self._error or error
+            self._lock.notify_all()
+
+    def _send_all(self, messages: Sequence[tuple[int, Any]]) -> None:
+        for server, message in messages:
+            self.links[server].send(message)
+
+    def _send(self, chunk: int, message: Any) -> None:
+        self.links[self.owners[chunk]].send(message)
+
+    def _wait(self, ready: Callable[[], bool], what: Callable[[], str]) -> None:
+        """Waits under the lock. Raises a server's error if one failed, DeadlineError when the deadline passes."""
+        deadline = time.monotonic() + self.deadline_s
+        while self._error is None and not ready():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise DeadlineError(
+                    f"the worker waited {self.deadline_s:.0f} s for {what()} in step {self.ledger.sealed + 1}; "
+                    f"commit: {self.ledger.missing()}; peers: {', '.join(link.peer for link in self.links)}",
+                    hint="a device that slow needs a longer deadline_s",
+                )
+            self._lock.wait(min(left, 1.0))
+        if self._error is not None:
+            raise self._error
+
+    def _next_ticket(self) -> int:
+        self._ticket += 1
+        return self._ticket
+
+    # pulls
+
+    def borrow(self, block: int) -> tuple[torch.Tensor, int]:
+        start = time.perf_counter()
+        with self._lock:
+            self._pull_blocks(self.prefetch.asked(block))
+            self._wait(
+                lambda: self.prefetch.here(block) is not None,
+                lambda: f"the parameters of block '{self.table.blocks[block].name}'",
+            )
+            slot = self.prefetch.use(block)
+            self._uses.setdefault(block, []).append(slot)
+            version = self._slot_version[slot]
+        self.stages.add("Wait", time.perf_counter() - start)
+        return self._slots[slot].on_device(), version
+
+    def give_back(self, block: int) -> None:
+        with self._lock:
+            slot = self._uses[block].pop()
+            self._slots[slot].record_use()
+            self._pull_blocks(self.prefetch.returned(slot))
+
+    def _pull_blocks(self, pulls: Sequence[PullBlock]) -> None:
+        for pull in pulls:
+            block, slot = self.table.blocks[pull.block], self._slots[pull.slot]
+            self._arrivals[pull.slot] = len(block.chunks)
+            self._slot_version[pull.slot] = self.blocks[pull.block].version
+            slot.wait_unused()
+            self._pull(block.chunks, slot.view, pull.slot)
+
+    def _pull(self, chunks: Sequence[Chunk], view: memoryview, target: int) -> None:
+        for chunk in chunks:
+            ticket = self._next_ticket()
+            self._pulls[ticket] = target
+            into = view[chunk.offset : chunk.offset + round_up(chunk.public_nbytes, PAGE)]
+            self._send(chunk.id, ops.Pull(chunk.id, self.chunk_version[chunk.id], into, ticket))
+
+    def _pulled(self, ticket: int) -> None:
+        target = self._pulls.pop(ticket)
+        if target < 0:
+            self._permanent_arrivals[-1 - target] -= 1
+            return
+        self._arrivals[target] -= 1
+        if self._arrivals[target] == 0:
+            block = self.prefetch.slots[target].block
+            self._slots[target].to_device(self.table.blocks[block].pull_nbytes)
+            self._pull_blocks(self.prefetch.arrived(target))
+
+    def pull_into(self, block: Block, host: HostBuffer) -> None:
+        """Fetches `block` into a permanent buffer and waits."""
+        start = time.perf_counter()
+        with self._lock:
+            self._permanent_arrivals[block.index] = len(block.chunks)
+            host.wait_unused()
+            self._pull(block.chunks, host.view, -1 - block.index)
+            self._wait(
+                lambda: self._permanent_arrivals[block.index] == 0, lambda: f"the parameters of '{block.name or 'root'}'"
+            )
+        host.to_device(block.pull_nbytes)
+        host.on_device()
+        self.stages.add("Wait", time.perf_counter() - start)
+
+    def refresh_root(self) -> bool:
+        """Brings the root block to the version that the released steps gave it. True if it was fetched."""
+        if self._root_version == self.blocks[0].version:
+            return False
+        self._root_version = self.blocks[0].version
+        self.root.record_use()
+        self.pull_into(self.table.blocks[0], self.root)
+        return True
+
+    # pushes
+
+    def gradient_buffer(self, block: int) -> torch.Tensor:
+        start = time.perf_counter()
+        with self._lock:
+            if block == 0:
+                self._wait(lambda: id(self.root_push) not in self._push_left, lambda: "the root block's gradient buffer")
+                return self.root_push.tensor
+            self._wait(
+                lambda: bool(self._push_free), lambda: f"a gradient buffer for '{self.table.blocks[block].name}'"
+            )
+            buffer = self._push_free.pop()
+        self.stages.add("Wait", time.perf_counter() - start)
+        return buffer.tensor
+
+    def push_block(self, block: int, buffer: torch.Tensor, present: Sequence[int], *, fresh: bool) -> None:
+        """Sends the gradient of `block` in the flat `buffer`. `fresh`: it begins a new sum."""
+        start = time.perf_counter()
+        state, table = self.blocks[block], self.table.blocks[block]
+        if state.released_in == self.ledger.sealed + 1:
+            raise LoopError(
+                f"block '{table.name}' got another gradient in step {self.ledger.sealed + 1} after its update had begun",
+                hint="place(..., backwards_per_step=N) must be the number of backward passes before each step()",
+            )
+        if fresh:
+            self.forget(block)
+        host = next(b for b in [self.root_push, *self._push_all] if b.tensor.data_ptr() == buffer.data_ptr())
+        state.held = True
+        state.present.update(present)
+        copied = host.from_device(table.push_nbytes)
+        with self._lock:
+            state.acks += sum(c.trainable for c in table.chunks)
+        if copied is None:
+            self._push_host(table, host, fresh)
+        else:
+            self._to_send.put((copied, table, host, fresh))
+        self.stages.add("Push", time.perf_counter() - start, table.push_nbytes)
+
+    def _send_copied(self) -> None:
+        while (item := self._to_send.get()) is not None:
+            copied, table, host, fresh = item
+            try:
+                copied.synchronize()
+                self._push_host(table, host, fresh)
+            except BaseException as error:
+                self.deliver(ops.Failed(-1, error))
+
+    def _push_host(self, table: Block, host: HostBuffer, fresh: bool) -> None:
+        chunks = [c for c in table.chunks if c.trainable]
+        if self.compressor is not None:
+            for chunk, grad, sums in self.compressor.compress(table, host.view, self):
+                with self._lock:
+                    self._send(chunk.id, ops.Push(chunk.id, grad, fresh, True, self._next_ticket(), sums))
+            if host is not self.root_push:
+                with self._lock:
+                    self._push_free.append(host)
+                    self._lock.notify_all()
+            return
+        self.send_dense(chunks, host, fresh)
+
+    def send_dense(self, chunks: Sequence[Chunk], host: HostBuffer, fresh: bool) -> None:
+        """Pushes `chunks` out of `host`, which is free again when every server has said so."""
+        with self._lock:
+            keep = self.keep_always or host not in self._push_all or len(self._kept) < len(self._push_all) - 2
+            if keep and fresh and host in self._push_all:
+                self._kept.add(id(host))
+            self._push_left[id(host)] = (host, len(chunks))
+            for chunk in chunks:
+                ticket = self._next_ticket()
+                self._push_tickets[ticket] = host
+                grad = host.view[chunk.push_offset : chunk.push_offset + round_up(chunk.public_nbytes, PAGE)]
+                self._send(chunk.id, ops.Push(chunk.id, grad, fresh, keep, ticket))
+
+    def _freed(self, ticket: int) -> None:
+        host = self._push_tickets.pop(ticket, None)
+        if host is None:
+            return  # a compressed push: its arrays are their own
+        left = self._push_left[id(host)][1] - 1
+        if left:
+            self._push_left[id(host)] = (host, left)
+            return
+        del self._push_left[id(host)]
+        self._kept.discard(id(host))
+        if host in self._push_all:
+            self._push_free.append(host)
+
+    # one step
+
+    def sum_squares(self, param: int) -> float:
+        """Of the gradient of `param` summed so far in this step. Waits for the servers that hold it."""
+        block = next(b for b in self.table.blocks if any(s.param == param for r in b.runs for s in r.spans))
+        return self.block_sums(block.index).get(param, 0.0)
+
+    def block_sums(self, block: int) -> dict[int, float]:
+        """param -> sum of squares, added up in flat order, the same for every chunk size."""
+        state = self.blocks[block]
+        with self._lock:
+            self._wait(lambda: state.acks == 0, lambda: f"the sums of block '{self.table.blocks[block].name}'")
+            sums = dict(state.sums)
+        out: dict[int, float] = {}
+        for chunk in self.table.blocks[block].chunks:
+            for (param, _, _), value in zip(chunk.segments, sums.get(chunk.id, ())):
+                out[param] = out.get(param, 0.0) + float(value)
+        return out
+
+    def forget(self, block: int) -> None:
+        """Drops the held gradient of `block`, if any."""
+        state = self.blocks[block]
+        if not state.held:
+            return
+        self.block_sums(block)  # waits: what is still being held cannot be dropped
+        self._forget_chunks([c for c in self.table.blocks[block].chunks if c.trainable])
+        if self.compressor is not None:
+            self.compressor.forget(block, self)
+        state.held = False
+        state.present.clear()
+        state.sums.clear()
+
+    def _forget_chunks(self, chunks: Sequence[Chunk]) -> None:
+        with self._lock:
+            for chunk in chunks:
+                self._send(chunk.id, ops.Forget(chunk.id))
+
+    def release(self, block: int, step: int, hypers: Mapping[int, tuple[float, ...]], scales: Scales) -> None:
+        """Starts the update of `block` as part of `step`: every span whose `scales(param)` is not None."""
+        state, table = self.blocks[block], self.table.blocks[block]
+        dropped, any_released = [], False
+        with self._lock:
+            for chunk in table.chunks:
+                if not chunk.trainable:
+                    continue
+                of_spans = [scales(s.param) if s.param in state.present else None for s in chunk.spans]
+                if all(s is None for s in of_spans):
+                    dropped.append(chunk)
+                    continue
+                any_released = True
+                self.chunk_version[chunk.id] += 1
+                order = self.order.get(block, 0)
+                self._send(chunk.id, ops.Release(chunk.id, step, hypers[chunk.group], of_spans, order))
+            if any_released:
+                state.version += 1
+                self.prefetch.updated([block])
+            state.released_in = step
+        if dropped:
+            with self._lock:
+                self._wait(lambda: state.acks == 0, lambda: f"block '{table.name}'")
+            self._forget_chunks(dropped)
+        if self.compressor is not None:
+            self.compressor.release(block, step, self)
+        state.held = False
+        state.present.clear()
+
+    def seal(self, step: int) -> None:
+        """Everything of `step` is released. Waits while more than one step is uncommitted (Rule 4)."""
+        with self._lock:
+            self._wait(lambda: self.ledger.committed >= step - 2, lambda: f"the commit of step {step - 2}")
+            self._send_all(self.ledger.seal(step))
+            self._pull_blocks(self.prefetch.stepped())
+        for state in self.blocks:
+            state.sums.clear()
+
+    def blob(self, step: int, blob: bytes) -> None:
+        with self._lock:
+            self._send_all(self.ledger.blob(step, blob))
+
+    def wait_committed(self, step: int) -> None:
+        with self._lock:
+            self._wait(lambda: self.ledger.committed >= step, lambda: f"the commit of step {step}")
+
+    def close(self) -> None:
+        if self._sender is not None:
+            self._to_send.put(None)
+            self._sender.join()
+        for link in self.links:
+            link.close()
+        for buffer in [*self._slots, *self._push_all, self.root, self.root_push]:
+            buffer.close()

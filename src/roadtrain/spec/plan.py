@@ -1,0 +1,140 @@
+"""Budget -> how many buffers of each kind, and what stays in memory (Rule 4).
+
+One number is asked for: host bytes. It covers everything that roadtrain allocates: the root block, block buffers,
+gradient buffers, record buffers, saved block inputs, and memory copies of what rests on files. It does not cover the
+interpreter, torch itself and what a block's own forward and backward allocate for a moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from roadtrain.errors import BudgetError
+from roadtrain.spec.chunks import ChunkTable, Record
+from roadtrain.units import round_up, show_bytes
+
+HUGE = 2 << 20  # buffers are whole huge pages
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """`resident` / `public_resident`: chunks whose record / public part is kept in memory. Bytes are upper limits."""
+
+    host_bytes: int
+    root_bytes: int
+    slots: int
+    slot_bytes: int
+    push_buffers: int
+    push_bytes: int
+    record_buffers: int  # of each server
+    record_bytes: int
+    scratch_bytes: int  # of each server: an expanded or spilled gradient beside each record buffer
+    activation_bytes: int
+    resident: frozenset[int]
+    public_resident: frozenset[int]
+    resident_bytes: int
+
+    @property
+    def total(self) -> int:
+        """Bytes that may be in use at once."""
+        return (
+            self.root_bytes + self.slots * self.slot_bytes + self.push_buffers * self.push_bytes
+            + self.record_buffers * (self.record_bytes + self.scratch_bytes) + self.activation_bytes
+            + self.resident_bytes
+        )
+
+    def rows(self) -> list[tuple[str, int]]:
+        return [
+            ("root block (parameters, gradients)", self.root_bytes),
+            (f"{self.slots} block buffers", self.slots * self.slot_bytes),
+            (f"{self.push_buffers} gradient buffers", self.push_buffers * self.push_bytes),
+            (f"{self.record_buffers} record buffers", self.record_buffers * (self.record_bytes + self.scratch_bytes)),
+            ("saved block inputs (at most)", self.activation_bytes),
+            (f"kept from files: {len(self.resident)} records, {len(self.public_resident)} copies", self.resident_bytes),
+        ]
+
+
+def derive(
+    table: ChunkTable,
+    records: Mapping[int, Record],
+    owners: Sequence[int],
+    host_bytes: int,
+    *,
+    on_files: bool,
+    holds_gradients: bool,
+    twin_blocks: frozenset[int] = frozenset(),
+) -> Budgets:
+    """Split `host_bytes`. `holds_gradients`: updates wait for step(), so gradients of all blocks pile up (beyond the
+    buffers they go to files). `twin_blocks`: blocks that hold the compression's residuals; they are fetched too.
+    Raises BudgetError with the least number of bytes that would do."""
+    root, blocks = table.blocks[0], table.blocks[1:]
+    slot = max((round_up(b.pull_nbytes, HUGE) for b in blocks), default=HUGE)
+    push = max((round_up(b.push_nbytes, HUGE) for b in table.blocks), default=HUGE)
+    record = max((round_up(r.nbytes, HUGE) for r in records.values()), default=HUGE)
+    scratch = max((round_up(c.numel * 4, HUGE) for c in table.trainable), default=0)
+    root_bytes = round_up(root.pull_nbytes, HUGE) + root.push_nbytes
+    servers = max(owners, default=0) + 1
+    all_records = sum(round_up(r.nbytes, 4096) for r in records.values())
+    compute = len(blocks) - len(twin_blocks)
+    slots, pushes, per_server, activations = 2, 2, (2 if on_files else 0), 8 * HUGE
+
+    def used() -> int:
+        return root_bytes + slots * slot + pushes * push + servers * per_server * (record + scratch) + activations
+
+    least = used() + (0 if on_files else all_records + servers * scratch)
+    if host_bytes < least:
+        way_out = f"give at least {show_bytes(least)}"
+        if not on_files:
+            way_out += ", or place the state on files (store=DIRECTORY)"
+        elif table.chunk_elements > 1 << 16:
+            way_out += f", or smaller chunks than {table.chunk_elements} elements"
+        raise BudgetError(
+            f"this model needs at least {show_bytes(least)} of host memory besides torch, "
+            f"the budget is {show_bytes(host_bytes)} (its largest block is '{_largest(table)}')",
+            hint=way_out,
+        )
+    if not on_files:
+        per_server = 0
+        left = host_bytes - least
+        grow = max(0, min(left // 4, compute * push) // push) if holds_gradients else 0
+        activations += (left - grow * push) // 2
+        return Budgets(
+            host_bytes, root_bytes, slots, slot, pushes + grow, push, 0, 0, 0, activations,
+            frozenset(records), frozenset(), all_records + servers * scratch,
+        )
+    # The order in which more memory pays: overlap first, then inputs, then gradients that wait, then cached parameters
+    # (read twice a step, 2 bytes each), then records (read once a step, 12 bytes and more).
+    left = host_bytes - least
+    for name in ("record", "slot", "push", "record", "record"):
+        cost = {"record": servers * (record + scratch), "slot": slot, "push": push}[name]
+        if cost <= left // 2:
+            left -= cost
+            slots, pushes = slots + (name == "slot"), pushes + (name == "push")
+            per_server += name == "record"
+    activations += left // 4
+    left -= left // 4
+    if holds_gradients:
+        more = min(compute, left // 2 // push)
+        pushes, left = pushes + more, left - more * push
+    public, resident, kept = set(), set(), 0
+    for chunk in table.chunks:  # root and first blocks first: the next forward wants them soonest
+        size = round_up(chunk.public_nbytes, 4096)
+        if kept + size > left:
+            break
+        public.add(chunk.id)
+        kept += size
+    for chunk in table.trainable:
+        size = records[chunk.id].private_nbytes
+        if chunk.id in public and kept + size <= left:
+            public.discard(chunk.id)
+            resident.add(chunk.id)
+            kept += size
+    return Budgets(
+        host_bytes, root_bytes, slots, slot, pushes, push, servers * per_server, record, scratch, activations,
+        frozenset(resident), frozenset(public), kept,
+    )
+
+
+def _largest(table: ChunkTable) -> str:
+    return max(table.blocks, key=lambda b: b.pull_nbytes).name or "the root block"
