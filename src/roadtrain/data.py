@@ -1,0 +1,141 @@
+"""Tokens: files of text -> batches by step number.
+
+A batch depends on (seed, step, micro, row) alone, so a resumed run, or one with another number of workers, sees the
+same data in a defined order. The stream is cut in PIECES; the end of each is held out, so that what is held out looks
+like what is trained on. Holds all tokens in memory, in the narrowest integer that fits the vocabulary.
+Does NOT download anything.
+"""
+
+# B = rows of a batch, T = seq_len
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import importlib
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import torch
+
+from roadtrain.errors import ConfigError
+
+PIECES = 64
+SEPARATOR = b"\0"  # between files, where tokens are bytes
+_END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>", "[SEP]")
+_NOT_TEXT = {"site-packages", "dist-packages", "__pycache__"}
+
+
+class Tokens:
+    """The tokens of all files under `paths` (files, folders, globs), sorted by path."""
+
+    def __init__(
+        self, paths: Sequence[str], tokenizer: str = "bytes", held_out: float = 0.01, seed: int = 0
+    ) -> None:
+        """Raises ConfigError for a path that matches no text file, or less text than a batch could be drawn from."""
+        self.seed = seed
+        self.files = find_files(paths)
+        if tokenizer == "bytes":
+            self.vocab_size = 256
+            stream = np.frombuffer(SEPARATOR.join(f.read_bytes() for f in self.files), np.uint8)
+        else:
+            stream, self.vocab_size = _encode(self.files, tokenizer)
+        self.fingerprint = hashlib.blake2b(stream.tobytes(), digest_size=16).hexdigest()
+        pieces = np.array_split(stream, PIECES if len(stream) >= PIECES**2 else 1)
+        cuts = [len(p) - int(len(p) * held_out) for p in pieces]
+        self.train = np.concatenate([p[:c] for p, c in zip(pieces, cuts)])
+        self.held_out = np.concatenate([p[c:] for p, c in zip(pieces, cuts)])
+
+    def batch(self, step: int, micro: int, batch_size: int, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """x_BT and y_BT (int64), y one token ahead of x: rows begin at places drawn anew for every step."""
+        room = len(self.train) - seq_len
+        if room < 1:
+            raise ConfigError(
+                f"{len(self.train)} tokens of text, a row needs {seq_len + 1}", hint="lower data.seq_len or add text"
+            )
+        return _rows(self.train, [_draw(self.seed, step, micro, row) % room for row in range(batch_size)], seq_len)
+
+    def held_out_batches(
+        self, n: int, batch_size: int, seq_len: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """At most `n` batches that cover the held-out tokens evenly, always the same."""
+        rows = (len(self.held_out) - 1) // seq_len
+        n = min(n, rows // batch_size)
+        if n < 1:
+            raise ConfigError(
+                f"{len(self.held_out)} tokens are held out, a batch needs {batch_size * seq_len + 1}",
+                hint="raise data.held_out",
+            )
+        starts = [i * rows // (n * batch_size) * seq_len for i in range(n * batch_size)]
+        for i in range(n):
+            yield _rows(self.held_out, starts[i * batch_size : (i + 1) * batch_size], seq_len)
+
+
+def find_files(paths: Sequence[str]) -> list[Path]:
+    """Text files under `paths`, sorted by path, each once. A folder stands for every text file below it; installed
+    packages and caches below a folder or glob are left out. Raises ConfigError for a path that gives no file."""
+    found: set[str] = set()
+    for path in paths:
+        pattern = f"{glob.escape(path)}/**/*" if os.path.isdir(path) else path
+        if os.path.isfile(path):
+            matches = [path]
+        else:
+            below = len(_root(pattern))
+            matches = [m for m in glob.glob(pattern, recursive=True) if os.path.isfile(m)]
+            matches = [m for m in matches if not _NOT_TEXT & set(m[below:].split(os.sep)) and _is_text(m)]
+        if not matches:
+            raise ConfigError(
+                f"data.paths: {path!r} gives no text file", hint="give a file, a folder or a glob such as 'src/**/*.py'"
+            )
+        found.update(matches)
+    return [Path(p) for p in sorted(found)]
+
+
+def need(package: str, extra: str) -> ModuleType:
+    """Import an optional dependency. Raises ConfigError naming the extra that installs it."""
+    try:
+        return importlib.import_module(package)
+    except ImportError as cause:
+        raise ConfigError(f"{package} is not installed", hint=f"pip install 'roadtrain[{extra}]'") from cause
+
+
+def _root(pattern: str) -> str:
+    """The part of a glob before its first wildcard."""
+    return pattern[: min((pattern.index(c) for c in "*?[" if c in pattern), default=0)]
+
+
+def _is_text(path: str) -> bool:
+    with open(path, "rb") as file:
+        head = file.read(8192)
+    return bool(head) and b"\0" not in head
+
+
+def _encode(files: Sequence[Path], tokenizer: str) -> tuple[np.ndarray, int]:
+    if not os.path.isfile(tokenizer):
+        raise ConfigError(f"data.tokenizer: no file {tokenizer!r}", hint="`bytes`, or the path of a tokenizer.json")
+    bpe = need("tokenizers", "hf").Tokenizer.from_file(tokenizer)
+    bpe.no_truncation()
+    bpe.no_padding()
+    end = next((i for i in map(bpe.token_to_id, _END_OF_TEXT) if i is not None), None)
+    size = bpe.get_vocab_size()
+    dtype = np.uint16 if size <= 1 << 16 else np.uint32
+    parts: list[np.ndarray] = []
+    for i in range(0, len(files), 64):
+        texts = [f.read_text(encoding="utf-8", errors="replace") for f in files[i : i + 64]]
+        for encoded in bpe.encode_batch(texts, add_special_tokens=False):
+            parts.append(np.array(encoded.ids if end is None else [*encoded.ids, end], dtype))
+    return np.concatenate(parts), size
+
+
+def _draw(*key: int) -> int:
+    """A uniform 64-bit number that depends on `key` alone, on every machine and version."""
+    return int.from_bytes(hashlib.blake2b(struct.pack(f"<{len(key)}q", *key), digest_size=8).digest(), "little")
+
+
+def _rows(stream: np.ndarray, starts: Sequence[int], seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = torch.from_numpy(np.stack([stream[s : s + seq_len + 1] for s in starts]).astype(np.int64))
+    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
