@@ -1,0 +1,200 @@
+"""PlacedGrad: what stands in `p.grad` once a gradient has left for its server.
+
+It has the parameter's shape, dtype and device and costs 0 bytes. Gradient clipping, norms, scaling by a number and
+`torch.amp.GradScaler` work on it as on a tensor, also in lists mixed with ordinary gradients: a norm asks the server
+for the sum of squares, a product changes `scale`, by which the server multiplies when it updates.
+
+Assumes: the book's sum is of the step's accumulated gradient before `scale`, and is inf or nan where any element is.
+Does NOT give back elements: whatever needs them raises LoopError.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from roadtrain.errors import LoopError
+
+aten = torch.ops.aten
+
+
+class GradBook(Protocol):
+    def sum_squares(self, param: int) -> float:
+        """Sum of squares of the step's accumulated, unscaled gradient of ChunkTable.params[param]. Waits for it."""
+        ...
+
+
+class _Cell:
+    """What a PlacedGrad and its aliases (`detach()`, `.data`) share."""
+
+    __slots__ = ("book", "name", "param", "scale")
+
+    def __init__(self, param: int, book: GradBook, name: str) -> None:
+        self.param, self.book, self.name, self.scale = param, book, name, 1.0
+
+
+class PlacedGrad(torch.Tensor):
+    """Handle of a gradient that has left. `param` indexes ChunkTable.params; `scale` starts at 1.0."""
+
+    _cell: _Cell
+
+    @staticmethod
+    def __new__(
+        cls, like: torch.Tensor, param: int, book: GradBook, name: str = "", cell: _Cell | None = None
+    ) -> PlacedGrad:
+        self = torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
+        self._cell = cell or _Cell(param, book, name)
+        return self
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    @property
+    def param(self) -> int:
+        return self._cell.param
+
+    @property
+    def book(self) -> GradBook:
+        return self._cell.book
+
+    @property
+    def scale(self) -> float:
+        return self._cell.scale
+
+    @scale.setter
+    def scale(self, value: float) -> None:
+        self._cell.scale = float(value)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return (f"PlacedGrad({self._cell.name or self.param}, shape={tuple(self.shape)}, dtype={self.dtype}, "
+                f"device={self.device}, scale={self.scale})")
+
+    def numpy(self, *, force: bool = False) -> Any:
+        raise _left("numpy", (self,))
+
+    def tolist(self) -> Any:
+        raise _left("tolist", (self,))
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        handler = _HANDLERS.get(func)
+        if handler is None:
+            raise _left(func, args)
+        return handler(func, args, kwargs or {})
+
+
+def _left(func: Any, args: Any, why: str = "") -> LoopError:
+    flat = [a for arg in args for a in (arg if isinstance(arg, list | tuple) else (arg,))]
+    name = next((a._cell.name or a.param for a in flat if isinstance(a, PlacedGrad)), "?")
+    return LoopError(
+        f"{getattr(func, '__name__', func)} needs the elements of the gradient of {name!r}, "
+        f"which has left to its server{why}",
+        hint="norms of order 2, clip_grad_norm_, GradScaler and scaling by a number work on it; "
+        "zero_grad needs set_to_none=True",
+    )
+
+
+def _detach(func: Any, args: Any, kwargs: Any) -> PlacedGrad:
+    grad = args[0]
+    return PlacedGrad(grad, grad.param, grad.book, cell=grad._cell)
+
+
+def _norm_of(grad: PlacedGrad) -> torch.Tensor:
+    """0-dim, in fp32 also where the gradient is narrower: the square of a half would not fit a half."""
+    dtype = grad.dtype if grad.dtype == torch.float64 else torch.float32
+    value = abs(grad.scale) * math.sqrt(grad.book.sum_squares(grad.param))
+    return torch.tensor(value, dtype=dtype, device=grad.device)
+
+
+def _norm(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    order = kwargs.get("ord", args[1] if len(args) > 1 else 2)
+    whole = not any(args[2:4]) and not kwargs.get("dim") and not kwargs.get("keepdim")
+    if not isinstance(args[0], PlacedGrad) or (order is not None and float(order) != 2.0) or not whole:
+        raise _left(func, args, f" (order {order}; its server knows the whole norm of order 2)")
+    value = _norm_of(args[0])
+    return value if kwargs.get("dtype") is None else value.to(kwargs["dtype"])
+
+
+def _foreach_norm(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    grads: Sequence[torch.Tensor] = args[0]
+    order = kwargs.get("ord", args[1] if len(args) > 1 else 2)
+    if float(order) != 2.0:
+        raise _left(func, args, f" (order {order}; its server knows the norm of order 2)")
+    rest = iter(_on_rest(func, args, kwargs) or ())
+    return [_norm_of(g) if isinstance(g, PlacedGrad) else next(rest) for g in grads]
+
+
+def _on_rest(func: Any, args: Any, kwargs: Any) -> Any:
+    """`func` on the ordinary tensors of the list args[0]."""
+    rest = [g for g in args[0] if not isinstance(g, PlacedGrad)]
+    return func(rest, *args[1:], **kwargs) if rest else None
+
+
+def _number(func: Any, args: Any, value: Any) -> float:
+    if isinstance(value, PlacedGrad) or (isinstance(value, torch.Tensor) and value.numel() != 1):
+        raise _left(func, args)
+    return float(value)
+
+
+def _times(invert: bool) -> Callable[[Any, Any, Any], Any]:
+    def scale(func: Any, args: Any, kwargs: Any) -> Any:
+        if not isinstance(args[0], PlacedGrad) or kwargs:
+            raise _left(func, args)
+        by = _number(func, args, args[1])
+        args[0].scale = args[0].scale / by if invert else args[0].scale * by
+        return args[0]
+
+    return scale
+
+
+def _foreach_times(invert: bool, each: bool = False) -> Callable[[Any, Any, Any], None]:
+    def scale(func: Any, args: Any, kwargs: Any) -> None:
+        grads = args[0]
+        factors = args[1] if each else [args[1]] * len(grads)
+        for grad, factor in zip(grads, factors, strict=True):
+            if isinstance(grad, PlacedGrad):
+                by = _number(func, args, factor)
+                grad.scale = grad.scale / by if invert else grad.scale * by
+            else:
+                _ = grad.div_(factor) if invert else grad.mul_(factor)
+
+    return scale
+
+
+def _unscale(func: Any, args: Any, kwargs: Any) -> None:
+    grads, found_inf, inv_scale = args
+    _on_rest(func, args, kwargs)
+    by = float(inv_scale)
+    for grad in grads:
+        if isinstance(grad, PlacedGrad):
+            if not math.isfinite(grad.book.sum_squares(grad.param)):
+                found_inf.fill_(1.0)
+            if by != 1.0:
+                grad.scale *= by
+
+
+_HANDLERS: dict[Any, Callable[[Any, Any, Any], Any]] = {
+    aten.detach.default: _detach,
+    aten.alias.default: _detach,
+    aten.linalg_vector_norm.default: _norm,
+    aten.norm.Scalar: _norm,
+    aten.norm.ScalarOpt_dim: _norm,
+    aten._foreach_norm.Scalar: _foreach_norm,
+    aten.mul_.Tensor: _times(False),
+    aten.mul_.Scalar: _times(False),
+    aten.div_.Tensor: _times(True),
+    aten.div_.Scalar: _times(True),
+    aten._foreach_mul_.Scalar: _foreach_times(False),
+    aten._foreach_mul_.Tensor: _foreach_times(False),
+    aten._foreach_mul_.ScalarList: _foreach_times(False, each=True),
+    aten._foreach_mul_.List: _foreach_times(False, each=True),
+    aten._foreach_div_.Scalar: _foreach_times(True),
+    aten._foreach_div_.Tensor: _foreach_times(True),
+    aten._foreach_div_.ScalarList: _foreach_times(True, each=True),
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
+}
