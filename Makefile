@@ -1,0 +1,27 @@
+# Everything is installed into .venv; nothing else on the machine changes. Needs python3 (3.11 to 3.14) with venv.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: train test check
+.DELETE_ON_ERROR:
+
+train: $(READY)
+	$(BIN)/roadtrain train examples/stdlib.toml $(ARGS)
+
+# What needs no hardware first; then real processes; then what needs root and loop devices (skips itself without).
+test: $(READY)
+	$(BIN)/pytest $(wildcard tests/unit tests/contract tests/golden) $(ARGS)
+	$(BIN)/pytest $(wildcard tests/local tests/lab) $(ARGS)
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/mypy -p roadtrain
+	$(BIN)/pytest tests/unit/test_layers.py tests/unit/test_public_names.py
+
+# torch first and pinned: left to the package's own requirement, pip may choose a build with gigabytes of CUDA.
+$(READY): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet torch==2.13.0
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -e '.[hf,dev]'
+	touch $@

@@ -1,0 +1,172 @@
+"""`roadtrain COMMAND ...`: a table of commands. A command's module is imported only when it was chosen, so `--help`
+and a mistyped word answer at once. Errors made on purpose end in one message and exit code 2. Does NO work itself."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pkgutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from roadtrain.errors import ConfigError, RoadtrainError
+
+
+@dataclass(frozen=True)
+class Command:
+    """`words`: positional arguments, all needed. `options`: `--name` -> (type, help); bool options take no value.
+    `job_keys`: also takes every key of a job, handed over as `overrides`. The target returns an exit code or None."""
+
+    target: str  # module:function
+    words: tuple[str, ...]
+    does: str
+    options: Mapping[str, tuple[Callable[[str], Any], str]] = field(default_factory=dict)
+    job_keys: bool = False
+
+
+COMMANDS = {
+    "train": Command(
+        "roadtrain.train:command", ("JOB.toml",),
+        "Train a job. The same command resumes at the last committed step.", job_keys=True,
+    ),
+    "verify": Command(
+        "roadtrain.verify:command", ("JOB.toml",),
+        "Train a few steps placed, in RAM and plainly, compare every tensor bit for bit; exit code 1 if one differs.",
+        {"steps": (int, "how many steps (3)")}, job_keys=True,
+    ),
+    "status": Command(
+        "roadtrain.status:command", ("RUN",),
+        "Step, loss, rates, bytes written so far and how long the device endures it.",
+        {"endurance_tbw": (float, "terabytes the device may be written, from its data sheet (assumed: 600)")},
+    ),
+    "export": Command(
+        "roadtrain.export:export_run", ("RUN", "DIR"),
+        "Write the parameters of a run directory as safetensors in Hugging Face layout, tensor by tensor.",
+    ),
+    "import": Command(
+        "roadtrain.export:import_weights", ("DIR",),
+        "Start a run (--run.dir) from a Hugging Face folder, tensor by tensor, and write its job.toml.", job_keys=True,
+    ),
+    "check-rule": Command(
+        "roadtrain.verify:check_rule_command", ("MODULE:NAME",),
+        "Check an update rule against its reference on random data, and its speed against the storage's.",
+    ),
+    "bench": Command(
+        "roadtrain.cli:bench", ("NAME",),
+        "Run a benchmark beside its peer.",
+        {"json": (str, "also write the figures to this file"), "quick": (bool, "small sizes: does it run at all")},
+    ),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(args)
+    except RoadtrainError as error:
+        print(f"roadtrain: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("roadtrain: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `roadtrain status RUN | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def bench(name: str, json: str | None = None, quick: bool = False) -> int:
+    """Run roadtrain.bench.NAME and print its table. A missed goal is printed, it is not an error."""
+    package = importlib.import_module("roadtrain.bench")
+    known = [m.name for m in pkgutil.iter_modules(package.__path__)]
+    module = importlib.import_module(f"roadtrain.bench.{name}") if name in known else None
+    if module is None or not hasattr(module, "run"):
+        raise _unknown("benchmark", name, known)
+    report = module.run(quick=quick)
+    report.print()
+    if json is not None:
+        with open(json, "w") as file:
+            file.write(report.to_json() + "\n")
+    return 0
+
+
+def _run(args: list[str]) -> int:
+    if not args or args[0] in ("-h", "--help", "help"):
+        print(_help())
+        return 0
+    if args[0] == "--version":
+        print(importlib.import_module("importlib.metadata").version("roadtrain"))
+        return 0
+    name, rest = args[0], args[1:]
+    if name not in COMMANDS:
+        raise _unknown("command", name, COMMANDS)
+    command = COMMANDS[name]
+    if "-h" in rest or "--help" in rest:
+        print(_command_help(name, command))
+        return 0
+    words, keywords = _parsed(name, command, rest)
+    module, _, function = command.target.partition(":")
+    return getattr(importlib.import_module(module), function)(*words, **keywords) or 0
+
+
+def _parsed(name: str, command: Command, args: list[str]) -> tuple[list[str], dict[str, Any]]:
+    words: list[str] = []
+    keywords: dict[str, Any] = {}
+    job_args: list[str] = []
+    at = 0
+    while at < len(args):
+        arg, at = args[at], at + 1
+        key, has_value, text = arg[2:].partition("=")
+        option = command.options.get(key.replace("-", "_")) if arg.startswith("--") else None
+        if not arg.startswith("--"):
+            words.append(arg)
+        elif option is not None:
+            kind = option[0]
+            if kind is not bool and not has_value:
+                if at == len(args):
+                    raise ConfigError(f"--{key} needs a value")
+                text, at = args[at], at + 1
+            try:
+                keywords[key.replace("-", "_")] = True if kind is bool else kind(text)
+            except ValueError as cause:
+                raise ConfigError(f"--{key}: {text!r} is not a number") from cause
+        elif command.job_keys and "." in key:
+            job_args.append(arg)
+            if not has_value and at < len(args) and not args[at].startswith("--"):
+                job_args.append(args[at])
+                at += 1
+        else:
+            raise _unknown("option", key, [k.replace("_", "-") for k in command.options], dashes="--")
+    if len(words) != len(command.words):
+        raise ConfigError(
+            f"`roadtrain {name}` takes {' '.join(command.words)}, given: {' '.join(words) or 'nothing'}",
+            hint=f"roadtrain {name} --help",
+        )
+    if command.job_keys:
+        keywords["overrides"] = importlib.import_module("roadtrain.spec.job").parse_overrides(job_args)
+    return words, keywords
+
+
+def _unknown(kind: str, name: str, known: Any, dashes: str = "") -> ConfigError:
+    near = importlib.import_module("difflib").get_close_matches(name, list(known), n=1, cutoff=0.5)
+    hint = f"did you mean `{dashes}{near[0]}`?" if near else f"known: {', '.join(sorted(known)) or 'none'}"
+    return ConfigError(f"unknown {kind} `{dashes}{name}`", hint=hint)
+
+
+def _help() -> str:
+    lines = ["Trains models larger than memory.", "", "roadtrain COMMAND ...", ""]
+    lines += [f"  {' '.join([name, *c.words]):24}{c.does}" for name, c in COMMANDS.items()]
+    return "\n".join([*lines, "", "roadtrain COMMAND --help tells more."])
+
+
+def _command_help(name: str, command: Command) -> str:
+    lines = [f"roadtrain {' '.join([name, *command.words])} [OPTIONS]", "", command.does]
+    if command.options:
+        lines += ["", "Options"]
+        lines += [f"  --{key.replace('_', '-'):22}{text}" for key, (_, text) in command.options.items()]
+    if command.job_keys:
+        lines += ["", "Keys of the job, as `--run.steps 20`; the command line goes before the file"]
+        for key, default, text in importlib.import_module("roadtrain.spec.job").all_keys():
+            lines.append(f"  --{key:26}{text}{f' [{default}]' if default else ''}")
+    return "\n".join(lines)
