@@ -1,7 +1,8 @@
 """HostBuffer: bytes that a server writes or reads, and their twin on the compute device.
 
-On the CPU the two are the same memory. On CUDA the host side is registered as pinned memory of exactly its size (torch's
-pinned allocator rounds up to powers of two), copies run on one side stream, and events order them against compute.
+On the CPU the two are the same memory. On CUDA the host side is registered as pinned memory of exactly its size
+(torch's pinned allocator rounds up to powers of two), copies run on one side stream, and events order them against
+compute.
 """
 
 from __future__ import annotations

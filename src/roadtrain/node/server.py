@@ -1,8 +1,8 @@
 """A server: owns chunks, holds their gradients, updates them next to their storage. Threads around flow/serve.py.
 
-One loop thread feeds the decider; I/O threads serve the device's queue; update threads run kernels and copies. All heavy
-work (preadv/pwritev, hashing, numba kernels, numpy copies) releases the GIL. Memory: record buffers and scratch are
-allocated once; what is kept from files lies in one arena.
+One loop thread feeds the decider; I/O threads serve the device's queue; update threads run kernels and copies. All
+heavy work (preadv/pwritev, hashing, numba kernels, numpy copies) releases the GIL. Memory: record buffers and scratch
+are allocated once; what is kept from files lies in one arena.
 
 Any failure ends the server: the worker gets Failed with the cause, and the last committed step stays as it is.
 """
@@ -118,6 +118,25 @@ class Server:
         for buffer in [*self._buffers, *self._scratch, *([self._arena] if self._arena else [])]:
             buffer.close()
 
+    def fill(self, chunk: int, view: memoryview) -> None:
+        """Before start: the first contents of a chunk's record."""
+        if self.setup.tier is not None:
+            self.setup.tier.write(chunk, "record" if self.setup.chunks[chunk].trainable else "public", view)
+        else:
+            np.copyto(np.frombuffer(self._memory[chunk], np.uint8), np.frombuffer(view, np.uint8))
+
+    def peek(self, chunk: int, into: memoryview) -> None:
+        """The record as it is now; only while no step is open or uncommitted."""
+        record, tier = self.setup.records[chunk], self.setup.tier
+        if chunk in self._resident:
+            np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(self._memory[chunk], np.uint8))
+        elif not self.setup.chunks[chunk].trainable:
+            self._read_public(self.setup.chunks[chunk], into)
+        else:
+            assert tier is not None
+            first = 0 if tier.has_public(chunk) else record.public_nbytes
+            tier.read(chunk, "private" if first else "record", into[first:])
+
     # threads
 
     def _loop(self) -> None:
@@ -126,6 +145,8 @@ class Server:
             if event is None:
                 return
             try:
+                if isinstance(event, ops.CommitDone) and self.setup.tier is not None:
+                    self.setup.tier.committed(event.step)
                 for action in self.decider.handle(event):
                     self._carry_out(action)
             except BaseException as error:
@@ -306,7 +327,7 @@ class Server:
         chunk, record, tier = self.setup.chunks[number], self.setup.records[number], self.setup.tier
         assert tier is not None
         view = self._buffers[buffer].view
-        if self.setup.rules[chunk.group].reads_state:
+        if getattr(self.setup.rules[chunk.group], "reads_state", True):
             first = record.public_nbytes if chunk.dtype != "fp32" else 0
             tier.read(number, "private" if first else "record", view[first : record.nbytes])
             self._stages.add("Read", time.perf_counter() - start, record.nbytes - first)
@@ -356,6 +377,8 @@ class Server:
         start = time.perf_counter()
         assert self.setup.tier is not None
         self.setup.tier.prepare(step, blob or b"")
+        if self.setup.number == 0:
+            self.setup.tier.committed(step)
         self._stages.add("Commit", time.perf_counter() - start)
         self.receive(ops.PrepareDone(step))
 
@@ -364,8 +387,8 @@ def apply_rule(
     rule: Rule, chunk: Chunk, record: Record, view: memoryview, public: memoryview, grad: np.ndarray, dtype: str,
     release: ops.Release,
 ) -> None:
-    """Runs `rule` on every span of the record in `view` that has a gradient; neighbours with equal scalars and scale run
-    as one range, padding included. The 16-bit copy goes to the start of `public`."""
+    """Runs `rule` on every span of the record in `view` that has a gradient; neighbours with equal scalars and scale
+    run as one range, padding included. The 16-bit copy goes to the start of `public`."""
     n = chunk.numel
     p = np.frombuffer(view, np.float32, n, record.master)
     arrays = [np.frombuffer(view, np.float32, n, at) for at in record.arrays]

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from roadtrain.errors import DeadlineError, LoopError
@@ -76,6 +77,8 @@ class Worker:
         self.root = HostBuffer(max(root.pull_nbytes, PAGE), device)
         self.root_push = HostBuffer(max(root.push_nbytes, PAGE), device)
         self._root_version = -1
+        self._permanent: dict[int, HostBuffer] = {}
+        self._stale: set[int] = set()  # blocks whose permanent buffer must be fetched again
         self._permanent_arrivals: dict[int, int] = {}
         self._push_all = [HostBuffer(budgets.push_bytes, device) for _ in range(budgets.push_buffers)]
         self._push_free = list(self._push_all)
@@ -89,7 +92,10 @@ class Worker:
             self._sender.start()
 
     def nbytes(self) -> int:
-        return sum(b.nbytes for b in [*self._slots, *self._push_all, self.root, self.root_push])
+        return sum(b.nbytes for b in self._buffers())
+
+    def _buffers(self) -> list[HostBuffer]:
+        return [*self._slots, *self._push_all, self.root, self.root_push, *self._permanent.values()]
 
     # messages from servers
 
@@ -193,9 +199,7 @@ class Worker:
             self._permanent_arrivals[block.index] = len(block.chunks)
             host.wait_unused()
             self._pull(block.chunks, host.view, -1 - block.index)
-            self._wait(
-                lambda: self._permanent_arrivals[block.index] == 0, lambda: f"the parameters of '{block.name or 'root'}'"
-            )
+            self._wait(lambda: self._permanent_arrivals[block.index] == 0, lambda: f"the parameters of '{block.name}'")
         host.to_device(block.pull_nbytes)
         host.on_device()
         self.stages.add("Wait", time.perf_counter() - start)
@@ -215,7 +219,7 @@ class Worker:
         start = time.perf_counter()
         with self._lock:
             if block == 0:
-                self._wait(lambda: id(self.root_push) not in self._push_left, lambda: "the root block's gradient buffer")
+                self._wait(lambda: id(self.root_push) not in self._push_left, lambda: "the root's gradient buffer")
                 return self.root_push.tensor
             self._wait(
                 lambda: bool(self._push_free), lambda: f"a gradient buffer for '{self.table.blocks[block].name}'"
@@ -230,7 +234,7 @@ class Worker:
         state, table = self.blocks[block], self.table.blocks[block]
         if state.released_in == self.ledger.sealed + 1:
             raise LoopError(
-                f"block '{table.name}' got another gradient in step {self.ledger.sealed + 1} after its update had begun",
+                f"block '{table.name}' got a gradient in step {self.ledger.sealed + 1} after its update had begun",
                 hint="place(..., backwards_per_step=N) must be the number of backward passes before each step()",
             )
         if fresh:
@@ -268,6 +272,37 @@ class Worker:
                     self._lock.notify_all()
             return
         self.send_dense(chunks, host, fresh)
+
+    def residual(self, twin: int, *, permanent: bool) -> HostBuffer:
+        """A buffer that holds the newest residuals of block `twin` and may be changed in place, then sent."""
+        block = self.table.blocks[twin]
+        if permanent:  # the root's: it never leaves this worker
+            host = self._permanent.get(twin)
+            if host is None:
+                host = self._permanent[twin] = HostBuffer(block.pull_nbytes, torch.device("cpu"))
+                self._stale.add(twin)
+            with self._lock:
+                self._wait(lambda: id(host) not in self._push_left, lambda: f"the buffer of '{block.name}'")
+            if twin in self._stale:
+                self.pull_into(block, host)
+                self._stale.discard(twin)
+            return host
+        self.borrow(twin)
+        slot = self._slots[self._uses[twin][-1]]
+        buffer = self.gradient_buffer(twin)
+        host = next(b for b in self._push_all if b.tensor is buffer)
+        n = block.push_nbytes
+        np.copyto(np.frombuffer(host.view, np.uint8, n), np.frombuffer(slot.view, np.uint8, n))
+        self.give_back(twin)
+        return host
+
+    def send_residual(self, twin: int, host: HostBuffer) -> None:
+        state, table = self.blocks[twin], self.table.blocks[twin]
+        state.held = True
+        state.present.update(s.param for run in table.runs for s in run.spans)
+        with self._lock:
+            state.acks += len(table.chunks)
+        self.send_dense(table.chunks, host, True)
 
     def send_dense(self, chunks: Sequence[Chunk], host: HostBuffer, fresh: bool) -> None:
         """Pushes `chunks` out of `host`, which is free again when every server has said so."""
@@ -321,6 +356,7 @@ class Worker:
             return
         self.block_sums(block)  # waits: what is still being held cannot be dropped
         self._forget_chunks([c for c in self.table.blocks[block].chunks if c.trainable])
+        self._stale.add(block)
         if self.compressor is not None:
             self.compressor.forget(block, self)
         state.held = False
@@ -384,5 +420,5 @@ class Worker:
             self._sender.join()
         for link in self.links:
             link.close()
-        for buffer in [*self._slots, *self._push_all, self.root, self.root_push]:
+        for buffer in self._buffers():
             buffer.close()

@@ -63,21 +63,27 @@ def derive(
     *,
     on_files: bool,
     holds_gradients: bool,
-    twin_blocks: frozenset[int] = frozenset(),
+    twins: frozenset[int] = frozenset(),
+    root_twin: int = 0,
 ) -> Budgets:
     """Split `host_bytes`. `holds_gradients`: updates wait for step(), so gradients of all blocks pile up (beyond the
-    buffers they go to files). `twin_blocks`: blocks that hold the compression's residuals; they are fetched too.
+    buffers they go to files). `twins`: blocks that hold the compression's residuals; the root's has its own buffer.
     Raises BudgetError with the least number of bytes that would do."""
-    root, blocks = table.blocks[0], table.blocks[1:]
+    root, blocks = table.blocks[0], [b for b in table.blocks[1:] if b.index != root_twin]
     slot = max((round_up(b.pull_nbytes, HUGE) for b in blocks), default=HUGE)
-    push = max((round_up(b.push_nbytes, HUGE) for b in table.blocks), default=HUGE)
+    push = max((round_up(b.push_nbytes, HUGE) for b in blocks), default=HUGE)
     record = max((round_up(r.nbytes, HUGE) for r in records.values()), default=HUGE)
     scratch = max((round_up(c.numel * 4, HUGE) for c in table.trainable), default=0)
-    root_bytes = round_up(root.pull_nbytes, HUGE) + root.push_nbytes
+    # parameters, torch's own p.grad, and the flat piece that is pushed
+    root_bytes = round_up(root.pull_nbytes, HUGE) + 2 * round_up(root.push_nbytes, HUGE)
+    if root_twin:
+        root_bytes += round_up(table.blocks[root_twin].pull_nbytes, HUGE)
     servers = max(owners, default=0) + 1
     all_records = sum(round_up(r.nbytes, 4096) for r in records.values())
-    compute = len(blocks) - len(twin_blocks)
-    slots, pushes, per_server, activations = 2, 2, (2 if on_files else 0), 8 * HUGE
+    compute = len(blocks) - len(twins - {root_twin})
+    slots, pushes, per_server, activations = 2, 3, (2 if on_files else 0), 8 * HUGE
+    if not on_files and holds_gradients:
+        pushes += len(blocks)
 
     def used() -> int:
         return root_bytes + slots * slot + pushes * push + servers * per_server * (record + scratch) + activations
@@ -95,12 +101,10 @@ def derive(
             hint=way_out,
         )
     if not on_files:
-        per_server = 0
-        left = host_bytes - least
-        grow = max(0, min(left // 4, compute * push) // push) if holds_gradients else 0
-        activations += (left - grow * push) // 2
+        activations += (host_bytes - least) // 2
+        slots += min(len(blocks), (host_bytes - least) // 4 // slot)
         return Budgets(
-            host_bytes, root_bytes, slots, slot, pushes + grow, push, 0, 0, 0, activations,
+            host_bytes, root_bytes, slots, slot, pushes, push, 0, 0, scratch, activations,
             frozenset(records), frozenset(), all_records + servers * scratch,
         )
     # The order in which more memory pays: overlap first, then inputs, then gradients that wait, then cached parameters

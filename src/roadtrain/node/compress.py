@@ -1,0 +1,137 @@
+"""Gradient compression on its way out: the largest k by magnitude, as indices and values (Smart-Infinity's SmartComp).
+
+`keep` is the fraction of elements kept; what is communicated counts indices too (keep 1 % of 4-byte values = 2 %).
+With error feedback, what was not sent is remembered: the residual of block b is a *twin* block that a server stores
+under the rule `replace`, so it is pulled, pushed, committed and resumed like everything else (Rule 3).
+
+Assumes one dtype among the trainable runs of a block when `per_block`. Lossy: off by default (Rule 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from roadtrain.errors import ConfigError
+from roadtrain.kernels.rules import Rule
+from roadtrain.kernels.sum import sum_squares
+from roadtrain.kernels.topk import select_with_residual, top_k
+from roadtrain.node.device import HostBuffer
+from roadtrain.spec.chunks import ITEMSIZE, Block, Chunk, ChunkTable, ParamSpec
+
+NUMPY = {"fp32": np.float32, "bf16": np.uint16, "fp16": np.uint16}
+
+
+class Replace(Rule):
+    """The new value is what was pushed."""
+
+    name = "replace"
+    arrays: tuple[str, ...] = ()
+    scalars: tuple[str, ...] = ()
+    reads_state = False
+
+    def hyper(self, group: Mapping[str, Any]) -> tuple[float, ...]:
+        return ()
+
+    def start(self, p: Any, arrays: Any, row: Any, hyper: Any) -> None:
+        pass
+
+    def apply(
+        self, p: Any, grad: Any, grad_dtype: str, arrays: Any, row: Any, hyper: Any, grad_scale: float, copy: Any,
+        copy_dtype: str,
+    ) -> None:
+        p[:] = grad
+
+
+def twins(table: ChunkTable, groups: int) -> list[tuple[str, list[ParamSpec]]]:
+    """A block of fp32 residuals for every block that trains anything. Each trainable run becomes a run of the twin,
+    with the same element offsets; group `groups + i` belongs to the i-th run."""
+    out = []
+    for block in table.blocks:
+        specs = []
+        for i, run in enumerate(r for r in block.runs if r.trainable):
+            for span in run.spans:
+                p = table.params[span.param]
+                specs.append(ParamSpec(f"residual:{p.name}", p.shape, "fp32", True, groups + i))
+        if specs:
+            out.append((f"residual:{block.name}", specs))
+    return out
+
+
+class Lane(Protocol):
+    """What the compressor needs of the worker."""
+
+    def residual(self, twin: int, *, permanent: bool) -> HostBuffer: ...
+    def send_residual(self, twin: int, host: HostBuffer) -> None: ...
+    def release(self, block: int, step: int, hypers: Any, scales: Any) -> None: ...
+    def forget(self, block: int) -> None: ...
+
+
+class Compressor:
+    def __init__(self, table: ChunkTable, keep: float, *, per_block: bool, error_feedback: bool) -> None:
+        if not 0 < keep < 1:
+            raise ConfigError(f"top-k keeps a fraction between 0 and 1, not {keep}")
+        self.keep, self.per_block = keep, per_block
+        self.sent_bytes = 0
+        names = {b.name: b.index for b in table.blocks if b.index}
+        self.twin = {
+            b.index: names[f"residual:{b.name}"] for b in table.blocks if f"residual:{b.name}" in names
+        } if error_feedback else {}
+        self.table = table
+
+    def compress(self, block: Block, view: memoryview, worker: Lane) -> Iterator[tuple[Chunk, Any, Any]]:
+        """(chunk, (indices, values), sums of squares before compression) of every trainable chunk."""
+        chunks = [c for c in block.chunks if c.trainable]
+        if not chunks:
+            return
+        twin = self.twin.get(block.index)
+        residual: np.ndarray | None = None
+        if twin is not None:
+            target = worker.residual(twin, permanent=block.index == 0)
+            residual = np.frombuffer(target.view, np.float32, self.table.blocks[twin].push_nbytes // 4)
+        for cut in [chunks] if self.per_block else [[c] for c in chunks]:
+            yield from self._select(cut, view, residual)
+        if twin is not None:
+            worker.send_residual(twin, target)
+
+    def _select(
+        self, chunks: Sequence[Chunk], view: memoryview, residual: np.ndarray | None
+    ) -> Iterator[tuple[Chunk, Any, Any]]:
+        dtype = chunks[0].dtype
+        if any(c.dtype != dtype for c in chunks):
+            raise ConfigError("top-k per block needs one dtype among a block's trainable parameters")
+        size = ITEMSIZE[dtype]
+        first = chunks[0].push_offset // size
+        n = chunks[-1].push_offset // size + chunks[-1].numel - first
+        grad = np.frombuffer(view, NUMPY[dtype], n, first * size)
+        sums = [
+            np.array([sum_squares(grad[at + a : at + b], dtype) for _, a, b in c.segments])
+            for c in chunks
+            for at in [c.push_offset // size - first]
+        ]
+        elements = sum(s.stop - s.start for c in chunks for s in c.spans)
+        k = max(1, round(self.keep * elements))
+        indices = np.empty(k, np.uint32)
+        if residual is None:
+            values: np.ndarray = np.empty(k, NUMPY[dtype])
+            top_k(grad, dtype, k, indices, values)
+        else:
+            values = np.empty(k, np.float32)
+            select_with_residual(grad, dtype, residual[first : first + n], k, indices, values)
+        self.sent_bytes += indices.nbytes + values.nbytes
+        for chunk, of_chunk in zip(chunks, sums):
+            at = chunk.push_offset // size - first
+            a, b = np.searchsorted(indices, (at, at + chunk.numel))
+            yield chunk, (indices[a:b] - np.uint32(at), values[a:b]), of_chunk
+
+    def forget(self, block: int, worker: Lane) -> None:
+        if block in self.twin:
+            worker.forget(self.twin[block])
+
+    def release(self, block: int, step: int, worker: Lane) -> None:
+        twin = self.twin.get(block)
+        if twin is not None:
+            groups = {c.group: () for c in self.table.blocks[twin].chunks}
+            worker.release(twin, step, groups, lambda param: 1.0)

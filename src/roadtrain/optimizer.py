@@ -1,0 +1,331 @@
+"""PlacedOptimizer: a real torch.optim.Optimizer over the user's own parameter groups, whose state is elsewhere.
+
+A step: backward pushes each block's gradient; step() releases the updates (scaled by what clipping and loss scaling did
+to the gradients' handles) and seals the step; it is committed while the next one computes.
+
+Assumes: made by place(). Does NOT run rules or move bytes; node/worker.py does.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import io
+import math
+import random
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from roadtrain.errors import ConfigError, LoopError
+from roadtrain.model.activations import Activations
+from roadtrain.model.grads import PlacedGrad
+from roadtrain.model.split import DTYPES, Split
+from roadtrain.model.stream import Stream
+from roadtrain.node.engine import Engine
+from roadtrain.spec.chunks import ChunkTable
+from roadtrain.trace import Stage
+
+
+class PlacedOptimizer(torch.optim.Optimizer):
+    """What `place` returns. `steps_done`: steps taken so far, over all runs; data goes on from there.
+    `committed_step`: steps that no crash can lose any more."""
+
+    _step_supports_amp_scaling = True  # GradScaler hands over its scale; an inf or nan skips the step exactly
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, parts: Split, base: ChunkTable, engine: Engine,
+        backwards_per_step: int | None, extra: dict[str, Any],
+    ) -> None:
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self._model, self._table, self._engine, self._extra = model, base, engine, extra
+        self._parts, self._worker = parts, engine.worker
+        self._params = [p for part in (parts.root, *parts.blocks) for _, p in part.params]
+        self._index = {p: i for i, p in enumerate(self._params)}
+        self._of_block = [[p for _, p in part.params if p.requires_grad] for part in (parts.root, *parts.blocks)]
+        self._promise = backwards_per_step
+        self._passes = 0
+        self._hypers: dict[int, tuple[float, ...]] | None = None  # used by updates that have begun in this step
+        self.steps_done = engine.step
+        self._due: int | None = None  # a sealed step whose state of the job is not captured yet
+        self._norm = math.nan
+        self._stream: Stream | None = None
+        self._hooks: list[Any] = []
+        self._closed = False
+        me = weakref.ref(self)
+        self._at_exit = lambda: (alive := me()) is not None and alive._close_quietly()
+        atexit.register(self._at_exit)
+
+    # what the model's stream calls (it is given this object as its lender)
+
+    def borrow(self, block: int) -> tuple[torch.Tensor, int]:
+        return self._worker.borrow(block)
+
+    def give_back(self, block: int) -> None:
+        self._worker.give_back(block)
+
+    def gradient_buffer(self, block: int) -> torch.Tensor:
+        return self._worker.gradient_buffer(block)
+
+    def push(self, block: int, buffer: torch.Tensor, present: Sequence[int]) -> None:
+        state = self._worker.blocks[block]
+        fresh = all(p.grad is None for p in self._of_block[block])
+        if not fresh and not state.held:
+            raise LoopError(
+                f"block '{self._table.blocks[block].name}' got a gradient while its last one was not cleared",
+                hint="call optimizer.zero_grad() once a step",
+            )
+        self._worker.push_block(block, buffer, present, fresh=fresh)
+        assert self._stream is not None
+        if self._promise is not None and self._passes + 1 == self._promise and not self._stream.pending(block):
+            self._worker.release(block, self.steps_done + 1, self._begin_hypers(), lambda param: 1.0)
+
+    def sum_squares(self, param: int) -> float:
+        return self._worker.sum_squares(param)
+
+    def pass_ended(self) -> None:
+        self._passes += 1
+
+    # torch.optim.Optimizer
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Gradients that step() has not used are dropped."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad = None
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if hasattr(self, "_engine"):
+            raise LoopError("parameter groups are fixed once placed", hint="add the group before place()")
+        super().add_param_group(param_group)
+
+    def _now_hypers(self) -> dict[int, tuple[float, ...]]:
+        return {i: rule.hyper(self.param_groups[i]) for i, rule in enumerate(self._rules())}
+
+    def _rules(self) -> Sequence[Any]:
+        return self._engine.layout.rules[: len(self.param_groups)]
+
+    def _begin_hypers(self) -> dict[int, tuple[float, ...]]:
+        if self._hypers is None:
+            self._hypers = self._now_hypers()
+        return self._hypers
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Release the updates of this step and seal it; they run while the next forward does. With GradScaler, a step
+        with inf or nan is skipped: nothing changes but the number of steps."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._capture()
+        step, unscale, skip = self.steps_done + 1, *self._amp()
+        hypers = self._now_hypers()
+        self._check_promise(hypers, unscale, skip)
+        self._push_root()
+        blocks = range(len(self._table.blocks))
+        held = [b for b in blocks if self._worker.blocks[b].held or self._worker.blocks[b].sums]
+        squares = sum(sum(self._worker.block_sums(b).values()) for b in held)
+        self._norm = math.sqrt(squares) * abs(unscale) if math.isfinite(squares) else math.inf
+        for block in held:
+            if not self._worker.blocks[block].held:
+                continue  # released in backward
+            if skip:
+                self._worker.forget(block)
+            else:
+                self._worker.release(block, step, hypers, lambda i: self._scale(i, unscale))
+        self._worker.seal(step)
+        self.steps_done, self._due, self._hypers, self._passes = step, step, None, 0
+        return loss
+
+    def _amp(self) -> tuple[float, bool]:
+        """(what gradients must be multiplied by, whether the step is skipped), as GradScaler.step left them here."""
+        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        unscale = 1.0 if scale is None else 1.0 / float(scale)
+        return unscale, found is not None and bool(float(found))
+
+    def _scale(self, param: int, unscale: float) -> float | None:
+        grad = self._params[param].grad
+        if grad is None:
+            return None
+        return (grad.scale if isinstance(grad, PlacedGrad) else 1.0) * unscale
+
+    def _check_promise(self, hypers: Mapping[int, tuple[float, ...]], unscale: float, skip: bool) -> None:
+        if self._hypers is None:
+            return
+        scaled = any(isinstance(p.grad, PlacedGrad) and p.grad.scale != 1.0 for p in self._params)
+        if skip or unscale != 1.0 or scaled or hypers != self._hypers:
+            raise LoopError(
+                "updates began in backward, but then gradients were scaled or the learning rate changed",
+                hint="leave backwards_per_step out of place(): updates then wait for step()",
+            )
+
+    def _push_root(self) -> None:
+        """The root block's gradients are ordinary p.grad; they leave here, as one flat piece."""
+        block = self._table.blocks[0]
+        params = [(self._index[p], p.grad) for p in self._of_block[0] if p.grad is not None and p in self._index]
+        grads = {i: g for i, g in params if self._table.params[i].trainable}
+        if not grads:
+            return
+        buffer = self._worker.gradient_buffer(0)
+        for run in block.runs:
+            if not run.trainable:
+                continue
+            size = run.numel * (4 if run.dtype == "fp32" else 2)
+            flat = buffer[run.push_offset : run.push_offset + size].view(DTYPES[run.dtype])
+            flat.zero_()
+            for span in run.spans:
+                if span.param in grads:
+                    flat[span.start : span.stop].copy_(grads[span.param].reshape(-1))
+        self._worker.push_block(0, buffer, list(grads), fresh=True)
+
+    # durability
+
+    def forward_begins(self) -> None:
+        """Before the model computes: the last step's state of the job is final, and the root block must be new."""
+        if torch.is_grad_enabled():
+            self._capture()
+        if self._worker.refresh_root():
+            for _, p in self._parts.root.params:
+                torch.autograd.graph.increment_version(p)
+
+    def _capture(self) -> None:
+        if self._due is not None:
+            step, self._due = self._due, None
+            self._worker.blob(step, self.job_state())
+
+    def job_state(self) -> bytes:
+        """What else a step consists of: RNG, buffers, hyperparameters, `extra`."""
+        kind, keys, position, has_gauss, cached = np.random.get_state()
+        state = {
+            "torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+            "python": random.getstate(),
+            "numpy": [str(kind), torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached],
+            "buffers": {n: b for n, b in self._model.named_buffers() if n in self._persistent()},
+            "groups": [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups],
+            "extra": {name: thing.state_dict() for name, thing in self._extra.items()},
+        }
+        out = io.BytesIO()
+        torch.save(state, out)
+        return out.getvalue()
+
+    def load_job_state(self, blob: bytes) -> None:
+        state = torch.load(io.BytesIO(blob), weights_only=True)
+        torch.set_rng_state(state["torch"])
+        if state["cuda"] and torch.cuda.is_available():
+            torch.cuda.set_rng_state_all(state["cuda"])
+        random.setstate(state["python"])
+        kind, keys, *rest = state["numpy"]
+        np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+        named = dict(self._model.named_buffers())
+        for name, value in state["buffers"].items():
+            named[name].copy_(value)
+        for group, saved in zip(self.param_groups, state["groups"]):
+            group.update(saved)
+        for name, thing in self._extra.items():
+            if name in state["extra"]:
+                thing.load_state_dict(state["extra"][name])
+
+    def _persistent(self) -> set[str]:
+        return {name for name in self._model.state_dict(keep_vars=True) if name not in self._names()}
+
+    def _names(self) -> set[str]:
+        return {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
+
+    @property
+    def committed_step(self) -> int:
+        return self._worker.ledger.committed
+
+    def flush(self) -> None:
+        """Wait until every step taken is committed."""
+        self._capture()
+        self._worker.wait_committed(self.steps_done)
+
+    # what people ask
+
+    def grad_norm(self) -> float:
+        """Of the last step's gradient: all parameters, before clipping, after loss scaling is undone."""
+        return self._norm
+
+    def stages(self) -> dict[str, Stage]:
+        return self._engine.stages.take()
+
+    def memory(self) -> dict[str, int]:
+        """Bytes: what roadtrain's buffers take now, and what plain training of this model needs."""
+        plain = 0
+        for chunk in self._table.chunks:
+            n = sum(s.stop - s.start for s in chunk.spans)
+            plain += chunk.public_nbytes * (2 if chunk.trainable else 1)  # parameters, gradients
+            if chunk.trainable:
+                plain += n * 4 * (len(self._engine.layout.rules[chunk.group].arrays) + (chunk.dtype != "fp32"))
+        return {"resident": self._engine.nbytes(), "plain": plain}
+
+    def read(self, name: str, what: str = "master") -> np.ndarray:
+        """A parameter's fp32 master values or one of its state arrays, shaped like the parameter; or a state scalar."""
+        self.flush()
+        index = next((i for i, p in enumerate(self._table.params) if p.name == name), None)
+        if index is None:
+            raise ConfigError(f"no parameter is named {name!r}")
+        flat = self._engine.read(index, what)
+        spec = self._table.params[index]
+        return flat.reshape(spec.shape) if flat.size == spec.numel and flat.ndim else flat
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's form, gathered from the servers into memory: for models small enough. Saving is not needed: the store
+        is the checkpoint."""
+        self.flush()
+        state, groups, at = {}, [], 0
+        for i, group in enumerate(self.param_groups):
+            rule = self._engine.layout.rules[i]
+            for number, p in enumerate(group["params"], at):
+                index = self._index[p]
+                if self.steps_done and self._table.params[index].trainable:
+                    one: dict[str, Any] = {}
+                    for key in (*rule.arrays, *rule.scalars):
+                        one[key] = torch.from_numpy(self._engine.read(index, key).copy())
+                        if key in rule.arrays:
+                            one[key] = one[key].view(p.shape)
+                    state[number] = one
+            count = len(group["params"])
+            groups.append({k: v for k, v in group.items() if k != "params"} | {"params": list(range(at, at + count))})
+            at += count
+        return {"state": state, "param_groups": groups}
+
+    def _close_quietly(self) -> None:
+        with contextlib.suppress(Exception):
+            self.close()
+
+    def close(self) -> None:
+        """Commit what was taken, end all threads, give the model its own forwards back. The model's block parameters
+        stay NaN: place it again, or export the store."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self._at_exit)
+        try:
+            self.flush()
+        finally:
+            for hook in self._hooks:
+                hook.remove()
+            if self._stream is not None:
+                self._stream.detach()
+            self._engine.close()
+
+    def __enter__(self) -> PlacedOptimizer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def attach(self, stream: Stream, activations: Activations) -> None:
+        """Called once by place()."""
+        self._stream = stream
+        self._hooks.append(self._model.register_forward_pre_hook(lambda *_: self.forward_begins()))
+        for module in {m for m in self._model.modules() if any(p in self._index for p in m.parameters(recurse=False))}:
+            if any(p is q for p in module.parameters(recurse=False) for _, q in self._parts.root.params):
+                self._hooks.append(module.register_forward_pre_hook(lambda *_: self.forward_begins()))
+        self._activations = activations

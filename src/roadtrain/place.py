@@ -1,0 +1,135 @@
+"""place(): the user's one line. Their model keeps its modules, their optimizer its class and groups; parameters and
+optimizer state move to servers, blocks are fetched as they run.
+
+Assumes: one process. Does NOT average over workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+
+from roadtrain.errors import ConfigError, ModelError
+from roadtrain.kernels.rules import rules_for
+from roadtrain.model.grads import PlacedGrad
+from roadtrain.model.split import split, table
+from roadtrain.node.compress import Compressor, Replace, twins
+from roadtrain.node.engine import Engine, Layout, open_or_none
+from roadtrain.optimizer import PlacedOptimizer
+from roadtrain.spec.chunks import MAX_CHUNK, ChunkTable
+from roadtrain.spec.plan import derive
+from roadtrain.start import Start
+from roadtrain.store.ledger import StoreMeta
+from roadtrain.units import parse_bytes, show_bytes
+
+Report = Callable[[str], None]
+
+
+def place(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    store: str | Path | Sequence[str | Path] | None = None,
+    budget: str | int | None = None,
+    dtype: torch.dtype | None = None,
+    blocks: Sequence[str] | None = None,
+    backwards_per_step: int | None = None,
+    topk: float | None = None,
+    topk_per_block: bool = False,
+    error_feedback: bool = False,
+    chunk_elements: int = MAX_CHUNK,
+    device: torch.device | str | None = None,
+    weights: str | Path | None = None,
+    init: Callable[[nn.Module], None] | None = None,
+    extra: Mapping[str, Any] | None = None,
+    direct: bool = True,
+    deadline_s: float = 600.0,
+    report: Report = print,
+) -> PlacedOptimizer:
+    """Move `model`'s parameters and `optimizer`'s state to servers; returns the optimizer to use from now on.
+
+    store: a directory per server (None: all in RAM); a store found there is resumed. budget: host bytes for everything
+    that roadtrain keeps in memory ("900MiB"; None: half of what is free). dtype: what parameters travel and compute in
+    (None: their own); masters and state are fp32. blocks: names or patterns of the blocks (None: found).
+    backwards_per_step: None, updates begin at step(); N promises that step() follows every N-th backward pass, without
+    clipping or loss scaling, and a block is updated as soon as its last gradient is in. topk: fraction of the
+    gradient's volume that is communicated, indices included (0.02 keeps 1 %). weights: a directory of safetensors in
+    Hugging Face layout that the first values come from. init: initialises a module of a model built on `meta`. extra:
+    objects with state_dict/load_state_dict that are committed and resumed with each step.
+
+    Raises UserError (ConfigError, ModelError, RuleError, BudgetError) before anything is changed, StoreError.
+    """
+    if any(isinstance(p, PlacedGrad) for g in optimizer.param_groups for p in g["params"]):
+        raise ConfigError("this optimizer is placed already")
+    device = torch.device(device) if device is not None else _device_of(model)
+    parts = split(model, blocks)
+    groups = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    _check_known(model, groups)
+    rules: list[Any] = list(rules_for(optimizer))
+    base = table(parts, groups, dtype, chunk_elements)
+    whole, twin_of_root, twin_set = base, 0, frozenset[int]()
+    if error_feedback and topk is None:
+        raise ConfigError("error_feedback without topk", hint="give topk=0.02, or drop error_feedback")
+    if error_feedback and (backwards_per_step or 1) > 1:
+        raise ConfigError("error feedback keeps one residual a step", hint="backwards_per_step must be 1")
+    if error_feedback:
+        mine = twins(base, len(rules))
+        rules += [Replace()] * max(len(b.runs) for b in base.blocks)
+        whole = ChunkTable.build([*StoreMeta.of(base, ()).blocks, *mine], chunk_elements)
+        twin_set = frozenset(range(len(base.blocks), len(whole.blocks)))
+        twin_of_root = next((i for i in twin_set if whole.blocks[i].name == f"residual:{base.blocks[0].name}"), 0)
+    paths = [store] if isinstance(store, str | Path) else list(store or ())
+    layout = Layout(whole, rules, tuple(Path(p) for p in paths), direct)
+    free = psutil.virtual_memory().available
+    host = parse_bytes(budget) if budget is not None else free // 2 if paths else free
+    budgets = derive(
+        whole, layout.records, layout.owners, host, on_files=bool(paths), holds_gradients=backwards_per_step is None,
+        twins=twin_set, root_twin=twin_of_root,
+    )
+    compressor = None
+    if topk is not None:
+        compressor = Compressor(whole, topk / 2, per_block=topk_per_block, error_feedback=error_feedback)
+        report(f"lossy: top-k, {topk:.1%} of the gradient is communicated, error feedback {error_feedback}")
+    opened = open_or_none(layout, report)
+    engine = Engine(
+        layout, budgets, opened, device, compute_blocks=range(1, len(base.blocks)), compressor=compressor,
+        deadline_s=deadline_s,
+    )
+    engine.worker.keep_always = backwards_per_step == 1
+    placed = PlacedOptimizer(model, optimizer, parts, base, engine, backwards_per_step, dict(extra or {}))
+    try:
+        Start(model, parts, base, engine, device, weights, init).run(placed)
+    except BaseException:
+        engine.close()
+        raise
+    for note in engine.store.notes if engine.store else ():
+        report(note)
+    where = f"files in {', '.join(map(str, paths))}" if paths else "RAM: it is lost when this process ends"
+    report(
+        f"placed {len(base.blocks) - 1} blocks and the root block; state on {where}; step {placed.steps_done}; "
+        f"at most {show_bytes(budgets.total)} of {show_bytes(host)}"
+    )
+    return placed
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    found = {p.device for p in model.parameters()} - {torch.device("meta")}
+    if len(found) > 1:
+        raise ModelError(f"the model's parameters are on {sorted(map(str, found))}", hint="put it on one device")
+    return next(iter(found), torch.device("cpu"))
+
+
+def _check_known(model: nn.Module, groups: Mapping[nn.Parameter, int]) -> None:
+    mine = set(model.parameters())
+    strangers = [p for p in groups if p not in mine]
+    if strangers:
+        raise ConfigError(
+            f"{len(strangers)} of the optimizer's {len(groups)} parameters are not in the model "
+            f"(the first has shape {tuple(strangers[0].shape)})",
+            hint="make the optimizer from the parameters of the model that is placed",
+        )
