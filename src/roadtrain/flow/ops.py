@@ -26,12 +26,13 @@ class Pull:
 class Push:
     """Worker -> server: a gradient (dense: `grad` in the chunk's dtype; sparse: `grad` = (indices, values), sums of
     squares taken before compression). `fresh`: first of its step, so it replaces what is held. `keep`: the server may
-    keep `grad` where it lies until the update; else it moves it to its own place and answers Freed."""
+    keep `grad` where it lies until the update; else it moves it to its own place. Freed(ticket) says when."""
 
     chunk: int
     grad: Any
     fresh: bool
     keep: bool
+    ticket: int
     sums: Any = None
 
 

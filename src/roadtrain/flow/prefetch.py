@@ -40,13 +40,13 @@ class Prefetcher:
         self.past: list[int] = [*blocks, *reversed(blocks)]  # a first guess: forward in order, backward in reverse
         self.now: list[int] = []
         self.cursor = 0  # next index of `past`
-        self.wanted: int | None = None  # asked for, no slot yet
+        self.wanted: int | None = None  # asked for and not yet used: it keeps or gets a slot before all others
 
     def asked(self, block: int) -> list[PullBlock]:
         """The worker needs `block` now. It may run once `here(block)`."""
         self._follow(block)
         self.now.append(block)
-        self.wanted = None if block in self.where else block
+        self.wanted = block
         return self._plan()
 
     def arrived(self, slot: int) -> list[PullBlock]:
@@ -65,6 +65,8 @@ class Prefetcher:
         slot = self.where[block]
         self.slots[slot].state = USED
         self.slots[slot].uses += 1
+        if self.wanted == block:
+            self.wanted = None
         return slot
 
     def returned(self, slot: int) -> list[PullBlock]:
@@ -127,8 +129,6 @@ class Prefetcher:
                 del self.where[held.block]
             self.slots[slot] = Slot(COMING, block)
             self.where[block] = slot
-            if block == self.wanted:
-                self.wanted = None
             out.append(PullBlock(block, slot))
         return out
 

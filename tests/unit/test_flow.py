@@ -1,0 +1,212 @@
+"""The deciders, driven by a scripted world without hardware. Rule 7: these same objects drive the real nodes."""
+
+import itertools
+import random
+
+import pytest
+
+from roadtrain.flow import ops
+from roadtrain.flow.assign import assign
+from roadtrain.flow.ledger import Ledger
+from roadtrain.flow.prefetch import HERE, Prefetcher
+from roadtrain.flow.queues import READ_PARAMETERS, READ_STATE, WRITE_STATE, DeviceQueue
+from roadtrain.flow.serve import ServeDecider
+from roadtrain.spec.chunks import ChunkTable, ParamSpec
+
+
+class World:
+    """Carries a server's actions out in random order and watches Rule 3: no write into the committed slot."""
+
+    def __init__(self, decider, seed):
+        self.decider, self.random = decider, random.Random(seed)
+        self.todo, self.sent, self.log = [], [], []
+        self.written = dict.fromkeys(decider.chunks, 0)  # last step written
+
+    def feed(self, event):
+        for action in self.decider.handle(event):
+            if isinstance(action, ops.Send):
+                self.sent.append(action.message)
+            else:
+                self.todo.append(action)
+        self.decider.check()
+
+    def run_one(self):
+        action = self.todo.pop(self.random.randrange(len(self.todo)))
+        self.log.append(action)
+        match action:
+            case ops.Hold(push):
+                self.feed(ops.HoldDone(push.chunk, None, push.ticket, push.keep))
+            case ops.Read(chunk, _):
+                self.feed(ops.ReadDone(chunk))
+            case ops.Update(chunk, _):
+                self.feed(ops.UpdateDone(chunk))
+            case ops.Write(chunk):
+                self.feed(ops.WriteDone(chunk))
+            case ops.Answer(pull, _):
+                self.feed(ops.PublicRead(pull.chunk, pull.ticket))
+            case ops.Prepare(step, _):
+                self.feed(ops.PrepareDone(step))
+
+    def drain(self):
+        while self.todo:
+            self.run_one()
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("buffers", [1, 2, 5])
+def test_steps_end_committed_whatever_the_order(seed, buffers):  # Rule 3, Rule 5
+    rng = random.Random(seed)
+    kinds = [(False, False), (True, False), (False, True)]
+    decider = ServeDecider(0, {c: rng.choice(kinds) for c in range(9)}, buffers, durable=True)
+    world = World(decider, seed)
+    for step in range(1, 5):
+        chunks = [c for c in decider.chunks if rng.random() < 0.8]
+        for c in chunks:
+            world.feed(ops.Push(c, None, True, rng.random() < 0.5, 100 * step + c))
+        for c in chunks:
+            world.feed(ops.Release(c, step, (), [1.0], c))
+            if rng.random() < 0.5 and world.todo:
+                world.run_one()
+        for c in chunks:  # the next forward asks for the new version while updates run
+            world.feed(ops.Pull(c, decider.chunks[c].version + (decider.chunks[c].release is not None), None, c))
+        world.feed(ops.Seal(step))
+        world.feed(ops.Commit(step, b""))
+        world.drain()
+        assert decider.committed == step and decider.idle()
+        assert [m.step for m in world.sent if isinstance(m, ops.CommitDone)][-1] == step
+    freed = [m.ticket for m in world.sent if isinstance(m, ops.Freed)]
+    pushed = [a.push.ticket for a in world.log if isinstance(a, ops.Hold)]
+    assert sorted(freed) == sorted(pushed)
+
+
+def test_no_write_before_the_commit_of_the_step_before():  # Rule 3
+    decider = ServeDecider(1, {0: (False, False)}, 2, durable=True)
+    world = World(decider, 0)
+    for step in (1, 2):
+        world.feed(ops.Push(0, None, True, True, step))
+        world.feed(ops.Release(0, step, (), [1.0], 0))
+        world.feed(ops.Seal(step))
+        world.drain()
+    assert [type(a).__name__ for a in world.log].count("Write") == 1
+    assert ops.Prepared(1, 1) in world.sent and ops.Prepared(1, 2) not in world.sent
+    world.feed(ops.CommitDone(1))
+    world.drain()
+    assert ops.Prepared(1, 2) in world.sent
+
+
+def test_updates_run_in_the_order_the_next_forward_asks():
+    decider = ServeDecider(0, dict.fromkeys(range(6), (False, False)), 1, durable=True)
+    world = World(decider, 0)
+    for c in range(6):
+        world.feed(ops.Push(c, None, True, True, c))
+    world.drain()
+    for c in reversed(range(6)):
+        decider.chunks[c].phase = "busy"  # nothing may start before all are released
+        world.feed(ops.Release(c, 1, (), [1.0], c))
+    for c in range(6):
+        decider.chunks[c].phase = "idle"
+    world.feed(ops.Seal(1))
+    world.feed(ops.Commit(1, b""))
+    for action in decider._advance():
+        world.todo.append(action)
+    world.drain()
+    assert [a.chunk for a in world.log if isinstance(a, ops.Update)] == list(range(6))
+
+
+def test_a_waiting_pull_is_answered_before_the_write():
+    decider = ServeDecider(0, {0: (False, False)}, 1, durable=True)
+    world = World(decider, 0)
+    world.feed(ops.Push(0, None, True, True, 1))
+    world.feed(ops.Pull(0, 1, None, 7))
+    world.feed(ops.Release(0, 1, (), [1.0], 0))
+    while not any(isinstance(a, ops.Answer) for a in world.todo):
+        world.run_one()
+    assert not any(isinstance(a, ops.Write) for a in world.log)
+    assert next(a for a in world.todo if isinstance(a, ops.Answer)).memory
+
+
+def _arrive(prefetcher, pulls):
+    while pulls:
+        pulls = pulls[1:] + prefetcher.arrived(pulls[0].slot)
+
+
+def _run_sequence(prefetcher, sequence):
+    """Plays uses; pulls arrive one use later. Returns how many uses had to wait."""
+    pending, waits = [], 0
+    for block in sequence:
+        pending += prefetcher.asked(block)
+        prefetcher.check()
+        if prefetcher.here(block) is None:
+            waits += 1
+            while prefetcher.here(block) is None:
+                pending += prefetcher.arrived(pending.pop(0).slot)
+        slot = prefetcher.use(block)
+        while pending:
+            pending += prefetcher.arrived(pending.pop(0).slot)
+        pending += prefetcher.returned(slot)
+        prefetcher.check()
+    _arrive(prefetcher, pending)
+    return waits
+
+
+def test_prefetch_hides_all_but_the_first_fetch():
+    prefetcher = Prefetcher(3, range(1, 9))
+    sequence = [*range(1, 9), *range(8, 0, -1)]
+    for _ in range(3):
+        assert _run_sequence(prefetcher, sequence) <= 1
+        prefetcher.updated(list(range(1, 9)))
+        _arrive(prefetcher, prefetcher.stepped())
+
+
+def test_prefetch_learns_a_skipped_block():
+    prefetcher = Prefetcher(2, range(1, 7))
+    sequence = [1, 2, 4, 5, 6, 6, 5, 4, 2, 1]
+    _run_sequence(prefetcher, sequence)
+    prefetcher.updated(list(range(1, 7)))
+    _arrive(prefetcher, prefetcher.stepped())
+    assert _run_sequence(prefetcher, sequence) <= 1
+
+
+def test_with_room_for_all_nothing_is_fetched_twice():
+    prefetcher = Prefetcher(6, range(1, 7))
+    sequence = [*range(1, 7), *range(6, 0, -1)]
+    _run_sequence(prefetcher, sequence)
+    assert all(s.state == HERE for s in prefetcher.slots)
+    assert _run_sequence(prefetcher, sequence) == 0
+
+
+def test_device_queue_priorities_and_bursts():
+    queue = DeviceQueue(max_reads=1, max_writes=1)
+    for name, priority in (("w", WRITE_STATE), ("r", READ_STATE), ("p", READ_PARAMETERS)):
+        queue.push(priority, 0, name)
+    assert [queue.next()[1] for _ in range(3)] == ["p", "r", "w"]
+    burst = DeviceQueue(burst=True, burst_ops=2)
+    for i in range(4):
+        burst.push(READ_STATE, i, f"r{i}")
+        burst.push(WRITE_STATE, i, f"w{i}")
+    order = []
+    while (item := burst.next()) is not None:
+        burst.check()
+        order.append(item[1])
+        burst.done(item[0])
+    assert sorted(order) == sorted([*(f"r{i}" for i in range(4)), *(f"w{i}" for i in range(4))])
+    assert sum(a[0] != b[0] for a, b in itertools.pairwise(order)) <= 3
+
+
+def test_ledger_commits_once_all_prepared_and_the_blob_is_known():
+    ledger = Ledger(3, 0)
+    assert len(ledger.seal(1)) == 3
+    assert ledger.on_prepared(ops.Prepared(1, 1)) == []
+    assert ledger.blob(1, b"x") == []
+    assert ledger.on_prepared(ops.Prepared(2, 1)) == [(0, ops.Commit(1, b"x"))]
+    assert [s for s, _ in ledger.on_committed(ops.CommitDone(1))] == [1, 2]
+    ledger.check()
+
+
+def test_assign_spreads_evenly_and_by_weight():
+    params = [ParamSpec(f"p{i}", (1 << 20,), "fp32", i % 5 != 0, 0) for i in range(40)]
+    table = ChunkTable.build([("", params[:2]), ("b", params[2:])])
+    counts = [assign(table, (1, 1, 1)).count(s) for s in range(3)]
+    assert max(counts) - min(counts) <= 2
+    uneven = assign(table, (1, 3))
+    assert 2.2 < uneven.count(1) / uneven.count(0) < 4.2
