@@ -1,0 +1,162 @@
+"""Conversions between fp32 and the two 16-bit formats, alone and inside other kernels' loops.
+
+Flat contiguous arrays. 16-bit values travel as uint16 in the interface. Inside the kernels the *array's type* says
+the format, so that one kernel source compiles to one loop per format: float32 = fp32, uint16 = bf16, int16 = fp16
+(`typed`). Rounding is to nearest even, overflow goes to infinity, subnormals are exact, a NaN stays a NaN (its payload
+is dropped).
+
+Assumes little endian. Does NOT allocate, start threads or hold the GIL. numba's cache notices a change of a kernel's
+own file only: after editing `widen` or `put` here, remove `__pycache__`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit, types
+from numba.extending import overload
+
+from roadtrain.errors import RuleError
+
+NUMPY_OF = {"fp32": np.float32, "bf16": np.uint16, "fp16": np.uint16}
+
+
+def kernel(function: Any) -> Any:
+    """Compile for the host: no GIL, cached on disk, IEEE rules (no fast math, no contraction, x/0 = inf)."""
+    return njit(nogil=True, cache=True, error_model="numpy", boundscheck=False)(function)
+
+
+def typed(array: np.ndarray, dtype: str) -> np.ndarray:
+    """The same memory under the type that names its format to the kernels (no copy)."""
+    if dtype not in NUMPY_OF or array.dtype != NUMPY_OF[dtype]:
+        raise RuleError(f"an array of {array.dtype} does not hold {dtype}", hint="float32 is fp32, uint16 the others")
+    return array.view(np.int16) if dtype == "fp16" else array
+
+
+@kernel
+def _f32(bits):  # uint32 -> the float32 with these bits
+    return np.uint32(bits).view(np.float32)
+
+
+@kernel
+def _bits(x):  # float32 -> its bits
+    return np.float32(x).view(np.uint32)
+
+
+@kernel
+def _from_bf16(h):
+    return _f32(np.uint32(np.uint32(h) << np.uint32(16)))
+
+
+@kernel
+def _to_bf16(x):
+    u = _bits(x)
+    odd = np.uint32(np.uint32(u >> np.uint32(16)) & np.uint32(1))
+    rounded = np.uint32(np.uint32(u + np.uint32(np.uint32(0x7FFF) + odd)) >> np.uint32(16))
+    return np.uint16(rounded if x == x else np.uint32(0x7FC0))
+
+
+@kernel
+def _from_fp16(h):
+    u = np.uint32(np.uint16(h))
+    sign = np.uint32(np.uint32(u & np.uint32(0x8000)) << np.uint32(16))
+    body = np.uint32(np.uint32(u & np.uint32(0x7FFF)) << np.uint32(13))
+    exponent = np.uint32(body & np.uint32(0x0F800000))
+    normal = np.uint32(body + np.uint32(112 << 23))
+    special = np.uint32(body + np.uint32(224 << 23))  # infinity and NaN
+    small = _bits(_f32(np.uint32(body + np.uint32(113 << 23))) - _f32(np.uint32(113 << 23)))  # subnormal, exact
+    magnitude = special if exponent == np.uint32(0x0F800000) else (small if exponent == np.uint32(0) else normal)
+    return _f32(np.uint32(magnitude | sign))
+
+
+@kernel
+def _to_fp16(x):
+    bits = _bits(x)
+    sign = np.uint32(np.uint32(bits & np.uint32(0x80000000)) >> np.uint32(16))
+    u = np.uint32(bits & np.uint32(0x7FFFFFFF))
+    odd = np.uint32(np.uint32(u >> np.uint32(13)) & np.uint32(1))
+    normal = np.uint32(np.uint32(u + np.uint32(np.uint32(0xC8000FFF) + odd)) >> np.uint32(13))  # rounded
+    small = np.uint32(_bits(_f32(u) + _f32(np.uint32(126 << 23))) - np.uint32(126 << 23))  # the adder rounds for us
+    special = np.uint32(0x7E00) if u > np.uint32(0x7F800000) else np.uint32(0x7C00)
+    finite = small if u < np.uint32(113 << 23) else normal
+    magnitude = special if u >= np.uint32(143 << 23) else finite
+    return np.uint16(np.uint32(magnitude | sign))
+
+
+def widen(x):
+    """An element of a typed array as float32 (inside kernels only)."""
+    raise NotImplementedError
+
+
+@overload(widen, inline="never")
+def _widen(x):
+    if x == types.float32:
+        return lambda x: x
+    if x == types.uint16:
+        return lambda x: _from_bf16(x)
+    return lambda x: _from_fp16(x)
+
+
+def put(out, i, x):
+    """out[i] = float32 x, rounded to the format of the typed array `out` (inside kernels only)."""
+    raise NotImplementedError
+
+
+@overload(put, inline="never")
+def _put(out, i, x):
+    if out.dtype == types.float32:
+
+        def store(out, i, x):
+            out[i] = x
+    elif out.dtype == types.uint16:
+
+        def store(out, i, x):
+            out[i] = _to_bf16(x)
+    else:
+
+        def store(out, i, x):
+            out[i] = np.int16(_to_fp16(x))
+
+    return store
+
+
+@kernel
+def _cast(src, dst):
+    for i in range(src.size):
+        put(dst, i, widen(src[i]))
+
+
+def cast(src: np.ndarray, src_dtype: str, dst: np.ndarray, dst_dtype: str) -> None:
+    """dst = src, element by element. src, dst: [N]. Raises RuleError where array and name disagree."""
+    if src.size != dst.size:
+        raise RuleError(f"cast of {src.size} elements into {dst.size}")
+    _cast(typed(src, src_dtype), typed(dst, dst_dtype))
+
+
+def reference_widen(array: np.ndarray, dtype: str) -> np.ndarray:
+    """[N] of `dtype` -> new float32 [N], plainly."""
+    if dtype == "fp32":
+        return array.astype(np.float32)
+    if dtype == "bf16":
+        return (array.astype(np.uint32) << 16).view(np.float32)
+    wide = array.view(np.float16).astype(np.float32)
+    quiet = (array.astype(np.uint32) & 0x8000) << 16 | 0x7F800000 | (array.astype(np.uint32) & 0x3FF) << 13
+    return np.where(np.isnan(wide), quiet.view(np.float32), wide)
+
+
+def reference_narrow(x: np.ndarray, dtype: str) -> np.ndarray:
+    """float32 [N] -> new array of `dtype`, plainly."""
+    if dtype == "fp32":
+        return x.copy()
+    bits = x.view(np.uint32)
+    if dtype == "bf16":
+        rounded = (bits.astype(np.uint64) + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return np.where(np.isnan(x), 0x7FC0, rounded).astype(np.uint16)
+    with np.errstate(over="ignore", invalid="ignore"):
+        half = x.astype(np.float16).view(np.uint16)
+    return np.where(np.isnan(x), (bits >> 16) & 0x8000 | 0x7E00, half).astype(np.uint16)
+
+
+def reference_cast(src: np.ndarray, src_dtype: str, dst: np.ndarray, dst_dtype: str) -> None:
+    dst[:] = reference_narrow(reference_widen(src, src_dtype), dst_dtype)

@@ -1,0 +1,335 @@
+"""TorchRule: any other elementwise torch optimizer, run on flat slices; and the checks of rules that we did not write.
+
+The user's optimizer class is rebuilt around one flat parameter that is a view of the slice, its state are views of the
+state arrays, its scalars are restored from the row; `step()` runs; what it replaced instead of changing is copied back.
+Which state there is, is found by running it on a small parameter for some steps.
+
+Assumes: state lives in `optimizer.state[p]` as fp32 tensors shaped like p and as single numbers. That the class is
+elementwise is not assumed but checked, bit for bit: whole shaped parameters in one optimizer against flat pieces.
+Does NOT run closures, sparse or complex parameters, or 8-bit state.
+"""
+
+from __future__ import annotations
+
+import copy as copying
+import pickle
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+
+from roadtrain.errors import RuleError
+from roadtrain.kernels.cast import cast, reference_narrow, reference_widen
+from roadtrain.kernels.rule import Rule
+
+HINT = "use one of torch's elementwise optimizers, or write a Rule (roadtrain check-rule)"
+SPEED_ONLY = ("foreach", "fused", "capturable", "differentiable")  # options that do not change the numbers meant
+NOT_OPTIONS = ("params", "param_names")
+NOT_ATTRIBUTES = ("defaults", "state", "param_groups", "step", "_opt_called", "_step_count")  # the last: schedulers'
+PROBE_STEPS = 8
+
+
+@dataclass(frozen=True)
+class Field:
+    """One entry of `optimizer.state[p]`. kind: "array", "tensor" (one element) or "number"."""
+
+    key: str
+    kind: str
+    dtype: Any  # torch dtype of a tensor, Python type of a number
+    shape: tuple[int, ...]
+    nullable: bool  # it is None where it is absent
+
+
+class TorchRule(Rule):
+    """`cls` with the options `defaults`; `attributes` are what else its `__init__` kept on the instance. The last
+    scalar, "present", has a bit for each state entry that exists by now (0: the first step is yet to come)."""
+
+    def __init__(
+        self, cls: type[torch.optim.Optimizer], defaults: Mapping[str, Any], attributes: Mapping[str, Any] | None = None
+    ) -> None:
+        options = {key: value for key, value in defaults.items() if key not in NOT_OPTIONS}
+        self.cls, self.attributes = cls, dict(attributes or {})
+        self.options = {key: _plain(value) for key, value in options.items()}
+        self.options.update({key: False for key in SPEED_ONLY if key in options})
+        self.fields = self._probe()
+        self._arrays = [f for f in self.fields if f.kind == "array"]
+        self._scalars = [f for f in self.fields if f.kind != "array"]
+
+    @staticmethod
+    def of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> TorchRule:
+        """The rule of one group of the user's optimizer."""
+        kept = {
+            key: value for key, value in vars(optimizer).items()
+            if key not in NOT_ATTRIBUTES and not key.startswith(("_optimizer_", "_warned", "_zero_grad", "_hook"))
+        }
+        return TorchRule(type(optimizer), group, kept)
+
+    @property
+    def name(self) -> str:
+        return self.cls.__name__.lower()
+
+    @property
+    def arrays(self) -> tuple[str, ...]:
+        return tuple(f.key for f in self._arrays)
+
+    @property
+    def scalars(self) -> tuple[str, ...]:
+        return (*(f.key for f in self._scalars), "present")
+
+    def hyper(self, group: Mapping[str, Any]) -> tuple[float, ...]:
+        out: list[float] = []
+        for key, value in self.options.items():
+            now = _plain(group[key]) if key not in SPEED_ONLY else value
+            if len(_numbers(now)) != len(_numbers(value)) or (not _numbers(value) and now != value):
+                raise RuleError(f"{self.cls.__name__}: {key} was {value!r} at the start, now {now!r}", hint="keep it")
+            out.extend(_numbers(now))
+        return tuple(out)
+
+    def build(self, params: Sequence[torch.Tensor], hyper: Sequence[float]) -> torch.optim.Optimizer:
+        """An instance with the user's options, made as unpickling makes one: what `__init__` wants is unknown."""
+        group: dict[str, Any] = {"params": list(params)}
+        at = iter(hyper)
+        for key, value in self.options.items():
+            group[key] = _filled(value, at)
+        optimizer = self.cls.__new__(self.cls)
+        optimizer.__dict__.update(copying.deepcopy(self.attributes))
+        optimizer.__setstate__({"defaults": dict(self.options), "state": defaultdict(dict), "param_groups": [group]})
+        return optimizer
+
+    def apply(self, p, grad, grad_dtype, arrays, row, hyper, grad_scale, copy, copy_dtype) -> None:
+        wide = np.empty(p.size, np.float32)
+        cast(grad, grad_dtype, wide, "fp32")
+        if grad_scale != 1.0:
+            wide *= np.float32(grad_scale)
+        self._step(p, wide, arrays, row, hyper)
+        if copy is not None:
+            cast(p, "fp32", copy, copy_dtype or "bf16")
+
+    def reference(self, p, grad, grad_dtype, arrays, row, hyper, grad_scale, copy, copy_dtype) -> None:
+        wide = reference_widen(grad, grad_dtype) * np.float32(grad_scale)
+        start = row.copy()
+        for i in range(0, max(p.size, 1), 1000):  # the rule is its own reference: in other pieces
+            row[:] = start
+            part = slice(i, i + 1000)
+            self._step(p[part], wide[part], [a[part] for a in arrays], row, hyper)
+        if copy is not None:
+            copy[:] = reference_narrow(p, copy_dtype or "bf16")
+
+    def _step(
+        self, p: np.ndarray, grad: np.ndarray, arrays: Sequence[np.ndarray], row: np.ndarray, hyper: Sequence[float]
+    ) -> None:
+        param = torch.nn.Parameter(torch.from_numpy(p))
+        param.grad = torch.from_numpy(grad)
+        optimizer = self.build([param], hyper)
+        held = {f.key: torch.from_numpy(a) for f, a in zip(self._arrays, arrays)}
+        numbers = {f.key: value for f, value in zip(self._scalars, row)}
+        present = int(row[-1])
+        for bit, f in enumerate(self.fields):
+            if present >> bit & 1:
+                optimizer.state[param][f.key] = held[f.key] if f.kind == "array" else _number(f, numbers[f.key])
+            elif present and f.nullable:
+                optimizer.state[param][f.key] = None
+        with torch.no_grad():
+            optimizer.step()
+        if param.data_ptr() != p.ctypes.data:
+            p[:] = param.detach().numpy()
+        self._keep(optimizer.state[param], held, row)
+
+    def _keep(self, state: Mapping[str, Any], held: Mapping[str, torch.Tensor], row: np.ndarray) -> None:
+        """Bring the state that the step left behind back into arrays and row."""
+        present, columns = 0, {f.key: i for i, f in enumerate(self._scalars)}
+        for key in state.keys() - {f.key for f in self.fields}:
+            if state[key] is not None:
+                raise RuleError(f"{self.cls.__name__} began to keep {key!r} after {PROBE_STEPS} steps", hint=HINT)
+        for bit, f in enumerate(self.fields):
+            value = state.get(f.key)
+            if value is None:
+                continue
+            present |= 1 << bit
+            if f.kind != "array":
+                row[columns[f.key]] = float(value)
+            elif value.data_ptr() != held[f.key].data_ptr():
+                held[f.key].copy_(value)
+        row[-1] = present
+
+    def _probe(self) -> tuple[Field, ...]:
+        """Run the class on one small parameter and describe the state it keeps."""
+        generator = torch.Generator().manual_seed(1)
+        param = torch.nn.Parameter(torch.randn(12, generator=generator))
+        begin = param.detach().clone()
+        seen: dict[str, Any] = {}
+        absent: set[str] = set()
+        try:
+            optimizer = self.build([param], self.hyper(self.options))
+            before = _print_of(optimizer, self.attributes)
+            for _ in range(PROBE_STEPS):
+                param.grad = torch.randn(12, generator=generator)
+                with torch.no_grad():
+                    optimizer.step()
+                state = dict(optimizer.state.get(param, {}))
+                absent |= {key for key, value in state.items() if value is None}
+                seen.update({key: value for key, value in state.items() if value is not None})
+        except RuleError:
+            raise
+        except Exception as error:
+            raise RuleError(f"{self.cls.__name__} does not run on a flat slice: {error}", hint=HINT) from error
+        if set(optimizer.state) - {param} or _print_of(optimizer, self.attributes) != before:
+            raise RuleError(f"{self.cls.__name__} keeps state outside optimizer.state[parameter]", hint=HINT)
+        if torch.equal(begin, param) and self.options.get("lr") != 0:
+            raise RuleError(f"{self.cls.__name__} did not change a parameter in {PROBE_STEPS} steps", hint=HINT)
+        if len(seen) > 50:
+            raise RuleError(f"{self.cls.__name__} keeps {len(seen)} state entries a parameter, 50 are held", hint=HINT)
+        return tuple(self._field(key, value, key in absent) for key, value in seen.items())
+
+    def _field(self, key: str, value: Any, nullable: bool) -> Field:
+        if isinstance(value, torch.Tensor) and tuple(value.shape) == (12,) and value.dtype == torch.float32:
+            return Field(key, "array", value.dtype, (12,), nullable)
+        if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
+            return Field(key, "tensor", value.dtype, tuple(value.shape), nullable)
+        if isinstance(value, (bool, int, float)):
+            return Field(key, "number", type(value), (), nullable)
+        what = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+        raise RuleError(f"{self.cls.__name__} keeps {key!r} as {what}; fp32 arrays and numbers can be kept", hint=HINT)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 else tuple(value.tolist())
+    return tuple(_plain(v) for v in value) if isinstance(value, (tuple, list)) else value
+
+
+def _numbers(value: Any) -> list[float]:
+    """The numbers inside an option; none where it is a switch, a name or absent."""
+    if isinstance(value, tuple):
+        return [n for v in value for n in _numbers(v)]
+    return [float(value)] if isinstance(value, (int, float)) and not isinstance(value, bool) else []
+
+
+def _filled(value: Any, numbers: Any) -> Any:
+    """`value` with its numbers replaced by the next ones, whole ones staying int where they were."""
+    if isinstance(value, tuple):
+        return tuple(_filled(v, numbers) for v in value)
+    if not _numbers(value):
+        return value
+    number = next(numbers)
+    return int(number) if isinstance(value, int) and float(number).is_integer() else float(number)
+
+
+def _number(f: Field, value: float) -> Any:
+    return torch.full(f.shape, float(value), dtype=f.dtype) if f.kind == "tensor" else f.dtype(value)
+
+
+def _print_of(optimizer: torch.optim.Optimizer, attributes: Mapping[str, Any]) -> bytes:
+    """Something that changes when a step changes the optimizer itself: its attributes or its options."""
+    group = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    try:
+        return pickle.dumps(({key: vars(optimizer).get(key) for key in attributes}, group))
+    except Exception:  # a lambda, a lock: judge what can be judged
+        return repr(sorted(group.items(), key=str)).encode()
+
+
+def check_elementwise(rule: TorchRule, steps: int = PROBE_STEPS) -> None:
+    """Shaped parameters together in one optimizer against the rule on flat pieces, bit for bit. Raises RuleError."""
+    generator = torch.Generator().manual_seed(2)
+    shapes = [(29, 67), (131,), (5, 3, 11)]
+    whole = [torch.nn.Parameter(torch.randn(s, generator=generator)) for s in shapes]
+    hyper = rule.hyper(rule.options)
+    flat = [p.detach().numpy().reshape(-1).copy() for p in whole]
+    cuts = [sorted({0, min(77, p.size), p.size // 2, p.size}) for p in flat]
+    pieces = [(i, a, b) for i, c in enumerate(cuts) for a, b in pairwise(c)]
+    state = [[np.zeros(b - a, np.float32) for _ in rule.arrays] for _, a, b in pieces]
+    rows = [np.zeros(len(rule.scalars)) for _ in pieces]
+    try:
+        optimizer = rule.build(whole, hyper)
+        for step in range(steps):
+            for p in whole:
+                p.grad = torch.randn(p.shape, generator=generator) * (1 + step % 3)
+            grads = [p.grad.numpy().reshape(-1).copy() for p in whole]  # type: ignore[union-attr]
+            with torch.no_grad():
+                optimizer.step()
+            for (i, a, b), arrays, row in zip(pieces, state, rows):
+                rule.apply(flat[i][a:b], grads[i][a:b], "fp32", arrays, row, hyper, 1.0, None, None)
+            for p, mine in zip(whole, flat):
+                if not np.array_equal(p.detach().numpy().reshape(-1).view(np.uint32), mine.view(np.uint32)):
+                    raise RuleError(
+                        f"{rule.cls.__name__} is not elementwise: flat pieces differ from the whole at step {step + 1}",
+                        hint=HINT,
+                    )
+    except RuleError:
+        raise
+    except Exception as error:
+        raise RuleError(f"{rule.cls.__name__} does not run on flat slices: {error}", hint=HINT) from error
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """`failures` names each case that differs from the reference; `bytes_per_s` counts all that a step reads and
+    writes with a bf16 gradient and a bf16 copy, on one thread."""
+
+    name: str
+    cases: int
+    failures: tuple[str, ...]
+    bytes_per_s: float
+
+
+def check_rule(rule: Rule, hyper: Sequence[float], elements: int = 1 << 20) -> CheckReport:
+    """Run `rule` beside its reference on random data of awkward sizes, in whole and in pieces, then time it."""
+    rng = np.random.default_rng(3)
+    failures, cases = [], 0
+    for n in (1, 7, 64, 1000, 4099):
+        for grad_dtype in ("fp32", "bf16", "fp16"):
+            for copy_dtype, scale in ((None, 1.0), ("bf16", 0.37), ("fp16", 1.0)):
+                cases += 1
+                p = rng.standard_normal(n, dtype=np.float32)
+                sides = [_Side(rule, p, hyper) for _ in range(3)]
+                for _ in range(4):
+                    grad = reference_narrow(rng.standard_normal(n, dtype=np.float32), grad_dtype)
+                    sides[0].step(rule.apply, grad, grad_dtype, scale, copy_dtype, [0, n])
+                    sides[1].step(rule.reference, grad, grad_dtype, scale, copy_dtype, [0, n])
+                    sides[2].step(rule.apply, grad, grad_dtype, scale, copy_dtype, sorted({0, n // 3, n}))
+                case = f"{n} elements, gradient {grad_dtype}, copy {copy_dtype}"
+                if sides[0] != sides[1]:
+                    failures.append(f"{case}: differs from its reference")
+                if sides[0] != sides[2]:
+                    failures.append(f"{case}: depends on how the range is cut")
+    side = _Side(rule, rng.standard_normal(elements, dtype=np.float32), hyper)
+    grad = reference_narrow(side.p, "bf16")
+    seconds = []
+    for _ in range(5):
+        begin = perf_counter()
+        side.step(rule.apply, grad, "bf16", 1.0, "bf16", [0, elements])
+        seconds.append(perf_counter() - begin)
+    nbytes = elements * (8 + 8 * len(rule.arrays) + 4)
+    return CheckReport(rule.name, cases, tuple(failures), nbytes / sorted(seconds)[2])
+
+
+class _Side:
+    """One of the two runs that are compared: parameters, state, row and copy."""
+
+    def __init__(self, rule: Rule, p: np.ndarray, hyper: Sequence[float]) -> None:
+        self.p, self.hyper = p.copy(), hyper
+        self.arrays = [np.zeros(p.size, np.float32) for _ in rule.arrays]
+        self.row, self.copy = np.zeros(len(rule.scalars)), np.zeros(p.size, np.uint16)
+        rule.start(self.p, self.arrays, self.row, hyper)
+
+    def step(
+        self, function: Any, grad: np.ndarray, grad_dtype: str, scale: float, copy_dtype: str | None, cuts: list[int]
+    ) -> None:
+        row = self.row.copy()
+        for a, b in pairwise(cuts):
+            self.row[:] = row
+            out = self.copy[a:b] if copy_dtype else None
+            held = [array[a:b] for array in self.arrays]
+            function(self.p[a:b], grad[a:b], grad_dtype, held, self.row, self.hyper, scale, out, copy_dtype)
+
+    def __eq__(self, other: object) -> bool:
+        assert isinstance(other, _Side)
+        mine, theirs = ([s.p, *s.arrays, s.row, s.copy] for s in (self, other))
+        return all(np.array_equal(a, b, equal_nan=a.dtype.kind == "f") for a, b in zip(mine, theirs))
+
+    __hash__ = None  # type: ignore[assignment]

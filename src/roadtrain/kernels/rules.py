@@ -1,0 +1,220 @@
+"""The rules that run as compiled kernels, and `rules_for`: a torch optimizer's groups -> their rules.
+
+Structure (which arrays exist) is fixed when a rule is made; everything else is read from the group at each step, so
+schedulers work. Scalars are computed in float64 as torch does, then rounded once to float32.
+
+Assumes: torch's option names; `foreach`, `fused`, `capturable`, `differentiable` do not change the numbers meant.
+Does NOT copy state out of a torch optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from roadtrain.errors import RuleError
+from roadtrain.kernels import update
+from roadtrain.kernels.generic import TorchRule, check_elementwise
+from roadtrain.kernels.lion import Lion
+from roadtrain.kernels.rule import Rule
+
+__all__ = ["AdagradRule", "AdamRule", "LionRule", "RmspropRule", "Rule", "SgdRule", "rules_for"]
+
+IMPOSSIBLE = {
+    "LBFGS": ("needs all parameters and several passes at once", "use AdamW or SGD"),
+    "SparseAdam": ("wants sparse gradients", "use Adam with dense gradients"),
+    "Adafactor": ("keeps row and column statistics of whole matrices", "use AdamW, or Lion with one state array"),
+    "Muon": ("orthogonalises whole matrices", "use AdamW, or Lion with one state array"),
+}
+
+
+def _floats(group: Mapping[str, Any], *names: str) -> tuple[float, ...]:
+    return tuple(float(group[name]) for name in names)
+
+
+class _Native(Rule):
+    """A rule made of a kernel and its reference, called with the same scalars."""
+
+    kernels: tuple[Any, Any]
+
+    def scaled(
+        self, arrays: Sequence[np.ndarray], row: np.ndarray, hyper: Sequence[float]
+    ) -> tuple[list[np.ndarray | None], float, list[float | None]]:
+        """Advance the row; the kernel's arrays (None where it has one that we do not keep), sign, scalars."""
+        raise NotImplementedError
+
+    def apply(self, p, grad, grad_dtype, arrays, row, hyper, grad_scale, copy, copy_dtype) -> None:
+        held, sign, scalars = self.scaled(arrays, row, hyper)
+        update.run(self.kernels[0], p, grad, grad_dtype, held, copy, copy_dtype, sign * grad_scale, *scalars)
+
+    def reference(self, p, grad, grad_dtype, arrays, row, hyper, grad_scale, copy, copy_dtype) -> None:
+        held, sign, scalars = self.scaled(arrays, row, hyper)
+        update.run_reference(self.kernels[1], p, grad, grad_dtype, held, copy, copy_dtype, sign * grad_scale, *scalars)
+
+
+def _sign(maximize: float) -> float:
+    return -1.0 if maximize else 1.0
+
+
+@dataclass(frozen=True)
+class SgdRule(_Native):
+    momentum: bool = False
+    kernels = (update.sgd, update.reference_sgd)
+    name = "sgd"
+
+    @property
+    def arrays(self) -> tuple[str, ...]:
+        return ("momentum_buffer",) if self.momentum else ()
+
+    @property
+    def scalars(self) -> tuple[str, ...]:
+        return ("step",) if self.momentum else ()
+
+    def hyper(self, group: Mapping[str, Any]) -> tuple[float, ...]:
+        if group["momentum"] and not self.momentum:
+            raise RuleError("momentum was 0 when training began", hint="start with a momentum above 0")
+        return _floats(group, "lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
+
+    def scaled(self, arrays, row, hyper):
+        lr, momentum, dampening, weight_decay, nesterov, maximize = hyper
+        buf = arrays[0] if momentum else None
+        keep, intake = None, None
+        if momentum:
+            row[0] += 1
+            if row[0] > 1:
+                keep, intake = momentum, 1 - dampening
+        lookahead = momentum if momentum and nesterov else None
+        return [buf], _sign(maximize), [weight_decay or None, keep, intake, lookahead, -lr]
+
+
+@dataclass(frozen=True)
+class AdamRule(_Native):
+    """Adam and AdamW: `decoupled` says which."""
+
+    decoupled: bool = True
+    amsgrad: bool = False
+    kernels = (update.adam, update.reference_adam)
+    scalars = ("step",)
+
+    @property
+    def name(self) -> str:
+        return "adamw" if self.decoupled else "adam"
+
+    @property
+    def arrays(self) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if self.amsgrad else ("exp_avg", "exp_avg_sq")
+
+    def hyper(self, group: Mapping[str, Any]) -> tuple[float, ...]:
+        if bool(group["amsgrad"]) != self.amsgrad:
+            raise RuleError("amsgrad changed after training began", hint="keep amsgrad as it was at the start")
+        beta1, beta2 = group["betas"]
+        return (*_floats(group, "lr", "weight_decay", "eps", "maximize"), float(beta1), float(beta2))
+
+    def scaled(self, arrays, row, hyper):
+        lr, weight_decay, eps, maximize, beta1, beta2 = hyper
+        row[0] += 1
+        step = float(row[0])
+        decay = 1 - lr * weight_decay if weight_decay and self.decoupled else None
+        coupled = weight_decay if weight_decay and not self.decoupled else None
+        step_size = -(lr / (1 - beta1**step))
+        root = 1 / (1 - beta2**step) ** 0.5
+        scalars = [decay, coupled, *update.mix(1 - beta1), beta2, 1 - beta2, root, step_size, eps]
+        return [*arrays, None][:3], _sign(maximize), scalars
+
+
+@dataclass(frozen=True)
+class AdagradRule(_Native):
+    kernels = (update.adagrad, update.reference_adagrad)
+    name = "adagrad"
+    arrays = ("sum",)
+    scalars = ("step",)
+
+    def hyper(self, group: Mapping[str, Any]) -> tuple[float, ...]:
+        return _floats(group, "lr", "lr_decay", "weight_decay", "eps", "initial_accumulator_value", "maximize")
+
+    def start(self, p, arrays, row, hyper) -> None:
+        arrays[0][:] = hyper[4]
+
+    def scaled(self, arrays, row, hyper):
+        lr, lr_decay, weight_decay, eps, _, maximize = hyper
+        row[0] += 1
+        return list(arrays), _sign(maximize), [weight_decay or None, -(lr / (1 + (row[0] - 1) * lr_decay)), eps]
+
+
+@dataclass(frozen=True)
+class RmspropRule(_Native):
+    centered: bool = False
+    momentum: bool = False
+    kernels = (update.rmsprop, update.reference_rmsprop)
+    name = "rmsprop"
+    scalars = ("step",)
+
+    @property
+    def arrays(self) -> tuple[str, ...]:
+        return ("square_avg", *(("grad_avg",) * self.centered), *(("momentum_buffer",) * self.momentum))
+
+    def hyper(self, group: Mapping[str, Any]) -> tuple[float, ...]:
+        if bool(group["centered"]) != self.centered or (group["momentum"] and not self.momentum):
+            raise RuleError("centered or momentum changed after training began", hint="keep both as at the start")
+        return _floats(group, "lr", "alpha", "eps", "weight_decay", "momentum", "maximize")
+
+    def scaled(self, arrays, row, hyper):
+        lr, alpha, eps, weight_decay, momentum, maximize = hyper
+        row[0] += 1
+        mean = arrays[1] if self.centered else None
+        buf = arrays[-1] if momentum else None
+        intake, rest = update.mix(1 - alpha)
+        scalars = [weight_decay or None, alpha, intake, rest, momentum or None, -lr, eps]
+        return [arrays[0], mean, buf], _sign(maximize), scalars
+
+
+@dataclass(frozen=True)
+class LionRule(_Native):
+    kernels = (update.lion, update.reference_lion)
+    name = "lion"
+    arrays = ("exp_avg",)
+
+    def hyper(self, group: Mapping[str, Any]) -> tuple[float, ...]:
+        beta1, beta2 = group["betas"]
+        return (*_floats(group, "lr", "weight_decay", "maximize"), float(beta1), float(beta2))
+
+    def scaled(self, arrays, row, hyper):
+        lr, weight_decay, maximize, beta1, beta2 = hyper
+        decay = 1 - lr * weight_decay if weight_decay else None
+        return list(arrays), _sign(maximize), [decay, beta1, 1 - beta1, beta2, 1 - beta2, -lr]
+
+
+def _native(cls: type, group: Mapping[str, Any]) -> Rule | None:
+    """The rule of exactly this class; a subclass may have changed the step, so it goes the general way."""
+    if cls is torch.optim.SGD:
+        return SgdRule(group["momentum"] != 0)
+    if cls in (torch.optim.Adam, torch.optim.AdamW):
+        decoupled = group.get("decoupled_weight_decay", cls is torch.optim.AdamW)
+        return AdamRule(bool(decoupled), bool(group["amsgrad"]))
+    if cls is torch.optim.Adagrad:
+        return AdagradRule()
+    if cls is torch.optim.RMSprop:
+        return RmspropRule(bool(group["centered"]), group["momentum"] > 0)
+    return LionRule() if cls is Lion else None
+
+
+def rules_for(optimizer: torch.optim.Optimizer) -> list[Rule]:
+    """One rule per parameter group. Raises RuleError where the class cannot run on flat slices."""
+    cls = type(optimizer)
+    for base in cls.__mro__:
+        if base.__module__.startswith("torch.optim") and base.__name__ in IMPOSSIBLE:
+            why, hint = IMPOSSIBLE[base.__name__]
+            raise RuleError(f"{cls.__name__} cannot run next to the storage: it {why}", hint=hint)
+    rules: list[Rule] = []
+    for group in optimizer.param_groups:
+        rule = _native(cls, group)
+        if rule is None:
+            rule = TorchRule.of(optimizer, group)
+            check_elementwise(rule)
+        rule.hyper(group)
+        rules.append(rule)
+    return rules
