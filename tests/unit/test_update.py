@@ -1,0 +1,132 @@
+"""Rules: bits of the reference (Rule 1), torch's own numbers over 50 steps, refusals."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from roadtrain.errors import RuleError
+from roadtrain.kernels.generic import check_rule
+from roadtrain.kernels.lion import Lion
+from roadtrain.kernels.rules import AdamRule, SgdRule, rules_for
+
+O = torch.optim  # noqa: E741
+CASES = [
+    (O.SGD, {"lr": 0.1}),
+    (O.SGD, {"lr": 0.1, "weight_decay": 0.1, "maximize": True}),
+    (O.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.3}),
+    (O.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.05}),
+    (O.Adam, {"lr": 0.01}),
+    (O.Adam, {"lr": 0.01, "weight_decay": 0.1, "amsgrad": True}),
+    (O.Adam, {"lr": 0.01, "betas": (0.3, 0.9)}),
+    (O.Adam, {"lr": 0.01, "betas": (0.0, 0.9)}),
+    (O.AdamW, {"lr": torch.tensor(0.01)}),
+    (O.AdamW, {"lr": 0.01, "weight_decay": 0.0, "maximize": True}),
+    (O.AdamW, {"lr": 0.01, "amsgrad": True, "eps": 1e-3}),
+    (O.Adagrad, {"lr": 0.1}),
+    (O.Adagrad, {"lr": 0.1, "lr_decay": 0.1, "weight_decay": 0.1, "initial_accumulator_value": 0.5, "maximize": True}),
+    (O.RMSprop, {"lr": 0.01}),
+    (O.RMSprop, {"lr": 0.01, "centered": True, "momentum": 0.5, "eps": 1e-3}),
+    (O.RMSprop, {"lr": 0.01, "weight_decay": 0.1, "momentum": 0.5, "alpha": 0.4, "maximize": True}),
+    (Lion, {"lr": 0.01}),
+    (Lion, {"lr": 0.01, "weight_decay": 0.3, "betas": (0.5, 0.95), "maximize": True}),
+]
+IDS = [f"{cls.__name__}-{'-'.join(map(str, options))}" for cls, options in CASES]
+
+
+def make(cls, options, n=1003):
+    generator = torch.Generator().manual_seed(5)
+    param = torch.nn.Parameter(torch.randn(n, generator=generator))
+    flags = {} if cls is Lion else {"foreach": False}
+    return param, cls([param], **options, **flags), generator
+
+
+@pytest.mark.parametrize(("cls", "options"), CASES, ids=IDS)
+def test_kernel_equals_reference_in_any_cut(cls, options):
+    _, optimizer, _ = make(cls, options)
+    (rule,) = rules_for(optimizer)
+    report = check_rule(rule, rule.hyper(optimizer.param_groups[0]), 1 << 14)
+    assert report.failures == ()
+    assert pickle.loads(pickle.dumps(rule)) == rule
+
+
+@pytest.mark.parametrize(("cls", "options"), CASES, ids=IDS)
+def test_torch_parity_two_ulp_a_step(cls, options):
+    """Each step starts from torch's own state. Nothing cancels here (one sign, parameters far from zero): where sums
+    cancel, an ulp of what enters is many ulp of what comes out, for torch as for us."""
+    param, optimizer, generator = make(cls, {**options, "lr": options["lr"] * 0.1})
+    sign = -1 if options.get("maximize") else 1
+    param.data.abs_().add_(8)
+    (rule,) = rules_for(optimizer)
+    row = np.zeros(len(rule.scalars))
+    begin = [np.zeros(param.numel(), np.float32) for _ in rule.arrays]
+    rule.start(param.detach().numpy(), begin, row, rule.hyper(optimizer.param_groups[0]))
+    for _ in range(50):
+        p = param.detach().numpy().copy()
+        state = optimizer.state[param]
+        old = [begin[i] if state.get(n) is None else state[n].numpy() for i, n in enumerate(rule.arrays)]
+        arrays = [a.copy() for a in old]
+        param.grad = torch.randn(param.shape, generator=generator).abs_() * sign
+        grad = param.grad.numpy().copy()
+        before = [b.copy() for b in (p, *old)]
+        optimizer.step()
+        hyper = rule.hyper(optimizer.param_groups[0])
+        rule.apply(p, grad, "fp32", arrays, row, hyper, 1.0, None, None)
+        theirs = [param.detach().numpy(), *(optimizer.state[param][n].numpy() for n in rule.arrays)]
+        for name, mine, his, was in zip(["p", *rule.arrays], [p, *arrays], theirs, before):
+            if name in ("exp_avg_sq", "max_exp_avg_sq", "sum", "square_avg"):  # squares: by what enters the update
+                mine, his, was = np.sqrt(mine), np.sqrt(his), np.sqrt(was)
+            ulp = np.max(np.abs([mine, his, was]), axis=0) * np.float32(2**-23)
+            assert (np.abs(mine - his) / ulp).max() <= 2, name
+    if "step" in rule.scalars:
+        assert row[0] == 50
+
+
+@pytest.mark.parametrize(("cls", "options"), CASES, ids=IDS)
+def test_torch_parity_over_fifty_free_steps(cls, options):
+    param, optimizer, generator = make(cls, options)
+    (rule,) = rules_for(optimizer)
+    p, row = param.detach().numpy().copy(), np.zeros(len(rule.scalars))
+    arrays = [np.zeros_like(p) for _ in rule.arrays]
+    rule.start(p, arrays, row, rule.hyper(optimizer.param_groups[0]))
+    for _ in range(50):
+        param.grad = torch.randn(param.shape, generator=generator)
+        rule.apply(p, param.grad.numpy(), "fp32", arrays, row, rule.hyper(optimizer.param_groups[0]), 1.0, None, None)
+        optimizer.step()
+    np.testing.assert_allclose(p, param.detach().numpy(), rtol=2e-5, atol=2e-5)
+    assert (cls is Lion) <= np.array_equal(p, param.detach().numpy())
+
+
+def test_scheduler_is_read_at_each_step():
+    param, optimizer, _ = make(O.AdamW, {"lr": 0.1})
+    (rule,) = rules_for(optimizer)
+    schedule = O.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    schedule.step()
+    assert rule.hyper(optimizer.param_groups[0])[0] == pytest.approx(0.05)
+
+
+def test_each_group_has_its_rule():
+    a, b = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3))
+    rules = rules_for(O.SGD([{"params": [a], "momentum": 0.9}, {"params": [b]}], lr=0.1))
+    assert rules == [SgdRule(True), SgdRule(False)]
+    assert rules_for(O.AdamW([a], fused=True)) == [AdamRule(True, False)]
+
+
+@pytest.mark.parametrize("name", ["LBFGS", "SparseAdam", "Adafactor", "Muon"])
+def test_impossible_optimizers_are_refused_with_a_hint(name):
+    param = torch.nn.Parameter(torch.ones(3, 4))
+    with pytest.raises(RuleError, match="hint:"):
+        rules_for(getattr(O, name)([param], lr=0.1))
+
+
+def test_structure_must_not_change_in_training():
+    _, optimizer, _ = make(O.SGD, {"lr": 0.1})
+    (rule,) = rules_for(optimizer)
+    optimizer.param_groups[0]["momentum"] = 0.9
+    with pytest.raises(RuleError, match="momentum"):
+        rule.hyper(optimizer.param_groups[0])
