@@ -1,0 +1,52 @@
+"""Buffer: anonymous memory that direct I/O is fast on.
+
+Huge pages decide the rate that direct I/O reaches, so a buffer starts on a 2 MiB boundary and asks for huge pages; only
+for the whole ones inside it, so that a small buffer does not cost 2 MiB. Memory is counted by `nbytes`.
+Does NOT pin memory for a device, and does NOT pool: whoever allocates keeps.
+"""
+
+from __future__ import annotations
+
+import mmap
+from typing import Any
+
+import numpy as np
+
+from roadtrain.spec.chunks import PAGE
+from roadtrain.units import MIB, round_up
+
+HUGE = 2 * MIB
+NUMPY = {
+    "fp32": "f4", "bf16": "u2", "fp16": "u2", "fp64": "f8", "f64": "f8", "i8": "i1", "u8": "u1", "i16": "i2",
+    "i32": "i4", "i64": "i8", "bool": "u1",
+}  # fmt: skip
+
+
+class Buffer:
+    """`view`: writable bytes, page-padded to `nbytes`, zero at first."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = round_up(max(nbytes, 1), PAGE)
+        self._map = mmap.mmap(-1, self.nbytes + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        start = -np.frombuffer(self._map, np.uint8, 1).ctypes.data % HUGE
+        if whole := self.nbytes // HUGE * HUGE:
+            self._map.madvise(mmap.MADV_HUGEPAGE, start, whole)
+        self.view = memoryview(self._map)[start : start + self.nbytes]
+
+    def array(self, dtype: str, offset: int, count: int) -> np.ndarray[Any, Any]:
+        """`count` elements from byte `offset`, not copied; bf16 and fp16 as uint16."""
+        return np.frombuffer(self.view, NUMPY[dtype], count, offset)
+
+    def close(self) -> None:
+        """Give the memory back; where an array or view of it is still alive, with the last of them."""
+        try:
+            self.view.release()
+            self._map.close()
+        except BufferError:
+            pass
+        self.view = memoryview(bytearray())
+        del self._map
+        self._map = _NOTHING
+
+
+_NOTHING = mmap.mmap(-1, 1)

@@ -1,0 +1,207 @@
+"""Records by parameter name: read one parameter, fill chunks from a source, convert a store to another layout.
+
+A *source* gives elements [start, stop) of one of a parameter's things: "master" (fp32; a frozen parameter's own dtype),
+a state array (fp32) or a scalar (one float64), or None for "keep what is there" (zero in a new store). The public part
+of a trainable chunk is cast from the master, so a conversion is exact (Rule 1). 16-bit floats travel as uint16.
+
+Memory: one record, and a few more while converting. Does NOT know optimizers or file formats.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from roadtrain.errors import ConfigError, ForeignError
+from roadtrain.kernels.cast import cast
+from roadtrain.spec.chunks import Chunk, ParamSpec
+from roadtrain.store.buffers import NUMPY, Buffer
+from roadtrain.store.generation import OpenedStore, create_store
+from roadtrain.store.ledger import GroupRule, StoreMeta
+from roadtrain.store.tier import PUBLIC, RECORD
+
+Array = np.ndarray[Any, Any]
+Source = Callable[[ParamSpec, str, int, int], Array | None]  # param, what, start, stop
+MASTER = "master"
+_KEPT = 4  # old records held while converting
+_WIDENS = {("bf16", "fp32"), ("fp16", "fp32")}
+
+
+class RecordView:
+    """A chunk's record in a buffer, by names."""
+
+    def __init__(self, meta: StoreMeta, chunk: Chunk, buffer: Buffer) -> None:
+        self.chunk, self.buffer, self.record = chunk, buffer, meta.records[chunk.id]
+        self.rule = meta.groups[chunk.group] if chunk.trainable else GroupRule("")
+
+    @property
+    def whats(self) -> tuple[str, ...]:
+        return (MASTER, *self.rule.arrays, *self.rule.scalars)
+
+    def array(self, what: str) -> Array:
+        """All elements of a thing; scalars as [spans, scalars] column."""
+        numel, chunk = self.chunk.numel, self.chunk
+        if what == PUBLIC or (what == MASTER and not self.record.master):
+            return self.buffer.array(chunk.dtype, 0, numel)
+        if what == MASTER:
+            return self.buffer.array("fp32", self.record.master, numel)
+        if what in self.rule.arrays:
+            return self.buffer.array("fp32", self.record.arrays[self.rule.arrays.index(what)], numel)
+        width = len(self.rule.scalars)
+        rows = self.buffer.array("fp64", self.record.scalars, width * len(chunk.spans)).reshape(-1, width)
+        return rows[:, self.rule.scalars.index(what)]
+
+    def piece(self, what: str, span: int) -> Array:
+        """The part of `what` that belongs to the chunk's span number `span`; one element for a scalar."""
+        if what in self.rule.scalars:
+            return self.array(what)[span : span + 1]
+        at = self.chunk.spans[span]
+        return self.array(what)[at.start : at.stop]
+
+    def fill(self, params: Sequence[ParamSpec], source: Source) -> None:
+        """Take what `source` gives, then cast the public part from the master."""
+        for i, span in enumerate(self.chunk.spans):
+            for what in self.whats:
+                given = source(params[span.param], what, span.origin, span.origin + span.stop - span.start)
+                if given is not None:
+                    self.piece(what, i)[...] = given
+        self.cast_public()
+
+    def cast_public(self) -> None:
+        if self.record.master:
+            cast(self.array(MASTER), "fp32", self.array(PUBLIC), self.chunk.dtype)
+
+
+def read_record(store: OpenedStore, chunk: Chunk, buffer: Buffer, what: str = "") -> RecordView:
+    """The newest record of `chunk`, or the part of it in which `what` lies; an absent public part is cast."""
+    view, tier = RecordView(store.meta, chunk, buffer), store.tier_of(chunk.id)
+    if tier.has_public(chunk.id) and (what == PUBLIC or (what == MASTER and not view.record.master)):
+        tier.read(chunk.id, PUBLIC, buffer.view[: view.record.public_nbytes])
+        return view
+    tier.read(chunk.id, RECORD, buffer.view[: view.record.nbytes])
+    if not tier.has_public(chunk.id):
+        view.cast_public()
+    return view
+
+
+def read_param(store: OpenedStore, name: str, what: str = MASTER) -> Array:
+    """One parameter's master, "public" copy or state array, in its shape; of a scalar a float64 array of one."""
+    param = next((p for p in store.table.params if p.name == name), None)
+    if param is None:
+        raise ConfigError(f"the store has no parameter {name!r}")
+    rule = store.meta.groups[param.group] if param.trainable else GroupRule("")
+    if what not in (PUBLIC, MASTER, *rule.arrays, *rule.scalars):
+        raise ConfigError(f"parameter {name!r} has no {what!r}, it has master, public, {rule.arrays}, {rule.scalars}")
+    out = np.empty(param.numel, NUMPY[param.dtype if what == PUBLIC or not param.trainable else "fp32"])
+    for chunk, i, span in store.where.get(name, ()):
+        buffer = Buffer(store.meta.records[chunk.id].nbytes)
+        piece = read_record(store, chunk, buffer, what).piece(what, i)
+        if what in rule.scalars:
+            return piece.copy()
+        out[span.origin : span.origin + len(piece)] = piece
+    return out.reshape(param.shape)
+
+
+def write_params(store: OpenedStore, source: Source) -> None:
+    """Every chunk is written with what `source` gives: a new store's first contents, or an import into a store that
+    holds some (frozen chunks stay as they are there). The caller commits."""
+    fresh = store.step < 0
+    for chunk in store.table.chunks:
+        if not fresh and not chunk.trainable:
+            continue
+        buffer = Buffer(store.meta.records[chunk.id].nbytes)
+        view = RecordView(store.meta, chunk, buffer) if fresh else read_record(store, chunk, buffer)
+        view.fill(store.table.params, source)
+        store.tier_of(chunk.id).write(chunk.id, RECORD, buffer.view[: view.record.nbytes])
+
+
+def needs_conversion(
+    old: OpenedStore, meta: StoreMeta, directories: Sequence[str | Path], owners: Sequence[int]
+) -> bool:
+    """Whether `old` rests otherwise than wanted: blocks, chunk size, dtypes, rules, directories or owners."""
+    want = (meta.blocks, meta.chunk_elements, meta.groups, tuple(owners), [Path(d).resolve() for d in directories])
+    have = old.meta
+    return want != (
+        have.blocks, have.chunk_elements, have.groups, have.owners, [d.resolve() for d in old.directories]
+    )  # fmt: skip
+
+
+def convert(
+    old: OpenedStore, meta: StoreMeta, directories: Sequence[str | Path], owners: Sequence[int], *, direct: bool = True
+) -> OpenedStore:
+    """`old` in the layout of `meta` and `directories`, at the same step, exactly. `old` is closed and removed once the
+    new one counts; until then, also after a kill, it is what `open_store` opens. ForeignError for another model or
+    other state, ConfigError where a frozen parameter would lose bits."""
+    _check_same_model(old.meta, meta)
+    new = create_store(directories, replace(meta, job=old.meta.job), owners, direct=direct, former=old)
+    try:
+        write_params(new, _from_store(old))
+        new.commit(old.step, old.blob)
+    except Exception:
+        new.discard()
+        raise
+    new.publish()
+    return new
+
+
+def _check_same_model(old: StoreMeta, new: StoreMeta) -> None:
+    if old.table.fingerprint() != new.table.fingerprint():
+        raise ForeignError(
+            f"the store holds model {old.table.fingerprint()}, the job's model is {new.table.fingerprint()}",
+            hint="names, shapes or frozen parameters differ; start a new store",
+        )
+    before = {p.name: p for p in old.table.params}
+    for param in new.table.params:
+        was = before.get(param.name, param)
+        if param.trainable and set(old.groups[was.group].arrays + old.groups[was.group].scalars) != set(
+            new.groups[param.group].arrays + new.groups[param.group].scalars
+        ):
+            raise ForeignError(
+                f"parameter {param.name!r} has state {old.groups[was.group]}, the job's is {new.groups[param.group]}",
+                hint="the optimizer changed; export the parameters and start a new store",
+            )
+        if not param.trainable and was.dtype != param.dtype and (was.dtype, param.dtype) not in _WIDENS:
+            raise ConfigError(
+                f"frozen parameter {param.name!r} rests in {was.dtype}; in {param.dtype} it would lose bits",
+                hint="it has no fp32 master: keep its dtype, or start a new store",
+            )
+
+
+def _from_store(old: OpenedStore) -> Source:
+    """A source that reads old records, the last few kept."""
+    kept: OrderedDict[int, RecordView] = OrderedDict()
+
+    def view_of(chunk: Chunk) -> RecordView:
+        if chunk.id not in kept:
+            if len(kept) == _KEPT:
+                kept.popitem(last=False)[1].buffer.close()
+            kept[chunk.id] = read_record(old, chunk, Buffer(old.meta.records[chunk.id].nbytes))
+        kept.move_to_end(chunk.id)
+        return kept[chunk.id]
+
+    def source(param: ParamSpec, what: str, start: int, stop: int) -> Array | None:
+        out = None
+        for chunk, i, span in old.where[param.name]:
+            first, last = max(start, span.origin), min(stop, span.origin + span.stop - span.start)
+            if first >= last:
+                continue
+            view = view_of(chunk)
+            piece = view.piece(what, i)
+            if what in view.rule.scalars:
+                return piece.copy()
+            piece = piece[first - span.origin : last - span.origin]
+            if not param.trainable and chunk.dtype != param.dtype:
+                wide = np.empty(len(piece), NUMPY[param.dtype])
+                cast(piece, chunk.dtype, wide, param.dtype)
+                piece = wide
+            if out is None:
+                out = np.empty(stop - start, piece.dtype)
+            out[first - start : last - start] = piece
+        return out
+
+    return source

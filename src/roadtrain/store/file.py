@@ -1,0 +1,258 @@
+"""FileTier: one directory's records in two slot files, with direct I/O, checksums and a commit record a step.
+
+Note "two slots": both files have the same offsets. A part is written into the slot that does not hold its committed
+bytes; the ledger record of a step says which slot counts. So the step before is whole until the commit, and after it
+until the next step writes. Frozen chunks come last and exist in slot 0 only.
+
+Assumes: what store.tier says; one process writes a directory (the ledger's lock). Does NOT decide when to commit, and
+does NOT know the other directories (store.generation does).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from roadtrain.errors import DamagedError, FullError
+from roadtrain.spec.chunks import PAGE, Record
+from roadtrain.store.direct import DirectFile, free_nbytes
+from roadtrain.store.ledger import ROW, Entry, Ledger, Rows, StoreMeta, digest
+from roadtrain.store.tier import PRIVATE, PUBLIC, RECORD, part_range
+from roadtrain.units import round_up, show_bytes
+
+SLOTS = ("slot0.bin", "slot1.bin")
+FILES = (*SLOTS, "ledger.0", "ledger.1", "store.json")
+Records = Mapping[int, Record]
+
+
+@dataclass(frozen=True)
+class Place:
+    row: int  # in the ledger
+    offset: int  # in both slot files
+    record: Record
+    frozen: bool
+    spill: int  # offset in the spill file
+    spill_nbytes: int
+
+
+class FileTier:
+    """Made by `create` or `open`. `bytes_read`, `bytes_written`: all I/O on slots and spill. `note`: say it once."""
+
+    def __init__(self, directory: Path, meta: StoreMeta, records: Records, *, direct: bool, new: bool) -> None:
+        self.directory, self.meta, self._direct = directory, meta, direct
+        self.bytes_read = self.bytes_written = 0
+        self.step, self.blob = -1, b""
+        self._places, sizes = _lay_out(meta, records)
+        self._spill_nbytes = sizes[2]
+        self._spill: DirectFile | None = None
+        self._lock = threading.Lock()  # counters, and the making of the spill file
+        self._base: Rows = np.zeros(len(records), ROW)  # the last committed step
+        self._base["chunk"] = list(self._places)
+        self._base["public_slot"] = self._base["private_slot"] = 1  # so that the first write goes to slot 0
+        self._now: Rows = self._base.copy()  # the newest written; differs from _base only in chunks of _written
+        self._written: set[tuple[int, str]] = set()  # parts written since the last commit
+        self._dirty: set[int] = set()  # slots written since their last sync
+        self._prepared = -1  # the step between prepare and committed
+        self._slots: list[DirectFile] = []
+        self._ledger = Ledger(directory, meta, len(records), create=new)
+        try:
+            if new:
+                _check_room(directory, sizes[0] + sizes[1])
+            for name, nbytes in zip(SLOTS, sizes[:2]):
+                self._slots.append(DirectFile(directory / name, direct=direct, create=nbytes if new else None))
+                if self._slots[-1].nbytes < nbytes:
+                    raise DamagedError(
+                        f"{directory / name}: truncated: {self._slots[-1].nbytes} bytes, {nbytes} are needed"
+                    )
+        except Exception:
+            self.close()
+            raise
+
+    @classmethod
+    def create(cls, directory: Path, meta: StoreMeta, records: Records, *, direct: bool = True) -> FileTier:
+        """Empty files of the full size in the generation directory `directory`. FullError with both numbers."""
+        return cls(directory, meta, records, direct=direct, new=True)
+
+    @classmethod
+    def open(cls, directory: Path, meta: StoreMeta, step: int | None = None, *, direct: bool = True) -> FileTier:
+        """At the record of exactly `step`, or the newest. GoneError, DamagedError, ForeignError."""
+        tier = cls(directory, meta, meta.owned(meta.index), direct=direct, new=False)
+        try:
+            tier._take(tier._ledger.load(step))
+        except Exception:
+            tier.close()
+            raise
+        return tier
+
+    @property
+    def note(self) -> str:
+        return "; ".join(dict.fromkeys([f.note for f in self._slots if f.note] + self._ledger.torn))
+
+    def has_public(self, chunk: int) -> bool:
+        return bool(self._now[self._places[chunk].row]["public_sum"])
+
+    def read(self, chunk: int, part: str, into: memoryview) -> None:
+        place, row = self._places[chunk], self._now[self._places[chunk].row].copy()
+        start, stop = part_range(place.record, part)
+        assert len(into) == stop - start, (chunk, part, len(into), stop - start)
+        parts = [p for p in _parts(place, part) if part != RECORD or row[f"{p}_sum"]]
+        assert all(row[f"{p}_sum"] for p in parts), f"{part} of chunk {chunk} is absent"
+        what = f"chunk {chunk} at step {row['step']}"
+        for slot, first, last in _extents(place, [(p, int(row[f"{p}_slot"])) for p in parts]):
+            self._slots[slot].read(into[first - start : last - start], place.offset + first, what)
+        for p in parts:
+            first, last = part_range(place.record, p)
+            if digest(into[first - start : last - start]) != row[f"{p}_sum"]:
+                raise DamagedError(
+                    f"{self._slots[row[f'{p}_slot']].path}: chunk {chunk}: its {p} part does not match its checksum, "
+                    f"written at step {row['step']}, last committed step {self.step}",
+                    hint="restore the store from a copy; the disk may be failing",
+                )
+        with self._lock:
+            self.bytes_read += len(into)
+
+    def write(self, chunk: int, part: str, data: memoryview) -> None:
+        place = self._places[chunk]
+        start, stop = part_range(place.record, part)
+        assert len(data) == stop - start, (chunk, part, len(data), stop - start)
+        assert self._prepared < 0, "a write between prepare and committed"
+        parts = _parts(place, part)
+        assert not any((chunk, p) in self._written for p in parts), f"chunk {chunk} is written twice before a commit"
+        base = self._base[place.row]
+        assert not (place.frozen and base["public_sum"]), f"chunk {chunk} is frozen"
+        # a public part that is absent may go to either slot: beside the private part, so that one read gets both
+        slots = {p: 1 - int(base[f"{p}_slot" if base["public_sum"] else "private_slot"]) for p in parts}
+        for slot, first, last in _extents(place, list(slots.items())):
+            self._dirty.add(slot)
+            what = f"chunk {chunk} after step {self.step}"
+            self._slots[slot].write(data[first - start : last - start], place.offset + first, what)
+        row = self._now[place.row]
+        for p in parts:
+            first, last = part_range(place.record, p)
+            row[f"{p}_sum"], row[f"{p}_slot"] = digest(data[first - start : last - start]), slots[p]
+            self._written.add((chunk, p))
+        if place.record.master and (chunk, PUBLIC) not in self._written:
+            row["public_sum"] = 0
+        with self._lock:
+            self.bytes_written += len(data)
+
+    def prepare(self, step: int, blob: bytes) -> None:
+        assert step > self.step and self._prepared < 0, (step, self.step, self._prepared)
+        lacking = [c for c, p in self._places.items() if not self._whole(p)]
+        assert not lacking, f"chunks {lacking[:3]} were never written"
+        for file in self._slots:
+            file.check_linked()
+        for slot in sorted(self._dirty):
+            self._slots[slot].sync()
+        self._dirty.clear()
+        for chunk, _ in self._written:
+            self._now[self._places[chunk].row]["step"] = step
+        self._prepared = step  # before the record may exist, so that drop_pending withdraws it
+        self._ledger.append(step, self._now, blob)
+
+    def committed(self, step: int) -> None:
+        assert step == self._prepared, (step, self._prepared)
+        self._ledger.confirm()
+        assert self._ledger.entry is not None
+        self._take(self._ledger.entry)
+
+    def drop_pending(self) -> None:
+        """Also after a `prepare` that is not to be committed: directory 0 first."""
+        self._ledger.withdraw()
+        self._now = self._base.copy()
+        self._written.clear()
+        self._prepared = -1
+
+    def spill_write(self, chunk: int, data: memoryview) -> None:
+        """Scratch bytes of a chunk (its gradient): not durable, not checked. FullError at the first call."""
+        place = self._places[chunk]
+        assert len(data) <= place.spill_nbytes, (chunk, len(data), place.spill_nbytes)
+        self._spill_file().write(data, place.spill, f"the spilled gradient of chunk {chunk} after step {self.step}")
+        with self._lock:
+            self.bytes_written += len(data)
+
+    def spill_read(self, chunk: int, into: memoryview) -> None:
+        place = self._places[chunk]
+        assert len(into) <= place.spill_nbytes, (chunk, len(into), place.spill_nbytes)
+        self._spill_file().read(into, place.spill, f"the spilled gradient of chunk {chunk} after step {self.step}")
+        with self._lock:
+            self.bytes_read += len(into)
+
+    def close(self) -> None:
+        for file in [*self._slots, *([self._spill] if self._spill else [])]:
+            file.close()
+        self._ledger.close()
+
+    def check(self) -> None:
+        """All that the fields promise (tests call it)."""
+        assert (self._now["chunk"] == self._base["chunk"]).all()
+        for chunk, place in self._places.items():
+            now, base = self._now[place.row], self._base[place.row]
+            for p in _parts(place, RECORD):
+                if (chunk, p) in self._written and base[f"{p}_sum"]:
+                    assert now[f"{p}_slot"] != base[f"{p}_slot"], (chunk, p)
+            if not any((chunk, p) in self._written for p in (PUBLIC, PRIVATE)):
+                assert now == base, chunk
+
+    def _take(self, entry: Entry) -> None:
+        self.step, self.blob = entry.step, entry.blob
+        self._base, self._now = entry.rows.copy(), entry.rows.copy()
+        assert self._base["chunk"].tolist() == list(self._places)
+        self._written.clear()
+        self._prepared = -1
+
+    def _whole(self, place: Place) -> bool:
+        row = self._now[place.row]
+        needed = [p for p in _parts(place, RECORD) if p == PRIVATE or not place.record.master]
+        return all(row[f"{p}_sum"] for p in needed)
+
+    def _spill_file(self) -> DirectFile:
+        with self._lock:
+            if self._spill is None:
+                path = self.directory / "spill.bin"
+                path.unlink(missing_ok=True)
+                try:
+                    self._spill = DirectFile(path, direct=self._direct, create=self._spill_nbytes)
+                finally:
+                    path.unlink(missing_ok=True)
+            return self._spill
+
+
+def _lay_out(meta: StoreMeta, records: Records) -> tuple[dict[int, Place], tuple[int, int, int]]:
+    """Places by chunk, trainable ones first, and the bytes of slot 0, slot 1 and the spill file."""
+    chunks = [meta.table.chunks[c] for c in sorted(records)]
+    places: dict[int, Place] = {}
+    at = both = spill = 0
+    for chunk in [c for c in chunks if c.trainable] + [c for c in chunks if not c.trainable]:
+        r, scratch = records[chunk.id], round_up(chunk.numel * 4, PAGE) if chunk.trainable else 0
+        places[chunk.id] = Place(len(places), at, r, not chunk.trainable, spill, scratch)
+        at, spill = at + r.nbytes, spill + scratch
+        both = at if chunk.trainable else both
+    return places, (at, both, spill)
+
+
+def _parts(place: Place, part: str) -> list[str]:
+    """The parts, among public and private, that `part` means and that have bytes."""
+    parts = [p for p in (PUBLIC, PRIVATE) if part in (p, RECORD)]
+    return [p for p in parts if p == PUBLIC or place.record.private_nbytes]
+
+
+def _extents(place: Place, parts: list[tuple[str, int]]) -> list[tuple[int, int, int]]:
+    """(slot, first byte, last byte) inside the record: one where the parts lie side by side in one slot."""
+    out = [(slot, *part_range(place.record, p)) for p, slot in parts]
+    if len(out) == 2 and out[0][0] == out[1][0]:
+        return [(out[0][0], out[0][1], out[1][2])]
+    return out
+
+
+def _check_room(directory: Path, nbytes: int) -> None:
+    free = free_nbytes(directory)
+    if nbytes > free:
+        raise FullError(
+            f"{directory}: the store needs {show_bytes(nbytes)} here, {show_bytes(free)} are free",
+            hint="free space there, or spread the store over more directories",
+        )

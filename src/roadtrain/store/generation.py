@@ -1,0 +1,288 @@
+"""OpenedStore: all directories of a store together; open_store, create_store.
+
+A store rests in `DIR/gen-N/` of each of its directories; `DIR[0]/CURRENT` names N. A generation counts from the moment
+CURRENT names it: one that was half written (a kill while creating or converting) is nothing, and is removed. A step
+is committed by directory 0's record, written after all others hold theirs.
+
+Assumes: nobody else opens the directories (the ledgers' locks). Deletes only files that it makes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+
+from roadtrain.errors import DamagedError, ForeignError, GoneError
+from roadtrain.spec.chunks import Chunk, ChunkTable, Span
+from roadtrain.store.direct import store_error, sync_directory
+from roadtrain.store.file import FILES, FileTier
+from roadtrain.store.ledger import HEADER, StoreMeta, make_directory
+
+
+@dataclass
+class OpenedStore:
+    """`tiers[i]` is directory i. `step` -1: created and not yet committed."""
+
+    directories: tuple[Path, ...]
+    meta: StoreMeta  # of directory 0
+    tiers: list[FileTier]
+    former: OpenedStore | None = None  # what `publish` replaces
+    published: bool = True
+    cleaned: list[str] = field(default_factory=list)  # leftovers that were removed on opening
+
+    @property
+    def table(self) -> ChunkTable:
+        return self.meta.table
+
+    @cached_property
+    def where(self) -> dict[str, list[tuple[Chunk, int, Span]]]:
+        """By parameter name, its spans: (chunk, number of the span in it, span)."""
+        out: dict[str, list[tuple[Chunk, int, Span]]] = {}
+        for chunk in self.table.chunks:
+            for i, span in enumerate(chunk.spans):
+                out.setdefault(self.table.params[span.param].name, []).append((chunk, i, span))
+        return out
+
+    @property
+    def generation(self) -> int:
+        return self.meta.generation
+
+    @property
+    def step(self) -> int:
+        return self.tiers[0].step
+
+    @property
+    def blob(self) -> bytes:
+        return self.tiers[0].blob
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return tuple(t.note for t in self.tiers if t.note)
+
+    def tier_of(self, chunk: int) -> FileTier:
+        return self.tiers[self.meta.owners[chunk]]
+
+    def commit(self, step: int, blob: bytes) -> None:
+        """All that was written counts, or nothing: the other directories first, directory 0 is the commit."""
+        for tier in [*self.tiers[1:], self.tiers[0]]:
+            tier.prepare(step, blob if tier is self.tiers[0] else b"")
+        for tier in self.tiers:
+            tier.committed(step)
+
+    def drop_pending(self) -> None:
+        for tier in self.tiers:
+            tier.drop_pending()
+
+    def publish(self) -> None:
+        """This generation counts from now on; the former one is removed. Only after the first commit."""
+        assert self.step >= 0 and not self.published
+        _switch(self.directories[0], self.generation)
+        self.published = True
+        if self.former is not None:
+            old, self.former = self.former, None
+            old.close()
+            if old.directories[0].resolve() != self.directories[0].resolve():
+                (old.directories[0] / "CURRENT").unlink(missing_ok=True)
+            for directory in old.directories:
+                _remove(directory / f"gen-{old.generation}")
+
+    def discard(self) -> None:
+        """Close and remove a generation that is not to count."""
+        self.close()
+        for directory in self.directories:
+            _remove(directory / f"gen-{self.generation}")
+
+    def close(self) -> None:
+        for tier in self.tiers:
+            tier.close()
+
+
+def create_store(
+    directories: Sequence[str | Path],
+    meta: StoreMeta,
+    owners: Sequence[int],
+    *,
+    direct: bool = True,
+    former: OpenedStore | None = None,
+) -> OpenedStore:
+    """Empty files for every chunk, chunk c in `directories[owners[c]]`. The caller writes all, commits, publishes.
+    FullError with both numbers before anything is written; ForeignError where a store is there already."""
+    paths = tuple(Path(d).absolute() for d in directories)
+    assert len(owners) == len(meta.table.chunks) and all(0 <= o < len(paths) for o in owners), "owners do not fit"
+    for path in paths:
+        if former is None and (path / "CURRENT").exists():
+            raise ForeignError(f"{path}: holds a store already", hint="open it, or name another directory")
+    there = [n for p in paths for n in _generations(p)] + ([former.generation] if former else [])
+    meta = replace(
+        meta, owners=tuple(owners), directories=tuple(map(str, paths)), generation=max(there, default=0) + 1, index=0,
+        former=tuple(map(str, former.directories)) if former else (),
+    )  # fmt: skip
+    name = f"gen-{meta.generation}"
+    tiers: list[FileTier] = []
+    try:
+        for index, path in enumerate(paths):
+            make_directory(path / name)
+            own = replace(meta, index=index)
+            own.write(path / name)
+            tiers.append(FileTier.create(path / name, own, own.owned(index), direct=direct))
+            sync_directory(path / name)
+            sync_directory(path)
+    except Exception:
+        OpenedStore(paths, meta, tiers).discard()
+        raise
+    return OpenedStore(paths, meta, tiers, former, published=False)
+
+
+def open_store(directories: Sequence[str | Path], *, direct: bool = True) -> OpenedStore | None:
+    """The store that counts among `directories`, in the directories that it was made with (where a given one holds its
+    part, there). None where nothing is. GoneError, ForeignError, DamagedError."""
+    given = [Path(d).absolute() for d in directories]
+    found = [(n, d, StoreMeta.load(d / f"gen-{n}")) for d in given if (n := _current(d)) is not None]
+    if not found:
+        _clean_unborn(given)
+        return None
+    generation, _, meta = max(found, key=lambda f: f[0])
+    for _, directory, other in found:
+        if other.job != meta.job:
+            raise ForeignError(f"{directory}: holds job {other.job}, the others job {meta.job}")
+    members = [_member(i, meta, given) for i in range(len(meta.directories))]
+    tiers: list[FileTier] = []
+    try:
+        for index, path in enumerate(members):
+            home, step = path / f"gen-{generation}", tiers[0].step if index else None
+            tiers.append(FileTier.open(home, StoreMeta.load(home), step, direct=direct))
+        cleaned = _clean_leftovers(meta, given, members)
+    except Exception:
+        for tier in tiers:
+            tier.close()
+        raise
+    return OpenedStore(tuple(members), meta, tiers, cleaned=cleaned)
+
+
+def _member(index: int, meta: StoreMeta, given: Sequence[Path]) -> Path:
+    """Where directory `index` of the store is: a given directory that holds it, else where it was made."""
+    recorded = Path(meta.directories[index])
+    name = f"gen-{meta.generation}"
+    for path in [*given, recorded]:
+        brief = _brief(path / name)
+        if brief is None:
+            continue
+        if brief[0] != meta.job:
+            raise ForeignError(f"{path / name}: of job {brief[0]}, the store is job {meta.job}")
+        if brief[1] == index:
+            return path
+    raise GoneError(
+        f"{recorded / name}: gone: directory {index} of the {len(meta.directories)} of job {meta.job}",
+        hint="is its disk still mounted? If it moved, name its new place in `store`",
+    )
+
+
+def _clean_leftovers(meta: StoreMeta, given: Iterable[Path], members: Sequence[Path]) -> list[str]:
+    """Remove this job's generations that do not count. ForeignError for another job's in a given directory."""
+    cleaned = []
+    for path in dict.fromkeys([*given, *members, *map(Path, meta.former)]):
+        for n in _generations(path):
+            brief = _brief(path / f"gen-{n}")
+            if n == meta.generation and path in members:
+                continue
+            if brief is not None and brief[0] != meta.job:
+                if path in given:
+                    raise ForeignError(f"{path}: holds job {brief[0]}, the store is job {meta.job}")
+                continue
+            _remove(path / f"gen-{n}")
+            cleaned.append(str(path / f"gen-{n}"))
+        (path / "CURRENT.new").unlink(missing_ok=True)
+        if path != members[0] and (path / "CURRENT").exists() and not _generations(path):
+            (path / "CURRENT").unlink()
+    return cleaned
+
+
+def _clean_unborn(given: Iterable[Path]) -> None:
+    """No CURRENT anywhere: remove generations that were never finished. GoneError for one that has trained."""
+    found = [(d, d / f"gen-{n}") for d in given for n in _generations(d)]
+    for directory, path in found:
+        if (step := _newest_step(path)) > 0:
+            raise GoneError(
+                f"{directory}: holds step {step} of a store whose first directory is not here",
+                hint="is its disk still mounted? Name all directories of the store",
+            )
+    for directory, path in found:
+        _remove(path)
+        (directory / "CURRENT.new").unlink(missing_ok=True)
+
+
+def _brief(directory: Path) -> tuple[str, int] | None:
+    """(job, index) of a generation directory; None where it has no readable description."""
+    try:
+        body = json.loads((directory / "store.json").read_bytes())
+        return str(body["job"]), int(body["index"])
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise store_error(error, directory / "store.json", "reading") from error
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _generations(directory: Path) -> list[int]:
+    return sorted(int(p.name[4:]) for p in directory.glob("gen-*") if p.name[4:].isdigit())
+
+
+def _current(directory: Path) -> int | None:
+    path = directory / "CURRENT"
+    try:
+        text = path.read_text()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise store_error(error, path, "reading") from error
+    if not text.strip().isdigit():
+        raise DamagedError(f"{path}: {text[:20]!r} names no generation", hint="write the N of the gen-N beside it")
+    return int(text)
+
+
+def _switch(directory: Path, generation: int) -> None:
+    """Name the generation that counts, atomically and durably."""
+    temporary = directory / "CURRENT.new"
+    try:
+        with open(temporary, "w") as file:
+            file.write(f"{generation}\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, directory / "CURRENT")
+    except OSError as error:
+        raise store_error(error, temporary, "switching the generation", 1 << 12) from error
+    sync_directory(directory)
+
+
+def _newest_step(directory: Path) -> int:
+    """The newest step that a ledger file names, checked or not; -1 for none."""
+    steps = [-1]
+    for name in ("ledger.0", "ledger.1"):
+        try:
+            with open(directory / name, "rb") as file:
+                head = file.read(HEADER.size)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise store_error(error, directory / name, "reading") from error
+        if len(head) == HEADER.size and any(head):
+            steps.append(HEADER.unpack(head)[6])
+    return max(steps)
+
+
+def _remove(directory: Path) -> None:
+    """Delete a generation directory: the files that we make, then the directory where nothing else is in it."""
+    try:
+        for name in (*FILES, "spill.bin"):
+            (directory / name).unlink(missing_ok=True)
+        if directory.is_dir() and not any(directory.iterdir()):
+            directory.rmdir()
+    except OSError as error:
+        raise store_error(error, directory, "removing") from error
+
+
