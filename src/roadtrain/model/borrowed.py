@@ -1,0 +1,123 @@
+"""The parameters of one block on memory that is not theirs: pointed at a lent buffer, dropped, gradients laid out flat.
+
+Dropped parameters keep shape, dtype and device, take 0 bytes and read as NaN (integers: their least value), never as
+stale values. A Parameter keeps its identity throughout, also one that was made on `meta`: optimizers hold it.
+
+Assumes: the buffer holds the block as ChunkTable lays it out and outlives its views.
+Does NOT know who lends, or when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from roadtrain.model.split import DTYPES
+from roadtrain.spec.chunks import Block, ChunkTable, Run
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where parameter `index` lies: elements [start, stop) of `run`. `hollow`: what it reads as when dropped."""
+
+    index: int
+    param: nn.Parameter
+    run: Run
+    start: int
+    stop: int
+    hollow: torch.Tensor
+
+
+class Borrowed:
+    """Parameters of `block`, `params[i]` being table.params[first + i]. `trainable`: (index, parameter) of those whose
+    gradients the lender takes."""
+
+    def __init__(
+        self, table: ChunkTable, block: Block, params: Mapping[int, nn.Parameter], device: torch.device
+    ) -> None:
+        self.block, self.device = block, device
+        self.places: list[_Place] = []
+        for run in block.runs:
+            for span in run.spans:
+                spec = table.params[span.param]
+                empty = hollow(spec.shape, DTYPES[spec.dtype], device)
+                self.places.append(_Place(span.param, params[span.param], run, span.start, span.stop, empty))
+        self.trainable = [(p.index, p.param) for p in self.places if p.run.trainable]
+        self.frozen = [p.param for p in self.places if not p.run.trainable and not p.param.requires_grad]
+        placed = {p.index for p in self.places}
+        self.empty = [p for i, p in params.items() if i not in placed]  # 0 elements: nothing to lend
+        self._gaps = {run.index: _gaps(run) for run in block.runs if run.trainable}
+
+    def settle(self) -> None:
+        """Bring every parameter to the device and drop it. Its values are gone."""
+        for place in self.places:
+            settle(place.param, place.hollow)
+        for p in self.empty:
+            settle(p, torch.empty(p.shape, dtype=p.dtype, device=self.device))
+
+    @torch.inference_mode(False)
+    def point(self, buffer: torch.Tensor) -> None:
+        """Parameters become views of `buffer` (uint8, at least pull_nbytes)."""
+        flat: dict[int, torch.Tensor] = {}
+        for place in self.places:
+            run = place.run
+            if run.index not in flat:
+                dtype = DTYPES[run.dtype]
+                flat[run.index] = buffer[run.offset : run.offset + run.numel * dtype.itemsize].view(dtype)
+            view = flat[run.index][place.start : place.stop].view(place.hollow.shape)
+            if place.param.is_meta:
+                settle(place.param, view)
+            else:
+                place.param.data = view
+
+    @torch.inference_mode(False)
+    def drop(self) -> None:
+        for place in self.places:
+            place.param.data = place.hollow
+
+    @torch.no_grad()
+    def lay_out(self, buffer: torch.Tensor, grads: Mapping[int, torch.Tensor]) -> None:
+        """Write `grads` (by index) into the flat push `buffer`; what has none, and padding, becomes zero."""
+        for run in self.block.runs:
+            if not run.trainable:
+                continue
+            dtype = DTYPES[run.dtype]
+            flat = buffer[run.push_offset : run.push_offset + run.numel * dtype.itemsize].view(dtype)
+            for start, stop in self._gaps[run.index]:
+                flat[start:stop].zero_()
+            for span in run.spans:
+                grad = grads.get(span.param)
+                part = flat[span.start : span.stop]
+                if grad is None:
+                    part.zero_()
+                else:
+                    part.view(grad.shape).copy_(grad.to_dense() if grad.is_sparse else grad)
+
+
+def hollow(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """`shape` of NaN (integers: the least value) in one element of memory."""
+    value = float("nan") if dtype.is_floating_point else 0 if dtype == torch.bool else torch.iinfo(dtype).min
+    return torch.full((), value, dtype=dtype, device=device).expand(tuple(shape))
+
+
+def settle(p: nn.Parameter, data: torch.Tensor) -> None:
+    """`p.data = data`, also for a parameter on `meta`, which torch refuses to move by assignment."""
+    if p.is_meta:
+        new = nn.Parameter(data, requires_grad=p.requires_grad)
+        new.__class__ = p.__class__
+        new.__dict__.update(p.__dict__)
+        torch.utils.swap_tensors(p, new)  # type: ignore[no-untyped-call]
+    else:
+        p.data = data
+
+
+def _gaps(run: Run) -> list[tuple[int, int]]:
+    gaps, at = [], 0
+    for span in run.spans:
+        if span.start > at:
+            gaps.append((at, span.start))
+        at = span.stop
+    return [*gaps, (at, run.numel)] if at < run.numel else gaps
