@@ -1,1 +1,25 @@
-"""roadtrain"""
+"""Training of models larger than the accelerator's memory. `roadtrain.place(model, optimizer, store=...)` is the line."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from roadtrain.errors import RoadtrainError
+
+if TYPE_CHECKING:
+    from roadtrain.kernels.lion import Lion
+    from roadtrain.optimizer import PlacedOptimizer
+    from roadtrain.place import place
+
+__all__ = ["Lion", "PlacedOptimizer", "RoadtrainError", "place"]
+
+_HOMES = {"place": "roadtrain.place", "PlacedOptimizer": "roadtrain.optimizer", "Lion": "roadtrain.kernels.lion"}
+
+
+def __getattr__(name: str) -> Any:
+    """torch takes a second to import; `roadtrain --help` does not need it."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'roadtrain' has no attribute {name!r}")
+    module = __import__(_HOMES[name], fromlist=[name])
+    globals()[name] = found = getattr(module, name)
+    return found

@@ -74,7 +74,7 @@ class PlacedOptimizer(torch.optim.Optimizer):
     def push(self, block: int, buffer: torch.Tensor, present: Sequence[int]) -> None:
         state = self._worker.blocks[block]
         fresh = all(p.grad is None for p in self._of_block[block])
-        if not fresh and not state.held:
+        if not fresh and not state.held and state.released_in != self.steps_done + 1:
             raise LoopError(
                 f"block '{self._table.blocks[block].name}' got a gradient while its last one was not cleared",
                 hint="call optimizer.zero_grad() once a step",
@@ -127,8 +127,8 @@ class PlacedOptimizer(torch.optim.Optimizer):
         hypers = self._now_hypers()
         self._check_promise(hypers, unscale, skip)
         self._push_root()
-        blocks = range(len(self._table.blocks))
-        held = [b for b in blocks if self._worker.blocks[b].held or self._worker.blocks[b].sums]
+        states = self._worker.blocks[: len(self._table.blocks)]
+        held = [b for b, s in enumerate(states) if s.held or s.released_in == step]
         squares = sum(sum(self._worker.block_sums(b).values()) for b in held)
         self._norm = math.sqrt(squares) * abs(unscale) if math.isfinite(squares) else math.inf
         for block in held:
@@ -270,9 +270,10 @@ class PlacedOptimizer(torch.optim.Optimizer):
         index = next((i for i, p in enumerate(self._table.params) if p.name == name), None)
         if index is None:
             raise ConfigError(f"no parameter is named {name!r}")
-        flat = self._engine.read(index, what)
         spec = self._table.params[index]
-        return flat.reshape(spec.shape) if flat.size == spec.numel and flat.ndim else flat
+        scalars = self._engine.layout.rules[spec.group].scalars if spec.trainable else ()
+        flat = self._engine.read(index, what)
+        return flat if what in scalars else flat.reshape(spec.shape)
 
     def state_dict(self) -> dict[str, Any]:
         """torch's form, gathered from the servers into memory: for models small enough. Saving is not needed: the store
@@ -286,9 +287,8 @@ class PlacedOptimizer(torch.optim.Optimizer):
                 if self.steps_done and self._table.params[index].trainable:
                     one: dict[str, Any] = {}
                     for key in (*rule.arrays, *rule.scalars):
-                        one[key] = torch.from_numpy(self._engine.read(index, key).copy())
-                        if key in rule.arrays:
-                            one[key] = one[key].view(p.shape)
+                        value = torch.from_numpy(self._engine.read(index, key))
+                        one[key] = value.view(p.shape) if key in rule.arrays else value.float()[0]
                     state[number] = one
             count = len(group["params"])
             groups.append({k: v for k, v in group.items() if k != "params"} | {"params": list(range(at, at + count))})

@@ -103,7 +103,7 @@ def place(
     engine.worker.keep_always = backwards_per_step == 1
     placed = PlacedOptimizer(model, optimizer, parts, base, engine, backwards_per_step, dict(extra or {}))
     try:
-        Start(model, parts, base, engine, device, weights, init).run(placed)
+        Start(model, parts, base, engine, device, weights, init, budgets.activation_bytes).run(placed)
     except BaseException:
         engine.close()
         raise

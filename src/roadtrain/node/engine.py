@@ -17,21 +17,18 @@ import torch
 
 from roadtrain.errors import ForeignError
 from roadtrain.flow.assign import assign
-from roadtrain.kernels.cast import cast
 from roadtrain.kernels.rules import Rule
 from roadtrain.node.compress import Compressor
 from roadtrain.node.server import Server, Setup
 from roadtrain.node.worker import Worker
-from roadtrain.spec.chunks import ITEMSIZE, Block, Chunk, ChunkTable, Record, record
+from roadtrain.spec.chunks import Block, ChunkTable, Record, record
 from roadtrain.spec.plan import Budgets
 from roadtrain.store.buffers import Buffer
-from roadtrain.store.convert import convert
+from roadtrain.store.convert import MASTER, RecordView, Source, convert, needs_conversion
 from roadtrain.store.generation import OpenedStore, create_store, open_store
 from roadtrain.store.ledger import GroupRule, StoreMeta
 from roadtrain.trace import Stages
 from roadtrain.wire.local import LocalLink
-
-Values = Callable[[int], np.ndarray]  # parameter index -> flat values: float32; frozen ones as their bytes
 
 
 @dataclass(frozen=True)
@@ -75,14 +72,10 @@ def open_or_none(layout: Layout, report: Callable[[str], None]) -> OpenedStore |
         opened.close()
         raise
     meta = StoreMeta.of(layout.table, layout.groups, opened.meta.job)
-    same = (
-        meta.blocks == opened.meta.blocks and meta.chunk_elements == opened.meta.chunk_elements
-        and [d.resolve() for d in opened.directories] == [d.resolve() for d in layout.directories]
-    )
-    if same:
+    if not needs_conversion(opened, meta, layout.directories, layout.owners):
         return opened
     start = time.monotonic()
-    new = convert(opened, layout.table, layout.directories, meta, layout.owners, direct=layout.direct)
+    new = convert(opened, meta, layout.directories, layout.owners, direct=layout.direct)
     report(f"store converted to the layout asked for in {time.monotonic() - start:.1f} s")
     return new
 
@@ -116,9 +109,9 @@ class Engine:
     ) -> None:
         self.layout, self.stages = layout, Stages()
         self.store, self.new = opened, opened is None
+        self.meta = StoreMeta.of(layout.table, layout.groups)
         if opened is None and layout.directories:
-            meta = StoreMeta.of(layout.table, layout.groups)
-            self.store = create_store(layout.directories, meta, layout.owners, direct=layout.direct)
+            self.store = create_store(layout.directories, self.meta, layout.owners, direct=layout.direct)
         owners = self.store.meta.owners if self.store else layout.owners
         self.step = max(0, self.store.step) if self.store else 0
         self.blob = self.store.blob if self.store else b""
@@ -142,14 +135,20 @@ class Engine:
             self.servers.append(server)
             self.worker.links.append(LocalLink(setup.name, server.receive))
 
-    def fill(self, block: Block, values: Values, hypers: Sequence[Sequence[float]]) -> None:
-        """First contents of one block: fp32 masters and fresh optimizer state, or raw frozen values."""
+    def fill(self, block: Block, source: Source, hypers: Sequence[Sequence[float]]) -> None:
+        """First contents of one block: what `source` gives, then what each rule starts with."""
         for chunk in block.chunks:
-            r = self.records[chunk.id]
-            buffer = Buffer(r.nbytes)
-            rule, hyper = (self.layout.rules[chunk.group], hypers[chunk.group]) if chunk.trainable else (None, ())
-            fill_record(chunk, r, rule, buffer, values, hyper)
-            self.servers[self.worker.owners[chunk.id]].fill(chunk.id, buffer.view[: r.nbytes])
+            buffer = Buffer(self.records[chunk.id].nbytes)
+            view = RecordView(self.meta, chunk, buffer)
+            view.fill(self.layout.table.params, source)
+            if chunk.trainable:
+                rule, hyper = self.layout.rules[chunk.group], hypers[chunk.group]
+                for i in range(len(chunk.spans)):
+                    row = np.array([view.piece(what, i)[0] for what in rule.scalars])
+                    rule.start(view.piece(MASTER, i), [view.piece(what, i) for what in rule.arrays], row, hyper)
+                    for what, value in zip(rule.scalars, row):
+                        view.piece(what, i)[0] = value
+            self.servers[self.worker.owners[chunk.id]].fill(chunk.id, buffer.view[: view.record.nbytes])
             buffer.close()
 
     def start(self, blob: bytes) -> None:
@@ -161,36 +160,20 @@ class Engine:
             server.start()
 
     def read(self, param: int, what: str) -> np.ndarray:
-        """One parameter's fp32 master (`what` = "master"), state array or scalar, or its public values (raw dtype);
-        only while no step is open or uncommitted."""
-        parts: list[np.ndarray] = []
+        """One parameter's master (fp32; a frozen one's own dtype), state array, or scalar as an array of one; flat.
+        Only while no step is open or uncommitted."""
+        parts = []
         for chunk in self.layout.table.chunks:
             for i, span in enumerate(chunk.spans):
                 if span.param == param:
-                    parts.append(self._read_span(chunk, i, what))
-        if parts and parts[0].ndim == 0:
-            return parts[0]
+                    nbytes = self.records[chunk.id].nbytes
+                    buffer = Buffer(nbytes)
+                    self.servers[self.worker.owners[chunk.id]].peek(chunk.id, buffer.view[:nbytes])
+                    view = RecordView(self.meta, chunk, buffer)
+                    parts.append(view.piece(what, i).copy())
+                    if what in view.rule.scalars:
+                        return parts[0]
         return np.concatenate(parts) if parts else np.empty(0, np.float32)
-
-    def _read_span(self, chunk: Chunk, i: int, what: str) -> np.ndarray:
-        r, span = self.records[chunk.id], chunk.spans[i]
-        buffer = Buffer(r.nbytes)
-        self.servers[self.worker.owners[chunk.id]].peek(chunk.id, buffer.view[: r.nbytes])
-        if not chunk.trainable:
-            size = ITEMSIZE[chunk.dtype]
-            out = buffer.array("u8", span.start * size, (span.stop - span.start) * size).copy()
-        elif what == "master":
-            out = buffer.array("fp32", r.master + span.start * 4, span.stop - span.start).copy()
-        else:
-            rule = self.layout.rules[chunk.group]
-            if what in rule.scalars:
-                out = buffer.array("f64", r.scalars, len(chunk.spans) * len(rule.scalars)).copy()
-                out = out.reshape(len(chunk.spans), -1)[i, rule.scalars.index(what)]
-            else:
-                at = r.arrays[rule.arrays.index(what)]
-                out = buffer.array("fp32", at + span.start * 4, span.stop - span.start).copy()
-        buffer.close()
-        return np.asarray(out)
 
     def nbytes(self) -> int:
         """Memory held by buffers of the worker and the servers."""
@@ -202,25 +185,3 @@ class Engine:
         self.worker.close()
         if self.store is not None:
             self.store.close()
-
-
-def fill_record(
-    chunk: Chunk, r: Record, rule: Rule | None, buffer: Buffer, values: Values, hyper: Sequence[float]
-) -> None:
-    """Lays the first contents of `chunk` out in `buffer`: zeros, then values, then what the rule starts with."""
-    n = chunk.numel
-    for i, span in enumerate(chunk.spans):
-        flat, length = values(span.param), span.stop - span.start
-        cut = slice(span.start, span.stop)
-        if rule is None:
-            size = ITEMSIZE[chunk.dtype]
-            raw = buffer.array("u8", 0, n * size)
-            raw[span.start * size : span.stop * size] = flat[span.origin * size : (span.origin + length) * size]
-            continue
-        p = buffer.array("fp32", r.master, n)[cut]
-        p[:] = flat[span.origin : span.origin + length]
-        arrays = [buffer.array("fp32", at, n)[cut] for at in r.arrays]
-        rows = buffer.array("f64", r.scalars, len(chunk.spans) * len(rule.scalars)).reshape(len(chunk.spans), -1)
-        rule.start(p, arrays, rows[i], hyper)
-    if rule is not None and chunk.dtype != "fp32":
-        cast(buffer.array("fp32", r.master, n), "fp32", buffer.array(chunk.dtype, 0, n), chunk.dtype)
