@@ -18,7 +18,10 @@ import numpy as np
 
 
 class Rule(ABC):
-    """Arrays and scalars carry torch's own state names ("exp_avg", "step"), so that checkpoints read alike."""
+    """Arrays and scalars carry torch's own state names ("exp_avg", "step"), so that checkpoints read alike.
+    `reads_state`: the update needs what was there; else the server does not read it."""
+
+    reads_state: bool = True
 
     @property
     @abstractmethod

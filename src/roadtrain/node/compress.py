@@ -44,6 +44,8 @@ class Replace(Rule):
     ) -> None:
         p[:] = grad
 
+    reference = apply
+
 
 def twins(table: ChunkTable, groups: int) -> list[tuple[str, list[ParamSpec]]]:
     """A block of fp32 residuals for every block that trains anything. Each trainable run becomes a run of the twin,

@@ -327,7 +327,7 @@ class Server:
         chunk, record, tier = self.setup.chunks[number], self.setup.records[number], self.setup.tier
         assert tier is not None
         view = self._buffers[buffer].view
-        if getattr(self.setup.rules[chunk.group], "reads_state", True):
+        if self.setup.rules[chunk.group].reads_state:
             first = record.public_nbytes if chunk.dtype != "fp32" else 0
             tier.read(number, "private" if first else "record", view[first : record.nbytes])
             self._stages.add("Read", time.perf_counter() - start, record.nbytes - first)
