@@ -44,7 +44,8 @@ class Start:
         on_meta = any(t.is_meta for t in (*self.model.parameters(), *self.model.buffers()))
         for block, part in zip(self.table.blocks, (self.parts.root, *self.parts.blocks)):
             if on_meta:
-                materialize(part, self.model, self.parts, self.init)
+                given = self.weights.keys() if self.weights is not None else ()
+                materialize(part, self.parts, self.init, values=self.engine.new and not given, given=given)
             if self.engine.new:
                 self.engine.fill(block, self._source(part), hypers)
             if block.index:
