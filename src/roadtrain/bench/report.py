@@ -1,0 +1,94 @@
+"""Row, Report: the one form of all benchmark results; interleaved medians; what the machine is.
+
+`ratio` above 1 means ours is better, `of_floor` 1 is the physical limit, `goal` is what an issue asked of that row.
+Assumes Linux for the processor's name. Does NOT measure anything by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from datetime import date
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from roadtrain.units import show_bytes
+
+
+@dataclass(frozen=True)
+class Row:
+    case: str
+    metric: str
+    unit: str
+    ours: float | None
+    peer: float | None
+    peer_name: str | None
+    ratio: float | None
+    of_floor: float | None
+    goal: str | None
+    met: bool | None
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def machine() -> str:
+    """Processor, cores, memory; no host name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        name = platform.machine()
+    return f"{name}, {cores()} cores, {show_bytes(psutil.virtual_memory().total)}"
+
+
+@dataclass
+class Report:
+    name: str
+    rows: list[Row]
+    machine: str = field(default_factory=machine)
+    date: str = field(default_factory=lambda: date.today().isoformat())
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self) | {"rows": [asdict(row) for row in self.rows]}, indent=1)
+
+    def print(self, console: Console | None = None) -> None:
+        table = Table(title=f"{self.name}: {self.machine}, {self.date}", title_justify="left")
+        for head in ("case", "metric", "unit", "ours", "peer", "", "ratio", "of floor", "goal", ""):
+            table.add_column(head, justify="right" if head in ("ours", "peer", "ratio", "of floor") else "left")
+        for row in self.rows:
+            met = {True: "met", False: "[red]not met[/red]", None: ""}[row.met]
+            numbers = [_show(x) for x in (row.ours, row.peer, row.ratio, row.of_floor)]
+            table.add_row(row.case, row.metric, row.unit, *numbers[:2], row.peer_name or "", *numbers[2:],
+                          row.goal or "", met)
+        (console or Console()).print(table)
+
+
+def _show(x: float | None) -> str:
+    if x is None:
+        return ""
+    return f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.3g}"
+
+
+def interleave(fns: dict[str, Callable[[], None]], reps: int) -> dict[str, float]:
+    """Seconds of each, as medians: all once to warm up, then `reps` rounds of all of them in turn, every other round
+    backwards, so that a slow minute of the machine is shared."""
+    for fn in fns.values():
+        fn()
+    seconds: dict[str, list[float]] = {name: [] for name in fns}
+    for rep in range(reps):
+        for name, fn in list(fns.items())[:: -1 if rep % 2 else 1]:
+            begin = perf_counter()
+            fn()
+            seconds[name].append(perf_counter() - begin)
+    return {name: median(values) for name, values in seconds.items()}
