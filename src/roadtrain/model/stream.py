@@ -16,6 +16,7 @@ Does NOT differentiate twice through a block, or average over workers.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import itertools
@@ -170,7 +171,7 @@ class Stream:
             inputs = {id(t): t for t in leaves if isinstance(t, torch.Tensor)}
             wants = [t for t in (*inputs.values(), *block.shared) if t.requires_grad]
             if wants or any(p.requires_grad for _, p in block.borrowed.trainable):
-                call = _Call(self, block, [_no_cache(leaf, block.name) for leaf in leaves], spec, inputs)
+                call = _Call(self, block, [_pristine(leaf, block.name) for leaf in leaves], spec, inputs)
                 outputs = _Node.apply(call, self.gate, *wants)  # type: ignore[no-untyped-call]
                 return call.returned(outputs)
         with self.lent(block) as (buffer, _), torch.no_grad():
@@ -262,7 +263,7 @@ class _Call:
     def _leaves(self, inputs: Sequence[torch.Tensor]) -> tuple[list[Any], list[torch.Tensor]]:
         """The leaves with `inputs` cut off from the graph before them."""
         tensors = [t.detach().requires_grad_(needs) for t, needs in zip(inputs, self.needs)]
-        return [tensors[i] if i >= 0 else leaf for i, leaf in self.slots], tensors
+        return [tensors[i] if i >= 0 else _pristine(leaf, self.block.name) for i, leaf in self.slots], tensors
 
     def _take_outputs(self, out: Any) -> list[torch.Tensor]:
         """Distinct tensors of `out`; its form goes to `self.out`."""
@@ -393,13 +394,14 @@ def _is_cache(leaf: Any) -> bool:
     return hasattr(leaf, "get_seq_length")
 
 
-def _no_cache(leaf: Any, name: str) -> Any:
-    """A key-value cache is changed by the block: recomputing would append twice. An empty one is not needed."""
+def _pristine(leaf: Any, name: str) -> Any:
+    """A block appends to its key-value cache, and recomputing it would append twice. So every run gets an empty one of
+    its own (not none at all: it lays keys out in memory as in plain training, where kernels round by stride)."""
     if not _is_cache(leaf):
         return leaf
     if int(leaf.get_seq_length()) > 0:
         raise ModelError(f"block {name!r} is trained with a filled {type(leaf).__name__}", hint="use_cache=False")
-    return None
+    return copy.deepcopy(leaf)
 
 
 def _own(tensor: torch.Tensor, *, buffer: torch.Tensor) -> torch.Tensor:
