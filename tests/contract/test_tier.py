@@ -1,0 +1,177 @@
+"""The contract of store.tier.Tier, for every tier. What is written is what is read; a part once a step."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from roadtrain.errors import StoreError
+from roadtrain.spec.chunks import PAGE, ChunkTable, ParamSpec
+from roadtrain.store.buffers import Buffer
+from roadtrain.store.file import FileTier
+from roadtrain.store.generation import create_store
+from roadtrain.store.ledger import GroupRule, StoreMeta
+from roadtrain.store.tier import PRIVATE, PUBLIC, RECORD, RamTier, Tier, part_range
+
+TABLE = ChunkTable.build(
+    [
+        ("root", [ParamSpec("emb", (90, 1000), "bf16", True, 0)]),
+        ("b0", [ParamSpec("w", (70, 1000), "fp32", True, 0), ParamSpec("f", (5000,), "bf16", False, -1)]),
+        ("b1", [ParamSpec("h", (333,), "fp16", True, 1), ParamSpec("bare", (50,), "fp32", True, 1)]),
+    ],
+    chunk_elements=1 << 16,
+)
+META = StoreMeta.of(TABLE, [GroupRule("adamw", ("m", "v"), ("t",)), GroupRule("sgd")])
+RECORDS = META.records
+
+
+@pytest.fixture(params=["ram", "direct", "buffered"])
+def tier(request: pytest.FixtureRequest, tmp_path: Path):
+    before = set(os.listdir("/proc/self/fd"))
+    if request.param == "ram":
+        made: Tier = RamTier(RECORDS)
+    else:
+        store = create_store([tmp_path], META, [0] * len(TABLE.chunks), direct=request.param == "direct")
+        made = store.tiers[0]
+    yield made
+    if isinstance(made, FileTier):
+        made.check()
+    made.close()
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def content(chunk: int, part: str, version: int) -> Buffer:
+    first, last = part_range(RECORDS[chunk], part)
+    buffer = Buffer(last - first)
+    buffer.view[: last - first] = np.random.default_rng([chunk, first, version]).bytes(last - first)
+    return buffer
+
+
+def read(tier: Tier, chunk: int, part: str) -> bytes:
+    first, last = part_range(RECORDS[chunk], part)
+    buffer = Buffer(last - first)
+    tier.read(chunk, part, buffer.view[: last - first])
+    return bytes(buffer.view[: last - first])
+
+
+def view(chunk: int, part: str, version: int) -> memoryview:
+    first, last = part_range(RECORDS[chunk], part)
+    return content(chunk, part, version).view[: last - first]
+
+
+def fill(tier: Tier) -> None:
+    for chunk in RECORDS:
+        tier.write(chunk, RECORD, view(chunk, RECORD, 0))
+    tier.prepare(0, b"")
+    tier.committed(0)
+
+
+def test_a_record_reads_back_in_whole_and_in_parts(tier: Tier) -> None:
+    fill(tier)
+    for chunk, r in RECORDS.items():
+        whole = bytes(view(chunk, RECORD, 0))
+        assert read(tier, chunk, RECORD) == whole
+        assert read(tier, chunk, PUBLIC) == whole[: r.public_nbytes]
+        assert read(tier, chunk, PRIVATE) == whole[r.public_nbytes :]
+
+
+def test_parts_written_apart_read_as_one_record(tier: Tier) -> None:
+    fill(tier)
+    for step, order in ((1, (PUBLIC, PRIVATE)), (2, (PRIVATE, PUBLIC)), (3, (RECORD,))):
+        for chunk in [c.id for c in TABLE.trainable]:
+            for part in order:
+                tier.write(chunk, part, view(chunk, part, step))
+                assert read(tier, chunk, part) == bytes(view(chunk, part, step))  # pending, and already read
+        tier.prepare(step, b"blob")
+        tier.committed(step)
+        for chunk in [c.id for c in TABLE.trainable]:
+            want = b"".join(bytes(view(chunk, p, step)) for p in (PUBLIC, PRIVATE))
+            assert read(tier, chunk, RECORD) == (bytes(view(chunk, RECORD, step)) if order == (RECORD,) else want)
+
+
+def test_public_is_absent_after_the_master_alone_was_written(tier: RamTier | FileTier) -> None:
+    fill(tier)
+    chunk = next(c.id for c in TABLE.chunks if c.trainable and c.dtype == "bf16")
+    r = RECORDS[chunk]
+    for step in (1, 2):
+        tier.write(chunk, PRIVATE, view(chunk, PRIVATE, step))
+        assert not tier.has_public(chunk)
+        buffer = Buffer(r.nbytes)
+        buffer.view[:] = b"\xab" * r.nbytes
+        tier.read(chunk, RECORD, buffer.view)
+        assert set(buffer.view[: r.public_nbytes]) == {0xAB}  # left as it was
+        assert bytes(buffer.view[r.public_nbytes :]) == bytes(view(chunk, PRIVATE, step))
+        tier.prepare(step, b"")
+        tier.committed(step)
+        assert not tier.has_public(chunk)
+    tier.write(chunk, PUBLIC, view(chunk, PUBLIC, 3))
+    assert tier.has_public(chunk) and read(tier, chunk, PUBLIC) == bytes(view(chunk, PUBLIC, 3))
+    tier.prepare(3, b"")
+    tier.committed(3)
+    assert read(tier, chunk, RECORD) == bytes(view(chunk, PUBLIC, 3)) + bytes(view(chunk, PRIVATE, 2))
+
+
+def test_writing_twice_before_a_commit_is_our_mistake(tier: Tier) -> None:
+    fill(tier)
+    tier.write(0, PRIVATE, view(0, PRIVATE, 1))
+    for part in (PRIVATE, RECORD):
+        with pytest.raises(AssertionError, match="twice"):
+            tier.write(0, part, view(0, part, 2))
+    tier.write(0, PUBLIC, view(0, PUBLIC, 1))
+    tier.prepare(1, b"")
+    tier.committed(1)
+    tier.write(0, RECORD, view(0, RECORD, 2))
+    assert read(tier, 0, RECORD) == bytes(view(0, RECORD, 2))
+
+
+def test_drop_pending_gives_back_the_committed_step_or_says_that_it_cannot(tier: Tier) -> None:
+    fill(tier)
+    tier.write(0, RECORD, view(0, RECORD, 1))
+    if isinstance(tier, RamTier):
+        with pytest.raises(StoreError, match="one slot"):
+            tier.drop_pending()
+        return
+    tier.drop_pending()
+    assert read(tier, 0, RECORD) == bytes(view(0, RECORD, 0))
+    tier.write(0, RECORD, view(0, RECORD, 2))
+    tier.prepare(1, b"")
+    tier.drop_pending()  # prepared, but the step is not to be
+    assert read(tier, 0, RECORD) == bytes(view(0, RECORD, 0))
+
+
+def test_threads_on_different_chunks(tier: Tier) -> None:
+    fill(tier)
+    errors: list[BaseException] = []
+
+    def work(chunk: int, step: int) -> None:
+        try:
+            tier.write(chunk, RECORD, view(chunk, RECORD, step))
+            for _ in range(5):
+                assert read(tier, chunk, RECORD) == bytes(view(chunk, RECORD, step))
+        except BaseException as error:
+            errors.append(error)
+
+    for step in (1, 2, 3):
+        threads = [threading.Thread(target=work, args=(c.id, step)) for c in TABLE.trainable]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        tier.prepare(step, b"")
+        tier.committed(step)
+    assert not errors
+
+
+def test_a_view_that_is_not_on_a_page(tier: Tier) -> None:
+    fill(tier)
+    r = RECORDS[0]
+    odd = Buffer(r.nbytes + PAGE)
+    odd.view[24 : 24 + r.nbytes] = view(0, RECORD, 1)
+    tier.write(0, RECORD, odd.view[24 : 24 + r.nbytes])
+    odd.view[24 : 24 + r.nbytes] = bytes(r.nbytes)
+    tier.read(0, RECORD, odd.view[24 : 24 + r.nbytes])
+    assert bytes(odd.view[24 : 24 + r.nbytes]) == bytes(view(0, RECORD, 1))
