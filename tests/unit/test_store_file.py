@@ -1,0 +1,479 @@
+"""store.file, store.ledger, store.generation: after any crash the last committed step is there (Rule 3), and every
+fault is a typed error that names file, chunk and step."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import os
+import resource
+import shutil
+import subprocess
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from roadtrain.errors import DamagedError, ForeignError, FullError, GoneError, StoreError
+from roadtrain.spec.chunks import PAGE, ChunkTable, ParamSpec
+from roadtrain.store import ledger as ledger_module
+from roadtrain.store.buffers import HUGE, Buffer
+from roadtrain.store.file import FileTier
+from roadtrain.store.generation import OpenedStore, create_store, open_store
+from roadtrain.store.ledger import GroupRule, StoreMeta
+from roadtrain.store.tier import PRIVATE, PUBLIC, RECORD, part_range
+
+TABLE = ChunkTable.build(
+    [
+        ("root", [ParamSpec("emb", (10, 20), "bf16", True, 0), ParamSpec("head", (9,), "fp32", True, 1)]),
+        ("b0", [ParamSpec("w", (66, 1000), "fp16", True, 0), ParamSpec("f", (500,), "bf16", False, -1)]),
+    ],
+    chunk_elements=1 << 16,
+)
+META = StoreMeta.of(TABLE, [GroupRule("adamw", ("m",), ("t",)), GroupRule("sgd")])
+RECORDS = META.records
+OWNERS = [c.id % 2 for c in TABLE.chunks]
+TRAINABLE = [c.id for c in TABLE.trainable]
+FROZEN = next(c.id for c in TABLE.chunks if not c.trainable)
+serial = itertools.count(1)
+
+
+@pytest.fixture(autouse=True)
+def no_descriptor_left():
+    before = set(os.listdir("/proc/self/fd"))
+    yield
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def size(chunk: int, part: str) -> int:
+    first, last = part_range(RECORDS[chunk], part)
+    return last - first
+
+
+def random_bytes(chunk: int, part: str) -> memoryview:
+    n = size(chunk, part)
+    buffer = Buffer(n)
+    buffer.view[:n] = np.random.default_rng(next(serial)).bytes(n)
+    return buffer.view[:n]
+
+
+def read(store: OpenedStore, chunk: int, part: str) -> bytes:
+    buffer = Buffer(max(size(chunk, part), 1))
+    store.tier_of(chunk).read(chunk, part, buffer.view[: size(chunk, part)])
+    return bytes(buffer.view[: size(chunk, part)])
+
+
+def made(directories: list[Path], meta: StoreMeta = META) -> OpenedStore:
+    store = create_store(directories, meta, [o % len(directories) for o in OWNERS])
+    for chunk in RECORDS:
+        store.tier_of(chunk).write(chunk, RECORD, random_bytes(chunk, RECORD))
+    store.commit(0, b"zero")
+    store.publish()
+    return store
+
+
+def opened(directories: list[Path]) -> OpenedStore:
+    store = open_store(directories)
+    assert store is not None
+    return store
+
+
+def step_of(store: OpenedStore, step: int) -> None:
+    for chunk in TRAINABLE:
+        store.tier_of(chunk).write(chunk, RECORD, random_bytes(chunk, RECORD))
+    store.commit(step, b"blob %d" % step)
+
+
+class Model:
+    """The dict that the store is compared with: committed and newest bytes of every part; None: absent."""
+
+    def __init__(self, directories: list[Path]) -> None:
+        self.directories, self.store, self.step = directories, made(directories), 0
+        self.blob = b"zero"
+        self.newest = {(c, p): read(self.store, c, p) for c in RECORDS for p in (PUBLIC, PRIVATE)}
+        self.committed = dict(self.newest)
+        self.written: set[tuple[int, str]] = set()
+
+    def write(self, chunk: int, part: str) -> None:
+        parts = {(chunk, p) for p in ((PUBLIC, PRIVATE) if part == RECORD else (part,))}
+        if parts & self.written or chunk == FROZEN or not size(chunk, part):
+            return
+        data = random_bytes(chunk, part)
+        self.store.tier_of(chunk).write(chunk, part, data)
+        self.written |= parts
+        start = part_range(RECORDS[chunk], part)[0]
+        for c, p in parts:
+            first, last = part_range(RECORDS[c], p)
+            self.newest[c, p] = bytes(data[first - start : last - start])
+        if RECORDS[chunk].master and (chunk, PUBLIC) not in self.written:
+            self.newest[chunk, PUBLIC] = None
+
+    def commit(self) -> None:
+        self.step, self.blob = self.step + 1, b"blob %d" % next(serial)
+        self.store.commit(self.step, self.blob)
+        self.committed, self.written = dict(self.newest), set()
+
+    def drop(self) -> None:
+        self.store.drop_pending()
+        self.newest, self.written = dict(self.committed), set()
+
+    def crash(self, prepared: int, garbage: bool, torn_at: float | None) -> None:
+        """A kill or power cut: some directories hold the next step's record, slots that were being written hold
+        anything, directory 0's new record may be torn."""
+        tiers = self.store.tiers
+        for tier in [*tiers[1:], tiers[0]][:prepared]:
+            tier.prepare(self.step + 1, b"lost" * 50)
+        lost = prepared == len(tiers) and torn_at is None
+        for tier in tiers if garbage and not lost else ():
+            for chunk, part in tier._written:
+                first, last = part_range(RECORDS[chunk], part)
+                slot = tier._now[tier._places[chunk].row][f"{part}_slot"]
+                with open(tier._slots[slot].path, "r+b") as file:
+                    file.seek(tier._places[chunk].offset + first)
+                    file.write(os.urandom(last - first))
+        if torn_at is not None and prepared == len(tiers):
+            entry = tiers[0]._ledger._pending
+            path = tiers[0]._ledger._paths[entry.file]
+            with open(path, "r+b") as file:
+                file.seek(int(torn_at * 400))
+                file.write(os.urandom(300))
+        if lost:  # the record of directory 0 is there: the step is committed, although nobody was told
+            self.step, self.blob, self.committed = self.step + 1, b"lost" * 50, dict(self.newest)
+        self.reopen()
+
+    def reopen(self) -> None:
+        self.store.close()
+        self.store = opened(self.directories)
+        self.newest, self.written = dict(self.committed), set()
+
+    def check(self) -> None:
+        for tier in self.store.tiers:
+            tier.check()
+        assert (self.store.step, self.store.blob) == (self.step, self.blob)
+        for (chunk, part), want in self.newest.items():
+            if want is None:
+                assert not self.store.tier_of(chunk).has_public(chunk)
+            elif want:
+                assert read(self.store, chunk, part) == want, (chunk, part)
+
+
+OPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("write"), st.sampled_from(TRAINABLE), st.sampled_from([PUBLIC, PRIVATE, RECORD])),
+        st.tuples(st.just("commit")),
+        st.tuples(st.just("drop")),
+        st.tuples(st.just("crash"), st.integers(0, 2), st.booleans(), st.none() | st.floats(0, 0.4)),
+    ),
+    max_size=25,
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(ops=OPS)
+def test_after_any_crash_the_store_equals_the_last_committed_step(ops: list[tuple]) -> None:
+    with tempfile.TemporaryDirectory() as home:
+        model = Model([Path(home, "a"), Path(home, "b")])
+        try:
+            for name, *arguments in ops:
+                getattr(model, name)(*arguments)
+                model.check()
+            model.reopen()
+            model.check()
+        finally:
+            model.store.close()
+
+
+def test_buffer_is_aligned_zero_and_tolerates_arrays_that_outlive_it() -> None:
+    buffer = Buffer(3 * HUGE + 5)
+    assert buffer.nbytes == 3 * HUGE + PAGE and buffer.view.format == "B" and not buffer.view.readonly
+    array = buffer.array("bf16", PAGE, 10)
+    assert array.dtype == np.uint16 and buffer.array("fp32", 0, 4).ctypes.data % HUGE == 0
+    buffer.view[PAGE] = 7
+    buffer.close()
+    buffer.close()
+    assert array[0] == 7 and len(buffer.view) == 0
+
+
+@pytest.mark.parametrize("part", [PUBLIC, PRIVATE])
+def test_a_flipped_bit_is_found(tmp_path: Path, part: str) -> None:
+    store = made([tmp_path / "a", tmp_path / "b"])
+    step_of(store, 1)
+    chunk = TRAINABLE[0]
+    tier = store.tier_of(chunk)
+    path = tier.directory / "slot1.bin"
+    with open(path, "r+b") as file:
+        file.seek(tier._places[chunk].offset + part_range(RECORDS[chunk], part)[0] + 99)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 4]))
+    for wanted in (part, RECORD):
+        with pytest.raises(DamagedError, match=rf"{path}: chunk {chunk}: .*{part}.* step 1"):
+            read(store, chunk, wanted)
+    assert read(store, TRAINABLE[1], RECORD)  # the others are usable
+    store.close()
+
+
+@pytest.mark.parametrize("name", ["slot0.bin", "slot1.bin", "ledger.0", "store.json"])
+@pytest.mark.parametrize("fault", ["truncated", "removed"])
+def test_truncated_and_removed_files(tmp_path: Path, name: str, fault: str) -> None:
+    directories = [tmp_path / "a", tmp_path / "b"]
+    made(directories).close()
+    path = directories[0] / "gen-1" / name
+    if fault == "removed":
+        path.unlink()
+    else:
+        os.truncate(path, path.stat().st_size // 2 // PAGE * PAGE if "slot" in name else 50)
+    with pytest.raises(GoneError if fault == "removed" else DamagedError, match=r"gen-1"):
+        open_store(directories)
+
+
+def test_truncated_while_in_use(tmp_path: Path) -> None:
+    store = made([tmp_path])
+    os.truncate(tmp_path / "gen-1" / "slot0.bin", 0)
+    with pytest.raises(DamagedError, match=r"slot0.bin: truncated: reading chunk 0 at step 0"):
+        read(store, 0, RECORD)
+    store.close()
+
+
+def test_removed_while_in_use_is_found_at_the_commit(tmp_path: Path) -> None:
+    store = made([tmp_path])
+    (tmp_path / "gen-1" / "slot1.bin").unlink()
+    with pytest.raises(GoneError, match=r"slot1.bin: removed"):
+        step_of(store, 1)
+    store.close()
+
+
+def test_a_vanished_directory(tmp_path: Path) -> None:
+    directories = [tmp_path / "a", tmp_path / "b"]
+    store = made(directories)
+    step_of(store, 1)
+    store.close()
+    (tmp_path / "b").rename(tmp_path / "hidden")
+    with pytest.raises(GoneError, match=r"b/gen-1: gone"):
+        open_store(directories)
+    (tmp_path / "hidden").rename(tmp_path / "b")
+    (tmp_path / "a").rename(tmp_path / "hidden")
+    with pytest.raises(GoneError, match=r"b: holds step 1"):
+        open_store(directories)
+    assert (tmp_path / "b" / "gen-1" / "slot0.bin").exists()  # nothing was cleaned away
+    # moved, in another order, or fewer than all named: found
+    for given_ in ([tmp_path / "hidden", tmp_path / "b"], [tmp_path / "b", tmp_path / "hidden"], [tmp_path / "hidden"]):
+        store = opened(given_)
+        assert store.step == 1 and store.directories == (tmp_path / "hidden", tmp_path / "b")
+        store.close()
+
+
+def test_foreign_stores(tmp_path: Path) -> None:
+    directories = [tmp_path / "a", tmp_path / "b"]
+    made(directories).close()
+    other = StoreMeta.of(TABLE, META.groups)
+    made([tmp_path / "c", tmp_path / "d"], other).close()
+    for mixed in (["a", "c"], ["a", "d"], ["a", "b", "d"]):
+        with pytest.raises(ForeignError, match=r"job"):
+            open_store([tmp_path / d for d in mixed])
+    with pytest.raises(ForeignError, match=r"holds a store already"):
+        create_store([tmp_path / "a"], other, [0] * len(OWNERS))
+    for i in range(2):  # another job's ledger under this job's description
+        shutil.copy(tmp_path / "c" / "gen-1" / f"ledger.{i}", tmp_path / "a" / "gen-1" / f"ledger.{i}")
+    with pytest.raises(ForeignError, match=r"ledger.0"):
+        open_store(directories)
+    path = tmp_path / "a" / "gen-1" / "store.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 99}))
+    with pytest.raises(ForeignError, match=r"format 99"):
+        open_store(directories)
+
+
+def test_a_member_at_another_step_is_damage(tmp_path: Path) -> None:
+    directories = [tmp_path / "a", tmp_path / "b"]
+    store = made(directories)
+    shutil.copytree(tmp_path / "b", tmp_path / "old")
+    step_of(store, 1)
+    step_of(store, 2)
+    store.close()
+    shutil.rmtree(tmp_path / "b")
+    (tmp_path / "old").rename(tmp_path / "b")
+    with pytest.raises(DamagedError, match=r"no valid ledger record of step 2"):
+        open_store(directories)
+
+
+def test_a_torn_record_is_said(tmp_path: Path) -> None:
+    store = made([tmp_path])
+    step_of(store, 1)
+    store.close()
+    with open(tmp_path / "gen-1" / "ledger.1", "r+b") as file:
+        file.seek(100)
+        file.write(b"torn")
+    store = opened([tmp_path])
+    assert store.step == 0 and "torn record" in store.notes[0]
+    store.close()
+
+
+def test_nothing_there_and_half_made_generations(tmp_path: Path) -> None:
+    assert open_store([tmp_path / "a"]) is None and not (tmp_path / "a").exists()
+    store = create_store([tmp_path / "a", tmp_path / "b"], META, OWNERS)
+    store.close()  # killed before the first commit
+    (tmp_path / "a" / "gen-2").mkdir()  # killed before its description
+    (tmp_path / "a" / "mine.txt").write_text("keep")
+    assert open_store([tmp_path / "a", tmp_path / "b"]) is None
+    assert os.listdir(tmp_path / "a") == ["mine.txt"] and os.listdir(tmp_path / "b") == []
+
+
+def test_two_processes_cannot_write_one_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger_module, "LOCK_WAIT_S", 0.1)
+    store = made([tmp_path])
+    with pytest.raises(StoreError, match=r"in use by another process"):
+        open_store([tmp_path])
+    store.close()
+
+
+def test_a_write_error_midway_keeps_the_committed_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = made([tmp_path])
+    want = {c: read(store, c, RECORD) for c in RECORDS}
+
+    def refuse(code: int):
+        def call(*_: object) -> int:
+            raise OSError(code, os.strerror(code))
+
+        return call
+
+    for code, kind in ((errno.ENOSPC, FullError), (errno.EIO, StoreError), (errno.ENODEV, GoneError)):
+        for name in ("pwritev", "fdatasync", "pwrite"):
+            with monkeypatch.context() as patch:
+                patch.setattr(os, name, refuse(code))
+                with pytest.raises(kind, match=r"slot1.bin|ledger.1") as caught:
+                    step_of(store, 1)
+                if name == "pwritev":
+                    assert "writing chunk 0 after step 0" in str(caught.value)
+            store.drop_pending()
+            assert {c: read(store, c, RECORD) for c in RECORDS} == want
+    step_of(store, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", refuse(errno.EIO))
+        with pytest.raises(StoreError, match=r"slot1.bin: reading chunk 0 at step 1"):
+            read(store, 0, RECORD)
+    store.close()
+    store = opened([tmp_path])
+    assert store.step == 1
+    store.close()
+
+
+def test_short_transfers_and_refused_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = made([tmp_path])
+    data = random_bytes(0, RECORD)
+    pwritev, preadv = os.pwritev, os.preadv
+
+    def short(fd: int, views: list[memoryview], offset: int) -> int:
+        return pwritev(fd, [views[0][: max(PAGE, len(views[0]) // 2 // 512 * 512)]], offset)
+
+    def short_read(fd: int, views: list[memoryview], offset: int) -> int:
+        return preadv(fd, [views[0][: max(PAGE, len(views[0]) // 2 // PAGE * PAGE)]], offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", short)
+        patch.setattr(os, "preadv", short_read)
+        store.tiers[0].write(0, RECORD, data)
+        assert read(store, 0, RECORD) == bytes(data)
+    store.commit(1, b"")
+    assert store.notes == ()
+    refusals = iter([True, False, False, False])
+
+    def invalid_once(fd: int, views: list[memoryview], offset: int) -> int:
+        if next(refusals):
+            raise OSError(errno.EINVAL, "invalid")
+        return pwritev(fd, views, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", invalid_once)
+        store.tiers[0].write(0, RECORD, data)
+    assert "refuses direct I/O" in store.notes[0] and read(store, 0, RECORD) == bytes(data)
+    store.close()
+
+
+def test_spill(tmp_path: Path) -> None:
+    store = made([tmp_path])
+    tier = store.tiers[0]
+    for chunk in TRAINABLE:
+        data = memoryview(bytes([chunk + 1]) * tier._places[chunk].spill_nbytes)
+        tier.spill_write(chunk, data)
+    for chunk in TRAINABLE:
+        buffer = Buffer(tier._places[chunk].spill_nbytes)
+        tier.spill_read(chunk, buffer.view)
+        assert set(buffer.view) == {chunk + 1}
+    assert "spill.bin" not in os.listdir(tmp_path / "gen-1")
+    spilled = sum(tier._places[c].spill_nbytes for c in TRAINABLE)
+    records = sum(r.nbytes for r in RECORDS.values())
+    assert (tier.bytes_written, tier.bytes_read) == (records + spilled, spilled)
+    store.close()
+
+
+def test_a_disk_too_small_is_refused_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Tiny:
+        f_bavail, f_frsize = 3, PAGE
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "statvfs", lambda _: Tiny)
+        with pytest.raises(FullError, match=r"the store needs .*12.0 KiB are free"):
+            create_store([tmp_path / "a", tmp_path / "b"], META, OWNERS)
+    assert os.listdir(tmp_path / "a") == []
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(FullError, match=r"allocating needs"):
+            create_store([tmp_path / "a", tmp_path / "b"], META, OWNERS)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert os.listdir(tmp_path / "a") == []
+
+
+@pytest.mark.lab
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small tmpfs")
+def test_a_full_disk(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    # what the store itself takes, measured where there is room
+    store = made([tmp_path / "roomy"])
+    store.close()
+    need = sum(f.stat().st_size for f in (tmp_path / "roomy" / "gen-1").iterdir())
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={need + (64 << 10)}", "tmpfs", str(disk)]).returncode:
+        pytest.skip("cannot mount a tmpfs here")
+    try:
+        store = made([disk])
+        want = {c: read(store, c, RECORD) for c in RECORDS}
+        with open(disk / "filler", "wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
+            while True:
+                file.write(bytes(PAGE))
+        with pytest.raises(FullError, match=r"spill.bin: allocating needs .* 0 B are free"):
+            store.tiers[0].spill_write(TRAINABLE[0], memoryview(bytes(PAGE)))
+        step_of(store, 1)  # what a step needs was allocated at the start
+        with pytest.raises(FullError, match=r"ledger.0: writing the record of step 2 needs"):
+            store.commit(2, bytes(200_000))
+        store.close()
+        store = opened([disk])
+        assert store.step == 1 and read(store, FROZEN, RECORD) == want[FROZEN]
+        store.close()
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_tier_stands_alone(tmp_path: Path) -> None:
+    meta = replace(META, owners=(0,) * len(OWNERS), directories=(str(tmp_path),), generation=1)
+    tier = FileTier.create(tmp_path, meta, RECORDS)
+    with pytest.raises(AssertionError, match="never written"):
+        tier.prepare(0, b"")
+    for chunk in RECORDS:
+        tier.write(chunk, RECORD, random_bytes(chunk, RECORD))
+    tier.prepare(0, b"x")
+    with pytest.raises(AssertionError, match="between prepare and committed"):
+        tier.write(0, RECORD, random_bytes(0, RECORD))
+    tier.committed(0)
+    with pytest.raises(AssertionError, match="frozen"):
+        tier.write(FROZEN, PUBLIC, random_bytes(FROZEN, PUBLIC))
+    tier.close()
+    tier = FileTier.open(tmp_path, meta)
+    assert (tier.step, tier.blob) == (0, b"x")
+    tier.close()
