@@ -2,7 +2,7 @@
 
 RNG state (CPU and the compute device), autocast, the choice of attention kernels, training flags of its modules, and
 its buffers: the recomputation sees them as they were before the forward and leaves them as it found them, so that a
-batch norm counts every batch once.
+batch norm counts every batch once. Buffers are compared by value: batch norm's kernel does not count its changes.
 
 Assumes: what else a block reads does not change between its forward and its backward.
 Does NOT replay Python's or numpy's random numbers, or attributes that a module sets on itself.
@@ -18,34 +18,32 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from roadtrain.errors import LoopError
-
 
 class Circumstances:
-    """Made just before a forward; `forward_ended` just after it."""
+    """Made just before a forward, `forward_ended` just after it. `last`: the latest copies of the block's buffers,
+    shared between calls that saw the same values."""
 
-    def __init__(self, name: str, modules: Sequence[nn.Module], device: torch.device) -> None:
-        self.name, self.modules, self.device = name, modules, device
+    def __init__(
+        self, modules: Sequence[nn.Module], device: torch.device, last: dict[tuple[int, str], torch.Tensor]
+    ) -> None:
+        self.modules, self.device = modules, device
         self.training = [m.training for m in modules]
         self.cpu_rng = torch.get_rng_state()
         self.cuda_rng = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         kinds = dict.fromkeys(("cpu", device.type))
         self.autocast = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
         self.attention = _attention_kernels() if device.type == "cuda" else []
-        self.before: dict[tuple[int, str], tuple[torch.Tensor | None, torch.Tensor | None, int]] = {}
+        self.before: dict[tuple[int, str], torch.Tensor | None] = {}
         for i, module in enumerate(modules):
             for key, buffer in module._buffers.items():
-                copy = None if buffer is None else buffer.detach().clone()
-                self.before[i, key] = (buffer, copy, -1 if buffer is None else _version(buffer))
-        self.changed: dict[tuple[int, str], torch.Tensor | None] = {}  # what the forward changed -> value before it
+                self.before[i, key] = None if buffer is None else _copy(buffer, last, (i, key))
+        self.changed: set[tuple[int, str]] = set()  # by the forward itself
 
     def forward_ended(self) -> None:
-        """Keep copies only of the buffers that the forward changed."""
-        for (i, key), (buffer, copy, version) in self.before.items():
-            now = self.modules[i]._buffers.get(key)
-            if now is not buffer or (now is not None and _version(now) != version):
-                self.changed[i, key] = copy
-        self.before = {at: (b, None, v) for at, (b, _, v) in self.before.items() if at not in self.changed}
+        self.changed = {at for at, copy in self.before.items() if not _same(self._now(at), copy)}
+
+    def _now(self, at: tuple[int, str]) -> torch.Tensor | None:
+        return self.modules[at[0]]._buffers.get(at[1])
 
     @contextmanager
     def replay(self) -> Iterator[None]:
@@ -81,15 +79,12 @@ class Circumstances:
                 module.training = then
 
     def _replay_buffers(self, stack: ExitStack) -> None:
-        for (i, key), (buffer, _, version) in self.before.items():
-            now = self.modules[i]._buffers.get(key)
-            if now is not buffer or (now is not None and _version(now) != version):
-                raise LoopError(f"buffer {key!r} of block {self.name!r} changed between its forward and its backward",
-                                hint="run backward before the next forward, or change the buffer after step()")
-        for (i, key), value in self.changed.items():
-            buffers = self.modules[i]._buffers
-            stack.callback(buffers.__setitem__, key, buffers.get(key))
-            buffers[key] = None if value is None else value.clone()
+        for at, copy in self.before.items():
+            now = self._now(at)
+            if at in self.changed or not _same(now, copy):
+                buffers = self.modules[at[0]]._buffers
+                stack.callback(buffers.__setitem__, at[1], now)
+                buffers[at[1]] = None if copy is None else copy.clone()
 
 
 @contextmanager
@@ -127,5 +122,14 @@ def _attention_kernels() -> list[SDPBackend]:
     return [kind for on, kind in flags if on]
 
 
-def _version(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
+def _copy(buffer: torch.Tensor, last: dict[tuple[int, str], torch.Tensor], at: tuple[int, str]) -> torch.Tensor:
+    known = last.get(at)
+    if known is None or not _same(buffer, known):
+        known = last[at] = buffer.detach().clone()
+    return known
+
+
+def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)

@@ -70,6 +70,7 @@ class _Block:
         self.depth = 0
         self.open: set[int] = set()
         self.graph_known = False
+        self.buffers: dict[tuple[int, str], torch.Tensor] = {}  # latest copies, for Circumstances
 
     def run(self, leaves: list[Any], spec: Any) -> Any:
         args, kwargs = pytree.tree_unflatten(leaves, spec)
@@ -239,7 +240,7 @@ class _Call:
             self.tickets.append(self.stream.activations.save(tensor))
         versions = [version_of(t) for t in inputs]
         with self.stream.lent(block) as (buffer, self.version):
-            self.when = Circumstances(block.name, block.modules, self.stream.device)
+            self.when = Circumstances(block.modules, self.stream.device, block.buffers)
             leaves, tensors = self._leaves(inputs)
             refuse = functools.partial(_refuse, block.name)
             with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_forget, refuse):  # SAME GRAPH

@@ -1,0 +1,131 @@
+"""A lender in memory: keeps every block as bytes, checks who uses them when, sums gradients in push order."""
+
+import numpy as np
+import torch
+
+from roadtrain.model.activations import Activations
+from roadtrain.model.split import DTYPES, split, table
+from roadtrain.model.stream import Stream
+from roadtrain.spec.chunks import SEGMENT
+
+
+class ToyLender:
+    def __init__(self, table, params):
+        self.table = table
+        self.params = params
+        self.bytes = {b.index: np.zeros(max(b.pull_nbytes, 1), np.uint8) for b in table.blocks}
+        self.version = dict.fromkeys(self.bytes, 0)
+        self.out = {}  # block -> buffers lent, latest last
+        self.grads = {}  # param -> sum, in the parameter's dtype as torch sums
+        self.pushes = []
+        self.borrows = []
+        for index, _, view in self.views(None):
+            if not params[index].is_meta:
+                view.copy_(params[index].detach())
+
+    def views(self, block):
+        for b in self.table.blocks:
+            if block in (None, b.index):
+                buffer = torch.from_numpy(self.bytes[b.index])
+                for run in b.runs:
+                    dtype = DTYPES[run.dtype]
+                    flat = buffer[run.offset : run.offset + run.numel * dtype.itemsize].view(dtype)
+                    for span in run.spans:
+                        yield span.param, run, flat[span.start : span.stop].view(self.table.params[span.param].shape)
+
+    def borrow(self, block):
+        buffer = torch.from_numpy(self.bytes[block]).clone()  # aligned: MKL rounds by alignment
+        self.out.setdefault(block, []).append(buffer)
+        self.borrows.append(block)
+        return buffer, self.version[block]
+
+    def give_back(self, block):
+        self.out[block].pop().fill_(255)  # NaN in every dtype: who still looks will see it
+
+    def gradient_buffer(self, block):
+        return torch.full((self.table.blocks[block].push_nbytes,), 255, dtype=torch.uint8)
+
+    def push(self, block, buffer, present):
+        assert not self.out.get(block), "pushed before it was given back"
+        seen = 0
+        for run in self.table.blocks[block].runs:
+            if not run.trainable:
+                continue
+            dtype = DTYPES[run.dtype]
+            flat = buffer[run.push_offset : run.push_offset + run.numel * dtype.itemsize].view(dtype)
+            covered = torch.zeros(run.numel, dtype=torch.bool)
+            for span in run.spans:
+                if span.param in present:
+                    seen += 1
+                    covered[span.start : span.stop] = True
+                    grad = flat[span.start : span.stop].view(self.table.params[span.param].shape)
+                    if span.param in self.grads:
+                        self.grads[span.param] = self.grads[span.param] + grad
+                    else:
+                        self.grads[span.param] = grad.clone()
+            assert not flat[~covered].any(), "absent parameters and padding must be zero"
+        assert seen == len(present) == len(set(present))
+        self.pushes.append((block, tuple(present)))
+
+    def sum_squares(self, param):
+        return float(self.grads[param].double().square().sum())
+
+
+class Streamed:
+    """A model under a Stream with a ToyLender; `grad(name)`, `finish()`."""
+
+    def __init__(self, model, blocks=None, dtype=None, budget=1 << 30, scratch=None, groups=None):
+        self.model = model
+        self.split = split(model, blocks)
+        parts = (self.split.root, *self.split.blocks)
+        self.params = [p for part in parts for _, p in part.params]
+        self.names = [n for part in parts for n, _ in part.params]
+        groups = dict.fromkeys(self.params, 0) if groups is None else groups
+        self.table = table(self.split, groups, dtype, SEGMENT)
+        self.lender = ToyLender(self.table, self.params)
+        self.activations = Activations(budget, scratch, "cpu")
+        self.ends = 0
+        self.stream = Stream(model, self.split, self.table, self.lender, self.activations, "cpu", self.ended)
+        self.stream.attach()
+        self.root = torch.from_numpy(self.lender.bytes[0])
+        self.stream.root_views(self.root)
+
+    def ended(self):
+        self.ends += 1
+
+    def grad(self, name):
+        index = self.names.index(name)
+        return self.params[index].grad if index < len(self.split.root.params) else self.lender.grads.get(index)
+
+    def value(self, name):
+        return next(v for i, _, v in self.lender.views(None) if self.names[i] == name)
+
+    def zero_grad(self):
+        self.lender.grads.clear()
+        for p in self.params:
+            p.grad = None
+
+    def sgd(self, lr):
+        """One step on the stored values; every block gets a new version."""
+        for index, _, view in self.lender.views(None):
+            grad = self.grad(self.names[index])
+            if grad is not None:
+                view.sub_(grad, alpha=lr)
+        for block in self.lender.version:
+            self.lender.version[block] += 1
+        self.zero_grad()
+
+    def finish(self):
+        """All is given back, dropped, and freed."""
+        assert all(self.stream.pending(i + 1) == 0 for i in range(len(self.split.blocks)))
+        assert not any(self.lender.out.values())
+        self.activations.check()
+        assert self.activations.bytes_held == 0
+        for part in self.split.blocks:
+            for _, p in part.params:
+                assert p.numel() == 0 or p.untyped_storage().nbytes() <= 8
+                assert not p.is_floating_point() or p.isnan().all()
+        self.stream.detach()
+        self.activations.close()
+        for part in self.split.blocks:
+            assert "forward" not in part.module.__dict__
