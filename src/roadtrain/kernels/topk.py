@@ -224,7 +224,7 @@ def scatter(idx: np.ndarray, val: np.ndarray, out: np.ndarray, pool: Executor | 
     if idx.size and int(idx[-1]) >= out.size:
         raise RuleError(f"index {int(idx[-1])} is outside {out.size} elements")
     starts = list(range(0, max(out.size, 1), RANGE))
-    cuts = [*np.searchsorted(idx, np.array(starts)).tolist(), idx.size]
+    cuts = [*np.searchsorted(idx, np.array(starts, np.uint32)).tolist(), idx.size]
 
     def fill(i: int) -> None:
         part = slice(cuts[i], cuts[i + 1])
