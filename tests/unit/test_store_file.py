@@ -477,3 +477,37 @@ def test_a_tier_stands_alone(tmp_path: Path) -> None:
     tier = FileTier.open(tmp_path, meta)
     assert (tier.step, tier.blob) == (0, b"x")
     tier.close()
+
+
+def test_a_prepared_step_that_was_dropped_never_comes_back(tmp_path: Path) -> None:
+    directories = [tmp_path / "a", tmp_path / "b"]
+    store = made(directories)
+    want = {c: read(store, c, RECORD) for c in RECORDS}
+    for chunk in TRAINABLE:
+        store.tier_of(chunk).write(chunk, RECORD, random_bytes(chunk, RECORD))
+    for tier in reversed(store.tiers):
+        tier.prepare(1, b"")
+    store.drop_pending()
+    store.close()
+    store = opened(directories)
+    assert store.step == 0 and {c: read(store, c, RECORD) for c in RECORDS} == want
+    store.close()
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_directory_0_commits_last(tmp_path: Path, failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    directories = [tmp_path / name for name in "abc"]
+    store = made(directories)
+
+    def fail(step: int, blob: bytes) -> None:
+        raise FullError("full")
+
+    monkeypatch.setattr(store.tiers[failing], "prepare", fail)
+    with pytest.raises(FullError):
+        step_of(store, 1)
+    store.close()
+    store = opened(directories)
+    assert store.step == 0
+    for chunk in RECORDS:
+        read(store, chunk, RECORD)
+    store.close()
