@@ -1,112 +1,165 @@
-"""First values of a model built on `meta`, one block at a time, by its own initialisation.
+"""First values of a model that was built on `meta`, one part at a time, so that it never exists whole.
 
-Each module of the block gets memory filled with NaN, then is initialised: by the user's `init(module)`; else as
-`transformers` would (the nearest model above with `_init_weights`); else by its own `reset_parameters()`. Whatever
-still reads as NaN was forgotten, and is an error rather than a silent start from nothing.
+    init = own_init(model)                                      # or the user's function of a module
+    for part in (split.root, *split.blocks):                    # the root first, see below
+        materialize(owned_modules(split, part), part.params, device, init)
+        ...take the values of part.params (CPU, the parameter's own dtype)...
+        release(part.params)
 
-Assumes: initialisation looks only at the module it is given. Deterministic after torch.manual_seed.
+`own_init`: what the model's authors wrote: for Hugging Face models `_initialize_weights` of the nearest enclosing
+model, for others each module's `reset_parameters()`. Buffers are computed too, and stay. What is left without a value
+is an error, never garbage. The same `torch.manual_seed` gives the same values.
+
+Assumes: an init that writes into parameters of other parts finds them on `meta` (no effect) or dropped, so it writes
+only into its own: hence the root first, whose modules may reach into the blocks; shared parameters are protected.
+Does NOT give the values that building on the CPU gives under the same seed: the order of drawing differs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
 
 from roadtrain.errors import ModelError
-from roadtrain.model.borrowed import settle
+from roadtrain.model.borrowed import hollow, settle
 from roadtrain.model.split import Part, Split
 
 Init = Callable[[nn.Module], None]
-CPU = torch.device("cpu")
+Named = Sequence[tuple[str, nn.Parameter]]
 
 
-@torch.no_grad()
+def owned_modules(split: Split, part: Part) -> list[nn.Module]:
+    """The modules of `part`, children before parents; of the root, those outside of all blocks."""
+    others = {id(b.module) for b in split.blocks if b is not part}
+    return list(_post_order(part.module, others, set()))
+
+
+def own_init(model: nn.Module) -> Init:
+    """The model's own initialisation, to be called on each of its modules, children before parents."""
+    families: dict[int, Init] = {}
+
+    def walk(module: nn.Module, family: Init | None) -> None:
+        family = getattr(module, "_initialize_weights", family)
+        if id(module) not in families:
+            families[id(module)] = _reset if family is None else family
+            for child in module.children():
+                walk(child, family)
+
+    walk(model, None)
+
+    def init(module: nn.Module) -> None:
+        family = families[id(module)]
+        module.__dict__.pop("_is_hf_initialized", None)
+        family(module)
+        if family is not _reset and any(_starts_nan(t) for t in _direct(module)) and _resets(module):
+            _reset(module)  # as its constructor did
+            module.__dict__.pop("_is_hf_initialized", None)
+            family(module)
+
+    return init
+
+
 def materialize(
-    part: Part, parts: Split, init: Init | None = None, *, values: bool = True, given: Iterable[str] = ()
+    modules: nn.Module | Sequence[nn.Module], params: Named, device: torch.device | str, init: Init
 ) -> None:
-    """Parameters and buffers of `part` that are on meta come to the CPU and get their first values. `values` False:
-    only modules with buffers are initialised, the parameters' values will come from elsewhere. `given`: names of
-    parameters that will get their values from elsewhere. Raises ModelError naming what nothing initialised."""
-    inside = {id(m) for block in parts.blocks for m in block.module.modules()} if part is parts.root else set()
-    owners = _owners(parts.root.module)
-    buffers: list[tuple[str, torch.Tensor]] = []
-    todo: list[tuple[str, nn.Module]] = []
-    for name, module in _children_first(part.module, part.name if part is not parts.root else ""):
-        if id(module) in inside:
-            continue
-        fresh = _allocate(module)
-        buffers += [(f"{name}.{n}", b) for n, b in fresh]
-        if values or fresh:
-            todo.append((name, module))
-    for _, p in part.params:
-        if p.is_meta:
-            settle(p, torch.full(p.shape, float("nan") if p.is_floating_point() else 0, dtype=p.dtype))
-    for _, module in todo:
-        _initialise(module, init, owners.get(id(module)))
-    known = set(given)
-    lost = [n for n, p in part.params if values and n not in known and bool(p.isnan().any())]
-    lost += [n for n, b in buffers if b.numel() and _untouched(b)]
-    if lost:
+    """Give those of `params`, and of the modules' buffers, that are on `meta` their first values: parameters on the
+    CPU, buffers on `device`. Raises ModelError naming what `init` left without a value."""
+    if isinstance(modules, nn.Module):
+        modules = list(_post_order(modules, set(), set()))
+    fresh = [(name, p) for name, p in params if p.is_meta]
+    mine = {id(p) for _, p in fresh}
+    for _, p in fresh:
+        settle(p, _blank(p))
+        p.__dict__.pop("_is_hf_initialized", None)
+    buffers = list(_blank_buffers(modules))
+    blanks = (*(p for _, p in fresh), *(m._buffers[k] for m, k in buffers))
+    started = {id(t): t._version for t in blanks if t is not None}
+    kept = {id(p): (p, p.detach().clone()) for m in modules for p in m.parameters(recurse=False)
+            if id(p) not in mine and not p.is_meta}
+    needed = [m for m in modules if any(id(p) in mine for p in m.parameters(recurse=False))]
+    needed_ids = {id(m) for m in (*needed, *(m for m, _ in buffers))}
+    if fresh or buffers:
+        with torch.no_grad(), torch.device("cpu"):
+            for module in modules:
+                if id(module) in needed_ids or not any(True for _ in module.parameters(recurse=False)):
+                    init(module)
+            for p, value in kept.values():
+                p.copy_(value)
+    left = [name for name, p in fresh if _unset(p, started)]
+    left += [f"{type(m).__name__}.{k} (buffer)" for m, k in buffers if _unset(m._buffers[k], started)]
+    if left:
         raise ModelError(
-            f"nothing initialises {lost[0]!r}" + (f" and {len(lost) - 1} more" if len(lost) > 1 else "")
-            + f" of block {part.name!r}, which was built on meta",
-            hint="give place(..., init=function of a module), or build the model on the CPU",
+            f"no first value for {', '.join(left[:5])}{f' and {len(left) - 5} more' if len(left) > 5 else ''}",
+            hint="give the module a reset_parameters(), pass init=, load weights, or build the model on the CPU",
         )
+    for module, key in buffers:
+        buffer = module._buffers[key]
+        module._buffers[key] = None if buffer is None else buffer.to(device)
 
 
-def _initialise(module: nn.Module, init: Init | None, owner: nn.Module | None) -> None:
-    direct = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    if init is not None:
-        init(module)
+def release(params: Named) -> None:
+    """Drop the values: they read as NaN and take 0 bytes."""
+    for _, p in params:
+        if p.numel():
+            settle(p, hollow(p.shape, p.dtype, p.device))
+
+
+def _post_order(module: nn.Module, others: set[int], seen: set[int]) -> Iterator[nn.Module]:
+    if id(module) in seen or id(module) in others:
         return
-    if owner is not None:
-        owner._init_weights(module)  # type: ignore[operator]
-        if not any(t.is_floating_point() and bool(t.isnan().any()) for t in direct):
-            return
+    seen.add(id(module))
+    for child in module.children():
+        yield from _post_order(child, others, seen)
+    yield module
+
+
+def _reset(module: nn.Module) -> None:
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-    if direct and reset is not None:
+    if callable(reset) and next(iter(_direct(module)), None) is not None:
         reset()
 
 
-def _allocate(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Memory for the module's own meta buffers; which those are."""
-    fresh = []
-    for name, buffer in module._buffers.items():
-        if buffer is not None and buffer.is_meta:
-            new = torch.full(buffer.shape, _mark(buffer.dtype), dtype=buffer.dtype, device=CPU)
-            module._buffers[name] = new
-            fresh.append((name, new))
-    return fresh
+def _resets(module: nn.Module) -> bool:
+    return hasattr(module, "reset_parameters") or hasattr(module, "_reset_parameters")
 
 
-def _mark(dtype: torch.dtype) -> float | int:
-    return float("nan") if dtype.is_floating_point else 0 if dtype == torch.bool else torch.iinfo(dtype).min
+def _direct(module: nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters(recurse=False)
+    yield from module.buffers(recurse=False)
 
 
-def _untouched(buffer: torch.Tensor) -> bool:
-    if buffer.is_floating_point():
-        return bool(buffer.isnan().any())
-    return buffer.dtype != torch.bool and bool((buffer == _mark(buffer.dtype)).all())
+def _starts_nan(tensor: torch.Tensor) -> bool:
+    if tensor.is_meta or tensor.numel() == 0 or not tensor.is_floating_point():
+        return False
+    return bool(tensor.view(-1)[0].isnan())
 
 
-def _children_first(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    for child_name, child in module.named_children():
-        yield from _children_first(child, f"{name}.{child_name}" if name else child_name)
-    yield name, module
+def _blank(tensor: torch.Tensor) -> torch.Tensor:
+    """On the CPU, of values that no init writes: NaN, the least integer."""
+    out = torch.empty(tensor.shape, dtype=tensor.dtype)
+    if tensor.is_floating_point() or tensor.is_complex():
+        return out.fill_(float("nan"))
+    return out.zero_() if tensor.dtype == torch.bool else out.fill_(torch.iinfo(tensor.dtype).min)
 
 
-def _owners(model: nn.Module) -> dict[int, nn.Module]:
-    """id(module) -> the nearest model above it (or itself) that initialises in the way of transformers."""
-    out: dict[int, nn.Module] = {}
+def _blank_buffers(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str]]:
+    """(module, key) of each buffer that was on `meta`; a tensor registered twice stays one."""
+    blanks: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for module in modules:
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[key] = blanks.setdefault(id(buffer), (buffer, _blank(buffer)))[1]
+                yield module, key
 
-    def walk(module: nn.Module, owner: nn.Module | None) -> None:
-        owner = module if hasattr(module, "_init_weights") else owner
-        if owner is not None:
-            out[id(module)] = owner
-        for child in module.children():
-            walk(child, owner)
 
-    walk(model, None)
-    return out
+def _unset(tensor: torch.Tensor | None, started: dict[int, int]) -> bool:
+    if tensor is None or tensor.numel() == 0:
+        return False
+    if tensor.is_meta:
+        return True
+    if tensor.is_floating_point() or tensor.is_complex():
+        return bool(tensor.isnan().any())
+    untouched = started.get(id(tensor)) == tensor._version
+    return untouched and (tensor.dtype == torch.bool or bool((tensor == torch.iinfo(tensor.dtype).min).all()))
