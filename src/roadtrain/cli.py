@@ -44,6 +44,7 @@ COMMANDS = {
     "export": Command(
         "roadtrain.export:export_run", ("RUN", "DIR"),
         "Write the parameters of a run directory as safetensors in Hugging Face layout, tensor by tensor.",
+        {"masters": (bool, "the fp32 masters, instead of the dtype that the model computes in")},
     ),
     "import": Command(
         "roadtrain.export:import_weights", ("DIR",),

@@ -1,7 +1,8 @@
 """Metrics: `metrics.jsonl` of a run directory, one line a step, every step exactly once after any resume.
 
-A step's line is on disk before the step can be committed, so a resume only ever has to cut lines off: those of steps
-that were not committed, and a torn last one. Does NOT know torch: `roadtrain status` reads it too.
+Steps count from 1: line `step` N was written when N steps were done. It is on disk before step N can be committed, so a
+resume only ever cuts lines off: those of steps that were not committed, and a torn last one. Does NOT know torch:
+`roadtrain status` reads it too.
 """
 
 from __future__ import annotations
@@ -15,30 +16,34 @@ from roadtrain.errors import DamagedError
 
 
 class Metrics:
-    """Appends to `path`. Invariant: the file holds the lines of steps 0 .. next_step - 1 in order, each once."""
+    """Appends to `path`. Invariant: the file holds the lines of consecutive steps up to `done`, each once."""
 
-    def __init__(self, path: Path, next_step: int) -> None:
-        """Cut everything from step `next_step` on. Raises DamagedError where an earlier step's line is missing."""
+    def __init__(self, path: Path, done: int) -> None:
+        """Cut the lines of all steps after `done`; `dropped` is how many. Raises DamagedError where a line of a step
+        that counts is missing; an empty or absent file is a beginning."""
         self.path = path
-        self.next_step = next_step
-        kept, keep_nbytes = _read(path)
-        while kept and kept[-1][0]["step"] >= next_step:
-            keep_nbytes = kept.pop()[1]
-        if [line["step"] for line, _ in kept] != list(range(next_step)):
+        self.done = done
+        kept, end = _read(path)
+        found = len(kept)
+        while kept and kept[-1][0]["step"] > done:
+            end = kept.pop()[1]
+        self.dropped = found - len(kept)
+        steps = [line["step"] for line, _ in kept]
+        if steps != list(range(done - len(steps) + 1, done + 1)):
             raise DamagedError(
-                f"{path} holds {len(kept)} steps, {next_step} are committed",
-                hint="move the file away with its run directory's other metrics, or train into a new --run.dir",
+                f"{path} has lines up to step {steps[-1]}, {done} steps are committed, some have no line",
+                hint="move the file away; a new one begins with the next step",
             )
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
-        os.ftruncate(self._file, keep_nbytes)
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        os.ftruncate(self._file, end)
         os.lseek(self._file, 0, os.SEEK_END)
 
     def append(self, line: dict[str, Any]) -> None:
-        """Write the line of step `next_step` and wait until it is on disk."""
-        assert line["step"] == self.next_step, (line["step"], self.next_step)
-        os.write(self._file, (json.dumps(line) + "\n").encode())
+        """Write the next step's line and wait until it is on disk."""
+        assert line["step"] == self.done + 1, (line["step"], self.done)
+        os.write(self._file, (json.dumps(line, allow_nan=False) + "\n").encode())
         os.fdatasync(self._file)
-        self.next_step += 1
+        self.done += 1
 
     def close(self) -> None:
         os.close(self._file)

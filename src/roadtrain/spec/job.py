@@ -32,6 +32,8 @@ class Section(BaseModel):
 class RunSection(Section):
     dir: str = Field(default="", description="run directory; default runs/NAME-OF-THE-JOB-FILE")
     steps: int = Field(default=1000, ge=0, description="train up to this step")
+    minutes: float | None = Field(default=None, gt=0, description="stop after so long; the same command goes on")
+    device: str = Field(default="", description="cpu or cuda; default: cuda where there is one")
     seed: int = Field(default=0, description="of initial parameters, data order and dropout")
     log_every: int = Field(default=1, ge=1, description="a line every so many steps where no progress bar can be drawn")
 
@@ -217,8 +219,8 @@ def unknown_key(key: str) -> ConfigError:
     return ConfigError(f"unknown key `{key}`", hint=near or f"sections are {', '.join(sections)}")
 
 
-_TEXT_KEYS = frozenset({"run.dir", "model.pretrained", "model.dtype", "data.tokenizer", "optimizer.name",
-                        "optimizer.schedule", "budget.host"})  # fmt: skip
+_TEXT_KEYS = frozenset({"run.dir", "run.device", "model.pretrained", "model.dtype", "data.tokenizer", "optimizer.name",
+                        "optimizer.schedule", "budget.host"})
 _FREE_KEYS = ("model.config.", "optimizer.options.")
 _LIST_KEYS = frozenset({"model.blocks", "data.paths", "store.dirs"})
 

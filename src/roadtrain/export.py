@@ -1,0 +1,93 @@
+"""export and import: between a run directory and a folder that `transformers` loads, tensor by tensor.
+
+An export needs the store only, not the model: parameters in the dtype that the model computes in, buffers from the last
+commit, config.json, and the tokenizer if there is one. An import is a placed run at step 0, with its job.toml.
+"""
+
+from __future__ import annotations
+
+import io
+import shutil
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from roadtrain.build import DTYPES, build_config
+from roadtrain.data import need
+from roadtrain.errors import ConfigError
+from roadtrain.spec.job import Job, load_job, make_job
+from roadtrain.store.convert import MASTER, read_param
+from roadtrain.store.generation import OpenedStore, open_store
+from roadtrain.store.safetensors_io import Item, export_dir
+from roadtrain.store.tier import PUBLIC
+from roadtrain.train import place_job, write_job
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def export_run(run: str, directory: str, masters: bool = False, report: Callable[[str], None] = print) -> int:
+    """Write the last committed step of `run`; `masters`: in fp32. Raises ConfigError, StoreError."""
+    home = Path(run)
+    if not (home / "job.toml").is_file():
+        raise ConfigError(f"{run} is not a run directory: it has no job.toml", hint="it is the job's --run.dir")
+    job = load_job(home / "job.toml")
+    store = open_store(job.store.dirs, direct=job.store.direct) if job.store.dirs else None
+    if store is None:
+        raise ConfigError(f"{run} has no state on files (store.dirs = {job.store.dirs})", hint="train it first")
+    try:
+        files = export_dir(_items(store, masters), directory)
+        step = store.step
+    finally:
+        store.close()
+    _write_config(job, Path(directory), "fp32" if masters else job.model.dtype)
+    if (home / "tokenizer.json").is_file():
+        shutil.copyfile(home / "tokenizer.json", Path(directory) / "tokenizer.json")
+    report(f"exported step {step}: {len(files)} files in {directory}")
+    return 0
+
+
+def import_weights(directory: str, overrides: Mapping[str, Any], report: Callable[[str], None] = print) -> int:
+    """Place the model in `directory` at step 0 of a new run. Raises ConfigError where the run has begun, StoreError."""
+    if "run.dir" not in overrides:
+        raise ConfigError("where to?", hint="give --run.dir RUN")
+    tree: dict[str, Any] = {"model": {"pretrained": directory}, "run": {"dir": overrides["run.dir"]}}
+    tokenizer = Path(directory) / "tokenizer.json"
+    if tokenizer.is_file():
+        tree["data"] = {"tokenizer": str(tokenizer)}
+    job = make_job(tree).changed({**overrides, "model.pretrained": directory})
+    job.run_dir.mkdir(parents=True, exist_ok=True)
+    training = place_job(job, report)
+    with training.optimizer as optimizer:
+        if optimizer.steps_done:
+            raise ConfigError(f"{job.run.dir} has trained {optimizer.steps_done} steps", hint="give another --run.dir")
+        optimizer.flush()
+        write_job(training.job)
+    report(f"imported {directory}; go on with: roadtrain train {job.run_dir / 'job.toml'}")
+    return 0
+
+
+def _items(store: OpenedStore, masters: bool) -> list[Item]:
+    items: list[Item] = []
+    for param in store.table.params:
+        if param.name.startswith("residual:"):  # of error feedback: not the model's
+            continue
+        what, dtype = (MASTER, "fp32") if masters and param.trainable else (PUBLIC, param.dtype)
+        items.append((param.name, dtype, param.shape, partial(read_param, store, param.name, what)))
+    state = torch.load(io.BytesIO(store.blob), weights_only=True) if store.blob else {}
+    for name, buffer in state.get("buffers", {}).items():
+        if buffer.dtype in _NAMES:
+            raw = buffer.view(torch.uint16) if buffer.itemsize == 2 else buffer
+            items.append((name, _NAMES[buffer.dtype], tuple(buffer.shape), raw.numpy))
+    return items
+
+
+def _write_config(job: Job, directory: Path, dtype: str) -> None:
+    config, transformers = build_config(job), need("transformers", "hf")
+    config.dtype = DTYPES[dtype]
+    known = transformers.AutoModelForCausalLM._model_mapping
+    if type(config) in known:
+        config.architectures = [known[type(config)].__name__]
+    config.save_pretrained(directory)

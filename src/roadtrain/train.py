@@ -1,0 +1,283 @@
+"""train(): a job's training loop. The step (`step`) fits one screen; it is the loop that any user would write.
+
+Batches, learning rates and dropout are functions of the step's number, so a resumed run repeats them. A step's line is
+in metrics.jsonl before that step can be committed (the commit waits for the next forward, or for flush).
+Does NOT know how parameters travel: that is `place`.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import shutil
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from roadtrain.build import DTYPES, build_model, build_optimizer, fitted
+from roadtrain.data import Tokens
+from roadtrain.errors import ConfigError
+from roadtrain.metrics import Metrics
+from roadtrain.place import place
+from roadtrain.progress import Progress, show_table
+from roadtrain.spec.job import Job, load_job
+from roadtrain.units import show_bytes
+
+HELD_OUT_BATCHES = 8
+Report = Callable[[str], None]
+
+
+@dataclass
+class SameData:
+    """Committed with each step, so that no run goes on with other text unnoticed. `begun`: a step was trained on it."""
+
+    fingerprint: str
+    begun: bool = False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"fingerprint": self.fingerprint, "begun": self.begun}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["begun"] and state["fingerprint"] != self.fingerprint:
+            raise ConfigError(
+                f"the text has changed since this run began ({state['fingerprint']} then, {self.fingerprint} now)",
+                hint="train into a new --run.dir, or give the same data.paths, tokenizer and held_out",
+            )
+
+
+@dataclass(frozen=True)
+class Training:
+    """A job with its model placed. `optimizer`: what place() returned."""
+
+    job: Job
+    model: torch.nn.Module
+    optimizer: Any
+    scaler: torch.amp.GradScaler
+    tokens: Tokens
+    data: SameData
+    device: torch.device
+
+    def clip(self) -> None:
+        """Loss scaling is still on the gradients, so the limit is scaled too (torch refuses to unscale fp16)."""
+        limit = self.job.optimizer.clip_norm
+        if limit is not None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit * self.scaler.get_scale())
+
+
+@dataclass(frozen=True)
+class Summary:
+    """`stopped`: why it ended before run.steps, or nothing. Losses are means of the first and last steps of this run.
+    Bytes: what roadtrain's buffers took at most, what plain training needs, the whole process."""
+
+    steps: int
+    first_loss: float
+    last_loss: float
+    held_out_loss: float | None
+    resident_nbytes: int
+    plain_nbytes: int
+    peak_rss_nbytes: int
+    stopped: str
+
+
+def command(path: str, overrides: Mapping[str, Any]) -> int:
+    return 130 if train(load_job(path, overrides)).stopped == "interrupted" else 0
+
+
+def train(job: Job, report: Report = print) -> Summary:
+    """Train `job` from its last committed step up to run.steps. Raises RoadtrainError."""
+    job.run_dir.mkdir(parents=True, exist_ok=True)
+    training = place_job(job, report)
+    optimizer = training.optimizer
+    with optimizer, Metrics(job.run_dir / "metrics.jsonl", optimizer.steps_done) as metrics, _Stop(job, report) as stop:
+        write_job(training.job)  # now that nothing was refused
+        if metrics.dropped:
+            report(f"metrics: {metrics.dropped} steps that were not committed are dropped")
+        losses: list[float] = []
+        resident = 0
+        with Progress(job.run.steps, optimizer.steps_done, job.run.log_every, report) as progress:
+            then = time.perf_counter()
+            training.data.begun = True
+            while optimizer.steps_done < job.run.steps and not stop.why():
+                loss, lr = step(training, optimizer.steps_done)
+                now = time.perf_counter()
+                line = _line(training, loss, lr, now - then)
+                then = now
+                metrics.append(line)
+                progress.show(line)
+                losses.append(loss)
+                resident = max(resident, optimizer.memory()["resident"])
+        optimizer.flush()
+        if stop.why():
+            report(f"{stop.why()}: step {optimizer.committed_step} is committed; the same command goes on from there")
+        summary = _summary(training, losses, resident, stop.why())
+    _show_summary(summary, report)
+    return summary
+
+
+def step(training: Training, number: int) -> tuple[float, float]:
+    """Step `number` (from 0): its mean loss and its learning rate."""
+    job, model, optimizer, scaler = training.job, training.model, training.optimizer, training.scaler
+    lr = learning_rate(job, number)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    torch.manual_seed(job.run.seed * 1_000_003 + number)  # dropout
+    total = 0.0
+    for micro in range(job.optimizer.accumulate):
+        x_BT, y_BT = training.tokens.batch(number, micro, job.data.batch_size, job.data.seq_len)
+        loss = loss_of(model, x_BT, y_BT, training.device) / job.optimizer.accumulate
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]  # gradients leave as each block finishes
+        total += loss.item()
+    training.clip()
+    scaler.step(optimizer)  # updates run, and the step is committed, while the next one computes
+    scaler.update()
+    optimizer.zero_grad()
+    return total, lr
+
+
+def loss_of(model: torch.nn.Module, x_BT: torch.Tensor, y_BT: torch.Tensor, device: torch.device) -> torch.Tensor:
+    logits_BTV = model(input_ids=x_BT.to(device), use_cache=False).logits
+    return functional.cross_entropy(logits_BTV.float().flatten(0, 1), y_BT.to(device).flatten())
+
+
+@torch.no_grad()
+def held_out_loss(training: Training, batches: int = HELD_OUT_BATCHES) -> float | None:
+    """Mean over at most `batches` held-out batches; None where none are held out."""
+    job, model = training.job, training.model
+    if not job.data.held_out:
+        return None
+    rows = training.tokens.held_out_batches(batches, job.data.batch_size, job.data.seq_len)
+    model.eval()
+    losses = [loss_of(model, x_BT, y_BT, training.device).item() for x_BT, y_BT in rows]
+    model.train()
+    return sum(losses) / len(losses) if losses else None
+
+
+def learning_rate(job: Job, number: int) -> float:
+    """Of step `number` (from 0): linear warm-up, then the schedule down to a tenth at run.steps."""
+    o = job.optimizer
+    if number < o.warmup_steps:
+        return o.lr * (number + 1) / o.warmup_steps
+    if o.schedule == "constant":
+        return o.lr
+    part = min(1.0, (number - o.warmup_steps) / max(1, job.run.steps - o.warmup_steps))
+    fall = part if o.schedule == "linear" else (1 - math.cos(math.pi * part)) / 2
+    return o.lr * (1 - 0.9 * fall)
+
+
+def place_job(job: Job, report: Report = print) -> Training:
+    """Text, model, optimizer, and the one line that places them. Raises RoadtrainError."""
+    tokens = Tokens(job.data.paths, job.data.tokenizer, job.data.held_out, job.run.seed)
+    report(f"data: {len(tokens.train):,} tokens of {len(tokens.files):,} files, {len(tokens.held_out):,} held out")
+    job = fitted(job, tokens)
+    device = torch.device(job.run.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    torch.manual_seed(job.run.seed)
+    model = build_model(job, "meta")
+    scaler = torch.amp.GradScaler(device.type, enabled=job.model.dtype == "fp16")
+    data = SameData(tokens.fingerprint)
+    optimizer = place(
+        model, build_optimizer(job, model.parameters()), store=job.store.dirs or None, budget=job.host_nbytes,
+        dtype=DTYPES[job.model.dtype], blocks=job.model.blocks, backwards_per_step=_promise(job),
+        topk=None if job.compress.topk is None else job.compress.topk / 100,
+        error_feedback=job.compress.error_feedback, chunk_elements=job.store.chunk_elements, device=device,
+        weights=job.model.pretrained, extra={"scaler": scaler, "data": data},
+        direct=job.store.direct, report=report,
+    )
+    return Training(job, model, optimizer, scaler, tokens, data, device)
+
+
+def _promise(job: Job) -> int | None:
+    """Backward passes a step, where nothing scales gradients after backward: updates then begin in it."""
+    scaled = job.optimizer.clip_norm is not None or job.model.dtype == "fp16"
+    return None if scaled else job.optimizer.accumulate
+
+
+class _Stop:
+    """Why to stop early: Ctrl-C or SIGTERM (the step at work is finished; a second one ends at once), or the time."""
+
+    def __init__(self, job: Job, report: Report) -> None:
+        self._until = math.inf if job.run.minutes is None else time.monotonic() + 60 * job.run.minutes
+        self._minutes, self._report, self._asked = job.run.minutes, report, False
+        self._before: dict[signal.Signals, Any] = {}
+
+    def why(self) -> str:
+        if self._asked:
+            return "interrupted"
+        return f"{self._minutes:g} minutes are over" if time.monotonic() > self._until else ""
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if self._asked:
+            raise KeyboardInterrupt
+        self._asked = True
+        self._report("stopping after this step (again: at once)")
+
+    def __enter__(self) -> _Stop:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            try:
+                self._before[number] = signal.signal(number, self._ask)
+            except ValueError:  # not the main thread: whoever runs us there handles signals
+                break
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+def _line(training: Training, loss: float, lr: float, seconds: float) -> dict[str, Any]:
+    job, optimizer = training.job, training.optimizer
+    norm = optimizer.grad_norm()
+    line: dict[str, Any] = {
+        "step": optimizer.steps_done,
+        "loss": loss if math.isfinite(loss) else None,
+        "grad_norm": norm if math.isfinite(norm) else None,
+        "lr": lr,
+        "tokens": job.data.batch_size * job.data.seq_len * job.optimizer.accumulate,
+        "seconds": round(seconds, 6),
+        "stages": {k: {"seconds": round(v.seconds, 6), "bytes": v.nbytes} for k, v in optimizer.stages().items()},
+    }
+    return line | ({"lossy": job.lossy} if job.lossy else {})
+
+
+def write_job(job: Job) -> None:
+    new = job.run_dir / "job.toml.new"
+    new.write_text(job.to_toml())
+    new.replace(job.run_dir / "job.toml")
+    if job.data.tokenizer != "bytes":
+        kept = job.run_dir / "tokenizer.json"
+        if Path(job.data.tokenizer).resolve() != kept.resolve():
+            shutil.copyfile(job.data.tokenizer, kept)
+
+
+def _summary(training: Training, losses: list[float], resident: int, stopped: str) -> Summary:
+    memory, few = training.optimizer.memory(), max(1, min(5, len(losses) // 2))
+    return Summary(
+        training.optimizer.steps_done,
+        sum(losses[:few]) / few if losses else math.nan,
+        sum(losses[-few:]) / few if losses else math.nan,
+        None if stopped == "interrupted" else held_out_loss(training),
+        max(resident, memory["resident"]),
+        memory["plain"],
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        stopped,
+    )
+
+
+def _show_summary(s: Summary, report: Report) -> None:
+    rows = [("steps done", f"{s.steps}")]
+    if math.isfinite(s.first_loss):
+        rows.append(("training loss, first and last steps of this run", f"{s.first_loss:.3f} -> {s.last_loss:.3f}"))
+    if s.held_out_loss is not None:
+        rows.append(("held-out loss", f"{s.held_out_loss:.3f}"))
+    rows += [
+        ("plain training needs (parameters, gradients, optimizer)", show_bytes(s.plain_nbytes)),
+        ("roadtrain held at most", f"{show_bytes(s.resident_nbytes)} ({s.resident_nbytes / s.plain_nbytes:.0%})"),
+        ("peak memory of the process, torch and text included", show_bytes(s.peak_rss_nbytes)),
+    ]
+    show_table(rows, report)
