@@ -1,0 +1,109 @@
+"""Small models and loops that the tests of whole steps share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+import roadtrain
+
+VOCAB = 50
+
+
+class Net(nn.Module):
+    """A small encoder. `tied`: the head is the embedding. `frozen`: LoRA style, only biases and norms train."""
+
+    def __init__(self, depth=3, width=64, tied=False, frozen=False, dropout=0.1):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, width)
+        self.layers = nn.ModuleList(
+            [nn.TransformerEncoderLayer(width, 4, 2 * width, dropout, batch_first=True) for _ in range(depth)]
+        )
+        self.register_buffer("seen", torch.zeros(()))
+        self.head = nn.Linear(width, VOCAB)
+        if tied:
+            self.head.weight = self.embed.weight
+        if frozen:
+            for name, p in self.named_parameters():
+                p.requires_grad_("norm" in name or "bias" in name)
+
+    def forward(self, x):
+        self.seen += 1
+        h = self.embed(x)
+        for layer in self.layers:
+            h = layer(h)
+        return self.head(h)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One cell of the product. `dtype`: what parameters compute in. `scaler`: fp16-style loss scaling with an inf."""
+
+    accumulate: int = 1
+    clip: float | None = None
+    groups: bool = False
+    frozen: bool = False
+    tied: bool = False
+    scaler: bool = False
+    dtype: torch.dtype | None = None
+    eager: bool = False
+
+
+def build(case, seed=0):
+    torch.manual_seed(seed)
+    model = Net(tied=case.tied, frozen=case.frozen)
+    params = [p for p in model.parameters() if p.requires_grad]
+    if case.groups:
+        wide, thin = [p for p in params if p.ndim > 1], [p for p in params if p.ndim <= 1]
+        params = [{"params": g, "weight_decay": wd} for g, wd in ((wide, 0.1), (thin, 0.0)) if g]
+    return model, torch.optim.AdamW(params, lr=1e-2, foreach=False)
+
+
+def place(case, store, seed=0, **options):
+    model, optimizer = build(case, seed)
+    scaler = new_scaler(case)
+    extra = {"scaler": scaler} if case.scaler else {}
+    placed = roadtrain.place(
+        model, optimizer, store=store, dtype=case.dtype, extra=extra, deadline_s=60, report=lambda _: None,
+        backwards_per_step=case.accumulate if case.eager else None, **options,
+    )
+    return model, placed, scaler
+
+
+def new_scaler(case):
+    return torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2, enabled=case.scaler)
+
+
+def one_step(case, model, optimizer, scaler, number):
+    """Step `number` of the loop that every test runs; with a scaler, step 2 has an inf and is skipped."""
+    torch.manual_seed(1000 + number)
+    total = 0.0
+    for _ in range(case.accumulate):
+        x = torch.randint(0, VOCAB, (4, 16))
+        loss = nn.functional.cross_entropy(model(x).float().flatten(0, 1), x.roll(1, 1).flatten())
+        blown = loss * float("inf") if case.scaler and number == 2 else loss
+        scaler.scale(blown / case.accumulate).backward()
+        total += loss.item()
+    if case.clip is not None:
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    return total
+
+
+def run(case, model, optimizer, scaler, first, last):
+    return [one_step(case, model, optimizer, scaler, i) for i in range(first, last)]
+
+
+def contents(model, placed):
+    """Every tensor of the training, by name."""
+    out = {}
+    for name, p in model.named_parameters():
+        out[name] = placed.read(name)
+        if p.requires_grad:
+            out |= {f"{name}:{what}": placed.read(name, what) for what in ("exp_avg", "exp_avg_sq", "step")}
+    return out | {name: b.numpy().copy() for name, b in model.named_buffers()}

@@ -1,0 +1,77 @@
+"""The product of what users combine: each cell gives the same bits on RAM, one and three directories, also resumed with
+another layout (Rule 1, Rule 3), and the same training as plain torch."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from models import Case, build, contents, new_scaler, place, run
+
+STEPS = 5
+NO_YES = (False, True)
+CASES = [
+    Case(accumulate=a, clip=c, groups=g, frozen=f, tied=t, scaler=s)
+    for a, c, g, f, t, s in itertools.product((1, 3), (None, 0.5), NO_YES, NO_YES, NO_YES, NO_YES)
+]
+CASES += [Case(dtype=torch.bfloat16, accumulate=2, clip=1.0), Case(dtype=torch.bfloat16, eager=True),
+          Case(eager=True, accumulate=2), Case(dtype=torch.float16, scaler=True)]
+
+
+def name(case):
+    return "-".join(f"{k}={v}" for k, v in vars(case).items() if v) or "plain"
+
+
+def placed_run(case, store, **options):
+    model, placed, scaler = place(case, store, **options)
+    losses = run(case, model, placed, scaler, 0, STEPS)
+    found = contents(model, placed)
+    placed.close()
+    return losses, found
+
+
+def resumed_run(case, tmp_path):
+    """Two steps in one directory, two with other chunks and less memory, the rest in three directories."""
+    losses = []
+    layouts = [
+        (tmp_path / "a", {}, 2), (tmp_path / "a", {"chunk_elements": 1 << 16, "budget": "160MiB"}, 4),
+        ([tmp_path / d for d in "abc"], {}, STEPS),
+    ]
+    for store, options, until in layouts:
+        model, placed, scaler = place(case, store, seed=7 if losses else 0, **options)
+        losses += run(case, model, placed, scaler, placed.steps_done, until)
+        found = contents(model, placed)
+        placed.close()
+    return losses, found
+
+
+def same(a, b):
+    assert a[0] == b[0]
+    assert a[1].keys() == b[1].keys()
+    for key in a[1]:
+        assert np.array_equal(a[1][key], b[1][key], equal_nan=True), key
+
+
+@pytest.mark.parametrize("case", CASES, ids=name)
+def test_same_bits_on_every_placement(case, tmp_path):  # Rule 1
+    ram = placed_run(case, None)
+    same(ram, placed_run(case, tmp_path / "one"))
+    same(ram, placed_run(case, [tmp_path / f"d{i}" for i in range(3)], chunk_elements=1 << 16))
+    if case.eager:
+        return
+    same(ram, resumed_run(case, tmp_path))
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.dtype is None], ids=name)
+def test_same_training_as_plain_torch(case):
+    model, optimizer = build(case)
+    losses = run(case, model, optimizer, new_scaler(case), 0, STEPS)
+    placed = placed_run(case, None)[0]
+    assert np.allclose(losses, placed, rtol=0, atol=2e-4)
+    assert losses[0] == placed[0]
+
+
+def test_what_waits_is_spilled_under_a_small_budget(tmp_path):  # Rule 4
+    case = Case(accumulate=2, clip=0.5)
+    ram = placed_run(case, None)
+    same(ram, placed_run(case, tmp_path / "s", budget="45MiB", chunk_elements=1 << 16))
