@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from roadtrain.errors import ModelError
-from roadtrain.model.init import materialize, own_init, owned_modules, release
+from roadtrain.model.init import materialize, release
 from roadtrain.model.split import split
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -23,7 +23,7 @@ def take(model, seed=0, init=None, blocks=None):
     s = split(model, blocks)
     values = {}
     for part in (s.root, *s.blocks):
-        materialize(owned_modules(s, part), part.params, "cpu", init or own_init(model))
+        materialize(part, s, init)
         alive = {n for n, p in model.named_parameters() if not p.is_meta and p.untyped_storage().nbytes() > 8}
         assert alive <= {n for n, _ in part.params}
         for n, p in part.params:
@@ -141,7 +141,7 @@ def test_left_without_a_value():
         model = Net(Custom)
     with pytest.raises(ModelError) as error:
         take(model)
-    assert "extra.scale, Custom.steps (buffer), Custom.mask (buffer), Custom.freq (buffer)\nhint:" in str(error.value)
+    assert "extra.scale, extra.steps (buffer), extra.mask (buffer), extra.freq (buffer)\nhint:" in str(error.value)
 
 
 def test_users_init():
@@ -173,11 +173,10 @@ def test_shared_and_loaded_parameters_are_not_touched():
     model["b"][0].weight = model["a"].weight
     model["b"][1].bias = nn.Parameter(torch.full((4,), 9.0))
     s = split(model)
-    init = own_init(model)
-    materialize(owned_modules(s, s.root), s.root.params, "cpu", init)
+    materialize(s.root, s)
     shared = model["a"].weight.detach().clone()
     for part in s.blocks:
-        materialize(owned_modules(s, part), part.params, "cpu", init)
+        materialize(part, s)
     assert torch.equal(model["a"].weight, shared)
     assert (model["b"][1].bias == 9).all() and not model["b"][1].weight.isnan().any()
 
@@ -187,5 +186,18 @@ def test_real_model_is_left_alone():
     before = [p.clone() for p in model.parameters()]
     s = split(model)
     for part in (s.root, *s.blocks):
-        materialize(owned_modules(s, part), part.params, "cpu", own_init(model))
+        materialize(part, s)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
+
+
+@pytest.mark.parametrize("how", [{"values": False}, {"given": ["a"]}])
+def test_values_from_elsewhere(how):
+    model = llama("meta")
+    if "given" in how:
+        how = {"given": [n for n, _ in model.named_parameters()]}
+    s = split(model)
+    for part in (s.root, *s.blocks):
+        materialize(part, s, **how)
+    assert all(p.is_meta for p in model.parameters())
+    for (n, a), (m, b) in zip(llama("cpu").named_buffers(), model.named_buffers()):
+        assert n == m and torch.equal(a, b)

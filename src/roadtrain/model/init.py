@@ -1,12 +1,11 @@
 """First values of a model that was built on `meta`, one part at a time, so that it never exists whole.
 
-    init = own_init(model)                                      # or the user's function of a module
-    for part in (split.root, *split.blocks):                    # the root first, see below
-        materialize(owned_modules(split, part), part.params, device, init)
+    for part in (split.root, *split.blocks):  # the root first, see below
+        materialize(part, split, init)        # init: the user's function of a module, None: the model's own
         ...take the values of part.params (CPU, the parameter's own dtype)...
         release(part.params)
 
-`own_init`: what the model's authors wrote: for Hugging Face models `_initialize_weights` of the nearest enclosing
+The model's own: what the model's authors wrote: for Hugging Face models `_initialize_weights` of the nearest enclosing
 model, for others each module's `reset_parameters()`. Buffers are computed too, and stay. What is left without a value
 is an error, never garbage. The same `torch.manual_seed` gives the same values.
 
@@ -17,7 +16,7 @@ Does NOT give the values that building on the CPU gives under the same seed: the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -62,13 +61,14 @@ def own_init(model: nn.Module) -> Init:
 
 
 def materialize(
-    modules: nn.Module | Sequence[nn.Module], params: Named, device: torch.device | str, init: Init
+    part: Part, split: Split, init: Init | None = None, *, values: bool = True, given: Collection[str] = ()
 ) -> None:
-    """Give those of `params`, and of the modules' buffers, that are on `meta` their first values: parameters on the
-    CPU, buffers on `device`. Raises ModelError naming what `init` left without a value."""
-    if isinstance(modules, nn.Module):
-        modules = list(_post_order(modules, set(), set()))
-    fresh = [(name, p) for name, p in params if p.is_meta]
+    """Give those parameters and buffers of `part` that are on `meta` their first values, on the CPU. Parameters named
+    in `given`, or all of them without `values`, come from elsewhere and stay on `meta`. Raises ModelError naming what
+    is left without a value."""
+    fresh = [(name, p) for name, p in part.params if values and name not in given and p.is_meta]
+    init = init or own_init(split.root.module)
+    modules = owned_modules(split, part)
     mine = {id(p) for _, p in fresh}
     for _, p in fresh:
         settle(p, _blank(p))
@@ -88,15 +88,15 @@ def materialize(
             for p, value in kept.values():
                 p.copy_(value)
     left = [name for name, p in fresh if _unset(p, started)]
-    left += [f"{type(m).__name__}.{k} (buffer)" for m, k in buffers if _unset(m._buffers[k], started)]
+    lost = [(m, k) for m, k in buffers if _unset(m._buffers[k], started)]
+    if lost:
+        names = {id(m): n for n, m in split.root.module.named_modules()}
+        left += [f"{names[id(m)]}.{k} (buffer)" for m, k in lost]
     if left:
         raise ModelError(
             f"no first value for {', '.join(left[:5])}{f' and {len(left) - 5} more' if len(left) > 5 else ''}",
             hint="give the module a reset_parameters(), pass init=, load weights, or build the model on the CPU",
         )
-    for module, key in buffers:
-        buffer = module._buffers[key]
-        module._buffers[key] = None if buffer is None else buffer.to(device)
 
 
 def release(params: Named) -> None:
