@@ -9,11 +9,11 @@ from roadtrain.errors import RoadtrainError
 if TYPE_CHECKING:
     from roadtrain.kernels.lion import Lion
     from roadtrain.optimizer import PlacedOptimizer
-    from roadtrain.place import place
+    from roadtrain.placing import place
 
 __all__ = ["Lion", "PlacedOptimizer", "RoadtrainError", "place"]
 
-_HOMES = {"place": "roadtrain.place", "PlacedOptimizer": "roadtrain.optimizer", "Lion": "roadtrain.kernels.lion"}
+_HOMES = {"place": "roadtrain.placing", "PlacedOptimizer": "roadtrain.optimizer", "Lion": "roadtrain.kernels.lion"}
 
 
 def __getattr__(name: str) -> Any:

@@ -25,7 +25,7 @@ from roadtrain.build import DTYPES, build_model, build_optimizer, fitted
 from roadtrain.data import Tokens
 from roadtrain.errors import ConfigError
 from roadtrain.metrics import Metrics
-from roadtrain.place import place
+from roadtrain.placing import place
 from roadtrain.progress import Progress, show_table
 from roadtrain.spec.job import Job, load_job
 from roadtrain.units import show_bytes
