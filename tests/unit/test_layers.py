@@ -1,0 +1,154 @@
+"""The house (docs/design.md): rooms are stacked, imports only go down. Read from the source, nothing is imported."""
+
+from __future__ import annotations
+
+import ast
+import io
+import tokenize
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parents[2] / "src" / "roadtrain"
+FLOORS = {
+    "units": 0, "errors": 0,
+    "spec": 1,
+    "trace": 2, "metrics": 2, "progress": 2,
+    "flow": 3, "kernels": 3, "wire": 3,
+    "store": 4, "model": 4,
+    "sim": 5, "node": 5,
+    "place": 6, "optimizer": 6, "start": 6, "data": 6, "build": 6, "probe": 6, "planner": 6, "lab": 6,
+    "adapters": 7, "train": 7, "verify": 7, "status": 7, "export": 7, "__init__": 7,
+    "bench": 8, "cli": 8,
+}
+PURE = ("spec", "flow", "sim", "planner")
+NEVER_IN_PURE = {"torch", "socket", "threading", "asyncio", "time"}
+LINE_BUDGET = 5_000  # of the package without bench and cli; raised only on purpose
+FILE_LINES = 500
+FORBIDDEN = ("shard", "bucket", "partition", "keeper")
+# File -> words allowed there, with the reason.
+EXCEPTED = {
+    "store/safetensors_io.py": {"shard"},  # Hugging Face's own name for the files of one export
+    "bench/deepspeed_peer.py": {"bucket"},  # DeepSpeed's own setting
+}
+STR_METHODS = {"partition", "rpartition"}
+
+FILES = sorted(SRC.rglob("*.py"))
+MODULES = {".".join(("roadtrain", *path.relative_to(SRC).with_suffix("").parts)): path for path in FILES}
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(SRC).with_suffix("").parts[0]
+
+
+def trees() -> list[tuple[Path, ast.Module]]:
+    return [(path, ast.parse(path.read_text())) for path in FILES]
+
+
+def imported(tree: ast.AST) -> list[tuple[str, int]]:
+    """(module, line) of all imports outside `if TYPE_CHECKING`; `from roadtrain.x import y` counts x.y if a module."""
+    skip = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    out = []
+    for node in ast.walk(tree):
+        if id(node) in skip:
+            continue
+        if isinstance(node, ast.Import):
+            out += [(alias.name, node.lineno) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: a relative import"
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                out.append((whole if whole in MODULES or (SRC / alias.name).is_dir() else str(node.module), node.lineno))
+    return out
+
+
+def test_every_room_has_a_floor() -> None:
+    assert {room_of(path) for path in FILES} <= set(FLOORS)
+
+
+def test_imports_only_go_down() -> None:
+    """Sideways inside a room; single files of one floor are one room."""
+    wrong = []
+    for path, tree in trees():
+        room = room_of(path)
+        for name, line in imported(tree):
+            if not name.startswith("roadtrain."):
+                continue
+            target = name.split(".")[1]
+            single = (SRC / f"{room}.py").exists() and (SRC / f"{target}.py").exists()
+            sideways = FLOORS[room] == FLOORS[target] and (room == target or single)
+            if not sideways and FLOORS[target] >= FLOORS[room]:
+                wrong.append(f"{path.relative_to(SRC)}:{line} ({FLOORS[room]}) imports {name} ({FLOORS[target]})")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_circles() -> None:
+    edges: dict[str, set[str]] = {}
+    for path, tree in trees():
+        name = next(n for n, p in MODULES.items() if p == path)
+        edges[name] = {n if n in MODULES else n.rpartition(".")[0] for n, _ in imported(tree)} & set(MODULES)
+    done: set[str] = set()
+
+    def visit(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, " -> ".join([*trail, name])
+        if name not in done:
+            for other in edges[name] - {name}:
+                visit(other, (*trail, name))
+            done.add(name)
+
+    for name in edges:
+        visit(name, ())
+
+
+def test_deciders_know_no_torch_sockets_threads_or_clock() -> None:
+    wrong = [
+        f"{path.relative_to(SRC)}:{line} imports {name}"
+        for path, tree in trees()
+        if room_of(path) in PURE
+        for name, line in imported(tree)
+        if name.split(".")[0] in NEVER_IN_PURE
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_import_inside_a_function() -> None:
+    wrong = [
+        f"{path.relative_to(SRC)}:{inner.lineno}"
+        for path, tree in trees()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for inner in ast.walk(node)
+        if isinstance(inner, ast.Import | ast.ImportFrom)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SRC)))
+def test_a_file_fits_the_head(path: Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) <= FILE_LINES
+    assert not text or ast.get_docstring(ast.parse(text)), "a file opens with what it does"
+
+
+def test_line_budget() -> None:
+    lines = {path: len(path.read_text().splitlines()) for path in FILES if room_of(path) not in ("bench", "cli")}
+    assert sum(lines.values()) <= LINE_BUDGET, f"{sum(lines.values())} lines, the budget is {LINE_BUDGET}"
+
+
+def test_one_word_one_meaning() -> None:
+    """`block`, `chunk`, `server`... have one meaning each; these words compete with them."""
+    wrong = []
+    for path in FILES:
+        allowed = EXCEPTED.get(str(path.relative_to(SRC)), set())
+        before = ""
+        for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+            if token.type == tokenize.NAME and not (before == "." and token.string in STR_METHODS):
+                found = [w for w in FORBIDDEN if w in token.string.lower() and w not in allowed]
+                wrong += [f"{path.relative_to(SRC)}:{token.start[0]}: {token.string}" for _ in found]
+            before = token.string
+    assert not wrong, "\n".join(wrong)

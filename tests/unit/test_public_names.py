@@ -1,0 +1,44 @@
+"""What users may rely on; a change here is made on purpose."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import roadtrain
+from roadtrain import cli
+from roadtrain.spec import job
+
+
+def test_package() -> None:
+    assert sorted(roadtrain.__all__) == ["Lion", "PlacedOptimizer", "RoadtrainError", "place"]
+
+
+def test_place() -> None:
+    assert list(inspect.signature(roadtrain.place).parameters) == [
+        "model", "optimizer", "store", "budget", "dtype", "blocks", "backwards_per_step", "topk", "topk_per_block",
+        "error_feedback", "chunk_elements", "device", "weights", "init", "extra", "direct", "deadline_s", "report",
+    ]
+
+
+def test_commands() -> None:
+    assert list(cli.COMMANDS) == ["train", "verify", "status", "export", "import", "check-rule", "bench"]
+
+
+def test_keys_of_a_job() -> None:
+    assert [key for key, _, _ in job.all_keys()] == [
+        "run.dir", "run.steps", "run.minutes", "run.device", "run.seed", "run.log_every",
+        "model.config", "model.pretrained", "model.dtype", "model.blocks",
+        "data.paths", "data.seq_len", "data.batch_size", "data.held_out", "data.tokenizer",
+        "optimizer.name", "optimizer.lr", "optimizer.weight_decay", "optimizer.betas", "optimizer.eps",
+        "optimizer.momentum", "optimizer.options", "optimizer.schedule", "optimizer.warmup_steps",
+        "optimizer.clip_norm", "optimizer.accumulate",
+        "store.dirs", "store.chunk_elements", "store.direct", "budget.host", "compress.topk",
+        "compress.error_feedback",
+    ]
+
+
+def test_the_command_line_imports_no_torch() -> None:
+    code = "import sys, roadtrain.cli, roadtrain.status, roadtrain; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
