@@ -3,6 +3,7 @@
 import copy
 import gc
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -806,3 +807,40 @@ def test_recursion():
             self.layers = nn.ModuleList([Twice(), Twice()])
 
     compare(Net, sq)
+
+
+def test_copying_is_refused():
+    s = Streamed(Mlp())
+    with pytest.raises(LoopError, match="cannot be copied"):
+        copy.deepcopy(s.model)
+    s.finish()
+    copy.deepcopy(s.model)
+
+
+def test_inputs_are_all_that_is_kept():
+    """Between forward and backward a block costs its input: nothing inside it stays alive."""
+    class Wide(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 512), nn.Linear(512, 8)
+            self.alive = []
+
+        def forward(self, x):
+            h = self.up(x)
+            self.alive.append(weakref.ref(h))
+            return self.down(torch.relu(h))
+
+    class Net(Mlp):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([Wide() for _ in range(4)])
+
+    s = Streamed(Net())
+    loss = sq(s.model)
+    gc.collect()
+    assert all(ref() is None for layer in s.model.layers for ref in layer.alive)
+    assert s.activations.bytes_held == 4 * 10 * 8 * 4
+    loss.backward()
+    assert all(ref() is None for layer in s.model.layers for ref in layer.alive)
+    del loss
+    s.finish()

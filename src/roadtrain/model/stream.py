@@ -132,6 +132,10 @@ class Stream:
         self._root.point(buffer)
         self._watch_root()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise LoopError("a placed model cannot be copied or pickled: its parameters are elsewhere",
+                        hint="read parameters from the optimizer, or export the store")
+
     # -- a pass -------------------------------------------------------------------------------------------------------
 
     def _watch_root(self) -> None:
@@ -177,7 +181,9 @@ class Stream:
                 return call.returned(outputs)
         with self.lent(block) as (buffer, _), torch.no_grad():
             out = block.original(*args, **kwargs)
-            return pytree.tree_map_only(torch.Tensor, functools.partial(_own, buffer=buffer), out)
+            leaves, spec = pytree.tree_flatten(out, is_leaf=_is_cache)
+            owned = [_own(x, buffer=buffer) if isinstance(x, torch.Tensor) else x for x in leaves]
+            return out if all(a is b for a, b in zip(owned, leaves)) else pytree.tree_unflatten(owned, spec)
 
 
 class _Node(torch.autograd.Function):
@@ -268,7 +274,7 @@ class _Call:
 
     def _take_outputs(self, out: Any) -> list[torch.Tensor]:
         """Distinct tensors of `out`; its form goes to `self.out`."""
-        leaves, spec = pytree.tree_flatten(out)
+        leaves, spec = pytree.tree_flatten(out, is_leaf=_is_cache)
         order: dict[int, int] = {}
         tensors: list[torch.Tensor] = []
         for leaf in leaves:
