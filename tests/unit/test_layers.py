@@ -17,7 +17,7 @@ FLOORS = {
     "flow": 3, "kernels": 3, "wire": 3,
     "store": 4, "model": 4,
     "sim": 5, "node": 5,
-    "place": 6, "optimizer": 6, "start": 6, "data": 6, "build": 6, "probe": 6, "planner": 6, "lab": 6,
+    "placing": 6, "optimizer": 6, "start": 6, "data": 6, "build": 6, "probe": 6, "planner": 6, "lab": 6,
     "adapters": 7, "train": 7, "verify": 7, "status": 7, "export": 7, "__init__": 7,
     "bench": 8, "cli": 8,
 }
@@ -63,7 +63,8 @@ def imported(tree: ast.AST) -> list[tuple[str, int]]:
             assert node.level == 0, f"line {node.lineno}: a relative import"
             for alias in node.names:
                 whole = f"{node.module}.{alias.name}"
-                out.append((whole if whole in MODULES or (SRC / alias.name).is_dir() else str(node.module), node.lineno))
+                is_module = whole in MODULES or (SRC / alias.name).is_dir()
+                out.append((whole if is_module else str(node.module), node.lineno))
     return out
 
 
