@@ -1,4 +1,4 @@
-"""Training of models larger than the accelerator's memory. `roadtrain.place(model, optimizer, store=...)` is the line."""
+"""Training of models larger than the accelerator's memory: `roadtrain.place(model, optimizer, store=...)`."""
 
 from __future__ import annotations
 

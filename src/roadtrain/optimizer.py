@@ -57,7 +57,7 @@ class PlacedOptimizer(torch.optim.Optimizer):
         self._hooks: list[Any] = []
         self._closed = False
         me = weakref.ref(self)
-        self._at_exit = lambda: (alive := me()) is not None and alive._close_quietly()
+        self._at_exit = lambda: _close_quietly(me())
         atexit.register(self._at_exit)
 
     # what the model's stream calls (it is given this object as its lender)
@@ -295,10 +295,6 @@ class PlacedOptimizer(torch.optim.Optimizer):
             at += count
         return {"state": state, "param_groups": groups}
 
-    def _close_quietly(self) -> None:
-        with contextlib.suppress(Exception):
-            self.close()
-
     def close(self) -> None:
         """Commit what was taken, end all threads, give the model its own forwards back. The model's block parameters
         stay NaN: place it again, or export the store."""
@@ -329,3 +325,10 @@ class PlacedOptimizer(torch.optim.Optimizer):
             if any(p is q for p in module.parameters(recurse=False) for _, q in self._parts.root.params):
                 self._hooks.append(module.register_forward_pre_hook(lambda *_: self.forward_begins()))
         self._activations = activations
+
+
+def _close_quietly(placed: PlacedOptimizer | None) -> None:
+    """At exit: commit what can be committed. What failed has been raised where it happened."""
+    if placed is not None:
+        with contextlib.suppress(Exception):
+            placed.close()
