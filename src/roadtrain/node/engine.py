@@ -75,7 +75,11 @@ def open_or_none(layout: Layout, report: Callable[[str], None]) -> OpenedStore |
     if not needs_conversion(opened, meta, layout.directories, layout.owners):
         return opened
     start = time.monotonic()
-    new = convert(opened, meta, layout.directories, layout.owners, direct=layout.direct)
+    try:
+        new = convert(opened, meta, layout.directories, layout.owners, direct=layout.direct)
+    except BaseException:
+        opened.close()
+        raise
     report(f"store converted to the layout asked for in {time.monotonic() - start:.1f} s")
     return new
 

@@ -199,9 +199,9 @@ class Server:
     def _io(self) -> None:
         while True:
             with self._device_ready:
-                while not self._stopping and (item := self._device.next()) is None:
+                while (item := self._device.next()) is None and not self._stopping:
                     self._device_ready.wait()
-                if self._stopping:
+                if self._stopping or item is None:
                     return
             priority, job = item
             try:
@@ -310,7 +310,7 @@ class Server:
         sums = np.array([sum_squares(grad[a:b], chunk.dtype) for _, a, b in chunk.segments])
         if spilled:
             assert tier is not None
-            tier.spill_write(chunk.id, memoryview(grad).cast("B"))
+            tier.spill_write(chunk.id, memoryview(grad.view(np.uint8)))
             self._grads[chunk.id] = "spilled"
         if scratch is not None:
             self._scratch_free.put(scratch)
