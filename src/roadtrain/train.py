@@ -12,8 +12,9 @@ import resource
 import shutil
 import signal
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -28,6 +29,7 @@ from roadtrain.metrics import Metrics
 from roadtrain.placing import place
 from roadtrain.progress import Progress, show_table
 from roadtrain.spec.job import Job, load_job
+from roadtrain.trace import Stages
 from roadtrain.units import show_bytes
 
 HELD_OUT_BATCHES = 8
@@ -63,6 +65,7 @@ class Training:
     tokens: Tokens
     data: SameData
     device: torch.device
+    stages: Stages = field(default_factory=Stages)  # Forward and Backward; the rest is the optimizer's
 
     def clip(self) -> None:
         """Loss scaling is still on the gradients, so the limit is scaled too (torch refuses to unscale fp16)."""
@@ -131,14 +134,23 @@ def step(training: Training, number: int) -> tuple[float, float]:
     total = 0.0
     for micro in range(job.optimizer.accumulate):
         x_BT, y_BT = training.tokens.batch(number, micro, job.data.batch_size, job.data.seq_len)
-        loss = loss_of(model, x_BT, y_BT, training.device) / job.optimizer.accumulate
-        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]  # gradients leave as each block finishes
-        total += loss.item()
+        with _timed(training.stages, "Forward"):
+            loss = loss_of(model, x_BT, y_BT, training.device) / job.optimizer.accumulate
+            total += loss.item()
+        with _timed(training.stages, "Backward"):
+            scaler.scale(loss).backward()  # type: ignore[no-untyped-call]  # gradients leave as each block finishes
     training.clip()
     scaler.step(optimizer)  # updates run, and the step is committed, while the next one computes
     scaler.update()
     optimizer.zero_grad()
     return total, lr
+
+
+@contextmanager
+def _timed(stages: Stages, name: str) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    stages.add(name, time.perf_counter() - start)
 
 
 def loss_of(model: torch.nn.Module, x_BT: torch.Tensor, y_BT: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -177,6 +189,8 @@ def place_job(job: Job, report: Report = print) -> Training:
     report(f"data: {len(tokens.train):,} tokens of {len(tokens.files):,} files, {len(tokens.held_out):,} held out")
     job = fitted(job, tokens)
     device = torch.device(job.run.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cpu" and job.model.dtype != "fp32" and not torch.cpu._is_avx512_bf16_supported():
+        report(f"this CPU has no {job.model.dtype} arithmetic, torch emulates it slowly: --model.dtype fp32 is faster")
     torch.manual_seed(job.run.seed)
     model = build_model(job, "meta")
     scaler = torch.amp.GradScaler(device.type, enabled=job.model.dtype == "fp16")
@@ -232,7 +246,7 @@ class _Stop:
 
 def _line(training: Training, loss: float, lr: float, seconds: float) -> dict[str, Any]:
     job, optimizer = training.job, training.optimizer
-    norm = optimizer.grad_norm()
+    norm, stages = optimizer.grad_norm(), training.stages.take() | optimizer.stages()
     line: dict[str, Any] = {
         "step": optimizer.steps_done,
         "loss": loss if math.isfinite(loss) else None,
@@ -240,7 +254,7 @@ def _line(training: Training, loss: float, lr: float, seconds: float) -> dict[st
         "lr": lr,
         "tokens": job.data.batch_size * job.data.seq_len * job.optimizer.accumulate,
         "seconds": round(seconds, 6),
-        "stages": {k: {"seconds": round(v.seconds, 6), "bytes": v.nbytes} for k, v in optimizer.stages().items()},
+        "stages": {k: {"seconds": round(v.seconds, 6), "bytes": v.nbytes} for k, v in stages.items()},
     }
     return line | ({"lossy": job.lossy} if job.lossy else {})
 

@@ -258,8 +258,8 @@ def _numpy(tensor: torch.Tensor) -> np.ndarray:
 
 
 def _beside(directory: Path) -> tempfile.TemporaryDirectory[str]:
-    """A temporary directory on the device that `directory` is on."""
-    parent = directory.absolute()
+    """A temporary directory on the device that `directory` is on, or will be."""
+    parent = directory.absolute().parent
     while not parent.is_dir():
         parent = parent.parent
     return tempfile.TemporaryDirectory(prefix="verify-", dir=parent)

@@ -141,7 +141,8 @@ def code_lines(text: str) -> int:
     """Lines that hold code: not blank, comment or docstring. Explaining costs nothing."""
     documented: set[int] = set()
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(node):
+        named = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        if named and ast.get_docstring(node):
             documented.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
     silent = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
@@ -149,9 +150,10 @@ def code_lines(text: str) -> int:
 
 
 def test_line_budget() -> None:
-    """The budget is LINE_BUDGET; the package is over it (docs/log.md, 2026-11-21) and may only shrink until it fits."""
+    """The package is over LINE_BUDGET (docs/log.md, 2026-11-21) and may only shrink until it fits."""
     lines = sum(code_lines(path.read_text()) for path in FILES if room_of(path) not in ("bench", "cli"))
-    assert lines <= max(LINE_BUDGET, LINES_NOW), f"{lines} lines of code, it was {LINES_NOW}, the budget is {LINE_BUDGET}"
+    allowed = max(LINE_BUDGET, LINES_NOW)
+    assert lines <= allowed, f"{lines} lines of code, {allowed} are allowed, the budget is {LINE_BUDGET}"
 
 
 def test_one_word_one_meaning() -> None:
