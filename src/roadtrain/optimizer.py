@@ -309,6 +309,7 @@ class PlacedOptimizer(torch.optim.Optimizer):
                 hook.remove()
             if self._stream is not None:
                 self._stream.detach()
+                self._activations.close()
             self._engine.close()
 
     def __enter__(self) -> PlacedOptimizer:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -71,7 +72,7 @@ def bare_loop(source: Path, target: Path, nbytes: int, size: int, threads: int, 
                 jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
                 for i, offset in enumerate(part):
                     jobs.put((offset, buffers[i]))
-                _run_all(threads, lambda jobs=jobs, op=op, fd=fd: _drain(jobs, op, fd))
+                _run_all(threads, partial(_drain, jobs, op, fd))
     else:
         free: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
         full: queue.SimpleQueue[Any] = queue.SimpleQueue()

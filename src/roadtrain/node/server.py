@@ -52,6 +52,7 @@ class Setup:
     scratch_bytes: int
     update_threads: int = 1
     burst: bool = False
+    io_threads: int = 3  # a direction
 
 
 class Server:
@@ -72,7 +73,7 @@ class Server:
             setup.number, where, setup.buffers, durable=setup.tier is not None, committed=committed
         )
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._device = DeviceQueue(burst=setup.burst)
+        self._device = DeviceQueue(burst=setup.burst, max_reads=setup.io_threads, max_writes=setup.io_threads)
         self._device_ready = threading.Condition()
         self._kernels: queue.PriorityQueue[tuple[int, int, Any]] = queue.PriorityQueue()
         self._count = 0
@@ -88,7 +89,7 @@ class Server:
     def start(self) -> None:
         """Loads what is kept in memory, then serves. Raises StoreError when the files are damaged."""
         self._load()
-        n_io = 4 if self.setup.tier is not None else 0
+        n_io = 2 * self.setup.io_threads if self.setup.tier is not None else 0
         jobs = [(self._loop, "loop"), *[(self._io, f"io{i}") for i in range(n_io)]]
         jobs += [(self._compute, f"update{i}") for i in range(max(1, self.setup.update_threads))]
         for target, name in jobs:
@@ -310,7 +311,7 @@ class Server:
         sums = np.array([sum_squares(grad[a:b], chunk.dtype) for _, a, b in chunk.segments])
         if spilled:
             assert tier is not None
-            tier.spill_write(chunk.id, memoryview(grad.view(np.uint8)))
+            tier.spill_write(chunk.id, grad.view(np.uint8).data)
             self._grads[chunk.id] = "spilled"
         if scratch is not None:
             self._scratch_free.put(scratch)

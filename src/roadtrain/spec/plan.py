@@ -110,7 +110,7 @@ def derive(
     # The order in which more memory pays: overlap first, then inputs, then gradients that wait, then cached parameters
     # (read twice a step, 2 bytes each), then records (read once a step, 12 bytes and more).
     left = host_bytes - least
-    for name in ("record", "slot", "push", "record", "record"):
+    for name in ("record", "slot", "push", *["record"] * 9):
         cost = {"record": servers * (record + scratch), "slot": slot, "push": push}[name]
         if cost <= left // 2:
             left -= cost
