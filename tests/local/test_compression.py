@@ -1,0 +1,55 @@
+"""Top-k gradients: lossy, but the same loss on every placement and after every resume (Rules 1 to 3)."""
+
+import numpy as np
+import pytest
+from models import Case, build, contents, place, run
+
+import roadtrain
+
+STEPS = 6
+
+
+def losses_of(case, store, stops=(STEPS,), **options):
+    losses = []
+    for stop in stops:
+        model, placed, scaler = place(case, store, seed=7 if losses else 0, **options)
+        losses += run(case, model, placed, scaler, placed.steps_done, stop)
+        found = contents(model, placed)
+        placed.close()
+    return losses, found
+
+
+@pytest.mark.parametrize("feedback", [False, True])
+@pytest.mark.parametrize("case", [Case(), Case(clip=0.5, groups=True), Case(eager=True), Case(scaler=True)], ids=str)
+def test_same_bits_wherever_and_resumed(case, feedback, tmp_path):  # Rules 1, 3
+    options = {"topk": 0.1, "error_feedback": feedback}
+    ram = losses_of(case, None, **options)
+    three = losses_of(case, [tmp_path / d for d in "abc"], (2, 4, STEPS), **options)
+    assert ram[0] == three[0]
+    for key, value in ram[1].items():
+        assert np.array_equal(value, three[1][key]), key
+
+
+def test_feedback_changes_what_is_sent_and_keeping_all_is_plain():
+    plain = losses_of(Case(), None)[0]
+    without = losses_of(Case(), None, topk=0.1)[0]
+    with_it = losses_of(Case(), None, topk=0.1, error_feedback=True)[0]
+    assert plain[0] == without[0] == with_it[0]
+    assert len({tuple(plain), tuple(without), tuple(with_it)}) == 3
+
+
+def test_what_is_communicated_counts_indices():  # c = 2 f for fp32: 5 % kept are 10 % communicated
+    model, placed, scaler = place(Case(), None, topk=0.1)
+    run(Case(), model, placed, scaler, 0, 1)
+    dense = sum(4 * p.numel() for p in model.parameters())
+    sent = placed._engine.worker.compressor.sent_bytes
+    assert abs(sent / dense - 0.1) < 0.002
+    placed.close()
+
+
+def test_it_is_said_at_the_start():  # Rule 2
+    said = []
+    model, optimizer = build(Case())
+    placed = roadtrain.place(model, optimizer, topk=0.02, report=said.append)
+    placed.close()
+    assert any("lossy" in line for line in said)
