@@ -214,7 +214,8 @@ def main(argv: list[str]) -> None:
     if args.ours:
         result = train_ours(args)
     else:
-        result = {"system": "torch", "losses": plain_losses(args.steps, args.rows, args.seq, args.compute)}
+        losses = plain_losses(args.steps, args.rows, args.seq, args.compute)
+        result = {"system": "torch", "losses": losses, "steps": []}
     write_result(result, args)
 
 
