@@ -112,10 +112,12 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Block:
-    """`pull_nbytes`/`push_nbytes`: the flat buffers of its parameters and of its gradients, page-padded."""
+    """`params`: which of ChunkTable.params are its own, those without elements (in no run) too.
+    `pull_nbytes`/`push_nbytes`: the flat buffers of its parameters and of its gradients, page-padded."""
 
     index: int
     name: str
+    params: range
     runs: tuple[Run, ...]
     chunks: tuple[Chunk, ...]
     pull_nbytes: int
@@ -196,20 +198,13 @@ class ChunkTable:
 
     def rechunk(self, chunk_elements: int) -> ChunkTable:
         """The same model cut at another chunk size."""
-        by_block = [(b.name, [self.params[s.param] for s in _in_model_order(b)]) for b in self.blocks]
-        return ChunkTable.build(by_block, chunk_elements)
+        return ChunkTable.build([(b.name, [self.params[i] for i in b.params]) for b in self.blocks], chunk_elements)
 
     def fingerprint(self) -> str:
         """Same for every chunk size, dtype of the copy and number of directories: names, shapes and trainability."""
-        body = [[b.name, sorted([p.name, *p.shape, p.trainable] for p in self._params_of(b))] for b in self.blocks]
+        params = [[self.params[s.param] for run in b.runs for s in run.spans] for b in self.blocks]
+        body = [[b.name, sorted([p.name, *p.shape, p.trainable] for p in own)] for b, own in zip(self.blocks, params)]
         return hashlib.sha256(json.dumps(body).encode()).hexdigest()[:32]
-
-    def _params_of(self, block: Block) -> list[ParamSpec]:
-        return [self.params[s.param] for run in block.runs for s in run.spans]
-
-
-def _in_model_order(block: Block) -> list[Span]:
-    return sorted((s for run in block.runs for s in run.spans), key=lambda s: s.param)
 
 
 def _lay_out(
@@ -250,7 +245,8 @@ def _lay_out(
             )
         pull_at += round_up(numel * size, PAGE)
         push_at += round_up(numel * size, PAGE) if trainable else 0
-    return Block(index, name, tuple(runs), tuple(chunks), pull_at, push_at)
+    own = range(first_param, first_param + len(specs))
+    return Block(index, name, own, tuple(runs), tuple(chunks), pull_at, push_at)
 
 
 def _cut(spans: Sequence[Span], start: int, stop: int) -> tuple[Span, ...]:

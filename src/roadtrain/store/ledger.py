@@ -79,7 +79,8 @@ class StoreMeta:
 
     @staticmethod
     def of(table: ChunkTable, groups: Sequence[GroupRule], job: str = "") -> StoreMeta:
-        return StoreMeta(job or str(uuid.uuid4()), _blocks(table), table.chunk_elements, tuple(groups))
+        blocks = tuple((b.name, tuple(table.params[i] for i in b.params)) for b in table.blocks)
+        return StoreMeta(job or str(uuid.uuid4()), blocks, table.chunk_elements, tuple(groups))
 
     @cached_property
     def table(self) -> ChunkTable:
@@ -134,18 +135,6 @@ class StoreMeta:
         except (ValueError, KeyError, TypeError) as error:
             raise DamagedError(f"{path}: not a store description ({error})") from error
         return meta
-
-
-def _blocks(table: ChunkTable) -> tuple[tuple[str, tuple[ParamSpec, ...]], ...]:
-    """The blocks as they were given to the table; an empty parameter between two blocks may change sides."""
-    starts = [min((s.param for run in b.runs for s in run.spans), default=-1) for b in table.blocks]
-    out: list[tuple[str, tuple[ParamSpec, ...]]] = []
-    stop = len(table.params)
-    for i in range(len(starts) - 1, -1, -1):
-        start = 0 if i == 0 else starts[i] if starts[i] >= 0 else stop
-        out.append((table.blocks[i].name, table.params[start:stop]))
-        stop = start
-    return tuple(reversed(out))
 
 
 @dataclass(frozen=True)
