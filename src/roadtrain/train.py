@@ -95,10 +95,11 @@ def command(path: str, overrides: Mapping[str, Any]) -> int:
 
 def train(job: Job, report: Report = print) -> Summary:
     """Train `job` from its last committed step up to run.steps. Raises RoadtrainError."""
+    stop = _Stop(job, report)  # its time runs from here
     job.run_dir.mkdir(parents=True, exist_ok=True)
     training = place_job(job, report)
     optimizer = training.optimizer
-    with optimizer, Metrics(job.run_dir / "metrics.jsonl", optimizer.steps_done) as metrics, _Stop(job, report) as stop:
+    with optimizer, Metrics(job.run_dir / "metrics.jsonl", optimizer.steps_done) as metrics, stop:
         write_job(training.job)  # now that nothing was refused
         if metrics.dropped:
             report(f"metrics: {metrics.dropped} steps that were not committed are dropped")

@@ -1,0 +1,124 @@
+"""The command line: fast help, one clear message for a mistake, no traceback."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roadtrain import cli
+from roadtrain.errors import BudgetError
+from roadtrain.metrics import Metrics
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """`train` and `verify` go to a recorder, not to torch."""
+    calls: list[Any] = []
+    module = types.ModuleType("recorder")
+    module.go = lambda *words, **keywords: calls.append((words, keywords))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "recorder", module)
+    for name in ("train", "verify", "status"):
+        command = cli.COMMANDS[name]
+        fake = cli.Command("recorder:go", command.words, command.does, command.options, command.job_keys)
+        monkeypatch.setitem(cli.COMMANDS, name, fake)
+    yield calls
+
+
+def test_words_options_and_job_keys(recorded: list[Any]) -> None:
+    assert cli.main(["train", "a.toml", "--run.steps", "3", "--compress.error_feedback"]) == 0
+    assert cli.main(["verify", "--steps", "5", "--optimizer.lr=1e-3", "a.toml"]) == 0
+    assert cli.main(["status", "runs/x", "--endurance-tbw=150"]) == 0
+    assert recorded == [
+        (("a.toml",), {"overrides": {"run.steps": 3, "compress.error_feedback": True}}),
+        (("a.toml",), {"steps": 5, "overrides": {"optimizer.lr": 1e-3}}),
+        (("runs/x",), {"endurance_tbw": 150.0}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["trian", "x"], "unknown command `trian`\nhint: did you mean `train`?"),
+        (["train"], "`roadtrain train` takes JOB.toml, given: nothing"),
+        (["train", "a", "b"], "given: a b"),
+        (["train", "a", "--run.step", "3"], "did you mean `run.steps`?"),
+        (["train", "a", "--quick"], "unknown option `--quick`"),
+        (["verify", "a", "--step", "3"], "did you mean `--steps`?"),
+        (["verify", "a", "--steps", "three"], "--steps: 'three' is not a number"),
+        (["verify", "a", "--steps"], "--steps needs a value"),
+        (["status", "r", "--run.dir", "x"], "unknown option `--run.dir`"),
+        (["bench", "no-such"], "unknown benchmark `no-such`"),
+        (["status", "/no/such/run"], "is not a run directory"),
+    ],
+)
+def test_mistakes_end_in_a_message(
+    args: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(args) == 2
+    out, err = capsys.readouterr()
+    assert message in err and "Traceback" not in err and not out
+
+
+def test_errors_made_on_purpose_have_no_traceback(
+    recorded: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise BudgetError("needs 9 GiB, 2 GiB are free", hint="less")
+
+    monkeypatch.setattr(sys.modules["recorder"], "go", refuse)
+    assert cli.main(["train", "a.toml"]) == 2
+    assert capsys.readouterr().err == "roadtrain: needs 9 GiB, 2 GiB are free\nhint: less\n"
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == cli.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in cli.COMMANDS)
+    for name, command in cli.COMMANDS.items():
+        assert cli.main([name, "--help"]) == 0
+        shown = capsys.readouterr().out
+        assert command.does in shown and ("--run.steps" in shown) == command.job_keys
+
+
+def test_help_is_instant() -> None:
+    code = "import sys, roadtrain.cli as c; c.main(['--help']); sys.exit(bool({'torch', 'rich'} & {*sys.modules}))"
+    assert subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode == 0
+
+
+def test_bench_writes_what_it_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[bool] = []
+
+    class Report:
+        def print(self) -> None:
+            shown.append(True)
+
+        def to_json(self) -> str:
+            return '{"name": "update"}'
+
+    module = types.ModuleType("roadtrain.bench.update")
+    module.run = lambda quick: Report()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "roadtrain.bench.update", module)
+    assert cli.main(["bench", "update", "--quick", "--json", str(tmp_path / "r.json")]) == 0
+    assert shown and json.loads((tmp_path / "r.json").read_text()) == {"name": "update"}
+
+
+def test_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "job.toml").write_text('[model.config]\nmodel_type = "llama"\n[store]\ndirs = ["/a", "/b"]\n')
+    assert cli.main(["status", str(tmp_path)]) == 0
+    assert "0 of 1000" in capsys.readouterr().out
+    with Metrics(tmp_path / "metrics.jsonl", 0) as metrics:
+        for step in (1, 2):
+            stages = {"Write": {"seconds": 0.1, "bytes": 10**12}, "Read": {"seconds": 0.1, "bytes": 5}}
+            metrics.append({"step": step, "loss": 2.0, "tokens": 50, "seconds": 0.5, "stages": stages})
+    assert cli.main(["status", str(tmp_path), "--endurance-tbw", "100"]) == 0
+    out = capsys.readouterr().out
+    assert "2 of 1000" in out and "100 tokens/s" in out
+    assert "1.8 TiB to 2 directories" in out
+    assert "1.0000% of 100 TBW a device (as given)" in out  # two devices took 1 TB each

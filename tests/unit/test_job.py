@@ -1,0 +1,126 @@
+"""The job's schema: file < command line, and every mistake answered with the nearest valid name."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from roadtrain.errors import ConfigError, UnitError
+from roadtrain.spec.job import Job, all_keys, load_job, parse_overrides
+
+MODEL = '[model.config]\nmodel_type = "llama"\nhidden_size = 64\n'
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "small.toml"
+    path.write_text(MODEL + '[optimizer]\nlr = 1e-4\n[store]\ndirs = ["{run}/a", "/ssd/b"]\n')
+    return path
+
+
+def test_default_file_command_line(path: Path) -> None:
+    job = load_job(path, parse_overrides(["--optimizer.weight_decay", "0.1", "--run.steps=20"]))
+    assert (job.optimizer.lr, job.optimizer.weight_decay, job.run.steps) == (1e-4, 0.1, 20)
+    assert load_job(path, {"optimizer.lr": 3e-3}).optimizer.lr == 3e-3
+    assert job.run.dir == "runs/small"
+    assert job.store.dirs == ["runs/small/a", "/ssd/b"]
+
+
+def test_the_resolved_job_resolves_to_itself(path: Path, tmp_path: Path) -> None:
+    job = load_job(path, {"run.dir": "x", "budget.host": "900MiB", "optimizer.betas": [0.9, 0.95]})
+    again = tmp_path / "job.toml"
+    again.write_text(job.to_toml())
+    assert load_job(again) == job
+    assert job.host_nbytes == 900 << 20
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"optimizer.lrr": 1}, r"unknown key `optimizer.lrr`\nhint: did you mean `optimizer.lr`"),
+        ({"optimiser.lr": 1}, r"unknown key `optimiser`\nhint: did you mean `optimizer`"),
+        ({"run.steps": -1}, "`run.steps`: .* not -1"),
+        ({"run.steps": "many"}, "`run.steps`: .* not 'many'"),
+        ({"optimizer.name": "adamww"}, "unknown optimizer 'adamww'; did you mean `adamw`"),
+        ({"model.dtype": "fp8"}, "`model.dtype`: .* not 'fp8'"),
+        ({"model.pretrained": "x"}, "not both"),
+        ({"model.config.model_type": None}, "give pretrained, or config"),
+        ({"optimizer": 3}, "`optimizer`"),
+        ({"run.steps.x": 3}, "`run.steps`"),
+    ],
+)
+def test_mistakes(path: Path, overrides: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
+        load_job(path, overrides)
+
+
+def test_a_size_without_a_known_unit(path: Path) -> None:
+    with pytest.raises(UnitError, match="9 parsecs"):
+        load_job(path, {"budget.host": "9 parsecs"})
+
+
+def test_mistakes_of_the_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read"):
+        load_job(tmp_path / "none.toml")
+    bad = tmp_path / "bad.toml"
+    bad.write_text("steps = = 3")
+    with pytest.raises(ConfigError, match="is not TOML"):
+        load_job(bad)
+    bad.write_text("[run]\nsteps = 3\n")
+    with pytest.raises(ConfigError, match="`model` is missing"):
+        load_job(bad)
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["--run.dir", "20"], {"run.dir": "20"}),  # a text field takes its value as it stands
+        (["--run.steps", "20"], {"run.steps": 20}),
+        (["--optimizer.lr", "1e-4"], {"optimizer.lr": 1e-4}),
+        (["--optimizer.lr", "-1"], {"optimizer.lr": -1}),
+        (["--optimizer.betas", "[0.9, 0.95]"], {"optimizer.betas": [0.9, 0.95]}),
+        (["--store.dirs", "a,b"], {"store.dirs": ["a", "b"]}),
+        (["--store.dirs", ""], {"store.dirs": []}),
+        (["--data.paths", '["a b", "c"]'], {"data.paths": ["a b", "c"]}),
+        (["--compress.error_feedback", "--compress.topk", "2"], {"compress.error_feedback": True, "compress.topk": 2}),
+        (["--model.config.n_layer", "3"], {"model.config.n_layer": 3}),
+        (["--optimizer.options", '{"amsgrad": true}'], {"optimizer.options": {"amsgrad": True}}),
+        (["--optimizer.clip_norm", "null"], {"optimizer.clip_norm": None}),
+    ],
+)
+def test_command_line(args: list[str], expected: dict[str, object]) -> None:
+    assert parse_overrides(args) == expected
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--run.step", "3"], "did you mean `run.steps`"),
+        (["--run.steps"], "needs a value"),
+        (["run.steps", "3"], "unexpected argument"),
+        (["--run.steps", "3", "4"], "unexpected argument"),
+    ],
+)
+def test_mistakes_of_the_command_line(args: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_overrides(args)
+
+
+def test_null_goes_back_to_the_default(path: Path) -> None:
+    assert load_job(path, {"optimizer.lr": None}).optimizer.lr == 3e-4
+
+
+def test_lossy_is_a_choice(path: Path) -> None:
+    """Rule 2."""
+    assert load_job(path).lossy == {}
+    assert load_job(path, {"compress.topk": 2.0}).lossy == {"topk": 2.0, "error_feedback": False}
+
+
+def test_every_key_is_on_the_command_line_and_in_the_file(path: Path) -> None:
+    tree = tomllib.loads(load_job(path).to_toml())
+    for key, default, _ in all_keys():
+        section, name = key.split(".")
+        assert name in tree[section] or default in ("", "{}"), key
+    assert {k.partition(".")[0] for k, _, _ in all_keys()} == set(Job.model_fields)
