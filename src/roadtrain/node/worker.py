@@ -60,6 +60,7 @@ class Worker:
         self.compressor = compressor
         self.links: list[Link] = []
         self.blocks = [BlockState() for _ in table.blocks]
+        self._block_of = {s.param: b.index for b in table.blocks for run in b.runs for s in run.spans}
         self.chunk_version = [0] * len(table.chunks)
         self.ledger = Ledger(max(owners, default=0) + 1, committed)
         self.prefetch = Prefetcher(budgets.slots, compute_blocks)
@@ -334,8 +335,7 @@ class Worker:
 
     def sum_squares(self, param: int) -> float:
         """Of the gradient of `param` summed so far in this step. Waits for the servers that hold it."""
-        block = next(b for b in self.table.blocks if any(s.param == param for r in b.runs for s in r.spans))
-        return self.block_sums(block.index).get(param, 0.0)
+        return self.block_sums(self._block_of[param]).get(param, 0.0)
 
     def block_sums(self, block: int) -> dict[int, float]:
         """param -> sum of squares, added up in flat order, the same for every chunk size."""
