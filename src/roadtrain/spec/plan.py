@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from roadtrain.errors import BudgetError
 from roadtrain.spec.chunks import ChunkTable, Record
-from roadtrain.units import round_up, show_bytes
+from roadtrain.units import MIB, round_up, show_bytes
 
 HUGE = 2 << 20  # buffers are whole huge pages
 
@@ -70,8 +70,8 @@ def derive(
     buffers they go to files). `twins`: blocks that hold the compression's residuals; the root's has its own buffer.
     Raises BudgetError with the least number of bytes that would do."""
     root, blocks = table.blocks[0], [b for b in table.blocks[1:] if b.index != root_twin]
-    slot = max((round_up(b.pull_nbytes, HUGE) for b in blocks), default=HUGE)
-    push = max((round_up(b.push_nbytes, HUGE) for b in blocks), default=HUGE)
+    slot = max((round_up(b.pull_nbytes, HUGE) for b in blocks), default=0) or HUGE
+    push = max((round_up(b.push_nbytes, HUGE) for b in blocks), default=0) or HUGE  # also where no block trains
     record = max((round_up(r.nbytes, HUGE) for r in records.values()), default=HUGE)
     scratch = max((round_up(c.numel * 4, HUGE) for c in table.trainable), default=0)
     # parameters, torch's own p.grad, and the flat piece that is pushed
@@ -90,13 +90,14 @@ def derive(
 
     least = used() + (0 if on_files else all_records + servers * scratch)
     if host_bytes < least:
-        way_out = f"give at least {show_bytes(least)}"
+        enough = f"{-(-least // MIB)} MiB"  # rounded up: what is named here fits
+        way_out = f"give at least {enough}"
         if not on_files:
             way_out += ", or place the state on files (store=DIRECTORY)"
         elif table.chunk_elements > 1 << 16:
             way_out += f", or smaller chunks than {table.chunk_elements} elements"
         raise BudgetError(
-            f"this model needs at least {show_bytes(least)} of host memory besides torch, "
+            f"this model needs at least {enough} of host memory besides torch, "
             f"the budget is {show_bytes(host_bytes)} (its largest block is '{_largest(table)}')",
             hint=way_out,
         )

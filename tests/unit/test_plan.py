@@ -1,0 +1,135 @@
+"""spec.plan: no split gives out more than the budget (Rule 4), and the least budget that is named is one that does."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roadtrain.errors import BudgetError
+from roadtrain.flow.assign import assign
+from roadtrain.spec.chunks import SEGMENT, ChunkTable, ParamSpec, record
+from roadtrain.spec.plan import HUGE, derive
+from roadtrain.units import GIB, MIB, parse_bytes, round_up
+
+ARRAYS, SCALARS = 2, 1
+
+
+@st.composite
+def jobs(draw):
+    """(table, records, owners, the options of derive): models of a few MB, with and without compression's twins."""
+    dtype = draw(st.sampled_from(["fp32", "bf16"]))
+    blocks = []
+    for b in range(draw(st.integers(1, 7))):
+        sizes = draw(st.lists(st.sampled_from([0, 7, 5000, SEGMENT, 300_000, 1 << 20]), max_size=3))
+        trains = draw(st.booleans())
+        specs = [ParamSpec(f"b{b}.{i}", (n,), dtype, trains, 0 if trains else -1) for i, n in enumerate(sizes)]
+        blocks.append((f"b{b}", specs))
+    twins, root_twin, n = set(), 0, len(blocks)
+    if draw(st.booleans()):
+        for i, (name, specs) in enumerate(blocks[:n]):
+            mine = [ParamSpec(f"residual:{p.name}", p.shape, "fp32", True, 1) for p in specs if p.trainable and p.numel]
+            if mine:
+                twins.add(len(blocks))
+                root_twin = len(blocks) if i == 0 else root_twin
+                blocks.append((f"residual:{name}", mine))
+    table = ChunkTable.build(blocks, draw(st.sampled_from([SEGMENT, 4 * SEGMENT, 16 * SEGMENT])))
+    records = {c.id: record(c, 0 if c.group else ARRAYS, 0 if c.group else SCALARS) for c in table.chunks}
+    owners = assign(table, [1.0] * draw(st.integers(1, 5)))
+    options = {
+        "on_files": draw(st.booleans()), "holds_gradients": draw(st.booleans()), "twins": frozenset(twins),
+        "root_twin": root_twin,
+    }
+    return table, records, owners, options
+
+
+def least_of(job):
+    """The least budget that fits, by bisection: the truth that the message must tell."""
+    table, records, owners, options = job
+    low, high = 0, 64 * GIB
+    while high - low > 1:
+        middle = (low + high) // 2
+        try:
+            derive(table, records, owners, middle, **options)
+            high = middle
+        except BudgetError:
+            low = middle
+    return high
+
+
+BUDGETS = st.one_of(st.integers(0, 300 * MIB), st.integers(0, 8 * GIB), st.integers(0, 2 * MIB))
+
+
+@given(jobs(), BUDGETS)
+@settings(max_examples=150, deadline=None)
+def test_never_more_than_the_budget(job, budget):
+    table, records, owners, options = job
+    least = least_of(job)
+    try:
+        got = derive(table, records, owners, budget, **options)
+    except BudgetError as error:
+        assert budget < least
+        named = re.search(r"at least ([\d]+ MiB) .*the budget is ([\d.]+ \w+)", str(error))
+        assert named is not None, "both numbers"
+        enough = parse_bytes(named[1])
+        assert least <= enough < least + MIB
+        assert derive(table, records, owners, enough, **options).total <= enough
+        return
+    assert budget >= least
+    assert got.total <= budget
+    assert sum(n for _, n in got.rows()) == got.total
+
+
+@given(jobs(), BUDGETS)
+@settings(max_examples=150, deadline=None)
+def test_every_buffer_holds_what_goes_into_it(job, extra):
+    table, records, owners, options = job
+    got = derive(table, records, owners, least_of(job) + extra, **options)
+    streamed = [b for b in table.blocks[1:] if b.index != options["root_twin"]]
+    assert got.slots >= 2 and got.push_buffers >= 3
+    assert all(b.pull_nbytes <= got.slot_bytes and b.push_nbytes <= got.push_bytes for b in streamed)
+    root = table.blocks[0]
+    permanent = root.pull_nbytes + 2 * root.push_nbytes
+    permanent += table.blocks[options["root_twin"]].pull_nbytes if options["root_twin"] else 0
+    assert permanent <= got.root_bytes
+    assert got.activation_bytes >= 8 * HUGE
+    if options["on_files"]:
+        servers = max(owners, default=0) + 1
+        assert got.record_buffers % servers == 0 and got.record_buffers // servers >= 2
+        assert all(r.nbytes <= got.record_bytes for r in records.values())
+        assert all(round_up(c.public_nbytes, 4096) <= got.scratch_bytes for c in table.trainable)
+        assert not got.resident & got.public_resident
+        kept = sum(records[c].nbytes for c in got.resident) + sum(records[c].public_nbytes for c in got.public_resident)
+        assert kept <= got.resident_bytes
+    else:
+        assert got.resident == frozenset(records)
+        assert sum(r.nbytes for r in records.values()) <= got.resident_bytes
+        if options["holds_gradients"]:  # nowhere to send what waits
+            assert got.push_buffers >= 2 + len(streamed)
+
+
+@given(jobs())
+@settings(max_examples=60, deadline=None)
+def test_more_memory_never_means_less_of_anything_needed(job):
+    table, records, owners, options = job
+    least = least_of(job)
+    small, large = (derive(table, records, owners, n, **options) for n in (least, least + 4 * GIB))
+    assert small.slots <= large.slots and small.push_buffers <= large.push_buffers
+    assert small.record_buffers <= large.record_buffers and small.activation_bytes <= large.activation_bytes
+    assert small.resident <= large.resident
+    if options["on_files"]:
+        assert large.resident == frozenset(c.id for c in table.trainable)
+        assert large.resident | large.public_resident == frozenset(records)
+
+
+def test_the_refusal_names_the_largest_block_and_a_way_out():
+    specs = [ParamSpec("w", (1 << 20,), "fp32", True, 0)]
+    table = ChunkTable.build([("root", []), ("small", []), ("large", specs)])
+    records = {c.id: record(c, ARRAYS, SCALARS) for c in table.chunks}
+    with pytest.raises(BudgetError, match=r"(?s)the budget is 1.0 MiB.*'large'.*at least .* smaller chunks") as caught:
+        derive(table, records, (0,), MIB, on_files=True, holds_gradients=True)
+    assert parse_bytes(re.findall(r"needs at least (\d+ MiB)", str(caught.value))[0]) > MIB
+    with pytest.raises(BudgetError, match="place the state on files"):
+        derive(table, records, (0,), MIB, on_files=False, holds_gradients=True)
