@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 
 from roadtrain.errors import ConfigError
 from roadtrain.spec.chunks import (
-    ITEMSIZE, MAX_CHUNK, PAGE, PARAM_ALIGN, RUN_ALIGN, SEGMENT, TRAINABLE, ChunkTable, ParamSpec, record,
+    ITEMSIZE,
+    MAX_CHUNK,
+    PAGE,
+    PARAM_ALIGN,
+    RUN_ALIGN,
+    SEGMENT,
+    TRAINABLE,
+    ChunkTable,
+    ParamSpec,
+    record,
 )
 
 SIZES = st.integers(1, MAX_CHUNK // SEGMENT).map(lambda n: n * SEGMENT)
