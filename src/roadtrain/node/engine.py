@@ -122,9 +122,10 @@ class Engine:
         n = max(1, len(layout.directories))
         self.records = records = layout.records
         self.worker = Worker(
-            layout.table, budgets, owners, device, self.stages, committed=self.step, deadline_s=deadline_s,
+            layout.table, budgets, owners, device, self.stages, servers=n, committed=self.step, deadline_s=deadline_s,
             compute_blocks=compute_blocks, compressor=compressor,
         )
+        each = server_buffers or budgets.record_buffers // (max(owners, default=0) + 1)
         self.servers: list[Server] = []
         for i in range(n):
             mine = {c.id: c for c in layout.table.chunks if owners[c.id] == i}
@@ -132,8 +133,8 @@ class Engine:
             setup = Setup(
                 i, f"server {i} ({where})", mine, {c: records[c] for c in mine}, layout.rules,
                 self.store.tiers[i] if self.store else None, budgets.resident & mine.keys(),
-                budgets.public_resident & mine.keys(), server_buffers or budgets.record_buffers // n,
-                budgets.record_bytes, budgets.scratch_bytes, update_threads,
+                budgets.public_resident & mine.keys(), each if mine else 0, budgets.record_bytes,
+                budgets.scratch_bytes if mine else 0, update_threads,
             )
             server = Server(setup, self.worker.deliver, self.stages, self.step)
             self.servers.append(server)

@@ -54,7 +54,8 @@ class Worker:
 
     def __init__(
         self, table: ChunkTable, budgets: Budgets, owners: Sequence[int], device: torch.device, stages: Stages, *,
-        committed: int, deadline_s: float, compute_blocks: Sequence[int], compressor: Compressor | None = None,
+        servers: int, committed: int, deadline_s: float, compute_blocks: Sequence[int],
+        compressor: Compressor | None = None,
     ) -> None:
         self.table, self.owners, self.stages, self.deadline_s = table, owners, stages, deadline_s
         self.compressor = compressor
@@ -62,7 +63,7 @@ class Worker:
         self.blocks = [BlockState() for _ in table.blocks]
         self._block_of = {s.param: b.index for b in table.blocks for run in b.runs for s in run.spans}
         self.chunk_version = [0] * len(table.chunks)
-        self.ledger = Ledger(max(owners, default=0) + 1, committed)
+        self.ledger = Ledger(servers, committed)  # also those that own no chunk: each commits every step
         self.prefetch = Prefetcher(budgets.slots, compute_blocks)
         self.order = {block: i + 1 for i, block in enumerate(compute_blocks)}
         self.keep_always = False  # gradients never wait for step(), so none is moved away from its buffer
