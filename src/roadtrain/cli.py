@@ -4,6 +4,7 @@ and a mistyped word answer at once. Errors made on purpose end in one message an
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import pkgutil
 import sys
@@ -64,6 +65,8 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # `| tee log` shows each step when it ends
     try:
         return _run(args)
     except RoadtrainError as error:
@@ -171,3 +174,7 @@ def _command_help(name: str, command: Command) -> str:
         for key, default, text in importlib.import_module("roadtrain.spec.job").all_keys():
             lines.append(f"  --{key:26}{text}{f' [{default}]' if default else ''}")
     return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

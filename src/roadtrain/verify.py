@@ -79,7 +79,7 @@ def verify(job: Job, steps: int, report: Report = print) -> bool:
 
 
 def check_rule_command(name: str, report: Report = print) -> int:
-    """MODULE:NAME of a Rule, a function that makes one, or a torch optimizer's class. 1 where it fails its check."""
+    """MODULE:NAME of a Rule, or the class of one or of a torch optimizer. 1 where it fails its check."""
     module, _, attribute = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)
@@ -90,7 +90,7 @@ def check_rule_command(name: str, report: Report = print) -> int:
         optimizer = found([torch.nn.Parameter(torch.zeros(1))])  # type: ignore[call-arg]
         rule, group = rules_for(optimizer)[0], optimizer.param_groups[0]
     else:
-        rule = found if isinstance(found, Rule) else found()
+        rule = found() if isinstance(found, type) and issubclass(found, Rule) else found
         if not isinstance(rule, Rule):
             raise ConfigError(f"{name} is no Rule and no torch optimizer", hint="subclass roadtrain.kernels.rule.Rule")
     try:

@@ -1,0 +1,261 @@
+"""The commands on a small real model: train and resume, verify, export and import. Rules 1, 2 and 3."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from roadtrain import cli, verify
+from roadtrain.errors import ConfigError
+from roadtrain.metrics import read_metrics
+from roadtrain.spec.job import Job, load_job
+from roadtrain.train import train
+
+transformers = pytest.importorskip("transformers")
+transformers.utils.logging.disable_progress_bar()  # it leaves a thread
+
+JOB = """
+[run]
+dir = "{home}/run"
+steps = 5
+[model.config]
+model_type = "llama"
+hidden_size = 32
+intermediate_size = 64
+num_hidden_layers = 3
+num_attention_heads = 4
+num_key_value_heads = 2
+max_position_embeddings = 64
+[data]
+paths = ["{home}/text"]
+seq_len = 16
+batch_size = 2
+held_out = 0.2
+[optimizer]
+lr = 1e-2
+schedule = "cosine"
+warmup_steps = 2
+clip_norm = 1.0
+[budget]
+host = "60MiB"
+"""
+
+
+def quiet(_: str) -> None:
+    pass
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("".join(f"line {i} of the text, {i * i}\n" for i in range(600)))
+    path = tmp_path / "job.toml"
+    path.write_text(JOB.format(home=tmp_path))
+    return path
+
+
+def job_of(path: Path, **overrides: Any) -> Job:
+    return load_job(path, {key.replace("__", "."): value for key, value in overrides.items()})
+
+
+def lines_of(job: Job) -> list[dict[str, Any]]:
+    return read_metrics(job.run_dir / "metrics.jsonl")
+
+
+def losses(job: Job) -> list[tuple[int, float, float, float]]:
+    return [(line["step"], line["loss"], line["lr"], line["grad_norm"]) for line in lines_of(job)]
+
+
+def test_metrics_of_a_run(path: Path) -> None:
+    job = job_of(path)
+    shown: list[str] = []
+    summary = train(job, shown.append)
+    lines = lines_of(job)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    for line in lines:
+        assert set(line) == {"step", "loss", "grad_norm", "lr", "tokens", "seconds", "stages"}
+        assert line["tokens"] == 32 and line["seconds"] > 0
+        assert {"Forward", "Backward", "Push"} <= set(line["stages"])
+    assert summary.steps == 5 and summary.last_loss < summary.first_loss and not summary.stopped
+    assert any("plain training needs" in text for text in shown)
+    assert load_job(job.run_dir / "job.toml").changed({"model.config.vocab_size": None}) == job
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"model.config.attention_dropout": 0.3}, {"model.dtype": "fp16"}, {"optimizer.accumulate": 2},
+     {"optimizer.clip_norm": None}, {"compress.topk": 20.0, "compress.error_feedback": True}],
+    ids=lambda more: next(iter(more), "plain"),
+)  # fmt: skip
+def test_a_resumed_run_repeats_the_losses(path: Path, tmp_path: Path, more: dict[str, Any]) -> None:
+    """Rule 3. The learning rate's schedule spans all 5 steps, so the first part is cut off, not made shorter."""
+    whole = load_job(path, {**more, "run.dir": str(tmp_path / "whole")})
+    parts = load_job(path, {**more, "run.dir": str(tmp_path / "parts")})
+    train(whole, quiet)
+    stop_after(parts, 2)
+    assert len(lines_of(parts)) == 2
+    train(parts, quiet)
+    assert losses(parts) == losses(whole) and len(losses(whole)) == 5
+
+
+def stop_after(job: Job, steps: int) -> None:
+    """As Ctrl-C does, when step `steps` was shown."""
+    seen: list[str] = []
+
+    def report(text: str) -> None:
+        seen.append(text)
+        if text.startswith(f"step {steps}/"):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    summary = train(job, report)
+    assert (summary.stopped, summary.steps) == ("interrupted", steps)
+    assert f"interrupted: step {steps} is committed" in "".join(seen)
+
+
+def test_ctrl_c_on_the_command_line(path: Path) -> None:
+    job = job_of(path)
+    command = [sys.executable, "-m", "roadtrain.cli", "train", str(path), "--run.steps", "1000000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        for text in process.stdout:
+            if text.startswith("step 3/"):
+                process.send_signal(signal.SIGINT)
+                break
+        rest = process.stdout.read()
+        assert process.wait(60) == 130
+    assert "interrupted: step" in rest and "Traceback" not in rest
+    assert [line["step"] for line in lines_of(job)] == list(range(1, len(lines_of(job)) + 1))
+
+
+def test_time_is_a_limit_too(path: Path) -> None:
+    job = job_of(path, run__steps=10**6, run__minutes=0.02)
+    start = time.monotonic()
+    assert train(job, quiet).stopped == "0.02 minutes are over"
+    assert time.monotonic() - start < 60
+
+
+def test_a_finished_run_changes_nothing(path: Path) -> None:
+    job = job_of(path)
+    train(job, quiet)
+    before = losses(job)
+    train(job, quiet)
+    assert losses(job) == before
+
+
+def test_other_text_is_refused(path: Path, tmp_path: Path) -> None:
+    train(job_of(path, run__steps=2), quiet)
+    (tmp_path / "text" / "b.txt").write_text("more\n" * 99)
+    with pytest.raises(ConfigError, match="the text has changed"):
+        train(job_of(path), quiet)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"model.config.model_type": "lama"}, "did you mean `llama`"),
+        ({"model.config.hidden_sise": 3}, "unknown key `model.config.hidden_sise`\nhint: did you mean `hidden_size`"),
+        ({"model.config.vocab_size": 100}, "takes 100 tokens at 64 positions, the data has 256 at 16"),
+        ({"data.seq_len": 65}, "the data has 256 at 65"),
+        ({"optimizer.momentum": 0.9}, "optimizer adamw: .*momentum"),
+        ({"optimizer.name": "no.such:Thing"}, "optimizer.name: No module"),
+        ({"model.pretrained": "/no/such", "model.config": {}}, "no config.json"),
+    ],
+)
+def test_mistakes_are_found_before_anything_is_written(path: Path, overrides: dict[str, Any], message: str) -> None:
+    job = load_job(path, overrides)
+    with pytest.raises(ConfigError, match=message):
+        train(job, quiet)
+    assert not (job.run_dir / "job.toml").exists() and not (job.run_dir / "store").exists()
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"model.dtype": "bf16"}, {"model.dtype": "fp16"}, {"optimizer.accumulate": 3, "optimizer.clip_norm": None},
+     {"optimizer.name": "lion", "model.config.attention_dropout": 0.2}, {"model.config.tie_word_embeddings": True},
+     {"optimizer.name": "torch.optim:NAdam", "store.chunk_elements": 65536}],
+    ids=lambda more: next(iter(more.values()), "plain"),
+)  # fmt: skip
+def test_verify(path: Path, tmp_path: Path, more: dict[str, Any]) -> None:
+    """Rule 1, on the user's own job."""
+    shown: list[str] = []
+    assert verify.verify(load_job(path, more), 3, shown.append)
+    assert sum("are the same bits" in text for text in shown) == 2
+    assert not [*tmp_path.glob("**/verify-*")], "the temporary store is removed"
+    deviation = float(shown[-1].split("at most ")[1].split(" ")[0])
+    assert deviation < 1e-5
+
+
+def test_verify_of_a_lossy_job_compares_placements_only(path: Path) -> None:
+    shown: list[str] = []
+    assert verify.verify(job_of(path, compress__topk=10.0), 2, shown.append)
+    assert "lossy on purpose" in shown[-1]
+
+
+def test_verify_names_the_first_tensor_that_differs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = verify.PlainOptimizer.read
+
+    def off_by_one_bit(self: verify.PlainOptimizer, name: str, what: str) -> np.ndarray:
+        found = honest(self, name, what)
+        if name == "model.layers.1.mlp.up_proj.weight" and what == "exp_avg":
+            found = found.copy()
+            found.view(np.uint32)[5] ^= 1
+        return found
+
+    monkeypatch.setattr(verify.PlainOptimizer, "read", off_by_one_bit)
+    shown: list[str] = []
+    assert not verify.verify(job_of(path), 2, shown.append)
+    assert any("in model.layers.1.mlp.up_proj.weight (exp_avg): element 5 of 2048" in text for text in shown)
+    assert cli.main(["verify", str(path), "--steps", "1"]) == 1
+
+
+def test_export_reloads_in_transformers_and_imports_again(path: Path, tmp_path: Path) -> None:
+    job = job_of(path, run__steps=3)
+    summary = train(job, quiet)
+    out = tmp_path / "exported"
+    assert cli.main(["export", str(job.run_dir), str(out)]) == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert type(model).__name__ == "LlamaForCausalLM"
+    assert json.loads((out / "config.json").read_text())["vocab_size"] == 256
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    more = ["--data.paths", str(tmp_path / "text"), "--data.seq_len", "16", "--data.held_out", "0.2",
+            "--data.batch_size", "2"]  # fmt: skip
+    again = tmp_path / "again"
+    assert cli.main(["import", str(out), "--run.dir", str(again), *more]) == 0
+    tuned = train(load_job(again / "job.toml", {"run.steps": 0}), quiet)
+    assert tuned.held_out_loss == pytest.approx(summary.held_out_loss, abs=1e-6)
+    train(load_job(again / "job.toml", {"run.steps": 2}), quiet)
+    assert cli.main(["import", str(out), "--run.dir", str(again), *more]) == 2  # it has trained
+    assert cli.main(["export", str(tmp_path / "text"), str(out)]) == 2  # no run directory
+
+
+def test_an_export_of_masters_is_exact(path: Path, tmp_path: Path) -> None:
+    job = job_of(path, run__steps=2, model__dtype="bf16")
+    train(job, quiet)
+    for name in ("masters", "copies"):
+        options = ["--masters"] * (name == "masters")
+        assert cli.main(["export", str(job.run_dir), str(tmp_path / name), *options]) == 0
+    masters, copies = (
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype="auto").state_dict()
+        for name in ("masters", "copies")
+    )
+    assert {t.dtype for t in masters.values()} == {torch.float32}
+    assert {t.dtype for t in copies.values()} == {torch.bfloat16}
+    assert all(torch.equal(masters[name].bfloat16(), copies[name]) for name in masters)
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [("torch.optim:AdamW", 0), ("roadtrain.kernels.rules:LionRule", 2), ("no.such:Rule", 2), ("json:dumps", 2)],
+)
+def test_check_rule(name: str, code: int) -> None:
+    assert cli.main(["check-rule", name]) == code
