@@ -12,7 +12,7 @@ import importlib
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,19 +35,6 @@ from roadtrain.units import show_bytes, show_rate
 
 Report = Callable[[str], None]
 Read = Callable[[str, str], np.ndarray]  # parameter's name, "master" or a state's name
-
-
-@dataclass(frozen=True)
-class Difference:
-    name: str
-    what: str
-    element: int
-    of: int
-    left: float
-    right: float
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.what}): element {self.element} of {self.of} is {self.left!r} and {self.right!r}"
 
 
 def command(path: str, overrides: Mapping[str, Any], steps: int = 3, report: Report = print) -> int:
@@ -234,13 +221,13 @@ def _same(
     return False
 
 
-def _difference(name: str, what: str, left: Read, right: Read) -> Difference | None:
+def _difference(name: str, what: str, left: Read, right: Read) -> str | None:
     a, b = (np.ascontiguousarray(read(name, what)).reshape(-1) for read in (left, right))
     if a.dtype == b.dtype and a.tobytes() == b.tobytes():
         return None
     bits = f"u{a.itemsize}"
     at = int(np.argmax(a.view(bits) != b.view(bits))) if a.dtype == b.dtype and a.size == b.size else 0
-    return Difference(name, what, at, a.size, float(a[at]), float(b[at]))
+    return f"{name} ({what}): element {at} of {a.size} is {float(a[at])!r} and {float(b[at])!r}"
 
 
 def _segment_lengths(chunks: ChunkTable) -> dict[int, list[int]]:
