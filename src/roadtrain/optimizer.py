@@ -43,6 +43,7 @@ class PlacedOptimizer(torch.optim.Optimizer):
     ) -> None:
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._model, self._table, self._engine, self._extra = model, base, engine, extra
+        self._given: Any = optimizer  # schedulers made before place() watch it; the two share their groups
         self._parts, self._worker = parts, engine.worker
         self._params = [p for part in (parts.root, *parts.blocks) for _, p in part.params]
         self._index = {p: i for i, p in enumerate(self._params)}
@@ -140,6 +141,7 @@ class PlacedOptimizer(torch.optim.Optimizer):
                 self._worker.release(block, step, hypers, lambda i: self._scale(i, unscale))
         self._worker.seal(step)
         self.steps_done, self._due, self._hypers, self._passes = step, step, None, 0
+        self._given._opt_called = True
         return loss
 
     def _amp(self) -> tuple[float, bool]:
@@ -294,6 +296,10 @@ class PlacedOptimizer(torch.optim.Optimizer):
             groups.append({k: v for k, v in group.items() if k != "params"} | {"params": list(range(at, at + count))})
             at += count
         return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        raise LoopError("a placed optimizer's state is in its store, no update would read this one",
+                        hint="place() with that store resumes it")
 
     def close(self) -> None:
         """Commit what was taken, end all threads, give the model its own forwards back. The model's block parameters

@@ -16,7 +16,7 @@ from torch import nn
 
 from roadtrain.errors import ConfigError, ModelError
 from roadtrain.kernels.rules import rules_for
-from roadtrain.model.grads import PlacedGrad
+from roadtrain.model.borrowed import is_hollow
 from roadtrain.model.split import split, table
 from roadtrain.node.compress import Compressor, Replace, twins
 from roadtrain.node.engine import Engine, Layout, open_or_none
@@ -64,8 +64,7 @@ def place(
 
     Raises UserError (ConfigError, ModelError, RuleError, BudgetError) before anything is changed, StoreError.
     """
-    if any(isinstance(p, PlacedGrad) for g in optimizer.param_groups for p in g["params"]):
-        raise ConfigError("this optimizer is placed already")
+    _check_fresh(optimizer)
     device = torch.device(device) if device is not None else _device_of(model)
     parts = split(model, blocks)
     groups = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
@@ -96,6 +95,11 @@ def place(
         compressor = Compressor(whole, topk / 2, per_block=topk_per_block, error_feedback=error_feedback)
         report(f"lossy: top-k, {topk:.1%} of the gradient is communicated, error feedback {error_feedback}")
     opened = open_or_none(layout, report)
+    if opened is None and weights is None and (gone := [n for n, p in model.named_parameters() if is_hollow(p)]):
+        raise ConfigError(
+            f"{len(gone)} of the model's parameters hold no values ({gone[0]!r}): it is placed, or was",
+            hint="build the model anew, or name the store that holds its values, or give weights=DIRECTORY",
+        )
     engine = Engine(
         layout, budgets, opened, device, compute_blocks=range(1, len(base.blocks)), compressor=compressor,
         deadline_s=deadline_s,
@@ -122,6 +126,16 @@ def _device_of(model: nn.Module) -> torch.device:
     if len(found) > 1:
         raise ModelError(f"the model's parameters are on {sorted(map(str, found))}", hint="put it on one device")
     return next(iter(found), torch.device("cpu"))
+
+
+def _check_fresh(optimizer: torch.optim.Optimizer) -> None:
+    if isinstance(optimizer, PlacedOptimizer):
+        raise ConfigError("this optimizer is placed already", hint="give place() the optimizer that it was made from")
+    if any(state and float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
+        raise ConfigError(
+            f"this {type(optimizer).__name__} has taken steps: its state would be lost",
+            hint="place it before the first step; optimizer.state.clear() begins anew",
+        )
 
 
 def _check_known(model: nn.Module, groups: Mapping[nn.Parameter, int]) -> None:

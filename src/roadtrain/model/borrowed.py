@@ -103,6 +103,11 @@ def hollow(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> to
     return torch.full((), value, dtype=dtype, device=device).expand(tuple(shape))
 
 
+def is_hollow(p: torch.Tensor) -> bool:
+    """Dropped, and not taken over by anything since."""
+    return not p.is_meta and p.numel() > 1 and not any(p.stride()) and p.untyped_storage().nbytes() == p.element_size()
+
+
 def settle(p: nn.Parameter, data: torch.Tensor) -> None:
     """`p.data = data`, also for a parameter on `meta`, which torch refuses to move by assignment."""
     if p.is_meta:

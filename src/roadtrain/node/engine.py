@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from roadtrain.errors import ForeignError
+from roadtrain.errors import DeadlineError, ForeignError
 from roadtrain.flow.assign import assign
 from roadtrain.kernels.rules import Rule
 from roadtrain.node.compress import Compressor
@@ -185,8 +185,12 @@ class Engine:
         return self.worker.nbytes() + sum(s.nbytes() for s in self.servers)
 
     def close(self) -> None:
-        for server in self.servers:
-            server.stop()
+        """DeadlineError where a server's threads hang; all else is closed nevertheless."""
+        deadline_s = self.worker.deadline_s
+        late = [name for server in self.servers for name in server.stop(deadline_s)]
         self.worker.close()
         if self.store is not None:
             self.store.close()
+        if late:
+            raise DeadlineError(f"waited {deadline_s:.0f} s for threads to end: {', '.join(late)}",
+                                hint="does the device still answer?")

@@ -101,16 +101,19 @@ class Server:
         """A message from the worker, or an event of a doer. Does not block."""
         self._inbox.put(message)
 
-    def stop(self) -> None:
-        """Ends all threads; does not wait for unfinished steps (the caller flushes first if it wants them)."""
+    def stop(self, deadline_s: float) -> list[str]:
+        """Ends all threads; does not wait for unfinished steps (the caller flushes first if it wants them). Returns the
+        names of those that hang beyond the deadline; the memory that they use stays until they let go."""
         self._stopping = True
         self._inbox.put(None)
         with self._device_ready:
             self._device_ready.notify_all()
         for i in range(len(self._threads)):
             self._kernels.put((9, i, None))
+        until = time.monotonic() + deadline_s
         for thread in self._threads:
-            thread.join()
+            thread.join(max(0.0, until - time.monotonic()))
+        late = [thread.name for thread in self._threads if thread.is_alive()]
         self._threads.clear()
         if self.setup.tier is not None:
             self.setup.tier.close()
@@ -118,6 +121,7 @@ class Server:
         self._grads.clear()
         for buffer in [*self._buffers, *self._scratch, *([self._arena] if self._arena else [])]:
             buffer.close()
+        return late
 
     def fill(self, chunk: int, view: memoryview) -> None:
         """Before start: the first contents of a chunk's record."""
