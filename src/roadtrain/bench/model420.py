@@ -209,7 +209,7 @@ def main(argv: list[str]) -> None:
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--ours", action="store_true")
     which.add_argument("--plain", action="store_true")
-    parser.add_argument("--budget", default="1.5GiB")
+    parser.add_argument("--budget", default="2.25GiB")
     args = parser.parse_args(argv)
     if args.ours:
         result = train_ours(args)

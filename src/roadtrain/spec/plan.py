@@ -119,9 +119,10 @@ def derive(
             per_server += name == "record"
     activations += left // 4
     left -= left // 4
-    if holds_gradients:
-        more = min(compute, left // 2 // push)
-        pushes, left = pushes + more, left - more * push
+    # Gradients that wait: for step(), or (updates begin in backward) for a device that is slower than backward, so that
+    # what is left of the updates hides behind the next forward.
+    more = min(compute, left // (2 if holds_gradients else 3) // push)
+    pushes, left = pushes + more, left - more * push
     public, resident, kept = set(), set(), 0
     for chunk in table.chunks:  # root and first blocks first: the next forward wants them soonest
         size = round_up(chunk.public_nbytes, 4096)
