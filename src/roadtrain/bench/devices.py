@@ -55,7 +55,8 @@ BUFFERS = 4  # records a server; the host has twice as many a device
 THREADS = 4  # I/O threads of the host, a device and direction
 DEADLINE_S = 120.0
 # Transfer handler on and off. Note: the throttle counts in slices of a tenth of a second and lets what is idle catch
-# up. Taking turns between reading and writing costs nothing there unless a turn is longer than a slice.
+# up. Taking turns between reading and writing costs nothing there unless a turn is longer than a slice. So these rows
+# have slower devices, larger records and less state (2 blocks, 4 at 8 devices): compare inside a row only.
 SLOW_RATE = 16e6
 SLOW_CHUNK = 1 << 18  # elements: 0.2 s a turn
 
@@ -391,7 +392,8 @@ def measure(n: int, blocks: int, reps: int, directory: Path, *, handler: bool = 
 
 
 def floor(mode: str, n: int, unit: int) -> float:
-    """Seconds of an update phase that the rates alone would take."""
+    """Seconds of an update phase that the rates alone would take. With the norm first one block's gradient of ours
+    stays in a push buffer and never reaches a device: that can be 5 % faster than this floor."""
     device, link = n * RATE, min(n * RATE, LINK)
     if mode == NORM:
         return unit * (2 / link + 8 / device)
