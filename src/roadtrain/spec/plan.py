@@ -27,9 +27,9 @@ class Budgets:
     slot_bytes: int
     push_buffers: int
     push_bytes: int
-    record_buffers: int  # of each server
+    record_buffers: int  # of all servers together
     record_bytes: int
-    scratch_bytes: int  # of each server: an expanded or spilled gradient beside each record buffer
+    scratch_bytes: int  # an expanded or spilled gradient beside each record buffer
     activation_bytes: int
     resident: frozenset[int]
     public_resident: frozenset[int]
