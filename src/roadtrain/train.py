@@ -117,10 +117,11 @@ def train(job: Job, report: Report = print) -> Summary:
                 progress.show(line)
                 losses.append(loss)
                 resident = max(resident, optimizer.memory()["resident"])
+        stopped = stop.why() if optimizer.steps_done < job.run.steps else ""
         optimizer.flush()
-        if stop.why():
-            report(f"{stop.why()}: step {optimizer.committed_step} is committed; the same command goes on from there")
-        summary = _summary(training, losses, resident, stop.why())
+        if stopped:
+            report(f"{stopped}: step {optimizer.committed_step} is committed; the same command goes on from there")
+        summary = _summary(training, losses, resident, stopped)
     _show_summary(summary, report)
     return summary
 
