@@ -5,10 +5,12 @@ process that waits counts too where all processes are asked for.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,14 @@ from roadtrain.errors import FullError, RoadtrainError
 from roadtrain.units import show_bytes
 
 
-def apart(module: str, *args: object) -> dict[str, Any]:
-    """What `python -m module ARGS --json FILE` wrote to FILE. Raises RoadtrainError with its last words."""
+def apart(module: str, *args: object, env: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """What `python -m module ARGS --json FILE` wrote to FILE, run with `env` beside our own environment. Raises
+    RoadtrainError with its last words."""
     with tempfile.TemporaryDirectory(prefix="roadtrain-bench-") as name:
         out = Path(name) / "result.json"
         command = [sys.executable, "-m", module, *map(str, args), "--json", str(out)]
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+                              env={**os.environ, **(env or {})})
         if done.returncode:
             raise RoadtrainError(f"{' '.join(command[2:])} ended with {done.returncode}: {done.stdout[-2000:]}")
         result: dict[str, Any] = json.loads(out.read_text())
