@@ -11,7 +11,7 @@ train: $(READY)
 
 # What needs no hardware first; then real processes; then what needs root and loop devices (skips itself without).
 test: $(READY)
-	$(BIN)/pytest $(wildcard tests/unit tests/contract tests/golden) $(ARGS)
+	$(BIN)/pytest -n 2 $(wildcard tests/unit tests/contract tests/golden) $(ARGS)
 	$(BIN)/pytest $(wildcard tests/local tests/lab) $(ARGS)
 
 check: $(READY)
