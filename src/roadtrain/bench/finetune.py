@@ -127,7 +127,7 @@ def import_pretrained(folder: Path) -> None:
         return reader.fields[name].contents()
 
     heads, heads_kv = field("llama.attention.head_count"), field("llama.attention.head_count_kv")
-    config = LlamaConfig(
+    config = LlamaConfig(  # type: ignore[call-arg]
         vocab_size=field("llama.vocab_size"), hidden_size=field("llama.embedding_length"),
         intermediate_size=field("llama.feed_forward_length"), num_hidden_layers=field("llama.block_count"),
         num_attention_heads=heads, num_key_value_heads=heads_kv,

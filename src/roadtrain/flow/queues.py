@@ -61,9 +61,6 @@ class DeviceQueue:
     def done(self, priority: int) -> None:
         self.running[priority] -= 1
 
-    def __len__(self) -> int:
-        return sum(len(w) for w in self.waiting.values())
-
     def check(self) -> None:
         assert all(n >= 0 for n in self.running.values())
         if self.burst:

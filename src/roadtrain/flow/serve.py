@@ -256,11 +256,6 @@ class ServeDecider:
     def idle(self) -> bool:
         return not (self.queue or self.gated or self.sealed or self.preparing is not None)
 
-    def waiting_for(self) -> str:
-        """One phrase for a deadline's message: what this server still has to do."""
-        busy = {p: sum(c.phase == p for c in self.chunks.values()) for p in (READING, UPDATING, WRITING)}
-        return f"{len(self.queue)} chunks wanted, {busy}, committed step {self.committed}, sealed {list(self.sealed)}"
-
     def check(self) -> None:
         """Assert every invariant."""
         used = [c.buffer for c in self.chunks.values() if c.buffer is not None]
