@@ -80,6 +80,9 @@ class PlacedOptimizer(torch.optim.Optimizer):
                 f"block '{self._table.blocks[block].name}' got a gradient while its last one was not cleared",
                 hint="call optimizer.zero_grad() once a step",
             )
+        if not fresh and self._worker.compressor is not None and self._worker.compressor.twin:
+            raise LoopError("error feedback keeps one residual a step, and this is its second backward pass",
+                            hint="one backward pass before each step(), or error_feedback=False")
         self._worker.push_block(block, buffer, present, fresh=fresh)
         assert self._stream is not None
         if self._promise is not None and self._passes + 1 == self._promise and not self._stream.pending(block):
@@ -233,10 +236,8 @@ class PlacedOptimizer(torch.optim.Optimizer):
                 thing.load_state_dict(state["extra"][name])
 
     def _persistent(self) -> set[str]:
-        return {name for name in self._model.state_dict(keep_vars=True) if name not in self._names()}
-
-    def _names(self) -> set[str]:
-        return {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
+        named = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
+        return set(self._model.state_dict(keep_vars=True)) - named
 
     @property
     def committed_step(self) -> int:

@@ -1,5 +1,5 @@
 """Bytes, seconds and rates as people write them. Inside the package a size is an `int` of bytes, a time a `float` of
-seconds; the unit stands in the name (`nbytes`, `timeout_s`, `bytes_per_s`). Bits never leave this file."""
+seconds; the unit stands in the name (`nbytes`, `timeout_s`, `bytes_per_s`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ _BYTES = {
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
     "kib": KIB, "mib": MIB, "gib": GIB, "tib": 1 << 40,
 }
-_BITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 _NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -26,20 +25,6 @@ def parse_bytes(text: str | int) -> int:
     if match is None or match[2].lower() not in _BYTES:
         raise UnitError(f"{text!r} is not a size", hint="write a number and a unit: 900MB, 1.5GiB")
     return int(float(match[1]) * _BYTES[match[2].lower()])
-
-
-def parse_rate(text: str | int) -> float:
-    """`"500MB/s"`, `"400mbit"`, `"25 Gbit/s"`, `10000` -> bytes a second. Raises UnitError."""
-    if isinstance(text, int) and text >= 0:
-        return float(text)
-    body = str(text).strip()
-    body = body[:-2] if body.endswith("/s") else body
-    match = _NUMBER.fullmatch(body)
-    if match is not None and match[2].lower() in _BITS:
-        return float(match[1]) * _BITS[match[2].lower()] / 8
-    if match is None or match[2].lower() not in _BYTES:
-        raise UnitError(f"{text!r} is not a rate", hint="write 500MB/s or 25Gbit/s")
-    return float(match[1]) * _BYTES[match[2].lower()]
 
 
 def show_bytes(nbytes: float) -> str:

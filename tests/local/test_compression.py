@@ -2,9 +2,11 @@
 
 import numpy as np
 import pytest
+import torch
 from models import Case, build, contents, place, run
 
 import roadtrain
+from roadtrain.errors import LoopError
 
 STEPS = 6
 
@@ -44,6 +46,27 @@ def test_what_is_communicated_counts_indices():  # c = 2 f for fp32: 5 % kept ar
     dense = sum(4 * p.numel() for p in model.parameters())
     sent = placed._engine.worker.compressor.sent_bytes
     assert abs(sent / dense - 0.1) < 0.002
+    placed.close()
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_keeping_nearly_all_is_nearly_plain(dtype):
+    case = Case(accumulate=2, clip=0.5, dtype=dtype)
+    plain, kept = losses_of(case, None)[0], losses_of(case, None, topk=1.98)[0]
+    assert np.allclose(plain, kept, rtol=0, atol=0.05), (plain, kept)
+    norms = []
+    for options in ({}, {"topk": 1.98}):
+        model, placed, scaler = place(case, None, **options)
+        run(case, model, placed, scaler, 0, 1)
+        norms.append(placed.grad_norm())
+        placed.close()
+    assert norms[0] == pytest.approx(norms[1], rel=0.01)
+
+
+def test_feedback_with_a_second_backward_pass_is_refused():
+    model, placed, scaler = place(Case(accumulate=2), None, topk=0.1, error_feedback=True)
+    with pytest.raises(LoopError, match="second backward"):
+        run(Case(accumulate=2), model, placed, scaler, 0, 1)
     placed.close()
 
 

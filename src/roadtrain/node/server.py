@@ -290,6 +290,10 @@ class Server:
                 self._grads[chunk.id] = []
             self._grads[chunk.id].append(push.grad)
             kept, sums = False, push.sums
+            if not push.fresh:  # of the sum of what was sent: what was left out of several passes is unknown here
+                scratch, dense = self._expand(chunk, self._grads[chunk.id])
+                sums = np.array([sum_squares(dense[a:b], "fp32") for _, a, b in chunk.segments])
+                self._scratch_free.put(scratch)
         else:
             kept, sums = self._hold_dense(chunk, push)
         self._stages.add("Sum", time.perf_counter() - start, chunk.public_nbytes)
@@ -321,6 +325,21 @@ class Server:
             self._scratch_free.put(scratch)
         return kept, sums
 
+    def _expand(self, chunk: Chunk, sent: list[tuple[np.ndarray, np.ndarray]]) -> tuple[Buffer, np.ndarray]:
+        """The sum of compressed pushes as a dense fp32 gradient in a scratch buffer."""
+        scratch = self._scratch_free.get()
+        dense = scratch.array("fp32", 0, chunk.numel)
+        for i, (indices, values) in enumerate(sent):
+            wide = values
+            if values.dtype != np.float32:
+                wide = np.empty(values.size, np.float32)
+                cast(values, chunk.dtype, wide, "fp32")
+            if i == 0:
+                scatter(indices, wide, dense)
+            else:
+                dense[indices] += wide
+        return scratch, dense
+
     def _load_spilled(self, chunk: Chunk) -> Buffer:
         assert self.setup.tier is not None
         scratch = self._scratch_free.get()
@@ -348,14 +367,7 @@ class Server:
             scratch = self._load_spilled(chunk)
             grad = np.frombuffer(scratch.view, NUMPY[chunk.dtype], chunk.numel)
         elif isinstance(grad, list):
-            scratch = self._scratch_free.get()
-            dense = np.frombuffer(scratch.view, np.float32, chunk.numel)
-            for i, (indices, values) in enumerate(grad):
-                if i == 0:
-                    scatter(indices, values, dense)
-                else:
-                    dense[indices] += values
-            grad = dense
+            scratch, grad = self._expand(chunk, grad)
         dtype = "fp32" if grad.dtype == np.float32 else chunk.dtype
         public = self._memory.get(number, view)
         apply_rule(self.setup.rules[chunk.group], chunk, record, view, public, grad, dtype, release)
