@@ -6,7 +6,7 @@ the rest rests on files), and growth beyond that should be nothing: buffers are 
 
 It is measured twice: as users have it, and with glibc's mmap threshold fixed. By default glibc raises that threshold to
 the size of what was freed (up to 32 MiB), so that tensors come to lie in the heap, which fragments and grows with the
-number of blocks; that growth is none of our buffers.
+number of blocks. That this is why the process grows is a suspicion: 128 blocks were not measured that way.
 
     python -m roadtrain.bench.depth --child 8 --dir DIR --width 512 --json OUT
 """
