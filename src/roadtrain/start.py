@@ -50,6 +50,7 @@ class Start:
                 self.engine.fill(block, self._source(part), hypers)
             if block.index:
                 self._drop(part)
+            self.engine.worker.heap.trim(at_once=True)
         for twin in self.engine.layout.table.blocks[len(self.table.blocks) :]:
             if self.engine.new:
                 self.engine.fill(twin, lambda *_: None, hypers)

@@ -9,13 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from roadtrain.errors import StoreError
 from roadtrain.spec.chunks import PAGE, ChunkTable, ParamSpec
 from roadtrain.store.buffers import Buffer
 from roadtrain.store.file import FileTier
 from roadtrain.store.generation import create_store
 from roadtrain.store.ledger import GroupRule, StoreMeta
-from roadtrain.store.tier import PRIVATE, PUBLIC, RECORD, RamTier, Tier, part_range
+from roadtrain.store.tier import PRIVATE, PUBLIC, RECORD, Tier, part_range
 
 TABLE = ChunkTable.build(
     [
@@ -29,17 +28,13 @@ META = StoreMeta.of(TABLE, [GroupRule("adamw", ("m", "v"), ("t",)), GroupRule("s
 RECORDS = META.records
 
 
-@pytest.fixture(params=["ram", "direct", "buffered"])
+@pytest.fixture(params=["direct", "buffered"])
 def tier(request: pytest.FixtureRequest, tmp_path: Path):
     before = set(os.listdir("/proc/self/fd"))
-    if request.param == "ram":
-        made: Tier = RamTier(RECORDS)
-    else:
-        store = create_store([tmp_path], META, [0] * len(TABLE.chunks), direct=request.param == "direct")
-        made = store.tiers[0]
+    store = create_store([tmp_path], META, [0] * len(TABLE.chunks), direct=request.param == "direct")
+    made = store.tiers[0]
     yield made
-    if isinstance(made, FileTier):
-        made.check()
+    made.check()
     made.close()
     assert set(os.listdir("/proc/self/fd")) == before
 
@@ -93,7 +88,7 @@ def test_parts_written_apart_read_as_one_record(tier: Tier) -> None:
             assert read(tier, chunk, RECORD) == (bytes(view(chunk, RECORD, step)) if order == (RECORD,) else want)
 
 
-def test_public_is_absent_after_the_master_alone_was_written(tier: RamTier | FileTier) -> None:
+def test_public_is_absent_after_the_master_alone_was_written(tier: FileTier) -> None:
     fill(tier)
     chunk = next(c.id for c in TABLE.chunks if c.trainable and c.dtype == "bf16")
     r = RECORDS[chunk]
@@ -128,13 +123,9 @@ def test_writing_twice_before_a_commit_is_our_mistake(tier: Tier) -> None:
     assert read(tier, 0, RECORD) == bytes(view(0, RECORD, 2))
 
 
-def test_drop_pending_gives_back_the_committed_step_or_says_that_it_cannot(tier: Tier) -> None:
+def test_drop_pending_gives_back_the_committed_step(tier: Tier) -> None:
     fill(tier)
     tier.write(0, RECORD, view(0, RECORD, 1))
-    if isinstance(tier, RamTier):
-        with pytest.raises(StoreError, match="one slot"):
-            tier.drop_pending()
-        return
     tier.drop_pending()
     assert read(tier, 0, RECORD) == bytes(view(0, RECORD, 0))
     tier.write(0, RECORD, view(0, RECORD, 2))

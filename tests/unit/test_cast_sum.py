@@ -46,9 +46,9 @@ def test_every_pattern_there_and_every_rounding_back(dtype):
 @pytest.mark.parametrize("dst", DTYPES)
 def test_cast_between_all_formats(src, dst):
     x = data(1003, src)
-    mine, plain = (np.empty(1003, c.NUMPY_OF[dst]) for _ in range(2))
+    mine = np.empty(1003, c.NUMPY_OF[dst])
     c.cast(x, src, mine, dst)
-    c.reference_cast(x, src, plain, dst)
+    plain = c.reference_narrow(c.reference_widen(x, src), dst)
     assert same(mine, plain)
 
 

@@ -117,10 +117,7 @@ def test_another_chunk_size_is_the_same_model(model, one, two):  # Rule 1
     a, b = ChunkTable.build(model, one), ChunkTable.build(model, two)
     assert segments(a) == segments(b)
     assert a.fingerprint() == b.fingerprint()
-    again = a.rechunk(two)
-    assert again == b
-    assert again.rechunk(one) == a
-    assert a.total_public_nbytes == b.total_public_nbytes
+    assert sum(c.public_nbytes for c in a.chunks) == sum(c.public_nbytes for c in b.chunks)
     for block, other in zip(a.blocks, b.blocks):
         assert (block.runs, block.pull_nbytes, block.push_nbytes) == (other.runs, other.pull_nbytes, other.push_nbytes)
 

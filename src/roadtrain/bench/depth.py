@@ -4,9 +4,7 @@ Each depth is a process of its own, its peak is VmHWM. A block's saved input (ro
 every block; how many bytes of them were held at the peak is what the activations' own counter says (under the budget,
 the rest rests on files), and growth beyond that should be nothing: buffers are as many as the budget gives.
 
-It is measured twice: as users have it, and with glibc's mmap threshold fixed. By default glibc raises that threshold to
-the size of what was freed (up to 32 MiB), so that tensors come to lie in the heap, which fragments and grows with the
-number of blocks. That this is why the process grows is a suspicion: 128 blocks were not measured that way.
+Each peak is the median of REPS processes: how glibc's heap happens to fall moves one by 5 %.
 
     python -m roadtrain.bench.depth --child 8 --dir DIR --width 512 --json OUT
 """
@@ -17,7 +15,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,20 +31,18 @@ from roadtrain.units import parse_bytes
 DEPTHS, WIDTH, BUDGET, STEPS = (8, 32, 128), 512, "256MiB", 3
 ROWS, SEQ = 1, 256
 GOAL = 0.05
-FIXED = {"MALLOC_MMAP_THRESHOLD_": "262144"}  # bytes
+REPS = 3
 
 
 def run(quick: bool = False) -> Report:
     depths, width, budget = ((4, 16), 256, "96MiB") if quick else (DEPTHS, WIDTH, BUDGET)
-    rows = compare(measure(depths, width, budget), width, budget, "")
-    rows += compare(measure(depths, width, budget, FIXED), width, budget, ", fixed mmap threshold")
-    return Report("depth", rows)
+    return Report("depth", compare(measure(depths, width, budget, 1 if quick else REPS), width, budget))
 
 
-def compare(got: list[dict[str, Any]], width: int, budget: str, how: str) -> list[Row]:
+def compare(got: list[dict[str, Any]], width: int, budget: str) -> list[Row]:
     base, rows = got[0], []
     for one in got:
-        case = f"{one['blocks']} blocks x {width}, {one['parameters'] / 1e6:.0f} M parameters, budget {budget}{how}"
+        case = f"{one['blocks']} blocks x {width}, {one['parameters'] / 1e6:.0f} M parameters, budget {budget}"
         beyond = growth(base, one)
         rows += [
             Row(case, "peak memory of the process", "MB", one["peak_bytes"] / 1e6, one["plain"] / 1e6,
@@ -67,17 +63,16 @@ def compare(got: list[dict[str, Any]], width: int, budget: str, how: str) -> lis
     return rows
 
 
-def measure(
-    depths: Sequence[int], width: int, budget: str, env: Mapping[str, str] | None = None
-) -> list[dict[str, Any]]:
-    """One result a depth, shallowest first."""
-    got = []
-    for blocks in depths:
-        with tempfile.TemporaryDirectory(prefix="roadtrain-bench-", dir=Path.cwd()) as name:
-            need_disk(Path(name), 2 * 12 * blocks * 12 * width**2 + 10**9)
-            got.append(apart("roadtrain.bench.depth", "--child", blocks, "--dir", name, "--width", width, "--budget",
-                             budget, env=env))
-    return got
+def measure(depths: Sequence[int], width: int, budget: str, reps: int = 1) -> list[dict[str, Any]]:
+    """One result a depth, shallowest first: the process with the median peak."""
+    got: list[list[dict[str, Any]]] = [[] for _ in depths]
+    for _ in range(reps):
+        for blocks, results in zip(depths, got):
+            with tempfile.TemporaryDirectory(prefix="roadtrain-bench-", dir=Path.cwd()) as name:
+                need_disk(Path(name), 2 * 12 * blocks * 12 * width**2 + 10**9)
+                results.append(apart("roadtrain.bench.depth", "--child", blocks, "--dir", name, "--width", width,
+                                     "--budget", budget))
+    return [sorted(results, key=lambda one: one["peak_bytes"] - one["held"])[len(results) // 2] for results in got]
 
 
 def growth(base: dict[str, Any], one: dict[str, Any]) -> float:

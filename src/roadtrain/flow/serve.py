@@ -22,7 +22,7 @@ from typing import Any
 
 from roadtrain.flow import ops
 
-IDLE, WANTED, READING, UPDATING, WRITING = "idle", "wanted", "reading", "updating", "writing"
+IDLE, READING, UPDATING, WRITING = "idle", "reading", "updating", "writing"
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class ServeDecider:
     """One server's decisions. `chunks`: chunk -> (record resident, public resident). `durable`: records rest on files.
 
     Invariants (asserted by `check`): free buffers and the buffers of chunks are disjoint and together all buffers; a
-    chunk in `queue` is WANTED; `open_releases[s]` counts the releases of step s that are not yet written.
+    chunk in `queue` has a release; `open_releases[s]` counts the releases of step s that are not yet written.
     """
 
     def __init__(
@@ -252,9 +252,6 @@ class ServeDecider:
         for entry in later:
             heapq.heappush(self.queue, entry)
         return out
-
-    def idle(self) -> bool:
-        return not (self.queue or self.gated or self.sealed or self.preparing is not None)
 
     def check(self) -> None:
         """Assert every invariant."""

@@ -156,7 +156,3 @@ def reference_narrow(x: np.ndarray, dtype: str) -> np.ndarray:
     with np.errstate(over="ignore", invalid="ignore"):
         half = x.astype(np.float16).view(np.uint16)
     return np.where(np.isnan(x), (bits >> 16) & 0x8000 | 0x7E00, half).astype(np.uint16)
-
-
-def reference_cast(src: np.ndarray, src_dtype: str, dst: np.ndarray, dst_dtype: str) -> None:
-    dst[:] = reference_narrow(reference_widen(src, src_dtype), dst_dtype)

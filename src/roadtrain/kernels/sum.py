@@ -16,7 +16,7 @@ import numpy as np
 from roadtrain.errors import RuleError
 from roadtrain.kernels.cast import kernel, put, reference_narrow, reference_widen, typed, widen
 
-LANES = 16
+LANES = 128
 TILE = 4096  # elements of fp32 scratch that stay in the first cache while k buffers pass
 
 

@@ -15,13 +15,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from roadtrain.errors import ConfigError
+from roadtrain.kernels.cast import NUMPY_OF
 from roadtrain.kernels.rules import Rule
 from roadtrain.kernels.sum import sum_squares
 from roadtrain.kernels.topk import select_with_residual, top_k
 from roadtrain.node.device import HostBuffer
 from roadtrain.spec.chunks import ITEMSIZE, Block, Chunk, ChunkTable, ParamSpec
-
-NUMPY = {"fp32": np.float32, "bf16": np.uint16, "fp16": np.uint16}
 
 
 class Replace(Rule):
@@ -108,7 +107,7 @@ class Compressor:
         size = ITEMSIZE[dtype]
         first = chunks[0].push_offset // size
         n = chunks[-1].push_offset // size + chunks[-1].numel - first
-        grad = np.frombuffer(view, NUMPY[dtype], n, first * size)
+        grad = np.frombuffer(view, NUMPY_OF[dtype], n, first * size)
         sums = [
             np.array([sum_squares(grad[at + a : at + b], dtype) for _, a, b in c.segments])
             for c in chunks
@@ -118,7 +117,7 @@ class Compressor:
         k = max(1, round(self.keep * elements))
         indices = np.empty(k, np.uint32)
         if residual is None:
-            values: np.ndarray = np.empty(k, NUMPY[dtype])
+            values: np.ndarray = np.empty(k, NUMPY_OF[dtype])
             top_k(grad, dtype, k, indices, values)
         else:
             values = np.empty(k, np.float32)

@@ -22,7 +22,7 @@ from roadtrain.errors import LostError, RoadtrainError
 from roadtrain.flow import ops
 from roadtrain.flow.queues import READ_PARAMETERS, READ_STATE, WRITE_STATE, DeviceQueue
 from roadtrain.flow.serve import ServeDecider
-from roadtrain.kernels.cast import cast
+from roadtrain.kernels.cast import NUMPY_OF, cast
 from roadtrain.kernels.rules import Rule
 from roadtrain.kernels.sum import accumulate, sum_squares
 from roadtrain.kernels.topk import scatter
@@ -31,8 +31,6 @@ from roadtrain.store.buffers import Buffer
 from roadtrain.store.file import FileTier
 from roadtrain.trace import Stages
 from roadtrain.units import round_up
-
-NUMPY = {"fp32": np.float32, "bf16": np.uint16, "fp16": np.uint16}
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,6 @@ class Server:
         for scratch in self._scratch:
             self._scratch_free.put(scratch)
         self._grads: dict[int, Any] = {}  # chunk -> ndarray | "spilled" | [(indices, values)...]; one writer at a time
-        self._spill_lock = threading.Lock()
         where = {c: (c in resident, c in setup.public_resident) for c in setup.chunks}
         self.decider = ServeDecider(
             setup.number, where, setup.buffers, durable=setup.tier is not None, committed=committed
@@ -257,7 +254,7 @@ class Server:
 
     def _cast_public(self, chunk: Chunk, record: Record, view: memoryview, into: memoryview) -> None:
         master = np.frombuffer(view, np.float32, chunk.numel, record.master)
-        cast(master, "fp32", np.frombuffer(into, NUMPY[chunk.dtype], chunk.numel), chunk.dtype)
+        cast(master, "fp32", np.frombuffer(into, NUMPY_OF[chunk.dtype], chunk.numel), chunk.dtype)
 
     def _record_view(self, chunk: int) -> memoryview:
         if chunk in self._resident:
@@ -300,13 +297,13 @@ class Server:
         self.receive(ops.HoldDone(chunk.id, sums, push.ticket, kept))
 
     def _hold_dense(self, chunk: Chunk, push: ops.Push) -> tuple[bool, Any]:
-        grad = np.frombuffer(push.grad, NUMPY[chunk.dtype], chunk.numel)
+        grad = np.frombuffer(push.grad, NUMPY_OF[chunk.dtype], chunk.numel)
         held, spilled, tier = self._grads.get(chunk.id), False, self.setup.tier
         scratch, kept = None, False
         if not push.fresh and held is not None:
             if isinstance(held, str):
                 scratch = self._load_spilled(chunk)
-                held = np.frombuffer(scratch.view, NUMPY[chunk.dtype], chunk.numel)
+                held = np.frombuffer(scratch.view, NUMPY_OF[chunk.dtype], chunk.numel)
                 spilled = True
             _add(held, grad, chunk.dtype)
             grad = held
@@ -365,7 +362,7 @@ class Server:
         scratch = None
         if isinstance(grad, str):
             scratch = self._load_spilled(chunk)
-            grad = np.frombuffer(scratch.view, NUMPY[chunk.dtype], chunk.numel)
+            grad = np.frombuffer(scratch.view, NUMPY_OF[chunk.dtype], chunk.numel)
         elif isinstance(grad, list):
             scratch, grad = self._expand(chunk, grad)
         dtype = "fp32" if grad.dtype == np.float32 else chunk.dtype

@@ -27,6 +27,7 @@ from roadtrain.node.compress import Compressor
 from roadtrain.node.device import HostBuffer
 from roadtrain.spec.chunks import PAGE, Block, Chunk, ChunkTable
 from roadtrain.spec.plan import Budgets
+from roadtrain.store.buffers import Heap
 from roadtrain.trace import Stages
 from roadtrain.units import round_up
 from roadtrain.wire.link import Link
@@ -87,6 +88,7 @@ class Worker:
         self._push_left: dict[int, tuple[HostBuffer, int]] = {}  # id(buffer) -> chunks that servers still read
         self._push_tickets: dict[int, HostBuffer] = {}
         self._kept: set[int] = set()  # ids of push buffers that hold a gradient until the update
+        self.heap = Heap()
         self._sender: threading.Thread | None = None
         self._to_send: queue.SimpleQueue[Any] = queue.SimpleQueue()
         if device.type == "cuda":
@@ -167,6 +169,7 @@ class Worker:
             slot = self._uses[block].pop()
             self._slots[slot].record_use()
             self._pull_blocks(self.prefetch.returned(slot))
+        self.heap.trim()
 
     def _pull_blocks(self, pulls: Sequence[PullBlock]) -> None:
         for pull in pulls:

@@ -189,16 +189,8 @@ class ChunkTable:
         return ChunkTable(tuple(out), tuple(params), tuple(chunks), chunk_elements)
 
     @cached_property
-    def total_public_nbytes(self) -> int:
-        return sum(c.public_nbytes for c in self.chunks)
-
-    @cached_property
     def trainable(self) -> tuple[Chunk, ...]:
         return tuple(c for c in self.chunks if c.trainable)
-
-    def rechunk(self, chunk_elements: int) -> ChunkTable:
-        """The same model cut at another chunk size."""
-        return ChunkTable.build([(b.name, [self.params[i] for i in b.params]) for b in self.blocks], chunk_elements)
 
     def fingerprint(self) -> str:
         """Same for every chunk size, dtype of the copy and number of directories: names, shapes and trainability."""

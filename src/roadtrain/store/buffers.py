@@ -7,7 +7,9 @@ Does NOT pin memory for a device, and does NOT pool: whoever allocates keeps.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -50,3 +52,34 @@ class Buffer:
 
 
 _NOTHING = mmap.mmap(-1, 1)
+
+
+class Heap:
+    """Keeps what torch's own temporaries leave behind in the C heap from growing with the number of blocks (Rule 4).
+
+    Each block leaves a few small objects between its freed temporaries, so that glibc's heap grows by some megabytes a
+    block and gives nothing back (measured: 700 MB at 128 blocks of width 512). `trim`, called after each block, gives
+    free pages back once the process has grown by `slack` bytes since the last time; where that is what one block
+    needs, and no waste, `slack` doubles. Without glibc or /proc it does nothing.
+    """
+
+    def __init__(self, slack: int = 16 * MIB) -> None:
+        self.slack, self._calls = slack, 0
+        self._malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        self._statm = Path("/proc/self/statm")
+        self._base = self._resident() if self._malloc_trim and self._statm.exists() else None
+
+    def _resident(self) -> int:
+        return int(self._statm.read_bytes().split()[1]) * mmap.PAGESIZE
+
+    def trim(self, at_once: bool = False) -> None:
+        if self._base is None or self._malloc_trim is None:
+            return
+        now, self._calls = self._resident(), self._calls + 1
+        self._base = min(self._base, now)
+        if at_once or now > self._base + self.slack:
+            self._malloc_trim(0)
+            self._base = self._resident()
+            if not at_once and self._calls < 2 and now - self._base > self.slack // 2:
+                self.slack *= 2
+            self._calls = 0
