@@ -50,6 +50,6 @@ def test_ours_has_the_losses_of_plain_training(tmp_path: Path) -> None:
     model = model420.build("fp32", **SMALL)
     optimizer = roadtrain.place(model, model420.adamw(model.parameters()), store=tmp_path, dtype=torch.bfloat16,
                                 budget="200MiB", backwards_per_step=1, report=lambda line: None)
-    losses = model420.training(model, optimizer, 6, 2, 32)[0]
+    losses = model420.training(model, optimizer, range(6), 2, 32)[0]
     optimizer.close()
     assert losses == pytest.approx(plain, abs=1e-3) and losses[0] == plain[0]

@@ -69,7 +69,7 @@ def child(args: argparse.Namespace) -> dict[str, Any]:
     optimizer = roadtrain.place(model, model420.adamw(model.parameters()), store=Path(args.child) / "store",
                                 dtype=torch.bfloat16, budget=args.budget, backwards_per_step=1, device="cpu")
     place_s = time.perf_counter() - began
-    losses, steps = model420.training(model, optimizer, args.steps, ROWS, SEQ)
+    losses, steps = model420.training(model, optimizer, range(args.steps), ROWS, SEQ)
     (read, written), began = model420.disk_bytes(), time.perf_counter()
     memory = optimizer.memory()
     optimizer.close()  # what is still being written belongs to the last step

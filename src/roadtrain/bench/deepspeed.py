@@ -2,7 +2,7 @@
 emulated device of 500/500 MB/s, with plain torch for the losses.
 
 Every run is a process of its own; ours and the peer's alternate. A run's step time is the mean of its steps after the
-first two, which fill caches and first-touch memory; ours includes closing the store. Peak memory is the resident
+first two, from a store at rest until every write of the last one is durable. Peak memory is the resident
 memory of the process and its children, pinned and shared pages included. Assumes the extras `bench` and `hf`, a C++
 compiler and libaio's headers; the emulated device needs root (lab.py), without it its rows say why they are empty.
 """
@@ -24,6 +24,7 @@ from statistics import mean, median
 
 import psutil
 
+from roadtrain.bench.model420 import WARM_UP
 from roadtrain.bench.report import Report, Row
 from roadtrain.errors import ConfigError, RoadtrainError
 from roadtrain.lab import LoopDevice, Throttle, lab_available
@@ -50,7 +51,7 @@ class Run:
 def run(quick: bool = False) -> Report:
     if importlib.util.find_spec("deepspeed") is None:
         raise ConfigError("DeepSpeed is not installed", hint='pip install -e ".[bench,hf]"; apt-get install libaio-dev')
-    steps, reps = (4, 1) if quick else (5, 3)
+    steps, reps = (4, 1) if quick else (8, 3)
     with tempfile.TemporaryDirectory(prefix="roadtrain-bench-", dir=Path.cwd()) as name:
         folder = Path(name)
         train(("deepspeed_peer", "--build"), folder, steps)
@@ -130,7 +131,7 @@ def train(what: tuple[str, ...], folder: Path, steps: int, limit: Throttle | Non
     if not out.exists():  # it compiled
         return Run(0.0, 0.0, 0.0, 0, (), "")
     result = json.loads(out.read_text())
-    kept = result["steps"][2:] or [{}]
+    kept = result["steps"][WARM_UP:] or [{}]
     each = {name: mean(step.get(name, 0.0) for step in kept) for name in ("step_s", "read_bytes", "written_bytes")}
     return Run(**each, peak_bytes=max(watch.ended(), result["peak_bytes"]), losses=tuple(result["losses"]),
                system=result["system"])

@@ -91,7 +91,7 @@ def child(blocks: int, width: int, directory: str, budget: str, steps: int = STE
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-4)
     with roadtrain.place(model, adamw, store=Path(directory) / "store", budget=budget, backwards_per_step=1,
                          device="cpu") as optimizer:
-        losses, _ = model420.training(model, optimizer, steps, ROWS, SEQ)
+        losses, _ = model420.training(model, optimizer, range(steps), ROWS, SEQ)
         optimizer.flush()
         memory, held = optimizer.memory(), optimizer._activations.peak_bytes
     return {"blocks": blocks, "parameters": sum(p.numel() for p in model.parameters()), "losses": losses,

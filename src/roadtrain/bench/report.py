@@ -17,8 +17,6 @@ from statistics import median
 from time import perf_counter
 
 import psutil
-from rich.console import Console
-from rich.table import Table
 
 from roadtrain.units import show_bytes
 
@@ -62,16 +60,19 @@ class Report:
     def to_json(self) -> str:
         return json.dumps(asdict(self) | {"rows": [asdict(row) for row in self.rows]}, indent=1)
 
-    def print(self, console: Console | None = None) -> None:
-        table = Table(title=f"{self.name}: {self.machine}, {self.date}", title_justify="left")
-        for head in ("case", "metric", "unit", "ours", "peer", "", "ratio", "of floor", "goal", ""):
-            table.add_column(head, justify="right" if head in ("ours", "peer", "ratio", "of floor") else "left")
-        for row in self.rows:
-            met = {True: "met", False: "[red]not met[/red]", None: ""}[row.met]
-            numbers = [_show(x) for x in (row.ours, row.peer, row.ratio, row.of_floor)]
-            table.add_row(row.case, row.metric, row.unit, *numbers[:2], row.peer_name or "", *numbers[2:],
-                          row.goal or "", met)
-        (console or Console()).print(table)
+    def print(self, print_line: Callable[[str], None] = print) -> None:
+        """A heading per case, a line per metric: fits a terminal of 80 columns, and a file."""
+        print_line(f"{self.name}: {self.machine}, {self.date}")
+        for i, row in enumerate(self.rows):
+            if i == 0 or row.case != self.rows[i - 1].case:
+                print_line(f"\n{row.case}")
+            parts = [f"{_show(row.ours)} {row.unit}"]
+            if row.peer is not None:
+                parts.append(f"{row.peer_name}: {_show(row.peer)}")
+            parts += [f"{name} {_show(x)}" for name, x in (("ratio", row.ratio), ("of floor", row.of_floor)) if x]
+            if row.goal:
+                parts.append({True: "MET", False: "NOT MET", None: "goal"}[row.met] + f" ({row.goal})")
+            print_line(f"  {row.metric}: {'; '.join(parts)}")
 
 
 def _show(x: float | None) -> str:
