@@ -54,6 +54,7 @@ COMMANDS = {
     "check-rule": Command(
         "roadtrain.verify:check_rule_command", ("MODULE:NAME",),
         "Check an update rule against its reference on random data, and its speed against the storage's.",
+        {"dir": (str, "a directory on the device to compare with (here)")},
     ),
     "bench": Command(
         "roadtrain.cli:bench", ("NAME",),

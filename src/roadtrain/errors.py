@@ -29,61 +29,46 @@ class RoadtrainError(Exception):
         self.hint = hint
 
 
-class UserError(RoadtrainError):
-    pass
+class UserError(RoadtrainError): ...
 
 
-class UnitError(UserError):
-    pass
+class UnitError(UserError): ...
 
 
-class ConfigError(UserError):
-    pass
+class ConfigError(UserError): ...
 
 
-class BudgetError(UserError):
-    pass
+class BudgetError(UserError): ...
 
 
-class ModelError(UserError):
-    pass
+class ModelError(UserError): ...
 
 
-class RuleError(UserError):
-    pass
+class RuleError(UserError): ...
 
 
-class LoopError(UserError):
-    pass
+class LoopError(UserError): ...
 
 
-class StoreError(RoadtrainError):
-    pass
+class StoreError(RoadtrainError): ...
 
 
-class DamagedError(StoreError):
-    pass
+class DamagedError(StoreError): ...
 
 
-class ForeignError(StoreError):
-    pass
+class ForeignError(StoreError): ...
 
 
-class FullError(StoreError):
-    pass
+class FullError(StoreError): ...
 
 
-class GoneError(StoreError):
-    pass
+class GoneError(StoreError): ...
 
 
-class PeerError(RoadtrainError):
-    pass
+class PeerError(RoadtrainError): ...
 
 
-class DeadlineError(PeerError):
-    pass
+class DeadlineError(PeerError): ...
 
 
-class LostError(PeerError):
-    pass
+class LostError(PeerError): ...

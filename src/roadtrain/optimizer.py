@@ -21,10 +21,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from roadtrain.errors import ConfigError, LoopError
+from roadtrain.errors import LoopError
 from roadtrain.model.activations import Activations
 from roadtrain.model.grads import PlacedGrad
-from roadtrain.model.split import DTYPES, Split
+from roadtrain.model.split import Split
 from roadtrain.model.stream import Stream
 from roadtrain.node.engine import Engine
 from roadtrain.spec.chunks import ChunkTable
@@ -45,6 +45,9 @@ class PlacedOptimizer(torch.optim.Optimizer):
         self._model, self._table, self._engine, self._extra = model, base, engine, extra
         self._given: Any = optimizer  # schedulers made before place() watch it; the two share their groups
         self._parts, self._worker = parts, engine.worker
+        # the model's stream is given this object as its lender, the gradients' handles as their book
+        self.borrow, self.give_back = self._worker.borrow, self._worker.give_back
+        self.gradient_buffer, self.sum_squares = self._worker.gradient_buffer, self._worker.sum_squares
         self._params = [p for part in (parts.root, *parts.blocks) for _, p in part.params]
         self._index = {p: i for i, p in enumerate(self._params)}
         self._of_block = [[p for _, p in part.params if p.requires_grad] for part in (parts.root, *parts.blocks)]
@@ -61,16 +64,7 @@ class PlacedOptimizer(torch.optim.Optimizer):
         self._at_exit = lambda: _close_quietly(me())
         atexit.register(self._at_exit)
 
-    # what the model's stream calls (it is given this object as its lender)
-
-    def borrow(self, block: int) -> tuple[torch.Tensor, int]:
-        return self._worker.borrow(block)
-
-    def give_back(self, block: int) -> None:
-        self._worker.give_back(block)
-
-    def gradient_buffer(self, block: int) -> torch.Tensor:
-        return self._worker.gradient_buffer(block)
+    # what else the model's stream calls
 
     def push(self, block: int, buffer: torch.Tensor, present: Sequence[int]) -> None:
         state = self._worker.blocks[block]
@@ -87,9 +81,6 @@ class PlacedOptimizer(torch.optim.Optimizer):
         assert self._stream is not None
         if self._promise is not None and self._passes + 1 == self._promise and not self._stream.pending(block):
             self._worker.release(block, self.steps_done + 1, self._begin_hypers(), lambda param: 1.0)
-
-    def sum_squares(self, param: int) -> float:
-        return self._worker.sum_squares(param)
 
     def pass_ended(self) -> None:
         self._passes += 1
@@ -171,21 +162,13 @@ class PlacedOptimizer(torch.optim.Optimizer):
 
     def _push_root(self) -> None:
         """The root block's gradients are ordinary p.grad; they leave here, as one flat piece."""
-        block = self._table.blocks[0]
         params = [(self._index[p], p.grad) for p in self._of_block[0] if p.grad is not None and p in self._index]
         grads = {i: g for i, g in params if self._table.params[i].trainable}
         if not grads:
             return
         buffer = self._worker.gradient_buffer(0)
-        for run in block.runs:
-            if not run.trainable:
-                continue
-            size = run.numel * (4 if run.dtype == "fp32" else 2)
-            flat = buffer[run.push_offset : run.push_offset + size].view(DTYPES[run.dtype])
-            flat.zero_()
-            for span in run.spans:
-                if span.param in grads:
-                    flat[span.start : span.stop].copy_(grads[span.param].reshape(-1))
+        assert self._stream is not None
+        self._stream.root.lay_out(buffer, grads)
         self._worker.push_block(0, buffer, list(grads), fresh=True)
 
     # durability
@@ -270,13 +253,7 @@ class PlacedOptimizer(torch.optim.Optimizer):
     def read(self, name: str, what: str = "master") -> np.ndarray:
         """A parameter's fp32 master values or one of its state arrays, shaped like the parameter; or a state scalar."""
         self.flush()
-        index = next((i for i, p in enumerate(self._table.params) if p.name == name), None)
-        if index is None:
-            raise ConfigError(f"no parameter is named {name!r}")
-        spec = self._table.params[index]
-        scalars = self._engine.layout.rules[spec.group].scalars if spec.trainable else ()
-        flat = self._engine.read(index, what)
-        return flat if what in scalars else flat.reshape(spec.shape)
+        return self._engine.read(name, what)
 
     def state_dict(self) -> dict[str, Any]:
         """torch's form, gathered from the servers into memory: for models small enough. Saving is not needed: the store
@@ -286,13 +263,11 @@ class PlacedOptimizer(torch.optim.Optimizer):
         for i, group in enumerate(self.param_groups):
             rule = self._engine.layout.rules[i]
             for number, p in enumerate(group["params"], at):
-                index = self._index[p]
-                if self.steps_done and self._table.params[index].trainable:
-                    one: dict[str, Any] = {}
-                    for key in (*rule.arrays, *rule.scalars):
-                        value = torch.from_numpy(self._engine.read(index, key))
-                        one[key] = value.view(p.shape) if key in rule.arrays else value.float()[0]
-                    state[number] = one
+                spec = self._table.params[self._index[p]]
+                if self.steps_done and spec.trainable:
+                    found = {key: torch.from_numpy(self._engine.read(spec.name, key))
+                             for key in (*rule.arrays, *rule.scalars)}
+                    state[number] = found | {key: found[key].float()[0] for key in rule.scalars}
             count = len(group["params"])
             groups.append({k: v for k, v in group.items() if k != "params"} | {"params": list(range(at, at + count))})
             at += count

@@ -7,8 +7,9 @@ Assumes: one process. Does NOT average over workers.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import torch
@@ -21,11 +22,12 @@ from roadtrain.model.split import split, table
 from roadtrain.node.compress import Compressor, Replace, twins
 from roadtrain.node.engine import Engine, Layout, open_or_none
 from roadtrain.optimizer import PlacedOptimizer
+from roadtrain.probe import storage_rates
 from roadtrain.spec.chunks import MAX_CHUNK, ChunkTable
 from roadtrain.spec.plan import derive
 from roadtrain.start import Start
 from roadtrain.store.ledger import StoreMeta
-from roadtrain.units import parse_bytes, show_bytes
+from roadtrain.units import parse_bytes, show_bytes, show_rate
 
 Report = Callable[[str], None]
 
@@ -43,6 +45,7 @@ def place(
     topk_per_block: bool = False,
     error_feedback: bool = False,
     chunk_elements: int = MAX_CHUNK,
+    store_rates: Sequence[float] | Literal["measured"] | None = None,
     device: torch.device | str | None = None,
     weights: str | Path | None = None,
     init: Callable[[nn.Module], None] | None = None,
@@ -58,9 +61,10 @@ def place(
     (None: their own); masters and state are fp32. blocks: names or patterns of the blocks (None: found).
     backwards_per_step: None, updates begin at step(); N promises that step() follows every N-th backward pass, without
     clipping or loss scaling, and a block is updated as soon as its last gradient is in. topk: fraction of the
-    gradient's volume that is communicated, indices included (0.02 keeps 1 %). weights: a directory of safetensors in
-    Hugging Face layout that the first values come from. init: initialises a module of a model built on `meta`. extra:
-    objects with state_dict/load_state_dict that are committed and resumed with each step.
+    gradient's volume that is communicated, indices included (0.02 keeps 1 %). store_rates: relative rates of the
+    directories, by which a new store's chunks are spread (None: evenly; "measured": measured now). weights: a directory
+    of safetensors in Hugging Face layout that the first values come from. init: initialises a module of a model built
+    on `meta`. extra: objects with state_dict/load_state_dict that are committed and resumed with each step.
 
     Raises UserError (ConfigError, ModelError, RuleError, BudgetError) before anything is changed, StoreError.
     """
@@ -69,6 +73,9 @@ def place(
     parts = split(model, blocks)
     groups = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
     _check_known(model, groups)
+    if outside := [n for n, p in model.named_parameters() if p.requires_grad and p not in groups]:
+        report(f"{len(outside)} parameters are in no parameter group ({outside[0]!r} is the first): they stay as they "
+               "are and get no gradient, so that clipping does not count theirs")
     rules: list[Any] = list(rules_for(optimizer))
     base = table(parts, groups, dtype, chunk_elements)
     whole, twin_of_root, twin_set = base, 0, frozenset[int]()
@@ -89,12 +96,15 @@ def place(
     budgets = derive(
         whole, layout.records, layout.owners, host, on_files=bool(paths), holds_gradients=backwards_per_step is None,
         twins=twin_set, root_twin=twin_of_root,
+        compressed_bytes=int((topk or 0) / 2 * 8 * sum(c.numel for c in base.trainable)) * (backwards_per_step or 1),
     )
     compressor = None
     if topk is not None:
         compressor = Compressor(whole, topk / 2, per_block=topk_per_block, error_feedback=error_feedback)
         report(f"lossy: top-k, {topk:.1%} of the gradient is communicated, error feedback {error_feedback}")
     opened = open_or_none(layout, report)
+    if opened is None and paths and store_rates is not None:
+        layout = replace(layout, weights=_rates(layout.directories, store_rates, report))
     if opened is None and weights is None and (gone := [n for n, p in model.named_parameters() if is_hollow(p)]):
         raise ConfigError(
             f"{len(gone)} of the model's parameters hold no values ({gone[0]!r}): it is placed, or was",
@@ -102,7 +112,7 @@ def place(
         )
     engine = Engine(
         layout, budgets, opened, device, compute_blocks=range(1, len(base.blocks)), compressor=compressor,
-        deadline_s=deadline_s,
+        deadline_s=deadline_s, report=report,
     )
     engine.worker.keep_always = backwards_per_step == 1
     placed = PlacedOptimizer(model, optimizer, parts, base, engine, backwards_per_step, dict(extra or {}))
@@ -126,6 +136,17 @@ def _device_of(model: nn.Module) -> torch.device:
     if len(found) > 1:
         raise ModelError(f"the model's parameters are on {sorted(map(str, found))}", hint="put it on one device")
     return next(iter(found), torch.device("cpu"))
+
+
+def _rates(
+    directories: Sequence[Path], asked: Sequence[float] | Literal["measured"], report: Report
+) -> tuple[float, ...]:
+    rates = tuple(storage_rates(d).mixed for d in directories) if asked == "measured" else tuple(map(float, asked))
+    if len(rates) != len(directories) or min(rates) <= 0:
+        raise ConfigError(f"store_rates {rates} for {len(directories)} directories", hint="one above 0 for each")
+    if asked == "measured":
+        report("measured: " + ", ".join(f"{d} {show_rate(r)}" for d, r in zip(directories, rates)))
+    return rates
 
 
 def _check_fresh(optimizer: torch.optim.Optimizer) -> None:

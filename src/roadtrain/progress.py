@@ -11,7 +11,6 @@ from typing import Any, Self
 
 from rich import progress as bars
 from rich.console import Console
-from rich.table import Table
 
 ORDER = ("Forward", "Backward", "Wait", "Fetch", "Push", "Sum", "Read", "Update", "Write", "Commit")
 
@@ -60,14 +59,6 @@ def shares(line: Mapping[str, Any]) -> str:
 
 
 def show_table(rows: Sequence[tuple[str, str]], report: Callable[[str], None]) -> None:
-    """A table on a terminal, aligned lines through `report` elsewhere."""
-    console = Console()
-    if console.is_terminal:
-        table = Table(show_header=False)
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
-        return
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         report(f"{name:{width}}  {value}")

@@ -17,8 +17,7 @@ from torch import nn
 from roadtrain.errors import ConfigError
 from roadtrain.kernels.cast import cast
 from roadtrain.model.activations import Activations
-from roadtrain.model.borrowed import hollow, settle
-from roadtrain.model.init import materialize
+from roadtrain.model.init import materialize, release
 from roadtrain.model.split import DTYPES, NAMES, Part, Split
 from roadtrain.model.stream import Stream
 from roadtrain.node.engine import Engine
@@ -49,7 +48,7 @@ class Start:
             if self.engine.new:
                 self.engine.fill(block, self._source(part), hypers)
             if block.index:
-                self._drop(part)
+                release(part.params)
             self.engine.worker.heap.trim(at_once=True)
         for twin in self.engine.layout.table.blocks[len(self.table.blocks) :]:
             if self.engine.new:
@@ -57,7 +56,7 @@ class Start:
         scratch = self.engine.layout.directories[0] if self.engine.layout.directories else None
         activations = Activations(self.activation_bytes, scratch, self.device)
         stream = Stream(self.model, self.parts, self.table, placed, activations, self.device, placed.pass_ended)
-        self._drop(self.parts.root)
+        release(self.parts.root.params)
         for b in self.model.buffers():
             b.data = b.data.to(self.device)
         self.engine.start(placed.job_state())
@@ -67,10 +66,6 @@ class Start:
         if not self.engine.new and self.engine.blob:
             placed.load_job_state(self.engine.blob)
         placed.forward_begins()
-
-    def _drop(self, part: Part) -> None:
-        for _, p in part.params:
-            settle(p, hollow(p.shape, p.dtype, torch.device("cpu")))
 
     def _source(self, part: Part) -> Callable[[ParamSpec, str, int, int], np.ndarray | None]:
         tensors = dict(part.params)

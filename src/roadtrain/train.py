@@ -203,7 +203,7 @@ def place_job(job: Job, report: Report = print) -> Training:
         topk=None if job.compress.topk is None else job.compress.topk / 100,
         error_feedback=job.compress.error_feedback, chunk_elements=job.store.chunk_elements, device=device,
         weights=job.model.pretrained, extra={"scaler": scaler, "data": data},
-        direct=job.store.direct, report=report,
+        store_rates=job.store.rates, direct=job.store.direct, report=report,
     )
     return Training(job, model, optimizer, scaler, tokens, data, device)
 

@@ -28,6 +28,7 @@ from roadtrain.kernels.rules import rules_for
 from roadtrain.kernels.sum import sum_squares
 from roadtrain.model.grads import PlacedGrad
 from roadtrain.model.split import split, table
+from roadtrain.probe import storage_rates
 from roadtrain.spec.chunks import ChunkTable
 from roadtrain.spec.job import Job, load_job
 from roadtrain.train import Training, place_job, step
@@ -65,8 +66,9 @@ def verify(job: Job, steps: int, report: Report = print) -> bool:
         return same
 
 
-def check_rule_command(name: str, report: Report = print) -> int:
-    """MODULE:NAME of a Rule, or the class of one or of a torch optimizer. 1 where it fails its check."""
+def check_rule_command(name: str, dir: str = ".", report: Report = print) -> int:
+    """MODULE:NAME of a Rule, or the class of one or of a torch optimizer. `dir`: on the device to compare its rate
+    with. 1 where it fails its check."""
     module, _, attribute = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)
@@ -88,7 +90,11 @@ def check_rule_command(name: str, report: Report = print) -> int:
     report(f"{result.name}{general}: {result.cases - len(result.failures)} of {result.cases} cases equal the reference")
     for failure in result.failures:
         report(f"  {failure}")
-    report(f"one thread: {show_rate(result.bytes_per_s)}; `roadtrain bench store` tells what the storage gives")
+    rates = storage_rates(dir)
+    report(f"one thread updates {show_rate(result.bytes_per_s)}; the storage at {dir} reads {show_rate(rates.read)}, "
+           f"writes {show_rate(rates.write)}, both at once {show_rate(rates.mixed)}")
+    if result.bytes_per_s < rates.mixed:
+        report("slower than the storage: this rule is what an update waits for")
     return 1 if result.failures else 0
 
 

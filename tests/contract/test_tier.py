@@ -1,4 +1,4 @@
-"""The contract of store.tier.Tier, for every tier. What is written is what is read; a part once a step."""
+"""The contract of a tier (store/tier.py). What is written is what is read; a part once a step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from roadtrain.store.buffers import Buffer
 from roadtrain.store.file import FileTier
 from roadtrain.store.generation import create_store
 from roadtrain.store.ledger import GroupRule, StoreMeta
-from roadtrain.store.tier import PRIVATE, PUBLIC, RECORD, Tier, part_range
+from roadtrain.store.tier import PRIVATE, PUBLIC, RECORD, part_range
 
 TABLE = ChunkTable.build(
     [
@@ -46,7 +46,7 @@ def content(chunk: int, part: str, version: int) -> Buffer:
     return buffer
 
 
-def read(tier: Tier, chunk: int, part: str) -> bytes:
+def read(tier: FileTier, chunk: int, part: str) -> bytes:
     first, last = part_range(RECORDS[chunk], part)
     buffer = Buffer(last - first)
     tier.read(chunk, part, buffer.view[: last - first])
@@ -58,14 +58,14 @@ def view(chunk: int, part: str, version: int) -> memoryview:
     return content(chunk, part, version).view[: last - first]
 
 
-def fill(tier: Tier) -> None:
+def fill(tier: FileTier) -> None:
     for chunk in RECORDS:
         tier.write(chunk, RECORD, view(chunk, RECORD, 0))
     tier.prepare(0, b"")
     tier.committed(0)
 
 
-def test_a_record_reads_back_in_whole_and_in_parts(tier: Tier) -> None:
+def test_a_record_reads_back_in_whole_and_in_parts(tier: FileTier) -> None:
     fill(tier)
     for chunk, r in RECORDS.items():
         whole = bytes(view(chunk, RECORD, 0))
@@ -74,7 +74,7 @@ def test_a_record_reads_back_in_whole_and_in_parts(tier: Tier) -> None:
         assert read(tier, chunk, PRIVATE) == whole[r.public_nbytes :]
 
 
-def test_parts_written_apart_read_as_one_record(tier: Tier) -> None:
+def test_parts_written_apart_read_as_one_record(tier: FileTier) -> None:
     fill(tier)
     for step, order in ((1, (PUBLIC, PRIVATE)), (2, (PRIVATE, PUBLIC)), (3, (RECORD,))):
         for chunk in [c.id for c in TABLE.trainable]:
@@ -110,7 +110,7 @@ def test_public_is_absent_after_the_master_alone_was_written(tier: FileTier) -> 
     assert read(tier, chunk, RECORD) == bytes(view(chunk, PUBLIC, 3)) + bytes(view(chunk, PRIVATE, 2))
 
 
-def test_writing_twice_before_a_commit_is_our_mistake(tier: Tier) -> None:
+def test_writing_twice_before_a_commit_is_our_mistake(tier: FileTier) -> None:
     fill(tier)
     tier.write(0, PRIVATE, view(0, PRIVATE, 1))
     for part in (PRIVATE, RECORD):
@@ -123,7 +123,7 @@ def test_writing_twice_before_a_commit_is_our_mistake(tier: Tier) -> None:
     assert read(tier, 0, RECORD) == bytes(view(0, RECORD, 2))
 
 
-def test_drop_pending_gives_back_the_committed_step(tier: Tier) -> None:
+def test_drop_pending_gives_back_the_committed_step(tier: FileTier) -> None:
     fill(tier)
     tier.write(0, RECORD, view(0, RECORD, 1))
     tier.drop_pending()
@@ -134,7 +134,7 @@ def test_drop_pending_gives_back_the_committed_step(tier: Tier) -> None:
     assert read(tier, 0, RECORD) == bytes(view(0, RECORD, 0))
 
 
-def test_threads_on_different_chunks(tier: Tier) -> None:
+def test_threads_on_different_chunks(tier: FileTier) -> None:
     fill(tier)
     errors: list[BaseException] = []
 
@@ -157,7 +157,7 @@ def test_threads_on_different_chunks(tier: Tier) -> None:
     assert not errors
 
 
-def test_a_view_that_is_not_on_a_page(tier: Tier) -> None:
+def test_a_view_that_is_not_on_a_page(tier: FileTier) -> None:
     fill(tier)
     r = RECORDS[0]
     odd = Buffer(r.nbytes + PAGE)

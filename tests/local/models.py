@@ -66,8 +66,8 @@ def place(case, store, seed=0, **options):
     scaler = new_scaler(case)
     extra = {"scaler": scaler} if case.scaler else {}
     placed = roadtrain.place(
-        model, optimizer, store=store, dtype=case.dtype, extra=extra, deadline_s=60, report=lambda _: None,
-        backwards_per_step=case.accumulate if case.eager else None, **options,
+        model, optimizer, store=store, dtype=case.dtype, extra=extra, deadline_s=60,
+        backwards_per_step=case.accumulate if case.eager else None, **{"report": lambda _: None, **options},
     )
     return model, placed, scaler
 

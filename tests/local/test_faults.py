@@ -28,6 +28,7 @@ from roadtrain.errors import (
     GoneError,
     LoopError,
 )
+from roadtrain.flow.queues import Trial
 from roadtrain.units import parse_bytes
 
 PLAIN = Case(clip=0.5)
@@ -407,6 +408,44 @@ def test_more_directories_than_chunks(tmp_path):
     few = {"budget": "3GiB", "chunk_elements": 1 << 20}
     losses = train(dirs, 2, **few) + train(dirs, 3, **few) + train(dirs[:2], 4, **few) + train(dirs, 5, **few)
     assert losses == reference(5)
+
+
+def test_bursts_are_tried_and_change_nothing(tmp_path, nothing_kept, monkeypatch):
+    said = []
+    monkeypatch.setattr(Trial, "LEAST", 1)
+    losses = train(tmp_path, 8, report=said.append)
+    assert losses == reference(8)
+    chosen = [line for line in said if "measured: mixed" in line]
+    assert len(chosen) == 1 and "bursts" in chosen[0]
+
+
+def test_chunks_are_spread_by_rates_and_stay_there(tmp_path):
+    dirs = [tmp_path / "fast", tmp_path / "slow"]
+    losses = train(dirs, 2, store_rates=[3, 1])
+    sizes = [slot_files(d)[0].stat().st_size for d in dirs]
+    assert 2.2 < sizes[0] / sizes[1] < 4
+    said = []
+    losses += train(dirs, 4, store_rates="measured", report=said.append)  # a store that is there keeps its spread
+    assert [slot_files(d)[0].stat().st_size for d in dirs] == sizes and not any("converted" in line for line in said)
+    assert losses == reference(4)
+    with pytest.raises(ConfigError, match="for 2 directories"):
+        train([tmp_path / "a", tmp_path / "b"], 1, store_rates=[1.0])
+
+
+def test_rates_are_measured_for_a_new_store(tmp_path):
+    said = []
+    train([tmp_path / "a", tmp_path / "b"], 1, store_rates="measured", report=said.append)
+    assert any(line.startswith("measured: ") and "B/s" in line for line in said)
+    assert not list(tmp_path.glob("**/probe-*"))
+
+
+def test_parameters_in_no_group_are_said_to_stay_as_they_are(tmp_path):
+    said = []
+    model, _ = build(Case())
+    optimizer = torch.optim.SGD(model.layers.parameters(), lr=0.1)
+    with roadtrain.place(model, optimizer, store=tmp_path, budget="128MiB", report=said.append):
+        pass
+    assert any("3 parameters are in no parameter group ('embed.weight' is the first)" in line for line in said)
 
 
 def test_blocks_that_train_nothing(tmp_path):

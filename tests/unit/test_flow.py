@@ -9,7 +9,7 @@ from roadtrain.flow import ops
 from roadtrain.flow.assign import assign
 from roadtrain.flow.ledger import Ledger
 from roadtrain.flow.prefetch import HERE, Prefetcher
-from roadtrain.flow.queues import READ_PARAMETERS, READ_STATE, WRITE_STATE, DeviceQueue
+from roadtrain.flow.queues import READ_PARAMETERS, READ_STATE, WRITE_STATE, DeviceQueue, Trial
 from roadtrain.flow.serve import ServeDecider
 from roadtrain.spec.chunks import ChunkTable, ParamSpec
 
@@ -191,6 +191,21 @@ def test_device_queue_priorities_and_bursts():
         burst.done(item[0])
     assert sorted(order) == sorted([*(f"r{i}" for i in range(4)), *(f"w{i}" for i in range(4))])
     assert sum(a[0] != b[0] for a, b in itertools.pairwise(order)) <= 3
+
+
+@pytest.mark.parametrize(("bursts", "kept"), [(1.3, True), (1.05, False), (0.8, False)])
+def test_trial_tries_both_ways_and_keeps_bursts_only_where_they_are_clearly_faster(bursts, kept):
+    trial, burst, tried = Trial(), False, []
+    while not trial.chosen:
+        tried.append(burst)
+        burst = trial.stepped(burst, Trial.LEAST, 1 / (bursts if burst else 1))
+    assert tried == [False, False, True, False, True] and burst is kept
+    assert trial.stepped(burst, Trial.LEAST, 100.0) is kept  # for good
+
+
+def test_trial_waits_for_steps_that_move_something():
+    trial = Trial()
+    assert not any(trial.stepped(False, Trial.LEAST - 1, 1.0) for _ in range(20)) and not trial.chosen
 
 
 def test_ledger_commits_once_all_prepared_and_the_blob_is_known():

@@ -18,7 +18,8 @@ def test_package() -> None:
 def test_place() -> None:
     assert list(inspect.signature(roadtrain.place).parameters) == [
         "model", "optimizer", "store", "budget", "dtype", "blocks", "backwards_per_step", "topk", "topk_per_block",
-        "error_feedback", "chunk_elements", "device", "weights", "init", "extra", "direct", "deadline_s", "report",
+        "error_feedback", "chunk_elements", "store_rates", "device", "weights", "init", "extra", "direct", "deadline_s",
+        "report",
     ]
 
 
@@ -34,7 +35,7 @@ def test_keys_of_a_job() -> None:
         "optimizer.name", "optimizer.lr", "optimizer.weight_decay", "optimizer.betas", "optimizer.eps",
         "optimizer.momentum", "optimizer.options", "optimizer.schedule", "optimizer.warmup_steps",
         "optimizer.clip_norm", "optimizer.accumulate",
-        "store.dirs", "store.chunk_elements", "store.direct", "budget.host", "compress.topk",
+        "store.dirs", "store.rates", "store.chunk_elements", "store.direct", "budget.host", "compress.topk",
         "compress.error_feedback",
     ]
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from roadtrain.errors import DamagedError, ForeignError, FullError, GoneError, StoreError
 from roadtrain.spec.chunks import PAGE, ChunkTable, ParamSpec
 from roadtrain.store import ledger as ledger_module
-from roadtrain.store.buffers import HUGE, Buffer
+from roadtrain.store.buffers import HUGE, Buffer, array_in
 from roadtrain.store.file import FileTier
 from roadtrain.store.generation import OpenedStore, create_store, open_store
 from roadtrain.store.ledger import GroupRule, StoreMeta
@@ -191,8 +191,8 @@ def test_after_any_crash_the_store_equals_the_last_committed_step(ops: list[tupl
 def test_buffer_is_aligned_zero_and_tolerates_arrays_that_outlive_it() -> None:
     buffer = Buffer(3 * HUGE + 5)
     assert buffer.nbytes == 3 * HUGE + PAGE and buffer.view.format == "B" and not buffer.view.readonly
-    array = buffer.array("bf16", PAGE, 10)
-    assert array.dtype == np.uint16 and buffer.array("fp32", 0, 4).ctypes.data % HUGE == 0
+    array = array_in(buffer.view, "bf16", PAGE, 10)
+    assert array.dtype == np.uint16 and array_in(buffer.view, "fp32", 0, 4).ctypes.data % HUGE == 0
     buffer.view[PAGE] = 7
     buffer.close()
     buffer.close()
@@ -405,9 +405,6 @@ def test_spill(tmp_path: Path) -> None:
         tier.spill_read(chunk, buffer.view)
         assert set(buffer.view) == {chunk + 1}
     assert "spill.bin" not in os.listdir(tmp_path / "gen-1")
-    spilled = sum(tier._places[c].spill_nbytes for c in TRAINABLE)
-    records = sum(r.nbytes for r in RECORDS.values())
-    assert (tier.bytes_written, tier.bytes_read) == (records + spilled, spilled)
     store.close()
 
 

@@ -42,7 +42,7 @@ from roadtrain.node.device import HostBuffer
 from roadtrain.node.engine import Engine, Layout
 from roadtrain.spec.chunks import Block, ChunkTable, ParamSpec
 from roadtrain.spec.plan import derive
-from roadtrain.store.buffers import Buffer
+from roadtrain.store.buffers import Buffer, array_in
 from roadtrain.units import GIB, MIB
 from roadtrain.wire.link import Link
 
@@ -206,7 +206,7 @@ class HostUpdate:
         record = Buffer(12 * CHUNK)
         for chunk in range(chunks):
             at = chunk * CHUNK % BLOCK
-            record.array("fp32", 0, CHUNK)[:] = start[at : at + CHUNK]
+            array_in(record.view, "fp32", 0, CHUNK)[:] = start[at : at + CHUNK]
             _all(os.pwritev, self._files[chunk % self._n][0], record.view, chunk // self._n * 12 * CHUNK)
         record.close()
 
@@ -252,7 +252,7 @@ class HostUpdate:
 
         def compute(item: tuple[int, Buffer]) -> None:
             chunk, buffer = item
-            p, m, v, grad = (buffer.array("fp32", i * 4 * CHUNK, CHUNK) for i in range(4))
+            p, m, v, grad = (array_in(buffer.view, "fp32", i * 4 * CHUNK, CHUNK) for i in range(4))
             self.rule.apply(p, grad, "fp32", [m, v], np.array([self.step - 1.0]), self.hyper, 1.0, None, None)
             self.params[chunk * CHUNK : (chunk + 1) * CHUNK] = p
             writes[chunk % self._n].put((chunk, buffer))

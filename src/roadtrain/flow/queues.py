@@ -1,7 +1,7 @@
 """Which operation a storage device does next: read parameters before read state before write state.
 
 `mix`: reads and writes run side by side. `burst`: one direction at a time, switched after `burst_ops` operations of
-state or when the other side has nothing (some devices give more that way; the store measures, then chooses).
+state or when the other side has nothing. Some devices give more that way: `Trial` tries both, and keeps the better.
 Pure: the doer asks `next()` under its own lock.
 """
 
@@ -61,7 +61,38 @@ class DeviceQueue:
     def done(self, priority: int) -> None:
         self.running[priority] -= 1
 
+    @property
+    def at_work(self) -> int:
+        return sum(self.running.values())
+
     def check(self) -> None:
         assert all(n >= 0 for n in self.running.values())
         if self.burst:
             assert not (self.running[READ_STATE] and self.running[WRITE_STATE])
+
+
+@dataclass
+class Trial:
+    """Mix or burst, from what a device moved in each of the first steps: one to warm up, then TRIED of each in turn."""
+
+    TRIED = 2
+    MARGIN = 1.1  # bursts must be that much faster: mixing is kinder to who waits for parameters
+    LEAST = 64 << 20  # bytes a step: below it nothing can be told
+
+    steps: int = 0
+    rates: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})
+
+    def stepped(self, burst: bool, nbytes: int, busy_s: float) -> bool:
+        """A step ended that moved `nbytes` in `busy_s`, in that mode. Returns the mode of the next one."""
+        if self.chosen or nbytes < self.LEAST or busy_s <= 0:
+            return burst
+        self.steps += 1
+        if self.steps > 1:
+            self.rates[burst].append(nbytes / busy_s)
+        if self.chosen:
+            return max(self.rates[True]) > self.MARGIN * max(self.rates[False])
+        return len(self.rates[True]) < len(self.rates[False])
+
+    @property
+    def chosen(self) -> bool:
+        return all(len(rates) >= self.TRIED for rates in self.rates.values())

@@ -103,7 +103,7 @@ def release(params: Named) -> None:
     """Drop the values: they read as NaN and take 0 bytes."""
     for _, p in params:
         if p.numel():
-            settle(p, hollow(p.shape, p.dtype, p.device))
+            settle(p, hollow(p.shape, p.dtype, torch.device("cpu")))
 
 
 def _post_order(module: nn.Module, others: set[int], seen: set[int]) -> Iterator[nn.Module]:

@@ -90,8 +90,8 @@ class Stream:
             Borrowed(table, table.blocks[i], {first[i] + k: p for k, (_, p) in enumerate(part.params)}, self.device)
             for i, part in enumerate(parts)
         ]
-        self._root = lots[0]
-        mine = {id(p) for _, p in self._root.trainable}
+        self.root = lots[0]
+        mine = {id(p) for _, p in self.root.trainable}
         self._blocks = [
             _Block(i, part, lots[i], [p for p in part.module.parameters() if id(p) in mine])
             for i, part in enumerate(parts) if i > 0
@@ -129,7 +129,7 @@ class Stream:
 
     def root_views(self, buffer: torch.Tensor) -> None:
         """Point the root's parameters at a permanent `buffer` (uint8, pull_nbytes)."""
-        self._root.point(buffer)
+        self.root.point(buffer)
         self._watch_root()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -139,7 +139,7 @@ class Stream:
     # -- a pass -------------------------------------------------------------------------------------------------------
 
     def _watch_root(self) -> None:
-        for index, p in self._root.trainable:
+        for index, p in self.root.trainable:
             if index not in self._hooks and p.requires_grad and not p.is_meta:
                 hook = p.register_post_accumulate_grad_hook(lambda _: self.pass_runs())  # type: ignore[no-untyped-call]
                 self._hooks[index] = hook

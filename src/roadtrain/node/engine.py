@@ -24,7 +24,7 @@ from roadtrain.node.worker import Worker
 from roadtrain.spec.chunks import Block, ChunkTable, Record, record
 from roadtrain.spec.plan import Budgets
 from roadtrain.store.buffers import Buffer
-from roadtrain.store.convert import MASTER, RecordView, Source, convert, needs_conversion
+from roadtrain.store.convert import MASTER, RecordView, Source, convert, gather_param, needs_conversion, read_param
 from roadtrain.store.generation import OpenedStore, create_store, open_store
 from roadtrain.store.ledger import GroupRule, StoreMeta
 from roadtrain.trace import Stages
@@ -72,7 +72,7 @@ def open_or_none(layout: Layout, report: Callable[[str], None]) -> OpenedStore |
         opened.close()
         raise
     meta = StoreMeta.of(layout.table, layout.groups, opened.meta.job)
-    if not needs_conversion(opened, meta, layout.directories, layout.owners):
+    if not needs_conversion(opened, meta, layout.directories):
         return opened
     start = time.monotonic()
     try:
@@ -109,7 +109,7 @@ class Engine:
     def __init__(
         self, layout: Layout, budgets: Budgets, opened: OpenedStore | None, device: torch.device, *,
         compute_blocks: Sequence[int], compressor: Compressor | None, deadline_s: float,
-        server_buffers: int | None = None, update_threads: int = 1,
+        server_buffers: int | None = None, report: Callable[[str], None] = print,
     ) -> None:
         self.layout, self.stages = layout, Stages()
         self.store, self.new = opened, opened is None
@@ -134,7 +134,7 @@ class Engine:
                 i, f"server {i} ({where})", mine, {c: records[c] for c in mine}, layout.rules,
                 self.store.tiers[i] if self.store else None, budgets.resident & mine.keys(),
                 budgets.public_resident & mine.keys(), each if mine else 0, budgets.record_bytes,
-                budgets.scratch_bytes if mine else 0, update_threads,
+                budgets.scratch_bytes if mine else 0, report=report,
             )
             server = Server(setup, self.worker.deliver, self.stages, self.step)
             self.servers.append(server)
@@ -144,7 +144,7 @@ class Engine:
         """First contents of one block: what `source` gives, then what each rule starts with."""
         for chunk in block.chunks:
             buffer = Buffer(self.records[chunk.id].nbytes)
-            view = RecordView(self.meta, chunk, buffer)
+            view = RecordView(self.meta, chunk, buffer.view)
             view.fill(self.layout.table.params, source)
             if chunk.trainable:
                 rule, hyper = self.layout.rules[chunk.group], hypers[chunk.group]
@@ -164,21 +164,13 @@ class Engine:
         for server in self.servers:
             server.start()
 
-    def read(self, param: int, what: str) -> np.ndarray:
-        """One parameter's master (fp32; a frozen one's own dtype), state array, or scalar as an array of one; flat.
-        Only while no step is open or uncommitted."""
-        parts = []
-        for chunk in self.layout.table.chunks:
-            for i, span in enumerate(chunk.spans):
-                if span.param == param:
-                    nbytes = self.records[chunk.id].nbytes
-                    buffer = Buffer(nbytes)
-                    self.servers[self.worker.owners[chunk.id]].peek(chunk.id, buffer.view[:nbytes])
-                    view = RecordView(self.meta, chunk, buffer)
-                    parts.append(view.piece(what, i).copy())
-                    if what in view.rule.scalars:
-                        return parts[0]
-        return np.concatenate(parts) if parts else np.empty(0, np.float32)
+    def read(self, name: str, what: str) -> np.ndarray:
+        """One parameter's master (fp32; a frozen one's own dtype) or state array, in its shape, or a scalar as an array
+        of one. Only while no step is open or uncommitted. Raises ConfigError for what is not there."""
+        if self.store is not None:
+            return read_param(self.store, name, what)
+        memory = self.servers[0].memory
+        return gather_param(self.meta, name, what, lambda chunk: RecordView(self.meta, chunk, memory[chunk.id]))
 
     def nbytes(self) -> int:
         """Memory held by buffers of the worker and the servers."""

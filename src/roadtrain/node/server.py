@@ -20,17 +20,17 @@ import numpy as np
 
 from roadtrain.errors import LostError, RoadtrainError
 from roadtrain.flow import ops
-from roadtrain.flow.queues import READ_PARAMETERS, READ_STATE, WRITE_STATE, DeviceQueue
+from roadtrain.flow.queues import READ_PARAMETERS, READ_STATE, WRITE_STATE, DeviceQueue, Trial
 from roadtrain.flow.serve import ServeDecider
 from roadtrain.kernels.cast import NUMPY_OF, cast
 from roadtrain.kernels.rules import Rule
 from roadtrain.kernels.sum import accumulate, sum_squares
 from roadtrain.kernels.topk import scatter
 from roadtrain.spec.chunks import PAGE, Chunk, Record
-from roadtrain.store.buffers import Buffer
+from roadtrain.store.buffers import Buffer, array_in
 from roadtrain.store.file import FileTier
 from roadtrain.trace import Stages
-from roadtrain.units import round_up
+from roadtrain.units import round_up, show_rate
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,8 @@ class Setup:
     buffers: int
     record_bytes: int
     scratch_bytes: int
-    update_threads: int = 1
-    burst: bool = False
     io_threads: int = 3  # a direction
+    report: Callable[[str], None] = print
 
 
 class Server:
@@ -58,7 +57,7 @@ class Server:
         self.setup, self._deliver, self._stages = setup, deliver, stages
         resident = frozenset(setup.chunks) if setup.tier is None else setup.resident
         self._resident = resident
-        self._arena, self._memory = _arena(setup, resident)
+        self._arena, self.memory = _arena(setup, resident)
         self._buffers = [Buffer(setup.record_bytes) for _ in range(setup.buffers)]
         self._scratch = [Buffer(max(setup.scratch_bytes, PAGE)) for _ in range(max(1, setup.buffers))]
         self._scratch_free: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
@@ -70,7 +69,8 @@ class Server:
             setup.number, where, setup.buffers, durable=setup.tier is not None, committed=committed
         )
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._device = DeviceQueue(burst=setup.burst, max_reads=setup.io_threads, max_writes=setup.io_threads)
+        self._device = DeviceQueue(max_reads=setup.io_threads, max_writes=setup.io_threads)
+        self._trial, self._moved, self._busy_s, self._began = Trial(), 0, 0.0, 0.0
         self._device_ready = threading.Condition()
         self._kernels: queue.PriorityQueue[tuple[int, int, Any]] = queue.PriorityQueue()
         self._count = 0
@@ -87,8 +87,7 @@ class Server:
         """Loads what is kept in memory, then serves. Raises StoreError when the files are damaged."""
         self._load()
         n_io = 2 * self.setup.io_threads if self.setup.tier is not None else 0
-        jobs = [(self._loop, "loop"), *[(self._io, f"io{i}") for i in range(n_io)]]
-        jobs += [(self._compute, f"update{i}") for i in range(max(1, self.setup.update_threads))]
+        jobs = [(self._loop, "loop"), (self._compute, "update"), *[(self._io, f"io{i}") for i in range(n_io)]]
         for target, name in jobs:
             thread = threading.Thread(target=target, name=f"{self.setup.name} {name}", daemon=True)
             thread.start()
@@ -114,7 +113,7 @@ class Server:
         self._threads.clear()
         if self.setup.tier is not None:
             self.setup.tier.close()
-        self._memory.clear()
+        self.memory.clear()
         self._grads.clear()
         for buffer in [*self._buffers, *self._scratch, *([self._arena] if self._arena else [])]:
             buffer.close()
@@ -125,19 +124,7 @@ class Server:
         if self.setup.tier is not None:
             self.setup.tier.write(chunk, "record" if self.setup.chunks[chunk].trainable else "public", view)
         else:
-            np.copyto(np.frombuffer(self._memory[chunk], np.uint8), np.frombuffer(view, np.uint8))
-
-    def peek(self, chunk: int, into: memoryview) -> None:
-        """The record as it is now; only while no step is open or uncommitted."""
-        record, tier = self.setup.records[chunk], self.setup.tier
-        if chunk in self._resident:
-            np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(self._memory[chunk], np.uint8))
-        elif not self.setup.chunks[chunk].trainable:
-            self._read_public(self.setup.chunks[chunk], into)
-        else:
-            assert tier is not None
-            first = 0 if tier.has_public(chunk) else record.public_nbytes
-            tier.read(chunk, "private" if first else "record", into[first:])
+            np.copyto(np.frombuffer(self.memory[chunk], np.uint8), np.frombuffer(view, np.uint8))
 
     # threads
 
@@ -183,7 +170,7 @@ class Server:
         self._count += 1
         self._kernels.put((priority, self._count, job))
 
-    def _io_push(self, priority: int, order: int, job: Callable[[], None]) -> None:
+    def _io_push(self, priority: int, order: int, job: Callable[[], int | None]) -> None:
         with self._device_ready:
             self._device.push(priority, order, job)
             self._device_ready.notify()
@@ -205,13 +192,19 @@ class Server:
                     self._device_ready.wait()
                 if self._stopping or item is None:
                     return
+                if self._device.at_work == 1:
+                    self._began = time.perf_counter()
             priority, job = item
+            moved = 0
             try:
-                job()
+                moved = job() or 0
             except BaseException as error:
                 self._fail(error)
             with self._device_ready:
+                self._moved += moved
                 self._device.done(priority)
+                if self._device.at_work == 0:
+                    self._busy_s += time.perf_counter() - self._began
                 self._device_ready.notify_all()
 
     def _fail(self, error: BaseException) -> None:
@@ -230,7 +223,7 @@ class Server:
         tier = self.setup.tier
         if tier is None:
             return
-        for number, view in self._memory.items():
+        for number, view in self.memory.items():
             chunk, record = self.setup.chunks[number], self.setup.records[number]
             if number not in self._resident:
                 self._read_public(chunk, view[: record.public_nbytes])
@@ -258,14 +251,14 @@ class Server:
 
     def _record_view(self, chunk: int) -> memoryview:
         if chunk in self._resident:
-            return self._memory[chunk]
+            return self.memory[chunk]
         buffer = self.decider.chunks[chunk].buffer
         assert buffer is not None
         return self._buffers[buffer].view
 
     def _answer_memory(self, pull: ops.Pull) -> None:
         start = time.perf_counter()
-        view = self._memory.get(pull.chunk)
+        view = self.memory.get(pull.chunk)
         if view is None:
             view = self._record_view(pull.chunk)
         n = len(pull.into)
@@ -325,7 +318,7 @@ class Server:
     def _expand(self, chunk: Chunk, sent: list[tuple[np.ndarray, np.ndarray]]) -> tuple[Buffer, np.ndarray]:
         """The sum of compressed pushes as a dense fp32 gradient in a scratch buffer."""
         scratch = self._scratch_free.get()
-        dense = scratch.array("fp32", 0, chunk.numel)
+        dense = array_in(scratch.view, "fp32", 0, chunk.numel)
         for i, (indices, values) in enumerate(sent):
             wide = values
             if values.dtype != np.float32:
@@ -343,16 +336,19 @@ class Server:
         self.setup.tier.spill_read(chunk.id, scratch.view[: round_up(chunk.public_nbytes, PAGE)])
         return scratch
 
-    def _read(self, number: int, buffer: int) -> None:
-        start = time.perf_counter()
+    def _read(self, number: int, buffer: int) -> int:
+        """Bytes read, as `_write` gives bytes written."""
+        start, moved = time.perf_counter(), 0
         chunk, record, tier = self.setup.chunks[number], self.setup.records[number], self.setup.tier
         assert tier is not None
         view = self._buffers[buffer].view
         if self.setup.rules[chunk.group].reads_state:
             first = record.public_nbytes if chunk.dtype != "fp32" else 0
             tier.read(number, "private" if first else "record", view[first : record.nbytes])
-            self._stages.add("Read", time.perf_counter() - start, record.nbytes - first)
+            moved = record.nbytes - first
+            self._stages.add("Read", time.perf_counter() - start, moved)
         self.receive(ops.ReadDone(number))
+        return moved
 
     def _update(self, number: int, release: ops.Release) -> None:
         start = time.perf_counter()
@@ -366,7 +362,7 @@ class Server:
         elif isinstance(grad, list):
             scratch, grad = self._expand(chunk, grad)
         dtype = "fp32" if grad.dtype == np.float32 else chunk.dtype
-        public = self._memory.get(number, view)
+        public = self.memory.get(number, view)
         apply_rule(self.setup.rules[chunk.group], chunk, record, view, public, grad, dtype, release)
         if chunk.dtype == "fp32" and public is not view:
             size = chunk.public_nbytes
@@ -376,16 +372,17 @@ class Server:
         self._stages.add("Update", time.perf_counter() - start, record.nbytes)
         self.receive(ops.UpdateDone(number))
 
-    def _write(self, number: int) -> None:
+    def _write(self, number: int) -> int:
         start = time.perf_counter()
         chunk, record, tier = self.setup.chunks[number], self.setup.records[number], self.setup.tier
         assert tier is not None
-        derived = chunk.dtype != "fp32" and number in self._memory  # its public part is kept, and can be cast again
+        derived = chunk.dtype != "fp32" and number in self.memory  # its public part is kept, and can be cast again
         first = record.public_nbytes if derived else 0
         part = "private" if derived else "record"
         tier.write(number, part, self._record_view(number)[first : record.nbytes])
         self._stages.add("Write", time.perf_counter() - start, record.nbytes - first)
         self.receive(ops.WriteDone(number))
+        return record.nbytes - first
 
     def _prepare(self, step: int, blob: Any) -> None:
         start = time.perf_counter()
@@ -394,7 +391,20 @@ class Server:
         if self.setup.number == 0:
             self.setup.tier.committed(step)
         self._stages.add("Commit", time.perf_counter() - start)
+        self._choose()
         self.receive(ops.PrepareDone(step))
+
+    def _choose(self) -> None:
+        """A step ended: mix reads and writes of state, or let them alternate in bursts?"""
+        with self._device_ready:
+            now, known = time.perf_counter(), self._trial.chosen
+            busy = self._busy_s + now - self._began  # this very job is at work
+            self._device.burst = self._trial.stepped(self._device.burst, self._moved, busy)
+            self._moved, self._busy_s, self._began = 0, 0.0, now
+        if self._trial.chosen and not known:
+            mix, bursts = (show_rate(max(self._trial.rates[way])) for way in (False, True))
+            self.setup.report(f"{self.setup.name}: reads and writes {'in bursts' if self._device.burst else 'mixed'} "
+                              f"(measured: mixed {mix}, bursts {bursts})")
 
 
 def apply_rule(

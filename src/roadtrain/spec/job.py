@@ -87,6 +87,8 @@ class OptimizerSection(Section):
 
 class StoreSection(Section):
     dirs: list[str] = Field(default=["{run}/store"], description="one server each; [] keeps all in RAM")
+    rates: list[float] | Literal["measured"] | None = Field(
+        default=None, description="relative rates of the directories, or `measured`: a new store is spread by them")
     chunk_elements: int = Field(default=MAX_CHUNK, ge=1)
     direct: bool = Field(default=True, description="direct I/O where the file system takes it")
 

@@ -31,6 +31,7 @@ class Budgets:
     record_bytes: int
     scratch_bytes: int  # an expanded or spilled gradient beside each record buffer
     activation_bytes: int
+    compressed_bytes: int  # indices and values that wait for the update
     resident: frozenset[int]
     public_resident: frozenset[int]
     resident_bytes: int
@@ -41,18 +42,8 @@ class Budgets:
         return (
             self.root_bytes + self.slots * self.slot_bytes + self.push_buffers * self.push_bytes
             + self.record_buffers * (self.record_bytes + self.scratch_bytes) + self.activation_bytes
-            + self.resident_bytes
+            + self.compressed_bytes + self.resident_bytes
         )
-
-    def rows(self) -> list[tuple[str, int]]:
-        return [
-            ("root block (parameters, gradients)", self.root_bytes),
-            (f"{self.slots} block buffers", self.slots * self.slot_bytes),
-            (f"{self.push_buffers} gradient buffers", self.push_buffers * self.push_bytes),
-            (f"{self.record_buffers} record buffers", self.record_buffers * (self.record_bytes + self.scratch_bytes)),
-            ("saved block inputs (at most)", self.activation_bytes),
-            (f"kept from files: {len(self.resident)} records, {len(self.public_resident)} copies", self.resident_bytes),
-        ]
 
 
 def derive(
@@ -65,9 +56,11 @@ def derive(
     holds_gradients: bool,
     twins: frozenset[int] = frozenset(),
     root_twin: int = 0,
+    compressed_bytes: int = 0,
 ) -> Budgets:
     """Split `host_bytes`. `holds_gradients`: updates wait for step(), so gradients of all blocks pile up (beyond the
     buffers they go to files). `twins`: blocks that hold the compression's residuals; the root's has its own buffer.
+    `compressed_bytes`: what compressed gradients of one step take.
     Raises BudgetError with the least number of bytes that would do."""
     root, blocks = table.blocks[0], [b for b in table.blocks[1:] if b.index != root_twin]
     slot = max((round_up(b.pull_nbytes, HUGE) for b in blocks), default=0) or HUGE
@@ -86,7 +79,8 @@ def derive(
         pushes += len(blocks)
 
     def used() -> int:
-        return root_bytes + slots * slot + pushes * push + servers * per_server * (record + scratch) + activations
+        fixed = root_bytes + compressed_bytes + activations
+        return fixed + slots * slot + pushes * push + servers * per_server * (record + scratch)
 
     least = used() + (0 if on_files else all_records + servers * scratch)
     if host_bytes < least:
@@ -105,7 +99,7 @@ def derive(
         activations += (host_bytes - least) // 2
         slots += min(len(blocks), (host_bytes - least) // 4 // slot)
         return Budgets(
-            host_bytes, root_bytes, slots, slot, pushes, push, 0, 0, scratch, activations,
+            host_bytes, root_bytes, slots, slot, pushes, push, 0, 0, scratch, activations, compressed_bytes,
             frozenset(records), frozenset(), all_records + servers * scratch,
         )
     # The order in which more memory pays: overlap first, then inputs, then gradients that wait, then cached parameters
@@ -138,7 +132,7 @@ def derive(
             kept += size
     return Budgets(
         host_bytes, root_bytes, slots, slot, pushes, push, servers * per_server, record, scratch, activations,
-        frozenset(resident), frozenset(public), kept,
+        compressed_bytes, frozenset(resident), frozenset(public), kept,
     )
 
 

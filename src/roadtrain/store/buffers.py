@@ -35,10 +35,6 @@ class Buffer:
             self._map.madvise(mmap.MADV_HUGEPAGE, start, whole)
         self.view = memoryview(self._map)[start : start + self.nbytes]
 
-    def array(self, dtype: str, offset: int, count: int) -> np.ndarray[Any, Any]:
-        """`count` elements from byte `offset`, not copied; bf16 and fp16 as uint16."""
-        return np.frombuffer(self.view, NUMPY[dtype], count, offset)
-
     def close(self) -> None:
         """Give the memory back; where an array or view of it is still alive, with the last of them."""
         try:
@@ -52,6 +48,11 @@ class Buffer:
 
 
 _NOTHING = mmap.mmap(-1, 1)
+
+
+def array_in(view: memoryview, dtype: str, offset: int, count: int) -> np.ndarray[Any, Any]:
+    """`count` elements from byte `offset`, not copied; bf16 and fp16 as uint16."""
+    return np.frombuffer(view, NUMPY[dtype], count, offset)
 
 
 class Heap:

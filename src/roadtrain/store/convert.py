@@ -20,7 +20,7 @@ import numpy as np
 from roadtrain.errors import ConfigError, ForeignError
 from roadtrain.kernels.cast import cast
 from roadtrain.spec.chunks import Chunk, ParamSpec
-from roadtrain.store.buffers import NUMPY, Buffer
+from roadtrain.store.buffers import NUMPY, Buffer, array_in
 from roadtrain.store.generation import OpenedStore, create_store
 from roadtrain.store.ledger import GroupRule, StoreMeta
 from roadtrain.store.tier import PUBLIC, RECORD
@@ -33,10 +33,10 @@ _WIDENS = {("bf16", "fp32"), ("fp16", "fp32")}
 
 
 class RecordView:
-    """A chunk's record in a buffer, by names."""
+    """A chunk's record in memory, by names."""
 
-    def __init__(self, meta: StoreMeta, chunk: Chunk, buffer: Buffer) -> None:
-        self.chunk, self.buffer, self.record = chunk, buffer, meta.records[chunk.id]
+    def __init__(self, meta: StoreMeta, chunk: Chunk, view: memoryview) -> None:
+        self.chunk, self.view, self.record = chunk, view, meta.records[chunk.id]
         self.rule = meta.groups[chunk.group] if chunk.trainable else GroupRule("")
 
     @property
@@ -47,13 +47,13 @@ class RecordView:
         """All elements of a thing; scalars as [spans, scalars] column."""
         numel, chunk = self.chunk.numel, self.chunk
         if what == PUBLIC or (what == MASTER and not self.record.master):
-            return self.buffer.array(chunk.dtype, 0, numel)
+            return array_in(self.view, chunk.dtype, 0, numel)
         if what == MASTER:
-            return self.buffer.array("fp32", self.record.master, numel)
+            return array_in(self.view, "fp32", self.record.master, numel)
         if what in self.rule.arrays:
-            return self.buffer.array("fp32", self.record.arrays[self.rule.arrays.index(what)], numel)
+            return array_in(self.view, "fp32", self.record.arrays[self.rule.arrays.index(what)], numel)
         width = len(self.rule.scalars)
-        rows = self.buffer.array("fp64", self.record.scalars, width * len(chunk.spans)).reshape(-1, width)
+        rows = array_in(self.view, "fp64", self.record.scalars, width * len(chunk.spans)).reshape(-1, width)
         return rows[:, self.rule.scalars.index(what)]
 
     def piece(self, what: str, span: int) -> Array:
@@ -79,7 +79,7 @@ class RecordView:
 
 def read_record(store: OpenedStore, chunk: Chunk, buffer: Buffer, what: str = "") -> RecordView:
     """The newest record of `chunk`, or the part of it in which `what` lies; an absent public part is cast."""
-    view, tier = RecordView(store.meta, chunk, buffer), store.tier_of(chunk.id)
+    view, tier = RecordView(store.meta, chunk, buffer.view), store.tier_of(chunk.id)
     if tier.has_public(chunk.id) and (what == PUBLIC or (what == MASTER and not view.record.master)):
         tier.read(chunk.id, PUBLIC, buffer.view[: view.record.public_nbytes])
         return view
@@ -91,16 +91,21 @@ def read_record(store: OpenedStore, chunk: Chunk, buffer: Buffer, what: str = ""
 
 def read_param(store: OpenedStore, name: str, what: str = MASTER) -> Array:
     """One parameter's master, "public" copy or state array, in its shape; of a scalar a float64 array of one."""
-    param = next((p for p in store.table.params if p.name == name), None)
+    return gather_param(
+        store.meta, name, what, lambda c: read_record(store, c, Buffer(store.meta.records[c.id].nbytes), what))
+
+
+def gather_param(meta: StoreMeta, name: str, what: str, record_of: Callable[[Chunk], RecordView]) -> Array:
+    """The same from wherever `record_of` finds a chunk."""
+    param = next((p for p in meta.table.params if p.name == name), None)
     if param is None:
-        raise ConfigError(f"the store has no parameter {name!r}")
-    rule = store.meta.groups[param.group] if param.trainable else GroupRule("")
+        raise ConfigError(f"no parameter is named {name!r}")
+    rule = meta.groups[param.group] if param.trainable else GroupRule("")
     if what not in (PUBLIC, MASTER, *rule.arrays, *rule.scalars):
         raise ConfigError(f"parameter {name!r} has no {what!r}, it has master, public, {rule.arrays}, {rule.scalars}")
     out = np.empty(param.numel, NUMPY[param.dtype if what == PUBLIC or not param.trainable else "fp32"])
-    for chunk, i, span in store.where.get(name, ()):
-        buffer = Buffer(store.meta.records[chunk.id].nbytes)
-        piece = read_record(store, chunk, buffer, what).piece(what, i)
+    for chunk, i, span in meta.where.get(name, ()):
+        piece = record_of(chunk).piece(what, i)
         if what in rule.scalars:
             return piece.copy()
         out[span.origin : span.origin + len(piece)] = piece
@@ -115,20 +120,17 @@ def write_params(store: OpenedStore, source: Source) -> None:
         if not fresh and not chunk.trainable:
             continue
         buffer = Buffer(store.meta.records[chunk.id].nbytes)
-        view = RecordView(store.meta, chunk, buffer) if fresh else read_record(store, chunk, buffer)
+        view = RecordView(store.meta, chunk, buffer.view) if fresh else read_record(store, chunk, buffer)
         view.fill(store.table.params, source)
         store.tier_of(chunk.id).write(chunk.id, RECORD, buffer.view[: view.record.nbytes])
 
 
-def needs_conversion(
-    old: OpenedStore, meta: StoreMeta, directories: Sequence[str | Path], owners: Sequence[int]
-) -> bool:
-    """Whether `old` rests otherwise than wanted: blocks, chunk size, dtypes, rules, directories or owners."""
-    want = (meta.blocks, meta.chunk_elements, meta.groups, tuple(owners), [Path(d).resolve() for d in directories])
+def needs_conversion(old: OpenedStore, meta: StoreMeta, directories: Sequence[str | Path]) -> bool:
+    """Whether `old` rests otherwise than wanted: blocks, chunk size, dtypes, rules or directories. Chunks spread
+    otherwise over the same directories (their rates were measured anew) are left where they are."""
+    want = (meta.blocks, meta.chunk_elements, meta.groups, [Path(d).resolve() for d in directories])
     have = old.meta
-    return want != (
-        have.blocks, have.chunk_elements, have.groups, have.owners, [d.resolve() for d in old.directories]
-    )  # fmt: skip
+    return want != (have.blocks, have.chunk_elements, have.groups, [d.resolve() for d in old.directories])
 
 
 def convert(
@@ -179,14 +181,14 @@ def _from_store(old: OpenedStore) -> Source:
     def view_of(chunk: Chunk) -> RecordView:
         if chunk.id not in kept:
             if len(kept) == _KEPT:
-                kept.popitem(last=False)[1].buffer.close()
+                kept.popitem(last=False)
             kept[chunk.id] = read_record(old, chunk, Buffer(old.meta.records[chunk.id].nbytes))
         kept.move_to_end(chunk.id)
         return kept[chunk.id]
 
     def source(param: ParamSpec, what: str, start: int, stop: int) -> Array | None:
         out = None
-        for chunk, i, span in old.where[param.name]:
+        for chunk, i, span in old.meta.where[param.name]:
             first, last = max(start, span.origin), min(stop, span.origin + span.stop - span.start)
             if first >= last:
                 continue

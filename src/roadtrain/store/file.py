@@ -40,16 +40,15 @@ class Place:
 
 
 class FileTier:
-    """Made by `create` or `open`. `bytes_read`, `bytes_written`: all I/O on slots and spill. `note`: say it once."""
+    """Made by `create` or `open`. `note`: say it once."""
 
     def __init__(self, directory: Path, meta: StoreMeta, records: Records, *, direct: bool, new: bool) -> None:
         self.directory, self.meta, self._direct = directory, meta, direct
-        self.bytes_read = self.bytes_written = 0
         self.step, self.blob = -1, b""
         self._places, sizes = _lay_out(meta, records)
         self._spill_nbytes = sizes[2]
         self._spill: DirectFile | None = None
-        self._lock = threading.Lock()  # counters, and the making of the spill file
+        self._lock = threading.Lock()  # the making of the spill file
         self._base: Rows = np.zeros(len(records), ROW)  # the last committed step
         self._base["chunk"] = list(self._places)
         self._base["public_slot"] = self._base["private_slot"] = 1  # so that the first write goes to slot 0
@@ -112,8 +111,6 @@ class FileTier:
                     f"written at step {row['step']}, last committed step {self.step}",
                     hint="restore the store from a copy; the disk may be failing",
                 )
-        with self._lock:
-            self.bytes_read += len(into)
 
     def write(self, chunk: int, part: str, data: memoryview) -> None:
         place = self._places[chunk]
@@ -137,8 +134,6 @@ class FileTier:
             self._written.add((chunk, p))
         if place.record.master and (chunk, PUBLIC) not in self._written:
             row["public_sum"] = 0
-        with self._lock:
-            self.bytes_written += len(data)
 
     def prepare(self, step: int, blob: bytes) -> None:
         assert step > self.step and self._prepared < 0, (step, self.step, self._prepared)
@@ -172,15 +167,11 @@ class FileTier:
         place = self._places[chunk]
         assert len(data) <= place.spill_nbytes, (chunk, len(data), place.spill_nbytes)
         self._spill_file().write(data, place.spill, f"the spilled gradient of chunk {chunk} after step {self.step}")
-        with self._lock:
-            self.bytes_written += len(data)
 
     def spill_read(self, chunk: int, into: memoryview) -> None:
         place = self._places[chunk]
         assert len(into) <= place.spill_nbytes, (chunk, len(into), place.spill_nbytes)
         self._spill_file().read(into, place.spill, f"the spilled gradient of chunk {chunk} after step {self.step}")
-        with self._lock:
-            self.bytes_read += len(into)
 
     def close(self) -> None:
         for file in [*self._slots, *([self._spill] if self._spill else [])]:

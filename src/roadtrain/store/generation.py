@@ -13,11 +13,10 @@ import json
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 
 from roadtrain.errors import DamagedError, ForeignError, GoneError
-from roadtrain.spec.chunks import Chunk, ChunkTable, Span
+from roadtrain.spec.chunks import ChunkTable
 from roadtrain.store.direct import store_error, sync_directory
 from roadtrain.store.file import FILES, FileTier
 from roadtrain.store.ledger import HEADER, StoreMeta, make_directory
@@ -37,15 +36,6 @@ class OpenedStore:
     @property
     def table(self) -> ChunkTable:
         return self.meta.table
-
-    @cached_property
-    def where(self) -> dict[str, list[tuple[Chunk, int, Span]]]:
-        """By parameter name, its spans: (chunk, number of the span in it, span)."""
-        out: dict[str, list[tuple[Chunk, int, Span]]] = {}
-        for chunk in self.table.chunks:
-            for i, span in enumerate(chunk.spans):
-                out.setdefault(self.table.params[span.param].name, []).append((chunk, i, span))
-        return out
 
     @property
     def generation(self) -> int:

@@ -25,7 +25,7 @@ import numpy as np
 import xxhash
 
 from roadtrain.errors import DamagedError, ForeignError, GoneError, StoreError
-from roadtrain.spec.chunks import ChunkTable, ParamSpec, Record, record
+from roadtrain.spec.chunks import Chunk, ChunkTable, ParamSpec, Record, Span, record
 from roadtrain.store.direct import store_error, sync_directory
 
 FORMAT = 1
@@ -93,6 +93,15 @@ class StoreMeta:
         for chunk in self.table.chunks:
             rule = self.groups[chunk.group] if chunk.trainable else GroupRule("")
             out[chunk.id] = record(chunk, len(rule.arrays), len(rule.scalars))
+        return out
+
+    @cached_property
+    def where(self) -> dict[str, list[tuple[Chunk, int, Span]]]:
+        """By parameter name, its spans: (chunk, number of the span in it, span)."""
+        out: dict[str, list[tuple[Chunk, int, Span]]] = {}
+        for chunk in self.table.chunks:
+            for i, span in enumerate(chunk.spans):
+                out.setdefault(self.table.params[span.param].name, []).append((chunk, i, span))
         return out
 
     def owned(self, index: int) -> dict[int, Record]:
