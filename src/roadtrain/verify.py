@@ -76,7 +76,10 @@ def check_rule_command(name: str, dir: str = ".", report: Report = print) -> int
         raise ConfigError(f"{name!r}: {cause}", hint="MODULE:NAME, importable from here") from cause
     group: Mapping[str, Any] = getattr(found, "example_group", {"lr": 1e-3})
     if isinstance(found, type) and issubclass(found, torch.optim.Optimizer):
-        optimizer = found([torch.nn.Parameter(torch.zeros(1))])  # type: ignore[call-arg]
+        try:
+            optimizer = found([torch.nn.Parameter(torch.zeros(1))])  # type: ignore[call-arg]
+        except Exception as cause:
+            raise ConfigError(f"{name} takes no flat parameter, or not by its defaults: {cause}") from cause
         rule, group = rules_for(optimizer)[0], optimizer.param_groups[0]
     else:
         rule = found() if isinstance(found, type) and issubclass(found, Rule) else found

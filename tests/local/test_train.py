@@ -255,7 +255,8 @@ def test_an_export_of_masters_is_exact(path: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "code"),
-    [("torch.optim:AdamW", 0), ("roadtrain.kernels.rules:LionRule", 2), ("no.such:Rule", 2), ("json:dumps", 2)],
+    [("torch.optim:AdamW", 0), ("roadtrain.kernels.rules:LionRule", 2), ("no.such:Rule", 2), ("json:dumps", 2),
+     ("torch.optim:Muon", 2)],
 )
 def test_check_rule(name: str, code: int) -> None:
     assert cli.main(["check-rule", name]) == code
