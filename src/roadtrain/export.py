@@ -18,6 +18,7 @@ import torch
 from roadtrain.build import DTYPES, build_config
 from roadtrain.data import need
 from roadtrain.errors import ConfigError
+from roadtrain.model.split import as_numpy
 from roadtrain.spec.job import Job, load_job, make_job
 from roadtrain.store.convert import MASTER, read_param
 from roadtrain.store.generation import OpenedStore, open_store
@@ -79,8 +80,7 @@ def _items(store: OpenedStore, masters: bool) -> list[Item]:
     state = torch.load(io.BytesIO(store.blob), weights_only=True) if store.blob else {}
     for name, buffer in state.get("buffers", {}).items():
         if buffer.dtype in _NAMES:
-            raw = buffer.view(torch.uint16) if buffer.itemsize == 2 else buffer
-            items.append((name, _NAMES[buffer.dtype], tuple(buffer.shape), raw.numpy))
+            items.append((name, _NAMES[buffer.dtype], tuple(buffer.shape), partial(as_numpy, buffer)))
     return items
 
 

@@ -18,7 +18,7 @@ from roadtrain.errors import ConfigError
 from roadtrain.kernels.cast import cast
 from roadtrain.model.activations import Activations
 from roadtrain.model.init import materialize, release
-from roadtrain.model.split import DTYPES, NAMES, Part, Split
+from roadtrain.model.split import DTYPES, NAMES, Part, Split, as_numpy
 from roadtrain.model.stream import Stream
 from roadtrain.node.engine import Engine
 from roadtrain.spec.chunks import ChunkTable, ParamSpec
@@ -76,9 +76,8 @@ class Start:
             if self.weights is not None and spec.name in self.weights:
                 found = self.weights[spec.name]
                 return _as(found.read(start, stop), found.dtype, spec)
-            flat = tensors[spec.name].detach().reshape(-1)[start:stop].cpu().contiguous()
-            raw = flat.view(torch.uint16).numpy() if flat.dtype in (torch.bfloat16, torch.float16) else flat.numpy()
-            return _as(raw, NAMES[flat.dtype], spec)
+            flat = tensors[spec.name].detach().reshape(-1)[start:stop]
+            return _as(as_numpy(flat), NAMES[flat.dtype], spec)
 
         return source
 

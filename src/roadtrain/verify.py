@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from roadtrain.kernels.rule import Rule
 from roadtrain.kernels.rules import rules_for
 from roadtrain.kernels.sum import sum_squares
 from roadtrain.model.grads import PlacedGrad
-from roadtrain.model.split import split, table
+from roadtrain.model.split import as_numpy, split, table
 from roadtrain.probe import storage_rates
 from roadtrain.spec.chunks import ChunkTable
 from roadtrain.spec.job import Job, load_job
@@ -124,18 +124,16 @@ class PlainOptimizer(torch.optim.Optimizer):
             rule.start(master, arrays, row, rule.hyper(self.param_groups[spec.group]))
             self.parts.append((master, arrays, row))
             p.data = torch.from_numpy(master).view(p.shape).to(DTYPES[spec.dtype], copy=True)
-        self.shadow = [torch.nn.Parameter(torch.from_numpy(m.copy()).view(p.shape)) for (m, *_), p in self._both()]
+        masters = [torch.from_numpy(master.copy()) for master, *_ in self.parts]
+        self.shadow = [torch.nn.Parameter(m.view(p.shape)) for m, p in zip(masters, self.params)]
         self.torch = build_optimizer(job, self.shadow)
         self._lengths = _segment_lengths(self.table)
-
-    def _both(self) -> Iterator[tuple[Any, torch.nn.Parameter]]:
-        return zip(self.parts, self.params)
 
     def gather(self) -> None:
         """Gradients of blocks become handles; those of the root stay tensors, as when placed."""
         for i, p in enumerate(self.params):
             if i >= self.first_of_block and p.grad is not None and not isinstance(p.grad, PlacedGrad):
-                self.held[i] = _numpy(p.grad).reshape(-1).copy()
+                self.held[i] = as_numpy(p.grad).reshape(-1).copy()
                 p.grad = PlacedGrad(p, i, self, self.table.params[i].name)
 
     def sum_squares(self, param: int) -> float:
@@ -157,10 +155,10 @@ class PlainOptimizer(torch.optim.Optimizer):
             shadow.grad = None
             if p.grad is None:
                 continue
-            flat = self.held[i] if isinstance(p.grad, PlacedGrad) else _numpy(p.grad).reshape(-1)
+            flat = self.held[i] if isinstance(p.grad, PlacedGrad) else as_numpy(p.grad).reshape(-1)
             scale = (p.grad.scale if isinstance(p.grad, PlacedGrad) else 1.0) * unscale
             rule, (master, arrays, row) = self.rules[spec.group], self.parts[i]
-            copy = None if spec.dtype == "fp32" else _numpy(p.data).reshape(-1)
+            copy = None if spec.dtype == "fp32" else as_numpy(p.data).reshape(-1)
             hyper = rule.hyper(self.param_groups[spec.group])
             shadow.grad = torch.from_numpy(flat).view(p.dtype).float().mul(scale).view(p.shape)
             rule.apply(master, flat, spec.dtype, arrays, row, hyper, scale, copy, None if copy is None else spec.dtype)
@@ -245,12 +243,6 @@ def _segment_lengths(chunks: ChunkTable) -> dict[int, list[int]]:
         for param, start, stop in chunk.segments:
             out.setdefault(param, []).append(stop - start)
     return out
-
-
-def _numpy(tensor: torch.Tensor) -> np.ndarray:
-    """The tensor's own memory; 16-bit floats as uint16."""
-    tensor = tensor.detach().cpu().contiguous()
-    return tensor.view(torch.uint16).numpy() if tensor.itemsize == 2 else tensor.numpy()
 
 
 def _beside(directory: Path) -> tempfile.TemporaryDirectory[str]:

@@ -448,6 +448,23 @@ def test_parameters_in_no_group_are_said_to_stay_as_they_are(tmp_path):
     assert any("3 parameters are in no parameter group ('embed.weight' is the first)" in line for line in said)
 
 
+@pytest.mark.parametrize("when", ["before place", "after", "each block"])
+def test_a_compiled_model_trains_as_ever(when, recwarn):
+    sides = []
+    for compiled in (False, True):
+        model, optimizer = build(Case())
+        if compiled and when == "before place":
+            model = torch.compile(model, backend="eager")
+        if compiled and when == "each block":
+            for layer in model.layers:
+                layer.compile(backend="eager")
+        with roadtrain.place(model, optimizer, budget="128MiB", **QUIET) as placed:
+            run_as = torch.compile(model, backend="eager") if compiled and when == "after" else model
+            sides.append(run(Case(), run_as, placed, new_scaler(Case()), 0, 3))
+    assert sides[0] == sides[1]
+    assert not [w for w in recwarn if "recompile" in str(w.message)]
+
+
 def test_blocks_that_train_nothing(tmp_path):
     sides = []
     for store in ("plain", None, tmp_path / "s"):

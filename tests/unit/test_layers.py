@@ -24,7 +24,7 @@ FLOORS = {
 PURE = ("spec", "flow", "sim", "planner")
 NEVER_IN_PURE = {"torch", "socket", "threading", "asyncio", "time"}
 LINE_BUDGET = 5_000  # of the package without bench and cli; raised only on purpose
-LINES_NOW = 7_113  # over the budget: lower this with every cut, never raise it
+LINES_NOW = 7_110  # over the budget: lower this with every cut, never raise it
 FILE_LINES = 500
 FORBIDDEN = ("shard", "bucket", "partition", "keeper")
 # File -> words allowed there, with the reason.

@@ -52,7 +52,7 @@ def own_init(model: nn.Module) -> Init:
         family = families[id(module)]
         module.__dict__.pop("_is_hf_initialized", None)
         family(module)
-        if family is not _reset and any(_starts_nan(t) for t in _direct(module)) and _resets(module):
+        if family is not _reset and any(_starts_nan(t) for t in _direct(module)):
             _reset(module)  # as its constructor did
             module.__dict__.pop("_is_hf_initialized", None)
             family(module)
@@ -119,10 +119,6 @@ def _reset(module: nn.Module) -> None:
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     if callable(reset) and next(iter(_direct(module)), None) is not None:
         reset()
-
-
-def _resets(module: nn.Module) -> bool:
-    return hasattr(module, "reset_parameters") or hasattr(module, "_reset_parameters")
 
 
 def _direct(module: nn.Module) -> Iterator[torch.Tensor]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -87,6 +88,12 @@ def table(
 
     parts = (split.root, *split.blocks)
     return ChunkTable.build([(part.name, [spec(n, p) for n, p in part.params]) for part in parts], chunk_elements)
+
+
+def as_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """The tensor's own memory (a copy where it is not contiguous on the CPU); 16-bit floats as uint16."""
+    tensor = tensor.detach().cpu().contiguous()
+    return tensor.view(torch.uint16).numpy() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor.numpy()
 
 
 def _found(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

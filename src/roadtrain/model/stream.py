@@ -76,6 +76,10 @@ class _Block:
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         return self.original(*args, **kwargs)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise LoopError("a placed model cannot be copied or pickled: its parameters are elsewhere",
+                        hint="read parameters from the optimizer, or export the store")
+
 
 class Stream:
     def __init__(
@@ -107,9 +111,10 @@ class Stream:
 
     def attach(self) -> None:
         """Take over the blocks' forwards and drop their parameters: their values must be with the lender."""
+        forward = torch.compiler.disable(self._forward)  # what is traced once would keep borrowed memory
         for block in self._blocks:
             block.borrowed.settle()
-            block.module.forward = functools.wraps(block.original)(functools.partial(self._forward, block))
+            block.module.forward = functools.wraps(block.original)(functools.partial(forward, block))
         self._watch_root()
 
     def detach(self) -> None:
@@ -131,10 +136,6 @@ class Stream:
         """Point the root's parameters at a permanent `buffer` (uint8, pull_nbytes)."""
         self.root.point(buffer)
         self._watch_root()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise LoopError("a placed model cannot be copied or pickled: its parameters are elsewhere",
-                        hint="read parameters from the optimizer, or export the store")
 
     # -- a pass -------------------------------------------------------------------------------------------------------
 

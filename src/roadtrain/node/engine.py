@@ -21,7 +21,7 @@ from roadtrain.kernels.rules import Rule
 from roadtrain.node.compress import Compressor
 from roadtrain.node.server import Server, Setup
 from roadtrain.node.worker import Worker
-from roadtrain.spec.chunks import Block, ChunkTable, Record, record
+from roadtrain.spec.chunks import Block, ChunkTable, Record
 from roadtrain.spec.plan import Budgets
 from roadtrain.store.buffers import Buffer
 from roadtrain.store.convert import MASTER, RecordView, Source, convert, gather_param, needs_conversion, read_param
@@ -51,11 +51,7 @@ class Layout:
 
     @property
     def records(self) -> dict[int, Record]:
-        out = {}
-        for chunk in self.table.chunks:
-            rule = self.rules[chunk.group] if chunk.trainable else None
-            out[chunk.id] = record(chunk, len(rule.arrays), len(rule.scalars)) if rule else record(chunk, 0, 0)
-        return out
+        return StoreMeta.of(self.table, self.groups).records
 
 
 def open_or_none(layout: Layout, report: Callable[[str], None]) -> OpenedStore | None:
