@@ -48,7 +48,7 @@ class Setup:
     buffers: int
     record_bytes: int
     scratch_bytes: int
-    io_threads: int = 3  # a direction
+    io_threads: int = 4  # a direction
     report: Callable[[str], None] = print
 
 

@@ -123,14 +123,14 @@ class FileTier:
         assert not (place.frozen and base["public_sum"]), f"chunk {chunk} is frozen"
         # a public part that is absent may go to either slot: beside the private part, so that one read gets both
         slots = {p: 1 - int(base[f"{p}_slot" if base["public_sum"] else "private_slot"]) for p in parts}
+        sums = {p: digest(data[a - start : b - start]) for p in parts for a, b in [part_range(place.record, p)]}
         for slot, first, last in _extents(place, list(slots.items())):
             self._dirty.add(slot)
             what = f"chunk {chunk} after step {self.step}"
             self._slots[slot].write(data[first - start : last - start], place.offset + first, what)
         row = self._now[place.row]
         for p in parts:
-            first, last = part_range(place.record, p)
-            row[f"{p}_sum"], row[f"{p}_slot"] = digest(data[first - start : last - start]), slots[p]
+            row[f"{p}_sum"], row[f"{p}_slot"] = sums[p], slots[p]
             self._written.add((chunk, p))
         if place.record.master and (chunk, PUBLIC) not in self._written:
             row["public_sum"] = 0
