@@ -84,7 +84,7 @@ def find_files(paths: Sequence[str]) -> list[Path]:
         if os.path.isfile(path):
             matches = [path]
         else:
-            below = len(_root(pattern))
+            below = min((pattern.index(c) for c in "*?[" if c in pattern), default=0)  # where the wildcards begin
             matches = [m for m in glob.glob(pattern, recursive=True) if os.path.isfile(m)]
             matches = [m for m in matches if not _NOT_TEXT & set(m[below:].split(os.sep)) and _is_text(m)]
         if not matches:
@@ -101,11 +101,6 @@ def need(package: str, extra: str) -> ModuleType:
         return importlib.import_module(package)
     except ImportError as cause:
         raise ConfigError(f"{package} is not installed", hint=f"pip install 'roadtrain[{extra}]'") from cause
-
-
-def _root(pattern: str) -> str:
-    """The part of a glob before its first wildcard."""
-    return pattern[: min((pattern.index(c) for c in "*?[" if c in pattern), default=0)]
 
 
 def _is_text(path: str) -> bool:

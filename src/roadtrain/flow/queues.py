@@ -89,9 +89,8 @@ class Trial:
         self.steps += 1
         if self.steps > 1:
             self.rates[burst].append(nbytes / busy_s)
-        if self.chosen:
-            return max(self.rates[True]) > self.MARGIN * max(self.rates[False])
-        return len(self.rates[True]) < len(self.rates[False])
+        bursts, mixed = self.rates[True], self.rates[False]
+        return max(bursts) > self.MARGIN * max(mixed) if self.chosen else len(bursts) < len(mixed)
 
     @property
     def chosen(self) -> bool:

@@ -24,7 +24,7 @@ from numba.extending import overload
 
 from roadtrain.errors import RuleError
 from roadtrain.kernels.cast import kernel, typed
-from roadtrain.kernels.sum import accumulate, reference_accumulate
+from roadtrain.kernels.sum import accumulate
 
 RANGE = 1 << 22  # elements a task
 STRIP = 4096  # elements between two looks at the space left
@@ -118,12 +118,6 @@ def _scatter(index, value, out, base):
         while j < index.size and np.int64(index[j]) - base < end:
             out[np.uint64(np.int64(index[j]) - base)] = value[j]
             j += 1
-
-
-@kernel
-def _forget(index, out):
-    for j in range(index.size):
-        out[np.uint64(index[j])] = 0
 
 
 @dataclass(frozen=True)
@@ -233,11 +227,6 @@ def scatter(idx: np.ndarray, val: np.ndarray, out: np.ndarray, pool: Executor | 
     _each(pool, fill, range(len(starts)))
 
 
-def reference_scatter(idx: np.ndarray, val: np.ndarray, out: np.ndarray) -> None:
-    out[:] = 0
-    out[idx] = val
-
-
 def select_with_residual(
     grad: np.ndarray, dtype: str, residual: np.ndarray, k: int, idx: np.ndarray, val: np.ndarray,
     pool: Executor | None = None,
@@ -246,12 +235,4 @@ def select_with_residual(
     the residual, the rest stays for the next step. residual: float32 [N] in place."""
     accumulate(residual, grad, dtype)
     top_k(residual, "fp32", k, idx, val, pool)
-    _forget(idx, residual)
-
-
-def reference_select_with_residual(
-    grad: np.ndarray, dtype: str, residual: np.ndarray, k: int, idx: np.ndarray, val: np.ndarray
-) -> None:
-    reference_accumulate(residual, grad, dtype)
-    reference_top_k(residual, "fp32", k, idx, val)
     residual[idx] = 0

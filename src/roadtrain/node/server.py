@@ -63,6 +63,7 @@ class Server:
         self._scratch_free: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
         for scratch in self._scratch:
             self._scratch_free.put(scratch)
+        self._sums: dict[int, dict[str, int]] = {}  # chunk -> checksums of what is updated and not yet written
         self._grads: dict[int, Any] = {}  # chunk -> ndarray | "spilled" | [(indices, values)...]; one writer at a time
         where = {c: (c in resident, c in setup.public_resident) for c in setup.chunks}
         self.decider = ServeDecider(
@@ -344,7 +345,7 @@ class Server:
         view = self._buffers[buffer].view
         if self.setup.rules[chunk.group].reads_state:
             first = record.public_nbytes if chunk.dtype != "fp32" else 0
-            tier.read(number, "private" if first else "record", view[first : record.nbytes])
+            tier.read(number, "private" if first else "record", view[first : record.nbytes], check=False)
             moved = record.nbytes - first
             self._stages.add("Read", time.perf_counter() - start, moved)
         self.receive(ops.ReadDone(number))
@@ -362,13 +363,19 @@ class Server:
         elif isinstance(grad, list):
             scratch, grad = self._expand(chunk, grad)
         dtype = "fp32" if grad.dtype == np.float32 else chunk.dtype
-        public = self.memory.get(number, view)
+        public, tier = self.memory.get(number, view), self.setup.tier
+        if tier is not None and number not in self._resident and self.setup.rules[chunk.group].reads_state:
+            first = record.public_nbytes if chunk.dtype != "fp32" else 0  # checked here: then it lies in the cache
+            tier.check_sums(number, "private" if first else "record", view[first : record.nbytes])
         apply_rule(self.setup.rules[chunk.group], chunk, record, view, public, grad, dtype, release)
         if chunk.dtype == "fp32" and public is not view:
             size = chunk.public_nbytes
             np.copyto(np.frombuffer(public, np.uint8, size), np.frombuffer(view, np.uint8, size))
         if scratch is not None:
             self._scratch_free.put(scratch)
+        if tier is not None:
+            part, first = self._written_part(chunk)
+            self._sums[number] = tier.sums(number, part, view[first : record.nbytes])
         self._stages.add("Update", time.perf_counter() - start, record.nbytes)
         self.receive(ops.UpdateDone(number))
 
@@ -376,13 +383,16 @@ class Server:
         start = time.perf_counter()
         chunk, record, tier = self.setup.chunks[number], self.setup.records[number], self.setup.tier
         assert tier is not None
-        derived = chunk.dtype != "fp32" and number in self.memory  # its public part is kept, and can be cast again
-        first = record.public_nbytes if derived else 0
-        part = "private" if derived else "record"
-        tier.write(number, part, self._record_view(number)[first : record.nbytes])
+        part, first = self._written_part(chunk)
+        tier.write(number, part, self._record_view(number)[first : record.nbytes], self._sums.pop(number))
         self._stages.add("Write", time.perf_counter() - start, record.nbytes - first)
         self.receive(ops.WriteDone(number))
         return record.nbytes - first
+
+    def _written_part(self, chunk: Chunk) -> tuple[str, int]:
+        """What of a record is written, and its first byte: not the copy where that is kept, and can be cast again."""
+        derived = chunk.dtype != "fp32" and chunk.id in self.memory
+        return ("private", self.setup.records[chunk.id].public_nbytes) if derived else ("record", 0)
 
     def _prepare(self, step: int, blob: Any) -> None:
         start = time.perf_counter()

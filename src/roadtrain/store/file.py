@@ -94,7 +94,8 @@ class FileTier:
     def has_public(self, chunk: int) -> bool:
         return bool(self._now[self._places[chunk].row]["public_sum"])
 
-    def read(self, chunk: int, part: str, into: memoryview) -> None:
+    def read(self, chunk: int, part: str, into: memoryview, *, check: bool = True) -> None:
+        """`check`: else the caller does, before it uses what was read."""
         place, row = self._places[chunk], self._now[self._places[chunk].row].copy()
         start, stop = part_range(place.record, part)
         assert len(into) == stop - start, (chunk, part, len(into), stop - start)
@@ -103,16 +104,28 @@ class FileTier:
         what = f"chunk {chunk} at step {row['step']}"
         for slot, first, last in _extents(place, [(p, int(row[f"{p}_slot"])) for p in parts]):
             self._slots[slot].read(into[first - start : last - start], place.offset + first, what)
-        for p in parts:
-            first, last = part_range(place.record, p)
-            if digest(into[first - start : last - start]) != row[f"{p}_sum"]:
+        if check:
+            self.check_sums(chunk, part, into)
+
+    def check_sums(self, chunk: int, part: str, data: memoryview) -> None:
+        """Raises DamagedError where `data` is not what was written."""
+        row = self._now[self._places[chunk].row]
+        for p, found in self.sums(chunk, part, data).items():
+            if row[f"{p}_sum"] not in (0, found):
                 raise DamagedError(
                     f"{self._slots[row[f'{p}_slot']].path}: chunk {chunk}: its {p} part does not match its checksum, "
                     f"written at step {row['step']}, last committed step {self.step}",
                     hint="restore the store from a copy; the disk may be failing",
                 )
 
-    def write(self, chunk: int, part: str, data: memoryview) -> None:
+    def sums(self, chunk: int, part: str, data: memoryview) -> dict[str, int]:
+        """The checksums that `write` will want: cheapest where `data` was just made and lies in the cache."""
+        place = self._places[chunk]
+        start, _ = part_range(place.record, part)
+        ranges = {p: part_range(place.record, p) for p in _parts(place, part)}
+        return {p: digest(data[first - start : last - start]) for p, (first, last) in ranges.items()}
+
+    def write(self, chunk: int, part: str, data: memoryview, sums: dict[str, int] | None = None) -> None:
         place = self._places[chunk]
         start, stop = part_range(place.record, part)
         assert len(data) == stop - start, (chunk, part, len(data), stop - start)
@@ -123,7 +136,7 @@ class FileTier:
         assert not (place.frozen and base["public_sum"]), f"chunk {chunk} is frozen"
         # a public part that is absent may go to either slot: beside the private part, so that one read gets both
         slots = {p: 1 - int(base[f"{p}_slot" if base["public_sum"] else "private_slot"]) for p in parts}
-        sums = {p: digest(data[a - start : b - start]) for p in parts for a, b in [part_range(place.record, p)]}
+        sums = sums or self.sums(chunk, part, data)
         for slot, first, last in _extents(place, list(slots.items())):
             self._dirty.add(slot)
             what = f"chunk {chunk} after step {self.step}"
