@@ -144,7 +144,7 @@ def convert(
     try:
         write_params(new, _from_store(old))
         new.commit(old.step, old.blob)
-    except Exception:
+    except BaseException:
         new.discard()
         raise
     new.publish()

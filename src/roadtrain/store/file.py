@@ -67,7 +67,7 @@ class FileTier:
                     raise DamagedError(
                         f"{directory / name}: truncated: {self._slots[-1].nbytes} bytes, {nbytes} are needed"
                     )
-        except Exception:
+        except BaseException:
             self.close()
             raise
 
@@ -82,7 +82,7 @@ class FileTier:
         tier = cls(directory, meta, meta.owned(meta.index), direct=direct, new=False)
         try:
             tier._take(tier._ledger.load(step))
-        except Exception:
+        except BaseException:
             tier.close()
             raise
         return tier

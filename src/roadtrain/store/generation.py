@@ -121,7 +121,7 @@ def create_store(
             tiers.append(FileTier.create(path / name, own, own.owned(index), direct=direct))
             sync_directory(path / name)
             sync_directory(path)
-    except Exception:
+    except BaseException:
         OpenedStore(paths, meta, tiers).discard()
         raise
     return OpenedStore(paths, meta, tiers, former, published=False)
@@ -146,7 +146,7 @@ def open_store(directories: Sequence[str | Path], *, direct: bool = True) -> Ope
             home, step = path / f"gen-{generation}", tiers[0].step if index else None
             tiers.append(FileTier.open(home, StoreMeta.load(home), step, direct=direct))
         cleaned = _clean_leftovers(meta, given, members)
-    except Exception:
+    except BaseException:
         for tier in tiers:
             tier.close()
         raise
