@@ -103,7 +103,7 @@ def place(
         compressor = Compressor(whole, topk / 2, per_block=topk_per_block, error_feedback=error_feedback)
         report(f"lossy: top-k, {topk:.1%} of the gradient is communicated, error feedback {error_feedback}")
     opened = open_or_none(layout, report)
-    if opened is None and paths and store_rates is not None:
+    if opened is None and store_rates is not None:
         layout = replace(layout, weights=_rates(layout.directories, store_rates, report))
     if opened is None and weights is None and (gone := [n for n, p in model.named_parameters() if is_hollow(p)]):
         raise ConfigError(
@@ -141,9 +141,11 @@ def _device_of(model: nn.Module) -> torch.device:
 def _rates(
     directories: Sequence[Path], asked: Sequence[float] | Literal["measured"], report: Report
 ) -> tuple[float, ...]:
-    rates = tuple(storage_rates(d).mixed for d in directories) if asked == "measured" else tuple(map(float, asked))
-    if len(rates) != len(directories) or min(rates) <= 0:
-        raise ConfigError(f"store_rates {rates} for {len(directories)} directories", hint="one above 0 for each")
+    given = () if isinstance(asked, str) else tuple(map(float, asked))
+    rates = tuple(storage_rates(d).mixed for d in directories) if asked == "measured" else given
+    if not directories or len(rates) != len(directories) or not all(0 < rate < float("inf") for rate in rates):
+        raise ConfigError(f"store_rates {asked!r} for {len(directories)} directories",
+                          hint="'measured', or a number above 0 for each")
     if asked == "measured":
         report("measured: " + ", ".join(f"{d} {show_rate(r)}" for d, r in zip(directories, rates)))
     return rates

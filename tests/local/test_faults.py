@@ -428,8 +428,11 @@ def test_chunks_are_spread_by_rates_and_stay_there(tmp_path):
     losses += train(dirs, 4, store_rates="measured", report=said.append)  # a store that is there keeps its spread
     assert [slot_files(d)[0].stat().st_size for d in dirs] == sizes and not any("converted" in line for line in said)
     assert losses == reference(4)
-    with pytest.raises(ConfigError, match="for 2 directories"):
-        train([tmp_path / "a", tmp_path / "b"], 1, store_rates=[1.0])
+    for wrong in ([1.0], [1.0, float("nan")], [1, -1], "fast"):
+        with pytest.raises(ConfigError, match="store_rates"):
+            train([tmp_path / "a", tmp_path / "b"], 1, store_rates=wrong)
+    with pytest.raises(ConfigError, match="for 0 directories"):
+        train(None, 1, store_rates=[1.0], budget="128MiB")
 
 
 def test_rates_are_measured_for_a_new_store(tmp_path):

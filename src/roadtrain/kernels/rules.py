@@ -9,6 +9,7 @@ Does NOT copy state out of a torch optimizer.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,11 +42,11 @@ class _Native(Rule):
 
     kernels: tuple[Any, Any]
 
+    @abstractmethod
     def scaled(
         self, arrays: Sequence[np.ndarray], row: np.ndarray, hyper: Sequence[float]
     ) -> tuple[list[np.ndarray | None], float, list[float | None]]:
         """Advance the row; the kernel's arrays (None where it has one that we do not keep), sign, scalars."""
-        raise NotImplementedError
 
     def apply(self, p, grad, grad_dtype, arrays, row, hyper, grad_scale, copy, copy_dtype) -> None:
         held, sign, scalars = self.scaled(arrays, row, hyper)

@@ -28,14 +28,10 @@ class Replace(Rule):
 
     name = "replace"
     arrays: tuple[str, ...] = ()
-    scalars: tuple[str, ...] = ()
     reads_state = False
 
     def hyper(self, group: Mapping[str, Any]) -> tuple[float, ...]:
         return ()
-
-    def start(self, p: Any, arrays: Any, row: Any, hyper: Any) -> None:
-        pass
 
     def apply(
         self, p: Any, grad: Any, grad_dtype: str, arrays: Any, row: Any, hyper: Any, grad_scale: float, copy: Any,

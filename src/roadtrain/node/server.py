@@ -71,7 +71,7 @@ class Server:
         )
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._device = DeviceQueue(max_reads=setup.io_threads, max_writes=setup.io_threads)
-        self._trial, self._moved, self._busy_s, self._began = Trial(), 0, 0.0, 0.0
+        self.trial, self._moved, self._busy_s, self._began = Trial(), 0, 0.0, 0.0
         self._device_ready = threading.Condition()
         self._kernels: queue.PriorityQueue[tuple[int, int, Any]] = queue.PriorityQueue()
         self._count = 0
@@ -407,12 +407,12 @@ class Server:
     def _choose(self) -> None:
         """A step ended: mix reads and writes of state, or let them alternate in bursts?"""
         with self._device_ready:
-            now, known = time.perf_counter(), self._trial.chosen
+            now, known = time.perf_counter(), self.trial.chosen
             busy = self._busy_s + now - self._began  # this very job is at work
-            self._device.burst = self._trial.stepped(self._device.burst, self._moved, busy)
+            self._device.burst = self.trial.stepped(self._device.burst, self._moved, busy)
             self._moved, self._busy_s, self._began = 0, 0.0, now
-        if self._trial.chosen and not known:
-            mix, bursts = (show_rate(max(self._trial.rates[way])) for way in (False, True))
+        if self.trial.chosen and not known:
+            mix, bursts = (show_rate(max(self.trial.rates[way])) for way in (False, True))
             self.setup.report(f"{self.setup.name}: reads and writes {'in bursts' if self._device.burst else 'mixed'} "
                               f"(measured: mixed {mix}, bursts {bursts})")
 
