@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from roadtrain.errors import RuleError
+from roadtrain.kernels.cast import reference_narrow, uncached
 from roadtrain.kernels.generic import check_rule
 from roadtrain.kernels.lion import Lion
 from roadtrain.kernels.rules import AdamRule, SgdRule, rules_for
@@ -51,6 +52,22 @@ def test_kernel_equals_reference_in_any_cut(cls, options):
     report = check_rule(rule, rule.hyper(optimizer.param_groups[0]), 1 << 14)
     assert report.failures == ()
     assert pickle.loads(pickle.dumps(rule)) == rule
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_copy_written_past_the_cache_has_the_same_bits(dtype):  # Rule 1
+    """Aligned copies take that way, others do not; any length, so that the vector loop's rest is met."""
+    for n in (1, 31, 1003):
+        raw = np.zeros(2 * n + 64, np.uint8)
+        first = -raw.ctypes.data % 32
+        copies = [raw[first : first + 2 * n].view(np.uint16), np.zeros(n + 1, np.uint16)[1:]]
+        assert uncached(copies[0]).ndim == 2
+        for copy in copies:
+            (rule,) = rules_for(make(O.SGD, {"lr": 0.1}, n)[1])
+            values, grad = np.linspace(-3, 3, n, dtype=np.float32), np.ones(n, np.float32)
+            rule.apply(values, grad, "fp32", [], np.zeros(len(rule.scalars)), (0.1, 0.0, 0.0, 0.0, 0.0, 0.0), 1.0, copy,
+                       dtype)
+            assert np.array_equal(copy, reference_narrow(values, dtype))
 
 
 @pytest.mark.parametrize(("cls", "options"), CASES, ids=IDS)

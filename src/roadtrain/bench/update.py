@@ -18,6 +18,7 @@ from roadtrain.kernels.cast import cast, kernel
 from roadtrain.kernels.lion import Lion
 from roadtrain.kernels.rules import rules_for
 from roadtrain.spec.chunks import MAX_CHUNK
+from roadtrain.store.buffers import Buffer, array_in
 from roadtrain.units import MIB
 
 
@@ -29,14 +30,20 @@ def _read_modify_write(a, b, c):
         c[i] = c[i] * np.float32(0.999)
 
 
+def _buffer(n: int, dtype: str) -> np.ndarray:
+    """Zeros in memory like a server's: aligned, in huge pages. The floor gets the same."""
+    return array_in(Buffer(n * (4 if dtype == "fp32" else 2)).view, dtype, 0, n)
+
+
 class _Ours:
     """A rule over flat arrays, cut into chunks."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, grad: np.ndarray, pool: ThreadPoolExecutor) -> None:
         (self.rule,), n = rules_for(optimizer), grad.size
         self.hyper, self.grad, self.pool = self.rule.hyper(optimizer.param_groups[0]), grad, pool
-        self.p, self.copy = np.ones(n, np.float32), np.zeros(n, np.uint16)
-        self.arrays = [np.zeros(n, np.float32) for _ in self.rule.arrays]
+        self.p, self.copy = _buffer(n, "fp32"), _buffer(n, "bf16")
+        self.p[:] = 1
+        self.arrays = [_buffer(n, "fp32") for _ in self.rule.arrays]
         self.rows = np.zeros((-(-n // MAX_CHUNK), len(self.rule.scalars)))
         self.nbytes = n * (8 + 8 * len(self.arrays) + 4)  # parameters and state both ways, gradient in, copy out
 
@@ -89,7 +96,7 @@ def run(quick: bool = False) -> Report:
     n, reps, threads = (4 if quick else 64) * MIB, 3 if quick else 9, cores()
     torch.set_num_threads(threads)
     noise = np.random.default_rng(0).standard_normal(n, dtype=np.float32)
-    bits = np.empty(n, np.uint16)
+    bits = _buffer(n, "bf16")
     cast(noise, "fp32", bits, "bf16")
     grad = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
     one = [torch.nn.Parameter(torch.zeros(1))]
@@ -100,7 +107,7 @@ def run(quick: bool = False) -> Report:
             list(pool.map(lambda s: _read_modify_write(a[s : s + MAX_CHUNK], b[s : s + MAX_CHUNK],
                                                        c[s : s + MAX_CHUNK]), range(0, n, MAX_CHUNK)))
 
-        a, b, c = (np.ones(n, np.float32) for _ in range(3))
+        a, b, c = (_buffer(n, "fp32") for _ in range(3))
         cases: list[tuple[str, torch.optim.Optimizer, Callable[[], None], str]] = [
             ("AdamW", torch.optim.AdamW(one, **adamw), _torch_fused(torch.optim.AdamW, adamw, grad), "torch fused"),
             ("SGD, momentum", torch.optim.SGD(one, **sgd), _torch_fused(torch.optim.SGD, sgd, grad), "torch fused"),

@@ -2,8 +2,9 @@
 
 Flat contiguous arrays. 16-bit values travel as uint16 in the interface. Inside the kernels the *array's type* says
 the format, so that one kernel source compiles to one loop per format: float32 = fp32, uint16 = bf16, int16 = fp16
-(`typed`). Rounding is to nearest even, overflow goes to infinity, subnormals are exact, a NaN stays a NaN (its payload
-is dropped).
+(`typed`), and a second dimension of one says that it is written past the cache (`uncached`: nobody reads it soon, and
+its lines need not be fetched first). Rounding is to nearest even, overflow goes to infinity, subnormals are exact, a
+NaN stays a NaN (its payload is dropped).
 
 Assumes little endian. Does NOT allocate, start threads or hold the GIL. numba's cache notices a change of a kernel's
 own file only: after editing `widen` or `put` here, remove `__pycache__`.
@@ -14,8 +15,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
 from numba import njit, types
-from numba.extending import overload
+from numba.extending import intrinsic, overload
 
 from roadtrain.errors import RuleError
 
@@ -32,6 +34,36 @@ def typed(array: np.ndarray, dtype: str) -> np.ndarray:
     if dtype not in NUMPY_OF or array.dtype != NUMPY_OF[dtype]:
         raise RuleError(f"an array of {array.dtype} does not hold {dtype}", hint="float32 is fp32, uint16 the others")
     return array.view(np.int16) if dtype == "fp16" else array
+
+
+def uncached(array: np.ndarray) -> np.ndarray:
+    """A typed 16-bit array [N] as [N, 1] for `put`, where its alignment allows; `fence` when all of it is written."""
+    return array.reshape(-1, 1) if array.ctypes.data % 32 == 0 and array.itemsize == 2 else array
+
+
+@intrinsic
+def _store_uncached(typing, out, i, x):
+    """A 16-bit store with LLVM's nontemporal mark. The alignment stated is that of the vectors that the loop becomes;
+    in its scalar rest the store is an ordinary one, which needs none."""
+
+    def generate(context, builder, signature, args):
+        array = context.make_array(signature.args[0])(context, builder, args[0])
+        store = builder.store(args[2], builder.gep(array.data, [args[1]]), align=32)
+        store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+        return context.get_dummy_value()
+
+    return types.void(out, types.intp, out.dtype), generate
+
+
+@intrinsic
+def _fence(typing):
+    return types.void(), lambda context, builder, signature, args: builder.fence("seq_cst")
+
+
+@kernel
+def fence():
+    """What this thread wrote past the cache is visible to others from here on."""
+    _fence()
 
 
 @kernel
@@ -89,13 +121,15 @@ def widen(x):
     raise NotImplementedError
 
 
+@kernel
+def _same(x):
+    return x
+
+
 @overload(widen, inline="never")
 def _widen(x):
-    if x == types.float32:
-        return lambda x: x
-    if x == types.uint16:
-        return lambda x: _from_bf16(x)
-    return lambda x: _from_fp16(x)
+    wide = {types.float32: _same, types.uint16: _from_bf16, types.int16: _from_fp16}[x]
+    return lambda x: wide(x)
 
 
 def put(out, i, x):
@@ -105,18 +139,12 @@ def put(out, i, x):
 
 @overload(put, inline="never")
 def _put(out, i, x):
-    if out.dtype == types.float32:
+    narrow = {types.float32: _same, types.uint16: _to_bf16, types.int16: _to_fp16}[out.dtype]
+    if out.ndim == 2:
+        return lambda out, i, x: _store_uncached(out, i, narrow(x))
 
-        def store(out, i, x):
-            out[i] = x
-    elif out.dtype == types.uint16:
-
-        def store(out, i, x):
-            out[i] = _to_bf16(x)
-    else:
-
-        def store(out, i, x):
-            out[i] = np.int16(_to_fp16(x))
+    def store(out, i, x):
+        out[i] = narrow(x)
 
     return store
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from roadtrain.kernels.cast import kernel, put, reference_narrow, reference_widen, typed, widen
+from roadtrain.kernels.cast import fence, kernel, put, reference_narrow, reference_widen, typed, uncached, widen
 
 
 @kernel
@@ -192,9 +192,11 @@ def run(
     copy: np.ndarray | None, copy_dtype: str | None, scale: float, *scalars: float | None,
 ) -> None:
     """Call one of the kernels above: scalars become float32, arrays get the types that name their formats."""
-    out = None if copy is None else typed(copy, copy_dtype or "bf16")
+    out = None if copy is None else uncached(typed(copy, copy_dtype or "bf16"))
     narrow = [None if s is None else np.float32(s) for s in scalars]
     kernel(p, typed(grad, grad_dtype), *arrays, out, np.float32(scale), *narrow)
+    if out is not None:
+        fence()
 
 
 def run_reference(
