@@ -2,15 +2,17 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 
+from roadtrain.errors import LoopError
 from roadtrain.flow import ops
 from roadtrain.flow.assign import assign
 from roadtrain.flow.ledger import Ledger
 from roadtrain.flow.prefetch import HERE, Prefetcher
 from roadtrain.flow.queues import READ_PARAMETERS, READ_STATE, WRITE_STATE, DeviceQueue, Trial
-from roadtrain.flow.serve import ServeDecider
+from roadtrain.flow.serve import ServeDecider, agreed
 from roadtrain.spec.chunks import ChunkTable, ParamSpec
 
 
@@ -19,13 +21,15 @@ class World:
 
     def __init__(self, decider, seed):
         self.decider, self.random = decider, random.Random(seed)
-        self.todo, self.sent, self.log = [], [], []
+        self.todo, self.sent, self.log, self.held = [], [], [], {}
         self.written = dict.fromkeys(decider.chunks, 0)  # last step written
 
     def feed(self, event):
         for action in self.decider.handle(event):
             if isinstance(action, ops.Send):
                 self.sent.append(action.message)
+            elif isinstance(action, ops.Discard):  # at once, as the server does
+                self.held.pop(action.chunk, None)
             else:
                 self.todo.append(action)
         self.decider.check()
@@ -35,15 +39,19 @@ class World:
         self.log.append(action)
         match action:
             case ops.Hold(push):
-                self.feed(ops.HoldDone(push.chunk, None, push.ticket, push.keep))
+                self.held.setdefault(push.chunk, []).append(push.worker)
+                self.feed(ops.HoldDone(push, None, push.keep))
+            case ops.Total(chunk):
+                self.feed(ops.TotalDone(chunk, tuple(self.held.get(chunk, ()))))
             case ops.Read(chunk, _):
                 self.feed(ops.ReadDone(chunk))
             case ops.Update(chunk, _):
+                self.held.pop(chunk, None)
                 self.feed(ops.UpdateDone(chunk))
             case ops.Write(chunk):
                 self.feed(ops.WriteDone(chunk))
             case ops.Answer(pull, _):
-                self.feed(ops.PublicRead(pull.chunk, pull.ticket))
+                self.feed(ops.PublicRead(pull))
             case ops.Prepare(step, _):
                 self.feed(ops.PrepareDone(step))
 
@@ -77,6 +85,79 @@ def test_steps_end_committed_whatever_the_order(seed, buffers):  # Rule 3, Rule 
     freed = [m.ticket for m in world.sent if isinstance(m, ops.Freed)]
     pushed = [a.push.ticket for a in world.log if isinstance(a, ops.Hold)]
     assert sorted(freed) == sorted(pushed)
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("closes", [False, True])
+def test_several_workers_meet_in_every_step(seed, closes):
+    """Workers say their parts in random order, each as far ahead as its pulls let it; a chunk that some (or all) have no
+    gradient for still gets its version. Rule 1: an update sees every push of its step and none of another."""
+    rng, n = random.Random(seed), 3
+    chunks, steps = range(5), 4
+    has = {(s, c, w): rng.random() < 0.6 for s in range(1, steps + 1) for c in chunks for w in range(n)}
+    decider = ServeDecider(0, dict.fromkeys(chunks, (False, seed % 2 == 0)), 2, durable=True, workers=n)
+    world = World(decider, seed)
+    seen = {}
+
+    def scripted(worker):
+        for step in range(1, steps + 1):
+            for c in chunks:
+                if has[step, c, worker]:
+                    ticket = len(seen) + 1000 * worker + 100000 * step
+                    world.feed(ops.Pull(c, step - 1, None, ticket, worker))
+                    while ops.Pulled(ticket, c) not in world.sent:
+                        yield False
+                    world.feed(ops.Push(c, None, True, rng.random() < 0.5, ticket, None, worker))
+            if closes:
+                for c in chunks:
+                    world.feed(ops.Close(c, step, worker))
+                    yield True
+                for c in chunks:
+                    while sum(m.chunk == c for m in world.sent if isinstance(m, ops.Held)) < step:
+                        yield False
+            for c in chunks:
+                scale = 1.0 if has[step, c, worker] else None
+                world.feed(ops.Release(c, step, (0.1,), [scale], c, worker))
+                yield True
+            world.feed(ops.Seal(step, worker))
+            world.feed(ops.Commit(step, worker, worker))
+
+    original = world.run_one
+
+    def run_one():
+        before = {c: tuple(w) for c, w in world.held.items()}
+        original()
+        if isinstance(action := world.log[-1], ops.Update):
+            step = action.release.step
+            seen[step, action.chunk] = True
+            assert sorted(before[action.chunk]) == [w for w in range(n) if has[step, action.chunk, w]]
+
+    world.run_one = run_one
+    running = [scripted(w) for w in range(n)]
+    idle = 0
+    while running and idle < 10000:
+        script = rng.choice(running)
+        try:
+            idle = 0 if next(script) else idle + 1
+        except StopIteration:
+            running.remove(script)
+        if world.todo and rng.random() < 0.7:
+            world.run_one()
+    world.drain()
+    assert not running and decider.committed == steps
+    assert set(seen) == {(s, c) for s, c, w in has if has[s, c, w]}
+    assert all(chunk.version == steps for chunk in decider.chunks.values())
+    prepared = [a.blobs for a in world.log if isinstance(a, ops.Prepare)]
+    assert prepared == [[0, 1, 2]] * steps
+
+
+def test_workers_that_differ_are_told():
+    a = ops.Release(0, 1, (0.1,), [1.0, None], 0, 0)
+    assert list(agreed([a, replace(a, scales=[None, 2.0], worker=1)]).scales) == [1.0, 2.0]
+    with pytest.raises(LoopError, match="hyperparameters"):
+        agreed([a, replace(a, hyper=(0.2,), worker=1)])
+    with pytest.raises(LoopError, match=r"by 1.0 and 0.5"):
+        agreed([a, replace(a, scales=[0.5, None], worker=1)])
 
 
 def test_no_write_before_the_commit_of_the_step_before():  # Rule 3

@@ -2,7 +2,11 @@
 
 Messages travel over a link; events come from the server's own doers; actions go to them. All are frozen values, so a
 schedule can be written down, compared and simulated. `into`, `grad` and `blob` are opaque here (a memoryview in the
-real run, None in a simulated one).
+real run, None in a simulated one). `worker` is who sent a message: the server's end of the link sets it.
+
+With one worker a server reports the sum of squares of each push (Held), and acts on each Release. With several it waits
+until every worker has closed a chunk's gradient (by Close, or by Release), sums in worker order and tells all; an update
+begins when every worker has released it. Then each trainable chunk gets one version a step, with or without a gradient.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ class Pull:
     version: int
     into: Any
     ticket: int
+    worker: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +39,16 @@ class Push:
     keep: bool
     ticket: int
     sums: Any = None
+    worker: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Worker -> server, only where there are several: my gradient of `chunk` for `step` is whole (or there is none)."""
+
+    chunk: int
+    step: int
+    worker: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +61,15 @@ class Release:
     hyper: tuple[float, ...]
     scales: Sequence[float | None]
     order: int
+    worker: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Worker -> server: drop the held gradient of `chunk`."""
+    """Worker -> server: drop my held gradient of `chunk`."""
 
     chunk: int
+    worker: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +77,16 @@ class Seal:
     """Worker -> server: no more releases for `step`."""
 
     step: int
+    worker: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Worker -> server 0: all others are prepared; `blob` is the job's own state after `step`."""
+    """Worker -> server 0: all others are prepared; `blob` is the job's own state after `step`, this worker's part."""
 
     step: int
     blob: Any
+    worker: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +140,17 @@ class Failed:
 class HoldDone:
     """`kept`: the pushed memory is in use until the update."""
 
+    push: Push
+    sums: Any
+    kept: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TotalDone:
+    """`sums`: of squares of the sum over workers, a segment each."""
+
     chunk: int
     sums: Any
-    ticket: int
-    kept: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +162,7 @@ class ReadDone:
 class PublicRead:
     """A pull was answered from the file or from memory."""
 
-    chunk: int
-    ticket: int
+    pull: Pull
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +190,16 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class Discard:
+    """Drop the gradient of `chunk`: that of one worker, or (None) of all."""
+
+    chunk: int
+    worker: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """The sums of squares of what the workers pushed, added in their order."""
+
     chunk: int
 
 
@@ -197,12 +232,15 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Prepare:
-    """Make everything written so far durable as `step`; `blob` is given where this is the commit."""
+    """Make everything written so far durable as `step`; `blobs`, one a worker, are given where this is the commit."""
 
     step: int
-    blob: Any
+    blobs: Sequence[Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
+    """To one worker, or (None) to all."""
+
     message: Any
+    to: int | None = None

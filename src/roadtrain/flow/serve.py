@@ -7,6 +7,8 @@ A chunk's way through one step:
     Update -> UpdateDone                UPDATING; the new version exists: waiting pulls are answered at once
     Write -> WriteDone                  WRITING  (skipped where nothing rests on files)
 When a step is sealed and all its releases are written, the step is prepared (server 0: committed when told).
+With several workers Release, Seal and Commit count once all have sent theirs (`_meet`); what they push is summed first:
+    Close or Release of all -> Total -> TotalDone      all are told the sum's norm (Held)
 
 Rule 3: a chunk is written for step s only when step s-1 is committed, so the slot that is overwritten is never the
 committed one. Rule 4: at most `buffers` records are away from their files at once.
@@ -17,9 +19,10 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from roadtrain.errors import LoopError
 from roadtrain.flow import ops
 
 IDLE, READING, UPDATING, WRITING = "idle", "reading", "updating", "writing"
@@ -37,7 +40,10 @@ class ChunkState:
     phase: str = IDLE
     buffer: int | None = None
     holds: deque[ops.Push] = field(default_factory=deque)  # the first is being carried out: one at a time, in order
-    kept: int | None = None  # ticket of the push whose memory holds the gradient
+    kept: list[tuple[int, int]] = field(default_factory=list)  # (worker, ticket) of pushes whose memory is in use
+    closed: dict[int, set[int]] = field(default_factory=dict)  # step -> workers whose gradient of it is whole
+    totalled: int = -1  # the last step whose sum was taken
+    said: dict[int, dict[int, ops.Release]] = field(default_factory=dict)  # step -> what workers released so far
     release: ops.Release | None = None
     active: ops.Release | None = None
     answering: int = 0  # pulls being answered, from the file or from memory
@@ -51,15 +57,17 @@ class ChunkState:
 
 class ServeDecider:
     """One server's decisions. `chunks`: chunk -> (record resident, public resident). `durable`: records rest on files.
+    `base`: the step at which this session of `workers` workers began.
 
     Invariants (asserted by `check`): free buffers and the buffers of chunks are disjoint and together all buffers; a
     chunk in `queue` has a release; `open_releases[s]` counts the releases of step s that are not yet written.
     """
 
     def __init__(
-        self, server: int, chunks: Mapping[int, tuple[bool, bool]], buffers: int, *, durable: bool, committed: int = 0
+        self, server: int, chunks: Mapping[int, tuple[bool, bool]], buffers: int, *, durable: bool, committed: int = 0,
+        workers: int = 1,
     ) -> None:
-        self.server = server
+        self.server, self.workers, self.base = server, workers, committed
         self.durable = durable
         self.chunks = {c: ChunkState(resident, public) for c, (resident, public) in chunks.items()}
         self.n_buffers = buffers
@@ -68,7 +76,8 @@ class ServeDecider:
         self.gated: deque[int] = deque()  # updated chunks whose write waits for the commit before
         self.open_releases: dict[int, int] = {}
         self.sealed: deque[int] = deque()  # steps sealed and not yet prepared, in order
-        self.commits: dict[int, Any] = {}  # step -> blob, told to commit
+        self.seals: dict[int, set[int]] = {}  # step -> workers that sealed it, until all have
+        self.commits: dict[int, dict[int, Any]] = {}  # step -> worker -> blob, told to commit
         self.preparing: int | None = None
         self.prepared = committed
         self.committed = committed
@@ -91,11 +100,12 @@ class ServeDecider:
         return ops.Answer(pull, chunk.in_memory or chunk.phase == WRITING)
 
     def _on_PublicRead(self, event: ops.PublicRead) -> list[Any]:
-        chunk = self.chunks[event.chunk]
+        pull = event.pull
+        chunk = self.chunks[pull.chunk]
         chunk.answering -= 1
-        out: list[Any] = [ops.Send(ops.Pulled(event.ticket, event.chunk))]
+        out: list[Any] = [ops.Send(ops.Pulled(pull.ticket, pull.chunk), pull.worker)]
         if chunk.answering == 0 and chunk.read:
-            out += self._update(event.chunk, chunk)
+            out += self._update(pull.chunk, chunk)
         self._finish_write(chunk)
         return out + self._advance()
 
@@ -105,45 +115,94 @@ class ServeDecider:
         return [ops.Hold(push)] if len(holds) == 1 else []
 
     def _on_HoldDone(self, event: ops.HoldDone) -> list[Any]:
-        chunk = self.chunks[event.chunk]
+        push = event.push
+        chunk = self.chunks[push.chunk]
         chunk.holds.popleft()
-        out: list[Any] = [ops.Send(ops.Held(event.chunk, event.sums))]
+        out: list[Any] = [ops.Send(ops.Held(push.chunk, event.sums))] if self.workers == 1 else []
         if event.kept:
-            assert chunk.kept is None
-            chunk.kept = event.ticket
+            chunk.kept.append((push.worker, push.ticket))
         else:
-            out.append(ops.Send(ops.Freed(event.ticket)))
+            out.append(ops.Send(ops.Freed(push.ticket), push.worker))
         if chunk.holds:
             out.append(ops.Hold(chunk.holds[0]))
-        return out + self._advance()
+        return out + self._meet(push.chunk) + self._advance()
 
-    def _free_kept(self, chunk: ChunkState) -> list[Any]:
-        ticket, chunk.kept = chunk.kept, None
-        return [] if ticket is None else [ops.Send(ops.Freed(ticket))]
+    def _free_kept(self, chunk: ChunkState, of: int | None = None) -> list[Any]:
+        freed = [k for k in chunk.kept if of in (None, k[0])]
+        chunk.kept = [k for k in chunk.kept if k not in freed]
+        return [ops.Send(ops.Freed(ticket), worker) for worker, ticket in freed]
+
+    def _on_Close(self, event: ops.Close) -> list[Any]:
+        self.chunks[event.chunk].closed.setdefault(event.step, set()).add(event.worker)
+        return self._meet(event.chunk)
 
     def _on_Release(self, release: ops.Release) -> list[Any]:
+        if self.workers == 1:
+            return self._released(release) + self._advance()
+        chunk = self.chunks[release.chunk]
+        said = chunk.said.setdefault(release.step, {})
+        assert release.worker not in said, f"chunk {release.chunk} released twice"
+        said[release.worker] = release
+        if chunk.totalled < release.step:
+            chunk.closed.setdefault(release.step, set()).add(release.worker)
+        return self._meet(release.chunk) + self._advance()
+
+    def _released(self, release: ops.Release) -> list[Any]:
         chunk = self.chunks[release.chunk]
         assert chunk.release is None, f"chunk {release.chunk} released twice"
         chunk.release = release
         self.open_releases[release.step] = self.open_releases.get(release.step, 0) + 1
         heapq.heappush(self.queue, (release.step, release.order, release.chunk))
-        return self._advance()
+        return []
+
+    def _meet(self, number: int) -> list[Any]:
+        """With several workers: the chunk's next step goes on once all have said the same. What they say of a later
+        one waits until this one's update is done, so that no gradient is taken for another step's."""
+        chunk = self.chunks[number]
+        step = self.base + chunk.version + 1
+        out: list[Any] = []
+        if chunk.holds or self.workers == 1:
+            return out
+        if len(chunk.closed.get(step, ())) == self.workers:
+            del chunk.closed[step]
+            chunk.totalled = step
+            out.append(ops.Total(number))
+        if len(chunk.said.get(step, ())) == self.workers:
+            release = agreed([chunk.said[step][worker] for worker in range(self.workers)])
+            del chunk.said[step]
+            if any(scale is not None for scale in release.scales):
+                return out + self._released(release)
+            chunk.version += 1  # nobody has a gradient: the step passes
+            out += [ops.Discard(number, None), *self._free_kept(chunk), *self._answer_waiting(chunk)]
+            return out + self._meet(number)
+        return out
+
+    def _on_TotalDone(self, event: ops.TotalDone) -> list[Any]:
+        return [ops.Send(ops.Held(event.chunk, event.sums))]
 
     def _on_Forget(self, event: ops.Forget) -> list[Any]:
         chunk = self.chunks[event.chunk]
-        assert chunk.release is None and not chunk.holds
-        return [ops.Discard(event.chunk), *self._free_kept(chunk)]
+        assert chunk.release is None and not any(p.worker == event.worker for p in chunk.holds)
+        chunk.totalled = -1  # what is pushed instead is summed anew
+        return [ops.Discard(event.chunk, event.worker), *self._free_kept(chunk, event.worker)]
 
     def _on_Seal(self, event: ops.Seal) -> list[Any]:
+        sealed = self.seals.setdefault(event.step, set())
+        sealed.add(event.worker)
+        if len(sealed) < self.workers:
+            return []
+        del self.seals[event.step]
         self.sealed.append(event.step)
         self.open_releases.setdefault(event.step, 0)
         return self._prepare()
 
     def _on_Commit(self, event: ops.Commit) -> list[Any]:
-        self.commits[event.step] = event.blob
+        self.commits.setdefault(event.step, {})[event.worker] = event.blob
         return self._prepare()
 
     def _on_CommitDone(self, event: ops.CommitDone) -> list[Any]:
+        if event.step <= self.committed:
+            return []  # another worker said so before
         self.committed = event.step
         return self._advance() + self._prepare()
 
@@ -167,18 +226,16 @@ class ServeDecider:
         assert chunk.phase == UPDATING
         chunk.version += 1
         chunk.phase = WRITING
-        out = self._free_kept(chunk)
-        still: list[ops.Pull] = []
-        for pull in chunk.pulls:
-            if pull.version <= chunk.version:
-                out.append(self._answer(chunk, pull))
-            else:
-                still.append(pull)
-        chunk.pulls = still
+        out = [*self._free_kept(chunk), *self._answer_waiting(chunk), *self._meet(event.chunk)]
         if not self.durable:
             return out + self._on_WriteDone(ops.WriteDone(event.chunk))
         self.gated.append(event.chunk)
         return out + self._advance()
+
+    def _answer_waiting(self, chunk: ChunkState) -> list[Any]:
+        ready = [pull for pull in chunk.pulls if pull.version <= chunk.version]
+        chunk.pulls = [pull for pull in chunk.pulls if pull.version > chunk.version]
+        return [self._answer(chunk, pull) for pull in ready]
 
     def _on_WriteDone(self, event: ops.WriteDone) -> list[Any]:
         chunk = self.chunks[event.chunk]
@@ -213,12 +270,13 @@ class ServeDecider:
         if not self.sealed or self.preparing is not None or self.open_releases[self.sealed[0]]:
             return []
         step = self.sealed[0]
-        if self.committed < step - 1 or (self.server == 0 and step not in self.commits):
+        if self.committed < step - 1 or (self.server == 0 and len(self.commits.get(step, ())) < self.workers):
             return []
         self.sealed.popleft()
         del self.open_releases[step]
         self.preparing = step
-        return [ops.Prepare(step, self.commits.pop(step, None))]
+        blobs = self.commits.pop(step, {})
+        return [ops.Prepare(step, [blobs[worker] for worker in sorted(blobs)])]
 
     def _advance(self) -> list[Any]:
         """Start what can start: writes past the gate, then reads or updates of the most wanted chunks."""
@@ -268,3 +326,23 @@ class ServeDecider:
             releases = [r for c in self.chunks.values() for r in (c.release, c.active) if r is not None]
             open_now = sum(r.step == step for r in releases)
             assert count == open_now, (step, count, open_now)
+
+
+def agreed(releases: list[ops.Release]) -> ops.Release:
+    """What all workers released, in their order. A parameter without a gradient on some of them is scaled as the others
+    say. Raises LoopError where they say different things: their models or loops differ."""
+    scales: list[float | None] = list(releases[0].scales)
+    for other in releases[1:]:
+        if len(other.scales) != len(scales) or other.hyper != releases[0].hyper:
+            raise LoopError(
+                f"workers 0 and {other.worker} differ in step {other.step}, chunk {other.chunk}: hyperparameters "
+                f"{releases[0].hyper} and {other.hyper}", hint="every worker runs the same loop with the same optimizer"
+            )
+        for i, scale in enumerate(other.scales):
+            if scales[i] is not None and scale is not None and scale != scales[i]:
+                raise LoopError(
+                    f"workers 0 and {other.worker} scale a gradient of step {other.step} by {scales[i]} and {scale}",
+                    hint="clip by the norm that roadtrain gives: it is that of the workers' mean",
+                )
+            scales[i] = scale if scales[i] is None else scales[i]
+    return replace(releases[0], scales=tuple(scales))
