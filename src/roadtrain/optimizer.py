@@ -59,6 +59,7 @@ class PlacedOptimizer(torch.optim.Optimizer):
         self._norm = math.nan
         self._stream: Stream | None = None
         self._hooks: list[Any] = []
+        self._root_handles: dict[nn.Parameter, PlacedGrad] = {}  # several workers: while a pass computes the next one
         self._closed = False
         me = weakref.ref(self)
         self._at_exit = lambda: _close_quietly(me())
@@ -84,11 +85,20 @@ class PlacedOptimizer(torch.optim.Optimizer):
 
     def pass_ended(self) -> None:
         self._passes += 1
+        if self._worker.workers > 1:  # the root's gradients are summed over workers too, so they leave like a block's
+            self._push_root()
+            for p in self._of_block[0]:
+                if p.grad is not None and p in self._index:
+                    spec = self._table.params[self._index[p]]
+                    self._root_handles.setdefault(p, PlacedGrad(p, self._index[p], self, spec.name))
+                if p in self._root_handles:
+                    p.grad = self._root_handles[p]
 
     # torch.optim.Optimizer
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Gradients that step() has not used are dropped."""
+        self._root_handles.clear()
         for group in self.param_groups:
             for p in group["params"]:
                 p.grad = None
@@ -123,13 +133,16 @@ class PlacedOptimizer(torch.optim.Optimizer):
         self._check_promise(hypers, unscale, skip)
         self._push_root()
         states = self._worker.blocks[: len(self._table.blocks)]
-        held = [b for b, s in enumerate(states) if s.held or s.released_in == step]
+        several = self._worker.workers > 1
+        held = [b for b, s in enumerate(states) if s.held or s.released_in == step or several]
         squares = sum(sum(self._worker.block_sums(b).values()) for b in held)
         self._norm = math.sqrt(squares) * abs(unscale) if math.isfinite(squares) else math.inf
         for block in held:
-            if not self._worker.blocks[block].held:
-                continue  # released in backward
-            if skip:
+            if self._worker.blocks[block].released_in == step:
+                continue  # in backward
+            if several:
+                self._worker.release(block, step, hypers, lambda i: None if skip else self._scale(i, unscale))
+            elif skip:
                 self._worker.forget(block)
             else:
                 self._worker.release(block, step, hypers, lambda i: self._scale(i, unscale))
@@ -145,7 +158,8 @@ class PlacedOptimizer(torch.optim.Optimizer):
         return unscale, found is not None and bool(float(found))
 
     def _scale(self, param: int, unscale: float) -> float | None:
-        grad = self._params[param].grad
+        p = self._params[param]
+        grad = self._root_handles.get(p) if p.grad is None else p.grad
         if grad is None:
             return None
         return (grad.scale if isinstance(grad, PlacedGrad) else 1.0) * unscale
@@ -162,14 +176,19 @@ class PlacedOptimizer(torch.optim.Optimizer):
 
     def _push_root(self) -> None:
         """The root block's gradients are ordinary p.grad; they leave here, as one flat piece."""
-        params = [(self._index[p], p.grad) for p in self._of_block[0] if p.grad is not None and p in self._index]
+        params = [(self._index[p], p.grad) for p in self._of_block[0]
+                  if p.grad is not None and p in self._index and not isinstance(p.grad, PlacedGrad)]
         grads = {i: g for i, g in params if self._table.params[i].trainable}
         if not grads:
             return
         buffer = self._worker.gradient_buffer(0)
         assert self._stream is not None
         self._stream.root.lay_out(buffer, grads)
-        self._worker.push_block(0, buffer, list(grads), fresh=True)
+        fresh = not self._root_handles
+        if not fresh and not self._worker.blocks[0].held:
+            raise LoopError("the root block got a gradient while its last one was not cleared",
+                            hint="call optimizer.zero_grad() once a step")
+        self._worker.push_block(0, buffer, list(grads), fresh=fresh)
 
     # durability
 
@@ -177,6 +196,8 @@ class PlacedOptimizer(torch.optim.Optimizer):
         """Before the model computes: the last step's state of the job is final, and the root block must be new."""
         if torch.is_grad_enabled():
             self._capture()
+            for p in self._root_handles:
+                p.grad = None  # this pass computes a tensor; it is added where the others are
         if self._worker.refresh_root():
             for _, p in self._parts.root.params:
                 torch.autograd.graph.increment_version(p)

@@ -90,8 +90,8 @@ def test_steps_end_committed_whatever_the_order(seed, buffers):  # Rule 3, Rule 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("closes", [False, True])
 def test_several_workers_meet_in_every_step(seed, closes):
-    """Workers say their parts in random order, each as far ahead as its pulls let it; a chunk that some (or all) have no
-    gradient for still gets its version. Rule 1: an update sees every push of its step and none of another."""
+    """Workers say their parts in random order, each as far ahead as its pulls let it; a chunk that some (or all) have
+    no gradient for still gets its version. Rule 1: an update sees every push of its step and none of another."""
     rng, n = random.Random(seed), 3
     chunks, steps = range(5), 4
     has = {(s, c, w): rng.random() < 0.6 for s in range(1, steps + 1) for c in chunks for w in range(n)}

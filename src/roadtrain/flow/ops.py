@@ -4,9 +4,9 @@ Messages travel over a link; events come from the server's own doers; actions go
 schedule can be written down, compared and simulated. `into`, `grad` and `blob` are opaque here (a memoryview in the
 real run, None in a simulated one). `worker` is who sent a message: the server's end of the link sets it.
 
-With one worker a server reports the sum of squares of each push (Held), and acts on each Release. With several it waits
-until every worker has closed a chunk's gradient (by Close, or by Release), sums in worker order and tells all; an update
-begins when every worker has released it. Then each trainable chunk gets one version a step, with or without a gradient.
+With one worker a server reports the sum of squares of each push (Held), and acts on each Release. With several it
+waits until every worker has closed a chunk's gradient (by Close, or by Release), sums in worker order and tells all; an
+update begins when every worker has released it. Then a trainable chunk gets one version a step, gradient or not.
 """
 
 from __future__ import annotations

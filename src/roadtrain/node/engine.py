@@ -26,7 +26,7 @@ from roadtrain.spec.plan import Budgets
 from roadtrain.store.buffers import Buffer
 from roadtrain.store.convert import MASTER, RecordView, Source, convert, gather_param, needs_conversion, read_param
 from roadtrain.store.generation import OpenedStore, create_store, open_store
-from roadtrain.store.ledger import GroupRule, StoreMeta
+from roadtrain.store.ledger import GroupRule, StoreMeta, unpack
 from roadtrain.trace import Stages
 from roadtrain.wire.local import LocalLink
 
@@ -114,7 +114,7 @@ class Engine:
             self.store = create_store(layout.directories, self.meta, layout.owners, direct=layout.direct)
         owners = self.store.meta.owners if self.store else layout.owners
         self.step = max(0, self.store.step) if self.store else 0
-        self.blob = self.store.blob if self.store else b""
+        self.blob = unpack(self.store.blob)[0] if self.store else b""
         n = max(1, len(layout.directories))
         self.records = records = layout.records
         self.worker = Worker(
@@ -132,7 +132,7 @@ class Engine:
                 budgets.public_resident & mine.keys(), each if mine else 0, budgets.record_bytes,
                 budgets.scratch_bytes if mine else 0, report=report,
             )
-            server = Server(setup, self.worker.deliver, self.stages, self.step)
+            server = Server(setup, lambda message, _: self.worker.deliver(message), self.stages, self.step)
             self.servers.append(server)
             self.worker.links.append(LocalLink(setup.name, server.receive))
 

@@ -24,13 +24,13 @@ from roadtrain.flow.queues import READ_PARAMETERS, READ_STATE, WRITE_STATE, Devi
 from roadtrain.flow.serve import ServeDecider
 from roadtrain.kernels.cast import NUMPY_OF, cast
 from roadtrain.kernels.rules import Rule
-from roadtrain.kernels.sum import accumulate, sum_squares
-from roadtrain.kernels.topk import scatter
-from roadtrain.spec.chunks import PAGE, Chunk, Record
-from roadtrain.store.buffers import Buffer, array_in
+from roadtrain.node.gradients import Gradients
+from roadtrain.spec.chunks import Chunk, Record
+from roadtrain.store.buffers import Buffer
 from roadtrain.store.file import FileTier
+from roadtrain.store.ledger import pack
 from roadtrain.trace import Stages
-from roadtrain.units import round_up, show_rate
+from roadtrain.units import show_rate
 
 
 @dataclass(frozen=True)
@@ -48,26 +48,28 @@ class Setup:
     buffers: int
     record_bytes: int
     scratch_bytes: int
+    workers: int = 1
     io_threads: int = 4  # a direction
     report: Callable[[str], None] = print
 
 
 class Server:
-    def __init__(self, setup: Setup, deliver: Callable[[Any], None], stages: Stages, committed: int) -> None:
+    """`deliver(message, worker)`: to one worker, or (None) to all."""
+
+    def __init__(
+        self, setup: Setup, deliver: Callable[[Any, int | None], None], stages: Stages, committed: int
+    ) -> None:
         self.setup, self._deliver, self._stages = setup, deliver, stages
         resident = frozenset(setup.chunks) if setup.tier is None else setup.resident
         self._resident = resident
         self._arena, self.memory = _arena(setup, resident)
         self._buffers = [Buffer(setup.record_bytes) for _ in range(setup.buffers)]
-        self._scratch = [Buffer(max(setup.scratch_bytes, PAGE)) for _ in range(max(1, setup.buffers))]
-        self._scratch_free: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
-        for scratch in self._scratch:
-            self._scratch_free.put(scratch)
+        self._grads = Gradients(setup.chunks, setup.tier, setup.buffers, setup.scratch_bytes, setup.workers)
         self._sums: dict[int, dict[str, int]] = {}  # chunk -> checksums of what is updated and not yet written
-        self._grads: dict[int, Any] = {}  # chunk -> ndarray | "spilled" | [(indices, values)...]; one writer at a time
         where = {c: (c in resident, c in setup.public_resident) for c in setup.chunks}
         self.decider = ServeDecider(
-            setup.number, where, setup.buffers, durable=setup.tier is not None, committed=committed
+            setup.number, where, setup.buffers, durable=setup.tier is not None, committed=committed,
+            workers=setup.workers,
         )
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._device = DeviceQueue(max_reads=setup.io_threads, max_writes=setup.io_threads)
@@ -81,7 +83,7 @@ class Server:
 
     def nbytes(self) -> int:
         """Memory that this server holds."""
-        held = [*self._buffers, *self._scratch] + ([self._arena] if self._arena else [])
+        held = [*self._buffers, *self._grads.scratch] + ([self._arena] if self._arena else [])
         return sum(b.nbytes for b in held)
 
     def start(self) -> None:
@@ -115,8 +117,8 @@ class Server:
         if self.setup.tier is not None:
             self.setup.tier.close()
         self.memory.clear()
-        self._grads.clear()
-        for buffer in [*self._buffers, *self._scratch, *([self._arena] if self._arena else [])]:
+        self._grads.close()
+        for buffer in [*self._buffers, *([self._arena] if self._arena else [])]:
             buffer.close()
         return late
 
@@ -135,7 +137,7 @@ class Server:
             if event is None:
                 return
             try:
-                if isinstance(event, ops.CommitDone) and self.setup.tier is not None:
+                if isinstance(event, ops.CommitDone) and self.setup.tier and event.step > self.decider.committed:
                     self.setup.tier.committed(event.step)
                 for action in self.decider.handle(event):
                     self._carry_out(action)
@@ -145,27 +147,29 @@ class Server:
 
     def _carry_out(self, action: Any) -> None:
         match action:
-            case ops.Send(message):
-                self._deliver(message)
+            case ops.Send(message, to):
+                self._deliver(message, to)
             case ops.Answer(pull, True):
                 self._kernel(0, lambda: self._answer_memory(pull))
             case ops.Answer(pull, False):
                 self._io_push(READ_PARAMETERS, pull.ticket, lambda: self._answer_file(pull))
             case ops.Hold(push):
                 self._kernel(1, lambda: self._hold(push))
+            case ops.Total(chunk):
+                self._kernel(1, lambda: self._total(chunk))
             case ops.Update(chunk, release):
                 self._kernel(2, lambda: self._update(chunk, release))
             case ops.Read(chunk, buffer):
                 self._io_push(READ_STATE, 0, lambda: self._read(chunk, buffer))
             case ops.Write(chunk):
                 self._io_push(WRITE_STATE, 0, lambda: self._write(chunk))
-            case ops.Prepare(step, blob):
+            case ops.Prepare(step, blobs):
                 if self.setup.tier is None:
                     self.receive(ops.PrepareDone(step))
                 else:
-                    self._io_push(WRITE_STATE, -1, lambda: self._prepare(step, blob))
-            case ops.Discard(chunk):
-                self._grads.pop(chunk, None)
+                    self._io_push(WRITE_STATE, -1, lambda: self._prepare(step, blobs))
+            case ops.Discard(chunk, worker):
+                self._grads.discard(chunk, worker)
 
     def _kernel(self, priority: int, job: Callable[[], None]) -> None:
         self._count += 1
@@ -216,7 +220,7 @@ class Server:
             wrapped = LostError(f"{self.setup.name} stopped: {type(error).__name__}: {error}")
             wrapped.__cause__ = error
             error = wrapped
-        self._deliver(ops.Failed(self.setup.number, error))
+        self._deliver(ops.Failed(self.setup.number, error), None)
 
     # doers
 
@@ -262,80 +266,36 @@ class Server:
         view = self.memory.get(pull.chunk)
         if view is None:
             view = self._record_view(pull.chunk)
-        n = len(pull.into)
-        np.copyto(np.frombuffer(pull.into, np.uint8), np.frombuffer(view, np.uint8, n))
+        if isinstance(pull.into, memoryview):
+            n = len(pull.into)
+            np.copyto(np.frombuffer(pull.into, np.uint8), np.frombuffer(view, np.uint8, n))
+            self.receive(ops.PublicRead(pull))
+        else:
+            n = pull.into.send(view, lambda: self.receive(ops.PublicRead(pull)))
         self._stages.add("Fetch", time.perf_counter() - start, n)
-        self.receive(ops.PublicRead(pull.chunk, pull.ticket))
 
     def _answer_file(self, pull: ops.Pull) -> None:
         start = time.perf_counter()
-        self._read_public(self.setup.chunks[pull.chunk], pull.into)
-        self._stages.add("Fetch", time.perf_counter() - start, len(pull.into))
-        self.receive(ops.PublicRead(pull.chunk, pull.ticket))
+        chunk = self.setup.chunks[pull.chunk]
+        into = pull.into if isinstance(pull.into, memoryview) else pull.into.buffer()
+        self._read_public(chunk, into)
+        if into is pull.into:
+            self.receive(ops.PublicRead(pull))
+        else:
+            pull.into.send(into, lambda: self.receive(ops.PublicRead(pull)))
+        self._stages.add("Fetch", time.perf_counter() - start, len(into))
 
     def _hold(self, push: ops.Push) -> None:
-        chunk = self.setup.chunks[push.chunk]
         start = time.perf_counter()
-        if isinstance(push.grad, tuple):
-            if push.fresh:
-                self._grads[chunk.id] = []
-            self._grads[chunk.id].append(push.grad)
-            kept, sums = False, push.sums
-            if not push.fresh:  # of the sum of what was sent: what was left out of several passes is unknown here
-                scratch, dense = self._expand(chunk, self._grads[chunk.id])
-                sums = np.array([sum_squares(dense[a:b], "fp32") for _, a, b in chunk.segments])
-                self._scratch_free.put(scratch)
-        else:
-            kept, sums = self._hold_dense(chunk, push)
-        self._stages.add("Sum", time.perf_counter() - start, chunk.public_nbytes)
-        self.receive(ops.HoldDone(chunk.id, sums, push.ticket, kept))
+        sums, kept = self._grads.hold(push)
+        self._stages.add("Sum", time.perf_counter() - start, self.setup.chunks[push.chunk].public_nbytes)
+        self.receive(ops.HoldDone(push, sums, kept))
 
-    def _hold_dense(self, chunk: Chunk, push: ops.Push) -> tuple[bool, Any]:
-        grad = np.frombuffer(push.grad, NUMPY_OF[chunk.dtype], chunk.numel)
-        held, spilled, tier = self._grads.get(chunk.id), False, self.setup.tier
-        scratch, kept = None, False
-        if not push.fresh and held is not None:
-            if isinstance(held, str):
-                scratch = self._load_spilled(chunk)
-                held = np.frombuffer(scratch.view, NUMPY_OF[chunk.dtype], chunk.numel)
-                spilled = True
-            _add(held, grad, chunk.dtype)
-            grad = held
-        elif push.keep:
-            self._grads[chunk.id], kept = grad, True
-        elif tier is None:
-            self._grads[chunk.id] = grad.copy()
-        else:
-            spilled = True
-        sums = np.array([sum_squares(grad[a:b], chunk.dtype) for _, a, b in chunk.segments])
-        if spilled:
-            assert tier is not None
-            tier.spill_write(chunk.id, grad.view(np.uint8).data)
-            self._grads[chunk.id] = "spilled"
-        if scratch is not None:
-            self._scratch_free.put(scratch)
-        return kept, sums
-
-    def _expand(self, chunk: Chunk, sent: list[tuple[np.ndarray, np.ndarray]]) -> tuple[Buffer, np.ndarray]:
-        """The sum of compressed pushes as a dense fp32 gradient in a scratch buffer."""
-        scratch = self._scratch_free.get()
-        dense = array_in(scratch.view, "fp32", 0, chunk.numel)
-        for i, (indices, values) in enumerate(sent):
-            wide = values
-            if values.dtype != np.float32:
-                wide = np.empty(values.size, np.float32)
-                cast(values, chunk.dtype, wide, "fp32")
-            if i == 0:
-                scatter(indices, wide, dense)
-            else:
-                dense[indices] += wide
-        return scratch, dense
-
-    def _load_spilled(self, chunk: Chunk) -> Buffer:
-        assert self.setup.tier is not None
-        scratch = self._scratch_free.get()
-        self.setup.tier.spill_read(chunk.id, scratch.view[: round_up(chunk.public_nbytes, PAGE)])
-        return scratch
+    def _total(self, number: int) -> None:
+        start = time.perf_counter()
+        sums = self._grads.total_sums(number)
+        self._stages.add("Sum", time.perf_counter() - start, self.setup.chunks[number].public_nbytes)
+        self.receive(ops.TotalDone(number, sums))
 
     def _read(self, number: int, buffer: int) -> int:
         """Bytes read, as `_write` gives bytes written."""
@@ -355,14 +315,7 @@ class Server:
         start = time.perf_counter()
         chunk, record = self.setup.chunks[number], self.setup.records[number]
         view = self._record_view(number)
-        grad = self._grads.pop(number)
-        scratch = None
-        if isinstance(grad, str):
-            scratch = self._load_spilled(chunk)
-            grad = np.frombuffer(scratch.view, NUMPY_OF[chunk.dtype], chunk.numel)
-        elif isinstance(grad, list):
-            scratch, grad = self._expand(chunk, grad)
-        dtype = "fp32" if grad.dtype == np.float32 else chunk.dtype
+        scratch, grad, dtype = self._grads.take(number)
         public, tier = self.memory.get(number, view), self.setup.tier
         if tier is not None and number not in self._resident and self.setup.rules[chunk.group].reads_state:
             first = record.public_nbytes if chunk.dtype != "fp32" else 0  # checked here: then it lies in the cache
@@ -371,8 +324,7 @@ class Server:
         if chunk.dtype == "fp32" and public is not view:
             size = chunk.public_nbytes
             np.copyto(np.frombuffer(public, np.uint8, size), np.frombuffer(view, np.uint8, size))
-        if scratch is not None:
-            self._scratch_free.put(scratch)
+        self._grads.done(scratch)
         if tier is not None:
             part, first = self._written_part(chunk)
             self._sums[number] = tier.sums(number, part, view[first : record.nbytes])
@@ -394,10 +346,10 @@ class Server:
         derived = chunk.dtype != "fp32" and chunk.id in self.memory
         return ("private", self.setup.records[chunk.id].public_nbytes) if derived else ("record", 0)
 
-    def _prepare(self, step: int, blob: Any) -> None:
+    def _prepare(self, step: int, blobs: Sequence[bytes]) -> None:
         start = time.perf_counter()
         assert self.setup.tier is not None
-        self.setup.tier.prepare(step, blob or b"")
+        self.setup.tier.prepare(step, pack(blobs))
         if self.setup.number == 0:
             self.setup.tier.committed(step)
         self._stages.add("Commit", time.perf_counter() - start)
@@ -451,17 +403,6 @@ def apply_rule(
         elif copy is not None:
             cast(p[cut], "fp32", copy[cut], chunk.dtype)
         first = last
-
-
-def _add(acc: np.ndarray, grad: np.ndarray, dtype: str) -> None:
-    """acc += grad in their own dtype, rounded to nearest even, as torch accumulates p.grad."""
-    if dtype == "fp32":
-        accumulate(acc, grad, "fp32")
-        return
-    wide = np.empty(acc.size, np.float32)
-    cast(acc, dtype, wide, "fp32")
-    accumulate(wide, grad, dtype)
-    cast(wide, "fp32", acc, dtype)
 
 
 def _arena(setup: Setup, resident: frozenset[int]) -> tuple[Buffer | None, dict[int, memoryview]]:

@@ -39,13 +39,14 @@ Scales = Callable[[int], float | None]  # param -> what its gradient is multipli
 class BlockState:
     """`version`: updates released so far. `held`: a gradient of the open step rests at the servers; `present`: the
     parameters that have one. `released_in`: the last step whose update of this block has begun. `acks`: Held messages
-    to come. `sums`: chunk -> sums of squares a segment."""
+    to come. `sums`: chunk -> sums of squares a segment. `closed`: (several workers) all were told that it is whole."""
 
     version: int = 0
     held: bool = False
     present: set[int] = field(default_factory=set)
     released_in: int = -1
     acks: int = 0
+    closed: bool = False
     sums: dict[int, Any] = field(default_factory=dict)
 
 
@@ -56,9 +57,10 @@ class Worker:
     def __init__(
         self, table: ChunkTable, budgets: Budgets, owners: Sequence[int], device: torch.device, stages: Stages, *,
         servers: int, committed: int, deadline_s: float, compute_blocks: Sequence[int],
-        compressor: Compressor | None = None,
+        compressor: Compressor | None = None, workers: int = 1,
     ) -> None:
         self.table, self.owners, self.stages, self.deadline_s = table, owners, stages, deadline_s
+        self.workers = workers  # whose mean gradient updates
         self.compressor = compressor
         self.links: list[Link] = []
         self.blocks = [BlockState() for _ in table.blocks]
@@ -248,8 +250,9 @@ class Worker:
         state.held = True
         state.present.update(present)
         copied = host.from_device(table.push_nbytes)
-        with self._lock:
-            state.acks += sum(c.trainable for c in table.chunks)
+        if self.workers == 1:
+            with self._lock:
+                state.acks += sum(c.trainable for c in table.chunks)
         if copied is None:
             self._push_host(table, host, fresh)
         else:
@@ -342,28 +345,43 @@ class Worker:
         return self.block_sums(self._block_of[param]).get(param, 0.0)
 
     def block_sums(self, block: int) -> dict[int, float]:
-        """param -> sum of squares, added up in flat order, the same for every chunk size."""
+        """param -> sum of squares, added up in flat order, the same for every chunk size. Of the workers' mean, where
+        there are several: the block's gradient is taken for whole then."""
         state = self.blocks[block]
         with self._lock:
+            if self._whole(block):
+                for chunk in self.table.blocks[block].chunks:
+                    if chunk.trainable:
+                        self._send(chunk.id, ops.Close(chunk.id, self.ledger.sealed + 1))
             self._wait(lambda: state.acks == 0, lambda: f"the sums of block '{self.table.blocks[block].name}'")
             sums = dict(state.sums)
         out: dict[int, float] = {}
         for chunk in self.table.blocks[block].chunks:
             for (param, _, _), value in zip(chunk.segments, sums.get(chunk.id, ())):
-                out[param] = out.get(param, 0.0) + float(value)
+                out[param] = out.get(param, 0.0) + float(value) / self.workers**2
         return out
+
+    def _whole(self, block: int) -> bool:
+        """Whether the others have yet to hear that this worker's gradient of `block` is whole; they will have."""
+        state = self.blocks[block]
+        if self.workers == 1 or state.closed:
+            return False
+        state.closed = True
+        state.acks += sum(c.trainable for c in self.table.blocks[block].chunks)
+        return True
 
     def forget(self, block: int) -> None:
         """Drops the held gradient of `block`, if any."""
         state = self.blocks[block]
         if not state.held:
             return
-        self.block_sums(block)  # waits: what is still being held cannot be dropped
+        if self.workers == 1 or state.closed:
+            self.block_sums(block)  # waits: what is still being held cannot be dropped
         self._forget_chunks([c for c in self.table.blocks[block].chunks if c.trainable])
         self._stale.add(block)
         if self.compressor is not None:
             self.compressor.forget(block, self)
-        state.held = False
+        state.held = state.closed = False
         state.present.clear()
         state.sums.clear()
 
@@ -373,15 +391,19 @@ class Worker:
                 self._send(chunk.id, ops.Forget(chunk.id))
 
     def release(self, block: int, step: int, hypers: Mapping[int, tuple[float, ...]], scales: Scales) -> None:
-        """Starts the update of `block` as part of `step`: every span whose `scales(param)` is not None."""
+        """Starts the update of `block` as part of `step`: every span whose `scales(param)` is not None. With several
+        workers each releases every block, and the server takes what any of them has."""
         state, table = self.blocks[block], self.table.blocks[block]
         dropped, any_released = [], False
         with self._lock:
+            self._whole(block)
             for chunk in table.chunks:
                 if not chunk.trainable:
                     continue
                 of_spans = [scales(s.param) if s.param in state.present else None for s in chunk.spans]
-                if all(s is None for s in of_spans):
+                if self.workers > 1:
+                    of_spans = [None if s is None else s / self.workers for s in of_spans]
+                elif all(s is None for s in of_spans):
                     dropped.append(chunk)
                     continue
                 any_released = True
@@ -409,6 +431,7 @@ class Worker:
             self._pull_blocks(self.prefetch.stepped())
         for state in self.blocks:
             state.sums.clear()
+            state.closed = False
 
     def blob(self, step: int, blob: bytes) -> None:
         with self._lock:

@@ -48,6 +48,7 @@ class FileTier:
         self._places, sizes = _lay_out(meta, records)
         self._spill_nbytes = sizes[2]
         self._spill: DirectFile | None = None
+        self.spill_workers = 1  # whose gradients the spill file has room for
         self._lock = threading.Lock()  # the making of the spill file
         self._base: Rows = np.zeros(len(records), ROW)  # the last committed step
         self._base["chunk"] = list(self._places)
@@ -175,16 +176,18 @@ class FileTier:
         self._written.clear()
         self._prepared = -1
 
-    def spill_write(self, chunk: int, data: memoryview) -> None:
-        """Scratch bytes of a chunk (its gradient): not durable, not checked. FullError at the first call."""
+    def spill_write(self, chunk: int, data: memoryview, worker: int = 0) -> None:
+        """Scratch bytes of a chunk (a worker's gradient): not durable, not checked. FullError at the first call."""
         place = self._places[chunk]
         assert len(data) <= place.spill_nbytes, (chunk, len(data), place.spill_nbytes)
-        self._spill_file().write(data, place.spill, f"the spilled gradient of chunk {chunk} after step {self.step}")
+        at = place.spill + worker * self._spill_nbytes
+        self._spill_file().write(data, at, f"the spilled gradient of chunk {chunk} after step {self.step}")
 
-    def spill_read(self, chunk: int, into: memoryview) -> None:
+    def spill_read(self, chunk: int, into: memoryview, worker: int = 0) -> None:
         place = self._places[chunk]
         assert len(into) <= place.spill_nbytes, (chunk, len(into), place.spill_nbytes)
-        self._spill_file().read(into, place.spill, f"the spilled gradient of chunk {chunk} after step {self.step}")
+        at = place.spill + worker * self._spill_nbytes
+        self._spill_file().read(into, at, f"the spilled gradient of chunk {chunk} after step {self.step}")
 
     def close(self) -> None:
         for file in [*self._slots, *([self._spill] if self._spill else [])]:
@@ -220,7 +223,7 @@ class FileTier:
                 path = self.directory / "spill.bin"
                 path.unlink(missing_ok=True)
                 try:
-                    self._spill = DirectFile(path, direct=self._direct, create=self._spill_nbytes)
+                    self._spill = DirectFile(path, direct=self._direct, create=self._spill_nbytes * self.spill_workers)
                 finally:
                     path.unlink(missing_ok=True)
             return self._spill

@@ -10,6 +10,7 @@ Assumes: one writer (a lock on the ledger says so). Does NOT touch slots.
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import os
 import struct
@@ -30,6 +31,7 @@ from roadtrain.store.direct import store_error, sync_directory
 
 FORMAT = 1
 MAGIC = b"roadtrn\0"
+BLOBS = b"roadtrain blobs\0"
 HEADER = struct.Struct("<8sII16sIIQQ")  # magic, format, generation, job, directory, rows, step, blob bytes
 ROW = np.dtype(
     [
@@ -51,6 +53,23 @@ Rows = np.ndarray[Any, Any]
 def digest(view: memoryview | bytes) -> int:
     """xxh3_64, never 0."""
     return xxhash.xxh3_64_intdigest(view) or 1
+
+
+def pack(blobs: Sequence[bytes]) -> bytes:
+    """What several workers commit with a step, as one blob; that of one worker is itself."""
+    if len(blobs) <= 1:
+        return b"".join(blobs)
+    return b"".join([BLOBS, struct.pack(f"<{len(blobs) + 1}Q", len(blobs), *map(len, blobs)), *blobs])
+
+
+def unpack(blob: bytes) -> list[bytes]:
+    """The workers' blobs, in their order."""
+    if not blob.startswith(BLOBS):
+        return [blob]
+    (count,) = struct.unpack_from("<Q", blob, len(BLOBS))
+    lengths = struct.unpack_from(f"<{count}Q", blob, len(BLOBS) + 8)
+    ends = list(itertools.accumulate(lengths, initial=len(BLOBS) + 8 * (count + 1)))
+    return [blob[a:b] for a, b in itertools.pairwise(ends)]
 
 
 @dataclass(frozen=True)
@@ -112,20 +131,32 @@ class StoreMeta:
         path = directory / "store.json"
         try:
             with open(path, "w") as file:
-                json.dump(asdict(self) | {"fingerprint": self.table.fingerprint()}, file)
+                file.write(self.to_json())
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
             raise store_error(error, path, "writing", 1 << 12) from error
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self) | {"fingerprint": self.table.fingerprint()})
 
     @staticmethod
     def load(directory: Path) -> StoreMeta:
         """Raises GoneError, DamagedError, or ForeignError for another format."""
         path = directory / "store.json"
         try:
-            body = json.loads(path.read_bytes())
+            text = path.read_bytes()
+        except OSError as error:
+            raise store_error(error, path, "reading") from error
+        return StoreMeta.from_json(text, str(path))
+
+    @staticmethod
+    def from_json(text: bytes | str, where: str) -> StoreMeta:
+        """`where`: for messages. Raises DamagedError, or ForeignError for another format."""
+        try:
+            body = json.loads(text)
             if body["format"] != FORMAT:
-                raise ForeignError(f"{path}: store format {body['format']}, this version reads {FORMAT}")
+                raise ForeignError(f"{where}: store format {body['format']}, this version reads {FORMAT}")
             fingerprint = body.pop("fingerprint")
             body["blocks"] = tuple(
                 (name, tuple(ParamSpec(**p | {"shape": tuple(p["shape"])}) for p in params))
@@ -138,11 +169,9 @@ class StoreMeta:
                 body[key] = tuple(body[key])
             meta = StoreMeta(**body)
             if meta.table.fingerprint() != fingerprint or len(meta.owners) != len(meta.table.chunks):
-                raise DamagedError(f"{path}: does not match its fingerprint")
-        except OSError as error:
-            raise store_error(error, path, "reading") from error
+                raise DamagedError(f"{where}: does not match its fingerprint")
         except (ValueError, KeyError, TypeError) as error:
-            raise DamagedError(f"{path}: not a store description ({error})") from error
+            raise DamagedError(f"{where}: not a store description ({error})") from error
         return meta
 
 

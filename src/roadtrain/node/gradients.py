@@ -1,0 +1,163 @@
+"""Gradients: what workers pushed for one server's chunks, until the update takes it.
+
+A push is kept where it lies, copied, written to the spill file, or (top-k) a list of indices and values. With several
+workers the sum is taken when it is asked for, in worker order, into fp32 (Rule 1): for the norm, and for the update.
+
+Assumes: one thread at a time for one chunk. Does NOT know steps or who waits.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from roadtrain.flow import ops
+from roadtrain.kernels.cast import NUMPY_OF, cast
+from roadtrain.kernels.sum import accumulate, sum_k, sum_squares
+from roadtrain.kernels.topk import scatter
+from roadtrain.spec.chunks import PAGE, Chunk
+from roadtrain.store.buffers import Buffer, array_in
+from roadtrain.store.file import FileTier
+from roadtrain.units import round_up
+
+SPILLED = "spilled"
+
+
+class Gradients:
+    """`scratch`: buffers of `scratch_bytes`, at least two; a sum, a spilled gradient and an expanded one take one."""
+
+    def __init__(
+        self, chunks: Mapping[int, Chunk], tier: FileTier | None, buffers: int, scratch_bytes: int, workers: int
+    ) -> None:
+        self.chunks, self.tier, self.workers = chunks, tier, workers
+        self.scratch = [Buffer(max(scratch_bytes, PAGE)) for _ in range(max(2, buffers))]
+        self._free: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
+        for buffer in self.scratch:
+            self._free.put(buffer)
+        self._held: dict[int, dict[int, Any]] = {}  # chunk -> worker -> ndarray | SPILLED | [(indices, values)...]
+
+    def hold(self, push: ops.Push) -> tuple[Any, bool]:
+        """(sums of squares of the worker's gradient so far, a segment each; whether the pushed memory is in use)."""
+        chunk, held = self.chunks[push.chunk], self._held.setdefault(push.chunk, {})
+        if isinstance(push.grad, tuple):
+            if push.fresh:
+                held[push.worker] = []
+            held[push.worker].append(push.grad)
+            sums = push.sums
+            if not push.fresh:  # of the sum of what was sent: what was left out of several passes is unknown here
+                scratch, dense = self._dense(chunk, held[push.worker])
+                sums = self._sums(chunk, dense, "fp32")
+                self._free.put(scratch)
+            return sums, False
+        return self._hold_dense(chunk, held, push)
+
+    def _hold_dense(self, chunk: Chunk, held: dict[int, Any], push: ops.Push) -> tuple[Any, bool]:
+        grad = np.frombuffer(push.grad, NUMPY_OF[chunk.dtype], chunk.numel)
+        before, spilled = held.get(push.worker), False
+        scratch, kept = None, False
+        if not push.fresh and before is not None:
+            if isinstance(before, str):
+                scratch, before = self._dense(chunk, before, push.worker)
+                spilled = True
+            _add(before, grad, chunk.dtype)
+            grad = before
+        elif push.keep:
+            held[push.worker], kept = grad, True
+        elif self.tier is None:
+            held[push.worker] = grad.copy()
+        else:
+            spilled = True
+        sums = self._sums(chunk, grad, chunk.dtype) if self.workers == 1 else None
+        if spilled:
+            assert self.tier is not None
+            self.tier.spill_write(chunk.id, grad.view(np.uint8).data, push.worker)
+            held[push.worker] = SPILLED
+        if scratch is not None:
+            self._free.put(scratch)
+        return sums, kept
+
+    def total_sums(self, number: int) -> Any:
+        """Sums of squares of the sum over workers."""
+        chunk = self.chunks[number]
+        scratch, total, dtype = self._total(chunk, self._held.get(number, {}))
+        sums = self._sums(chunk, total, dtype)
+        if scratch is not None:
+            self._free.put(scratch)
+        return sums
+
+    def take(self, number: int) -> tuple[Buffer | None, np.ndarray, str]:
+        """The gradient to update with and its dtype; it is forgotten here. Give the buffer back by `done`."""
+        return self._total(self.chunks[number], self._held.pop(number))
+
+    def done(self, scratch: Buffer | None) -> None:
+        if scratch is not None:
+            self._free.put(scratch)
+
+    def discard(self, number: int, worker: int | None) -> None:
+        held = self._held.get(number, {})
+        for one in [*held] if worker is None else [worker]:
+            held.pop(one, None)
+
+    def close(self) -> None:
+        self._held.clear()
+        for buffer in self.scratch:
+            buffer.close()
+
+    def _sums(self, chunk: Chunk, grad: np.ndarray, dtype: str) -> np.ndarray:
+        return np.array([sum_squares(grad[a:b], dtype) for _, a, b in chunk.segments])
+
+    def _total(self, chunk: Chunk, held: Mapping[int, Any]) -> tuple[Buffer | None, np.ndarray, str]:
+        parts = [(worker, held[worker]) for worker in sorted(held)]
+        if self.workers == 1:
+            worker, one = parts[0]
+            if isinstance(one, np.ndarray):
+                return None, one, chunk.dtype
+            scratch, dense = self._dense(chunk, one, worker)
+            return scratch, dense, "fp32" if dense.dtype == np.float32 else chunk.dtype
+        scratch = self._free.get()
+        total = array_in(scratch.view, "fp32", 0, chunk.numel)
+        if parts and all(isinstance(part, np.ndarray) for _, part in parts):
+            sum_k(total, "fp32", [part for _, part in parts], [chunk.dtype] * len(parts))
+            return scratch, total, "fp32"
+        total[:] = 0
+        for worker, part in parts:
+            if isinstance(part, np.ndarray):
+                accumulate(total, part, chunk.dtype)
+            else:
+                other, dense = self._dense(chunk, part, worker)
+                accumulate(total, dense, "fp32" if dense.dtype == np.float32 else chunk.dtype)
+                self._free.put(other)
+        return scratch, total, "fp32"
+
+    def _dense(self, chunk: Chunk, part: Any, worker: int = 0) -> tuple[Buffer, np.ndarray]:
+        """What is spilled or compressed, whole, in a scratch buffer: the first in the chunk's dtype, else fp32."""
+        scratch = self._free.get()
+        if isinstance(part, str):
+            assert self.tier is not None
+            self.tier.spill_read(chunk.id, scratch.view[: round_up(chunk.public_nbytes, PAGE)], worker)
+            return scratch, np.frombuffer(scratch.view, NUMPY_OF[chunk.dtype], chunk.numel)
+        dense = array_in(scratch.view, "fp32", 0, chunk.numel)
+        for i, (indices, values) in enumerate(part):
+            wide = values
+            if values.dtype != np.float32:
+                wide = np.empty(values.size, np.float32)
+                cast(values, chunk.dtype, wide, "fp32")
+            if i == 0:
+                scatter(indices, wide, dense)
+            else:
+                dense[indices] += wide
+        return scratch, dense
+
+
+def _add(acc: np.ndarray, grad: np.ndarray, dtype: str) -> None:
+    """acc += grad in their own dtype, rounded to nearest even, as torch accumulates p.grad."""
+    if dtype == "fp32":
+        accumulate(acc, grad, "fp32")
+        return
+    wide = np.empty(acc.size, np.float32)
+    cast(acc, dtype, wide, "fp32")
+    accumulate(wide, grad, dtype)
+    cast(wide, "fp32", acc, dtype)
