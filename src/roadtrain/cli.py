@@ -32,6 +32,18 @@ COMMANDS = {
         "roadtrain.train:command", ("JOB.toml",),
         "Train a job. The same command resumes at the last committed step.", job_keys=True,
     ),
+    "serve": Command(
+        "roadtrain.node.serve:command", ("HOST:PORT",),
+        "Serve parameters and optimizer state to workers (store.servers of their job). The same command resumes.",
+        {
+            "store": (str, "directory that the state rests in; one in /dev/shm rests in memory"),
+            "budget": (str, "bytes of memory for buffers, as 4GiB (half of what is free)"),
+            "token_file": (str, "file with the token that workers must know; needed beyond this host"),
+            "cert": (str, "TLS: PEM file of this server's certificate"),
+            "key": (str, "TLS: PEM file of its key"),
+            "ca": (str, "TLS: PEM file that workers' certificates must be signed by"),
+        },
+    ),
     "verify": Command(
         "roadtrain.verify:command", ("JOB.toml",),
         "Train a few steps placed, in RAM and plainly, compare every tensor bit for bit; exit code 1 if one differs.",

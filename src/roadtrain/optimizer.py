@@ -26,6 +26,7 @@ from roadtrain.model.activations import Activations
 from roadtrain.model.grads import PlacedGrad
 from roadtrain.model.split import Split
 from roadtrain.model.stream import Stream
+from roadtrain.node.cluster import Cluster, Group
 from roadtrain.node.engine import Engine
 from roadtrain.spec.chunks import ChunkTable
 from roadtrain.trace import Stage
@@ -38,7 +39,7 @@ class PlacedOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True  # GradScaler hands over its scale; an inf or nan skips the step exactly
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, parts: Split, base: ChunkTable, engine: Engine,
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, parts: Split, base: ChunkTable, engine: Engine | Cluster,
         backwards_per_step: int | None, extra: dict[str, Any],
     ) -> None:
         super().__init__(optimizer.param_groups, optimizer.defaults)
@@ -55,6 +56,7 @@ class PlacedOptimizer(torch.optim.Optimizer):
         self._passes = 0
         self._hypers: dict[int, tuple[float, ...]] | None = None  # used by updates that have begun in this step
         self.steps_done = engine.step
+        self.group = engine.group if isinstance(engine, Cluster) else Group()  # which of the workers this is
         self._due: int | None = None  # a sealed step whose state of the job is not captured yet
         self._norm = math.nan
         self._stream: Stream | None = None

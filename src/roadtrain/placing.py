@@ -1,7 +1,8 @@
 """place(): the user's one line. Their model keeps its modules, their optimizer its class and groups; parameters and
 optimizer state move to servers, blocks are fetched as they run.
 
-Assumes: one process. Does NOT average over workers.
+With `servers` the state rests in other processes, and several workers train on the mean of their gradients.
+Assumes: what RANK and WORLD_SIZE say, where there are several workers. Does NOT start processes.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from roadtrain.errors import ConfigError, ModelError
 from roadtrain.kernels.rules import rules_for
 from roadtrain.model.borrowed import is_hollow
 from roadtrain.model.split import split, table
+from roadtrain.node.cluster import Cluster, Group, address_of
 from roadtrain.node.compress import Compressor, Replace, twins
 from roadtrain.node.engine import Engine, Layout, open_or_none
 from roadtrain.optimizer import PlacedOptimizer
@@ -28,6 +30,7 @@ from roadtrain.spec.plan import derive
 from roadtrain.start import Start
 from roadtrain.store.ledger import StoreMeta
 from roadtrain.units import parse_bytes, show_bytes, show_rate
+from roadtrain.wire.tcp import Options
 
 Report = Callable[[str], None]
 
@@ -37,6 +40,8 @@ def place(
     optimizer: torch.optim.Optimizer,
     *,
     store: str | Path | Sequence[str | Path] | None = None,
+    servers: Sequence[str] | None = None,
+    link: Options | None = None,
     budget: str | int | None = None,
     dtype: torch.dtype | None = None,
     blocks: Sequence[str] | None = None,
@@ -56,7 +61,9 @@ def place(
 ) -> PlacedOptimizer:
     """Move `model`'s parameters and `optimizer`'s state to servers; returns the optimizer to use from now on.
 
-    store: a directory per server (None: all in RAM); a store found there is resumed. budget: host bytes for everything
+    store: a directory per server (None: all in RAM); a store found there is resumed. servers: instead of `store`, the
+    HOST:PORT of every `roadtrain serve` that takes a part, always in the same order; all workers of a torchrun share
+    them, and each update takes the mean of their gradients. link: how they are reached (token, TLS, connections). budget: host bytes for everything
     that roadtrain keeps in memory ("900MiB"; None: half of what is free). dtype: what parameters travel and compute in
     (None: their own); masters and state are fp32. blocks: names or patterns of the blocks (None: found).
     backwards_per_step: None, updates begin at step(); N promises that step() follows every N-th backward pass, without
@@ -69,6 +76,13 @@ def place(
     Raises UserError (ConfigError, ModelError, RuleError, BudgetError) before anything is changed, StoreError.
     """
     _check_fresh(optimizer)
+    group = Group.of_environment() if servers else Group()
+    if servers and (store is not None or store_rates is not None):
+        raise ConfigError("both store and servers are given", hint="the state rests here (store) or there (servers)")
+    if group.workers > 1 and error_feedback:
+        raise ConfigError(f"error feedback keeps one worker's residuals, there are {group.workers}",
+                          hint="error_feedback=False, or one worker")
+    addresses = [address_of(text) for text in servers or ()]
     device = torch.device(device) if device is not None else _device_of(model)
     parts = split(model, blocks)
     groups = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
@@ -90,11 +104,12 @@ def place(
         twin_set = frozenset(range(len(base.blocks), len(whole.blocks)))
         twin_of_root = next((i for i in twin_set if whole.blocks[i].name == f"residual:{base.blocks[0].name}"), 0)
     paths = [store] if isinstance(store, str | Path) else list(store or ())
-    layout = Layout(whole, rules, tuple(Path(p) for p in paths), direct)
+    layout = Layout(whole, rules, tuple(Path(p) for p in paths), direct, (1.0,) * len(addresses))
     free = psutil.virtual_memory().available
-    host = parse_bytes(budget) if budget is not None else free // 2 if paths else free
+    host = parse_bytes(budget) if budget is not None else free // 2 if paths or addresses else free
     budgets = derive(
-        whole, layout.records, layout.owners, host, on_files=bool(paths), holds_gradients=backwards_per_step is None,
+        whole, {} if addresses else layout.records, layout.owners, host, on_files=bool(paths or addresses),
+        holds_gradients=backwards_per_step is None, serves=not addresses,
         twins=twin_set, root_twin=twin_of_root,
         compressed_bytes=int((topk or 0) / 2 * 8 * sum(c.numel for c in base.trainable)) * (backwards_per_step or 1),
     )
@@ -110,10 +125,18 @@ def place(
             f"{len(gone)} of the model's parameters hold no values ({gone[0]!r}): it is placed, or was",
             hint="build the model anew, or name the store that holds its values, or give weights=DIRECTORY",
         )
-    engine = Engine(
-        layout, budgets, opened, device, compute_blocks=range(1, len(base.blocks)), compressor=compressor,
-        deadline_s=deadline_s, report=report,
-    )
+    engine: Engine | Cluster
+    if addresses:
+        engine = Cluster(
+            layout, budgets, addresses, link or Options(retry_s=deadline_s), group, device,
+            compute_blocks=range(1, len(base.blocks)), compressor=compressor, deadline_s=deadline_s,
+            holds_gradients=backwards_per_step is None,
+        )
+    else:
+        engine = Engine(
+            layout, budgets, opened, device, compute_blocks=range(1, len(base.blocks)), compressor=compressor,
+            deadline_s=deadline_s, report=report,
+        )
     engine.worker.keep_always = backwards_per_step == 1
     placed = PlacedOptimizer(model, optimizer, parts, base, engine, backwards_per_step, dict(extra or {}))
     try:
@@ -124,6 +147,8 @@ def place(
     for note in engine.store.notes if engine.store else ():
         report(note)
     where = f"files in {', '.join(map(str, paths))}" if paths else "RAM: it is lost when this process ends"
+    if servers:
+        where = f"{len(servers)} server(s), worker {group.rank} of {group.workers}"
     report(
         f"placed {len(base.blocks) - 1} blocks and the root block; state on {where}; step {placed.steps_done}; "
         f"at most {show_bytes(budgets.total)} of {show_bytes(host)}"

@@ -20,6 +20,7 @@ from roadtrain.model.activations import Activations
 from roadtrain.model.init import materialize, release
 from roadtrain.model.split import DTYPES, NAMES, Part, Split, as_numpy
 from roadtrain.model.stream import Stream
+from roadtrain.node.cluster import Cluster
 from roadtrain.node.engine import Engine
 from roadtrain.spec.chunks import ChunkTable, ParamSpec
 from roadtrain.store.convert import MASTER
@@ -28,7 +29,7 @@ from roadtrain.store.safetensors_io import open_dir
 
 class Start:
     def __init__(
-        self, model: nn.Module, parts: Split, table: ChunkTable, engine: Engine, device: torch.device,
+        self, model: nn.Module, parts: Split, table: ChunkTable, engine: Engine | Cluster, device: torch.device,
         weights: str | Path | None, init: Callable[[nn.Module], None] | None, activation_bytes: int,
     ) -> None:
         self.model, self.parts, self.table, self.engine, self.device = model, parts, table, engine, device

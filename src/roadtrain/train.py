@@ -26,13 +26,16 @@ from roadtrain.build import DTYPES, build_model, build_optimizer, fitted
 from roadtrain.data import Tokens
 from roadtrain.errors import ConfigError
 from roadtrain.metrics import Metrics
+from roadtrain.node.cluster import Group, token_of
 from roadtrain.placing import place
 from roadtrain.progress import Progress, show_table
 from roadtrain.spec.job import Job, load_job
 from roadtrain.trace import Stages
 from roadtrain.units import show_bytes
+from roadtrain.wire.tcp import Options, Tls
 
 HELD_OUT_BATCHES = 8
+RETRY_S = 120.0
 Report = Callable[[str], None]
 
 
@@ -95,12 +98,17 @@ def command(path: str, overrides: Mapping[str, Any]) -> int:
 
 def train(job: Job, report: Report = print) -> Summary:
     """Train `job` from its last committed step up to run.steps. Raises RoadtrainError."""
+    if Group.of_environment().rank:
+        report = _silent  # worker 0 speaks for all
     stop = _Stop(job, report)  # its time runs from here
     job.run_dir.mkdir(parents=True, exist_ok=True)
     training = place_job(job, report)
     optimizer = training.optimizer
-    with optimizer, Metrics(job.run_dir / "metrics.jsonl", optimizer.steps_done) as metrics, stop:
-        write_job(training.job)  # now that nothing was refused
+    rank = optimizer.group.rank
+    lines = job.run_dir / (f"metrics.{rank}.jsonl" if rank else "metrics.jsonl")  # of one worker each
+    with optimizer, Metrics(lines, optimizer.steps_done) as metrics, stop:
+        if rank == 0:
+            write_job(training.job)  # now that nothing was refused
         if metrics.dropped:
             report(f"metrics: {metrics.dropped} steps that were not committed are dropped")
         losses: list[float] = []
@@ -126,16 +134,21 @@ def train(job: Job, report: Report = print) -> Summary:
     return summary
 
 
+def _silent(_: str) -> None: ...
+
+
 def step(training: Training, number: int) -> tuple[float, float]:
     """Step `number` (from 0): its mean loss and its learning rate."""
     job, model, optimizer, scaler = training.job, training.model, training.optimizer, training.scaler
     lr = learning_rate(job, number)
     for group in optimizer.param_groups:
         group["lr"] = lr
-    torch.manual_seed(job.run.seed * 1_000_003 + number)  # dropout
+    group = optimizer.group
+    torch.manual_seed((job.run.seed * 1_000_003 + number) * group.workers + group.rank)  # dropout
     total = 0.0
     for micro in range(job.optimizer.accumulate):
-        x_BT, y_BT = training.tokens.batch(number, micro, job.data.batch_size, job.data.seq_len)
+        turn = micro * group.workers + group.rank  # the step's batches, in an order that all workers agree on
+        x_BT, y_BT = training.tokens.batch(number, turn, job.data.batch_size, job.data.seq_len)
         with _timed(training.stages, "Forward"):
             loss = loss_of(model, x_BT, y_BT, training.device) / job.optimizer.accumulate
             total += loss.item()
@@ -198,14 +211,21 @@ def place_job(job: Job, report: Report = print) -> Training:
     scaler = torch.amp.GradScaler(device.type, enabled=job.model.dtype == "fp16")
     data = SameData(tokens.fingerprint)
     optimizer = place(
-        model, build_optimizer(job, model.parameters()), store=job.store.dirs or None, budget=job.host_nbytes,
+        model, build_optimizer(job, model.parameters()), store=None if job.store.servers else job.store.dirs or None, budget=job.host_nbytes,
         dtype=DTYPES[job.model.dtype], blocks=job.model.blocks, backwards_per_step=_promise(job),
         topk=None if job.compress.topk is None else job.compress.topk / 100,
         error_feedback=job.compress.error_feedback, chunk_elements=job.store.chunk_elements, device=device,
         weights=job.model.pretrained, extra={"scaler": scaler, "data": data},
-        store_rates=job.store.rates, direct=job.store.direct, report=report,
+        store_rates=job.store.rates, direct=job.store.direct, servers=job.store.servers or None, link=_link(job),
+        report=report,
     )
     return Training(job, model, optimizer, scaler, tokens, data, device)
+
+
+def _link(job: Job) -> Options:
+    """How the servers are reached: tried again for RETRY_S, since they may be starting too."""
+    tls = None if job.store.ca is None else Tls(ca=Path(job.store.ca))
+    return Options(retry_s=RETRY_S, token=token_of(job.store.token_file), tls=tls, connections=job.store.connections)
 
 
 def _promise(job: Job) -> int | None:

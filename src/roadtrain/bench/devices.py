@@ -39,12 +39,12 @@ from roadtrain.kernels.rules import rules_for
 from roadtrain.lab import LoopDevice, Throttle, TokenLink, lab_available
 from roadtrain.node.compress import Compressor
 from roadtrain.node.device import HostBuffer
+from roadtrain.node.direct import MessageLink
 from roadtrain.node.engine import Engine, Layout
 from roadtrain.spec.chunks import Block, ChunkTable, ParamSpec
 from roadtrain.spec.plan import derive
 from roadtrain.store.buffers import Buffer, array_in
 from roadtrain.units import GIB, MIB
-from roadtrain.wire.link import Link
 
 RATE = 40e6  # bytes a second of one device, each way
 LINK = 4 * RATE  # of the interconnect, each way
@@ -86,9 +86,9 @@ class Wire:
 
 
 class ChargedLink:
-    """A Link whose gradients cross the interconnect."""
+    """A MessageLink whose gradients cross the interconnect."""
 
-    def __init__(self, link: Link, down: Wire) -> None:
+    def __init__(self, link: MessageLink, down: Wire) -> None:
         self.peer, self._link, self._down = link.peer, link, down
 
     def send(self, message: Any) -> None:
@@ -125,7 +125,7 @@ class Ours:
             worker.links[:] = [ChargedLink(link, down) for link in worker.links]
             for server in self.engine.servers:
                 server.trial.TRIED = 0  # its first steps are timed here too: none of them in bursts
-                server._deliver = lambda message: up.post(self._crossing(message), worker.deliver, message)
+                server._deliver = lambda message, _: up.post(self._crossing(message), worker.deliver, message)
             for block in table.blocks:
                 self.engine.fill(block, lambda spec, what, a, b: start[a:b] if what == "master" else None, [hyper])
             self.engine.start(b"")

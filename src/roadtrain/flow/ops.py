@@ -180,6 +180,14 @@ class PrepareDone:
     step: int
 
 
+@dataclass(frozen=True, slots=True)
+class PeerLost:
+    """The link of `worker` has ended."""
+
+    worker: int
+    why: str
+
+
 # actions: what the decider tells the doers
 
 

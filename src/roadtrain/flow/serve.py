@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from roadtrain.errors import LoopError
+from roadtrain.errors import LoopError, LostError
 from roadtrain.flow import ops
 
 IDLE, READING, UPDATING, WRITING = "idle", "reading", "updating", "writing"
@@ -81,12 +81,25 @@ class ServeDecider:
         self.preparing: int | None = None
         self.prepared = committed
         self.committed = committed
+        self.gone = ""  # which worker has, and why
 
     def handle(self, event: Any) -> list[Any]:
-        """Next actions. Asserts on what a correct doer cannot report."""
+        """Next actions. Asserts on what a correct doer cannot report. Raises LostError where a step needs a worker that
+        has gone, LoopError where workers do different things."""
+        if self.gone and isinstance(event, (ops.Push, ops.Close, ops.Release, ops.Seal)):
+            raise LostError(self.gone)
         return getattr(self, "_on_" + type(event).__name__)(event)  # type: ignore[no-any-return]
 
     # messages
+
+    def _on_PeerLost(self, event: ops.PeerLost) -> list[Any]:
+        """Nothing is lost where no step is open and none of the others begins one: they may be leaving too."""
+        step = self.committed + 1
+        self.gone = f"worker {event.worker} has gone before step {step} was committed: {event.why}"
+        busy = self.seals or self.sealed or self.commits or self.preparing is not None or self.open_releases
+        if busy or any(c.closed or c.said or c.holds for c in self.chunks.values()):
+            raise LostError(self.gone)
+        return []
 
     def _on_Pull(self, pull: ops.Pull) -> list[Any]:
         chunk = self.chunks[pull.chunk]

@@ -203,6 +203,26 @@ def _native(cls: type, group: Mapping[str, Any]) -> Rule | None:
     return LionRule() if cls is Lion else None
 
 
+NATIVE: dict[str, type[Rule]] = {r.__name__: r for r in (SgdRule, AdamRule, AdagradRule, RmspropRule, LionRule)}
+
+
+def described(rule: Rule) -> list[Any]:
+    """A native rule as plain data: [class, fields]. Raises RuleError for others: code does not travel (Rule 8)."""
+    if type(rule).__name__ not in NATIVE:
+        raise RuleError(f"{rule.name} cannot run on a server of another process: only roadtrain's own rules can",
+                        hint=f"use one of {', '.join(sorted(NATIVE))}, or place the state on this host")
+    return [type(rule).__name__, vars(rule)]
+
+
+def rule_of(description: Sequence[Any]) -> Rule:
+    """The rule of `described`. Raises RuleError for what that never gives."""
+    try:
+        name, fields = description
+        return NATIVE[name](**{str(key): bool(value) for key, value in fields.items()})
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise RuleError(f"no rule is described by {description!r}") from error
+
+
 def rules_for(optimizer: torch.optim.Optimizer) -> list[Rule]:
     """One rule per parameter group. Raises RuleError where the class cannot run on flat slices."""
     cls = type(optimizer)

@@ -19,16 +19,16 @@ from roadtrain.errors import DeadlineError, ForeignError
 from roadtrain.flow.assign import assign
 from roadtrain.kernels.rules import Rule
 from roadtrain.node.compress import Compressor
+from roadtrain.node.direct import DirectLink
 from roadtrain.node.server import Server, Setup
 from roadtrain.node.worker import Worker
-from roadtrain.spec.chunks import Block, ChunkTable, Record
+from roadtrain.spec.chunks import Block, Chunk, ChunkTable, Record
 from roadtrain.spec.plan import Budgets
 from roadtrain.store.buffers import Buffer
 from roadtrain.store.convert import MASTER, RecordView, Source, convert, gather_param, needs_conversion, read_param
 from roadtrain.store.generation import OpenedStore, create_store, open_store
 from roadtrain.store.ledger import GroupRule, StoreMeta, unpack
 from roadtrain.trace import Stages
-from roadtrain.wire.local import LocalLink
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class Layout:
 
     @property
     def owners(self) -> tuple[int, ...]:
+        """Of each chunk, by the weights of the directories (or servers)."""
         return assign(self.table, self.weights or (1.0,) * max(1, len(self.directories)))
 
     @property
@@ -63,7 +64,7 @@ def open_or_none(layout: Layout, report: Callable[[str], None]) -> OpenedStore |
     if opened is None:
         return None
     try:
-        _check_same(opened, layout)
+        check_same(str(opened.directories[0]), opened.meta, layout)
     except ForeignError:
         opened.close()
         raise
@@ -80,23 +81,40 @@ def open_or_none(layout: Layout, report: Callable[[str], None]) -> OpenedStore |
     return new
 
 
-def _check_same(opened: OpenedStore, layout: Layout) -> None:
-    where = str(opened.directories[0])
-    if opened.table.fingerprint() != layout.table.fingerprint():
+def check_same(where: str, held: StoreMeta, layout: Layout) -> None:
+    """ForeignError where the store at `where` is of another model or optimizer than `layout`."""
+    if held.table.fingerprint() != layout.table.fingerprint():
         ours = {p.name: (p.shape, p.trainable) for p in layout.table.params}
-        theirs = {p.name: (p.shape, p.trainable) for p in opened.table.params}
+        theirs = {p.name: (p.shape, p.trainable) for p in held.table.params}
         diff = next((n for n in [*ours, *theirs] if ours.get(n) != theirs.get(n)), "the split into blocks")
         raise ForeignError(
             f"{where}: holds another model: {diff} is {theirs.get(diff, 'absent')} there and "
             f"{ours.get(diff, 'absent')} here (shape, trainable)",
             hint="name another store directory, or give the same model, blocks and error feedback as before",
         )
-    if opened.meta.groups != layout.groups:
+    if held.groups != layout.groups:
         raise ForeignError(
-            f"{where}: holds state of {[g.rule for g in opened.meta.groups]}, the optimizer is "
+            f"{where}: holds state of {[g.rule for g in held.groups]}, the optimizer is "
             f"{[g.rule for g in layout.groups]}",
             hint="use the same optimizer and parameter groups, or export the weights and start anew",
         )
+
+
+def fill_record(
+    meta: StoreMeta, layout: Layout, chunk: Chunk, source: Source, hypers: Sequence[Sequence[float]]
+) -> Buffer:
+    """The first record of `chunk`: what `source` gives, then what its rule starts with."""
+    buffer = Buffer(meta.records[chunk.id].nbytes)
+    view = RecordView(meta, chunk, buffer.view)
+    view.fill(layout.table.params, source)
+    if chunk.trainable:
+        rule, hyper = layout.rules[chunk.group], hypers[chunk.group]
+        for i in range(len(chunk.spans)):
+            row = np.array([view.piece(what, i)[0] for what in rule.scalars])
+            rule.start(view.piece(MASTER, i), [view.piece(what, i) for what in rule.arrays], row, hyper)
+            for what, value in zip(rule.scalars, row):
+                view.piece(what, i)[0] = value
+    return buffer
 
 
 class Engine:
@@ -134,22 +152,13 @@ class Engine:
             )
             server = Server(setup, lambda message, _: self.worker.deliver(message), self.stages, self.step)
             self.servers.append(server)
-            self.worker.links.append(LocalLink(setup.name, server.receive))
+            self.worker.links.append(DirectLink(setup.name, server.receive))
 
     def fill(self, block: Block, source: Source, hypers: Sequence[Sequence[float]]) -> None:
         """First contents of one block: what `source` gives, then what each rule starts with."""
         for chunk in block.chunks:
-            buffer = Buffer(self.records[chunk.id].nbytes)
-            view = RecordView(self.meta, chunk, buffer.view)
-            view.fill(self.layout.table.params, source)
-            if chunk.trainable:
-                rule, hyper = self.layout.rules[chunk.group], hypers[chunk.group]
-                for i in range(len(chunk.spans)):
-                    row = np.array([view.piece(what, i)[0] for what in rule.scalars])
-                    rule.start(view.piece(MASTER, i), [view.piece(what, i) for what in rule.arrays], row, hyper)
-                    for what, value in zip(rule.scalars, row):
-                        view.piece(what, i)[0] = value
-            self.servers[self.worker.owners[chunk.id]].fill(chunk.id, buffer.view[: view.record.nbytes])
+            buffer = fill_record(self.meta, self.layout, chunk, source, hypers)
+            self.servers[self.worker.owners[chunk.id]].fill(chunk.id, buffer.view[: self.records[chunk.id].nbytes])
             buffer.close()
 
     def start(self, blob: bytes) -> None:

@@ -87,12 +87,16 @@ class OptimizerSection(Section):
 
 class StoreSection(Section):
     dirs: list[str] = Field(default=["{run}/store"], description="one server each; [] keeps all in RAM")
+    servers: list[str] = Field(default=[], description="HOST:PORT of each `roadtrain serve`, instead of dirs")
+    token_file: str | None = Field(default=None, description="file with the servers' token")
+    ca: str | None = Field(default=None, description="TLS: PEM file that the servers' certificates are known by")
+    connections: int = Field(default=1, ge=1, description="TCP connections to each server")
     rates: list[float] | Literal["measured"] | None = Field(
         default=None, description="relative rates of the directories, or `measured`: a new store is spread by them")
     chunk_elements: int = Field(default=MAX_CHUNK, ge=1)
     direct: bool = Field(default=True, description="direct I/O where the file system takes it")
 
-    @field_validator("dirs", mode="before")
+    @field_validator("dirs", "servers", mode="before")
     @classmethod
     def _list(cls, dirs: object) -> object:
         return [dirs] if isinstance(dirs, str) and dirs else dirs or []
@@ -222,9 +226,9 @@ def unknown_key(key: str) -> ConfigError:
 
 
 _TEXT_KEYS = frozenset({"run.dir", "run.device", "model.pretrained", "model.dtype", "data.tokenizer", "optimizer.name",
-                        "optimizer.schedule", "budget.host"})
+                        "optimizer.schedule", "budget.host", "store.token_file", "store.ca"})
 _FREE_KEYS = ("model.config.", "optimizer.options.")
-_LIST_KEYS = frozenset({"model.blocks", "data.paths", "store.dirs"})
+_LIST_KEYS = frozenset({"model.blocks", "data.paths", "store.dirs", "store.servers"})
 
 
 def _check_key(key: str) -> None:

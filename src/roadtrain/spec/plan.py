@@ -54,11 +54,12 @@ def derive(
     *,
     on_files: bool,
     holds_gradients: bool,
+    serves: bool = True,
     twins: frozenset[int] = frozenset(),
     root_twin: int = 0,
     compressed_bytes: int = 0,
 ) -> Budgets:
-    """Split `host_bytes`. `holds_gradients`: updates wait for step(), so gradients of all blocks pile up (beyond the
+    """Split `host_bytes`. `serves`: the servers are in this process; else the worker alone. `holds_gradients`: updates wait for step(), so gradients of all blocks pile up (beyond the
     buffers they go to files). `twins`: blocks that hold the compression's residuals; the root's has its own buffer.
     `compressed_bytes`: what compressed gradients of one step take.
     Raises BudgetError with the least number of bytes that would do."""
@@ -74,7 +75,7 @@ def derive(
     servers = max(owners, default=0) + 1
     all_records = sum(round_up(r.nbytes, 4096) for r in records.values())
     compute = len(blocks) - len(twins - {root_twin})
-    slots, pushes, per_server, activations = 2, 3, (2 if on_files else 0), 8 * HUGE
+    slots, pushes, per_server, activations = 2, 3, (2 if on_files and serves else 0), 8 * HUGE
     if not on_files and holds_gradients:
         pushes += len(blocks)
 
@@ -105,7 +106,7 @@ def derive(
     # The order in which more memory pays: overlap first, then inputs, then gradients that wait, then cached parameters
     # (read twice a step, 2 bytes each), then records (read once a step, 12 bytes and more).
     left = host_bytes - least
-    for name in ("record", "slot", "push", *["record"] * 9):
+    for name in ("record", "slot", "push", *["record"] * 9) if serves else ("slot", "push", "slot"):
         cost = {"record": servers * (record + scratch), "slot": slot, "push": push}[name]
         if cost <= left // 2:
             left -= cost
@@ -115,16 +116,19 @@ def derive(
     left -= left // 4
     # Gradients that wait: for step(), or (updates begin in backward) for a device that is slower than backward, so that
     # what is left of the updates hides behind the next forward.
-    more = min(compute, left // (2 if holds_gradients else 3) // push)
+    more = min(compute if serves else 4, left // (2 if holds_gradients else 3) // push)
     pushes, left = pushes + more, left - more * push
+    if not serves:  # a block kept after forward need not be pulled again for backward
+        more = min(compute, left // slot)
+        slots, left = slots + more, 0
     public, resident, kept = set(), set(), 0
-    for chunk in table.chunks:  # root and first blocks first: the next forward wants them soonest
+    for chunk in table.chunks if serves else ():  # root and first blocks first: the next forward wants them soonest
         size = round_up(chunk.public_nbytes, 4096)
         if kept + size > left:
             break
         public.add(chunk.id)
         kept += size
-    for chunk in table.trainable:
+    for chunk in table.trainable if serves else ():
         size = records[chunk.id].private_nbytes
         if chunk.id in public and kept + size <= left:
             public.discard(chunk.id)
@@ -133,6 +137,58 @@ def derive(
     return Budgets(
         host_bytes, root_bytes, slots, slot, pushes, push, servers * per_server, record, scratch, activations,
         compressed_bytes, frozenset(resident), frozenset(public), kept,
+    )
+
+
+@dataclass(frozen=True)
+class ServerBudgets:
+    """Of a server in a process of its own. `pool`: gradient buffers a worker; what they cannot hold goes to files."""
+
+    record_buffers: int
+    record_bytes: int
+    scratch_bytes: int
+    pool: int
+    answers: int  # buffers for parameters on their way from a file to a worker
+    piece_bytes: int
+    resident: frozenset[int]
+    public_resident: frozenset[int]
+    total: int
+
+
+def derive_server(
+    table: ChunkTable, records: Mapping[int, Record], host_bytes: int, *, workers: int, holds_gradients: bool
+) -> ServerBudgets:
+    """Split a server's `host_bytes`; `records` are its own. Raises BudgetError with the least that would do."""
+    mine = [table.chunks[number] for number in sorted(records)]
+    trainable = [c for c in mine if c.trainable]
+    record = max((round_up(r.nbytes, HUGE) for r in records.values()), default=HUGE)
+    scratch = max((round_up(c.numel * 4, HUGE) for c in trainable), default=HUGE)
+    piece = max((round_up(r.public_nbytes, HUGE) for r in records.values()), default=HUGE)
+    buffers, pool, answers = 2, 4, 4
+    least = buffers * (record + scratch) + (workers * pool + answers) * piece
+    if host_bytes < least:
+        raise BudgetError(
+            f"a server of {len(mine)} chunks and {workers} workers needs at least {-(-least // MIB)} MiB, its budget "
+            f"is {show_bytes(host_bytes)}", hint="raise --budget, or choose smaller chunks (chunk_elements)"
+        )
+    left = host_bytes - least
+    while buffers < 8 and left > 8 * (record + scratch):
+        buffers, left = buffers + 1, left - record - scratch
+    wanted = len(trainable) if holds_gradients else min(16, len(trainable))
+    more = max(0, min(wanted, left // 2 // (workers * piece)))
+    pool, left = pool + more, left - more * workers * piece
+    public, resident = set(), set()
+    for chunk in mine:  # each worker pulls them twice a step
+        if (size := round_up(records[chunk.id].public_nbytes, 4096)) <= left:
+            public.add(chunk.id)
+            left -= size
+    for chunk in trainable:
+        if chunk.id in public and (size := records[chunk.id].private_nbytes) <= left:
+            public.discard(chunk.id)
+            resident.add(chunk.id)
+            left -= size
+    return ServerBudgets(
+        buffers, record, scratch, pool, answers, piece, frozenset(resident), frozenset(public), host_bytes - left
     )
 
 

@@ -153,6 +153,44 @@ def open_store(directories: Sequence[str | Path], *, direct: bool = True) -> Ope
     return OpenedStore(tuple(members), meta, tiers, cleaned=cleaned)
 
 
+def open_part(directory: str | Path, step: int | None = None, *, direct: bool = True) -> FileTier | None:
+    """One server's part of a store whose other parts rest on other hosts: at `step`, or the newest. None where none is."""
+    path = Path(directory).absolute()
+    generation = _current(path)
+    if generation is None:
+        _clean_unborn([path])
+        return None
+    home = path / f"gen-{generation}"
+    return FileTier.open(home, StoreMeta.load(home), step, direct=direct)
+
+
+def create_part(directory: str | Path, meta: StoreMeta, *, direct: bool = True) -> FileTier:
+    """Empty files for the chunks of server `meta.index`. It counts from `publish_part` on. ForeignError where a part
+    has trained; one that has not (its store was never finished elsewhere) is replaced."""
+    path = Path(directory).absolute()
+    if (generation := _current(path)) is not None:
+        if (step := _newest_step(path / f"gen-{generation}")) > 0:
+            raise ForeignError(f"{path}: holds step {step} of a store already", hint="name another directory")
+        (path / "CURRENT").unlink()
+    _clean_unborn([path])
+    meta, home = replace(meta, generation=1), path / "gen-1"
+    try:
+        make_directory(home)
+        meta.write(home)
+        tier = FileTier.create(home, meta, meta.owned(meta.index), direct=direct)
+        sync_directory(home)
+        sync_directory(path)
+    except BaseException:
+        _remove(home)
+        raise
+    return tier
+
+
+def publish_part(directory: str | Path) -> None:
+    """After its first commit."""
+    _switch(Path(directory).absolute(), 1)
+
+
 def _member(index: int, meta: StoreMeta, given: Sequence[Path]) -> Path:
     """Where directory `index` of the store is: a given directory that holds it, else where it was made."""
     recorded = Path(meta.directories[index])

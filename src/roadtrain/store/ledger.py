@@ -10,6 +10,7 @@ Assumes: one writer (a lock on the ledger says so). Does NOT touch slots.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import itertools
 import json
 import os
@@ -136,6 +137,12 @@ class StoreMeta:
                 os.fsync(file.fileno())
         except OSError as error:
             raise store_error(error, path, "writing", 1 << 12) from error
+
+    @property
+    def signature(self) -> str:
+        """Same for two workers whose parameters, dtypes, chunks and rules are the same."""
+        body = json.dumps([asdict(self)[key] for key in ("blocks", "chunk_elements", "groups")])
+        return hashlib.sha256(body.encode()).hexdigest()[:32]
 
     def to_json(self) -> str:
         return json.dumps(asdict(self) | {"fingerprint": self.table.fingerprint()})

@@ -1,0 +1,124 @@
+"""Messages as frames: which kind, what stands in the typed header (msgpack), which bytes travel as payload.
+
+    worker -> server   Open Fill Begin Read | Pull Push Close Release Forget Seal Commit Committed
+    server -> worker   Welcome Filled Ready Record Failed | Pulled Held Prepared Committed
+
+Those before the bar set a session up (node/serve.py, node/cluster.py), the others are flow/ops.py's. Everything is
+checked on arrival: WireError for what does not fit, nothing is executed or unpickled (Rule 8).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from roadtrain.errors import WireError
+from roadtrain.flow import ops
+from roadtrain.kernels.cast import NUMPY_OF
+from roadtrain.spec.chunks import Chunk
+
+(OPEN, FILL, BEGIN, READ, PULL, PUSH, CLOSE, RELEASE, FORGET, SEAL, COMMIT, COMMITTED) = range(1, 13)
+(WELCOME, FILLED, READY, RECORD, FAILED, PULLED, HELD, PREPARED) = range(20, 28)
+
+Hello = tuple[str, int, int, int, str]  # session, rank, workers, number of the server, signature of the worker's layout
+HELLO = msgspec.msgpack.Decoder(Hello)
+_HEADERS: Mapping[int, Any] = {
+    OPEN: tuple[bool, int, int, bool],  # new, generation's step, servers, whether gradients wait for the norm
+    FILL: tuple[int],
+    BEGIN: tuple[()],
+    READ: tuple[int],
+    PULL: tuple[int, int, int],  # chunk, version, ticket
+    PUSH: tuple[int, bool, int, int, str],  # chunk, fresh, ticket, values of a sparse one or -1, their dtype
+    CLOSE: tuple[int, int],
+    RELEASE: tuple[int, int, int, tuple[float, ...]],  # chunk, step, order, hyperparameters
+    FORGET: tuple[int],
+    SEAL: tuple[int],
+    COMMIT: tuple[int],
+    COMMITTED: tuple[int],
+    WELCOME: tuple[int],  # its newest step, -1 without a store
+    FILLED: tuple[int],
+    READY: tuple[int],  # the step that was committed last
+    RECORD: tuple[int],
+    FAILED: tuple[str, str],  # class, words
+    PULLED: tuple[int, int],
+    HELD: tuple[int],
+    PREPARED: tuple[int],
+}
+_DECODERS = {kind: msgspec.msgpack.Decoder(header) for kind, header in _HEADERS.items()}
+encode = msgspec.msgpack.Encoder().encode
+
+
+def header(kind: int, raw: bytes) -> Any:
+    """The header's fields. WireError for an unknown kind or a header of another shape."""
+    if kind not in _DECODERS:
+        raise WireError(f"a frame of unknown kind {kind}")
+    try:
+        return _DECODERS[kind].decode(raw)
+    except msgspec.DecodeError as error:
+        raise WireError(f"the header of a frame of kind {kind}: {error}") from error
+
+
+def as_bytes(array: np.ndarray) -> memoryview:
+    return memoryview(np.ascontiguousarray(array).view(np.uint8).reshape(-1)).cast("B")
+
+
+def frame(message: Any) -> tuple[int, bytes, Sequence[memoryview]]:
+    """(kind, header, payload) of what a worker says to a server; of a pull without where it goes."""
+    match message:
+        case ops.Pull(chunk, version, _, ticket):
+            return PULL, encode((chunk, version, ticket)), ()
+        case ops.Push(chunk, (indices, values), fresh, _, ticket, sums):
+            dtype = "fp32" if values.dtype == np.float32 else "16"
+            parts = [as_bytes(np.asarray(sums)), as_bytes(indices), as_bytes(values)]
+            return PUSH, encode((chunk, fresh, ticket, len(values), dtype)), parts
+        case ops.Push(chunk, grad, fresh, _, ticket):
+            return PUSH, encode((chunk, fresh, ticket, -1, "")), [grad]
+        case ops.Close(chunk, step):
+            return CLOSE, encode((chunk, step)), ()
+        case ops.Release(chunk, step, hyper, scales, order):
+            there = np.array([s is not None for s in scales])
+            parts = [as_bytes(np.array([s or 0.0 for s in scales])), as_bytes(there)]
+            return RELEASE, encode((chunk, step, order, hyper)), parts
+        case ops.Forget(chunk):
+            return FORGET, encode((chunk,)), ()
+        case ops.Seal(step):
+            return SEAL, encode((step,)), ()
+        case ops.Commit(step, blob):
+            return COMMIT, encode((step,)), [memoryview(blob)]
+        case ops.CommitDone(step):
+            return COMMITTED, encode((step,)), ()
+    raise AssertionError(message)
+
+
+def release(fields: Any, payload: memoryview, chunk: Chunk, worker: int) -> ops.Release:
+    number, step, order, hyper = fields
+    n = len(chunk.spans)
+    if len(payload) != 9 * n:
+        raise WireError(f"a release of chunk {number} with {len(payload)} bytes of scales, {9 * n} expected")
+    there = np.frombuffer(payload, np.uint8, n, 8 * n)
+    scales = [float(s) if t else None for s, t in zip(np.frombuffer(payload, np.float64, n), there)]
+    return ops.Release(number, step, hyper, scales, order, worker)
+
+
+def push_nbytes(fields: Any, chunk: Chunk, dense: int) -> int:
+    """The payload of a push of `chunk`; `dense`: that of a whole gradient."""
+    _, _, _, k, dtype = fields
+    if k < 0:
+        return dense
+    return 8 * len(chunk.segments) + k * (4 + (4 if dtype == "fp32" else 2))
+
+
+def push(fields: Any, payload: memoryview, chunk: Chunk, keep: bool, worker: int) -> ops.Push:
+    number, fresh, ticket, k, dtype = fields
+    if k < 0:
+        return ops.Push(number, payload, fresh, keep, ticket, None, worker)
+    n = len(chunk.segments)
+    indices = np.frombuffer(payload, np.uint32, k, 8 * n)
+    kind = np.float32 if dtype == "fp32" else NUMPY_OF[chunk.dtype]
+    values = np.frombuffer(payload, kind, k, 8 * n + 4 * k)
+    if k and int(indices.max()) >= chunk.numel:
+        raise WireError(f"an index {int(indices.max())} in a gradient of chunk {number}, which has {chunk.numel}")
+    return ops.Push(number, (indices, values), fresh, False, ticket, np.frombuffer(payload, np.float64, n), worker)

@@ -1,0 +1,453 @@
+"""Host: what `roadtrain serve` runs. One storage directory, one session of workers at a time, one Server beside it.
+
+    listening -> a worker joins -> Session: Open, Fill (a new store), Begin -> serving -> the workers leave -> listening
+
+Worker 0 opens the store and fills a new one; all others wait for Ready. A worker that is lost ends the session: what was
+not committed is dropped, the others are told, and the next session begins at the last committed step (Rule 3). So does
+this process when it is started again with the same directory.
+
+Assumes: all workers of a session run the same job (checked). Does NOT restart workers: torchrun does.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+
+from roadtrain.errors import ConfigError, ForeignError, LostError, PeerError, RoadtrainError, WireError
+from roadtrain.flow import ops
+from roadtrain.kernels.rules import rule_of
+from roadtrain.node import messages as m
+from roadtrain.node.cluster import address_of, token_of
+from roadtrain.node.server import Server, Setup
+from roadtrain.spec.chunks import PAGE, Chunk
+from roadtrain.spec.plan import derive_server
+from roadtrain.store.buffers import Buffer
+from roadtrain.store.convert import RecordView
+from roadtrain.store.file import FileTier
+from roadtrain.store.generation import create_part, open_part, publish_part
+from roadtrain.store.ledger import StoreMeta, unpack
+from roadtrain.trace import Stages
+from roadtrain.units import parse_bytes, round_up, show_bytes
+from roadtrain.wire.link import Link
+from roadtrain.wire.tcp import Address, Options, Tls, listen
+
+Report = Callable[[str], None]
+END_S = 10.0  # for a session's threads to end
+
+
+def command(
+    address: str, store: str | None = None, budget: str | None = None, token_file: str | None = None,
+    cert: str | None = None, key: str | None = None, ca: str | None = None,
+) -> int:
+    """`roadtrain serve HOST:PORT --store DIR`."""
+    if store is None:
+        raise ConfigError("--store is missing", hint="a directory on the device that the state shall rest on; one in "
+                          "/dev/shm rests in memory and outlives this process, not the machine")
+    tls = Tls(*(None if p is None else Path(p) for p in (cert, key, ca))) if cert or ca else None
+    nbytes = parse_bytes(budget) if budget is not None else psutil.virtual_memory().available // 2
+    with Host(address_of(address), Path(store), nbytes, Options(token=token_of(token_file), tls=tls)) as host:
+        print(f"serving {store} at {host.where}, at most {show_bytes(nbytes)}")
+        host.run()
+    return 0
+
+
+class Pool:
+    """Buffers of one size. `get` waits for one: that is the back-pressure on whoever sends."""
+
+    def __init__(self, count: int, nbytes: int) -> None:
+        self.buffers = [Buffer(nbytes) for _ in range(count)]
+        self._free, self._ready, self._closed = list(self.buffers), threading.Condition(), False
+
+    @property
+    def spare(self) -> int:
+        return len(self._free)
+
+    def get(self) -> Buffer:
+        with self._ready:
+            self._ready.wait_for(lambda: self._free or self._closed)
+            if self._closed:
+                raise LostError("the session has ended")
+            return self._free.pop()
+
+    def put(self, buffer: Buffer) -> None:
+        with self._ready:
+            self._free.append(buffer)
+            self._ready.notify()
+
+    def close(self) -> None:
+        with self._ready:
+            self._closed = True
+            self._ready.notify_all()
+
+
+class _Reply:
+    """Where a remote worker's pull goes (`Pull.into`)."""
+
+    def __init__(self, seat: Seat, ticket: int, chunk: Chunk) -> None:
+        self.seat, self.ticket, self.chunk = seat, ticket, chunk
+        self.nbytes = round_up(chunk.public_nbytes, PAGE)
+        self._buffer: Buffer | None = None
+
+    def buffer(self) -> memoryview:
+        self._buffer = self.seat.session.answers.get()
+        return self._buffer.view[: self.nbytes]
+
+    def send(self, view: memoryview, done: Callable[[], None]) -> int:
+        def sent() -> None:
+            if self._buffer is not None:
+                self.seat.session.answers.put(self._buffer)
+            done()
+
+        with suppress(PeerError):  # a lost worker ends the session where it is noticed
+            self.seat.link.send(m.PULLED, m.encode((self.ticket, self.chunk.id)), [view[: self.nbytes]], sent)
+        return self.nbytes
+
+
+class Seat:
+    """One worker's place in a session: the Receiver of its link. Gradients arrive in buffers of `pool`, in order."""
+
+    def __init__(self, session: Session, rank: int, signature: str, link: Link) -> None:
+        self.session, self.rank, self.signature, self.link = session, rank, signature, link
+        self.pool: Pool | None = None
+        self._coming: deque[Buffer] = deque()
+        self._kept: dict[int, Buffer] = {}  # ticket -> buffer, until the server has let go of it
+
+    def say(self, kind: int, fields: tuple[Any, ...], payload: bytes | memoryview = b"") -> None:
+        with suppress(PeerError):
+            self.link.send(kind, m.encode(fields), [memoryview(payload)] if len(payload) else ())
+
+    def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
+        fields = m.header(kind, header)
+        if kind == m.PUSH:
+            chunk = self.session.chunk(fields[0])
+            dense = round_up(chunk.public_nbytes, PAGE)
+            expected = m.push_nbytes(fields, chunk, dense) if chunk.trainable else -1
+            if nbytes != expected:
+                raise WireError(f"a push of chunk {chunk.id} with {nbytes} bytes, {expected} expected")
+            if fields[3] < 0:
+                assert self.pool is not None
+                self._coming.append(self.pool.get())
+                return self._coming[-1].view[:nbytes]
+        elif kind == m.FILL:
+            self._coming.append(Buffer(nbytes))
+            return self._coming[-1].view[:nbytes]
+        elif kind not in (m.OPEN, m.BEGIN, m.COMMIT, m.RELEASE):
+            raise WireError(f"a frame of kind {kind} has no payload, {nbytes} bytes came")
+        return memoryview(bytearray(nbytes))
+
+    def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
+        """What is wrong with it ends the session, and all its workers are told why."""
+        try:
+            self._take(kind, m.header(kind, header), payload)
+        except RoadtrainError as error:
+            self.session.end(error)
+
+    def _take(self, kind: int, fields: Any, payload: memoryview) -> None:
+        session, me = self.session, self.rank
+        match kind:
+            case m.OPEN:
+                session.open(self, fields, bytes(payload))
+            case m.FILL:
+                session.fill(self, fields[0], payload)
+                self._coming.popleft().close()
+            case m.BEGIN:
+                session.begin(self, bytes(payload))
+            case m.READ:
+                session.read(self, session.chunk(fields[0]))
+            case m.PULL:
+                chunk, version, ticket = fields
+                reply = _Reply(self, ticket, session.chunk(chunk))
+                session.tell(ops.Pull(chunk, version, reply, ticket, me))
+            case m.PUSH:
+                assert self.pool is not None
+                push = m.push(fields, payload, session.chunk(fields[0]), self.pool.spare >= 2, me)
+                if fields[3] < 0:
+                    self._kept[push.ticket] = self._coming.popleft()
+                session.tell(push)
+            case m.RELEASE:
+                session.tell(m.release(fields, payload, session.chunk(fields[0]), me))
+            case m.CLOSE:
+                session.tell(ops.Close(session.chunk(fields[0]).id, fields[1], me))
+            case m.FORGET:
+                session.tell(ops.Forget(session.chunk(fields[0]).id, me))
+            case m.SEAL:
+                session.tell(ops.Seal(fields[0], me))
+            case m.COMMIT:
+                session.tell(ops.Commit(fields[0], bytes(payload), me))
+            case m.COMMITTED:
+                session.tell(ops.CommitDone(fields[0]))
+            case _:
+                raise WireError(f"a frame of kind {kind} goes the other way")
+
+    def lost(self, error: PeerError) -> None:
+        self.session.left(self, error)
+
+    def freed(self, ticket: int) -> None:
+        buffer = self._kept.pop(ticket, None)
+        if buffer is not None and self.pool is not None:
+            self.pool.put(buffer)
+
+
+class Session:
+    """Workers `0..workers-1` of one incarnation of a job. `server` runs from `begin` on. All but the server's own threads
+    come in by the links' threads; `ended` is told once, with the error or None."""
+
+    def __init__(self, name: str, workers: int, number: int, host: Host) -> None:
+        self.name, self.workers, self.number, self.host = name, workers, number, host
+        self.seats: dict[int, Seat] = {}
+        self.stages = Stages()
+        self.server: Server | None = None
+        self.meta: StoreMeta | None = None
+        self.tier: FileTier | None = None
+        self.answers, self.pools = Pool(0, 1), list[Pool]()
+        self.ready = False
+        self._rules: list[Any] = []
+        self._new = False
+        self.setup: Setup
+        self._gone: set[int] = set()
+        self._lock = threading.Lock()
+        self._over = False
+
+    def join(self, seat: Seat) -> None:
+        with self._lock:
+            self.seats[seat.rank] = seat
+        held = self.host.held()
+        seat.say(m.WELCOME, (-1 if held is None else held[0],), b"" if held is None else held[1].to_json().encode())
+        if self.ready:
+            self._greet(seat)
+
+    def takes(self, name: str, rank: int, workers: int) -> bool:
+        return not self._over and (name, workers) == (self.name, self.workers) and rank not in self.seats
+
+    def chunk(self, number: int) -> Chunk:
+        meta = self.meta
+        if meta is None or not 0 <= number < len(meta.owners) or meta.owners[number] != self.number:
+            raise WireError(f"chunk {number} is not of server {self.number}")
+        return meta.table.chunks[number]
+
+    def open(self, seat: Seat, fields: Any, body: bytes) -> None:
+        """Worker 0 says what the store holds: makes it, or opens it at the step given."""
+        new, step, servers, holds_gradients = fields
+        try:
+            tree = msgspec.json.decode(body, type=dict[str, Any])
+            meta = StoreMeta.from_json(tree["meta"], "the store that worker 0 describes")
+            self._rules = [rule_of(r) for r in tree["rules"]]
+        except (msgspec.DecodeError, KeyError) as error:
+            raise WireError(f"worker 0 describes no store: {error}") from error
+        if seat.rank or self.tier or meta.index != self.number or len(meta.directories) != servers:
+            raise WireError("a store is opened by worker 0, once, with this server's number")
+        directory = self.host.directory
+        if new:
+            self.tier, self._new = create_part(directory, meta), True
+        else:
+            self.tier = open_part(directory, step)
+        if self.tier is None or self.tier.meta.job != meta.job or self.tier.meta.index != self.number:
+            raise ForeignError(f"{directory}: holds another store than server {self.number} of job {meta.job}")
+        self.meta = self.tier.meta
+        budgets = derive_server(
+            self.meta.table, meta.owned(self.number), self.host.nbytes, workers=self.workers,
+            holds_gradients=holds_gradients,
+        )
+        self.tier.spill_workers = self.workers
+        self.answers = Pool(budgets.answers, budgets.piece_bytes)
+        self.pools = [Pool(budgets.pool, budgets.piece_bytes) for _ in range(self.workers)]
+        chunks = {n: self.meta.table.chunks[n] for n in meta.owned(self.number)}
+        self.setup = Setup(
+            self.number, f"server {self.number} ({self.host.where}, {directory})", chunks, meta.owned(self.number),
+            self._rules, self.tier, budgets.resident, budgets.public_resident,
+            budgets.record_buffers if chunks else 0, budgets.record_bytes, budgets.scratch_bytes, self.workers,
+            report=self.host.report,
+        )
+        for note in filter(None, [self.tier.note]):
+            self.host.report(note)
+
+    def fill(self, seat: Seat, number: int, payload: memoryview) -> None:
+        chunk = self.chunk(number)
+        if seat.rank or self.tier is None or not self._new or self.ready:
+            raise WireError("only worker 0 fills, and only a new store")
+        if len(payload) != self.setup.records[number].nbytes:
+            raise WireError(f"{len(payload)} bytes fill chunk {number}, {self.setup.records[number].nbytes} expected")
+        self.tier.write(number, "record" if chunk.trainable else "public", payload)
+        seat.say(m.FILLED, (number,))
+
+    def begin(self, seat: Seat, blob: bytes) -> None:
+        if seat.rank or self.tier is None or self.ready:
+            raise WireError("worker 0 begins, once, after it has opened a store")
+        if self._new:
+            self.tier.prepare(0, blob if self.number == 0 else b"")
+            self.tier.committed(0)
+            publish_part(self.host.directory)
+        self.server = Server(self.setup, self.deliver, self.stages, self.tier.step)
+        self.server.start()
+        with self._lock:
+            self.ready = True
+            seats = list(self.seats.values())
+        self.host.report(f"{self.setup.name}: step {self.tier.step}, {self.workers} worker(s), "
+                         f"{len(self.setup.chunks)} chunks, {show_bytes(self.server.nbytes())} of buffers")
+        for other in seats:
+            self._greet(other)
+
+    def _greet(self, seat: Seat) -> None:
+        """Ready: what the worker needs to go on from here."""
+        assert self.meta is not None and self.tier is not None
+        if seat.signature != self.meta.signature:
+            self.end(ForeignError(
+                f"worker {seat.rank} ({seat.link.peer}) has another model, dtype, chunk size or optimizer than the "
+                f"store ({seat.signature} and {self.meta.signature})", hint="every worker runs the same job"))
+            return
+        seat.pool = self.pools[seat.rank]
+        blobs = unpack(self.tier.blob)
+        seat.say(m.READY, (self.tier.step,), blobs[seat.rank] if seat.rank < len(blobs) else blobs[0])
+
+    def read(self, seat: Seat, chunk: Chunk) -> None:
+        """A whole record, between steps."""
+        assert self.meta is not None and self.tier is not None
+        buffer = Buffer(self.setup.records[chunk.id].nbytes)
+        view = RecordView(self.meta, chunk, buffer.view)
+        self.tier.read(chunk.id, "record" if chunk.trainable else "public", buffer.view)
+        if not self.tier.has_public(chunk.id):
+            view.cast_public()
+        with suppress(PeerError):
+            seat.link.send(m.RECORD, m.encode((chunk.id,)), [buffer.view], lambda: None)
+
+    def tell(self, message: Any) -> None:
+        if self.server is None:
+            raise WireError("nothing is served yet")
+        self.server.receive(message)
+
+    def deliver(self, message: Any, to: int | None) -> None:
+        """What the server says, from its loop thread."""
+        seats = list(self.seats.values()) if to is None else [self.seats[to]]
+        match message:
+            case ops.Freed(ticket):
+                seats[0].freed(ticket)
+            case ops.Held(chunk, sums):
+                for seat in seats:
+                    seat.say(m.HELD, (chunk,), m.as_bytes(sums))
+            case ops.Prepared(_, step):
+                for seat in seats:
+                    seat.say(m.PREPARED, (step,))
+            case ops.CommitDone(step):
+                for seat in seats:
+                    seat.say(m.COMMITTED, (step,))
+            case ops.Failed(_, error):
+                self.end(error)
+
+    def left(self, seat: Seat, error: PeerError) -> None:
+        """A link has ended. Where nothing is under way the others may be leaving too; else the session is over."""
+        with self._lock:
+            self._gone.add(seat.rank)
+            all_gone = len(self._gone) == len(self.seats)
+        if all_gone or self.server is None:
+            self.end(error)
+        else:
+            self.server.receive(ops.PeerLost(seat.rank, str(error)))
+
+    def end(self, error: BaseException | None) -> None:
+        with self._lock:
+            first, self._over = not self._over, True
+        if first:
+            self.host.ended.put((self, error))
+
+    def tear_down(self, error: BaseException | None) -> None:
+        """From the host's own thread. What was not committed is dropped when the store is opened again."""
+        words = (type(error).__name__, str(error)) if error is not None else ("LostError", "the server stops")
+        with self._lock:
+            seats = list(self.seats.values())
+        for seat in seats:
+            seat.say(m.FAILED, words)
+        for pool in [self.answers, *self.pools]:
+            pool.close()
+        for seat in seats:
+            seat.link.close()
+        if self.server is not None:
+            self.server.stop(END_S)
+        elif self.tier is not None:
+            self.tier.close()
+        for pool in [self.answers, *self.pools]:
+            for buffer in pool.buffers:
+                buffer.close()
+
+
+class Host:
+    """Listens; one session at a time. `run` returns after `stop`."""
+
+    def __init__(
+        self, address: Address, directory: Path, nbytes: int, options: Options = Options(), report: Report = print
+    ) -> None:
+        self.directory, self.nbytes, self.report = directory, nbytes, report
+        self.ended: queue.SimpleQueue[tuple[Session | None, BaseException | None]] = queue.SimpleQueue()
+        self.session: Session | None = None
+        self._lock = threading.Lock()
+        self._free = threading.Condition(self._lock)  # no session is being torn down
+        self._listener = listen(address, self._accept, options, report)
+        host, port = self._listener.address
+        self.where = f"{host}:{port}"
+
+    def held(self) -> tuple[int, StoreMeta] | None:
+        """(newest step, description) of the store in this directory; None where none is."""
+        session = self.session
+        tier = session.tier if session is not None else None
+        if tier is not None:
+            return (tier.step, tier.meta) if tier.step >= 0 else None
+        with suppress(FileNotFoundError):
+            opened = open_part(self.directory)
+            if opened is not None:
+                opened.close()
+                return opened.step, opened.meta
+        return None
+
+    def _accept(self, link: Link, hello: bytes) -> Seat:
+        """Called by the listener for a link whose other side has proven the token."""
+        try:
+            name, rank, workers, number, signature = m.HELLO.decode(hello)
+        except msgspec.DecodeError as error:
+            raise WireError(f"no greeting of a worker: {error}") from error
+        if not 0 <= rank < workers <= 1 << 16:
+            raise WireError(f"worker {rank} of {workers}")
+        with self._free:
+            while (session := self.session) is not None and not session.takes(name, rank, workers):
+                session.end(LostError(f"worker {rank} of {workers} began session {name!r} anew ({link.peer})"))
+                if not self._free.wait_for(lambda: self.session is not session, END_S):  # noqa: B023
+                    raise LostError("the session before has not ended yet")
+            if session is None:
+                session = self.session = Session(name, workers, number, self)
+            seat = Seat(session, rank, signature, link)
+            link.peer = f"worker {rank} ({link.peer})"
+            session.join(seat)
+            return seat
+
+    def run(self) -> None:
+        """Ends sessions, one after the other, until `stop`."""
+        while True:
+            session, error = self.ended.get()
+            if session is None:
+                return
+            step = session.tier.step if session.tier is not None else -1
+            session.tear_down(error)
+            self.report(f"session over at step {step}: {error}".replace("\n", "; "))
+            with self._free:
+                self.session = None
+                self._free.notify_all()
+
+    def stop(self) -> None:
+        self.ended.put((None, None))
+
+    def __enter__(self) -> Host:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.close()
+        if self.session is not None:
+            self.session.tear_down(None)
+
+
