@@ -76,14 +76,14 @@ def new_scaler(case):
     return torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2, enabled=case.scaler)
 
 
-def one_step(case, model, optimizer, scaler, number):
-    """Step `number` of the loop that every test runs; with a scaler, step 2 has an inf and is skipped."""
-    torch.manual_seed(1000 + number)
+def one_step(case, model, optimizer, scaler, number, seed=None, bad=True):
+    """Step `number` of the loop that every test runs; with a scaler, step 2 has an inf (if `bad`) and is skipped."""
+    torch.manual_seed(1000 + number if seed is None else seed)
     total = 0.0
     for _ in range(case.accumulate):
         x = torch.randint(0, VOCAB, (4, 16))
         loss = nn.functional.cross_entropy(model(x).float().flatten(0, 1), x.roll(1, 1).flatten())
-        blown = loss * float("inf") if case.scaler and number == 2 else loss
+        blown = loss * float("inf") if case.scaler and number == 2 and bad else loss
         scaler.scale(blown / case.accumulate).backward()
         total += loss.item()
     if case.clip is not None:

@@ -83,13 +83,13 @@ def token_of(path: str | None) -> bytes | None:
 
 class RemoteServer:
     """The worker's end of the link to one server: a node-level link (`send` of messages) and the Receiver of its frames.
-    `into`: where the parameters of each pull go, by ticket."""
+    `all`: the job's servers; whoever waits for any of them hears of the first that fails."""
 
-    def __init__(self, number: int, where: str) -> None:
-        self.number, self.peer = number, f"server {number} ({where})"
+    def __init__(self, number: int, where: str, all: list[RemoteServer]) -> None:
+        self.number, self.peer, self._all = number, f"server {number} ({where})", all
         self.link: Link | None = None
         self.deliver: Callable[[Any], None] | None = None
-        self._into: dict[int, tuple[int, memoryview]] = {}
+        self._into: dict[int, tuple[int, memoryview]] = {}  # ticket -> chunk, where its parameters go
         self._inbox: queue.SimpleQueue[tuple[int, Any, bytes | Buffer]] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._coming: list[Buffer] = []
@@ -102,12 +102,17 @@ class RemoteServer:
         if isinstance(message, ops.Push):
             ticket = message.ticket
             sent = lambda: self._say(ops.Freed(ticket))  # noqa: E731
-        assert self.link is not None
-        self.link.send(kind, header, parts, sent)
+        self._post(kind, header, parts, sent)
 
     def say(self, kind: int, fields: tuple[Any, ...], payload: Any = b"", sent: Callable[[], None] | None = None) -> None:
+        self._post(kind, m.encode(fields), [memoryview(payload)] if len(payload) else (), sent)
+
+    def _post(self, kind: int, header: bytes, parts: Sequence[memoryview], sent: Callable[[], None] | None) -> None:
         assert self.link is not None
-        self.link.send(kind, m.encode(fields), [memoryview(payload)] if len(payload) else (), sent)
+        try:
+            self.link.send(kind, header, parts, sent)
+        except LostError as error:
+            raise self._error or error from None  # what the server said before it hung up tells more
 
     def wait(self, kind: int, what: str, deadline_s: float) -> tuple[Any, Any]:
         """The next session frame, which must be of `kind`: (fields, payload)."""
@@ -168,9 +173,10 @@ class RemoteServer:
         self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        self._error = self._error or error
-        self._inbox.put((m.FAILED, (), b""))
-        self._say(ops.Failed(self.number, self._error))
+        for server in self._all:
+            server._error = server._error or error
+            server._inbox.put((m.FAILED, (), b""))
+        self._say(ops.Failed(self.number, error))
 
     def _say(self, message: Any) -> None:
         if self.deliver is not None:
@@ -194,7 +200,7 @@ class Cluster:
         self.servers: list[RemoteServer] = []
         with ExitStack() as undo:
             for number, address in enumerate(servers):
-                server = RemoteServer(number, f"{address[0]}:{address[1]}")
+                server = RemoteServer(number, f"{address[0]}:{address[1]}", self.servers)
                 hello = m.encode((group.session, group.rank, group.workers, number, self.meta.signature))
                 server.link = connect(address, server, options, hello=hello, name=f"server {number}")
                 undo.callback(server.close)

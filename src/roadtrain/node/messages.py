@@ -80,7 +80,7 @@ def frame(message: Any) -> tuple[int, bytes, Sequence[memoryview]]:
             return CLOSE, encode((chunk, step)), ()
         case ops.Release(chunk, step, hyper, scales, order):
             there = np.array([s is not None for s in scales])
-            parts = [as_bytes(np.array([s or 0.0 for s in scales])), as_bytes(there)]
+            parts = [as_bytes(np.array([0.0 if s is None else s for s in scales])), as_bytes(there)]
             return RELEASE, encode((chunk, step, order, hyper)), parts
         case ops.Forget(chunk):
             return FORGET, encode((chunk,)), ()

@@ -222,8 +222,8 @@ class Session:
             self.seats[seat.rank] = seat
         held = self.host.held()
         seat.say(m.WELCOME, (-1 if held is None else held[0],), b"" if held is None else held[1].to_json().encode())
-        if self.ready:
-            self._greet(seat)
+        if self.ready and (error := self._greet(seat)) is not None:
+            raise error
 
     def takes(self, name: str, rank: int, workers: int) -> bool:
         return not self._over and (name, workers) == (self.name, self.workers) and rank not in self.seats
@@ -246,10 +246,8 @@ class Session:
         if seat.rank or self.tier or meta.index != self.number or len(meta.directories) != servers:
             raise WireError("a store is opened by worker 0, once, with this server's number")
         directory = self.host.directory
-        if new:
-            self.tier, self._new = create_part(directory, meta), True
-        else:
-            self.tier = open_part(directory, step)
+        with self.host.store_lock:
+            self.tier, self._new = (create_part(directory, meta) if new else open_part(directory, step)), new
         if self.tier is None or self.tier.meta.job != meta.job or self.tier.meta.index != self.number:
             raise ForeignError(f"{directory}: holds another store than server {self.number} of job {meta.job}")
         self.meta = self.tier.meta
@@ -296,17 +294,19 @@ class Session:
         for other in seats:
             self._greet(other)
 
-    def _greet(self, seat: Seat) -> None:
-        """Ready: what the worker needs to go on from here."""
+    def _greet(self, seat: Seat) -> ForeignError | None:
+        """Ready: what the worker needs to go on from here. A worker of another job ends the session."""
         assert self.meta is not None and self.tier is not None
         if seat.signature != self.meta.signature:
-            self.end(ForeignError(
-                f"worker {seat.rank} ({seat.link.peer}) has another model, dtype, chunk size or optimizer than the "
-                f"store ({seat.signature} and {self.meta.signature})", hint="every worker runs the same job"))
-            return
+            error = ForeignError(
+                f"{seat.link.peer} has another model, dtype, chunk size or optimizer than the store "
+                f"({seat.signature} and {self.meta.signature})", hint="every worker runs the same job")
+            self.end(error)
+            return error
         seat.pool = self.pools[seat.rank]
         blobs = unpack(self.tier.blob)
         seat.say(m.READY, (self.tier.step,), blobs[seat.rank] if seat.rank < len(blobs) else blobs[0])
+        return None
 
     def read(self, seat: Seat, chunk: Chunk) -> None:
         """A whole record, between steps."""
@@ -387,24 +387,19 @@ class Host:
         self.directory, self.nbytes, self.report = directory, nbytes, report
         self.ended: queue.SimpleQueue[tuple[Session | None, BaseException | None]] = queue.SimpleQueue()
         self.session: Session | None = None
-        self._lock = threading.Lock()
-        self._free = threading.Condition(self._lock)  # no session is being torn down
+        self.store_lock = threading.Lock()  # over opening and making the store
+        self._free = threading.Condition()  # no session is being torn down
         self._listener = listen(address, self._accept, options, report)
         host, port = self._listener.address
         self.where = f"{host}:{port}"
 
     def held(self) -> tuple[int, StoreMeta] | None:
         """(newest step, description) of the store in this directory; None where none is."""
-        session = self.session
-        tier = session.tier if session is not None else None
-        if tier is not None:
-            return (tier.step, tier.meta) if tier.step >= 0 else None
-        with suppress(FileNotFoundError):
-            opened = open_part(self.directory)
-            if opened is not None:
-                opened.close()
-                return opened.step, opened.meta
-        return None
+        with self.store_lock:
+            tier = self.session.tier if self.session is not None else None
+            if tier is None and (tier := open_part(self.directory)) is not None:
+                tier.close()
+            return None if tier is None or tier.step < 0 else (tier.step, tier.meta)
 
     def _accept(self, link: Link, hello: bytes) -> Seat:
         """Called by the listener for a link whose other side has proven the token."""

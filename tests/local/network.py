@@ -1,0 +1,119 @@
+"""Processes that the tests of several workers share: hosts (`roadtrain serve`) and workers, forked from one server."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from pathlib import Path
+
+import torch
+from models import build, new_scaler, one_step
+
+import roadtrain
+from roadtrain.errors import RoadtrainError
+from roadtrain.node.serve import Host
+from roadtrain.wire.tcp import Options
+
+FORK = multiprocessing.get_context("forkserver")
+FORK.set_forkserver_preload(["torch", "roadtrain.placing", "roadtrain.node.serve", "network"])
+BUDGET = "96MiB"
+
+
+def host_child(directory, address, token, log, ready):
+    torch.set_num_threads(1)
+    lines = open(log, "a", buffering=1)  # noqa: SIM115
+    with Host(address, Path(directory), 96 << 20, Options(token=token), lambda line: lines.write(line + "\n")) as host:
+        ready.send(host.where)
+        host.run()
+
+
+class HostProcess:
+    """`roadtrain serve` in a process of its own. `where`: HOST:PORT."""
+
+    def __init__(self, directory, port=0, token=None):
+        self.log = Path(f"{directory}.log")
+        here, there = FORK.Pipe()
+        self.process = FORK.Process(
+            target=host_child, args=(str(directory), ("127.0.0.1", port), token, str(self.log), there), daemon=True)
+        self.process.start()
+        there.close()
+        self.where = here.recv() if here.poll(60) else None
+        assert self.where, "the host did not start"
+
+    def kill(self):
+        self.process.kill()
+        self.process.join()
+
+
+def worker_child(case, servers, log, steps, rank, workers, options, change):
+    """Trains up to `steps` and writes every step's loss down; what ended it otherwise comes last."""
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(workers), "MASTER_PORT": options.pop("session", "1")}
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    token = options.pop("token", None)
+    try:
+        model, optimizer = build(case)
+        if change == "model":
+            model.extra = torch.nn.Linear(2, 2)
+        scaler = new_scaler(case)
+        placed = roadtrain.place(
+            model, optimizer, servers=servers, link=Options(token=token, retry_s=30), budget=BUDGET,
+            dtype=case.dtype, extra={"scaler": scaler} if case.scaler else {}, deadline_s=30,
+            backwards_per_step=case.accumulate if case.eager else None, report=lambda _: None,
+            **{"chunk_elements": 1 << 16, **options},
+        )
+        with placed:
+            if change == "lr":
+                placed.param_groups[0]["lr"] *= 1.5
+            while placed.steps_done < steps:
+                number = placed.steps_done
+                loss = one_step(case, model, placed, scaler, number, seed=1000 + number * workers + rank,
+                                bad=rank == workers - 1)
+                os.write(out, f"{placed.steps_done} {loss.hex()} {placed.grad_norm().hex()}\n".encode())
+            if rank == 0:
+                names = sorted(n for n, p in model.named_parameters() if p.requires_grad)
+                total = [placed.read(n).tobytes() + placed.read(n, "exp_avg").tobytes() for n in names]
+                placed_hash = __import__("hashlib").sha256(b"".join(total)).hexdigest()
+                os.write(out, f"end {placed_hash}\n".encode())
+    except RoadtrainError as error:
+        os.write(out, f"error {type(error).__name__}: {error}".replace("\n", "; ").encode() + b"\n")
+        os._exit(3)
+
+
+class Workers:
+    """`workers` of them; `logs[r]` is what rank r wrote."""
+
+    def __init__(self, case, servers, tmp_path, steps, workers, *, changes=None, session="1", **options):
+        self.logs = [tmp_path / f"worker{r}.log" for r in range(workers)]
+        self.processes = [
+            FORK.Process(target=worker_child, args=(case, list(servers), str(self.logs[r]), steps, r, workers,
+                                                    {**options, "session": session}, (changes or {}).get(r)))
+            for r in range(workers)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def join(self, timeout=120):
+        for process in self.processes:
+            process.join(timeout)
+            if process.exitcode is None:
+                process.kill()
+                process.join()
+                raise AssertionError("a worker hangs")
+        return [p.exitcode for p in self.processes]
+
+    def errors(self):
+        return [next((x for x in reversed(log.read_text().splitlines()) if x.startswith("error")), "") if log.exists()
+                else "" for log in self.logs]
+
+
+def losses(log):
+    """step -> what was written of it: a set, of one element unless a repetition differed."""
+    seen = {}
+    for line in log.read_text().splitlines() if log.exists() else ():
+        first, _, rest = line.partition(" ")
+        if first != "error":
+            seen.setdefault(first, set()).add(rest)
+    return seen
+
+

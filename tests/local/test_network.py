@@ -1,0 +1,204 @@
+"""Servers in processes of their own, one worker and several: the same bits whatever serves (Rule 1), nothing lost when
+one of them dies (Rule 3), nobody hangs (Rule 5), nobody unasked gets in (Rule 8)."""
+
+import random
+import time
+
+import numpy as np
+import pytest
+import torch
+from models import Case, build, one_step, place
+from network import HostProcess, Workers, losses
+
+CASES = {
+    "plain": Case(eager=True),
+    "clipped, accumulated, groups": Case(clip=0.5, accumulate=2, groups=True),
+    "frozen, bf16": Case(frozen=True, dtype=torch.bfloat16, eager=True),
+    "tied, scaler": Case(tied=True, scaler=True, clip=1.0),
+}
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    made = []
+
+    def make(n, **options):
+        made.extend(HostProcess(tmp_path / f"host{len(made)}", **options) for _ in range(n))
+        return made[-n:]
+
+    yield make
+    for host in made:
+        host.kill()
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("servers", [1, 3])
+def test_one_worker_trains_as_in_memory(name, servers, hosts, tmp_path):  # Rule 1
+    case = CASES[name]
+    model, placed, scaler = place(case, None)
+    with placed:
+        expected = [(one_step(case, model, placed, scaler, i).hex(), placed.grad_norm().hex()) for i in range(5)]
+    workers = Workers(case, [h.where for h in hosts(servers)], tmp_path, 5, 1)
+    # the worker's seed of step i is that of one_step by itself: 1000 + i
+    assert workers.join() == [0], workers.errors()
+    seen = losses(workers.logs[0])
+    assert [seen[str(i + 1)] for i in range(5)] == [{" ".join(e)} for e in expected]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_three_workers_are_the_same_over_any_servers(name, hosts, tmp_path):  # Rule 1
+    case, results = CASES[name], []
+    for servers in (1, 2, 4):
+        home = tmp_path / f"with{servers}"
+        home.mkdir()
+        workers = Workers(case, [h.where for h in hosts(servers)], home, 4, 3)
+        assert workers.join() == [0, 0, 0], workers.errors()
+        results.append([losses(log) for log in workers.logs])
+    assert results[0] == results[1] == results[2]
+    assert set(results[0][0]) == {"1", "2", "3", "4", "end"}
+    norms = [{step: next(iter(v)).split()[-1] for step, v in seen.items() if step != "end"} for seen in results[0]]
+    assert norms[0] == norms[1] == norms[2], "every worker knows the norm of the mean"
+
+
+def test_the_update_takes_the_mean_of_the_workers(hosts, tmp_path):
+    """Against torch: three batches' mean gradient, clipped, AdamW; to rounding."""
+    case = Case(clip=0.3)
+    workers = Workers(case, [h.where for h in hosts(2)], tmp_path, 4, 3)
+    assert workers.join() == [0, 0, 0], workers.errors()
+    model, optimizer = build(case)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+
+    for step in range(4):
+        found = []
+        for rank in range(3):
+            found.append(one_step(Case(), model, Skipped(), scaler, step, seed=1000 + 3 * step + rank))
+        for p in model.parameters():
+            p.grad /= 3
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+        optimizer.step()
+        optimizer.zero_grad()
+        for rank in range(3):
+            loss, seen_norm = next(iter(losses(workers.logs[rank])[str(step + 1)])).split()
+            assert float.fromhex(loss) == pytest.approx(found[rank], rel=1e-4)
+            assert float.fromhex(seen_norm) == pytest.approx(float(norm), rel=1e-4)
+
+
+class Skipped:
+    """An optimizer that does nothing: gradients add up."""
+
+    param_groups: list = []
+
+    def step(self, *_): ...
+
+    def zero_grad(self): ...
+
+
+def wait_for(ready, what, seconds=60):
+    until = time.monotonic() + seconds
+    while not ready():
+        assert time.monotonic() < until, f"waited for {what}"
+        time.sleep(0.02)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("victim", ["worker 0", "worker 1", "server 0", "server 1", "all"])
+def test_a_death_costs_no_step(victim, hosts, tmp_path):  # Rules 3 and 5
+    """Killed at a random moment; started again (a server at another address) all goes on with the same losses."""
+    case, steps, rng = Case(clip=0.5), 60, random.Random(victim)
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    workers = Workers(case, [h.where for h in hosts(2)], whole, steps, 2)
+    assert workers.join() == [0, 0], workers.errors()
+    expected = [losses(log) for log in workers.logs]
+
+    two = hosts(2)
+    workers = Workers(case, [h.where for h in two], tmp_path, steps * 100, 2)
+    wait_for(lambda: len(losses(workers.logs[0])) > 3 + rng.randrange(10), "some steps")
+    killed = time.monotonic()
+    if victim in ("worker 0", "worker 1", "all"):
+        for process in workers.processes if victim == "all" else [workers.processes[int(victim[-1])]]:
+            process.kill()
+    if victim == "all" or victim.startswith("server"):
+        for i in (0, 1) if victim == "all" else [int(victim[-1])]:
+            two[i].kill()
+    codes = workers.join(30)
+    assert time.monotonic() - killed < 10
+    assert all(codes), codes
+    if victim != "all":
+        told = [e for e, code in zip(workers.errors(), codes) if code == 3]
+        assert told and all(e.startswith("error LostError") and victim in e for e in told), told
+
+    for i, host in enumerate(two):
+        if not host.process.is_alive():
+            two[i] = HostProcess(tmp_path / f"host{i + 2}")
+    done = min(max(int(s) for s in losses(log) if s != "end") for log in workers.logs)
+    again = Workers(case, [h.where for h in two], tmp_path, max(steps, done + 5), 2, session="2")
+    assert again.join() == [0, 0], again.errors()
+    for host in two:
+        host.kill()
+    for log, reference in zip(again.logs, expected):
+        seen = losses(log)
+        assert all(len(v) == 1 for v in seen.values()), "a step was repeated with another loss"
+        common = (set(seen) & set(reference)) - {"end"}
+        assert len(common) == steps
+        assert all(seen[s] == reference[s] for s in common)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({1: "model"}, "another model"), ({1: "lr"}, "hyperparameters")],
+)
+def test_workers_of_different_jobs_are_told(changes, words, hosts, tmp_path):
+    workers = Workers(Case(), [h.where for h in hosts(1)], tmp_path, 5, 2, changes=changes)
+    assert workers.join() == [3, 3]
+    assert all(words in e for e in workers.errors()), workers.errors()
+
+
+def test_a_stranger_does_not_get_in_and_disturbs_nobody(hosts, tmp_path):  # Rule 8
+    (host,) = hosts(1, token=b"secret")
+    workers = Workers(Case(), [host.where], tmp_path, 300, 1, token=b"secret")
+    wait_for(lambda: len(losses(workers.logs[0])) > 2, "some steps")
+    other = tmp_path / "other"
+    other.mkdir()
+    for token in (None, b"guessed"):
+        stranger = Workers(Case(), [host.where], other, 5, 1, token=token)
+        assert stranger.join() == [3]
+        assert "AuthError" in stranger.errors()[0]
+    assert workers.join() == [0], workers.errors()
+    assert "refused" in host.log.read_text()
+
+
+def test_topk_over_the_network(hosts, tmp_path):
+    results = []
+    for servers in (1, 2):
+        home = tmp_path / f"with{servers}"
+        home.mkdir()
+        workers = Workers(Case(eager=True), [h.where for h in hosts(servers)], home, 4, 2, topk=0.1)
+        assert workers.join() == [0, 0], workers.errors()
+        results.append([losses(log) for log in workers.logs])
+    assert results[0] == results[1]
+
+
+def test_a_store_of_other_servers_is_refused_and_kept(hosts, tmp_path):
+    two = [h.where for h in hosts(2)]
+    assert Workers(Case(), two, tmp_path, 2, 1).join() == [0]
+    for servers, words in ((two[:1], "a store of 2 servers"), (two[::-1], "server 0")):
+        home = tmp_path / f"wrong{len(servers)}"
+        home.mkdir()
+        workers = Workers(Case(), servers, home, 3, 1)
+        assert workers.join() == [3]
+        assert words in workers.errors()[0], workers.errors()
+    assert Workers(Case(), two, tmp_path, 3, 1, session="3").join() == [0]
+
+
+def test_numbers_of_a_release_travel_exactly():
+    from roadtrain.flow import ops
+    from roadtrain.node import messages as m
+    from roadtrain.spec.chunks import ChunkTable, ParamSpec
+
+    table = ChunkTable.build([("", [ParamSpec(f"p{i}", (3,), "fp32", True, 0) for i in range(4)])])
+    sent = ops.Release(0, 7, (0.1, 1e-300), (None, float("nan"), -0.0, float("inf")), 3, 2)
+    kind, header, parts = m.frame(sent)
+    got = m.release(m.header(kind, header), memoryview(b"".join(parts)), table.chunks[0], 2)
+    assert got.hyper == sent.hyper and got.order == 3 and got.scales[0] is None
+    assert np.array(got.scales[1:]).tobytes() == np.array(sent.scales[1:]).tobytes()
