@@ -16,6 +16,8 @@ RoadtrainError
 +-- PeerError                 somebody we wait for
     +-- DeadlineError         a wait passed its deadline (Rule 5): role, step, block, peer
     +-- LostError             the peer ended with an error of its own (the cause)
+    +-- WireError             the peer sent what no frame or handshake of ours looks like, or refused to talk
+    +-- AuthError             a token, certificate or user id that does not match (Rule 8)
 """
 
 from __future__ import annotations
@@ -72,3 +74,9 @@ class DeadlineError(PeerError): ...
 
 
 class LostError(PeerError): ...
+
+
+class WireError(PeerError): ...
+
+
+class AuthError(PeerError): ...

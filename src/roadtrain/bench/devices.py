@@ -39,12 +39,12 @@ from roadtrain.kernels.rules import rules_for
 from roadtrain.lab import LoopDevice, Throttle, TokenLink, lab_available
 from roadtrain.node.compress import Compressor
 from roadtrain.node.device import HostBuffer
+from roadtrain.node.direct import MessageLink
 from roadtrain.node.engine import Engine, Layout
 from roadtrain.spec.chunks import Block, ChunkTable, ParamSpec
 from roadtrain.spec.plan import derive
 from roadtrain.store.buffers import Buffer, array_in
 from roadtrain.units import GIB, MIB
-from roadtrain.wire.link import Link
 
 RATE = 40e6  # bytes a second of one device, each way
 LINK = 4 * RATE  # of the interconnect, each way
@@ -86,9 +86,9 @@ class Wire:
 
 
 class ChargedLink:
-    """A Link whose gradients cross the interconnect."""
+    """A MessageLink whose gradients cross the interconnect."""
 
-    def __init__(self, link: Link, down: Wire) -> None:
+    def __init__(self, link: MessageLink, down: Wire) -> None:
         self.peer, self._link, self._down = link.peer, link, down
 
     def send(self, message: Any) -> None:

@@ -19,6 +19,7 @@ from roadtrain.errors import DeadlineError, ForeignError
 from roadtrain.flow.assign import assign
 from roadtrain.kernels.rules import Rule
 from roadtrain.node.compress import Compressor
+from roadtrain.node.direct import DirectLink
 from roadtrain.node.server import Server, Setup
 from roadtrain.node.worker import Worker
 from roadtrain.spec.chunks import Block, ChunkTable, Record
@@ -28,7 +29,6 @@ from roadtrain.store.convert import MASTER, RecordView, Source, convert, gather_
 from roadtrain.store.generation import OpenedStore, create_store, open_store
 from roadtrain.store.ledger import GroupRule, StoreMeta
 from roadtrain.trace import Stages
-from roadtrain.wire.local import LocalLink
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class Engine:
             )
             server = Server(setup, self.worker.deliver, self.stages, self.step)
             self.servers.append(server)
-            self.worker.links.append(LocalLink(setup.name, server.receive))
+            self.worker.links.append(DirectLink(setup.name, server.receive))
 
     def fill(self, block: Block, source: Source, hypers: Sequence[Sequence[float]]) -> None:
         """First contents of one block: what `source` gives, then what each rule starts with."""

@@ -25,12 +25,12 @@ from roadtrain.flow.ledger import Ledger
 from roadtrain.flow.prefetch import Prefetcher, PullBlock
 from roadtrain.node.compress import Compressor
 from roadtrain.node.device import HostBuffer
+from roadtrain.node.direct import MessageLink
 from roadtrain.spec.chunks import PAGE, Block, Chunk, ChunkTable
 from roadtrain.spec.plan import Budgets
 from roadtrain.store.buffers import Heap
 from roadtrain.trace import Stages
 from roadtrain.units import round_up
-from roadtrain.wire.link import Link
 
 Scales = Callable[[int], float | None]  # param -> what its gradient is multiplied by, None: it has no gradient
 
@@ -60,7 +60,7 @@ class Worker:
     ) -> None:
         self.table, self.owners, self.stages, self.deadline_s = table, owners, stages, deadline_s
         self.compressor = compressor
-        self.links: list[Link] = []
+        self.links: list[MessageLink] = []
         self.blocks = [BlockState() for _ in table.blocks]
         self._block_of = {s.param: b.index for b in table.blocks for run in b.runs for s in run.spans}
         self.chunk_version = [0] * len(table.chunks)

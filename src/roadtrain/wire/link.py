@@ -1,23 +1,106 @@
-"""Link: how messages travel between a worker and a server. One page, two methods and a name.
+"""Link and Receiver: how frames travel between two nodes, on one page. A frame is a `kind`, a short header and a
+payload.
 
-A link is made with the function that takes what arrives; `send` never waits for the other side's work, keeps the order
-of messages, and raises LostError once the peer is gone. Bulk bytes are named by the messages as memoryviews (`into`,
-`grad`): a link that crosses processes copies them, one inside a process passes them on.
+A link is made with the Receiver of what arrives. `send` only queues; order of calls is order of arrival, also where
+several connections carry one link. Bulk bytes are gathered from the sender's buffers and land in the buffer that the
+other side's `room` names: a transport copies them, this room never holds them.
 
-Not here: what messages mean (flow/ops.py), who retries (nobody: a lost peer is an error with a name).
-"""
+    frame = HEAD, header (<= 64 KiB), payload (<= the frame limit); all lengths are checked before anything is allocated
+
+Assumes little-endian integers on the wire (HEAD says so). NOT here: what kinds mean, who retries (nobody: a lost peer
+is an error with a name). """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+import struct
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
-Deliver = Callable[[Any], None]
+from roadtrain.errors import PeerError, WireError
+from roadtrain.units import KIB, MIB
+
+MAGIC, VERSION = b"RTfr", 1
+HEAD = struct.Struct("<4sBBHIQQQ")  # magic, version, flags, kind, header bytes, payload bytes, sequence, xxh3
+MAX_HEADER = 64 * KIB
+FRAME_LIMIT = 64 * MIB
+SUMMED, LAST = 1, 2  # flags: the checksum counts; the goodbye, whose sequence is the number of frames sent
+EMPTY = memoryview(bytearray())
+
+
+class Receiver(Protocol):
+    """The owner's side, called from the link's threads. An exception from any of these ends the link with it."""
+
+    def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
+        """Where this payload goes: exactly `nbytes` writable bytes. In the order of sending, one call at a time, and
+        not for an empty payload. May block: that is the back-pressure; must return or raise soon after the link
+        ended."""
+
+    def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
+        """In the order of sending, one call at a time. Must not block for long; may send and close."""
+
+    def lost(self, error: PeerError) -> None:
+        """Once, when the link ended other than by our own close(); nothing arrives after it."""
 
 
 class Link(Protocol):
-    peer: str  # for messages to people: "server 0 (/mnt/ssd0/run)"
+    peer: str  # for people: "server 2 (10.0.0.3:7000)"
 
-    def send(self, message: Any) -> None: ...
+    def send(
+        self, kind: int, header: bytes, parts: Sequence[memoryview] = (), sent: Callable[[], None] | None = None
+    ) -> None:
+        """Queues, and never waits. `parts` must not change until `sent` is called: once, from a thread of the link,
+        when the transport has the bytes or when the link has ended without them. Raises LostError once the link is
+        lost or closed, WireError for a frame over the limit of either side; `sent` is not called then."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """What was queued is still sent, up to a deadline; nothing more arrives. Idempotent. No thread or descriptor is
+        left when it returns, or (called from a thread of the link) soon after."""
+
+
+class Head(NamedTuple):
+    flags: int
+    kind: int
+    header_nbytes: int
+    nbytes: int
+    sequence: int
+    checksum: int
+
+
+def pack_head(head: Head) -> bytes:
+    flags, *rest = head
+    return HEAD.pack(MAGIC, VERSION, flags, *rest)
+
+
+def parse_head(raw: memoryview, limit: int, summed: bool) -> Head:
+    """The head of a frame; WireError for whatever this side does not take."""
+    magic, version, *rest = HEAD.unpack(raw)
+    head = Head(*rest)
+    if magic != MAGIC:
+        raise WireError(f"not a frame: it begins with {magic!r}, not {MAGIC!r}")
+    if version != VERSION:
+        raise WireError(f"a frame of protocol version {version}, this side speaks {VERSION}")
+    if head.flags & ~(SUMMED | LAST) or bool(head.flags & SUMMED) != summed:
+        raise WireError(f"frame {head.sequence} has flags {head.flags:#x}, checksums are {'on' if summed else 'off'}")
+    if head.flags & LAST and (head.kind or head.header_nbytes or head.nbytes):
+        raise WireError(f"a goodbye of {head.header_nbytes + head.nbytes} bytes and kind {head.kind}, not empty")
+    if head.header_nbytes > MAX_HEADER:
+        raise WireError(f"a header of {head.header_nbytes} bytes, {MAX_HEADER} are allowed")
+    if head.nbytes > limit:
+        raise WireError(f"a payload of {head.nbytes} bytes, {limit} are allowed")
+    return head
+
+
+def flat(view: memoryview) -> memoryview:
+    """The same memory as plain bytes; TypeError if it is not contiguous."""
+    return view if view.format == "B" and view.ndim == 1 and view.contiguous else view.cast("B")
+
+
+def check_sizes(peer: str, kind: int, header: bytes, nbytes: int, limit: int) -> None:
+    """What `send` refuses; WireError with both numbers."""
+    if len(header) > MAX_HEADER:
+        raise WireError(f"{peer}: a header of {len(header)} bytes, {MAX_HEADER} are allowed")
+    if nbytes > limit:
+        raise WireError(f"{peer}: a payload of {nbytes} bytes, {limit} are allowed",
+                        hint="cut it, or raise frame_limit on both sides")
+    if not 0 <= kind < 1 << 16:
+        raise WireError(f"{peer}: kind {kind} does not fit 16 bits")

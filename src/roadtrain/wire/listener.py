@@ -1,0 +1,187 @@
+"""Listener: takes connections, proves who they are, joins those of one link, hands the link to its owner.
+
+`accept(link, hello)` is called once a link's connections are all there and have proven the token; it returns the
+Receiver of that link, or raises a typed error whose text the client gets. What is sent on the link inside `accept`
+goes out after it; `link.peer` may be given a better name there. Links live on when the listener is closed.
+
+A stranger costs a thread and a few hundred bytes until the deadline; beyond MAX_PENDING the oldest one is cut off. Each
+that is not let in is one line to `report`. Does NOT know TCP from shm: a Carrier does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from roadtrain.errors import LostError, PeerError, RoadtrainError, WireError
+from roadtrain.wire.handshake import Caller, Common, as_peer_error, greeting, limits, refuse, server_greet, take
+from roadtrain.wire.link import Link, Receiver
+from roadtrain.wire.stream import Channel, Stream
+
+MAX_PENDING = 128
+
+Accept = Callable[[Link, bytes], Receiver]
+Report = Callable[[str], None]
+
+
+class Carrier(Protocol):
+    """What differs between transports, on the side that listens."""
+
+    def secure(self, sock: socket.socket, deadline: float) -> socket.socket:
+        """Before the handshake: checks or wraps it; raises for whoever may not come in."""
+
+    def name(self, sock: socket.socket) -> str: ...
+
+    def channel(self, sock: socket.socket) -> Channel:
+        """After the verdict."""
+
+
+class _Joining:
+    """The connections of one link that have come so far, by number."""
+
+    def __init__(self) -> None:
+        self.there: dict[int, tuple[socket.socket, Caller]] = {}
+        self.taken = threading.Event()
+
+
+class Listener:
+    """`address`: where it listens, with the real port. Owns `sock`. Invariant, under `_lock`: a connection is in
+    `_pending` from accept until its thread has given it away or closed it; a link id is in `_joining` until complete
+    or given up."""
+
+    def __init__(
+        self, sock: socket.socket, address: tuple[str, int] | str, accept: Accept, common: Common, token: bytes | None,
+        carrier: Carrier, report: Report,
+    ) -> None:
+        self.address = address
+        self._sock, self._accept, self._common, self._token = sock, accept, common, token
+        self._carrier, self._report = carrier, report
+        self._lock = threading.Lock()
+        self._pending: dict[threading.Thread, socket.socket] = {}
+        self._joining: dict[bytes, _Joining] = {}
+        self._closed = False
+        self._thread = threading.Thread(target=self._listen, name=f"listen {address}", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """No more connections; handshakes under way are cut off. Idempotent."""
+        with self._lock:
+            self._closed = True
+            pending = list(self._pending.items())
+            for joining in self._joining.values():
+                joining.taken.set()
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)  # wakes accept
+        for _, sock in pending:
+            _cut(sock)
+        for thread in (self._thread, *(thread for thread, _ in pending)):
+            if thread is not threading.current_thread():
+                thread.join()
+        self._sock.close()
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                sock, _ = self._sock.accept()
+            except OSError as error:
+                if self._closed:
+                    return
+                self._report(f"listening on {self.address}: {error.strerror}")  # out of descriptors: give it time
+                time.sleep(0.1)
+                continue
+            thread = threading.Thread(target=self._greet, args=(sock,), name=f"greet {self.address}", daemon=True)
+            with self._lock:
+                if self._closed:
+                    sock.close()
+                    return
+                if len(self._pending) >= MAX_PENDING:
+                    _cut(next(iter(self._pending.values())))
+                self._pending[thread] = sock
+                thread.start()
+
+    def _greet(self, sock: socket.socket) -> None:
+        """One connection, from accept to its verdict; joined to a link or closed."""
+        deadline, peer, given = time.monotonic() + self._common.handshake_s, "a stranger", False
+        try:
+            peer = self._carrier.name(sock)
+            sock = self._carrier.secure(sock, deadline)
+            with self._lock:
+                self._pending[threading.current_thread()] = sock  # the wrapped one is the one to cut
+            ours = greeting(self._common, self._token, b"")
+            caller = server_greet(sock, ours, self._token, deadline)
+            given = self._join(sock, caller, peer, deadline)
+        except Exception as error:
+            if not self._closed:
+                self._report(f"refused: {as_peer_error(error, peer)}".replace("\n", "; "))
+        finally:
+            with self._lock:
+                del self._pending[threading.current_thread()]
+            if not given:
+                sock.close()
+
+    def _join(self, sock: socket.socket, caller: Caller, peer: str, deadline: float) -> bool:
+        """Adds a connection to its link. The thread of the last one makes the link, that of the first gives up on the
+        others at the deadline. True: the socket now belongs to the link or to that thread."""
+        theirs = caller.greeting
+        with self._lock:
+            first = theirs.link not in self._joining
+            joining = self._joining.setdefault(theirs.link, _Joining())
+            if theirs.number in joining.there:
+                raise WireError(f"connection {theirs.number} came twice")
+            joining.there[theirs.number] = (sock, caller)
+            complete = len(joining.there) == theirs.connections
+            if complete:
+                del self._joining[theirs.link]
+        if complete:
+            self._make(joining, peer, deadline)
+            joining.taken.set()
+        elif first:
+            self._wait_for_others(theirs.link, joining, deadline)
+        return True
+
+    def _wait_for_others(self, link: bytes, joining: _Joining, deadline: float) -> None:
+        joining.taken.wait(max(0.0, deadline - time.monotonic()))
+        with self._lock:
+            gave_up = self._joining.pop(link, None) is joining
+        if gave_up:
+            for sock, _ in joining.there.values():
+                sock.close()
+            raise LostError(f"{len(joining.there)} connections of a link came, the others did not")
+
+    def _make(self, joining: _Joining, peer: str, deadline: float) -> None:
+        callers = [joining.there[i] for i in sorted(joining.there)]
+        link = Stream(peer, limits(self._common, [caller.greeting for _, caller in callers]), self._common.checksums,
+                      self._common.close_s)
+        try:
+            receiver = self._accept(link, callers[0][1].hello)
+        except Exception as error:
+            typed = error if isinstance(error, RoadtrainError) else WireError("the server failed")
+            link.stop(LostError(f"{peer}: refused"))
+            for sock, caller in callers:
+                with contextlib.suppress(OSError, PeerError):
+                    refuse(sock, typed, deadline, caller)
+                sock.close()
+            raise
+        channels: list[Channel] = []
+        try:
+            for sock, caller in callers:
+                take(sock, caller, deadline)
+            channels += [self._carrier.channel(sock) for sock, _ in callers]
+            link.start(receiver, channels)
+        except Exception as error:
+            link.start(receiver, [])
+            link.fail(as_peer_error(error, link.peer))
+            for channel in channels:
+                channel.close()
+            for sock, _ in callers:
+                sock.close()
+            raise
+
+
+def _cut(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)  # an SSLSocket's own would go on in plain text

@@ -1,0 +1,304 @@
+"""TCP links: one or several connections per link, TLS if asked for, bytes straight from and to the owner's buffers.
+
+    link = connect(("10.0.0.3", 7000), receiver, Options(connections=4, token=token), name="server 2")
+    listener = listen(("10.0.0.3", 0), accept, Options(token=token))      # listener.address has the port
+
+A vanished host is noticed by keepalive while nothing is under way (4 s), else by unanswered packets (`silence_s`).
+This is not TCP_USER_TIMEOUT: Linux ends a connection with it when a live peer merely does not read for that long,
+which is what back-pressure does. Assumes Linux. Does NOT encrypt without `tls`; the token keeps strangers out, not
+listeners on the way. """
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import secrets
+import select
+import socket
+import ssl
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from roadtrain.errors import ConfigError, PeerError
+from roadtrain.units import KIB
+from roadtrain.wire.handshake import (
+    MAX_CONNECTIONS,
+    Common,
+    as_peer_error,
+    client_greet,
+    client_verdict,
+    greeting,
+    limits,
+)
+from roadtrain.wire.link import Link, Receiver
+from roadtrain.wire.listener import Accept, Listener, Report
+from roadtrain.wire.stream import Channel, Stream
+
+Address = tuple[str, int]
+TCP_RTO_MAX_MS = 44  # Linux 6.15; not in the socket module yet
+_INFO = struct.Struct("<8B24I")  # the beginning of Linux's struct tcp_info
+_RETRANSMITS, _PROBES, _LAST_ACK = 2, 3, 8 + 12
+TLS_PIECE = 256 * KIB  # of one call under the lock of a TLS connection
+TICK_S = 1
+
+
+@dataclass(frozen=True)
+class Tls:
+    """Paths of PEM files: this side's certificate and key, and who signs the other side's. A client may have only
+    `ca`; a server with `ca` demands a certificate of the client. `server_name`: in the server's certificate, if not
+    its address."""
+
+    cert: Path | None = None
+    key: Path | None = None
+    ca: Path | None = None
+    server_name: str = ""
+
+    def context(self, server: bool) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        if server and self.cert is None:
+            raise ConfigError("TLS: a server needs cert and key")
+        if not server and self.ca is None:
+            raise ConfigError("TLS: a client needs ca, to know the server by")
+        try:
+            if self.cert is not None:
+                context.load_cert_chain(self.cert, self.key)
+            if self.ca is not None:
+                context.load_verify_locations(self.ca)
+                context.verify_mode = ssl.CERT_REQUIRED
+        except OSError as error:
+            raise ConfigError(f"TLS: {error} in {self.cert}, {self.key} or {self.ca}") from error
+        return context
+
+
+@dataclass(frozen=True)
+class Options(Common):
+    """`token`: the job's secret. `connections` of a link, from `source` (an address of this host) and through
+    `interface`. `silence_s`: how long packets may stay unanswered. `send_buffer`, `receive_buffer`: bytes, 0 leaves
+    them to Linux."""
+
+    token: bytes | None = None
+    tls: Tls | None = None
+    connections: int = 1
+    source: str = ""
+    interface: str = ""
+    connect_s: float = 10.0
+    silence_s: float = 10.0
+    send_buffer: int = 0
+    receive_buffer: int = 0
+
+    def __post_init__(self) -> None:
+        if self.token is not None and not self.token:
+            raise ConfigError("the token is empty", hint="give both sides the same secret bytes, or none")
+        if not 1 <= self.connections <= MAX_CONNECTIONS:
+            raise ConfigError(f"{self.connections} connections per link, 1 to {MAX_CONNECTIONS} are possible")
+
+
+def connect(
+    address: Address, receiver: Receiver, options: Options = Options(), *, hello: bytes = b"", name: str = ""
+) -> Link:
+    """A link whose other end is what `accept` of the listener there returned for `hello`. Raises AuthError, WireError
+    (refused, with the server's words), LostError (nobody there), DeadlineError."""
+    where = f"{address[0]}:{address[1]}"
+    peer = f"{name} ({where})" if name else where
+    context = options.tls.context(False) if options.tls else None
+    link_id, socks = secrets.token_bytes(16), []
+    try:
+        greetings = []
+        for i in range(options.connections):
+            sock = _dial(address, options)
+            socks.append(sock)
+            deadline = time.monotonic() + options.handshake_s
+            if context is not None and options.tls is not None:
+                sock.settimeout(options.handshake_s)
+                sock = socks[-1] = context.wrap_socket(sock, server_hostname=options.tls.server_name or address[0])
+            ours = greeting(options, options.token, link_id, i, options.connections)
+            greetings.append(client_greet(sock, ours, options.token, b"" if i else hello, deadline))
+        for sock, theirs in zip(socks, greetings):
+            client_verdict(sock, theirs.nonce, deadline)
+        link = Stream(peer, limits(options, greetings), options.checksums, options.close_s)
+        channels = [_channel(sock, options) for sock in socks]
+    except (OSError, PeerError) as error:
+        for sock in socks:
+            sock.close()
+        raise as_peer_error(error, peer) from error
+    link.start(receiver, channels)
+    return link
+
+
+def listen(address: Address, accept: Accept, options: Options = Options(), report: Report = print) -> Listener:
+    """Raises ConfigError where the address cannot be had, or strangers could reach it and there is no token (Rule
+    8)."""
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
+        if options.token is None and not ipaddress.ip_address(where[0]).is_loopback:
+            raise ConfigError(f"listening on {where[0]} without a token: anybody who reaches it could join",
+                              hint="set a token, or listen on 127.0.0.1")
+        sock = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {address[0]}:{address[1]}: {error.strerror or error}") from error
+    try:
+        carrier = _Carrier(options)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        _prepare(sock, options)
+        sock.bind(where)
+        sock.listen(128)
+    except (OSError, ConfigError) as error:
+        sock.close()
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"cannot listen on {address[0]}:{address[1]}: {error.strerror or error}") from error
+    real: Address = sock.getsockname()[:2]
+    return Listener(sock, real, accept, options, options.token, carrier, report)
+
+
+class _Carrier:
+    def __init__(self, options: Options) -> None:
+        self._options, self._context = options, options.tls.context(True) if options.tls else None
+
+    def name(self, sock: socket.socket) -> str:
+        host, port = sock.getpeername()[:2]
+        return f"{host}:{port}"
+
+    def secure(self, sock: socket.socket, deadline: float) -> socket.socket:
+        if self._context is None:
+            return sock
+        sock.settimeout(max(0.001, deadline - time.monotonic()))
+        return self._context.wrap_socket(sock, server_side=True)
+
+    def channel(self, sock: socket.socket) -> Channel:
+        return _channel(sock, self._options)
+
+
+def _dial(address: Address, options: Options) -> socket.socket:
+    """A connected socket; tries again for `retry_s` while the connection is refused."""
+    begin = time.monotonic()
+    while True:
+        try:
+            return _dial_once(address, options)
+        except ConnectionRefusedError:
+            if time.monotonic() - begin >= options.retry_s:
+                raise
+            time.sleep(0.05)
+
+
+def _dial_once(address: Address, options: Options) -> socket.socket:
+    family, kind, protocol, _, where = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
+    sock = socket.socket(family, kind, protocol)
+    try:
+        _prepare(sock, options)
+        if options.source:
+            sock.bind((options.source, 0))
+        sock.settimeout(options.connect_s)
+        sock.connect(where)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _prepare(sock: socket.socket, options: Options) -> None:
+    """What must be set before the connection is made; accepted sockets inherit the buffers."""
+    if options.interface:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, options.interface.encode())
+    if options.send_buffer:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, options.send_buffer)
+    if options.receive_buffer:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, options.receive_buffer)
+
+
+def _channel(sock: socket.socket, options: Options) -> Channel:
+    tcp = socket.IPPROTO_TCP
+    sock.setsockopt(tcp, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in ((socket.TCP_KEEPIDLE, 1), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 3)):
+        sock.setsockopt(tcp, option, value)
+    with contextlib.suppress(OSError):  # without it, long back-pressure makes probes rare and a vanished host late
+        sock.setsockopt(tcp, TCP_RTO_MAX_MS, max(1000, int(options.silence_s * 250)))
+    if isinstance(sock, ssl.SSLSocket):
+        sock.setblocking(False)
+        return _TlsChannel(sock, options.silence_s)
+    sock.settimeout(None)
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", TICK_S, 0))
+    return _TcpChannel(sock, options.silence_s)
+
+
+class _TcpChannel:
+    """Blocking calls that come back every TICK_S, to see whether the other host still answers."""
+
+    def __init__(self, sock: socket.socket, silence_s: float) -> None:
+        self._sock, self._silence_s = sock, silence_s
+
+    def send(self, buffers: Sequence[memoryview | bytes]) -> int:
+        while True:
+            try:
+                return self._sock.sendmsg(buffers)
+            except BlockingIOError:
+                self._check_answers()
+
+    def recv_into(self, view: memoryview, whole: bool) -> int:
+        flags = socket.MSG_WAITALL if whole else 0
+        while True:
+            try:
+                return self._sock.recv_into(view, 0, flags)
+            except BlockingIOError:
+                self._check_answers()
+
+    def shutdown(self) -> None:
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)  # an SSLSocket's own would go on in plain text
+
+    def close(self) -> None:
+        self._sock.close()
+
+    def _check_answers(self) -> None:
+        """TimeoutError if packets or window probes have gone unanswered. One probe may just be on its way, two
+        cannot."""
+        info = _INFO.unpack(self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size))
+        if max(info[_RETRANSMITS], info[_PROBES]) >= 2 and info[_LAST_ACK] >= self._silence_s * 1000:
+            raise TimeoutError(f"no answer for {info[_LAST_ACK] / 1000:.0f} s")
+
+
+class _TlsChannel(_TcpChannel):
+    """OpenSSL's connection is not for two threads at once: each call holds a lock and never blocks under it."""
+
+    def __init__(self, sock: ssl.SSLSocket, silence_s: float) -> None:
+        super().__init__(sock, silence_s)
+        self._tls, self._lock = sock, threading.Lock()
+
+    def send(self, buffers: Sequence[memoryview | bytes]) -> int:
+        data: memoryview | bytes = memoryview(buffers[0])[:TLS_PIECE]
+        if len(buffers) > 1 and len(data) < TLS_PIECE:  # small ones into one record
+            few: list[memoryview | bytes] = []
+            room = TLS_PIECE
+            for buffer in buffers:
+                few.append(memoryview(buffer)[:room])
+                room -= len(few[-1])
+                if room == 0:
+                    break
+            data = b"".join(few)
+        while True:
+            try:
+                with self._lock:
+                    return self._tls.send(data)
+            except (ssl.SSLWantWriteError, ssl.SSLWantReadError):
+                self._wait(select.POLLOUT)
+
+    def recv_into(self, view: memoryview, whole: bool) -> int:
+        while True:
+            try:
+                with self._lock:
+                    return self._tls.recv_into(view[:TLS_PIECE])
+            except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                self._wait(select.POLLIN)
+
+    def _wait(self, event: int) -> None:
+        poll = select.poll()
+        poll.register(self._tls, event)
+        if not poll.poll(TICK_S * 1000):
+            self._check_answers()
