@@ -16,6 +16,8 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
 from roadtrain.errors import PeerError, WireError
 from roadtrain.units import KIB, MIB
 
@@ -24,6 +26,7 @@ HEAD = struct.Struct("<4sBBHIQQQ")  # magic, version, flags, kind, header bytes,
 MAX_HEADER = 64 * KIB
 FRAME_LIMIT = 64 * MIB
 SUMMED, LAST = 1, 2  # flags: the checksum counts; the goodbye, whose sequence is the number of frames sent
+COPY_ALONE = 16 * KIB  # bytes copied faster than the interpreter's lock is given away and taken again
 EMPTY = memoryview(bytearray())
 
 
@@ -53,8 +56,8 @@ class Link(Protocol):
         lost or closed, WireError for a frame over the limit of either side; `sent` is not called then."""
 
     def close(self) -> None:
-        """What was queued is still sent, up to a deadline; nothing more arrives. Idempotent. No thread or descriptor is
-        left when it returns, or (called from a thread of the link) soon after."""
+        """What was queued is still sent, unless nothing moves for a while; nothing more arrives. Idempotent. No
+        thread or descriptor is left when it returns, or (called from a thread of the link) soon after."""
 
 
 class Head(NamedTuple):
@@ -93,6 +96,14 @@ def parse_head(raw: memoryview, limit: int, summed: bool) -> Head:
 def flat(view: memoryview) -> memoryview:
     """The same memory as plain bytes; TypeError if it is not contiguous."""
     return view if view.format == "B" and view.ndim == 1 and view.contiguous else view.cast("B")
+
+
+def copy(into: memoryview, source: memoryview) -> None:
+    """Equal lengths. A large copy lets other threads run."""
+    if len(into) < COPY_ALONE:
+        into[:] = source
+    else:
+        np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8))
 
 
 def check_sizes(peer: str, kind: int, header: bytes, nbytes: int, limit: int) -> None:

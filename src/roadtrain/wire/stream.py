@@ -121,8 +121,8 @@ class Stream:
     """Invariants, under `_lock`: frame `_accepted` is the next to get room, `_delivered` the next to arrive;
     `_delivered <= _accepted <= _delivered + WINDOW`; `_ready` holds frames in between, received in full; `_waiting`
     frames whose thread has no room yet; `_delivering` is held by the one thread that calls `arrived` or `lost`, and
-    for ever after `lost`. `_reading`: channels without a goodbye; `_alive`: threads, of which the last closes the
-    channels."""
+    for ever after `lost`. `_reading`: channels without a goodbye; `_moved` changes when bytes have left; `_alive`:
+    threads, of which the last closes the channels."""
 
     def __init__(self, peer: str, limit: int, summed: bool, close_s: float) -> None:
         self.peer = peer
@@ -130,7 +130,7 @@ class Stream:
         self._lock = threading.Lock()
         self._to_send, self._turned = threading.Condition(self._lock), threading.Condition(self._lock)
         self._queue: deque[_Frame] = deque()
-        self._next = self._idle = 0
+        self._next = self._idle = self._moved = 0
         self._ready: dict[int, tuple[int, bytes, memoryview]] = {}
         self._waiting: set[int] = set()
         self._accepted = self._delivered = self._reading = self._alive = 0
@@ -193,13 +193,16 @@ class Stream:
         self._give_back(queued)
 
     def _join(self) -> None:
-        deadline = time.monotonic() + self._close_s
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        if any(thread.is_alive() for thread in self._threads):
-            self.stop(LostError(f"{self.peer} did not hang up within {self._close_s:g} s"))
-            for thread in self._threads:
-                thread.join(self._close_s)
+        moved, deadline = self._moved, time.monotonic() + self._close_s
+        while alive := [thread for thread in self._threads if thread.is_alive()]:
+            alive[0].join(0.1)
+            if self._moved != moved:
+                moved, deadline = self._moved, time.monotonic() + self._close_s
+            elif time.monotonic() > deadline:
+                self.stop(LostError(f"{self.peer} did not hang up within {self._close_s:g} s"))
+                for thread in alive:
+                    thread.join(self._close_s)
+                return
 
     def _run(self, work: Callable[[Channel], None], channel: Channel) -> None:
         try:
@@ -212,7 +215,8 @@ class Stream:
             self._alive -= 1
             last = not self._alive
         if last:
-            for each in self._channels:
+            channels, self._channels = self._channels, ()
+            for each in channels:
                 each.close()
 
     def _owner_failed(self, error: Exception) -> PeerError:
@@ -268,6 +272,7 @@ class Stream:
         i = 0
         while i < len(buffers):
             n = channel.send(buffers[i : i + IOV_MAX])
+            self._moved += 1
             while n and n >= len(buffers[i]):
                 n -= len(buffers[i])
                 i += 1

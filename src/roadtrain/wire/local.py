@@ -1,0 +1,82 @@
+"""Two ends of a link inside one process: the same frames, order and end as between hosts, one copy into `room`.
+
+    to_server, to_worker = pair("server 0", workers_receiver, "worker 0", servers_receiver)
+
+A sending thread waits with its buffers until the other end's receiving thread has copied out of them: nothing is kept
+in between. Does NOT serve what passes Python objects (node/direct.py). """
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from roadtrain.wire.handshake import DEFAULTS, Common
+from roadtrain.wire.link import Link, Receiver, copy
+from roadtrain.wire.stream import Stream
+
+
+def pair(
+    peer_a: str, receiver_a: Receiver, peer_b: str, receiver_b: Receiver, options: Common = DEFAULTS
+) -> tuple[Link, Link]:
+    """The ends A and B. `peer_a` is how A calls its peer, `receiver_a` takes what B sends."""
+    one, two = _Pipe(), _Pipe()
+    ends = [Stream(peer, options.frame_limit, options.checksums, options.close_s) for peer in (peer_a, peer_b)]
+    ends[0].start(receiver_a, [_Ends(one, two)])
+    ends[1].start(receiver_b, [_Ends(two, one)])
+    return ends[0], ends[1]
+
+
+class _Pipe:
+    """One direction. `_views`: what the sender waits with, not yet copied."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._views: list[memoryview] = []
+        self._ended = False
+
+    def put(self, buffers: Sequence[memoryview | bytes]) -> int:
+        with self._changed:
+            self._views = [memoryview(buffer) for buffer in buffers]
+            self._changed.notify_all()
+            while self._views and not self._ended:
+                self._changed.wait()
+            if self._views:
+                raise BrokenPipeError("the other end is closed")
+        return sum(map(len, buffers))
+
+    def get(self, into: memoryview) -> int:
+        with self._changed:
+            while not self._views and not self._ended:
+                self._changed.wait()
+            if self._ended:
+                return 0
+            n = min(len(self._views[0]), len(into))
+            copy(into[:n], self._views[0][:n])
+            self._views[0] = self._views[0][n:]
+            if not self._views[0]:
+                del self._views[0]
+                self._changed.notify_all()
+        return n
+
+    def end(self) -> None:
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+
+class _Ends:
+    def __init__(self, out: _Pipe, back: _Pipe) -> None:
+        self._out, self._back = out, back
+
+    def send(self, buffers: Sequence[memoryview | bytes]) -> int:
+        return self._out.put(buffers)
+
+    def recv_into(self, view: memoryview, whole: bool) -> int:
+        return self._back.get(view)
+
+    def shutdown(self) -> None:
+        self._out.end()
+        self._back.end()
+
+    def close(self) -> None:
+        self.shutdown()
