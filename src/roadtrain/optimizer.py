@@ -39,8 +39,8 @@ class PlacedOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True  # GradScaler hands over its scale; an inf or nan skips the step exactly
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, parts: Split, base: ChunkTable, engine: Engine | Cluster,
-        backwards_per_step: int | None, extra: dict[str, Any],
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, parts: Split, base: ChunkTable,
+        engine: Engine | Cluster, backwards_per_step: int | None, extra: dict[str, Any],
     ) -> None:
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._model, self._table, self._engine, self._extra = model, base, engine, extra

@@ -61,23 +61,24 @@ def place(
 ) -> PlacedOptimizer:
     """Move `model`'s parameters and `optimizer`'s state to servers; returns the optimizer to use from now on.
 
-    store: a directory per server (None: all in RAM); a store found there is resumed. servers: instead of `store`, the
-    HOST:PORT of every `roadtrain serve` that takes a part, always in the same order; all workers of a torchrun share
-    them, and each update takes the mean of their gradients. link: how they are reached (token, TLS, connections). budget: host bytes for everything
-    that roadtrain keeps in memory ("900MiB"; None: half of what is free). dtype: what parameters travel and compute in
-    (None: their own); masters and state are fp32. blocks: names or patterns of the blocks (None: found).
-    backwards_per_step: None, updates begin at step(); N promises that step() follows every N-th backward pass, without
-    clipping or loss scaling, and a block is updated as soon as its last gradient is in. topk: fraction of the
-    gradient's volume that is communicated, indices included (0.02 keeps 1 %). store_rates: relative rates of the
-    directories, by which a new store's chunks are spread (None: evenly; "measured": measured now). weights: a directory
-    of safetensors in Hugging Face layout that the first values come from. init: initialises a module of a model built
-    on `meta`. extra: objects with state_dict/load_state_dict that are committed and resumed with each step.
+    store: a directory per server (None: all in RAM); a store found there is resumed. servers: instead of `store`,
+    the HOST:PORT of every `roadtrain serve` that takes a part, always in the same order; all workers of a torchrun
+    share them, and each update takes the mean of their gradients. link: how they are reached (token, TLS,
+    connections). budget: host bytes for everything that roadtrain keeps in memory ("900MiB"; None: half of what is
+    free). dtype: what parameters travel and compute in (None: their own); masters and state are fp32. blocks: names
+    or patterns of the blocks (None: found). backwards_per_step: None, updates begin at step(); N promises that
+    step() follows every N-th backward pass, without clipping or loss scaling, and a block is updated as soon as its
+    last gradient is in. topk: fraction of the gradient's volume that is communicated, indices included (0.02 keeps
+    1 %). store_rates: relative rates of the directories, by which a new store's chunks are spread (None: evenly;
+    "measured": measured now). weights: a directory of safetensors in Hugging Face layout that the first values come
+    from. init: initialises a module of a model built on `meta`. extra: objects with state_dict/load_state_dict that
+    are committed and resumed with each step.
 
     Raises UserError (ConfigError, ModelError, RuleError, BudgetError) before anything is changed, StoreError.
     """
     _check_fresh(optimizer)
     group = Group.of_environment() if servers else Group()
-    if servers and (store is not None or store_rates is not None):
+    if servers and (store or store_rates is not None):
         raise ConfigError("both store and servers are given", hint="the state rests here (store) or there (servers)")
     if group.workers > 1 and error_feedback:
         raise ConfigError(f"error feedback keeps one worker's residuals, there are {group.workers}",

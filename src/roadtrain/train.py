@@ -211,13 +211,13 @@ def place_job(job: Job, report: Report = print) -> Training:
     scaler = torch.amp.GradScaler(device.type, enabled=job.model.dtype == "fp16")
     data = SameData(tokens.fingerprint)
     optimizer = place(
-        model, build_optimizer(job, model.parameters()), store=None if job.store.servers else job.store.dirs or None, budget=job.host_nbytes,
-        dtype=DTYPES[job.model.dtype], blocks=job.model.blocks, backwards_per_step=_promise(job),
+        model, build_optimizer(job, model.parameters()), store=[] if job.store.servers else job.store.dirs,
+        servers=job.store.servers, link=_link(job), budget=job.host_nbytes, dtype=DTYPES[job.model.dtype],
+        blocks=job.model.blocks, backwards_per_step=_promise(job),
         topk=None if job.compress.topk is None else job.compress.topk / 100,
         error_feedback=job.compress.error_feedback, chunk_elements=job.store.chunk_elements, device=device,
         weights=job.model.pretrained, extra={"scaler": scaler, "data": data},
-        store_rates=job.store.rates, direct=job.store.direct, servers=job.store.servers or None, link=_link(job),
-        report=report,
+        store_rates=job.store.rates, direct=job.store.direct, report=report,
     )
     return Training(job, model, optimizer, scaler, tokens, data, device)
 

@@ -10,6 +10,10 @@ import torch
 from models import Case, build, one_step, place
 from network import HostProcess, Workers, losses
 
+from roadtrain.flow import ops
+from roadtrain.node import messages as m
+from roadtrain.spec.chunks import ChunkTable, ParamSpec
+
 CASES = {
     "plain": Case(eager=True),
     "clipped, accumulated, groups": Case(clip=0.5, accumulate=2, groups=True),
@@ -192,10 +196,6 @@ def test_a_store_of_other_servers_is_refused_and_kept(hosts, tmp_path):
 
 
 def test_numbers_of_a_release_travel_exactly():
-    from roadtrain.flow import ops
-    from roadtrain.node import messages as m
-    from roadtrain.spec.chunks import ChunkTable, ParamSpec
-
     table = ChunkTable.build([("", [ParamSpec(f"p{i}", (3,), "fp32", True, 0) for i in range(4)])])
     sent = ops.Release(0, 7, (0.1, 1e-300), (None, float("nan"), -0.0, float("inf")), 3, 2)
     kind, header, parts = m.frame(sent)

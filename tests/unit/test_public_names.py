@@ -17,14 +17,14 @@ def test_package() -> None:
 
 def test_place() -> None:
     assert list(inspect.signature(roadtrain.place).parameters) == [
-        "model", "optimizer", "store", "budget", "dtype", "blocks", "backwards_per_step", "topk", "topk_per_block",
-        "error_feedback", "chunk_elements", "store_rates", "device", "weights", "init", "extra", "direct", "deadline_s",
-        "report",
+        "model", "optimizer", "store", "servers", "link", "budget", "dtype", "blocks", "backwards_per_step", "topk",
+        "topk_per_block", "error_feedback", "chunk_elements", "store_rates", "device", "weights", "init", "extra",
+        "direct", "deadline_s", "report",
     ]
 
 
 def test_commands() -> None:
-    assert list(cli.COMMANDS) == ["train", "verify", "status", "export", "import", "check-rule", "bench"]
+    assert list(cli.COMMANDS) == ["train", "serve", "verify", "status", "export", "import", "check-rule", "bench"]
 
 
 def test_keys_of_a_job() -> None:
@@ -35,8 +35,8 @@ def test_keys_of_a_job() -> None:
         "optimizer.name", "optimizer.lr", "optimizer.weight_decay", "optimizer.betas", "optimizer.eps",
         "optimizer.momentum", "optimizer.options", "optimizer.schedule", "optimizer.warmup_steps",
         "optimizer.clip_norm", "optimizer.accumulate",
-        "store.dirs", "store.rates", "store.chunk_elements", "store.direct", "budget.host", "compress.topk",
-        "compress.error_feedback",
+        "store.dirs", "store.servers", "store.token_file", "store.ca", "store.connections", "store.rates",
+        "store.chunk_elements", "store.direct", "budget.host", "compress.topk", "compress.error_feedback",
     ]
 
 

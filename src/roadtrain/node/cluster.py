@@ -1,8 +1,8 @@
 """Cluster: the servers of a job on other hosts, as an Engine is the one in this process; and which worker this is.
 
-Worker 0 makes the store or opens it, and fills a new one; the others wait until it is there. From then on all workers do
-the same, and the servers wait for all of them. A lost server or worker is an error here: whoever started this process
-(torchrun) starts it again, and it goes on at the last committed step.
+Worker 0 makes the store or opens it, and fills a new one; the others wait until it is there. From then on all workers
+do the same, and the servers wait for all of them. A lost server or worker is an error here: whoever started this
+process (torchrun) starts it again, and it goes on at the last committed step.
 
 Does NOT convert a store to another number of servers, chunk size or dtype: that is refused, with what is there.
 """
@@ -82,7 +82,7 @@ def token_of(path: str | None) -> bytes | None:
 
 
 class RemoteServer:
-    """The worker's end of the link to one server: a node-level link (`send` of messages) and the Receiver of its frames.
+    """The worker's end of the link to one server: a MessageLink, and the Receiver of its frames.
     `all`: the job's servers; whoever waits for any of them hears of the first that fails."""
 
     def __init__(self, number: int, where: str, all: list[RemoteServer]) -> None:
@@ -104,7 +104,9 @@ class RemoteServer:
             sent = lambda: self._say(ops.Freed(ticket))  # noqa: E731
         self._post(kind, header, parts, sent)
 
-    def say(self, kind: int, fields: tuple[Any, ...], payload: Any = b"", sent: Callable[[], None] | None = None) -> None:
+    def say(
+        self, kind: int, fields: tuple[Any, ...], payload: Any = b"", sent: Callable[[], None] | None = None
+    ) -> None:
         self._post(kind, m.encode(fields), [memoryview(payload)] if len(payload) else (), sent)
 
     def _post(self, kind: int, header: bytes, parts: Sequence[memoryview], sent: Callable[[], None] | None) -> None:
@@ -184,8 +186,8 @@ class RemoteServer:
 
 
 class Cluster:
-    """What an Engine is, with its servers elsewhere. `step`: the last committed one when it was opened. Raises ForeignError
-    where the servers hold another job, LostError, DeadlineError."""
+    """What an Engine is, with its servers elsewhere. `step`: the last committed one when it was opened. Raises
+    ForeignError where the servers hold another job, LostError, DeadlineError."""
 
     store = None
 

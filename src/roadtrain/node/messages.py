@@ -62,7 +62,7 @@ def header(kind: int, raw: bytes) -> Any:
 
 
 def as_bytes(array: np.ndarray) -> memoryview:
-    return memoryview(np.ascontiguousarray(array).view(np.uint8).reshape(-1)).cast("B")
+    return np.ascontiguousarray(array).view(np.uint8).reshape(-1).data
 
 
 def frame(message: Any) -> tuple[int, bytes, Sequence[memoryview]]:

@@ -2,9 +2,9 @@
 
     listening -> a worker joins -> Session: Open, Fill (a new store), Begin -> serving -> the workers leave -> listening
 
-Worker 0 opens the store and fills a new one; all others wait for Ready. A worker that is lost ends the session: what was
-not committed is dropped, the others are told, and the next session begins at the last committed step (Rule 3). So does
-this process when it is started again with the same directory.
+Worker 0 opens the store and fills a new one; all others wait for Ready. A worker that is lost ends the session: what
+was not committed is dropped, the others are told, and the next session begins at the last committed step (Rule 3). So
+does this process when it is started again with the same directory.
 
 Assumes: all workers of a session run the same job (checked). Does NOT restart workers: torchrun does.
 """
@@ -52,7 +52,8 @@ def command(
     if store is None:
         raise ConfigError("--store is missing", hint="a directory on the device that the state shall rest on; one in "
                           "/dev/shm rests in memory and outlives this process, not the machine")
-    tls = Tls(*(None if p is None else Path(p) for p in (cert, key, ca))) if cert or ca else None
+    paths = [None if p is None else Path(p) for p in (cert, key, ca)]
+    tls = Tls(cert=paths[0], key=paths[1], ca=paths[2]) if cert or ca else None
     nbytes = parse_bytes(budget) if budget is not None else psutil.virtual_memory().available // 2
     with Host(address_of(address), Path(store), nbytes, Options(token=token_of(token_file), tls=tls)) as host:
         print(f"serving {store} at {host.where}, at most {show_bytes(nbytes)}")
@@ -198,8 +199,8 @@ class Seat:
 
 
 class Session:
-    """Workers `0..workers-1` of one incarnation of a job. `server` runs from `begin` on. All but the server's own threads
-    come in by the links' threads; `ended` is told once, with the error or None."""
+    """Workers `0..workers-1` of one incarnation of a job. `server` runs from `begin` on. Links' threads come in by the
+    methods that Seat calls, the server's loop thread by `deliver`; the host is told once that it is over."""
 
     def __init__(self, name: str, workers: int, number: int, host: Host) -> None:
         self.name, self.workers, self.number, self.host = name, workers, number, host
@@ -382,7 +383,7 @@ class Host:
     """Listens; one session at a time. `run` returns after `stop`."""
 
     def __init__(
-        self, address: Address, directory: Path, nbytes: int, options: Options = Options(), report: Report = print
+        self, address: Address, directory: Path, nbytes: int, options: Options, report: Report = print
     ) -> None:
         self.directory, self.nbytes, self.report = directory, nbytes, report
         self.ended: queue.SimpleQueue[tuple[Session | None, BaseException | None]] = queue.SimpleQueue()
@@ -390,8 +391,7 @@ class Host:
         self.store_lock = threading.Lock()  # over opening and making the store
         self._free = threading.Condition()  # no session is being torn down
         self._listener = listen(address, self._accept, options, report)
-        host, port = self._listener.address
-        self.where = f"{host}:{port}"
+        self.where = "{}:{}".format(*self._listener.address)
 
     def held(self) -> tuple[int, StoreMeta] | None:
         """(newest step, description) of the store in this directory; None where none is."""
@@ -412,7 +412,7 @@ class Host:
         with self._free:
             while (session := self.session) is not None and not session.takes(name, rank, workers):
                 session.end(LostError(f"worker {rank} of {workers} began session {name!r} anew ({link.peer})"))
-                if not self._free.wait_for(lambda: self.session is not session, END_S):  # noqa: B023
+                if not self._free.wait_for(lambda: self.session is not session, END_S):
                     raise LostError("the session before has not ended yet")
             if session is None:
                 session = self.session = Session(name, workers, number, self)

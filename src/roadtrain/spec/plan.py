@@ -59,10 +59,10 @@ def derive(
     root_twin: int = 0,
     compressed_bytes: int = 0,
 ) -> Budgets:
-    """Split `host_bytes`. `serves`: the servers are in this process; else the worker alone. `holds_gradients`: updates wait for step(), so gradients of all blocks pile up (beyond the
-    buffers they go to files). `twins`: blocks that hold the compression's residuals; the root's has its own buffer.
-    `compressed_bytes`: what compressed gradients of one step take.
-    Raises BudgetError with the least number of bytes that would do."""
+    """Split `host_bytes`. `serves`: the servers are in this process; else the worker alone. `holds_gradients`:
+    updates wait for step(), so gradients of all blocks pile up (beyond the buffers they go to files). `twins`:
+    blocks that hold the compression's residuals; the root's has its own buffer. `compressed_bytes`: what compressed
+    gradients of one step take. Raises BudgetError with the least number of bytes that would do."""
     root, blocks = table.blocks[0], [b for b in table.blocks[1:] if b.index != root_twin]
     slot = max((round_up(b.pull_nbytes, HUGE) for b in blocks), default=0) or HUGE
     push = max((round_up(b.push_nbytes, HUGE) for b in blocks), default=0) or HUGE  # also where no block trains

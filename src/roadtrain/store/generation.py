@@ -154,7 +154,7 @@ def open_store(directories: Sequence[str | Path], *, direct: bool = True) -> Ope
 
 
 def open_part(directory: str | Path, step: int | None = None, *, direct: bool = True) -> FileTier | None:
-    """One server's part of a store whose other parts rest on other hosts: at `step`, or the newest. None where none is."""
+    """One server's part of a store that rests on several hosts: at `step`, or the newest. None where none is."""
     path = Path(directory).absolute()
     generation = _current(path)
     if generation is None:
