@@ -1,0 +1,117 @@
+"""Training steps of several worker hosts over emulated links: ours in two placements against FSDP2 over gloo.
+
+`host`: every worker's host serves its share of the chunks. `network`: as many spare hosts serve. State rests in memory
+(/dev/shm). S: bytes of the bf16 parameters, B: the links' rate each way. The floor of a step is what must cross the
+busier direction of a link at B: 1.5 S (W-1)/W x 4/3 at four workers in `host`, 2 S in `network` where nothing overlaps.
+Needs root. Does NOT emulate latency.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from roadtrain.bench.report import Report, Row
+from roadtrain.errors import ConfigError, RoadtrainError
+from roadtrain.lab import Host, Network, Nic, network_available
+
+WORKERS, LINK = 4, 400e6 / 8
+WARM_UP = 2
+TIMEOUT_S = 300.0
+
+
+class Cluster:
+    """`workers` hosts w0.. and as many spare ones s0.., each with one NIC of `rate` bytes a second each way."""
+
+    def __init__(self, home: Path, workers: int = WORKERS, rate: float = LINK) -> None:
+        self.home, self.workers = home, workers
+        names = [f"{kind}{i}" for kind in "ws" for i in range(workers)]
+        self.network = Network({name: [Nic(rate)] for name in names})
+        self.token = home / "token"
+        self.token.write_text(secrets.token_hex())
+
+    def serve(self, hosts: list[Host]) -> tuple[list[subprocess.Popen[Any]], list[str]]:
+        """A server on each of `hosts`, with its store in memory: (processes, addresses)."""
+        made, where = [], []
+        for host in hosts:
+            store = Path(tempfile.mkdtemp(prefix="roadtrain-bench-", dir="/dev/shm"))
+            shutil.rmtree(store)
+            made.append(host.run(
+                [sys.executable, "-m", "roadtrain.cli", "serve", f"{host.address}:7000", "--store", str(store),
+                 "--budget", "700MiB", "--token-file", str(self.token)],
+                stdout=(self.home / f"{host.name}.log").open("w"), stderr=subprocess.STDOUT))
+            made[-1].store = store  # type: ignore[attr-defined]
+            where.append(f"{host.address}:7000")
+        return made, where
+
+    def train(self, *words: str, **env: str) -> list[dict[str, Any]]:
+        """What each worker wrote. RoadtrainError with the last words of one that failed."""
+        running = []
+        for rank in range(self.workers):
+            host = self.network.hosts[f"w{rank}"]
+            out, log = self.home / f"w{rank}.json", self.home / f"w{rank}.train.log"
+            out.unlink(missing_ok=True)
+            command = [sys.executable, "-m", "roadtrain.bench.cluster_worker", *words, "--json", str(out)]
+            environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(self.workers), **env}
+            running.append((host.run(command, env=environment, stdout=log.open("w"), stderr=subprocess.STDOUT), out, log))
+        for process, _, log in running:
+            if process.wait(TIMEOUT_S):
+                raise RoadtrainError(f"a worker ended with {process.returncode}: {log.read_text()[-2000:]}")
+        return [json.loads(out.read_text()) for _, out, _ in running]
+
+    def ours(self, kind: str, steps: int, *words: str) -> list[dict[str, Any]]:
+        hosts = [self.network.hosts[f"{kind}{i}"] for i in range(self.workers)]
+        servers, where = self.serve(hosts)
+        try:
+            return self.train("--servers", ",".join(where), "--token", str(self.token), "--steps", str(steps),
+                              "--budget", "700MiB", *words, MASTER_PORT="1")
+        finally:
+            for server in servers:
+                server.terminate()
+                server.wait()
+                shutil.rmtree(server.store, ignore_errors=True)  # type: ignore[attr-defined]
+
+    def fsdp(self, steps: int, *words: str) -> list[dict[str, Any]]:
+        return self.train("--fsdp", "--steps", str(steps), *words, MASTER_PORT="29511", GLOO_SOCKET_IFNAME="eth0",
+                          MASTER_ADDR=self.network.hosts["w0"].address)
+
+
+def step_seconds(results: list[dict[str, Any]]) -> float:
+    return median(median(r["seconds"][WARM_UP:]) for r in results)
+
+
+def run(quick: bool = False) -> Report:
+    if (why := network_available()) is not None:
+        raise ConfigError(f"the cluster cannot be emulated here: {why}")
+    steps, words = (5, ("--layers", "3")) if quick else (10, ())
+    with tempfile.TemporaryDirectory(prefix="roadtrain-bench-") as name:
+        cluster = Cluster(Path(name))
+        with cluster.network:
+            found = {"host": cluster.ours("w", steps, *words), "network": cluster.ours("s", steps, *words),
+                     "fsdp": cluster.fsdp(steps, *words)}
+    parameters = found["host"][0]["parameters"]
+    unit = 2 * parameters / LINK
+    seconds = {kind: step_seconds(results) for kind, results in found.items()}
+    rows = []
+    for kind, floor, goal, ratio_goal in (("host", 1.5, 1.15 * 1.5, 1.8), ("network", 2.0, None, 2.5)):
+        case = f"{kind}, buffered, {WORKERS} workers, {parameters / 1e6:.1f} M parameters in bf16, 400 Mbit/s, staleness 0"
+        ratio = seconds["fsdp"] / seconds[kind]
+        rows.append(Row(case, "step", "s", seconds[kind], seconds["fsdp"], "FSDP2, bf16", ratio, None,
+                        f"ratio >= {ratio_goal}", ratio >= ratio_goal))
+        rows.append(Row(case, "step", "S/B", seconds[kind] / unit, seconds["fsdp"] / unit, "FSDP2, bf16", ratio,
+                        floor * unit / seconds[kind], None if goal is None else f"ours <= {goal:.3f}",
+                        None if goal is None else seconds[kind] / unit <= goal))
+        rows.append(Row(case, "peak resident of a worker", "MB", max(r["peak"] for r in found[kind]) / 1e6,
+                        max(r["peak"] for r in found["fsdp"]) / 1e6, "FSDP2, bf16", None, None, None, None))
+    same = [r["losses"] for r in found["host"]] == [r["losses"] for r in found["network"]]
+    rows.append(Row("both placements", "losses are the same bits", "", float(same), None, None, None, None,
+                    "ours == 1", same))
+    return Report("cluster", rows)
