@@ -3,19 +3,23 @@ error or a SIGKILL; `roadtrain lab` end to end."""
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
+from roadtrain import cli
 from roadtrain.errors import ConfigError, RoadtrainError
-from roadtrain.lab import PREFIX, Host, Network, Nic, network_available, sweep
+from roadtrain.lab import PREFIX, Host, Network, Nic, lab_available, network_available, sweep
+from roadtrain.lab.labfile import load_lab
 from roadtrain.lab.network import undo_network
 
 needs_network = pytest.mark.skipif(network_available() is not None, reason=f"no network: {network_available()}")
@@ -238,3 +242,118 @@ def test_undoing_what_was_hardly_begun(tmp_path: Path) -> None:
     (tmp_path / "net" / "a").touch()
     undo_network(tmp_path / "net")
     assert not (tmp_path / "net").exists()
+
+
+LAB = """
+switches = ["west", "east"]
+links = [{ between = ["west", "east"], rate = "100Mbit/s" }]
+
+[[hosts]]
+name = "worker"
+count = 2
+nics = [{ rate = "400Mbit/s" }, { rate = "100Mbit/s", in_rate = "20MB/s", switch = "east" }]
+"""
+STORAGE = """
+[[hosts]]
+name = "node"
+nics = [{ rate = "1Gbit/s", switch = "east" }]
+storage = { size = "64MiB", read = "200MB/s", write = "50MB/s" }
+"""
+
+
+LAB_COMMAND = [sys.executable, "-m", "roadtrain.cli", "lab"]
+
+
+def lab(*words: str) -> tuple[int, str, str]:
+    done = subprocess.run([*LAB_COMMAND, *words], env=ENV, capture_output=True, text=True, check=False, timeout=60)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.fixture
+def lab_file(tmp_path: Path) -> Path:
+    path = tmp_path / "lab.toml"
+    path.write_text(LAB + (STORAGE if lab_available() is None else ""))
+    return path
+
+
+def holder(path: Path) -> int:
+    """The process that holds the lab."""
+    homes = Path(tempfile.gettempdir()).glob(f"{PREFIX}*-up-*")
+    home, = (home for home in homes if json.loads((home / "lab.json").read_text())["file"] == str(path))
+    return int(home.name.removeprefix(PREFIX).split("-")[0])
+
+
+@needs_network
+def test_the_command_line_end_to_end(lab_file: Path) -> None:
+    path = str(lab_file)
+    code, shown, errors = lab("up", path, "--detach")
+    assert code == 0 and not errors, errors
+    pid = holder(lab_file)
+    assert "worker1  10.1.0.2, 10.1.1.2  400Mbit/s, 100Mbit/s (in 20MB/s)" in shown and f"{path} is up" in shown
+    assert lab("up", path)[0] == 2
+    assert lab("run", path, "worker0", "--", sys.executable, "-c", "import sys; sys.exit(7)")[0] == 7
+    code, shown, _ = lab("run", path, "worker1", "--", "ip", "-br", "addr", "--help")
+    assert code != 0, "what follows -- is the command's, also --help"
+    assert "10.1.1.2/16" in lab("run", path, "worker1", "--", "ip", "-br", "addr")[1]
+    assert "no host 'worker2'\nhint: hosts: worker0, worker1" in lab("run", path, "worker2", "--", "ls")[2]
+    assert "takes LAB.toml HOST -- CMD..." in lab("run", path, "worker1", "ls")[2]
+    if lab_available() is None:
+        where = next(Path(tempfile.gettempdir()).glob(f"{PREFIX}{pid}-*-loop-*/mount"))
+        write = f"dd if=/dev/zero of={where}/x bs=1M count=25 oflag=direct 2>&1; cat /proc/self/cgroup"
+        begin = time.perf_counter()
+        group = lab("run", path, "node", "--", "sh", "-c", write)[1]
+        assert PREFIX in group and 0.4 < time.perf_counter() - begin < 3, "25 MiB at 50 MB/s"
+    sleeper = subprocess.Popen([*LAB_COMMAND, "run", path, "worker0", "--", "sleep", "60"], env=ENV)
+    while b"sleep" not in Path(f"/proc/{sleeper.pid}/cmdline").read_bytes().split(b"\0")[:1]:
+        time.sleep(0.01)
+    assert lab("down", path) == (0, "", "")
+    assert sleeper.wait(5) == -signal.SIGKILL and not alive(pid) and left_behind(pid) == []
+    code, _, errors = lab("down", path)
+    assert code == 2 and "is not up\nhint: roadtrain lab up" in errors
+
+
+@needs_network
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_a_lab_goes_with_the_process_that_holds_it(lab_file: Path, end: signal.Signals) -> None:
+    with subprocess.Popen([*LAB_COMMAND, "up", str(lab_file)], env=ENV, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and any("is up" in line for line in process.stdout)
+        assert left_behind(process.pid)
+        process.send_signal(end)
+        assert process.wait(20) == (-end if end == signal.SIGKILL else 0)
+    if end == signal.SIGKILL:
+        code, shown, _ = lab("down", str(lab_file))
+        assert code == 0 and "removed what killed labs left" in shown
+    assert left_behind(process.pid) == []
+
+
+@pytest.mark.parametrize(("old", "new", "message"), [
+    ('rate = "400Mbit/s"', 'rat = "400Mbit/s"', "unknown key `hosts.0.nics.0.rat`\nhint: did you mean `rate`?"),
+    ('rate = "400Mbit/s"', 'rate = "400"', "'400' is not a rate"),
+    ('rate = "400Mbit/s"', 'switch = "west"', "`hosts.0.nics.0.rate`: Field required"),
+    ('"east"]\n', '"eats"]\n', "no switch 'east', only west, eats"),
+    ("count = 2", "count = 0", "`hosts.0.count`: Input should be greater than or equal to 1"),
+    ("[[hosts]]", '[[hosts]]\nname = "worker1"\nnics = [{ rate = "1GB/s" }]\n[[hosts]]', "several hosts are called"),
+    ("[[hosts]]", "[hosts", "is not TOML"),
+])
+def test_mistakes_in_a_lab_file(tmp_path: Path, old: str, new: str, message: str) -> None:
+    assert old in LAB
+    (tmp_path / "lab.toml").write_text(LAB.replace(old, new, 1))
+    with pytest.raises(RoadtrainError) as caught:
+        load_lab(tmp_path / "lab.toml")
+    assert message in str(caught.value)
+
+
+def test_the_example_says_what_it_says() -> None:
+    shown = load_lab(SRC.parent / "examples" / "lab.toml")
+    names = [f"{kind}{n}" for kind in ("worker", "spare") for n in range(4)]
+    assert [name for host in shown.hosts for name in host.names] == names
+    assert {nic.bytes_per_s for host in shown.hosts for nic in shown.nics(host)} == {50e6}
+
+
+def test_without_root_it_says_why(
+    lab_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    for words in (["up", str(lab_file)], ["run", str(lab_file), "a", "--", "ls"], ["down", str(lab_file)]):
+        assert cli.main(["lab", *words]) == 2
+        assert "not root" in capsys.readouterr().err

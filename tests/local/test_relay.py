@@ -204,7 +204,7 @@ def test_a_target_that_is_not_there_and_a_port_that_is_taken(echo: Echo) -> None
         deaf.bind(("127.0.0.1", 0))
         with Relay(deaf.getsockname()) as relay, connect(relay.address) as peer:
             assert until_closed(peer) == b""
-    with pytest.raises(OSError, match="in use"), Relay(address, listen=echo.address):
+    with pytest.raises(OSError, match="in use"), Relay(echo.address, listen=echo.address):
         pass
 
 
@@ -218,6 +218,7 @@ def test_as_a_process(echo: Echo) -> None:
             assert exchange(peer, b"a") == b"a"
             process.stdin.write("set_delay 0.1\ncut 3 back\n")
             process.stdin.flush()
+            assert [process.stdout.readline() for _ in range(2)] == ["done\n", "done\n"]
             peer.sendall(b"abcdef")
             assert until_closed(peer) == b"abc"
         process.stdin.close()

@@ -2,8 +2,8 @@
 
 Stands before one target; peers connect to the relay instead. Runs in a thread of its own, or as a process, also on a
 host of the lab: `python -m roadtrain.lab.relay LISTEN:PORT TARGET:PORT` prints its address, then each line of its input
-is a method with its arguments: `set_rate 1e6`, `cut 1000 back`, `stall`; it ends with its input. Assumes TCP. Does NOT
-lose, reorder or change bytes, and does NOT look into them.
+is a method with its arguments, answered by `done`: `set_rate 1e6`, `cut 1000 back`; it ends with its input. Assumes
+TCP. Does NOT lose, reorder or change bytes, and does NOT look into them.
 
 Note: two ways. `there` is from the peer to the target, `back` the other. Each has its own rate, which all connections
 share; a piece leaves no earlier than the delay after its arrival. What is on the way is bounded: QUEUE pieces a
@@ -104,12 +104,11 @@ class Relay:
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         sides = [writer]
-        task = self._loop.create_task(self._connect(reader, writer, sides))  # asyncio's own logs when it is cancelled
+        task = self._loop.create_task(self._connect(reader, sides))  # asyncio's own logs when it is cancelled
         self._open[task] = sides
         task.add_done_callback(self._close)
 
-    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter,
-                       sides: list[asyncio.StreamWriter]) -> None:
+    async def _connect(self, reader: asyncio.StreamReader, sides: list[asyncio.StreamWriter]) -> None:
         try:
             if self._refusing:
                 return
@@ -117,7 +116,7 @@ class Relay:
             sides.append(far_writer)
             async with asyncio.TaskGroup() as both:
                 both.create_task(self._way("there", reader, far_writer))
-                both.create_task(self._way("back", far_reader, writer))
+                both.create_task(self._way("back", far_reader, sides[0]))
         except* OSError:  # one side broke: so does the other, in _close
             pass
 
@@ -178,6 +177,7 @@ def main(listen: str, target: str) -> None:
         for line in sys.stdin:
             name, *words = line.split()
             getattr(relay, name)(*(word if word.isalpha() else float(word) for word in words))
+            print("done", flush=True)
 
 
 if __name__ == "__main__":
