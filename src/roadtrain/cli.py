@@ -17,8 +17,9 @@ from roadtrain.errors import ConfigError, RoadtrainError
 
 @dataclass(frozen=True)
 class Command:
-    """`words`: positional arguments, all needed. `options`: `--name` -> (type, help); bool options take no value.
-    `job_keys`: also takes every key of a job, handed over as `overrides`. The target returns an exit code or None."""
+    """`words`: positional arguments, all needed; `-- CMD...` takes all that follows a `--`, as a list.
+    `options`: `--name` -> (type, help); bool options take no value. `job_keys`: also takes every key of a job, handed
+    over as `overrides`. The target returns an exit code or None."""
 
     target: str  # module:function
     words: tuple[str, ...]
@@ -68,6 +69,16 @@ COMMANDS = {
         "Check an update rule against its reference on random data, and its speed against the storage's.",
         {"dir": (str, "a directory on the device to compare with (here)")},
     ),
+    "lab up": Command(
+        "roadtrain.lab.command:up", ("LAB.toml",),
+        "Make the cluster that the file describes on this machine, hold it until Ctrl-C or `lab down`, remove it.",
+        {"detach": (bool, "return when it is up; it stays until `lab down`")},
+    ),
+    "lab run": Command(
+        "roadtrain.lab.command:run", ("LAB.toml", "HOST", "-- CMD..."),
+        "Run a command on a host of a lab that is up: its network, its storage's rates; everything else is shared.",
+    ),
+    "lab down": Command("roadtrain.lab.command:down", ("LAB.toml",), "End a lab, and remove what killed labs left."),
     "bench": Command(
         "roadtrain.cli:bench", ("NAME",),
         "Run a benchmark beside its peer.",
@@ -116,10 +127,12 @@ def _run(args: list[str]) -> int:
         print(importlib.import_module("importlib.metadata").version("roadtrain"))
         return 0
     name, rest = args[0], args[1:]
+    if rest and any(known.startswith(f"{name} ") for known in COMMANDS):
+        name, rest = f"{name} {rest[0]}", rest[1:]
     if name not in COMMANDS:
         raise _unknown("command", name, COMMANDS)
     command = COMMANDS[name]
-    if "-h" in rest or "--help" in rest:
+    if {"-h", "--help"} & {*(rest[: rest.index("--")] if "--" in rest else rest)}:
         print(_command_help(name, command))
         return 0
     words, keywords = _parsed(name, command, rest)
@@ -127,8 +140,8 @@ def _run(args: list[str]) -> int:
     return getattr(importlib.import_module(module), function)(*words, **keywords) or 0
 
 
-def _parsed(name: str, command: Command, args: list[str]) -> tuple[list[str], dict[str, Any]]:
-    words: list[str] = []
+def _parsed(name: str, command: Command, args: list[str]) -> tuple[list[Any], dict[str, Any]]:
+    words: list[Any] = []
     keywords: dict[str, Any] = {}
     job_args: list[str] = []
     at = 0
@@ -138,6 +151,9 @@ def _parsed(name: str, command: Command, args: list[str]) -> tuple[list[str], di
         option = command.options.get(key.replace("-", "_")) if arg.startswith("--") else None
         if not arg.startswith("--"):
             words.append(arg)
+        elif arg == "--" and command.words[-1].startswith("-- "):
+            words += [args[at:]] if args[at:] else []
+            break
         elif option is not None:
             kind = option[0]
             if kind is not bool and not has_value:
@@ -155,9 +171,9 @@ def _parsed(name: str, command: Command, args: list[str]) -> tuple[list[str], di
                 at += 1
         else:
             raise _unknown("option", key, [k.replace("_", "-") for k in command.options], dashes="--")
-    if len(words) != len(command.words):
+    if len(words) != len(command.words) or (command.words[-1].startswith("-- ") and isinstance(words[-1], str)):
         raise ConfigError(
-            f"`roadtrain {name}` takes {' '.join(command.words)}, given: {' '.join(words) or 'nothing'}",
+            f"`roadtrain {name}` takes {' '.join(command.words)}, given: {' '.join(map(str, words)) or 'nothing'}",
             hint=f"roadtrain {name} --help",
         )
     if command.job_keys:
@@ -173,7 +189,7 @@ def _unknown(kind: str, name: str, known: Any, dashes: str = "") -> ConfigError:
 
 def _help() -> str:
     lines = ["Trains models larger than memory.", "", "roadtrain COMMAND ...", ""]
-    lines += [f"  {' '.join([name, *c.words]):24}{c.does}" for name, c in COMMANDS.items()]
+    lines += [f"  {' '.join([name, *c.words]):32}{c.does}" for name, c in COMMANDS.items()]
     return "\n".join([*lines, "", "roadtrain COMMAND --help tells more."])
 
 

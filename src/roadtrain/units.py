@@ -14,6 +14,7 @@ _BYTES = {
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
     "kib": KIB, "mib": MIB, "gib": GIB, "tib": 1 << 40,
 }
+_BITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 _NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -25,6 +26,15 @@ def parse_bytes(text: str | int) -> int:
     if match is None or match[2].lower() not in _BYTES:
         raise UnitError(f"{text!r} is not a size", hint="write a number and a unit: 900MB, 1.5GiB")
     return int(float(match[1]) * _BYTES[match[2].lower()])
+
+
+def parse_rate(text: str) -> float:
+    """`"400Mbit/s"`, `"1.5 GB/s"` -> bytes a second, more than 0. Raises UnitError on anything else."""
+    match = _NUMBER.fullmatch(text.removesuffix("/s"))
+    unit = match[2].lower() if match and text.endswith("/s") else ""
+    if match is None or not unit or not float(match[1]) or (unit not in _BITS and unit not in _BYTES):
+        raise UnitError(f"{text!r} is not a rate", hint="write a number and a unit: 400Mbit/s, 1.5GB/s")
+    return float(match[1]) * (_BITS[unit] / 8 if unit in _BITS else _BYTES[unit])
 
 
 def show_bytes(nbytes: float) -> str:

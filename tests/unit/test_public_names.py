@@ -24,7 +24,7 @@ def test_place() -> None:
 
 
 def test_commands() -> None:
-    assert list(cli.COMMANDS) == ["train", "serve", "verify", "status", "export", "import", "check-rule", "bench"]
+    assert list(cli.COMMANDS) == ["train", "serve", "verify", "status", "export", "import", "check-rule", "bench", "lab"]
 
 
 def test_keys_of_a_job() -> None:

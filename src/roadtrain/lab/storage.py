@@ -1,12 +1,9 @@
-"""A cluster emulated on one machine, storage first: files as SSDs with set rates, and a set interconnect.
+"""Storage of a lab: files as SSDs with set rates, and an interconnect inside one process.
 
 Assumes Linux, root, cgroup v1 blkio: `lab_available()` says what is missing. Rates hold for direct I/O only, buffered
 writes escape blkio. Latency is NOT emulated. Everything made is undone when its context ends, also by an error, else
-when the process ends; what a SIGKILL left is found by its name and removed by `sweep()`.
-
-Note: names of the lab. Directories and groups are called `roadtrain-lab-PID-START-...`, START being the kernel's start
-time of PID, so that a later process with that PID is not taken for the maker. A directory holds `mount/` and
-`backing`, a file with the path of the image: all that is needed to undo it from outside.
+when the process ends; what a SIGKILL left is found by its name and removed by `sweep()`. The directory of a LoopDevice
+holds `mount/` and `backing`, a file with the path of the image.
 """
 
 from __future__ import annotations
@@ -14,18 +11,14 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import subprocess
-import tempfile
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from roadtrain.errors import ConfigError, RoadtrainError
+from roadtrain.errors import ConfigError
+from roadtrain.lab.made import command, folder, insist, undone_later
 
-PREFIX = "roadtrain-lab-"
-UNDO_TIMEOUT_S = 10.0
 MKFS = ("-q", "-F", "-m", "0", "-E", "nodiscard,lazy_itable_init=0,lazy_journal_init=0")  # a discard frees the blocks
 
 
@@ -38,15 +31,9 @@ def lab_available() -> str | None:
             return f"{tool} is not installed"
     if not Path("/dev/loop-control").exists():
         return "no loop devices: /dev/loop-control is missing"
-    if (root := _blkio_root()) is None or not (root / "blkio.throttle.read_bps_device").exists():
+    if (root := blkio_root()) is None or not (root / "blkio.throttle.read_bps_device").exists():
         return "no block throttling: no cgroup v1 blkio hierarchy with blkio.throttle is mounted"
     return None
-
-
-def _undone_later(owner: object, undo: Callable[[], None]) -> Callable[[], object]:
-    """Runs `undo` once: when called, else at the end of the interpreter. A forked child does not own what is undone."""
-    maker = os.getpid()
-    return weakref.finalize(owner, lambda: undo() if os.getpid() == maker else None)
 
 
 class LoopDevice:
@@ -62,18 +49,18 @@ class LoopDevice:
     def __enter__(self) -> LoopDevice:
         if self.path.exists():
             raise ConfigError(f"{self.path} exists", hint="name a file that does not: it is removed at the end")
-        home = _folder("loop")
-        self._undo = _undone_later(self, lambda: _undo_loop(home))
+        home = folder("loop")
+        self._undo = undone_later(self, lambda: undo_loop(home))
         try:
             self.mount = home / "mount"
             self.mount.mkdir()
             (home / "backing").write_text(str(self.path))  # before the file: sweep() needs no more than this
             with self.path.open("xb") as image:
                 os.posix_fallocate(image.fileno(), 0, self.nbytes)
-            device = _command("losetup", "-f", "--show", "--direct-io=on", str(self.path)).strip()
+            device = command("losetup", "-f", "--show", "--direct-io=on", str(self.path)).strip()
             self.major_minor = Path(f"/sys/block/{Path(device).name}/dev").read_text().strip()
-            _command(f"mkfs.{self.fs}", *(MKFS if self.fs == "ext4" else ()), device)
-            _command("mount", "-o", "noatime", device, str(self.mount))
+            command(f"mkfs.{self.fs}", *(MKFS if self.fs == "ext4" else ()), device)
+            command("mount", "-o", "noatime", device, str(self.mount))
         except BaseException:
             self._undo()
             raise
@@ -95,10 +82,10 @@ class Throttle:
         self.limits = [(way, f"{name} {rate}") for name in names for way, rate in rates]
 
     def __enter__(self) -> Throttle:
-        root, back = _blkio_root(), _blkio_group()
+        root, back = blkio_root(), _blkio_group()
         assert root is not None and back is not None, "ask lab_available() first"
-        group = self.group = _folder("rate", root)
-        self._undo = _undone_later(self, lambda: _undo_group(group, back))
+        group = self.group = folder("rate", root)
+        self._undo = undone_later(self, lambda: undo_group(group, back))
         try:
             for way, limit in self.limits:
                 (group / f"blkio.throttle.{way}_bps_device").write_text(limit)
@@ -143,80 +130,33 @@ class TokenLink:
                 self._late_s = time.perf_counter() - done
 
 
-def sweep() -> list[str]:
-    """Removes what lab processes that no longer live have left; returns what it removed, for printing."""
-    root = _blkio_root()
-    homes, groups = list(_orphans(Path(tempfile.gettempdir()))), list(_orphans(root)) if root else []
-    for home in homes:
-        _undo_loop(home)
-    for group in groups:
-        _undo_group(group, group.parent)
-    return [str(path) for path in homes + groups]
-
-
-def _orphans(folder: Path) -> Iterator[Path]:
-    for path in sorted(folder.glob(f"{PREFIX}*-*-*")):
-        pid, start = path.name.removeprefix(PREFIX).split("-")[:2]
-        if _start_time(pid) != start:
-            yield path
-
-
-def _undo_loop(home: Path) -> None:
+def undo_loop(home: Path) -> None:
     if os.path.ismount(home / "mount"):
-        _insist(lambda: _command("umount", str(home / "mount")))
+        insist(lambda: command("umount", str(home / "mount")))
     backing = Path((home / "backing").read_text()) if (home / "backing").exists() else home / "none"
     if backing.exists():
-        for line in _command("losetup", "-j", str(backing)).splitlines():
-            _command("losetup", "-d", line.split(":")[0])
+        for line in command("losetup", "-j", str(backing)).splitlines():
+            command("losetup", "-d", line.split(":")[0])
         backing.unlink()
     shutil.rmtree(home)
 
 
-def _undo_group(group: Path, back: Path) -> None:
+def undo_group(group: Path, back: Path) -> None:
     def empty_and_remove() -> None:
         for pid in (group / "cgroup.procs").read_text().split():
             with contextlib.suppress(ProcessLookupError):
                 (back / "cgroup.procs").write_text(pid)
         group.rmdir()
 
-    _insist(empty_and_remove)
+    insist(empty_and_remove)
 
 
-def _insist(undo: Callable[[], object]) -> object:
-    """A dying process keeps its group and its open files for a moment, and a member may fork while it is moved."""
-    deadline = time.monotonic() + UNDO_TIMEOUT_S
-    while time.monotonic() < deadline:
-        with contextlib.suppress(OSError, RoadtrainError):
-            return undo()
-        time.sleep(0.05)
-    return undo()
-
-
-def _command(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RoadtrainError(f"`{' '.join(command)}` failed: {done.stderr.strip()}")
-    return done.stdout
-
-
-def _folder(kind: str, inside: Path | None = None) -> Path:
-    return Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-{_start_time(os.getpid())}-{kind}-", dir=inside))
-
-
-def _start_time(pid: int | str) -> str:
-    """Clock ticks after boot at which the process began (proc(5), stat, field 22); "" when there is no such process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
-
-
-def _blkio_root() -> Path | None:
+def blkio_root() -> Path | None:
     lines = (line.split() for line in Path("/proc/mounts").read_text().splitlines())
     return next((Path(at) for _, at, kind, how, *_ in lines if kind == "cgroup" and "blkio" in how.split(",")), None)
 
 
 def _blkio_group() -> Path | None:
-    root = _blkio_root()
+    root = blkio_root()
     lines = (line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines())
     return next((root / at.lstrip("/") for _, kinds, at in lines if root and "blkio" in kinds.split(",")), None)

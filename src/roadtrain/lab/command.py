@@ -1,0 +1,149 @@
+"""`roadtrain lab up | run | down`: a lab from a file, held by one process that removes it when it ends.
+
+What `run` and `down` need to know of a lab that is up is in `lab.json`, in the `up` directory of the process that
+holds it. The lab is named by its file. Does NOT start anything on the hosts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from roadtrain.errors import ConfigError, DeadlineError
+from roadtrain.lab.labfile import LabFile, load_lab
+from roadtrain.lab.leftovers import sweep
+from roadtrain.lab.made import folder, folders, start_time
+from roadtrain.lab.network import Network, inside, network_available
+from roadtrain.lab.storage import LoopDevice, Throttle, lab_available
+from roadtrain.units import parse_bytes, parse_rate
+
+DOWN_TIMEOUT_S = 60.0
+ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def up(path: str, detach: bool = False) -> None:
+    """Makes the lab, prints its hosts, and returns when a signal has ended it; `detach`: when it is up."""
+    lab = load_lab(path)
+    storage = any(host.storage for host in lab.hosts)
+    if why := network_available() or (lab_available() if storage else None):
+        raise ConfigError(f"no lab can be made here: {why}")
+    sweep()
+    if _found(path):
+        raise ConfigError(f"{path} is up already", hint=f"roadtrain lab down {path}")
+    if detach:
+        return _detached(path)
+    for end in ENDS:
+        signal.signal(end, signal.default_int_handler)
+    with contextlib.ExitStack() as made:
+        try:
+            _show(lab, _make(lab, path, made))
+            print(f"{path} is up; Ctrl-C here or `roadtrain lab down {path}` ends it")
+            while True:
+                signal.pause()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            for end in ENDS:  # nothing interrupts the undoing
+                signal.signal(end, signal.SIG_IGN)
+
+
+def run(path: str, host: str, argv: list[str]) -> None:
+    """Becomes the command, on the host and under its storage's rates. Its exit code is the command's."""
+    _, _, hosts = _up(path)
+    if host not in hosts:
+        raise ConfigError(f"{path} has no host {host!r}", hint=f"hosts: {', '.join(hosts)}")
+    if hosts[host]["group"]:
+        Path(hosts[host]["group"], "cgroup.procs").write_text(str(os.getpid()))
+    words = [*inside(hosts[host]["net"]), *argv]
+    os.execvp(words[0], words)
+
+
+def down(path: str) -> None:
+    """Ends the lab and waits until it is gone; else removes what it left when it was killed."""
+    if not _found(path) and (swept := sweep()):
+        print(f"{path} was not up; removed what killed labs left: {', '.join(swept)}")
+        return
+    home, pid, _ = _up(path)
+    os.kill(pid, signal.SIGTERM)
+    deadline = time.monotonic() + DOWN_TIMEOUT_S
+    while home.exists() and start_time(pid):
+        if time.monotonic() > deadline:
+            raise DeadlineError(f"lab {path}: process {pid} has not removed it within {DOWN_TIMEOUT_S:.0f} s")
+        time.sleep(0.05)
+    sweep()
+
+
+def _make(lab: LabFile, path: str, made: contextlib.ExitStack) -> dict[str, dict[str, Any]]:
+    home = folder("up")
+    made.callback(shutil.rmtree, home)  # the last to go: `down` waits for it
+    sections = {name: section for section in lab.hosts for name in section.names}
+    network = Network({name: lab.nics(section) for name, section in sections.items()}, lab.link_rates())
+    hosts: dict[str, dict[str, Any]] = {name: {"dir": "", "group": ""} for name in sections}
+    for name, section in sections.items():
+        if want := section.storage:
+            try:
+                device = made.enter_context(LoopDevice(Path(want.dir or home, f"{name}.img"), parse_bytes(want.size)))
+            except OSError as cause:
+                raise ConfigError(f"storage of {name}, {want.size}: {cause.strerror}") from cause
+            rates = made.enter_context(Throttle([device], parse_rate(want.read), parse_rate(want.write)))
+            hosts[name] = {"dir": str(device.mount), "group": str(rates.group)}
+    made.enter_context(network)  # undone first: its processes keep storage busy
+    for name, host in network.hosts.items():
+        hosts[name] |= {"net": str(host.net), "addresses": [nic.address for nic in host.nics]}
+    (home / "new").write_text(json.dumps({"file": str(Path(path).resolve()), "hosts": hosts}))
+    (home / "new").rename(home / "lab.json")
+    return hosts
+
+
+def _show(lab: LabFile, hosts: dict[str, dict[str, Any]]) -> None:
+    rows = [("host", "address", "NIC", "directory", "read, write")]
+    for section in lab.hosts:
+        rates = ", ".join(nic.rate + (f" (in {nic.in_rate})" if nic.in_rate else "") for nic in section.nics)
+        storage = f"{section.storage.read}, {section.storage.write}" if section.storage else ""
+        rows += [(name, ", ".join(hosts[name]["addresses"]), rates, hosts[name]["dir"], storage)
+                 for name in section.names]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+
+
+def _detached(path: str) -> None:
+    argv = [sys.executable, "-m", "roadtrain.cli", "lab", "up", path]
+    process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                               text=True, start_new_session=True)
+    assert process.stdout is not None
+    try:
+        for line in process.stdout:
+            print(line, end="")
+            if line.startswith(f"{path} is up"):
+                return
+    except BaseException:
+        process.terminate()
+        raise
+    raise ConfigError(f"{path} did not come up: exit code {process.wait()}")
+
+
+def _found(path: str) -> tuple[Path, int, dict[str, dict[str, Any]]] | None:
+    """(its `up` directory, the process that holds it, its hosts) of a lab that is up."""
+    if os.geteuid() != 0:
+        raise ConfigError("labs belong to root, and this is not root")
+    for home, kind, pid, alive in folders():
+        if kind == "up" and alive and (home / "lab.json").exists():
+            known = json.loads((home / "lab.json").read_text())
+            if known["file"] == str(Path(path).resolve()):
+                return home, pid, known["hosts"]
+    return None
+
+
+def _up(path: str) -> tuple[Path, int, dict[str, dict[str, Any]]]:
+    if (found := _found(path)) is None:
+        raise ConfigError(f"{path} is not up", hint=f"roadtrain lab up {path} --detach")
+    return found

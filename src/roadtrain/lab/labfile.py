@@ -1,0 +1,92 @@
+"""LabFile: what a lab is made of, as LAB.toml says it. Unknown keys and wrong types raise ConfigError.
+
+Rates and sizes are checked and stay as they were written, for people. Does NOT make anything.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import AfterValidator, Field, ValidationError, model_validator
+
+from roadtrain.errors import ConfigError
+from roadtrain.lab.network import Nic
+from roadtrain.spec.job import Section, did_you_mean
+from roadtrain.units import parse_bytes, parse_rate
+
+Rate = Annotated[str, AfterValidator(lambda text: parse_rate(text) and text)]  # as `400Mbit/s` or `50MB/s`
+Size = Annotated[str, AfterValidator(lambda text: parse_bytes(text) and text)]
+
+
+class NicSection(Section):
+    rate: Rate = Field(description="each way")
+    in_rate: Rate | None = Field(default=None, description="what arrives, where that differs")
+    switch: str = Field(default="", description="default: the first switch")
+
+
+class StorageSection(Section):
+    size: Size = Field(description="taken from the disk at once")
+    read: Rate = Field(description="of direct I/O")
+    write: Rate
+    dir: str = Field(default="", description="where the image file goes; default: the temporary directory")
+
+
+class HostSection(Section):
+    name: str
+    count: int | None = Field(default=None, ge=1, description="so many, called NAME0, NAME1, ...")
+    nics: list[NicSection] = Field(min_length=1)
+    storage: StorageSection | None = None
+
+    @property
+    def names(self) -> list[str]:
+        return [self.name] if self.count is None else [f"{self.name}{n}" for n in range(self.count)]
+
+
+class LinkSection(Section):
+    between: tuple[str, str]
+    rate: Rate = Field(description="each way")
+
+
+class LabFile(Section):
+    switches: list[str] = Field(default=["switch"], min_length=1)
+    links: list[LinkSection] = []
+    hosts: list[HostSection] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        named = [nic.switch for host in self.hosts for nic in host.nics if nic.switch]
+        for switch in named + [switch for link in self.links for switch in link.between]:
+            if switch not in self.switches:
+                raise ValueError(f"no switch {switch!r}, only {', '.join(self.switches)}")
+        names = [name for host in self.hosts for name in host.names]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"several hosts are called {', '.join(sorted(twice))}")
+        return self
+
+    def nics(self, host: HostSection) -> list[Nic]:
+        return [Nic(parse_rate(nic.rate), nic.switch or self.switches[0], parse_rate(nic.in_rate or nic.rate))
+                for nic in host.nics]
+
+    def link_rates(self) -> dict[tuple[str, str], float]:
+        return {link.between: parse_rate(link.rate) for link in self.links}
+
+
+def load_lab(path: str | Path) -> LabFile:
+    """Raises ConfigError or UnitError, which name the key and the nearest valid one."""
+    try:
+        return LabFile.model_validate(tomllib.loads(Path(path).read_text()))
+    except OSError as cause:
+        raise ConfigError(f"cannot read lab file {path}: {cause.strerror}") from cause
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as cause:
+        raise ConfigError(f"{path} is not TOML: {cause}") from cause
+    except ValidationError as cause:
+        error = min(cause.errors(), key=lambda error: error["type"] != "extra_forbidden")  # it explains what is missing
+        key = ".".join(map(str, error["loc"])) or path
+        if error["type"] == "extra_forbidden":
+            known = {name for section in (LabFile, HostSection, NicSection, StorageSection, LinkSection)
+                     for name in section.model_fields}
+            hint = did_you_mean(str(error["loc"][-1]), known) or f"known: {', '.join(sorted(known))}"
+            raise ConfigError(f"unknown key `{key}`", hint=hint) from cause
+        raise ConfigError(f"`{key}`: {str(error['msg']).removeprefix('Value error, ')}") from cause

@@ -1,0 +1,66 @@
+"""What a lab has made: names that say who made it, and undoing it once, whatever happens. Does NOT know what it is.
+
+Note: names of the lab. Directories and groups are called `roadtrain-lab-PID-START-KIND-...`, START being the kernel's
+start time of PID, so that a later process with that PID is not taken for the maker. What is in a directory is all that
+is needed to undo from outside what it stands for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from roadtrain.errors import RoadtrainError
+
+PREFIX = "roadtrain-lab-"
+UNDO_TIMEOUT_S = 10.0
+
+
+def folder(kind: str, inside: Path | None = None) -> Path:
+    """A new directory of this process (in the temporary directory, unless said otherwise), named as the note says."""
+    return Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-{start_time(os.getpid())}-{kind}-", dir=inside))
+
+
+def folders(inside: Path | None = None) -> Iterator[tuple[Path, str, int, bool]]:
+    """Every such directory, in the order of its name: (path, kind, PID of its maker, whether the maker lives)."""
+    for path in sorted((inside or Path(tempfile.gettempdir())).glob(f"{PREFIX}*-*-*")):
+        pid, start, kind = path.name.removeprefix(PREFIX).split("-")[:3]
+        yield path, kind, int(pid), start_time(pid) == start
+
+
+def undone_later(owner: object, undo: Callable[[], None]) -> Callable[[], object]:
+    """Runs `undo` once: when called, else at the end of the interpreter. A forked child does not own what is undone."""
+    maker = os.getpid()
+    return weakref.finalize(owner, lambda: undo() if os.getpid() == maker else None)
+
+
+def insist(undo: Callable[[], object]) -> object:
+    """A dying process keeps its group and its open files for a moment, and a member may fork while it is moved."""
+    deadline = time.monotonic() + UNDO_TIMEOUT_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError, RoadtrainError):
+            return undo()
+        time.sleep(0.05)
+    return undo()
+
+
+def command(*words: str, text: str | None = None) -> str:
+    """Its output; `text` is its input. RoadtrainError has a failed command's words."""
+    done = subprocess.run(words, capture_output=True, text=True, check=False, input=text)
+    if done.returncode:
+        raise RoadtrainError(f"`{' '.join(words)}` failed: {done.stderr.strip()}")
+    return done.stdout
+
+
+def start_time(pid: int | str) -> str:
+    """Clock ticks after boot at which the process began (proc(5), stat, field 22); "" when there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""

@@ -1,0 +1,184 @@
+"""A TCP relay that makes a link bad on purpose: slow, late, stalled, cut. In user space, so it needs no root.
+
+Stands before one target; peers connect to the relay instead. Runs in a thread of its own, or as a process, also on a
+host of the lab: `python -m roadtrain.lab.relay LISTEN:PORT TARGET:PORT` prints its address, then each line of its input
+is a method with its arguments, answered by `done`: `set_rate 1e6`, `cut 1000 back`; it ends with its input. Assumes
+TCP. Does NOT lose, reorder or change bytes, and does NOT look into them.
+
+Note: two ways. `there` is from the peer to the target, `back` the other. Each has its own rate, which all connections
+share; a piece leaves no earlier than the delay after its arrival. What is on the way is bounded: QUEUE pieces a
+connection and way, so at a long delay the rate is at most QUEUE * PIECE / delay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Literal
+
+PIECE, QUEUE = 1 << 16, 256
+SLICE_S = 0.02  # the longest piece in time: a new rate, a stall or a cut takes effect within it
+CREDIT_S = 0.01  # asyncio wakes up to some ms late; a direction that was busy may catch up with that
+Way = Literal["there", "back"]
+
+
+class Relay:
+    """Inside the context `.address` is where it listens; port 0: any free one. `nbytes` counts what it passed on.
+
+    The methods may be called from any thread at any time and have taken effect when they return.
+    """
+
+    def __init__(self, target: tuple[str, int], bytes_per_s: float = float("inf"), delay_s: float = 0.0,
+                 listen: tuple[str, int] = ("127.0.0.1", 0)) -> None:
+        self.target, self.delay_s, self.listen = target, delay_s, listen
+        self.nbytes: dict[Way, int] = {"there": 0, "back": 0}
+        self._rate: dict[Way, float] = {"there": bytes_per_s, "back": bytes_per_s}
+        self._free_at: dict[Way, float] = {"there": 0.0, "back": 0.0}  # when the last piece will have crossed
+        self._left: dict[Way, float] = {"there": float("inf"), "back": float("inf")}  # bytes until the cut
+        self._refusing = False
+        self._open: dict[asyncio.Task[None], list[asyncio.StreamWriter]] = {}  # every living connection and its sides
+
+    def set_rate(self, bytes_per_s: float, back_bytes_per_s: float | None = None) -> None:
+        """`there`, and `back` (the same, unless said otherwise)."""
+        self._do(lambda: self._rate.update({"there": bytes_per_s, "back": back_bytes_per_s or bytes_per_s}))
+
+    def set_delay(self, delay_s: float) -> None:
+        """Of each direction, for what arrives from now on."""
+        self._do(lambda: setattr(self, "delay_s", delay_s))
+
+    def stall(self) -> None:
+        """Nothing is passed on, every connection stays open, new ones too. Until `resume`."""
+        self._do(self._going.clear)
+
+    def cut(self, after_nbytes: int = 0, way: Way = "there", *, refuse: bool = False) -> None:
+        """Closes both sides of every connection, at once or as soon as exactly so many more bytes went that way.
+        `refuse`: connections that come later are closed, too, until `resume`."""
+        def begin() -> None:
+            self._refusing, self._left[way] = refuse, after_nbytes
+            if not after_nbytes:
+                self._cut(way)
+        self._do(begin)
+
+    def resume(self) -> None:
+        """No stall, no cut that waits for its bytes, no refusing."""
+        def begin() -> None:
+            self._refusing, self._left = False, {"there": float("inf"), "back": float("inf")}
+            self._going.set()
+        self._do(begin)
+
+    def __enter__(self) -> Relay:
+        started: Future[None] = Future()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(started)), name="lab relay", daemon=True)
+        self._thread.start()
+        try:
+            started.result()
+        except OSError:
+            self._thread.join()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._do(self._ended.set)
+        self._thread.join()
+
+    def _do(self, change: Callable[[], object]) -> None:
+        async def in_the_loop() -> None:
+            change()
+        asyncio.run_coroutine_threadsafe(in_the_loop(), self._loop).result()
+
+    async def _serve(self, started: Future[None]) -> None:
+        self._loop, self._ended, self._going = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+        self._going.set()
+        try:
+            server = await asyncio.start_server(self._accept, *self.listen)
+        except OSError as cause:
+            started.set_exception(cause)
+            return
+        self.address: tuple[str, int] = server.sockets[0].getsockname()[:2]
+        started.set_result(None)
+        await self._ended.wait()
+        server.close()  # asyncio.run cancels the connections
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        sides = [writer]
+        task = self._loop.create_task(self._connect(reader, sides))  # asyncio's own logs when it is cancelled
+        self._open[task] = sides
+        task.add_done_callback(self._close)
+
+    async def _connect(self, reader: asyncio.StreamReader, sides: list[asyncio.StreamWriter]) -> None:
+        try:
+            if self._refusing:
+                return
+            far_reader, far_writer = await asyncio.open_connection(*self.target)
+            sides.append(far_writer)
+            async with asyncio.TaskGroup() as both:
+                both.create_task(self._way("there", reader, far_writer))
+                both.create_task(self._way("back", far_reader, sides[0]))
+        except* OSError:  # one side broke: so does the other, in _close
+            pass
+
+    def _close(self, task: asyncio.Task[None]) -> None:
+        for side in self._open.pop(task):
+            side.transport.abort()
+
+    async def _way(self, way: Way, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        queue: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(QUEUE)
+        writer.transport.set_write_buffer_limits(0)  # after drain() all is with the kernel, also before a cut
+        async with asyncio.TaskGroup() as both:
+            both.create_task(self._read(reader, queue))
+            both.create_task(self._write(way, queue, writer))
+
+    async def _read(self, reader: asyncio.StreamReader, queue: asyncio.Queue[tuple[float, bytes]]) -> None:
+        piece = b"x"
+        while piece:  # the last one is empty: the end of the stream, which is as late as the rest
+            piece = await reader.read(PIECE)
+            await queue.put((self._loop.time() + self.delay_s, piece))
+
+    async def _write(self, way: Way, queue: asyncio.Queue[tuple[float, bytes]], writer: asyncio.StreamWriter) -> None:
+        while True:
+            due, piece = await queue.get()
+            await asyncio.sleep(due - self._loop.time())
+            if not piece:
+                await self._going.wait()
+                return writer.write_eof()
+            while piece:
+                await self._going.wait()
+                while not self._left[way]:  # another connection passes on the last bytes before the cut
+                    await asyncio.sleep(CREDIT_S)
+                size = int(max(1, min(len(piece), self._left[way], self._rate[way] * SLICE_S)))
+                self._left[way] -= size
+                last = not self._left[way]
+                begin = max(self._free_at[way], self._loop.time() - CREDIT_S)
+                self._free_at[way] = begin + size / self._rate[way]
+                await asyncio.sleep(self._free_at[way] - self._loop.time())
+                await self._going.wait()
+                self.nbytes[way] += size
+                writer.write(piece[:size])
+                await writer.drain()
+                piece = piece[size:]
+                if last:
+                    return self._cut(way)
+
+    def _cut(self, way: Way) -> None:
+        self._left[way] = float("inf")
+        for task, sides in self._open.items():
+            task.cancel()
+            for side in sides:  # now: nothing more may leave until the tasks notice
+                side.transport.abort()
+
+
+def main(listen: str, target: str) -> None:
+    (host, port), (to, to_port) = (text.rsplit(":", 1) for text in (listen, target))
+    with Relay((to, int(to_port)), listen=(host, int(port))) as relay:
+        print(*relay.address, flush=True)
+        for line in sys.stdin:
+            name, *words = line.split()
+            getattr(relay, name)(*(word if word.isalpha() else float(word) for word in words))
+            print("done", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
