@@ -24,7 +24,9 @@ def test_place() -> None:
 
 
 def test_commands() -> None:
-    assert list(cli.COMMANDS) == ["train", "serve", "verify", "status", "export", "import", "check-rule", "bench", "lab"]
+    assert list(cli.COMMANDS) == [
+        "train", "serve", "verify", "status", "export", "import", "check-rule", "lab up", "lab run", "lab down", "bench",
+    ]
 
 
 def test_keys_of_a_job() -> None:

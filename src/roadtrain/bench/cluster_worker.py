@@ -30,7 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     for name in ("servers", "token", "json", "budget"):
         parser.add_argument(f"--{name}", default="")
-    for name, value in (("steps", 8), ("layers", 10), ("width", 512), ("inner", 1536), ("rows", 1), ("seq", 32)):
+    for name, value in (("steps", 8), ("layers", 10), ("width", 512), ("inner", 1536), ("rows", 1), ("seq", 32), ("chunk", 1 << 18)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--fsdp", action="store_true")
     args = parser.parse_args()
@@ -47,10 +47,10 @@ def main() -> None:
     else:
         optimizer = roadtrain.place(
             model, adamw(model.parameters()), servers=args.servers.split(","), budget=args.budget or None,
-            link=Options(token=token_of(args.token), retry_s=60), backwards_per_step=1, chunk_elements=1 << 18,
+            link=Options(token=token_of(args.token), retry_s=60), backwards_per_step=1, chunk_elements=args.chunk,
             report=lambda line: print(line, flush=True),
         )
-    seconds, losses, parts = [], [], []
+    seconds, losses, parts, cpu = [], [], [], time.process_time()
     then = time.perf_counter()
     for step in range(args.steps):
         x = batch(step * workers + rank, args.rows, args.seq)
@@ -68,7 +68,7 @@ def main() -> None:
     if isinstance(optimizer, roadtrain.PlacedOptimizer):
         optimizer.close()
     Path(args.json).write_text(json.dumps(
-        {"seconds": seconds, "losses": losses, "parts": parts, "peak": peak_bytes(),
+        {"seconds": seconds, "losses": losses, "parts": parts, "peak": peak_bytes(), "cpu": time.process_time() - cpu,
          "parameters": sum(p.numel() for p in model.parameters())}))
     if args.fsdp:
         distributed.barrier()

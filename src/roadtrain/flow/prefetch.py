@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 FREE, COMING, HERE, USED = "free", "coming", "here", "used"
 
@@ -106,9 +107,10 @@ class Prefetcher:
             self.cursor = (follows or matches)[0] + 1
 
     def _upcoming(self) -> list[int]:
-        """Distinct blocks in the order of their next use, the wanted one first."""
+        """Distinct blocks in the order of their next use, the wanted one first; the next step follows this one, so what
+        backward has updated is fetched again while the rest of it runs."""
         seen: dict[int, None] = {} if self.wanted is None else {self.wanted: None}
-        for block in self.past[self.cursor :]:
+        for block in chain(self.past[self.cursor :], self.past):
             seen.setdefault(block)
             if len(seen) > 2 * len(self.slots):
                 break

@@ -38,6 +38,7 @@ class Gradients:
         for buffer in self.scratch:
             self._free.put(buffer)
         self._held: dict[int, dict[int, Any]] = {}  # chunk -> worker -> ndarray | SPILLED | [(indices, values)...]
+        self._totals: dict[int, tuple[Buffer, np.ndarray]] = {}  # sums that were just taken, kept for the update
 
     def hold(self, push: ops.Push) -> tuple[Any, bool]:
         """(sums of squares of the worker's gradient so far, a segment each; whether the pushed memory is in use)."""
@@ -80,17 +81,22 @@ class Gradients:
         return sums, kept
 
     def total_sums(self, number: int) -> Any:
-        """Sums of squares of the sum over workers."""
+        """Sums of squares of the sum over workers; the sum itself stays where there is room, for `take`."""
         chunk = self.chunks[number]
         scratch, total, dtype = self._total(chunk, self._held.get(number, {}))
         sums = self._sums(chunk, total, dtype)
-        if scratch is not None:
-            self._free.put(scratch)
+        if scratch is not None and self._free.qsize() >= 2:
+            self._totals[number] = (scratch, total)
+        else:
+            self.done(scratch)
         return sums
 
     def take(self, number: int) -> tuple[Buffer | None, np.ndarray, str]:
         """The gradient to update with and its dtype; it is forgotten here. Give the buffer back by `done`."""
-        return self._total(self.chunks[number], self._held.pop(number))
+        held = self._held.pop(number)
+        if number in self._totals:
+            return *self._totals.pop(number), "fp32"
+        return self._total(self.chunks[number], held)
 
     def done(self, scratch: Buffer | None) -> None:
         if scratch is not None:
@@ -98,6 +104,8 @@ class Gradients:
 
     def discard(self, number: int, worker: int | None) -> None:
         held = self._held.get(number, {})
+        if number in self._totals:
+            self.done(self._totals.pop(number)[0])
         for one in [*held] if worker is None else [worker]:
             held.pop(one, None)
 
