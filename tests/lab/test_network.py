@@ -73,9 +73,9 @@ def transfer(flows: Sequence[Flow]) -> list[float]:
 
 
 def assert_rates(flows: Sequence[Flow], want: Sequence[float], rel: float = 0.1) -> None:
-    """A rate may never exceed what is set; that it is reached, a busy machine may need three tries to show."""
+    """A rate may never exceed what is set; that it is reached, a busy machine may need some tries to show."""
     tries = []
-    for _ in range(3):
+    for _ in range(5):
         tries.append(transfer(flows))
         assert all(got <= TCP * rate * (1 + rel) for got, rate in zip(tries[-1], want)), (tries, want)
         if all(got >= TCP * rate * (1 - rel) for got, rate in zip(tries[-1], want)):
@@ -96,6 +96,14 @@ def alive(pid: int) -> bool:
         return False
 
 
+def wait_gone(pid: int) -> bool:
+    """A process leaves its namespaces a moment before it is gone."""
+    deadline = time.monotonic() + 5
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return not alive(pid)
+
+
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
     before = os.listdir("/sys/class/net")
@@ -112,7 +120,8 @@ def test_rates_hold_both_ways_and_change_while_running() -> None:
         assert_rates([(b, 0, c, 0)], [FAST])  # not with the next: acknowledgements wait behind the data of a full link
         assert_rates([(c, 0, b, 0)], [SLOW])
         b.nics[0].set_rate(SLOW, 2 * SLOW)
-        assert_rates([(a, 0, b, 0), (b, 0, a, 0)], [2 * SLOW, SLOW])
+        assert_rates([(a, 0, b, 0)], [2 * SLOW])
+        assert_rates([(b, 0, a, 0)], [SLOW])
 
 
 @needs_network
@@ -189,7 +198,7 @@ def test_a_process_runs_on_its_host_alone_and_ends_with_it() -> None:
         mine.kill()
         assert mine.wait(5) == -signal.SIGKILL, "its PID is the command's own"
         assert alive(grandchild)
-    assert family.wait(5) == -signal.SIGKILL and not alive(grandchild)
+    assert family.wait(5) == -signal.SIGKILL and wait_gone(grandchild)
     for process in (mine, family):
         process.communicate()
 
@@ -234,7 +243,7 @@ with Network({"a": [Nic(1e6)], "b": [Nic(1e6)]}) as network:
         process.wait()
     assert len(left_behind(pid)) == 4 and alive(inside)  # a directory, and the mounts of a, b and the switches
     assert len([name for name in sweep() if f"{PREFIX}{pid}-" in name]) == 1
-    assert left_behind(pid) == [] and not alive(inside)
+    assert left_behind(pid) == [] and wait_gone(inside)
 
 
 def test_undoing_what_was_hardly_begun(tmp_path: Path) -> None:
@@ -307,7 +316,7 @@ def test_the_command_line_end_to_end(lab_file: Path) -> None:
     while b"sleep" not in Path(f"/proc/{sleeper.pid}/cmdline").read_bytes().split(b"\0")[:1]:
         time.sleep(0.01)
     assert lab("down", path) == (0, "", "")
-    assert sleeper.wait(5) == -signal.SIGKILL and not alive(pid) and left_behind(pid) == []
+    assert sleeper.wait(5) == -signal.SIGKILL and wait_gone(pid) and left_behind(pid) == []
     code, _, errors = lab("down", path)
     assert code == 2 and "is not up\nhint: roadtrain lab up" in errors
 

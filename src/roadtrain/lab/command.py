@@ -136,9 +136,9 @@ def _found(path: str) -> tuple[Path, int, dict[str, dict[str, Any]]] | None:
     if os.geteuid() != 0:
         raise ConfigError("labs belong to root, and this is not root")
     for home, kind, pid, alive in folders():
-        if kind == "up" and alive and (home / "lab.json").exists():
-            known = json.loads((home / "lab.json").read_text())
-            if known["file"] == str(Path(path).resolve()):
+        with contextlib.suppress(FileNotFoundError):  # it is not up yet, or no longer
+            known: dict[str, Any] = json.loads((home / "lab.json").read_text()) if kind == "up" and alive else {}
+            if known.get("file") == str(Path(path).resolve()):
                 return home, pid, known["hosts"]
     return None
 

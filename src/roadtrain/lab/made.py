@@ -31,7 +31,8 @@ def folders(inside: Path | None = None) -> Iterator[tuple[Path, str, int, bool]]
     """Every such directory, in the order of its name: (path, kind, PID of its maker, whether the maker lives)."""
     for path in sorted((inside or Path(tempfile.gettempdir())).glob(f"{PREFIX}*-*-*")):
         pid, start, kind = path.name.removeprefix(PREFIX).split("-")[:3]
-        yield path, kind, int(pid), start_time(pid) == start
+        if pid.isdecimal():
+            yield path, kind, int(pid), start_time(pid) == start
 
 
 def undone_later(owner: object, undo: Callable[[], None]) -> Callable[[], object]:

@@ -21,6 +21,7 @@ import re
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,8 +101,12 @@ class Host:
         return self.nics[0].address
 
     def run(self, argv: Sequence[str], **popen: Any) -> subprocess.Popen[Any]:
-        """Starts a process on this host: its PID is the command's own. It is killed when the network ends."""
-        return subprocess.Popen([*inside(self.net), *argv], **popen)
+        """A process, on this host when this returns: its PID is the command's own. Killed when the network ends."""
+        process = subprocess.Popen([*inside(self.net), *argv], **popen)
+        with contextlib.suppress(FileNotFoundError):  # it has ended already
+            while _number(f"/proc/{process.pid}/ns/net") != _number(self.net):
+                time.sleep(0.001)
+        return process
 
 
 def inside(net: str | Path) -> list[str]:
@@ -193,21 +198,26 @@ def _batch(net: Path, lines: Sequence[str]) -> None:
 
 def undo_network(home: Path) -> None:
     """Kills the processes in the network's namespaces, except this one, and removes the namespaces."""
-    namespaces = {(file.stat().st_dev, file.stat().st_ino) for file in home.iterdir()}
+    with contextlib.ExitStack() as held:  # while a namespace is held, its number belongs to no other
+        namespaces = {_number(held.enter_context(file.open()).fileno()) for file in home.iterdir()}
 
-    def nobody_left() -> None:
-        found = []
-        for process in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                namespace = (process / "ns/net").stat()
-                if (namespace.st_dev, namespace.st_ino) in namespaces and int(process.name) != os.getpid():
-                    found.append(process.name)
-                    os.kill(int(process.name), signal.SIGKILL)
-        if found:
-            raise RoadtrainError(f"processes {', '.join(found)} do not end on the hosts of {home}")
+        def nobody_left() -> None:
+            found = []
+            for pid in (process.name for process in Path("/proc").glob("[0-9]*") if process.name != str(os.getpid())):
+                with contextlib.suppress(OSError):
+                    if _number(f"/proc/{pid}/ns/net") in namespaces:
+                        found.append(pid)
+                        os.kill(int(pid), signal.SIGKILL)
+            if found:
+                raise RoadtrainError(f"processes {', '.join(found)} do not end on the hosts of {home}")
 
-    insist(nobody_left)
-    for file in home.iterdir():
-        if os.path.ismount(file):
-            command("umount", str(file))
-    shutil.rmtree(home)
+        insist(nobody_left)
+        for file in home.iterdir():
+            if os.path.ismount(file):
+                command("umount", "--lazy", str(file))
+        shutil.rmtree(home)
+        insist(nobody_left)  # who was about to enter
+
+
+def _number(net: str | Path | int) -> tuple[int, int]:
+    return os.stat(net).st_dev, os.stat(net).st_ino

@@ -73,11 +73,9 @@ class Relay:
         started: Future[None] = Future()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(started)), name="lab relay", daemon=True)
         self._thread.start()
-        try:
-            started.result()
-        except OSError:
+        if cause := started.exception():
             self._thread.join()
-            raise
+            raise cause
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -114,22 +112,20 @@ class Relay:
                 return
             far_reader, far_writer = await asyncio.open_connection(*self.target)
             sides.append(far_writer)
-            async with asyncio.TaskGroup() as both:
-                both.create_task(self._way("there", reader, far_writer))
-                both.create_task(self._way("back", far_reader, sides[0]))
+            ways: tuple[tuple[Way, asyncio.StreamReader, asyncio.StreamWriter], ...]
+            ways = ("there", reader, far_writer), ("back", far_reader, sides[0])
+            async with asyncio.TaskGroup() as tasks:
+                for way, source, sink in ways:
+                    queue: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(QUEUE)
+                    sink.transport.set_write_buffer_limits(0)  # after drain() all is with the kernel, also before a cut
+                    tasks.create_task(self._read(source, queue))
+                    tasks.create_task(self._write(way, queue, sink))
         except* OSError:  # one side broke: so does the other, in _close
             pass
 
     def _close(self, task: asyncio.Task[None]) -> None:
         for side in self._open.pop(task):
             side.transport.abort()
-
-    async def _way(self, way: Way, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        queue: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(QUEUE)
-        writer.transport.set_write_buffer_limits(0)  # after drain() all is with the kernel, also before a cut
-        async with asyncio.TaskGroup() as both:
-            both.create_task(self._read(reader, queue))
-            both.create_task(self._write(way, queue, writer))
 
     async def _read(self, reader: asyncio.StreamReader, queue: asyncio.Queue[tuple[float, bytes]]) -> None:
         piece = b"x"
