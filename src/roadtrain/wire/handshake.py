@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from roadtrain.errors import AuthError, DeadlineError, LostError, PeerError, WireError
+from roadtrain.errors import AuthError, DeadlineError, LostError, PeerError, RoadtrainError, WireError
 from roadtrain.units import KIB
 from roadtrain.wire.link import FRAME_LIMIT, VERSION
 
@@ -135,8 +135,8 @@ def _fits(ours: Greeting, raw: bytes) -> Greeting:
     theirs = Greeting(*GREETING.unpack(raw))
     if theirs.magic != MAGIC:
         raise WireError(f"not a roadtrain peer: began with {raw[:16]!r}")
-    if theirs.version != VERSION:
-        raise WireError(f"the peer speaks protocol version {theirs.version}, this side {VERSION}",
+    if theirs.version != ours.version:
+        raise WireError(f"the peer speaks protocol version {theirs.version}, this side {ours.version}",
                         hint="install the same version of roadtrain on both")
     if theirs.has_token != ours.has_token:
         have = ("none here", "one there") if theirs.has_token else ("one here", "none there")
@@ -191,4 +191,6 @@ def as_peer_error(error: Exception, peer: str) -> PeerError:
         return AuthError(f"{peer}: TLS: {error.reason or error}")
     if isinstance(error, TimeoutError):
         return DeadlineError(f"{peer}: no answer before the handshake's deadline")
-    return LostError(f"{peer}: {getattr(error, 'strerror', None) or error}")
+    if isinstance(error, RoadtrainError):
+        return WireError(f"{peer}: {error}")
+    return LostError(f"{peer}: {(error.strerror or error) if isinstance(error, OSError) else repr(error)}")

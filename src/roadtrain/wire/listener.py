@@ -115,7 +115,7 @@ class Listener:
             caller = server_greet(sock, ours, self._token, deadline)
             given = self._join(sock, caller, peer, deadline)
         except Exception as error:
-            if not self._closed:
+            if not (self._closed and isinstance(error, (OSError, LostError))):  # we cut it off ourselves
                 self._report(f"refused: {as_peer_error(error, peer)}".replace("\n", "; "))
         finally:
             with self._lock:
@@ -137,8 +137,10 @@ class Listener:
             if complete:
                 del self._joining[theirs.link]
         if complete:
-            self._make(joining, peer, deadline)
-            joining.taken.set()
+            try:
+                self._make(joining, peer, deadline)
+            finally:
+                joining.taken.set()
         elif first:
             self._wait_for_others(theirs.link, joining, deadline)
         return True
