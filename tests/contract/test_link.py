@@ -661,3 +661,15 @@ def test_a_ring_that_lies_is_a_wire_error(folder):
     ends.a._channels[0]._out._ring(16)
     assert isinstance(ends.got_b.wait_lost(), WireError)
     ends.close()
+
+
+@pytest.mark.parametrize("secured", [False, True])
+def test_closing_a_listener_does_not_wait_for_strangers(folder, secured):
+    options = tcp.Options(token=TOKEN, tls=tls_options(folder)[1] if secured else None)
+    listener = tcp.listen(("127.0.0.1", 0), lambda link, hello: Recorder(), options)
+    sock = stranger(listener)
+    time.sleep(0.1)
+    begin = time.monotonic()
+    listener.close()
+    assert time.monotonic() - begin < 1
+    sock.close()

@@ -7,7 +7,8 @@
 
 The token is never sent; both prove it, over both nonces; without one both must have none. All connections of a link
 carry one link id; hello comes with the first, the verdict when all are there. Assumes what protects the bytes after
-it (TLS, a private network) is the owner's choice. Does NOT know which kind of socket it is. """
+it (TLS, a private network) is the owner's choice. Does NOT know which kind of socket it is.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +92,8 @@ def client_verdict(sock: socket.socket, proof: bytes, deadline: float) -> None:
     code, theirs, length = VERDICT.unpack(receive(sock, VERDICT.size, deadline, "the server's verdict"))
     if length > MAX_TEXT:
         raise WireError(f"a verdict of {length} bytes, {MAX_TEXT} are allowed")
-    text = receive(sock, length, deadline, "the server's verdict").decode(errors="replace")
+    words = receive(sock, length, deadline, "the server's verdict").decode(errors="replace")
+    text = "".join(c for c in words if c.isprintable() or c == "\n")  # it may come from a stranger
     if code == NOT_PROVEN:
         raise AuthError(f"refused by the server: {text}")
     if not hmac.compare_digest(theirs, proof):

@@ -50,8 +50,8 @@ class _Joining:
 
 class Listener:
     """`address`: where it listens, with the real port. Owns `sock`. Invariant, under `_lock`: a connection is in
-    `_pending` from accept until its thread has given it away or closed it; a link id is in `_joining` until complete
-    or given up."""
+    `_pending` from accept until its thread has given it away or closed it, or it was cut off; a link id is in
+    `_joining` until complete or given up."""
 
     def __init__(
         self, sock: socket.socket, address: tuple[str, int] | str, accept: Accept, common: Common, token: bytes | None,
@@ -99,7 +99,7 @@ class Listener:
                     sock.close()
                     return
                 if len(self._pending) >= MAX_PENDING:
-                    _cut(next(iter(self._pending.values())))
+                    _cut(self._pending.pop(next(iter(self._pending))))
                 self._pending[thread] = sock
                 thread.start()
 
@@ -119,7 +119,7 @@ class Listener:
                 self._report(f"refused: {as_peer_error(error, peer)}".replace("\n", "; "))
         finally:
             with self._lock:
-                del self._pending[threading.current_thread()]
+                self._pending.pop(threading.current_thread(), None)
             if not given:
                 sock.close()
 

@@ -10,7 +10,8 @@ his ring empty or full says so in the ring and sleeps on an eventfd, which the o
 Assumes Linux, and of the processor: aligned 8-byte loads and stores are single, and either x86-64, where stores are
 seen in order and only a store before a load needs a fence (a lock's locked instruction), or membarrier(2), used as a
 full fence in all places that need an order. The second has run on x86-64 only. Does NOT trust the other side's
-counters. """
+counters.
+"""
 
 from __future__ import annotations
 
@@ -128,7 +129,7 @@ class _Carrier:
         memory = os.memfd_create("roadtrain link", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         fds = [memory]
         try:
-            os.ftruncate(memory, _CONTROL + 2 * size)
+            os.posix_fallocate(memory, 0, _CONTROL + 2 * size)  # now, so that no later write finds the memory full
             fcntl.fcntl(memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             fds += [os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(_EVENTS)]
             socket.send_fds(sock, [struct.pack("<Q", size)], fds)
