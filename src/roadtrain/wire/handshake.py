@@ -7,7 +7,8 @@
 
 The token is never sent; both prove it, over both nonces; without one both must have none. All connections of a link
 carry one link id; hello comes with the first, the verdict when all are there. Assumes what protects the bytes after
-it (TLS, a private network) is the owner's choice. Does NOT know which kind of socket it is. """
+it (TLS, a private network) is the owner's choice. Does NOT know which kind of socket it is.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from roadtrain.errors import AuthError, DeadlineError, LostError, PeerError, WireError
+from roadtrain.errors import AuthError, DeadlineError, LostError, PeerError, RoadtrainError, WireError
 from roadtrain.units import KIB
 from roadtrain.wire.link import FRAME_LIMIT, VERSION
 
@@ -91,7 +92,8 @@ def client_verdict(sock: socket.socket, proof: bytes, deadline: float) -> None:
     code, theirs, length = VERDICT.unpack(receive(sock, VERDICT.size, deadline, "the server's verdict"))
     if length > MAX_TEXT:
         raise WireError(f"a verdict of {length} bytes, {MAX_TEXT} are allowed")
-    text = receive(sock, length, deadline, "the server's verdict").decode(errors="replace")
+    words = receive(sock, length, deadline, "the server's verdict").decode(errors="replace")
+    text = "".join(c for c in words if c.isprintable() or c == "\n")  # it may come from a stranger
     if code == NOT_PROVEN:
         raise AuthError(f"refused by the server: {text}")
     if not hmac.compare_digest(theirs, proof):
@@ -135,8 +137,8 @@ def _fits(ours: Greeting, raw: bytes) -> Greeting:
     theirs = Greeting(*GREETING.unpack(raw))
     if theirs.magic != MAGIC:
         raise WireError(f"not a roadtrain peer: began with {raw[:16]!r}")
-    if theirs.version != VERSION:
-        raise WireError(f"the peer speaks protocol version {theirs.version}, this side {VERSION}",
+    if theirs.version != ours.version:
+        raise WireError(f"the peer speaks protocol version {theirs.version}, this side {ours.version}",
                         hint="install the same version of roadtrain on both")
     if theirs.has_token != ours.has_token:
         have = ("none here", "one there") if theirs.has_token else ("one here", "none there")
@@ -191,4 +193,6 @@ def as_peer_error(error: Exception, peer: str) -> PeerError:
         return AuthError(f"{peer}: TLS: {error.reason or error}")
     if isinstance(error, TimeoutError):
         return DeadlineError(f"{peer}: no answer before the handshake's deadline")
-    return LostError(f"{peer}: {getattr(error, 'strerror', None) or error}")
+    if isinstance(error, RoadtrainError):
+        return WireError(f"{peer}: {error}")
+    return LostError(f"{peer}: {(error.strerror or error) if isinstance(error, OSError) else repr(error)}")

@@ -8,7 +8,8 @@ other side's `room` names: a transport copies them, this room never holds them.
     frame = HEAD, header (<= 64 KiB), payload (<= the frame limit); all lengths are checked before anything is allocated
 
 Assumes little-endian integers on the wire (HEAD says so). NOT here: what kinds mean, who retries (nobody: a lost peer
-is an error with a name). """
+is an error with a name).
+"""
 
 from __future__ import annotations
 

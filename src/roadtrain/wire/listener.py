@@ -50,8 +50,8 @@ class _Joining:
 
 class Listener:
     """`address`: where it listens, with the real port. Owns `sock`. Invariant, under `_lock`: a connection is in
-    `_pending` from accept until its thread has given it away or closed it; a link id is in `_joining` until complete
-    or given up."""
+    `_pending` from accept until its thread has given it away or closed it, or it was cut off; a link id is in
+    `_joining` until complete or given up."""
 
     def __init__(
         self, sock: socket.socket, address: tuple[str, int] | str, accept: Accept, common: Common, token: bytes | None,
@@ -99,7 +99,7 @@ class Listener:
                     sock.close()
                     return
                 if len(self._pending) >= MAX_PENDING:
-                    _cut(next(iter(self._pending.values())))
+                    _cut(self._pending.pop(next(iter(self._pending))))
                 self._pending[thread] = sock
                 thread.start()
 
@@ -115,11 +115,11 @@ class Listener:
             caller = server_greet(sock, ours, self._token, deadline)
             given = self._join(sock, caller, peer, deadline)
         except Exception as error:
-            if not self._closed:
+            if not (self._closed and isinstance(error, (OSError, LostError))):  # we cut it off ourselves
                 self._report(f"refused: {as_peer_error(error, peer)}".replace("\n", "; "))
         finally:
             with self._lock:
-                del self._pending[threading.current_thread()]
+                self._pending.pop(threading.current_thread(), None)
             if not given:
                 sock.close()
 
@@ -137,8 +137,10 @@ class Listener:
             if complete:
                 del self._joining[theirs.link]
         if complete:
-            self._make(joining, peer, deadline)
-            joining.taken.set()
+            try:
+                self._make(joining, peer, deadline)
+            finally:
+                joining.taken.set()
         elif first:
             self._wait_for_others(theirs.link, joining, deadline)
         return True

@@ -10,7 +10,8 @@ his ring empty or full says so in the ring and sleeps on an eventfd, which the o
 Assumes Linux, and of the processor: aligned 8-byte loads and stores are single, and either x86-64, where stores are
 seen in order and only a store before a load needs a fence (a lock's locked instruction), or membarrier(2), used as a
 full fence in all places that need an order. The second has run on x86-64 only. Does NOT trust the other side's
-counters. """
+counters.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ from roadtrain.wire.link import Link, Receiver, copy
 from roadtrain.wire.listener import Accept, Listener, Report
 from roadtrain.wire.stream import Channel, Stream
 
-PIECE = 512 * KIB  # published at a time: the reader copies out one while the writer copies in the next
+PIECE = MIB  # at most published at a time: the reader copies out one while the writer copies in the next
 _CONTROL = 4096  # bytes before the rings; a cache line for each word
 _HEAD, _TAIL, _READER_SLEEPS, _WRITER_SLEEPS, _WORDS = 0, 8, 16, 24, 32  # 8-byte words of one ring's control
 _EVENTS = 4  # data and space of each ring
@@ -128,7 +129,7 @@ class _Carrier:
         memory = os.memfd_create("roadtrain link", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         fds = [memory]
         try:
-            os.ftruncate(memory, _CONTROL + 2 * size)
+            os.posix_fallocate(memory, 0, _CONTROL + 2 * size)  # now, so that no later write finds the memory full
             fcntl.fcntl(memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             fds += [os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(_EVENTS)]
             socket.send_fds(sock, [struct.pack("<Q", size)], fds)
@@ -172,7 +173,7 @@ class _Ring:
 
     def __init__(self, words: memoryview, data: memoryview, bell: int, answer: int, sock: socket.socket) -> None:
         self._words, self._data, self._size = words, data, len(data)
-        self._bell, self._answer, self._here = bell, answer, 0
+        self._bell, self._answer, self._here, self._piece = bell, answer, 0, min(PIECE, self._size // 4)
         self._poll = select.poll()
         self._poll.register(bell, select.POLLIN)
         self._poll.register(sock, select.POLLRDHUP)
@@ -184,7 +185,7 @@ class _Ring:
                 raise BrokenPipeError(errno.EPIPE, "the other process is gone")
             return 0
         _order()
-        room = min(free, PIECE)
+        room = min(free, self._piece)
         begin = self._here
         for buffer in buffers:
             n = min(len(buffer), room)
@@ -205,7 +206,7 @@ class _Ring:
         if not there:
             return -1 if not self._sleep(_READER_SLEEPS, lambda: self._words[_HEAD] != self._here) else 0
         _order()
-        n = min(there, len(view), PIECE)
+        n = min(there, len(view), self._piece)
         self._copy(view[:n], False)
         _order()
         self._words[_TAIL] = self._here

@@ -6,7 +6,8 @@
 A vanished host is noticed by keepalive while nothing is under way (4 s), else by unanswered packets (`silence_s`).
 This is not TCP_USER_TIMEOUT: Linux ends a connection with it when a live peer merely does not read for that long,
 which is what back-pressure does. Assumes Linux. Does NOT encrypt without `tls`; the token keeps strangers out, not
-listeners on the way. """
+listeners on the way.
+"""
 
 from __future__ import annotations
 
@@ -167,8 +168,7 @@ class _Carrier:
     def secure(self, sock: socket.socket, deadline: float) -> socket.socket:
         if self._context is None:
             return sock
-        sock.settimeout(max(0.001, deadline - time.monotonic()))
-        return self._context.wrap_socket(sock, server_side=True)
+        return self._context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)  # the first read does
 
     def channel(self, sock: socket.socket) -> Channel:
         return _channel(sock, self._options)

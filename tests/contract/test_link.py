@@ -1,0 +1,675 @@
+"""The contract of a link (wire/link.py), for every transport: order, buffers, back-pressure, end, loss."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from roadtrain.errors import AuthError, ConfigError, DeadlineError, LostError, PeerError, RoadtrainError, WireError
+from roadtrain.units import KIB, MIB
+from roadtrain.wire import handshake, local, shm, tcp
+from roadtrain.wire.link import HEAD, Head, pack_head
+
+TOKEN = b"a secret of the job"
+WAIT_S = 10.0
+KINDS = ["local", "local+sums", "shm", "shm+sums", "tcp", "tcp+4", "tcp+4+sums", "tcp+tls", "tcp+4+tls"]
+
+
+class Recorder:
+    """A Receiver that keeps what it was told, and says when."""
+
+    def __init__(self) -> None:
+        self.frames: list[tuple[int, bytes, bytes]] = []
+        self.rooms: list[int] = []
+        self.errors: list[PeerError] = []
+        self.changed = threading.Condition()
+        self.open = threading.Event()
+        self.open.set()
+        self.hook = lambda kind, header, payload: None
+
+    def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
+        self.rooms.append(kind)
+        assert self.open.wait(WAIT_S)
+        return memoryview(bytearray(nbytes))
+
+    def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
+        self.hook(kind, header, payload)
+        with self.changed:
+            assert not self.errors, "a frame after lost"
+            self.frames.append((kind, header, bytes(payload)))
+            self.changed.notify_all()
+
+    def lost(self, error: PeerError) -> None:
+        with self.changed:
+            self.errors.append(error)
+            self.changed.notify_all()
+
+    def wait_frames(self, n: int) -> list[tuple[int, bytes, bytes]]:
+        with self.changed:
+            assert self.changed.wait_for(lambda: len(self.frames) >= n or self.errors, WAIT_S), len(self.frames)
+        assert len(self.frames) >= n, (len(self.frames), self.errors)
+        return self.frames
+
+    def wait_lost(self, timeout_s: float = WAIT_S) -> PeerError:
+        with self.changed:
+            assert self.changed.wait_for(lambda: bool(self.errors), timeout_s)
+        return self.errors[0]
+
+
+class Ends:
+    """Two connected ends, `a` (who connected) and `b`, with what each received."""
+
+    def __init__(self, kind: str, folder: Path, **options) -> None:
+        self.got_a, self.got_b, self.listener, self.reports = Recorder(), Recorder(), None, []
+        words = kind.split("+")
+        options = {"checksums": "sums" in words, **options}
+        if words[0] == "local":
+            made = handshake.Common(**options)
+            self.a, self.b = local.pair("b", self.got_a, "a", self.got_b, made)
+            return
+        there = threading.Event()
+
+        def accept(link, hello):
+            self.b, self.hello = link, hello
+            there.set()
+            return self.got_b
+
+        if words[0] == "shm":
+            made = shm.Options(**options)
+            self.listener = shm.listen(folder / "s", accept, made, self.reports.append)
+            self.a = shm.connect(folder / "s", self.got_a, made, hello=b"hello", name="b")
+        else:
+            both = {"token": TOKEN, "connections": 4 if "4" in words else 1, **options}
+            ours, theirs = tls_options(folder) if "tls" in words else (None, None)
+            listening = tcp.Options(tls=theirs, **both)
+            self.listener = tcp.listen(("127.0.0.1", 0), accept, listening, self.reports.append)
+            made = tcp.Options(tls=ours, **both)
+            self.a = tcp.connect(self.listener.address, self.got_a, made, hello=b"hello", name="b")
+        assert there.wait(WAIT_S)
+        assert self.hello == b"hello"
+
+    def close(self) -> None:
+        for got in (self.got_a, self.got_b):
+            got.open.set()
+        self.a.close()
+        self.b.close()
+        if self.listener is not None:
+            self.listener.close()
+        assert not self.reports, self.reports
+
+
+def tls_options(folder: Path) -> tuple[tcp.Tls, tcp.Tls]:
+    """A client's and a server's, with one certificate that signs itself."""
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl here to make a certificate with")
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    if not cert.exists():
+        subprocess.run(["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes",
+                        "-keyout", key, "-out", cert, "-days", "2", "-subj", "/CN=roadtrain test",
+                        "-addext", "subjectAltName=IP:127.0.0.1"], check=True, capture_output=True)
+    return tcp.Tls(cert, key, cert), tcp.Tls(cert, key, cert)
+
+
+def descriptors() -> dict[str, str]:
+    out = {}
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            out[fd] = os.readlink(f"/proc/self/fd/{fd}")
+    return out
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    threads, files = set(threading.enumerate()), descriptors()
+    yield
+    deadline = time.monotonic() + 2
+    while True:
+        left = [thread.name for thread in threading.enumerate() if thread not in threads]
+        new = {fd: name for fd, name in descriptors().items() if files.get(fd) != name}
+        if not left and not new:
+            return
+        assert time.monotonic() < deadline, (left, new)
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("link")
+
+
+@pytest.fixture(params=KINDS)
+def ends(request, folder):
+    made = Ends(request.param, folder)
+    yield made
+    made.close()
+
+
+def test_order_sizes_and_parts(ends):
+    pick, wanted = random.Random(0), []
+    for i in range(300):
+        data = pick.randbytes(pick.choice([0, 1, 100, 5000, 70_000, 400_000]))
+        cuts = sorted(pick.randrange(len(data) + 1) for _ in range(pick.randrange(4)))
+        parts = [memoryview(data)[a:b] for a, b in zip([0, *cuts], [*cuts, len(data)])]
+        header = pick.randbytes(pick.choice([0, 3, 200, 20_000]))
+        wanted.append((i, header, data))
+        ends.a.send(i, header, parts)
+    assert ends.got_b.wait_frames(300) == wanted
+    assert ends.got_b.rooms == [kind for kind, _, data in wanted if data]  # in order, and not for nothing
+
+
+def test_small_frames_in_great_number(ends):
+    for i in range(5000):
+        ends.a.send(i % 7, i.to_bytes(4, "little"), [memoryview(b"xy")] if i % 3 else [])
+    frames = ends.got_b.wait_frames(5000)
+    assert [int.from_bytes(header, "little") for _, header, _ in frames] == list(range(5000))
+
+
+def test_a_big_payload_of_many_parts_and_types(ends):
+    data = memoryview(random.Random(1).randbytes(24 * MIB))
+    ends.a.send(1, b"", [data[i : i + 8 * KIB].cast("d") for i in range(0, len(data), 8 * KIB)])
+    assert ends.got_b.wait_frames(1)[0][2] == data
+
+
+def test_sent_comes_once_and_the_buffer_is_free_then(ends):
+    buffer, calls = bytearray(300 * KIB), []
+    for i in range(20):
+        free = threading.Event()
+        buffer[:] = bytes([i]) * len(buffer)
+        ends.a.send(i, b"", [memoryview(buffer)], lambda i=i, free=free: (calls.append(i), free.set()))
+        assert free.wait(WAIT_S)
+    frames = ends.got_b.wait_frames(20)
+    assert calls == list(range(20))
+    assert all(payload == bytes([kind]) * len(buffer) for kind, _, payload in frames)
+
+
+def test_back_pressure_holds_the_sender_not_its_caller(ends):
+    ends.got_b.open.clear()
+    data, calls, begin = memoryview(bytes(MIB)), [], time.monotonic()
+    for i in range(60):
+        ends.a.send(i, b"", [data], lambda: calls.append(1))
+    assert time.monotonic() - begin < 1
+    time.sleep(0.3)
+    assert len(calls) < 60
+    assert not ends.got_b.frames
+    ends.b.send(1, b"the other way is open")
+    assert ends.got_a.wait_frames(1)
+    ends.got_b.open.set()
+    assert [kind for kind, _, _ in ends.got_b.wait_frames(60)] == list(range(60))
+    ends.a.close()
+    assert len(calls) == 60
+
+
+def test_a_flood_both_ways_with_answers(ends):
+    data = memoryview(bytes(200 * KIB))
+    ends.got_b.hook = lambda kind, header, payload: ends.b.send(kind, b"answer", [data]) if kind else None
+    ends.got_a.hook = lambda kind, header, payload: ends.a.send(0, b"thanks") if header == b"answer" else None
+    for _ in range(100):
+        ends.a.send(1, b"", [data])
+        ends.b.send(2, b"", [data])
+    ends.got_a.wait_frames(200)
+    ends.got_b.wait_frames(200)
+
+
+def test_close_sends_what_was_queued(ends):
+    data, calls = memoryview(bytes(MIB)), []
+    for i in range(40):
+        ends.a.send(i, b"", [data], lambda: calls.append(1))
+    ends.a.close()
+    assert len(calls) == 40
+    assert [kind for kind, _, _ in ends.got_b.wait_frames(40)] == list(range(40))
+    assert "closed by peer" in str(ends.got_b.wait_lost())
+    assert ends.a.peer in ("b",) or ends.a.peer.startswith("b (")
+    assert not ends.got_a.errors
+    for link in (ends.a, ends.b):
+        with pytest.raises(LostError, match="closed"):
+            link.send(1, b"")
+    ends.a.close()
+
+
+def test_both_close_at_once(ends):
+    for i in range(20):
+        ends.a.send(i, b"", [memoryview(bytes(MIB))])
+        ends.b.send(i, b"", [memoryview(bytes(MIB))])
+    other, begin = threading.Thread(target=ends.b.close), time.monotonic()
+    other.start()
+    ends.a.close()
+    other.join()
+    assert time.monotonic() - begin < 4
+
+
+def test_close_from_a_thread_of_the_link(ends):
+    ends.got_b.hook = lambda kind, header, payload: ends.b.close()
+    ends.a.send(1, b"")
+    assert "closed by peer" in str(ends.got_a.wait_lost())
+    assert not ends.got_b.errors
+
+
+def test_an_error_of_the_owner_ends_the_link_with_it(ends):
+    def fail(kind, header, payload):
+        raise WireError("kind 1 is not known here")
+
+    ends.got_b.hook, calls = fail, []
+    ends.got_a.open.clear()
+    ends.a.send(1, b"")
+    assert "kind 1 is not known" in str(ends.got_b.wait_lost())
+    ends.got_a.wait_lost()
+    with pytest.raises(LostError):
+        ends.a.send(1, b"", [memoryview(b"x")], lambda: calls.append(1))
+    assert not calls
+
+
+def test_queued_buffers_come_back_when_the_link_is_lost(ends):
+    ends.got_b.open.clear()
+    calls = []
+    for i in range(60):
+        ends.a.send(i, b"", [memoryview(bytes(MIB))], lambda i=i: calls.append(i))
+    ends.b.send(1, b"", [memoryview(b"x")])
+    ends.got_a.hook = lambda kind, header, payload: 1 / 0
+    ends.b.send(2, b"")
+    assert "division" in str(ends.got_a.wait_lost())
+    ends.got_b.open.set()
+    deadline = time.monotonic() + WAIT_S
+    while len(calls) < 60 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert sorted(calls) == list(range(60))
+
+
+@pytest.mark.parametrize("kind", ["local", "shm", "tcp"])
+def test_a_frame_over_the_limit_is_refused_where_it_is_sent(kind, folder):
+    ends = Ends(kind, folder, frame_limit=MIB)
+    with pytest.raises(WireError, match=rf"{MIB + 1} bytes, {MIB} are"):
+        ends.a.send(1, b"", [memoryview(bytes(MIB)), memoryview(b"x")])
+    with pytest.raises(WireError, match="header of 65537 bytes, 65536"):
+        ends.a.send(1, bytes(65537))
+    ends.a.send(2, bytes(65536), [memoryview(bytes(MIB))])
+    assert len(ends.got_b.wait_frames(1)[0][2]) == MIB
+    ends.close()
+
+
+def listening(kind: str, folder: Path, accept, report=print, **options):
+    if kind == "shm":
+        return shm.listen(folder / "s", accept, shm.Options(**options), report), shm.connect, shm.Options(**options)
+    made = tcp.Options(token=TOKEN, connections=4 if kind == "tcp+4" else 1, **options)
+    return tcp.listen(("127.0.0.1", 0), accept, made, report), tcp.connect, made
+
+
+@pytest.mark.parametrize("kind", ["shm", "tcp", "tcp+4"])
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_killed_peer_is_lost_within_a_second(kind, busy, folder):
+    got, there = Recorder(), threading.Event()
+
+    def accept(link, hello):
+        got.link = link
+        there.set()
+        return got
+
+    listener, connect, options = listening(kind, folder, accept)
+    child = os.fork()
+    if child == 0:  # only connects; os._exit, so that nothing of the test run ends twice
+        try:
+            link = connect(listener.address, Recorder(), options)
+            while busy:
+                link.send(1, b"", [memoryview(bytes(MIB))])
+                time.sleep(0.001)
+            time.sleep(60)
+        finally:
+            os._exit(1)
+    assert there.wait(WAIT_S)
+    if busy:
+        got.wait_frames(20)
+    os.kill(child, signal.SIGKILL)
+    begin = time.monotonic()
+    error = got.wait_lost()
+    assert time.monotonic() - begin < 1
+    assert isinstance(error, LostError)
+    assert got.link.peer in str(error)
+    os.waitpid(child, 0)
+    with pytest.raises(LostError):
+        got.link.send(1, b"")
+    got.link.close()
+    listener.close()
+
+
+@pytest.mark.parametrize("kind", ["shm", "tcp", "tcp+4"])
+def test_accept_may_refuse_with_words_that_the_client_gets(kind, folder):
+    answers = [WireError("step 3 is needed, this is step 5"), AuthError("not of this job"), ValueError("a bug")]
+
+    def accept(link, hello):
+        link.send(1, b"never sent")
+        raise answers[int(hello)]
+
+    reports: list[str] = []
+    listener, connect, options = listening(kind, folder, accept, reports.append)
+    with pytest.raises(WireError, match="step 3 is needed, this is step 5"):
+        connect(listener.address, Recorder(), options, hello=b"0")
+    with pytest.raises(AuthError, match="not of this job"):
+        connect(listener.address, Recorder(), options, hello=b"1")
+    with pytest.raises(WireError, match="the server failed"):
+        connect(listener.address, Recorder(), options, hello=b"2")
+    with pytest.raises(WireError, match="65537 bytes, 65536"):
+        connect(listener.address, Recorder(), options, hello=bytes(65537))
+    listener.close()
+    assert len(reports) >= 3
+
+
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+def test_nobody_listens_or_only_later(kind, folder):
+    listener, connect, options = listening(kind, folder, lambda link, hello: Recorder())
+    listener.close()
+    begin = time.monotonic()
+    with pytest.raises(LostError):
+        connect(listener.address, Recorder(), options)
+    assert time.monotonic() - begin < 1
+    again: list = []
+
+    def later() -> None:
+        time.sleep(0.3)
+        if kind == "shm":
+            again.append(shm.listen(listener.address, lambda link, hello: Recorder(), options))
+        else:
+            again.append(tcp.listen(listener.address, lambda link, hello: Recorder(), options))
+
+    thread = threading.Thread(target=later)
+    thread.start()
+    patient = type(options)(**{**options.__dict__, "retry_s": 5.0})
+    link = connect(listener.address, Recorder(), patient)
+    thread.join()
+    link.close()
+    again[0].close()
+
+
+def test_a_socket_left_by_a_dead_process_is_replaced_a_live_one_is_not(folder):
+    path = folder / "left"
+    dead = socket.socket(socket.AF_UNIX)
+    dead.bind(str(path))
+    dead.close()
+    listener = shm.listen(path, lambda link, hello: Recorder())
+    assert path.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(ConfigError, match="in use"):
+        shm.listen(path, lambda link, hello: Recorder())
+    listener.close()
+    assert not path.exists()
+
+
+# Strangers, and what only TCP has
+
+
+@pytest.fixture
+def server():
+    """(listener, reports, a link that must not be disturbed)"""
+    reports: list[str] = []
+    got = Recorder()
+    made: list = []
+
+    def accept(link, hello):
+        made.append(link)
+        return got if len(made) == 1 else Recorder()
+
+    options = tcp.Options(token=TOKEN, handshake_s=0.5)
+    listener = tcp.listen(("127.0.0.1", 0), accept, options, reports.append)
+    friend = tcp.connect(listener.address, Recorder(), options)
+    yield listener, reports
+    friend.send(5, b"still here")
+    assert got.wait_frames(1)[0] == (5, b"still here", b"")
+    friend.close()
+    listener.close()
+    for link in made:
+        link.close()
+
+
+def stranger(listener, data: bytes = b"") -> socket.socket:
+    sock = socket.create_connection(listener.address)
+    sock.settimeout(5)
+    sock.sendall(data)
+    return sock
+
+
+def wait_report(reports: list[str], word: str) -> None:
+    deadline = time.monotonic() + 5
+    while not any(word in line for line in reports):
+        assert time.monotonic() < deadline, reports
+        time.sleep(0.01)
+    assert all("\n" not in line for line in reports)
+
+
+@pytest.mark.parametrize("token", [b"another", None])
+def test_a_wrong_token_or_none_is_refused_on_both_sides(server, token):
+    listener, reports = server
+    with pytest.raises(AuthError, match="token"):
+        tcp.connect(listener.address, Recorder(), tcp.Options(token=token))
+    wait_report(reports, "token")
+
+
+def test_a_server_that_cannot_prove_the_token_is_not_believed():
+    options = tcp.Options(token=TOKEN)
+    pretender = socket.create_server(("127.0.0.1", 0))
+
+    def pretend() -> None:
+        sock, _ = pretender.accept()
+        handshake.receive(sock, handshake.GREETING.size, time.monotonic() + 5, "")
+        sock.sendall(handshake.GREETING.pack(*handshake.greeting(options, TOKEN, b"")))
+        handshake.receive(sock, handshake.PROOF.size, time.monotonic() + 5, "")
+        sock.sendall(handshake.VERDICT.pack(handshake.TAKEN, bytes(32), 0))
+        sock.close()
+
+    thread = threading.Thread(target=pretend)
+    thread.start()
+    with pytest.raises(AuthError, match="does not prove the token"):
+        tcp.connect(pretender.getsockname(), Recorder(), options)
+    thread.join()
+    pretender.close()
+
+
+def test_garbage_gets_no_answer(server):
+    listener, reports = server
+    sock = stranger(listener, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + bytes(100))
+    with contextlib.suppress(ConnectionResetError):
+        assert sock.recv(100) == b""
+    sock.close()
+    wait_report(reports, "a stranger: began with b'GET / HTTP/1.1")
+
+
+def test_who_drips_is_cut_off_at_the_deadline(server):
+    listener, reports = server
+    sock, begin = stranger(listener), time.monotonic()
+    with contextlib.suppress(OSError):
+        for byte in handshake.MAGIC + bytes(64):
+            sock.sendall(bytes([byte]))
+            time.sleep(0.05)
+    assert time.monotonic() - begin < 2
+    sock.close()
+    wait_report(reports, "deadline")
+
+
+def test_a_link_whose_other_connections_never_come_is_given_up(server):
+    listener, reports = server
+    sock, deadline = stranger(listener), time.monotonic() + 5
+    ours = handshake.greeting(tcp.Options(), TOKEN, bytes(16), 0, 2)
+    handshake.client_greet(sock, ours, TOKEN, b"", deadline)
+    assert sock.recv(1) == b""
+    sock.close()
+    wait_report(reports, "the others did not")
+
+
+def test_many_strangers_do_not_keep_a_friend_out(server):
+    listener, _ = server
+    strangers = [stranger(listener) for _ in range(135)]
+    link = tcp.connect(listener.address, Recorder(), tcp.Options(token=TOKEN))
+    link.close()
+    for sock in strangers:
+        sock.close()
+
+
+def test_another_version_is_named_on_both_sides(server):
+    listener, reports = server
+    ours = handshake.greeting(tcp.Options(), TOKEN, bytes(16))._replace(version=9)
+    sock = stranger(listener)
+    with pytest.raises(WireError, match="speaks protocol version 1, this side 9"):
+        handshake.client_greet(sock, ours, TOKEN, b"", time.monotonic() + 5)
+    sock.close()
+    wait_report(reports, "version 9, this side 1")
+
+
+def test_checksums_must_be_the_same_on_both_sides(server):
+    listener, reports = server
+    with pytest.raises(WireError, match="checksums are on here and off there"):
+        tcp.connect(listener.address, Recorder(), tcp.Options(token=TOKEN, checksums=True))
+    wait_report(reports, "checksums")
+
+
+def raw_client(**options) -> tuple[socket.socket, Recorder, object]:
+    """A client that has just been let in and may now send what it likes."""
+    got = Recorder()
+
+    def accept(link, hello):
+        got.link = link
+        return got
+
+    made = tcp.Options(token=TOKEN, **options)
+    listener = tcp.listen(("127.0.0.1", 0), accept, made)
+    sock, deadline = socket.create_connection(listener.address), time.monotonic() + 5
+    theirs = handshake.client_greet(sock, handshake.greeting(made, TOKEN, bytes(16)), TOKEN, b"", deadline)
+    handshake.client_verdict(sock, theirs.nonce, deadline)
+    return sock, got, listener
+
+
+SPOILED = {
+    "a cut head": (pack_head(Head(0, 1, 0, 0, 0, 0))[:20], LostError, "middle of a head: 20 of 36"),
+    "a cut payload": (pack_head(Head(0, 1, 0, 1000, 0, 0)) + b"abc", LostError, "frame 0 .kind 1.: 3 of 1000"),
+    "a cut header": (pack_head(Head(0, 1, 10, 0, 0, 0)) + b"abc", LostError, "3 of 10"),
+    "no goodbye": (b"", LostError, "without a goodbye"),
+    "another magic": (b"GET " + bytes(HEAD.size), WireError, "begins with b'GET '"),
+    "another version": (b"RTfr\7" + bytes(HEAD.size), WireError, "version 7, this side speaks 1"),
+    "an unknown flag": (pack_head(Head(8, 1, 0, 0, 0, 0)), WireError, "flags 0x8"),
+    "a checksum not agreed": (pack_head(Head(1, 1, 0, 0, 0, 0)), WireError, "checksums are off"),
+    "a huge payload": (pack_head(Head(0, 1, 0, 1 << 60, 0, 0)), WireError, f"{1 << 60} bytes, {64 * MIB} are"),
+    "a huge header": (pack_head(Head(0, 1, 1 << 31, 0, 0, 0)), WireError, f"{1 << 31} bytes, {64 * KIB} are"),
+    "a frame left out": (pack_head(Head(0, 1, 0, 0, 1, 0)), WireError, "frame 0 is missing, frame 1 came"),
+    "a frame twice": (2 * pack_head(Head(0, 1, 0, 0, 0, 0)), WireError, "frame 0 came twice"),
+    "a goodbye too early": (pack_head(Head(2, 0, 0, 0, 7, 0)), WireError, "after 7 frames, 0 came"),
+    "a goodbye with a payload": (pack_head(Head(2, 0, 0, 9, 0, 0)), WireError, "a goodbye of 9 bytes"),
+}
+
+
+@pytest.mark.parametrize("what", SPOILED)
+def test_a_spoiled_stream_ends_the_link_with_a_typed_error(what):
+    data, kind, words = SPOILED[what]
+    sock, got, listener = raw_client()
+    sock.sendall(data)
+    sock.shutdown(socket.SHUT_WR)
+    with pytest.raises(kind, match=words):
+        raise got.wait_lost()
+    assert got.link.peer in str(got.errors[0])
+    sock.close()
+    got.link.close()
+    listener.close()
+
+
+def test_a_flipped_bit_is_found_with_checksums():
+    sock, got, listener = raw_client(checksums=True)
+    sock.sendall(pack_head(Head(1, 1, 0, 3, 0, 12345)) + b"abc")
+    with pytest.raises(WireError, match=r"frame 0 .* checksum"):
+        raise got.wait_lost()
+    assert not got.frames
+    sock.close()
+    got.link.close()
+    listener.close()
+
+
+def test_who_never_greets_is_a_deadline_error():
+    silent = socket.create_server(("127.0.0.1", 0))
+    with pytest.raises(DeadlineError, match="the server's greeting"):
+        tcp.connect(silent.getsockname(), Recorder(), tcp.Options(handshake_s=0.2))
+    silent.close()
+
+
+def test_what_cannot_be_asked_for(folder):
+    def accept(link, hello):
+        raise AssertionError
+
+    with pytest.raises(ConfigError, match="without a token"):
+        tcp.listen(("0.0.0.0", 0), accept)
+    with pytest.raises(ConfigError, match="empty"):
+        tcp.Options(token=b"")
+    with pytest.raises(ConfigError, match="0 connections"):
+        tcp.Options(connections=0)
+    with pytest.raises(ConfigError, match="power of two"):
+        shm.Options(ring_bytes=3_000_000)
+    with pytest.raises(ConfigError, match="cannot listen"):
+        tcp.listen(("192.0.2.1", 0), accept, tcp.Options(token=TOKEN))
+    with pytest.raises(ConfigError, match="cannot listen"):
+        shm.listen(folder / "no" / "such" / "folder", accept)
+    with pytest.raises(RoadtrainError, match="TLS"):
+        tcp.connect(("127.0.0.1", 1), Recorder(), tcp.Options(tls=tcp.Tls(ca=folder / "nothing")))
+
+
+def test_a_certificate_that_nobody_signed_is_not_taken(folder):
+    (folder / "other").mkdir()
+    ours, _ = tls_options(folder / "other")
+    _, theirs = tls_options(folder)
+    reports: list[str] = []
+    options = tcp.Options(token=TOKEN, tls=theirs)
+    listener = tcp.listen(("127.0.0.1", 0), lambda link, hello: Recorder(), options, reports.append)
+    with pytest.raises(AuthError, match="TLS"):
+        tcp.connect(listener.address, Recorder(), tcp.Options(token=TOKEN, tls=ours))
+    wait_report(reports, "TLS")
+    listener.close()
+
+
+def test_source_and_interface_are_used():
+    got, names = Recorder(), []
+
+    def accept(link, hello):
+        names.append(link.peer)
+        link.peer = "worker 3"
+        return got
+
+    listener = tcp.listen(("127.0.0.1", 0), accept, tcp.Options())
+    link = tcp.connect(listener.address, Recorder(), tcp.Options(source="127.0.0.9", interface="lo"))
+    link.close()
+    assert names[0].startswith("127.0.0.9:")
+    assert "worker 3: closed by peer" in str(got.wait_lost())
+    with pytest.raises(LostError, match="No such device"):
+        tcp.connect(listener.address, Recorder(), tcp.Options(interface="nothing0"))
+    listener.close()
+
+
+def test_the_portable_fence_of_shm(folder, monkeypatch):
+    """What other processors than x86-64 would use, here at least executed."""
+    monkeypatch.setattr(shm, "_fence", shm._membarrier)
+    monkeypatch.setattr(shm, "_order", shm._membarrier)
+    ends = Ends("shm", folder)
+    for i in range(100):
+        ends.a.send(i, b"", [memoryview(bytes(100 * KIB))])
+    ends.got_b.wait_frames(100)
+    ends.close()
+
+
+def test_a_ring_that_lies_is_a_wire_error(folder):
+    ends = Ends("shm", folder)
+    ends.a._channels[0]._out._words[0] = 1 << 40
+    ends.a._channels[0]._out._ring(16)
+    assert isinstance(ends.got_b.wait_lost(), WireError)
+    ends.close()
+
+
+@pytest.mark.parametrize("secured", [False, True])
+def test_closing_a_listener_does_not_wait_for_strangers(folder, secured):
+    options = tcp.Options(token=TOKEN, tls=tls_options(folder)[1] if secured else None)
+    listener = tcp.listen(("127.0.0.1", 0), lambda link, hello: Recorder(), options)
+    sock = stranger(listener)
+    time.sleep(0.1)
+    begin = time.monotonic()
+    listener.close()
+    assert time.monotonic() - begin < 1
+    sock.close()
