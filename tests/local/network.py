@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import multiprocessing
 import os
 from pathlib import Path
@@ -73,7 +74,7 @@ def worker_child(case, servers, log, steps, rank, workers, options, change):
             if rank == 0:
                 names = sorted(n for n, p in model.named_parameters() if p.requires_grad)
                 total = [placed.read(n).tobytes() + placed.read(n, "exp_avg").tobytes() for n in names]
-                placed_hash = __import__("hashlib").sha256(b"".join(total)).hexdigest()
+                placed_hash = hashlib.sha256(b"".join(total)).hexdigest()
                 os.write(out, f"end {placed_hash}\n".encode())
     except RoadtrainError as error:
         os.write(out, f"error {type(error).__name__}: {error}".replace("\n", "; ").encode() + b"\n")

@@ -25,7 +25,8 @@ def test_place() -> None:
 
 def test_commands() -> None:
     assert list(cli.COMMANDS) == [
-        "train", "serve", "verify", "status", "export", "import", "check-rule", "lab up", "lab run", "lab down", "bench",
+        "train", "serve", "verify", "status", "export", "import", "check-rule", "lab up", "lab run", "lab down",
+        "bench",
     ]
 
 
