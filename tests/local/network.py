@@ -32,7 +32,7 @@ class HostProcess:
     """`roadtrain serve` in a process of its own. `where`: HOST:PORT."""
 
     def __init__(self, directory, port=0, token=None):
-        self.log = Path(f"{directory}.log")
+        self.directory, self.log = directory, Path(f"{directory}.log")
         here, there = FORK.Pipe()
         self.process = FORK.Process(
             target=host_child, args=(str(directory), ("127.0.0.1", port), token, str(self.log), there), daemon=True)

@@ -142,7 +142,7 @@ def test_a_death_costs_no_step(victim, undisturbed, hosts, tmp_path):  # Rules 3
 
     for i, host in enumerate(two):
         if not host.process.is_alive():
-            two[i] = HostProcess(tmp_path / f"host{i + 2}")
+            two[i] = HostProcess(host.directory)
     done = min(max(int(s) for s in losses(log) if s != "end") for log in workers.logs)
     again = Workers(LONG, [h.where for h in two], tmp_path, max(STEPS, done + 5), 2, session="2")
     assert again.join() == [0, 0], again.errors()
@@ -194,7 +194,7 @@ def test_topk_over_the_network(hosts, tmp_path):
 def test_a_store_of_other_servers_is_refused_and_kept(hosts, tmp_path):
     two = [h.where for h in hosts(2)]
     assert Workers(Case(), two, tmp_path, 2, 1).join() == [0]
-    for servers, words in ((two[:1], "a store of 2 servers"), (two[::-1], "server 0")):
+    for servers, words in ((two[:1], "a store of 2 servers"), (two[::-1], "holds the part of server")):
         home = tmp_path / f"wrong{len(servers)}"
         home.mkdir()
         workers = Workers(Case(), servers, home, 3, 1)

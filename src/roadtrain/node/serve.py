@@ -249,9 +249,12 @@ class Session:
         directory = self.host.directory
         with self.host.store_lock:
             self.tier, self._new = (create_part(directory, meta) if new else open_part(directory, step)), new
-        if self.tier is None or self.tier.meta.job != meta.job or self.tier.meta.index != self.number:
-            raise ForeignError(f"{directory}: holds another store than server {self.number} of job {meta.job}")
-        self.meta = self.tier.meta
+        held = None if self.tier is None else self.tier.meta
+        if self.tier is None or held is None or (held.job, held.index) != (meta.job, self.number):
+            there = "nothing" if held is None else f"the part of server {held.index} of job {held.job}"
+            raise ForeignError(f"{directory}: holds {there}, asked for is server {self.number} of job {meta.job}",
+                               hint="name the servers in the order in which they were named first")
+        self.meta = held
         budgets = derive_server(
             self.meta.table, meta.owned(self.number), self.host.nbytes, workers=self.workers,
             holds_gradients=holds_gradients,
