@@ -28,7 +28,7 @@ from roadtrain.model.split import Split
 from roadtrain.model.stream import Stream
 from roadtrain.node.cluster import Cluster, Group
 from roadtrain.node.engine import Engine
-from roadtrain.spec.chunks import ChunkTable
+from roadtrain.spec.chunks import ChunkTable, ParamSpec
 from roadtrain.trace import Stage
 
 
@@ -255,6 +255,11 @@ class PlacedOptimizer(torch.optim.Optimizer):
         self._worker.wait_committed(self.steps_done)
 
     # what people ask
+
+    @property
+    def params(self) -> Sequence[ParamSpec]:
+        """What `read` can be asked for."""
+        return self._table.params
 
     def grad_norm(self) -> float:
         """Of the last step's gradient: all parameters, before clipping, after loss scaling is undone."""

@@ -83,6 +83,8 @@ def place(
     if group.workers > 1 and error_feedback:
         raise ConfigError(f"error feedback keeps one worker's residuals, there are {group.workers}",
                           hint="error_feedback=False, or one worker")
+    if not servers and (others := Group.of_environment().workers - 1):
+        report(f"WORLD_SIZE says {others} more worker(s): without servers each trains by itself, nothing is averaged")
     addresses = [address_of(text) for text in servers or ()]
     device = torch.device(device) if device is not None else _device_of(model)
     parts = split(model, blocks)

@@ -48,6 +48,8 @@ def rows(home: Path, endurance_tbw: float | None) -> list[tuple[str, str]]:
     ]
     if job.lossy:
         out.append(("lossy", ", ".join(f"{k} {v}" for k, v in job.lossy.items())))
+    if job.store.servers:
+        return [*out, ("state", f"on {', '.join(job.store.servers)}")]
     if not job.store.dirs:
         return [*out, ("written", "nothing: the state is in RAM, it is lost when the process ends")]
     devices = len(job.store.dirs)

@@ -68,6 +68,7 @@ class Training:
     tokens: Tokens
     data: SameData
     device: torch.device
+    group: Group = Group()
     stages: Stages = field(default_factory=Stages)  # Forward and Backward; the rest is the optimizer's
 
     def clip(self) -> None:
@@ -143,7 +144,7 @@ def step(training: Training, number: int) -> tuple[float, float]:
     lr = learning_rate(job, number)
     for group in optimizer.param_groups:
         group["lr"] = lr
-    group = optimizer.group
+    group = training.group
     torch.manual_seed((job.run.seed * 1_000_003 + number) * group.workers + group.rank)  # dropout
     total = 0.0
     for micro in range(job.optimizer.accumulate):
@@ -211,7 +212,7 @@ def place_job(job: Job, report: Report = print) -> Training:
     scaler = torch.amp.GradScaler(device.type, enabled=job.model.dtype == "fp16")
     data = SameData(tokens.fingerprint)
     optimizer = place(
-        model, build_optimizer(job, model.parameters()), store=[] if job.store.servers else job.store.dirs,
+        model, build_optimizer(job, model.parameters()), store=job.store.dirs or None,
         servers=job.store.servers, link=_link(job), budget=job.host_nbytes, dtype=DTYPES[job.model.dtype],
         blocks=job.model.blocks, backwards_per_step=_promise(job),
         topk=None if job.compress.topk is None else job.compress.topk / 100,
@@ -219,7 +220,7 @@ def place_job(job: Job, report: Report = print) -> Training:
         weights=job.model.pretrained, extra={"scaler": scaler, "data": data},
         store_rates=job.store.rates, direct=job.store.direct, report=report,
     )
-    return Training(job, model, optimizer, scaler, tokens, data, device)
+    return Training(job, model, optimizer, scaler, tokens, data, device, optimizer.group)
 
 
 def _link(job: Job) -> Options:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import queue
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -185,6 +186,18 @@ class RemoteServer:
             self.deliver(message)
 
 
+def _connect(address: Address, server: RemoteServer, options: Options, hello: bytes) -> Link:
+    """Tries again for `retry_s` while the server is busy with workers that may be leaving."""
+    until = time.monotonic() + options.retry_s
+    while True:
+        try:
+            return connect(address, server, options, hello=hello, name=f"server {server.number}")
+        except WireError as error:
+            if m.BUSY not in str(error) or time.monotonic() > until:
+                raise
+            time.sleep(0.2)
+
+
 class Cluster:
     """What an Engine is, with its servers elsewhere. `step`: the last committed one when it was opened. Raises
     ForeignError where the servers hold another job, LostError, DeadlineError."""
@@ -204,7 +217,7 @@ class Cluster:
             for number, address in enumerate(servers):
                 server = RemoteServer(number, f"{address[0]}:{address[1]}", self.servers)
                 hello = m.encode((group.session, group.rank, group.workers, number, self.meta.signature))
-                server.link = connect(address, server, options, hello=hello, name=f"server {number}")
+                server.link = _connect(address, server, options, hello)
                 undo.callback(server.close)
                 self.servers.append(server)
             found = [s.wait(m.WELCOME, "a welcome", deadline_s) for s in self.servers]

@@ -23,6 +23,7 @@ from roadtrain.spec.chunks import Chunk
 (OPEN, FILL, BEGIN, READ, PULL, PUSH, CLOSE, RELEASE, FORGET, SEAL, COMMIT, COMMITTED) = range(1, 13)
 (WELCOME, FILLED, READY, RECORD, FAILED, PULLED, HELD, PREPARED) = range(20, 28)
 
+BUSY = "busy"  # the first word to a worker whose server serves others; they may be leaving, so it tries again
 Hello = tuple[str, int, int, int, str]  # session, rank, workers, number of the server, signature of the worker's layout
 HELLO = msgspec.msgpack.Decoder(Hello)
 _HEADERS: Mapping[int, Any] = {

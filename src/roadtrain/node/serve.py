@@ -226,6 +226,10 @@ class Session:
         if self.ready and (error := self._greet(seat)) is not None:
             raise error
 
+    @property
+    def step(self) -> int:
+        return -1 if self.tier is None else self.tier.step
+
     def takes(self, name: str, rank: int, workers: int) -> bool:
         return not self._over and (name, workers) == (self.name, self.workers) and rank not in self.seats
 
@@ -392,7 +396,7 @@ class Host:
         self.ended: queue.SimpleQueue[tuple[Session | None, BaseException | None]] = queue.SimpleQueue()
         self.session: Session | None = None
         self.store_lock = threading.Lock()  # over opening and making the store
-        self._free = threading.Condition()  # no session is being torn down
+        self._lock = threading.Lock()
         self._listener = listen(address, self._accept, options, report)
         self.where = "{}:{}".format(*self._listener.address)
 
@@ -412,13 +416,12 @@ class Host:
             raise WireError(f"no greeting of a worker: {error}") from error
         if not 0 <= rank < workers <= 1 << 16:
             raise WireError(f"worker {rank} of {workers}")
-        with self._free:
-            while (session := self.session) is not None and not session.takes(name, rank, workers):
-                session.end(LostError(f"worker {rank} of {workers} began session {name!r} anew ({link.peer})"))
-                if not self._free.wait_for(lambda: self.session is not session, END_S):
-                    raise LostError("the session before has not ended yet")
+        with self._lock:
+            session = self.session
             if session is None:
                 session = self.session = Session(name, workers, number, self)
+            elif not session.takes(name, rank, workers):
+                raise WireError(f"{m.BUSY} with a session of {session.workers} worker(s), at step {session.step}")
             seat = Seat(session, rank, signature, link)
             link.peer = f"worker {rank} ({link.peer})"
             session.join(seat)
@@ -430,12 +433,11 @@ class Host:
             session, error = self.ended.get()
             if session is None:
                 return
-            step = session.tier.step if session.tier is not None else -1
+            step = session.step
             session.tear_down(error)
             self.report(f"session over at step {step}: {error}".replace("\n", "; "))
-            with self._free:
+            with self._lock:
                 self.session = None
-                self._free.notify_all()
 
     def stop(self) -> None:
         self.ended.put((None, None))

@@ -173,7 +173,7 @@ def make_job(tree: Mapping[str, Any]) -> Job:
         job = Job.model_validate(tree)
     except ValidationError as cause:
         raise _explained(cause) from cause
-    dirs = [d.replace("{run}", job.run.dir) for d in job.store.dirs]
+    dirs = [] if job.store.servers else [d.replace("{run}", job.run.dir) for d in job.store.dirs]
     return job.model_copy(update={"store": job.store.model_copy(update={"dirs": dirs})})
 
 
