@@ -68,7 +68,7 @@ class Training:
     tokens: Tokens
     data: SameData
     device: torch.device
-    group: Group = Group()
+    group: Group = field(default_factory=Group)
     stages: Stages = field(default_factory=Stages)  # Forward and Backward; the rest is the optimizer's
 
     def clip(self) -> None:

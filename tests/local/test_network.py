@@ -11,6 +11,7 @@ from models import Case, build, one_step, place
 from network import HostProcess, Workers, losses
 
 from roadtrain.flow import ops
+from roadtrain.lab.relay import Relay
 from roadtrain.node import messages as m
 from roadtrain.spec.chunks import ChunkTable, ParamSpec
 
@@ -154,6 +155,31 @@ def test_a_death_costs_no_step(victim, undisturbed, hosts, tmp_path):  # Rules 3
         common = (set(seen) & set(reference)) - {"end"}
         assert len(common) == STEPS
         assert all(seen[s] == reference[s] for s in common)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("bad", ["cut in the middle of a frame", "stalled", "slowed tenfold"])
+def test_a_bad_link_is_named_or_endured(bad, undisturbed, hosts, tmp_path):  # Rules 3 and 5
+    (host,) = hosts(1)
+    name, port = host.where.split(":")
+    with Relay((name, int(port)), bytes_per_s=100e6) as relay:
+        workers = Workers(LONG, ["{}:{}".format(*relay.address)], tmp_path, STEPS, 2, deadline_s=3)
+        wait_for(lambda: len(losses(workers.logs[0])) > 5, "some steps")
+        if bad == "slowed tenfold":
+            relay.set_rate(10e6)
+            assert workers.join() == [0, 0], workers.errors()
+        else:
+            relay.cut(after_nbytes=1000) if bad.startswith("cut") else relay.stall()
+            begin = time.monotonic()
+            assert workers.join() == [3, 3]
+            assert time.monotonic() - begin < 20
+            assert all("server 0" in e for e in workers.errors()), workers.errors()
+    if bad != "slowed tenfold":
+        assert Workers(LONG, [host.where], tmp_path, STEPS, 2, session="2").join() == [0, 0]
+    for log, reference in zip(workers.logs, undisturbed):
+        seen = losses(log)
+        assert all(len(v) == 1 for v in seen.values())
+        assert all(seen[s] == reference[s] for s in reference if s != "end")
 
 
 @pytest.mark.parametrize(
