@@ -236,3 +236,18 @@ def test_numbers_of_a_release_travel_exactly():
     got = m.release(m.header(kind, header), memoryview(b"".join(parts)), table.chunks[0], 2)
     assert got.hyper == sent.hyper and got.order == 3 and got.scales[0] is None
     assert np.array(got.scales[1:]).tobytes() == np.array(sent.scales[1:]).tobytes()
+
+
+def test_another_number_of_workers_goes_on(hosts, tmp_path):
+    """Workers join or leave by a restart of the group; each number of them gives a defined order (Rule 1)."""
+    results = []
+    for servers in (1, 2):
+        where = [h.where for h in hosts(servers)]
+        for i, (steps, workers) in enumerate(((2, 2), (4, 3), (6, 1))):
+            home = tmp_path / f"{servers}-{i}"
+            home.mkdir()
+            running = Workers(Case(clip=0.5), where, home, steps, workers, session=str(i))
+            assert set(running.join()) == {0}, running.errors()
+            results.append((i, [losses(log) for log in running.logs]))
+    assert results[:3] == results[3:]
+    assert [sorted(seen[0]) for _, seen in results[:3]] == [["1", "2", "end"], ["3", "4", "end"], ["5", "6", "end"]]

@@ -1,0 +1,52 @@
+"""The examples name commands and options that exist; shells and YAML parse. What runs them is not here to ask."""
+
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from roadtrain import cli
+from roadtrain.spec.job import load_job
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def check_roadtrain(words):
+    """`roadtrain COMMAND ...` as the command line would take it."""
+    words = words[words.index("roadtrain") + 1 :]
+    name, rest = words[0], words[1:]
+    cli._parsed(name, cli.COMMANDS[name], rest)
+
+
+@pytest.mark.parametrize("name", ["stdlib.toml"])
+def test_jobs_load(name):
+    assert load_job(EXAMPLES / name).run.steps
+
+
+def test_the_slurm_script_is_bash_and_calls_what_exists():
+    path = EXAMPLES / "cluster" / "slurm.sbatch"
+    assert subprocess.run(["bash", "-n", path], check=False).returncode == 0
+    text = path.read_text().replace("\\\n", " ")
+    calls = [line for line in text.splitlines() if "roadtrain serve" in line or "roadtrain train" in line]
+    assert len(calls) == 2
+    for line in calls:
+        check_roadtrain(shlex.split(line.rstrip(" &")))
+
+
+def test_the_kubernetes_objects_fit_each_other():
+    service, servers, workers = yaml.safe_load_all((EXAMPLES / "cluster" / "kubernetes.yaml").read_text())
+    assert [o["kind"] for o in (service, servers, workers)] == ["Service", "StatefulSet", "Job"]
+    for owner in (servers, workers):
+        pod = owner["spec"]["template"]
+        assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+        (container,) = pod["spec"]["containers"]
+        check_roadtrain([str(word) for word in container["command"]])
+        volumes = {v["name"] for v in pod["spec"]["volumes"]} | {
+            claim["metadata"]["name"] for claim in owner["spec"].get("volumeClaimTemplates", ())}
+        assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+    addresses = next(w for w in workers["spec"]["template"]["spec"]["containers"][0]["command"] if "store.servers" in w)
+    wanted = [f"{servers['metadata']['name']}-{i}.{service['metadata']['name']}:7000"
+              for i in range(servers["spec"]["replicas"])]
+    assert addresses == f"--store.servers={','.join(wanted)}"
