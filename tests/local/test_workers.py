@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from models import Case, build, one_step, place
-from network import HostProcess, Workers, losses
+from processes import HostProcess, Workers, losses
 
 from roadtrain.flow import ops
 from roadtrain.lab.relay import Relay

@@ -16,7 +16,7 @@ from roadtrain.node.serve import Host
 from roadtrain.wire.tcp import Options
 
 FORK = multiprocessing.get_context("forkserver")
-FORK.set_forkserver_preload(["torch", "roadtrain.placing", "roadtrain.node.serve", "network"])
+FORK.set_forkserver_preload(["torch", "roadtrain.placing", "roadtrain.node.serve", "processes"])
 BUDGET = "96MiB"
 
 
