@@ -194,7 +194,7 @@ def test_workers_of_different_jobs_are_told(changes, words, hosts, tmp_path):
 
 def test_a_stranger_does_not_get_in_and_disturbs_nobody(hosts, tmp_path):  # Rule 8
     (host,) = hosts(1, token=b"secret")
-    workers = Workers(Case(), [host.where], tmp_path, 300, 1, token=b"secret")
+    workers = Workers(Case(), [host.where], tmp_path, 120, 1, token=b"secret")
     wait_for(lambda: len(losses(workers.logs[0])) > 2, "some steps")
     other = tmp_path / "other"
     other.mkdir()

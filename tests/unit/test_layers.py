@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import tokenize
 from pathlib import Path
@@ -42,6 +43,7 @@ def room_of(path: Path) -> str:
     return path.relative_to(SRC).with_suffix("").parts[0]
 
 
+@functools.cache
 def trees() -> list[tuple[Path, ast.Module]]:
     return [(path, ast.parse(path.read_text())) for path in FILES]
 
