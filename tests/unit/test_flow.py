@@ -151,9 +151,23 @@ def test_several_workers_meet_in_every_step(seed, closes):
     assert prepared == [[0, 1, 2]] * steps
 
 
+def test_a_gradient_is_dropped_in_its_turn():
+    """zero_grad() without step(), before the server has put the push away: the next push counts, nothing else."""
+    decider = ServeDecider(0, {0: (True, False)}, 0, durable=False, workers=2)
+    world = World(decider, 0)
+    world.feed(ops.Push(0, None, True, True, 1, None, 0))
+    world.feed(ops.Forget(0, 0))
+    world.feed(ops.Push(0, None, True, True, 2, None, 0))
+    world.feed(ops.Push(0, None, True, True, 3, None, 1))
+    world.drain()
+    assert world.held == {0: [0, 1]} and [m.ticket for m in world.sent if isinstance(m, ops.Freed)] == [1]
+
+
 def test_workers_that_differ_are_told():
     a = ops.Release(0, 1, (0.1,), [1.0, None], 0, 0)
     assert list(agreed([a, replace(a, scales=[None, 2.0], worker=1)]).scales) == [1.0, 2.0]
+    nan = replace(a, scales=[float("nan"), None])  # of a diverged run: all agree
+    assert agreed([nan, replace(nan, scales=[float("nan"), None], worker=1)]).scales[0] != 0
     with pytest.raises(LoopError, match="hyperparameters"):
         agreed([a, replace(a, hyper=(0.2,), worker=1)])
     with pytest.raises(LoopError, match=r"by 1.0 and 0.5"):

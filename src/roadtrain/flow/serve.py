@@ -39,7 +39,7 @@ class ChunkState:
     version: int = 0
     phase: str = IDLE
     buffer: int | None = None
-    holds: deque[ops.Push] = field(default_factory=deque)  # the first is being carried out: one at a time, in order
+    holds: deque[ops.Push | ops.Forget] = field(default_factory=deque)  # the first is a Push that is being carried out
     kept: list[tuple[int, int]] = field(default_factory=list)  # (worker, ticket) of pushes whose memory is in use
     closed: dict[int, set[int]] = field(default_factory=dict)  # step -> workers whose gradient of it is whole
     totalled: int = -1  # the last step whose sum was taken
@@ -136,8 +136,11 @@ class ServeDecider:
             chunk.kept.append((push.worker, push.ticket))
         else:
             out.append(ops.Send(ops.Freed(push.ticket), push.worker))
-        if chunk.holds:
-            out.append(ops.Hold(chunk.holds[0]))
+        while chunk.holds and isinstance(forget := chunk.holds[0], ops.Forget):
+            chunk.holds.popleft()
+            out += self._forget(forget)
+        if chunk.holds and isinstance(following := chunk.holds[0], ops.Push):
+            out.append(ops.Hold(following))
         return out + self._meet(push.chunk) + self._advance()
 
     def _free_kept(self, chunk: ChunkState, of: int | None = None) -> list[Any]:
@@ -194,8 +197,15 @@ class ServeDecider:
         return [ops.Send(ops.Held(event.chunk, event.sums))]
 
     def _on_Forget(self, event: ops.Forget) -> list[Any]:
+        holds = self.chunks[event.chunk].holds
+        if holds:  # in its turn: what was pushed before it is still being held
+            holds.append(event)
+            return []
+        return self._forget(event)
+
+    def _forget(self, event: ops.Forget) -> list[Any]:
         chunk = self.chunks[event.chunk]
-        assert chunk.release is None and not any(p.worker == event.worker for p in chunk.holds)
+        assert chunk.release is None
         chunk.totalled = -1  # what is pushed instead is summed anew
         return [ops.Discard(event.chunk, event.worker), *self._free_kept(chunk, event.worker)]
 
@@ -352,7 +362,8 @@ def agreed(releases: list[ops.Release]) -> ops.Release:
                 f"{releases[0].hyper} and {other.hyper}", hint="every worker runs the same loop with the same optimizer"
             )
         for i, scale in enumerate(other.scales):
-            if scales[i] is not None and scale is not None and scale != scales[i]:
+            mine = scales[i]
+            if mine is not None and scale is not None and scale != mine and not (mine != mine and scale != scale):
                 raise LoopError(
                     f"workers 0 and {other.worker} scale a gradient of step {other.step} by {scales[i]} and {scale}",
                     hint="clip by the norm that roadtrain gives: it is that of the workers' mean",
