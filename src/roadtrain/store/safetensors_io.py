@@ -91,7 +91,7 @@ def export_dir(items: Iterable[Item], directory: str | Path, max_shard_nbytes: i
             made.append(home / f"{_INDEX}.new")
             body = {"metadata": {"total_size": total}, "weight_map": weights}
             _write_bytes(made[-1], [json.dumps(body, indent=2).encode()])
-    except Exception:
+    except BaseException:
         for path in made:
             path.unlink(missing_ok=True)
         raise
