@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 import psutil
 
-from roadtrain.errors import ConfigError, ForeignError, LostError, PeerError, RoadtrainError, WireError
+from roadtrain.errors import ConfigError, DeadlineError, ForeignError, LostError, PeerError, RoadtrainError, WireError
 from roadtrain.flow import ops
 from roadtrain.kernels.rules import rule_of
 from roadtrain.node import messages as m
@@ -42,6 +42,7 @@ from roadtrain.wire.tcp import Address, Options, Tls, listen
 
 Report = Callable[[str], None]
 END_S = 10.0  # for a session's threads to end
+POOL_S = 600.0  # for a buffer to be free
 
 
 def command(
@@ -74,9 +75,12 @@ class Pool:
 
     def get(self) -> Buffer:
         with self._ready:
-            self._ready.wait_for(lambda: self._free or self._closed)
+            there = self._ready.wait_for(lambda: self._free or self._closed, POOL_S)
             if self._closed:
                 raise LostError("the session has ended")
+            if not there:
+                raise DeadlineError(f"a server waited {POOL_S:.0f} s for one of {len(self.buffers)} buffers to be free",
+                                    hint="a worker or a device hangs")
             return self._free.pop()
 
     def put(self, buffer: Buffer) -> None:
