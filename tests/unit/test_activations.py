@@ -52,8 +52,21 @@ def test_over_the_budget_without_a_place():
     keep.close()
 
 
+def settled(keep, seconds=20):
+    """Wait until no write or read is under way; the invariants hold all along."""
+    deadline = time.time() + seconds
+    while keep._jobs or any(t.state in ("leaving", "coming") for t in list(keep._live.values())):
+        assert time.time() < deadline
+        keep.check()
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("slow", [None, "pwrite", "preadv"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
-def test_spilled_and_back(tmp_path, dtype):
+def test_spilled_and_back(tmp_path, dtype, slow, monkeypatch):
+    if slow is not None:
+        real = getattr(os, slow)
+        monkeypatch.setattr(module.os, slow, lambda *a: (time.sleep(0.005), real(*a))[1])
     keep = Activations(3 * N, tmp_path, "cpu")
     made = [torch.randint(0, 2 if dtype == torch.bool else 100, (N // dtype.itemsize,)).to(dtype) for _ in range(12)]
     tickets = [keep.save(t.clone()) for t in made]
@@ -64,11 +77,12 @@ def test_spilled_and_back(tmp_path, dtype):
         assert torch.equal(keep.load(ticket), want)
         keep.free(ticket)
         keep.check()
+    settled(keep)  # what was freed while it was written is held until then
     assert keep.bytes_held == 0 and keep.peak_bytes <= 3 * N
     end = keep._end
     for t in [keep.save(t.clone()) for t in made]:  # the file does not grow from step to step
         keep.free(t)
-    keep.check()
+    settled(keep)
     assert keep._end <= max(end, 12 * N)
     keep.close()
 
@@ -175,10 +189,7 @@ def test_freed_while_leaving(tmp_path, monkeypatch):
         tickets = [keep.save(tensor(i)) for i in range(6)]
         for t in tickets:
             keep.free(t)
-    deadline = time.time() + 5
-    while keep._live and time.time() < deadline:
-        time.sleep(0.01)
-        keep.check()
+    settled(keep)
     assert keep.bytes_held == 0
     assert sum(map(len, keep._holes.values())) * N == keep._end  # every hole once
     keep.close()

@@ -300,11 +300,6 @@ class Activations:
                     self._failure = error
                     self._changed.notify_all()
                 return
-            with self._lock:
-                if ticket.users == 0:
-                    self._forget(ticket)
-                self._sweep()
-                self._changed.notify_all()
             del job, ticket
 
     def _write(self, ticket: Ticket) -> None:
@@ -327,8 +322,8 @@ class Activations:
             self._settle(ticket)
             ticket.was_changed |= ticket.source is not None and version_of(ticket.source) != ticket.version
             ticket.data = ticket.source = None
-            ticket.state = AWAY
             self.bytes_held -= ticket.nbytes
+            self._moved(ticket, AWAY)
 
     def _read(self, ticket: Ticket) -> None:
         data = torch.empty(ticket.shape, dtype=ticket.dtype, pin_memory=ticket.device.type == "cuda")
@@ -344,7 +339,14 @@ class Activations:
             ).copy_(data)
         with self._lock:
             ticket.data = data
-            ticket.state = HERE
+            self._moved(ticket, HERE)
+
+    def _moved(self, ticket: Ticket, state: str) -> None:
+        ticket.state = state
+        if ticket.users == 0:  # freed on the way
+            self._forget(ticket)
+        self._sweep()
+        self._changed.notify_all()
 
     def _to_device(self, ticket: Ticket, data: torch.Tensor) -> torch.Tensor:
         if data.device.type == "cuda":
