@@ -46,6 +46,7 @@ def place(
     dtype: torch.dtype | None = None,
     blocks: Sequence[str] | None = None,
     backwards_per_step: int | None = None,
+    staleness: Literal[0, 1] = 0,
     topk: float | None = None,
     topk_per_block: bool = False,
     error_feedback: bool = False,
@@ -68,11 +69,12 @@ def place(
     free). dtype: what parameters travel and compute in (None: their own); masters and state are fp32. blocks: names
     or patterns of the blocks (None: found). backwards_per_step: None, updates begin at step(); N promises that
     step() follows every N-th backward pass, without clipping or loss scaling, and a block is updated as soon as its
-    last gradient is in. topk: fraction of the gradient's volume that is communicated, indices included (0.02 keeps
-    1 %). store_rates: relative rates of the directories, by which a new store's chunks are spread (None: evenly;
-    "measured": measured now). weights: a directory of safetensors in Hugging Face layout that the first values come
-    from. init: initialises a module of a model built on `meta`. extra: objects with state_dict/load_state_dict that
-    are committed and resumed with each step.
+    last gradient is in. staleness: 1, each step computes with the parameters from before the last step's update, which
+    runs meanwhile (delayed update). topk: fraction of the gradient's volume that is communicated, indices included
+    (0.02 keeps 1 %). store_rates: relative rates of the directories, by which a new store's chunks are spread (None:
+    evenly; "measured": measured now). weights: a directory of safetensors in Hugging Face layout that the first values
+    come from. init: initialises a module of a model built on `meta`. extra: objects with state_dict/load_state_dict
+    that are committed and resumed with each step.
 
     Raises UserError (ConfigError, ModelError, RuleError, BudgetError) before anything is changed, StoreError.
     """
@@ -106,8 +108,11 @@ def place(
         whole = ChunkTable.build([*StoreMeta.of(base, ()).blocks, *mine], chunk_elements)
         twin_set = frozenset(range(len(base.blocks), len(whole.blocks)))
         twin_of_root = next((i for i in twin_set if whole.blocks[i].name == f"residual:{base.blocks[0].name}"), 0)
+    if staleness not in (0, 1) or (staleness and error_feedback):
+        raise ConfigError(f"staleness {staleness}" + (" with error feedback" if error_feedback else ""),
+                          hint="0 (exact) or 1 (updates run while the next step computes), 1 without error feedback")
     paths = [store] if isinstance(store, str | Path) else list(store or ())
-    layout = Layout(whole, rules, tuple(Path(p) for p in paths), direct, (1.0,) * len(addresses))
+    layout = Layout(whole, rules, tuple(Path(p) for p in paths), direct, (1.0,) * len(addresses), staleness)
     free = psutil.virtual_memory().available
     host = parse_bytes(budget) if budget is not None else free // 2 if paths or addresses else free
     budgets = derive(
@@ -120,6 +125,8 @@ def place(
     if topk is not None:
         compressor = Compressor(whole, topk / 2, per_block=topk_per_block, error_feedback=error_feedback)
         report(f"lossy: top-k, {topk:.1%} of the gradient is communicated, error feedback {error_feedback}")
+    if staleness:
+        report("late: staleness 1, each step computes with the parameters from before the last update")
     opened = open_or_none(layout, report)
     if opened is None and store_rates is not None:
         layout = replace(layout, weights=_rates(layout.directories, store_rates, report))

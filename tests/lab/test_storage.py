@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from roadtrain.bench.devices import TokenLink
 from roadtrain.errors import ConfigError
-from roadtrain.lab import PREFIX, LoopDevice, Throttle, TokenLink, lab_available, sweep
+from roadtrain.lab import PREFIX, LoopDevice, Throttle, lab_available, sweep
 
 needs_lab = pytest.mark.skipif(lab_available() is not None, reason=f"no lab: {lab_available()}")
 pytestmark = pytest.mark.lab

@@ -49,6 +49,7 @@ class Case:
     scaler: bool = False
     dtype: torch.dtype | None = None
     eager: bool = False
+    staleness: int = 0
 
 
 def build(case, seed=0):
@@ -67,7 +68,8 @@ def place(case, store, seed=0, **options):
     extra = {"scaler": scaler} if case.scaler else {}
     placed = roadtrain.place(
         model, optimizer, store=store, dtype=case.dtype, extra=extra, deadline_s=60,
-        backwards_per_step=case.accumulate if case.eager else None, **{"report": lambda _: None, **options},
+        backwards_per_step=case.accumulate if case.eager else None, staleness=case.staleness,
+        **{"report": lambda _: None, **options},
     )
     return model, placed, scaler
 

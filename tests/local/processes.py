@@ -60,7 +60,7 @@ def worker_child(case, servers, log, steps, rank, workers, options, change):
         placed = roadtrain.place(
             model, optimizer, servers=servers, link=Options(token=token, retry_s=30), budget=BUDGET,
             dtype=case.dtype, extra={"scaler": scaler} if case.scaler else {},
-            backwards_per_step=case.accumulate if case.eager else None, report=lambda _: None,
+            backwards_per_step=case.accumulate if case.eager else None, staleness=case.staleness, report=lambda _: None,
             **{"chunk_elements": 1 << 16, "deadline_s": 30, **options},
         )
         with placed:

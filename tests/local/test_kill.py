@@ -44,6 +44,7 @@ def read(log):
         ("eager", Case(eager=True), 1),
         ("clipped", Case(clip=0.5, accumulate=2, groups=True), 3),
         ("bf16 scaler", Case(dtype=torch.bfloat16, scaler=True), 2),
+        ("late", Case(eager=True, staleness=1), 2),
     ],
 )
 def test_ten_kills_change_no_loss(name, case, dirs, tmp_path):

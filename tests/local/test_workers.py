@@ -20,6 +20,8 @@ CASES = {
     "clipped, accumulated, groups": Case(clip=0.5, accumulate=2, groups=True),
     "frozen, bf16": Case(frozen=True, dtype=torch.bfloat16, eager=True),
     "tied, scaler": Case(tied=True, scaler=True, clip=1.0),
+    "late, bf16": Case(dtype=torch.bfloat16, eager=True, staleness=1),
+    "late, clipped, scaler": Case(clip=0.5, accumulate=2, scaler=True, groups=True, staleness=1),
 }
 
 

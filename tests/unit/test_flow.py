@@ -50,7 +50,7 @@ class World:
                 self.feed(ops.UpdateDone(chunk))
             case ops.Write(chunk):
                 self.feed(ops.WriteDone(chunk))
-            case ops.Answer(pull, _):
+            case ops.Answer(pull):
                 self.feed(ops.PublicRead(pull))
             case ops.Prepare(step, _):
                 self.feed(ops.PrepareDone(step))
@@ -88,23 +88,29 @@ def test_steps_end_committed_whatever_the_order(seed, buffers):  # Rule 3, Rule 
 
 
 @pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("closes", [False, True])
-def test_several_workers_meet_in_every_step(seed, closes):
+@pytest.mark.parametrize(("closes", "staleness"), [(False, 0), (True, 0), (True, 1)])
+def test_several_workers_meet_in_every_step(seed, closes, staleness):
     """Workers say their parts in random order, each as far ahead as its pulls let it; a chunk that some (or all) have
-    no gradient for still gets its version. Rule 1: an update sees every push of its step and none of another."""
+    no gradient for still gets its version. Rule 1: an update sees every push of its step and none of another, a pull
+    gets the values after exactly the step it names."""
     rng, n = random.Random(seed), 3
     chunks, steps = range(5), 4
     has = {(s, c, w): rng.random() < 0.6 for s in range(1, steps + 1) for c in chunks for w in range(n)}
-    decider = ServeDecider(0, dict.fromkeys(chunks, (False, seed % 2 == 0)), 2, durable=True, workers=n)
+    kinds = {c: rng.choice([(False, False), (True, False), (False, True)]) for c in chunks}
+    late = dict.fromkeys(chunks, False) if staleness else None
+    decider = ServeDecider(0, kinds, 2, durable=True, workers=n, late=late)
     world = World(decider, seed)
     seen = {}
+    held = dict.fromkeys(chunks, (0, 0))  # updates in (public part, master), of the record in memory and of the file
+    filed = dict(held)
 
     def scripted(worker):
         for step in range(1, steps + 1):
             for c in chunks:
                 if has[step, c, worker]:
                     ticket = len(seen) + 1000 * worker + 100000 * step
-                    world.feed(ops.Pull(c, step - 1, None, ticket, worker))
+                    version = max(step - 1 - staleness, 0)
+                    world.feed(ops.Pull(c, version, version, ticket, worker))
                     while ops.Pulled(ticket, c) not in world.sent:
                         yield False
                     world.feed(ops.Push(c, None, True, rng.random() < 0.5, ticket, None, worker))
@@ -127,7 +133,16 @@ def test_several_workers_meet_in_every_step(seed, closes):
     def run_one():
         before = {c: tuple(w) for c, w in world.held.items()}
         original()
-        if isinstance(action := world.log[-1], ops.Update):
+        action = world.log[-1]
+        if isinstance(action, ops.Write):
+            filed[action.chunk] = held[action.chunk]
+        elif isinstance(action, ops.Answer):
+            c, version = action.pull.chunk, action.pull.into
+            found = (held if action.memory else filed)[c][action.newest]
+            assert found == sum(any(has[s, c, w] for w in range(n)) for s in range(1, version + 1))
+        elif isinstance(action, ops.Update):
+            _, master = held[action.chunk]
+            held[action.chunk] = (master if staleness else master + 1, master + 1)
             step = action.release.step
             seen[step, action.chunk] = True
             assert sorted(before[action.chunk]) == [w for w in range(n) if has[step, action.chunk, w]]

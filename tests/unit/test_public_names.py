@@ -17,8 +17,8 @@ def test_package() -> None:
 
 def test_place() -> None:
     assert list(inspect.signature(roadtrain.place).parameters) == [
-        "model", "optimizer", "store", "servers", "link", "budget", "dtype", "blocks", "backwards_per_step", "topk",
-        "topk_per_block", "error_feedback", "chunk_elements", "store_rates", "device", "weights", "init", "extra",
+        "model", "optimizer", "store", "servers", "link", "budget", "dtype", "blocks", "backwards_per_step",
+        "staleness", "topk", "topk_per_block", "error_feedback", "chunk_elements", "store_rates", "device", "weights", "init", "extra",
         "direct", "deadline_s", "report",
     ]
 
@@ -37,7 +37,7 @@ def test_keys_of_a_job() -> None:
         "data.paths", "data.seq_len", "data.batch_size", "data.held_out", "data.tokenizer",
         "optimizer.name", "optimizer.lr", "optimizer.weight_decay", "optimizer.betas", "optimizer.eps",
         "optimizer.momentum", "optimizer.options", "optimizer.schedule", "optimizer.warmup_steps",
-        "optimizer.clip_norm", "optimizer.accumulate",
+        "optimizer.clip_norm", "optimizer.accumulate", "optimizer.staleness",
         "store.dirs", "store.servers", "store.token_file", "store.ca", "store.connections", "store.rates",
         "store.chunk_elements", "store.direct", "budget.host", "compress.topk", "compress.error_feedback",
     ]

@@ -6,11 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from references import reference_accumulate, reference_top_k
 
 from roadtrain.errors import RuleError
 from roadtrain.kernels import topk
 from roadtrain.kernels.cast import NUMPY_OF, reference_narrow
-from roadtrain.kernels.sum import reference_accumulate
 
 N = 70_003
 
@@ -45,7 +45,7 @@ def run(function, x, dtype, k, **more):
 @pytest.mark.parametrize("k", [0, 1, 700, 35_000, N])
 def test_equals_a_stable_sort(dtype, kind, k, monkeypatch):
     x = data(kind, dtype)
-    plain = run(topk.reference_top_k, x, dtype, k)
+    plain = run(reference_top_k, x, dtype, k)
     mine = run(topk.top_k, x, dtype, k)
     assert all(map(np.array_equal, mine, plain))
     monkeypatch.setattr(topk, "RANGE", 1 << 13)
@@ -58,7 +58,7 @@ def test_equals_a_stable_sort(dtype, kind, k, monkeypatch):
 def test_small_arrays(n):
     x = data("normal", "fp32", n)
     for k in {0, 1, n // 2, n}:
-        assert all(map(np.array_equal, run(topk.top_k, x, "fp32", k), run(topk.reference_top_k, x, "fp32", k)))
+        assert all(map(np.array_equal, run(topk.top_k, x, "fp32", k), run(reference_top_k, x, "fp32", k)))
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -87,7 +87,7 @@ def test_error_feedback_keeps_what_was_not_sent(dtype):
         x, y = np.zeros(300, np.float32), np.zeros(300, np.float32)
         topk.select_with_residual(grad, dtype, mine, 300, a, x)
         reference_accumulate(plain, grad, dtype)
-        topk.reference_top_k(plain, "fp32", 300, b, y)
+        reference_top_k(plain, "fp32", 300, b, y)
         plain[b] = 0
         assert np.array_equal(a, b) and np.array_equal(x, y, equal_nan=True)
         assert np.array_equal(mine, plain, equal_nan=True) and not mine[a].any()

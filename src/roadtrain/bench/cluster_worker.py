@@ -30,7 +30,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     for name in ("servers", "token", "json", "budget"):
         parser.add_argument(f"--{name}", default="")
-    for name, value in (("steps", 8), ("layers", 10), ("width", 512), ("inner", 1536), ("rows", 1), ("seq", 32)):
+    for name, value in (("steps", 8), ("layers", 10), ("width", 512), ("inner", 1536), ("rows", 1), ("seq", 32),
+                        ("staleness", 0)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--fsdp", action="store_true")
     args = parser.parse_args()
@@ -47,7 +48,7 @@ def main() -> None:
     else:
         optimizer = roadtrain.place(
             model, adamw(model.parameters()), servers=args.servers.split(","), budget=args.budget or None,
-            link=Options(token=token_of(args.token), retry_s=60), backwards_per_step=1, chunk_elements=1 << 20,
+            link=Options(token=token_of(args.token), retry_s=60), backwards_per_step=1, staleness=args.staleness, chunk_elements=1 << 20,
             report=lambda line: print(line, flush=True),
         )
     seconds, losses, parts, cpu = [], [], [], time.process_time()

@@ -213,10 +213,12 @@ class Total:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Copy the public part to `pull.into`: from the record buffer or cache (`memory`), else from the file."""
+    """Copy the public part to `pull.into`: from the record buffer or cache (`memory`), else from the file. `newest`:
+    cast from the master instead, which is one update ahead of it (staleness 1)."""
 
     pull: Pull
     memory: bool
+    newest: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,9 @@ When a step is sealed and all its releases are written, the step is prepared (se
 With several workers Release, Seal and Commit count once all have sent theirs (`_meet`); what they push is summed first:
     Close or Release of all -> Total -> TotalDone      all are told the sum's norm (Held)
 
+With staleness 1 the public part of a record is one update behind its master: a pull gets the one or the other, so the
+next step computes while this one's updates run. What is said of the next step before then waits in `early`.
+
 Rule 3: a chunk is written for step s only when step s-1 is committed, so the slot that is overwritten is never the
 committed one. Rule 4: at most `buffers` records are away from their files at once.
 """
@@ -49,6 +52,9 @@ class ChunkState:
     answering: int = 0  # pulls being answered, from the file or from memory
     read: bool = False  # the record is in its buffer, the update waits for `answering` to end
     pulls: list[ops.Pull] = field(default_factory=list)  # each waits for a newer version, or for the update to end
+    late: bool = False  # the public part is that before the update to version `updated`
+    updated: int = -1
+    early: list[Any] = field(default_factory=list)  # messages about a step whose turn has not come
 
     @property
     def in_memory(self) -> bool:
@@ -57,7 +63,8 @@ class ChunkState:
 
 class ServeDecider:
     """One server's decisions. `chunks`: chunk -> (record resident, public resident). `durable`: records rest on files.
-    `base`: the step at which this session of `workers` workers began.
+    `base`: the step at which this session of `workers` workers began. `late`: chunks whose public part is one update
+    behind -> whether the last update was in step `base`.
 
     Invariants (asserted by `check`): free buffers and the buffers of chunks are disjoint and together all buffers; a
     chunk in `queue` has a release; `open_releases[s]` counts the releases of step s that are not yet written.
@@ -65,11 +72,13 @@ class ServeDecider:
 
     def __init__(
         self, server: int, chunks: Mapping[int, tuple[bool, bool]], buffers: int, *, durable: bool, committed: int = 0,
-        workers: int = 1,
+        workers: int = 1, late: Mapping[int, bool] | None = None,
     ) -> None:
         self.server, self.workers, self.base = server, workers, committed
         self.durable = durable
         self.chunks = {c: ChunkState(resident, public) for c, (resident, public) in chunks.items()}
+        for number, updated in (late or {}).items():
+            self.chunks[number].late, self.chunks[number].updated = True, -(not updated)
         self.n_buffers = buffers
         self.free = list(range(buffers))
         self.queue: list[tuple[int, int, int]] = []  # heap of (step, order, chunk)
@@ -88,16 +97,29 @@ class ServeDecider:
         has gone, LoopError where workers do different things."""
         if self.gone and isinstance(event, (ops.Push, ops.Close, ops.Release, ops.Seal)):
             raise LostError(self.gone)
+        if isinstance(event, (ops.Push, ops.Close, ops.Release, ops.Forget)) and self._too_early(event):
+            self.chunks[event.chunk].early.append(event)
+            return []
         return getattr(self, "_on_" + type(event).__name__)(event)  # type: ignore[no-any-return]
 
     # messages
+
+    def _too_early(self, event: ops.Push | ops.Close | ops.Release | ops.Forget) -> bool:
+        """Whether its sender has released the chunk's step before, whose gradient is still needed."""
+        chunk = self.chunks[event.chunk]
+        pending = chunk.release is not None or chunk.phase in (READING, UPDATING)
+        return chunk.late and (pending or any(event.worker in said for said in chunk.said.values()))
+
+    def _in_turn(self, chunk: ChunkState) -> list[Any]:
+        events, chunk.early = chunk.early, []
+        return [action for event in events for action in self.handle(event)]
 
     def _on_PeerLost(self, event: ops.PeerLost) -> list[Any]:
         """Nothing is lost where no step is open and none of the others begins one: they may be leaving too."""
         step = self.committed + 1
         self.gone = f"worker {event.worker} has gone before step {step} was committed: {event.why}"
         busy = self.seals or self.sealed or self.commits or self.preparing is not None or self.open_releases
-        if busy or any(c.closed or c.said or c.holds for c in self.chunks.values()):
+        if busy or any(c.closed or c.said or c.holds or c.early for c in self.chunks.values()):
             raise LostError(self.gone)
         return []
 
@@ -110,7 +132,8 @@ class ServeDecider:
 
     def _answer(self, chunk: ChunkState, pull: ops.Pull) -> ops.Answer:
         chunk.answering += 1
-        return ops.Answer(pull, chunk.in_memory or chunk.phase == WRITING)
+        newest = chunk.late and pull.version >= chunk.updated
+        return ops.Answer(pull, (chunk.resident if newest else chunk.in_memory) or chunk.phase == WRITING, newest)
 
     def _on_PublicRead(self, event: ops.PublicRead) -> list[Any]:
         pull = event.pull
@@ -190,7 +213,7 @@ class ServeDecider:
                 return out + self._released(release)
             chunk.version += 1  # nobody has a gradient: the step passes
             out += [ops.Discard(number, None), *self._free_kept(chunk), *self._answer_waiting(chunk)]
-            return out + self._meet(number)
+            return out + self._meet(number) + self._in_turn(chunk)
         return out
 
     def _on_TotalDone(self, event: ops.TotalDone) -> list[Any]:
@@ -248,8 +271,9 @@ class ServeDecider:
         chunk = self.chunks[event.chunk]
         assert chunk.phase == UPDATING
         chunk.version += 1
+        chunk.updated = chunk.version
         chunk.phase = WRITING
-        out = [*self._free_kept(chunk), *self._answer_waiting(chunk), *self._meet(event.chunk)]
+        out = [*self._free_kept(chunk), *self._answer_waiting(chunk), *self._meet(event.chunk), *self._in_turn(chunk)]
         if not self.durable:
             return out + self._on_WriteDone(ops.WriteDone(event.chunk))
         self.gated.append(event.chunk)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from roadtrain.errors import RuleError
-from roadtrain.kernels.cast import kernel, put, reference_narrow, reference_widen, typed, widen
+from roadtrain.kernels.cast import kernel, put, typed, widen
 
 LANES = 128
 TILE = 4096  # elements of fp32 scratch that stay in the first cache while k buffers pass
@@ -29,10 +29,6 @@ def _accumulate(acc, grad):
 def accumulate(acc: np.ndarray, grad: np.ndarray, grad_dtype: str) -> None:
     """acc += grad. acc: float32 [N]; grad: [N] of `grad_dtype`."""
     _accumulate(acc, typed(grad, grad_dtype))
-
-
-def reference_accumulate(acc: np.ndarray, grad: np.ndarray, grad_dtype: str) -> None:
-    acc[:] = acc + reference_widen(grad, grad_dtype)
 
 
 @kernel
@@ -59,16 +55,6 @@ def sum_squares(grad: np.ndarray, grad_dtype: str, scale: float = 1.0) -> float:
     lanes = np.zeros(LANES)
     _sum_squares(typed(grad, grad_dtype), np.float32(scale), lanes)
     return _combined(lanes)
-
-
-def reference_sum_squares(grad: np.ndarray, grad_dtype: str, scale: float = 1.0) -> float:
-    lanes = np.zeros(LANES)
-    with np.errstate(all="ignore"):
-        wide = (reference_widen(grad, grad_dtype) * np.float32(scale)).astype(np.float64)
-        for at in range(0, wide.size, LANES):
-            part = wide[at : at + LANES]
-            lanes[: part.size] += part * part
-        return _combined(lanes)
 
 
 @kernel
@@ -114,10 +100,3 @@ def sum_k(out: np.ndarray, out_dtype: str, buffers: Sequence[np.ndarray], dtypes
         for b in held[1:]:
             _tile_add(scratch, b[at : at + TILE])
         _tile_put(result[at : at + TILE], scratch)
-
-
-def reference_sum_k(out: np.ndarray, out_dtype: str, buffers: Sequence[np.ndarray], dtypes: Sequence[str]) -> None:
-    total = reference_widen(buffers[0], dtypes[0])
-    for b, d in zip(buffers[1:], dtypes[1:]):
-        total = total + reference_widen(b, d)
-    out[:] = reference_narrow(total, out_dtype)

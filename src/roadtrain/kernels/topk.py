@@ -203,14 +203,6 @@ def _bin(pieces: list[_Piece], k: int, shift: int, only: int, pool: Executor | N
     return counts.size - 1 - i, int(from_top[i - 1]) if i else 0
 
 
-def reference_top_k(x: np.ndarray, dtype: str, k: int, idx_out: np.ndarray, val_out: np.ndarray) -> None:
-    sign, nan = {"fp32": (0x7FFFFFFF, 0x7F800001), "bf16": (0x7FFF, 0x7F81), "fp16": (0x7FFF, 0x7C01)}[dtype]
-    bits = x.view(np.uint32) if dtype == "fp32" else x
-    keys = np.minimum(bits.astype(np.int64) & sign, nan)
-    idx_out[:] = np.sort(np.argsort(-keys, kind="stable")[:k])
-    val_out[:] = x[idx_out]
-
-
 def scatter(idx: np.ndarray, val: np.ndarray, out: np.ndarray, pool: Executor | None = None) -> None:
     """out = 0, then out[idx] = val. idx: uint32 [k], ascending; val, out: one type."""
     if idx.size != val.size or val.dtype != out.dtype:

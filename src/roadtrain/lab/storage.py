@@ -1,4 +1,4 @@
-"""Storage of a lab: files as SSDs with set rates, and an interconnect inside one process.
+"""Storage of a lab: files as SSDs with set rates.
 
 Assumes Linux, root, cgroup v1 blkio: `lab_available()` says what is missing. Rates hold for direct I/O only, buffered
 writes escape blkio. Latency is NOT emulated. Everything made is undone when its context ends, also by an error, else
@@ -11,8 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -100,34 +98,6 @@ class Throttle:
     def enter_process(self, pid: int) -> None:
         """Moves the process with all its threads; threads and processes that it starts later follow it."""
         (self.group / "cgroup.procs").write_text(str(pid))
-
-
-class TokenLink:
-    """One direction of an emulated interconnect inside this process: `take(n)` returns when n bytes have crossed.
-
-    Bytes cross in the order of the calls, at `bytes_per_s` while anyone waits; full duplex is two of these. `nbytes`
-    counts what was asked for so far. Sleeping holds no lock and no GIL.
-
-    Note: late wakers. A sleep ends 0.1 ms late, often more; at 4 GB/s, 1 MB takes 0.25 ms. So the last taker's
-    lateness is given back: the next piece begins when the link came free, unless the caller idled beyond that lateness.
-    """
-
-    def __init__(self, bytes_per_s: float) -> None:
-        self.bytes_per_s, self.nbytes = bytes_per_s, 0
-        self._lock = threading.Lock()
-        self._free_at = 0.0  # when the last piece accepted so far will have crossed; never decreases
-        self._late_s = 0.0  # how late the taker of that piece woke; 0 while it still sleeps
-
-    def take(self, nbytes: int) -> None:
-        with self._lock:
-            begin = max(self._free_at, time.perf_counter() - self._late_s)
-            done = self._free_at = begin + nbytes / self.bytes_per_s
-            self.nbytes, self._late_s = self.nbytes + nbytes, 0.0
-        while (left := done - time.perf_counter()) > 0:
-            time.sleep(left)
-        with self._lock:
-            if self._free_at == done:
-                self._late_s = time.perf_counter() - done
 
 
 def undo_loop(home: Path) -> None:

@@ -210,7 +210,7 @@ class Cluster:
         holds_gradients: bool,
     ) -> None:
         self.layout, self.group, self.stages, self._deadline_s = layout, group, Stages(), deadline_s
-        self.meta, self.blob = StoreMeta.of(layout.table, layout.groups), b""
+        self.meta, self.blob = layout.meta(), b""
         rules = [described(r) for r in layout.rules]
         self.servers: list[RemoteServer] = []
         with ExitStack() as undo:
@@ -231,7 +231,7 @@ class Cluster:
         self.worker = Worker(
             layout.table, budgets, self.meta.owners or layout.owners, device, self.stages, servers=len(servers),
             committed=self.step, deadline_s=deadline_s, compute_blocks=compute_blocks, compressor=compressor,
-            workers=group.workers,
+            workers=group.workers, staleness=layout.staleness,
         )
         self._unfilled = [0] * len(servers)
         for server in self.servers:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from roadtrain.errors import DeadlineError, ForeignError
+from roadtrain.errors import ConfigError, DeadlineError, ForeignError
 from roadtrain.flow.assign import assign
 from roadtrain.kernels.rules import Rule
 from roadtrain.node.compress import Compressor
@@ -40,6 +40,7 @@ class Layout:
     directories: tuple[Path, ...]
     direct: bool = True
     weights: tuple[float, ...] = ()
+    staleness: int = 0
 
     @property
     def owners(self) -> tuple[int, ...]:
@@ -52,7 +53,10 @@ class Layout:
 
     @property
     def records(self) -> dict[int, Record]:
-        return StoreMeta.of(self.table, self.groups).records
+        return self.meta().records
+
+    def meta(self, job: str = "") -> StoreMeta:
+        return StoreMeta.of(self.table, self.groups, job, self.staleness)
 
 
 def open_or_none(layout: Layout, report: Callable[[str], None]) -> OpenedStore | None:
@@ -68,9 +72,13 @@ def open_or_none(layout: Layout, report: Callable[[str], None]) -> OpenedStore |
     except ForeignError:
         opened.close()
         raise
-    meta = StoreMeta.of(layout.table, layout.groups, opened.meta.job)
+    meta = layout.meta(opened.meta.job)
     if not needs_conversion(opened, meta, layout.directories):
         return opened
+    if layout.staleness:
+        opened.close()
+        raise ConfigError(f"{layout.directories[0]}: a store of staleness 1 is not converted",
+                          hint="give the directories, chunk size, dtype and blocks as before")
     start = time.monotonic()
     try:
         new = convert(opened, meta, layout.directories, layout.owners, direct=layout.direct)
@@ -98,6 +106,9 @@ def check_same(where: str, held: StoreMeta, layout: Layout) -> None:
             f"{[g.rule for g in layout.groups]}",
             hint="use the same optimizer and parameter groups, or export the weights and start anew",
         )
+    if held.staleness != layout.staleness:
+        raise ForeignError(f"{where}: trained with staleness {held.staleness}, asked for is {layout.staleness}",
+                           hint="go on as before, or export the weights and start anew")
 
 
 def fill_record(
@@ -127,7 +138,7 @@ class Engine:
     ) -> None:
         self.layout, self.stages = layout, Stages()
         self.store, self.new = opened, opened is None
-        self.meta = StoreMeta.of(layout.table, layout.groups)
+        self.meta = layout.meta()
         if opened is None and layout.directories:
             self.store = create_store(layout.directories, self.meta, layout.owners, direct=layout.direct)
         owners = self.store.meta.owners if self.store else layout.owners
@@ -137,7 +148,7 @@ class Engine:
         self.records = records = layout.records
         self.worker = Worker(
             layout.table, budgets, owners, device, self.stages, servers=n, committed=self.step, deadline_s=deadline_s,
-            compute_blocks=compute_blocks, compressor=compressor,
+            compute_blocks=compute_blocks, compressor=compressor, staleness=layout.staleness,
         )
         each = server_buffers or budgets.record_buffers // (max(owners, default=0) + 1)
         self.servers: list[Server] = []
@@ -149,6 +160,7 @@ class Engine:
                 self.store.tiers[i] if self.store else None, budgets.resident & mine.keys(),
                 budgets.public_resident & mine.keys(), each if mine else 0, budgets.record_bytes,
                 budgets.scratch_bytes if mine else 0, report=report,
+                staleness=layout.staleness,
             )
             server = Server(setup, lambda message, _: self.worker.deliver(message), self.stages, self.step)
             self.servers.append(server)

@@ -275,7 +275,7 @@ class Session:
             self.number, f"server {self.number} ({self.host.where}, {directory})", chunks, meta.owned(self.number),
             self._rules, self.tier, budgets.resident, budgets.public_resident,
             budgets.record_buffers if chunks else 0, budgets.record_bytes, budgets.scratch_bytes, self.workers,
-            report=self.host.report,
+            report=self.host.report, staleness=self.meta.staleness,
         )
         for note in filter(None, [self.tier.note]):
             self.host.report(note)

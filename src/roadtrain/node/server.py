@@ -51,6 +51,7 @@ class Setup:
     workers: int = 1
     io_threads: int = 4  # a direction
     report: Callable[[str], None] = print
+    staleness: int = 0
 
 
 class Server:
@@ -67,9 +68,11 @@ class Server:
         self._grads = Gradients(setup.chunks, setup.tier, setup.buffers, setup.scratch_bytes, setup.workers)
         self._sums: dict[int, dict[str, int]] = {}  # chunk -> checksums of what is updated and not yet written
         where = {c: (c in resident, c in setup.public_resident) for c in setup.chunks}
+        self._late = frozenset(c for c, chunk in setup.chunks.items() if setup.staleness and chunk.trainable)
         self.decider = ServeDecider(
             setup.number, where, setup.buffers, durable=setup.tier is not None, committed=committed,
             workers=setup.workers,
+            late={c: setup.tier is not None and setup.tier.written_in(c) == committed > 0 for c in self._late},
         )
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._device = DeviceQueue(max_reads=setup.io_threads, max_writes=setup.io_threads)
@@ -149,10 +152,11 @@ class Server:
         match action:
             case ops.Send(message, to):
                 self._deliver(message, to)
-            case ops.Answer(pull, True):
-                self._kernel(0, lambda: self._answer_memory(pull))
-            case ops.Answer(pull, False):
-                self._io_push(READ_PARAMETERS, pull.ticket, lambda: self._answer_file(pull))
+            case ops.Answer(pull, True, newest):
+                self._kernel(0, lambda: self._answer_memory(pull, newest))
+            case ops.Answer(pull, False, newest):
+                self._io_push(READ_PARAMETERS, pull.ticket, lambda: self._answer_into(
+                    pull, lambda into: self._read_public(self.setup.chunks[pull.chunk], into, newest)))
             case ops.Hold(push):
                 self._kernel(1, lambda: self._hold(push))
             case ops.Total(chunk):
@@ -238,11 +242,11 @@ class Server:
                 tier.read(number, "private", view[record.public_nbytes : record.nbytes])
                 self._cast_public(chunk, record, view, view)
 
-    def _read_public(self, chunk: Chunk, into: memoryview) -> None:
-        """The public part from the file; cast from the master where the file does not hold it."""
+    def _read_public(self, chunk: Chunk, into: memoryview, newest: bool = False) -> None:
+        """The public part from the file; cast from the master where the file does not hold it, or that is `newest`."""
         tier, record = self.setup.tier, self.setup.records[chunk.id]
         assert tier is not None
-        if tier.has_public(chunk.id):
+        if tier.has_public(chunk.id) and not newest:
             tier.read(chunk.id, "public", into)
             return
         whole = Buffer(record.nbytes)
@@ -261,11 +265,15 @@ class Server:
         assert buffer is not None
         return self._buffers[buffer].view
 
-    def _answer_memory(self, pull: ops.Pull) -> None:
+    def _answer_memory(self, pull: ops.Pull, newest: bool) -> None:
         start = time.perf_counter()
         view = self.memory.get(pull.chunk)
         if view is None:
             view = self._record_view(pull.chunk)
+        if newest:
+            chunk, record = self.setup.chunks[pull.chunk], self.setup.records[pull.chunk]
+            self._answer_into(pull, lambda into: self._cast_public(chunk, record, view, into))
+            return
         if isinstance(pull.into, memoryview):
             n = len(pull.into)
             np.copyto(np.frombuffer(pull.into, np.uint8), np.frombuffer(view, np.uint8, n))
@@ -274,11 +282,10 @@ class Server:
             n = pull.into.send(view, lambda: self.receive(ops.PublicRead(pull)))
         self._stages.add("Fetch", time.perf_counter() - start, n)
 
-    def _answer_file(self, pull: ops.Pull) -> None:
+    def _answer_into(self, pull: ops.Pull, put: Callable[[memoryview], None]) -> None:
         start = time.perf_counter()
-        chunk = self.setup.chunks[pull.chunk]
         into = pull.into if isinstance(pull.into, memoryview) else pull.into.buffer()
-        self._read_public(chunk, into)
+        put(into)
         if into is pull.into:
             self.receive(ops.PublicRead(pull))
         else:
@@ -304,7 +311,7 @@ class Server:
         assert tier is not None
         view = self._buffers[buffer].view
         if self.setup.rules[chunk.group].reads_state:
-            first = record.public_nbytes if chunk.dtype != "fp32" else 0
+            first = record.public_nbytes if record.master else 0
             tier.read(number, "private" if first else "record", view[first : record.nbytes], check=False)
             moved = record.nbytes - first
             self._stages.add("Read", time.perf_counter() - start, moved)
@@ -318,10 +325,14 @@ class Server:
         scratch, grad, dtype = self._grads.take(number)
         public, tier = self.memory.get(number, view), self.setup.tier
         if tier is not None and number not in self._resident and self.setup.rules[chunk.group].reads_state:
-            first = record.public_nbytes if chunk.dtype != "fp32" else 0  # checked here: then it lies in the cache
+            first = record.public_nbytes if record.master else 0  # checked here: then it lies in the cache
             tier.check_sums(number, "private" if first else "record", view[first : record.nbytes])
-        apply_rule(self.setup.rules[chunk.group], chunk, record, view, public, grad, dtype, release)
-        if chunk.dtype == "fp32" and public is not view:
+        late = number in self._late  # the public part gets what the master was before
+        if late:
+            self._cast_public(chunk, record, view, view)
+        copy = None if late or chunk.dtype == "fp32" else public
+        apply_rule(self.setup.rules[chunk.group], chunk, record, view, copy, grad, dtype, release)
+        if copy is None and public is not view:
             size = chunk.public_nbytes
             np.copyto(np.frombuffer(public, np.uint8, size), np.frombuffer(view, np.uint8, size))
         self._grads.done(scratch)
@@ -343,7 +354,7 @@ class Server:
 
     def _written_part(self, chunk: Chunk) -> tuple[str, int]:
         """What of a record is written, and its first byte: not the copy where that is kept, and can be cast again."""
-        derived = chunk.dtype != "fp32" and chunk.id in self.memory
+        derived = chunk.dtype != "fp32" and chunk.id in self.memory and chunk.id not in self._late
         return ("private", self.setup.records[chunk.id].public_nbytes) if derived else ("record", 0)
 
     def _prepare(self, step: int, blobs: Sequence[bytes]) -> None:
@@ -370,15 +381,15 @@ class Server:
 
 
 def apply_rule(
-    rule: Rule, chunk: Chunk, record: Record, view: memoryview, public: memoryview, grad: np.ndarray, dtype: str,
-    release: ops.Release,
+    rule: Rule, chunk: Chunk, record: Record, view: memoryview, public: memoryview | None, grad: np.ndarray,
+    dtype: str, release: ops.Release,
 ) -> None:
     """Runs `rule` on every span of the record in `view` that has a gradient; neighbours with equal scalars and scale
-    run as one range, padding included. The 16-bit copy goes to the start of `public`."""
+    run as one range, padding included. The 16-bit copy, where one is wanted, goes to the start of `public`."""
     n = chunk.numel
     p = np.frombuffer(view, np.float32, n, record.master)
     arrays = [np.frombuffer(view, np.float32, n, at) for at in record.arrays]
-    copy = None if chunk.dtype == "fp32" else np.frombuffer(public, np.uint16, n)
+    copy = None if public is None else np.frombuffer(public, np.uint16, n)
     width = len(rule.scalars)
     rows = np.frombuffer(view, np.float64, width * len(chunk.spans), record.scalars).reshape(len(chunk.spans), width)
     first = 0

@@ -57,15 +57,17 @@ class Worker:
     def __init__(
         self, table: ChunkTable, budgets: Budgets, owners: Sequence[int], device: torch.device, stages: Stages, *,
         servers: int, committed: int, deadline_s: float, compute_blocks: Sequence[int],
-        compressor: Compressor | None = None, workers: int = 1,
+        compressor: Compressor | None = None, workers: int = 1, staleness: int = 0,
     ) -> None:
         self.table, self.owners, self.stages, self.deadline_s = table, owners, stages, deadline_s
         self.workers = workers  # whose mean gradient updates
+        self.staleness = staleness  # 1: a step computes with the parameters from before the last update
         self.compressor = compressor
         self.links: list[MessageLink] = []
-        self.blocks = [BlockState() for _ in table.blocks]
+        self.blocks = [BlockState(released_in=committed) for _ in table.blocks]
         self._block_of = {s.param: b.index for b in table.blocks for run in b.runs for s in run.spans}
         self.chunk_version = [0] * len(table.chunks)
+        self._updated_in = [committed] * len(table.chunks)  # the last step in which each was released
         self.ledger = Ledger(servers, committed)  # also those that own no chunk: each commits every step
         self.prefetch = Prefetcher(budgets.slots, compute_blocks)
         self.order = {block: i + 1 for i, block in enumerate(compute_blocks)}
@@ -186,7 +188,7 @@ class Worker:
             ticket = self._next_ticket()
             self._pulls[ticket] = target
             into = view[chunk.offset : chunk.offset + round_up(chunk.public_nbytes, PAGE)]
-            self._send(chunk.id, ops.Pull(chunk.id, self.chunk_version[chunk.id], into, ticket))
+            self._send(chunk.id, ops.Pull(chunk.id, self._wanted(chunk), into, ticket))
 
     def _pulled(self, ticket: int) -> None:
         target = self._pulls.pop(ticket)
@@ -198,6 +200,12 @@ class Worker:
             block = self.prefetch.slots[target].block
             self._slots[target].to_device(self.table.blocks[block].pull_nbytes)
             self._pull_blocks(self.prefetch.arrived(target))
+
+    def _wanted(self, chunk: Chunk) -> int:
+        """The version that the step at work needs, or the next one where this one's update of the chunk has begun."""
+        last = max(self.ledger.sealed, self.blocks[chunk.block].released_in)
+        late = self.staleness and chunk.trainable and 0 < last == self._updated_in[chunk.id]
+        return self.chunk_version[chunk.id] - bool(late)
 
     def pull_into(self, block: Block, host: HostBuffer) -> None:
         """Fetches `block` into a permanent buffer and waits."""
@@ -408,6 +416,7 @@ class Worker:
                     continue
                 any_released = True
                 self.chunk_version[chunk.id] += 1
+                self._updated_in[chunk.id] = step
                 order = self.order.get(block, 0)
                 self._send(chunk.id, ops.Release(chunk.id, step, hypers[chunk.group], of_spans, order))
             if any_released:
@@ -428,6 +437,10 @@ class Worker:
         with self._lock:
             self._wait(lambda: self.ledger.committed >= step - 2, lambda: f"the commit of step {step - 2}")
             self._send_all(self.ledger.seal(step))
+            for block, state in enumerate(self.blocks):  # with staleness they change once more, a step later
+                if self.staleness and state.released_in == step - 1:
+                    state.version += 1
+                    self.prefetch.updated([block])
             self._pull_blocks(self.prefetch.stepped())
         for state in self.blocks:
             state.sums.clear()

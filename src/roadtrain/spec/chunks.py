@@ -126,7 +126,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Record:
-    """Byte offsets of a chunk's record. All parts start on a page. `master` is inside public where public is fp32."""
+    """Byte offsets of a chunk's record. All parts start on a page. `master` is 0 where the public part serves as it."""
 
     public_nbytes: int  # padded
     private_nbytes: int  # padded
@@ -139,13 +139,14 @@ class Record:
         return self.public_nbytes + self.private_nbytes
 
 
-def record(chunk: Chunk, n_arrays: int, n_scalars: int) -> Record:
-    """The record of `chunk` under a rule with that many state arrays and scalars a parameter span."""
+def record(chunk: Chunk, n_arrays: int, n_scalars: int, staleness: int = 0) -> Record:
+    """The record of `chunk` under a rule with that many state arrays and scalars a parameter span. With staleness 1
+    the public part is one update behind the master, so that both of the last two versions can be pulled."""
     public = round_up(chunk.public_nbytes, PAGE)
     if not chunk.trainable:
         return Record(public, 0, 0, (), 0)
     at, master = public, 0
-    if chunk.dtype != "fp32":
+    if chunk.dtype != "fp32" or staleness:
         master, at = at, at + round_up(chunk.numel * 4, PAGE)
     arrays = []
     for _ in range(n_arrays):

@@ -76,6 +76,7 @@ class OptimizerSection(Section):
     warmup_steps: int = Field(default=0, ge=0)
     clip_norm: float | None = Field(default=None, gt=0, description="clip the gradient's global norm")
     accumulate: int = Field(default=1, ge=1, description="forward and backward passes a step")
+    staleness: Literal[0, 1] = Field(default=0, description="1: a step computes while the last one's updates run")
 
     @field_validator("name")
     @classmethod
@@ -139,9 +140,9 @@ class Job(Section):
     @property
     def lossy(self) -> dict[str, Any]:
         """What is on that makes training lossy or late (Rule 2); empty by default."""
-        if self.compress.topk is None:
-            return {}
-        return {"topk": self.compress.topk, "error_feedback": self.compress.error_feedback}
+        late = {"staleness": self.optimizer.staleness} if self.optimizer.staleness else {}
+        topk = {"topk": self.compress.topk, "error_feedback": self.compress.error_feedback}
+        return late | (topk if self.compress.topk is not None else {})
 
     def changed(self, overrides: Mapping[str, Any]) -> Job:
         """This job with dotted keys set. Raises ConfigError."""

@@ -80,11 +80,12 @@ class RecordView:
 def read_record(store: OpenedStore, chunk: Chunk, buffer: Buffer, what: str = "") -> RecordView:
     """The newest record of `chunk`, or the part of it in which `what` lies; an absent public part is cast."""
     view, tier = RecordView(store.meta, chunk, buffer.view), store.tier_of(chunk.id)
-    if tier.has_public(chunk.id) and (what == PUBLIC or (what == MASTER and not view.record.master)):
+    late = store.meta.staleness > 0 and chunk.trainable  # its public part is one update behind
+    if tier.has_public(chunk.id) and not late and (what == PUBLIC or (what == MASTER and not view.record.master)):
         tier.read(chunk.id, PUBLIC, buffer.view[: view.record.public_nbytes])
         return view
     tier.read(chunk.id, RECORD, buffer.view[: view.record.nbytes])
-    if not tier.has_public(chunk.id):
+    if late or not tier.has_public(chunk.id):
         view.cast_public()
     return view
 

@@ -92,6 +92,10 @@ class FileTier:
     def note(self) -> str:
         return "; ".join(dict.fromkeys([f.note for f in self._slots if f.note] + self._ledger.torn))
 
+    def written_in(self, chunk: int) -> int:
+        """The step that wrote `chunk` last."""
+        return int(self._now[self._places[chunk].row]["step"])
+
     def has_public(self, chunk: int) -> bool:
         return bool(self._now[self._places[chunk].row]["public_sum"])
 

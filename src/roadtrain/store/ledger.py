@@ -95,12 +95,14 @@ class StoreMeta:
     former: tuple[str, ...] = ()  # directories of the generation before, where leftovers may lie
     generation: int = 0
     index: int = 0  # of this directory
+    staleness: int = 0
     format: int = FORMAT
 
     @staticmethod
-    def of(table: ChunkTable, groups: Sequence[GroupRule], job: str = "") -> StoreMeta:
+    def of(table: ChunkTable, groups: Sequence[GroupRule], job: str = "", staleness: int = 0) -> StoreMeta:
         blocks = tuple((b.name, tuple(table.params[i] for i in b.params)) for b in table.blocks)
-        return StoreMeta(job or str(uuid.uuid4()), blocks, table.chunk_elements, tuple(groups))
+        job = job or str(uuid.uuid4())
+        return StoreMeta(job, blocks, table.chunk_elements, tuple(groups), staleness=staleness)
 
     @cached_property
     def table(self) -> ChunkTable:
@@ -112,7 +114,7 @@ class StoreMeta:
         out = {}
         for chunk in self.table.chunks:
             rule = self.groups[chunk.group] if chunk.trainable else GroupRule("")
-            out[chunk.id] = record(chunk, len(rule.arrays), len(rule.scalars))
+            out[chunk.id] = record(chunk, len(rule.arrays), len(rule.scalars), self.staleness)
         return out
 
     @cached_property
@@ -141,7 +143,7 @@ class StoreMeta:
     @property
     def signature(self) -> str:
         """Same for two workers whose parameters, dtypes, chunks and rules are the same."""
-        body = json.dumps([asdict(self)[key] for key in ("blocks", "chunk_elements", "groups")])
+        body = json.dumps([asdict(self)[key] for key in ("blocks", "chunk_elements", "groups", "staleness")])
         return hashlib.sha256(body.encode()).hexdigest()[:32]
 
     def to_json(self) -> str:
