@@ -48,7 +48,8 @@ def main() -> None:
     else:
         optimizer = roadtrain.place(
             model, adamw(model.parameters()), servers=args.servers.split(","), budget=args.budget or None,
-            link=Options(token=token_of(args.token), retry_s=60), backwards_per_step=1, staleness=args.staleness, chunk_elements=1 << 20,
+            link=Options(token=token_of(args.token), retry_s=60), backwards_per_step=1, staleness=args.staleness,
+            chunk_elements=1 << 20,
             report=lambda line: print(line, flush=True),
         )
     seconds, losses, parts, cpu = [], [], [], time.process_time()
