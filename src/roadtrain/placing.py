@@ -109,8 +109,7 @@ def place(
         twin_set = frozenset(range(len(base.blocks), len(whole.blocks)))
         twin_of_root = next((i for i in twin_set if whole.blocks[i].name == f"residual:{base.blocks[0].name}"), 0)
     if staleness not in (0, 1) or (staleness and error_feedback):
-        raise ConfigError(f"staleness {staleness}" + (" with error feedback" if error_feedback else ""),
-                          hint="0 (exact) or 1 (updates run while the next step computes), 1 without error feedback")
+        raise ConfigError(f"staleness {staleness}, error feedback {error_feedback}", hint="0, or 1 without the other")
     paths = [store] if isinstance(store, str | Path) else list(store or ())
     layout = Layout(whole, rules, tuple(Path(p) for p in paths), direct, (1.0,) * len(addresses), staleness)
     free = psutil.virtual_memory().available

@@ -91,6 +91,25 @@ def test_trains_as_the_plain_delayed_loop(promise, tmp_path):
         assert all(torch.equal(seen[1][name], ram[1][name]) for name in weights)
 
 
+@pytest.mark.parametrize("where", [None, "a"])
+def test_what_is_read_and_exported_is_the_newest(where, tmp_path):
+    """The public part of a record is one update behind; nobody outside sees that."""
+    model = Branchy()
+    optimizer = roadtrain.place(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-2), staleness=1, dtype=torch.bfloat16,
+        store=where and tmp_path / where, report=lambda _: None)
+    with optimizer:
+        for step in range(3):
+            x, y = batch(step)
+            nn.functional.mse_loss(model(x.bfloat16(), False).float(), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for spec in optimizer.params:
+            master = torch.from_numpy(optimizer.read(spec.name).copy())
+            public = torch.from_numpy(optimizer.read(spec.name, "public").copy().view("int16")).view(torch.bfloat16)
+            assert torch.equal(master.bfloat16(), public), spec.name
+
+
 def test_what_it_does_not_do_is_said(tmp_path):
     placed([2], store=tmp_path / "a")
     model = Branchy()

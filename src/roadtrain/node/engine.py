@@ -77,8 +77,7 @@ def open_or_none(layout: Layout, report: Callable[[str], None]) -> OpenedStore |
         return opened
     if layout.staleness:
         opened.close()
-        raise ConfigError(f"{layout.directories[0]}: a store of staleness 1 is not converted",
-                          hint="give the directories, chunk size, dtype and blocks as before")
+        raise ConfigError(f"{opened.directories[0]} has staleness 1 and is not converted", hint="keep its layout")
     start = time.monotonic()
     try:
         new = convert(opened, meta, layout.directories, layout.owners, direct=layout.direct)

@@ -80,12 +80,12 @@ class RecordView:
 def read_record(store: OpenedStore, chunk: Chunk, buffer: Buffer, what: str = "") -> RecordView:
     """The newest record of `chunk`, or the part of it in which `what` lies; an absent public part is cast."""
     view, tier = RecordView(store.meta, chunk, buffer.view), store.tier_of(chunk.id)
-    late = store.meta.staleness > 0 and chunk.trainable  # its public part is one update behind
-    if tier.has_public(chunk.id) and not late and (what == PUBLIC or (what == MASTER and not view.record.master)):
+    parts = (PUBLIC, MASTER) if not view.record.master else () if store.meta.staleness else (PUBLIC,)
+    if tier.has_public(chunk.id) and what in parts:
         tier.read(chunk.id, PUBLIC, buffer.view[: view.record.public_nbytes])
         return view
     tier.read(chunk.id, RECORD, buffer.view[: view.record.nbytes])
-    if late or not tier.has_public(chunk.id):
+    if not tier.has_public(chunk.id):
         view.cast_public()
     return view
 
@@ -104,12 +104,14 @@ def gather_param(meta: StoreMeta, name: str, what: str, record_of: Callable[[Chu
     rule = meta.groups[param.group] if param.trainable else GroupRule("")
     if what not in (PUBLIC, MASTER, *rule.arrays, *rule.scalars):
         raise ConfigError(f"parameter {name!r} has no {what!r}, it has master, public, {rule.arrays}, {rule.scalars}")
+    late = meta.staleness and param.trainable and what == PUBLIC  # that part is one update behind: cast from the master
     out = np.empty(param.numel, NUMPY[param.dtype if what == PUBLIC or not param.trainable else "fp32"])
     for chunk, i, span in meta.where.get(name, ()):
-        piece = record_of(chunk).piece(what, i)
+        piece = record_of(chunk).piece(MASTER if late else what, i)
         if what in rule.scalars:
             return piece.copy()
-        out[span.origin : span.origin + len(piece)] = piece
+        target = out[span.origin : span.origin + len(piece)]
+        cast(piece, "fp32", target, param.dtype) if late else np.copyto(target, piece)
     return out.reshape(param.shape)
 
 
