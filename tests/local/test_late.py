@@ -1,11 +1,17 @@
 """Staleness 1: a step computes with the parameters from before the last step's update, as the plain loop here does."""
 
+import time
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 import roadtrain
+from roadtrain import placing
 from roadtrain.errors import ConfigError, ForeignError
+from roadtrain.spec.plan import derive
+from roadtrain.store.file import FileTier
 
 
 class Branchy(nn.Module):
@@ -56,19 +62,19 @@ def plain():
     return losses, {n: p.detach().clone() for n, p in now.named_parameters()}
 
 
-def placed(stops, **options):
+def placed(stops, dtype=torch.float32, **options):
     losses, found = [], {}
     for stop in stops:
         torch.manual_seed(0)
         model = Branchy()
         optimizer = roadtrain.place(
             model, torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False), staleness=1, report=lambda _: None,
-            chunk_elements=1 << 16, **options)
+            chunk_elements=1 << 16, dtype=dtype, **options)
         with optimizer:
             while optimizer.steps_done < stop:
                 step = optimizer.steps_done
                 x, y = batch(step)
-                loss = nn.functional.mse_loss(model(x, SKIPS[step]), y)
+                loss = nn.functional.mse_loss(model(x.to(dtype), SKIPS[step]).float(), y)
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -89,6 +95,24 @@ def test_trains_as_the_plain_delayed_loop(promise, tmp_path):
         seen = placed(stops, backwards_per_step=promise, store=[home / "a", home / "b"], **options)
         assert seen[0] == ram[0], stops  # Rules 1 and 3: at every step it stopped at, the same bits
         assert all(torch.equal(seen[1][name], ram[1][name]) for name in weights)
+
+
+def test_a_device_that_writes_late(tmp_path, monkeypatch):
+    """Both versions are asked for while the record still waits to be written, also where only its copy is in memory."""
+    ram = placed([8], backwards_per_step=1, dtype=torch.bfloat16)
+    write = FileTier.write
+    monkeypatch.setattr(FileTier, "write", lambda *a: (time.sleep(0.05), write(*a))[1])
+    for i, kept in enumerate(("resident", "public_resident", "nothing")):
+        def only(*args, kept=kept, **options):
+            budgets = derive(*args, **options)
+            every = frozenset(range(len(args[0].chunks)))
+            return replace(budgets, resident=every if kept == "resident" else frozenset(),
+                           public_resident=every if kept == "public_resident" else frozenset())
+
+        monkeypatch.setattr(placing, "derive", only)
+        seen = placed([8], backwards_per_step=1, dtype=torch.bfloat16, store=tmp_path / str(i))
+        assert seen[0] == ram[0], kept
+        assert all(torch.equal(seen[1][name], p) for name, p in ram[1].items())
 
 
 @pytest.mark.parametrize("where", [None, "a"])

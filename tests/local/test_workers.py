@@ -208,12 +208,14 @@ def test_a_stranger_does_not_get_in_and_disturbs_nobody(hosts, tmp_path):  # Rul
     assert "refused" in host.log.read_text()
 
 
-def test_topk_over_the_network(hosts, tmp_path):
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_topk_over_the_network(staleness, hosts, tmp_path):
     results = []
     for servers in (1, 2):
         home = tmp_path / f"with{servers}"
         home.mkdir()
-        workers = Workers(Case(eager=True), [h.where for h in hosts(servers)], home, 4, 2, topk=0.1)
+        case = Case(eager=True, staleness=staleness)
+        workers = Workers(case, [h.where for h in hosts(servers)], home, 4, 2, topk=0.1)
         assert workers.join() == [0, 0], workers.errors()
         results.append([losses(log) for log in workers.logs])
     assert results[0] == results[1]

@@ -267,7 +267,7 @@ class Server:
 
     def _answer_memory(self, pull: ops.Pull, newest: bool) -> None:
         start = time.perf_counter()
-        view = self.memory.get(pull.chunk)
+        view = None if newest else self.memory.get(pull.chunk)  # that may be the public part alone
         if view is None:
             view = self._record_view(pull.chunk)
         if newest:
