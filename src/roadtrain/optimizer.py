@@ -58,7 +58,7 @@ class PlacedOptimizer(torch.optim.Optimizer):
         self.steps_done = engine.step
         self.group = engine.group if isinstance(engine, Cluster) else Group()  # which of the workers this is
         self._due: int | None = None  # a sealed step whose state of the job is not captured yet
-        self._norm = math.nan
+        self._norm: float | tuple[list[int], float] = math.nan  # or, until asked for: (blocks, loss scaling undone)
         self._stream: Stream | None = None
         self._hooks: list[Any] = []
         self._root_handles: dict[nn.Parameter, PlacedGrad] = {}  # several workers: while a pass computes the next one
@@ -137,8 +137,6 @@ class PlacedOptimizer(torch.optim.Optimizer):
         states = self._worker.blocks[: len(self._table.blocks)]
         several = self._worker.workers > 1
         held = [b for b, s in enumerate(states) if s.held or s.released_in == step or several]
-        squares = sum(sum(self._worker.block_sums(b).values()) for b in held)
-        self._norm = math.sqrt(squares) * abs(unscale) if math.isfinite(squares) else math.inf
         for block in held:
             if self._worker.blocks[block].released_in == step:
                 continue  # in backward
@@ -149,6 +147,7 @@ class PlacedOptimizer(torch.optim.Optimizer):
             else:
                 self._worker.release(block, step, hypers, lambda i: self._scale(i, unscale))
         self._worker.seal(step)
+        self._norm = held, abs(unscale)
         self.steps_done, self._due, self._hypers, self._passes = step, step, None, 0
         self._given._opt_called = True
         return loss
@@ -262,7 +261,12 @@ class PlacedOptimizer(torch.optim.Optimizer):
         return self._table.params
 
     def grad_norm(self) -> float:
-        """Of the last step's gradient: all parameters, before clipping, after loss scaling is undone."""
+        """Of the last step's gradient: all parameters, before clipping, after loss scaling is undone. Waits until the
+        servers have summed it."""
+        if isinstance(self._norm, tuple):
+            blocks, unscale = self._norm
+            squares = sum(sum(self._worker.block_sums(b, sealed=True).values()) for b in blocks)
+            self._norm = math.sqrt(squares) * unscale if math.isfinite(squares) else math.inf
         return self._norm
 
     def stages(self) -> dict[str, Stage]:
@@ -314,6 +318,7 @@ class PlacedOptimizer(torch.optim.Optimizer):
         atexit.unregister(self._at_exit)
         try:
             self.flush()
+            self.grad_norm()
         finally:
             for hook in self._hooks:
                 hook.remove()

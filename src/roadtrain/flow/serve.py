@@ -67,7 +67,7 @@ class ServeDecider:
     behind -> whether the last update was in step `base`.
 
     Invariants (asserted by `check`): free buffers and the buffers of chunks are disjoint and together all buffers; a
-    chunk in `queue` has a release; `open_releases[s]` counts the releases of step s that are not yet written.
+    chunk in `queue` has a release; `open_releases[s]` are the chunks that any worker released in step s, until written.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class ServeDecider:
         self.free = list(range(buffers))
         self.queue: list[tuple[int, int, int]] = []  # heap of (step, order, chunk)
         self.gated: deque[int] = deque()  # updated chunks whose write waits for the commit before
-        self.open_releases: dict[int, int] = {}
+        self.open_releases: dict[int, set[int]] = {}
         self.sealed: deque[int] = deque()  # steps sealed and not yet prepared, in order
         self.seals: dict[int, set[int]] = {}  # step -> workers that sealed it, until all have
         self.commits: dict[int, dict[int, Any]] = {}  # step -> worker -> blob, told to commit
@@ -97,6 +97,8 @@ class ServeDecider:
         has gone, LoopError where workers do different things."""
         if self.gone and isinstance(event, (ops.Push, ops.Close, ops.Release, ops.Seal)):
             raise LostError(self.gone)
+        if isinstance(event, ops.Release):
+            self.open_releases.setdefault(event.step, set()).add(event.chunk)
         if isinstance(event, (ops.Push, ops.Close, ops.Release, ops.Forget)) and self._too_early(event):
             self.chunks[event.chunk].early.append(event)
             return []
@@ -190,7 +192,6 @@ class ServeDecider:
         chunk = self.chunks[release.chunk]
         assert chunk.release is None, f"chunk {release.chunk} released twice"
         chunk.release = release
-        self.open_releases[release.step] = self.open_releases.get(release.step, 0) + 1
         heapq.heappush(self.queue, (release.step, release.order, release.chunk))
         return []
 
@@ -212,8 +213,9 @@ class ServeDecider:
             if any(scale is not None for scale in release.scales):
                 return out + self._released(release)
             chunk.version += 1  # nobody has a gradient: the step passes
+            self.open_releases[step].discard(number)
             out += [ops.Discard(number, None), *self._free_kept(chunk), *self._answer_waiting(chunk)]
-            return out + self._meet(number) + self._in_turn(chunk)
+            return out + self._meet(number) + self._in_turn(chunk) + self._prepare()
         return out
 
     def _on_TotalDone(self, event: ops.TotalDone) -> list[Any]:
@@ -239,7 +241,7 @@ class ServeDecider:
             return []
         del self.seals[event.step]
         self.sealed.append(event.step)
-        self.open_releases.setdefault(event.step, 0)
+        self.open_releases.setdefault(event.step, set())
         return self._prepare()
 
     def _on_Commit(self, event: ops.Commit) -> list[Any]:
@@ -287,7 +289,7 @@ class ServeDecider:
     def _on_WriteDone(self, event: ops.WriteDone) -> list[Any]:
         chunk = self.chunks[event.chunk]
         assert chunk.phase == WRITING and chunk.active is not None
-        self.open_releases[chunk.active.step] -= 1
+        self.open_releases[chunk.active.step].discard(event.chunk)
         chunk.active = None
         self._finish_write(chunk)
         return self._prepare() + self._advance()
@@ -369,10 +371,10 @@ class ServeDecider:
             assert chunk.answering >= 0
             if chunk.phase in (READING, UPDATING) and not chunk.resident:
                 assert chunk.buffer is not None
-        for step, count in self.open_releases.items():
-            releases = [r for c in self.chunks.values() for r in (c.release, c.active) if r is not None]
-            open_now = sum(r.step == step for r in releases)
-            assert count == open_now, (step, count, open_now)
+        for step, numbers in self.open_releases.items():
+            open_now = {n for n, c in self.chunks.items() for r in (c.release, c.active, *c.early)
+                        if (isinstance(r, ops.Release) and r.step == step) or step in c.said}
+            assert numbers == open_now, (step, numbers, open_now)
 
 
 def agreed(releases: list[ops.Release]) -> ops.Release:

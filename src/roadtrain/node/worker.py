@@ -36,18 +36,37 @@ Scales = Callable[[int], float | None]  # param -> what its gradient is multipli
 
 
 @dataclass
+class Sums:
+    """Of squares, of one step's gradients of a block: chunk -> a segment each. `due`: chunk -> Held messages to come;
+    a chunk's come in the order of its pushes, also from one step to the next."""
+
+    due: dict[int, int] = field(default_factory=dict)
+    values: dict[int, Any] = field(default_factory=dict)
+
+    def expect(self, chunks: Sequence[Chunk]) -> None:
+        for chunk in chunks:
+            self.due[chunk.id] = self.due.get(chunk.id, 0) + 1
+
+    def came(self, chunk: int, values: Any) -> None:
+        self.values[chunk] = values
+        self.due[chunk] -= 1
+        if not self.due[chunk]:
+            del self.due[chunk]
+
+
+@dataclass
 class BlockState:
     """`version`: updates released so far. `held`: a gradient of the open step rests at the servers; `present`: the
-    parameters that have one. `released_in`: the last step whose update of this block has begun. `acks`: Held messages
-    to come. `sums`: chunk -> sums of squares a segment. `closed`: (several workers) all were told that it is whole."""
+    parameters that have one. `released_in`: the last step whose update of this block has begun. `sums`: of the open
+    step, `sealed`: of the one before. `closed`: (several workers) all were told that it is whole."""
 
     version: int = 0
     held: bool = False
     present: set[int] = field(default_factory=set)
     released_in: int = -1
-    acks: int = 0
     closed: bool = False
-    sums: dict[int, Any] = field(default_factory=dict)
+    sums: Sums = field(default_factory=Sums)
+    sealed: Sums = field(default_factory=Sums)
 
 
 class Worker:
@@ -114,8 +133,7 @@ class Worker:
                     self._pulled(ticket)
                 case ops.Held(chunk, sums):
                     state = self.blocks[self.table.chunks[chunk].block]
-                    state.acks -= 1
-                    state.sums[chunk] = sums
+                    (state.sealed if chunk in state.sealed.due else state.sums).came(chunk, sums)
                 case ops.Freed(ticket):
                     self._freed(ticket)
                 case ops.Prepared():
@@ -260,7 +278,7 @@ class Worker:
         copied = host.from_device(table.push_nbytes)
         if self.workers == 1:
             with self._lock:
-                state.acks += sum(c.trainable for c in table.chunks)
+                state.sums.expect([c for c in table.chunks if c.trainable])
         if copied is None:
             self._push_host(table, host, fresh)
         else:
@@ -317,7 +335,7 @@ class Worker:
         state.held = True
         state.present.update(s.param for run in table.runs for s in run.spans)
         with self._lock:
-            state.acks += len(table.chunks)
+            state.sums.expect(table.chunks)
         self.send_dense(table.chunks, host, True)
 
     def send_dense(self, chunks: Sequence[Chunk], host: HostBuffer, fresh: bool) -> None:
@@ -352,17 +370,18 @@ class Worker:
         """Of the gradient of `param` summed so far in this step. Waits for the servers that hold it."""
         return self.block_sums(self._block_of[param]).get(param, 0.0)
 
-    def block_sums(self, block: int) -> dict[int, float]:
+    def block_sums(self, block: int, *, sealed: bool = False) -> dict[int, float]:
         """param -> sum of squares, added up in flat order, the same for every chunk size. Of the workers' mean, where
-        there are several: the block's gradient is taken for whole then."""
+        there are several: the block's gradient is taken for whole then. `sealed`: of the step sealed last instead."""
         state = self.blocks[block]
         with self._lock:
-            if self._whole(block):
+            if not sealed and self._whole(block):
                 for chunk in self.table.blocks[block].chunks:
                     if chunk.trainable:
                         self._send(chunk.id, ops.Close(chunk.id, self.ledger.sealed + 1))
-            self._wait(lambda: state.acks == 0, lambda: f"the sums of block '{self.table.blocks[block].name}'")
-            sums = dict(state.sums)
+            of = state.sealed if sealed else state.sums
+            self._wait(lambda: not of.due, lambda: f"the sums of block '{self.table.blocks[block].name}'")
+            sums = of.values
         out: dict[int, float] = {}
         for chunk in self.table.blocks[block].chunks:
             for (param, _, _), value in zip(chunk.segments, sums.get(chunk.id, ())):
@@ -375,7 +394,7 @@ class Worker:
         if self.workers == 1 or state.closed:
             return False
         state.closed = True
-        state.acks += sum(c.trainable for c in self.table.blocks[block].chunks)
+        state.sums.expect([c for c in self.table.blocks[block].chunks if c.trainable])
         return True
 
     def forget(self, block: int) -> None:
@@ -391,7 +410,7 @@ class Worker:
             self.compressor.forget(block, self)
         state.held = state.closed = False
         state.present.clear()
-        state.sums.clear()
+        state.sums = Sums()
 
     def _forget_chunks(self, chunks: Sequence[Chunk]) -> None:
         with self._lock:
@@ -425,7 +444,7 @@ class Worker:
             state.released_in = step
         if dropped:
             with self._lock:
-                self._wait(lambda: state.acks == 0, lambda: f"block '{table.name}'")
+                self._wait(lambda: not state.sums.due, lambda: f"block '{table.name}'")
             self._forget_chunks(dropped)
         if self.compressor is not None:
             self.compressor.release(block, step, self)
@@ -436,15 +455,14 @@ class Worker:
         """Everything of `step` is released. Waits while more than one step is uncommitted (Rule 4)."""
         with self._lock:
             self._wait(lambda: self.ledger.committed >= step - 2, lambda: f"the commit of step {step - 2}")
+            self._wait(lambda: not any(s.sealed.due for s in self.blocks), lambda: f"the sums of step {step - 1}")
             self._send_all(self.ledger.seal(step))
             for block, state in enumerate(self.blocks):  # with staleness they change once more, a step later
                 if self.staleness and state.released_in == step - 1:
                     state.version += 1
                     self.prefetch.updated([block])
+                state.sealed, state.sums, state.closed = state.sums, Sums(), False
             self._pull_blocks(self.prefetch.stepped())
-        for state in self.blocks:
-            state.sums.clear()
-            state.closed = False
 
     def blob(self, step: int, blob: bytes) -> None:
         with self._lock:
