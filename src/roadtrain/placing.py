@@ -20,13 +20,14 @@ from roadtrain.errors import ConfigError, ModelError
 from roadtrain.kernels.rules import rules_for
 from roadtrain.model.borrowed import is_hollow
 from roadtrain.model.split import split, table
-from roadtrain.node.cluster import Cluster, Group, address_of
+from roadtrain.node.cluster import Cluster, Group
 from roadtrain.node.compress import Compressor, Replace, twins
+from roadtrain.node.dial import address_of
 from roadtrain.node.engine import Engine, Layout, open_or_none
 from roadtrain.optimizer import PlacedOptimizer
 from roadtrain.probe import storage_rates
 from roadtrain.spec.chunks import MAX_CHUNK, ChunkTable
-from roadtrain.spec.plan import derive
+from roadtrain.spec.plan import derive, derive_relay
 from roadtrain.start import Start
 from roadtrain.store.ledger import StoreMeta
 from roadtrain.units import parse_bytes, show_bytes, show_rate
@@ -42,6 +43,7 @@ def place(
     store: str | Path | Sequence[str | Path] | None = None,
     servers: Sequence[str] | None = None,
     link: Options | None = None,
+    relay: str | int | None = None,
     budget: str | int | None = None,
     dtype: torch.dtype | None = None,
     blocks: Sequence[str] | None = None,
@@ -62,19 +64,20 @@ def place(
 ) -> PlacedOptimizer:
     """Move `model`'s parameters and `optimizer`'s state to servers; returns the optimizer to use from now on.
 
-    store: a directory per server (None: all in RAM); a store found there is resumed. servers: instead of `store`,
-    the HOST:PORT of every `roadtrain serve` that takes a part, always in the same order; all workers of a torchrun
-    share them, and each update takes the mean of their gradients. link: how they are reached (token, TLS,
-    connections). budget: host bytes for everything that roadtrain keeps in memory ("900MiB"; None: half of what is
-    free). dtype: what parameters travel and compute in (None: their own); masters and state are fp32. blocks: names
-    or patterns of the blocks (None: found). backwards_per_step: None, updates begin at step(); N promises that
-    step() follows every N-th backward pass, without clipping or loss scaling, and a block is updated as soon as its
-    last gradient is in. staleness: 1, each step computes with the parameters from before the last step's update, which
-    runs meanwhile (delayed update). topk: fraction of the gradient's volume that is communicated, indices included
-    (0.02 keeps 1 %). store_rates: relative rates of the directories, by which a new store's chunks are spread (None:
-    evenly; "measured": measured now). weights: a directory of safetensors in Hugging Face layout that the first values
-    come from. init: initialises a module of a model built on `meta`. extra: objects with state_dict/load_state_dict
-    that are committed and resumed with each step.
+    store: a directory per server (None: all in RAM); a store found there is resumed. servers: instead of `store`, the
+    HOST:PORT of every `roadtrain serve` that takes a part, always in the same order; all workers of a torchrun share
+    them, and each update takes the mean of their gradients. link: how they are reached (token, TLS, connections).
+    relay: host bytes for a process beside the workers of this host that communicates for them. budget: host bytes for
+    everything that roadtrain keeps in memory ("900MiB"; None: half of what is free). dtype: what parameters travel and
+    compute in (None: their own); masters and state are fp32. blocks: names or patterns of the blocks (None: found).
+    backwards_per_step: None, updates begin at step(); N promises that step() follows every N-th backward pass, without
+    clipping or loss scaling, and a block is updated as soon as its last gradient is in. staleness: 1, each step
+    computes with the parameters from before the last step's update, which runs meanwhile (delayed update). topk:
+    fraction of the gradient's volume that is communicated, indices included (0.02 keeps 1 %). store_rates: relative
+    rates of the directories, by which a new store's chunks are spread (None: evenly; "measured": measured now).
+    weights: a directory of safetensors in Hugging Face layout that the first values come from. init: initialises a
+    module of a model built on `meta`. extra: objects with state_dict/load_state_dict that are committed and resumed
+    with each step.
 
     Raises UserError (ConfigError, ModelError, RuleError, BudgetError) before anything is changed, StoreError.
     """
@@ -87,6 +90,11 @@ def place(
                           hint="error_feedback=False, or one worker")
     if not servers and (others := Group.of_environment().workers - 1):
         report(f"WORLD_SIZE says {others} more worker(s): without servers each trains by itself, nothing is averaged")
+    if relay is not None and not servers:
+        raise ConfigError("a relay goes between workers and servers, and no servers are given")
+    if relay is not None and topk is not None and group.local > 1:
+        raise ConfigError(f"a relay adds up whole gradients of its {group.local} workers, not top-k ones",
+                          hint="leave relay out, or topk")
     addresses = [address_of(text) for text in servers or ()]
     device = torch.device(device) if device is not None else _device_of(model)
     parts = split(model, blocks)
@@ -140,6 +148,9 @@ def place(
             layout, budgets, addresses, link or Options(retry_s=deadline_s), group, device,
             compute_blocks=range(1, len(base.blocks)), compressor=compressor, deadline_s=deadline_s,
             holds_gradients=backwards_per_step is None,
+            relay=None if relay is None else derive_relay(
+                whole, parse_bytes(relay), servers=len(addresses), local=group.local,
+                holds_gradients=backwards_per_step is None),
         )
     else:
         engine = Engine(

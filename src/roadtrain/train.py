@@ -26,7 +26,8 @@ from roadtrain.build import DTYPES, build_model, build_optimizer, fitted
 from roadtrain.data import Tokens
 from roadtrain.errors import ConfigError
 from roadtrain.metrics import Metrics
-from roadtrain.node.cluster import Group, token_of
+from roadtrain.node.cluster import Group
+from roadtrain.node.dial import token_of
 from roadtrain.placing import place
 from roadtrain.progress import Progress, show_table
 from roadtrain.spec.job import Job, load_job
@@ -213,7 +214,8 @@ def place_job(job: Job, report: Report = print) -> Training:
     data = SameData(tokens.fingerprint)
     optimizer = place(
         model, build_optimizer(job, model.parameters()), store=job.store.dirs or None,
-        servers=job.store.servers, link=_link(job), budget=job.host_nbytes, dtype=DTYPES[job.model.dtype],
+        servers=job.store.servers, link=_link(job), relay=job.store.relay, budget=job.host_nbytes,
+        dtype=DTYPES[job.model.dtype],
         blocks=job.model.blocks, backwards_per_step=_promise(job), staleness=job.optimizer.staleness,
         topk=None if job.compress.topk is None else job.compress.topk / 100,
         error_feedback=job.compress.error_feedback, chunk_elements=job.store.chunk_elements, device=device,

@@ -49,7 +49,8 @@ class HostProcess:
 def worker_child(case, servers, log, steps, rank, workers, options, change):
     """Trains up to `steps` and writes every step's loss down; what ended it otherwise comes last."""
     torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(workers), "MASTER_PORT": options.pop("session", "1")}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(workers), "MASTER_PORT": options.pop("session", "1"),
+                   "LOCAL_WORLD_SIZE": str(options.pop("local", 1))}
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     token = options.pop("token", None)
     try:

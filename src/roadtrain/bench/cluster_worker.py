@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 import roadtrain
 from roadtrain.bench.apart import peak_bytes
 from roadtrain.bench.model420 import adamw, batch, build, compute_default
-from roadtrain.node.cluster import token_of
+from roadtrain.node.dial import token_of
 from roadtrain.wire.tcp import Options
 
 

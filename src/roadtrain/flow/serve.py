@@ -63,8 +63,8 @@ class ChunkState:
 
 class ServeDecider:
     """One server's decisions. `chunks`: chunk -> (record resident, public resident). `durable`: records rest on files.
-    `base`: the step at which this session of `workers` workers began. `late`: chunks whose public part is one update
-    behind -> whether the last update was in step `base`.
+    `base`: the step at which this session of `workers` workers began. `alone`: one worker that is no relay. `late`:
+    chunks whose public part is one update behind -> whether the last update was in step `base`.
 
     Invariants (asserted by `check`): free buffers and the buffers of chunks are disjoint and together all buffers; a
     chunk in `queue` has a release; `open_releases[s]` are the chunks that any worker released in step s, until written.
@@ -72,9 +72,10 @@ class ServeDecider:
 
     def __init__(
         self, server: int, chunks: Mapping[int, tuple[bool, bool]], buffers: int, *, durable: bool, committed: int = 0,
-        workers: int = 1, late: Mapping[int, bool] | None = None,
+        workers: int = 1, alone: bool | None = None, late: Mapping[int, bool] | None = None,
     ) -> None:
         self.server, self.workers, self.base = server, workers, committed
+        self.alone = workers == 1 if alone is None else alone
         self.durable = durable
         self.chunks = {c: ChunkState(resident, public) for c, (resident, public) in chunks.items()}
         for number, updated in (late or {}).items():
@@ -156,7 +157,7 @@ class ServeDecider:
         push = event.push
         chunk = self.chunks[push.chunk]
         chunk.holds.popleft()
-        out: list[Any] = [ops.Send(ops.Held(push.chunk, event.sums))] if self.workers == 1 else []
+        out: list[Any] = [ops.Send(ops.Held(push.chunk, event.sums))] if self.alone else []
         if event.kept:
             chunk.kept.append((push.worker, push.ticket))
         else:
@@ -178,7 +179,7 @@ class ServeDecider:
         return self._meet(event.chunk)
 
     def _on_Release(self, release: ops.Release) -> list[Any]:
-        if self.workers == 1:
+        if self.alone:
             return self._released(release) + self._advance()
         chunk = self.chunks[release.chunk]
         said = chunk.said.setdefault(release.step, {})
@@ -201,7 +202,7 @@ class ServeDecider:
         chunk = self.chunks[number]
         step = self.base + chunk.version + 1
         out: list[Any] = []
-        if chunk.holds or self.workers == 1:
+        if chunk.holds or self.alone:
             return out
         if len(chunk.closed.get(step, ())) == self.workers:
             del chunk.closed[step]

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import queue
-import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -28,14 +27,20 @@ from roadtrain.flow import ops
 from roadtrain.kernels.rules import described
 from roadtrain.node import messages as m
 from roadtrain.node.compress import Compressor
+from roadtrain.node.dial import dial
 from roadtrain.node.engine import Layout, check_same, fill_record
+from roadtrain.node.relay import Orders, local_options
+from roadtrain.node.relay import end as end_relay
+from roadtrain.node.relay import sockets_of as relay_sockets
+from roadtrain.node.relay import start as start_relay
 from roadtrain.node.worker import Worker
 from roadtrain.spec.chunks import Block
-from roadtrain.spec.plan import Budgets
+from roadtrain.spec.plan import Budgets, RelayBudgets
 from roadtrain.store.buffers import Buffer
 from roadtrain.store.convert import RecordView, Source, gather_param
 from roadtrain.store.ledger import StoreMeta
 from roadtrain.trace import Stages
+from roadtrain.wire import shm
 from roadtrain.wire.link import Link
 from roadtrain.wire.tcp import Address, Options, connect
 
@@ -44,42 +49,29 @@ FILLS_AT_ONCE = 4
 
 @dataclass(frozen=True)
 class Group:
-    """Which worker this is. `session`: the same for all workers of one start, another after each restart."""
+    """Which worker this is. `session`: the same for all workers of one start, another after each restart. `local`: how
+    many workers this host has, and each other; 1 where they have different numbers."""
 
     rank: int = 0
     workers: int = 1
     session: str = ""
+    local: int = 1
 
     @staticmethod
     def of_environment(environ: Mapping[str, str] = os.environ) -> Group:
         """As torchrun says it. Raises ConfigError."""
         try:
             rank, workers = int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1"))
+            local = int(environ.get("LOCAL_WORLD_SIZE", "1"))
+            hosts = int(environ.get("GROUP_WORLD_SIZE", workers // max(local, 1)))
         except ValueError as error:
-            raise ConfigError(f"RANK and WORLD_SIZE are no numbers: {error}") from error
+            raise ConfigError(f"RANK, WORLD_SIZE or LOCAL_WORLD_SIZE is no number: {error}") from error
         if not 0 <= rank < workers:
             raise ConfigError(f"RANK is {rank} and WORLD_SIZE {workers}", hint="start the workers with torchrun")
         parts = [environ.get(f"TORCHELASTIC_{key}", "") for key in ("RUN_ID", "RESTART_COUNT")]
         alone = uuid.uuid4().hex if workers == 1 else ""
-        return Group(rank, workers, ":".join([*parts, environ.get("MASTER_PORT", ""), alone]))
-
-
-def address_of(text: str) -> Address:
-    """HOST:PORT. Raises ConfigError."""
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
-        raise ConfigError(f"{text!r} is no address", hint="HOST:PORT, as 10.0.0.3:7000")
-    return host.strip("[]"), int(port)
-
-
-def token_of(path: str | None) -> bytes | None:
-    """The job's token: the content of a file. Raises ConfigError."""
-    if path is None:
-        return None
-    try:
-        return Path(path).read_bytes().strip()
-    except OSError as error:
-        raise ConfigError(f"cannot read the token in {path}: {error.strerror}") from error
+        session = ":".join([*parts, environ.get("MASTER_PORT", ""), alone])
+        return Group(rank, workers, session, local if local * hosts == workers else 1)
 
 
 class RemoteServer:
@@ -186,18 +178,6 @@ class RemoteServer:
             self.deliver(message)
 
 
-def _connect(address: Address, server: RemoteServer, options: Options, hello: bytes) -> Link:
-    """Tries again for `retry_s` while the server is busy with workers that may be leaving."""
-    until = time.monotonic() + options.retry_s
-    while True:
-        try:
-            return connect(address, server, options, hello=hello, name=f"server {server.number}")
-        except WireError as error:
-            if m.BUSY not in str(error) or time.monotonic() > until:
-                raise
-            time.sleep(0.2)
-
-
 class Cluster:
     """What an Engine is, with its servers elsewhere. `step`: the last committed one when it was opened. Raises
     ForeignError where the servers hold another job, LostError, DeadlineError."""
@@ -207,17 +187,24 @@ class Cluster:
     def __init__(
         self, layout: Layout, budgets: Budgets, servers: Sequence[Address], options: Options, group: Group,
         device: torch.device, *, compute_blocks: Sequence[int], compressor: Compressor | None, deadline_s: float,
-        holds_gradients: bool,
+        holds_gradients: bool, relay: RelayBudgets | None = None,
     ) -> None:
         self.layout, self.group, self.stages, self._deadline_s = layout, group, Stages(), deadline_s
         self.meta, self.blob = layout.meta(), b""
         rules = [described(r) for r in layout.rules]
+        host = group.rank // group.local
+        self._relay, sockets = None, relay_sockets(group.session, host, servers)
         self.servers: list[RemoteServer] = []
         with ExitStack() as undo:
+            if relay is not None and group.rank % group.local == 0:
+                known = replace(self.meta, owners=layout.owners).to_json()
+                self._relay = start_relay(Orders(
+                    str(sockets), servers, options, group.session, host, group.workers // group.local, group.local,
+                    known, relay, deadline_s))
+                undo.callback(self._relay.kill)
             for number, address in enumerate(servers):
                 server = RemoteServer(number, f"{address[0]}:{address[1]}", self.servers)
-                hello = m.encode((group.session, group.rank, group.workers, number, self.meta.signature))
-                server.link = _connect(address, server, options, hello)
+                server.link = self._connect(server, address, options, None if relay is None else sockets)
                 undo.callback(server.close)
                 self.servers.append(server)
             found = [s.wait(m.WELCOME, "a welcome", deadline_s) for s in self.servers]
@@ -239,6 +226,15 @@ class Cluster:
             self.worker.links.append(server)
             if server._error is not None:
                 self.worker.deliver(ops.Failed(server.number, server._error))
+
+    def _connect(self, server: RemoteServer, address: Address, options: Options, sockets: Path | None) -> Link:
+        """To the server, or to this host's relay, which goes there."""
+        g, name = self.group, f"server {server.number}"
+        hello = m.encode((g.session, g.rank, g.workers, g.local, server.number, self.meta.signature))
+        if sockets is None:
+            return dial(lambda: connect(address, server, options, hello=hello, name=name), options.retry_s)
+        path, near = sockets / str(server.number), local_options(options)
+        return dial(lambda: shm.connect(path, server, near, hello=hello, name=f"relay to {name}"), options.retry_s)
 
     def _open(self, found: Sequence[tuple[Any, bytes]], rules: Any, holds_gradients: bool) -> int:
         """Worker 0: the servers make a store, or open the one that they hold."""
@@ -311,3 +307,4 @@ class Cluster:
 
     def close(self) -> None:
         self.worker.close()
+        end_relay(self._relay)

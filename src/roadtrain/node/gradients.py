@@ -1,15 +1,17 @@
 """Gradients: what workers pushed for one server's chunks, until the update takes it.
 
 A push is kept where it lies, copied, written to the spill file, or (top-k) a list of indices and values. With several
-workers the sum is taken when it is asked for, in worker order, into fp32 (Rule 1): for the norm, and for the update.
+workers the sum is taken when it is asked for, into fp32 (Rule 1: hosts in order, the workers inside a host in order
+first): for the norm, and for the update.
 
 Assumes: one thread at a time for one chunk. Does NOT know steps or who waits.
 """
 
 from __future__ import annotations
 
+import itertools
 import queue
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,7 @@ from roadtrain.flow import ops
 from roadtrain.kernels.cast import NUMPY_OF, cast
 from roadtrain.kernels.sum import accumulate, sum_k, sum_squares
 from roadtrain.kernels.topk import scatter
-from roadtrain.spec.chunks import PAGE, Chunk
+from roadtrain.spec.chunks import ITEMSIZE, PAGE, Chunk
 from roadtrain.store.buffers import Buffer, array_in
 from roadtrain.store.file import FileTier
 from roadtrain.units import round_up
@@ -27,13 +29,15 @@ SPILLED = "spilled"
 
 
 class Gradients:
-    """`scratch`: buffers of `scratch_bytes`, at least two; a sum, a spilled gradient and an expanded one take one."""
+    """`scratch`: buffers of `scratch_bytes`, at least two; a sum, a spilled gradient and an expanded one take one.
+    `local`: workers of a host; negative where each push is the fp32 sum of one."""
 
     def __init__(
-        self, chunks: Mapping[int, Chunk], tier: FileTier | None, buffers: int, scratch_bytes: int, workers: int
+        self, chunks: Mapping[int, Chunk], tier: FileTier | None, buffers: int, scratch_bytes: int, workers: int,
+        local: int = 1,
     ) -> None:
-        self.chunks, self.tier, self.workers = chunks, tier, workers
-        self.scratch = [Buffer(max(scratch_bytes, PAGE)) for _ in range(max(2, buffers))]
+        self.chunks, self.tier, self.alone, self.local = chunks, tier, workers == local == 1, local
+        self.scratch = [Buffer(max(scratch_bytes, PAGE)) for _ in range(max(2 + (1 < local < workers), buffers))]
         self._free: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
         for buffer in self.scratch:
             self._free.put(buffer)
@@ -56,14 +60,15 @@ class Gradients:
         return self._hold_dense(chunk, held, push)
 
     def _hold_dense(self, chunk: Chunk, held: dict[int, Any], push: ops.Push) -> tuple[Any, bool]:
-        grad = np.frombuffer(push.grad, NUMPY_OF[chunk.dtype], chunk.numel)
+        dtype = self._dtype(chunk)
+        grad = np.frombuffer(push.grad, NUMPY_OF[dtype], chunk.numel)
         before, spilled = held.get(push.worker), False
         scratch, kept = None, False
         if not push.fresh and before is not None:
             if isinstance(before, str):
                 scratch, before = self._dense(chunk, before, push.worker)
                 spilled = True
-            _add(before, grad, chunk.dtype)
+            _add(before, grad, dtype)
             grad = before
         elif push.keep:
             held[push.worker], kept = grad, True
@@ -71,7 +76,7 @@ class Gradients:
             held[push.worker] = grad.copy()
         else:
             spilled = True
-        sums = self._sums(chunk, grad, chunk.dtype) if self.workers == 1 else None
+        sums = self._sums(chunk, grad, dtype) if self.alone else None
         if spilled:
             assert self.tier is not None
             self.tier.spill_write(chunk.id, grad.view(np.uint8).data, push.worker)
@@ -79,6 +84,9 @@ class Gradients:
         if scratch is not None:
             self._free.put(scratch)
         return sums, kept
+
+    def holds(self, number: int) -> bool:
+        return bool(self._held.get(number))
 
     def total_sums(self, number: int) -> Any:
         """Sums of squares of the sum over workers; the sum itself stays where there is room, for `take`."""
@@ -114,12 +122,15 @@ class Gradients:
         for buffer in self.scratch:
             buffer.close()
 
+    def _dtype(self, chunk: Chunk) -> str:
+        return "fp32" if self.local < 0 else chunk.dtype
+
     def _sums(self, chunk: Chunk, grad: np.ndarray, dtype: str) -> np.ndarray:
         return np.array([sum_squares(grad[a:b], dtype) for _, a, b in chunk.segments])
 
     def _total(self, chunk: Chunk, held: Mapping[int, Any]) -> tuple[Buffer | None, np.ndarray, str]:
         parts = [(worker, held[worker]) for worker in sorted(held)]
-        if self.workers == 1:
+        if self.alone:
             worker, one = parts[0]
             if isinstance(one, np.ndarray):
                 return None, one, chunk.dtype
@@ -127,26 +138,42 @@ class Gradients:
             return scratch, dense, "fp32" if dense.dtype == np.float32 else chunk.dtype
         scratch = self._free.get()
         total = array_in(scratch.view, "fp32", 0, chunk.numel)
-        if parts and all(isinstance(part, np.ndarray) for _, part in parts):
-            sum_k(total, "fp32", [part for _, part in parts], [chunk.dtype] * len(parts))
+        hosts = [list(host) for _, host in itertools.groupby(parts, lambda part: part[0] // max(self.local, 1))]
+        if self.local <= 1 or len(hosts) < 2:
+            self._add_up(chunk, total, parts)
             return scratch, total, "fp32"
-        total[:] = 0
+        self._add_up(chunk, total, hosts[0])
+        other = self._free.get()
+        wide = array_in(other.view, "fp32", 0, chunk.numel)
+        for host in hosts[1:]:
+            self._add_up(chunk, wide, host)
+            accumulate(total, wide, "fp32")
+        self._free.put(other)
+        return scratch, total, "fp32"
+
+    def _add_up(self, chunk: Chunk, total: np.ndarray, parts: Sequence[tuple[int, Any]]) -> None:
+        """total = the sum of `parts`, left to right in fp32."""
+        dtype = self._dtype(chunk)
+        if parts and all(isinstance(part, np.ndarray) for _, part in parts):
+            sum_k(total, "fp32", [part for _, part in parts], [dtype] * len(parts))
+            return
+        total[:] = -0.0 if parts else 0.0  # -0.0 + x is x, for every x
         for worker, part in parts:
             if isinstance(part, np.ndarray):
-                accumulate(total, part, chunk.dtype)
+                accumulate(total, part, dtype)
             else:
                 other, dense = self._dense(chunk, part, worker)
-                accumulate(total, dense, "fp32" if dense.dtype == np.float32 else chunk.dtype)
+                accumulate(total, dense, "fp32" if dense.dtype == np.float32 else dtype)
                 self._free.put(other)
-        return scratch, total, "fp32"
 
     def _dense(self, chunk: Chunk, part: Any, worker: int = 0) -> tuple[Buffer, np.ndarray]:
         """What is spilled or compressed, whole, in a scratch buffer: the first in the chunk's dtype, else fp32."""
         scratch = self._free.get()
         if isinstance(part, str):
             assert self.tier is not None
-            self.tier.spill_read(chunk.id, scratch.view[: round_up(chunk.public_nbytes, PAGE)], worker)
-            return scratch, np.frombuffer(scratch.view, NUMPY_OF[chunk.dtype], chunk.numel)
+            dtype = self._dtype(chunk)
+            self.tier.spill_read(chunk.id, scratch.view[: round_up(chunk.numel * ITEMSIZE[dtype], PAGE)], worker)
+            return scratch, np.frombuffer(scratch.view, NUMPY_OF[dtype], chunk.numel)
         dense = array_in(scratch.view, "fp32", 0, chunk.numel)
         for i, (indices, values) in enumerate(part):
             wide = values

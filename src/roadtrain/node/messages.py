@@ -24,7 +24,8 @@ from roadtrain.spec.chunks import Chunk
 (WELCOME, FILLED, READY, RECORD, FAILED, PULLED, HELD, PREPARED) = range(20, 28)
 
 BUSY = "busy"  # the first word to a worker whose server serves others; they may be leaving, so it tries again
-Hello = tuple[str, int, int, int, str]  # session, rank, workers, number of the server, signature of the worker's layout
+# session, rank, workers, those of one host (negative: their relay sums), number of the server, signature of the layout
+Hello = tuple[str, int, int, int, int, str]
 HELLO = msgspec.msgpack.Decoder(Hello)
 _HEADERS: Mapping[int, Any] = {
     OPEN: tuple[bool, int, int, bool],  # new, generation's step, servers, whether gradients wait for the norm

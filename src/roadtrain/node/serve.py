@@ -22,11 +22,12 @@ from typing import Any
 import msgspec
 import psutil
 
-from roadtrain.errors import ConfigError, DeadlineError, ForeignError, LostError, PeerError, RoadtrainError, WireError
+from roadtrain.errors import ConfigError, ForeignError, PeerError, RoadtrainError, WireError
 from roadtrain.flow import ops
 from roadtrain.kernels.rules import rule_of
 from roadtrain.node import messages as m
-from roadtrain.node.cluster import address_of, token_of
+from roadtrain.node.dial import address_of, token_of
+from roadtrain.node.pool import Pool
 from roadtrain.node.server import Server, Setup
 from roadtrain.spec.chunks import PAGE, Chunk
 from roadtrain.spec.plan import derive_server
@@ -34,7 +35,7 @@ from roadtrain.store.buffers import Buffer
 from roadtrain.store.convert import RecordView
 from roadtrain.store.file import FileTier
 from roadtrain.store.generation import create_part, open_part, publish_part
-from roadtrain.store.ledger import StoreMeta, unpack
+from roadtrain.store.ledger import StoreMeta, pack, unpack
 from roadtrain.trace import Stages
 from roadtrain.units import parse_bytes, round_up, show_bytes
 from roadtrain.wire.link import Link
@@ -42,7 +43,6 @@ from roadtrain.wire.tcp import Address, Options, Tls, listen
 
 Report = Callable[[str], None]
 END_S = 10.0  # for a session's threads to end
-POOL_S = 600.0  # for a buffer to be free
 
 
 def command(
@@ -60,38 +60,6 @@ def command(
         print(f"serving {store} at {host.where}, at most {show_bytes(nbytes)}")
         host.run()
     return 0
-
-
-class Pool:
-    """Buffers of one size. `get` waits for one: that is the back-pressure on whoever sends."""
-
-    def __init__(self, count: int, nbytes: int) -> None:
-        self.buffers = [Buffer(nbytes) for _ in range(count)]
-        self._free, self._ready, self._closed = list(self.buffers), threading.Condition(), False
-
-    @property
-    def spare(self) -> int:
-        return len(self._free)
-
-    def get(self) -> Buffer:
-        with self._ready:
-            there = self._ready.wait_for(lambda: self._free or self._closed, POOL_S)
-            if self._closed:
-                raise LostError("the session has ended")
-            if not there:
-                raise DeadlineError(f"a server waited {POOL_S:.0f} s for one of {len(self.buffers)} buffers to be free",
-                                    hint="a worker or a device hangs")
-            return self._free.pop()
-
-    def put(self, buffer: Buffer) -> None:
-        with self._ready:
-            self._free.append(buffer)
-            self._ready.notify()
-
-    def close(self) -> None:
-        with self._ready:
-            self._closed = True
-            self._ready.notify_all()
 
 
 class _Reply:
@@ -118,9 +86,10 @@ class _Reply:
 
 
 class Seat:
-    """One worker's place in a session: the Receiver of its link. Gradients arrive in buffers of `pool`, in order."""
+    """One worker's place in a session (or at a relay, which has the same methods): the Receiver of its link. Gradients
+    arrive in buffers of `pool`, in order."""
 
-    def __init__(self, session: Session, rank: int, signature: str, link: Link) -> None:
+    def __init__(self, session: Any, rank: int, signature: str, link: Link) -> None:
         self.session, self.rank, self.signature, self.link = session, rank, signature, link
         self.pool: Pool | None = None
         self._coming: deque[Buffer] = deque()
@@ -134,7 +103,7 @@ class Seat:
         fields = m.header(kind, header)
         if kind == m.PUSH:
             chunk = self.session.chunk(fields[0])
-            dense = round_up(chunk.public_nbytes, PAGE)
+            dense = round_up(4 * chunk.numel if self.session.local < 0 else chunk.public_nbytes, PAGE)
             expected = m.push_nbytes(fields, chunk, dense) if chunk.trainable else -1
             if nbytes != expected:
                 raise WireError(f"a push of chunk {chunk.id} with {nbytes} bytes, {expected} expected")
@@ -204,10 +173,11 @@ class Seat:
 
 class Session:
     """Workers `0..workers-1` of one incarnation of a job. `server` runs from `begin` on. Links' threads come in by the
-    methods that Seat calls, the server's loop thread by `deliver`; the host is told once that it is over."""
+    methods that Seat calls, the server's loop thread by `deliver`; the host is told once that it is over.
+    `local`: how many workers of each host are summed first (Rule 1); negative where their relay has done that."""
 
-    def __init__(self, name: str, workers: int, number: int, host: Host) -> None:
-        self.name, self.workers, self.number, self.host = name, workers, number, host
+    def __init__(self, name: str, workers: int, local: int, number: int, host: Host) -> None:
+        self.name, self.workers, self.local, self.number, self.host = name, workers, local, number, host
         self.seats: dict[int, Seat] = {}
         self.stages = Stages()
         self.server: Server | None = None
@@ -234,8 +204,9 @@ class Session:
     def step(self) -> int:
         return -1 if self.tier is None else self.tier.step
 
-    def takes(self, name: str, rank: int, workers: int) -> bool:
-        return not self._over and (name, workers) == (self.name, self.workers) and rank not in self.seats
+    def takes(self, name: str, rank: int, workers: int, local: int) -> bool:
+        same = (name, workers, local) == (self.name, self.workers, self.local)
+        return not self._over and same and rank not in self.seats
 
     def chunk(self, number: int) -> Chunk:
         meta = self.meta
@@ -265,7 +236,7 @@ class Session:
         self.meta = held
         budgets = derive_server(
             self.meta.table, meta.owned(self.number), self.host.nbytes, workers=self.workers,
-            holds_gradients=holds_gradients,
+            holds_gradients=holds_gradients, wide=self.local < 0,
         )
         self.tier.spill_workers = self.workers
         self.answers = Pool(budgets.answers, budgets.piece_bytes)
@@ -275,7 +246,7 @@ class Session:
             self.number, f"server {self.number} ({self.host.where}, {directory})", chunks, meta.owned(self.number),
             self._rules, self.tier, budgets.resident, budgets.public_resident,
             budgets.record_buffers if chunks else 0, budgets.record_bytes, budgets.scratch_bytes, self.workers,
-            report=self.host.report, staleness=self.meta.staleness,
+            self.local, report=self.host.report, staleness=self.meta.staleness,
         )
         for note in filter(None, [self.tier.note]):
             self.host.report(note)
@@ -316,8 +287,9 @@ class Session:
             self.end(error)
             return error
         seat.pool = self.pools[seat.rank]
-        blobs = unpack(self.tier.blob)
-        seat.say(m.READY, (self.tier.step,), blobs[seat.rank] if seat.rank < len(blobs) else blobs[0])
+        blobs, n = unpack(self.tier.blob), max(-self.local, 1)
+        mine = blobs[n * seat.rank : n * (seat.rank + 1)]
+        seat.say(m.READY, (self.tier.step,), pack(mine if len(mine) == n else blobs[:1]))
         return None
 
     def read(self, seat: Seat, chunk: Chunk) -> None:
@@ -415,7 +387,7 @@ class Host:
     def _accept(self, link: Link, hello: bytes) -> Seat:
         """Called by the listener for a link whose other side has proven the token."""
         try:
-            name, rank, workers, number, signature = m.HELLO.decode(hello)
+            name, rank, workers, local, number, signature = m.HELLO.decode(hello)
         except msgspec.DecodeError as error:
             raise WireError(f"no greeting of a worker: {error}") from error
         if not 0 <= rank < workers <= 1 << 16:
@@ -423,8 +395,8 @@ class Host:
         with self._lock:
             session = self.session
             if session is None:
-                session = self.session = Session(name, workers, number, self)
-            elif not session.takes(name, rank, workers):
+                session = self.session = Session(name, workers, local, number, self)
+            elif not session.takes(name, rank, workers, local):
                 raise WireError(f"{m.BUSY} with a session of {session.workers} worker(s), at step {session.step}")
             seat = Seat(session, rank, signature, link)
             link.peer = f"worker {rank} ({link.peer})"

@@ -49,6 +49,7 @@ class Setup:
     record_bytes: int
     scratch_bytes: int
     workers: int = 1
+    local: int = 1  # of each host, whose gradients are summed first; negative: their relay has
     io_threads: int = 4  # a direction
     report: Callable[[str], None] = print
     staleness: int = 0
@@ -65,13 +66,15 @@ class Server:
         self._resident = resident
         self._arena, self.memory = _arena(setup, resident)
         self._buffers = [Buffer(setup.record_bytes) for _ in range(setup.buffers)]
-        self._grads = Gradients(setup.chunks, setup.tier, setup.buffers, setup.scratch_bytes, setup.workers)
+        self._grads = Gradients(
+            setup.chunks, setup.tier, setup.buffers, setup.scratch_bytes, setup.workers, setup.local
+        )
         self._sums: dict[int, dict[str, int]] = {}  # chunk -> checksums of what is updated and not yet written
         where = {c: (c in resident, c in setup.public_resident) for c in setup.chunks}
         self._late = frozenset(c for c, chunk in setup.chunks.items() if setup.staleness and chunk.trainable)
         self.decider = ServeDecider(
             setup.number, where, setup.buffers, durable=setup.tier is not None, committed=committed,
-            workers=setup.workers,
+            workers=setup.workers, alone=setup.workers == setup.local == 1,
             late={c: setup.tier is not None and setup.tier.written_in(c) == committed > 0 for c in self._late},
         )
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()

@@ -156,14 +156,17 @@ class ServerBudgets:
 
 
 def derive_server(
-    table: ChunkTable, records: Mapping[int, Record], host_bytes: int, *, workers: int, holds_gradients: bool
+    table: ChunkTable, records: Mapping[int, Record], host_bytes: int, *, workers: int, holds_gradients: bool,
+    wide: bool = False,
 ) -> ServerBudgets:
-    """Split a server's `host_bytes`; `records` are its own. Raises BudgetError with the least that would do."""
+    """Split a server's `host_bytes`; `records` are its own. `wide`: gradients come in fp32. Raises BudgetError with the
+    least that would do."""
     mine = [table.chunks[number] for number in sorted(records)]
     trainable = [c for c in mine if c.trainable]
     record = max((round_up(r.nbytes, HUGE) for r in records.values()), default=HUGE)
     scratch = max((round_up(c.numel * 4, HUGE) for c in trainable), default=HUGE)
     piece = max((round_up(r.public_nbytes, HUGE) for r in records.values()), default=HUGE)
+    piece = max(piece, scratch) if wide else piece
     buffers, pool, answers = 2, 4, 4
     least = buffers * (record + scratch) + (workers * pool + answers) * piece
     if host_bytes < least:
@@ -190,6 +193,33 @@ def derive_server(
     return ServerBudgets(
         buffers, record, scratch, pool, answers, piece, frozenset(resident), frozenset(public), host_bytes - left
     )
+
+
+@dataclass(frozen=True)
+class RelayBudgets:
+    """Of a relay, for each server. `copies`: buffers of parameters; `pool`: of gradients, a worker."""
+
+    copies: int
+    pool: int
+    piece_bytes: int
+    scratch_bytes: int  # of a sum
+
+
+def derive_relay(
+    table: ChunkTable, host_bytes: int, *, servers: int, local: int, holds_gradients: bool
+) -> RelayBudgets:
+    """Split a relay's `host_bytes`. One worker's gradients pass through; those of several rest here until all have
+    them, the whole model's if they wait for step(). Raises BudgetError with the least that would do."""
+    share = -(-len(table.trainable) // servers) + 2  # chunks of a server
+    piece = max((round_up(c.public_nbytes, HUGE) for c in table.chunks), default=HUGE)
+    scratch = max((round_up(c.numel * 4, HUGE) for c in table.trainable), default=HUGE) if local > 1 else 0
+    pool = min(share, 8) if local == 1 or not holds_gradients else share
+    least = servers * ((local * pool + 4) * piece + 2 * scratch)
+    if host_bytes < least:
+        raise BudgetError(f"a relay of {local} worker(s) and {servers} server(s) needs at least {-(-least // MIB)} "
+                          f"MiB, it has {show_bytes(host_bytes)}", hint="raise relay, or choose smaller chunks")
+    more = (host_bytes - least) // (servers * piece)
+    return RelayBudgets(4 + min(more, len(table.chunks)), pool, piece, scratch)
 
 
 def _largest(table: ChunkTable) -> str:

@@ -1,0 +1,101 @@
+"""A relay beside the workers of a host: the same bits with it as without (Rule 1), its death is noticed (Rule 5)."""
+
+import os
+import signal
+import time
+
+import psutil
+import pytest
+import torch
+from models import Case, build
+from processes import HostProcess, Workers, losses
+
+import roadtrain
+from roadtrain.errors import BudgetError, ConfigError
+
+CASES = {
+    "plain": Case(eager=True),
+    "clipped, accumulated, scaler": Case(clip=0.5, accumulate=2, scaler=True, groups=True),
+    "late, bf16": Case(dtype=torch.bfloat16, eager=True, staleness=1),
+    "frozen, bf16": Case(frozen=True, dtype=torch.bfloat16, eager=True),
+}
+RELAY = "96MiB"
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    made = []
+
+    def make(n):
+        made.extend(HostProcess(tmp_path / f"host{len(made)}") for _ in range(n))
+        return [h.where for h in made[-n:]]
+
+    yield make
+    for host in made:
+        host.kill()
+
+
+def trained(case, servers, home, steps, workers, **options):
+    home.mkdir()
+    ran = Workers(case, servers, home, steps, workers, **options)
+    assert ran.join() == [0] * workers, ran.errors()
+    return [losses(log) for log in ran.logs]
+
+
+@pytest.mark.parametrize(
+    ("name", "workers", "local"),
+    [("plain", 1, 1), ("late, bf16", 2, 1), ("frozen, bf16", 2, 2), ("clipped, accumulated, scaler", 4, 2),
+     ("late, bf16", 4, 2)])
+def test_the_same_bits_with_it(name, workers, local, hosts, tmp_path):  # Rule 1
+    case = CASES[name]
+    without = trained(case, hosts(2), tmp_path / "without", 3, workers, local=local)
+    assert trained(case, hosts(1), tmp_path / "with", 3, workers, local=local, relay=RELAY) == without
+
+
+def test_a_run_goes_on_with_and_without_it(hosts, tmp_path):  # Rule 3
+    """Also the state of each worker's own finds its way, whoever packed it."""
+    case = Case(eager=True)
+    whole = trained(case, hosts(1), tmp_path / "whole", 4, 4, local=2)
+    servers, seen = hosts(1), [{} for _ in range(4)]
+    for i, relay in enumerate((RELAY, None, RELAY, None)):
+        part = trained(case, servers, tmp_path / f"part{i}", i + 1, 4, local=2, relay=relay, session=str(i))
+        for mine, new in zip(seen, part):
+            mine.update(new)
+    assert seen == whole
+
+
+@pytest.mark.parametrize("whom", ["relay", "worker"])
+def test_a_kill_is_noticed_and_nothing_is_lost(whom, hosts, tmp_path):  # Rule 3, Rule 5
+    case, steps = Case(eager=True), 12
+    whole = trained(case, hosts(1), tmp_path / "whole", steps, 2, local=2)
+    servers, home = hosts(1), tmp_path / "killed"
+    home.mkdir()
+    workers = Workers(case, servers, home, 1000, 2, local=2, relay=RELAY)
+    until = time.monotonic() + 60
+    while "3" not in losses(workers.logs[1]) and time.monotonic() < until:
+        time.sleep(0.01)
+    if whom == "relay":
+        [victim] = [c.pid for p in workers.processes for c in psutil.Process(p.pid).children()
+                    if "roadtrain.node.relay" in " ".join(c.cmdline())]
+    else:
+        victim = workers.processes[1].pid
+    os.kill(victim, signal.SIGKILL)
+    begin = time.monotonic()
+    codes = workers.join(30)
+    assert time.monotonic() - begin < 20 and 0 not in codes and 3 in codes
+    assert "relay" in workers.errors()[0] or "has gone" in workers.errors()[0], workers.errors()
+    done = max(int(s) for s in losses(workers.logs[0]) if s.isdigit())
+    assert done < steps, "killed too late to see anything"
+    again = Workers(case, servers, home, steps, 2, local=2, relay=RELAY, session="2")
+    assert again.join() == [0, 0], again.errors()
+    for mine, expected in zip((losses(log) for log in workers.logs), whole):
+        assert {s: mine[s] for s in expected} == expected
+
+
+def test_what_cannot_be_is_said():
+    model, optimizer = build(Case())
+    with pytest.raises(ConfigError, match="no servers"):
+        roadtrain.place(model, optimizer, relay="1GiB")
+    with pytest.raises(BudgetError, match=r"a relay of 1 worker\(s\) .* needs at least \d+ MiB, it has 1"):
+        roadtrain.place(model, optimizer, servers=["127.0.0.1:1"], relay="1MiB")
+    assert all(not p.is_meta for p in model.parameters())
