@@ -73,7 +73,7 @@ def build_model(job: Job, device: str) -> torch.nn.Module:
 def build_optimizer(job: Job, params: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
     """The user's own torch optimizer. Raises ConfigError for a class or an argument that is not there."""
     o = job.optimizer
-    cls = CLASSES.get(o.name) or _named(o.name)
+    cls = CLASSES.get(o.name) or named(o.name, "optimizer.name")
     given = {"weight_decay": o.weight_decay, "betas": o.betas, "eps": o.eps, "momentum": o.momentum, **o.options}
     try:
         optimizer: torch.optim.Optimizer = cls(params, lr=o.lr, **{k: v for k, v in given.items() if v is not None})
@@ -82,9 +82,10 @@ def build_optimizer(job: Job, params: Iterable[torch.nn.Parameter]) -> torch.opt
     return optimizer
 
 
-def _named(name: str) -> Any:
-    module, _, cls = name.partition(":")
+def named(text: str, where: str) -> Any:
+    """What `text`, as MODULE:NAME, names. Raises ConfigError saying `where` it was asked for."""
+    module, _, name = text.partition(":")
     try:
-        return getattr(importlib.import_module(module), cls)
-    except (ImportError, AttributeError) as cause:
-        raise ConfigError(f"optimizer.name: {cause}", hint="MODULE:CLASS must be importable from here") from cause
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as cause:
+        raise ConfigError(f"{where}: {cause}", hint="MODULE:NAME, importable from here") from cause
