@@ -28,7 +28,7 @@ from roadtrain.errors import ConfigError
 from roadtrain.metrics import Metrics
 from roadtrain.node.cluster import Group, token_of
 from roadtrain.placing import place
-from roadtrain.progress import Progress, show_table
+from roadtrain.progress import progress, show_table
 from roadtrain.spec.job import Job, load_job
 from roadtrain.trace import Stages
 from roadtrain.units import show_bytes
@@ -114,7 +114,7 @@ def train(job: Job, report: Report = print) -> Summary:
             report(f"metrics: {metrics.dropped} steps that were not committed are dropped")
         losses: list[float] = []
         resident = 0
-        with Progress(job.run.steps, optimizer.steps_done, job.run.log_every, report) as progress:
+        with progress(job.run.steps, optimizer.steps_done, job.run.log_every, report) as show:
             then = time.perf_counter()
             training.data.begun = True
             while optimizer.steps_done < job.run.steps and not stop.why():
@@ -123,7 +123,7 @@ def train(job: Job, report: Report = print) -> Summary:
                 line = _line(training, loss, lr, now - then)
                 then = now
                 metrics.append(line)
-                progress.show(line)
+                show(line)
                 losses.append(loss)
                 resident = max(resident, optimizer.memory()["resident"])
         stopped = stop.why() if optimizer.steps_done < job.run.steps else ""
