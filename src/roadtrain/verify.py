@@ -31,7 +31,7 @@ from roadtrain.probe import storage_rates
 from roadtrain.spec.chunks import SEGMENT, ParamSpec
 from roadtrain.spec.job import Job, load_job
 from roadtrain.store.convert import MASTER
-from roadtrain.train import Training, place_job, step
+from roadtrain.train import Training, place_job, silent, step
 from roadtrain.units import show_bytes, show_rate
 
 Report = Callable[[str], None]
@@ -56,7 +56,7 @@ def verify(job: Job, steps: int, report: Report = print) -> bool:
         things = [(name, what) for what in (MASTER, *rule.arrays, *rule.scalars) for name in names]
         start = {name: placed.optimizer.read(name).copy() for name in names}
         mine = _run("placed", placed, steps)
-        resident = place_job(job.changed({"store.dirs": [], "budget.host": None}), lambda _: None)
+        resident = place_job(job.changed({"store.dirs": [], "budget.host": None}), silent)
         with resident.optimizer:
             same = _same(mine, _run("in RAM", resident, steps), things, report)
         if job.compress.topk is not None:
@@ -65,7 +65,7 @@ def verify(job: Job, steps: int, report: Report = print) -> bool:
         model = build_model(placed.job, "cpu").to(placed.device)
         plain = PlainOptimizer(placed.job, model, start)
         scaler = torch.amp.GradScaler(placed.device.type, enabled=job.model.dtype == "fp16")
-        training = _PlainTraining(placed.job, model, plain, scaler, placed.tokens, placed.data, placed.device)
+        training = _PlainTraining(placed.job, model, plain, scaler, placed.tokens, placed.device)
         same &= _same(mine, _run("plain", training, steps), things, report)
         name, most = plain.deviation()
         report(f"torch's own {type(plain.torch).__name__} deviates by at most {most:.2e} (in {name})")
