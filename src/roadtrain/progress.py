@@ -46,7 +46,7 @@ def describe(line: Mapping[str, Any]) -> str:
     return f"loss {loss}  {rate:,.0f} tokens/s  {shown}"
 
 
-def show_table(rows: Sequence[tuple[str, str]], report: Callable[[str], None]) -> None:
-    width = max(len(name) for name, _ in rows)
-    for name, value in rows:
-        report(f"{name:{width}}  {value}")
+def show_table(rows: Sequence[Sequence[str]], report: Callable[[str], None]) -> None:
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for row in rows:
+        report("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
