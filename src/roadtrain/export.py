@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from roadtrain.build import DTYPES, build_config
+from roadtrain.build import build_config
 from roadtrain.data import need
 from roadtrain.errors import ConfigError
-from roadtrain.model.split import as_numpy
+from roadtrain.model.split import DTYPES, NAMES, as_numpy
 from roadtrain.spec.chunks import ParamSpec
 from roadtrain.spec.job import Job, make_job
 from roadtrain.status import job_of_run
@@ -28,8 +28,6 @@ from roadtrain.store.generation import open_store
 from roadtrain.store.safetensors_io import Item, export_dir
 from roadtrain.store.tier import PUBLIC
 from roadtrain.train import place_job, write_job
-
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def export_run(run: str, directory: str, masters: bool = False, report: Callable[[str], None] = print) -> int:
@@ -87,8 +85,8 @@ def _items(
         what, dtype = (MASTER, "fp32") if masters and param.trainable else (PUBLIC, param.dtype)
         items.append((param.name, dtype, param.shape, partial(read, param.name, what)))
     for name, buffer in buffers.items():
-        if buffer.dtype in _NAMES:
-            items.append((name, _NAMES[buffer.dtype], tuple(buffer.shape), partial(as_numpy, buffer)))
+        if buffer.dtype in NAMES:
+            items.append((name, NAMES[buffer.dtype], tuple(buffer.shape), partial(as_numpy, buffer)))
     return items
 
 

@@ -23,9 +23,10 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from roadtrain.build import DTYPES, build_model, build_optimizer, fitted
+from roadtrain.build import build_model, build_optimizer, fitted
 from roadtrain.data import Tokens
 from roadtrain.metrics import Metrics
+from roadtrain.model.split import DTYPES
 from roadtrain.node.cluster import Group, token_of
 from roadtrain.placing import place
 from roadtrain.progress import progress, show_table

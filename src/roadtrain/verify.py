@@ -19,14 +19,14 @@ import numpy as np
 import psutil
 import torch
 
-from roadtrain.build import DTYPES, build_model, build_optimizer, named
+from roadtrain.build import build_model, build_optimizer, named
 from roadtrain.errors import BudgetError, ConfigError
 from roadtrain.kernels.generic import TorchRule, check_rule
 from roadtrain.kernels.rule import Rule
 from roadtrain.kernels.rules import rules_for
 from roadtrain.kernels.sum import sum_squares
 from roadtrain.model.grads import PlacedGrad
-from roadtrain.model.split import as_numpy, split, table
+from roadtrain.model.split import DTYPES, as_numpy, split, table
 from roadtrain.probe import storage_rates
 from roadtrain.spec.chunks import SEGMENT, ParamSpec
 from roadtrain.spec.job import Job, load_job
