@@ -17,11 +17,8 @@ from roadtrain.errors import ConfigError
 from roadtrain.kernels.lion import Lion
 from roadtrain.spec.job import Job, did_you_mean
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-CLASSES: dict[str, Any] = {
-    "adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD, "lion": Lion,
-    "adagrad": torch.optim.Adagrad, "rmsprop": torch.optim.RMSprop,
-}
+_OWN = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, Lion, torch.optim.Adagrad, torch.optim.RMSprop)
+CLASSES: dict[str, Any] = {cls.__name__.lower(): cls for cls in _OWN}  # the names that spec/job.py lists
 _OLD_CONFIG_KEYS = {"rope_theta", "rope_scaling", "torch_dtype"}  # transformers takes them, but does not list them
 
 
@@ -46,20 +43,18 @@ def build_config(job: Job) -> Any:
     if job.model.pretrained:
         if not os.path.isfile(os.path.join(job.model.pretrained, "config.json")):
             raise ConfigError(f"model.pretrained: no config.json in {job.model.pretrained!r}")
-        config = transformers.AutoConfig.from_pretrained(job.model.pretrained)
-    else:
-        given = dict(job.model.config)
-        kind = given.pop("model_type")
-        known = transformers.CONFIG_MAPPING.keys()
-        if kind not in known:
-            raise ConfigError(f"transformers has no model type {kind!r}", hint=did_you_mean(str(kind), known))
-        plain = transformers.AutoConfig.for_model(kind)
-        keys = {*plain.to_dict(), *plain.attribute_map, *_OLD_CONFIG_KEYS}
-        for key in given:
-            if key not in keys:
-                raise ConfigError(f"unknown key `model.config.{key}`", hint=did_you_mean(key, keys))
-        config = transformers.AutoConfig.for_model(kind, **given)
-    return config
+        return transformers.AutoConfig.from_pretrained(job.model.pretrained)
+    given = dict(job.model.config)
+    kind = given.pop("model_type")
+    known = transformers.CONFIG_MAPPING.keys()
+    if kind not in known:
+        raise ConfigError(f"transformers has no model type {kind!r}", hint=did_you_mean(str(kind), known))
+    plain = transformers.AutoConfig.for_model(kind)
+    keys = {*plain.to_dict(), *plain.attribute_map, *_OLD_CONFIG_KEYS}
+    for key in given:
+        if key not in keys:
+            raise ConfigError(f"unknown key `model.config.{key}`", hint=did_you_mean(key, keys))
+    return transformers.AutoConfig.for_model(kind, **given)
 
 
 def build_model(job: Job, device: str) -> torch.nn.Module:
@@ -73,7 +68,7 @@ def build_model(job: Job, device: str) -> torch.nn.Module:
 def build_optimizer(job: Job, params: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
     """The user's own torch optimizer. Raises ConfigError for a class or an argument that is not there."""
     o = job.optimizer
-    cls = CLASSES.get(o.name) or _named(o.name)
+    cls = CLASSES.get(o.name) or named(o.name, "optimizer.name")
     given = {"weight_decay": o.weight_decay, "betas": o.betas, "eps": o.eps, "momentum": o.momentum, **o.options}
     try:
         optimizer: torch.optim.Optimizer = cls(params, lr=o.lr, **{k: v for k, v in given.items() if v is not None})
@@ -82,9 +77,10 @@ def build_optimizer(job: Job, params: Iterable[torch.nn.Parameter]) -> torch.opt
     return optimizer
 
 
-def _named(name: str) -> Any:
-    module, _, cls = name.partition(":")
+def named(text: str, where: str) -> Any:
+    """What `text`, as MODULE:NAME, names. Raises ConfigError saying `where` it was asked for."""
+    module, _, name = text.partition(":")
     try:
-        return getattr(importlib.import_module(module), cls)
-    except (ImportError, AttributeError) as cause:
-        raise ConfigError(f"optimizer.name: {cause}", hint="MODULE:CLASS must be importable from here") from cause
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as cause:
+        raise ConfigError(f"{where}: {cause}", hint="MODULE:NAME, importable from here") from cause

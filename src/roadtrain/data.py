@@ -18,6 +18,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,13 +32,14 @@ _NOT_TEXT = {"site-packages", "dist-packages", "__pycache__"}
 
 
 class Tokens:
-    """The tokens of all files under `paths` (files, folders, globs), sorted by path."""
+    """The tokens of all files under `paths` (files, folders, globs), sorted by path. Their fingerprint is committed
+    with each step, so that no run goes on with other text unnoticed. `begun`: a step was trained on them."""
 
     def __init__(
         self, paths: Sequence[str], tokenizer: str = "bytes", held_out: float = 0.01, seed: int = 0
     ) -> None:
         """Raises ConfigError for a path that matches no text file, or less text than a batch could be drawn from."""
-        self.seed = seed
+        self.seed, self.begun = seed, False
         self.files = find_files(paths)
         if tokenizer == "bytes":
             self.vocab_size = 256
@@ -49,6 +51,16 @@ class Tokens:
         cuts = [len(p) - int(len(p) * held_out) for p in pieces]
         self.train = np.concatenate([p[:c] for p, c in zip(pieces, cuts)])
         self.held_out = np.concatenate([p[c:] for p, c in zip(pieces, cuts)])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"fingerprint": self.fingerprint, "begun": self.begun}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["begun"] and state["fingerprint"] != self.fingerprint:
+            raise ConfigError(
+                f"the text has changed since this run began ({state['fingerprint']} then, {self.fingerprint} now)",
+                hint="train into a new --run.dir, or give the same data.paths, tokenizer and held_out",
+            )
 
     def batch(self, step: int, micro: int, batch_size: int, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
         """x_BT and y_BT (int64), y one token ahead of x: rows begin at places drawn anew for every step."""

@@ -9,63 +9,48 @@ from __future__ import annotations
 import io
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from roadtrain.build import DTYPES, build_config
+from roadtrain.build import build_config
 from roadtrain.data import need
 from roadtrain.errors import ConfigError
-from roadtrain.model.split import as_numpy
+from roadtrain.model.split import DTYPES, NAMES, as_numpy
 from roadtrain.spec.chunks import ParamSpec
-from roadtrain.spec.job import Job, load_job, make_job
+from roadtrain.spec.job import Job, make_job
+from roadtrain.status import job_of_run
 from roadtrain.store.convert import MASTER, read_param
 from roadtrain.store.generation import open_store
 from roadtrain.store.safetensors_io import Item, export_dir
 from roadtrain.store.tier import PUBLIC
 from roadtrain.train import place_job, write_job
 
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
 
 def export_run(run: str, directory: str, masters: bool = False, report: Callable[[str], None] = print) -> int:
     """Write the last committed step of `run`; `masters`: in fp32. Raises ConfigError, StoreError."""
-    home = Path(run)
-    if not (home / "job.toml").is_file():
-        raise ConfigError(f"{run} is not a run directory: it has no job.toml", hint="it is the job's --run.dir")
-    job = load_job(home / "job.toml")
-    if job.store.servers:
-        step, files = _from_servers(job, directory, masters, report)
-        return _finish(job, home, directory, masters, step, files, report)
-    store = open_store(job.store.dirs, direct=job.store.direct) if job.store.dirs else None
-    if store is None:
-        raise ConfigError(f"{run} has no state on files (store.dirs = {job.store.dirs})", hint="train it first")
-    try:
-        state = torch.load(io.BytesIO(store.blob), weights_only=True) if store.blob else {}
-        read = partial(read_param, store)
-        files = export_dir(_items(store.table.params, read, state.get("buffers", {}), masters), directory)
-        step = store.step
-    finally:
-        store.close()
-    return _finish(job, home, directory, masters, step, files, report)
-
-
-def _from_servers(job: Job, directory: str, masters: bool, report: Callable[[str], None]) -> tuple[int, list[Path]]:
-    """As the only worker of the servers, which must not be at work for others."""
-    training = place_job(job, report)
-    with training.optimizer as optimizer:
-        buffers = {n: b for n, b in training.model.named_buffers() if n in training.model.state_dict()}
-        return optimizer.steps_done, export_dir(_items(optimizer.params, optimizer.read, buffers, masters), directory)
-
-
-def _finish(
-    job: Job, home: Path, directory: str, masters: bool, step: int, files: list[Path], report: Callable[[str], None]
-) -> int:
+    job = job_of_run(run)
+    with ExitStack() as stack:
+        if job.store.servers:  # as the only worker of the servers, which must not be at work for others
+            training = place_job(job, report)
+            optimizer = stack.enter_context(training.optimizer)
+            step, params, read = optimizer.steps_done, optimizer.params, optimizer.read
+            buffers = {n: b for n, b in training.model.named_buffers() if n in training.model.state_dict()}
+        else:
+            store = open_store(job.store.dirs, direct=job.store.direct) if job.store.dirs else None
+            if store is None:
+                raise ConfigError(f"{run} has no state on files (store.dirs = {job.store.dirs})", hint="train it first")
+            stack.callback(store.close)
+            step, params, read = store.step, store.table.params, partial(read_param, store)
+            state = torch.load(io.BytesIO(store.blob), weights_only=True) if store.blob else {}
+            buffers = state.get("buffers", {})
+        files = export_dir(_items(params, read, buffers, masters), directory)
     _write_config(job, Path(directory), "fp32" if masters else job.model.dtype)
-    if (home / "tokenizer.json").is_file():
-        shutil.copyfile(home / "tokenizer.json", Path(directory) / "tokenizer.json")
+    if Path(run, "tokenizer.json").is_file():
+        shutil.copyfile(Path(run, "tokenizer.json"), Path(directory, "tokenizer.json"))
     report(f"exported step {step}: {len(files)} files in {directory}")
     return 0
 
@@ -100,8 +85,8 @@ def _items(
         what, dtype = (MASTER, "fp32") if masters and param.trainable else (PUBLIC, param.dtype)
         items.append((param.name, dtype, param.shape, partial(read, param.name, what)))
     for name, buffer in buffers.items():
-        if buffer.dtype in _NAMES:
-            items.append((name, _NAMES[buffer.dtype], tuple(buffer.shape), partial(as_numpy, buffer)))
+        if buffer.dtype in NAMES:
+            items.append((name, NAMES[buffer.dtype], tuple(buffer.shape), partial(as_numpy, buffer)))
     return items
 
 

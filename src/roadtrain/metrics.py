@@ -7,8 +7,10 @@ resume only ever cuts lines off: those of steps that were not committed, and a t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,20 +25,17 @@ class Metrics:
         that counts is missing; an empty or absent file is a beginning."""
         self.path = path
         self.done = done
-        kept, end = _read(path)
-        found = len(kept)
-        while kept and kept[-1][0]["step"] > done:
-            end = kept.pop()[1]
-        self.dropped = found - len(kept)
+        lines = _read(path)
+        kept = list(takewhile(lambda pair: pair[0]["step"] <= done, lines))
+        self.dropped = len(lines) - len(kept)
         steps = [line["step"] for line, _ in kept]
         if steps != list(range(done - len(steps) + 1, done + 1)):
             raise DamagedError(
                 f"{path} has lines up to step {steps[-1]}, {done} steps are committed, some have no line",
                 hint="move the file away; a new one begins with the next step",
             )
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        os.ftruncate(self._file, end)
-        os.lseek(self._file, 0, os.SEEK_END)
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        os.ftruncate(self._file, sum(nbytes for _, nbytes in kept))
 
     def append(self, line: dict[str, Any]) -> None:
         """Write the next step's line and wait until it is on disk."""
@@ -45,32 +44,23 @@ class Metrics:
         os.fdatasync(self._file)
         self.done += 1
 
-    def close(self) -> None:
-        os.close(self._file)
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        os.close(self._file)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """All whole lines of the file, [] if there is none. A torn last line is left out."""
-    return [line for line, _ in _read(path)[0]]
+    return [line for line, _ in _read(path)]
 
 
-def _read(path: Path) -> tuple[list[tuple[dict[str, Any], int]], int]:
-    """(line, its first byte) of every whole line, and the byte where the last of them ends."""
+def _read(path: Path) -> list[tuple[dict[str, Any], int]]:
+    """(line, its bytes) of every whole line."""
     out: list[tuple[dict[str, Any], int]] = []
-    at = 0
-    for raw in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
-        if not raw.endswith(b"\n"):
-            break
-        try:
-            line = json.loads(raw)
-        except ValueError:
-            break
-        out.append((line, at))
-        at += len(raw)
-    return out, at
+    with contextlib.suppress(FileNotFoundError, ValueError):  # what is no JSON is the torn last line
+        for raw in path.read_bytes().splitlines(keepends=True):
+            if raw.endswith(b"\n"):
+                out.append((json.loads(raw), len(raw)))
+    return out

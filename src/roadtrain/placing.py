@@ -28,7 +28,7 @@ from roadtrain.optimizer import PlacedOptimizer
 from roadtrain.probe import storage_rates
 from roadtrain.spec.chunks import MAX_CHUNK, ChunkTable
 from roadtrain.spec.plan import derive, derive_relay
-from roadtrain.start import Start
+from roadtrain.start import start
 from roadtrain.store.ledger import StoreMeta
 from roadtrain.units import parse_bytes, show_bytes, show_rate
 from roadtrain.wire.tcp import Options
@@ -160,7 +160,7 @@ def place(
     engine.worker.keep_always = backwards_per_step == 1
     placed = PlacedOptimizer(model, optimizer, parts, base, engine, backwards_per_step, dict(extra or {}))
     try:
-        Start(model, parts, base, engine, device, weights, init, budgets.activation_bytes).run(placed)
+        start(placed, model, parts, base, engine, device, weights, init, budgets.activation_bytes)
     except BaseException:
         engine.close()
         raise

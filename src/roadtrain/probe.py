@@ -6,10 +6,11 @@ Assumes the directory takes a file of FILE_BYTES for some seconds. Does NOT writ
 from __future__ import annotations
 
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 
 from roadtrain.store.buffers import Buffer
@@ -19,6 +20,7 @@ from roadtrain.units import MIB
 PIECE, FILE_BYTES = 8 * MIB, 256 * MIB
 THREADS = 2  # a direction; more gain little
 SECONDS = 0.7  # of each measurement
+Call = Callable[[memoryview, int, str], None]
 
 
 @dataclass(frozen=True)
@@ -40,36 +42,25 @@ def storage_rates(directory: str | Path, nbytes: int = FILE_BYTES, seconds: floa
     with tempfile.TemporaryDirectory(prefix="probe-", dir=home) as name:
         file = DirectFile(Path(name) / "rates.bin", create=nbytes)
         try:
-            write, read = _Way(file.write, nbytes), _Way(file.read, nbytes)
-            wrote = _rate([write], seconds, at_least=nbytes)  # all of it: what was never written reads too fast
-            return StorageRates(_rate([read], seconds), wrote, _rate([read, write], seconds), file.note)
+            wrote = _rate([file.write], nbytes, seconds, at_least=nbytes)  # what was never written reads too fast
+            read = _rate([file.read], nbytes, seconds)
+            return StorageRates(read, wrote, _rate([file.read, file.write], nbytes, seconds), file.note)
         finally:
             file.close()
 
 
-class _Way:
-    """One direction: pieces of the file in turn, over and over."""
+def _rate(calls: list[Call], nbytes: int, seconds: float, at_least: int = 0) -> float:
+    """Bytes a second of all `calls` together, each with pieces of the file in turn, over and over."""
+    start = time.perf_counter()
 
-    def __init__(self, call: Callable[[memoryview, int, str], None], nbytes: int) -> None:
-        self._call, self._nbytes = call, nbytes
-        self._lock, self._next, self.done = threading.Lock(), 0, 0
-
-    def work(self, until: float, at_least: int) -> None:
-        buffer = Buffer(PIECE)
-        while time.perf_counter() < until or self.done < at_least:
-            with self._lock:
-                offset, self._next = self._next, (self._next + PIECE) % self._nbytes
-            self._call(buffer.view, offset, "a probe")
-            with self._lock:
-                self.done += PIECE
+    def work(call: Call, offsets: Iterator[int]) -> int:
+        buffer, done = Buffer(PIECE), 0
+        while time.perf_counter() < start + seconds or done * THREADS < at_least:
+            call(buffer.view, next(offsets), "a probe")
+            done += PIECE
         buffer.close()
+        return done
 
-
-def _rate(ways: Sequence[_Way], seconds: float, at_least: int = 0) -> float:
-    start, before = time.perf_counter(), sum(way.done for way in ways)
-    threads = [threading.Thread(target=way.work, args=(start + seconds, at_least)) for way in [*ways] * THREADS]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return (sum(way.done for way in ways) - before) / (time.perf_counter() - start)
+    jobs = [(call, cycle(range(0, nbytes, PIECE))) for call in calls] * THREADS
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        return sum(pool.map(work, *zip(*jobs))) / (time.perf_counter() - start)

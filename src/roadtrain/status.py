@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean, median
+from typing import Any
 
 from roadtrain.errors import ConfigError
 from roadtrain.metrics import read_metrics
 from roadtrain.progress import describe, show_table
-from roadtrain.spec.job import load_job
+from roadtrain.spec.job import Job, load_job
 from roadtrain.units import show_bytes, show_rate
 
 ASSUMED_TBW = 600.0  # terabytes: what makers state for a 1 TB consumer SSD
@@ -24,15 +25,18 @@ WRITES = ("Write", "Commit")  # stages whose bytes go to the device
 
 def command(run: str, endurance_tbw: float | None = None, report: Callable[[str], None] = print) -> int:
     """Raises ConfigError where `run` is not a run directory."""
-    home = Path(run)
-    if not (home / "job.toml").is_file():
-        raise ConfigError(f"{run} is not a run directory: it has no job.toml", hint="it is the job's --run.dir")
-    show_table(rows(home, endurance_tbw), report)
+    show_table(rows(job_of_run(run), read_metrics(Path(run) / "metrics.jsonl"), endurance_tbw), report)
     return 0
 
 
-def rows(home: Path, endurance_tbw: float | None) -> list[tuple[str, str]]:
-    job, lines = load_job(home / "job.toml"), read_metrics(home / "metrics.jsonl")
+def job_of_run(run: str) -> Job:
+    """Raises ConfigError where `run` is not a run directory."""
+    if not Path(run, "job.toml").is_file():
+        raise ConfigError(f"{run} is not a run directory: it has no job.toml", hint="it is the job's --run.dir")
+    return load_job(Path(run, "job.toml"))
+
+
+def rows(job: Job, lines: list[dict[str, Any]], endurance_tbw: float | None) -> list[tuple[str, str]]:
     if not lines:
         return [("step", f"0 of {job.run.steps}")]
     last, recent = lines[-1], lines[-RECENT:]

@@ -11,6 +11,7 @@ import math
 import resource
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,14 +23,14 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from roadtrain.build import DTYPES, build_model, build_optimizer, fitted
+from roadtrain.build import build_model, build_optimizer, fitted
 from roadtrain.data import Tokens
-from roadtrain.errors import ConfigError
 from roadtrain.metrics import Metrics
+from roadtrain.model.split import DTYPES
 from roadtrain.node.cluster import Group
 from roadtrain.node.dial import token_of
 from roadtrain.placing import place
-from roadtrain.progress import Progress, show_table
+from roadtrain.progress import progress, show_table
 from roadtrain.spec.job import Job, load_job
 from roadtrain.trace import Stages
 from roadtrain.units import show_bytes
@@ -38,24 +39,6 @@ from roadtrain.wire.tcp import Options, Tls
 HELD_OUT_BATCHES = 8
 RETRY_S = 120.0
 Report = Callable[[str], None]
-
-
-@dataclass
-class SameData:
-    """Committed with each step, so that no run goes on with other text unnoticed. `begun`: a step was trained on it."""
-
-    fingerprint: str
-    begun: bool = False
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"fingerprint": self.fingerprint, "begun": self.begun}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["begun"] and state["fingerprint"] != self.fingerprint:
-            raise ConfigError(
-                f"the text has changed since this run began ({state['fingerprint']} then, {self.fingerprint} now)",
-                hint="train into a new --run.dir, or give the same data.paths, tokenizer and held_out",
-            )
 
 
 @dataclass(frozen=True)
@@ -67,7 +50,6 @@ class Training:
     optimizer: Any
     scaler: torch.amp.GradScaler
     tokens: Tokens
-    data: SameData
     device: torch.device
     group: Group = field(default_factory=Group)
     stages: Stages = field(default_factory=Stages)  # Forward and Backward; the rest is the optimizer's
@@ -81,16 +63,12 @@ class Training:
 
 @dataclass(frozen=True)
 class Summary:
-    """`stopped`: why it ended before run.steps, or nothing. Losses are means of the first and last steps of this run.
-    Bytes: what roadtrain's buffers took at most, what plain training needs, the whole process."""
+    """`stopped`: why it ended before run.steps, or nothing. Losses: means over the first and last steps of this run."""
 
     steps: int
     first_loss: float
     last_loss: float
     held_out_loss: float | None
-    resident_nbytes: int
-    plain_nbytes: int
-    peak_rss_nbytes: int
     stopped: str
 
 
@@ -101,42 +79,40 @@ def command(path: str, overrides: Mapping[str, Any]) -> int:
 def train(job: Job, report: Report = print) -> Summary:
     """Train `job` from its last committed step up to run.steps. Raises RoadtrainError."""
     if Group.of_environment().rank:
-        report = _silent  # worker 0 speaks for all
-    stop = _Stop(job, report)  # its time runs from here
+        report = silent  # worker 0 speaks for all
+    stop = _Stop(job.run.minutes, report)  # its time runs from here
     job.run_dir.mkdir(parents=True, exist_ok=True)
     training = place_job(job, report)
     optimizer = training.optimizer
     rank = optimizer.group.rank
     lines = job.run_dir / (f"metrics.{rank}.jsonl" if rank else "metrics.jsonl")  # of one worker each
-    with optimizer, Metrics(lines, optimizer.steps_done) as metrics, stop:
+    with optimizer, Metrics(lines, optimizer.steps_done) as metrics, stop.heard():
         if rank == 0:
             write_job(training.job)  # now that nothing was refused
         if metrics.dropped:
             report(f"metrics: {metrics.dropped} steps that were not committed are dropped")
         losses: list[float] = []
         resident = 0
-        with Progress(job.run.steps, optimizer.steps_done, job.run.log_every, report) as progress:
+        with progress(job.run.steps, optimizer.steps_done, job.run.log_every, report) as show:
             then = time.perf_counter()
-            training.data.begun = True
+            training.tokens.begun = True
             while optimizer.steps_done < job.run.steps and not stop.why():
                 loss, lr = step(training, optimizer.steps_done)
                 now = time.perf_counter()
                 line = _line(training, loss, lr, now - then)
                 then = now
                 metrics.append(line)
-                progress.show(line)
+                show(line)
                 losses.append(loss)
                 resident = max(resident, optimizer.memory()["resident"])
         stopped = stop.why() if optimizer.steps_done < job.run.steps else ""
         optimizer.flush()
         if stopped:
             report(f"{stopped}: step {optimizer.committed_step} is committed; the same command goes on from there")
-        summary = _summary(training, losses, resident, stopped)
-    _show_summary(summary, report)
-    return summary
+        return _summary(training, losses, resident, stopped, report)
 
 
-def _silent(_: str) -> None: ...
+def silent(_: str) -> None: ...
 
 
 def step(training: Training, number: int) -> tuple[float, float]:
@@ -211,7 +187,6 @@ def place_job(job: Job, report: Report = print) -> Training:
     torch.manual_seed(job.run.seed)
     model = build_model(job, "meta")
     scaler = torch.amp.GradScaler(device.type, enabled=job.model.dtype == "fp16")
-    data = SameData(tokens.fingerprint)
     optimizer = place(
         model, build_optimizer(job, model.parameters()), store=job.store.dirs or None,
         servers=job.store.servers, link=_link(job), relay=job.store.relay, budget=job.host_nbytes,
@@ -219,10 +194,10 @@ def place_job(job: Job, report: Report = print) -> Training:
         blocks=job.model.blocks, backwards_per_step=_promise(job), staleness=job.optimizer.staleness,
         topk=None if job.compress.topk is None else job.compress.topk / 100,
         error_feedback=job.compress.error_feedback, chunk_elements=job.store.chunk_elements, device=device,
-        weights=job.model.pretrained, extra={"scaler": scaler, "data": data},
+        weights=job.model.pretrained, extra={"scaler": scaler, "data": tokens},
         store_rates=job.store.rates, direct=job.store.direct, report=report,
     )
-    return Training(job, model, optimizer, scaler, tokens, data, device, optimizer.group)
+    return Training(job, model, optimizer, scaler, tokens, device, optimizer.group)
 
 
 def _link(job: Job) -> Options:
@@ -240,10 +215,9 @@ def _promise(job: Job) -> int | None:
 class _Stop:
     """Why to stop early: Ctrl-C or SIGTERM (the step at work is finished; a second one ends at once), or the time."""
 
-    def __init__(self, job: Job, report: Report) -> None:
-        self._until = math.inf if job.run.minutes is None else time.monotonic() + 60 * job.run.minutes
-        self._minutes, self._report, self._asked = job.run.minutes, report, False
-        self._before: dict[signal.Signals, Any] = {}
+    def __init__(self, minutes: float | None, report: Report) -> None:
+        self._until = math.inf if minutes is None else time.monotonic() + 60 * minutes
+        self._minutes, self._report, self._asked = minutes, report, False
 
     def why(self) -> str:
         if self._asked:
@@ -256,17 +230,16 @@ class _Stop:
         self._asked = True
         self._report("stopping after this step (again: at once)")
 
-    def __enter__(self) -> _Stop:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            try:
-                self._before[number] = signal.signal(number, self._ask)
-            except ValueError:  # not the main thread: whoever runs us there handles signals
-                break
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+    @contextmanager
+    def heard(self) -> Iterator[None]:
+        """Signals come here, where this is the main thread; elsewhere whoever runs us handles them."""
+        signals = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+        before = [(number, signal.signal(number, self._ask)) for number in signals]
+        try:
+            yield
+        finally:
+            for number, handler in before:
+                signal.signal(number, handler)
 
 
 def _line(training: Training, loss: float, lr: float, seconds: float) -> dict[str, Any]:
@@ -294,29 +267,22 @@ def write_job(job: Job) -> None:
             shutil.copyfile(job.data.tokenizer, kept)
 
 
-def _summary(training: Training, losses: list[float], resident: int, stopped: str) -> Summary:
-    memory, few = training.optimizer.memory(), max(1, min(5, len(losses) // 2))
-    return Summary(
-        training.optimizer.steps_done,
-        sum(losses[:few]) / few if losses else math.nan,
-        sum(losses[-few:]) / few if losses else math.nan,
-        None if stopped == "interrupted" else held_out_loss(training),
-        max(resident, memory["resident"]),
-        memory["plain"],
-        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        stopped,
-    )
-
-
-def _show_summary(s: Summary, report: Report) -> None:
-    rows = [("steps done", f"{s.steps}")]
-    if math.isfinite(s.first_loss):
-        rows.append(("training loss, first and last steps of this run", f"{s.first_loss:.3f} -> {s.last_loss:.3f}"))
-    if s.held_out_loss is not None:
-        rows.append(("held-out loss", f"{s.held_out_loss:.3f}"))
+def _summary(training: Training, losses: list[float], resident: int, stopped: str, report: Report) -> Summary:
+    """Reports also what roadtrain's buffers took at most, what plain training needs, and the whole process."""
+    optimizer, few = training.optimizer, max(1, min(5, len(losses) // 2))
+    first, last = (sum(some) / len(some) if some else math.nan for some in (losses[:few], losses[-few:]))
+    held_out, memory = None if stopped == "interrupted" else held_out_loss(training), optimizer.memory()
+    plain, resident = memory["plain"], max(resident, memory["resident"])
+    rows = [("steps done", f"{optimizer.steps_done}")]
+    if math.isfinite(first):
+        rows.append(("training loss, first and last steps of this run", f"{first:.3f} -> {last:.3f}"))
+    if held_out is not None:
+        rows.append(("held-out loss", f"{held_out:.3f}"))
     rows += [
-        ("plain training needs (parameters, gradients, optimizer)", show_bytes(s.plain_nbytes)),
-        ("roadtrain held at most", f"{show_bytes(s.resident_nbytes)} ({s.resident_nbytes / s.plain_nbytes:.0%})"),
-        ("peak memory of the process, torch and text included", show_bytes(s.peak_rss_nbytes)),
+        ("plain training needs (parameters, gradients, optimizer)", show_bytes(plain)),
+        ("roadtrain held at most", f"{show_bytes(resident)} ({resident / plain:.0%})"),
+        ("peak memory of the process, torch and text included",
+         show_bytes(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)),
     ]
     show_table(rows, report)
+    return Summary(optimizer.steps_done, first, last, held_out, stopped)

@@ -23,6 +23,7 @@ from roadtrain.lab.leftovers import sweep
 from roadtrain.lab.made import folder, folders, start_time
 from roadtrain.lab.network import Network, inside, network_available
 from roadtrain.lab.storage import LoopDevice, Throttle, lab_available
+from roadtrain.progress import show_table
 from roadtrain.units import parse_bytes, parse_rate
 
 DOWN_TIMEOUT_S = 60.0
@@ -110,9 +111,7 @@ def _show(lab: LabFile, hosts: dict[str, dict[str, Any]]) -> None:
         storage = f"{section.storage.read}, {section.storage.write}" if section.storage else ""
         rows += [(name, ", ".join(hosts[name]["addresses"]), rates, hosts[name]["dir"], storage)
                  for name in section.names]
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+    show_table(rows, print)
 
 
 def _detached(path: str) -> None:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
 import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Self
 
 from roadtrain.errors import RoadtrainError
 
@@ -35,10 +37,36 @@ def folders(inside: Path | None = None) -> Iterator[tuple[Path, str, int, bool]]
             yield path, kind, int(pid), start_time(pid) == start
 
 
-def undone_later(owner: object, undo: Callable[[], None]) -> Callable[[], object]:
-    """Runs `undo` once: when called, else at the end of the interpreter. A forked child does not own what is undone."""
-    maker = os.getpid()
-    return weakref.finalize(owner, lambda: undo() if os.getpid() == maker else None)
+class Made:
+    """What exists inside its context. It is undone once: at the end of the context, by an error while it is made, else
+    at the end of the interpreter. A forked child does not own it."""
+
+    def __enter__(self) -> Self:
+        undo, maker = self._begin(), os.getpid()
+        self._undo = weakref.finalize(self, lambda: undo() if os.getpid() == maker else None)
+        try:
+            self._make()
+        except BaseException:
+            self._undo()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._undo()
+
+    def _begin(self) -> Callable[[], None]:
+        """Makes the directory or group by whose name it is found; what undoes it does not hold `self`."""
+        raise NotImplementedError
+
+    def _make(self) -> None:
+        raise NotImplementedError
+
+
+def lacking(*tools: str) -> str | None:
+    """Why nothing can be emulated by this process with these tools, or None when it can."""
+    if os.geteuid() != 0:
+        return "not root"
+    return next((f"{tool} is not installed" for tool in tools if shutil.which(tool) is None), None)
 
 
 def insist(undo: Callable[[], object]) -> object:

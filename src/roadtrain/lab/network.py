@@ -22,13 +22,14 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from roadtrain.errors import ConfigError, RoadtrainError
-from roadtrain.lab.made import command, folder, insist, undone_later
+from roadtrain.lab.made import Made, command, folder, insist, lacking
 
 TBF = "root tbf burst 256kb latency 20ms rate"  # a burst below 64 kB splits segments, which burns a core
 SWITCH = "+switch"  # no host can be called so
@@ -39,11 +40,8 @@ TRIAL = (f"{STRICT_ARP} && ip link add name b0 type bridge && ip link add name v
 
 def network_available() -> str | None:
     """Why no network can be emulated here, in one sentence, or None when it can. Tries it, where nothing can remain."""
-    if os.geteuid() != 0:
-        return "not root"
-    for tool in ("ip", "tc", "unshare", "nsenter", "umount"):
-        if shutil.which(tool) is None:
-            return f"{tool} is not installed"
+    if why := lacking("ip", "tc", "unshare", "nsenter", "umount"):
+        return why
     done = subprocess.run(["unshare", "--net", "sh", "-c", TRIAL], capture_output=True, text=True, check=False)
     return f"the kernel refuses: {' '.join(done.stderr.split())}" if done.returncode else None
 
@@ -104,7 +102,7 @@ class Host:
         """A process, on this host when this returns: its PID is the command's own. Killed when the network ends."""
         process = subprocess.Popen([*inside(self.net), *argv], **popen)
         with contextlib.suppress(FileNotFoundError):  # it has ended already
-            while _number(f"/proc/{process.pid}/ns/net") != _number(self.net):
+            while not os.path.samefile(f"/proc/{process.pid}/ns/net", self.net):
                 time.sleep(0.001)
         return process
 
@@ -114,7 +112,7 @@ def inside(net: str | Path) -> list[str]:
     return ["nsenter", f"--net={net}", "--"]
 
 
-class Network:
+class Network(Made):
     """Hosts by name with their NICs; `links` joins two switches at a rate in bytes a second, the same both ways.
 
     Inside the context `.hosts` has the hosts by name and `.links` the links by (switch, switch). Raises ConfigError for
@@ -135,54 +133,37 @@ class Network:
                 raise ConfigError(f"the link between {pair[0]} and {pair[1]} closes a circle of switches")
             self._root = {switch: first if root == second else root for switch, root in self._root.items()}
 
-    def __enter__(self) -> Network:
-        home = self.home = folder("net")
-        self._undo = undone_later(self, lambda: undo_network(home))
-        try:
-            self._make()
-        except BaseException:
-            self._undo()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._undo()
+    def _begin(self) -> Callable[[], None]:
+        self.home = folder("net")
+        return partial(undo_network, self.home)
 
     def _make(self) -> None:
-        switch, bridge = self._namespace(SWITCH), {name: f"b{n}" for n, name in enumerate(self._root)}
-        ports = (End(switch, f"p{n}") for n in range(1 << 16))
-        wiring = [f"link add name {device} up type bridge mcast_snooping 0" for device in bridge.values()]
         self.hosts: dict[str, Host] = {}
         self.links: dict[tuple[str, str], Link] = {}
-        addressing: dict[Path, list[str]] = {}
-        rates: list[tuple[Link, float, float | None]] = []
+        switch, bridge = self._namespace(SWITCH), {name: f"b{n}" for n, name in enumerate(self._root)}
+        _batch(switch, [f"link add name {device} up type bridge mcast_snooping 0" for device in bridge.values()])
+        ports = (End(switch, f"p{n}") for n in range(1 << 16))
         joined = list(dict.fromkeys(self._root.values()))
         for h, (name, nics) in enumerate(self._wanted.items(), 1):
-            net = self._namespace(name)
-            made = []
+            net, made = self._namespace(name), []
             for k, nic in enumerate(nics):
                 f = joined.index(self._root[nic.switch]) + 1
                 link = Link(End(net, f"eth{k}"), next(ports), f"10.{f}.{k}.{h}")
                 port, own, address = link.far.device, link.near.device, link.address
-                wiring += [f"link add name {port} type veth peer name {own} netns {net}",
-                           f"link set {port} master {bridge[nic.switch]} up"]
-                addressing.setdefault(net, []).extend([
-                    f"link set {own} up", f"addr add {address}/16 dev {own}",
-                    f"rule add from {address} table {100 + k}",
-                    f"route add 10.{f}.0.0/16 dev {own} src {address} table {100 + k}"])
+                _batch(switch, [f"link add name {port} type veth peer name {own} netns {net}",
+                                f"link set {port} master {bridge[nic.switch]} up"])
+                _batch(net, [f"link set {own} up", f"addr add {address}/16 dev {own}",
+                             f"rule add from {address} table {100 + k}",
+                             f"route add 10.{f}.0.0/16 dev {own} src {address} table {100 + k}"])
+                link.set_rate(nic.bytes_per_s, nic.in_bytes_per_s)
                 made.append(link)
-                rates.append((link, nic.bytes_per_s, nic.in_bytes_per_s))
             self.hosts[name] = Host(name, net, tuple(made))
         for pair, rate in self._rates.items():
             link = self.links[pair] = Link(next(ports), next(ports))
-            wiring.append(f"link add name {link.near.device} type veth peer name {link.far.device}")
-            wiring += [f"link set {end.device} master {bridge[name]} up"
-                       for end, name in zip((link.near, link.far), pair, strict=True)]
-            rates.append((link, rate, None))
-        for net, lines in {switch: wiring, **addressing}.items():
-            _batch(net, lines)
-        for link, out, into in rates:
-            link.set_rate(out, into)
+            near, far = link.near.device, link.far.device
+            _batch(switch, [f"link add name {near} type veth peer name {far}",
+                            *(f"link set {port} master {bridge[name]} up" for port, name in zip((near, far), pair))])
+            link.set_rate(rate)
 
     def _namespace(self, name: str) -> Path:
         net = self.home / name
@@ -199,13 +180,14 @@ def _batch(net: Path, lines: Sequence[str]) -> None:
 def undo_network(home: Path) -> None:
     """Kills the processes in the network's namespaces, except this one, and removes the namespaces."""
     with contextlib.ExitStack() as held:  # while a namespace is held, its number belongs to no other
-        namespaces = {_number(held.enter_context(file.open()).fileno()) for file in home.iterdir()}
+        namespaces = [os.fstat(held.enter_context(file.open()).fileno()) for file in home.iterdir()]
 
         def nobody_left() -> None:
             found = []
             for pid in (process.name for process in Path("/proc").glob("[0-9]*") if process.name != str(os.getpid())):
                 with contextlib.suppress(OSError):
-                    if _number(f"/proc/{pid}/ns/net") in namespaces:
+                    its = os.stat(f"/proc/{pid}/ns/net")
+                    if any(os.path.samestat(its, net) for net in namespaces):
                         found.append(pid)
                         os.kill(int(pid), signal.SIGKILL)
             if found:
@@ -217,7 +199,3 @@ def undo_network(home: Path) -> None:
                 command("umount", "--lazy", str(file))
         shutil.rmtree(home)
         insist(nobody_left)  # who was about to enter
-
-
-def _number(net: str | Path | int) -> tuple[int, int]:
-    return os.stat(net).st_dev, os.stat(net).st_ino

@@ -11,22 +11,20 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from roadtrain.errors import ConfigError
-from roadtrain.lab.made import command, folder, insist, undone_later
+from roadtrain.lab.made import Made, command, folder, insist, lacking
 
 MKFS = ("-q", "-F", "-m", "0", "-E", "nodiscard,lazy_itable_init=0,lazy_journal_init=0")  # a discard frees the blocks
 
 
 def lab_available() -> str | None:
     """Why storage cannot be emulated here, or None when it can."""
-    if os.geteuid() != 0:
-        return "not root"
-    for tool in ("losetup", "mount", "umount", "mkfs.ext4"):
-        if shutil.which(tool) is None:
-            return f"{tool} is not installed"
+    if why := lacking("losetup", "mount", "umount", "mkfs.ext4"):
+        return why
     if not Path("/dev/loop-control").exists():
         return "no loop devices: /dev/loop-control is missing"
     if (root := blkio_root()) is None or not (root / "blkio.throttle.read_bps_device").exists():
@@ -34,7 +32,7 @@ def lab_available() -> str | None:
     return None
 
 
-class LoopDevice:
+class LoopDevice(Made):
     """A preallocated file of `nbytes` at `path` behind a loop device with direct I/O, formatted and mounted noatime.
 
     Inside the context `.mount` is the directory to write into and `.major_minor` names the device for a Throttle. The
@@ -44,31 +42,25 @@ class LoopDevice:
     def __init__(self, path: str | Path, nbytes: int, fs: str = "ext4") -> None:
         self.path, self.nbytes, self.fs = Path(path).absolute(), nbytes, fs
 
-    def __enter__(self) -> LoopDevice:
+    def _begin(self) -> Callable[[], None]:
         if self.path.exists():
             raise ConfigError(f"{self.path} exists", hint="name a file that does not: it is removed at the end")
-        home = folder("loop")
-        self._undo = undone_later(self, lambda: undo_loop(home))
-        try:
-            self.mount = home / "mount"
-            self.mount.mkdir()
-            (home / "backing").write_text(str(self.path))  # before the file: sweep() needs no more than this
-            with self.path.open("xb") as image:
-                os.posix_fallocate(image.fileno(), 0, self.nbytes)
-            device = command("losetup", "-f", "--show", "--direct-io=on", str(self.path)).strip()
-            self.major_minor = Path(f"/sys/block/{Path(device).name}/dev").read_text().strip()
-            command(f"mkfs.{self.fs}", *(MKFS if self.fs == "ext4" else ()), device)
-            command("mount", "-o", "noatime", device, str(self.mount))
-        except BaseException:
-            self._undo()
-            raise
-        return self
+        self.home = folder("loop")
+        return partial(undo_loop, self.home)
 
-    def __exit__(self, *_: object) -> None:
-        self._undo()
+    def _make(self) -> None:
+        self.mount = self.home / "mount"
+        self.mount.mkdir()
+        (self.home / "backing").write_text(str(self.path))  # before the file: sweep() needs no more than this
+        with self.path.open("xb") as image:
+            os.posix_fallocate(image.fileno(), 0, self.nbytes)
+        device = command("losetup", "-f", "--show", "--direct-io=on", str(self.path)).strip()
+        self.major_minor = Path(f"/sys/block/{Path(device).name}/dev").read_text().strip()
+        command(f"mkfs.{self.fs}", *(MKFS if self.fs == "ext4" else ()), device)
+        command("mount", "-o", "noatime", device, str(self.mount))
 
 
-class Throttle:
+class Throttle(Made):
     """A control group that holds its members, all together, to these rates on each of the devices (or "MAJ:MIN"s).
 
     On exit its members go to the group of the process that made it, and the group is removed.
@@ -79,21 +71,15 @@ class Throttle:
         rates = ("read", int(read_bytes_per_s)), ("write", int(write_bytes_per_s))
         self.limits = [(way, f"{name} {rate}") for name in names for way, rate in rates]
 
-    def __enter__(self) -> Throttle:
+    def _begin(self) -> Callable[[], None]:
         root, back = blkio_root(), _blkio_group()
         assert root is not None and back is not None, "ask lab_available() first"
-        group = self.group = folder("rate", root)
-        self._undo = undone_later(self, lambda: undo_group(group, back))
-        try:
-            for way, limit in self.limits:
-                (group / f"blkio.throttle.{way}_bps_device").write_text(limit)
-        except BaseException:
-            self._undo()
-            raise
-        return self
+        self.group = folder("rate", root)
+        return partial(undo_group, self.group, back)
 
-    def __exit__(self, *_: object) -> None:
-        self._undo()
+    def _make(self) -> None:
+        for way, limit in self.limits:
+            (self.group / f"blkio.throttle.{way}_bps_device").write_text(limit)
 
     def enter_process(self, pid: int) -> None:
         """Moves the process with all its threads; threads and processes that it starts later follow it."""
