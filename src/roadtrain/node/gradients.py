@@ -128,7 +128,7 @@ class Gradients:
         scratch = self._free.get()
         total = array_in(scratch.view, "fp32", 0, chunk.numel)
         if parts and all(isinstance(part, np.ndarray) for _, part in parts):
-            sum_k(total, "fp32", [part for _, part in parts], [chunk.dtype] * len(parts))
+            sum_k(total, [part for _, part in parts], chunk.dtype)
             return scratch, total, "fp32"
         total[:] = 0
         for worker, part in parts:
