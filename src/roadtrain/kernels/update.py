@@ -1,9 +1,9 @@
 """One pass of an optimizer over flat arrays: gradient in (fp32, bf16, fp16), state in place, optional 16-bit copy out.
 
 Each optimizer is one formula, written once: an element (parameter x, gradient g, state, scalars) to its new values. The
-kernel runs it element by element, compiled; the reference runs the same formula plainly on whole numpy arrays. The order
-of operations is that of torch's single-tensor paths. An argument that is None removes its part at compile time, so no
-loop branches. Element i depends on elements i only: the result depends neither on how a range is cut nor on threads.
+kernel runs it element by element, compiled; the reference runs it plainly on whole numpy arrays. Its order is that of
+torch's single-tensor paths. An argument that is None removes its part at compile time, so no loop branches.
+Element i depends on elements i only: the result depends neither on how a range is cut nor on threads.
 
 Names: x parameter, g gradient x scale, `coupled` weight decay added to the gradient, `decay` = 1 - lr x decoupled
 weight decay, `keep`/`intake` = beta / 1 - beta, `step_size` is negative. `rest` is None while intake < 0.5 (see `mix`).
