@@ -268,7 +268,7 @@ class Activations:
         assert self.scratch_dir is not None
         try:
             self.scratch_dir.mkdir(parents=True, exist_ok=True)
-            self._file = tempfile.TemporaryFile(dir=self.scratch_dir, buffering=0)  # noqa: SIM115: closed by close()
+            self._file = tempfile.TemporaryFile(dir=self.scratch_dir, buffering=0)  # noqa: SIM115
         except OSError as error:
             raise GoneError(f"no scratch file for block inputs in {self.scratch_dir}: {error}") from error
 
