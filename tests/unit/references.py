@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from roadtrain.kernels import sum as sums
-from roadtrain.kernels.cast import reference_narrow, reference_widen
+from roadtrain.kernels.cast import reference_widen
 
 
 def reference_accumulate(acc: np.ndarray, grad: np.ndarray, grad_dtype: str) -> None:
@@ -24,11 +24,10 @@ def reference_sum_squares(grad: np.ndarray, grad_dtype: str, scale: float = 1.0)
         return sums._combined(lanes)
 
 
-def reference_sum_k(out: np.ndarray, out_dtype: str, buffers: Sequence[np.ndarray], dtypes: Sequence[str]) -> None:
-    total = reference_widen(buffers[0], dtypes[0])
-    for b, d in zip(buffers[1:], dtypes[1:]):
-        total = total + reference_widen(b, d)
-    out[:] = reference_narrow(total, out_dtype)
+def reference_sum_k(total: np.ndarray, buffers: Sequence[np.ndarray], dtype: str) -> None:
+    total[:] = reference_widen(buffers[0], dtype)
+    for b in buffers[1:]:
+        total[:] = total + reference_widen(b, dtype)
 
 
 def reference_top_k(x: np.ndarray, dtype: str, k: int, idx_out: np.ndarray, val_out: np.ndarray) -> None:

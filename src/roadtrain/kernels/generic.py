@@ -49,6 +49,10 @@ class TorchRule(Rule):
     """`cls` with the options `defaults`; `attributes` are what else its `__init__` kept on the instance. The last
     scalar, "present", has a bit for each state entry that exists by now (0: the first step is yet to come)."""
 
+    name = ""  # this and the next two: what a probe of the class finds
+    arrays: tuple[str, ...] = ()
+    scalars: tuple[str, ...] = ()
+
     def __init__(
         self, cls: type[torch.optim.Optimizer], defaults: Mapping[str, Any], attributes: Mapping[str, Any] | None = None
     ) -> None:
@@ -57,8 +61,9 @@ class TorchRule(Rule):
         self.options = {key: _plain(value) for key, value in options.items()}
         self.options.update({key: False for key in SPEED_ONLY if key in options})
         self.fields = self._probe()
-        self._arrays = [f for f in self.fields if f.kind == "array"]
-        self._scalars = [f for f in self.fields if f.kind != "array"]
+        self.name = cls.__name__.lower()
+        self.arrays = tuple(f.key for f in self.fields if f.kind == "array")
+        self.scalars = (*(f.key for f in self.fields if f.kind != "array"), "present")
 
     @staticmethod
     def of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> TorchRule:
@@ -68,18 +73,6 @@ class TorchRule(Rule):
             if key not in NOT_ATTRIBUTES and not key.startswith(("_optimizer_", "_warned", "_zero_grad", "_hook"))
         }
         return TorchRule(type(optimizer), group, kept)
-
-    @property
-    def name(self) -> str:
-        return self.cls.__name__.lower()
-
-    @property
-    def arrays(self) -> tuple[str, ...]:
-        return tuple(f.key for f in self._arrays)
-
-    @property
-    def scalars(self) -> tuple[str, ...]:
-        return (*(f.key for f in self._scalars), "present")
 
     def hyper(self, group: Mapping[str, Any]) -> tuple[float, ...]:
         out: list[float] = []
@@ -126,8 +119,8 @@ class TorchRule(Rule):
         param = torch.nn.Parameter(torch.from_numpy(p))
         param.grad = torch.from_numpy(grad)
         optimizer = self.build([param], hyper)
-        held = {f.key: torch.from_numpy(a) for f, a in zip(self._arrays, arrays)}
-        numbers = {f.key: value for f, value in zip(self._scalars, row)}
+        held = {key: torch.from_numpy(a) for key, a in zip(self.arrays, arrays)}
+        numbers = dict(zip(self.scalars[:-1], row))
         present = int(row[-1])
         for bit, f in enumerate(self.fields):
             if present >> bit & 1:
@@ -142,7 +135,7 @@ class TorchRule(Rule):
 
     def _keep(self, state: Mapping[str, Any], held: Mapping[str, torch.Tensor], row: np.ndarray) -> None:
         """Bring the state that the step left behind back into arrays and row."""
-        present, columns = 0, {f.key: i for i, f in enumerate(self._scalars)}
+        present = 0
         for key in state.keys() - {f.key for f in self.fields}:
             if state[key] is not None:
                 raise RuleError(f"{self.cls.__name__} began to keep {key!r} after {PROBE_STEPS} steps", hint=HINT)
@@ -152,7 +145,7 @@ class TorchRule(Rule):
                 continue
             present |= 1 << bit
             if f.kind != "array":
-                row[columns[f.key]] = float(value)
+                row[self.scalars.index(f.key)] = float(value)
             elif value.data_ptr() != held[f.key].data_ptr():
                 held[f.key].copy_(value)
         row[-1] = present
@@ -239,11 +232,7 @@ def check_elementwise(rule: TorchRule, steps: int = PROBE_STEPS) -> None:
     shapes = [(29, 67), (131,), (5, 3, 11)]
     whole = [torch.nn.Parameter(torch.randn(s, generator=generator)) for s in shapes]
     hyper = rule.hyper(rule.options)
-    flat = [p.detach().numpy().reshape(-1).copy() for p in whole]
-    cuts = [sorted({0, min(77, p.size), p.size // 2, p.size}) for p in flat]
-    pieces = [(i, a, b) for i, c in enumerate(cuts) for a, b in pairwise(c)]
-    state = [[np.zeros(b - a, np.float32) for _ in rule.arrays] for _, a, b in pieces]
-    rows = [np.zeros(len(rule.scalars)) for _ in pieces]
+    sides = [_Side(rule, p.detach().numpy().reshape(-1), hyper) for p in whole]
     try:
         optimizer = rule.build(whole, hyper)
         for step in range(steps):
@@ -252,10 +241,10 @@ def check_elementwise(rule: TorchRule, steps: int = PROBE_STEPS) -> None:
             grads = [p.grad.numpy().reshape(-1).copy() for p in whole]  # type: ignore[union-attr]
             with torch.no_grad():
                 optimizer.step()
-            for (i, a, b), arrays, row in zip(pieces, state, rows):
-                rule.apply(flat[i][a:b], grads[i][a:b], "fp32", arrays, row, hyper, 1.0, None, None)
-            for p, mine in zip(whole, flat):
-                if not np.array_equal(p.detach().numpy().reshape(-1).view(np.uint32), mine.view(np.uint32)):
+            for p, grad, mine in zip(whole, grads, sides):
+                cuts = sorted({0, min(77, grad.size), grad.size // 2, grad.size})
+                mine.step(rule.apply, grad, "fp32", 1.0, None, cuts)
+                if not np.array_equal(p.detach().numpy().reshape(-1).view(np.uint32), mine.p.view(np.uint32)):
                     raise RuleError(
                         f"{rule.cls.__name__} is not elementwise: flat pieces differ from the whole at step {step + 1}",
                         hint=HINT,
@@ -309,7 +298,7 @@ def check_rule(rule: Rule, hyper: Sequence[float], elements: int = 1 << 20) -> C
 
 
 class _Side:
-    """One of the two runs that are compared: parameters, state, row and copy."""
+    """One of the runs that are compared: parameters, state, row and copy."""
 
     def __init__(self, rule: Rule, p: np.ndarray, hyper: Sequence[float]) -> None:
         self.p, self.hyper = p.copy(), hyper

@@ -38,9 +38,9 @@ def _floats(group: Mapping[str, Any], *names: str) -> tuple[float, ...]:
 
 
 class _Native(Rule):
-    """A rule made of a kernel and its reference, called with the same scalars."""
+    """A rule made of one of update's formulas, compiled or plainly, called with the same scalars."""
 
-    kernels: tuple[Any, Any]
+    formula: Any
 
     @abstractmethod
     def scaled(
@@ -50,11 +50,11 @@ class _Native(Rule):
 
     def apply(self, p, grad, grad_dtype, arrays, row, hyper, grad_scale, copy, copy_dtype) -> None:
         held, sign, scalars = self.scaled(arrays, row, hyper)
-        update.run(self.kernels[0], p, grad, grad_dtype, held, copy, copy_dtype, sign * grad_scale, *scalars)
+        update.run(self.formula, p, grad, grad_dtype, held, copy, copy_dtype, sign * grad_scale, *scalars)
 
     def reference(self, p, grad, grad_dtype, arrays, row, hyper, grad_scale, copy, copy_dtype) -> None:
         held, sign, scalars = self.scaled(arrays, row, hyper)
-        update.run_reference(self.kernels[1], p, grad, grad_dtype, held, copy, copy_dtype, sign * grad_scale, *scalars)
+        update.run_reference(self.formula, p, grad, grad_dtype, held, copy, copy_dtype, sign * grad_scale, *scalars)
 
 
 def _sign(maximize: float) -> float:
@@ -64,7 +64,7 @@ def _sign(maximize: float) -> float:
 @dataclass(frozen=True)
 class SgdRule(_Native):
     momentum: bool = False
-    kernels = (update.sgd, update.reference_sgd)
+    formula = staticmethod(update.sgd)
     name = "sgd"
 
     @property
@@ -98,7 +98,7 @@ class AdamRule(_Native):
 
     decoupled: bool = True
     amsgrad: bool = False
-    kernels = (update.adam, update.reference_adam)
+    formula = staticmethod(update.adam)
     scalars = ("step",)
 
     @property
@@ -129,7 +129,7 @@ class AdamRule(_Native):
 
 @dataclass(frozen=True)
 class AdagradRule(_Native):
-    kernels = (update.adagrad, update.reference_adagrad)
+    formula = staticmethod(update.adagrad)
     name = "adagrad"
     arrays = ("sum",)
     scalars = ("step",)
@@ -150,7 +150,7 @@ class AdagradRule(_Native):
 class RmspropRule(_Native):
     centered: bool = False
     momentum: bool = False
-    kernels = (update.rmsprop, update.reference_rmsprop)
+    formula = staticmethod(update.rmsprop)
     name = "rmsprop"
     scalars = ("step",)
 
@@ -175,7 +175,7 @@ class RmspropRule(_Native):
 
 @dataclass(frozen=True)
 class LionRule(_Native):
-    kernels = (update.lion, update.reference_lion)
+    formula = staticmethod(update.lion)
     name = "lion"
     arrays = ("exp_avg",)
 

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from roadtrain.errors import RuleError
-from roadtrain.kernels.cast import kernel, put, typed, widen
+from roadtrain.kernels.cast import _cast, kernel, typed, widen
 
 LANES = 128
-TILE = 4096  # elements of fp32 scratch that stay in the first cache while k buffers pass
+TILE = 4096  # elements of the sum that stay in the first cache while k buffers pass
 
 
 @kernel
@@ -58,45 +58,17 @@ def sum_squares(grad: np.ndarray, grad_dtype: str, scale: float = 1.0) -> float:
 
 
 @kernel
-def _tile_set(scratch, part):
-    for i in range(part.size):
-        scratch[i] = widen(part[i])
-
-
-@kernel
-def _tile_add(scratch, part):
-    for i in range(part.size):
-        scratch[i] = scratch[i] + widen(part[i])
-
-
-@kernel
-def _tile_put(out, scratch):
-    for i in range(out.size):
-        put(out, i, scratch[i])
-
-
-@kernel
-def _sum_one(out, buffers, scratch):  # buffers: a tuple of arrays of one type
-    for at in range(0, out.size, TILE):
-        end = min(at + TILE, out.size)
-        _tile_set(scratch, buffers[0][at:end])
+def _sum_k(total, buffers):  # buffers: a tuple of arrays of one type
+    for at in range(0, total.size, TILE):
+        tile = total[at : at + TILE]
+        _cast(buffers[0][at : at + TILE], tile)
         for k in range(1, len(buffers)):
-            _tile_add(scratch, buffers[k][at:end])
-        _tile_put(out[at:end], scratch)
+            _accumulate(tile, buffers[k][at : at + TILE])
 
 
-def sum_k(out: np.ndarray, out_dtype: str, buffers: Sequence[np.ndarray], dtypes: Sequence[str]) -> None:
-    """out = buffers[0] + buffers[1] + ..., left to right in float32, rounded once into `out_dtype`. All [N]. One pass
-    over memory where the buffers have one dtype; mixed ones go tile by tile from here. `out` may be buffers[0]."""
-    if not buffers or len(buffers) != len(dtypes) or any(b.size != out.size for b in buffers):
-        raise RuleError(f"sum of {[b.size for b in buffers]} elements, {len(dtypes)} dtypes, into {out.size}")
-    held = tuple(typed(b, d) for b, d in zip(buffers, dtypes))
-    result, scratch = typed(out, out_dtype), np.empty(min(TILE, max(out.size, 1)), np.float32)
-    if len(set(dtypes)) == 1:
-        _sum_one(result, held, scratch)
-        return
-    for at in range(0, out.size, TILE):
-        _tile_set(scratch, held[0][at : at + TILE])
-        for b in held[1:]:
-            _tile_add(scratch, b[at : at + TILE])
-        _tile_put(result[at : at + TILE], scratch)
+def sum_k(total: np.ndarray, buffers: Sequence[np.ndarray], dtype: str) -> None:
+    """total = buffers[0] + buffers[1] + ..., left to right, in one pass over memory. total: float32 [N]; buffers: [N]
+    of `dtype`; `total` may be buffers[0]."""
+    if not buffers or any(b.size != total.size for b in buffers):
+        raise RuleError(f"sum of {[b.size for b in buffers]} elements into {total.size}")
+    _sum_k(total, tuple(typed(b, dtype) for b in buffers))

@@ -5,18 +5,12 @@ threshold somewhat below the k-th magnitude; one pass keeps what reaches it (a f
 the exact k-th magnitude is then found by two histograms over the candidates alone. Where the guess is bad (many ties,
 k near N) the same histograms run over the whole array: never wrong, only slower.
 
-Ties: lowest index first. NaNs are equal to each other and larger than infinity. The result depends neither on ranges
-nor on threads: `pool`, where given, runs pieces of RANGE elements.
+Ties: lowest index first. NaNs are equal to each other and larger than infinity.
 
-Assumes contiguous arrays of N < 2^32 elements. Does NOT choose k or average over workers.
+Assumes contiguous arrays of N < 2^32 elements. Does NOT choose k, thread or average over workers.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable, Iterable
-from concurrent.futures import Executor
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numba import types
@@ -26,7 +20,6 @@ from roadtrain.errors import RuleError
 from roadtrain.kernels.cast import kernel, typed
 from roadtrain.kernels.sum import accumulate
 
-RANGE = 1 << 22  # elements a task
 STRIP = 4096  # elements between two looks at the space left
 LOW = 16  # bits of a 32-bit magnitude that the second histogram tells apart
 
@@ -55,15 +48,15 @@ def _sample(x, keys):
 
 
 @kernel
-def _collect(x, base, threshold, index, value):
-    """Keep what reaches the threshold, in order. Returns how many do, also when fewer fit."""
+def _collect(x, threshold, index, value):
+    """Keep what reaches the threshold, in order. Returns how many are kept, and how many came when it was full."""
     kept = np.uint64(0)
     missed = 0
     for at in range(0, x.size, STRIP):
         strip = x[at : min(at + STRIP, x.size)]
         if kept + np.uint64(STRIP) <= np.uint64(index.size):
             for i in range(strip.size):  # stores always, advances sometimes: no branch to mispredict
-                index[kept] = np.uint32(base + at + i)
+                index[kept] = np.uint32(at + i)
                 value[kept] = strip[i]
                 kept += np.uint64(magnitude(strip[i]) >= threshold)
         else:
@@ -84,17 +77,7 @@ def _histogram(x, shift, only, counts):
 
 
 @kernel
-def _count(x, kth):
-    above, equal = 0, 0
-    for i in range(x.size):
-        key = magnitude(x[i])
-        above += key > kth
-        equal += key == kth
-    return above, equal
-
-
-@kernel
-def _select(x, base, candidates, kth, ties, index, value):
+def _select(x, candidates, kth, ties, index, value):
     """Write all above the k-th magnitude and the first `ties` equal to it. candidates: indices of x, or None."""
     at = 0
     for i in range(x.size):
@@ -104,67 +87,40 @@ def _select(x, base, candidates, kth, ties, index, value):
                 if ties == 0:
                     continue
                 ties -= 1
-            index[at] = np.uint32(base + i) if candidates is None else candidates[i]
+            index[at] = np.uint32(i) if candidates is None else candidates[i]
             value[at] = x[i]
             at += 1
 
 
 @kernel
-def _scatter(index, value, out, base):
+def _scatter(index, value, out):
     j = 0
     for at in range(0, out.size, STRIP):  # zeroed and filled while in cache
         end = min(at + STRIP, out.size)
         out[at:end] = 0
-        while j < index.size and np.int64(index[j]) - base < end:
-            out[np.uint64(np.int64(index[j]) - base)] = value[j]
+        while j < index.size and np.int64(index[j]) < end:
+            out[np.uint64(index[j])] = value[j]
             j += 1
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """Elements [base, base + len(x)) of the whole, or candidates out of them."""
-
-    x: np.ndarray
-    base: int
-    index: np.ndarray | None
-
-
-def _each(pool: Executor | None, function: Callable, *columns: Iterable[Any]) -> list[Any]:
-    return list((pool.map if pool is not None else map)(function, *columns))
-
-
-def top_k(
-    x: np.ndarray, dtype: str, k: int, idx_out: np.ndarray, val_out: np.ndarray, pool: Executor | None = None
-) -> None:
+def top_k(x: np.ndarray, dtype: str, k: int, idx_out: np.ndarray, val_out: np.ndarray) -> None:
     """The k largest magnitudes of x [N]. idx_out: uint32 [k], ascending; val_out: [k] in the dtype of x."""
     if not 0 <= k <= x.size or idx_out.size != k or val_out.size != k or idx_out.dtype != np.uint32:
         raise RuleError(f"top {k} of {x.size} elements into {idx_out.size} {idx_out.dtype} and {val_out.size} values")
     if k == 0:
         return
-    flat, values = typed(x, dtype), typed(val_out, dtype)
-    raw = [_Piece(flat[at : at + RANGE], at, None) for at in range(0, x.size, RANGE)]
-    pieces = _candidates(flat, k, raw, pool) or raw
+    flat = typed(x, dtype)
+    index, among = _candidates(flat, k) or (None, flat)
     shift = LOW if dtype == "fp32" else 0
-    kth, above = _bin(pieces, k, shift, -1, pool)
+    kth, above = _bin(among, k, shift, -1)
     if shift:
-        low, more = _bin(pieces, k - above, shift, kth, pool)
+        low, more = _bin(among, k - above, shift, kth)
         kth, above = kth << shift | low, above + more
-    counts = _each(pool, lambda p: _count(p.x, np.uint32(kth)), pieces)
-    ties, at, tasks = k - above, 0, []
-    for piece, (larger, equal) in zip(pieces, counts):
-        taken = min(ties, equal)
-        tasks.append((piece, taken, slice(at, at + larger + taken)))
-        at, ties = at + larger + taken, ties - taken
-
-    def select(task: tuple[_Piece, int, slice]) -> None:
-        piece, taken, part = task
-        _select(piece.x, piece.base, piece.index, np.uint32(kth), taken, idx_out[part], values[part])
-
-    _each(pool, select, tasks)
+    _select(among, index, np.uint32(kth), k - above, idx_out, typed(val_out, dtype))
 
 
-def _candidates(x: np.ndarray, k: int, raw: list[_Piece], pool: Executor | None) -> list[_Piece] | None:
-    """Pieces that hold all of the top k and not much else; None where a sample cannot tell."""
+def _candidates(x: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray] | None:
+    """Indices and values that hold all of the top k and not much else; None where a sample cannot tell."""
     size = min(max(x.size // 64, 4096), 1 << 16)
     rank = int(k / x.size * size + 4 * (k / x.size * size) ** 0.5 + 4)
     if x.size < 4 * size or rank > size // 4:
@@ -172,59 +128,40 @@ def _candidates(x: np.ndarray, k: int, raw: list[_Piece], pool: Executor | None)
     keys = np.empty(size, np.uint32)
     _sample(x, keys)
     threshold = np.partition(keys, size - rank)[size - rank]
-    room = int(1.5 * rank / size * min(RANGE, x.size)) + 2 * STRIP
-
-    def collect(piece: _Piece) -> tuple[_Piece, int]:
-        space = min(room, piece.x.size + STRIP)
-        while True:
-            index, value = np.empty(space, np.uint32), np.empty(space, x.dtype)
-            kept, missed = _collect(piece.x, piece.base, threshold, index, value)
-            if missed and kept + missed <= piece.x.size // 2:  # dense here: now it is known how much room it takes
-                space = kept + missed + STRIP
-                continue
-            return _Piece(value[:kept], piece.base, index[:kept]), missed
-
-    found = _each(pool, collect, raw)
-    enough = sum(piece.x.size for piece, _ in found) >= k and not any(missed for _, missed in found)
-    return [piece for piece, _ in found] if enough else None
+    room = int(1.5 * rank / size * x.size) + 2 * STRIP
+    while True:
+        index, value = np.empty(room, np.uint32), np.empty(room, x.dtype)
+        kept, missed = _collect(x, threshold, index, value)
+        if kept + missed < k or kept + missed > x.size // 2:
+            return None
+        if not missed:
+            return index[:kept], value[:kept]
+        room = kept + missed + STRIP  # more than the sample said: now it is known how much room it takes
 
 
-def _bin(pieces: list[_Piece], k: int, shift: int, only: int, pool: Executor | None) -> tuple[int, int]:
+def _bin(x: np.ndarray, k: int, shift: int, only: int) -> tuple[int, int]:
     """The bin with the k-th largest, and how many are in the bins above it."""
-
-    def histogram(piece: _Piece) -> np.ndarray:
-        counts = np.zeros(1 << 16 if only >= 0 else 1 << 15, np.int64)
-        _histogram(piece.x, shift, only, counts)
-        return counts
-
-    counts = sum(_each(pool, histogram, pieces))
+    counts = np.zeros(1 << 16 if only >= 0 else 1 << 15, np.int64)
+    _histogram(x, shift, only, counts)
     from_top = np.cumsum(counts[::-1])
     i = int(np.searchsorted(from_top, k))
     return counts.size - 1 - i, int(from_top[i - 1]) if i else 0
 
 
-def scatter(idx: np.ndarray, val: np.ndarray, out: np.ndarray, pool: Executor | None = None) -> None:
+def scatter(idx: np.ndarray, val: np.ndarray, out: np.ndarray) -> None:
     """out = 0, then out[idx] = val. idx: uint32 [k], ascending; val, out: one type."""
     if idx.size != val.size or val.dtype != out.dtype:
         raise RuleError(f"scatter of {val.size} {val.dtype} at {idx.size} indices into {out.dtype}")
     if idx.size and int(idx[-1]) >= out.size:
         raise RuleError(f"index {int(idx[-1])} is outside {out.size} elements")
-    starts = list(range(0, max(out.size, 1), RANGE))
-    cuts = [*np.searchsorted(idx, np.array(starts, np.uint32)).tolist(), idx.size]
-
-    def fill(i: int) -> None:
-        part = slice(cuts[i], cuts[i + 1])
-        _scatter(idx[part], val[part], out[starts[i] : starts[i] + RANGE], starts[i])
-
-    _each(pool, fill, range(len(starts)))
+    _scatter(idx, val, out)
 
 
 def select_with_residual(
-    grad: np.ndarray, dtype: str, residual: np.ndarray, k: int, idx: np.ndarray, val: np.ndarray,
-    pool: Executor | None = None,
+    grad: np.ndarray, dtype: str, residual: np.ndarray, k: int, idx: np.ndarray, val: np.ndarray
 ) -> None:
     """Error feedback (Karimireddy et al. 2019): residual += grad; the top k of it go out in val (float32) and leave
     the residual, the rest stays for the next step. residual: float32 [N] in place."""
     accumulate(residual, grad, dtype)
-    top_k(residual, "fp32", k, idx, val, pool)
+    top_k(residual, "fp32", k, idx, val)
     residual[idx] = 0

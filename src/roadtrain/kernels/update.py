@@ -1,7 +1,8 @@
 """One pass of an optimizer over flat arrays: gradient in (fp32, bf16, fp16), state in place, optional 16-bit copy out.
 
-Beside each kernel stands its plain reference: the same operations in the same order on whole numpy arrays. The order is
-that of torch's single-tensor paths. An argument that is None removes its part at compile time, so no loop branches.
+Each optimizer is one formula, written once: an element (parameter x, gradient g, state, scalars) to its new values. The
+kernel runs it element by element, compiled; the reference runs it plainly on whole numpy arrays. Its order is that of
+torch's single-tensor paths. An argument that is None removes its part at compile time, so no loop branches.
 Element i depends on elements i only: the result depends neither on how a range is cut nor on threads.
 
 Names: x parameter, g gradient x scale, `coupled` weight decay added to the gradient, `decay` = 1 - lr x decoupled
@@ -17,195 +18,142 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from numba import types
+from numba.extending import overload, register_jitable
 
 from roadtrain.kernels.cast import fence, kernel, put, reference_narrow, reference_widen, typed, uncached, widen
 
 
-@kernel
-def sgd(p, grad, buf, copy, scale, coupled, keep, intake, lookahead, step_size):
-    for i in range(p.size):
-        x = p[i]
-        g = widen(grad[i]) * scale
-        if coupled is not None:
-            g = g + coupled * x
-        if buf is not None:
-            if keep is None:  # the first step: the buffer starts as the gradient
-                b = g
-            else:
-                b = buf[i] * keep + intake * g
-            buf[i] = b
-            if lookahead is not None:
-                g = g + lookahead * b
-            else:
-                g = b
-        x = x + step_size * g
-        p[i] = x
-        if copy is not None:
-            put(copy, i, x)
-
-
-def reference_sgd(p, g, buf, coupled, keep, intake, lookahead, step_size):
-    if coupled is not None:
-        g = g + coupled * p
-    if buf is not None:
-        buf[:] = g if keep is None else buf * keep + intake * g
-        g = buf if lookahead is None else g + lookahead * buf
-    p[:] = p + step_size * g
-
-
-@kernel
-def adam(p, grad, m, v, top, copy, scale, decay, coupled, intake, rest, keep2, intake2, root, step_size, eps):
-    for i in range(p.size):
-        x = p[i]
-        g = widen(grad[i]) * scale
-        if decay is not None:
-            x = x * decay
-        if coupled is not None:
-            g = g + coupled * x
-        if rest is None:
-            a = m[i] + intake * (g - m[i])
-        else:
-            a = g - (g - m[i]) * rest
-        m[i] = a
-        b = v[i] * keep2 + (intake2 * g) * g
-        v[i] = b
-        if top is not None:
-            t = top[i]
-            b = t if t > b or t != t else b  # a NaN wins, as in torch.maximum
-            top[i] = b
-        x = x + (step_size * a) / (np.sqrt(b) * root + eps)
-        p[i] = x
-        if copy is not None:
-            put(copy, i, x)
-
-
-def reference_adam(p, g, m, v, top, decay, coupled, intake, rest, keep2, intake2, root, step_size, eps):
-    x = p if decay is None else p * decay
-    if coupled is not None:
-        g = g + coupled * x
-    m[:] = m + intake * (g - m) if rest is None else g - (g - m) * rest
-    v[:] = v * keep2 + (intake2 * g) * g
-    b = v
-    if top is not None:
-        top[:] = np.maximum(top, v)
-        b = top
-    p[:] = x + (step_size * m) / (np.sqrt(b) * root + eps)
-
-
-@kernel
-def adagrad(p, grad, total, copy, scale, coupled, step_size, eps):
-    for i in range(p.size):
-        x = p[i]
-        g = widen(grad[i]) * scale
-        if coupled is not None:
-            g = g + coupled * x
-        s = total[i] + g * g
-        total[i] = s
-        x = x + (step_size * g) / (np.sqrt(s) + eps)
-        p[i] = x
-        if copy is not None:
-            put(copy, i, x)
-
-
-def reference_adagrad(p, g, total, coupled, step_size, eps):
-    if coupled is not None:
-        g = g + coupled * p
-    total[:] = total + g * g
-    p[:] = p + (step_size * g) / (np.sqrt(total) + eps)
-
-
-@kernel
-def rmsprop(p, grad, v, mean, buf, copy, scale, coupled, keep, intake, rest, momentum, step_size, eps):
-    for i in range(p.size):
-        x = p[i]
-        g = widen(grad[i]) * scale
-        if coupled is not None:
-            g = g + coupled * x
-        b = v[i] * keep + (intake * g) * g
-        v[i] = b
-        if mean is not None:
-            if rest is None:
-                a = mean[i] + intake * (g - mean[i])
-            else:
-                a = g - (g - mean[i]) * rest
-            mean[i] = a
-            b = b - a * a
-        d = np.sqrt(b) + eps
-        if buf is not None:
-            u = buf[i] * momentum + g / d
-            buf[i] = u
-            x = x + step_size * u
-        else:
-            x = x + (step_size * g) / d
-        p[i] = x
-        if copy is not None:
-            put(copy, i, x)
-
-
-def reference_rmsprop(p, g, v, mean, buf, coupled, keep, intake, rest, momentum, step_size, eps):
-    if coupled is not None:
-        g = g + coupled * p
-    v[:] = v * keep + (intake * g) * g
-    b = v
-    if mean is not None:
-        mean[:] = mean + intake * (g - mean) if rest is None else g - (g - mean) * rest
-        b = v - mean * mean
-    d = np.sqrt(b) + eps
-    if buf is not None:
-        buf[:] = buf * momentum + g / d
-        p[:] = p + step_size * buf
-    else:
-        p[:] = p + (step_size * g) / d
-
-
-@kernel
-def lion(p, grad, m, copy, scale, decay, keep1, intake1, keep2, intake2, step_size):
-    one = np.float32(1)
-    for i in range(p.size):
-        x = p[i]
-        g = widen(grad[i]) * scale
-        if decay is not None:
-            x = x * decay
-        u = m[i] * keep1 + intake1 * g
-        m[i] = m[i] * keep2 + intake2 * g
-        s = one if u > 0 else (-one if u < 0 else np.float32(0))  # NaN gives 0, as torch.sign
-        x = x + step_size * s
-        p[i] = x
-        if copy is not None:
-            put(copy, i, x)
-
-
-def reference_lion(p, g, m, decay, keep1, intake1, keep2, intake2, step_size):
-    x = p if decay is None else p * decay
-    u = m * keep1 + intake1 * g
-    m[:] = m * keep2 + intake2 * g
-    p[:] = x + step_size * np.where(np.isnan(u), np.float32(0), np.sign(u))
+@register_jitable
+def _moved(average, x, intake, rest):
+    """average += intake * (x - average)."""
+    if rest is None:
+        return average + intake * (x - average)
+    return x - (x - average) * rest
 
 
 def mix(intake: float) -> tuple[float, float | None]:
-    """(intake, rest) of m += intake * (g - m). From 0.5 on torch's lerp comes from the other end: exact at intake 1."""
+    """(intake, rest) of `_moved`. From 0.5 on torch's lerp comes from the other end: exact at intake 1."""
     return (intake, None) if intake < 0.5 else (intake, 1 - intake)
 
 
+@register_jitable
+def sgd(x, g, buf, _b, _c, coupled, keep, intake, lookahead, step_size):
+    if coupled is not None:
+        g = g + coupled * x
+    b = g  # the first step: the buffer starts as the gradient
+    if buf is not None:
+        if keep is not None:
+            b = buf * keep + intake * g
+        g = b if lookahead is None else g + lookahead * b
+    return x + step_size * g, b
+
+
+@register_jitable
+def adam(x, g, m, v, top, decay, coupled, intake, rest, keep2, intake2, root, step_size, eps):
+    if decay is not None:
+        x = x * decay
+    if coupled is not None:
+        g = g + coupled * x
+    a = _moved(m, g, intake, rest)
+    b = v * keep2 + (intake2 * g) * g
+    t = b
+    if top is not None:
+        t = np.maximum(top, b)
+    return x + (step_size * a) / (np.sqrt(t) * root + eps), a, b, t
+
+
+@register_jitable
+def adagrad(x, g, total, _b, _c, coupled, step_size, eps):
+    if coupled is not None:
+        g = g + coupled * x
+    s = total + g * g
+    return x + (step_size * g) / (np.sqrt(s) + eps), s
+
+
+@register_jitable
+def rmsprop(x, g, v, mean, buf, coupled, keep, intake, rest, momentum, step_size, eps):
+    if coupled is not None:
+        g = g + coupled * x
+    b = v * keep + (intake * g) * g
+    spread, a, u = b, g, g
+    if mean is not None:
+        a = _moved(mean, g, intake, rest)
+        spread = b - a * a
+    d = np.sqrt(spread) + eps
+    if buf is None:
+        x = x + (step_size * g) / d
+    else:
+        u = buf * momentum + g / d
+        x = x + step_size * u
+    return x, b, a, u
+
+
+@register_jitable
+def lion(x, g, m, _b, _c, decay, keep1, intake1, keep2, intake2, step_size):
+    if decay is not None:
+        x = x * decay
+    u = m * keep1 + intake1 * g
+    sign = np.float32(u > 0) - np.float32(u < 0)  # NaN gives 0, as torch.sign
+    return x + step_size * sign, m * keep2 + intake2 * g
+
+
+def at(array, i):
+    """array[i], or None of None (inside kernels only)."""
+    raise NotImplementedError
+
+
+@overload(at)
+def _at(array, i):
+    return (lambda array, i: None) if array is types.none else (lambda array, i: array[i])
+
+
+def _compiled(formula: Callable) -> Callable:
+    @kernel
+    def loop(p, grad, a, b, c, copy, scale, scalars):
+        for i in range(p.size):
+            new = formula(p[i], widen(grad[i]) * scale, at(a, i), at(b, i), at(c, i), *scalars)
+            p[i] = new[0]
+            if a is not None:
+                a[i] = new[1]
+            if b is not None:
+                b[i] = new[2]
+            if c is not None:
+                c[i] = new[3]
+            if copy is not None:
+                put(copy, i, new[0])
+
+    return loop
+
+
+KERNELS = {formula: _compiled(formula) for formula in (sgd, adam, adagrad, rmsprop, lion)}
+
+
 def run(
-    kernel: Callable, p: np.ndarray, grad: np.ndarray, grad_dtype: str, arrays: Sequence[np.ndarray | None],
+    formula: Callable, p: np.ndarray, grad: np.ndarray, grad_dtype: str, arrays: Sequence[np.ndarray | None],
     copy: np.ndarray | None, copy_dtype: str | None, scale: float, *scalars: float | None,
 ) -> None:
-    """Call one of the kernels above: scalars become float32, arrays get the types that name their formats."""
+    """One of the formulas above, compiled: scalars become float32, arrays get the types that name their formats.
+    arrays: at most three, None where the formula knows one that is not kept."""
     out = None if copy is None else uncached(typed(copy, copy_dtype or "bf16"))
-    narrow = [None if s is None else np.float32(s) for s in scalars]
-    kernel(p, typed(grad, grad_dtype), *arrays, out, np.float32(scale), *narrow)
+    a, b, c = [*arrays, None, None, None][:3]
+    narrow = tuple(None if s is None else np.float32(s) for s in scalars)
+    KERNELS[formula](p, typed(grad, grad_dtype), a, b, c, out, np.float32(scale), narrow)
     if out is not None:
         fence()
 
 
 def run_reference(
-    plain: Callable, p: np.ndarray, grad: np.ndarray, grad_dtype: str, arrays: Sequence[np.ndarray | None],
+    formula: Callable, p: np.ndarray, grad: np.ndarray, grad_dtype: str, arrays: Sequence[np.ndarray | None],
     copy: np.ndarray | None, copy_dtype: str | None, scale: float, *scalars: float | None,
 ) -> None:
-    """The same call for a reference."""
+    """The same, plainly."""
+    state = [*arrays, None, None, None][:3]
     narrow = [None if s is None else np.float32(s) for s in scalars]
     with np.errstate(all="ignore"):
-        plain(p, reference_widen(grad, grad_dtype) * np.float32(scale), *arrays, *narrow)
+        p[:], *new = formula(p, reference_widen(grad, grad_dtype) * np.float32(scale), *state, *narrow)
+    for array, value in zip(state, new):
+        if array is not None:
+            array[:] = value
     if copy is not None:
         copy[:] = reference_narrow(p, copy_dtype or "bf16")

@@ -50,6 +50,14 @@ class Ticket:
         self.version, self.was_changed = version_of(tensor), False
         self.event: Any = None  # torch.cuda.Event of the device-to-host copy
 
+    def let_go(self) -> None:
+        """The kept values no longer need what was saved: from here that may change."""
+        self.was_changed = self.is_changed()
+        self.source = None
+
+    def is_changed(self) -> bool:
+        return self.was_changed or (self.source is not None and version_of(self.source) != self.version)
+
 
 def version_of(tensor: torch.Tensor) -> int:
     """Count of in-place changes; tensors made under inference_mode do not count."""
@@ -72,9 +80,9 @@ class Activations:
         self._dead: deque[Ticket] = deque()  # freed, not yet swept
         self._live: dict[int, Ticket] = {}  # serial -> ticket with users > 0, oldest first
         self._shared: dict[int, tuple[weakref.ref[torch.Tensor], Ticket]] = {}  # id(tensor) -> while both live
-        self._jobs: deque[tuple[Callable[[Ticket], None], Ticket]] = deque()
+        self._jobs: deque[Ticket] = deque()  # LEAVING: to be written; COMING: to be read
         self._serial = 0
-        self._file = -1
+        self._file: Any = None
         self._end = 0  # bytes of the scratch file in use or in a free list
         self._holes: dict[int, list[int]] = {}  # nbytes -> offsets
         self._thread: threading.Thread | None = None
@@ -112,11 +120,11 @@ class Activations:
             self._check_failure()
             assert ticket.users > 0, "the ticket was freed"
             if ticket.state == AWAY:
-                self._ask(self._read, ticket)
+                self._ask(ticket, COMING)
             while ticket.state == COMING:
                 self._wait("reading a block input back")
             self._settle(ticket)
-            if ticket.was_changed or (ticket.source is not None and version_of(ticket.source) != ticket.version):
+            if ticket.is_changed():
                 raise ModelError(
                     f"an input of shape {tuple(ticket.shape)} was changed in place between forward and backward",
                     hint="make the change out of place (x = x + y instead of x += y)",
@@ -152,9 +160,8 @@ class Activations:
             self._live.clear()
             self._shared.clear()
             self.bytes_held = 0
-            if self._file >= 0:
-                os.close(self._file)
-                self._file = -1
+            if self._file is not None:
+                self._file.close()
 
     def check(self) -> None:
         """Assert the invariants."""
@@ -177,9 +184,7 @@ class Activations:
             del self._shared[key]
 
     def _forget(self, ticket: Ticket) -> None:
-        if ticket.state == GONE:
-            return
-        self._live.pop(ticket.serial, None)
+        del self._live[ticket.serial]
         if ticket.state == HERE:
             self.bytes_held -= ticket.nbytes
         if ticket.at >= 0:
@@ -212,8 +217,8 @@ class Activations:
         if ticket.event is None:
             return
         ticket.event.synchronize()
-        ticket.was_changed |= ticket.source is not None and version_of(ticket.source) != ticket.version
-        ticket.event = ticket.source = None
+        ticket.event = None
+        ticket.let_go()
 
     def _make_room(self, nbytes: int) -> None:
         """Wait until `nbytes` fit the budget; one tensor alone may exceed it where it can leave at once."""
@@ -238,34 +243,32 @@ class Activations:
             if nbytes <= 0:
                 return
             nbytes -= ticket.nbytes
-            ticket.state = LEAVING
-            self._ask(self._write, ticket)
+            self._ask(ticket, LEAVING)
 
     def _read_ahead(self, ticket: Ticket) -> None:
         earlier = [t for t in self._live.values() if t.serial < ticket.serial and t.state == AWAY]
         if earlier and self.bytes_held + earlier[-1].nbytes <= self.budget_bytes:
-            self._ask(self._read, earlier[-1])
+            self._ask(earlier[-1], COMING)
 
-    def _ask(self, job: Callable[[Ticket], None], ticket: Ticket) -> None:
-        if self._file < 0:
-            self._open()
-        if job == self._read:
-            ticket.state = COMING
-            self._count(ticket.nbytes)
-            self._jobs.appendleft((job, ticket))  # somebody waits for a read, nobody for a write
-        else:
-            self._jobs.append((job, ticket))
+    def _ask(self, ticket: Ticket, state: str) -> None:
+        """Have `ticket` written (LEAVING) or read (COMING)."""
         if self._thread is None:
+            self._open()
             self._thread = threading.Thread(target=self._work, name="roadtrain-activations", daemon=True)
             self._thread.start()
+        ticket.state = state
+        if state == COMING:
+            self._count(ticket.nbytes)
+            self._jobs.appendleft(ticket)  # somebody waits for a read, nobody for a write
+        else:
+            self._jobs.append(ticket)
         self._changed.notify_all()
 
     def _open(self) -> None:
         assert self.scratch_dir is not None
         try:
             self.scratch_dir.mkdir(parents=True, exist_ok=True)
-            self._file, path = tempfile.mkstemp(prefix="activations-", dir=self.scratch_dir)
-            os.unlink(path)
+            self._file = tempfile.TemporaryFile(dir=self.scratch_dir, buffering=0)  # noqa: SIM115
         except OSError as error:
             raise GoneError(f"no scratch file for block inputs in {self.scratch_dir}: {error}") from error
 
@@ -292,15 +295,15 @@ class Activations:
                     self._changed.wait()
                 if self._closed:
                     return
-                job, ticket = self._jobs.popleft()
+                ticket = self._jobs.popleft()
             try:
-                job(ticket)
+                (self._write if ticket.state == LEAVING else self._read)(ticket)
             except BaseException as error:
                 with self._lock:
                     self._failure = error
                     self._changed.notify_all()
                 return
-            del job, ticket
+            del ticket
 
     def _write(self, ticket: Ticket) -> None:
         data = ticket.data
@@ -313,26 +316,18 @@ class Activations:
                 holes = self._holes.get(size)
                 ticket.at = holes.pop() if holes else self._end
                 self._end = max(self._end, ticket.at + size)
-            left, at = _bytes(data.contiguous()), ticket.at
-            while left:
-                done = os.pwrite(self._file, left, at)
-                left, at = left[done:], at + done
+            self._move(os.pwrite, data.contiguous(), ticket.at)
             self.bytes_spilled += ticket.nbytes
         with self._lock:
             self._settle(ticket)
-            ticket.was_changed |= ticket.source is not None and version_of(ticket.source) != ticket.version
-            ticket.data = ticket.source = None
+            ticket.let_go()
+            ticket.data = None
             self.bytes_held -= ticket.nbytes
             self._moved(ticket, AWAY)
 
     def _read(self, ticket: Ticket) -> None:
         data = torch.empty(ticket.shape, dtype=ticket.dtype, pin_memory=ticket.device.type == "cuda")
-        left, at = _bytes(data), ticket.at
-        while left:
-            done = os.preadv(self._file, [left], at)
-            if done == 0:
-                raise OSError(f"the scratch file ends at {at}")
-            left, at = left[done:], at + done
+        self._move(lambda file, left, at: os.preadv(file, [left], at), data, ticket.at)
         if data.stride() != ticket.stride:  # kernels may round differently by stride (Rule 1)
             data = torch.empty_strided(
                 ticket.shape, ticket.stride, dtype=ticket.dtype, pin_memory=data.is_pinned()
@@ -340,6 +335,14 @@ class Activations:
         with self._lock:
             ticket.data = data
             self._moved(ticket, HERE)
+
+    def _move(self, transfer: Callable[[int, memoryview, int], int], tensor: torch.Tensor, at: int) -> None:
+        left = memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+        while left:
+            done = transfer(self._file.fileno(), left, at)
+            if done == 0:
+                raise OSError(f"the scratch file ends at {at}")
+            left, at = left[done:], at + done
 
     def _moved(self, ticket: Ticket, state: str) -> None:
         ticket.state = state
@@ -359,7 +362,3 @@ class Activations:
         current.wait_stream(self._stream)
         out.record_stream(current)
         return out
-
-
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -99,7 +99,8 @@ class Borrowed:
 
 def hollow(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """`shape` of NaN (integers: the least value) in one element of memory."""
-    value = float("nan") if dtype.is_floating_point else 0 if dtype == torch.bool else torch.iinfo(dtype).min
+    number = dtype.is_floating_point or dtype.is_complex
+    value = float("nan") if number else 0 if dtype == torch.bool else torch.iinfo(dtype).min
     return torch.full((), value, dtype=dtype, device=device).expand(tuple(shape))
 
 
@@ -120,9 +121,5 @@ def settle(p: nn.Parameter, data: torch.Tensor) -> None:
 
 
 def _gaps(run: Run) -> list[tuple[int, int]]:
-    gaps, at = [], 0
-    for span in run.spans:
-        if span.start > at:
-            gaps.append((at, span.start))
-        at = span.stop
-    return [*gaps, (at, run.numel)] if at < run.numel else gaps
+    ends, starts = [0, *(s.stop for s in run.spans)], [*(s.start for s in run.spans), run.numel]
+    return [(end, start) for end, start in zip(ends, starts) if end < start]

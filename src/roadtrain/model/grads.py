@@ -11,6 +11,7 @@ Does NOT give back elements: whatever needs them raises LoopError.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -27,49 +28,36 @@ class GradBook(Protocol):
         ...
 
 
-class _Cell:
-    """What a PlacedGrad and its aliases (`detach()`, `.data`) share."""
-
-    __slots__ = ("book", "name", "param", "scale")
-
-    def __init__(self, param: int, book: GradBook, name: str) -> None:
-        self.param, self.book, self.name, self.scale = param, book, name, 1.0
-
-
 class PlacedGrad(torch.Tensor):
-    """Handle of a gradient that has left. `param` indexes ChunkTable.params; `scale` starts at 1.0."""
+    """Handle of a gradient that has left. `param` indexes ChunkTable.params; `scale` starts at 1.0. `shared` holds the
+    scale: aliases (`detach()`, `.data`) have the same list."""
 
-    _cell: _Cell
+    param: int
+    book: GradBook
+    label: str
+    shared: list[float]
 
     @staticmethod
     def __new__(
-        cls, like: torch.Tensor, param: int, book: GradBook, name: str = "", cell: _Cell | None = None
+        cls, like: torch.Tensor, param: int, book: GradBook, label: str = "", shared: list[float] | None = None
     ) -> PlacedGrad:
         self = torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
-        self._cell = cell or _Cell(param, book, name)
+        self.param, self.book, self.label, self.shared = param, book, label, shared or [1.0]
         return self
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
     @property
-    def param(self) -> int:
-        return self._cell.param
-
-    @property
-    def book(self) -> GradBook:
-        return self._cell.book
-
-    @property
     def scale(self) -> float:
-        return self._cell.scale
+        return self.shared[0]
 
     @scale.setter
     def scale(self, value: float) -> None:
-        self._cell.scale = float(value)
+        self.shared[0] = float(value)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return (f"PlacedGrad({self._cell.name or self.param}, shape={tuple(self.shape)}, dtype={self.dtype}, "
+        return (f"PlacedGrad({self.label or self.param}, shape={tuple(self.shape)}, dtype={self.dtype}, "
                 f"device={self.device}, scale={self.scale})")
 
     def numpy(self, *, force: bool = False) -> Any:
@@ -90,7 +78,7 @@ class PlacedGrad(torch.Tensor):
 
 def _left(func: Any, args: Any, why: str = "") -> LoopError:
     flat = [a for arg in args for a in (arg if isinstance(arg, list | tuple) else (arg,))]
-    name = next((a._cell.name or a.param for a in flat if isinstance(a, PlacedGrad)), "?")
+    name = next((a.label or a.param for a in flat if isinstance(a, PlacedGrad)), "?")
     return LoopError(
         f"{getattr(func, '__name__', func)} needs the elements of the gradient of {name!r}, "
         f"which has left to its server{why}",
@@ -101,7 +89,7 @@ def _left(func: Any, args: Any, why: str = "") -> LoopError:
 
 def _detach(func: Any, args: Any, kwargs: Any) -> PlacedGrad:
     grad = args[0]
-    return PlacedGrad(grad, grad.param, grad.book, cell=grad._cell)
+    return PlacedGrad(grad, grad.param, grad.book, grad.label, grad.shared)
 
 
 def _norm_of(grad: PlacedGrad) -> torch.Tensor:
@@ -141,27 +129,21 @@ def _number(func: Any, args: Any, value: Any) -> float:
     return float(value)
 
 
-def _times(invert: bool) -> Callable[[Any, Any, Any], Any]:
+def _times(combine: Callable[[float, float], float]) -> Callable[[Any, Any, Any], Any]:
     def scale(func: Any, args: Any, kwargs: Any) -> Any:
         if not isinstance(args[0], PlacedGrad) or kwargs:
             raise _left(func, args)
-        by = _number(func, args, args[1])
-        args[0].scale = args[0].scale / by if invert else args[0].scale * by
+        args[0].scale = combine(args[0].scale, _number(func, args, args[1]))
         return args[0]
 
     return scale
 
 
-def _foreach_times(invert: bool, each: bool = False) -> Callable[[Any, Any, Any], None]:
+def _foreach_times(method: str, each: bool = False) -> Callable[[Any, Any, Any], None]:
     def scale(func: Any, args: Any, kwargs: Any) -> None:
         grads = args[0]
-        factors = args[1] if each else [args[1]] * len(grads)
-        for grad, factor in zip(grads, factors, strict=True):
-            if isinstance(grad, PlacedGrad):
-                by = _number(func, args, factor)
-                grad.scale = grad.scale / by if invert else grad.scale * by
-            else:
-                _ = grad.div_(factor) if invert else grad.mul_(factor)
+        for grad, factor in zip(grads, args[1] if each else [args[1]] * len(grads), strict=True):
+            getattr(grad, method)(factor)
 
     return scale
 
@@ -185,16 +167,16 @@ _HANDLERS: dict[Any, Callable[[Any, Any, Any], Any]] = {
     aten.norm.Scalar: _norm,
     aten.norm.ScalarOpt_dim: _norm,
     aten._foreach_norm.Scalar: _foreach_norm,
-    aten.mul_.Tensor: _times(False),
-    aten.mul_.Scalar: _times(False),
-    aten.div_.Tensor: _times(True),
-    aten.div_.Scalar: _times(True),
-    aten._foreach_mul_.Scalar: _foreach_times(False),
-    aten._foreach_mul_.Tensor: _foreach_times(False),
-    aten._foreach_mul_.ScalarList: _foreach_times(False, each=True),
-    aten._foreach_mul_.List: _foreach_times(False, each=True),
-    aten._foreach_div_.Scalar: _foreach_times(True),
-    aten._foreach_div_.Tensor: _foreach_times(True),
-    aten._foreach_div_.ScalarList: _foreach_times(True, each=True),
+    aten.mul_.Tensor: _times(operator.mul),
+    aten.mul_.Scalar: _times(operator.mul),
+    aten.div_.Tensor: _times(operator.truediv),
+    aten.div_.Scalar: _times(operator.truediv),
+    aten._foreach_mul_.Scalar: _foreach_times("mul_"),
+    aten._foreach_mul_.Tensor: _foreach_times("mul_"),
+    aten._foreach_mul_.ScalarList: _foreach_times("mul_", each=True),
+    aten._foreach_mul_.List: _foreach_times("mul_", each=True),
+    aten._foreach_div_.Scalar: _foreach_times("div_"),
+    aten._foreach_div_.Tensor: _foreach_times("div_"),
+    aten._foreach_div_.ScalarList: _foreach_times("div_", each=True),
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
 }

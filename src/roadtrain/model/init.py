@@ -134,10 +134,7 @@ def _starts_nan(tensor: torch.Tensor) -> bool:
 
 def _blank(tensor: torch.Tensor) -> torch.Tensor:
     """On the CPU, of values that no init writes: NaN, the least integer."""
-    out = torch.empty(tensor.shape, dtype=tensor.dtype)
-    if tensor.is_floating_point() or tensor.is_complex():
-        return out.fill_(float("nan"))
-    return out.zero_() if tensor.dtype == torch.bool else out.fill_(torch.iinfo(tensor.dtype).min)
+    return hollow(tensor.shape, tensor.dtype, torch.device("cpu")).clone(memory_format=torch.contiguous_format)
 
 
 def _blank_buffers(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str]]:

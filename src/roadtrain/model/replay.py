@@ -12,11 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import _cur_sdpa_kernel_backends, sdpa_kernel
 
 
 class Circumstances:
@@ -32,7 +31,7 @@ class Circumstances:
         self.cuda_rng = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         kinds = dict.fromkeys(("cpu", device.type))
         self.autocast = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
-        self.attention = _attention_kernels() if device.type == "cuda" else []
+        self.attention = _cur_sdpa_kernel_backends() if device.type == "cuda" else []
         self.before: dict[tuple[int, str], torch.Tensor | None] = {}
         for i, module in enumerate(modules):
             for key, buffer in module._buffers.items():
@@ -49,10 +48,16 @@ class Circumstances:
     def replay(self) -> Iterator[None]:
         """Everything but autocast as it was before the forward; afterwards everything as it is now."""
         with ExitStack() as stack:
-            self._replay_rng(stack)
-            self._replay_training(stack)
+            stack.enter_context(torch.random.fork_rng([] if self.cuda_rng is None else [self.device]))
+            torch.set_rng_state(self.cpu_rng)
+            if self.cuda_rng is not None:
+                torch.cuda.set_rng_state(self.cuda_rng, self.device)
+            for module, then in zip(self.modules, self.training):
+                if module.training != then:
+                    stack.callback(setattr, module, "training", module.training)
+                    module.training = then
             self._replay_buffers(stack)
-            if self.attention and self.attention != _attention_kernels():
+            if self.attention and self.attention != _cur_sdpa_kernel_backends():
                 stack.enter_context(sdpa_kernel(self.attention))
             yield
 
@@ -64,19 +69,6 @@ class Circumstances:
                 if enabled or torch.is_autocast_enabled(kind):
                     stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
             yield
-
-    def _replay_rng(self, stack: ExitStack) -> None:
-        stack.callback(torch.set_rng_state, torch.get_rng_state())
-        torch.set_rng_state(self.cpu_rng)
-        if self.cuda_rng is not None:
-            stack.callback(torch.cuda.set_rng_state, torch.cuda.get_rng_state(self.device), self.device)
-            torch.cuda.set_rng_state(self.cuda_rng, self.device)
-
-    def _replay_training(self, stack: ExitStack) -> None:
-        for module, then in zip(self.modules, self.training):
-            if module.training != then:
-                stack.callback(setattr, module, "training", module.training)
-                module.training = then
 
     def _replay_buffers(self, stack: ExitStack) -> None:
         for at, copy in self.before.items():
@@ -109,17 +101,6 @@ def no_own_checkpointing(modules: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for module in on:
             module.__dict__["gradient_checkpointing"] = True
-
-
-def _attention_kernels() -> list[SDPBackend]:
-    backends: Any = torch.backends.cuda
-    flags = (
-        (backends.flash_sdp_enabled(), SDPBackend.FLASH_ATTENTION),
-        (backends.mem_efficient_sdp_enabled(), SDPBackend.EFFICIENT_ATTENTION),
-        (backends.cudnn_sdp_enabled(), SDPBackend.CUDNN_ATTENTION),
-        (backends.math_sdp_enabled(), SDPBackend.MATH),
-    )
-    return [kind for on, kind in flags if on]
 
 
 def _copy(buffer: torch.Tensor, last: dict[tuple[int, str], torch.Tensor], at: tuple[int, str]) -> torch.Tensor:

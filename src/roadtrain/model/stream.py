@@ -174,10 +174,10 @@ class Stream:
         _check_frozen(block)
         if torch.is_grad_enabled():
             leaves, spec = pytree.tree_flatten((args, kwargs), is_leaf=_is_cache)
-            inputs = {id(t): t for t in leaves if isinstance(t, torch.Tensor)}
-            wants = [t for t in (*inputs.values(), *block.shared) if t.requires_grad]
+            inputs, slots = _distinct(leaves)
+            wants = [t for t in (*inputs, *block.shared) if t.requires_grad]
             if wants or any(p.requires_grad for _, p in block.borrowed.trainable):
-                call = _Call(self, block, [_pristine(leaf, block.name) for leaf in leaves], spec, inputs)
+                call = _Call(self, block, inputs, [(i, _pristine(leaf, block.name)) for i, leaf in slots], spec)
                 outputs = _Node.apply(call, self.gate, *wants)  # type: ignore[no-untyped-call]
                 return call.returned(outputs)
         with self.lent(block) as (buffer, _), torch.no_grad():
@@ -205,29 +205,26 @@ class _Node(torch.autograd.Function):
 class _Call:
     """One recorded run of a block. Lives as long as its node in the graph; what it keeps is freed with it.
 
-    `slots`: for each leaf of (args, kwargs), the index of its tensor in `tickets`, or the leaf itself.
-    `wants`: indices of the tensors that need gradients, in the order of the node's inputs; then the shared parameters.
+    `inputs`: the tensors of (args, kwargs), kept in `tickets` in that order. `slots`: its leaves (see `_distinct`).
     """
 
     def __init__(
-        self, stream: Stream, block: _Block, leaves: list[Any], spec: Any, inputs: dict[int, torch.Tensor]
+        self, stream: Stream, block: _Block, inputs: list[torch.Tensor], slots: list[tuple[int, Any]], spec: Any
     ) -> None:
-        self.stream, self.block, self.spec = stream, block, spec
+        self.stream, self.block, self.slots, self.spec = stream, block, slots, spec
         self.serial = next(stream._serial)
         self.tickets: list[Ticket] = []
         self.closed = False
         self.inside = torch._C._current_graph_task_id() != -1  # recorded by a checkpoint's recomputation, in backward
         if self.inside:
             stream.pass_runs()
-        order = {key: i for i, key in enumerate(inputs)}
-        self.slots = [(order[id(x)], None) if isinstance(x, torch.Tensor) else (-1, x) for x in leaves]
-        self.needs = [t.requires_grad for t in inputs.values()]
+        self.needs = [t.requires_grad for t in inputs]
         self.shared = [p for p in block.shared if p.requires_grad]
         self.shared_versions = [p._version for p in self.shared]
         self.trained = [(i, p) for i, p in block.borrowed.trainable if p.requires_grad]
-        self.inputs: list[torch.Tensor] = list(inputs.values())  # until the forward has run
+        self.inputs = inputs  # until the forward has run
         self.version = -1
-        self.out: tuple[list[Any], Any] | None = None
+        self.out: tuple[list[tuple[int, Any]], Any] | None = None  # the form of what it returned, until it is returned
         self.n_outputs = 0
 
     def __del__(self) -> None:
@@ -256,13 +253,18 @@ class _Call:
             if [version_of(t) for t in inputs] != versions:
                 raise ModelError(f"block {block.name!r} changes one of its inputs in place",
                                  hint="make the change out of place inside the block (x = x + y instead of x += y)")
-            outputs = self._take_outputs(out)
+            of_out, spec = pytree.tree_flatten(out, is_leaf=_is_cache)
+            outputs, form = _distinct(of_out)
+            for i, leaf in form:
+                if i < 0:
+                    _check_opaque(leaf, block.name)
+            self.out = (form, spec)
             if not block.graph_known:
                 self._check_graph(outputs, tensors)
                 block.graph_known = True
             differentiable = [o.requires_grad for o in outputs]
             outputs = [_own(o.detach(), buffer=buffer) for o in outputs]
-            del out, leaves, tensors
+            del out, of_out, leaves, tensors
         self.inputs = []
         self.n_outputs = len(outputs)
         block.open.add(self.serial)
@@ -272,21 +274,6 @@ class _Call:
         """The leaves with `inputs` cut off from the graph before them."""
         tensors = [t.detach().requires_grad_(needs) for t, needs in zip(inputs, self.needs)]
         return [tensors[i] if i >= 0 else _pristine(leaf, self.block.name) for i, leaf in self.slots], tensors
-
-    def _take_outputs(self, out: Any) -> list[torch.Tensor]:
-        """Distinct tensors of `out`; its form goes to `self.out`."""
-        leaves, spec = pytree.tree_flatten(out, is_leaf=_is_cache)
-        order: dict[int, int] = {}
-        tensors: list[torch.Tensor] = []
-        for leaf in leaves:
-            if isinstance(leaf, torch.Tensor) and id(leaf) not in order:
-                order[id(leaf)] = len(tensors)
-                tensors.append(leaf)
-            elif not isinstance(leaf, torch.Tensor):
-                _check_opaque(leaf, self.block.name)
-        form = [(order[id(x)], None) if isinstance(x, torch.Tensor) else (-1, x) for x in leaves]
-        self.out = (form, spec)
-        return tensors
 
     def returned(self, outputs: tuple[torch.Tensor, ...]) -> Any:
         assert self.out is not None
@@ -332,7 +319,7 @@ class _Call:
             flat = stream.lender.gradient_buffer(block.index) if held else None
             if flat is not None:
                 block.borrowed.lay_out(flat, held)
-            upstream = [None if g is None else g for g in found[:n_wants]]
+            upstream = list(found[:n_wants])
             present = list(held)
             del found, held
         block.open.discard(self.serial)
@@ -354,8 +341,7 @@ class _Call:
         with self.when.replay():
             leaves, tensors = self._leaves(inputs)
             with torch.enable_grad(), self.when.replay_autocast():
-                outputs = self._take_outputs(self.block.run(leaves, self.spec))
-                self.out = None
+                outputs, _ = _distinct(pytree.tree_leaves(self.block.run(leaves, self.spec), is_leaf=_is_cache))
             if len(outputs) != self.n_outputs:
                 raise ModelError(f"block {self.block.name!r} returned {self.n_outputs} tensors in forward and "
                                  f"{len(outputs)} when it was recomputed", hint="it depends on something not replayed")
@@ -385,6 +371,13 @@ class _Call:
             if index in present and p.grad is None:
                 name = self.stream.table.params[index].name
                 p.grad = PlacedGrad(p, index, self.stream.lender, name)
+
+
+def _distinct(leaves: Sequence[Any]) -> tuple[list[torch.Tensor], list[tuple[int, Any]]]:
+    """The distinct tensors among `leaves`; for each leaf the index of its tensor, or (-1, the leaf itself)."""
+    tensors = {id(x): x for x in leaves if isinstance(x, torch.Tensor)}
+    at = {key: i for i, key in enumerate(tensors)}
+    return list(tensors.values()), [(at[id(x)], None) if isinstance(x, torch.Tensor) else (-1, x) for x in leaves]
 
 
 def _forget(_: torch.Tensor) -> None:

@@ -155,7 +155,7 @@ class Gradients:
         """total = the sum of `parts`, left to right in fp32."""
         dtype = self._dtype(chunk)
         if parts and all(isinstance(part, np.ndarray) for _, part in parts):
-            sum_k(total, "fp32", [part for _, part in parts], [dtype] * len(parts))
+            sum_k(total, [part for _, part in parts], dtype)
             return
         total[:] = -0.0 if parts else 0.0  # -0.0 + x is x, for every x
         for worker, part in parts:
