@@ -1,0 +1,132 @@
+"""Triton twins of the AdamW and SGD updates and of the sum of squares, for CUDA tensors, in one pass.
+
+The same operations in the same order as `update.py`, with IEEE division and root and without contraction, so that an
+update has the bits of the CPU kernel. The sum of squares is fixed for one kind of device, not across kinds (Rule 1).
+
+Assumes contiguous flat tensors on one device; triton is not a dependency: RuleError where it is missing. Tested with
+triton's interpreter. Does NOT choose between CPU and GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from roadtrain.errors import RuleError
+from roadtrain.kernels.rules import AdamRule, Rule, SgdRule
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
+
+TILE = 1024  # elements a program
+
+
+def _jit(function: Any) -> Any:
+    return triton.jit(function) if triton is not None else function
+
+
+@_jit
+def _rounded(x, kind: tl.constexpr):  # to nearest even by hand for bf16: the interpreter would cut off
+    if kind == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        x = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
+    return x.to(kind)
+
+
+@_jit
+def _sgd(n, p, grad, buf, copy, scale, coupled, keep, intake, lookahead, step_size, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    here = at < n
+    x = tl.load(p + at, mask=here)
+    g = tl.load(grad + at, mask=here).to(tl.float32) * scale
+    if coupled is not None:
+        g = g + coupled * x
+    if buf is not None:
+        if keep is None:
+            b = g
+        else:
+            b = tl.load(buf + at, mask=here) * keep + intake * g
+        tl.store(buf + at, b, mask=here)
+        if lookahead is not None:
+            g = g + lookahead * b
+        else:
+            g = b
+    x = x + step_size * g
+    tl.store(p + at, x, mask=here)
+    if copy is not None:
+        tl.store(copy + at, _rounded(x, copy.dtype.element_ty), mask=here)
+
+
+@_jit
+def _adam(
+    n, p, grad, m, v, top, copy, scale, decay, coupled, intake, rest, keep2, intake2, root, step_size, eps,
+    BLOCK: tl.constexpr,
+):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    here = at < n
+    x = tl.load(p + at, mask=here)
+    g = tl.load(grad + at, mask=here).to(tl.float32) * scale
+    if decay is not None:
+        x = x * decay
+    if coupled is not None:
+        g = g + coupled * x
+    a = tl.load(m + at, mask=here)
+    if rest is None:
+        a = a + intake * (g - a)
+    else:
+        a = g - (g - a) * rest
+    tl.store(m + at, a, mask=here)
+    b = tl.load(v + at, mask=here) * keep2 + (intake2 * g) * g
+    tl.store(v + at, b, mask=here)
+    if top is not None:
+        t = tl.load(top + at, mask=here)
+        b = tl.where((t > b) | (t != t), t, b)
+        tl.store(top + at, b, mask=here)
+    x = x + tl.div_rn(step_size * a, tl.sqrt_rn(b) * root + eps)
+    tl.store(p + at, x, mask=here)
+    if copy is not None:
+        tl.store(copy + at, _rounded(x, copy.dtype.element_ty), mask=here)
+
+
+@_jit
+def _squares(n, x, scale, partial, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    wide = (tl.load(x + at, mask=at < n, other=0.0).to(tl.float32) * scale).to(tl.float64)
+    tl.store(partial + tl.program_id(0), tl.sum(wide * wide, axis=0))
+
+
+def _programs(n: int) -> tuple[int]:
+    if triton is None:
+        raise RuleError("updates on a GPU need triton, which is not installed", hint="pip install triton")
+    return (max(1, -(-n // TILE)),)
+
+
+def apply(
+    rule: Rule, p: torch.Tensor, grad: torch.Tensor, arrays: Sequence[torch.Tensor], row: np.ndarray,
+    hyper: Sequence[float], grad_scale: float = 1.0, copy: torch.Tensor | None = None,
+) -> None:
+    """`rule.apply` on tensors. p, arrays: fp32 [N] in place; grad: fp32, bf16 or fp16 [N]; row: float64, on the host;
+    copy: bf16 or fp16 [N]. Raises RuleError for a rule without a twin."""
+    if not isinstance(rule, (AdamRule, SgdRule)):
+        raise RuleError(f"{rule.name} has no GPU kernel", hint="use AdamW, Adam or SGD, or update on the host")
+    grid = _programs(p.numel())
+    held, sign, scalars = rule.scaled(arrays, row, hyper)  # type: ignore[arg-type]
+    narrow = [None if s is None else float(np.float32(s)) for s in scalars]
+    kernel = _adam if isinstance(rule, AdamRule) else _sgd
+    kernel[grid](p.numel(), p, grad, *held, copy, float(np.float32(sign * grad_scale)), *narrow, BLOCK=TILE,
+                 enable_fp_fusion=False)
+
+
+def sum_squares(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    """Sum of (float32(x) * scale)^2 as a float64 tensor on the device of x."""
+    grid = _programs(x.numel())
+    partial = torch.zeros(grid[0], dtype=torch.float64, device=x.device)
+    _squares[grid](x.numel(), x, float(np.float32(scale)), partial, BLOCK=TILE, enable_fp_fusion=False)
+    return partial.sum()
