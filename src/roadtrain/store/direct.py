@@ -11,7 +11,8 @@ import errno
 import fcntl
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -27,8 +28,16 @@ _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _Call = Callable[[int, list[memoryview], int], int]
 
 
-def store_error(error: OSError, path: Path, doing: str, nbytes: int = 0) -> StoreError:
-    """The typed error for `error` that `doing` with `nbytes` of `path` met."""
+@contextmanager
+def typed_errors(path: Path, doing: str, nbytes: int = 0) -> Iterator[None]:
+    """What the system refuses inside, `doing` with `nbytes` of `path`, is a FullError, GoneError or StoreError."""
+    try:
+        yield
+    except OSError as error:
+        raise _typed(error, path, doing, nbytes) from error
+
+
+def _typed(error: OSError, path: Path, doing: str, nbytes: int = 0) -> StoreError:
     if error.errno in _FULL:
         return FullError(
             f"{path}: {doing} needs {show_bytes(nbytes)}, {show_bytes(free_nbytes(path.parent))} are free",
@@ -37,6 +46,20 @@ def store_error(error: OSError, path: Path, doing: str, nbytes: int = 0) -> Stor
     if error.errno in _GONE:
         return GoneError(f"{path}: gone ({doing}: {error.strerror})", hint="is its disk still mounted?")
     return StoreError(f"{path}: {doing}: {error.strerror or error}")
+
+
+def write_file(path: Path, pieces: Iterable[bytes | memoryview], doing: str) -> None:
+    """A new file of `pieces`, its content durable; its name is not."""
+    nbytes = 0
+    try:
+        with open(path, "wb") as file:
+            for piece in pieces:
+                nbytes += len(piece)
+                file.write(piece)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise _typed(error, path, doing, nbytes) from error
 
 
 def free_nbytes(directory: Path) -> int:
@@ -49,14 +72,12 @@ def free_nbytes(directory: Path) -> int:
 
 def sync_directory(directory: Path) -> None:
     """Make the names in `directory` durable."""
-    try:
+    with typed_errors(directory, "fsync"):
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(fd)
         finally:
             os.close(fd)
-    except OSError as error:
-        raise store_error(error, directory, "fsync") from error
 
 
 class DirectFile:
@@ -80,7 +101,7 @@ class DirectFile:
                 self._go_buffered()
                 return
             self.close()
-            raise store_error(error, path, "allocating" if create is not None else "opening", create or 0) from error
+            raise _typed(error, path, "allocating" if create is not None else "opening", create or 0) from error
         if not self._direct:
             self.note = f"{path.parent}: buffered I/O, direct I/O was not asked for"
 
@@ -110,12 +131,10 @@ class DirectFile:
 
     def sync(self) -> None:
         """All writes that returned are durable. GoneError also where the file was removed under us."""
-        try:
+        with typed_errors(self.path, "fdatasync"):
             os.fdatasync(self._fd)
             if not self._direct:
                 os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        except OSError as error:
-            raise store_error(error, self.path, "fdatasync") from error
 
     def check_linked(self) -> None:
         if os.fstat(self._fd).st_nlink == 0:
@@ -136,7 +155,7 @@ class DirectFile:
                 if error.errno == errno.EINVAL and direct:
                     self._go_buffered()
                     continue
-                raise store_error(error, self.path, doing, len(view)) from error
+                raise _typed(error, self.path, doing, len(view)) from error
             if direct and done + n < len(view):
                 n -= n % PAGE  # a short transfer goes on at a page
             if n == 0:

@@ -10,14 +10,13 @@ Assumes: nobody else opens the directories (the ledgers' locks). Deletes only fi
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from roadtrain.errors import DamagedError, ForeignError, GoneError
 from roadtrain.spec.chunks import ChunkTable
-from roadtrain.store.direct import store_error, sync_directory
+from roadtrain.store.direct import sync_directory, typed_errors, write_file
 from roadtrain.store.file import FILES, FileTier
 from roadtrain.store.ledger import HEADER, StoreMeta, make_directory
 
@@ -246,12 +245,8 @@ def _clean_unborn(given: Iterable[Path]) -> None:
 def _brief(directory: Path) -> tuple[str, int] | None:
     """(job, index) of a generation directory; None where it has no readable description."""
     try:
-        body = json.loads((directory / "store.json").read_bytes())
+        body = json.loads(_read(directory / "store.json") or b"")
         return str(body["job"]), int(body["index"])
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise store_error(error, directory / "store.json", "reading") from error
     except (ValueError, KeyError, TypeError):
         return None
 
@@ -262,12 +257,9 @@ def _generations(directory: Path) -> list[int]:
 
 def _current(directory: Path) -> int | None:
     path = directory / "CURRENT"
-    try:
-        text = path.read_text()
-    except (FileNotFoundError, NotADirectoryError):
+    text = _read(path)
+    if text is None:
         return None
-    except OSError as error:
-        raise store_error(error, path, "reading") from error
     if not text.strip().isdigit():
         raise DamagedError(f"{path}: {text[:20]!r} names no generation", hint="write the N of the gen-N beside it")
     return int(text)
@@ -275,29 +267,27 @@ def _current(directory: Path) -> int | None:
 
 def _switch(directory: Path, generation: int) -> None:
     """Name the generation that counts, atomically and durably."""
-    temporary = directory / "CURRENT.new"
-    try:
-        with open(temporary, "w") as file:
-            file.write(f"{generation}\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, directory / "CURRENT")
-    except OSError as error:
-        raise store_error(error, temporary, "switching the generation", 1 << 12) from error
+    temporary, doing = directory / "CURRENT.new", "switching the generation"
+    write_file(temporary, [f"{generation}\n".encode()], doing)
+    with typed_errors(temporary, doing):
+        temporary.replace(directory / "CURRENT")
     sync_directory(directory)
+
+
+def _read(path: Path) -> bytes | None:
+    """None where no such file is."""
+    with typed_errors(path, "reading"):
+        try:
+            return path.read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
 
 
 def _newest_step(directory: Path) -> int:
     """The newest step that a ledger file names, checked or not; -1 for none."""
     steps = [-1]
     for name in ("ledger.0", "ledger.1"):
-        try:
-            with open(directory / name, "rb") as file:
-                head = file.read(HEADER.size)
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            raise store_error(error, directory / name, "reading") from error
+        head = (_read(directory / name) or b"")[: HEADER.size]
         if len(head) == HEADER.size and any(head):
             steps.append(HEADER.unpack(head)[6])
     return max(steps)
@@ -305,12 +295,10 @@ def _newest_step(directory: Path) -> int:
 
 def _remove(directory: Path) -> None:
     """Delete a generation directory: the files that we make, then the directory where nothing else is in it."""
-    try:
+    with typed_errors(directory, "removing"):
         for name in (*FILES, "spill.bin"):
             (directory / name).unlink(missing_ok=True)
         if directory.is_dir() and not any(directory.iterdir()):
             directory.rmdir()
-    except OSError as error:
-        raise store_error(error, directory, "removing") from error
 
 

@@ -28,7 +28,7 @@ import xxhash
 
 from roadtrain.errors import DamagedError, ForeignError, GoneError, StoreError
 from roadtrain.spec.chunks import Chunk, ChunkTable, ParamSpec, Record, Span, record
-from roadtrain.store.direct import store_error, sync_directory
+from roadtrain.store.direct import sync_directory, typed_errors, write_file
 
 FORMAT = 1
 MAGIC = b"roadtrn\0"
@@ -131,14 +131,7 @@ class StoreMeta:
         return {chunk: r for chunk, r in self.records.items() if self.owners[chunk] == index}
 
     def write(self, directory: Path) -> None:
-        path = directory / "store.json"
-        try:
-            with open(path, "w") as file:
-                file.write(self.to_json())
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise store_error(error, path, "writing", 1 << 12) from error
+        write_file(directory / "store.json", [self.to_json().encode()], "writing")
 
     @property
     def signature(self) -> str:
@@ -153,10 +146,8 @@ class StoreMeta:
     def load(directory: Path) -> StoreMeta:
         """Raises GoneError, DamagedError, or ForeignError for another format."""
         path = directory / "store.json"
-        try:
+        with typed_errors(path, "reading"):
             text = path.read_bytes()
-        except OSError as error:
-            raise store_error(error, path, "reading") from error
         return StoreMeta.from_json(text, str(path))
 
     @staticmethod
@@ -203,18 +194,15 @@ class Ledger:
         self._pending: Entry | None = None
         self.torn: list[str] = []
         size = HEADER.size + rows * ROW.itemsize + _SPARE
-        path = self._paths[0]
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if create else 0)
         try:
             for path in self._paths:
-                self._fds.append(os.open(path, flags, 0o600))
-                if create:
-                    os.posix_fallocate(self._fds[-1], 0, size)
+                with typed_errors(path, "allocating" if create else "opening", size):
+                    self._fds.append(os.open(path, flags, 0o600))
+                    if create:
+                        os.posix_fallocate(self._fds[-1], 0, size)
             self._lock(directory)
-        except OSError as error:
-            self.close()
-            raise store_error(error, path, "allocating" if create else "opening", size if create else 0) from error
-        except StoreError:
+        except BaseException:
             self.close()
             raise
 
@@ -240,12 +228,10 @@ class Ledger:
         view = memoryview(body + digest(body).to_bytes(8, "little"))
         self._pending = Entry(step, rows.copy(), blob, file)
         fd, path, done = self._fds[file], self._paths[file], 0
-        try:
+        with typed_errors(path, f"writing the record of step {step}", len(view)):
             while done < len(view):
                 done += os.pwrite(fd, view[done:], done)
             os.fsync(fd)
-        except OSError as error:
-            raise store_error(error, path, f"writing the record of step {step}", len(view)) from error
         if os.fstat(fd).st_nlink == 0:
             raise GoneError(f"{path}: removed while in use, at step {step}")
 
@@ -256,11 +242,9 @@ class Ledger:
         """Forget a record that was appended but is not committed, also on the disk."""
         if self._pending is not None:
             fd, path = self._fds[self._pending.file], self._paths[self._pending.file]
-            try:
+            with typed_errors(path, "withdrawing a record", HEADER.size):
                 os.pwrite(fd, bytes(HEADER.size), 0)
                 os.fsync(fd)
-            except OSError as error:
-                raise store_error(error, path, "withdrawing a record", HEADER.size) from error
             self._pending = None
 
     def close(self) -> None:
@@ -283,10 +267,8 @@ class Ledger:
 
     def _parse(self, file: int) -> Entry | None:
         path = self._paths[file]
-        try:
+        with typed_errors(path, "reading"):
             data = path.read_bytes()
-        except OSError as error:
-            raise store_error(error, path, "reading") from error
         if not any(data[: HEADER.size]):
             return None
         magic, fmt, generation, job, index, count, step, blob = HEADER.unpack_from(data.ljust(HEADER.size, b"\0"))
@@ -306,14 +288,8 @@ class Ledger:
 
 def make_directory(directory: Path) -> None:
     """The directory with its parents, durable."""
-    missing = []
-    at = directory
-    while not at.exists():
-        missing.append(at)
-        at = at.parent
-    try:
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    with typed_errors(directory, "making the directory"):
         directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise store_error(error, directory, "making the directory") from error
     for path in missing:
         sync_directory(path.parent)
