@@ -9,16 +9,17 @@ Assumes: nobody else opens the directories (the ledgers' locks). Deletes only fi
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+import msgspec
 
 from roadtrain.errors import DamagedError, ForeignError, GoneError
 from roadtrain.spec.chunks import ChunkTable
 from roadtrain.store.direct import sync_directory, typed_errors, write_file
 from roadtrain.store.file import FILES, FileTier
-from roadtrain.store.ledger import HEADER, StoreMeta, make_directory
+from roadtrain.store.ledger import HEADER, Brief, StoreMeta, make_directory
 
 
 @dataclass
@@ -198,9 +199,9 @@ def _member(index: int, meta: StoreMeta, given: Sequence[Path]) -> Path:
         brief = _brief(path / name)
         if brief is None:
             continue
-        if brief[0] != meta.job:
-            raise ForeignError(f"{path / name}: of job {brief[0]}, the store is job {meta.job}")
-        if brief[1] == index:
+        if brief.job != meta.job:
+            raise ForeignError(f"{path / name}: of job {brief.job}, the store is job {meta.job}")
+        if brief.index == index:
             return path
     raise GoneError(
         f"{recorded / name}: gone: directory {index} of the {len(meta.directories)} of job {meta.job}",
@@ -216,9 +217,9 @@ def _clean_leftovers(meta: StoreMeta, given: Iterable[Path], members: Sequence[P
             brief = _brief(path / f"gen-{n}")
             if n == meta.generation and path in members:
                 continue
-            if brief is not None and brief[0] != meta.job:
+            if brief is not None and brief.job != meta.job:
                 if path in given:
-                    raise ForeignError(f"{path}: holds job {brief[0]}, the store is job {meta.job}")
+                    raise ForeignError(f"{path}: holds job {brief.job}, the store is job {meta.job}")
                 continue
             _remove(path / f"gen-{n}")
             cleaned.append(str(path / f"gen-{n}"))
@@ -242,12 +243,11 @@ def _clean_unborn(given: Iterable[Path]) -> None:
         (directory / "CURRENT.new").unlink(missing_ok=True)
 
 
-def _brief(directory: Path) -> tuple[str, int] | None:
-    """(job, index) of a generation directory; None where it has no readable description."""
+def _brief(directory: Path) -> Brief | None:
+    """None where a generation directory has no readable description."""
     try:
-        body = json.loads(_read(directory / "store.json") or b"")
-        return str(body["job"]), int(body["index"])
-    except (ValueError, KeyError, TypeError):
+        return msgspec.json.decode(_read(directory / "store.json") or b"", type=Brief)
+    except ValueError:
         return None
 
 

@@ -23,6 +23,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import xxhash
 
@@ -80,6 +81,16 @@ class GroupRule:
     rule: str
     arrays: tuple[str, ...] = ()
     scalars: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Brief:
+    """What any description says, also one that is not ours."""
+
+    format: int
+    job: str
+    index: int
+    fingerprint: str = ""
 
 
 @dataclass(frozen=True)
@@ -154,24 +165,14 @@ class StoreMeta:
     def from_json(text: bytes | str, where: str) -> StoreMeta:
         """`where`: for messages. Raises DamagedError, or ForeignError for another format."""
         try:
-            body = json.loads(text)
-            if body["format"] != FORMAT:
-                raise ForeignError(f"{where}: store format {body['format']}, this version reads {FORMAT}")
-            fingerprint = body.pop("fingerprint")
-            body["blocks"] = tuple(
-                (name, tuple(ParamSpec(**p | {"shape": tuple(p["shape"])}) for p in params))
-                for name, params in body["blocks"]
-            )
-            body["groups"] = tuple(
-                GroupRule(g["rule"], tuple(g["arrays"]), tuple(g["scalars"])) for g in body["groups"]
-            )
-            for key in ("owners", "directories", "former"):
-                body[key] = tuple(body[key])
-            meta = StoreMeta(**body)
-            if meta.table.fingerprint() != fingerprint or len(meta.owners) != len(meta.table.chunks):
-                raise DamagedError(f"{where}: does not match its fingerprint")
-        except (ValueError, KeyError, TypeError) as error:
+            brief = msgspec.json.decode(text, type=Brief)
+            if brief.format != FORMAT:
+                raise ForeignError(f"{where}: store format {brief.format}, this version reads {FORMAT}")
+            meta = msgspec.json.decode(text, type=StoreMeta)
+        except ValueError as error:
             raise DamagedError(f"{where}: not a store description ({error})") from error
+        if meta.table.fingerprint() != brief.fingerprint or len(meta.owners) != len(meta.table.chunks):
+            raise DamagedError(f"{where}: does not match its fingerprint")
         return meta
 
 
