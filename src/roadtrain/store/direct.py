@@ -88,16 +88,16 @@ class DirectFile:
         self._lock = threading.Lock()
         self._direct = direct and _O_DIRECT != 0
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if create is not None else 0)
-        self._fd = -1
+        self.fd = -1
         try:
             # created without O_DIRECT: a refused open would leave the file behind and fail the second time
-            self._fd = os.open(path, flags, 0o600)
+            self.fd = os.open(path, flags, 0o600)
             if create:
-                os.posix_fallocate(self._fd, 0, create)
+                os.posix_fallocate(self.fd, 0, create)
             if self._direct:
-                fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) | _O_DIRECT)
+                fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) | _O_DIRECT)
         except OSError as error:
-            if error.errno == errno.EINVAL and self._fd >= 0:
+            if error.errno == errno.EINVAL and self.fd >= 0:
                 self._go_buffered()
                 return
             self.close()
@@ -107,7 +107,7 @@ class DirectFile:
 
     @property
     def nbytes(self) -> int:
-        return os.fstat(self._fd).st_size
+        return os.fstat(self.fd).st_size
 
     def read(self, into: memoryview, offset: int, what: str) -> None:
         if self._direct and not _aligned(into):
@@ -118,7 +118,7 @@ class DirectFile:
             return
         self._all(os.preadv, into, offset, f"reading {what}")
         if not self._direct:
-            os.posix_fadvise(self._fd, offset, len(into), os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(self.fd, offset, len(into), os.POSIX_FADV_DONTNEED)
 
     def write(self, data: memoryview, offset: int, what: str) -> None:
         if self._direct and not _aligned(data):
@@ -129,28 +129,28 @@ class DirectFile:
             return
         self._all(os.pwritev, data, offset, f"writing {what}")
 
-    def sync(self) -> None:
-        """All writes that returned are durable. GoneError also where the file was removed under us."""
-        with typed_errors(self.path, "fdatasync"):
-            os.fdatasync(self._fd)
+    def sync(self, when: str) -> None:
+        """All writes that returned are durable."""
+        with typed_errors(self.path, f"fdatasync {when}"):
+            os.fdatasync(self.fd)
             if not self._direct:
-                os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
-    def check_linked(self) -> None:
-        if os.fstat(self._fd).st_nlink == 0:
-            raise GoneError(f"{self.path}: removed while in use")
+    def check_linked(self, when: str) -> None:
+        if os.fstat(self.fd).st_nlink == 0:
+            raise GoneError(f"{self.path}: removed while in use, {when}")
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-        self._fd = -1
+        if self.fd >= 0:
+            os.close(self.fd)
+        self.fd = -1
 
     def _all(self, call: _Call, view: memoryview, offset: int, doing: str) -> None:
         done = 0
         while done < len(view):
             direct = self._direct
             try:
-                n = call(self._fd, [view[done:]], offset + done)
+                n = call(self.fd, [view[done:]], offset + done)
             except OSError as error:
                 if error.errno == errno.EINVAL and direct:
                     self._go_buffered()
@@ -167,7 +167,7 @@ class DirectFile:
 
     def _go_buffered(self) -> None:
         with self._lock:
-            fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~_O_DIRECT)
+            fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) & ~_O_DIRECT)
             self._direct = False
             self.note = f"{self.path.parent}: the file system refuses direct I/O, buffered I/O is used"
 

@@ -13,7 +13,6 @@ import fcntl
 import hashlib
 import itertools
 import json
-import os
 import struct
 import time
 import uuid
@@ -27,9 +26,9 @@ import msgspec
 import numpy as np
 import xxhash
 
-from roadtrain.errors import DamagedError, ForeignError, GoneError, StoreError
+from roadtrain.errors import DamagedError, ForeignError, StoreError
 from roadtrain.spec.chunks import Chunk, ChunkTable, ParamSpec, Record, Span, record
-from roadtrain.store.direct import sync_directory, typed_errors, write_file
+from roadtrain.store.direct import DirectFile, sync_directory, typed_errors, write_file
 
 FORMAT = 1
 MAGIC = b"roadtrn\0"
@@ -185,79 +184,71 @@ class Entry:
 
 
 class Ledger:
-    """The two ledger files of one generation directory. `entry`: the last committed one, None before the first."""
+    """The two ledger files of one generation directory. `entry`: the last committed record, before the first one of
+    step -1 with the rows given; `pending`: what is appended, and neither confirmed nor withdrawn."""
 
-    def __init__(self, directory: Path, meta: StoreMeta, rows: int, *, create: bool = False) -> None:
-        self._meta, self._count = meta, rows
-        self._paths = [directory / f"ledger.{i}" for i in range(2)]
-        self._fds: list[int] = []
-        self.entry: Entry | None = None
-        self._pending: Entry | None = None
+    def __init__(self, directory: Path, meta: StoreMeta, rows: Rows, *, create: bool = False) -> None:
+        self._meta, self._files = meta, list[DirectFile]()
+        self.entry = Entry(-1, rows, b"", 1)
+        self.pending: Entry | None = None
         self.torn: list[str] = []
-        size = HEADER.size + rows * ROW.itemsize + _SPARE
-        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if create else 0)
+        size = HEADER.size + rows.nbytes + _SPARE if create else None
         try:
-            for path in self._paths:
-                with typed_errors(path, "allocating" if create else "opening", size):
-                    self._fds.append(os.open(path, flags, 0o600))
-                    if create:
-                        os.posix_fallocate(self._fds[-1], 0, size)
-            self._lock(directory)
+            for i in range(2):
+                self._files.append(DirectFile(directory / f"ledger.{i}", direct=False, create=size))
+            with typed_errors(directory, "locking"):
+                self._lock(directory)
         except BaseException:
             self.close()
             raise
 
-    def load(self, step: int | None) -> Entry:
+    def load(self, step: int | None) -> None:
         """The record of exactly `step`, or the newest. DamagedError where there is none, ForeignError for another's."""
         found = [e for e in (self._parse(i) for i in range(2)) if e is not None]
         fit = [e for e in found if step is None or e.step == step]
         if not fit:
             raise DamagedError(
-                f"{self._paths[0].parent}: no valid ledger record" + ("" if step is None else f" of step {step}")
+                f"{self._files[0].path.parent}: no valid ledger record" + ("" if step is None else f" of step {step}")
                 + f", there are {[e.step for e in found]}"
             )
         self.entry = max(fit, key=lambda e: e.step)
-        return self.entry
 
     def append(self, step: int, rows: Rows, blob: bytes) -> None:
         """Durable on return; the committed record is not touched."""
-        m, file = self._meta, 0 if self.entry is None else 1 - self.entry.file
+        m, number = self._meta, 1 - self.entry.file
         head = HEADER.pack(
             MAGIC, m.format, m.generation, uuid.UUID(m.job).bytes, m.index, len(rows), step, len(blob)
         )
         body = head + rows.tobytes() + blob
-        view = memoryview(body + digest(body).to_bytes(8, "little"))
-        self._pending = Entry(step, rows.copy(), blob, file)
-        fd, path, done = self._fds[file], self._paths[file], 0
-        with typed_errors(path, f"writing the record of step {step}", len(view)):
-            while done < len(view):
-                done += os.pwrite(fd, view[done:], done)
-            os.fsync(fd)
-        if os.fstat(fd).st_nlink == 0:
-            raise GoneError(f"{path}: removed while in use, at step {step}")
+        self.pending = Entry(step, rows.copy(), blob, number)  # before it may exist, so that it can be withdrawn
+        self._put(body + digest(body).to_bytes(8, "little"), f"the record of step {step}")
 
     def confirm(self) -> None:
-        self.entry, self._pending = self._pending, None
+        assert self.pending is not None
+        self.entry, self.pending = self.pending, None
 
     def withdraw(self) -> None:
         """Forget a record that was appended but is not committed, also on the disk."""
-        if self._pending is not None:
-            fd, path = self._fds[self._pending.file], self._paths[self._pending.file]
-            with typed_errors(path, "withdrawing a record", HEADER.size):
-                os.pwrite(fd, bytes(HEADER.size), 0)
-                os.fsync(fd)
-            self._pending = None
+        if self.pending is not None:
+            self._put(bytes(HEADER.size), f"zeros over the record of step {self.pending.step}")
+            self.pending = None
 
     def close(self) -> None:
-        for fd in self._fds:
-            os.close(fd)
-        self._fds = []
+        for file in self._files:
+            file.close()
+
+    def _put(self, data: bytes, what: str) -> None:
+        assert self.pending is not None
+        file = self._files[self.pending.file]
+        file.write(memoryview(data), 0, what)
+        file.sync(f"of {what}")
+        file.check_linked(f"after {what}")
 
     def _lock(self, directory: Path) -> None:
         until = time.monotonic() + LOCK_WAIT_S
         while True:
             try:
-                return fcntl.flock(self._fds[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return fcntl.flock(self._files[0].fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if time.monotonic() > until:
                     raise StoreError(
@@ -267,7 +258,7 @@ class Ledger:
                 time.sleep(0.05)
 
     def _parse(self, file: int) -> Entry | None:
-        path = self._paths[file]
+        path = self._files[file].path
         with typed_errors(path, "reading"):
             data = path.read_bytes()
         if not any(data[: HEADER.size]):
@@ -278,10 +269,11 @@ class Ledger:
             self.torn.append(f"{path}: a torn record was set aside, the step before it counts")
             return None
         m = self._meta
-        is_, ours = (fmt, generation, str(uuid.UUID(bytes=job)), index, count), (m.format, m.generation, m.job, m.index)
-        if is_ != (*ours, self._count):
+        is_ = (fmt, generation, str(uuid.UUID(bytes=job)), index, count)
+        ours = (m.format, m.generation, m.job, m.index, len(self.entry.rows))
+        if is_ != ours:
             raise ForeignError(
-                f"{path}: a record of (format, generation, job, directory, chunks) {is_}, not {(*ours, self._count)}"
+                f"{path}: a record of (format, generation, job, directory, chunks) {is_}, not {ours}"
             )
         rows = np.frombuffer(data, ROW, count, HEADER.size).copy()
         return Entry(step, rows, data[end - blob : end], file)
