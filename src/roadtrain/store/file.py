@@ -80,7 +80,7 @@ class FileTier:
         tier = cls(directory, meta, meta.owned(meta.index), direct=direct, new=False)
         try:
             tier._ledger.load(step)
-            tier.drop_pending()
+            tier._take()
             assert tier._now["chunk"].tolist() == list(tier._places)
         except BaseException:
             tier.close()
@@ -177,13 +177,7 @@ class FileTier:
     def committed(self, step: int) -> None:
         self._ledger.confirm()
         assert step == self.step, (step, self.step)
-        self.drop_pending()
-
-    def drop_pending(self) -> None:
-        """The newest is what is committed. Also after a `prepare` that is not to be committed: directory 0 first."""
-        self._ledger.withdraw()
-        self._now = self._ledger.entry.rows.copy()
-        self._written.clear()
+        self._take()
 
     def spill_write(self, chunk: int, data: memoryview, worker: int = 0) -> None:
         """Scratch bytes of a chunk (a worker's gradient): not durable, not checked. FullError at the first call."""
@@ -213,6 +207,11 @@ class FileTier:
                     assert now[f"{p}_slot"] != base[f"{p}_slot"], (chunk, p)
             if not any((chunk, p) in self._written for p in (PUBLIC, PRIVATE)):
                 assert now == base, chunk
+
+    def _take(self) -> None:
+        """The newest is what is committed."""
+        self._now = self._ledger.entry.rows.copy()
+        self._written.clear()
 
     def _whole(self, place: Place) -> bool:
         row = self._now[place.row]

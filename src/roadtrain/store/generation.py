@@ -63,10 +63,6 @@ class OpenedStore:
         for tier in self.tiers:
             tier.committed(step)
 
-    def drop_pending(self) -> None:
-        for tier in self.tiers:
-            tier.drop_pending()
-
     def publish(self) -> None:
         """This generation counts from now on; the former one is removed. Only after the first commit."""
         assert self.step >= 0 and not self.published

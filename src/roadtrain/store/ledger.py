@@ -185,7 +185,7 @@ class Entry:
 
 class Ledger:
     """The two ledger files of one generation directory. `entry`: the last committed record, before the first one of
-    step -1 with the rows given; `pending`: what is appended, and neither confirmed nor withdrawn."""
+    step -1 with the rows given; `pending`: what is appended and not confirmed."""
 
     def __init__(self, directory: Path, meta: StoreMeta, rows: Rows, *, create: bool = False) -> None:
         self._meta, self._files = meta, list[DirectFile]()
@@ -220,29 +220,19 @@ class Ledger:
             MAGIC, m.format, m.generation, uuid.UUID(m.job).bytes, m.index, len(rows), step, len(blob)
         )
         body = head + rows.tobytes() + blob
-        self.pending = Entry(step, rows.copy(), blob, number)  # before it may exist, so that it can be withdrawn
-        self._put(body + digest(body).to_bytes(8, "little"), f"the record of step {step}")
+        self.pending = Entry(step, rows.copy(), blob, number)
+        file, what = self._files[number], f"the record of step {step}"
+        file.write(memoryview(body + digest(body).to_bytes(8, "little")), 0, what)
+        file.sync(f"of {what}")
+        file.check_linked(f"after {what}")
 
     def confirm(self) -> None:
         assert self.pending is not None
         self.entry, self.pending = self.pending, None
 
-    def withdraw(self) -> None:
-        """Forget a record that was appended but is not committed, also on the disk."""
-        if self.pending is not None:
-            self._put(bytes(HEADER.size), f"zeros over the record of step {self.pending.step}")
-            self.pending = None
-
     def close(self) -> None:
         for file in self._files:
             file.close()
-
-    def _put(self, data: bytes, what: str) -> None:
-        assert self.pending is not None
-        file = self._files[self.pending.file]
-        file.write(memoryview(data), 0, what)
-        file.sync(f"of {what}")
-        file.check_linked(f"after {what}")
 
     def _lock(self, directory: Path) -> None:
         until = time.monotonic() + LOCK_WAIT_S
