@@ -164,7 +164,7 @@ def test_a_kill_while_converting(tmp_path: Path, moment: str, monkeypatch: pytes
 
     old = made([tmp_path / "a", tmp_path / "b"], table("bf16"))
     target = {
-        "creating": (generation.FileTier, "create"),
+        "creating": (generation.FileTier, "__init__"),
         "writing": (generation.FileTier, "write"),
         "committing": (OpenedStore, "commit"),
         "publishing": (generation, "_switch"),

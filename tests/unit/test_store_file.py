@@ -468,7 +468,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
 def test_a_tier_stands_alone(tmp_path: Path) -> None:
     meta = replace(META, owners=(0,) * len(OWNERS), directories=(str(tmp_path),), generation=1)
-    tier = FileTier.create(tmp_path, meta, RECORDS)
+    tier = FileTier(tmp_path, meta, create=True)
     with pytest.raises(AssertionError, match="never written"):
         tier.prepare(0, b"")
     for chunk in RECORDS:
@@ -480,7 +480,7 @@ def test_a_tier_stands_alone(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="frozen"):
         tier.write(FROZEN, PUBLIC, random_bytes(FROZEN, PUBLIC))
     tier.close()
-    tier = FileTier.open(tmp_path, meta)
+    tier = FileTier(tmp_path, meta)
     assert (tier.step, tier.blob) == (0, b"x")
     tier.close()
 

@@ -80,6 +80,15 @@ def sync_directory(directory: Path) -> None:
             os.close(fd)
 
 
+def make_directory(directory: Path) -> None:
+    """The directory with its parents, durable."""
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    with typed_errors(directory, "making the directory"):
+        directory.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        sync_directory(path.parent)
+
+
 class DirectFile:
     """Opens `path`; where `create` is given, makes it with that many bytes allocated."""
 

@@ -11,7 +11,6 @@ does NOT know the other directories (store.generation does).
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,14 +18,13 @@ import numpy as np
 
 from roadtrain.errors import DamagedError, FullError
 from roadtrain.spec.chunks import PAGE, Record
-from roadtrain.store.direct import DirectFile, free_nbytes
+from roadtrain.store.direct import DirectFile, free_nbytes, sync_directory
 from roadtrain.store.ledger import ROW, Ledger, Rows, StoreMeta, digest
 from roadtrain.store.tier import PRIVATE, PUBLIC, RECORD, part_range
 from roadtrain.units import round_up, show_bytes
 
 SLOTS = ("slot0.bin", "slot1.bin")
 FILES = (*SLOTS, "ledger.0", "ledger.1", "store.json")
-Records = Mapping[int, Record]
 
 
 @dataclass(frozen=True)
@@ -40,52 +38,43 @@ class Place:
 
 
 class FileTier:
-    """Made by `create` or `open`. `note`: say it once."""
+    """The generation directory `directory` at the record of exactly `step`, or the newest; with `create`, files of the
+    full size, empty. `note`: say it once. Raises FullError with both numbers, GoneError, DamagedError, ForeignError."""
 
-    def __init__(self, directory: Path, meta: StoreMeta, records: Records, *, direct: bool, new: bool) -> None:
+    def __init__(
+        self, directory: Path, meta: StoreMeta, step: int | None = None, *, direct: bool = True, create: bool = False
+    ) -> None:
         self.directory, self.meta, self._direct = directory, meta, direct
-        self._places, sizes = _lay_out(meta, records)
+        self._places, sizes = _lay_out(meta)
         self._spill_nbytes = sizes[2]
         self._spill: DirectFile | None = None
         self.spill_workers = 1  # whose gradients the spill file has room for
         self._lock = threading.Lock()  # the making of the spill file
-        self._now: Rows = np.zeros(len(records), ROW)  # the newest; as last committed but for chunks of _written
+        self._now: Rows = np.zeros(len(self._places), ROW)  # the newest; as last committed but for chunks of _written
         self._now["chunk"] = list(self._places)
         self._now["public_slot"] = self._now["private_slot"] = 1  # so that the first write goes to slot 0
         self._written: set[tuple[int, str]] = set()  # parts written since the last commit
         self._dirty: set[int] = set()  # slots written since their last sync
         self._slots: list[DirectFile] = []
-        self._ledger = Ledger(directory, meta, self._now.copy(), create=new)
+        self._ledger = Ledger(directory, meta, self._now.copy(), create=create)
         try:
-            if new:
+            if create:
                 _check_room(directory, sizes[0] + sizes[1])
             for name, nbytes in zip(SLOTS, sizes[:2]):
-                self._slots.append(DirectFile(directory / name, direct=direct, create=nbytes if new else None))
+                self._slots.append(DirectFile(directory / name, direct=direct, create=nbytes if create else None))
                 if self._slots[-1].nbytes < nbytes:
                     raise DamagedError(
                         f"{directory / name}: truncated: {self._slots[-1].nbytes} bytes, {nbytes} are needed"
                     )
+            if create:
+                sync_directory(directory)
+            else:
+                self._ledger.load(step)
+                self._take()
+                assert self._now["chunk"].tolist() == list(self._places)
         except BaseException:
             self.close()
             raise
-
-    @classmethod
-    def create(cls, directory: Path, meta: StoreMeta, records: Records, *, direct: bool = True) -> FileTier:
-        """Empty files of the full size in the generation directory `directory`. FullError with both numbers."""
-        return cls(directory, meta, records, direct=direct, new=True)
-
-    @classmethod
-    def open(cls, directory: Path, meta: StoreMeta, step: int | None = None, *, direct: bool = True) -> FileTier:
-        """At the record of exactly `step`, or the newest. GoneError, DamagedError, ForeignError."""
-        tier = cls(directory, meta, meta.owned(meta.index), direct=direct, new=False)
-        try:
-            tier._ledger.load(step)
-            tier._take()
-            assert tier._now["chunk"].tolist() == list(tier._places)
-        except BaseException:
-            tier.close()
-            raise
-        return tier
 
     @property
     def step(self) -> int:
@@ -230,9 +219,10 @@ class FileTier:
             return self._spill
 
 
-def _lay_out(meta: StoreMeta, records: Records) -> tuple[dict[int, Place], tuple[int, int, int]]:
+def _lay_out(meta: StoreMeta) -> tuple[dict[int, Place], tuple[int, int, int]]:
     """Places by chunk, trainable ones first, and the bytes of slot 0, slot 1 and the spill file."""
-    chunks = [meta.table.chunks[c] for c in sorted(records)]
+    records = meta.owned(meta.index)
+    chunks = [meta.table.chunks[c] for c in records]
     places: dict[int, Place] = {}
     at = both = spill = 0
     for chunk in [c for c in chunks if c.trainable] + [c for c in chunks if not c.trainable]:

@@ -10,16 +10,16 @@ Assumes: nobody else opens the directories (the ledgers' locks). Deletes only fi
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 
 from roadtrain.errors import DamagedError, ForeignError, GoneError
 from roadtrain.spec.chunks import ChunkTable
-from roadtrain.store.direct import sync_directory, typed_errors, write_file
+from roadtrain.store.direct import make_directory, sync_directory, typed_errors, write_file
 from roadtrain.store.file import FILES, FileTier
-from roadtrain.store.ledger import HEADER, Brief, StoreMeta, make_directory
+from roadtrain.store.ledger import HEADER, Brief, StoreMeta
 
 
 @dataclass
@@ -30,8 +30,6 @@ class OpenedStore:
     meta: StoreMeta  # of directory 0
     tiers: list[FileTier]
     former: OpenedStore | None = None  # what `publish` replaces
-    published: bool = True
-    cleaned: list[str] = field(default_factory=list)  # leftovers that were removed on opening
 
     @property
     def table(self) -> ChunkTable:
@@ -65,9 +63,8 @@ class OpenedStore:
 
     def publish(self) -> None:
         """This generation counts from now on; the former one is removed. Only after the first commit."""
-        assert self.step >= 0 and not self.published
+        assert self.step >= 0
         _switch(self.directories[0], self.generation)
-        self.published = True
         if self.former is not None:
             old, self.former = self.former, None
             old.close()
@@ -107,20 +104,14 @@ def create_store(
         meta, owners=tuple(owners), directories=tuple(map(str, paths)), generation=max(there, default=0) + 1, index=0,
         former=tuple(map(str, former.directories)) if former else (),
     )  # fmt: skip
-    name = f"gen-{meta.generation}"
     tiers: list[FileTier] = []
     try:
         for index, path in enumerate(paths):
-            make_directory(path / name)
-            own = replace(meta, index=index)
-            own.write(path / name)
-            tiers.append(FileTier.create(path / name, own, own.owned(index), direct=direct))
-            sync_directory(path / name)
-            sync_directory(path)
+            tiers.append(_create(path, replace(meta, index=index), direct))
     except BaseException:
         OpenedStore(paths, meta, tiers).discard()
         raise
-    return OpenedStore(paths, meta, tiers, former, published=False)
+    return OpenedStore(paths, meta, tiers, former)
 
 
 def open_store(directories: Sequence[str | Path], *, direct: bool = True) -> OpenedStore | None:
@@ -140,13 +131,13 @@ def open_store(directories: Sequence[str | Path], *, direct: bool = True) -> Ope
     try:
         for index, path in enumerate(members):
             home, step = path / f"gen-{generation}", tiers[0].step if index else None
-            tiers.append(FileTier.open(home, StoreMeta.load(home), step, direct=direct))
-        cleaned = _clean_leftovers(meta, given, members)
+            tiers.append(FileTier(home, StoreMeta.load(home), step, direct=direct))
+        _clean_leftovers(meta, given, members)
     except BaseException:
         for tier in tiers:
             tier.close()
         raise
-    return OpenedStore(tuple(members), meta, tiers, cleaned=cleaned)
+    return OpenedStore(tuple(members), meta, tiers)
 
 
 def open_part(directory: str | Path, step: int | None = None, *, direct: bool = True) -> FileTier | None:
@@ -157,7 +148,7 @@ def open_part(directory: str | Path, step: int | None = None, *, direct: bool = 
         _clean_unborn([path])
         return None
     home = path / f"gen-{generation}"
-    return FileTier.open(home, StoreMeta.load(home), step, direct=direct)
+    return FileTier(home, StoreMeta.load(home), step, direct=direct)
 
 
 def create_part(directory: str | Path, meta: StoreMeta, *, direct: bool = True) -> FileTier:
@@ -169,17 +160,19 @@ def create_part(directory: str | Path, meta: StoreMeta, *, direct: bool = True) 
             raise ForeignError(f"{path}: holds step {step} of a store already", hint="name another directory")
         (path / "CURRENT").unlink()
     _clean_unborn([path])
-    meta, home = replace(meta, generation=1), path / "gen-1"
+    return _create(path, replace(meta, generation=1), direct)
+
+
+def _create(path: Path, meta: StoreMeta, direct: bool) -> FileTier:
+    """Empty files for the chunks of directory `meta.index`, beside what describes them."""
+    home = path / f"gen-{meta.generation}"
     try:
         make_directory(home)
         meta.write(home)
-        tier = FileTier.create(home, meta, meta.owned(meta.index), direct=direct)
-        sync_directory(home)
-        sync_directory(path)
+        return FileTier(home, meta, direct=direct, create=True)
     except BaseException:
         _remove(home)
         raise
-    return tier
 
 
 def publish_part(directory: str | Path) -> None:
@@ -205,24 +198,20 @@ def _member(index: int, meta: StoreMeta, given: Sequence[Path]) -> Path:
     )
 
 
-def _clean_leftovers(meta: StoreMeta, given: Iterable[Path], members: Sequence[Path]) -> list[str]:
+def _clean_leftovers(meta: StoreMeta, given: Iterable[Path], members: Sequence[Path]) -> None:
     """Remove this job's generations that do not count. ForeignError for another job's in a given directory."""
-    cleaned = []
     for path in dict.fromkeys([*given, *members, *map(Path, meta.former)]):
         for n in _generations(path):
             brief = _brief(path / f"gen-{n}")
             if n == meta.generation and path in members:
                 continue
-            if brief is not None and brief.job != meta.job:
-                if path in given:
-                    raise ForeignError(f"{path}: holds job {brief.job}, the store is job {meta.job}")
-                continue
-            _remove(path / f"gen-{n}")
-            cleaned.append(str(path / f"gen-{n}"))
+            if brief is None or brief.job == meta.job:
+                _remove(path / f"gen-{n}")
+            elif path in given:
+                raise ForeignError(f"{path}: holds job {brief.job}, the store is job {meta.job}")
         (path / "CURRENT.new").unlink(missing_ok=True)
         if path != members[0] and (path / "CURRENT").exists() and not _generations(path):
             (path / "CURRENT").unlink()
-    return cleaned
 
 
 def _clean_unborn(given: Iterable[Path]) -> None:

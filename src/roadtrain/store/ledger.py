@@ -28,7 +28,7 @@ import xxhash
 
 from roadtrain.errors import DamagedError, ForeignError, StoreError
 from roadtrain.spec.chunks import Chunk, ChunkTable, ParamSpec, Record, Span, record
-from roadtrain.store.direct import DirectFile, sync_directory, typed_errors, write_file
+from roadtrain.store.direct import DirectFile, typed_errors, write_file
 
 FORMAT = 1
 MAGIC = b"roadtrn\0"
@@ -267,12 +267,3 @@ class Ledger:
             )
         rows = np.frombuffer(data, ROW, count, HEADER.size).copy()
         return Entry(step, rows, data[end - blob : end], file)
-
-
-def make_directory(directory: Path) -> None:
-    """The directory with its parents, durable."""
-    missing = [path for path in (directory, *directory.parents) if not path.exists()]
-    with typed_errors(directory, "making the directory"):
-        directory.mkdir(parents=True, exist_ok=True)
-    for path in missing:
-        sync_directory(path.parent)
