@@ -119,24 +119,18 @@ class DirectFile:
         return os.fstat(self.fd).st_size
 
     def read(self, into: memoryview, offset: int, what: str) -> None:
-        if self._direct and not _aligned(into):
-            bounce = Buffer(len(into))
-            self._all(os.preadv, bounce.view[: len(into)], offset, f"reading {what}")
-            into[:] = bounce.view[: len(into)]
-            bounce.close()
-            return
-        self._all(os.preadv, into, offset, f"reading {what}")
+        view = self._on_page(into)
+        self._all(os.preadv, view, offset, f"reading {what}")
+        if view is not into:
+            into[:] = view
         if not self._direct:
             os.posix_fadvise(self.fd, offset, len(into), os.POSIX_FADV_DONTNEED)
 
     def write(self, data: memoryview, offset: int, what: str) -> None:
-        if self._direct and not _aligned(data):
-            bounce = Buffer(len(data))
-            bounce.view[: len(data)] = data
-            self._all(os.pwritev, bounce.view[: len(data)], offset, f"writing {what}")
-            bounce.close()
-            return
-        self._all(os.pwritev, data, offset, f"writing {what}")
+        view = self._on_page(data)
+        if view is not data:
+            view[:] = data
+        self._all(os.pwritev, view, offset, f"writing {what}")
 
     def sync(self, when: str) -> None:
         """All writes that returned are durable."""
@@ -153,6 +147,12 @@ class DirectFile:
         if self.fd >= 0:
             os.close(self.fd)
         self.fd = -1
+
+    def _on_page(self, view: memoryview) -> memoryview:
+        """`view` where direct I/O can use it, else as much memory that it can."""
+        if not self._direct or not view or np.frombuffer(view, np.uint8, 1).ctypes.data % PAGE == 0:
+            return view
+        return Buffer(len(view)).view[: len(view)]
 
     def _all(self, call: _Call, view: memoryview, offset: int, doing: str) -> None:
         done = 0
@@ -179,7 +179,3 @@ class DirectFile:
             fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) & ~_O_DIRECT)
             self._direct = False
             self.note = f"{self.path.parent}: the file system refuses direct I/O, buffered I/O is used"
-
-
-def _aligned(view: memoryview) -> bool:
-    return not view or np.frombuffer(view, np.uint8, 1).ctypes.data % PAGE == 0
