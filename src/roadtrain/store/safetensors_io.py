@@ -21,10 +21,7 @@ from roadtrain.spec.chunks import ITEMSIZE
 from roadtrain.store.buffers import NUMPY
 from roadtrain.store.direct import sync_directory, typed_errors, write_file
 
-TAGS = {
-    "fp32": "F32", "bf16": "BF16", "fp16": "F16", "fp64": "F64", "i8": "I8", "u8": "U8", "i16": "I16", "i32": "I32",
-    "i64": "I64", "bool": "BOOL",
-}  # fmt: skip
+TAGS = {dtype: dtype.upper().replace("FP", "F") for dtype in ITEMSIZE}  # F32, BF16, I8, BOOL
 _DTYPES = {tag: dtype for dtype, tag in TAGS.items()}
 _MAX_HEADER = 100_000_000  # bytes: the format's own limit
 SHARD_NBYTES = 5 * 10**9  # Hugging Face's usual
