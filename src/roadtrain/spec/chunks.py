@@ -145,16 +145,12 @@ def record(chunk: Chunk, n_arrays: int, n_scalars: int, staleness: int = 0) -> R
     public = round_up(chunk.public_nbytes, PAGE)
     if not chunk.trainable:
         return Record(public, 0, 0, (), 0)
-    at, master = public, 0
-    if chunk.dtype != "fp32" or staleness:
-        master, at = at, at + round_up(chunk.numel * 4, PAGE)
-    arrays = []
-    for _ in range(n_arrays):
-        arrays.append(at)
-        at += round_up(chunk.numel * 4, PAGE)
-    scalars = at
-    at += round_up(n_scalars * len(chunk.spans) * 8, PAGE)
-    return Record(public, at - public, master, tuple(arrays), scalars)
+    size = round_up(chunk.numel * 4, PAGE)
+    master = public if chunk.dtype != "fp32" or staleness else 0
+    first = master + size if master else public
+    scalars = first + n_arrays * size
+    stop = scalars + round_up(n_scalars * len(chunk.spans) * 8, PAGE)
+    return Record(public, stop - public, master, tuple(range(first, scalars, size)), scalars)
 
 
 @dataclass(frozen=True)
