@@ -21,7 +21,6 @@ HUGE = 2 << 20  # buffers are whole huge pages
 class Budgets:
     """`resident` / `public_resident`: chunks whose record / public part is kept in memory. Bytes are upper limits."""
 
-    host_bytes: int
     root_bytes: int
     slots: int
     slot_bytes: int
@@ -101,7 +100,7 @@ def derive(
         activations += left // 2
         slots += min(len(blocks), left // 4 // slot)
         return Budgets(
-            host_bytes, root_bytes, slots, slot, pushes, push, 0, 0, scratch, activations, compressed_bytes,
+            root_bytes, slots, slot, pushes, push, 0, 0, scratch, activations, compressed_bytes,
             frozenset(records), frozenset(), all_records + servers * scratch,
         )
     # The order in which more memory pays: overlap first, then inputs, then gradients that wait, then what is kept.
@@ -122,7 +121,7 @@ def derive(
         slots, left = slots + more, 0
     resident, public, kept = _kept(table.chunks if serves else (), records, left)
     return Budgets(
-        host_bytes, root_bytes, slots, slot, pushes, push, servers * per_server, record, scratch, activations,
+        root_bytes, slots, slot, pushes, push, servers * per_server, record, scratch, activations,
         compressed_bytes, resident, public, kept,
     )
 

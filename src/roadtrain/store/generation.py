@@ -36,10 +36,6 @@ class OpenedStore:
         return self.meta.table
 
     @property
-    def generation(self) -> int:
-        return self.meta.generation
-
-    @property
     def step(self) -> int:
         return self.tiers[0].step
 
@@ -64,20 +60,20 @@ class OpenedStore:
     def publish(self) -> None:
         """This generation counts from now on; the former one is removed. Only after the first commit."""
         assert self.step >= 0
-        _switch(self.directories[0], self.generation)
+        _switch(self.directories[0], self.meta.generation)
         if self.former is not None:
             old, self.former = self.former, None
             old.close()
             if old.directories[0].resolve() != self.directories[0].resolve():
                 (old.directories[0] / "CURRENT").unlink(missing_ok=True)
             for directory in old.directories:
-                _remove(directory / f"gen-{old.generation}")
+                _remove(directory / f"gen-{old.meta.generation}")
 
     def discard(self) -> None:
         """Close and remove a generation that is not to count."""
         self.close()
         for directory in self.directories:
-            _remove(directory / f"gen-{self.generation}")
+            _remove(directory / f"gen-{self.meta.generation}")
 
     def close(self) -> None:
         for tier in self.tiers:
@@ -99,7 +95,7 @@ def create_store(
     for path in paths:
         if former is None and (path / "CURRENT").exists():
             raise ForeignError(f"{path}: holds a store already", hint="open it, or name another directory")
-    there = [n for p in paths for n in _generations(p)] + ([former.generation] if former else [])
+    there = [n for p in paths for n in _generations(p)] + ([former.meta.generation] if former else [])
     meta = replace(
         meta, owners=tuple(owners), directories=tuple(map(str, paths)), generation=max(there, default=0) + 1, index=0,
         former=tuple(map(str, former.directories)) if former else (),
