@@ -31,7 +31,9 @@ SEGMENT = 1 << 16  # elements: the grid of partial sums; every chunk size is a m
 MAX_CHUNK = 1 << 20  # elements
 PAGE = 4096  # bytes: what direct I/O wants offsets, lengths and addresses to be multiples of
 
-ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8, "i8": 1, "u8": 1, "i16": 2, "i32": 4, "i64": 8, "bool": 1}
+NUMPY = {"fp32": "f4", "bf16": "u2", "fp16": "u2", "fp64": "f8", "i8": "i1", "u8": "u1", "i16": "i2", "i32": "i4",
+         "i64": "i8", "bool": "u1"}  # what numpy holds each dtype as; 16-bit floats travel as uint16
+ITEMSIZE = {dtype: int(code[1:]) for dtype, code in NUMPY.items()}
 TRAINABLE = ("fp32", "bf16", "fp16")
 
 
@@ -67,31 +69,22 @@ class Run:
     pull buffer (and in its push buffer where trainable: there `push_offset`)."""
 
     block: int
-    index: int
+    index: int  # among the block's runs
     dtype: str
     group: int
     trainable: bool
-    numel: int  # padded
+    numel: int  # padded at the run's end
     offset: int
     push_offset: int
     spans: tuple[Span, ...]
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """`start`: first element inside its run. `offset`/`push_offset`: first byte inside the block's pull/push buffer."""
+class Chunk(Run):
+    """A piece of the run with its `index`, all fields being the piece's own. `start`: its first element in that run."""
 
     id: int
-    block: int
-    run: int
     start: int
-    numel: int
-    dtype: str
-    group: int
-    trainable: bool
-    offset: int
-    push_offset: int
-    spans: tuple[Span, ...]
 
     @property
     def public_nbytes(self) -> int:
@@ -228,8 +221,8 @@ def _lay_out(
             length = min(chunk_elements, numel - start)
             chunks.append(
                 Chunk(
-                    first_chunk + len(chunks), index, run.index, start, length, dtype, group, trainable,
-                    pull_at + start * size, push_at + start * size, _cut(spans, start, start + length),
+                    index, run.index, dtype, group, trainable, length, pull_at + start * size, push_at + start * size,
+                    _cut(spans, start, start + length), first_chunk + len(chunks), start,
                 )
             )
         pull_at += round_up(numel * size, PAGE)

@@ -14,14 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from roadtrain.spec.chunks import PAGE
+from roadtrain.spec.chunks import NUMPY, PAGE
 from roadtrain.units import MIB, round_up
 
 HUGE = 2 * MIB
-NUMPY = {
-    "fp32": "f4", "bf16": "u2", "fp16": "u2", "fp64": "f8", "i8": "i1", "u8": "u1", "i16": "i2", "i32": "i4",
-    "i64": "i8", "bool": "u1",
-}  # fmt: skip
 
 
 class Buffer:

@@ -19,8 +19,8 @@ import numpy as np
 
 from roadtrain.errors import ConfigError, ForeignError
 from roadtrain.kernels.cast import cast
-from roadtrain.spec.chunks import Chunk, ParamSpec
-from roadtrain.store.buffers import NUMPY, Buffer, array_in
+from roadtrain.spec.chunks import NUMPY, Chunk, ParamSpec
+from roadtrain.store.buffers import Buffer, array_in
 from roadtrain.store.generation import OpenedStore, create_store
 from roadtrain.store.ledger import GroupRule, StoreMeta
 from roadtrain.store.tier import PUBLIC, RECORD

@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 
 from roadtrain.errors import DamagedError, ForeignError, GoneError
-from roadtrain.spec.chunks import ITEMSIZE
-from roadtrain.store.buffers import NUMPY
+from roadtrain.spec.chunks import ITEMSIZE, NUMPY
 from roadtrain.store.direct import sync_directory, typed_errors, write_file
 
 TAGS = {dtype: dtype.upper().replace("FP", "F") for dtype in ITEMSIZE}  # F32, BF16, I8, BOOL
