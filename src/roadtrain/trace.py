@@ -20,14 +20,14 @@ class Stages:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._sums: dict[str, tuple[float, int]] = {}
+        self._sums: dict[str, Stage] = {}
 
     def add(self, name: str, seconds: float, nbytes: int = 0) -> None:
         with self._lock:
-            s, n = self._sums.get(name, (0.0, 0))
-            self._sums[name] = (s + seconds, n + nbytes)
+            so_far = self._sums.get(name, Stage())
+            self._sums[name] = Stage(so_far.seconds + seconds, so_far.nbytes + nbytes)
 
     def take(self) -> dict[str, Stage]:
         with self._lock:
             sums, self._sums = self._sums, {}
-        return {name: Stage(s, n) for name, (s, n) in sums.items()}
+        return sums

@@ -123,17 +123,6 @@ def test_writing_twice_before_a_commit_is_our_mistake(tier: FileTier) -> None:
     assert read(tier, 0, RECORD) == bytes(view(0, RECORD, 2))
 
 
-def test_drop_pending_gives_back_the_committed_step(tier: FileTier) -> None:
-    fill(tier)
-    tier.write(0, RECORD, view(0, RECORD, 1))
-    tier.drop_pending()
-    assert read(tier, 0, RECORD) == bytes(view(0, RECORD, 0))
-    tier.write(0, RECORD, view(0, RECORD, 2))
-    tier.prepare(1, b"")
-    tier.drop_pending()  # prepared, but the step is not to be
-    assert read(tier, 0, RECORD) == bytes(view(0, RECORD, 0))
-
-
 def test_threads_on_different_chunks(tier: FileTier) -> None:
     fill(tier)
     errors: list[BaseException] = []

@@ -82,7 +82,7 @@ def test_runs_and_chunks_lie_side_by_side_on_pages(model, size):
         pull, push = [], []
         for run in block.runs:
             assert run.numel % RUN_ALIGN == 0 and run.offset % PAGE == 0 and run.push_offset % PAGE == 0
-            own = [c for c in block.chunks if c.run == run.index]
+            own = [c for c in block.chunks if c.index == run.index]
             assert [c.start for c in own] == list(range(0, run.numel, size))
             assert sum(c.numel for c in own) == run.numel
             for span in run.spans:
@@ -91,7 +91,7 @@ def test_runs_and_chunks_lie_side_by_side_on_pages(model, size):
                 assert (spec.dtype, spec.group, spec.trainable) == (run.dtype, run.group, run.trainable)
             assert all(a.stop <= b.start for a, b in pairwise(run.spans))
         for chunk in block.chunks:
-            run = block.runs[chunk.run]
+            run = block.runs[chunk.index]
             assert (chunk.dtype, chunk.group, chunk.trainable) == (run.dtype, run.group, run.trainable)
             assert chunk.offset == run.offset + chunk.start * ITEMSIZE[run.dtype]
             assert chunk.offset % PAGE == 0 and chunk.public_nbytes <= size * ITEMSIZE[chunk.dtype]
@@ -108,7 +108,7 @@ def test_runs_and_chunks_lie_side_by_side_on_pages(model, size):
 
 def segments(table):
     """The grid of partial sums in flat order: (block, run, param, first, last element of the run)."""
-    return [(c.block, c.run, p, c.start + a, c.start + b) for c in table.chunks for p, a, b in c.segments]
+    return [(c.block, c.index, p, c.start + a, c.start + b) for c in table.chunks for p, a, b in c.segments]
 
 
 @given(models(), SIZES, SIZES)

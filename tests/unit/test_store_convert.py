@@ -131,7 +131,7 @@ def test_conversion_is_exact(tmp_path: Path, before: tuple, after: tuple) -> Non
     check(again)
     again.close()
     gens = [str(p.relative_to(tmp_path)) for p in tmp_path.glob("*/gen-*")]
-    assert sorted(gens) == sorted(f"{d.name}/gen-{again.generation}" for d in directories), "the old one is removed"
+    assert sorted(gens) == sorted(f"{d.name}/gen-{again.meta.generation}" for d in directories), "the old one is removed"
 
 
 def test_a_public_part_that_is_not_stored_is_cast_from_the_master(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_a_kill_while_converting(tmp_path: Path, moment: str, monkeypatch: pytes
 
     old = made([tmp_path / "a", tmp_path / "b"], table("bf16"))
     target = {
-        "creating": (generation.FileTier, "create"),
+        "creating": (generation.FileTier, "__init__"),
         "writing": (generation.FileTier, "write"),
         "committing": (OpenedStore, "commit"),
         "publishing": (generation, "_switch"),

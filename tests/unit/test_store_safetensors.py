@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from roadtrain.errors import DamagedError, ForeignError, GoneError
-from roadtrain.store.buffers import NUMPY
+from roadtrain.spec.chunks import NUMPY
 from roadtrain.store.safetensors_io import export_dir, open_dir
 
 TORCH = {

@@ -5,7 +5,6 @@ Rates and sizes are checked and stay as they were written, for people. Does NOT 
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 from typing import Annotated, Self
 
@@ -13,7 +12,7 @@ from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from roadtrain.errors import ConfigError
 from roadtrain.lab.network import Nic
-from roadtrain.spec.job import Section, did_you_mean
+from roadtrain.spec.job import Section, did_you_mean, read_toml
 from roadtrain.units import parse_bytes, parse_rate
 
 Rate = Annotated[str, AfterValidator(lambda text: parse_rate(text) and text)]  # as `400Mbit/s` or `50MB/s`
@@ -76,11 +75,7 @@ class LabFile(Section):
 def load_lab(path: str | Path) -> LabFile:
     """Raises ConfigError or UnitError, which name the key and the nearest valid one."""
     try:
-        return LabFile.model_validate(tomllib.loads(Path(path).read_text()))
-    except OSError as cause:
-        raise ConfigError(f"cannot read lab file {path}: {cause.strerror}") from cause
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as cause:
-        raise ConfigError(f"{path} is not TOML: {cause}") from cause
+        return LabFile.model_validate(read_toml(path, "lab file"))
     except ValidationError as cause:
         error = min(cause.errors(), key=lambda error: error["type"] != "extra_forbidden")  # it explains what is missing
         key = ".".join(map(str, error["loc"])) or path

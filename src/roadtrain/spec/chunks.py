@@ -31,7 +31,9 @@ SEGMENT = 1 << 16  # elements: the grid of partial sums; every chunk size is a m
 MAX_CHUNK = 1 << 20  # elements
 PAGE = 4096  # bytes: what direct I/O wants offsets, lengths and addresses to be multiples of
 
-ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8, "i8": 1, "u8": 1, "i16": 2, "i32": 4, "i64": 8, "bool": 1}
+NUMPY = {"fp32": "f4", "bf16": "u2", "fp16": "u2", "fp64": "f8", "i8": "i1", "u8": "u1", "i16": "i2", "i32": "i4",
+         "i64": "i8", "bool": "u1"}  # what numpy holds each dtype as; 16-bit floats travel as uint16
+ITEMSIZE = {dtype: int(code[1:]) for dtype, code in NUMPY.items()}
 TRAINABLE = ("fp32", "bf16", "fp16")
 
 
@@ -67,31 +69,22 @@ class Run:
     pull buffer (and in its push buffer where trainable: there `push_offset`)."""
 
     block: int
-    index: int
+    index: int  # among the block's runs
     dtype: str
     group: int
     trainable: bool
-    numel: int  # padded
+    numel: int  # padded at the run's end
     offset: int
     push_offset: int
     spans: tuple[Span, ...]
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """`start`: first element inside its run. `offset`/`push_offset`: first byte inside the block's pull/push buffer."""
+class Chunk(Run):
+    """A piece of the run with its `index`, all fields being the piece's own. `start`: its first element in that run."""
 
     id: int
-    block: int
-    run: int
     start: int
-    numel: int
-    dtype: str
-    group: int
-    trainable: bool
-    offset: int
-    push_offset: int
-    spans: tuple[Span, ...]
 
     @property
     def public_nbytes(self) -> int:
@@ -145,16 +138,12 @@ def record(chunk: Chunk, n_arrays: int, n_scalars: int, staleness: int = 0) -> R
     public = round_up(chunk.public_nbytes, PAGE)
     if not chunk.trainable:
         return Record(public, 0, 0, (), 0)
-    at, master = public, 0
-    if chunk.dtype != "fp32" or staleness:
-        master, at = at, at + round_up(chunk.numel * 4, PAGE)
-    arrays = []
-    for _ in range(n_arrays):
-        arrays.append(at)
-        at += round_up(chunk.numel * 4, PAGE)
-    scalars = at
-    at += round_up(n_scalars * len(chunk.spans) * 8, PAGE)
-    return Record(public, at - public, master, tuple(arrays), scalars)
+    size = round_up(chunk.numel * 4, PAGE)
+    master = public if chunk.dtype != "fp32" or staleness else 0
+    first = master + size if master else public
+    scalars = first + n_arrays * size
+    stop = scalars + round_up(n_scalars * len(chunk.spans) * 8, PAGE)
+    return Record(public, stop - public, master, tuple(range(first, scalars, size)), scalars)
 
 
 @dataclass(frozen=True)
@@ -232,8 +221,8 @@ def _lay_out(
             length = min(chunk_elements, numel - start)
             chunks.append(
                 Chunk(
-                    first_chunk + len(chunks), index, run.index, start, length, dtype, group, trainable,
-                    pull_at + start * size, push_at + start * size, _cut(spans, start, start + length),
+                    index, run.index, dtype, group, trainable, length, pull_at + start * size, push_at + start * size,
+                    _cut(spans, start, start + length), first_chunk + len(chunks), start,
                 )
             )
         pull_at += round_up(numel * size, PAGE)

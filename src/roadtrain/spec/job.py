@@ -155,18 +155,21 @@ class Job(Section):
 
 def load_job(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Job:
     """Read a job file, put `overrides` (dotted key -> value) over it, resolve. Raises ConfigError."""
-    path = Path(path)
-    try:
-        tree = tomllib.loads(path.read_text())
-    except OSError as cause:
-        raise ConfigError(f"cannot read job file {path}: {cause.strerror}") from cause
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as cause:
-        raise ConfigError(f"{path} is not TOML: {cause}") from cause
-    tree = _merged(tree, overrides or {})
+    tree = _merged(read_toml(path, "job file"), overrides or {})
     run = tree.setdefault("run", {})
     if isinstance(run, dict) and not run.get("dir"):
-        run["dir"] = f"runs/{path.stem}"
+        run["dir"] = f"runs/{Path(path).stem}"
     return make_job(tree)
+
+
+def read_toml(path: str | Path, what: str) -> dict[str, Any]:
+    """Raises ConfigError."""
+    try:
+        return tomllib.loads(Path(path).read_text())
+    except OSError as cause:
+        raise ConfigError(f"cannot read {what} {path}: {cause.strerror}") from cause
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as cause:
+        raise ConfigError(f"{path} is not TOML: {cause}") from cause
 
 
 def make_job(tree: Mapping[str, Any]) -> Job:

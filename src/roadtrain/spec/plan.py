@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from roadtrain.errors import BudgetError
-from roadtrain.spec.chunks import ChunkTable, Record
+from roadtrain.spec.chunks import Chunk, ChunkTable, Record
 from roadtrain.units import MIB, round_up, show_bytes
 
 HUGE = 2 << 20  # buffers are whole huge pages
@@ -21,7 +21,6 @@ HUGE = 2 << 20  # buffers are whole huge pages
 class Budgets:
     """`resident` / `public_resident`: chunks whose record / public part is kept in memory. Bytes are upper limits."""
 
-    host_bytes: int
     root_bytes: int
     slots: int
     slot_bytes: int
@@ -96,16 +95,15 @@ def derive(
             f"the budget is {show_bytes(host_bytes)} (its largest block is '{_largest(table)}')",
             hint=way_out,
         )
+    left = host_bytes - least
     if not on_files:
-        activations += (host_bytes - least) // 2
-        slots += min(len(blocks), (host_bytes - least) // 4 // slot)
+        activations += left // 2
+        slots += min(len(blocks), left // 4 // slot)
         return Budgets(
-            host_bytes, root_bytes, slots, slot, pushes, push, 0, 0, scratch, activations, compressed_bytes,
+            root_bytes, slots, slot, pushes, push, 0, 0, scratch, activations, compressed_bytes,
             frozenset(records), frozenset(), all_records + servers * scratch,
         )
-    # The order in which more memory pays: overlap first, then inputs, then gradients that wait, then cached parameters
-    # (read twice a step, 2 bytes each), then records (read once a step, 12 bytes and more).
-    left = host_bytes - least
+    # The order in which more memory pays: overlap first, then inputs, then gradients that wait, then what is kept.
     for name in ("record", "slot", "push", *["record"] * 9) if serves else ("slot", "push", "slot"):
         cost = {"record": servers * (record + scratch), "slot": slot, "push": push}[name]
         if cost <= left // 2:
@@ -121,23 +119,32 @@ def derive(
     if not serves:  # a block kept after forward need not be pulled again for backward
         more = min(compute, left // slot)
         slots, left = slots + more, 0
+    resident, public, kept = _kept(table.chunks if serves else (), records, left)
+    return Budgets(
+        root_bytes, slots, slot, pushes, push, servers * per_server, record, scratch, activations,
+        compressed_bytes, resident, public, kept,
+    )
+
+
+def _kept(
+    chunks: Sequence[Chunk], records: Mapping[int, Record], nbytes: int
+) -> tuple[frozenset[int], frozenset[int], int]:
+    """Chunks of which the record, and of which the public part, is kept in `nbytes` of memory, and what that takes.
+    Parameters first (read twice a step, 2 bytes each), the root's and the first blocks' before the others (the next
+    forward wants them soonest), then records (read once a step, 12 bytes and more)."""
     public, resident, kept = set(), set(), 0
-    for chunk in table.chunks if serves else ():  # root and first blocks first: the next forward wants them soonest
-        size = round_up(chunk.public_nbytes, 4096)
-        if kept + size > left:
+    for chunk in chunks:
+        if kept + records[chunk.id].public_nbytes > nbytes:
             break
         public.add(chunk.id)
-        kept += size
-    for chunk in table.trainable if serves else ():
+        kept += records[chunk.id].public_nbytes
+    for chunk in chunks:
         size = records[chunk.id].private_nbytes
-        if chunk.id in public and kept + size <= left:
+        if chunk.trainable and chunk.id in public and kept + size <= nbytes:
             public.discard(chunk.id)
             resident.add(chunk.id)
             kept += size
-    return Budgets(
-        host_bytes, root_bytes, slots, slot, pushes, push, servers * per_server, record, scratch, activations,
-        compressed_bytes, frozenset(resident), frozenset(public), kept,
-    )
+    return frozenset(resident), frozenset(public), kept
 
 
 @dataclass(frozen=True)
@@ -152,7 +159,6 @@ class ServerBudgets:
     piece_bytes: int
     resident: frozenset[int]
     public_resident: frozenset[int]
-    total: int
 
 
 def derive_server(
@@ -180,19 +186,8 @@ def derive_server(
     wanted = len(trainable) if holds_gradients else min(16, len(trainable))
     more = max(0, min(wanted, left // 2 // (workers * piece)))
     pool, left = pool + more, left - more * workers * piece
-    public, resident = set(), set()
-    for chunk in mine:  # each worker pulls them twice a step
-        if (size := round_up(records[chunk.id].public_nbytes, 4096)) <= left:
-            public.add(chunk.id)
-            left -= size
-    for chunk in trainable:
-        if chunk.id in public and (size := records[chunk.id].private_nbytes) <= left:
-            public.discard(chunk.id)
-            resident.add(chunk.id)
-            left -= size
-    return ServerBudgets(
-        buffers, record, scratch, pool, answers, piece, frozenset(resident), frozenset(public), host_bytes - left
-    )
+    resident, public, _ = _kept(mine, records, left)
+    return ServerBudgets(buffers, record, scratch, pool, answers, piece, resident, public)
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from roadtrain.spec.chunks import PAGE
+from roadtrain.spec.chunks import NUMPY, PAGE
 from roadtrain.units import MIB, round_up
 
 HUGE = 2 * MIB
-NUMPY = {
-    "fp32": "f4", "bf16": "u2", "fp16": "u2", "fp64": "f8", "f64": "f8", "i8": "i1", "u8": "u1", "i16": "i2",
-    "i32": "i4", "i64": "i8", "bool": "u1",
-}  # fmt: skip
 
 
 class Buffer:
@@ -29,25 +25,15 @@ class Buffer:
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = round_up(max(nbytes, 1), PAGE)
-        self._map = mmap.mmap(-1, self.nbytes + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        start = -np.frombuffer(self._map, np.uint8, 1).ctypes.data % HUGE
+        memory = mmap.mmap(-1, self.nbytes + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        start = -np.frombuffer(memory, np.uint8, 1).ctypes.data % HUGE
         if whole := self.nbytes // HUGE * HUGE:
-            self._map.madvise(mmap.MADV_HUGEPAGE, start, whole)
-        self.view = memoryview(self._map)[start : start + self.nbytes]
+            memory.madvise(mmap.MADV_HUGEPAGE, start, whole)
+        self.view = memoryview(memory)[start : start + self.nbytes]  # the memory lives as long as any view of it
 
     def close(self) -> None:
         """Give the memory back; where an array or view of it is still alive, with the last of them."""
-        try:
-            self.view.release()
-            self._map.close()
-        except BufferError:
-            pass
         self.view = memoryview(bytearray())
-        del self._map
-        self._map = _NOTHING
-
-
-_NOTHING = mmap.mmap(-1, 1)
 
 
 def array_in(view: memoryview, dtype: str, offset: int, count: int) -> np.ndarray[Any, Any]:

@@ -9,9 +9,9 @@ Memory: one record, and a few more while converting. Does NOT know optimizers or
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,8 @@ import numpy as np
 
 from roadtrain.errors import ConfigError, ForeignError
 from roadtrain.kernels.cast import cast
-from roadtrain.spec.chunks import Chunk, ParamSpec
-from roadtrain.store.buffers import NUMPY, Buffer, array_in
+from roadtrain.spec.chunks import NUMPY, Chunk, ParamSpec
+from roadtrain.store.buffers import Buffer, array_in
 from roadtrain.store.generation import OpenedStore, create_store
 from roadtrain.store.ledger import GroupRule, StoreMeta
 from roadtrain.store.tier import PUBLIC, RECORD
@@ -104,15 +104,27 @@ def gather_param(meta: StoreMeta, name: str, what: str, record_of: Callable[[Chu
     rule = meta.groups[param.group] if param.trainable else GroupRule("")
     if what not in (PUBLIC, MASTER, *rule.arrays, *rule.scalars):
         raise ConfigError(f"parameter {name!r} has no {what!r}, it has master, public, {rule.arrays}, {rule.scalars}")
+    out = _gather(meta, param, what, record_of, 0, param.numel)
+    return out if what in rule.scalars and param.numel else out.reshape(param.shape)
+
+
+def _gather(
+    meta: StoreMeta, param: ParamSpec, what: str, record_of: Callable[[Chunk], RecordView], start: int, stop: int
+) -> Array:
+    """Elements [start, stop) of what the store of `meta` holds of `param`; of a scalar an array of one."""
     late = meta.staleness and param.trainable and what == PUBLIC  # that part is one update behind: cast from the master
-    out = np.empty(param.numel, NUMPY[param.dtype if what == PUBLIC or not param.trainable else "fp32"])
-    for chunk, i, span in meta.where.get(name, ()):
-        piece = record_of(chunk).piece(MASTER if late else what, i)
-        if what in rule.scalars:
+    out = np.empty(stop - start, NUMPY[param.dtype if what == PUBLIC or not param.trainable else "fp32"])
+    for chunk, i, span in meta.where.get(param.name, ()):
+        first, last = max(start, span.origin), min(stop, span.origin + span.stop - span.start)
+        if first >= last:
+            continue
+        view = record_of(chunk)
+        piece = view.piece(MASTER if late else what, i)
+        if what in view.rule.scalars:
             return piece.copy()
-        target = out[span.origin : span.origin + len(piece)]
+        piece, target = piece[first - span.origin : last - span.origin], out[first - start : last - start]
         cast(piece, "fp32", target, param.dtype) if late else np.copyto(target, piece)
-    return out.reshape(param.shape)
+    return out
 
 
 def write_params(store: OpenedStore, source: Source) -> None:
@@ -179,34 +191,19 @@ def _check_same_model(old: StoreMeta, new: StoreMeta) -> None:
 
 def _from_store(old: OpenedStore) -> Source:
     """A source that reads old records, the last few kept."""
-    kept: OrderedDict[int, RecordView] = OrderedDict()
+    before = {p.name: p for p in old.table.params}
 
-    def view_of(chunk: Chunk) -> RecordView:
-        if chunk.id not in kept:
-            if len(kept) == _KEPT:
-                kept.popitem(last=False)
-            kept[chunk.id] = read_record(old, chunk, Buffer(old.meta.records[chunk.id].nbytes))
-        kept.move_to_end(chunk.id)
-        return kept[chunk.id]
+    @lru_cache(_KEPT)
+    def read(chunk: int) -> RecordView:
+        return read_record(old, old.table.chunks[chunk], Buffer(old.meta.records[chunk].nbytes))
 
     def source(param: ParamSpec, what: str, start: int, stop: int) -> Array | None:
-        out = None
-        for chunk, i, span in old.meta.where[param.name]:
-            first, last = max(start, span.origin), min(stop, span.origin + span.stop - span.start)
-            if first >= last:
-                continue
-            view = view_of(chunk)
-            piece = view.piece(what, i)
-            if what in view.rule.scalars:
-                return piece.copy()
-            piece = piece[first - span.origin : last - span.origin]
-            if not param.trainable and chunk.dtype != param.dtype:
-                wide = np.empty(len(piece), NUMPY[param.dtype])
-                cast(piece, chunk.dtype, wide, param.dtype)
-                piece = wide
-            if out is None:
-                out = np.empty(stop - start, piece.dtype)
-            out[first - start : last - start] = piece
-        return out
+        was = before[param.name]
+        values = _gather(old.meta, was, what, lambda chunk: read(chunk.id), start, stop)
+        if param.trainable or was.dtype == param.dtype:
+            return values
+        wide = np.empty(len(values), NUMPY[param.dtype])
+        cast(values, was.dtype, wide, param.dtype)
+        return wide
 
     return source

@@ -11,7 +11,8 @@ import errno
 import fcntl
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -27,8 +28,16 @@ _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _Call = Callable[[int, list[memoryview], int], int]
 
 
-def store_error(error: OSError, path: Path, doing: str, nbytes: int = 0) -> StoreError:
-    """The typed error for `error` that `doing` with `nbytes` of `path` met."""
+@contextmanager
+def typed_errors(path: Path, doing: str, nbytes: int = 0) -> Iterator[None]:
+    """What the system refuses inside, `doing` with `nbytes` of `path`, is a FullError, GoneError or StoreError."""
+    try:
+        yield
+    except OSError as error:
+        raise _typed(error, path, doing, nbytes) from error
+
+
+def _typed(error: OSError, path: Path, doing: str, nbytes: int = 0) -> StoreError:
     if error.errno in _FULL:
         return FullError(
             f"{path}: {doing} needs {show_bytes(nbytes)}, {show_bytes(free_nbytes(path.parent))} are free",
@@ -37,6 +46,20 @@ def store_error(error: OSError, path: Path, doing: str, nbytes: int = 0) -> Stor
     if error.errno in _GONE:
         return GoneError(f"{path}: gone ({doing}: {error.strerror})", hint="is its disk still mounted?")
     return StoreError(f"{path}: {doing}: {error.strerror or error}")
+
+
+def write_file(path: Path, pieces: Iterable[bytes | memoryview], doing: str) -> None:
+    """A new file of `pieces`, its content durable; its name is not."""
+    nbytes = 0
+    try:
+        with open(path, "wb") as file:
+            for piece in pieces:
+                nbytes += len(piece)
+                file.write(piece)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise _typed(error, path, doing, nbytes) from error
 
 
 def free_nbytes(directory: Path) -> int:
@@ -49,14 +72,21 @@ def free_nbytes(directory: Path) -> int:
 
 def sync_directory(directory: Path) -> None:
     """Make the names in `directory` durable."""
-    try:
+    with typed_errors(directory, "fsync"):
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(fd)
         finally:
             os.close(fd)
-    except OSError as error:
-        raise store_error(error, directory, "fsync") from error
+
+
+def make_directory(directory: Path) -> None:
+    """The directory with its parents, durable."""
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    with typed_errors(directory, "making the directory"):
+        directory.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        sync_directory(path.parent)
 
 
 class DirectFile:
@@ -67,76 +97,74 @@ class DirectFile:
         self._lock = threading.Lock()
         self._direct = direct and _O_DIRECT != 0
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if create is not None else 0)
-        self._fd = -1
+        self.fd = -1
         try:
             # created without O_DIRECT: a refused open would leave the file behind and fail the second time
-            self._fd = os.open(path, flags, 0o600)
+            self.fd = os.open(path, flags, 0o600)
             if create:
-                os.posix_fallocate(self._fd, 0, create)
+                os.posix_fallocate(self.fd, 0, create)
             if self._direct:
-                fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) | _O_DIRECT)
+                fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) | _O_DIRECT)
         except OSError as error:
-            if error.errno == errno.EINVAL and self._fd >= 0:
+            if error.errno == errno.EINVAL and self.fd >= 0:
                 self._go_buffered()
                 return
             self.close()
-            raise store_error(error, path, "allocating" if create is not None else "opening", create or 0) from error
+            raise _typed(error, path, "allocating" if create is not None else "opening", create or 0) from error
         if not self._direct:
             self.note = f"{path.parent}: buffered I/O, direct I/O was not asked for"
 
     @property
     def nbytes(self) -> int:
-        return os.fstat(self._fd).st_size
+        return os.fstat(self.fd).st_size
 
     def read(self, into: memoryview, offset: int, what: str) -> None:
-        if self._direct and not _aligned(into):
-            bounce = Buffer(len(into))
-            self._all(os.preadv, bounce.view[: len(into)], offset, f"reading {what}")
-            into[:] = bounce.view[: len(into)]
-            bounce.close()
-            return
-        self._all(os.preadv, into, offset, f"reading {what}")
+        view = self._on_page(into)
+        self._all(os.preadv, view, offset, f"reading {what}")
+        if view is not into:
+            into[:] = view
         if not self._direct:
-            os.posix_fadvise(self._fd, offset, len(into), os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(self.fd, offset, len(into), os.POSIX_FADV_DONTNEED)
 
     def write(self, data: memoryview, offset: int, what: str) -> None:
-        if self._direct and not _aligned(data):
-            bounce = Buffer(len(data))
-            bounce.view[: len(data)] = data
-            self._all(os.pwritev, bounce.view[: len(data)], offset, f"writing {what}")
-            bounce.close()
-            return
-        self._all(os.pwritev, data, offset, f"writing {what}")
+        view = self._on_page(data)
+        if view is not data:
+            view[:] = data
+        self._all(os.pwritev, view, offset, f"writing {what}")
 
-    def sync(self) -> None:
-        """All writes that returned are durable. GoneError also where the file was removed under us."""
-        try:
-            os.fdatasync(self._fd)
+    def sync(self, when: str) -> None:
+        """All writes that returned are durable."""
+        with typed_errors(self.path, f"fdatasync {when}"):
+            os.fdatasync(self.fd)
             if not self._direct:
-                os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        except OSError as error:
-            raise store_error(error, self.path, "fdatasync") from error
+                os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
-    def check_linked(self) -> None:
-        if os.fstat(self._fd).st_nlink == 0:
-            raise GoneError(f"{self.path}: removed while in use")
+    def check_linked(self, when: str) -> None:
+        if os.fstat(self.fd).st_nlink == 0:
+            raise GoneError(f"{self.path}: removed while in use, {when}")
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-        self._fd = -1
+        if self.fd >= 0:
+            os.close(self.fd)
+        self.fd = -1
+
+    def _on_page(self, view: memoryview) -> memoryview:
+        """`view` where direct I/O can use it, else as much memory that it can."""
+        if not self._direct or not view or np.frombuffer(view, np.uint8, 1).ctypes.data % PAGE == 0:
+            return view
+        return Buffer(len(view)).view[: len(view)]
 
     def _all(self, call: _Call, view: memoryview, offset: int, doing: str) -> None:
         done = 0
         while done < len(view):
             direct = self._direct
             try:
-                n = call(self._fd, [view[done:]], offset + done)
+                n = call(self.fd, [view[done:]], offset + done)
             except OSError as error:
                 if error.errno == errno.EINVAL and direct:
                     self._go_buffered()
                     continue
-                raise store_error(error, self.path, doing, len(view)) from error
+                raise _typed(error, self.path, doing, len(view)) from error
             if direct and done + n < len(view):
                 n -= n % PAGE  # a short transfer goes on at a page
             if n == 0:
@@ -148,10 +176,6 @@ class DirectFile:
 
     def _go_buffered(self) -> None:
         with self._lock:
-            fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~_O_DIRECT)
+            fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) & ~_O_DIRECT)
             self._direct = False
             self.note = f"{self.path.parent}: the file system refuses direct I/O, buffered I/O is used"
-
-
-def _aligned(view: memoryview) -> bool:
-    return not view or np.frombuffer(view, np.uint8, 1).ctypes.data % PAGE == 0

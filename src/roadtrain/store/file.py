@@ -11,7 +11,6 @@ does NOT know the other directories (store.generation does).
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,14 +18,13 @@ import numpy as np
 
 from roadtrain.errors import DamagedError, FullError
 from roadtrain.spec.chunks import PAGE, Record
-from roadtrain.store.direct import DirectFile, free_nbytes
-from roadtrain.store.ledger import ROW, Entry, Ledger, Rows, StoreMeta, digest
+from roadtrain.store.direct import DirectFile, free_nbytes, sync_directory
+from roadtrain.store.ledger import ROW, Ledger, Rows, StoreMeta, digest
 from roadtrain.store.tier import PRIVATE, PUBLIC, RECORD, part_range
 from roadtrain.units import round_up, show_bytes
 
 SLOTS = ("slot0.bin", "slot1.bin")
 FILES = (*SLOTS, "ledger.0", "ledger.1", "store.json")
-Records = Mapping[int, Record]
 
 
 @dataclass(frozen=True)
@@ -40,53 +38,52 @@ class Place:
 
 
 class FileTier:
-    """Made by `create` or `open`. `note`: say it once."""
+    """The generation directory `directory` at the record of exactly `step`, or the newest; with `create`, files of the
+    full size, empty. `note`: say it once. Raises FullError with both numbers, GoneError, DamagedError, ForeignError."""
 
-    def __init__(self, directory: Path, meta: StoreMeta, records: Records, *, direct: bool, new: bool) -> None:
+    def __init__(
+        self, directory: Path, meta: StoreMeta, step: int | None = None, *, direct: bool = True, create: bool = False
+    ) -> None:
         self.directory, self.meta, self._direct = directory, meta, direct
-        self.step, self.blob = -1, b""
-        self._places, sizes = _lay_out(meta, records)
+        self._places, sizes = _lay_out(meta)
         self._spill_nbytes = sizes[2]
         self._spill: DirectFile | None = None
         self.spill_workers = 1  # whose gradients the spill file has room for
         self._lock = threading.Lock()  # the making of the spill file
-        self._base: Rows = np.zeros(len(records), ROW)  # the last committed step
-        self._base["chunk"] = list(self._places)
-        self._base["public_slot"] = self._base["private_slot"] = 1  # so that the first write goes to slot 0
-        self._now: Rows = self._base.copy()  # the newest written; differs from _base only in chunks of _written
+        self._now: Rows = np.zeros(len(self._places), ROW)  # the newest; as last committed but for chunks of _written
+        self._now["chunk"] = list(self._places)
+        self._now["public_slot"] = self._now["private_slot"] = 1  # so that the first write goes to slot 0
         self._written: set[tuple[int, str]] = set()  # parts written since the last commit
         self._dirty: set[int] = set()  # slots written since their last sync
-        self._prepared = -1  # the step between prepare and committed
         self._slots: list[DirectFile] = []
-        self._ledger = Ledger(directory, meta, len(records), create=new)
+        self._ledger = Ledger(directory, meta, self._now.copy(), create=create)
         try:
-            if new:
+            if create:
                 _check_room(directory, sizes[0] + sizes[1])
             for name, nbytes in zip(SLOTS, sizes[:2]):
-                self._slots.append(DirectFile(directory / name, direct=direct, create=nbytes if new else None))
+                self._slots.append(DirectFile(directory / name, direct=direct, create=nbytes if create else None))
                 if self._slots[-1].nbytes < nbytes:
                     raise DamagedError(
                         f"{directory / name}: truncated: {self._slots[-1].nbytes} bytes, {nbytes} are needed"
                     )
+            if create:
+                sync_directory(directory)
+            else:
+                self._ledger.load(step)
+                self._take()
+                assert self._now["chunk"].tolist() == list(self._places)
         except BaseException:
             self.close()
             raise
 
-    @classmethod
-    def create(cls, directory: Path, meta: StoreMeta, records: Records, *, direct: bool = True) -> FileTier:
-        """Empty files of the full size in the generation directory `directory`. FullError with both numbers."""
-        return cls(directory, meta, records, direct=direct, new=True)
+    @property
+    def step(self) -> int:
+        """The last committed one; -1 before the first."""
+        return self._ledger.entry.step
 
-    @classmethod
-    def open(cls, directory: Path, meta: StoreMeta, step: int | None = None, *, direct: bool = True) -> FileTier:
-        """At the record of exactly `step`, or the newest. GoneError, DamagedError, ForeignError."""
-        tier = cls(directory, meta, meta.owned(meta.index), direct=direct, new=False)
-        try:
-            tier._take(tier._ledger.load(step))
-        except BaseException:
-            tier.close()
-            raise
-        return tier
+    @property
+    def blob(self) -> bytes:
+        return self._ledger.entry.blob
 
     @property
     def note(self) -> str:
@@ -134,10 +131,10 @@ class FileTier:
         place = self._places[chunk]
         start, stop = part_range(place.record, part)
         assert len(data) == stop - start, (chunk, part, len(data), stop - start)
-        assert self._prepared < 0, "a write between prepare and committed"
+        assert self._ledger.pending is None, "a write between prepare and committed"
         parts = _parts(place, part)
         assert not any((chunk, p) in self._written for p in parts), f"chunk {chunk} is written twice before a commit"
-        base = self._base[place.row]
+        base = self._ledger.entry.rows[place.row]
         assert not (place.frozen and base["public_sum"]), f"chunk {chunk} is frozen"
         # a public part that is absent may go to either slot: beside the private part, so that one read gets both
         slots = {p: 1 - int(base[f"{p}_slot" if base["public_sum"] else "private_slot"]) for p in parts}
@@ -154,31 +151,22 @@ class FileTier:
             row["public_sum"] = 0
 
     def prepare(self, step: int, blob: bytes) -> None:
-        assert step > self.step and self._prepared < 0, (step, self.step, self._prepared)
+        assert step > self.step and self._ledger.pending is None, (step, self.step)
         lacking = [c for c, p in self._places.items() if not self._whole(p)] if self.step < 0 else []
         assert not lacking, f"chunks {lacking[:3]} were never written"
         for file in self._slots:
-            file.check_linked()
+            file.check_linked(f"at step {step}")
         for slot in sorted(self._dirty):
-            self._slots[slot].sync()
+            self._slots[slot].sync(f"at step {step}")
         self._dirty.clear()
         for chunk, _ in self._written:
             self._now[self._places[chunk].row]["step"] = step
-        self._prepared = step  # before the record may exist, so that drop_pending withdraws it
         self._ledger.append(step, self._now, blob)
 
     def committed(self, step: int) -> None:
-        assert step == self._prepared, (step, self._prepared)
         self._ledger.confirm()
-        assert self._ledger.entry is not None
-        self._take(self._ledger.entry)
-
-    def drop_pending(self) -> None:
-        """Also after a `prepare` that is not to be committed: directory 0 first."""
-        self._ledger.withdraw()
-        self._now = self._base.copy()
-        self._written.clear()
-        self._prepared = -1
+        assert step == self.step, (step, self.step)
+        self._take()
 
     def spill_write(self, chunk: int, data: memoryview, worker: int = 0) -> None:
         """Scratch bytes of a chunk (a worker's gradient): not durable, not checked. FullError at the first call."""
@@ -200,21 +188,19 @@ class FileTier:
 
     def check(self) -> None:
         """All that the fields promise (tests call it)."""
-        assert (self._now["chunk"] == self._base["chunk"]).all()
+        assert (self._now["chunk"] == self._ledger.entry.rows["chunk"]).all()
         for chunk, place in self._places.items():
-            now, base = self._now[place.row], self._base[place.row]
+            now, base = self._now[place.row], self._ledger.entry.rows[place.row]
             for p in _parts(place, RECORD):
                 if (chunk, p) in self._written and base[f"{p}_sum"]:
                     assert now[f"{p}_slot"] != base[f"{p}_slot"], (chunk, p)
             if not any((chunk, p) in self._written for p in (PUBLIC, PRIVATE)):
                 assert now == base, chunk
 
-    def _take(self, entry: Entry) -> None:
-        self.step, self.blob = entry.step, entry.blob
-        self._base, self._now = entry.rows.copy(), entry.rows.copy()
-        assert self._base["chunk"].tolist() == list(self._places)
+    def _take(self) -> None:
+        """The newest is what is committed."""
+        self._now = self._ledger.entry.rows.copy()
         self._written.clear()
-        self._prepared = -1
 
     def _whole(self, place: Place) -> bool:
         row = self._now[place.row]
@@ -233,9 +219,10 @@ class FileTier:
             return self._spill
 
 
-def _lay_out(meta: StoreMeta, records: Records) -> tuple[dict[int, Place], tuple[int, int, int]]:
+def _lay_out(meta: StoreMeta) -> tuple[dict[int, Place], tuple[int, int, int]]:
     """Places by chunk, trainable ones first, and the bytes of slot 0, slot 1 and the spill file."""
-    chunks = [meta.table.chunks[c] for c in sorted(records)]
+    records = meta.owned(meta.index)
+    chunks = [meta.table.chunks[c] for c in records]
     places: dict[int, Place] = {}
     at = both = spill = 0
     for chunk in [c for c in chunks if c.trainable] + [c for c in chunks if not c.trainable]:

@@ -9,17 +9,17 @@ Assumes: nobody else opens the directories (the ledgers' locks). Deletes only fi
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import msgspec
 
 from roadtrain.errors import DamagedError, ForeignError, GoneError
 from roadtrain.spec.chunks import ChunkTable
-from roadtrain.store.direct import store_error, sync_directory
+from roadtrain.store.direct import make_directory, sync_directory, typed_errors, write_file
 from roadtrain.store.file import FILES, FileTier
-from roadtrain.store.ledger import HEADER, StoreMeta, make_directory
+from roadtrain.store.ledger import HEADER, Brief, StoreMeta
 
 
 @dataclass
@@ -30,16 +30,10 @@ class OpenedStore:
     meta: StoreMeta  # of directory 0
     tiers: list[FileTier]
     former: OpenedStore | None = None  # what `publish` replaces
-    published: bool = True
-    cleaned: list[str] = field(default_factory=list)  # leftovers that were removed on opening
 
     @property
     def table(self) -> ChunkTable:
         return self.meta.table
-
-    @property
-    def generation(self) -> int:
-        return self.meta.generation
 
     @property
     def step(self) -> int:
@@ -63,28 +57,23 @@ class OpenedStore:
         for tier in self.tiers:
             tier.committed(step)
 
-    def drop_pending(self) -> None:
-        for tier in self.tiers:
-            tier.drop_pending()
-
     def publish(self) -> None:
         """This generation counts from now on; the former one is removed. Only after the first commit."""
-        assert self.step >= 0 and not self.published
-        _switch(self.directories[0], self.generation)
-        self.published = True
+        assert self.step >= 0
+        _switch(self.directories[0], self.meta.generation)
         if self.former is not None:
             old, self.former = self.former, None
             old.close()
             if old.directories[0].resolve() != self.directories[0].resolve():
                 (old.directories[0] / "CURRENT").unlink(missing_ok=True)
             for directory in old.directories:
-                _remove(directory / f"gen-{old.generation}")
+                _remove(directory / f"gen-{old.meta.generation}")
 
     def discard(self) -> None:
         """Close and remove a generation that is not to count."""
         self.close()
         for directory in self.directories:
-            _remove(directory / f"gen-{self.generation}")
+            _remove(directory / f"gen-{self.meta.generation}")
 
     def close(self) -> None:
         for tier in self.tiers:
@@ -106,25 +95,19 @@ def create_store(
     for path in paths:
         if former is None and (path / "CURRENT").exists():
             raise ForeignError(f"{path}: holds a store already", hint="open it, or name another directory")
-    there = [n for p in paths for n in _generations(p)] + ([former.generation] if former else [])
+    there = [n for p in paths for n in _generations(p)] + ([former.meta.generation] if former else [])
     meta = replace(
         meta, owners=tuple(owners), directories=tuple(map(str, paths)), generation=max(there, default=0) + 1, index=0,
         former=tuple(map(str, former.directories)) if former else (),
     )  # fmt: skip
-    name = f"gen-{meta.generation}"
     tiers: list[FileTier] = []
     try:
         for index, path in enumerate(paths):
-            make_directory(path / name)
-            own = replace(meta, index=index)
-            own.write(path / name)
-            tiers.append(FileTier.create(path / name, own, own.owned(index), direct=direct))
-            sync_directory(path / name)
-            sync_directory(path)
+            tiers.append(_create(path, replace(meta, index=index), direct))
     except BaseException:
         OpenedStore(paths, meta, tiers).discard()
         raise
-    return OpenedStore(paths, meta, tiers, former, published=False)
+    return OpenedStore(paths, meta, tiers, former)
 
 
 def open_store(directories: Sequence[str | Path], *, direct: bool = True) -> OpenedStore | None:
@@ -144,13 +127,13 @@ def open_store(directories: Sequence[str | Path], *, direct: bool = True) -> Ope
     try:
         for index, path in enumerate(members):
             home, step = path / f"gen-{generation}", tiers[0].step if index else None
-            tiers.append(FileTier.open(home, StoreMeta.load(home), step, direct=direct))
-        cleaned = _clean_leftovers(meta, given, members)
+            tiers.append(FileTier(home, StoreMeta.load(home), step, direct=direct))
+        _clean_leftovers(meta, given, members)
     except BaseException:
         for tier in tiers:
             tier.close()
         raise
-    return OpenedStore(tuple(members), meta, tiers, cleaned=cleaned)
+    return OpenedStore(tuple(members), meta, tiers)
 
 
 def open_part(directory: str | Path, step: int | None = None, *, direct: bool = True) -> FileTier | None:
@@ -161,7 +144,7 @@ def open_part(directory: str | Path, step: int | None = None, *, direct: bool = 
         _clean_unborn([path])
         return None
     home = path / f"gen-{generation}"
-    return FileTier.open(home, StoreMeta.load(home), step, direct=direct)
+    return FileTier(home, StoreMeta.load(home), step, direct=direct)
 
 
 def create_part(directory: str | Path, meta: StoreMeta, *, direct: bool = True) -> FileTier:
@@ -173,17 +156,19 @@ def create_part(directory: str | Path, meta: StoreMeta, *, direct: bool = True) 
             raise ForeignError(f"{path}: holds step {step} of a store already", hint="name another directory")
         (path / "CURRENT").unlink()
     _clean_unborn([path])
-    meta, home = replace(meta, generation=1), path / "gen-1"
+    return _create(path, replace(meta, generation=1), direct)
+
+
+def _create(path: Path, meta: StoreMeta, direct: bool) -> FileTier:
+    """Empty files for the chunks of directory `meta.index`, beside what describes them."""
+    home = path / f"gen-{meta.generation}"
     try:
         make_directory(home)
         meta.write(home)
-        tier = FileTier.create(home, meta, meta.owned(meta.index), direct=direct)
-        sync_directory(home)
-        sync_directory(path)
+        return FileTier(home, meta, direct=direct, create=True)
     except BaseException:
         _remove(home)
         raise
-    return tier
 
 
 def publish_part(directory: str | Path) -> None:
@@ -199,9 +184,9 @@ def _member(index: int, meta: StoreMeta, given: Sequence[Path]) -> Path:
         brief = _brief(path / name)
         if brief is None:
             continue
-        if brief[0] != meta.job:
-            raise ForeignError(f"{path / name}: of job {brief[0]}, the store is job {meta.job}")
-        if brief[1] == index:
+        if brief.job != meta.job:
+            raise ForeignError(f"{path / name}: of job {brief.job}, the store is job {meta.job}")
+        if brief.index == index:
             return path
     raise GoneError(
         f"{recorded / name}: gone: directory {index} of the {len(meta.directories)} of job {meta.job}",
@@ -209,24 +194,20 @@ def _member(index: int, meta: StoreMeta, given: Sequence[Path]) -> Path:
     )
 
 
-def _clean_leftovers(meta: StoreMeta, given: Iterable[Path], members: Sequence[Path]) -> list[str]:
+def _clean_leftovers(meta: StoreMeta, given: Iterable[Path], members: Sequence[Path]) -> None:
     """Remove this job's generations that do not count. ForeignError for another job's in a given directory."""
-    cleaned = []
     for path in dict.fromkeys([*given, *members, *map(Path, meta.former)]):
         for n in _generations(path):
             brief = _brief(path / f"gen-{n}")
             if n == meta.generation and path in members:
                 continue
-            if brief is not None and brief[0] != meta.job:
-                if path in given:
-                    raise ForeignError(f"{path}: holds job {brief[0]}, the store is job {meta.job}")
-                continue
-            _remove(path / f"gen-{n}")
-            cleaned.append(str(path / f"gen-{n}"))
+            if brief is None or brief.job == meta.job:
+                _remove(path / f"gen-{n}")
+            elif path in given:
+                raise ForeignError(f"{path}: holds job {brief.job}, the store is job {meta.job}")
         (path / "CURRENT.new").unlink(missing_ok=True)
         if path != members[0] and (path / "CURRENT").exists() and not _generations(path):
             (path / "CURRENT").unlink()
-    return cleaned
 
 
 def _clean_unborn(given: Iterable[Path]) -> None:
@@ -243,16 +224,11 @@ def _clean_unborn(given: Iterable[Path]) -> None:
         (directory / "CURRENT.new").unlink(missing_ok=True)
 
 
-def _brief(directory: Path) -> tuple[str, int] | None:
-    """(job, index) of a generation directory; None where it has no readable description."""
+def _brief(directory: Path) -> Brief | None:
+    """None where a generation directory has no readable description."""
     try:
-        body = json.loads((directory / "store.json").read_bytes())
-        return str(body["job"]), int(body["index"])
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise store_error(error, directory / "store.json", "reading") from error
-    except (ValueError, KeyError, TypeError):
+        return msgspec.json.decode(_read(directory / "store.json") or b"", type=Brief)
+    except ValueError:
         return None
 
 
@@ -262,12 +238,9 @@ def _generations(directory: Path) -> list[int]:
 
 def _current(directory: Path) -> int | None:
     path = directory / "CURRENT"
-    try:
-        text = path.read_text()
-    except (FileNotFoundError, NotADirectoryError):
+    text = _read(path)
+    if text is None:
         return None
-    except OSError as error:
-        raise store_error(error, path, "reading") from error
     if not text.strip().isdigit():
         raise DamagedError(f"{path}: {text[:20]!r} names no generation", hint="write the N of the gen-N beside it")
     return int(text)
@@ -275,29 +248,27 @@ def _current(directory: Path) -> int | None:
 
 def _switch(directory: Path, generation: int) -> None:
     """Name the generation that counts, atomically and durably."""
-    temporary = directory / "CURRENT.new"
-    try:
-        with open(temporary, "w") as file:
-            file.write(f"{generation}\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, directory / "CURRENT")
-    except OSError as error:
-        raise store_error(error, temporary, "switching the generation", 1 << 12) from error
+    temporary, doing = directory / "CURRENT.new", "switching the generation"
+    write_file(temporary, [f"{generation}\n".encode()], doing)
+    with typed_errors(temporary, doing):
+        temporary.replace(directory / "CURRENT")
     sync_directory(directory)
+
+
+def _read(path: Path) -> bytes | None:
+    """None where no such file is."""
+    with typed_errors(path, "reading"):
+        try:
+            return path.read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
 
 
 def _newest_step(directory: Path) -> int:
     """The newest step that a ledger file names, checked or not; -1 for none."""
     steps = [-1]
     for name in ("ledger.0", "ledger.1"):
-        try:
-            with open(directory / name, "rb") as file:
-                head = file.read(HEADER.size)
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            raise store_error(error, directory / name, "reading") from error
+        head = (_read(directory / name) or b"")[: HEADER.size]
         if len(head) == HEADER.size and any(head):
             steps.append(HEADER.unpack(head)[6])
     return max(steps)
@@ -305,12 +276,10 @@ def _newest_step(directory: Path) -> int:
 
 def _remove(directory: Path) -> None:
     """Delete a generation directory: the files that we make, then the directory where nothing else is in it."""
-    try:
+    with typed_errors(directory, "removing"):
         for name in (*FILES, "spill.bin"):
             (directory / name).unlink(missing_ok=True)
         if directory.is_dir() and not any(directory.iterdir()):
             directory.rmdir()
-    except OSError as error:
-        raise store_error(error, directory, "removing") from error
 
 

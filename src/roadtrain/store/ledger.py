@@ -13,7 +13,6 @@ import fcntl
 import hashlib
 import itertools
 import json
-import os
 import struct
 import time
 import uuid
@@ -23,12 +22,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import xxhash
 
-from roadtrain.errors import DamagedError, ForeignError, GoneError, StoreError
+from roadtrain.errors import DamagedError, ForeignError, StoreError
 from roadtrain.spec.chunks import Chunk, ChunkTable, ParamSpec, Record, Span, record
-from roadtrain.store.direct import store_error, sync_directory
+from roadtrain.store.direct import DirectFile, typed_errors, write_file
 
 FORMAT = 1
 MAGIC = b"roadtrn\0"
@@ -83,6 +83,16 @@ class GroupRule:
 
 
 @dataclass(frozen=True)
+class Brief:
+    """What any description says, also one that is not ours."""
+
+    format: int
+    job: str
+    index: int
+    fingerprint: str = ""
+
+
+@dataclass(frozen=True)
 class StoreMeta:
     """What a store holds. A caller gives the first four; `create_store` fills in where it rests."""
 
@@ -131,14 +141,7 @@ class StoreMeta:
         return {chunk: r for chunk, r in self.records.items() if self.owners[chunk] == index}
 
     def write(self, directory: Path) -> None:
-        path = directory / "store.json"
-        try:
-            with open(path, "w") as file:
-                file.write(self.to_json())
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise store_error(error, path, "writing", 1 << 12) from error
+        write_file(directory / "store.json", [self.to_json().encode()], "writing")
 
     @property
     def signature(self) -> str:
@@ -153,34 +156,22 @@ class StoreMeta:
     def load(directory: Path) -> StoreMeta:
         """Raises GoneError, DamagedError, or ForeignError for another format."""
         path = directory / "store.json"
-        try:
+        with typed_errors(path, "reading"):
             text = path.read_bytes()
-        except OSError as error:
-            raise store_error(error, path, "reading") from error
         return StoreMeta.from_json(text, str(path))
 
     @staticmethod
     def from_json(text: bytes | str, where: str) -> StoreMeta:
         """`where`: for messages. Raises DamagedError, or ForeignError for another format."""
         try:
-            body = json.loads(text)
-            if body["format"] != FORMAT:
-                raise ForeignError(f"{where}: store format {body['format']}, this version reads {FORMAT}")
-            fingerprint = body.pop("fingerprint")
-            body["blocks"] = tuple(
-                (name, tuple(ParamSpec(**p | {"shape": tuple(p["shape"])}) for p in params))
-                for name, params in body["blocks"]
-            )
-            body["groups"] = tuple(
-                GroupRule(g["rule"], tuple(g["arrays"]), tuple(g["scalars"])) for g in body["groups"]
-            )
-            for key in ("owners", "directories", "former"):
-                body[key] = tuple(body[key])
-            meta = StoreMeta(**body)
-            if meta.table.fingerprint() != fingerprint or len(meta.owners) != len(meta.table.chunks):
-                raise DamagedError(f"{where}: does not match its fingerprint")
-        except (ValueError, KeyError, TypeError) as error:
+            brief = msgspec.json.decode(text, type=Brief)
+            if brief.format != FORMAT:
+                raise ForeignError(f"{where}: store format {brief.format}, this version reads {FORMAT}")
+            meta = msgspec.json.decode(text, type=StoreMeta)
+        except ValueError as error:
             raise DamagedError(f"{where}: not a store description ({error})") from error
+        if meta.table.fingerprint() != brief.fingerprint or len(meta.owners) != len(meta.table.chunks):
+            raise DamagedError(f"{where}: does not match its fingerprint")
         return meta
 
 
@@ -193,86 +184,61 @@ class Entry:
 
 
 class Ledger:
-    """The two ledger files of one generation directory. `entry`: the last committed one, None before the first."""
+    """The two ledger files of one generation directory. `entry`: the last committed record, before the first one of
+    step -1 with the rows given; `pending`: what is appended and not confirmed."""
 
-    def __init__(self, directory: Path, meta: StoreMeta, rows: int, *, create: bool = False) -> None:
-        self._meta, self._count = meta, rows
-        self._paths = [directory / f"ledger.{i}" for i in range(2)]
-        self._fds: list[int] = []
-        self.entry: Entry | None = None
-        self._pending: Entry | None = None
+    def __init__(self, directory: Path, meta: StoreMeta, rows: Rows, *, create: bool = False) -> None:
+        self._meta, self._files = meta, list[DirectFile]()
+        self.entry = Entry(-1, rows, b"", 1)
+        self.pending: Entry | None = None
         self.torn: list[str] = []
-        size = HEADER.size + rows * ROW.itemsize + _SPARE
-        path = self._paths[0]
-        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if create else 0)
+        size = HEADER.size + rows.nbytes + _SPARE if create else None
         try:
-            for path in self._paths:
-                self._fds.append(os.open(path, flags, 0o600))
-                if create:
-                    os.posix_fallocate(self._fds[-1], 0, size)
-            self._lock(directory)
-        except OSError as error:
-            self.close()
-            raise store_error(error, path, "allocating" if create else "opening", size if create else 0) from error
-        except StoreError:
+            for i in range(2):
+                self._files.append(DirectFile(directory / f"ledger.{i}", direct=False, create=size))
+            with typed_errors(directory, "locking"):
+                self._lock(directory)
+        except BaseException:
             self.close()
             raise
 
-    def load(self, step: int | None) -> Entry:
+    def load(self, step: int | None) -> None:
         """The record of exactly `step`, or the newest. DamagedError where there is none, ForeignError for another's."""
         found = [e for e in (self._parse(i) for i in range(2)) if e is not None]
         fit = [e for e in found if step is None or e.step == step]
         if not fit:
             raise DamagedError(
-                f"{self._paths[0].parent}: no valid ledger record" + ("" if step is None else f" of step {step}")
+                f"{self._files[0].path.parent}: no valid ledger record" + ("" if step is None else f" of step {step}")
                 + f", there are {[e.step for e in found]}"
             )
         self.entry = max(fit, key=lambda e: e.step)
-        return self.entry
 
     def append(self, step: int, rows: Rows, blob: bytes) -> None:
         """Durable on return; the committed record is not touched."""
-        m, file = self._meta, 0 if self.entry is None else 1 - self.entry.file
+        m, number = self._meta, 1 - self.entry.file
         head = HEADER.pack(
             MAGIC, m.format, m.generation, uuid.UUID(m.job).bytes, m.index, len(rows), step, len(blob)
         )
         body = head + rows.tobytes() + blob
-        view = memoryview(body + digest(body).to_bytes(8, "little"))
-        self._pending = Entry(step, rows.copy(), blob, file)
-        fd, path, done = self._fds[file], self._paths[file], 0
-        try:
-            while done < len(view):
-                done += os.pwrite(fd, view[done:], done)
-            os.fsync(fd)
-        except OSError as error:
-            raise store_error(error, path, f"writing the record of step {step}", len(view)) from error
-        if os.fstat(fd).st_nlink == 0:
-            raise GoneError(f"{path}: removed while in use, at step {step}")
+        self.pending = Entry(step, rows.copy(), blob, number)
+        file, what = self._files[number], f"the record of step {step}"
+        file.write(memoryview(body + digest(body).to_bytes(8, "little")), 0, what)
+        file.sync(f"of {what}")
+        file.check_linked(f"after {what}")
 
     def confirm(self) -> None:
-        self.entry, self._pending = self._pending, None
-
-    def withdraw(self) -> None:
-        """Forget a record that was appended but is not committed, also on the disk."""
-        if self._pending is not None:
-            fd, path = self._fds[self._pending.file], self._paths[self._pending.file]
-            try:
-                os.pwrite(fd, bytes(HEADER.size), 0)
-                os.fsync(fd)
-            except OSError as error:
-                raise store_error(error, path, "withdrawing a record", HEADER.size) from error
-            self._pending = None
+        assert self.pending is not None
+        self.entry, self.pending = self.pending, None
 
     def close(self) -> None:
-        for fd in self._fds:
-            os.close(fd)
-        self._fds = []
+        for file in self._files:
+            file.close()
 
     def _lock(self, directory: Path) -> None:
         until = time.monotonic() + LOCK_WAIT_S
         while True:
             try:
-                return fcntl.flock(self._fds[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return fcntl.flock(self._files[0].fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if time.monotonic() > until:
                     raise StoreError(
@@ -282,11 +248,9 @@ class Ledger:
                 time.sleep(0.05)
 
     def _parse(self, file: int) -> Entry | None:
-        path = self._paths[file]
-        try:
+        path = self._files[file].path
+        with typed_errors(path, "reading"):
             data = path.read_bytes()
-        except OSError as error:
-            raise store_error(error, path, "reading") from error
         if not any(data[: HEADER.size]):
             return None
         magic, fmt, generation, job, index, count, step, blob = HEADER.unpack_from(data.ljust(HEADER.size, b"\0"))
@@ -295,25 +259,11 @@ class Ledger:
             self.torn.append(f"{path}: a torn record was set aside, the step before it counts")
             return None
         m = self._meta
-        is_, ours = (fmt, generation, str(uuid.UUID(bytes=job)), index, count), (m.format, m.generation, m.job, m.index)
-        if is_ != (*ours, self._count):
+        is_ = (fmt, generation, str(uuid.UUID(bytes=job)), index, count)
+        ours = (m.format, m.generation, m.job, m.index, len(self.entry.rows))
+        if is_ != ours:
             raise ForeignError(
-                f"{path}: a record of (format, generation, job, directory, chunks) {is_}, not {(*ours, self._count)}"
+                f"{path}: a record of (format, generation, job, directory, chunks) {is_}, not {ours}"
             )
         rows = np.frombuffer(data, ROW, count, HEADER.size).copy()
         return Entry(step, rows, data[end - blob : end], file)
-
-
-def make_directory(directory: Path) -> None:
-    """The directory with its parents, durable."""
-    missing = []
-    at = directory
-    while not at.exists():
-        missing.append(at)
-        at = at.parent
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise store_error(error, directory, "making the directory") from error
-    for path in missing:
-        sync_directory(path.parent)

@@ -17,14 +17,10 @@ from typing import Any
 import numpy as np
 
 from roadtrain.errors import DamagedError, ForeignError, GoneError
-from roadtrain.spec.chunks import ITEMSIZE
-from roadtrain.store.buffers import NUMPY
-from roadtrain.store.direct import store_error, sync_directory
+from roadtrain.spec.chunks import ITEMSIZE, NUMPY
+from roadtrain.store.direct import sync_directory, typed_errors, write_file
 
-TAGS = {
-    "fp32": "F32", "bf16": "BF16", "fp16": "F16", "fp64": "F64", "i8": "I8", "u8": "U8", "i16": "I16", "i32": "I32",
-    "i64": "I64", "bool": "BOOL",
-}  # fmt: skip
+TAGS = {dtype: dtype.upper().replace("FP", "F") for dtype in ITEMSIZE}  # F32, BF16, I8, BOOL
 _DTYPES = {tag: dtype for dtype, tag in TAGS.items()}
 _MAX_HEADER = 100_000_000  # bytes: the format's own limit
 SHARD_NBYTES = 5 * 10**9  # Hugging Face's usual
@@ -51,17 +47,10 @@ class Tensor:
         last = numel if stop is None else stop
         assert 0 <= start <= last <= numel, (start, last, numel)
         out = np.empty(last - start, NUMPY[self.dtype])
-        try:
-            with open(self.path, "rb", buffering=0) as file:
-                file.seek(self.offset + start * out.itemsize)
-                view, done = out.view(np.uint8).data, 0
-                while done < len(view):
-                    n = file.readinto(view[done:])
-                    if not n:
-                        raise DamagedError(f"{self.path}: truncated inside tensor {self.name!r}")
-                    done += n
-        except OSError as error:
-            raise store_error(error, self.path, f"reading tensor {self.name!r}") from error
+        with typed_errors(self.path, f"reading tensor {self.name!r}"), open(self.path, "rb") as file:
+            file.seek(self.offset + start * out.itemsize)
+            if file.readinto(out.view(np.uint8).data) < out.nbytes:
+                raise DamagedError(f"{self.path}: truncated inside tensor {self.name!r}")
         return out.reshape(self.shape) if whole else out
 
 
@@ -90,7 +79,7 @@ def export_dir(items: Iterable[Item], directory: str | Path, max_shard_nbytes: i
             weights = {item[0]: name for name, shard in zip(names, shards) for item in shard}
             made.append(home / f"{_INDEX}.new")
             body = {"metadata": {"total_size": total}, "weight_map": weights}
-            _write_bytes(made[-1], [json.dumps(body, indent=2).encode()])
+            write_file(made[-1], [json.dumps(body, indent=2).encode()], "exporting")
     except BaseException:
         for path in made:
             path.unlink(missing_ok=True)
@@ -139,32 +128,18 @@ def _write_file(path: Path, shard: list[Item]) -> None:
             assert fits, (name, array.dtype, array.shape)
             yield array.reshape(-1).view(np.uint8).data
 
-    _write_bytes(path, pieces())
-
-
-def _write_bytes(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
-    nbytes = 0
-    try:
-        with open(path, "wb") as file:
-            for piece in pieces:
-                nbytes += len(piece)
-                file.write(piece)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise store_error(error, path, "exporting", nbytes) from error
+    write_file(path, pieces(), "exporting")
 
 
 def _read_header(path: Path) -> Iterator[tuple[str, Tensor]]:
+    with typed_errors(path, "reading"), open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(file.read(8), "little")
+        if length > min(_MAX_HEADER, size - 8):
+            raise ForeignError(f"{path}: not a safetensors file, or truncated: header of {length} bytes in {size}")
+        text = file.read(length)
     try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
-            if length > min(_MAX_HEADER, size - 8):
-                raise ForeignError(f"{path}: not a safetensors file, or truncated: header of {length} bytes in {size}")
-            header = json.loads(file.read(length))
-    except OSError as error:
-        raise store_error(error, path, "reading") from error
+        header = json.loads(text)
     except ValueError as error:
         raise ForeignError(f"{path}: not a safetensors file ({error})") from error
     header.pop("__metadata__", None)

@@ -4,7 +4,7 @@ A record is [public | private] (spec.chunks). A part is "public", "private" or "
 exactly the padded size of its part. Between two commits each part is written at most once. Writing only "private" of a
 chunk that has a master there makes its public part *absent* until it is written again: it can be cast from the master.
 Reading "record" then leaves the public bytes of `into` as they are. What is written is pending until `committed`;
-`prepare` makes it durable under a record of the step, `drop_pending` abandons it.
+`prepare` makes it durable under a record of the step. Opening the tier again abandons what is pending.
 
 Assumes: one thread at a time for one chunk; different chunks from any threads; no write between `prepare` and
 `committed`. Does NOT know blocks, gradients or rules.
