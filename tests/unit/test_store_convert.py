@@ -131,7 +131,8 @@ def test_conversion_is_exact(tmp_path: Path, before: tuple, after: tuple) -> Non
     check(again)
     again.close()
     gens = [str(p.relative_to(tmp_path)) for p in tmp_path.glob("*/gen-*")]
-    assert sorted(gens) == sorted(f"{d.name}/gen-{again.meta.generation}" for d in directories), "the old one is removed"
+    kept = sorted(f"{d.name}/gen-{again.meta.generation}" for d in directories)
+    assert sorted(gens) == kept, "the old one is removed"
 
 
 def test_a_public_part_that_is_not_stored_is_cast_from_the_master(tmp_path: Path) -> None:
