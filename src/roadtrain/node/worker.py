@@ -55,20 +55,21 @@ class Worker:
     root block (0) has permanent buffers and no slot."""
 
     def __init__(
-        self, table: ChunkTable, budgets: Budgets, owners: Sequence[int], device: torch.device, stages: Stages, *,
-        servers: int, committed: int, deadline_s: float, compute_blocks: Sequence[int],
-        compressor: Compressor | None = None, workers: int = 1, staleness: int = 0,
+        self, table: ChunkTable, budgets: Budgets, owners: Sequence[Sequence[int]], device: torch.device,
+        stages: Stages, *, servers: Sequence[int], committed: int, deadline_s: float, compute_blocks: Sequence[int],
+        compressor: Compressor | None = None, workers: int = 1, staleness: int = 0, replicas: int = 1,
     ) -> None:
-        self.table, self.owners, self.stages, self.deadline_s = table, owners, stages, deadline_s
+        self.table, self.stages, self.deadline_s = table, stages, deadline_s
+        self.owners = owners  # of each chunk: the servers that hold it; pulls go to the first, all else to all
         self.workers = workers  # whose mean gradient updates
         self.staleness = staleness  # 1: a step computes with the parameters from before the last update
         self.compressor = compressor
-        self.links: list[MessageLink] = []
+        self.links: dict[int, MessageLink] = {}  # by number of the server
         self.blocks = [BlockState(released_in=committed) for _ in table.blocks]
         self._block_of = {s.param: b.index for b in table.blocks for run in b.runs for s in run.spans}
         self.chunk_version = [0] * len(table.chunks)
         self._updated_in = [committed] * len(table.chunks)  # the last step in which each was released
-        self.ledger = Ledger(servers, committed)  # also those that own no chunk: each commits every step
+        self.ledger = Ledger(servers, committed, everywhere=replicas > 1)  # also those that own no chunk
         self.prefetch = Prefetcher(budgets.slots, compute_blocks)
         self.order = {block: i + 1 for i, block in enumerate(compute_blocks)}
         self.keep_always = False  # gradients never wait for step(), so none is moved away from its buffer
@@ -131,7 +132,12 @@ class Worker:
             self.links[server].send(message)
 
     def _send(self, chunk: int, message: Any) -> None:
-        self.links[self.owners[chunk]].send(message)
+        for server in self.owners[chunk]:
+            self.links[server].send(message)
+
+    def _sums_to_come(self, chunks: Sequence[Chunk]) -> int:
+        """Held messages for a gradient of `chunks`: one of each server, so that the last is that of the last push."""
+        return sum(len(self.owners[c.id]) for c in chunks if c.trainable)
 
     def _wait(self, ready: Callable[[], bool], what: Callable[[], str]) -> None:
         """Waits under the lock. Raises a server's error if one failed, DeadlineError when the deadline passes."""
@@ -141,7 +147,7 @@ class Worker:
             if left <= 0:
                 raise DeadlineError(
                     f"the worker waited {self.deadline_s:.0f} s for {what()} in step {self.ledger.sealed + 1}; "
-                    f"commit: {self.ledger.missing()}; peers: {', '.join(link.peer for link in self.links)}",
+                    f"commit: {self.ledger.missing()}; peers: {', '.join(link.peer for link in self.links.values())}",
                     hint="a device that slow needs a longer deadline_s",
                 )
             self._lock.wait(min(left, 1.0))
@@ -188,7 +194,7 @@ class Worker:
             ticket = self._next_ticket()
             self._pulls[ticket] = target
             into = view[chunk.offset : chunk.offset + round_up(chunk.public_nbytes, PAGE)]
-            self._send(chunk.id, ops.Pull(chunk.id, self._wanted(chunk), into, ticket))
+            self.links[self.owners[chunk.id][0]].send(ops.Pull(chunk.id, self._wanted(chunk), into, ticket))
 
     def _pulled(self, ticket: int) -> None:
         target = self._pulls.pop(ticket)
@@ -260,7 +266,7 @@ class Worker:
         copied = host.from_device(table.push_nbytes)
         if self.workers == 1:
             with self._lock:
-                state.acks += sum(c.trainable for c in table.chunks)
+                state.acks += self._sums_to_come(table.chunks)
         if copied is None:
             self._push_host(table, host, fresh)
         else:
@@ -317,7 +323,7 @@ class Worker:
         state.held = True
         state.present.update(s.param for run in table.runs for s in run.spans)
         with self._lock:
-            state.acks += len(table.chunks)
+            state.acks += self._sums_to_come(table.chunks)
         self.send_dense(table.chunks, host, True)
 
     def send_dense(self, chunks: Sequence[Chunk], host: HostBuffer, fresh: bool) -> None:
@@ -326,12 +332,13 @@ class Worker:
             keep = self.keep_always or host not in self._push_all or len(self._kept) < len(self._push_all) - 2
             if keep and fresh and host in self._push_all:
                 self._kept.add(id(host))
-            self._push_left[id(host)] = (host, len(chunks))
-            for chunk in chunks:
+            to = [(chunk, server) for chunk in chunks for server in self.owners[chunk.id]]
+            self._push_left[id(host)] = (host, len(to))
+            for chunk, server in to:
                 ticket = self._next_ticket()
                 self._push_tickets[ticket] = host
                 grad = host.view[chunk.push_offset : chunk.push_offset + round_up(chunk.public_nbytes, PAGE)]
-                self._send(chunk.id, ops.Push(chunk.id, grad, fresh, keep, ticket))
+                self.links[server].send(ops.Push(chunk.id, grad, fresh, keep, ticket))
 
     def _freed(self, ticket: int) -> None:
         host = self._push_tickets.pop(ticket, None)
@@ -375,7 +382,7 @@ class Worker:
         if self.workers == 1 or state.closed:
             return False
         state.closed = True
-        state.acks += sum(c.trainable for c in self.table.blocks[block].chunks)
+        state.acks += self._sums_to_come(self.table.blocks[block].chunks)
         return True
 
     def forget(self, block: int) -> None:
@@ -458,7 +465,7 @@ class Worker:
         if self._sender is not None:
             self._to_send.put(None)
             self._sender.join()
-        for link in self.links:
+        for link in self.links.values():
             link.close()
         for buffer in self._buffers():
             buffer.close()

@@ -89,6 +89,7 @@ class OptimizerSection(Section):
 class StoreSection(Section):
     dirs: list[str] = Field(default=["{run}/store"], description="one server each; [] keeps all in RAM")
     servers: list[str] = Field(default=[], description="HOST:PORT of each `roadtrain serve`, instead of dirs")
+    replicas: Literal[1, 2] = Field(default=1, description="2: two servers hold each chunk, any one may die")
     token_file: str | None = Field(default=None, description="file with the servers' token")
     ca: str | None = Field(default=None, description="TLS: PEM file that the servers' certificates are known by")
     connections: int = Field(default=1, ge=1, description="TCP connections to each server")

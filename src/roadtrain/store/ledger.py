@@ -96,13 +96,17 @@ class StoreMeta:
     generation: int = 0
     index: int = 0  # of this directory
     staleness: int = 0
+    replicas: int = 1  # directories that hold each chunk
+    sessions: tuple[int, ...] = ()  # with replicas: the last that each server took part in, 0: not the last one
     format: int = FORMAT
 
     @staticmethod
-    def of(table: ChunkTable, groups: Sequence[GroupRule], job: str = "", staleness: int = 0) -> StoreMeta:
+    def of(
+        table: ChunkTable, groups: Sequence[GroupRule], job: str = "", staleness: int = 0, replicas: int = 1
+    ) -> StoreMeta:
         blocks = tuple((b.name, tuple(table.params[i] for i in b.params)) for b in table.blocks)
         job = job or str(uuid.uuid4())
-        return StoreMeta(job, blocks, table.chunk_elements, tuple(groups), staleness=staleness)
+        return StoreMeta(job, blocks, table.chunk_elements, tuple(groups), staleness=staleness, replicas=replicas)
 
     @cached_property
     def table(self) -> ChunkTable:
@@ -126,24 +130,39 @@ class StoreMeta:
                 out.setdefault(self.table.params[span.param].name, []).append((chunk, i, span))
         return out
 
+    def holders(self, chunk: int) -> tuple[int, ...]:
+        """The directories (or servers) that hold `chunk`: its owner, then the next ones in order."""
+        owner, n = self.owners[chunk], len(self.directories)
+        return (owner, *((owner + i) % n for i in range(1, self.replicas)))
+
     def owned(self, index: int) -> dict[int, Record]:
         """The records that directory `index` holds."""
-        return {chunk: r for chunk, r in self.records.items() if self.owners[chunk] == index}
+        return {chunk: r for chunk, r in self.records.items() if index in self.holders(chunk)}
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The servers of the last session."""
+        last = max(self.sessions, default=0)
+        return tuple(i for i in range(len(self.directories)) if not self.sessions or self.sessions[i] == last)
 
     def write(self, directory: Path) -> None:
-        path = directory / "store.json"
+        """Atomically and durably."""
+        path, temporary = directory / "store.json", directory / "store.json.new"
         try:
-            with open(path, "w") as file:
+            with open(temporary, "w") as file:
                 file.write(self.to_json())
                 file.flush()
                 os.fsync(file.fileno())
+            os.replace(temporary, path)
         except OSError as error:
             raise store_error(error, path, "writing", 1 << 12) from error
+        sync_directory(directory)
 
     @property
     def signature(self) -> str:
         """Same for two workers whose parameters, dtypes, chunks and rules are the same."""
-        body = json.dumps([asdict(self)[key] for key in ("blocks", "chunk_elements", "groups", "staleness")])
+        keys = ("blocks", "chunk_elements", "groups", "staleness", "replicas")
+        body = json.dumps([asdict(self)[key] for key in keys])
         return hashlib.sha256(body.encode()).hexdigest()[:32]
 
     def to_json(self) -> str:
@@ -174,8 +193,8 @@ class StoreMeta:
             body["groups"] = tuple(
                 GroupRule(g["rule"], tuple(g["arrays"]), tuple(g["scalars"])) for g in body["groups"]
             )
-            for key in ("owners", "directories", "former"):
-                body[key] = tuple(body[key])
+            for key in ("owners", "directories", "former", "sessions"):
+                body[key] = tuple(body.get(key, ()))
             meta = StoreMeta(**body)
             if meta.table.fingerprint() != fingerprint or len(meta.owners) != len(meta.table.chunks):
                 raise DamagedError(f"{where}: does not match its fingerprint")
@@ -219,7 +238,8 @@ class Ledger:
             raise
 
     def load(self, step: int | None) -> Entry:
-        """The record of exactly `step`, or the newest. DamagedError where there is none, ForeignError for another's."""
+        """The record of exactly `step`, or the newest. A newer one than `step` was never committed: it is withdrawn.
+        DamagedError where there is none, ForeignError for another's."""
         found = [e for e in (self._parse(i) for i in range(2)) if e is not None]
         fit = [e for e in found if step is None or e.step == step]
         if not fit:
@@ -228,6 +248,8 @@ class Ledger:
                 + f", there are {[e.step for e in found]}"
             )
         self.entry = max(fit, key=lambda e: e.step)
+        self._pending = next((e for e in found if e.step > self.entry.step), None)
+        self.withdraw()
         return self.entry
 
     def append(self, step: int, rows: Rows, blob: bytes) -> None:
