@@ -80,5 +80,6 @@ def resumed(found: Mapping[int, tuple[int, Sequence[int]]]) -> tuple[int, tuple[
     holding = {server: newest for server, (newest, _) in found.items() if newest >= 0}
     _, _, latest = max(((max(found[s][1], default=0), holding[s], found[s][1]) for s in holding), default=(0, -1, ()))
     number = max(latest, default=0)
-    members = tuple(server for server in sorted(holding) if not latest or latest[server] == number)
+    there = {server for server, session in enumerate(latest) if session == number}
+    members = tuple(server for server in sorted(holding) if not latest or server in there)
     return min((holding[server] for server in members), default=-1), members, number + 1

@@ -263,7 +263,7 @@ class Cluster:
                 break
             time.sleep(0.05)
         if waiting:
-            raise DeadlineError(f"waited {limit_s:.0f} s for worker 0 to begin, and the store to be ready")
+            raise DeadlineError(f"waited {limit_s:.0f} s for worker 0 to begin with {self._names(self.servers)}")
         why = next(e for e in missing.values() if e is not None)
         if not spare:
             raise why
@@ -321,7 +321,8 @@ class Cluster:
         """Worker 0: the servers make a store, or open the one that they hold."""
         (step, members, session), names = self._resumed(), self.names
         newest = [step for step, _ in self._found.values()]
-        self.new, self.step = not missing and max(newest) <= 0 and min(newest) < 0, max(step, 0)
+        unmade = max(newest) <= 0 and min(newest) < 0 and (self.meta.replicas == 1 or bool(self._lost(members)))
+        self.new, self.step = unmade and not missing, max(step, 0)
         if not self.new:
             held = self._found[members[0]][1]
             assert held is not None
