@@ -42,6 +42,7 @@ def place(
     *,
     store: str | Path | Sequence[str | Path] | None = None,
     servers: Sequence[str] | None = None,
+    replicas: Literal[1, 2] = 1,
     link: Options | None = None,
     relay: str | int | None = None,
     budget: str | int | None = None,
@@ -66,18 +67,19 @@ def place(
 
     store: a directory per server (None: all in RAM); a store found there is resumed. servers: instead of `store`, the
     HOST:PORT of every `roadtrain serve` that takes a part, always in the same order; all workers of a torchrun share
-    them, and each update takes the mean of their gradients. link: how they are reached (token, TLS, connections).
-    relay: host bytes for a process beside the workers of this host that communicates for them. budget: host bytes for
-    everything that roadtrain keeps in memory ("900MiB"; None: half of what is free). dtype: what parameters travel and
-    compute in (None: their own); masters and state are fp32. blocks: names or patterns of the blocks (None: found).
-    backwards_per_step: None, updates begin at step(); N promises that step() follows every N-th backward pass, without
-    clipping or loss scaling, and a block is updated as soon as its last gradient is in. staleness: 1, each step
-    computes with the parameters from before the last step's update, which runs meanwhile (delayed update). topk:
-    fraction of the gradient's volume that is communicated, indices included (0.02 keeps 1 %). store_rates: relative
-    rates of the directories, by which a new store's chunks are spread (None: evenly; "measured": measured now).
-    weights: a directory of safetensors in Hugging Face layout that the first values come from. init: initialises a
-    module of a model built on `meta`. extra: objects with state_dict/load_state_dict that are committed and resumed
-    with each step.
+    them, and each update takes the mean of their gradients. replicas: 2 gives every chunk a second server that applies
+    the same pushes; a server that does not answer at the start is left out, one that comes back is filled up again.
+    link: how they are reached (token, TLS, connections). relay: host bytes for a process beside the workers of this
+    host that communicates for them. budget: host bytes for everything that roadtrain keeps in memory ("900MiB"; None:
+    half of what is free). dtype: what parameters travel and compute in (None: their own); masters and state are fp32.
+    blocks: names or patterns of the blocks (None: found). backwards_per_step: None, updates begin at step(); N promises
+    that step() follows every N-th backward pass, without clipping or loss scaling, and a block is updated as soon as
+    its last gradient is in. staleness: 1, each step computes with the parameters from before the last step's update,
+    which runs meanwhile (delayed update). topk: fraction of the gradient's volume that is communicated, indices
+    included (0.02 keeps 1 %). store_rates: relative rates of the directories, by which a new store's chunks are spread
+    (None: evenly; "measured": measured now). weights: a directory of safetensors in Hugging Face layout that the first
+    values come from. init: initialises a module of a model built on `meta`. extra: objects with
+    state_dict/load_state_dict that are committed and resumed with each step.
 
     Raises UserError (ConfigError, ModelError, RuleError, BudgetError) before anything is changed, StoreError.
     """
@@ -85,6 +87,8 @@ def place(
     group = Group.of_environment() if servers else Group()
     if servers and (store or store_rates is not None):
         raise ConfigError("both store and servers are given", hint="the state rests here (store) or there (servers)")
+    if replicas not in (1, 2) or replicas > max(1, len(servers or ())):
+        raise ConfigError(f"replicas = {replicas} with {len(servers or ())} server(s)", hint="2 needs 2 or more")
     if group.workers > 1 and error_feedback:
         raise ConfigError(f"error feedback keeps one worker's residuals, there are {group.workers}",
                           hint="error_feedback=False, or one worker")
@@ -92,6 +96,9 @@ def place(
         report(f"WORLD_SIZE says {others} more worker(s): without servers each trains by itself, nothing is averaged")
     if relay is not None and not servers:
         raise ConfigError("a relay goes between workers and servers, and no servers are given")
+    if relay is not None and replicas > 1:
+        raise ConfigError(f"a relay does not find out which of {replicas} replicas is missing",
+                          hint="leave relay out, or replicas")
     if relay is not None and topk is not None and group.local > 1:
         raise ConfigError(f"a relay adds up whole gradients of its {group.local} workers, not top-k ones",
                           hint="leave relay out, or topk")
@@ -119,7 +126,8 @@ def place(
     if staleness not in (0, 1) or (staleness and error_feedback):
         raise ConfigError(f"staleness {staleness}, error feedback {error_feedback}", hint="0, or 1 without the other")
     paths = [store] if isinstance(store, str | Path) else list(store or ())
-    layout = Layout(whole, rules, tuple(Path(p) for p in paths), direct, (1.0,) * len(addresses), staleness)
+    layout = Layout(whole, rules, tuple(Path(p) for p in paths), direct, (1.0,) * len(addresses), staleness,
+                    replicas)
     free = psutil.virtual_memory().available
     host = parse_bytes(budget) if budget is not None else free // 2 if paths or addresses else free
     budgets = derive(
@@ -147,7 +155,7 @@ def place(
         engine = Cluster(
             layout, budgets, addresses, link or Options(retry_s=deadline_s), group, device,
             compute_blocks=range(1, len(base.blocks)), compressor=compressor, deadline_s=deadline_s,
-            holds_gradients=backwards_per_step is None,
+            holds_gradients=backwards_per_step is None, report=report,
             relay=None if relay is None else derive_relay(
                 whole, parse_bytes(relay), servers=len(addresses), local=group.local,
                 holds_gradients=backwards_per_step is None),
@@ -168,7 +176,7 @@ def place(
         report(note)
     where = f"files in {', '.join(map(str, paths))}" if paths else "RAM: it is lost when this process ends"
     if servers:
-        where = f"{len(servers)} server(s), worker {group.rank} of {group.workers}"
+        where = f"{len(servers)} server(s), replicas = {replicas}, worker {group.rank} of {group.workers}"
     report(
         f"placed {len(base.blocks) - 1} blocks and the root block; state on {where}; step {placed.steps_done}; "
         f"at most {show_bytes(budgets.total)} of {show_bytes(host)}"

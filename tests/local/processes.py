@@ -52,16 +52,17 @@ def worker_child(case, servers, log, steps, rank, workers, options, change):
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(workers), "MASTER_PORT": options.pop("session", "1"),
                    "LOCAL_WORLD_SIZE": str(options.pop("local", 1))}
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    token = options.pop("token", None)
+    token, retry_s = options.pop("token", None), options.pop("retry_s", 30)
     try:
         model, optimizer = build(case)
         if change == "model":
             model.extra = torch.nn.Linear(2, 2)
         scaler = new_scaler(case)
         placed = roadtrain.place(
-            model, optimizer, servers=servers, link=Options(token=token, retry_s=30), budget=BUDGET,
+            model, optimizer, servers=servers, link=Options(token=token, retry_s=retry_s), budget=BUDGET,
             dtype=case.dtype, extra={"scaler": scaler} if case.scaler else {},
-            backwards_per_step=case.accumulate if case.eager else None, staleness=case.staleness, report=lambda _: None,
+            backwards_per_step=case.accumulate if case.eager else None, staleness=case.staleness,
+            report=lambda line: os.write(out, f"note {line}\n".encode()) if line.startswith("replicas: ") else None,
             **{"chunk_elements": 1 << 16, "deadline_s": 30, **options},
         )
         with placed:
@@ -104,6 +105,9 @@ class Workers:
                 raise AssertionError("a worker hangs")
         return [p.exitcode for p in self.processes]
 
+    def notes(self):
+        return [x.removeprefix("note ") for x in self.logs[0].read_text().splitlines() if x.startswith("note")]
+
     def errors(self):
         return [next((x for x in reversed(log.read_text().splitlines()) if x.startswith("error")), "") if log.exists()
                 else "" for log in self.logs]
@@ -114,7 +118,7 @@ def losses(log):
     seen = {}
     for line in log.read_text().splitlines() if log.exists() else ():
         first, _, rest = line.partition(" ")
-        if first != "error":
+        if first not in ("error", "note"):
             seen.setdefault(first, set()).add(rest)
     return seen
 

@@ -9,7 +9,7 @@ import pytest
 from roadtrain.errors import LoopError
 from roadtrain.flow import ops
 from roadtrain.flow.assign import assign
-from roadtrain.flow.ledger import Ledger
+from roadtrain.flow.ledger import Ledger, resumed
 from roadtrain.flow.prefetch import HERE, Prefetcher
 from roadtrain.flow.queues import READ_PARAMETERS, READ_STATE, WRITE_STATE, DeviceQueue, Trial
 from roadtrain.flow.serve import ServeDecider, agreed
@@ -319,7 +319,7 @@ def test_trial_waits_for_steps_that_move_something():
 
 
 def test_ledger_commits_once_all_prepared_and_the_blob_is_known():
-    ledger = Ledger(3, 0)
+    ledger = Ledger(range(3), 0)
     assert len(ledger.seal(1)) == 3
     assert ledger.on_prepared(ops.Prepared(1, 1)) == []
     assert ledger.blob(1, b"x") == []
@@ -335,3 +335,137 @@ def test_assign_spreads_evenly_and_by_weight():
     assert max(counts) - min(counts) <= 2
     uneven = assign(table, (1, 3))
     assert 2.2 < uneven.count(1) / uneven.count(0) < 4.2
+
+
+def test_ledger_with_replicas_gives_the_blob_to_all_before_the_commit():
+    ledger = Ledger((1, 2, 4), 0, everywhere=True)
+    assert [s for s, _ in ledger.seal(1)] == [1, 2, 4]
+    assert ledger.blob(1, b"x") == [(2, ops.Commit(1, b"x")), (4, ops.Commit(1, b"x"))]
+    assert ledger.on_prepared(ops.Prepared(2, 1)) == []
+    assert ledger.missing() == "step 1 waits for server(s) [4]"
+    assert ledger.on_prepared(ops.Prepared(4, 1)) == [(1, ops.Commit(1, b"x"))]
+    assert [s for s, _ in ledger.on_committed(ops.CommitDone(1))] == [2, 4]
+
+
+class Replicas:
+    """Servers with real deciders and workers with real ledgers; records are what a disk would hold. A step's contents
+    are those before it and (session, step), so that contents of two histories never look alike."""
+
+    WORKERS = 2
+
+    def __init__(self, n, seed):
+        self.n, self.random = n, random.Random(seed)
+        self.disks = [{} for _ in range(n)]  # step -> (contents, blobs); the two newest
+        self.known = [(0,) * n for _ in range(n)]  # the sessions that a server knows of
+        self.told = 0  # the last step that a worker knows to be committed
+        self.contents = {}  # of that step
+        self.away, self.stale = None, None  # who is dead; who has missed steps
+
+    def start(self, alive, events):
+        """A session of `alive`, which ends after `events` events; every one of them is a kill point. True: it ran."""
+        found = {i: (max(self.disks[i], default=-1), self.known[i]) for i in alive}
+        step, members, number = resumed(found)
+        if step < 0:
+            step, members = 0, tuple(alive)
+            for i in alive:
+                self.disks[i] = {0: ((), None)}
+        records = [self.disks[i].get(step) for i in members]
+        assert all(r == records[0] and r is not None for r in records), "members differ"
+        assert step >= self.told, f"step {self.told} was committed, {step} is gone on from"
+        if step == self.told and self.contents:
+            assert records[0] == self.contents, "another history"
+        for i in members:
+            if (events := events - 1) < 0:
+                return False
+            self.disks[i] = {s: r for s, r in self.disks[i].items() if s <= step}
+        sessions = tuple(number if i in alive else 0 for i in range(self.n))
+        for i in sorted(alive, key=lambda i: i in members):  # those that are filled up come first
+            if (events := events - 1) < 0:
+                return False
+            self.disks[i], self.known[i] = {**self.disks[i], step: records[0]}, sessions
+            if i not in members:
+                self.disks[i] = {step: records[0]}
+        self.stale = self.away
+        self.run(sorted(alive), step, number, events)
+        return True
+
+    def run(self, alive, base, number, events):
+        self.ledgers = [Ledger(alive, base, everywhere=True) for _ in range(self.WORKERS)]
+        self.deciders = {
+            i: ServeDecider(i, {0: (True, False)}, 0, durable=True, committed=base, workers=self.WORKERS,
+                            first=alive[0], everywhere=True) for i in alive}
+        lanes = {(i, w): [] for i in alive for w in range(self.WORKERS)}  # each in order, both ways
+        back = {key: [] for key in lanes}
+        work = {i: [] for i in alive}
+
+        def act(server, actions):
+            for action in actions:
+                if isinstance(action, ops.Send):
+                    for w in range(self.WORKERS):
+                        back[server, w].append(action.message)
+                elif isinstance(action, ops.Prepare):
+                    work[server].append(action)
+
+        for _ in range(events):
+            kind = self.random.choice(["worker", "lane", "lane", "back", "back", "work"])
+            w = self.random.randrange(self.WORKERS)
+            if kind == "worker":
+                ledger, out = self.ledgers[w], []
+                if ledger.sealed in ledger.prepared and ledger.sealed not in ledger.blobs and not self.said[w]:
+                    self.said[w], out = True, ledger.blob(ledger.sealed, (number, ledger.sealed, w))
+                elif ledger.committed >= ledger.sealed - 1:
+                    self.said[w], out = False, ledger.seal(ledger.sealed + 1)
+                for server, message in out:
+                    lanes[server, w].append(replace(message, worker=w))
+            elif kind == "work":
+                server = self.random.choice(alive)
+                if work[server]:
+                    action, disk = work[server].pop(0), self.disks[server]
+                    before = disk[action.step - 1][0]
+                    self.disks[server] = {action.step - 1: disk[action.step - 1],
+                                          action.step: ((*before, (number, action.step)), tuple(action.blobs))}
+                    act(server, self.deciders[server].handle(ops.PrepareDone(action.step)))
+            elif full := [key for key, queue in (lanes if kind == "lane" else back).items() if queue]:
+                server, w = self.random.choice(full)
+                if kind == "lane":
+                    act(server, self.deciders[server].handle(lanes[server, w].pop(0)))
+                    continue
+                message, ledger = back[server, w].pop(0), self.ledgers[w]
+                done = isinstance(message, ops.CommitDone)
+                out = ledger.on_committed(message) if done else ledger.on_prepared(message)
+                if done and message.step > self.told:
+                    self.told, self.contents = message.step, self.disks[alive[0]][message.step]
+                for to, what in out:
+                    lanes[to, w].append(what if done else replace(what, worker=w))
+
+    def life(self):
+        """Sessions in which one server after the other dies and comes back; at most one at a time is dead or stale."""
+        self.said = [True] * self.WORKERS
+        for _ in range(12):
+            self.said = [True] * self.WORKERS
+            alive = [i for i in range(self.n) if i != self.away]
+            self.start(alive, self.random.randrange(8 if self.told and self.random.random() < 0.3 else 140))
+            fate, may_die = self.random.random(), self.random.randrange(self.n) if self.stale is None else self.stale
+            if fate < 0.3:
+                self.away = None
+            elif fate < 0.8 and (self.told or self.away is not None):
+                self.away = self.stale = may_die
+                if self.random.random() < 0.7:
+                    self.disks[may_die], self.known[may_die] = {}, (0,) * self.n
+        return self.told
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_no_committed_step_is_lost_with_one_server_whatever_the_moment(n):  # Rule 3
+    """A server dies (with or without what it held) between any two events of a session or of its start."""
+    assert sum(Replicas(n, seed).life() for seed in range(200)) > 200
+
+
+def test_who_counts_after_a_death():
+    assert resumed({0: (-1, ()), 1: (-1, ())}) == (-1, (), 1)
+    assert resumed({0: (7, ()), 1: (8, ())}) == (7, (0, 1), 1)  # no replicas
+    assert resumed({0: (7, (4, 4, 4)), 1: (8, (4, 4, 4))}) == (7, (0, 1), 5)  # 1 had prepared step 8, 0 had not
+    assert resumed({1: (8, (4, 4, 4)), 2: (8, (4, 4, 4))}) == (8, (1, 2), 5)
+    assert resumed({0: (9, (4, 4, 4)), 1: (8, (0, 5, 5)), 2: (9, (0, 5, 5))}) == (8, (1, 2), 6)  # 0 was left out
+    assert resumed({0: (-1, ()), 1: (8, (0, 5, 5)), 2: (8, (0, 5, 5))}) == (8, (1, 2), 6)  # and came back empty
+    assert resumed({0: (8, (6, 6, 6)), 1: (8, (0, 5, 5)), 2: (8, (0, 5, 5))}) == (8, (0, 1, 2), 7)  # and was filled up

@@ -24,7 +24,7 @@ from roadtrain.spec.chunks import PAGE, ChunkTable, ParamSpec
 from roadtrain.store import ledger as ledger_module
 from roadtrain.store.buffers import HUGE, Buffer, array_in
 from roadtrain.store.file import FileTier
-from roadtrain.store.generation import OpenedStore, create_store, open_store
+from roadtrain.store.generation import OpenedStore, create_part, create_store, open_part, open_store, publish_part
 from roadtrain.store.ledger import GroupRule, StoreMeta
 from roadtrain.store.tier import PRIVATE, PUBLIC, RECORD, part_range
 
@@ -482,6 +482,46 @@ def test_a_tier_stands_alone(tmp_path: Path) -> None:
     tier.close()
     tier = FileTier(tmp_path, meta)
     assert (tier.step, tier.blob) == (0, b"x")
+    tier.close()
+
+
+def test_a_step_that_was_prepared_only_is_withdrawn_where_the_one_before_is_opened(tmp_path: Path) -> None:
+    directories = [tmp_path / "a", tmp_path / "b"]
+    store = made(directories)
+    store.tiers[1].prepare(1, b"")
+    store.close()
+    opened(directories).close()
+    tier = FileTier.open(store.tiers[1].directory, store.tiers[1].meta)
+    assert tier.step == 0
+    tier.close()
+
+
+def test_a_part_that_has_missed_steps_is_replaced(tmp_path: Path) -> None:
+    """With replicas: that of another job never is; from the beginning of it on nothing counts until it is published."""
+    names = ("x", "y", "z")
+    meta = replace(META, owners=tuple(c % 3 for c in RECORDS), directories=names, index=1, replicas=2)
+    assert {c for c in RECORDS if 1 in meta.holders(c)} == set(meta.owned(1)) == {c for c in RECORDS if c % 3 != 2}
+
+    def part(meta: StoreMeta, step: int) -> None:
+        tier = create_part(tmp_path, meta)
+        for chunk in meta.owned(1):
+            tier.write(chunk, RECORD, random_bytes(chunk, RECORD))
+        tier.prepare(step, b"")
+        tier.committed(step)
+        tier.close()
+
+    part(meta, 5)
+    publish_part(tmp_path)
+    with pytest.raises(ForeignError, match="holds step 5"):
+        create_part(tmp_path, replace(meta, job=META.job[:-4] + "0000"))
+    with pytest.raises(ForeignError, match="holds step 5"):
+        create_part(tmp_path, replace(meta, index=2))
+    part(meta, 9)
+    assert open_part(tmp_path) is None, "it was not published"
+    part(meta, 9)
+    publish_part(tmp_path)
+    tier = open_part(tmp_path)
+    assert tier is not None and tier.step == 9
     tier.close()
 
 

@@ -150,7 +150,7 @@ class Ours:
         worker = self.worker = self.engine.worker
         self.top_k = Compressor(table, KEEP, per_block=True, error_feedback=False)
         try:
-            worker.links[:] = [ChargedLink(link, down) for link in worker.links]
+            worker.links.update({n: ChargedLink(link, down) for n, link in worker.links.items()})
             for server in self.engine.servers:
                 server.trial.TRIED = 0  # its first steps are timed here too: none of them in bursts
                 server._deliver = lambda message, _: up.post(self._crossing(message), worker.deliver, message)

@@ -82,7 +82,8 @@ class Seal:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Worker -> server 0: all others are prepared; `blob` is the job's own state after `step`, this worker's part."""
+    """Worker -> first server: all others are prepared; `blob` is the job's own state after `step`, this worker's part.
+    With replicas to the others too, before they prepare."""
 
     step: int
     blob: Any
@@ -91,7 +92,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class CommitDone:
-    """Server 0 -> worker -> all servers: `step` is committed."""
+    """First server -> worker -> all servers: `step` is committed."""
 
     step: int
 
@@ -119,7 +120,7 @@ class Freed:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Server -> worker: all of `step` is written here (and durable, except on server 0, which still has to commit)."""
+    """Server -> worker: all of `step` is written here (and durable, except on the first, which still has to commit)."""
 
     server: int
     step: int

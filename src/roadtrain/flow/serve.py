@@ -6,7 +6,7 @@ A chunk's way through one step:
     Read -> ReadDone                    READING  (skipped where the record is kept in memory)
     Update -> UpdateDone                UPDATING; the new version exists: waiting pulls are answered at once
     Write -> WriteDone                  WRITING  (skipped where nothing rests on files)
-When a step is sealed and all its releases are written, the step is prepared (server 0: committed when told).
+When a step is sealed and all its releases are written, the step is prepared (first server: committed when told).
 With several workers Release, Seal and Commit count once all have sent theirs (`_meet`); what they push is summed first:
     Close or Release of all -> Total -> TotalDone      all are told the sum's norm (Held)
 
@@ -64,7 +64,8 @@ class ChunkState:
 class ServeDecider:
     """One server's decisions. `chunks`: chunk -> (record resident, public resident). `durable`: records rest on files.
     `base`: the step at which this session of `workers` workers began. `alone`: one worker that is no relay. `late`:
-    chunks whose public part is one update behind -> whether the last update was in step `base`.
+    chunks whose public part is one update behind -> whether the last update was in step `base`. `first`: the server
+    that commits. `everywhere`: the job's own state is kept by all servers (replicas), not by the first alone.
 
     Invariants (asserted by `check`): free buffers and the buffers of chunks are disjoint and together all buffers; a
     chunk in `queue` has a release; `open_releases[s]` are the chunks that any worker released in step s, until written.
@@ -72,8 +73,10 @@ class ServeDecider:
 
     def __init__(
         self, server: int, chunks: Mapping[int, tuple[bool, bool]], buffers: int, *, durable: bool, committed: int = 0,
-        workers: int = 1, alone: bool | None = None, late: Mapping[int, bool] | None = None,
+        workers: int = 1, alone: bool | None = None, late: Mapping[int, bool] | None = None, first: int = 0,
+        everywhere: bool = False,
     ) -> None:
+        self.commits_here, self.keeps_blobs = server == first, server == first or everywhere
         self.server, self.workers, self.base = server, workers, committed
         self.alone = workers == 1 if alone is None else alone
         self.durable = durable
@@ -308,7 +311,7 @@ class ServeDecider:
         assert self.preparing == event.step
         self.preparing = None
         self.prepared = event.step
-        if self.server == 0:
+        if self.commits_here:
             self.committed = event.step
             return [ops.Send(ops.CommitDone(event.step)), *self._advance(), *self._prepare()]
         return [ops.Send(ops.Prepared(self.server, event.step)), *self._prepare()]
@@ -316,11 +319,11 @@ class ServeDecider:
     # decisions
 
     def _prepare(self) -> list[Any]:
-        """The oldest sealed step, once all its writes are done; server 0 also waits to be told."""
+        """The oldest sealed step, once all its writes are done; who keeps the job's own state also waits for that."""
         if not self.sealed or self.preparing is not None or self.open_releases[self.sealed[0]]:
             return []
         step = self.sealed[0]
-        if self.committed < step - 1 or (self.server == 0 and len(self.commits.get(step, ())) < self.workers):
+        if self.committed < step - 1 or (self.keeps_blobs and len(self.commits.get(step, ())) < self.workers):
             return []
         self.sealed.popleft()
         del self.open_releases[step]

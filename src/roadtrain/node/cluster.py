@@ -4,6 +4,9 @@ Worker 0 makes the store or opens it, and fills a new one; the others wait until
 do the same, and the servers wait for all of them. A lost server or worker is an error here: whoever started this
 process (torchrun) starts it again, and it goes on at the last committed step.
 
+With replicas worker 0 then leaves out a server that does not answer, and fills one that has missed steps up again from
+those that have not (flow/ledger.resumed says which); the others go by what it did.
+
 Does NOT convert a store to another number of servers, chunk size or dtype: that is refused, with what is there.
 """
 
@@ -11,11 +14,12 @@ from __future__ import annotations
 
 import os
 import queue
+import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from subprocess import Popen
 from typing import Any
 
 import msgspec
@@ -24,15 +28,12 @@ import torch
 
 from roadtrain.errors import ConfigError, DeadlineError, ForeignError, LostError, PeerError, WireError
 from roadtrain.flow import ops
+from roadtrain.flow.ledger import resumed
 from roadtrain.kernels.rules import described
 from roadtrain.node import messages as m
+from roadtrain.node import relay as relays
 from roadtrain.node.compress import Compressor
-from roadtrain.node.dial import dial
 from roadtrain.node.engine import Layout, check_same, fill_record
-from roadtrain.node.relay import Orders, local_options
-from roadtrain.node.relay import end as end_relay
-from roadtrain.node.relay import sockets_of as relay_sockets
-from roadtrain.node.relay import start as start_relay
 from roadtrain.node.worker import Worker
 from roadtrain.spec.chunks import Block
 from roadtrain.spec.plan import Budgets, RelayBudgets
@@ -45,6 +46,8 @@ from roadtrain.wire.link import Link
 from roadtrain.wire.tcp import Address, Options, connect
 
 FILLS_AT_ONCE = 4
+GRACE_S = 5.0  # for a server to answer once others that hold every chunk have
+DIAL_S = 2.0  # for one try to reach a host that may be dead
 
 
 @dataclass(frozen=True)
@@ -76,10 +79,10 @@ class Group:
 
 class RemoteServer:
     """The worker's end of the link to one server: a MessageLink, and the Receiver of its frames.
-    `all`: the job's servers; whoever waits for any of them hears of the first that fails."""
+    `all`: the job's servers by number; whoever waits for any of them hears of the first that fails."""
 
-    def __init__(self, number: int, where: str, all: list[RemoteServer]) -> None:
-        self.number, self.peer, self._all = number, f"server {number} ({where})", all
+    def __init__(self, number: int, peer: str, all: Mapping[int, RemoteServer]) -> None:
+        self.number, self.peer, self._all = number, peer, all
         self.link: Link | None = None
         self.deliver: Callable[[Any], None] | None = None
         self._into: dict[int, tuple[int, memoryview]] = {}  # ticket -> chunk, where its parameters go
@@ -121,6 +124,10 @@ class RemoteServer:
             raise WireError(f"{self.peer} sent a frame of kind {got} instead of {what}")
         return fields, payload
 
+    def has_spoken(self) -> bool:
+        """Whether `wait` would not wait."""
+        return not self._inbox.empty()
+
     def close(self) -> None:
         if self.link is not None:
             self.link.close()
@@ -135,10 +142,10 @@ class RemoteServer:
             if expected != chunk or len(into) != nbytes:
                 raise WireError(f"{nbytes} bytes of chunk {chunk} came for ticket {ticket}, {len(into)} were asked for")
             return into
-        if kind == m.RECORD:
+        if kind == m.RECORD and fields[0] >= 0:
             self._coming.append(Buffer(nbytes))
             return self._coming[-1].view[:nbytes]
-        if kind not in (m.WELCOME, m.READY, m.HELD):
+        if kind not in (m.WELCOME, m.READY, m.HELD, m.RECORD):
             raise WireError(f"a frame of kind {kind} has no payload, {nbytes} bytes came")
         return memoryview(bytearray(nbytes))
 
@@ -157,10 +164,10 @@ class RemoteServer:
                 self._say(ops.CommitDone(fields[0]))
             case m.FAILED:
                 self._fail(LostError(f"{self.peer} ended: {fields[1]}"))
-            case m.WELCOME | m.FILLED | m.READY:
-                self._inbox.put((kind, fields, bytes(payload)))
-            case m.RECORD:
+            case m.RECORD if fields[0] >= 0:
                 self._inbox.put((kind, fields, self._coming.pop(0)))
+            case m.WELCOME | m.FILLED | m.READY | m.RECORD:
+                self._inbox.put((kind, fields, bytes(payload)))
             case _:
                 raise WireError(f"a frame of kind {kind} goes the other way")
 
@@ -168,7 +175,7 @@ class RemoteServer:
         self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        for server in self._all:
+        for server in (self, *list(self._all.values())):
             server._error = server._error or error
             server._inbox.put((m.FAILED, (), b""))
         self._say(ops.Failed(self.number, error))
@@ -187,124 +194,229 @@ class Cluster:
     def __init__(
         self, layout: Layout, budgets: Budgets, servers: Sequence[Address], options: Options, group: Group,
         device: torch.device, *, compute_blocks: Sequence[int], compressor: Compressor | None, deadline_s: float,
-        holds_gradients: bool, relay: RelayBudgets | None = None,
+        holds_gradients: bool, relay: RelayBudgets | None = None, report: Callable[[str], None] = print,
     ) -> None:
         self.layout, self.group, self.stages, self._deadline_s = layout, group, Stages(), deadline_s
-        self.meta, self.blob = layout.meta(), b""
-        rules = [described(r) for r in layout.rules]
+        self.names = tuple(f"server {number} ({host}:{port})" for number, (host, port) in enumerate(servers))
+        self.meta = replace(layout.meta(), owners=layout.owners, directories=self.names)
+        self.new, self.step, self.blob = False, 0, b""
+        self.servers: dict[int, RemoteServer] = {}  # those that take part
+        self._found: dict[int, tuple[int, StoreMeta | None]] = {}  # newest step, description; -1, None: holds nothing
+        self._said: dict[int, tuple[Any, Any]] = {}  # Ready, of whom it has come
+        self._covered_since: float | None = None
+        self._unfilled = dict.fromkeys(range(len(servers)), 0)
+        self._behind: dict[int, bytes] = {}  # which are filled up again -> what was committed with the last step
+        self._relay: Popen[bytes] | None = None  # that this worker started
+        self._sockets: Path | None = None  # where this host's relay listens
         host = group.rank // group.local
-        self._relay, sockets = None, relay_sockets(group.session, host, servers)
-        self.servers: list[RemoteServer] = []
-        with ExitStack() as undo:
-            if relay is not None and group.rank % group.local == 0:
-                known = replace(self.meta, owners=layout.owners).to_json()
-                self._relay = start_relay(Orders(
-                    str(sockets), servers, options, group.session, host, group.workers // group.local, group.local,
-                    known, relay, deadline_s))
-                undo.callback(self._relay.kill)
-            for number, address in enumerate(servers):
-                server = RemoteServer(number, f"{address[0]}:{address[1]}", self.servers)
-                server.link = self._connect(server, address, options, None if relay is None else sockets)
-                undo.callback(server.close)
-                self.servers.append(server)
-            found = [s.wait(m.WELCOME, "a welcome", deadline_s) for s in self.servers]
-            self.new = group.rank == 0 and found[0][0][0] < 0
+        if relay is not None:
+            self._sockets = relays.sockets_of(group.session, host, servers)
+            if group.rank % group.local == 0:
+                self._relay = relays.start(relays.Orders(
+                    str(self._sockets), servers, options, group.session, host, group.workers // group.local,
+                    group.local, self.meta.to_json(), relay, deadline_s))
+        try:
+            missing = self._reach(servers, options)
             if group.rank == 0:
-                self.step = self._open(found, rules, holds_gradients)
-            else:
-                self.step = self._ready()
-            undo.pop_all()
+                self._open(missing, [described(r) for r in layout.rules], holds_gradients, report)
+        except BaseException:
+            for server in self.servers.values():
+                server.close()
+            if self._relay is not None:
+                self._relay.kill()
+            raise
         self.records = self.meta.records
+        holders = [tuple(s for s in self.meta.holders(c.id) if s in self.servers) for c in layout.table.chunks]
         self.worker = Worker(
-            layout.table, budgets, self.meta.owners or layout.owners, device, self.stages, servers=len(servers),
-            committed=self.step, deadline_s=deadline_s, compute_blocks=compute_blocks, compressor=compressor,
-            workers=group.workers, staleness=layout.staleness,
+            layout.table, budgets, holders, device, self.stages, servers=sorted(self.servers), committed=self.step,
+            deadline_s=deadline_s, compute_blocks=compute_blocks, compressor=compressor, workers=group.workers,
+            staleness=layout.staleness, replicas=layout.replicas,
         )
-        self._unfilled = [0] * len(servers)
-        for server in self.servers:
+        for server in self.servers.values():
             server.deliver = self.worker.deliver
-            self.worker.links.append(server)
+            self.worker.links[server.number] = server
             if server._error is not None:
                 self.worker.deliver(ops.Failed(server.number, server._error))
 
-    def _connect(self, server: RemoteServer, address: Address, options: Options, sockets: Path | None) -> Link:
-        """To the server, or to this host's relay, which goes there."""
-        g, name = self.group, f"server {server.number}"
-        hello = m.encode((g.session, g.rank, g.workers, g.local, server.number, self.meta.signature))
-        if sockets is None:
-            return dial(lambda: connect(address, server, options, hello=hello, name=name), options.retry_s)
-        path, near = sockets / str(server.number), local_options(options)
-        return dial(lambda: shm.connect(path, server, near, hello=hello, name=f"relay to {name}"), options.retry_s)
+    # who takes part
 
-    def _open(self, found: Sequence[tuple[Any, bytes]], rules: Any, holds_gradients: bool) -> int:
-        """Worker 0: the servers make a store, or open the one that they hold."""
-        step = found[0][0][0]
-        names = tuple(s.peer for s in self.servers)
-        if self.new:
-            for server, ((newest,), _) in zip(self.servers, found):
-                if newest > 0:
-                    raise ForeignError(f"{server.peer} holds step {newest} of a store, {names[0]} holds nothing",
-                                       hint="name the servers in the order in which they were named first")
-            self.meta = replace(self.meta, owners=self.layout.owners, directories=names)
+    def _reach(self, addresses: Sequence[Address], options: Options) -> dict[int, PeerError | None]:
+        """Connects to the servers until `_enough`. Returns the missing ones, with what was wrong last. Tries again for
+        `retry_s` while nobody listens, or while a server is busy with workers that may be leaving."""
+        spare = self.meta.replicas > 1
+        once = replace(options, retry_s=0.0, connect_s=min(options.connect_s, DIAL_S)) if spare else options
+        missing: dict[int, PeerError | None] = dict.fromkeys(range(len(addresses)))
+        begin = time.monotonic()
+        while True:
+            for number in list(missing):
+                try:
+                    self._join(number, addresses[number], once)
+                    del missing[number]
+                except (LostError, DeadlineError, WireError) as error:
+                    if m.BUSY not in str(error) and (not spare or isinstance(error, WireError)):
+                        raise
+                    missing[number] = error
+            if self._enough(missing):
+                return missing
+            waiting = not missing or (self.group.rank > 0 and len(self.servers) > 0)  # for worker 0 to begin
+            limit_s = options.retry_s + self._deadline_s * waiting
+            if time.monotonic() - begin > limit_s:
+                break
+            time.sleep(0.05)
+        if waiting:
+            raise DeadlineError(f"waited {limit_s:.0f} s for worker 0 to begin with {self._names(self.servers)}")
+        why = next(e for e in missing.values() if e is not None)
+        if not spare:
+            raise why
+        raise LostError(
+            f"no answer for {limit_s:.0f} s from {self._names(missing)}, which others do not replace: {why}",
+            hint="a new store needs all its servers, later each chunk needs one of its two") from why
+
+    def _join(self, number: int, address: Address, options: Options) -> None:
+        server = RemoteServer(number, self.names[number], self.servers)
+        g, name = self.group, f"server {number}"
+        hello = m.encode((g.session, g.rank, g.workers, g.local, number, self.meta.signature))
+        if self._sockets is None:
+            server.link = connect(address, server, options, hello=hello, name=name)
         else:
-            held = StoreMeta.from_json(found[0][1], names[0])
-            check_same(names[0], held, self.layout)
+            near = relays.local_options(options)
+            server.link = shm.connect(self._sockets / str(number), server, near, hello=hello, name=f"relay to {name}")
+        try:
+            (newest,), description = server.wait(m.WELCOME, "a welcome", self._deadline_s)
+        except BaseException:
+            server.close()
+            raise
+        self.servers[number] = server
+        if self.group.rank == 0:
+            self._found[number] = newest, StoreMeta.from_json(description, server.peer) if description else None
+
+    def _enough(self, missing: Mapping[int, PeerError | None]) -> bool:
+        """Worker 0: whether all are here, or for GRACE_S those that hold every chunk, nobody being busy. Another
+        worker: whether all of whom worker 0 took are here and ready; it leaves the rest."""
+        if self.group.rank == 0:
+            busy = any(isinstance(error, WireError) for error in missing.values())
+            covered = not busy and self.meta.replicas > 1 and not self._lost(self._resumed()[1])
+            now = time.monotonic()
+            self._covered_since = (self._covered_since or now) if covered else None
+            return not missing or (self._covered_since is not None and now - self._covered_since >= GRACE_S)
+        for number, server in self.servers.items():
+            if number not in self._said and server.has_spoken():
+                self._said[number] = server.wait(m.READY, "the store to be ready", self._deadline_s)
+        members = next(((members for (_, members), _ in self._said.values())), ())
+        if not members or not self._said.keys() >= set(members):
+            return False
+        for number in self.servers.keys() - set(members):
+            self.servers.pop(number).close()
+        (self.step, _), self.blob = self._said[members[0]]
+        return True
+
+    def _resumed(self) -> tuple[int, tuple[int, ...], int]:
+        return resumed({n: (step, meta.sessions if meta else ()) for n, (step, meta) in self._found.items()})
+
+    def _lost(self, members: Sequence[int]) -> list[int]:
+        """Who held chunks that none of `members` holds."""
+        holders = {self.meta.holders(chunk.id) for chunk in self.layout.table.chunks}
+        return sorted({server for some in holders if not set(some) & set(members) for server in some})
+
+    def _names(self, numbers: Iterable[int]) -> str:
+        return ", ".join(self.names[number] for number in numbers)
+
+    # the store
+
+    def _open(self, missing: Iterable[int], rules: Any, holds_gradients: bool, report: Callable[[str], None]) -> None:
+        """Worker 0: the servers make a store, or open the one that they hold."""
+        (step, members, session), names = self._resumed(), self.names
+        newest = [step for step, _ in self._found.values()]
+        unmade = max(newest) <= 0 and min(newest) < 0 and (self.meta.replicas == 1 or bool(self._lost(members)))
+        self.new, self.step = unmade and not missing, max(step, 0)
+        if not self.new:
+            held = self._found[members[0]][1]
+            assert held is not None
+            check_same(names[members[0]], held, self.layout)
             if held.signature != self.meta.signature or len(held.directories) != len(names):
                 raise ConfigError(
-                    f"{names[0]} holds a store of {len(held.directories)} servers and chunks of {held.chunk_elements} "
-                    f"elements; asked for are {len(names)} and {self.meta.chunk_elements}, or another dtype",
-                    hint="name the same servers, chunk size and dtype as when the store was made")
+                    f"{names[members[0]]} holds a store of {len(held.directories)} servers and chunks of "
+                    f"{held.chunk_elements} elements; asked for are {len(names)} and {self.meta.chunk_elements}, or "
+                    "another dtype", hint="name the same servers, chunk size and dtype as when the store was made")
+            behind = sorted(self.servers.keys() - set(members))
+            if behind and (held.replicas == 1 or self._lost(members)):
+                raise ForeignError(
+                    f"step {step} of a store is held by {self._names(members)}, not by {self._names(behind)}: nobody "
+                    "holds the rest of it", hint="name the servers in the order in which they were named first")
             self.meta = held
-        for number, server in enumerate(self.servers):
+            self._behind = dict.fromkeys(behind, b"")
+        if self.meta.replicas > 1:
+            self.meta = replace(self.meta, sessions=tuple(session * (n in self.servers) for n in range(len(names))))
+        for number, server in self.servers.items():
             body = msgspec.json.encode({"meta": replace(self.meta, index=number).to_json(), "rules": rules})
-            server.say(m.OPEN, (self.new, max(step, 0), len(names), holds_gradients), body)
-        return max(step, 0)
+            server.say(m.OPEN, (self.new or number in self._behind, self.step, len(names), holds_gradients), body)
+        if missing:
+            report(f"replicas: no answer from {self._names(missing)}: left out, its chunks have one copy until a start "
+                   "finds it again")
+        for number in self._behind:
+            report(f"replicas: {names[number]} is filled up again at step {self.step}")
+            self._fill_up(number, members)
 
-    def _ready(self) -> int:
-        """Waits until every server serves; what server 0 gives to go on from."""
-        step = 0
-        for server in reversed(self.servers):
-            (step,), self.blob = server.wait(m.READY, "the store to be ready", self._deadline_s)
-        return step
+    def _fill_up(self, number: int, members: Sequence[int]) -> None:
+        """All that server `number` is to hold, from `members`, whose contents count."""
+        for chunk in self.meta.owned(number):
+            source = next(s for s in self.meta.holders(chunk) if s in members)
+            buffer = self._read(source, chunk, f"chunk {chunk}")
+            self._put(number, chunk, buffer.view[: self.meta.records[chunk].nbytes], buffer.close)
+        self._behind[number] = self._read(members[0], -1, "the job's own state")
 
     def fill(self, block: Block, source: Source, hypers: Sequence[Sequence[float]]) -> None:
         """First contents of one block of a new store."""
         for chunk in block.chunks:
             buffer = fill_record(self.meta, self.layout, chunk, source, hypers)
-            number = self.worker.owners[chunk.id]
-            while self._unfilled[number] >= FILLS_AT_ONCE:
-                self._filled(number)
-            self._unfilled[number] += 1
-            self.servers[number].say(m.FILL, (chunk.id,), buffer.view[: self.records[chunk.id].nbytes], buffer.close)
+            last = iter([*[False] * (len(self.worker.owners[chunk.id]) - 1), True])
+
+            def sent(buffer: Buffer = buffer, last: Iterator[bool] = last) -> None:
+                if next(last):
+                    buffer.close()
+
+            for number in self.worker.owners[chunk.id]:
+                self._put(number, chunk.id, buffer.view[: self.records[chunk.id].nbytes], sent)
+
+    def _put(self, number: int, chunk: int, record: memoryview, sent: Callable[[], None]) -> None:
+        while self._unfilled[number] >= FILLS_AT_ONCE:
+            self._filled(number)
+        self._unfilled[number] += 1
+        self.servers[number].say(m.FILL, (chunk,), record, sent)
 
     def _filled(self, number: int) -> None:
         self.servers[number].wait(m.FILLED, "a chunk to be stored", self._deadline_s)
         self._unfilled[number] -= 1
 
     def start(self, blob: bytes) -> None:
-        """Worker 0: step 0 of a new store is committed with `blob`, server 0 last; then the servers serve."""
+        """Worker 0: step 0 of a new store is committed with `blob`, server 0 last; then the servers serve. Who was
+        filled up begins first: the others then write down who takes part, and it has what that says."""
         if self.group.rank:
             return
-        for number in range(len(self.servers)):
+        for number, server in sorted(self.servers.items(), key=lambda item: (item[0] not in self._behind, -item[0])):
             while self._unfilled[number]:
                 self._filled(number)
-        for server in reversed(self.servers):
-            server.say(m.BEGIN, (), blob if self.new and server.number == 0 else b"")
-            _, self.blob = server.wait(m.READY, "the store to be ready", self._deadline_s)
+            first = number == self.meta.members[0]
+            own = blob if self.new and (first or self.meta.replicas > 1) else self._behind.get(number, b"")
+            server.say(m.BEGIN, (), own)
+            _, given = server.wait(m.READY, "the store to be ready", self._deadline_s)
+            self.blob = given if first else self.blob
 
     def read(self, name: str, what: str) -> np.ndarray:
         """As Engine.read: a parameter's values from its servers, between steps."""
         def record_of(chunk: Any) -> RecordView:
-            server = self.servers[self.meta.owners[chunk.id]]
-            server.say(m.READ, (chunk.id,))
-            _, buffer = server.wait(m.RECORD, f"chunk {chunk.id}", self._deadline_s)
+            buffer = self._read(self.worker.owners[chunk.id][0], chunk.id, f"chunk {chunk.id}")
             return RecordView(self.meta, chunk, buffer.view)
 
         return gather_param(self.meta, name, what, record_of)
+
+    def _read(self, number: int, chunk: int, what: str) -> Any:
+        self.servers[number].say(m.READ, (chunk,))
+        return self.servers[number].wait(m.RECORD, what, self._deadline_s)[1]
 
     def nbytes(self) -> int:
         return self.worker.nbytes()
 
     def close(self) -> None:
         self.worker.close()
-        end_relay(self._relay)
+        relays.end(self._relay)

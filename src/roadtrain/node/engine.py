@@ -41,6 +41,7 @@ class Layout:
     direct: bool = True
     weights: tuple[float, ...] = ()
     staleness: int = 0
+    replicas: int = 1
 
     @property
     def owners(self) -> tuple[int, ...]:
@@ -56,7 +57,7 @@ class Layout:
         return self.meta().records
 
     def meta(self, job: str = "") -> StoreMeta:
-        return StoreMeta.of(self.table, self.groups, job, self.staleness)
+        return StoreMeta.of(self.table, self.groups, job, self.staleness, self.replicas)
 
 
 def open_or_none(layout: Layout, report: Callable[[str], None]) -> OpenedStore | None:
@@ -108,6 +109,9 @@ def check_same(where: str, held: StoreMeta, layout: Layout) -> None:
     if held.staleness != layout.staleness:
         raise ForeignError(f"{where}: trained with staleness {held.staleness}, asked for is {layout.staleness}",
                            hint="go on as before, or export the weights and start anew")
+    if held.replicas != layout.replicas:
+        raise ForeignError(f"{where}: made with replicas = {held.replicas}, asked for are {layout.replicas}",
+                           hint="go on as before, or export the weights and start anew")
 
 
 def fill_record(
@@ -146,8 +150,8 @@ class Engine:
         n = max(1, len(layout.directories))
         self.records = records = layout.records
         self.worker = Worker(
-            layout.table, budgets, owners, device, self.stages, servers=n, committed=self.step, deadline_s=deadline_s,
-            compute_blocks=compute_blocks, compressor=compressor, staleness=layout.staleness,
+            layout.table, budgets, [(o,) for o in owners], device, self.stages, servers=range(n), committed=self.step,
+            deadline_s=deadline_s, compute_blocks=compute_blocks, compressor=compressor, staleness=layout.staleness,
         )
         each = server_buffers or budgets.record_buffers // (max(owners, default=0) + 1)
         self.servers: list[Server] = []
@@ -163,13 +167,13 @@ class Engine:
             )
             server = Server(setup, lambda message, _: self.worker.deliver(message), self.stages, self.step)
             self.servers.append(server)
-            self.worker.links.append(DirectLink(setup.name, server.receive))
+            self.worker.links[i] = DirectLink(setup.name, server.receive)
 
     def fill(self, block: Block, source: Source, hypers: Sequence[Sequence[float]]) -> None:
         """First contents of one block: what `source` gives, then what each rule starts with."""
         for chunk in block.chunks:
             buffer = fill_record(self.meta, self.layout, chunk, source, hypers)
-            self.servers[self.worker.owners[chunk.id]].fill(chunk.id, buffer.view[: self.records[chunk.id].nbytes])
+            self.servers[self.worker.owners[chunk.id][0]].fill(chunk.id, buffer.view[: self.records[chunk.id].nbytes])
             buffer.close()
 
     def start(self, blob: bytes) -> None:

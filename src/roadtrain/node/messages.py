@@ -31,7 +31,7 @@ _HEADERS: Mapping[int, Any] = {
     OPEN: tuple[bool, int, int, bool],  # new, generation's step, servers, whether gradients wait for the norm
     FILL: tuple[int],
     BEGIN: tuple[()],
-    READ: tuple[int],
+    READ: tuple[int],  # chunk, or -1: what was committed with the last step
     PULL: tuple[int, int, int],  # chunk, version, ticket
     PUSH: tuple[int, bool, int, int, str],  # chunk, fresh, ticket, values of a sparse one or -1, their dtype
     CLOSE: tuple[int, int],
@@ -42,7 +42,7 @@ _HEADERS: Mapping[int, Any] = {
     COMMITTED: tuple[int],
     WELCOME: tuple[int],  # its newest step, -1 without a store
     FILLED: tuple[int],
-    READY: tuple[int],  # the step that was committed last
+    READY: tuple[int, tuple[int, ...]],  # the step that was committed last, the session's servers
     RECORD: tuple[int],
     FAILED: tuple[str, str],  # class, words
     PULLED: tuple[int, int],

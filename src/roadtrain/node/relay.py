@@ -164,10 +164,10 @@ class Lane:
     def begin(self, seat: Seat, blob: bytes) -> None:
         self._up.send(m.BEGIN, m.encode(()), [memoryview(blob)])
 
-    def read(self, seat: Seat, chunk: Chunk) -> None:
+    def read(self, seat: Seat, number: int) -> None:
         with self._lock:
             self._readers.append(seat)
-            self._up.send(m.READ, m.encode((chunk.id,)))
+            self._up.send(m.READ, m.encode((number,)))
 
     def tell(self, message: Any) -> None:
         try:

@@ -16,6 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,7 @@ class Seat:
             case m.BEGIN:
                 session.begin(self, bytes(payload))
             case m.READ:
-                session.read(self, session.chunk(fields[0]))
+                session.read(self, fields[0])
             case m.PULL:
                 chunk, version, ticket = fields
                 reply = _Reply(self, ticket, session.chunk(chunk))
@@ -186,7 +187,7 @@ class Session:
         self.answers, self.pools = Pool(0, 1), list[Pool]()
         self.ready = False
         self._rules: list[Any] = []
-        self._new = False
+        self._new, self._step = False, 0
         self.setup: Setup
         self._gone: set[int] = set()
         self._lock = threading.Lock()
@@ -210,7 +211,7 @@ class Session:
 
     def chunk(self, number: int) -> Chunk:
         meta = self.meta
-        if meta is None or not 0 <= number < len(meta.owners) or meta.owners[number] != self.number:
+        if meta is None or not 0 <= number < len(meta.owners) or self.number not in meta.holders(number):
             raise WireError(f"chunk {number} is not of server {self.number}")
         return meta.table.chunks[number]
 
@@ -225,7 +226,7 @@ class Session:
             raise WireError(f"worker 0 describes no store: {error}") from error
         if seat.rank or self.tier or meta.index != self.number or len(meta.directories) != servers:
             raise WireError("a store is opened by worker 0, once, with this server's number")
-        directory = self.host.directory
+        directory, self._step = self.host.directory, step
         with self.host.store_lock:
             self.tier, self._new = (create_part(directory, meta) if new else open_part(directory, step)), new
         held = None if self.tier is None else self.tier.meta
@@ -233,7 +234,7 @@ class Session:
             there = "nothing" if held is None else f"the part of server {held.index} of job {held.job}"
             raise ForeignError(f"{directory}: holds {there}, asked for is server {self.number} of job {meta.job}",
                                hint="name the servers in the order in which they were named first")
-        self.meta = held
+        self.meta = replace(held, sessions=meta.sessions)
         budgets = derive_server(
             self.meta.table, meta.owned(self.number), self.host.nbytes, workers=self.workers,
             holds_gradients=holds_gradients, wide=self.local < 0,
@@ -246,7 +247,8 @@ class Session:
             self.number, f"server {self.number} ({self.host.where}, {directory})", chunks, meta.owned(self.number),
             self._rules, self.tier, budgets.resident, budgets.public_resident,
             budgets.record_buffers if chunks else 0, budgets.record_bytes, budgets.scratch_bytes, self.workers,
-            self.local, report=self.host.report, staleness=self.meta.staleness,
+            self.local, report=self.host.report, staleness=self.meta.staleness, first=self.meta.members[0],
+            everywhere=self.meta.replicas > 1,
         )
         for note in filter(None, [self.tier.note]):
             self.host.report(note)
@@ -254,7 +256,7 @@ class Session:
     def fill(self, seat: Seat, number: int, payload: memoryview) -> None:
         chunk = self.chunk(number)
         if seat.rank or self.tier is None or not self._new or self.ready:
-            raise WireError("only worker 0 fills, and only a new store")
+            raise WireError("only worker 0 fills, and only a new part")
         if len(payload) != self.setup.records[number].nbytes:
             raise WireError(f"{len(payload)} bytes fill chunk {number}, {self.setup.records[number].nbytes} expected")
         self.tier.write(number, "record" if chunk.trainable else "public", payload)
@@ -264,9 +266,11 @@ class Session:
         if seat.rank or self.tier is None or self.ready:
             raise WireError("worker 0 begins, once, after it has opened a store")
         if self._new:
-            self.tier.prepare(0, blob if self.number == 0 else b"")
-            self.tier.committed(0)
+            self.tier.prepare(self._step, blob)
+            self.tier.committed(self._step)
             publish_part(self.host.directory)
+        elif self.meta is not None and self.meta.sessions:
+            self.meta.write(self.tier.directory)  # before its first step: whoever is not here misses that
         self.server = Server(self.setup, self.deliver, self.stages, self.tier.step)
         self.server.start()
         with self._lock:
@@ -289,16 +293,23 @@ class Session:
         seat.pool = self.pools[seat.rank]
         blobs, n = unpack(self.tier.blob), max(-self.local, 1)
         mine = blobs[n * seat.rank : n * (seat.rank + 1)]
-        seat.say(m.READY, (self.tier.step,), pack(mine if len(mine) == n else blobs[:1]))
+        seat.say(m.READY, (self.tier.step, self.meta.members), pack(mine if len(mine) == n else blobs[:1]))
         return None
 
-    def read(self, seat: Seat, chunk: Chunk) -> None:
-        """A whole record, between steps."""
-        assert self.meta is not None and self.tier is not None
+    def read(self, seat: Seat, number: int) -> None:
+        """A whole record, between steps; -1: what all workers committed with the last one."""
+        if self.meta is None or self.tier is None:
+            raise WireError("nothing is open yet")
+        if number == -1:
+            seat.say(m.RECORD, (number,), self.tier.blob)
+            return
+        chunk = self.chunk(number)
         buffer = Buffer(self.setup.records[chunk.id].nbytes)
         view = RecordView(self.meta, chunk, buffer.view)
         self.tier.read(chunk.id, "record" if chunk.trainable else "public", buffer.view)
-        if not self.tier.has_public(chunk.id):
+        # with staleness 1 the public part is that before step s, as the master is where s updated nothing of the chunk
+        unchanged = self.meta.staleness and chunk.trainable and self.tier.written_in(chunk.id) < self.tier.step
+        if unchanged or not self.tier.has_public(chunk.id):
             view.cast_public()
         with suppress(PeerError):
             seat.link.send(m.RECORD, m.encode((chunk.id,)), [buffer.view], lambda: None)

@@ -53,6 +53,8 @@ class Setup:
     io_threads: int = 4  # a direction
     report: Callable[[str], None] = print
     staleness: int = 0
+    first: int = 0  # the server that commits
+    everywhere: bool = False  # each keeps the job's own state (replicas)
 
 
 class Server:
@@ -74,7 +76,8 @@ class Server:
         self._late = frozenset(c for c, chunk in setup.chunks.items() if setup.staleness and chunk.trainable)
         self.decider = ServeDecider(
             setup.number, where, setup.buffers, durable=setup.tier is not None, committed=committed,
-            workers=setup.workers, alone=setup.workers == setup.local == 1,
+            workers=setup.workers, alone=setup.workers == setup.local == 1, first=setup.first,
+            everywhere=setup.everywhere,
             late={c: setup.tier is not None and setup.tier.written_in(c) == committed > 0 for c in self._late},
         )
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -364,7 +367,7 @@ class Server:
         start = time.perf_counter()
         assert self.setup.tier is not None
         self.setup.tier.prepare(step, pack(blobs))
-        if self.setup.number == 0:
+        if self.decider.commits_here:
             self.setup.tier.committed(step)
         self._stages.add("Commit", time.perf_counter() - start)
         self._choose()

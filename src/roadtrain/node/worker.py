@@ -43,10 +43,6 @@ class Sums:
     due: dict[int, int] = field(default_factory=dict)
     values: dict[int, Any] = field(default_factory=dict)
 
-    def expect(self, chunks: Sequence[Chunk]) -> None:
-        for chunk in chunks:
-            self.due[chunk.id] = self.due.get(chunk.id, 0) + 1
-
     def came(self, chunk: int, values: Any) -> None:
         self.values[chunk] = values
         self.due[chunk] -= 1
@@ -74,20 +70,21 @@ class Worker:
     root block (0) has permanent buffers and no slot."""
 
     def __init__(
-        self, table: ChunkTable, budgets: Budgets, owners: Sequence[int], device: torch.device, stages: Stages, *,
-        servers: int, committed: int, deadline_s: float, compute_blocks: Sequence[int],
-        compressor: Compressor | None = None, workers: int = 1, staleness: int = 0,
+        self, table: ChunkTable, budgets: Budgets, owners: Sequence[Sequence[int]], device: torch.device,
+        stages: Stages, *, servers: Sequence[int], committed: int, deadline_s: float, compute_blocks: Sequence[int],
+        compressor: Compressor | None = None, workers: int = 1, staleness: int = 0, replicas: int = 1,
     ) -> None:
-        self.table, self.owners, self.stages, self.deadline_s = table, owners, stages, deadline_s
+        self.table, self.stages, self.deadline_s = table, stages, deadline_s
+        self.owners = owners  # of each chunk: the servers that hold it; pulls go to the first, all else to all
         self.workers = workers  # whose mean gradient updates
         self.staleness = staleness  # 1: a step computes with the parameters from before the last update
         self.compressor = compressor
-        self.links: list[MessageLink] = []
+        self.links: dict[int, MessageLink] = {}  # by number of the server
         self.blocks = [BlockState(released_in=committed) for _ in table.blocks]
         self._block_of = {s.param: b.index for b in table.blocks for run in b.runs for s in run.spans}
         self.chunk_version = [0] * len(table.chunks)
         self._updated_in = [committed] * len(table.chunks)  # the last step in which each was released
-        self.ledger = Ledger(servers, committed)  # also those that own no chunk: each commits every step
+        self.ledger = Ledger(servers, committed, everywhere=replicas > 1)  # also those that own no chunk
         self.prefetch = Prefetcher(budgets.slots, compute_blocks)
         self.order = {block: i + 1 for i, block in enumerate(compute_blocks)}
         self.keep_always = False  # gradients never wait for step(), so none is moved away from its buffer
@@ -149,7 +146,14 @@ class Worker:
             self.links[server].send(message)
 
     def _send(self, chunk: int, message: Any) -> None:
-        self.links[self.owners[chunk]].send(message)
+        for server in self.owners[chunk]:
+            self.links[server].send(message)
+
+    def _expect_sums(self, state: BlockState, chunks: Sequence[Chunk]) -> None:
+        """Held messages for a gradient of `chunks`: one of each server, so that the last is that of the last push."""
+        for chunk in chunks:
+            if chunk.trainable:
+                state.sums.due[chunk.id] = state.sums.due.get(chunk.id, 0) + len(self.owners[chunk.id])
 
     def _wait(self, ready: Callable[[], bool], what: Callable[[], str]) -> None:
         """Waits under the lock. Raises a server's error if one failed, DeadlineError when the deadline passes."""
@@ -159,7 +163,7 @@ class Worker:
             if left <= 0:
                 raise DeadlineError(
                     f"the worker waited {self.deadline_s:.0f} s for {what()} in step {self.ledger.sealed + 1}; "
-                    f"commit: {self.ledger.missing()}; peers: {', '.join(link.peer for link in self.links)}",
+                    f"commit: {self.ledger.missing()}; peers: {', '.join(link.peer for link in self.links.values())}",
                     hint="a device that slow needs a longer deadline_s",
                 )
             self._lock.wait(min(left, 1.0))
@@ -206,7 +210,7 @@ class Worker:
             ticket = self._next_ticket()
             self._pulls[ticket] = target
             into = view[chunk.offset : chunk.offset + round_up(chunk.public_nbytes, PAGE)]
-            self._send(chunk.id, ops.Pull(chunk.id, self._wanted(chunk), into, ticket))
+            self.links[self.owners[chunk.id][0]].send(ops.Pull(chunk.id, self._wanted(chunk), into, ticket))
 
     def _pulled(self, ticket: int) -> None:
         target = self._pulls.pop(ticket)
@@ -278,7 +282,7 @@ class Worker:
         copied = host.from_device(table.push_nbytes)
         if self.workers == 1:
             with self._lock:
-                state.sums.expect([c for c in table.chunks if c.trainable])
+                self._expect_sums(state, table.chunks)
         if copied is None:
             self._push_host(table, host, fresh)
         else:
@@ -335,7 +339,7 @@ class Worker:
         state.held = True
         state.present.update(s.param for run in table.runs for s in run.spans)
         with self._lock:
-            state.sums.expect(table.chunks)
+            self._expect_sums(state, table.chunks)
         self.send_dense(table.chunks, host, True)
 
     def send_dense(self, chunks: Sequence[Chunk], host: HostBuffer, fresh: bool) -> None:
@@ -344,12 +348,13 @@ class Worker:
             keep = self.keep_always or host not in self._push_all or len(self._kept) < len(self._push_all) - 2
             if keep and fresh and host in self._push_all:
                 self._kept.add(id(host))
-            self._push_left[id(host)] = (host, len(chunks))
-            for chunk in chunks:
+            to = [(chunk, server) for chunk in chunks for server in self.owners[chunk.id]]
+            self._push_left[id(host)] = (host, len(to))
+            for chunk, server in to:
                 ticket = self._next_ticket()
                 self._push_tickets[ticket] = host
                 grad = host.view[chunk.push_offset : chunk.push_offset + round_up(chunk.public_nbytes, PAGE)]
-                self._send(chunk.id, ops.Push(chunk.id, grad, fresh, keep, ticket))
+                self.links[server].send(ops.Push(chunk.id, grad, fresh, keep, ticket))
 
     def _freed(self, ticket: int) -> None:
         host = self._push_tickets.pop(ticket, None)
@@ -394,7 +399,7 @@ class Worker:
         if self.workers == 1 or state.closed:
             return False
         state.closed = True
-        state.sums.expect([c for c in self.table.blocks[block].chunks if c.trainable])
+        self._expect_sums(state, self.table.blocks[block].chunks)
         return True
 
     def forget(self, block: int) -> None:
@@ -455,7 +460,9 @@ class Worker:
         """Everything of `step` is released. Waits while more than one step is uncommitted (Rule 4)."""
         with self._lock:
             self._wait(lambda: self.ledger.committed >= step - 2, lambda: f"the commit of step {step - 2}")
-            self._wait(lambda: not any(s.sealed.due for s in self.blocks), lambda: f"the sums of step {step - 1}")
+            both = self.ledger.everywhere  # two servers report, and not in step: one step's sums at a time
+            self._wait(lambda: not any(s.sealed.due or (both and s.sums.due) for s in self.blocks),
+                       lambda: f"the sums of step {step - 1}")
             self._send_all(self.ledger.seal(step))
             for block, state in enumerate(self.blocks):  # with staleness they change once more, a step later
                 if self.staleness and state.released_in == step - 1:
@@ -476,7 +483,7 @@ class Worker:
         if self._sender is not None:
             self._to_send.put(None)
             self._sender.join()
-        for link in self.links:
+        for link in self.links.values():
             link.close()
         for buffer in self._buffers():
             buffer.close()

@@ -24,7 +24,7 @@ from roadtrain.store.tier import PRIVATE, PUBLIC, RECORD, part_range
 from roadtrain.units import round_up, show_bytes
 
 SLOTS = ("slot0.bin", "slot1.bin")
-FILES = (*SLOTS, "ledger.0", "ledger.1", "store.json")
+FILES = (*SLOTS, "ledger.0", "ledger.1", "store.json", "store.json.new")
 
 
 @dataclass(frozen=True)

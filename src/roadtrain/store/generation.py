@@ -140,7 +140,7 @@ def open_part(directory: str | Path, step: int | None = None, *, direct: bool = 
     """One server's part of a store that rests on several hosts: at `step`, or the newest. None where none is."""
     path = Path(directory).absolute()
     generation = _current(path)
-    if generation is None:
+    if not generation:
         _clean_unborn([path])
         return None
     home = path / f"gen-{generation}"
@@ -148,13 +148,15 @@ def open_part(directory: str | Path, step: int | None = None, *, direct: bool = 
 
 
 def create_part(directory: str | Path, meta: StoreMeta, *, direct: bool = True) -> FileTier:
-    """Empty files for the chunks of server `meta.index`. It counts from `publish_part` on. ForeignError where a part
-    has trained; one that has not (its store was never finished elsewhere) is replaced."""
+    """Empty files for the chunks of server `meta.index`. It counts from `publish_part` on. ForeignError where another
+    part has trained. This one (it has missed steps that its replicas have), or one that has not trained (its store was
+    never finished elsewhere), is replaced."""
     path = Path(directory).absolute()
-    if (generation := _current(path)) is not None:
-        if (step := _newest_step(path / f"gen-{generation}")) > 0:
+    if generation := _current(path):
+        home = path / f"gen-{generation}"
+        if (step := _newest_step(home)) > 0 and _brief(home) != (meta.job, meta.index):
             raise ForeignError(f"{path}: holds step {step} of a store already", hint="name another directory")
-        (path / "CURRENT").unlink()
+        _switch(path, 0)  # nothing counts here
     _clean_unborn([path])
     return _create(path, replace(meta, generation=1), direct)
 
@@ -211,10 +213,11 @@ def _clean_leftovers(meta: StoreMeta, given: Iterable[Path], members: Sequence[P
 
 
 def _clean_unborn(given: Iterable[Path]) -> None:
-    """No CURRENT anywhere: remove generations that were never finished. GoneError for one that has trained."""
+    """No CURRENT anywhere (or it names 0): remove generations that were never finished. GoneError for one that has
+    trained, unless it was given up."""
     found = [(d, d / f"gen-{n}") for d in given for n in _generations(d)]
     for directory, path in found:
-        if (step := _newest_step(path)) > 0:
+        if _current(directory) is None and (step := _newest_step(path)) > 0:
             raise GoneError(
                 f"{directory}: holds step {step} of a store whose first directory is not here",
                 hint="is its disk still mounted? Name all directories of the store",

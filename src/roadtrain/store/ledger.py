@@ -13,6 +13,7 @@ import fcntl
 import hashlib
 import itertools
 import json
+import os
 import struct
 import time
 import uuid
@@ -28,7 +29,7 @@ import xxhash
 
 from roadtrain.errors import DamagedError, ForeignError, StoreError
 from roadtrain.spec.chunks import Chunk, ChunkTable, ParamSpec, Record, Span, record
-from roadtrain.store.direct import DirectFile, typed_errors, write_file
+from roadtrain.store.direct import DirectFile, sync_directory, typed_errors, write_file
 
 FORMAT = 1
 MAGIC = b"roadtrn\0"
@@ -106,13 +107,17 @@ class StoreMeta:
     generation: int = 0
     index: int = 0  # of this directory
     staleness: int = 0
+    replicas: int = 1  # directories that hold each chunk
+    sessions: tuple[int, ...] = ()  # with replicas: the last that each server took part in, 0: not the last one
     format: int = FORMAT
 
     @staticmethod
-    def of(table: ChunkTable, groups: Sequence[GroupRule], job: str = "", staleness: int = 0) -> StoreMeta:
+    def of(
+        table: ChunkTable, groups: Sequence[GroupRule], job: str = "", staleness: int = 0, replicas: int = 1
+    ) -> StoreMeta:
         blocks = tuple((b.name, tuple(table.params[i] for i in b.params)) for b in table.blocks)
         job = job or str(uuid.uuid4())
-        return StoreMeta(job, blocks, table.chunk_elements, tuple(groups), staleness=staleness)
+        return StoreMeta(job, blocks, table.chunk_elements, tuple(groups), staleness=staleness, replicas=replicas)
 
     @cached_property
     def table(self) -> ChunkTable:
@@ -136,17 +141,34 @@ class StoreMeta:
                 out.setdefault(self.table.params[span.param].name, []).append((chunk, i, span))
         return out
 
+    def holders(self, chunk: int) -> tuple[int, ...]:
+        """The directories (or servers) that hold `chunk`: its owner, then the next ones in order."""
+        owner, n = self.owners[chunk], len(self.directories)
+        return (owner, *((owner + i) % n for i in range(1, self.replicas)))
+
     def owned(self, index: int) -> dict[int, Record]:
         """The records that directory `index` holds."""
-        return {chunk: r for chunk, r in self.records.items() if self.owners[chunk] == index}
+        return {chunk: r for chunk, r in self.records.items() if index in self.holders(chunk)}
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The servers of the last session."""
+        last = max(self.sessions, default=0)
+        return tuple(i for i in range(len(self.directories)) if not self.sessions or self.sessions[i] == last)
 
     def write(self, directory: Path) -> None:
-        write_file(directory / "store.json", [self.to_json().encode()], "writing")
+        """Atomically and durably."""
+        temporary = directory / "store.json.new"
+        write_file(temporary, [self.to_json().encode()], "writing")
+        with typed_errors(directory / "store.json", "writing"):
+            os.replace(temporary, directory / "store.json")
+        sync_directory(directory)
 
     @property
     def signature(self) -> str:
         """Same for two workers whose parameters, dtypes, chunks and rules are the same."""
-        body = json.dumps([asdict(self)[key] for key in ("blocks", "chunk_elements", "groups", "staleness")])
+        keys = ("blocks", "chunk_elements", "groups", "staleness", "replicas")
+        body = json.dumps([asdict(self)[key] for key in keys])
         return hashlib.sha256(body.encode()).hexdigest()[:32]
 
     def to_json(self) -> str:
@@ -203,7 +225,8 @@ class Ledger:
             raise
 
     def load(self, step: int | None) -> None:
-        """The record of exactly `step`, or the newest. DamagedError where there is none, ForeignError for another's."""
+        """The record of exactly `step`, or the newest. A newer one than `step` was never committed: it is withdrawn.
+        DamagedError where there is none, ForeignError for another's."""
         found = [e for e in (self._parse(i) for i in range(2)) if e is not None]
         fit = [e for e in found if step is None or e.step == step]
         if not fit:
@@ -212,6 +235,10 @@ class Ledger:
                 + f", there are {[e.step for e in found]}"
             )
         self.entry = max(fit, key=lambda e: e.step)
+        for entry in found:
+            if entry.step > self.entry.step:
+                self._files[entry.file].write(memoryview(bytes(HEADER.size)), 0, what := "a record that is withdrawn")
+                self._files[entry.file].sync(f"of {what}")
 
     def append(self, step: int, rows: Rows, blob: bytes) -> None:
         """Durable on return; the committed record is not touched."""
