@@ -114,8 +114,9 @@ class RemoteServer:
         assert self.link is not None
         try:
             self.link.send(kind, header, parts, sent)
-        except LostError as error:
-            raise self._error or error from None  # what the server said before it hung up tells more
+        except LostError:
+            if self._error is None:  # else whoever waits next hears what the server said before it hung up
+                raise
 
     def wait(self, kind: int, what: str, deadline_s: float) -> tuple[Any, Any]:
         """The next session frame, which must be of `kind`: (fields, payload)."""
@@ -124,7 +125,7 @@ class RemoteServer:
         except queue.Empty:
             raise DeadlineError(f"waited {deadline_s:.0f} s for {what} from {self.peer}") from None
         if got == m.FAILED:
-            raise self._error or LostError(f"{self.peer} ended")
+            raise LostError(f"waiting for {what}: {self._error or f'{self.peer} ended'}") from self._error
         if got != kind:
             raise WireError(f"{self.peer} sent a frame of kind {got} instead of {what}")
         return fields, payload
@@ -268,7 +269,7 @@ class Cluster:
         """Waits until every server serves; what server 0 gives to go on from."""
         step = 0
         for server in reversed(self.servers):
-            (step,), self.blob = server.wait(m.READY, "the store to be ready", self._deadline_s)
+            (step,), self.blob = server.wait(m.READY, "word that worker 0 has opened the store", self._deadline_s)
         return step
 
     def fill(self, block: Block, source: Source, hypers: Sequence[Sequence[float]]) -> None:
