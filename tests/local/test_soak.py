@@ -63,8 +63,8 @@ def test_what_is_wrong_is_seen(scene, line, instead, words):
 def test_pieces_of_a_soak_make_one_table(tmp_path):
     path, faults = tmp_path / "soak.json", [soak.drawn(0, number) for number in range(3)]
     ends = [soak.Ended(fault, how, ("a",), 1.5, 0.1, 2.0) for fault, how in zip(faults, ("went on", "hung", "failed"))]
-    soak._keep(path, ends[:2], 0, merge=False)
-    soak._keep(path, ends[2:], 0, merge=True)
+    for end in reversed(ends):
+        soak._keep(path, end, 0)
     body = soak.loads(path.read_text())
     assert [row["fault"]["number"] for row in body["faults"]] == [0, 1, 2]
     assert body["table"] == soak.table(ends) and body["table"][-1].split()[:5] == ["all", "3", "1", "1", "1"]

@@ -200,12 +200,12 @@ def _supervised(scene: Scene, fault: Fault, *, last: bool = True) -> list[str]:
 def cut(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
     """After exactly so many bytes, most likely in the middle of a frame."""
     scene.start()
-    moment = int(fault.moment * reference.nbytes[fault.link][fault.way])
-    scene.struck_at = time.monotonic()  # at the latest
-    scene.links[fault.link].cut(max(1, moment - scene.links[fault.link].nbytes[fault.way]), fault.way)
+    link, moment = scene.links[fault.link], int(fault.moment * reference.nbytes[fault.link][fault.way])
+    link.cut(max(1, moment - link.nbytes[fault.way]), fault.way)
     said = scene.wait_workers()
     if not said:
-        raise Wrong("nobody noticed that the link was cut")
+        raise Wrong(f"nobody noticed that the link was cut (at {link.cut_at})")
+    scene.struck_at = link.cut_at
     scene.finish()
     return said
 
@@ -374,7 +374,10 @@ def no_disks() -> str:
     return ""
 
 
-def soak(numbers: Sequence[int], seed: int, say: Callable[[str], None] = print) -> list[Ended]:
+def soak(
+    numbers: Sequence[int], seed: int, say: Callable[[str], None] = print, keep: Callable[[Ended], None] | None = None
+) -> list[Ended]:
+    """`keep` is given each fault as it ends."""
     faults = [drawn(seed, number) for number in numbers]
     references = {flavour: undisturbed(flavour) for flavour in sorted({fault.flavour for fault in faults})}
     out = []
@@ -385,6 +388,8 @@ def soak(numbers: Sequence[int], seed: int, say: Callable[[str], None] = print) 
         say(f"{fault}: {end.how}{extra} ({end.seconds:.1f} s)")
         if end.why:
             say(end.why)
+        if keep is not None:
+            keep(end)
     return out
 
 
@@ -408,12 +413,13 @@ def command(faults: int = 200, seed: int = 0, only: str | None = None, json: str
     """`roadtrain soak`. 1 where anything hung, a loss differs, or an end had no sentence."""
     numbers = list(range(faults)) if only is None else _numbers(only)
     print(f"soak: {len(numbers)} faults of seed {seed}; {machine()}")
-    ends = soak(numbers, seed)
+    path = Path(json) if json is not None else None
+    if path is not None and only is None:
+        path.unlink(missing_ok=True)
+    ends = soak(numbers, seed, keep=None if path is None else lambda end: _keep(path, end, seed))
     print("", *table(ends), sep="\n")
     for why in sorted({end.why for end in ends if end.how == "skipped"}):
         print(f"skipped: {why}")
-    if json is not None:
-        _keep(Path(json), ends, seed, merge=only is not None)
     return int(any(end.how in ("failed", "hung") for end in ends))
 
 
@@ -425,12 +431,12 @@ def _numbers(text: str) -> list[int]:
     return list(range(int(first), int(last or first) + 1))
 
 
-def _keep(path: Path, ends: Sequence[Ended], seed: int, *, merge: bool) -> None:
-    """`merge`: into what the file holds of this seed, so that a soak can be run in pieces."""
+def _keep(path: Path, end: Ended, seed: int) -> None:
+    """Into what the file holds of this seed, so that a soak can be run in pieces."""
     rows: dict[int, Any] = {}
-    if merge and path.exists() and (held := loads(path.read_text()))["seed"] == seed:
+    if path.exists() and (held := loads(path.read_text()))["seed"] == seed:
         rows = {row["fault"]["number"]: row for row in held["faults"]}
-    rows |= {end.fault.number: asdict(end) for end in ends}
+    rows[end.fault.number] = asdict(end)
     ordered = [rows[number] for number in sorted(rows)]
     whole = [Ended(**row | {"fault": Fault(**row["fault"])}) for row in ordered]
     body = {"name": "soak", "machine": machine(), "date": date.today().isoformat(), "seed": seed,

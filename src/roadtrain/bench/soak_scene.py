@@ -43,16 +43,21 @@ class Wrong(RoadtrainError):
 
 
 class Counted(Relay):
-    """A relay that calls `do`, from its own thread, in the moment before byte `nbytes` of a way is passed on."""
+    """A relay that calls `do`, from its own thread, in the moment before byte `nbytes` of a way is passed on.
+    `cut_at`: when it was cut."""
 
     def __init__(self, target: tuple[str, int], bytes_per_s: float = float("inf")) -> None:
         super().__init__(target, bytes_per_s)
-        self.nbytes = _Count(self.nbytes)
+        self.nbytes, self.cut_at = _Count(self.nbytes), 0.0
 
     def at(self, nbytes: int, way: Way, do: Callable[[], None]) -> None:
         count = self.nbytes
         assert isinstance(count, _Count)
         count.armed = (nbytes, way, do)
+
+    def _cut(self, way: Way) -> None:
+        self.cut_at = time.monotonic()
+        super()._cut(way)
 
 
 class _Count(dict[Way, int]):
