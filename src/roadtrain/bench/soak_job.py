@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import faulthandler
 import hashlib
+import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -162,7 +164,9 @@ def _train(errand: Errand, token: bytes) -> None:
 
 
 def _speak_into(log: str) -> None:
-    """Everything that this process says, also from below Python, goes to the end of `log`, a line at once."""
+    """Everything that this process says, also from below Python, goes to the end of `log`, a line at once. It dies with
+    the soak."""
+    threading.Thread(target=_die_with_parent, daemon=True).start()
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(out, 1)
     os.dup2(out, 2)
@@ -171,3 +175,10 @@ def _speak_into(log: str) -> None:
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
+
+
+def _die_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
