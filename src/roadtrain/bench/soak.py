@@ -35,7 +35,7 @@ SHORT_S = 3.0  # the job's own deadline where passing it is the point
 RATE = 20e6  # bytes a second, of a link that is slowed
 LEFT = 64 << 10  # bytes that a full disk has
 WHO = re.compile(r"(server|worker) \d \(127\.0\.0\.1:\d+")  # role and host
-WHAT = re.compile(r"step \d|wait(ed|ing) (\d+ s )?for|refused|another model")  # the step, what was expected
+WHAT = re.compile(r"step \d|wait(ed|ing) (\d+ s )?for|refused|another model|asked for")  # the step, what was expected
 
 
 @dataclass(frozen=True)
