@@ -79,6 +79,14 @@ COMMANDS = {
         "Run a command on a host of a lab that is up: its network, its storage's rates; everything else is shared.",
     ),
     "lab down": Command("roadtrain.lab.command:down", ("LAB.toml",), "End a lab, and remove what killed labs left."),
+    "soak": Command(
+        "roadtrain.bench.soak:command", (),
+        "Run scripted faults (kills, cut links, full disks, wrong workers) against a small job on this machine; exit "
+        "code 1 if anything hangs or a loss differs.",
+        {"faults": (int, "how many (200)"), "seed": (int, "which (0)"),
+         "only": (str, "this fault's number, or FIRST-LAST, alone"),
+         "json": (str, "also write every fault to this file; with --only, into what it holds")},
+    ),
     "bench": Command(
         "roadtrain.cli:bench", ("NAME",),
         "Run a benchmark beside its peer.",
@@ -145,13 +153,14 @@ def _parsed(name: str, command: Command, args: list[str]) -> tuple[list[Any], di
     keywords: dict[str, Any] = {}
     job_args: list[str] = []
     at = 0
+    takes_rest = bool(command.words) and command.words[-1].startswith("-- ")
     while at < len(args):
         arg, at = args[at], at + 1
         key, has_value, text = arg[2:].partition("=")
         option = command.options.get(key.replace("-", "_")) if arg.startswith("--") else None
         if not arg.startswith("--"):
             words.append(arg)
-        elif arg == "--" and command.words[-1].startswith("-- "):
+        elif arg == "--" and takes_rest:
             words += [args[at:]] if args[at:] else []
             break
         elif option is not None:
@@ -171,9 +180,10 @@ def _parsed(name: str, command: Command, args: list[str]) -> tuple[list[Any], di
                 at += 1
         else:
             raise _unknown("option", key, [k.replace("_", "-") for k in command.options], dashes="--")
-    if len(words) != len(command.words) or (command.words[-1].startswith("-- ") and isinstance(words[-1], str)):
+    if len(words) != len(command.words) or (takes_rest and isinstance(words[-1], str)):
         raise ConfigError(
-            f"`roadtrain {name}` takes {' '.join(command.words)}, given: {' '.join(map(str, words)) or 'nothing'}",
+            f"`roadtrain {name}` takes {' '.join(command.words) or 'options only'}, "
+            f"given: {' '.join(map(str, words)) or 'nothing'}",
             hint=f"roadtrain {name} --help",
         )
     if command.job_keys:

@@ -268,6 +268,10 @@ def test_a_hanging_device_meets_the_deadline(tmp_path, nothing_kept):  # Rule 5
     begin = time.monotonic()
     with pytest.raises(DeadlineError, match=r"(?s)waited 1 s for .*'(layers\.\d|root)'.*in step \d.*server 0 \(.*/s\)"):
         run(case, model, placed, new_scaler(case), 1, 9)
+    again = time.monotonic()
+    with pytest.raises(DeadlineError, match=r"waited 1 s for .*'(layers\.\d|root)'"):
+        placed.flush()
+    assert time.monotonic() - again < 0.5, "what hung once is not waited for again"
     with pytest.raises(DeadlineError, match=r"waited 1 s for threads to end: server 0 .* io\d"):
         placed.close()
     assert time.monotonic() - begin < 10

@@ -55,6 +55,8 @@ def test_words_options_and_job_keys(recorded: list[Any]) -> None:
         (["verify", "a", "--steps"], "--steps needs a value"),
         (["status", "r", "--run.dir", "x"], "unknown option `--run.dir`"),
         (["bench", "no-such"], "unknown benchmark `no-such`"),
+        (["soak", "everything"], "`roadtrain soak` takes options only, given: everything"),
+        (["soak", "--only", "first"], "--only 'first'\nhint: a fault's number"),
         (["status", "/no/such/run"], "is not a run directory"),
     ],
 )

@@ -26,7 +26,7 @@ def test_place() -> None:
 def test_commands() -> None:
     assert list(cli.COMMANDS) == [
         "train", "serve", "verify", "status", "export", "import", "check-rule", "lab up", "lab run", "lab down",
-        "bench",
+        "soak", "bench",
     ]
 
 

@@ -109,8 +109,9 @@ class RemoteServer:
         assert self.link is not None
         try:
             self.link.send(kind, header, parts, sent)
-        except LostError as error:
-            raise self._error or error from None  # what the server said before it hung up tells more
+        except LostError:
+            if self._error is None:  # else whoever waits next hears what the server said before it hung up
+                raise
 
     def wait(self, kind: int, what: str, deadline_s: float) -> tuple[Any, Any]:
         """The next session frame, which must be of `kind`: (fields, payload)."""
@@ -119,7 +120,7 @@ class RemoteServer:
         except queue.Empty:
             raise DeadlineError(f"waited {deadline_s:.0f} s for {what} from {self.peer}") from None
         if got == m.FAILED:
-            raise self._error or LostError(f"{self.peer} ended")
+            raise LostError(f"waiting for {what}: {self._error or f'{self.peer} ended'}") from self._error
         if got != kind:
             raise WireError(f"{self.peer} sent a frame of kind {got} instead of {what}")
         return fields, payload
@@ -301,7 +302,7 @@ class Cluster:
             return not missing or (self._covered_since is not None and now - self._covered_since >= GRACE_S)
         for number, server in self.servers.items():
             if number not in self._said and server.has_spoken():
-                self._said[number] = server.wait(m.READY, "the store to be ready", self._deadline_s)
+                self._said[number] = server.wait(m.READY, "word that worker 0 has opened the store", self._deadline_s)
         members = next(((members for (_, members), _ in self._said.values())), ())
         if not members or not self._said.keys() >= set(members):
             return False

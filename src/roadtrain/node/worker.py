@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from roadtrain.errors import DeadlineError, LoopError
+from roadtrain.errors import DeadlineError, LoopError, LostError
 from roadtrain.flow import ops
 from roadtrain.flow.ledger import Ledger
 from roadtrain.flow.prefetch import Prefetcher, PullBlock
@@ -157,16 +157,15 @@ class Worker:
 
     def _wait(self, ready: Callable[[], bool], what: Callable[[], str]) -> None:
         """Waits under the lock. Raises a server's error if one failed, DeadlineError when the deadline passes."""
-        deadline = time.monotonic() + self.deadline_s
-        while self._error is None and not ready():
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise DeadlineError(
-                    f"the worker waited {self.deadline_s:.0f} s for {what()} in step {self.ledger.sealed + 1}; "
-                    f"commit: {self.ledger.missing()}; peers: {', '.join(link.peer for link in self.links.values())}",
-                    hint="a device that slow needs a longer deadline_s",
-                )
-            self._lock.wait(min(left, 1.0))
+        if not self._lock.wait_for(lambda: self._error is not None or ready(), self.deadline_s):
+            self._error = DeadlineError(  # kept, so that whoever closes does not wait once more
+                f"the worker waited {self.deadline_s:.0f} s for {what()} in step {self.ledger.sealed + 1}; "
+                f"commit: {self.ledger.missing()}; peers: {', '.join(link.peer for link in self.links.values())}",
+                hint="a device that slow needs a longer deadline_s",
+            )
+        elif isinstance(self._error, LostError) and self._error.__cause__ is None:
+            told = LostError(f"step {self.ledger.sealed + 1}, waiting for {what()}: {self._error}")
+            told.__cause__, self._error = self._error, told
         if self._error is not None:
             raise self._error
 

@@ -1,0 +1,79 @@
+"""Twenty of the faults of `roadtrain soak`, every kind among them: the run goes on with the same bits or says why not
+(Rules 3 and 5), and nothing hangs. And that the soak itself would notice."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from roadtrain.bench import soak
+from roadtrain.bench.soak_scene import Hung, Scene, Told, Wrong
+
+
+@pytest.mark.timeout(600)
+def test_twenty_faults():
+    ends = soak.soak(range(20), seed=0)
+    assert {end.fault.kind for end in ends} == set(soak.KINDS)
+    assert not [end for end in ends if end.how in ("failed", "hung")]
+    for end in ends:
+        if end.how != "skipped":
+            assert end.how == ("sentence" if soak.KINDS[end.fault.kind][1] else "went on"), end
+
+
+def test_a_fault_is_the_same_every_time_and_alone():
+    assert soak.drawn(3, 17) == soak.drawn(3, 17) != soak.drawn(4, 17)
+    for first in (0, 7, 100):
+        assert {soak.drawn(0, number).kind for number in range(first, first + len(soak.CYCLE))} == set(soak.KINDS)
+
+
+@pytest.fixture
+def scene():
+    with Scene("plain", 1) as made:
+        made.attempt = 1
+        yield made
+
+
+LINES = [f"{attempt} {step} 0x1p+{step} 0x1p+0 {max(0, step - 1)} {step}.5"
+         for attempt, steps in ((0, (1, 2)), (1, (2, 3))) for step in steps]
+
+
+@pytest.mark.parametrize(("line", "instead", "words"), [
+    (None, None, None),
+    ("1 3 0x1p+3 ", "1 3 0x1p+4 ", "worker 1, start 1, step 3: loss and norm"),
+    ("1 3 ", "1 error ", "step.s. .3. are missing"),
+    ("1 2 0x1p+2 0x1p+0 1", "1 1 0x1p+1 0x1p+0 1", "start 1 repeats step 1, step 1 was committed"),
+    ("1 end same", "1 end other", "the state at the end"),
+    ("1 closed", "Traceback (most recent call last):", "a traceback in worker1.log"),
+])
+def test_what_is_wrong_is_seen(scene, line, instead, words):
+    text = "\n".join([*LINES, "1 end same", "1 closed", ""])
+    for rank in range(2):
+        scene.log(rank).write_text(text)
+    whole = [Told.read(scene.log(rank)) for rank in range(2)]
+    if line is None:
+        return scene.check(whole)
+    assert line in text
+    scene.log(1).write_text(text.replace(line, instead))
+    with pytest.raises(Wrong, match=words):
+        scene.check(whole)
+    return None
+
+
+def test_pieces_of_a_soak_make_one_table(tmp_path):
+    path, faults = tmp_path / "soak.json", [soak.drawn(0, number) for number in range(3)]
+    ends = [soak.Ended(fault, how, ("a",), 1.5, 0.1, 2.0) for fault, how in zip(faults, ("went on", "hung", "failed"))]
+    for end in reversed(ends):
+        soak._keep(path, end, 0)
+    body = soak.loads(path.read_text())
+    assert [row["fault"]["number"] for row in body["faults"]] == [0, 1, 2]
+    assert body["table"] == soak.table(ends) and body["table"][-1].split()[:5] == ["all", "3", "1", "1", "1"]
+
+
+def test_what_hangs_shows_its_stacks():
+    with Scene("plain", 60) as scene:
+        scene.start(deadline_s=50)
+        os.kill(scene.servers[0].process.pid, signal.SIGSTOP)
+        scene.until = time.monotonic() + 2
+        with pytest.raises(Hung, match=r"(?s)in vain for worker 0 .*server0.log.*Thread 0x.*soak.log.*Thread 0x"):
+            scene.wait_workers()
