@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import random
 import shutil
@@ -17,12 +18,23 @@ import pytest
 
 from roadtrain.errors import AuthError, ConfigError, DeadlineError, LostError, PeerError, RoadtrainError, WireError
 from roadtrain.units import KIB, MIB
-from roadtrain.wire import handshake, local, shm, tcp
+from roadtrain.wire import handshake, local, rdma, shm, tcp
 from roadtrain.wire.link import HEAD, Head, pack_head
 
 TOKEN = b"a secret of the job"
 WAIT_S = 10.0
-KINDS = ["local", "local+sums", "shm", "shm+sums", "tcp", "tcp+4", "tcp+4+sums", "tcp+tls", "tcp+4+tls"]
+with_nixl = pytest.mark.skipif(
+    importlib.util.find_spec("nixl_cu12") is None, reason="NIXL is not installed: pip install 'roadtrain[rdma]'")
+RDMA, RDMA_SUMS, RDMA_4 = (pytest.param(kind, marks=with_nixl) for kind in ("rdma", "rdma+sums", "rdma+4"))
+KINDS = ["local", "local+sums", "shm", "shm+sums", "tcp", "tcp+4", "tcp+4+sums", "tcp+tls", "tcp+4+tls",
+         RDMA, RDMA_SUMS, RDMA_4]
+
+
+def socket_options(kind: str, **options) -> tcp.Options:
+    """RDMA over UCX's TCP mode: there is no such hardware to test with."""
+    if kind.startswith("rdma"):
+        return rdma.Options(device="lo", **options)
+    return tcp.Options(**options)
 
 
 class Recorder:
@@ -91,9 +103,9 @@ class Ends:
         else:
             both = {"token": TOKEN, "connections": 4 if "4" in words else 1, **options}
             ours, theirs = tls_options(folder) if "tls" in words else (None, None)
-            listening = tcp.Options(tls=theirs, **both)
+            listening = socket_options(words[0], tls=theirs, **both)
             self.listener = tcp.listen(("127.0.0.1", 0), accept, listening, self.reports.append)
-            made = tcp.Options(tls=ours, **both)
+            made = socket_options(words[0], tls=ours, **both)
             self.a = tcp.connect(self.listener.address, self.got_a, made, hello=b"hello", name="b")
         assert there.wait(WAIT_S)
         assert self.hello == b"hello"
@@ -284,7 +296,7 @@ def test_queued_buffers_come_back_when_the_link_is_lost(ends):
     assert sorted(calls) == list(range(60))
 
 
-@pytest.mark.parametrize("kind", ["local", "shm", "tcp"])
+@pytest.mark.parametrize("kind", ["local", "shm", "tcp", RDMA])
 def test_a_frame_over_the_limit_is_refused_where_it_is_sent(kind, folder):
     ends = Ends(kind, folder, frame_limit=MIB)
     with pytest.raises(WireError, match=rf"{MIB + 1} bytes, {MIB} are"):
@@ -299,11 +311,11 @@ def test_a_frame_over_the_limit_is_refused_where_it_is_sent(kind, folder):
 def listening(kind: str, folder: Path, accept, report=print, **options):
     if kind == "shm":
         return shm.listen(folder / "s", accept, shm.Options(**options), report), shm.connect, shm.Options(**options)
-    made = tcp.Options(token=TOKEN, connections=4 if kind == "tcp+4" else 1, **options)
+    made = socket_options(kind, token=TOKEN, connections=4 if kind == "tcp+4" else 1, **options)
     return tcp.listen(("127.0.0.1", 0), accept, made, report), tcp.connect, made
 
 
-@pytest.mark.parametrize("kind", ["shm", "tcp", "tcp+4"])
+@pytest.mark.parametrize("kind", ["shm", "tcp", "tcp+4", RDMA])
 @pytest.mark.parametrize("busy", [False, True])
 def test_a_killed_peer_is_lost_within_a_second(kind, busy, folder):
     got, there = Recorder(), threading.Event()
@@ -340,7 +352,7 @@ def test_a_killed_peer_is_lost_within_a_second(kind, busy, folder):
     listener.close()
 
 
-@pytest.mark.parametrize("kind", ["shm", "tcp", "tcp+4"])
+@pytest.mark.parametrize("kind", ["shm", "tcp", "tcp+4", RDMA])
 def test_accept_may_refuse_with_words_that_the_client_gets(kind, folder):
     answers = [WireError("step 3 is needed, this is step 5"), AuthError("not of this job"), ValueError("a bug")]
 
@@ -362,7 +374,7 @@ def test_accept_may_refuse_with_words_that_the_client_gets(kind, folder):
     assert len(reports) >= 3
 
 
-@pytest.mark.parametrize("kind", ["shm", "tcp"])
+@pytest.mark.parametrize("kind", ["shm", "tcp", RDMA])
 def test_nobody_listens_or_only_later(kind, folder):
     listener, connect, options = listening(kind, folder, lambda link, hello: Recorder())
     listener.close()
