@@ -10,6 +10,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -25,9 +26,9 @@ TOKEN = b"a secret of the job"
 WAIT_S = 10.0
 with_nixl = pytest.mark.skipif(
     importlib.util.find_spec("nixl_cu12") is None, reason="NIXL is not installed: pip install 'roadtrain[rdma]'")
-RDMA, RDMA_SUMS, RDMA_4 = (pytest.param(kind, marks=with_nixl) for kind in ("rdma", "rdma+sums", "rdma+4"))
+RDMA, RDMA_4 = (pytest.param(kind, marks=with_nixl) for kind in ("rdma", "rdma+4+sums"))
 KINDS = ["local", "local+sums", "shm", "shm+sums", "tcp", "tcp+4", "tcp+4+sums", "tcp+tls", "tcp+4+tls",
-         RDMA, RDMA_SUMS, RDMA_4]
+         RDMA, RDMA_4]
 
 
 def socket_options(kind: str, **options) -> tcp.Options:
@@ -685,3 +686,192 @@ def test_closing_a_listener_does_not_wait_for_strangers(folder, secured):
     listener.close()
     assert time.monotonic() - begin < 1
     sock.close()
+
+
+# What only RDMA has
+
+
+def test_rdma_without_its_package_is_one_sentence(monkeypatch):
+    monkeypatch.setitem(sys.modules, "nixl_cu12._bindings", None)
+    rdma._usable.cache_clear()
+    options = rdma.Options(token=TOKEN, device="lo")
+    for attempt in (lambda: tcp.connect(("127.0.0.1", 1), Recorder(), options),
+                    lambda: tcp.listen(("127.0.0.1", 0), lambda link, hello: Recorder(), options)):
+        with pytest.raises(ConfigError, match=r"pip install 'roadtrain\[rdma\]'"):
+            attempt()
+
+
+def test_what_rdma_cannot_be_asked_for():
+    with pytest.raises(ConfigError, match="power of two"):
+        rdma.Options(ring_bytes=3_000_000)
+    with pytest.raises(ConfigError, match="does not encrypt"):
+        rdma.Options(tls=tcp.Tls())
+    with pytest.raises(ConfigError, match="one is possible"):
+        rdma.Options(device="mlx5_0:1,mlx5_1:1")
+
+
+@with_nixl
+def test_a_device_that_is_not_there_is_refused_before_anybody_comes():
+    with pytest.raises(ConfigError, match="cannot use 'nothing0'"):
+        tcp.listen(("127.0.0.1", 0), lambda link, hello: Recorder(), rdma.Options(device="nothing0"))
+    if not Path("/sys/class/infiniband").exists():
+        with pytest.raises(ConfigError, match="no RDMA device"):
+            tcp.connect(("127.0.0.1", 1), Recorder(), rdma.Options())
+
+
+@with_nixl
+def test_the_smaller_ring_of_both_sides_counts():
+    got, sizes = Recorder(), [64 * KIB, MIB]
+    listener, made = rdma_listener(got, ring_bytes=sizes[0])
+    link = tcp.connect(listener.address, Recorder(), rdma.Options(token=TOKEN, device="lo", ring_bytes=sizes[1]))
+    data = random.Random(3).randbytes(3 * MIB)
+    link.send(1, b"", [memoryview(data)])
+    assert got.wait_frames(1)[0][2] == data
+    link.close()
+    made[0].close()
+    listener.close()
+
+
+@with_nixl
+def test_many_small_frames_that_nobody_reads_block_neither_direction(folder):
+    ends, calls = Ends("rdma", folder), []
+    ends.got_b.open.clear()
+    for i in range(500):  # one at a time, so that each is told of alone
+        free = threading.Event()
+        ends.a.send(i, b"", [memoryview(b"x")], lambda: (calls.append(1), free.set()))
+        if not free.wait(0.3):
+            break
+    assert 0 < len(calls) < 500
+    for i in range(200):
+        ends.b.send(i, b"the other way is open")
+    ends.got_a.wait_frames(200)
+    ends.got_b.open.set()
+    ends.got_b.wait_frames(i + 1 if len(calls) == 500 else len(calls))
+    ends.close()
+
+
+def rdma_listener(got: Recorder, **options):
+    made: list = []
+
+    def accept(link, hello):
+        made.append(link)
+        return got
+
+    return tcp.listen(("127.0.0.1", 0), accept, rdma.Options(token=TOKEN, device="lo", **options),
+                      lambda line: None), made
+
+
+MEETINGS = {
+    "a frame of TCP": (pack_head(Head(0, 1, 0, 0, 0, 0)), "speaks no RDMA: it began with b'RTfr"),
+    "a ring beyond all": (rdma.MEETING.pack(rdma.MAGIC, 1 << 40, 1 << 60, 10), f"a ring of {1 << 60} bytes"),
+    "huge metadata": (rdma.MEETING.pack(rdma.MAGIC, 1 << 40, MIB, 1 << 31), f"{1 << 31} bytes, {64 * KIB} are"),
+    "metadata that is none": (rdma.MEETING.pack(rdma.MAGIC, 1 << 40, MIB, 100) + bytes(100), "NIXL loadRemoteMD"),
+    "half a meeting": (rdma.MEETING.pack(rdma.MAGIC, 1 << 40, MIB, 100)[:9], "9 of 28 bytes"),
+}
+
+
+@with_nixl
+@pytest.mark.parametrize("what", MEETINGS)
+def test_a_spoiled_meeting_ends_the_link_with_a_typed_error(what):
+    data, words = MEETINGS[what]
+    got = Recorder()
+    listener, made = rdma_listener(got)
+    sock, deadline = socket.create_connection(listener.address), time.monotonic() + 5
+    ours = handshake.greeting(tcp.Options(), TOKEN, bytes(16))
+    theirs = handshake.client_greet(sock, ours, TOKEN, b"", deadline)
+    handshake.client_verdict(sock, theirs.nonce, deadline)
+    sock.sendall(data)
+    sock.shutdown(socket.SHUT_WR)
+    with pytest.raises(PeerError, match=words):
+        raise got.wait_lost()
+    sock.close()
+    made[0].close()
+    listener.close()
+
+
+@with_nixl
+@pytest.mark.parametrize("server_has_rdma", [False, True])
+def test_rdma_and_tcp_do_not_meet(server_has_rdma):
+    kinds = [rdma.Options(token=TOKEN, device="lo", handshake_s=1), tcp.Options(token=TOKEN)]
+    got, here = Recorder(), Recorder()
+    listener = tcp.listen(("127.0.0.1", 0), lambda link, hello: (setattr(got, "link", link), got)[1],
+                          kinds[not server_has_rdma], lambda line: None)
+    try:
+        link = tcp.connect(listener.address, here, kinds[server_has_rdma])
+        assert isinstance(here.wait_lost(), WireError)
+        link.close()
+    except PeerError as error:
+        assert "127.0.0.1" in str(error)
+    assert isinstance(got.wait_lost(), PeerError)
+    got.link.close()
+    listener.close()
+
+
+LIES = {
+    "more written than the ring holds": (lambda end: setattr(end, "_written", 1 << 40), WireError, "of its 4194304"),
+    "more read than was written": (lambda end: setattr(end._back, "here", 1 << 40), WireError, "of its 4194304"),
+    "a notification of another length": (
+        lambda end: end._agent.genNotif(end._name, b"123"), WireError, "a notification of 3 bytes, not 8"),
+}
+
+
+@with_nixl
+@pytest.mark.parametrize("what", LIES)
+def test_counts_that_lie_are_a_wire_error(what, folder):
+    lie, kind, words = LIES[what]
+    ends = Ends("rdma", folder)
+    lie(ends.a._channels[0])
+    ends.a._channels[0]._tell()
+    ends.b.send(1, b"", [memoryview(bytes(MIB))])
+    if "length" in what:
+        ends.a.send(1, b"")
+    with pytest.raises(kind, match=words):
+        raise ends.got_b.wait_lost()
+    ends.close()
+
+
+@with_nixl
+def test_a_write_beyond_what_the_other_side_registered_is_refused(folder):
+    ends = Ends("rdma", folder)
+    ends.a._channels[0]._there += 8 * MIB
+    ends.a.send(1, b"", [memoryview(bytes(MIB))])
+    with pytest.raises(LostError, match="NIXL createXferReq: NIXL_ERR_NOT_FOUND"):
+        raise ends.got_a.wait_lost()
+    ends.close()
+
+
+@with_nixl
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("child_sends", [False, True])
+def test_a_peer_that_ends_in_the_middle_of_a_payload(how, child_sends):
+    """Killed: lost at once. Stopped, with its progress: lost when a write has not ended for `silence_s`."""
+    got, options = Recorder(), {"token": TOKEN, "device": "lo", "silence_s": 1.0}
+    listener, made = rdma_listener(got, silence_s=1.0)
+    child = os.fork()
+    if child == 0:
+        try:
+            link = tcp.connect(listener.address, Recorder(), rdma.Options(**options))
+            parts = [memoryview(bytes(48 * MIB))] if child_sends else []
+            while True:
+                done = threading.Event()
+                link.send(1, b"", parts, done.set)
+                done.wait()
+        finally:
+            os._exit(1)
+    got.wait_frames(1)
+    freed, data = threading.Event(), memoryview(bytes(48 * MIB))
+    for _ in range(20):
+        made[0].send(1, b"", [data], freed.set)
+    assert freed.wait(WAIT_S)
+    os.kill(child, how)
+    begin = time.monotonic()
+    error = got.wait_lost()
+    assert time.monotonic() - begin < (1.5 if how == signal.SIGKILL else 6)
+    assert isinstance(error, LostError)
+    assert made[0].peer in str(error)
+    begin = time.monotonic()
+    made[0].close()
+    assert time.monotonic() - begin < 2
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    listener.close()

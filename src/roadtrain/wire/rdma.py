@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from roadtrain.errors import ConfigError, RoadtrainError, WireError
+from roadtrain.errors import ConfigError, WireError
 from roadtrain.units import KIB, MIB
 from roadtrain.wire import handshake, tcp
 from roadtrain.wire.ring import Ring, check_ring_bytes
@@ -44,6 +44,7 @@ MEETING = struct.Struct("<8sQQI")  # magic, address and bytes of the ring, bytes
 COUNTS = struct.Struct("<QQ")  # bytes ever written into the other side's ring, bytes ever read from one's own
 NOTE = struct.Struct("<Q")  # a notification: bytes ever written, of which the last have landed
 MAX_METADATA = 64 * KIB
+RUNG_MOST = 64  # COUNTS that nobody has answered: few enough for any socket, so that telling never blocks
 PROGRESS_US = 10_000  # UCX may sleep through an event for this long; NIXL's own 0 keeps a core busy all the time
 POLL_S, POLL_MOST_S = 20e-6, 1e-3
 GONE_S = 0.5  # for what a side that hung up sent before; how long one that hangs up waits for the other
@@ -104,14 +105,16 @@ def _usable(device: str) -> None:
 
 class _RdmaChannel:
     """`_under_way`: WRITEs whose end has not been seen, each with the count after it; oldest first. `_written`: bytes
-    of those that have ended, `_landed` of the other side's that notifications spoke of, `_theirs` its last COUNTS.
-    `_hearing`: one of the two threads reads the socket, for both. Owns the socket, the agent and the memory."""
+    of those that have ended, `_landed` of the other side's that notifications spoke of, `_theirs` its last COUNTS, one
+    of `_told` that came, all read by us when `_answered` was the last. `_rung`: counts told and not yet read there, at
+    most RUNG_MOST. `_hearing`: one of the two threads reads the socket, for both. Owns socket, agent and memory."""
 
     def __init__(self, sock: socket.socket, channel: Callable[[socket.socket], Channel], options: Options) -> None:
         self._sock, self._silence_s, self._nixl = sock, options.silence_s, _nixl()
         self._agent, self._memory = _agent(options.device), memoryview(mmap.mmap(-1, 2 * options.ring_bytes))
         self._under_way: deque[tuple[Any, int]] = deque()
-        self._written = self._landed = self._heard = 0
+        self._rung: deque[int] = deque()
+        self._written = self._landed = self._heard = self._told = self._answered = 0
         self._theirs, self._message = (0, 0), memoryview(bytearray(COUNTS.size))
         self._changed, self._telling = threading.Condition(), threading.Lock()
         self._hearing = self._ended = False
@@ -120,33 +123,40 @@ class _RdmaChannel:
         try:
             size = self._meet(options.ring_bytes, time.monotonic() + options.handshake_s)
             self._tcp = channel(sock)
-        except Exception as error:
+        except BaseException:
             self.close()
-            if isinstance(error, (OSError, RoadtrainError)):
-                raise
-            raise WireError(f"NIXL cannot reach the other side: {error}") from error
-        self._out, self._back = Ring(self._memory[:size]), Ring(self._memory[len(self._memory) // 2 :][:size])
+            raise
+        self._out, self._back = Ring(self._memory[:size]), Ring(self._memory[options.ring_bytes :][:size])
 
     def _meet(self, ring_bytes: int, deadline: float) -> int:
         """Bytes of the rings of both sides. The other side can write into our ring, nowhere else."""
         self._address = np.frombuffer(self._memory, np.uint8).ctypes.data
-        ring = self._address + ring_bytes
-        for address in (self._address, ring):
-            self._agent.registerMem(self._registered(address, ring_bytes), [])
-        metadata = self._agent.getLocalPartialMD(self._registered(ring, ring_bytes), True, [])
-        handshake.send(self._sock, MEETING.pack(MAGIC, ring, ring_bytes, len(metadata)) + metadata, deadline)
+        out, ring = (
+            self._nixl.nixlRegDList(self._nixl.DRAM_SEG, [(address, ring_bytes, 0, "")])
+            for address in (self._address, self._address + ring_bytes)
+        )
+        self._call("registerMem", out, [])
+        self._call("registerMem", ring, [])
+        metadata = self._call("getLocalPartialMD", ring, True, [])
+        ours = MEETING.pack(MAGIC, self._address + ring_bytes, ring_bytes, len(metadata))
+        handshake.send(self._sock, ours + metadata, deadline)
         raw = handshake.receive(self._sock, MEETING.size, deadline, "the other side's ring")
         magic, self._there, size, length = MEETING.unpack(raw)
         if magic != MAGIC:
-            raise WireError(f"the other side speaks no RDMA: it began with {magic!r}", hint="rdma.Options on both sides")
+            raise WireError(f"the other side speaks no RDMA: it began with {magic!r}", hint="rdma.Options on both")
         if length > MAX_METADATA:
             raise WireError(f"metadata of {length} bytes, {MAX_METADATA} are allowed")
         check_ring_bytes(size)
-        self._name = self._agent.loadRemoteMD(handshake.receive(self._sock, length, deadline, "NIXL's metadata"))
-        return min(ring_bytes, size)
+        metadata = handshake.receive(self._sock, length, deadline, "NIXL's metadata")
+        self._name = self._call("loadRemoteMD", metadata)
+        return min(ring_bytes, int(size))
 
-    def _registered(self, address: int, nbytes: int) -> Any:
-        return self._nixl.nixlRegDList(self._nixl.DRAM_SEG, [(address, nbytes, 0, "")])
+    def _call(self, name: str, *words: Any) -> Any:
+        """NIXL's errors have no class in common."""
+        try:
+            return getattr(self._agent, name)(*words)
+        except Exception as error:
+            raise ConnectionError(f"NIXL {name}: {error}") from error
 
     def send(self, buffers: Sequence[memoryview | bytes]) -> int:
         """A piece is copied in while the one before it is under way; none is left so when these bytes are all."""
@@ -163,14 +173,20 @@ class _RdmaChannel:
     def recv_into(self, view: memoryview, whole: bool) -> int:
         n = min(self._wait(self._used), len(view), self._back.piece)
         before = self._back.here
-        self._until(lambda: self._landed >= before + n or self._notified() >= before + n, "notification")
+        self._until(lambda: self._notified(before + n), "notification")
         self._back.get(view[:n])
-        if before // self._back.piece != self._back.here // self._back.piece:  # not for every frame
+        if self._told - self._answered >= RUNG_MOST // 2 and not self._used():
+            self._answered = self._told
+            self._tell()
+        elif before // self._back.piece != self._back.here // self._back.piece:  # not for every frame
             self._tell()
         return n
 
     def _free(self) -> int:
-        return self._out.size - self._out.used(self._out.here, self._theirs[1])
+        free = self._out.size - self._out.used(self._out.here, self._theirs[1])
+        while self._rung and self._rung[0] <= self._theirs[1]:
+            self._rung.popleft()
+        return free if len(self._rung) < RUNG_MOST else 0
 
     def _used(self) -> int:
         return self._back.used(self._theirs[0], self._back.here)
@@ -181,38 +197,39 @@ class _RdmaChannel:
             for base in (self._address, self._there)
         )
         note = NOTE.pack(self._out.here)
-        with _as_os_error():
-            handle = self._agent.createXferReq(self._nixl.NIXL_WRITE, ours, theirs, self._name, note, [])
-            self._under_way.append((handle, self._out.here))
-            self._agent.postXferReq(handle, note)
+        handle = self._call("createXferReq", self._nixl.NIXL_WRITE, ours, theirs, self._name, note, [])
+        self._under_way.append((handle, self._out.here))
+        self._call("postXferReq", handle, note)
 
     def _finish(self, leave: int) -> None:
         """Waits until so many WRITEs are under way, and says what has ended."""
         while len(self._under_way) > leave:
-            handle, written = self._under_way[0]
-            self._until(lambda: self._agent.getXferStatus(handle) != self._nixl.NIXL_IN_PROG, "end of a write")
-            self._under_way.popleft()
-            self._agent.releaseXferReq(handle)
-            self._written = written
+            self._until(self._oldest_ended, "end of a write")
+            handle, self._written = self._under_way.popleft()
+            self._call("releaseXferReq", handle)
+            self._rung.append(self._written)
             self._tell()
 
-    def _notified(self) -> int:
-        for notes in self._agent.getNotifs({}, []).values():
-            for note in notes:
-                if len(note) != NOTE.size:
-                    raise WireError(f"a notification of {len(note)} bytes, not {NOTE.size}")
-                self._landed = max(self._landed, NOTE.unpack(note)[0])
-        return self._landed
+    def _oldest_ended(self) -> bool:
+        return bool(self._call("getXferStatus", self._under_way[0][0]) != self._nixl.NIXL_IN_PROG)
+
+    def _notified(self, landed: int) -> bool:
+        if self._landed < landed:
+            for notes in self._call("getNotifs", {}, []).values():
+                for note in notes:
+                    if len(note) != NOTE.size:
+                        raise WireError(f"a notification of {len(note)} bytes, not {NOTE.size}")
+                    self._landed = max(self._landed, NOTE.unpack(note)[0])
+        return self._landed >= landed
 
     def _until(self, done: Callable[[], bool], what: str) -> None:
         begin, pause = time.monotonic(), POLL_S
-        with _as_os_error():
-            while not done():
-                limit = GONE_S if self._gone.poll(0) else self._silence_s
-                if time.monotonic() - begin > limit:
-                    raise TimeoutError(f"no {what} for {limit:g} s")
-                time.sleep(pause)
-                pause = min(2 * pause, POLL_MOST_S)
+        while not done():
+            limit = GONE_S if self._gone.poll(0) else self._silence_s
+            if time.monotonic() - begin > limit:
+                raise TimeoutError(f"no {what} for {limit:g} s")
+            time.sleep(pause)
+            pause = min(2 * pause, POLL_MOST_S)
 
     def _tell(self) -> None:
         with self._telling:
@@ -242,6 +259,7 @@ class _RdmaChannel:
         self._heard, self._ended = (self._heard + n) % COUNTS.size, n == 0
         if not self._heard and n:
             self._theirs = COUNTS.unpack(self._message)
+            self._told += 1
 
     def shutdown(self) -> None:
         self._tcp.shutdown()
@@ -260,14 +278,3 @@ class _RdmaChannel:
                 agent.releaseXferReq(handle)
         del agent
         self._sock.close()
-
-
-@contextlib.contextmanager
-def _as_os_error() -> Any:
-    """NIXL's errors have no common class of their own."""
-    try:
-        yield
-    except (OSError, RoadtrainError):
-        raise
-    except Exception as error:
-        raise ConnectionError(f"NIXL: {error}") from error

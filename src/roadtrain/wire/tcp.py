@@ -115,7 +115,8 @@ def connect(
     peer = f"{name} ({where})" if name else where
     context = options.tls.context(False) if options.tls else None
     options.check()
-    link_id, socks = secrets.token_bytes(16), []
+    link_id = secrets.token_bytes(16)
+    socks: list[socket.socket] = []
     channels: list[Channel] = []
     try:
         greetings = []
@@ -134,8 +135,10 @@ def connect(
         for sock in socks:
             channels.append(options.channel(sock))
     except (OSError, RoadtrainError) as error:
-        for each in (*channels, *socks):
+        for each in channels:
             each.close()
+        for sock in socks:
+            sock.close()
         raise as_peer_error(error, peer) from error
     link.start(receiver, channels)
     return link
