@@ -256,7 +256,7 @@ def _loopback(buffers: int, quick: bool) -> list[Row]:
         two.ask(("gloo", 0, f"{folder}/gloo"), ("gloo", 1, f"{folder}/gloo"))
         two.ask(("use", buffers), ("use", buffers))
         for _ in range(rounds + 1):  # the first is to warm up
-            for way in (*LINKS, "plain", "gloo", "copy"):
+            for way in ("tcp", "plain", "gloo", "shm", "copy", *LINKS[2:]):
                 if way in LINKS:
                     (address,) = two.ask(None, ("listen", way, f"{folder}/shm" if way == "shm" else "127.0.0.1"))
                     two.ask(("connect", way, address, 1), None)
@@ -280,11 +280,11 @@ def _loopback(buffers: int, quick: bool) -> list[Row]:
     for way, floor, goal in (("tcp", "plain", 4.0), ("shm", "copy", 10.0), ("rdma", "plain", None))[: len(LINKS)]:
         where = "one buffer a side, in the cache" if buffers == 1 else f"{buffers} buffers a side in turn"
         case = f"{CALLED[way]}, 4 MiB chunks, {where}, two processes, {cores()} cores"
-        judged = goal is not None and buffers == 1
+        judged = goal if buffers == 1 else None
         rows += [
             Row(case, "one way", "GB/s", rate[way], rate["gloo"], "gloo isend/irecv", rate[way] / rate["gloo"],
-                rate[way] / rate[floor], f">= {goal:g} GB/s" if judged else None,
-                rate[way] >= goal if judged else None),
+                rate[way] / rate[floor], None if judged is None else f">= {judged:g} GB/s",
+                None if judged is None else rate[way] >= judged),
             Row(case, "CPU of both sides", "s/GB", spent[way], spent["gloo"], "gloo isend/irecv",
                 spent["gloo"] / spent[way], spent[floor] / spent[way] if floor == "plain" else None, None, None),
         ]
