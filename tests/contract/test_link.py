@@ -823,8 +823,8 @@ def test_counts_that_lie_are_a_wire_error(what, folder):
     ends = Ends("rdma", folder)
     lie(ends.a._channels[0])
     ends.a._channels[0]._tell()
-    ends.b.send(1, b"", [memoryview(bytes(MIB))])
-    if "length" in what:
+    with contextlib.suppress(LostError):  # whoever looks at his ring sees it, and that may be at once
+        ends.b.send(1, b"", [memoryview(bytes(MIB))])
         ends.a.send(1, b"")
     with pytest.raises(kind, match=words):
         raise ends.got_b.wait_lost()
