@@ -121,7 +121,7 @@ def warm() -> None:
     optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], foreach=False)
     rule = rules_for(optimizer)[0]
     a, b, c, d = np.zeros((4, 64), np.float32)
-    sum_k(a, "fp32", [b, c], ["fp32", "fp32"])
+    sum_k(a, [b, c], "fp32")
     sum_squares(a, "fp32")
     rule.apply(a, b, "fp32", [c, d], np.zeros(1), rule.hyper(optimizer.param_groups[0]), 1.0, None, "fp32")
 
