@@ -14,6 +14,7 @@ Does NOT import torch, decide, or keep anything that a restart needs.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import subprocess
 import sys
@@ -109,6 +110,7 @@ class Lane:
         self._said: list[tuple[int, bytes, bytes]] = []  # welcome and ready, for those who come later
         self._readers: deque[Seat] = deque()
         self._records: deque[Buffer] = deque()
+        self._tickets = itertools.count(1)  # of sums: the server knows a push's buffer by it
         self._left, self._over = 0, False
         self.decider = RelayDecider(orders.local, budgets.copies)
         self._copies = [Buffer(budgets.piece_bytes) for _ in range(budgets.copies)]
@@ -283,7 +285,7 @@ class Lane:
         for worker in self.seats:
             self._free(number, worker)
         whole = scratch.view[: round_up(4 * self._chunks[number].numel, PAGE)]
-        self._send(ops.Push(number, whole, True, False, 0), lambda: grads.done(scratch))
+        self._send(ops.Push(number, whole, True, False, next(self._tickets)), lambda: grads.done(scratch))
 
     def _free(self, chunk: int, worker: int) -> None:
         for ticket in self._kept.pop((chunk, worker), ()):
