@@ -21,13 +21,17 @@ from roadtrain.errors import FullError, RoadtrainError
 from roadtrain.units import show_bytes
 
 
-def apart(module: str, *args: object, env: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """What `python -m module ARGS --json FILE` wrote to FILE, run with `env` beside our own environment. Raises
-    RoadtrainError with its last words."""
-    return together(module, args, [env or {}])[0]
+def apart(
+    module: str, *args: object, env: Mapping[str, str] | None = None, echo: bool = False
+) -> dict[str, Any]:
+    """What `python -m module ARGS --json FILE` wrote to FILE, run with `env` beside our own environment. `echo`: what
+    it prints appears, instead of being kept. Raises RoadtrainError with its last words."""
+    return together(module, args, [env or {}], echo=echo)[0]
 
 
-def together(module: str, args: Sequence[object], envs: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
+def together(
+    module: str, args: Sequence[object], envs: Sequence[Mapping[str, str]], echo: bool = False
+) -> list[dict[str, Any]]:
     """As `apart`, one process for each of `envs`, at the same time. When one fails the others are killed."""
     with tempfile.TemporaryDirectory(prefix="roadtrain-bench-") as name:
         outs = [Path(name) / f"result{i}.json" for i in range(len(envs))]
@@ -37,8 +41,9 @@ def together(module: str, args: Sequence[object], envs: Sequence[Mapping[str, st
         try:
             for out, log, env in zip(outs, logs, envs):
                 with log.open("w") as words:
-                    running.append(subprocess.Popen([*command, "--json", str(out)], stdout=words,
-                                                    stderr=subprocess.STDOUT, env={**os.environ, **env}))
+                    running.append(subprocess.Popen([*command, "--json", str(out)], stdout=None if echo else words,
+                                                    stderr=None if echo else subprocess.STDOUT,
+                                                    env={**os.environ, **env}))
             while any(process.poll() is None for process in running) and not any(p.returncode for p in running):
                 time.sleep(0.01)
         finally:
@@ -46,10 +51,10 @@ def together(module: str, args: Sequence[object], envs: Sequence[Mapping[str, st
                 if process.poll() is None:
                     process.kill()
                 process.wait()
-        if bad := [i for i, p in enumerate(running) if p.returncode > 0] or [i for i, p in enumerate(running)
-                                                                          if p.returncode]:
-            words_of = "\n".join(logs[i].read_text()[-2000:] for i in bad)
-            raise RoadtrainError(f"{' '.join(command[2:])} ended with {running[bad[0]].returncode}: {words_of}")
+        bad = [i for i, p in enumerate(running) if p.returncode]  # those that were killed, too: the first one says why
+        if bad:
+            said = "\n".join(logs[i].read_text()[-2000:] for i in bad)
+            raise RoadtrainError(f"{' '.join(command[2:])} ended with {running[bad[0]].returncode}: {said}")
         return [json.loads(out.read_text()) for out in outs]
 
 

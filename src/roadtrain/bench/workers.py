@@ -34,13 +34,14 @@ from roadtrain.units import parse_bytes
 DEPTHS, WIDTH, BUDGET = (8, 16, 32, 64), 512, "96MiB"
 WORKERS, AT = (1, 2, 4), 16  # numbers of workers, and the depth they have then
 SERVERS, SERVER_BUDGET = 2, "256MiB"
-ROWS, SEQ, STEPS, REPS = 1, 32, 3, 3
+ROWS, SEQ, REPS = 1, 32, 3
+VISITS, LEAST = 96, 3  # blocks run forward, at least; steps, at least
 GOAL = 0.05
 BYTES = 14  # a parameter, in each of two slots
 
 
 def run(quick: bool = False) -> Report:
-    depths, width, budget, counts, at = ((4, 16), 256, "64MiB", (1, 2), 4) if quick else (
+    depths, width, budget, counts, at = ((4, 16), 256, "40MiB", (1, 2), 4) if quick else (
         DEPTHS, WIDTH, BUDGET, WORKERS, AT)
     cases = list(dict.fromkeys([*((1, blocks) for blocks in depths), *((count, at) for count in counts)]))
     got = measure(cases, width, budget, 1 if quick else REPS)
@@ -80,6 +81,11 @@ def compare(got: Sequence[dict[str, Any]], plain: dict[int, dict[str, Any]], wid
     return rows
 
 
+def steps_of(blocks: int) -> int:
+    """So many that each depth runs about as many blocks: a heap that grows by each block has grown in all of them."""
+    return max(LEAST, VISITS // blocks)
+
+
 def measure(cases: Sequence[tuple[int, int]], width: int, budget: str, reps: int) -> dict[tuple[int, int], Any]:
     """(workers, blocks) -> the run with the median peak."""
     found: dict[tuple[int, int], list[dict[str, Any]]] = {case: [] for case in cases}
@@ -109,13 +115,14 @@ def measure_plain(blocks: int, width: int) -> dict[str, Any]:
 
 def child(args: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(1)
-    compute, sizes = model420.compute_default(), {"layers": args.blocks, "width": args.width, "inner": args.width * 11 // 4}
+    compute = model420.compute_default()
+    sizes = {"layers": args.blocks, "width": args.width, "inner": args.width * 11 // 4}
     model420.batch(0, ROWS, SEQ)  # the text is read
     Heap().trim(at_once=True)
     forget_peak()
     bare = resident_bytes()
     if args.child == "plain":
-        model420.plain_losses(STEPS, ROWS, SEQ, compute, **sizes)
+        model420.plain_losses(steps_of(args.blocks), ROWS, SEQ, compute, **sizes)
         return {"bare": bare, "peak": peak_bytes() - bare, "training": peak_bytes() - bare}
     with torch.device("meta"):
         model = model420.build(compute, **sizes)
@@ -125,7 +132,7 @@ def child(args: argparse.Namespace) -> dict[str, Any]:
     with optimizer:
         placing = peak_bytes()
         forget_peak()
-        model420.training(model, optimizer, range(STEPS), ROWS, SEQ)
+        model420.training(model, optimizer, range(steps_of(args.blocks)), ROWS, SEQ)
         optimizer.flush()
         training, buffers = peak_bytes(), optimizer.memory()["resident"]
         held = optimizer._activations.peak_bytes
