@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,10 +31,13 @@ TIMEOUT_S = 300.0
 
 
 class Cluster:
-    """`workers` hosts w0.. and as many spare ones s0.., each with one NIC of `rate` bytes a second each way."""
+    """`workers` hosts w0.. and as many spare ones s0.., each with one NIC of `rate` bytes a second each way. `workers`
+    may be lowered later: the rest idle. With `placing_rate` links have that rate until all workers have placed."""
 
-    def __init__(self, home: Path, workers: int = WORKERS, rate: float = LINK) -> None:
-        self.home, self.workers = home, workers
+    def __init__(
+        self, home: Path, workers: int = WORKERS, rate: float = LINK, placing_rate: float | None = None
+    ) -> None:
+        self.home, self.workers, self.rate, self.placing_rate = home, workers, rate, placing_rate
         names = [f"{kind}{i}" for kind in "ws" for i in range(workers)]
         self.network = Network({name: [Nic(rate)] for name in names})
         self.token = home / "token"
@@ -56,6 +60,9 @@ class Cluster:
     def train(self, *words: str, **env: str) -> list[dict[str, Any]]:
         """What each worker wrote. RoadtrainError with the last words of one that failed."""
         running = []
+        if self.placing_rate is not None:
+            self.set_rate(self.placing_rate)
+            words = (*words, "--gate", tempfile.mkdtemp(prefix="gate-", dir=self.home))
         for rank in range(self.workers):
             host = self.network.hosts[f"w{rank}"]
             out, log = self.home / f"w{rank}.json", self.home / f"w{rank}.train.log"
@@ -64,10 +71,26 @@ class Cluster:
             environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(self.workers), **env}
             process = host.run(command, env=environment, stdout=log.open("w"), stderr=subprocess.STDOUT)
             running.append((process, out, log))
+        if self.placing_rate is not None:
+            self._open(Path(words[-1]), [process for process, _, _ in running])
         for process, _, log in running:
             if process.wait(TIMEOUT_S):
                 raise RoadtrainError(f"a worker ended with {process.returncode}: {log.read_text()[-2000:]}")
         return [json.loads(out.read_text()) for _, out, _ in running]
+
+    def set_rate(self, rate: float) -> None:
+        for host in self.network.hosts.values():
+            host.nics[0].set_rate(rate)
+
+    def _open(self, gate: Path, processes: list[subprocess.Popen[Any]]) -> None:
+        """Once every worker stands at the gate: the links get their rate, and training begins."""
+        until = time.monotonic() + TIMEOUT_S
+        while len(list(gate.iterdir())) < self.workers and time.monotonic() < until:
+            if any(process.poll() for process in processes):
+                return  # who waits for it says why
+            time.sleep(0.02)
+        self.set_rate(self.rate)
+        (gate / "open").touch()
 
     def ours(self, kind: str, steps: int, *words: str) -> list[dict[str, Any]]:
         hosts = [self.network.hosts[f"{kind}{i}"] for i in range(self.workers)]

@@ -1,0 +1,86 @@
+"""What the network's benchmarks compute rather than measure: floors, growth, what counts as a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", reason="the extra `hf` is not installed")
+
+from roadtrain.bench import delayed, scaling, workers
+from roadtrain.flow.prefetch import Prefetcher
+
+
+def test_floor_with_buffering_is_one_pull_and_the_last_piece_at_staleness_0() -> None:
+    assert scaling.floor_bytes(1000, 1000, 10, 1) == 1000
+    assert scaling.floor_bytes(1000, 1000, 10, 0) == 1010
+    assert scaling.floor_bytes(1000, 5000, 10, 1) == 1000  # more room than there is to keep
+    assert scaling.floor_bytes(6, 6, 10, 0) == 12  # a piece is no larger than the whole
+
+
+def test_floor_without_buffering_is_two_pulls() -> None:
+    assert scaling.floor_bytes(1000, 0, 10, 1) == 2000
+    assert scaling.floor_bytes(1000, 400, 10, 0) == 1610
+
+
+@pytest.mark.parametrize(("slots", "kept"), [(2, 400), (4, 800), (8, 1000), (20, 1000)])
+def test_what_is_kept_is_what_the_prefetcher_does_not_pull_twice(slots: int, kept: int) -> None:
+    """5 blocks of 200 bytes, everything pulled in forward; updated once backward has left it."""
+    assert scaling.kept_bytes(1000, 5, slots, 200) == kept
+    fetch, pulled = Prefetcher(slots, range(1, 6)), 0
+
+    def arrive(pulls: list[Any]) -> None:
+        nonlocal pulled
+        while pulls:
+            pulled += 200
+            pulls = [*pulls[1:], *fetch.arrived(pulls[0].slot)]
+
+    for _ in range(4):
+        before = pulled
+        for block in (1, 2, 3, 4, 5, 5, 4, 3, 2, 1):
+            arrive(fetch.asked(block))
+            slot = fetch.use(block)
+            arrive(fetch.returned(slot))
+            if len(fetch.now) > 5:
+                fetch.updated([block])
+        arrive(fetch.stepped())
+    assert pulled - before == scaling.floor_bytes(1000, kept, 0, 1)
+
+
+def test_a_step_is_the_mean_of_those_that_count_of_the_slowest_worker() -> None:
+    late = {"seconds": [9.0] * scaling.WARM_UP + [1.0, 3.0]}
+    assert scaling.seconds_of([{"seconds": [9.0] * scaling.WARM_UP + [1.0, 1.0]}, late]) == 2.0
+
+
+def _result(**changes: Any) -> dict[str, Any]:
+    return {"parameters": 6_000_000, "blocks": 4, "kept_blocks": 4, "block_bytes": 2_000_000, "cpu": 0.1,
+            "seconds": [1.0] * 4, "received": [12_000_000] * 4, "sent": [12_000_000] * 4} | changes
+
+
+def test_the_goal_of_scaling_is_a_tenth_above_the_floor() -> None:
+    floor = 12e6 / (scaling.RATE * scaling.CARRIED)
+    for factor, met in ((1.09, True), (1.11, False)):
+        row = scaling.compare(1, 1, "", [_result(seconds=[factor * floor] * 4)], None)[0]
+        assert row.met is met and row.peer is None and row.of_floor == pytest.approx(1 / factor)
+
+
+def test_growth_of_a_worker_is_a_goal_of_the_deepest_only() -> None:
+    def one(blocks: int, peak: float) -> dict[str, Any]:
+        return {"blocks": blocks, "workers": 1, "parameters": blocks, "peak": peak, "training": 100.0,
+                "bare": 1.0, "buffers": 10.0, "held": 1.0}
+
+    plain = {blocks: {"peak": 200.0, "training": 200.0, "bare": 1.0} for blocks in (8, 16, 64)}
+    rows = workers.compare([one(8, 100.0), one(16, 120.0), one(64, 106.0)], plain, 512, "96MiB")
+    grown = {(row.case.split(" blocks")[0][-2:], row.metric.split(": ")[1]): row
+             for row in rows if "growth" in row.metric}
+    assert grown["16", "of the peak"].met is None and grown["64", "of the peak"].met is False
+    assert grown["64", "while training"].met is True and grown["64", "of the buffers"].met is True
+
+
+def test_every_depth_runs_about_as_many_blocks() -> None:
+    assert [blocks * workers.steps_of(blocks) for blocks in (8, 16, 32, 64)] == [96, 96, 96, 192]
+
+
+def test_the_main_job_is_there_and_has_no_staleness() -> None:
+    assert delayed.JOB.exists() and delayed.load_job(str(delayed.JOB), {}).optimizer.staleness == 0
