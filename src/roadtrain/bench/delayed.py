@@ -135,7 +135,7 @@ def plainly(placed: Training) -> Training:
         for name, p in model.named_parameters():
             p.copy_(torch.from_numpy(placed.optimizer.read(name)))
     return Training(placed.job, model, build_optimizer(placed.job, model.parameters()), placed.scaler, placed.tokens,
-                    placed.data, placed.device)
+                    placed.device)
 
 
 # does it hide the update?
