@@ -154,7 +154,9 @@ def create_part(directory: str | Path, meta: StoreMeta, *, direct: bool = True) 
     path = Path(directory).absolute()
     if generation := _current(path):
         home = path / f"gen-{generation}"
-        if (step := _newest_step(home)) > 0 and _brief(home) != (meta.job, meta.index):
+        there = _brief(home)
+        ours = there is not None and (there.job, there.index) == (meta.job, meta.index)
+        if (step := _newest_step(home)) > 0 and not ours:
             raise ForeignError(f"{path}: holds step {step} of a store already", hint="name another directory")
         _switch(path, 0)  # nothing counts here
     _clean_unborn([path])
