@@ -18,8 +18,8 @@ def test_package() -> None:
 def test_place() -> None:
     assert list(inspect.signature(roadtrain.place).parameters) == [
         "model", "optimizer", "store", "servers", "replicas", "link", "relay", "budget", "dtype", "blocks",
-        "backwards_per_step", "staleness", "topk", "topk_per_block", "error_feedback", "chunk_elements", "store_rates", "device", "weights",
-        "init", "extra", "direct", "deadline_s", "report",
+        "backwards_per_step", "staleness", "topk", "topk_per_block", "error_feedback", "chunk_elements", "store_rates",
+        "device", "weights", "init", "extra", "direct", "deadline_s", "report",
     ]
 
 

@@ -65,13 +65,13 @@ def pack(blobs: Sequence[bytes]) -> bytes:
 
 
 def unpack(blob: bytes) -> list[bytes]:
-    """The workers' blobs, in their order."""
+    """The workers' blobs, in their order; what a relay has packed for its host's is in one of them."""
     if not blob.startswith(BLOBS):
         return [blob]
     (count,) = struct.unpack_from("<Q", blob, len(BLOBS))
     lengths = struct.unpack_from(f"<{count}Q", blob, len(BLOBS) + 8)
     ends = list(itertools.accumulate(lengths, initial=len(BLOBS) + 8 * (count + 1)))
-    return [blob[a:b] for a, b in itertools.pairwise(ends)]
+    return [one for a, b in itertools.pairwise(ends) for one in unpack(blob[a:b])]
 
 
 @dataclass(frozen=True)
