@@ -163,7 +163,7 @@ class Worker:
                 f"commit: {self.ledger.missing()}; peers: {', '.join(link.peer for link in self.links.values())}",
                 hint="a device that slow needs a longer deadline_s",
             )
-        elif isinstance(self._error, LostError) and self._error.__cause__ is None:
+        elif isinstance(self._error, LostError) and not str(self._error).startswith("step "):
             told = LostError(f"step {self.ledger.sealed + 1}, waiting for {what()}: {self._error}")
             told.__cause__, self._error = self._error, told
         if self._error is not None:
