@@ -139,7 +139,7 @@ def place(
         engine = Cluster(
             layout, budgets, addresses, link or Options(retry_s=deadline_s), group, device,
             compute_blocks=range(1, len(base.blocks)), compressor=compressor, deadline_s=deadline_s,
-            holds_gradients=backwards_per_step is None,
+            holds_gradients=backwards_per_step is None, report=report,
         )
     else:
         engine = Engine(
@@ -156,8 +156,8 @@ def place(
     for note in engine.store.notes if engine.store else ():
         report(note)
     where = f"files in {', '.join(map(str, paths))}" if paths else "RAM: it is lost when this process ends"
-    if servers:
-        where = f"{len(servers)} server(s), worker {group.rank} of {group.workers}"
+    if isinstance(engine, Cluster):
+        where = f"{len(addresses)} server(s) {engine.rests}, worker {group.rank} of {group.workers}"
     report(
         f"placed {len(base.blocks) - 1} blocks and the root block; state on {where}; step {placed.steps_done}; "
         f"at most {show_bytes(budgets.total)} of {show_bytes(host)}"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import errno
 import multiprocessing
 import os
+import time
 from pathlib import Path
 
 import torch
@@ -13,6 +15,7 @@ from models import build, new_scaler, one_step
 import roadtrain
 from roadtrain.errors import RoadtrainError
 from roadtrain.node.serve import Host
+from roadtrain.store.direct import DirectFile, store_error
 from roadtrain.wire.tcp import Options
 
 FORK = multiprocessing.get_context("forkserver")
@@ -20,22 +23,41 @@ FORK.set_forkserver_preload(["torch", "roadtrain.placing", "roadtrain.node.serve
 BUDGET = "96MiB"
 
 
-def host_child(directory, address, token, log, ready):
+def host_child(directory, address, token, log, ready, snapshot, every, fault):
     torch.set_num_threads(1)
     lines = open(log, "a", buffering=1)  # noqa: SIM115
-    with Host(address, Path(directory), 96 << 20, Options(token=token), lambda line: lines.write(line + "\n")) as host:
+    if fault is not None:
+        break_writes(str(snapshot), *fault)
+    with Host(address, Path(directory), 96 << 20, Options(token=token), lambda line: lines.write(line + "\n"),
+              Path(snapshot), every) as host:
         ready.send(host.where)
         host.run()
+
+
+def break_writes(directory, kind, amount):
+    """In this process writes to `directory` are "slow", by `amount` seconds, or find its disk "full" after `amount`."""
+    write, count = DirectFile.write, iter(range(1 << 30))
+
+    def broken(self, *args):
+        if str(self.path).startswith(directory + "/"):
+            if kind == "slow":
+                time.sleep(amount)
+            elif next(count) >= amount:
+                raise store_error(OSError(errno.ENOSPC, "no space"), self.path, args[-1], len(args[0]))
+        write(self, *args)
+
+    DirectFile.write = broken
 
 
 class HostProcess:
     """`roadtrain serve` in a process of its own. `where`: HOST:PORT."""
 
-    def __init__(self, directory, port=0, token=None):
+    def __init__(self, directory, port=0, token=None, snapshot="", every=0, fault=None):
         self.directory, self.log = directory, Path(f"{directory}.log")
         here, there = FORK.Pipe()
         self.process = FORK.Process(
-            target=host_child, args=(str(directory), ("127.0.0.1", port), token, str(self.log), there), daemon=True)
+            target=host_child, daemon=True,
+            args=(str(directory), ("127.0.0.1", port), token, str(self.log), there, str(snapshot), every, fault))
         self.process.start()
         there.close()
         self.where = here.recv() if here.poll(60) else None
@@ -52,6 +74,11 @@ def worker_child(case, servers, log, steps, rank, workers, options, change):
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(workers), "MASTER_PORT": options.pop("session", "1")}
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     token = options.pop("token", None)
+
+    def said(line):
+        with open(f"{log}.said", "a") as file:
+            file.write(line + "\n")
+
     try:
         model, optimizer = build(case)
         if change == "model":
@@ -60,7 +87,7 @@ def worker_child(case, servers, log, steps, rank, workers, options, change):
         placed = roadtrain.place(
             model, optimizer, servers=servers, link=Options(token=token, retry_s=30), budget=BUDGET,
             dtype=case.dtype, extra={"scaler": scaler} if case.scaler else {},
-            backwards_per_step=case.accumulate if case.eager else None, staleness=case.staleness, report=lambda _: None,
+            backwards_per_step=case.accumulate if case.eager else None, staleness=case.staleness, report=said,
             **{"chunk_elements": 1 << 16, "deadline_s": 30, **options},
         )
         with placed:

@@ -207,7 +207,7 @@ class Cluster:
     def __init__(
         self, layout: Layout, budgets: Budgets, servers: Sequence[Address], options: Options, group: Group,
         device: torch.device, *, compute_blocks: Sequence[int], compressor: Compressor | None, deadline_s: float,
-        holds_gradients: bool,
+        holds_gradients: bool, report: Callable[[str], None],
     ) -> None:
         self.layout, self.group, self.stages, self._deadline_s = layout, group, Stages(), deadline_s
         self.meta, self.blob = layout.meta(), b""
@@ -221,9 +221,10 @@ class Cluster:
                 undo.callback(server.close)
                 self.servers.append(server)
             found = [s.wait(m.WELCOME, "a welcome", deadline_s) for s in self.servers]
-            self.new = group.rank == 0 and found[0][0][0] < 0
+            self.rests = "; ".join(dict.fromkeys(rests for (_, _, _, rests), _ in found))
+            self.new = False
             if group.rank == 0:
-                self.step = self._open(found, rules, holds_gradients)
+                self.step = self._open(found, rules, holds_gradients, report)
             else:
                 self.step = self._ready()
             undo.pop_all()
@@ -240,12 +241,17 @@ class Cluster:
             if server._error is not None:
                 self.worker.deliver(ops.Failed(server.number, server._error))
 
-    def _open(self, found: Sequence[tuple[Any, bytes]], rules: Any, holds_gradients: bool) -> int:
-        """Worker 0: the servers make a store, or open the one that they hold."""
-        step = found[0][0][0]
+    def _open(
+        self, found: Sequence[tuple[Any, bytes]], rules: Any, holds_gradients: bool, report: Callable[[str], None]
+    ) -> int:
+        """Worker 0: the servers make a store, or open the one that they hold, or go back to a snapshot."""
         names = tuple(s.peer for s in self.servers)
+        kept = self._snapshot(found)
+        back = kept >= 0 and self._go_back(found, kept, report)
+        step = kept if back else found[0][0][0]
+        self.new = step < 0
         if self.new:
-            for server, ((newest,), _) in zip(self.servers, found):
+            for server, ((newest, *_), _) in zip(self.servers, found):
                 if newest > 0:
                     raise ForeignError(f"{server.peer} holds step {newest} of a store, {names[0]} holds nothing",
                                        hint="name the servers in the order in which they were named first")
@@ -261,8 +267,34 @@ class Cluster:
             self.meta = held
         for number, server in enumerate(self.servers):
             body = msgspec.json.encode({"meta": replace(self.meta, index=number).to_json(), "rules": rules})
-            server.say(m.OPEN, (self.new, max(step, 0), len(names), holds_gradients), body)
+            server.say(m.OPEN, (self.new, max(step, 0), len(names), holds_gradients, kept, back), body)
         return max(step, 0)
+
+    def _snapshot(self, found: Sequence[tuple[Any, bytes]]) -> int:
+        """The newest that all servers have (store/snapshot.py, Note "same steps"), -1 for none."""
+        every = [e for (_, _, e, _), _ in found]
+        for server, other in zip(self.servers, every):
+            if other != every[0]:
+                raise ConfigError(f"{server.peer} takes a snapshot every {other} steps (0: none), {self.servers[0].peer} "
+                                  f"every {every[0]}", hint="give all servers of a job the same --snapshot-every")
+        return min(kept for (_, kept, _, _), _ in found)
+
+    def _go_back(self, found: Sequence[tuple[Any, bytes]], kept: int, report: Callable[[str], None]) -> bool:
+        """Whether a server has lost what the others hold, so that all go back to the snapshot of step `kept`."""
+        held, every = [step for (step, *_), _ in found], found[0][0][2]
+        if held[0] >= 0 and all(step in (held[0], held[0] + 1) for step in held):
+            return False  # others may have prepared a step that server 0 did not commit
+        metas = [StoreMeta.from_json(text, s.peer) for s, (_, text) in zip(self.servers, found)]
+        for i, meta in enumerate(metas):
+            if (meta.job, meta.index) != (metas[0].job, i):
+                raise ForeignError(f"{self.servers[i].peer} holds the part of server {meta.index} of job {meta.job}, "
+                                   f"{self.servers[0].peer} of server {metas[0].index} of job {metas[0].job}",
+                                   hint="name the servers in the order in which they were named first")
+        lost = [s.peer for s, step in zip(self.servers, held) if step < max(max(held) - 1, 0)]
+        steps = f"fewer than {2 * every}" if max(held) < 0 else str(max(held) - kept)
+        report(f"{', '.join(lost)} lost the newest state: all servers go back to the snapshot of step {kept}, "
+               f"{steps} steps are trained again")
+        return True
 
     def _ready(self) -> int:
         """Waits until every server serves; what server 0 gives to go on from."""

@@ -27,7 +27,8 @@ BUSY = "busy"  # the first word to a worker whose server serves others; they may
 Hello = tuple[str, int, int, int, str]  # session, rank, workers, number of the server, signature of the worker's layout
 HELLO = msgspec.msgpack.Decoder(Hello)
 _HEADERS: Mapping[int, Any] = {
-    OPEN: tuple[bool, int, int, bool],  # new, generation's step, servers, whether gradients wait for the norm
+    OPEN: tuple[bool, int, int, bool, int, bool],  # new, generation's step, servers, whether gradients wait for the
+    # norm, step of the snapshot that all have or -1, whether all go back to it
     FILL: tuple[int],
     BEGIN: tuple[()],
     READ: tuple[int],
@@ -39,7 +40,8 @@ _HEADERS: Mapping[int, Any] = {
     SEAL: tuple[int],
     COMMIT: tuple[int],
     COMMITTED: tuple[int],
-    WELCOME: tuple[int],  # its newest step, -1 without a store
+    WELCOME: tuple[int, int, int, str],  # its newest step, its newest snapshot's (-1: none), steps between two of them
+    # (0: it takes none), where the state rests
     FILLED: tuple[int],
     READY: tuple[int],  # the step that was committed last
     RECORD: tuple[int],

@@ -35,6 +35,7 @@ from roadtrain.store.convert import RecordView
 from roadtrain.store.file import FileTier
 from roadtrain.store.generation import create_part, open_part, publish_part
 from roadtrain.store.ledger import StoreMeta, unpack
+from roadtrain.store.snapshot import Snapshots, open_snapshot, restore
 from roadtrain.trace import Stages
 from roadtrain.units import parse_bytes, round_up, show_bytes
 from roadtrain.wire.link import Link
@@ -42,22 +43,29 @@ from roadtrain.wire.tcp import Address, Options, Tls, listen
 
 Report = Callable[[str], None]
 END_S = 10.0  # for a session's threads to end
+EVERY = 100  # steps between two snapshots
 POOL_S = 600.0  # for a buffer to be free
 
 
 def command(
     address: str, store: str | None = None, budget: str | None = None, token_file: str | None = None,
-    cert: str | None = None, key: str | None = None, ca: str | None = None,
+    cert: str | None = None, key: str | None = None, ca: str | None = None, snapshot: str | None = None,
+    snapshot_every: int | None = None,
 ) -> int:
     """`roadtrain serve HOST:PORT --store DIR`."""
     if store is None:
         raise ConfigError("--store is missing", hint="a directory on the device that the state shall rest on; one in "
                           "/dev/shm rests in memory and outlives this process, not the machine")
+    if (snapshot_every is not None and (snapshot is None or snapshot_every < 1)) or snapshot == store:
+        raise ConfigError(f"--snapshot {snapshot}, --snapshot-every {snapshot_every}, --store {store}",
+                          hint="--snapshot names a directory of its own on files, --snapshot-every steps, 1 or more")
+    every = 0 if snapshot is None else snapshot_every or EVERY
     paths = [None if p is None else Path(p) for p in (cert, key, ca)]
     tls = Tls(cert=paths[0], key=paths[1], ca=paths[2]) if cert or ca else None
     nbytes = parse_bytes(budget) if budget is not None else psutil.virtual_memory().available // 2
-    with Host(address_of(address), Path(store), nbytes, Options(token=token_of(token_file), tls=tls)) as host:
-        print(f"serving {store} at {host.where}, at most {show_bytes(nbytes)}")
+    options = Options(token=token_of(token_file), tls=tls)
+    with Host(address_of(address), Path(store), nbytes, options, snapshot=Path(snapshot or ""), every=every) as host:
+        print(f"serving {store} at {host.where}, at most {show_bytes(nbytes)}; state rests {host.rests}")
         host.run()
     return 0
 
@@ -216,7 +224,9 @@ class Session:
         self.answers, self.pools = Pool(0, 1), list[Pool]()
         self.ready = False
         self._rules: list[Any] = []
-        self._new = False
+        self.kept: FileTier | None = None  # the part that snapshots go to
+        self.snapshots: Snapshots | None = None
+        self._new = self._unpublished = self._first = False  # `_first`: not all servers have a snapshot yet
         self.setup: Setup
         self._gone: set[int] = set()
         self._lock = threading.Lock()
@@ -225,8 +235,8 @@ class Session:
     def join(self, seat: Seat) -> None:
         with self._lock:
             self.seats[seat.rank] = seat
-        held = self.host.held()
-        seat.say(m.WELCOME, (-1 if held is None else held[0],), b"" if held is None else held[1].to_json().encode())
+        step, kept, meta = self.host.held()
+        seat.say(m.WELCOME, (step, kept, self.host.every, self.host.rests), meta.to_json().encode() if meta else b"")
         if self.ready and (error := self._greet(seat)) is not None:
             raise error
 
@@ -245,26 +255,37 @@ class Session:
 
     def open(self, seat: Seat, fields: Any, body: bytes) -> None:
         """Worker 0 says what the store holds: makes it, or opens it at the step given."""
-        new, step, servers, holds_gradients = fields
+        new, step, servers, holds_gradients, kept, back = fields
         try:
             tree = msgspec.json.decode(body, type=dict[str, Any])
             meta = StoreMeta.from_json(tree["meta"], "the store that worker 0 describes")
             self._rules = [rule_of(r) for r in tree["rules"]]
         except (msgspec.DecodeError, KeyError) as error:
             raise WireError(f"worker 0 describes no store: {error}") from error
-        if seat.rank or self.tier or meta.index != self.number or len(meta.directories) != servers:
+        wrong = meta.index != self.number or len(meta.directories) != servers or (back and not self.host.every)
+        if seat.rank or self.tier or wrong:
             raise WireError("a store is opened by worker 0, once, with this server's number")
         directory = self.host.directory
         with self.host.store_lock:
-            self.tier, self._new = (create_part(directory, meta) if new else open_part(directory, step)), new
+            if back:
+                self.kept = open_snapshot(self.host.snapshot, meta, kept)
+                self.tier = restore(directory, self.kept)
+                self.host.report(f"{directory}: back to step {kept}, from the snapshot in {self.host.snapshot}")
+            else:
+                self.tier = create_part(directory, meta) if new else open_part(directory, step)
+            self._new, self._unpublished, self._first = new, new or back, kept < 0
         held = None if self.tier is None else self.tier.meta
         if self.tier is None or held is None or (held.job, held.index) != (meta.job, self.number):
             there = "nothing" if held is None else f"the part of server {held.index} of job {held.job}"
             raise ForeignError(f"{directory}: holds {there}, asked for is server {self.number} of job {meta.job}",
                                hint="name the servers in the order in which they were named first")
         self.meta = held
+        if self.host.every:
+            self.kept = self.kept or open_snapshot(self.host.snapshot, meta, kept)
+            self.snapshots = Snapshots(self.tier, self.kept, self.host.every, self.host.report)
         budgets = derive_server(
-            self.meta.table, meta.owned(self.number), self.host.nbytes, workers=self.workers,
+            self.meta.table, meta.owned(self.number),
+            self.host.nbytes - (self.snapshots.nbytes if self.snapshots else 0), workers=self.workers,
             holds_gradients=holds_gradients,
         )
         self.tier.spill_workers = self.workers
@@ -276,6 +297,7 @@ class Session:
             self._rules, self.tier, budgets.resident, budgets.public_resident,
             budgets.record_buffers if chunks else 0, budgets.record_bytes, budgets.scratch_bytes, self.workers,
             report=self.host.report, staleness=self.meta.staleness,
+            snapshots=self.snapshots,
         )
         for note in filter(None, [self.tier.note]):
             self.host.report(note)
@@ -295,7 +317,10 @@ class Session:
         if self._new:
             self.tier.prepare(0, blob if self.number == 0 else b"")
             self.tier.committed(0)
+        if self._unpublished:
             publish_part(self.host.directory)
+        if self.snapshots is not None and self._first:
+            self.snapshots.begin()
         self.server = Server(self.setup, self.deliver, self.stages, self.tier.step)
         self.server.start()
         with self._lock:
@@ -381,22 +406,27 @@ class Session:
             pool.close()
         for seat in seats:
             seat.link.close()
+        if self.snapshots is not None:
+            self.snapshots.close()
         if self.server is not None:
             self.server.stop(END_S)
-        elif self.tier is not None:
-            self.tier.close()
+        for tier in filter(None, (self.tier, self.kept)):
+            tier.close()
         for pool in [self.answers, *self.pools]:
             for buffer in pool.buffers:
                 buffer.close()
 
 
 class Host:
-    """Listens; one session at a time. `run` returns after `stop`."""
+    """Listens; one session at a time. `run` returns after `stop`. `rests`: where the state does, and how durable."""
 
     def __init__(
-        self, address: Address, directory: Path, nbytes: int, options: Options, report: Report = print
+        self, address: Address, directory: Path, nbytes: int, options: Options, report: Report = print,
+        snapshot: Path = Path(), every: int = 0,
     ) -> None:
         self.directory, self.nbytes, self.report = directory, nbytes, report
+        self.snapshot, self.every = snapshot, every  # where snapshots go, steps between two; 0: none are taken
+        self.rests = _rests(directory, snapshot, every)
         self.ended: queue.SimpleQueue[tuple[Session | None, BaseException | None]] = queue.SimpleQueue()
         self.session: Session | None = None
         self.store_lock = threading.Lock()  # over opening and making the store
@@ -404,13 +434,21 @@ class Host:
         self._listener = listen(address, self._accept, options, report)
         self.where = "{}:{}".format(*self._listener.address)
 
-    def held(self) -> tuple[int, StoreMeta] | None:
-        """(newest step, description) of the store in this directory; None where none is."""
+    def held(self) -> tuple[int, int, StoreMeta | None]:
+        """Newest step of the store and of its snapshots, -1 for none, and what they hold."""
         with self.store_lock:
-            tier = self.session.tier if self.session is not None else None
-            if tier is None and (tier := open_part(self.directory)) is not None:
-                tier.close()
-            return None if tier is None or tier.step < 0 else (tier.step, tier.meta)
+            if self.session is not None and (tier := self.session.tier) is not None:
+                return tier.step, -1, tier.meta
+            found: list[tuple[int, StoreMeta | None]] = []
+            for directory in [self.directory, self.snapshot] if self.every else [self.directory]:
+                tier = open_part(directory)
+                if tier is not None:
+                    tier.close()
+                found.append((-1, None) if tier is None or tier.step < 0 else (tier.step, tier.meta))
+        (step, meta), (kept, of) = found[0], found[-1] if self.every else (-1, None)
+        if meta is not None and of is not None and meta.job != of.job:
+            kept = -1  # it is refused when it is opened
+        return step, kept, meta or of
 
     def _accept(self, link: Link, hello: bytes) -> Seat:
         """Called by the listener for a link whose other side has proven the token."""
@@ -455,3 +493,16 @@ class Host:
             self.session.tear_down(None)
 
 
+def _rests(directory: Path, snapshot: Path, every: int) -> str:
+    """In words: where the state is, and what that is worth (Rule 3)."""
+    ram, kept = (_in_ram(path) for path in (directory, snapshot))
+    words = "in RAM" if ram else "on files: every committed step is durable"
+    if every:
+        return f"{words}, a snapshot every {every} steps in {snapshot}{' (RAM as well)' if kept else ''}"
+    return words + (" alone: lost with this host's memory (--snapshot DIR copies it to files)" if ram else "")
+
+
+def _in_ram(path: Path) -> bool:
+    mounts = [(len(p.mountpoint), p.fstype) for p in psutil.disk_partitions(all=True)
+              if path.absolute().is_relative_to(p.mountpoint)]
+    return max(mounts, default=(0, ""))[1] in ("tmpfs", "ramfs")

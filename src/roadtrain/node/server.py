@@ -29,13 +29,14 @@ from roadtrain.spec.chunks import Chunk, Record
 from roadtrain.store.buffers import Buffer
 from roadtrain.store.file import FileTier
 from roadtrain.store.ledger import pack
+from roadtrain.store.snapshot import Snapshots
 from roadtrain.trace import Stages
 from roadtrain.units import show_rate
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What one server is made of. `tier` None: everything rests in memory."""
+    """What one server is made of. `tier` None: everything rests in memory. `snapshots`: of `tier`."""
 
     number: int
     name: str
@@ -52,6 +53,7 @@ class Setup:
     io_threads: int = 4  # a direction
     report: Callable[[str], None] = print
     staleness: int = 0
+    snapshots: Snapshots | None = None
 
 
 class Server:
@@ -141,7 +143,7 @@ class Server:
                 return
             try:
                 if isinstance(event, ops.CommitDone) and self.setup.tier and event.step > self.decider.committed:
-                    self.setup.tier.committed(event.step)
+                    self._committed(event.step)
                 for action in self.decider.handle(event):
                     self._carry_out(action)
             except BaseException as error:
@@ -347,6 +349,8 @@ class Server:
         chunk, record, tier = self.setup.chunks[number], self.setup.records[number], self.setup.tier
         assert tier is not None
         part, first = self._written_part(chunk)
+        if self.setup.snapshots is not None:
+            self.setup.snapshots.before_write(number)
         tier.write(number, part, self._record_view(number)[first : record.nbytes], self._sums.pop(number))
         self._stages.add("Write", time.perf_counter() - start, record.nbytes - first)
         self.receive(ops.WriteDone(number))
@@ -360,12 +364,20 @@ class Server:
     def _prepare(self, step: int, blobs: Sequence[bytes]) -> None:
         start = time.perf_counter()
         assert self.setup.tier is not None
+        if self.setup.snapshots is not None:
+            self.setup.snapshots.before_prepare(step)
         self.setup.tier.prepare(step, pack(blobs))
         if self.setup.number == 0:
-            self.setup.tier.committed(step)
+            self._committed(step)
         self._stages.add("Commit", time.perf_counter() - start)
         self._choose()
         self.receive(ops.PrepareDone(step))
+
+    def _committed(self, step: int) -> None:
+        assert self.setup.tier is not None
+        self.setup.tier.committed(step)
+        if self.setup.snapshots is not None:
+            self.setup.snapshots.committed(step)
 
     def _choose(self) -> None:
         """A step ended: mix reads and writes of state, or let them alternate in bursts?"""

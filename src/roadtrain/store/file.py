@@ -92,6 +92,15 @@ class FileTier:
     def note(self) -> str:
         return "; ".join(dict.fromkeys([f.note for f in self._slots if f.note] + self._ledger.torn))
 
+    @property
+    def chunks(self) -> list[int]:
+        return list(self._places)
+
+    @property
+    def rows(self) -> Rows:
+        """What is committed, a row a chunk, for `copy`."""
+        return self._base.copy()
+
     def written_in(self, chunk: int) -> int:
         """The step that wrote `chunk` last."""
         return int(self._now[self._places[chunk].row]["step"])
@@ -99,9 +108,12 @@ class FileTier:
     def has_public(self, chunk: int) -> bool:
         return bool(self._now[self._places[chunk].row]["public_sum"])
 
-    def read(self, chunk: int, part: str, into: memoryview, *, check: bool = True) -> None:
-        """`check`: else the caller does, before it uses what was read."""
-        place, row = self._places[chunk], self._now[self._places[chunk].row].copy()
+    def read(
+        self, chunk: int, part: str, into: memoryview, *, check: bool = True, rows: Rows | None = None
+    ) -> None:
+        """`check`: else the caller does, before it uses what was read. `rows`: of an older step, else the newest."""
+        place, rows = self._places[chunk], self._now if rows is None else rows
+        row = rows[place.row].copy()
         start, stop = part_range(place.record, part)
         assert len(into) == stop - start, (chunk, part, len(into), stop - start)
         parts = [p for p in _parts(place, part) if part != RECORD or row[f"{p}_sum"]]
@@ -110,11 +122,20 @@ class FileTier:
         for slot, first, last in _extents(place, [(p, int(row[f"{p}_slot"])) for p in parts]):
             self._slots[slot].read(into[first - start : last - start], place.offset + first, what)
         if check:
-            self.check_sums(chunk, part, into)
+            self.check_sums(chunk, part, into, rows)
 
-    def check_sums(self, chunk: int, part: str, data: memoryview) -> None:
+    def copy(self, chunk: int, rows: Rows, to: FileTier, buffer: memoryview) -> int:
+        """What `rows` say of a chunk, checked, is written in `to`. Returns its bytes."""
+        place, row = self._places[chunk], rows[self._places[chunk].row]
+        part = RECORD if row["public_sum"] else PRIVATE
+        start, stop = part_range(place.record, part)
+        self.read(chunk, part, buffer[: stop - start], rows=rows)
+        to.write(chunk, part, buffer[: stop - start], {p: int(row[f"{p}_sum"]) for p in _parts(place, part)})
+        return stop - start
+
+    def check_sums(self, chunk: int, part: str, data: memoryview, rows: Rows | None = None) -> None:
         """Raises DamagedError where `data` is not what was written."""
-        row = self._now[self._places[chunk].row]
+        row = (self._now if rows is None else rows)[self._places[chunk].row]
         for p, found in self.sums(chunk, part, data).items():
             if row[f"{p}_sum"] not in (0, found):
                 raise DamagedError(
@@ -153,7 +174,8 @@ class FileTier:
         if place.record.master and (chunk, PUBLIC) not in self._written:
             row["public_sum"] = 0
 
-    def prepare(self, step: int, blob: bytes) -> None:
+    def prepare(self, step: int, blob: bytes, steps: Rows | None = None) -> None:
+        """`steps`: those in which each chunk was written last, where it was copied from elsewhere."""
         assert step > self.step and self._prepared < 0, (step, self.step, self._prepared)
         lacking = [c for c, p in self._places.items() if not self._whole(p)] if self.step < 0 else []
         assert not lacking, f"chunks {lacking[:3]} were never written"
@@ -164,6 +186,8 @@ class FileTier:
         self._dirty.clear()
         for chunk, _ in self._written:
             self._now[self._places[chunk].row]["step"] = step
+        if steps is not None:
+            self._now["step"] = steps
         self._prepared = step  # before the record may exist, so that drop_pending withdraws it
         self._ledger.append(step, self._now, blob)
 

@@ -160,19 +160,25 @@ def open_part(directory: str | Path, step: int | None = None, *, direct: bool = 
     if generation is None:
         _clean_unborn([path])
         return None
+    if generation == 0:  # made, and not published
+        _remove_all(path)
+        return None
     home = path / f"gen-{generation}"
     return FileTier.open(home, StoreMeta.load(home), step, direct=direct)
 
 
-def create_part(directory: str | Path, meta: StoreMeta, *, direct: bool = True) -> FileTier:
+def create_part(directory: str | Path, meta: StoreMeta, *, direct: bool = True, replaces: bool = False) -> FileTier:
     """Empty files for the chunks of server `meta.index`. It counts from `publish_part` on. ForeignError where a part
-    has trained; one that has not (its store was never finished elsewhere) is replaced."""
+    has trained, unless this one `replaces` it; one that has not (its store was never finished elsewhere) is replaced."""
     path = Path(directory).absolute()
-    if (generation := _current(path)) is not None:
-        if (step := _newest_step(path / f"gen-{generation}")) > 0:
-            raise ForeignError(f"{path}: holds step {step} of a store already", hint="name another directory")
-        (path / "CURRENT").unlink()
-    _clean_unborn([path])
+    generation = _current(path)
+    if generation and not replaces and (step := _newest_step(path / f"gen-{generation}")) > 0:
+        raise ForeignError(f"{path}: holds step {step} of a store already", hint="name another directory")
+    make_directory(path)
+    if generation is None:
+        _clean_unborn([path])
+    _switch(path, 0)  # nothing here counts until publish_part, whatever step its ledger names
+    _remove_all(path)
     meta, home = replace(meta, generation=1), path / "gen-1"
     try:
         make_directory(home)
@@ -301,6 +307,11 @@ def _newest_step(directory: Path) -> int:
         if len(head) == HEADER.size and any(head):
             steps.append(HEADER.unpack(head)[6])
     return max(steps)
+
+
+def _remove_all(path: Path) -> None:
+    for n in _generations(path):
+        _remove(path / f"gen-{n}")
 
 
 def _remove(directory: Path) -> None:

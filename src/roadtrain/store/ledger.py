@@ -228,6 +228,7 @@ class Ledger:
                 + f", there are {[e.step for e in found]}"
             )
         self.entry = max(fit, key=lambda e: e.step)
+        self._pending = next((e for e in found if e.step > self.entry.step), None)  # `withdraw` forgets it
         return self.entry
 
     def append(self, step: int, rows: Rows, blob: bytes) -> None:
