@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import errno
+import hashlib
 import multiprocessing
 import os
 import time

@@ -15,8 +15,9 @@ from roadtrain.node.serve import command
 from roadtrain.store.buffers import Buffer
 from roadtrain.store.generation import open_part
 
-CASE, STEPS, EVERY = Case(clip=0.5, accumulate=2, groups=True, frozen=True), 40, 3
-OTHERS = {"late, bf16": Case(dtype=torch.bfloat16, eager=True, staleness=1), "eager": Case(eager=True)}
+CASE, STEPS, EVERY = Case(clip=0.5, groups=True, frozen=True), 24, 3
+LATE = Case(dtype=torch.bfloat16, eager=True, staleness=1)
+SLOW = ("slow", 0.02)  # a snapshot takes longer than a step
 
 
 class Group:
@@ -105,14 +106,13 @@ def said(workers, words):
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("fault", [None, ("slow", 0.02)], ids=["fast", "slower than a step"])
-@pytest.mark.parametrize("name", ["clipped", *OTHERS])
-def test_training_goes_on_meanwhile(name, fault, group, undisturbed):  # Rules 1 and 3
-    case, ours = OTHERS.get(name, CASE), group()
+@pytest.mark.parametrize(("case", "fault"), [(CASE, SLOW), (LATE, None)], ids=["slow", "late"])
+def test_training_goes_on_meanwhile(case, fault, group, undisturbed):  # Rules 1 and 3
+    ours = group()
     workers = ours.start(case, STEPS, fault=fault)
     assert workers.join() == [0, 0], workers.errors()
     same(workers, undisturbed(case))
-    assert "a snapshot every 3 steps" in said(workers, "placed")[0]
+    assert "a snapshot to files every 3 steps" in said(workers, "placed")[0]
     for host in ours.hosts:  # the last session's snapshot is finished when it is over
         wait_for(lambda host=host: "session over" in host.log.read_text(), "the end of the session")
         steps = [int(line.split()[3]) for line in host.log.read_text().splitlines() if line.startswith("snapshot of")]
@@ -129,11 +129,10 @@ def test_training_goes_on_meanwhile(name, fault, group, undisturbed):  # Rules 1
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("fault", [None, ("slow", 0.01)], ids=["fast", "slow"])
-@pytest.mark.parametrize("name", ["clipped", *OTHERS])
-def test_the_loss_of_all_memory_costs_the_steps_since_the_snapshot(name, fault, group, undisturbed):
-    case, rng, ours = OTHERS.get(name, CASE), random.Random(name), group()
-    for _ in range(4):
+@pytest.mark.parametrize(("case", "fault"), [(CASE, None), (LATE, SLOW)], ids=["clipped", "late, slow"])
+def test_the_loss_of_all_memory_costs_the_steps_since_the_snapshot(case, fault, group, undisturbed):
+    rng, ours = random.Random(0), group()
+    for _ in range(3):
         workers = ours.start(case, STEPS * 100, fault=fault)
         wait_for(lambda: all("snapshot of" in host.log.read_text() for host in ours.hosts), "a snapshot")
         before = newest(workers)
@@ -141,7 +140,7 @@ def test_the_loss_of_all_memory_costs_the_steps_since_the_snapshot(name, fault, 
         time.sleep(rng.random())
         ours.kill()
         reached = newest(workers)
-        assert workers.join(30) == [3, 3]
+        assert workers.join() == [3, 3]
         kept = ours.kept()
         assert min(kept) >= 0 and all(step % EVERY == 0 for step in kept) and max(kept) - min(kept) in (0, EVERY)
         assert reached - min(kept) <= 2 * EVERY
@@ -150,7 +149,7 @@ def test_the_loss_of_all_memory_costs_the_steps_since_the_snapshot(name, fault, 
         workers = ours.start(case, min(kept) + 1, fault=fault)
         assert workers.join() == [0, 0], workers.errors()
         assert f"step {min(kept)};" in said(workers, "placed")[0]
-        assert f"snapshot of step {min(kept)}, fewer than 6 steps" in said(workers, "go back")[0]
+        assert f"snapshot of step {min(kept)}, fewer than 6 steps" in said(workers, "memory was lost")[0]
     workers = ours.start(case, max(STEPS, newest(workers) + 2))
     assert workers.join() == [0, 0], workers.errors()
     reference = [{s: v for s, v in seen.items() if s != "end"} for seen in undisturbed(case)]
@@ -160,20 +159,20 @@ def test_the_loss_of_all_memory_costs_the_steps_since_the_snapshot(name, fault, 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("lost", [0, 1])
 def test_one_host_lost_all_go_back(lost, group, undisturbed):
-    ours = group(every=7)
+    ours = group(every=4)
     workers = ours.start(CASE, STEPS * 100)
-    wait_for(lambda: newest(workers) > 18, "some steps")
+    wait_for(lambda: newest(workers) > 9, "some steps")
     ours.kill(lost)
-    assert workers.join(30) == [3, 3]
+    assert workers.join() == [3, 3]
     other = ours.hosts[1 - lost]
     wait_for(lambda: "session over" in other.log.read_text(), "the end of the session")
     step = newest(workers)
     workers = ours.start(CASE, max(STEPS, step + 2))
     assert workers.join() == [0, 0], workers.errors()
-    (line,) = said(workers, "go back")
-    assert f"server {lost} " in line and f"server {1 - lost} " not in line, line
-    back, steps = int(line.split("snapshot of step ")[1].split(",")[0]), int(line.split(", ")[1].split()[0])
-    assert back % 7 == 0 and back > 0 and abs(back + steps - step) <= 2, (line, step)
+    (line,) = said(workers, "memory was lost")
+    assert ("hold steps -1, " if lost == 0 else ", -1 (") in line
+    back, steps = int(line.split("snapshot of step ")[1].split(",")[0]), int(line.rsplit(", ", 1)[1].split()[0])
+    assert back % 4 == 0 and back > 0 and abs(back + steps - step) <= 2, (line, step)
     assert f"back to step {back}, from the snapshot" in other.log.read_text()
     same(workers, [{s: v for s, v in seen.items() if s != "end"} for seen in undisturbed(CASE)])
 
@@ -181,19 +180,19 @@ def test_one_host_lost_all_go_back(lost, group, undisturbed):
 @pytest.mark.timeout(180)
 def test_a_death_that_leaves_the_memory_costs_no_step(group, undisturbed):
     ours, rng = group(), random.Random(1)
-    for _ in range(4):
-        workers = ours.start(CASE, STEPS * 100, fault=("slow", 0.02))
+    for _ in range(3):
+        workers = ours.start(CASE, STEPS * 100, fault=SLOW)
         before = newest(workers)
         wait_for(lambda workers=workers, before=before: newest(workers) > before + 1, "some steps")
         time.sleep(rng.random() / 2)
         ours.kill(lose=False)
-        assert workers.join(30) == [3, 3]
-        assert not said(workers, "go back")
-    assert ours.start(CASE, newest(workers) + 20).join() == [0, 0]
+        assert workers.join() == [3, 3]
+        assert not said(workers, "memory was lost")
+    assert ours.start(CASE, newest(workers) + 2 * EVERY).join() == [0, 0]
     ours.kill()  # after many half snapshots there is one that both have
     workers = ours.start(CASE, max(STEPS, newest(workers) + 2))
     assert workers.join() == [0, 0], workers.errors()
-    assert said(workers, "go back")
+    assert said(workers, "memory was lost")
     same(workers, [{s: v for s, v in seen.items() if s != "end"} for seen in undisturbed(CASE)])
 
 
@@ -209,7 +208,7 @@ def test_a_snapshot_that_fails_ends_training_and_loses_nothing(writes, group, un
     ours.kill(lose=False)
     workers = ours.start(CASE, max(STEPS, newest(workers) + 2))
     assert workers.join() == [0, 0], workers.errors()
-    assert not said(workers, "go back")
+    assert not said(workers, "memory was lost")
     same(workers, [{s: v for s, v in seen.items() if s != "end"} for seen in undisturbed(CASE)])
 
 
@@ -220,7 +219,7 @@ def test_servers_that_do_not_fit_are_told(group, tmp_path):
     ours.files.reverse()
     workers = ours.start(CASE, 5)
     assert workers.join() == [3, 3]
-    assert any("holds the part of server 1" in e for e in workers.errors()), workers.errors()
+    assert any("holds a snapshot of server 1" in e for e in workers.errors()), workers.errors()
     ours.kill()
     ours.files.reverse()
     ours.hosts[0] = HostProcess(ours.ram[0])

@@ -221,6 +221,9 @@ class Cluster:
                 undo.callback(server.close)
                 self.servers.append(server)
             found = [s.wait(m.WELCOME, "a welcome", deadline_s) for s in self.servers]
+            if len(every := {every for (_, _, every, _), _ in found}) > 1:
+                raise ConfigError(f"the servers take snapshots every {sorted(every)} steps (0: never)",
+                                  hint="give all servers of a job the same --snapshot-every")
             self.rests = "; ".join(dict.fromkeys(rests for (_, _, _, rests), _ in found))
             self.new = False
             if group.rank == 0:
@@ -246,7 +249,7 @@ class Cluster:
     ) -> int:
         """Worker 0: the servers make a store, or open the one that they hold, or go back to a snapshot."""
         names = tuple(s.peer for s in self.servers)
-        kept = self._snapshot(found)
+        kept = min(newest for (_, newest, _, _), _ in found)
         back = kept >= 0 and self._go_back(found, kept, report)
         step = kept if back else found[0][0][0]
         self.new = step < 0
@@ -270,30 +273,18 @@ class Cluster:
             server.say(m.OPEN, (self.new, max(step, 0), len(names), holds_gradients, kept, back), body)
         return max(step, 0)
 
-    def _snapshot(self, found: Sequence[tuple[Any, bytes]]) -> int:
-        """The newest that all servers have (store/snapshot.py, Note "same steps"), -1 for none."""
-        every = [e for (_, _, e, _), _ in found]
-        for server, other in zip(self.servers, every):
-            if other != every[0]:
-                raise ConfigError(f"{server.peer} takes a snapshot every {other} steps (0: none), {self.servers[0].peer} "
-                                  f"every {every[0]}", hint="give all servers of a job the same --snapshot-every")
-        return min(kept for (_, kept, _, _), _ in found)
-
     def _go_back(self, found: Sequence[tuple[Any, bytes]], kept: int, report: Callable[[str], None]) -> bool:
-        """Whether a server has lost what the others hold, so that all go back to the snapshot of step `kept`."""
+        """Whether a server has lost what others hold, so that all go back to the snapshot of step `kept`, the newest
+        that all have (store/snapshot.py, Note "same steps")."""
         held, every = [step for (step, *_), _ in found], found[0][0][2]
         if held[0] >= 0 and all(step in (held[0], held[0] + 1) for step in held):
             return False  # others may have prepared a step that server 0 did not commit
-        metas = [StoreMeta.from_json(text, s.peer) for s, (_, text) in zip(self.servers, found)]
-        for i, meta in enumerate(metas):
-            if (meta.job, meta.index) != (metas[0].job, i):
-                raise ForeignError(f"{self.servers[i].peer} holds the part of server {meta.index} of job {meta.job}, "
-                                   f"{self.servers[0].peer} of server {metas[0].index} of job {metas[0].job}",
-                                   hint="name the servers in the order in which they were named first")
-        lost = [s.peer for s, step in zip(self.servers, held) if step < max(max(held) - 1, 0)]
-        steps = f"fewer than {2 * every}" if max(held) < 0 else str(max(held) - kept)
-        report(f"{', '.join(lost)} lost the newest state: all servers go back to the snapshot of step {kept}, "
-               f"{steps} steps are trained again")
+        jobs = {StoreMeta.from_json(text, s.peer).job for s, (_, text) in zip(self.servers, found)}
+        if len(jobs) > 1:
+            raise ForeignError(f"the servers hold parts of {len(jobs)} jobs: {jobs}", hint="name those of this job")
+        steps = f"fewer than {2 * every}" if max(held) < 0 else max(held) - kept
+        report(f"memory was lost: the servers hold steps {', '.join(map(str, held))} (-1: none). All go back to the "
+               f"snapshot of step {kept}, {steps} steps are trained again")
         return True
 
     def _ready(self) -> int:

@@ -65,7 +65,7 @@ def command(
     nbytes = parse_bytes(budget) if budget is not None else psutil.virtual_memory().available // 2
     options = Options(token=token_of(token_file), tls=tls)
     with Host(address_of(address), Path(store), nbytes, options, snapshot=Path(snapshot or ""), every=every) as host:
-        print(f"serving {store} at {host.where}, at most {show_bytes(nbytes)}; state rests {host.rests}")
+        print(f"serving {store} at {host.where}, at most {show_bytes(nbytes)}; the state rests {host.rests}")
         host.run()
     return 0
 
@@ -226,7 +226,7 @@ class Session:
         self._rules: list[Any] = []
         self.kept: FileTier | None = None  # the part that snapshots go to
         self.snapshots: Snapshots | None = None
-        self._new = self._unpublished = self._first = False  # `_first`: not all servers have a snapshot yet
+        self._new = self._first = False  # `_first`: not all servers have a snapshot yet
         self.setup: Setup
         self._gone: set[int] = set()
         self._lock = threading.Lock()
@@ -269,11 +269,12 @@ class Session:
         with self.host.store_lock:
             if back:
                 self.kept = open_snapshot(self.host.snapshot, meta, kept)
-                self.tier = restore(directory, self.kept)
+                self.tier = create_part(directory, self.kept.meta, replaces=True)
+                restore(self.kept, self.tier)
                 self.host.report(f"{directory}: back to step {kept}, from the snapshot in {self.host.snapshot}")
             else:
                 self.tier = create_part(directory, meta) if new else open_part(directory, step)
-            self._new, self._unpublished, self._first = new, new or back, kept < 0
+            self._new, self._first = new, kept < 0
         held = None if self.tier is None else self.tier.meta
         if self.tier is None or held is None or (held.job, held.index) != (meta.job, self.number):
             there = "nothing" if held is None else f"the part of server {held.index} of job {held.job}"
@@ -317,8 +318,7 @@ class Session:
         if self._new:
             self.tier.prepare(0, blob if self.number == 0 else b"")
             self.tier.committed(0)
-        if self._unpublished:
-            publish_part(self.host.directory)
+        publish_part(self.host.directory)
         if self.snapshots is not None and self._first:
             self.snapshots.begin()
         self.server = Server(self.setup, self.deliver, self.stages, self.tier.step)
@@ -439,16 +439,10 @@ class Host:
         with self.store_lock:
             if self.session is not None and (tier := self.session.tier) is not None:
                 return tier.step, -1, tier.meta
-            found: list[tuple[int, StoreMeta | None]] = []
-            for directory in [self.directory, self.snapshot] if self.every else [self.directory]:
-                tier = open_part(directory)
-                if tier is not None:
-                    tier.close()
-                found.append((-1, None) if tier is None or tier.step < 0 else (tier.step, tier.meta))
-        (step, meta), (kept, of) = found[0], found[-1] if self.every else (-1, None)
-        if meta is not None and of is not None and meta.job != of.job:
-            kept = -1  # it is refused when it is opened
-        return step, kept, meta or of
+            step, meta = _newest(self.directory)
+            kept, of = _newest(self.snapshot) if self.every else (-1, None)
+        ours = meta is None or of is None or meta.job == of.job  # another job's is refused when it is opened
+        return step, kept if ours else -1, meta or of
 
     def _accept(self, link: Link, hello: bytes) -> Seat:
         """Called by the listener for a link whose other side has proven the token."""
@@ -493,12 +487,19 @@ class Host:
             self.session.tear_down(None)
 
 
+def _newest(directory: Path) -> tuple[int, StoreMeta | None]:
+    tier = open_part(directory)
+    if tier is not None:
+        tier.close()
+    return (-1, None) if tier is None or tier.step < 0 else (tier.step, tier.meta)
+
+
 def _rests(directory: Path, snapshot: Path, every: int) -> str:
     """In words: where the state is, and what that is worth (Rule 3)."""
     ram, kept = (_in_ram(path) for path in (directory, snapshot))
     words = "in RAM" if ram else "on files: every committed step is durable"
     if every:
-        return f"{words}, a snapshot every {every} steps in {snapshot}{' (RAM as well)' if kept else ''}"
+        return f"{words}, a snapshot {'to RAM as well' if kept else 'to files'} every {every} steps"
     return words + (" alone: lost with this host's memory (--snapshot DIR copies it to files)" if ram else "")
 
 

@@ -93,10 +93,6 @@ class FileTier:
         return "; ".join(dict.fromkeys([f.note for f in self._slots if f.note] + self._ledger.torn))
 
     @property
-    def chunks(self) -> list[int]:
-        return list(self._places)
-
-    @property
     def rows(self) -> Rows:
         """What is committed, a row a chunk, for `copy`."""
         return self._base.copy()

@@ -169,7 +169,7 @@ def open_part(directory: str | Path, step: int | None = None, *, direct: bool = 
 
 def create_part(directory: str | Path, meta: StoreMeta, *, direct: bool = True, replaces: bool = False) -> FileTier:
     """Empty files for the chunks of server `meta.index`. It counts from `publish_part` on. ForeignError where a part
-    has trained, unless this one `replaces` it; one that has not (its store was never finished elsewhere) is replaced."""
+    has trained, unless this `replaces` it; one that has not (its store was never finished elsewhere) is replaced."""
     path = Path(directory).absolute()
     generation = _current(path)
     if generation and not replaces and (step := _newest_step(path / f"gen-{generation}")) > 0:
