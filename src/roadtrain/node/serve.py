@@ -35,7 +35,7 @@ from roadtrain.store.convert import RecordView
 from roadtrain.store.file import FileTier
 from roadtrain.store.generation import create_part, open_part, publish_part
 from roadtrain.store.ledger import StoreMeta, unpack
-from roadtrain.store.snapshot import Snapshots, open_snapshot, restore
+from roadtrain.store.snapshot import Snapshots, newest, open_snapshot, restore, where_it_rests
 from roadtrain.trace import Stages
 from roadtrain.units import parse_bytes, round_up, show_bytes
 from roadtrain.wire.link import Link
@@ -426,7 +426,7 @@ class Host:
     ) -> None:
         self.directory, self.nbytes, self.report = directory, nbytes, report
         self.snapshot, self.every = snapshot, every  # where snapshots go, steps between two; 0: none are taken
-        self.rests = _rests(directory, snapshot, every)
+        self.rests = where_it_rests(directory, snapshot, every)
         self.ended: queue.SimpleQueue[tuple[Session | None, BaseException | None]] = queue.SimpleQueue()
         self.session: Session | None = None
         self.store_lock = threading.Lock()  # over opening and making the store
@@ -439,8 +439,8 @@ class Host:
         with self.store_lock:
             if self.session is not None and (tier := self.session.tier) is not None:
                 return tier.step, -1, tier.meta
-            step, meta = _newest(self.directory)
-            kept, of = _newest(self.snapshot) if self.every else (-1, None)
+            step, meta = newest(self.directory)
+            kept, of = newest(self.snapshot) if self.every else (-1, None)
         ours = meta is None or of is None or meta.job == of.job  # another job's is refused when it is opened
         return step, kept if ours else -1, meta or of
 
@@ -485,25 +485,3 @@ class Host:
         self._listener.close()
         if self.session is not None:
             self.session.tear_down(None)
-
-
-def _newest(directory: Path) -> tuple[int, StoreMeta | None]:
-    tier = open_part(directory)
-    if tier is not None:
-        tier.close()
-    return (-1, None) if tier is None or tier.step < 0 else (tier.step, tier.meta)
-
-
-def _rests(directory: Path, snapshot: Path, every: int) -> str:
-    """In words: where the state is, and what that is worth (Rule 3)."""
-    ram, kept = (_in_ram(path) for path in (directory, snapshot))
-    words = "in RAM" if ram else "on files: every committed step is durable"
-    if every:
-        return f"{words}, a snapshot {'to RAM as well' if kept else 'to files'} every {every} steps"
-    return words + (" alone: lost with this host's memory (--snapshot DIR copies it to files)" if ram else "")
-
-
-def _in_ram(path: Path) -> bool:
-    mounts = [(len(p.mountpoint), p.fstype) for p in psutil.disk_partitions(all=True)
-              if path.absolute().is_relative_to(p.mountpoint)]
-    return max(mounts, default=(0, ""))[1] in ("tmpfs", "ramfs")

@@ -23,6 +23,7 @@ from typing import Any
 
 from roadtrain.errors import DeadlineError, ForeignError
 from roadtrain.store.buffers import Buffer
+from roadtrain.store.direct import in_ram
 from roadtrain.store.file import FileTier
 from roadtrain.store.generation import create_part, open_part, publish_part
 from roadtrain.store.ledger import Rows, StoreMeta
@@ -30,6 +31,23 @@ from roadtrain.units import show_bytes
 
 COPIES = 2  # chunks that are copied at once, each in a buffer of its own
 WAIT_S = 600.0
+
+
+def where_it_rests(directory: Path, snapshot: Path, every: int) -> str:
+    """The state, in words that say what that is worth (Rule 3). `every` 0: without snapshots."""
+    ram = in_ram(directory)
+    words = "in RAM" if ram else "on files: every committed step is durable"
+    if every:
+        return f"{words}, a snapshot {'to RAM as well' if in_ram(snapshot) else 'to files'} every {every} steps"
+    return words + (" alone: lost with this host's memory (--snapshot DIR copies it to files)" if ram else "")
+
+
+def newest(directory: Path) -> tuple[int, StoreMeta | None]:
+    """The last committed step of the part in `directory`, -1 for none, and what it holds."""
+    tier = open_part(directory)
+    if tier is not None:
+        tier.close()
+    return (-1, None) if tier is None or tier.step < 0 else (tier.step, tier.meta)
 
 
 def open_snapshot(directory: Path, meta: StoreMeta, step: int) -> FileTier:
