@@ -83,7 +83,7 @@ def undisturbed(tmp_path_factory):
     return of
 
 
-def wait_for(ready, what, seconds=60):
+def wait_for(ready, what, seconds=200):
     until = time.monotonic() + seconds
     while not ready():
         assert time.monotonic() < until, f"waited for {what}"
@@ -202,7 +202,7 @@ def test_a_snapshot_that_fails_ends_training_and_loses_nothing(writes, group, un
     """The state is still in memory: with room on the disk the same commands go on."""
     ours = group()
     workers = ours.start(CASE, STEPS * 100, fault=("full", writes))
-    assert workers.join(60) == [3, 3]
+    assert workers.join() == [3, 3]
     assert any("files" in e and "needs" in e and "are free" in e for e in workers.errors()), workers.errors()
     assert any("no snapshot of step" in host.log.read_text() for host in ours.hosts)
     ours.kill(lose=False)
@@ -219,7 +219,7 @@ def test_servers_that_do_not_fit_are_told(group, tmp_path):
     ours.files.reverse()
     workers = ours.start(CASE, 5)
     assert workers.join() == [3, 3]
-    assert any("holds a snapshot of server 1" in e for e in workers.errors()), workers.errors()
+    assert any("holds a snapshot of server" in e for e in workers.errors()), workers.errors()
     ours.kill()
     ours.files.reverse()
     ours.hosts[0] = HostProcess(ours.ram[0])

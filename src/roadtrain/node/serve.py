@@ -270,16 +270,18 @@ class Session:
             if back:
                 self.kept = open_snapshot(self.host.snapshot, meta, kept)
                 self.tier = create_part(directory, self.kept.meta, replaces=True)
-                restore(self.kept, self.tier)
-                self.host.report(f"{directory}: back to step {kept}, from the snapshot in {self.host.snapshot}")
             else:
                 self.tier = create_part(directory, meta) if new else open_part(directory, step)
             self._new, self._first = new, kept < 0
+        if self.kept is not None and self.tier is not None:
+            restore(self.kept, self.tier)  # not under the lock: other workers join meanwhile
+            self.host.report(f"{directory}: back to step {kept}, from the snapshot in {self.host.snapshot}")
         held = None if self.tier is None else self.tier.meta
         if self.tier is None or held is None or (held.job, held.index) != (meta.job, self.number):
             there = "nothing" if held is None else f"the part of server {held.index} of job {held.job}"
             raise ForeignError(f"{directory}: holds {there}, asked for is server {self.number} of job {meta.job}",
-                               hint="name the servers in the order in which they were named first")
+                               hint="name the servers in the order in which they were named first; where memory was "
+                                    "lost before all had a snapshot, begin anew in empty directories")
         self.meta = held
         if self.host.every:
             self.kept = self.kept or open_snapshot(self.host.snapshot, meta, kept)
