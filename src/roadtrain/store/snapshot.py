@@ -141,7 +141,7 @@ class Snapshots:
             if last < 0:
                 publish_part(target.directory.parent)
         except BaseException as error:
-            self._report(f"no snapshot of step {step}, the last is of step {last}: {error}")
+            self._report(f"no snapshot of step {step}, the last is of step {last}: {error}".replace("\n", "; "))
             raise
         self._report(f"snapshot of step {step} in {target.directory.parent}: {show_bytes(moved)} in "
                      f"{time.monotonic() - start:.1f} s")
