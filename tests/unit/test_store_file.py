@@ -491,7 +491,7 @@ def test_a_step_that_was_prepared_only_is_withdrawn_where_the_one_before_is_open
     store.tiers[1].prepare(1, b"")
     store.close()
     opened(directories).close()
-    tier = FileTier.open(store.tiers[1].directory, store.tiers[1].meta)
+    tier = FileTier(store.tiers[1].directory, store.tiers[1].meta)
     assert tier.step == 0
     tier.close()
 
