@@ -39,6 +39,8 @@ COMMANDS = {
         {
             "store": (str, "directory that the state rests in; one in /dev/shm rests in memory"),
             "budget": (str, "bytes of memory for buffers, as 4GiB (half of what is free)"),
+            "snapshot": (str, "directory on files that a state in memory is copied to while training goes on"),
+            "snapshot_every": (int, "steps between two snapshots (100); the same at all servers of a job"),
             "token_file": (str, "file with the token that workers must know; needed beyond this host"),
             "cert": (str, "TLS: PEM file of this server's certificate"),
             "key": (str, "TLS: PEM file of its key"),

@@ -175,8 +175,9 @@ def place(
     for note in engine.store.notes if engine.store else ():
         report(note)
     where = f"files in {', '.join(map(str, paths))}" if paths else "RAM: it is lost when this process ends"
-    if servers:
-        where = f"{len(servers)} server(s), replicas = {replicas}, worker {group.rank} of {group.workers}"
+    if isinstance(engine, Cluster):
+        where = (f"{len(addresses)} server(s) {engine.rests}, replicas = {replicas}, "
+                 f"worker {group.rank} of {group.workers}")
     report(
         f"placed {len(base.blocks) - 1} blocks and the root block; state on {where}; step {placed.steps_done}; "
         f"at most {show_bytes(budgets.total)} of {show_bytes(host)}"

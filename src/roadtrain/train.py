@@ -90,7 +90,7 @@ def train(job: Job, report: Report = print) -> Summary:
         if rank == 0:
             write_job(training.job)  # now that nothing was refused
         if metrics.dropped:
-            report(f"metrics: {metrics.dropped} steps that were not committed are dropped")
+            report(f"metrics: {metrics.dropped} steps after the last committed one are dropped")
         losses: list[float] = []
         resident = 0
         with progress(job.run.steps, optimizer.steps_done, job.run.log_every, report) as show:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import multiprocessing
 import os
+import time
 from pathlib import Path
 
 import torch
@@ -13,6 +15,7 @@ from models import build, new_scaler, one_step
 import roadtrain
 from roadtrain.errors import RoadtrainError
 from roadtrain.node.serve import Host
+from roadtrain.store.direct import DirectFile, typed_errors
 from roadtrain.wire.tcp import Options
 
 FORK = multiprocessing.get_context("forkserver")
@@ -20,22 +23,42 @@ FORK.set_forkserver_preload(["torch", "roadtrain.placing", "roadtrain.node.serve
 BUDGET = "96MiB"
 
 
-def host_child(directory, address, token, log, ready):
+def host_child(directory, address, token, log, ready, snapshot, every, fault):
     torch.set_num_threads(1)
     lines = open(log, "a", buffering=1)  # noqa: SIM115
-    with Host(address, Path(directory), 96 << 20, Options(token=token), lambda line: lines.write(line + "\n")) as host:
+    if fault is not None:
+        break_writes(str(snapshot), *fault)
+    with Host(address, Path(directory), 96 << 20, Options(token=token), lambda line: lines.write(line + "\n"),
+              Path(snapshot), every) as host:
         ready.send(host.where)
         host.run()
+
+
+def break_writes(directory, kind, amount):
+    """In this process writes to `directory` are "slow", by `amount` seconds, or find its disk "full" after `amount`."""
+    write, count = DirectFile.write, iter(range(1 << 30))
+
+    def broken(self, *args):
+        if str(self.path).startswith(directory + "/"):
+            if kind == "slow":
+                time.sleep(amount)
+            elif next(count) >= amount:
+                with typed_errors(self.path, args[-1], len(args[0])):
+                    raise OSError(errno.ENOSPC, "no space")
+        write(self, *args)
+
+    DirectFile.write = broken
 
 
 class HostProcess:
     """`roadtrain serve` in a process of its own. `where`: HOST:PORT."""
 
-    def __init__(self, directory, port=0, token=None):
+    def __init__(self, directory, port=0, token=None, snapshot="", every=0, fault=None):
         self.directory, self.log = directory, Path(f"{directory}.log")
         here, there = FORK.Pipe()
         self.process = FORK.Process(
-            target=host_child, args=(str(directory), ("127.0.0.1", port), token, str(self.log), there), daemon=True)
+            target=host_child, daemon=True,
+            args=(str(directory), ("127.0.0.1", port), token, str(self.log), there, str(snapshot), every, fault))
         self.process.start()
         there.close()
         self.where = here.recv() if here.poll(60) else None
@@ -53,6 +76,11 @@ def worker_child(case, servers, log, steps, rank, workers, options, change):
                    "LOCAL_WORLD_SIZE": str(options.pop("local", 1))}
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     token, retry_s = options.pop("token", None), options.pop("retry_s", 30)
+
+    def said(line):
+        with open(f"{log}.said", "a") as file:
+            file.write(line + "\n")
+
     try:
         model, optimizer = build(case)
         if change == "model":
@@ -61,8 +89,7 @@ def worker_child(case, servers, log, steps, rank, workers, options, change):
         placed = roadtrain.place(
             model, optimizer, servers=servers, link=Options(token=token, retry_s=retry_s), budget=BUDGET,
             dtype=case.dtype, extra={"scaler": scaler} if case.scaler else {},
-            backwards_per_step=case.accumulate if case.eager else None, staleness=case.staleness,
-            report=lambda line: os.write(out, f"note {line}\n".encode()) if line.startswith("replicas: ") else None,
+            backwards_per_step=case.accumulate if case.eager else None, staleness=case.staleness, report=said,
             **{"chunk_elements": 1 << 16, "deadline_s": 30, **options},
         )
         with placed:
@@ -106,7 +133,9 @@ class Workers:
         return [p.exitcode for p in self.processes]
 
     def notes(self):
-        return [x.removeprefix("note ") for x in self.logs[0].read_text().splitlines() if x.startswith("note")]
+        """What worker 0 said."""
+        said = Path(f"{self.logs[0]}.said")
+        return said.read_text().splitlines() if said.exists() else []
 
     def errors(self):
         return [next((x for x in reversed(log.read_text().splitlines()) if x.startswith("error")), "") if log.exists()
@@ -118,7 +147,7 @@ def losses(log):
     seen = {}
     for line in log.read_text().splitlines() if log.exists() else ():
         first, _, rest = line.partition(" ")
-        if first not in ("error", "note"):
+        if first != "error":
             seen.setdefault(first, set()).add(rest)
     return seen
 

@@ -5,7 +5,8 @@ do the same, and the servers wait for all of them. A lost server or worker is an
 process (torchrun) starts it again, and it goes on at the last committed step.
 
 With replicas worker 0 then leaves out a server that does not answer, and fills one that has missed steps up again from
-those that have not (flow/ledger.resumed says which); the others go by what it did.
+those that have not (flow/ledger.resumed says which); the others go by what it did. Where all that is left in the
+servers' stores is not the newest step, it sends all of them back to a snapshot, if they have one.
 
 Does NOT convert a store to another number of servers, chunk size or dtype: that is refused, with what is there.
 """
@@ -203,6 +204,7 @@ class Cluster:
         self.new, self.step, self.blob = False, 0, b""
         self.servers: dict[int, RemoteServer] = {}  # those that take part
         self._found: dict[int, tuple[int, StoreMeta | None]] = {}  # newest step, description; -1, None: holds nothing
+        self._welcomes: dict[int, tuple[int, tuple[int, ...], int, str]] = {}
         self._said: dict[int, tuple[Any, Any]] = {}  # Ready, of whom it has come
         self._covered_since: float | None = None
         self._unfilled = dict.fromkeys(range(len(servers)), 0)
@@ -218,6 +220,7 @@ class Cluster:
                     group.local, self.meta.to_json(), relay, deadline_s))
         try:
             missing = self._reach(servers, options)
+            self.rests = "; ".join(dict.fromkeys(rests for _, _, _, rests in self._welcomes.values()))
             if group.rank == 0:
                 self._open(missing, [described(r) for r in layout.rules], holds_gradients, report)
         except BaseException:
@@ -283,20 +286,20 @@ class Cluster:
             near = relays.local_options(options)
             server.link = shm.connect(self._sockets / str(number), server, near, hello=hello, name=f"relay to {name}")
         try:
-            (newest,), description = server.wait(m.WELCOME, "a welcome", self._deadline_s)
+            fields, description = server.wait(m.WELCOME, "a welcome", self._deadline_s)
         except BaseException:
             server.close()
             raise
-        self.servers[number] = server
+        self.servers[number], self._welcomes[number] = server, fields
         if self.group.rank == 0:
-            self._found[number] = newest, StoreMeta.from_json(description, server.peer) if description else None
+            self._found[number] = fields[0], StoreMeta.from_json(description, server.peer) if description else None
 
     def _enough(self, missing: Mapping[int, PeerError | None]) -> bool:
         """Worker 0: whether all are here, or for GRACE_S those that hold every chunk, nobody being busy. Another
         worker: whether all of whom worker 0 took are here and ready; it leaves the rest."""
         if self.group.rank == 0:
             busy = any(isinstance(error, WireError) for error in missing.values())
-            covered = not busy and self.meta.replicas > 1 and not self._lost(self._resumed()[1])
+            covered = not busy and self.meta.replicas > 1 and self._have_newest()
             now = time.monotonic()
             self._covered_since = (self._covered_since or now) if covered else None
             return not missing or (self._covered_since is not None and now - self._covered_since >= GRACE_S)
@@ -314,6 +317,22 @@ class Cluster:
     def _resumed(self) -> tuple[int, tuple[int, ...], int]:
         return resumed({n: (step, meta.sessions if meta else ()) for n, (step, meta) in self._found.items()})
 
+    def _have_newest(self) -> bool:
+        """Whether the stores of those who are here have every chunk at one step, and no store or snapshot is later (but
+        for a step that was prepared and not committed)."""
+        step, members, _ = self._resumed()
+        later = [self._snapshot()[0], *(self._found[n][0] - 1 for n in members)]
+        return not self._lost(members) and max(later) <= step
+
+    def _snapshot(self) -> tuple[int, tuple[int, ...]]:
+        """The newest step of which those who are here have every chunk in snapshots, -1 for none, and who has it."""
+        kept = {number: steps for number, (_, steps, _, _) in sorted(self._welcomes.items())}
+        for step in sorted({step for steps in kept.values() for step in steps}, reverse=True):
+            having = tuple(number for number, steps in kept.items() if step in steps)
+            if not self._lost(having):
+                return step, having
+        return -1, ()
+
     def _lost(self, members: Sequence[int]) -> list[int]:
         """Who held chunks that none of `members` holds."""
         holders = {self.meta.holders(chunk.id) for chunk in self.layout.table.chunks}
@@ -325,10 +344,21 @@ class Cluster:
     # the store
 
     def _open(self, missing: Iterable[int], rules: Any, holds_gradients: bool, report: Callable[[str], None]) -> None:
-        """Worker 0: the servers make a store, or open the one that they hold."""
+        """Worker 0: the servers make a store, or open the one that they hold, or go back to a snapshot."""
         (step, members, session), names = self._resumed(), self.names
-        newest = [step for step, _ in self._found.values()]
-        unmade = max(newest) <= 0 and min(newest) < 0 and (self.meta.replicas == 1 or bool(self._lost(members)))
+        newest = [step for _, (step, _) in sorted(self._found.items())]
+        if len(every := sorted({every for _, _, every, _ in self._welcomes.values()})) > 1:
+            raise ConfigError(f"the servers take snapshots every {every} steps (0: never)",
+                              hint="give all servers of a job the same --snapshot-every")
+        kept, having = self._snapshot()
+        back = kept >= 0 and not self._have_newest()
+        if back:
+            step, members = kept, having
+            again = max(newest) - kept if max(newest) >= kept else f"fewer than {2 * every[0]}"
+            report(f"memory was lost: the servers hold steps {', '.join(map(str, newest))} (-1: none). All go back to "
+                   f"the snapshot of step {kept}, {again} steps are trained again")
+        unmade = max(newest) <= 0 and min(newest) < 0 and not back and (
+            self.meta.replicas == 1 or bool(self._lost(members)))
         self.new, self.step = unmade and not missing, max(step, 0)
         if not self.new:
             held = self._found[members[0]][1]
@@ -343,20 +373,23 @@ class Cluster:
             if behind and (held.replicas == 1 or self._lost(members)):
                 raise ForeignError(
                     f"step {step} of a store is held by {self._names(members)}, not by {self._names(behind)}: nobody "
-                    "holds the rest of it", hint="name the servers in the order in which they were named first")
+                    "holds the rest of it", hint="name the servers in the order in which they were named first; where "
+                    "memory was lost before there was a snapshot of all, begin anew in empty directories")
             self.meta = held
-            self._behind = dict.fromkeys(behind, b"")
+            self._behind = dict.fromkeys(self.servers if back else behind, b"")
         if self.meta.replicas > 1:
             self.meta = replace(self.meta, sessions=tuple(session * (n in self.servers) for n in range(len(names))))
         for number, server in self.servers.items():
             body = msgspec.json.encode({"meta": replace(self.meta, index=number).to_json(), "rules": rules})
-            server.say(m.OPEN, (self.new or number in self._behind, self.step, len(names), holds_gradients), body)
+            new, ours = self.new or number in self._behind, kept if number in having else -1
+            server.say(m.OPEN, (new, self.step, len(names), holds_gradients, ours), body)
         if missing:
             report(f"replicas: no answer from {self._names(missing)}: left out, its chunks have one copy until a start "
                    "finds it again")
         for number in self._behind:
-            report(f"replicas: {names[number]} is filled up again at step {self.step}")
-            self._fill_up(number, members)
+            if kept < step or number not in having:  # else it restores that itself
+                report(f"replicas: {names[number]} is filled up again at step {self.step}")
+                self._fill_up(number, members)
 
     def _fill_up(self, number: int, members: Sequence[int]) -> None:
         """All that server `number` is to hold, from `members`, whose contents count."""

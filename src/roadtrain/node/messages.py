@@ -28,7 +28,8 @@ BUSY = "busy"  # the first word to a worker whose server serves others; they may
 Hello = tuple[str, int, int, int, int, str]
 HELLO = msgspec.msgpack.Decoder(Hello)
 _HEADERS: Mapping[int, Any] = {
-    OPEN: tuple[bool, int, int, bool],  # new, generation's step, servers, whether gradients wait for the norm
+    OPEN: tuple[bool, int, int, bool, int],  # new, generation's step, servers, whether gradients wait for the norm,
+    # step of its snapshot to go on from, or -1: a new part of the same step is restored from that
     FILL: tuple[int],
     BEGIN: tuple[()],
     READ: tuple[int],  # chunk, or -1: what was committed with the last step
@@ -40,7 +41,8 @@ _HEADERS: Mapping[int, Any] = {
     SEAL: tuple[int],
     COMMIT: tuple[int],
     COMMITTED: tuple[int],
-    WELCOME: tuple[int],  # its newest step, -1 without a store
+    WELCOME: tuple[int, tuple[int, ...], int, str],  # its newest step, -1 without a store; those of its snapshots,
+    # steps between two (0: it takes none); where the state rests
     FILLED: tuple[int],
     READY: tuple[int, tuple[int, ...]],  # the step that was committed last, the session's servers
     RECORD: tuple[int],

@@ -37,6 +37,7 @@ from roadtrain.store.convert import RecordView
 from roadtrain.store.file import FileTier
 from roadtrain.store.generation import create_part, open_part, publish_part
 from roadtrain.store.ledger import StoreMeta, pack, unpack
+from roadtrain.store.snapshot import Snapshots, held_in, open_snapshot, restore, where_it_rests
 from roadtrain.trace import Stages
 from roadtrain.units import parse_bytes, round_up, show_bytes
 from roadtrain.wire.link import Link
@@ -44,21 +45,28 @@ from roadtrain.wire.tcp import Address, Options, Tls, listen
 
 Report = Callable[[str], None]
 END_S = 10.0  # for a session's threads to end
+EVERY = 100  # steps between two snapshots
 
 
 def command(
     address: str, store: str | None = None, budget: str | None = None, token_file: str | None = None,
-    cert: str | None = None, key: str | None = None, ca: str | None = None,
+    cert: str | None = None, key: str | None = None, ca: str | None = None, snapshot: str | None = None,
+    snapshot_every: int | None = None,
 ) -> int:
     """`roadtrain serve HOST:PORT --store DIR`."""
     if store is None:
         raise ConfigError("--store is missing", hint="a directory on the device that the state shall rest on; one in "
                           "/dev/shm rests in memory and outlives this process, not the machine")
+    if (snapshot_every is not None and (snapshot is None or snapshot_every < 1)) or snapshot == store:
+        raise ConfigError(f"--snapshot {snapshot}, --snapshot-every {snapshot_every}, --store {store}",
+                          hint="--snapshot names a directory of its own on files, --snapshot-every steps, 1 or more")
+    every = 0 if snapshot is None else snapshot_every or EVERY
     paths = [None if p is None else Path(p) for p in (cert, key, ca)]
     tls = Tls(cert=paths[0], key=paths[1], ca=paths[2]) if cert or ca else None
     nbytes = parse_bytes(budget) if budget is not None else psutil.virtual_memory().available // 2
-    with Host(address_of(address), Path(store), nbytes, Options(token=token_of(token_file), tls=tls)) as host:
-        print(f"serving {store} at {host.where}, at most {show_bytes(nbytes)}")
+    options = Options(token=token_of(token_file), tls=tls)
+    with Host(address_of(address), Path(store), nbytes, options, snapshot=Path(snapshot or ""), every=every) as host:
+        print(f"serving {store} at {host.where}, at most {show_bytes(nbytes)}; the state rests {host.rests}")
         host.run()
     return 0
 
@@ -184,6 +192,8 @@ class Session:
         self.server: Server | None = None
         self.meta: StoreMeta | None = None
         self.tier: FileTier | None = None
+        self.kept: FileTier | None = None  # the part that snapshots go to
+        self.snapshots: Snapshots | None = None
         self.answers, self.pools = Pool(0, 1), list[Pool]()
         self.ready = False
         self._rules: list[Any] = []
@@ -196,8 +206,8 @@ class Session:
     def join(self, seat: Seat) -> None:
         with self._lock:
             self.seats[seat.rank] = seat
-        held = self.host.held()
-        seat.say(m.WELCOME, (-1 if held is None else held[0],), b"" if held is None else held[1].to_json().encode())
+        step, kept, meta = self.host.held()
+        seat.say(m.WELCOME, (step, kept, self.host.every, self.host.rests), meta.to_json().encode() if meta else b"")
         if self.ready and (error := self._greet(seat)) is not None:
             raise error
 
@@ -217,7 +227,7 @@ class Session:
 
     def open(self, seat: Seat, fields: Any, body: bytes) -> None:
         """Worker 0 says what the store holds: makes it, or opens it at the step given."""
-        new, step, servers, holds_gradients = fields
+        new, step, servers, holds_gradients, kept = fields
         try:
             tree = msgspec.json.decode(body, type=dict[str, Any])
             meta = StoreMeta.from_json(tree["meta"], "the store that worker 0 describes")
@@ -226,17 +236,25 @@ class Session:
             raise WireError(f"worker 0 describes no store: {error}") from error
         if seat.rank or self.tier or meta.index != self.number or len(meta.directories) != servers:
             raise WireError("a store is opened by worker 0, once, with this server's number")
-        directory, self._step = self.host.directory, step
+        directory, self._new, self._step = self.host.directory, new, step
         with self.host.store_lock:
-            self.tier, self._new = (create_part(directory, meta) if new else open_part(directory, step)), new
+            if self.host.every:
+                self.kept = open_snapshot(self.host.snapshot, meta, kept)
+            self.tier = create_part(directory, meta) if new else open_part(directory, step)
+        if new and kept == step and self.kept is not None and self.tier is not None:
+            restore(self.kept, self.tier)  # not under the lock: other workers join meanwhile
+            self.host.report(f"{directory}: back to step {kept}, from the snapshot in {self.host.snapshot}")
         held = None if self.tier is None else self.tier.meta
         if self.tier is None or held is None or (held.job, held.index) != (meta.job, self.number):
             there = "nothing" if held is None else f"the part of server {held.index} of job {held.job}"
             raise ForeignError(f"{directory}: holds {there}, asked for is server {self.number} of job {meta.job}",
                                hint="name the servers in the order in which they were named first")
         self.meta = replace(held, sessions=meta.sessions)
+        if self.kept is not None:
+            self.snapshots = Snapshots(self.tier, self.kept, self.host.every, self.host.report)
         budgets = derive_server(
-            self.meta.table, meta.owned(self.number), self.host.nbytes, workers=self.workers,
+            self.meta.table, meta.owned(self.number),
+            self.host.nbytes - (self.snapshots.nbytes if self.snapshots else 0), workers=self.workers,
             holds_gradients=holds_gradients, wide=self.local < 0,
         )
         self.tier.spill_workers = self.workers
@@ -255,7 +273,7 @@ class Session:
 
     def fill(self, seat: Seat, number: int, payload: memoryview) -> None:
         chunk = self.chunk(number)
-        if seat.rank or self.tier is None or not self._new or self.ready:
+        if seat.rank or self.tier is None or self.tier.step >= 0:
             raise WireError("only worker 0 fills, and only a new part")
         if len(payload) != self.setup.records[number].nbytes:
             raise WireError(f"{len(payload)} bytes fill chunk {number}, {self.setup.records[number].nbytes} expected")
@@ -265,12 +283,15 @@ class Session:
     def begin(self, seat: Seat, blob: bytes) -> None:
         if seat.rank or self.tier is None or self.ready:
             raise WireError("worker 0 begins, once, after it has opened a store")
-        if self._new:
+        if self.tier.step < 0:
             self.tier.prepare(self._step, blob)
             self.tier.committed(self._step)
+        if self._new:
             publish_part(self.host.directory)
         elif self.meta is not None and self.meta.sessions:
             self.meta.write(self.tier.directory)  # before its first step: whoever is not here misses that
+        if self.snapshots is not None:
+            self.snapshots.start()
         self.server = Server(self.setup, self.deliver, self.stages, self.tier.step)
         self.server.start()
         with self._lock:
@@ -364,22 +385,27 @@ class Session:
             pool.close()
         for seat in seats:
             seat.link.close()
+        if self.snapshots is not None:
+            self.snapshots.close()
         if self.server is not None:
             self.server.stop(END_S)
-        elif self.tier is not None:
-            self.tier.close()
+        for tier in filter(None, (self.tier, self.kept)):
+            tier.close()
         for pool in [self.answers, *self.pools]:
             for buffer in pool.buffers:
                 buffer.close()
 
 
 class Host:
-    """Listens; one session at a time. `run` returns after `stop`."""
+    """Listens; one session at a time. `run` returns after `stop`. `rests`: where the state does, and how durable."""
 
     def __init__(
-        self, address: Address, directory: Path, nbytes: int, options: Options, report: Report = print
+        self, address: Address, directory: Path, nbytes: int, options: Options, report: Report = print,
+        snapshot: Path = Path(), every: int = 0,
     ) -> None:
         self.directory, self.nbytes, self.report = directory, nbytes, report
+        self.snapshot, self.every = snapshot, every  # where snapshots go, steps between two; 0: none are taken
+        self.rests = where_it_rests(directory, snapshot, every)
         self.ended: queue.SimpleQueue[tuple[Session | None, BaseException | None]] = queue.SimpleQueue()
         self.session: Session | None = None
         self.store_lock = threading.Lock()  # over opening and making the store
@@ -387,13 +413,15 @@ class Host:
         self._listener = listen(address, self._accept, options, report)
         self.where = "{}:{}".format(*self._listener.address)
 
-    def held(self) -> tuple[int, StoreMeta] | None:
-        """(newest step, description) of the store in this directory; None where none is."""
+    def held(self) -> tuple[int, tuple[int, ...], StoreMeta | None]:
+        """Newest step of the store, -1 for none, those of its snapshots, and what they are of."""
         with self.store_lock:
-            tier = self.session.tier if self.session is not None else None
-            if tier is None and (tier := open_part(self.directory)) is not None:
-                tier.close()
-            return None if tier is None or tier.step < 0 else (tier.step, tier.meta)
+            if self.session is not None and (tier := self.session.tier) is not None:
+                return tier.step, (), tier.meta
+            steps, meta = held_in(self.directory)
+            kept, of = held_in(self.snapshot) if self.every else ((), None)
+        ours = meta is None or of is None or meta.job == of.job  # another job's is refused when it is opened
+        return max(steps, default=-1), kept if ours else (), meta or of
 
     def _accept(self, link: Link, hello: bytes) -> Seat:
         """Called by the listener for a link whose other side has proven the token."""

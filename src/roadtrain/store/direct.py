@@ -70,6 +70,14 @@ def free_nbytes(directory: Path) -> int:
     return free.f_bavail * free.f_frsize
 
 
+def in_ram(path: Path) -> bool:
+    """Whether it lies on a RAM disk (where Linux says so)."""
+    table = Path("/proc/self/mounts")
+    mounts = [line.split()[1:3] for line in table.read_text().splitlines()] if table.exists() else []
+    kinds = [(len(at), kind) for at, kind in mounts if path.absolute().is_relative_to(at)]
+    return max(kinds, default=(0, ""))[1] in ("tmpfs", "ramfs")
+
+
 def sync_directory(directory: Path) -> None:
     """Make the names in `directory` durable."""
     with typed_errors(directory, "fsync"):

@@ -11,6 +11,7 @@ does NOT know the other directories (store.generation does).
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +20,7 @@ import numpy as np
 from roadtrain.errors import DamagedError, FullError
 from roadtrain.spec.chunks import PAGE, Record
 from roadtrain.store.direct import DirectFile, free_nbytes, sync_directory
-from roadtrain.store.ledger import ROW, Ledger, Rows, StoreMeta, digest
+from roadtrain.store.ledger import ROW, Entry, Ledger, Rows, StoreMeta, digest
 from roadtrain.store.tier import PRIVATE, PUBLIC, RECORD, part_range
 from roadtrain.units import round_up, show_bytes
 
@@ -39,7 +40,10 @@ class Place:
 
 class FileTier:
     """The generation directory `directory` at the record of exactly `step`, or the newest; with `create`, files of the
-    full size, empty. `note`: say it once. Raises FullError with both numbers, GoneError, DamagedError, ForeignError."""
+    full size, empty. `note`: say it once. Raises FullError with both numbers, GoneError, DamagedError, ForeignError.
+
+    `on_write`, `on_prepare`, `on_commit`: of whoever copies what is committed (store.snapshot); told before a chunk is
+    written and a step prepared, and after its commit."""
 
     def __init__(
         self, directory: Path, meta: StoreMeta, step: int | None = None, *, direct: bool = True, create: bool = False
@@ -56,6 +60,10 @@ class FileTier:
         self._written: set[tuple[int, str]] = set()  # parts written since the last commit
         self._dirty: set[int] = set()  # slots written since their last sync
         self._slots: list[DirectFile] = []
+        self.found: tuple[int, ...] = ()  # steps of which there were records when it was opened
+        self.on_write: Callable[[int], None] = lambda chunk: None
+        self.on_prepare: Callable[[int], None] = lambda step: None
+        self.on_commit: Callable[[int], None] = lambda step: None
         self._ledger = Ledger(directory, meta, self._now.copy(), create=create)
         try:
             if create:
@@ -69,12 +77,17 @@ class FileTier:
             if create:
                 sync_directory(directory)
             else:
-                self._ledger.load(step)
+                self.found = self._ledger.load(step)
                 self._take()
                 assert self._now["chunk"].tolist() == list(self._places)
         except BaseException:
             self.close()
             raise
+
+    @property
+    def entry(self) -> Entry:
+        """What is committed; it is not changed later."""
+        return self._ledger.entry
 
     @property
     def step(self) -> int:
@@ -96,9 +109,12 @@ class FileTier:
     def has_public(self, chunk: int) -> bool:
         return bool(self._now[self._places[chunk].row]["public_sum"])
 
-    def read(self, chunk: int, part: str, into: memoryview, *, check: bool = True) -> None:
-        """`check`: else the caller does, before it uses what was read."""
-        place, row = self._places[chunk], self._now[self._places[chunk].row].copy()
+    def read(
+        self, chunk: int, part: str, into: memoryview, *, check: bool = True, rows: Rows | None = None
+    ) -> None:
+        """`check`: else the caller does, before it uses what was read. `rows`: of an older step, else the newest."""
+        place, rows = self._places[chunk], self._now if rows is None else rows
+        row = rows[place.row].copy()
         start, stop = part_range(place.record, part)
         assert len(into) == stop - start, (chunk, part, len(into), stop - start)
         parts = [p for p in _parts(place, part) if part != RECORD or row[f"{p}_sum"]]
@@ -107,11 +123,20 @@ class FileTier:
         for slot, first, last in _extents(place, [(p, int(row[f"{p}_slot"])) for p in parts]):
             self._slots[slot].read(into[first - start : last - start], place.offset + first, what)
         if check:
-            self.check_sums(chunk, part, into)
+            self.check_sums(chunk, part, into, rows)
 
-    def check_sums(self, chunk: int, part: str, data: memoryview) -> None:
+    def copy(self, chunk: int, rows: Rows, to: FileTier, buffer: memoryview) -> int:
+        """What `rows` say of a chunk, checked, is written in `to`. Returns its bytes."""
+        place, row = self._places[chunk], rows[self._places[chunk].row]
+        part = RECORD if row["public_sum"] else PRIVATE
+        start, stop = part_range(place.record, part)
+        self.read(chunk, part, buffer[: stop - start], rows=rows)
+        to.write(chunk, part, buffer[: stop - start], {p: int(row[f"{p}_sum"]) for p in _parts(place, part)})
+        return stop - start
+
+    def check_sums(self, chunk: int, part: str, data: memoryview, rows: Rows | None = None) -> None:
         """Raises DamagedError where `data` is not what was written."""
-        row = self._now[self._places[chunk].row]
+        row = (self._now if rows is None else rows)[self._places[chunk].row]
         for p, found in self.sums(chunk, part, data).items():
             if row[f"{p}_sum"] not in (0, found):
                 raise DamagedError(
@@ -128,6 +153,7 @@ class FileTier:
         return {p: digest(data[first - start : last - start]) for p, (first, last) in ranges.items()}
 
     def write(self, chunk: int, part: str, data: memoryview, sums: dict[str, int] | None = None) -> None:
+        self.on_write(chunk)
         place = self._places[chunk]
         start, stop = part_range(place.record, part)
         assert len(data) == stop - start, (chunk, part, len(data), stop - start)
@@ -150,7 +176,9 @@ class FileTier:
         if place.record.master and (chunk, PUBLIC) not in self._written:
             row["public_sum"] = 0
 
-    def prepare(self, step: int, blob: bytes) -> None:
+    def prepare(self, step: int, blob: bytes, steps: Rows | None = None) -> None:
+        """`steps`: those in which each chunk was written last, where it was copied from elsewhere."""
+        self.on_prepare(step)
         assert step > self.step and self._ledger.pending is None, (step, self.step)
         lacking = [c for c, p in self._places.items() if not self._whole(p)] if self.step < 0 else []
         assert not lacking, f"chunks {lacking[:3]} were never written"
@@ -161,12 +189,15 @@ class FileTier:
         self._dirty.clear()
         for chunk, _ in self._written:
             self._now[self._places[chunk].row]["step"] = step
+        if steps is not None:
+            self._now["step"] = steps
         self._ledger.append(step, self._now, blob)
 
     def committed(self, step: int) -> None:
         self._ledger.confirm()
         assert step == self.step, (step, self.step)
         self._take()
+        self.on_commit(step)
 
     def spill_write(self, chunk: int, data: memoryview, worker: int = 0) -> None:
         """Scratch bytes of a chunk (a worker's gradient): not durable, not checked. FullError at the first call."""

@@ -154,12 +154,13 @@ def create_part(directory: str | Path, meta: StoreMeta, *, direct: bool = True) 
     path = Path(directory).absolute()
     if generation := _current(path):
         home = path / f"gen-{generation}"
-        there = _brief(home)
-        ours = there is not None and (there.job, there.index) == (meta.job, meta.index)
-        if (step := _newest_step(home)) > 0 and not ours:
+        brief, step = _brief(home), _newest_step(home)
+        if step > 0 and (brief is None or (brief.job, brief.index) != (meta.job, meta.index)):
             raise ForeignError(f"{path}: holds step {step} of a store already", hint="name another directory")
         _switch(path, 0)  # nothing counts here
     _clean_unborn([path])
+    make_directory(path)
+    _switch(path, 0)  # whatever step it gets, until publish_part
     return _create(path, replace(meta, generation=1), direct)
 
 

@@ -224,9 +224,9 @@ class Ledger:
             self.close()
             raise
 
-    def load(self, step: int | None) -> None:
-        """The record of exactly `step`, or the newest. A newer one than `step` was never committed: it is withdrawn.
-        DamagedError where there is none, ForeignError for another's."""
+    def load(self, step: int | None) -> tuple[int, ...]:
+        """The record of exactly `step`, or the newest. A newer one than `step` is not to count: it is withdrawn.
+        Returns the steps there were records of. DamagedError where there is none, ForeignError for another's."""
         found = [e for e in (self._parse(i) for i in range(2)) if e is not None]
         fit = [e for e in found if step is None or e.step == step]
         if not fit:
@@ -239,6 +239,7 @@ class Ledger:
             if entry.step > self.entry.step:
                 self._files[entry.file].write(memoryview(bytes(HEADER.size)), 0, what := "a record that is withdrawn")
                 self._files[entry.file].sync(f"of {what}")
+        return tuple(e.step for e in found)
 
     def append(self, step: int, rows: Rows, blob: bytes) -> None:
         """Durable on return; the committed record is not touched."""

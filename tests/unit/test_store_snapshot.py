@@ -1,0 +1,160 @@
+"""Snapshots of a part (store/snapshot.py): each holds its step's bytes whatever is written meanwhile; a crash in the
+middle of one leaves the one before. The model is a dict from step to the bytes of all parts."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from roadtrain.errors import ForeignError, FullError
+from roadtrain.spec.chunks import ChunkTable, ParamSpec
+from roadtrain.store.buffers import Buffer
+from roadtrain.store.direct import in_ram
+from roadtrain.store.file import FileTier
+from roadtrain.store.generation import create_part, open_part, publish_part
+from roadtrain.store.ledger import GroupRule, StoreMeta
+from roadtrain.store.snapshot import Snapshots, held_in, open_snapshot, restore, where_it_rests
+from roadtrain.store.tier import PRIVATE, PUBLIC, RECORD, part_range
+
+TABLE = ChunkTable.build(
+    [("root", [ParamSpec("emb", (150, 1000), "bf16", True, 0)]),
+     ("b0", [ParamSpec("w", (100, 1000), "fp32", True, 0), ParamSpec("f", (5000,), "bf16", False, -1)])],
+    chunk_elements=1 << 16,
+)
+META = StoreMeta.of(TABLE, [GroupRule("adamw", ("m", "v"), ("t",))])
+META = replace(META, owners=(0,) * len(TABLE.chunks), directories=("here",))
+RNG = random.Random(0)
+Seen = dict[int, dict[tuple[int, str], bytes]]  # step -> what was committed with it
+
+
+def parts(tier: FileTier) -> dict[tuple[int, str], bytes]:
+    """All that is committed, with the step that wrote each chunk last."""
+    found = {}
+    for chunk, record in META.records.items():
+        for part in (PUBLIC, PRIVATE):
+            first, last = part_range(record, part)
+            if last > first and (part == PRIVATE or tier.has_public(chunk)):
+                buffer = Buffer(last - first)
+                tier.read(chunk, part, buffer.view[: last - first])
+                found[chunk, part] = bytes(buffer.view[: last - first]) + bytes([tier.written_in(chunk)])
+    return found
+
+
+def step(tier: FileTier, number: int, seen: Seen) -> None:
+    """Some chunks are written, as a server would, and the step is committed."""
+    for chunk, record in META.records.items():
+        if number == 0 or (TABLE.chunks[chunk].trainable and RNG.random() < 0.7):
+            part = PRIVATE if number and record.master and RNG.random() < 0.5 else RECORD
+            first, last = part_range(record, part)
+            data = Buffer(last - first)
+            data.view[: last - first] = np.random.default_rng(RNG.randrange(1 << 30)).bytes(last - first)
+            tier.write(chunk, part, data.view[: last - first])
+    tier.prepare(number, b"blob %d" % number)
+    tier.committed(number)
+    seen[number] = parts(tier)
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_every_snapshot_is_of_its_step(slow: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: Seen = {}
+    copy = FileTier.copy
+
+    def sleepy(self: FileTier, *args: object) -> int:
+        time.sleep(0.01)
+        return copy(self, *args)
+
+    if slow:
+        monkeypatch.setattr(FileTier, "copy", sleepy)
+    tier = create_part(tmp_path / "ram", META)
+    step(tier, 0, seen)
+    publish_part(tmp_path / "ram")
+    newest = -1
+    for _ in range(4):  # sessions; the first snapshot is taken at once
+        kept = open_snapshot(tmp_path / "files", META, newest)
+        first, lines = kept.step < 0, []
+        snapshots = Snapshots(tier, kept, 3, lines.append)
+        snapshots.start()
+        begin = tier.step
+        for number in range(begin + 1, begin + 9):
+            step(tier, number, seen)
+            kept.check()
+        snapshots.close()
+        kept.close()
+        assert len(lines) == len([n for n in range(begin + 1, begin + 9) if n % 3 == 0]) + first, lines
+        kept = open_part(tmp_path / "files")
+        assert kept is not None and kept.step == tier.step // 3 * 3 and kept.blob == b"blob %d" % kept.step
+        assert parts(kept) == seen[kept.step]
+        newest = kept.step
+        kept.close()
+    tier.close()
+
+
+def test_a_crash_leaves_the_snapshot_before_and_it_is_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: Seen = {}
+    tier, kept = create_part(tmp_path / "ram", META), open_snapshot(tmp_path / "files", META, -1)
+    step(tier, 0, seen)
+    snapshots = Snapshots(tier, kept, 2, lambda _: None)
+    snapshots.start()
+    for number in range(1, 5):
+        step(tier, number, seen)
+    snapshots.close()
+    assert kept.step == 4
+    snapshots = Snapshots(tier, kept, 2, lambda _: None)
+    snapshots.start()
+    with monkeypatch.context() as broken:  # killed after the copies, before they count
+        broken.setattr(kept, "prepare", lambda *_: (_ for _ in ()).throw(FullError("stopped")))
+        step(tier, 5, seen)
+        step(tier, 6, seen)
+        snapshots.close()
+        with pytest.raises(FullError):
+            tier.prepare(7, b"")
+    tier.close()
+    kept.close()
+
+    for wanted in (4, 2):  # 2: another server has none of step 4, which is forgotten for good
+        kept = open_snapshot(tmp_path / "files", META, wanted)
+        again = create_part(tmp_path / "ram", META)
+        if wanted == 4:  # killed here: what is half restored is nothing
+            again.close()
+            assert open_part(tmp_path / "ram") is None
+            again = create_part(tmp_path / "ram", META)
+            restore(kept, again)
+            assert parts(again) == seen[wanted] and again.blob == kept.blob
+            again.close()
+            assert open_part(tmp_path / "ram") is None, "not published"
+        else:
+            again.close()
+        kept.close()
+    assert held_in(tmp_path / "files") == ((2,), replace(META, generation=1))
+    again = open_snapshot(tmp_path / "files", META, -1)  # nobody goes on from it: a new one, which holds nothing yet
+    again.close()
+    assert held_in(tmp_path / "files") == ((), None)
+
+
+def test_of_another_job(tmp_path: Path) -> None:
+    tier = create_part(tmp_path / "ram", META)
+    seen: Seen = {}
+    step(tier, 0, seen)
+    kept = open_snapshot(tmp_path / "files", META, -1)
+    snapshots = Snapshots(tier, kept, 2, lambda _: None)
+    snapshots.start()
+    snapshots.close()
+    kept.close()
+    tier.close()
+    for other in (replace(META, job="6ba7b810-9dad-11d1-80b4-00c04fd430c8"), replace(META, index=1)):
+        with pytest.raises(ForeignError, match="holds a snapshot of server 0 of job"):
+            open_snapshot(tmp_path / "files", other, 0)
+
+
+def test_the_start_says_what_holds(tmp_path: Path) -> None:  # Rule 3
+    ram, files = Path("/dev/shm/x"), tmp_path / "files"
+    assert in_ram(ram) and not in_ram(files)
+    assert "RAM alone" in where_it_rests(ram, Path(), 0)
+    assert where_it_rests(ram, files, 7) == "in RAM, a snapshot to files every 7 steps"
+    assert "RAM as well" in where_it_rests(ram, ram, 7)
+    assert where_it_rests(files, Path(), 0) == "on files: every committed step is durable"
