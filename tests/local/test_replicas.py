@@ -119,7 +119,9 @@ def test_a_lost_server_is_left_out_and_filled_up_again(victim, undisturbed, clus
     wait_for_step(running, 3)
     three.lose(victim)
     assert set(running.join(60)) == {3}
-    assert all(f"server {victim}" in e for e in running.errors()), running.errors()
+    told = running.errors()  # a worker may hear first of the other, which ended because of the server
+    assert any(f"server {victim}" in e for e in told), told
+    assert all(f"server {victim}" in e or "has gone before step" in e for e in told), told
     running = three.train(STEPS // 2)
     assert [n for n in running.notes() if "left out" in n and f"server {victim}" in n], running.notes()
 
