@@ -115,7 +115,7 @@ class Lane:
         self.decider = RelayDecider(orders.local, budgets.copies)
         self._copies = [Buffer(budgets.piece_bytes) for _ in range(budgets.copies)]
         self._kept: dict[tuple[int, int], list[int]] = {}  # (chunk, worker) -> tickets of what is held
-        self._grads: Gradients | None = None
+        self._grads: Any = None  # Gradients, where there are several workers
         if orders.local > 1:
             trainable = {c.id: c for c in table.trainable}
             self._grads = Gradients(trainable, None, 2, budgets.scratch_bytes, orders.local)
@@ -262,14 +262,13 @@ class Lane:
             case Give(pull, buffer):
                 pull.into.send(self._copies[buffer].view, lambda: self.tell(ops.PublicRead(pull)))
             case ops.Hold(push):
-                assert self._grads is not None
                 _, kept = self._grads.hold(push)
                 if kept:
                     self._kept.setdefault((push.chunk, push.worker), []).append(push.ticket)
                 else:
                     self.seats[push.worker].freed(push.ticket)
             case ops.Discard(chunk, worker):
-                assert self._grads is not None and worker is not None
+                assert worker is not None  # that is said by a server only
                 self._grads.discard(chunk, worker)
                 self._free(chunk, worker)
             case PushSum(chunk):
@@ -277,11 +276,9 @@ class Lane:
 
     def _push_sum(self, number: int) -> None:
         grads = self._grads
-        assert grads is not None
         if not grads.holds(number):
             return
         scratch, _, _ = grads.take(number)
-        assert scratch is not None
         for worker in self.seats:
             self._free(number, worker)
         whole = scratch.view[: round_up(4 * self._chunks[number].numel, PAGE)]

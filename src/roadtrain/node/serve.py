@@ -154,6 +154,8 @@ class Seat:
                 assert self.pool is not None
                 push = m.push(fields, payload, session.chunk(fields[0]), self.pool.spare >= 2, me)
                 if fields[3] < 0:
+                    if push.ticket in self._kept:  # freeing the one would free the other's memory
+                        raise WireError(f"two pushes with the ticket {push.ticket}")
                     self._kept[push.ticket] = self._coming.popleft()
                 session.tell(push)
             case m.RELEASE:
