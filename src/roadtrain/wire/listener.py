@@ -172,8 +172,7 @@ class Listener:
         try:
             for sock, caller in callers:
                 take(sock, caller, deadline)
-            for sock, _ in callers:
-                channels.append(self._carrier.channel(sock))
+            channels += [self._carrier.channel(sock) for sock, _ in callers]
             link.start(receiver, channels)
         except Exception as error:
             link.start(receiver, [])

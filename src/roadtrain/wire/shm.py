@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from roadtrain.errors import AuthError, ConfigError, PeerError, WireError
-from roadtrain.units import MIB
+from roadtrain.units import GIB, KIB, MIB
 from roadtrain.wire.handshake import (
     Common,
     as_peer_error,
@@ -41,11 +41,11 @@ from roadtrain.wire.handshake import (
     greeting,
     limits,
 )
-from roadtrain.wire.link import Link, Receiver
+from roadtrain.wire.link import Link, Receiver, copy
 from roadtrain.wire.listener import Accept, Listener, Report
-from roadtrain.wire.ring import Ring, check_ring_bytes
 from roadtrain.wire.stream import Channel, Stream
 
+PIECE = MIB  # at most published at a time: the reader copies out one while the writer copies in the next
 _CONTROL = 4096  # bytes before the rings; a cache line for each word
 _HEAD, _TAIL, _READER_SLEEPS, _WRITER_SLEEPS, _WORDS = 0, 8, 16, 24, 32  # 8-byte words of one ring's control
 _EVENTS = 4  # data and space of each ring
@@ -60,7 +60,8 @@ class Options(Common):
     ring_bytes: int = 4 * MIB
 
     def __post_init__(self) -> None:
-        check_ring_bytes(self.ring_bytes)
+        if not 64 * KIB <= self.ring_bytes <= GIB or self.ring_bytes & (self.ring_bytes - 1):
+            raise ConfigError(f"a ring of {self.ring_bytes} bytes; a power of two from 64 KiB to 1 GiB is possible")
 
 
 def connect(
@@ -166,45 +167,67 @@ def _receive_channel(sock: socket.socket) -> Channel:
             os.close(fd)
 
 
-class _Ring(Ring):
-    """The counts lie in shared memory: _HEAD of bytes written, _TAIL of bytes read."""
+class _Ring:
+    """One direction as one side sees it. The writer owns _HEAD, the reader _TAIL: bytes ever written and read, so
+    `tail <= head <= tail + size`; what the other side says is checked each time. `here` is this side's own counter."""
 
     def __init__(self, words: memoryview, data: memoryview, bell: int, answer: int, sock: socket.socket) -> None:
-        super().__init__(data)
-        self._words, self._bell, self._answer = words, bell, answer
+        self._words, self._data, self._size = words, data, len(data)
+        self._bell, self._answer, self._here, self._piece = bell, answer, 0, min(PIECE, self._size // 4)
         self._poll = select.poll()
         self._poll.register(bell, select.POLLIN)
         self._poll.register(sock, select.POLLRDHUP)
 
     def write(self, buffers: Sequence[memoryview | bytes]) -> int:
-        free = self.size - self.used(self.here, self._words[_TAIL])
+        free = self._size - self._used(self._here, self._words[_TAIL])
         if not free:
-            if self._sleep(_WRITER_SLEEPS, lambda: self._words[_TAIL] + self.size > self.here):
+            if self._sleep(_WRITER_SLEEPS, lambda: self._words[_TAIL] + self._size > self._here):
                 raise BrokenPipeError(errno.EPIPE, "the other process is gone")
             return 0
         _order()
-        n = self.put(buffers, min(free, self.piece))
+        room = min(free, self._piece)
+        begin = self._here
+        for buffer in buffers:
+            n = min(len(buffer), room)
+            self._copy(memoryview(buffer)[:n], True)
+            room -= n
+            if not room:
+                break
         _order()
-        self._words[_HEAD] = self.here
+        self._words[_HEAD] = self._here
         _fence()
         if self._words[_READER_SLEEPS]:
             self._ring(_READER_SLEEPS)
-        return n
+        return self._here - begin
 
     def read(self, view: memoryview) -> int:
         """0 at the end, -1 to try again."""
-        there = self.used(self._words[_HEAD], self.here)
+        there = self._used(self._words[_HEAD], self._here)
         if not there:
-            return -1 if not self._sleep(_READER_SLEEPS, lambda: self._words[_HEAD] != self.here) else 0
+            return -1 if not self._sleep(_READER_SLEEPS, lambda: self._words[_HEAD] != self._here) else 0
         _order()
-        n = min(there, len(view), self.piece)
-        self.get(view[:n])
+        n = min(there, len(view), self._piece)
+        self._copy(view[:n], False)
         _order()
-        self._words[_TAIL] = self.here
+        self._words[_TAIL] = self._here
         _fence()
-        if self._words[_WRITER_SLEEPS] and self.size - there + n >= self.size // 2:  # not for every piece
+        if self._words[_WRITER_SLEEPS] and self._size - there + n >= self._size // 2:  # not for every piece
             self._ring(_WRITER_SLEEPS)
         return n
+
+    def _used(self, head: int, tail: int) -> int:
+        used = head - tail
+        if not 0 <= used <= self._size:
+            raise WireError(f"the ring says that {used} of its {self._size} bytes are used")
+        return used
+
+    def _copy(self, view: memoryview, into: bool) -> None:
+        at = self._here % self._size
+        first = min(len(view), self._size - at)
+        for ours, data in ((view[:first], self._data[at:]), (view[first:], self._data)):
+            if ours:
+                copy(*((data[: len(ours)], ours) if into else (ours, data[: len(ours)])))
+        self._here += len(view)
 
     def _sleep(self, flag: int, ready: Callable[[], bool]) -> bool:
         """Until the bell rings or the other process is gone: True if so and there is nothing to do any more."""
