@@ -54,8 +54,11 @@ COMMANDS = {
     ),
     "status": Command(
         "roadtrain.status:command", ("RUN",),
-        "Step, loss, rates, bytes written so far and how long the device endures it.",
-        {"endurance_tbw": (float, "terabytes the device may be written, from its data sheet (assumed: 600)")},
+        "Step, loss, rates, bytes written so far and how long the device endures it. Of a run on servers also each "
+        "node, what it waits for and since when (RUN may be their HOST:PORT,... instead); 1 if one does not answer.",
+        {"endurance_tbw": (float, "terabytes the device may be written, from its data sheet (assumed: 600)"),
+         "token_file": (str, "file with the servers' token, where RUN names servers"),
+         "ca": (str, "TLS: PEM file that the servers' certificates are known by, likewise")},
     ),
     "export": Command(
         "roadtrain.export:export_run", ("RUN", "DIR"),

@@ -7,6 +7,7 @@ Assumes: what RANK and WORLD_SIZE say, where there are several workers. Does NOT
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from roadtrain.node.cluster import Cluster, Group
 from roadtrain.node.compress import Compressor, Replace, twins
 from roadtrain.node.dial import address_of
 from roadtrain.node.engine import Engine, Layout, open_or_none
+from roadtrain.node.worker import Worker
 from roadtrain.optimizer import PlacedOptimizer
 from roadtrain.probe import storage_rates
 from roadtrain.spec.chunks import MAX_CHUNK, ChunkTable
@@ -45,6 +47,7 @@ def place(
     replicas: Literal[1, 2] = 1,
     link: Options | None = None,
     relay: str | int | None = None,
+    buffering: Literal["auto", "all", "none"] = "auto",
     budget: str | int | None = None,
     dtype: torch.dtype | None = None,
     blocks: Sequence[str] | None = None,
@@ -70,16 +73,18 @@ def place(
     them, and each update takes the mean of their gradients. replicas: 2 gives every chunk a second server that applies
     the same pushes; a server that does not answer at the start is left out, one that comes back is filled up again.
     link: how they are reached (token, TLS, connections). relay: host bytes for a process beside the workers of this
-    host that communicates for them. budget: host bytes for everything that roadtrain keeps in memory ("900MiB"; None:
-    half of what is free). dtype: what parameters travel and compute in (None: their own); masters and state are fp32.
-    blocks: names or patterns of the blocks (None: found). backwards_per_step: None, updates begin at step(); N promises
-    that step() follows every N-th backward pass, without clipping or loss scaling, and a block is updated as soon as
-    its last gradient is in. staleness: 1, each step computes with the parameters from before the last step's update,
-    which runs meanwhile (delayed update). topk: fraction of the gradient's volume that is communicated, indices
-    included (0.02 keeps 1 %). store_rates: relative rates of the directories, by which a new store's chunks are spread
-    (None: evenly; "measured": measured now). weights: a directory of safetensors in Hugging Face layout that the first
-    values come from. init: initialises a module of a model built on `meta`. extra: objects with
-    state_dict/load_state_dict that are committed and resumed with each step.
+    host that communicates for them. buffering: which blocks are kept from forward to backward, which then pulls
+    nothing: as many as fit where that is faster than the network (auto), all, or none. budget: host bytes for
+    everything that roadtrain keeps in memory ("900MiB"; None: half of what is free). dtype: what parameters travel and
+    compute in (None: their own); masters and state are fp32. blocks: names or patterns of the blocks (None: found).
+    backwards_per_step: None, updates begin at step(); N promises that step() follows every N-th backward pass, without
+    clipping or loss scaling, and a block is updated as soon as its last gradient is in. staleness: 1, each step
+    computes with the parameters from before the last step's update, which runs meanwhile (delayed update). topk:
+    fraction of the gradient's volume that is communicated, indices included (0.02 keeps 1 %). store_rates: relative
+    rates of the directories, by which a new store's chunks are spread (None: evenly; "measured": measured now).
+    weights: a directory of safetensors in Hugging Face layout that the first values come from. init: initialises a
+    module of a model built on `meta`. extra: objects with state_dict/load_state_dict that are committed and resumed
+    with each step.
 
     Raises UserError (ConfigError, ModelError, RuleError, BudgetError) before anything is changed, StoreError.
     """
@@ -87,6 +92,9 @@ def place(
     group = Group.of_environment() if servers else Group()
     if servers and (store or store_rates is not None):
         raise ConfigError("both store and servers are given", hint="the state rests here (store) or there (servers)")
+    if buffering not in ("auto", "all", "none") or (buffering != "auto" and not servers):
+        raise ConfigError(f"buffering = {buffering!r} with {len(servers or ())} server(s)",
+                          hint="auto, all or none; blocks are kept from a network's servers only")
     if replicas not in (1, 2) or replicas > max(1, len(servers or ())):
         raise ConfigError(f"replicas = {replicas} with {len(servers or ())} server(s)", hint="2 needs 2 or more")
     if group.workers > 1 and error_feedback:
@@ -134,6 +142,7 @@ def place(
         whole, {} if addresses else layout.records, layout.owners, host, on_files=bool(paths or addresses),
         holds_gradients=backwards_per_step is None, serves=not addresses,
         twins=twin_set, root_twin=twin_of_root,
+        buffering=buffering,
         compressed_bytes=int((topk or 0) / 2 * 8 * sum(c.numel for c in base.trainable)) * (backwards_per_step or 1),
     )
     compressor = None
@@ -172,6 +181,8 @@ def place(
     except BaseException:
         engine.close()
         raise
+    if addresses:
+        report(_keep_blocks(engine.worker, 0 if buffering != "auto" else budgets.kept))
     for note in engine.store.notes if engine.store else ():
         report(note)
     where = f"files in {', '.join(map(str, paths))}" if paths else "RAM: it is lost when this process ends"
@@ -190,6 +201,18 @@ def _device_of(model: nn.Module) -> torch.device:
     if len(found) > 1:
         raise ModelError(f"the model's parameters are on {sorted(map(str, found))}", hint="put it on one device")
     return next(iter(found), torch.device("cpu"))
+
+
+def _keep_blocks(worker: Worker, spare: int) -> str:
+    """Where a block comes sooner over the network than from host memory to the device, the `spare` slots that would
+    keep blocks from forward to backward are given up. Returns what is done and why, for people."""
+    pulled, copied = worker.pull_rate, worker.root.copy_rate()
+    if spare and pulled > copied:
+        worker.give_up_slots(spare)
+    rates = f"pulled at {show_rate(pulled)}" + ("" if math.isinf(copied) else f", to the device at {show_rate(copied)}")
+    blocks = len(worker.order)
+    return (f"buffering: {min(blocks, len(worker.prefetch.slots))} of {blocks} blocks stay from forward to backward "
+            f"({rates})")
 
 
 def _rates(

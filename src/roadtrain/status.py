@@ -1,4 +1,5 @@
-"""status: step, loss, rates, bytes written so far, and how long the device endures it; from a run directory alone.
+"""status: step, loss, rates, bytes written so far, and how long the device endures it; from a run directory alone. Of a
+run on servers also each node, what it waits for and since when; they are asked, and say so while they train.
 
 Endurance: what the device may be written by its data sheet (TBW, decimal terabytes), over what this run writes. Counts
 what roadtrain wrote by itself, not what the device's own housekeeping multiplies it by.
@@ -12,21 +13,39 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from roadtrain.errors import ConfigError
+from roadtrain.errors import ConfigError, PeerError
 from roadtrain.metrics import read_metrics
+from roadtrain.node import watch
+from roadtrain.node.dial import address_of, token_of
 from roadtrain.progress import describe, show_table
 from roadtrain.spec.job import Job, load_job
 from roadtrain.units import show_bytes, show_rate
+from roadtrain.wire.tcp import Options, Tls
 
 ASSUMED_TBW = 600.0  # terabytes: what makers state for a 1 TB consumer SSD
 RECENT = 20  # steps that rates are taken from
 WRITES = ("Write", "Commit")  # stages whose bytes go to the device
 
 
-def command(run: str, endurance_tbw: float | None = None, report: Callable[[str], None] = print) -> int:
-    """Raises ConfigError where `run` is not a run directory."""
-    show_table(rows(job_of_run(run), read_metrics(Path(run) / "metrics.jsonl"), endurance_tbw), report)
-    return 0
+def command(
+    run: str, endurance_tbw: float | None = None, token_file: str | None = None, ca: str | None = None,
+    report: Callable[[str], None] = print,
+) -> int:
+    """`run`: a run directory, or the HOST:PORT,... of servers. 1 where a server does not answer. Raises ConfigError
+    where it is neither."""
+    if Path(run).is_dir() or ":" not in run:
+        job = job_of_run(run)
+        table, servers = rows(job, read_metrics(Path(run) / "metrics.jsonl"), endurance_tbw), job.store.servers
+        token_file, ca = token_file or job.store.token_file, ca or job.store.ca
+    else:
+        table, servers = [], run.split(",")
+    found: list[Any] = []
+    if servers:
+        options = Options(token=token_of(token_file), tls=Tls(ca=Path(ca)) if ca else None)
+        found = watch.ask_all([address_of(server) for server in servers], options)
+        table += watch.rows(servers, found)
+    show_table(table, report)
+    return int(any(isinstance(one, PeerError) for one in found))
 
 
 def job_of_run(run: str) -> Job:

@@ -190,7 +190,7 @@ def place_job(job: Job, report: Report = print) -> Training:
     optimizer = place(
         model, build_optimizer(job, model.parameters()), store=job.store.dirs or None,
         servers=job.store.servers, replicas=job.store.replicas, link=_link(job), relay=job.store.relay,
-        budget=job.host_nbytes, dtype=DTYPES[job.model.dtype], blocks=job.model.blocks,
+        buffering=job.store.buffering, budget=job.host_nbytes, dtype=DTYPES[job.model.dtype], blocks=job.model.blocks,
         backwards_per_step=_promise(job), staleness=job.optimizer.staleness,
         topk=None if job.compress.topk is None else job.compress.topk / 100,
         error_feedback=job.compress.error_feedback, chunk_elements=job.store.chunk_elements, device=device,

@@ -469,3 +469,27 @@ def test_who_counts_after_a_death():
     assert resumed({0: (9, (4, 4, 4)), 1: (8, (0, 5, 5)), 2: (9, (0, 5, 5))}) == (8, (1, 2), 6)  # 0 was left out
     assert resumed({0: (-1, ()), 1: (8, (0, 5, 5)), 2: (8, (0, 5, 5))}) == (8, (1, 2), 6)  # and came back empty
     assert resumed({0: (8, (6, 6, 6)), 1: (8, (0, 5, 5)), 2: (8, (0, 5, 5))}) == (8, (0, 1, 2), 7)  # and was filled up
+
+
+def test_who_is_waited_for_is_known():
+    decider = ServeDecider(0, {0: (True, False), 1: (True, False)}, 0, durable=False, workers=3)
+    world = World(decider, 0)
+    assert decider.waits() == ([], [])
+    for worker in (0, 2):
+        world.feed(ops.Push(1, None, True, True, worker, None, worker))
+        world.feed(ops.Close(1, 1, worker))
+    pull = ops.Pull(1, 1, None, 9, 2)
+    world.feed(pull)
+    world.feed(ops.Seal(1, 0))
+    world.drain()
+    assert decider.waits() == ([pull], [(1, "the end of step 1"), (2, "the end of step 1"),
+                                        (1, "the gradient of chunk 1 in step 1")])
+    world.feed(ops.Close(1, 1, 1))
+    assert [what for _, what in decider.waits()[1]] == ["the end of step 1"] * 2
+
+
+def test_fewer_slots_before_the_first_pull():
+    prefetcher = Prefetcher(6, range(1, 7))
+    prefetcher.shrink(2)
+    assert _run_sequence(prefetcher, [*range(1, 7), *range(6, 0, -1)]) >= 1
+    assert len(prefetcher.slots) == 2

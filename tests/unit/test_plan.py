@@ -132,3 +132,21 @@ def test_the_refusal_names_the_largest_block_and_a_way_out():
     assert parse_bytes(re.findall(r"needs at least (\d+ MiB)", str(caught.value))[0]) > MIB
     with pytest.raises(BudgetError, match="place the state on files"):
         derive(table, records, (0,), MIB, on_files=False, holds_gradients=True)
+
+
+def test_blocks_are_kept_until_backward_as_asked():
+    blocks = [(f"b{i}", [ParamSpec(f"b{i}.w", (1 << 20,), "fp32", True, 0)]) for i in range(9)]
+    table = ChunkTable.build(blocks, 1 << 20)
+    words = {"on_files": True, "holds_gradients": True, "serves": False}
+
+    def slots(nbytes, **more):
+        got = derive(table, {}, (0,) * len(table.chunks), nbytes, **words, **more)
+        assert got.total <= nbytes
+        return got.slots, got.kept
+
+    assert slots(2 * GIB) == slots(2 * GIB, buffering="all") and slots(2 * GIB)[1] == 8
+    assert slots(2 * GIB, buffering="none")[1] == 0 and slots(2 * GIB, buffering="none")[0] < 8
+    few = 80 * MIB
+    assert 0 <= slots(few)[1] < 8
+    with pytest.raises(BudgetError, match=rf"{slots(few)[0]} of 8 blocks of 4.0 MiB can be kept.*80.0 MiB"):
+        slots(few, buffering="all")

@@ -27,6 +27,7 @@ from roadtrain.lab import Host, Network, Nic, network_available
 
 WORKERS, LINK = 4, 400e6 / 8
 WARM_UP = 2
+RELAY = "300MiB"
 TIMEOUT_S = 300.0
 
 
@@ -120,16 +121,20 @@ def run(quick: bool = False) -> Report:
     with tempfile.TemporaryDirectory(prefix="roadtrain-bench-") as name:
         cluster = Cluster(Path(name))
         with cluster.network:
+            late = ("--staleness", "1", *words)
             found = {"host": cluster.ours("w", steps, *words), "network": cluster.ours("s", steps, *words),
-                     "late": cluster.ours("s", steps, "--staleness", "1", *words), "fsdp": cluster.fsdp(steps, *words)}
+                     "late": cluster.ours("s", steps, *late), "fsdp": cluster.fsdp(steps, *words),
+                     "relay": cluster.ours("s", steps, *words, "--relay", RELAY),
+                     "late, relay": cluster.ours("s", steps, *late, "--relay", RELAY)}
     parameters = found["host"][0]["parameters"]
     unit = 2 * parameters / LINK
     seconds = {kind: step_seconds(results) for kind, results in found.items()}
     rows = []
     cases = (("host", "host", 0, 1.5, 1.15 * 1.5, 1.8), ("network", "network", 0, 1.0, None, None),
-             ("late", "network", 1, 1.0, 1.15, 2.5))
-    for kind, placement, late, floor, goal, ratio_goal in cases:
-        case = f"{placement}, {WORKERS} workers, {parameters / 1e6:.1f} M parameters, 400 Mbit/s, staleness {late}"
+             ("relay", "network with a relay", 0, 1.0, None, None),
+             ("late", "network", 1, 1.0, 1.15, 2.5), ("late, relay", "network with a relay", 1, 1.0, None, None))
+    for kind, placement, stale, floor, goal, ratio_goal in cases:
+        case = f"{placement}, {WORKERS} workers, {parameters / 1e6:.1f} M parameters, 400 Mbit/s, staleness {stale}"
         ratio = seconds["fsdp"] / seconds[kind]
         rows.append(Row(case, "step", "s", seconds[kind], seconds["fsdp"], "FSDP2, bf16", ratio, None,
                         None if ratio_goal is None else f"ratio >= {ratio_goal}",
@@ -137,9 +142,17 @@ def run(quick: bool = False) -> Report:
         rows.append(Row(case, "step", "S/B", seconds[kind] / unit, seconds["fsdp"] / unit, "FSDP2, bf16", ratio,
                         floor * unit / seconds[kind], None if goal is None else f"ours <= {goal:.3f}",
                         None if goal is None else seconds[kind] / unit <= goal))
+        carried = {of: median(max(median(r[way][WARM_UP:]) for way in ("received", "sent")) for r in found[of])
+                   for of in (kind, "fsdp")}
+        rows.append(Row(case, "carried by the busier direction of a worker's link, a step", "S", carried[kind] / (
+            2 * parameters), carried["fsdp"] / (2 * parameters), "FSDP2, bf16", None, None, None, None))
+        mine = {of: median(r["cpu"] / len(r["seconds"]) for r in found[of]) for of in (kind, "fsdp")}
+        rows.append(Row(case, "processor time of a worker's process, a step", "s", mine[kind], mine["fsdp"],
+                        "FSDP2, bf16", None, None, None, None))
         rows.append(Row(case, "peak resident of a worker", "MB", max(r["peak"] for r in found[kind]) / 1e6,
                         max(r["peak"] for r in found["fsdp"]) / 1e6, "FSDP2, bf16", None, None, None, None))
-    same = [r["losses"] for r in found["host"]] == [r["losses"] for r in found["network"]]
-    rows.append(Row("both placements", "losses are the same bits", "", float(same), None, None, None, None,
-                    "ours == 1", same))
+    for kinds in (("host", "network", "relay"), ("late", "late, relay")):
+        same = all([r["losses"] for r in found[kind]] == [r["losses"] for r in found[kinds[0]]] for kind in kinds)
+        rows.append(Row(", ".join(kinds), "losses are the same bits", "", float(same), None, None, None, None,
+                        "ours == 1", same))
     return Report("cluster", rows)

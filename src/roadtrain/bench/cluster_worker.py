@@ -58,6 +58,7 @@ def main() -> None:
                         ("staleness", 0), ("chunk", 1 << 20)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--fsdp", action="store_true")
+    parser.add_argument("--relay", default=None)
     args = parser.parse_args()
     torch.set_num_threads(1)
     rank, workers = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -74,7 +75,7 @@ def main() -> None:
         optimizer = roadtrain.place(
             model, adamw(model.parameters()), servers=args.servers.split(","), budget=args.budget or None,
             link=Options(token=token_of(args.token), retry_s=60), backwards_per_step=1, staleness=args.staleness,
-            chunk_elements=args.chunk,
+            chunk_elements=args.chunk, relay=args.relay,
             report=lambda line: print(line, flush=True),
         )
     if args.gate:

@@ -17,11 +17,13 @@ import re
 import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from json import dumps, loads
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from roadtrain.bench.report import machine
 from roadtrain.bench.soak_job import FLAVOURS
@@ -34,7 +36,7 @@ HARD_S = 90.0  # a fault that is not over by then hangs
 SHORT_S = 3.0  # the job's own deadline where passing it is the point
 RATE = 20e6  # bytes a second, of a link that is slowed
 LEFT = 64 << 10  # bytes that a full disk has
-WHO = re.compile(r"(server|worker) \d \(127\.0\.0\.1:\d+")  # role and host
+WHO = re.compile(r"(server|worker) \d \((127\.0\.0\.1:\d+|/)")  # role and host; a relay's socket
 WHAT = re.compile(r"step \d|wait(ed|ing) (\d+ s )?for|refused|another model|asked for")  # the step, what was expected
 
 
@@ -97,7 +99,7 @@ CYCLE = (  # every kind is among any so many faults; a kind that has many moment
     "worker killed", "server killed", "link cut", "all killed", "server moved", "another model", "disk full",
     "killed twice", "link slowed", "wrong token", "worker killed", "server killed", "link cut", "process stopped",
     "disk full at the start", "another dtype", "link stalled", "state outgrows the disk", "server killed",
-    "killed twice",
+    "relay killed",
 )
 
 
@@ -112,6 +114,8 @@ def drawn(seed: int, number: int) -> Fault:
         victims = rng.sample(workers + servers, 2 if name == "killed twice" else 1)
     elif name.startswith("server"):
         victims = [rng.choice(servers)]
+    elif name.startswith("relay"):
+        victims, link = ["relay of worker 0"], (0, link[1])
     elif name.startswith(("disk", "state")):
         victims = ["server 0" if name.startswith("state") else rng.choice(servers)]
     elif name.startswith("link"):
@@ -165,6 +169,18 @@ def killed_twice(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
     if not all(w.process.exitcode == 0 for w in scene.workers):
         scene.finish()
     return said
+
+
+@kind("relay killed")
+def relay_killed(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
+    """The process that communicates for both workers. Its links carry less than half of what the workers' do."""
+    def kill() -> None:
+        for child in psutil.Process(scene.workers[0].process.pid).children():
+            child.kill()
+    scene.relay = True
+    scene.start()
+    _at(scene, replace(fault, moment=fault.moment / 3), reference, kill)
+    return _supervised(scene, fault)
 
 
 @kind("server moved")

@@ -49,7 +49,8 @@ FLAVOURS = {"plain": Flavour(), "clipped": Flavour(clip=0.5), "late": Flavour(st
 
 @dataclass(frozen=True)
 class Errand:
-    """What one worker of one start is told. `change`: what is wrong with it. `grows_at`: from this step on its own
+    """What one worker of one start is told. `relay`: all are of one host, and one communicates for them. `change`: what
+    is wrong with it. `grows_at`: from this step on its own
     state needs room on the disk."""
 
     flavour: str
@@ -60,6 +61,7 @@ class Errand:
     steps: int
     log: str
     deadline_s: float
+    relay: bool = False
     change: str = ""
     grows_at: int = 1 << 30
 
@@ -107,7 +109,8 @@ def work(errand: Errand, token: bytes) -> None:
     torch.set_num_threads(1)
     os.environ |= {
         "RANK": str(errand.rank), "WORLD_SIZE": str(errand.workers), "MASTER_PORT": "1",
-        "TORCHELASTIC_RUN_ID": "soak", "TORCHELASTIC_RESTART_COUNT": str(errand.attempt),
+        "LOCAL_WORLD_SIZE": str(errand.workers if errand.relay else 1), "TORCHELASTIC_RUN_ID": "soak",
+        "TORCHELASTIC_RESTART_COUNT": str(errand.attempt),
     }
     try:
         _train(errand, token)
@@ -134,7 +137,8 @@ def _train(errand: Errand, token: bytes) -> None:
         model.extra = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     placed = place(
-        model, optimizer, servers=errand.servers, budget=BUDGET, chunk_elements=CHUNK,
+        model, optimizer, servers=errand.servers, relay=BUDGET if errand.relay else None, budget=BUDGET,
+        chunk_elements=CHUNK,
         link=Options(token=b"another" if errand.change == "token" else token, retry_s=errand.deadline_s,
                      close_s=errand.deadline_s / 3),
         dtype=torch.bfloat16 if errand.change == "dtype" else None, staleness=flavour.staleness,  # type: ignore[arg-type]

@@ -125,6 +125,7 @@ class Scene:
 
     def __init__(self, flavour: str, hard_s: float, rate: float = float("inf")) -> None:
         self.flavour, self.rate = flavour, rate
+        self.relay = False  # workers start with one, over worker 0's links
         self.until = time.monotonic() + hard_s
         self.servers: list[Node] = []
         self.workers: list[Node] = []
@@ -163,10 +164,11 @@ class Scene:
         self.attempt += 1
         self.workers = []
         for rank in range(WORKERS):
-            where = tuple("{}:{}".format(*self.links[rank, s].address) for s in range(SERVERS))
+            by = 0 if self.relay else rank
+            where = tuple("{}:{}".format(*self.links[by, s].address) for s in range(SERVERS))
             log = self.log(rank)
             errand = Errand(self.flavour, where, rank, WORKERS, self.attempt, steps, str(log), deadline_s,
-                            **wrong.get(rank, {}))
+                            self.relay, **wrong.get(rank, {}))
             self.workers.append(self._started(work, (errand, TOKEN), log))
 
     def serve(self, number: int, *, moved: bool = False) -> None:

@@ -43,6 +43,11 @@ class Prefetcher:
         self.cursor = 0  # next index of `past`
         self.wanted: int | None = None  # asked for and not yet used: it keeps or gets a slot before all others
 
+    def shrink(self, slots: int) -> None:
+        """Before anything is pulled: fewer slots."""
+        assert not self.where and slots >= 2
+        del self.slots[slots:]
+
     def asked(self, block: int) -> list[PullBlock]:
         """The worker needs `block` now. It may run once `here(block)`."""
         self._follow(block)

@@ -7,6 +7,8 @@ compute.
 
 from __future__ import annotations
 
+import math
+import time
 from typing import Any
 
 import torch
@@ -53,6 +55,16 @@ class HostBuffer:
                 self.tensor[:nbytes].copy_(self._host[:nbytes], non_blocking=True)
                 self._copied = torch.cuda.Event()
                 self._copied.record(stream)
+
+    def copy_rate(self) -> float:
+        """Bytes a second from host to device, measured now; infinite where the two sides are one."""
+        if not self._cuda:
+            return math.inf
+        self.wait_unused()
+        start = time.perf_counter()
+        self.to_device(self.nbytes)
+        self.wait_unused()
+        return self.nbytes / (time.perf_counter() - start)
 
     def on_device(self) -> torch.Tensor:
         """The device side, ordered after its copy on the caller's stream."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -30,6 +31,7 @@ from roadtrain.node import messages as m
 from roadtrain.node.dial import address_of, token_of
 from roadtrain.node.pool import Pool
 from roadtrain.node.server import Server, Setup
+from roadtrain.node.watch import HELLO, Status, Wait, Watched
 from roadtrain.spec.chunks import PAGE, Chunk
 from roadtrain.spec.plan import derive_server
 from roadtrain.store.buffers import Buffer
@@ -40,7 +42,7 @@ from roadtrain.store.ledger import StoreMeta, pack, unpack
 from roadtrain.store.snapshot import Snapshots, held_in, open_snapshot, restore, where_it_rests
 from roadtrain.trace import Stages
 from roadtrain.units import parse_bytes, round_up, show_bytes
-from roadtrain.wire.link import Link
+from roadtrain.wire.link import Link, Receiver
 from roadtrain.wire.tcp import Address, Options, Tls, listen
 
 Report = Callable[[str], None]
@@ -75,7 +77,7 @@ class _Reply:
     """Where a remote worker's pull goes (`Pull.into`)."""
 
     def __init__(self, seat: Seat, ticket: int, chunk: Chunk) -> None:
-        self.seat, self.ticket, self.chunk = seat, ticket, chunk
+        self.seat, self.ticket, self.chunk, self.asked = seat, ticket, chunk, time.monotonic()
         self.nbytes = round_up(chunk.public_nbytes, PAGE)
         self._buffer: Buffer | None = None
 
@@ -101,6 +103,7 @@ class Seat:
     def __init__(self, session: Any, rank: int, signature: str, link: Link) -> None:
         self.session, self.rank, self.signature, self.link = session, rank, signature, link
         self.pool: Pool | None = None
+        self.heard = time.monotonic()  # when its last message came
         self._coming: deque[Buffer] = deque()
         self._kept: dict[int, Buffer] = {}  # ticket -> buffer, until the server has let go of it
 
@@ -129,6 +132,7 @@ class Seat:
 
     def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
         """What is wrong with it ends the session, and all its workers are told why."""
+        self.heard = time.monotonic()
         try:
             self._take(kind, m.header(kind, header), payload)
         except RoadtrainError as error:
@@ -190,7 +194,7 @@ class Session:
     def __init__(self, name: str, workers: int, local: int, number: int, host: Host) -> None:
         self.name, self.workers, self.local, self.number, self.host = name, workers, local, number, host
         self.seats: dict[int, Seat] = {}
-        self.stages = Stages()
+        self.stages, self.began = Stages(), time.monotonic()
         self.server: Server | None = None
         self.meta: StoreMeta | None = None
         self.tier: FileTier | None = None
@@ -370,6 +374,23 @@ class Session:
         else:
             self.server.receive(ops.PeerLost(seat.rank, str(error)))
 
+    def status(self, of_host: Status) -> Status:
+        with self._lock:
+            seats, now = dict(self.seats), time.monotonic()
+        kind = "worker" if self.local > 0 else "relay of host"
+        at = {rank: seat.link.peer.partition("(")[2].rpartition(":")[0] for rank, seat in seats.items()}
+        names = {rank: f"{kind} {rank} ({address})" for rank, address in at.items()}
+        if self.server is None:
+            pulls, owed = [], [(0, "the opened store")]
+        else:
+            pulls, owed = self.server.waits()
+        of_host.step, of_host.expected = self.step, self.workers
+        of_host.workers = {names[rank]: now - seat.heard for rank, seat in seats.items()}
+        of_host.waits = [Wait(names[pull.worker], "", f"chunk {pull.chunk}", now - pull.into.asked) for pull in pulls]
+        of_host.waits += [Wait("", names.get(rank, f"{kind} {rank}"), what, now - (
+            seats[rank].heard if rank in seats else self.began)) for rank, what in owed]
+        return of_host
+
     def end(self, error: BaseException | None) -> None:
         with self._lock:
             first, self._over = not self._over, True
@@ -425,8 +446,11 @@ class Host:
         ours = meta is None or of is None or meta.job == of.job  # another job's is refused when it is opened
         return max(steps, default=-1), kept if ours else (), meta or of
 
-    def _accept(self, link: Link, hello: bytes) -> Seat:
+    def _accept(self, link: Link, hello: bytes) -> Receiver:
         """Called by the listener for a link whose other side has proven the token."""
+        if hello == HELLO:
+            status, session = Status(self.where, str(self.directory), self.rests), self.session
+            return Watched(link, session.status(status) if session else status)
         try:
             name, rank, workers, local, number, signature = m.HELLO.decode(hello)
         except msgspec.DecodeError as error:

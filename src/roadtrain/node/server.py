@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from roadtrain.errors import LostError, RoadtrainError
+from roadtrain.errors import DeadlineError, LostError, RoadtrainError
 from roadtrain.flow import ops
 from roadtrain.flow.queues import READ_PARAMETERS, READ_STATE, WRITE_STATE, DeviceQueue, Trial
 from roadtrain.flow.serve import ServeDecider
@@ -31,6 +31,8 @@ from roadtrain.store.file import FileTier
 from roadtrain.store.ledger import pack
 from roadtrain.trace import Stages
 from roadtrain.units import show_rate
+
+LOOK_S = 2.0  # for the loop to come to a question
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,15 @@ class Server:
         """A message from the worker, or an event of a doer. Does not block."""
         self._inbox.put(message)
 
+    def waits(self) -> tuple[list[ops.Pull], list[tuple[int, str]]]:
+        """As the decider says. DeadlineError where it does not."""
+        said: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.receive(lambda: said.put(self.decider.waits()))
+        try:
+            return said.get(timeout=LOOK_S)  # type: ignore[no-any-return]
+        except queue.Empty:
+            raise DeadlineError(f"{self.setup.name} is too busy to say what it does") from None
+
     def stop(self, deadline_s: float) -> list[str]:
         """Ends all threads; does not wait for unfinished steps (the caller flushes first if it wants them). Returns the
         names of those that hang beyond the deadline; the memory that they use stays until they let go."""
@@ -146,6 +157,9 @@ class Server:
             if event is None:
                 return
             try:
+                if callable(event):
+                    event()
+                    continue
                 if isinstance(event, ops.CommitDone) and self.setup.tier and event.step > self.decider.committed:
                     self.setup.tier.committed(event.step)
                 for action in self.decider.handle(event):

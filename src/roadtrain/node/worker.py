@@ -100,6 +100,7 @@ class Worker:
         self.root = HostBuffer(max(root.pull_nbytes, PAGE), device)
         self.root_push = HostBuffer(max(root.push_nbytes, PAGE), device)
         self._root_version = -1
+        self.pull_rate = 0.0  # bytes a second of the last block pulled alone
         self._permanent: dict[int, HostBuffer] = {}
         self._stale: set[int] = set()  # blocks whose permanent buffer must be fetched again
         self._permanent_arrivals: dict[int, int] = {}
@@ -236,9 +237,16 @@ class Worker:
             host.wait_unused()
             self._pull(block.chunks, host.view, -1 - block.index)
             self._wait(lambda: self._permanent_arrivals[block.index] == 0, lambda: f"the parameters of '{block.name}'")
+        self.pull_rate = block.pull_nbytes / (time.perf_counter() - start)
         host.to_device(block.pull_nbytes)
         host.on_device()
         self.stages.add("Wait", time.perf_counter() - start)
+
+    def give_up_slots(self, count: int) -> None:
+        """Before the first step."""
+        self.prefetch.shrink(len(self._slots) - count)
+        for _ in range(count):
+            self._slots.pop().close()
 
     def refresh_root(self) -> bool:
         """Brings the root block to the version that the released steps gave it. True if it was fetched."""

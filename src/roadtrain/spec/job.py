@@ -90,6 +90,8 @@ class StoreSection(Section):
     dirs: list[str] = Field(default=["{run}/store"], description="one server each; [] keeps all in RAM")
     servers: list[str] = Field(default=[], description="HOST:PORT of each `roadtrain serve`, instead of dirs")
     relay: str | None = Field(default=None, description="host bytes for a process that communicates for the workers")
+    buffering: Literal["auto", "all", "none"] = Field(
+        default="auto", description="blocks kept from forward to backward: what fits and pays, all, none")
     replicas: Literal[1, 2] = Field(default=1, description="2: two servers hold each chunk, any one may die")
     token_file: str | None = Field(default=None, description="file with the servers' token")
     ca: str | None = Field(default=None, description="TLS: PEM file that the servers' certificates are known by")

@@ -34,6 +34,7 @@ class Budgets:
     resident: frozenset[int]
     public_resident: frozenset[int]
     resident_bytes: int
+    kept: int = 0  # slots of `slots` that are there to keep blocks from forward to backward
 
     @property
     def total(self) -> int:
@@ -57,11 +58,13 @@ def derive(
     twins: frozenset[int] = frozenset(),
     root_twin: int = 0,
     compressed_bytes: int = 0,
+    buffering: str = "auto",
 ) -> Budgets:
     """Split `host_bytes`. `serves`: the servers are in this process; else the worker alone. `holds_gradients`:
     updates wait for step(), so gradients of all blocks pile up (beyond the buffers they go to files). `twins`:
     blocks that hold the compression's residuals; the root's has its own buffer. `compressed_bytes`: what compressed
-    gradients of one step take. Raises BudgetError with the least number of bytes that would do."""
+    gradients of one step take. `buffering`: whether blocks are kept from forward to backward where they come over a
+    network ("auto": as many as fit; "all", "none"). Raises BudgetError with the least number of bytes that would do."""
     root, blocks = table.blocks[0], [b for b in table.blocks[1:] if b.index != root_twin]
     slot = max((round_up(b.pull_nbytes, HUGE) for b in blocks), default=0) or HUGE
     push = max((round_up(b.push_nbytes, HUGE) for b in blocks), default=0) or HUGE  # also where no block trains
@@ -116,13 +119,18 @@ def derive(
     # what is left of the updates hides behind the next forward.
     more = min(compute if serves else 4, left // (2 if holds_gradients else 3) // push)
     pushes, left = pushes + more, left - more * push
+    keep = 0
     if not serves:  # a block kept after forward need not be pulled again for backward
-        more = min(compute, left // slot)
-        slots, left = slots + more, 0
+        keep = 0 if buffering == "none" else min(compute, left // slot)
+        if buffering == "all" and slots + keep < compute:
+            raise BudgetError(
+                f"{slots + keep} of {compute} blocks of {show_bytes(slot)} can be kept from forward to backward, the "
+                f"budget is {show_bytes(host_bytes)}", hint="buffering='auto' keeps what fits")
+        slots, left = slots + keep, 0
     resident, public, kept = _kept(table.chunks if serves else (), records, left)
     return Budgets(
         root_bytes, slots, slot, pushes, push, servers * per_server, record, scratch, activations,
-        compressed_bytes, resident, public, kept,
+        compressed_bytes, resident, public, kept, keep,
     )
 
 

@@ -1,0 +1,72 @@
+"""`roadtrain status` of servers: who is there, what each waits for and since when, while they train (Rule 5)."""
+
+import os
+import re
+import signal
+import time
+
+import pytest
+from models import Case
+from processes import HostProcess, Workers
+
+from roadtrain import cli
+
+
+@pytest.fixture
+def host(tmp_path):
+    (tmp_path / "token").write_text("a secret")
+    host = HostProcess(tmp_path / "host", token=b"a secret")
+    yield host
+    host.kill()
+
+
+def asked(capsys, where, token_file, until, deadline_s=30.0):
+    """What the command prints, once `until` is found in it."""
+    begin, out = time.monotonic(), ""
+    while time.monotonic() - begin < deadline_s:
+        cli.main(["status", where, "--token-file", str(token_file)])
+        out = " ".join(capsys.readouterr().out.split())
+        if re.search(until, out):
+            return out
+        time.sleep(0.2)
+    raise AssertionError(f"no {until!r} in: {out}")
+
+
+def test_a_stopped_worker_is_named_by_all_who_wait_for_it(host, tmp_path, capsys):
+    token = tmp_path / "token"
+    asked(capsys, host.where, token, "server 0.*no session: waits for workers")
+    workers = Workers(Case(clip=0.5), [host.where], tmp_path, 100000, 2, token=b"a secret")
+    try:
+        asked(capsys, host.where, token, "step [1-9].* 2 worker")
+        os.kill(workers.processes[1].pid, signal.SIGSTOP)
+        out = asked(capsys, host.where, token, r"waits since [2-9]\.\d s for the (gradient|release|end)")
+        server = re.search(r"(server 0.*?)worker 0 .*worker 1 \(127.0.0.1\) last", out)[1]
+        assert "worker 1 (127.0.0.1)" in server, "the server says whom it waits for"
+        before = re.search(r"step (\d+),", server)[1]
+        os.kill(workers.processes[1].pid, signal.SIGCONT)
+        asked(capsys, host.where, token, rf"step (?!{before},)\d+, 2 worker")  # being asked disturbed nothing
+    finally:
+        for process in workers.processes:
+            process.kill()
+            process.join()
+
+
+def test_whoever_does_not_answer_is_named_and_a_stranger_learns_nothing(host, tmp_path, capsys):  # Rule 8
+    (tmp_path / "other").write_text("another secret")
+    assert cli.main(["status", f"{host.where},127.0.0.1:1", "--token-file", str(tmp_path / "token")]) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert "no session" in out and re.search("server 1.*does not answer: .*refused", out)
+    assert cli.main(["status", host.where, "--token-file", str(tmp_path / "other")]) == 1
+    assert "token does not match" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_session_that_is_not_complete_says_who_is_missing(host, tmp_path, capsys):
+    workers = Workers(Case(), [host.where], tmp_path, 3, 2, token=b"a secret", retry_s=60)
+    try:
+        os.kill(workers.processes[0].pid, signal.SIGSTOP)  # before it could connect, or soon after
+        out = asked(capsys, host.where, tmp_path / "token", r"the opened store|\d worker\(s\)")
+        assert "of worker 0" in out
+    finally:
+        for process in workers.processes:
+            process.kill()
+            process.join()
