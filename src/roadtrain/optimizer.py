@@ -80,10 +80,10 @@ class PlacedOptimizer(torch.optim.Optimizer):
         if not fresh and self._worker.compressor is not None and self._worker.compressor.twin:
             raise LoopError("error feedback keeps one residual a step, and this is its second backward pass",
                             hint="one backward pass before each step(), or error_feedback=False")
-        self._worker.push_block(block, buffer, present, fresh=fresh)
         assert self._stream is not None
-        if self._promise is not None and self._passes + 1 == self._promise and not self._stream.pending(block):
-            self._worker.release(block, self.steps_done + 1, self._begin_hypers(), lambda param: 1.0)
+        whole = self._promise is not None and self._passes + 1 == self._promise and not self._stream.pending(block)
+        at_once: dict[str, Any] = {"step": self.steps_done + 1, "hypers": self._begin_hypers()} if whole else {}
+        self._worker.push_block(block, buffer, present, fresh=fresh, **at_once)
 
     def pass_ended(self) -> None:
         self._passes += 1

@@ -33,8 +33,9 @@ from roadtrain.lab.made import Made, command, folder, insist, lacking
 
 TBF = "root tbf burst 256kb latency 20ms rate"  # a burst below 64 kB splits segments, which burns a core
 SWITCH = "+switch"  # no host can be called so
-STRICT_ARP = "echo 1 > /proc/sys/net/ipv4/conf/all/arp_ignore"  # each NIC answers for its own address only
-TRIAL = (f"{STRICT_ARP} && ip link add name b0 type bridge && ip link add name v0 type veth peer name v1 && "
+# Each NIC answers for its own address only; congestion control is cubic, as Linux comes, whatever this machine has set.
+HOST = "cd /proc/sys/net/ipv4 && echo 1 > conf/all/arp_ignore && echo cubic > tcp_congestion_control"
+TRIAL = (f"{HOST} && ip link add name b0 type bridge && ip link add name v0 type veth peer name v1 && "
          f"tc qdisc add dev v0 {TBF} 1mbit && ip rule add from 10.1.0.1 table 100")
 
 
@@ -168,7 +169,7 @@ class Network(Made):
     def _namespace(self, name: str) -> Path:
         net = self.home / name
         net.touch()
-        command("unshare", f"--net={net}", "sh", "-c", STRICT_ARP)
+        command("unshare", f"--net={net}", "sh", "-c", HOST)
         _batch(net, ["link set lo up"])
         return net
 

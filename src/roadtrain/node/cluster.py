@@ -109,7 +109,8 @@ class RemoteServer:
     def _post(self, kind: int, header: bytes, parts: Sequence[memoryview], sent: Callable[[], None] | None) -> None:
         assert self.link is not None
         try:
-            self.link.send(kind, header, parts, sent)
+            # a pull names the version that it needs: it may overtake the pushes that give it
+            self.link.send(kind, header, parts, sent, urgent=kind == m.PULL)
         except LostError:
             if self._error is None:  # else whoever waits next hears what the server said before it hung up
                 raise

@@ -246,7 +246,7 @@ class Lane:
             blobs = unpack(bytes(payload))
             payload = blobs[seat.rank] if seat.rank < len(blobs) else blobs[0]
         with suppress(PeerError):
-            seat.link.send(kind, header, [memoryview(payload)] if len(payload) else ())
+            seat.link.send(kind, header, [memoryview(payload)] if len(payload) else (), urgent=True)
 
     # what the decider says
 
@@ -289,7 +289,7 @@ class Lane:
             self.seats[worker].freed(ticket)
 
     def _send(self, message: Any, sent: Callable[[], None] | None = None) -> None:
-        self._up.send(*m.frame(message), sent)
+        self._up.send(*m.frame(message), sent, urgent=isinstance(message, ops.Pull))
 
 
 def run(orders: Orders) -> None:

@@ -109,7 +109,7 @@ class Seat:
 
     def say(self, kind: int, fields: tuple[Any, ...], payload: bytes | memoryview = b"") -> None:
         with suppress(PeerError):
-            self.link.send(kind, m.encode(fields), [memoryview(payload)] if len(payload) else ())
+            self.link.send(kind, m.encode(fields), [memoryview(payload)] if len(payload) else (), urgent=True)
 
     def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
         fields = m.header(kind, header)

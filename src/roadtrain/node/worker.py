@@ -111,6 +111,7 @@ class Worker:
         self._kept: set[int] = set()  # ids of push buffers that hold a gradient until the update
         self.heap = Heap()
         self._sender: threading.Thread | None = None
+        self._copying = 0  # gradients on their way from the device
         self._to_send: queue.SimpleQueue[Any] = queue.SimpleQueue()
         if device.type == "cuda":
             self._sender = threading.Thread(target=self._send_copied, name="worker push", daemon=True)
@@ -272,8 +273,12 @@ class Worker:
         self.stages.add("Wait", time.perf_counter() - start)
         return buffer.tensor
 
-    def push_block(self, block: int, buffer: torch.Tensor, present: Sequence[int], *, fresh: bool) -> None:
-        """Sends the gradient of `block` in the flat `buffer`. `fresh`: it begins a new sum."""
+    def push_block(
+        self, block: int, buffer: torch.Tensor, present: Sequence[int], *, fresh: bool, step: int = 0,
+        hypers: Mapping[int, tuple[float, ...]] = {},
+    ) -> None:
+        """Sends the gradient of `block` in the flat `buffer`. `fresh`: it begins a new sum. `step`: the gradient is
+        whole and not to be scaled, so each chunk's update in that step begins as soon as it is there."""
         start = time.perf_counter()
         state, table = self.blocks[block], self.table.blocks[block]
         if state.released_in == self.ledger.sealed + 1:
@@ -290,22 +295,39 @@ class Worker:
         if self.workers == 1:
             with self._lock:
                 self._expect_sums(state, table.chunks)
+        with_chunk = {}
+        if step and self.compressor is None:
+            with_chunk = self._begin_update(block, step, hypers, lambda param: 1.0)
         if copied is None:
-            self._push_host(table, host, fresh)
+            self._push_host(table, host, fresh, with_chunk)
         else:
-            self._to_send.put((copied, table, host, fresh))
+            with self._lock:
+                self._copying += 1
+            self._to_send.put((copied, table, host, fresh, with_chunk))
+        if step and self.compressor is None:
+            self._end_update(block, with_chunk)
+        elif step:
+            self.release(block, step, hypers, lambda param: 1.0)
         self.stages.add("Push", time.perf_counter() - start, table.push_nbytes)
 
     def _send_copied(self) -> None:
         while (item := self._to_send.get()) is not None:
-            copied, table, host, fresh = item
+            copied, *words = item
             try:
                 copied.synchronize()
-                self._push_host(table, host, fresh)
+                self._push_host(*words)
+                with self._lock:
+                    self._copying -= 1
+                    self._lock.notify_all()
             except BaseException as error:
                 self.deliver(ops.Failed(-1, error))
 
-    def _push_host(self, table: Block, host: HostBuffer, fresh: bool) -> None:
+    def _all_sent(self) -> None:
+        """Waits, with the lock, for gradients that are still being copied from the device: what is said of them comes
+        after them."""
+        self._wait(lambda: not self._copying, lambda: "gradients to be copied from the device")
+
+    def _push_host(self, table: Block, host: HostBuffer, fresh: bool, then: Mapping[int, ops.Release] = {}) -> None:
         chunks = [c for c in table.chunks if c.trainable]
         if self.compressor is not None:
             for chunk, grad, sums in self.compressor.compress(table, host.view, self):
@@ -316,7 +338,7 @@ class Worker:
                     self._push_free.append(host)
                     self._lock.notify_all()
             return
-        self.send_dense(chunks, host, fresh)
+        self.send_dense(chunks, host, fresh, then)
 
     def residual(self, twin: int, *, permanent: bool) -> HostBuffer:
         """A buffer that holds the newest residuals of block `twin` and may be changed in place, then sent."""
@@ -349,19 +371,24 @@ class Worker:
             self._expect_sums(state, table.chunks)
         self.send_dense(table.chunks, host, True)
 
-    def send_dense(self, chunks: Sequence[Chunk], host: HostBuffer, fresh: bool) -> None:
-        """Pushes `chunks` out of `host`, which is free again when every server has said so."""
+    def send_dense(
+        self, chunks: Sequence[Chunk], host: HostBuffer, fresh: bool, then: Mapping[int, ops.Release] = {}
+    ) -> None:
+        """Pushes `chunks` out of `host`, which is free again when every server has said so. `then`: what is said right
+        after a chunk."""
         with self._lock:
             keep = self.keep_always or host not in self._push_all or len(self._kept) < len(self._push_all) - 2
             if keep and fresh and host in self._push_all:
                 self._kept.add(id(host))
-            to = [(chunk, server) for chunk in chunks for server in self.owners[chunk.id]]
-            self._push_left[id(host)] = (host, len(to))
-            for chunk, server in to:
-                ticket = self._next_ticket()
-                self._push_tickets[ticket] = host
+            self._push_left[id(host)] = (host, sum(len(self.owners[chunk.id]) for chunk in chunks))
+            for chunk in chunks:
                 grad = host.view[chunk.push_offset : chunk.push_offset + round_up(chunk.public_nbytes, PAGE)]
-                self.links[server].send(ops.Push(chunk.id, grad, fresh, keep, ticket))
+                for server in self.owners[chunk.id]:
+                    ticket = self._next_ticket()
+                    self._push_tickets[ticket] = host
+                    self.links[server].send(ops.Push(chunk.id, grad, fresh, keep, ticket))
+                if chunk.id in then:
+                    self._send(chunk.id, then[chunk.id])
 
     def _freed(self, ticket: int) -> None:
         host = self._push_tickets.pop(ticket, None)
@@ -388,6 +415,7 @@ class Worker:
         state = self.blocks[block]
         with self._lock:
             if not sealed and self._whole(block):
+                self._all_sent()
                 for chunk in self.table.blocks[block].chunks:
                     if chunk.trainable:
                         self._send(chunk.id, ops.Close(chunk.id, self.ledger.sealed + 1))
@@ -426,14 +454,28 @@ class Worker:
 
     def _forget_chunks(self, chunks: Sequence[Chunk]) -> None:
         with self._lock:
+            self._all_sent()
             for chunk in chunks:
                 self._send(chunk.id, ops.Forget(chunk.id))
 
     def release(self, block: int, step: int, hypers: Mapping[int, tuple[float, ...]], scales: Scales) -> None:
         """Starts the update of `block` as part of `step`: every span whose `scales(param)` is not None. With several
         workers each releases every block, and the server takes what any of them has."""
+        releases = self._begin_update(block, step, hypers, scales)
+        with self._lock:
+            self._all_sent()
+            for chunk, message in releases.items():
+                self._send(chunk, message)
+        self._end_update(block, releases)
+        if self.compressor is not None:
+            self.compressor.release(block, step, self)
+
+    def _begin_update(
+        self, block: int, step: int, hypers: Mapping[int, tuple[float, ...]], scales: Scales
+    ) -> dict[int, ops.Release]:
+        """What is to be said of which chunk; from now on the block has its next version."""
         state, table = self.blocks[block], self.table.blocks[block]
-        dropped, any_released = [], False
+        out = {}
         with self._lock:
             self._whole(block)
             for chunk in table.chunks:
@@ -443,23 +485,24 @@ class Worker:
                 if self.workers > 1:
                     of_spans = [None if s is None else s / self.workers for s in of_spans]
                 elif all(s is None for s in of_spans):
-                    dropped.append(chunk)
                     continue
-                any_released = True
                 self.chunk_version[chunk.id] += 1
                 self._updated_in[chunk.id] = step
                 order = self.order.get(block, 0)
-                self._send(chunk.id, ops.Release(chunk.id, step, hypers[chunk.group], of_spans, order))
-            if any_released:
+                out[chunk.id] = ops.Release(chunk.id, step, hypers[chunk.group], of_spans, order)
+            if out:
                 state.version += 1
                 self.prefetch.updated([block])
             state.released_in = step
-        if dropped:
+        return out
+
+    def _end_update(self, block: int, released: Mapping[int, ops.Release]) -> None:
+        """One worker's chunks without a gradient are dropped."""
+        state, table = self.blocks[block], self.table.blocks[block]
+        if dropped := [c for c in table.chunks if c.trainable and c.id not in released]:
             with self._lock:
                 self._wait(lambda: not state.sums.due, lambda: f"block '{table.name}'")
             self._forget_chunks(dropped)
-        if self.compressor is not None:
-            self.compressor.release(block, step, self)
         state.held = False
         state.present.clear()
 

@@ -2,7 +2,7 @@
 payload.
 
 A link is made with the Receiver of what arrives. `send` only queues; order of calls is order of arrival, also where
-several connections carry one link. Bulk bytes are gathered from the sender's buffers and land in the buffer that the
+several connections carry one link; but `urgent` frames go before all others that have not begun to leave. Bulk bytes are gathered from the sender's buffers and land in the buffer that the
 other side's `room` names: a transport copies them, this room never holds them.
 
     frame = HEAD, header (<= 64 KiB), payload (<= the frame limit); all lengths are checked before anything is allocated
@@ -50,7 +50,8 @@ class Link(Protocol):
     peer: str  # for people: "server 2 (10.0.0.3:7000)"
 
     def send(
-        self, kind: int, header: bytes, parts: Sequence[memoryview] = (), sent: Callable[[], None] | None = None
+        self, kind: int, header: bytes, parts: Sequence[memoryview] = (), sent: Callable[[], None] | None = None, *,
+        urgent: bool = False,
     ) -> None:
         """Queues, and never waits. `parts` must not change until `sent` is called: once, from a thread of the link,
         when the transport has the bytes or when the link has ended without them. Raises LostError once the link is

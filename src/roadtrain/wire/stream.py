@@ -1,7 +1,7 @@
 """Stream: a Link over one or more byte channels; all that tcp and shm have in common.
 
-Sending: one queue; the thread of a channel takes the next frames as soon as it is free, so the least loaded channel
-takes most. Small frames go together in one call. Receiving: a thread per channel reads heads through a small buffer
+Sending: one queue, and one for what is urgent; the thread of a channel takes the next frames as soon as it is free, so
+the least loaded channel takes most. Small frames go together in one call. Receiving: a thread per channel reads heads through a small buffer
 and payloads straight into `room`. Sequence numbers restore the order: `room` is called in it (so that no later frame
 can take the memory that an earlier one waits for), payloads of several channels then land at the same time, `arrived`
 is in order again.
@@ -51,12 +51,12 @@ class Channel(Protocol):
 
 
 class _Frame(NamedTuple):
-    sequence: int
     kind: int
     header: bytes
     parts: Sequence[memoryview]
     nbytes: int
     sent: Sent | None
+    sequence: int = 0  # from when it leaves the queue
 
 
 def _checksum(head: Head, header: bytes | memoryview, parts: Sequence[memoryview]) -> int:
@@ -129,7 +129,7 @@ class Stream:
         self._limit, self._summed, self._close_s = limit, summed, close_s
         self._lock = threading.Lock()
         self._to_send, self._turned = threading.Condition(self._lock), threading.Condition(self._lock)
-        self._queue: deque[_Frame] = deque()
+        self._queue, self._urgent = deque[_Frame](), deque[_Frame]()
         self._next = self._idle = self._moved = 0
         self._ready: dict[int, tuple[int, bytes, memoryview]] = {}
         self._waiting: set[int] = set()
@@ -151,7 +151,10 @@ class Stream:
         for thread in self._threads:
             thread.start()
 
-    def send(self, kind: int, header: bytes, parts: Sequence[memoryview] = (), sent: Sent | None = None) -> None:
+    def send(
+        self, kind: int, header: bytes, parts: Sequence[memoryview] = (), sent: Sent | None = None, *,
+        urgent: bool = False,
+    ) -> None:
         views = [flat(part) for part in parts if part.nbytes]
         nbytes = sum(map(len, views))
         check_sizes(self.peer, kind, header, nbytes, self._limit)
@@ -160,8 +163,7 @@ class Stream:
                 raise LostError(f"cannot send: {self._error}") from self._error
             if self._closing:
                 raise LostError(f"{self.peer}: this link is closed")
-            self._queue.append(_Frame(self._next, kind, header, views, nbytes, sent))
-            self._next += 1
+            (self._urgent if urgent else self._queue).append(_Frame(kind, header, views, nbytes, sent))
             if self._idle:
                 self._to_send.notify()
 
@@ -184,7 +186,8 @@ class Stream:
         """Nothing more goes out; threads are woken, queued buffers given back."""
         with self._lock:
             self._error = self._error or error
-            queued = list(self._queue)
+            queued = [*self._urgent, *self._queue]
+            self._urgent.clear()
             self._queue.clear()
             self._to_send.notify_all()
             self._turned.notify_all()
@@ -241,24 +244,26 @@ class Stream:
                 self._give_back(batch)
         if self._error is None:
             try:
-                self._put(channel, [self._lead(_Frame(self._next, 0, b"", (), 0, None), LAST)])
+                self._put(channel, [self._lead(_Frame(0, b"", (), 0, None, self._next), LAST)])
             except OSError as error:
                 self.fail(LostError(f"{self.peer}: {error.strerror or error} while saying goodbye"))
 
     def _take(self) -> list[_Frame]:
         """The next frames for one call; none at the end."""
         with self._lock:
-            while not self._queue:
+            while not self._queue and not self._urgent:
                 if self._error is not None or self._closing:
                     return []
                 self._idle += 1
                 self._to_send.wait()
                 self._idle -= 1
-            batch = [self._queue.popleft()]
-            room = BATCH - batch[0].nbytes
-            while self._queue and self._queue[0].nbytes <= room and len(batch) < BATCH_FRAMES:
-                batch.append(self._queue.popleft())
+            batch, room = list[_Frame](), BATCH
+            while (queue := self._urgent or self._queue) and len(batch) < BATCH_FRAMES:
+                if batch and queue[0].nbytes > room:
+                    break
+                batch.append(queue.popleft()._replace(sequence=self._next))
                 room -= batch[-1].nbytes
+                self._next += 1
             return batch
 
     def _lead(self, frame: _Frame, flags: int = 0) -> bytes:

@@ -45,6 +45,7 @@ _INFO = struct.Struct("<8B24I")  # the beginning of Linux's struct tcp_info
 _RETRANSMITS, _PROBES, _LAST_ACK = 2, 3, 8 + 12
 TLS_PIECE = 256 * KIB  # of one call under the lock of a TLS connection
 TICK_S = 1
+UNSENT = 256 * KIB  # bytes that wait in the kernel: what is urgent overtakes what has not come so far
 
 
 @dataclass(frozen=True)
@@ -214,6 +215,7 @@ def _prepare(sock: socket.socket, options: Options) -> None:
 def _channel(sock: socket.socket, options: Options) -> Channel:
     tcp = socket.IPPROTO_TCP
     sock.setsockopt(tcp, socket.TCP_NODELAY, 1)
+    sock.setsockopt(tcp, socket.TCP_NOTSENT_LOWAT, UNSENT)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in ((socket.TCP_KEEPIDLE, 1), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 3)):
         sock.setsockopt(tcp, option, value)
