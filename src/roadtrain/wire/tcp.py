@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from roadtrain.errors import ConfigError, PeerError
+from roadtrain.retry import retry
 from roadtrain.units import KIB
 from roadtrain.wire.handshake import (
     MAX_CONNECTIONS,
@@ -111,7 +112,7 @@ def connect(
     try:
         greetings = []
         for i in range(options.connections):
-            sock = _dial(address, options)
+            sock = retry(lambda: _dial(address, options), ConnectionRefusedError, options.retry_s)
             socks.append(sock)
             deadline = time.monotonic() + options.handshake_s
             if context is not None and options.tls is not None:
@@ -175,18 +176,6 @@ class _Carrier:
 
 
 def _dial(address: Address, options: Options) -> socket.socket:
-    """A connected socket; tries again for `retry_s` while the connection is refused."""
-    begin = time.monotonic()
-    while True:
-        try:
-            return _dial_once(address, options)
-        except ConnectionRefusedError:
-            if time.monotonic() - begin >= options.retry_s:
-                raise
-            time.sleep(0.05)
-
-
-def _dial_once(address: Address, options: Options) -> socket.socket:
     family, kind, protocol, _, where = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
     sock = socket.socket(family, kind, protocol)
     try:
