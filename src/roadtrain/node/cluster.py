@@ -27,7 +27,7 @@ import msgspec
 import numpy as np
 import torch
 
-from roadtrain.errors import ConfigError, DeadlineError, ForeignError, LostError, PeerError, WireError
+from roadtrain.errors import BusyError, ConfigError, DeadlineError, ForeignError, LostError, PeerError, WireError
 from roadtrain.flow import ops
 from roadtrain.flow.ledger import resumed
 from roadtrain.kernels.rules import described
@@ -257,7 +257,7 @@ class Cluster:
                     self._join(number, addresses[number], once)
                     del missing[number]
                 except (LostError, DeadlineError, WireError) as error:
-                    if m.BUSY not in str(error) and (not spare or isinstance(error, WireError)):
+                    if not isinstance(error, BusyError) and (not spare or isinstance(error, WireError)):
                         raise
                     missing[number] = error
             if self._enough(missing):

@@ -20,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -30,14 +29,23 @@ from typing import Any
 
 import msgspec
 
-from roadtrain.errors import ConfigError, DeadlineError, ForeignError, LostError, PeerError, RoadtrainError, WireError
+from roadtrain.errors import (
+    BusyError,
+    ConfigError,
+    DeadlineError,
+    ForeignError,
+    LostError,
+    PeerError,
+    RoadtrainError,
+    WireError,
+)
 from roadtrain.flow import ops
 from roadtrain.flow.relay import Give, PushSum, RelayDecider, Up
 from roadtrain.node import messages as m
-from roadtrain.node.dial import dial
 from roadtrain.node.gradients import Gradients
 from roadtrain.node.pool import Pool
 from roadtrain.node.serve import Seat
+from roadtrain.retry import retry
 from roadtrain.spec.chunks import PAGE, Chunk
 from roadtrain.spec.plan import RelayBudgets
 from roadtrain.store.buffers import Buffer
@@ -125,8 +133,8 @@ class Lane:
         o = self.orders
         summed = 1 if o.local == 1 else -o.local
         hello = m.encode((o.session, o.host, o.hosts, summed, self.number, self._signature))
-        self._up = dial(lambda: connect(o.servers[self.number], self, o.options, hello=hello,
-                                        name=f"server {self.number}"), o.options.retry_s)
+        self._up = retry(lambda: connect(o.servers[self.number], self, o.options, hello=hello,
+                                         name=f"server {self.number}"), BusyError, o.options.retry_s)
         self._connected.set()
 
     def accept(self, link: Link, hello: bytes) -> Seat:
@@ -137,7 +145,7 @@ class Lane:
         index = rank - self.orders.host * self.orders.local
         with self._lock:
             if self._over or self._left or name != self.orders.session or index in self.seats:
-                raise WireError(f"{m.BUSY} with another start of this job")
+                raise BusyError("busy with another start of this job")
             if not 0 <= index < self.orders.local:
                 raise WireError(f"worker {rank} is none of the {self.orders.local} of host {self.orders.host}")
             if signature != self._signature:
@@ -323,14 +331,7 @@ def run(orders: Orders) -> None:
 
 def _listen(path: Path, lane: Lane, options: Options) -> Listener:
     """The relay of the start before may be about to leave."""
-    until = time.monotonic() + 10
-    while True:
-        try:
-            return shm.listen(path, lane.accept, local_options(options))
-        except ConfigError:
-            if time.monotonic() > until:
-                raise
-            time.sleep(0.1)
+    return retry(lambda: shm.listen(path, lane.accept, local_options(options)), ConfigError, 10.0)
 
 
 def main() -> None:

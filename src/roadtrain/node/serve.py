@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 import psutil
 
-from roadtrain.errors import ConfigError, ForeignError, PeerError, RoadtrainError, WireError
+from roadtrain.errors import BusyError, ConfigError, ForeignError, PeerError, RoadtrainError, WireError
 from roadtrain.flow import ops
 from roadtrain.kernels.rules import rule_of
 from roadtrain.node import messages as m
@@ -438,7 +438,7 @@ class Host:
             if session is None:
                 session = self.session = Session(name, workers, local, number, self)
             elif not session.takes(name, rank, workers, local):
-                raise WireError(f"{m.BUSY} with a session of {session.workers} worker(s), at step {session.step}")
+                raise BusyError(f"busy with a session of {session.workers} worker(s), at step {session.step}")
             seat = Seat(session, rank, signature, link)
             link.peer = f"worker {rank} ({link.peer})"
             session.join(seat)
