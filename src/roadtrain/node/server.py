@@ -31,6 +31,10 @@ from roadtrain.store.file import FileTier
 from roadtrain.store.ledger import pack
 from roadtrain.trace import Stages
 from roadtrain.units import show_rate
+from roadtrain.wire.link import copy
+
+Done = tuple[int, Any]
+Job = Callable[[], Done]
 
 
 @dataclass(frozen=True)
@@ -136,7 +140,7 @@ class Server:
         if self.setup.tier is not None:
             self.setup.tier.write(chunk, "record" if self.setup.chunks[chunk].trainable else "public", view)
         else:
-            np.copyto(np.frombuffer(self.memory[chunk], np.uint8), np.frombuffer(view, np.uint8))
+            copy(self.memory[chunk], view)
 
     # threads
 
@@ -159,46 +163,56 @@ class Server:
             case ops.Send(message, to):
                 self._deliver(message, to)
             case ops.Answer(pull, True, newest):
-                self._kernel(0, lambda: self._answer_memory(pull, newest))
+                self._kernel(0, "Fetch", lambda: self._answer_memory(pull, newest))
             case ops.Answer(pull, False, newest):
-                self._io_push(READ_PARAMETERS, pull.ticket, lambda: self._answer_into(
+                self._io_push(READ_PARAMETERS, pull.ticket, "Fetch", lambda: self._answer(
                     pull, lambda into: self._read_public(self.setup.chunks[pull.chunk], into, newest)))
             case ops.Hold(push):
-                self._kernel(1, lambda: self._hold(push))
+                self._kernel(1, "Sum", lambda: self._hold(push))
             case ops.Total(chunk):
-                self._kernel(1, lambda: self._total(chunk))
+                self._kernel(1, "Sum", lambda: self._total(chunk))
             case ops.Update(chunk, release):
-                self._kernel(2, lambda: self._update(chunk, release))
+                self._kernel(2, "Update", lambda: self._update(chunk, release))
             case ops.Read(chunk, buffer):
-                self._io_push(READ_STATE, 0, lambda: self._read(chunk, buffer))
+                self._io_push(READ_STATE, 0, "Read", lambda: self._read(chunk, buffer))
             case ops.Write(chunk):
-                self._io_push(WRITE_STATE, 0, lambda: self._write(chunk))
+                self._io_push(WRITE_STATE, 0, "Write", lambda: self._write(chunk))
             case ops.Prepare(step, blobs):
                 if self.setup.tier is None:
                     self.receive(ops.PrepareDone(step))
                 else:
-                    self._io_push(WRITE_STATE, -1, lambda: self._prepare(step, blobs))
+                    self._io_push(WRITE_STATE, -1, "Commit", lambda: self._prepare(step, blobs))
             case ops.Discard(chunk, worker):
                 self._grads.discard(chunk, worker)
 
-    def _kernel(self, priority: int, job: Callable[[], None]) -> None:
+    def _kernel(self, priority: int, stage: str, job: Job) -> None:
         self._count += 1
-        self._kernels.put((priority, self._count, job))
+        self._kernels.put((priority, self._count, (stage, job)))
 
-    def _io_push(self, priority: int, order: int, job: Callable[[], int | None]) -> None:
+    def _io_push(self, priority: int, order: int, stage: str, job: Job) -> None:
         with self._device_ready:
-            self._device.push(priority, order, job)
+            self._device.push(priority, order, (stage, job))
             self._device_ready.notify()
+
+    def _work(self, stage: str, job: Job) -> int:
+        """Does a job, counts it, reports what it did. Returns its bytes."""
+        start = time.perf_counter()
+        try:
+            nbytes, event = job()
+        except BaseException as error:
+            self._fail(error)
+            return 0
+        self._stages.add(stage, time.perf_counter() - start, nbytes)
+        if event is not None:
+            self.receive(event)
+        return nbytes
 
     def _compute(self) -> None:
         while True:
-            job = self._kernels.get()[2]
-            if job is None or self._stopping:
+            work = self._kernels.get()[2]
+            if work is None or self._stopping:
                 return
-            try:
-                job()
-            except BaseException as error:
-                self._fail(error)
+            self._work(*work)
 
     def _io(self) -> None:
         while True:
@@ -209,14 +223,10 @@ class Server:
                     return
                 if self._device.at_work == 1:
                     self._began = time.perf_counter()
-            priority, job = item
-            moved = 0
-            try:
-                moved = job() or 0
-            except BaseException as error:
-                self._fail(error)
+            priority, work = item
+            nbytes = self._work(*work)
             with self._device_ready:
-                self._moved += moved
+                self._moved += nbytes if priority != READ_PARAMETERS else 0
                 self._device.done(priority)
                 if self._device.at_work == 0:
                     self._busy_s += time.perf_counter() - self._began
@@ -232,7 +242,7 @@ class Server:
             error = wrapped
         self._deliver(ops.Failed(self.setup.number, error), None)
 
-    # doers
+    # doers: each returns its bytes, and the event to report unless somebody else will
 
     def _load(self) -> None:
         tier = self.setup.tier
@@ -271,61 +281,44 @@ class Server:
         assert buffer is not None
         return self._buffers[buffer].view
 
-    def _answer_memory(self, pull: ops.Pull, newest: bool) -> None:
-        start = time.perf_counter()
+    def _answer_memory(self, pull: ops.Pull, newest: bool) -> Done:
         view = None if newest else self.memory.get(pull.chunk)  # that may be the public part alone
         if view is None:
             view = self._record_view(pull.chunk)
         if newest:
             chunk, record = self.setup.chunks[pull.chunk], self.setup.records[pull.chunk]
-            self._answer_into(pull, lambda into: self._cast_public(chunk, record, view, into))
-            return
+            return self._answer(pull, lambda into: self._cast_public(chunk, record, view, into))
+        return self._answer(pull, lambda into: copy(into, view[: len(into)]), view)
+
+    def _answer(self, pull: ops.Pull, put: Callable[[memoryview], None], view: memoryview | None = None) -> Done:
+        """What `put` writes goes to the worker. `view`: where it lies already, for a link to send it from there."""
         if isinstance(pull.into, memoryview):
-            n = len(pull.into)
-            np.copyto(np.frombuffer(pull.into, np.uint8), np.frombuffer(view, np.uint8, n))
-            self.receive(ops.PublicRead(pull))
-        else:
-            n = pull.into.send(view, lambda: self.receive(ops.PublicRead(pull)))
-        self._stages.add("Fetch", time.perf_counter() - start, n)
+            put(pull.into)
+            return len(pull.into), ops.PublicRead(pull)
+        if view is None:
+            view = pull.into.buffer()
+            put(view)
+        return pull.into.send(view, lambda: self.receive(ops.PublicRead(pull))), None
 
-    def _answer_into(self, pull: ops.Pull, put: Callable[[memoryview], None]) -> None:
-        start = time.perf_counter()
-        into = pull.into if isinstance(pull.into, memoryview) else pull.into.buffer()
-        put(into)
-        if into is pull.into:
-            self.receive(ops.PublicRead(pull))
-        else:
-            pull.into.send(into, lambda: self.receive(ops.PublicRead(pull)))
-        self._stages.add("Fetch", time.perf_counter() - start, len(into))
-
-    def _hold(self, push: ops.Push) -> None:
-        start = time.perf_counter()
+    def _hold(self, push: ops.Push) -> Done:
         sums, kept = self._grads.hold(push)
-        self._stages.add("Sum", time.perf_counter() - start, self.setup.chunks[push.chunk].public_nbytes)
-        self.receive(ops.HoldDone(push, sums, kept))
+        return self.setup.chunks[push.chunk].public_nbytes, ops.HoldDone(push, sums, kept)
 
-    def _total(self, number: int) -> None:
-        start = time.perf_counter()
+    def _total(self, number: int) -> Done:
         sums = self._grads.total_sums(number)
-        self._stages.add("Sum", time.perf_counter() - start, self.setup.chunks[number].public_nbytes)
-        self.receive(ops.TotalDone(number, sums))
+        return self.setup.chunks[number].public_nbytes, ops.TotalDone(number, sums)
 
-    def _read(self, number: int, buffer: int) -> int:
-        """Bytes read, as `_write` gives bytes written."""
-        start, moved = time.perf_counter(), 0
+    def _read(self, number: int, buffer: int) -> Done:
         chunk, record, tier = self.setup.chunks[number], self.setup.records[number], self.setup.tier
         assert tier is not None
-        view = self._buffers[buffer].view
-        if self.setup.rules[chunk.group].reads_state:
-            first = record.public_nbytes if record.master else 0
-            tier.read(number, "private" if first else "record", view[first : record.nbytes], check=False)
-            moved = record.nbytes - first
-            self._stages.add("Read", time.perf_counter() - start, moved)
-        self.receive(ops.ReadDone(number))
-        return moved
+        if not self.setup.rules[chunk.group].reads_state:
+            return 0, ops.ReadDone(number)
+        first = record.public_nbytes if record.master else 0
+        view = self._buffers[buffer].view[first : record.nbytes]
+        tier.read(number, "private" if first else "record", view, check=False)
+        return len(view), ops.ReadDone(number)
 
-    def _update(self, number: int, release: ops.Release) -> None:
-        start = time.perf_counter()
+    def _update(self, number: int, release: ops.Release) -> Done:
         chunk, record = self.setup.chunks[number], self.setup.records[number]
         view = self._record_view(number)
         scratch, grad, dtype = self._grads.take(number)
@@ -336,42 +329,35 @@ class Server:
         late = number in self._late  # the public part gets what the master was before
         if late:
             self._cast_public(chunk, record, view, view)
-        copy = None if late or chunk.dtype == "fp32" else public
-        apply_rule(self.setup.rules[chunk.group], chunk, record, view, copy, grad, dtype, release)
-        if copy is None and public is not view:
-            size = chunk.public_nbytes
-            np.copyto(np.frombuffer(public, np.uint8, size), np.frombuffer(view, np.uint8, size))
+        narrow = None if late or chunk.dtype == "fp32" else public
+        apply_rule(self.setup.rules[chunk.group], chunk, record, view, narrow, grad, dtype, release)
+        if narrow is None and public is not view:
+            copy(public[: chunk.public_nbytes], view[: chunk.public_nbytes])
         self._grads.done(scratch)
         if tier is not None:
             part, first = self._written_part(chunk)
             self._sums[number] = tier.sums(number, part, view[first : record.nbytes])
-        self._stages.add("Update", time.perf_counter() - start, record.nbytes)
-        self.receive(ops.UpdateDone(number))
+        return record.nbytes, ops.UpdateDone(number)
 
-    def _write(self, number: int) -> int:
-        start = time.perf_counter()
+    def _write(self, number: int) -> Done:
         chunk, record, tier = self.setup.chunks[number], self.setup.records[number], self.setup.tier
         assert tier is not None
         part, first = self._written_part(chunk)
         tier.write(number, part, self._record_view(number)[first : record.nbytes], self._sums.pop(number))
-        self._stages.add("Write", time.perf_counter() - start, record.nbytes - first)
-        self.receive(ops.WriteDone(number))
-        return record.nbytes - first
+        return record.nbytes - first, ops.WriteDone(number)
 
     def _written_part(self, chunk: Chunk) -> tuple[str, int]:
         """What of a record is written, and its first byte: not the copy where that is kept, and can be cast again."""
         derived = chunk.dtype != "fp32" and chunk.id in self.memory and chunk.id not in self._late
         return ("private", self.setup.records[chunk.id].public_nbytes) if derived else ("record", 0)
 
-    def _prepare(self, step: int, blobs: Sequence[bytes]) -> None:
-        start = time.perf_counter()
+    def _prepare(self, step: int, blobs: Sequence[bytes]) -> Done:
         assert self.setup.tier is not None
         self.setup.tier.prepare(step, pack(blobs))
         if self.decider.commits_here:
             self.setup.tier.committed(step)
-        self._stages.add("Commit", time.perf_counter() - start)
         self._choose()
-        self.receive(ops.PrepareDone(step))
+        return 0, ops.PrepareDone(step)
 
     def _choose(self) -> None:
         """A step ended: mix reads and writes of state, or let them alternate in bursts?"""
