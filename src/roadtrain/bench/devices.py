@@ -139,7 +139,7 @@ class Ours:
     ) -> None:
         self.table, self.hyper, self.step = table, hyper, 0
         layout = Layout(table, [rule], tuple(directories))
-        budgets = derive(table, layout.records, layout.owners, GIB, on_files=True, holds_gradients=False)
+        budgets = derive(table, layout.meta().records, layout.owners, GIB, on_files=True, holds_gradients=False)
         budgets = replace(  # nothing is kept in memory: every byte of state moves
             budgets, resident=frozenset(), public_resident=frozenset(), resident_bytes=0, push_buffers=3,
         )

@@ -229,7 +229,6 @@ class Cluster:
             if self._relay is not None:
                 self._relay.kill()
             raise
-        self.records = self.meta.records
         holders = [tuple(s for s in self.meta.holders(c.id) if s in self.servers) for c in layout.table.chunks]
         self.worker = Worker(
             layout.table, budgets, holders, device, self.stages, servers=sorted(self.servers), committed=self.step,
@@ -396,7 +395,7 @@ class Cluster:
         for chunk in self.meta.owned(number):
             source = next(s for s in self.meta.holders(chunk) if s in members)
             buffer = self._read(source, chunk, f"chunk {chunk}")
-            self._put(number, chunk, buffer.view[: self.meta.records[chunk].nbytes], buffer.close)
+            self._put(number, chunk, buffer.view, buffer.close)
         self._behind[number] = self._read(members[0], -1, "the job's own state")
 
     def fill(self, block: Block, source: Source, hypers: Sequence[Sequence[float]]) -> None:
@@ -410,7 +409,7 @@ class Cluster:
                     buffer.close()
 
             for number in self.worker.owners[chunk.id]:
-                self._put(number, chunk.id, buffer.view[: self.records[chunk.id].nbytes], sent)
+                self._put(number, chunk.id, buffer.view, sent)
 
     def _put(self, number: int, chunk: int, record: memoryview, sent: Callable[[], None]) -> None:
         while self._unfilled[number] >= FILLS_AT_ONCE:

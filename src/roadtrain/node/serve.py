@@ -262,13 +262,9 @@ class Session:
         self.tier.spill_workers = self.workers
         self.answers = Pool(budgets.answers, budgets.piece_bytes)
         self.pools = [Pool(budgets.pool, budgets.piece_bytes) for _ in range(self.workers)]
-        chunks = {n: self.meta.table.chunks[n] for n in meta.owned(self.number)}
         self.setup = Setup(
-            self.number, f"server {self.number} ({self.host.where}, {directory})", chunks, meta.owned(self.number),
-            self._rules, self.tier, budgets.resident, budgets.public_resident,
-            budgets.record_buffers if chunks else 0, budgets.record_bytes, budgets.scratch_bytes, self.workers,
-            self.local, report=self.host.report, staleness=self.meta.staleness, first=self.meta.members[0],
-            everywhere=self.meta.replicas > 1,
+            self.number, f"server {self.number} ({self.host.where}, {directory})", self.meta, self._rules, self.tier,
+            budgets, budgets.record_buffers, self.host.report, self.workers, self.local,
         )
         for note in filter(None, [self.tier.note]):
             self.host.report(note)
@@ -277,9 +273,9 @@ class Session:
         chunk = self.chunk(number)
         if seat.rank or self.tier is None or self.tier.step >= 0:
             raise WireError("only worker 0 fills, and only a new part")
-        if len(payload) != self.setup.records[number].nbytes:
-            raise WireError(f"{len(payload)} bytes fill chunk {number}, {self.setup.records[number].nbytes} expected")
-        self.tier.write(number, "record" if chunk.trainable else "public", payload)
+        if len(payload) != (expected := self.setup.meta.records[chunk.id].nbytes):
+            raise WireError(f"{len(payload)} bytes fill chunk {number}, {expected} expected")
+        self.tier.write(number, "record", payload)
         seat.say(m.FILLED, (number,))
 
     def begin(self, seat: Seat, blob: bytes) -> None:
@@ -300,7 +296,7 @@ class Session:
             self.ready = True
             seats = list(self.seats.values())
         self.host.report(f"{self.setup.name}: step {self.tier.step}, {self.workers} worker(s), "
-                         f"{len(self.setup.chunks)} chunks, {show_bytes(self.server.nbytes())} of buffers")
+                         f"{len(self.server.chunks)} chunks, {show_bytes(self.server.nbytes())} of buffers")
         for other in seats:
             self._greet(other)
 
@@ -327,13 +323,12 @@ class Session:
             seat.say(m.RECORD, (number,), self.tier.blob)
             return
         chunk = self.chunk(number)
-        buffer = Buffer(self.setup.records[chunk.id].nbytes)
-        view = RecordView(self.meta, chunk, buffer.view)
-        self.tier.read(chunk.id, "record" if chunk.trainable else "public", buffer.view)
+        buffer = Buffer(self.meta.records[chunk.id].nbytes)
+        self.tier.read(chunk.id, "record", buffer.view)
         # with staleness 1 the public part is that before step s, as the master is where s updated nothing of the chunk
         unchanged = self.meta.staleness and chunk.trainable and self.tier.written_in(chunk.id) < self.tier.step
         if unchanged or not self.tier.has_public(chunk.id):
-            view.cast_public()
+            RecordView(self.meta, chunk, buffer.view).cast_public()
         with suppress(PeerError):
             seat.link.send(m.RECORD, m.encode((chunk.id,)), [buffer.view], lambda: None)
 

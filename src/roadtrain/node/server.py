@@ -9,10 +9,11 @@ Any failure ends the server: the worker gets Failed with the cause, and the last
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,13 +23,14 @@ from roadtrain.errors import LostError, RoadtrainError
 from roadtrain.flow import ops
 from roadtrain.flow.queues import READ_PARAMETERS, READ_STATE, WRITE_STATE, DeviceQueue, Trial
 from roadtrain.flow.serve import ServeDecider
-from roadtrain.kernels.cast import NUMPY_OF, cast
+from roadtrain.kernels.cast import cast
 from roadtrain.kernels.rules import Rule
 from roadtrain.node.gradients import Gradients
 from roadtrain.spec.chunks import Chunk, Record
-from roadtrain.store.buffers import Buffer
+from roadtrain.spec.plan import Budgets, ServerBudgets
+from roadtrain.store.buffers import Buffer, array_in
 from roadtrain.store.file import FileTier
-from roadtrain.store.ledger import pack
+from roadtrain.store.ledger import StoreMeta, pack
 from roadtrain.trace import Stages
 from roadtrain.units import show_rate
 from roadtrain.wire.link import copy
@@ -39,26 +41,19 @@ Job = Callable[[], Done]
 
 @dataclass(frozen=True)
 class Setup:
-    """What one server is made of. `tier` None: everything rests in memory."""
+    """What one server is made of. `meta`: of the whole store. `tier` None: everything rests in memory."""
 
     number: int
     name: str
-    chunks: Mapping[int, Chunk]
-    records: Mapping[int, Record]
+    meta: StoreMeta
     rules: Sequence[Rule]
     tier: FileTier | None
-    resident: frozenset[int]
-    public_resident: frozenset[int]
-    buffers: int
-    record_bytes: int
-    scratch_bytes: int
+    budgets: Budgets | ServerBudgets
+    buffers: int  # that hold a record
+    report: Callable[[str], None]
     workers: int = 1
     local: int = 1  # of each host, whose gradients are summed first; negative: their relay has
     io_threads: int = 4  # a direction
-    report: Callable[[str], None] = print
-    staleness: int = 0
-    first: int = 0  # the server that commits
-    everywhere: bool = False  # each keeps the job's own state (replicas)
 
 
 class Server:
@@ -68,21 +63,22 @@ class Server:
         self, setup: Setup, deliver: Callable[[Any, int | None], None], stages: Stages, committed: int
     ) -> None:
         self.setup, self._deliver, self._stages = setup, deliver, stages
-        resident = frozenset(setup.chunks) if setup.tier is None else setup.resident
-        self._resident = resident
-        self._arena, self.memory = _arena(setup, resident)
-        self._buffers = [Buffer(setup.record_bytes) for _ in range(setup.buffers)]
-        self._grads = Gradients(
-            setup.chunks, setup.tier, setup.buffers, setup.scratch_bytes, setup.workers, setup.local
-        )
+        self.tier, meta, budgets = setup.tier, setup.meta, setup.budgets
+        self.records = meta.owned(setup.number)
+        self.chunks = {number: meta.table.chunks[number] for number in self.records}
+        self._resident = budgets.resident if self.tier else frozenset(self.chunks)
+        buffers, scratch_bytes = (setup.buffers, budgets.scratch_bytes) if self.chunks else (0, 0)
+        self._buffers = [Buffer(budgets.record_bytes) for _ in range(buffers)]
+        self.memory = self._keep()
+        self._grads = Gradients(self.chunks, self.tier, buffers, scratch_bytes, setup.workers, setup.local)
         self._sums: dict[int, dict[str, int]] = {}  # chunk -> checksums of what is updated and not yet written
-        where = {c: (c in resident, c in setup.public_resident) for c in setup.chunks}
-        self._late = frozenset(c for c, chunk in setup.chunks.items() if setup.staleness and chunk.trainable)
+        where = {c: (c in self._resident, c in budgets.public_resident) for c in self.chunks}
+        self._late = frozenset(c for c, chunk in self.chunks.items() if meta.staleness and chunk.trainable)
         self.decider = ServeDecider(
-            setup.number, where, setup.buffers, durable=setup.tier is not None, committed=committed,
-            workers=setup.workers, alone=setup.workers == setup.local == 1, first=setup.first,
-            everywhere=setup.everywhere,
-            late={c: setup.tier is not None and setup.tier.written_in(c) == committed > 0 for c in self._late},
+            setup.number, where, buffers, durable=self.tier is not None, committed=committed,
+            workers=setup.workers, alone=setup.workers == setup.local == 1, first=meta.members[0],
+            everywhere=meta.replicas > 1,
+            late={c: self.tier is not None and self.tier.written_in(c) == committed > 0 for c in self._late},
         )
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._device = DeviceQueue(max_reads=setup.io_threads, max_writes=setup.io_threads)
@@ -96,13 +92,22 @@ class Server:
 
     def nbytes(self) -> int:
         """Memory that this server holds."""
-        held = [*self._buffers, *self._grads.scratch] + ([self._arena] if self._arena else [])
-        return sum(b.nbytes for b in held)
+        return sum(b.nbytes for b in [*self._buffers, *self._grads.scratch])
+
+    def _keep(self) -> dict[int, memoryview]:
+        """One more buffer for everything that is kept in memory, and each chunk's view into it."""
+        sizes = {c: r.nbytes if c in self._resident else r.public_nbytes for c, r in self.records.items()
+                 if c in self._resident | self.setup.budgets.public_resident}
+        if not sizes:
+            return {}
+        self._buffers.append(Buffer(sum(sizes.values())))
+        starts = itertools.accumulate(sizes.values(), initial=0)
+        return {c: self._buffers[-1].view[at : at + sizes[c]] for c, at in zip(sizes, starts)}
 
     def start(self) -> None:
         """Loads what is kept in memory, then serves. Raises StoreError when the files are damaged."""
         self._load()
-        n_io = 2 * self.setup.io_threads if self.setup.tier is not None else 0
+        n_io = 2 * self.setup.io_threads if self.tier is not None else 0
         jobs = [(self._loop, "loop"), (self._compute, "update"), *[(self._io, f"io{i}") for i in range(n_io)]]
         for target, name in jobs:
             thread = threading.Thread(target=target, name=f"{self.setup.name} {name}", daemon=True)
@@ -127,18 +132,18 @@ class Server:
             thread.join(max(0.0, until - time.monotonic()))
         late = [thread.name for thread in self._threads if thread.is_alive()]
         self._threads.clear()
-        if self.setup.tier is not None:
-            self.setup.tier.close()
+        if self.tier is not None:
+            self.tier.close()
         self.memory.clear()
         self._grads.close()
-        for buffer in [*self._buffers, *([self._arena] if self._arena else [])]:
+        for buffer in self._buffers:
             buffer.close()
         return late
 
     def fill(self, chunk: int, view: memoryview) -> None:
         """Before start: the first contents of a chunk's record."""
-        if self.setup.tier is not None:
-            self.setup.tier.write(chunk, "record" if self.setup.chunks[chunk].trainable else "public", view)
+        if self.tier is not None:
+            self.tier.write(chunk, "record", view)
         else:
             copy(self.memory[chunk], view)
 
@@ -150,8 +155,8 @@ class Server:
             if event is None:
                 return
             try:
-                if isinstance(event, ops.CommitDone) and self.setup.tier and event.step > self.decider.committed:
-                    self.setup.tier.committed(event.step)
+                if isinstance(event, ops.CommitDone) and self.tier and event.step > self.decider.committed:
+                    self.tier.committed(event.step)
                 for action in self.decider.handle(event):
                     self._carry_out(action)
             except BaseException as error:
@@ -166,7 +171,7 @@ class Server:
                 self._kernel(0, "Fetch", lambda: self._answer_memory(pull, newest))
             case ops.Answer(pull, False, newest):
                 self._io_push(READ_PARAMETERS, pull.ticket, "Fetch", lambda: self._answer(
-                    pull, lambda into: self._read_public(self.setup.chunks[pull.chunk], into, newest)))
+                    pull, lambda into: self._read_public(pull.chunk, into, newest)))
             case ops.Hold(push):
                 self._kernel(1, "Sum", lambda: self._hold(push))
             case ops.Total(chunk):
@@ -178,7 +183,7 @@ class Server:
             case ops.Write(chunk):
                 self._io_push(WRITE_STATE, 0, "Write", lambda: self._write(chunk))
             case ops.Prepare(step, blobs):
-                if self.setup.tier is None:
+                if self.tier is None:
                     self.receive(ops.PrepareDone(step))
                 else:
                     self._io_push(WRITE_STATE, -1, "Commit", lambda: self._prepare(step, blobs))
@@ -245,34 +250,30 @@ class Server:
     # doers: each returns its bytes, and the event to report unless somebody else will
 
     def _load(self) -> None:
-        tier = self.setup.tier
-        if tier is None:
-            return
-        for number, view in self.memory.items():
-            chunk, record = self.setup.chunks[number], self.setup.records[number]
+        for number, view in self.memory.items() if self.tier is not None else ():
             if number not in self._resident:
-                self._read_public(chunk, view[: record.public_nbytes])
-            elif tier.has_public(number):
-                tier.read(number, "record" if chunk.trainable else "public", view[: record.nbytes])
-            else:
-                tier.read(number, "private", view[record.public_nbytes : record.nbytes])
-                self._cast_public(chunk, record, view, view)
+                self._read_public(number, view)
+                continue
+            self.tier.read(number, "record", view)
+            if not self.tier.has_public(number):
+                self._cast_public(number, view, view)
 
-    def _read_public(self, chunk: Chunk, into: memoryview, newest: bool = False) -> None:
+    def _read_public(self, number: int, into: memoryview, newest: bool = False) -> None:
         """The public part from the file; cast from the master where the file does not hold it, or that is `newest`."""
-        tier, record = self.setup.tier, self.setup.records[chunk.id]
+        tier, record = self.tier, self.records[number]
         assert tier is not None
-        if tier.has_public(chunk.id) and not newest:
-            tier.read(chunk.id, "public", into)
+        if tier.has_public(number) and not newest:
+            tier.read(number, "public", into)
             return
         whole = Buffer(record.nbytes)
-        tier.read(chunk.id, "private", whole.view[record.public_nbytes : record.nbytes])
-        self._cast_public(chunk, record, whole.view, into)
+        tier.read(number, "private", whole.view[record.public_nbytes : record.nbytes])
+        self._cast_public(number, whole.view, into)
         whole.close()
 
-    def _cast_public(self, chunk: Chunk, record: Record, view: memoryview, into: memoryview) -> None:
-        master = np.frombuffer(view, np.float32, chunk.numel, record.master)
-        cast(master, "fp32", np.frombuffer(into, NUMPY_OF[chunk.dtype], chunk.numel), chunk.dtype)
+    def _cast_public(self, number: int, view: memoryview, into: memoryview) -> None:
+        chunk = self.chunks[number]
+        master = array_in(view, "fp32", self.records[number].master, chunk.numel)
+        cast(master, "fp32", array_in(into, chunk.dtype, 0, chunk.numel), chunk.dtype)
 
     def _record_view(self, chunk: int) -> memoryview:
         if chunk in self._resident:
@@ -286,8 +287,7 @@ class Server:
         if view is None:
             view = self._record_view(pull.chunk)
         if newest:
-            chunk, record = self.setup.chunks[pull.chunk], self.setup.records[pull.chunk]
-            return self._answer(pull, lambda into: self._cast_public(chunk, record, view, into))
+            return self._answer(pull, lambda into: self._cast_public(pull.chunk, view, into))
         return self._answer(pull, lambda into: copy(into, view[: len(into)]), view)
 
     def _answer(self, pull: ops.Pull, put: Callable[[memoryview], None], view: memoryview | None = None) -> Done:
@@ -302,14 +302,14 @@ class Server:
 
     def _hold(self, push: ops.Push) -> Done:
         sums, kept = self._grads.hold(push)
-        return self.setup.chunks[push.chunk].public_nbytes, ops.HoldDone(push, sums, kept)
+        return self.chunks[push.chunk].public_nbytes, ops.HoldDone(push, sums, kept)
 
     def _total(self, number: int) -> Done:
         sums = self._grads.total_sums(number)
-        return self.setup.chunks[number].public_nbytes, ops.TotalDone(number, sums)
+        return self.chunks[number].public_nbytes, ops.TotalDone(number, sums)
 
     def _read(self, number: int, buffer: int) -> Done:
-        chunk, record, tier = self.setup.chunks[number], self.setup.records[number], self.setup.tier
+        chunk, record, tier = self.chunks[number], self.records[number], self.tier
         assert tier is not None
         if not self.setup.rules[chunk.group].reads_state:
             return 0, ops.ReadDone(number)
@@ -319,16 +319,16 @@ class Server:
         return len(view), ops.ReadDone(number)
 
     def _update(self, number: int, release: ops.Release) -> Done:
-        chunk, record = self.setup.chunks[number], self.setup.records[number]
+        chunk, record = self.chunks[number], self.records[number]
         view = self._record_view(number)
         scratch, grad, dtype = self._grads.take(number)
-        public, tier = self.memory.get(number, view), self.setup.tier
+        public, tier = self.memory.get(number, view), self.tier
         if tier is not None and number not in self._resident and self.setup.rules[chunk.group].reads_state:
             first = record.public_nbytes if record.master else 0  # checked here: then it lies in the cache
             tier.check_sums(number, "private" if first else "record", view[first : record.nbytes])
         late = number in self._late  # the public part gets what the master was before
         if late:
-            self._cast_public(chunk, record, view, view)
+            self._cast_public(number, view, view)
         narrow = None if late or chunk.dtype == "fp32" else public
         apply_rule(self.setup.rules[chunk.group], chunk, record, view, narrow, grad, dtype, release)
         if narrow is None and public is not view:
@@ -340,7 +340,7 @@ class Server:
         return record.nbytes, ops.UpdateDone(number)
 
     def _write(self, number: int) -> Done:
-        chunk, record, tier = self.setup.chunks[number], self.setup.records[number], self.setup.tier
+        chunk, record, tier = self.chunks[number], self.records[number], self.tier
         assert tier is not None
         part, first = self._written_part(chunk)
         tier.write(number, part, self._record_view(number)[first : record.nbytes], self._sums.pop(number))
@@ -349,13 +349,13 @@ class Server:
     def _written_part(self, chunk: Chunk) -> tuple[str, int]:
         """What of a record is written, and its first byte: not the copy where that is kept, and can be cast again."""
         derived = chunk.dtype != "fp32" and chunk.id in self.memory and chunk.id not in self._late
-        return ("private", self.setup.records[chunk.id].public_nbytes) if derived else ("record", 0)
+        return ("private", self.records[chunk.id].public_nbytes) if derived else ("record", 0)
 
     def _prepare(self, step: int, blobs: Sequence[bytes]) -> Done:
-        assert self.setup.tier is not None
-        self.setup.tier.prepare(step, pack(blobs))
+        assert self.tier is not None
+        self.tier.prepare(step, pack(blobs))
         if self.decider.commits_here:
-            self.setup.tier.committed(step)
+            self.tier.committed(step)
         self._choose()
         return 0, ops.PrepareDone(step)
 
@@ -407,19 +407,3 @@ def apply_rule(
             cast(p[cut], "fp32", copy[cut], chunk.dtype)
         first = last
 
-
-def _arena(setup: Setup, resident: frozenset[int]) -> tuple[Buffer | None, dict[int, memoryview]]:
-    """One allocation for everything that is kept in memory, and each chunk's view into it."""
-    sizes = {}
-    for number in setup.chunks:
-        if number in resident:
-            sizes[number] = setup.records[number].nbytes
-        elif number in setup.public_resident:
-            sizes[number] = setup.records[number].public_nbytes
-    if not sizes:
-        return None, {}
-    arena, at, views = Buffer(sum(sizes.values())), 0, {}
-    for number, size in sizes.items():
-        views[number] = arena.view[at : at + size]
-        at += size
-    return arena, views
