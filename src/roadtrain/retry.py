@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def retry(attempt: Callable[[], T], errors: type[BaseException] | tuple[type[BaseException], ...], for_s: float) -> T:
-    """What `attempt` returns; raises its error where it still gives one of `errors` after `for_s`, at once any other."""
+    """What `attempt` returns; its error where that still is one of `errors` after `for_s`, any other at once."""
     until = time.monotonic() + for_s
     while True:
         try:

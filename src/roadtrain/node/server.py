@@ -92,7 +92,7 @@ class Server:
 
     def nbytes(self) -> int:
         """Memory that this server holds."""
-        return sum(b.nbytes for b in [*self._buffers, *self._grads.scratch])
+        return sum(b.nbytes for b in [*self._buffers, *self._grads.scratch.buffers])
 
     def _keep(self) -> dict[int, memoryview]:
         """One more buffer for everything that is kept in memory, and each chunk's view into it."""
@@ -250,12 +250,15 @@ class Server:
     # doers: each returns its bytes, and the event to report unless somebody else will
 
     def _load(self) -> None:
-        for number, view in self.memory.items() if self.tier is not None else ():
+        tier = self.tier
+        if tier is None:
+            return
+        for number, view in self.memory.items():
             if number not in self._resident:
                 self._read_public(number, view)
                 continue
-            self.tier.read(number, "record", view)
-            if not self.tier.has_public(number):
+            tier.read(number, "record", view)
+            if not tier.has_public(number):
                 self._cast_public(number, view, view)
 
     def _read_public(self, number: int, into: memoryview, newest: bool = False) -> None:
