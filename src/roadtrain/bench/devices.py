@@ -188,9 +188,8 @@ class Ours:
                 self._release(block)
         worker.seal(self.step)
         worker.blob(self.step, b"")
-        arrivals = worker._permanent_arrivals
         with worker._lock:
-            worker._wait(lambda: not any(arrivals[b.index] for b in blocks), lambda: "the new parameters")
+            worker._wait(lambda: not any(host.pending for host in self._hosts), lambda: "the new parameters")
         worker.wait_committed(self.step)
         return time.perf_counter() - start
 
@@ -199,8 +198,7 @@ class Ours:
         worker = self.worker
         worker.release(block.index, self.step, {0: self.hyper}, lambda param: 1.0)
         with worker._lock:
-            worker._permanent_arrivals[block.index] = len(block.chunks)
-            worker._pull(block.chunks, self._hosts[block.index - 1].view, -1 - block.index)
+            worker._pull(block, self._hosts[block.index - 1])
 
     def close(self) -> None:
         self.engine.close()

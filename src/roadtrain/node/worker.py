@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -91,9 +90,8 @@ class Worker:
         self._lock = threading.Condition()
         self._error: BaseException | None = None
         self._ticket = 0
-        self._pulls: dict[int, int] = {}  # ticket -> slot, or -1 - block for a permanent buffer
+        self._pulls: dict[int, tuple[Block, HostBuffer, int]] = {}  # ticket -> what comes, where to, its slot or -1
         self._slots = [HostBuffer(budgets.slot_bytes, device) for _ in range(budgets.slots)]
-        self._arrivals = [0] * budgets.slots  # chunks of the slot's pull still to come
         self._slot_version = [0] * budgets.slots
         self._uses: dict[int, list[int]] = {}  # block -> its slots in use, latest last
         root = table.blocks[0]
@@ -101,13 +99,11 @@ class Worker:
         self.root_push = HostBuffer(max(root.push_nbytes, PAGE), device)
         self._root_version = -1
         self._permanent: dict[int, HostBuffer] = {}
-        self._stale: set[int] = set()  # blocks whose permanent buffer must be fetched again
-        self._permanent_arrivals: dict[int, int] = {}
+        self._current: set[int] = set()  # blocks whose permanent buffer need not be fetched
         self._push_all = [HostBuffer(budgets.push_bytes, device) for _ in range(budgets.push_buffers)]
         self._push_free = list(self._push_all)
-        self._push_left: dict[int, tuple[HostBuffer, int]] = {}  # id(buffer) -> chunks that servers still read
         self._push_tickets: dict[int, HostBuffer] = {}
-        self._kept: set[int] = set()  # ids of push buffers that hold a gradient until the update
+        self._kept: set[HostBuffer] = set()  # that hold a gradient until the update
         self.heap = Heap()
         self._sender: threading.Thread | None = None
         self._to_send: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -176,8 +172,7 @@ class Worker:
     # pulls
 
     def borrow(self, block: int) -> tuple[torch.Tensor, int]:
-        start = time.perf_counter()
-        with self._lock:
+        with self.stages.timed("Wait"), self._lock:
             self._pull_blocks(self.prefetch.asked(block))
             self._wait(
                 lambda: self.prefetch.here(block) is not None,
@@ -186,7 +181,6 @@ class Worker:
             slot = self.prefetch.use(block)
             self._uses.setdefault(block, []).append(slot)
             version = self._slot_version[slot]
-        self.stages.add("Wait", time.perf_counter() - start)
         return self._slots[slot].on_device(), version
 
     def give_back(self, block: int) -> None:
@@ -198,29 +192,24 @@ class Worker:
 
     def _pull_blocks(self, pulls: Sequence[PullBlock]) -> None:
         for pull in pulls:
-            block, slot = self.table.blocks[pull.block], self._slots[pull.slot]
-            self._arrivals[pull.slot] = len(block.chunks)
             self._slot_version[pull.slot] = self.blocks[pull.block].version
-            slot.wait_unused()
-            self._pull(block.chunks, slot.view, pull.slot)
+            self._pull(self.table.blocks[pull.block], self._slots[pull.slot], pull.slot)
 
-    def _pull(self, chunks: Sequence[Chunk], view: memoryview, target: int) -> None:
-        for chunk in chunks:
+    def _pull(self, block: Block, host: HostBuffer, slot: int = -1) -> None:
+        host.wait_unused()
+        host.pending, target = len(block.chunks), (block, host, slot)
+        for chunk in block.chunks:
             ticket = self._next_ticket()
             self._pulls[ticket] = target
-            into = view[chunk.offset : chunk.offset + round_up(chunk.public_nbytes, PAGE)]
+            into = host.view[chunk.offset : chunk.offset + round_up(chunk.public_nbytes, PAGE)]
             self.links[self.owners[chunk.id][0]].send(ops.Pull(chunk.id, self._wanted(chunk), into, ticket))
 
     def _pulled(self, ticket: int) -> None:
-        target = self._pulls.pop(ticket)
-        if target < 0:
-            self._permanent_arrivals[-1 - target] -= 1
-            return
-        self._arrivals[target] -= 1
-        if self._arrivals[target] == 0:
-            block = self.prefetch.slots[target].block
-            self._slots[target].to_device(self.table.blocks[block].pull_nbytes)
-            self._pull_blocks(self.prefetch.arrived(target))
+        block, host, slot = self._pulls.pop(ticket)
+        host.pending -= 1
+        if not host.pending:
+            host.to_device(block.pull_nbytes)
+            self._pull_blocks(self.prefetch.arrived(slot) if slot >= 0 else ())
 
     def _wanted(self, chunk: Chunk) -> int:
         """The version that the step at work needs, or the next one where this one's update of the chunk has begun."""
@@ -230,15 +219,10 @@ class Worker:
 
     def pull_into(self, block: Block, host: HostBuffer) -> None:
         """Fetches `block` into a permanent buffer and waits."""
-        start = time.perf_counter()
-        with self._lock:
-            self._permanent_arrivals[block.index] = len(block.chunks)
-            host.wait_unused()
-            self._pull(block.chunks, host.view, -1 - block.index)
-            self._wait(lambda: self._permanent_arrivals[block.index] == 0, lambda: f"the parameters of '{block.name}'")
-        host.to_device(block.pull_nbytes)
+        with self.stages.timed("Wait"), self._lock:
+            self._pull(block, host)
+            self._wait(lambda: not host.pending, lambda: f"the parameters of '{block.name}'")
         host.on_device()
-        self.stages.add("Wait", time.perf_counter() - start)
 
     def refresh_root(self) -> bool:
         """Brings the root block to the version that the released steps gave it. True if it was fetched."""
@@ -252,21 +236,17 @@ class Worker:
     # pushes
 
     def gradient_buffer(self, block: int) -> torch.Tensor:
-        start = time.perf_counter()
-        with self._lock:
+        with self.stages.timed("Wait"), self._lock:
             if block == 0:
-                self._wait(lambda: id(self.root_push) not in self._push_left, lambda: "the root's gradient buffer")
+                self._wait(lambda: not self.root_push.pending, lambda: "the root's gradient buffer")
                 return self.root_push.tensor
             self._wait(
                 lambda: bool(self._push_free), lambda: f"a gradient buffer for '{self.table.blocks[block].name}'"
             )
-            buffer = self._push_free.pop()
-        self.stages.add("Wait", time.perf_counter() - start)
-        return buffer.tensor
+            return self._push_free.pop().tensor
 
     def push_block(self, block: int, buffer: torch.Tensor, present: Sequence[int], *, fresh: bool) -> None:
         """Sends the gradient of `block` in the flat `buffer`. `fresh`: it begins a new sum."""
-        start = time.perf_counter()
         state, table = self.blocks[block], self.table.blocks[block]
         if state.released_in == self.ledger.sealed + 1:
             raise LoopError(
@@ -278,15 +258,15 @@ class Worker:
         host = next(b for b in [self.root_push, *self._push_all] if b.tensor.data_ptr() == buffer.data_ptr())
         state.held = True
         state.present.update(present)
-        copied = host.from_device(table.push_nbytes)
-        if self.workers == 1:
-            with self._lock:
-                self._expect_sums(state, table.chunks)
-        if copied is None:
-            self._push_host(table, host, fresh)
-        else:
-            self._to_send.put((copied, table, host, fresh))
-        self.stages.add("Push", time.perf_counter() - start, table.push_nbytes)
+        with self.stages.timed("Push", table.push_nbytes):
+            copied = host.from_device(table.push_nbytes)
+            if self.workers == 1:
+                with self._lock:
+                    self._expect_sums(state, table.chunks)
+            if copied is None:
+                self._push_host(table, host, fresh)
+            else:
+                self._to_send.put((copied, table, host, fresh))
 
     def _send_copied(self) -> None:
         while (item := self._to_send.get()) is not None:
@@ -314,15 +294,14 @@ class Worker:
         """A buffer that holds the newest residuals of block `twin` and may be changed in place, then sent."""
         block = self.table.blocks[twin]
         if permanent:  # the root's: it never leaves this worker
-            host = self._permanent.get(twin)
-            if host is None:
-                host = self._permanent[twin] = HostBuffer(block.pull_nbytes, torch.device("cpu"))
-                self._stale.add(twin)
+            if twin not in self._permanent:
+                self._permanent[twin] = HostBuffer(block.pull_nbytes, torch.device("cpu"))
+            host = self._permanent[twin]
             with self._lock:
-                self._wait(lambda: id(host) not in self._push_left, lambda: f"the buffer of '{block.name}'")
-            if twin in self._stale:
+                self._wait(lambda: not host.pending, lambda: f"the buffer of '{block.name}'")
+            if twin not in self._current:
                 self.pull_into(block, host)
-                self._stale.discard(twin)
+                self._current.add(twin)
             return host
         self.borrow(twin)
         slot = self._slots[self._uses[twin][-1]]
@@ -346,9 +325,9 @@ class Worker:
         with self._lock:
             keep = self.keep_always or host not in self._push_all or len(self._kept) < len(self._push_all) - 2
             if keep and fresh and host in self._push_all:
-                self._kept.add(id(host))
+                self._kept.add(host)
             to = [(chunk, server) for chunk in chunks for server in self.owners[chunk.id]]
-            self._push_left[id(host)] = (host, len(to))
+            host.pending = len(to)
             for chunk, server in to:
                 ticket = self._next_ticket()
                 self._push_tickets[ticket] = host
@@ -359,14 +338,11 @@ class Worker:
         host = self._push_tickets.pop(ticket, None)
         if host is None:
             return  # a compressed push: its arrays are their own
-        left = self._push_left[id(host)][1] - 1
-        if left:
-            self._push_left[id(host)] = (host, left)
-            return
-        del self._push_left[id(host)]
-        self._kept.discard(id(host))
-        if host in self._push_all:
-            self._push_free.append(host)
+        host.pending -= 1
+        if not host.pending:
+            self._kept.discard(host)
+            if host in self._push_all:
+                self._push_free.append(host)
 
     # one step
 
@@ -409,7 +385,7 @@ class Worker:
         if self.workers == 1 or state.closed:
             self.block_sums(block)  # waits: what is still being held cannot be dropped
         self._forget_chunks([c for c in self.table.blocks[block].chunks if c.trainable])
-        self._stale.add(block)
+        self._current.discard(block)
         if self.compressor is not None:
             self.compressor.forget(block, self)
         state.held = state.closed = False
