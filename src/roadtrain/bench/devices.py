@@ -39,8 +39,8 @@ from roadtrain.kernels.rules import rules_for
 from roadtrain.lab import LoopDevice, Throttle, lab_available
 from roadtrain.node.compress import Compressor
 from roadtrain.node.device import HostBuffer
-from roadtrain.node.direct import MessageLink
 from roadtrain.node.engine import Engine, Layout
+from roadtrain.node.worker import MessageLink
 from roadtrain.spec.chunks import Block, ChunkTable, ParamSpec
 from roadtrain.spec.plan import derive
 from roadtrain.store.buffers import Buffer, array_in
@@ -125,9 +125,6 @@ class ChargedLink:
             sparse = isinstance(message.grad, tuple)
             nbytes = sum(part.nbytes for part in message.grad) if sparse else len(message.grad)
         self._down.post(nbytes, self._link.send, message)
-
-    def close(self) -> None:
-        self._link.close()
 
 
 class Ours:

@@ -451,5 +451,7 @@ class Cluster:
         return self.worker.nbytes()
 
     def close(self) -> None:
+        for server in self.servers.values():
+            server.close()
         self.worker.close()
         relays.end(self._relay)

@@ -19,7 +19,6 @@ from roadtrain.errors import ConfigError, DeadlineError, ForeignError
 from roadtrain.flow.assign import assign
 from roadtrain.kernels.rules import Rule
 from roadtrain.node.compress import Compressor
-from roadtrain.node.direct import DirectLink
 from roadtrain.node.server import Server, Setup
 from roadtrain.node.worker import Worker
 from roadtrain.spec.chunks import Block, Chunk, ChunkTable
@@ -155,7 +154,7 @@ class Engine:
             setup = Setup(i, f"server {i} ({where})", self.meta, layout.rules, tier, budgets, each, report)
             server = Server(setup, lambda message, _: self.worker.deliver(message), self.stages, self.step)
             self.servers.append(server)
-            self.worker.links[i] = DirectLink(setup.name, server.receive)
+            self.worker.links[i] = server
 
     def fill(self, block: Block, source: Source, hypers: Sequence[Sequence[float]]) -> None:
         """First contents of one block: what `source` gives, then what each rule starts with."""

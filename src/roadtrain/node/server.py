@@ -62,7 +62,7 @@ class Server:
     def __init__(
         self, setup: Setup, deliver: Callable[[Any, int | None], None], stages: Stages, committed: int
     ) -> None:
-        self.setup, self._deliver, self._stages = setup, deliver, stages
+        self.setup, self.peer, self._deliver, self._stages = setup, setup.name, deliver, stages
         self.tier, meta, budgets = setup.tier, setup.meta, setup.budgets
         self.records = meta.owned(setup.number)
         self.chunks = {number: meta.table.chunks[number] for number in self.records}
@@ -114,8 +114,14 @@ class Server:
             thread.start()
             self._threads.append(thread)
 
+    def send(self, message: Any) -> None:
+        """From the worker of this process (Server is its MessageLink)."""
+        if self._stopping:
+            raise LostError(f"{self.peer} is closed")
+        self.receive(message)
+
     def receive(self, message: Any) -> None:
-        """A message from the worker, or an event of a doer. Does not block."""
+        """A message from a worker, or an event of a doer. Does not block."""
         self._inbox.put(message)
 
     def stop(self, deadline_s: float) -> list[str]:

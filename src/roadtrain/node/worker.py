@@ -13,7 +13,7 @@ import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -24,7 +24,6 @@ from roadtrain.flow.ledger import Ledger
 from roadtrain.flow.prefetch import Prefetcher, PullBlock
 from roadtrain.node.compress import Compressor
 from roadtrain.node.device import HostBuffer
-from roadtrain.node.direct import MessageLink
 from roadtrain.spec.chunks import PAGE, Block, Chunk, ChunkTable
 from roadtrain.spec.plan import Budgets
 from roadtrain.store.buffers import Heap
@@ -32,6 +31,16 @@ from roadtrain.trace import Stages
 from roadtrain.units import round_up
 
 Scales = Callable[[int], float | None]  # param -> what its gradient is multiplied by, None: it has no gradient
+
+
+class MessageLink(Protocol):
+    """To one server: a Server of this process, or the end of a link to one elsewhere. Bulk bytes are named by messages
+    as memoryviews (`into`, `grad`)."""
+
+    peer: str  # for messages to people: "server 0 (/mnt/ssd0/run)"
+
+    def send(self, message: Any) -> None:
+        """Keeps the order, does not block. LostError once it is closed."""
 
 
 @dataclass
@@ -458,7 +467,5 @@ class Worker:
         if self._sender is not None:
             self._to_send.put(None)
             self._sender.join()
-        for link in self.links.values():
-            link.close()
         for buffer in self._buffers():
             buffer.close()

@@ -3,7 +3,7 @@
     to_server, to_worker = pair("server 0", workers_receiver, "worker 0", servers_receiver)
 
 A sending thread waits with its buffers until the other end's receiving thread has copied out of them: nothing is kept
-in between. Does NOT serve what passes Python objects (node/direct.py).
+in between. Does NOT serve what passes Python objects.
 """
 
 from __future__ import annotations
