@@ -47,9 +47,6 @@ class Common:
     retry_s: float = 0.0
 
 
-DEFAULTS = Common()
-
-
 class Greeting(NamedTuple):
     magic: bytes
     version: int
