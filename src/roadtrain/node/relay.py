@@ -268,7 +268,7 @@ class Lane:
             case Up(message):
                 self._send(message)
             case Give(pull, buffer):
-                pull.into.send(self._copies[buffer].view, lambda: self.tell(ops.PublicRead(pull)))
+                pull.into.send(self._copies[buffer].view, lambda: self.tell(ops.Done(action)))
             case ops.Hold(push):
                 _, kept = self._grads.hold(push)
                 if kept:

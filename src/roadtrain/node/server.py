@@ -35,8 +35,8 @@ from roadtrain.trace import Stages
 from roadtrain.units import show_rate
 from roadtrain.wire.link import copy
 
-Done = tuple[int, Any]
-Job = Callable[[], Done]
+Outcome = tuple[int, tuple[Any, ...] | None]
+Job = Callable[[], Outcome]
 
 
 @dataclass(frozen=True)
@@ -174,48 +174,48 @@ class Server:
             case ops.Send(message, to):
                 self._deliver(message, to)
             case ops.Answer(pull, True, newest):
-                self._kernel(0, "Fetch", lambda: self._answer_memory(pull, newest))
+                self._kernel(0, "Fetch", action, lambda: self._answer_memory(action, pull.chunk, newest))
             case ops.Answer(pull, False, newest):
-                self._io_push(READ_PARAMETERS, pull.ticket, "Fetch", lambda: self._answer(
-                    pull, lambda into: self._read_public(pull.chunk, into, newest)))
+                self._io_push(READ_PARAMETERS, pull.ticket, "Fetch", action, lambda: self._answer(
+                    action, lambda into: self._read_public(pull.chunk, into, newest)))
             case ops.Hold(push):
-                self._kernel(1, "Sum", lambda: self._hold(push))
+                self._kernel(1, "Sum", action, lambda: self._hold(push))
             case ops.Total(chunk):
-                self._kernel(1, "Sum", lambda: self._total(chunk))
+                self._kernel(1, "Sum", action, lambda: self._total(chunk))
             case ops.Update(chunk, release):
-                self._kernel(2, "Update", lambda: self._update(chunk, release))
+                self._kernel(2, "Update", action, lambda: self._update(chunk, release))
             case ops.Read(chunk, buffer):
-                self._io_push(READ_STATE, 0, "Read", lambda: self._read(chunk, buffer))
+                self._io_push(READ_STATE, 0, "Read", action, lambda: self._read(chunk, buffer))
             case ops.Write(chunk):
-                self._io_push(WRITE_STATE, 0, "Write", lambda: self._write(chunk))
+                self._io_push(WRITE_STATE, 0, "Write", action, lambda: self._write(chunk))
             case ops.Prepare(step, blobs):
                 if self.tier is None:
-                    self.receive(ops.PrepareDone(step))
+                    self.receive(ops.Done(action))
                 else:
-                    self._io_push(WRITE_STATE, -1, "Commit", lambda: self._prepare(step, blobs))
+                    self._io_push(WRITE_STATE, -1, "Commit", action, lambda: self._prepare(step, blobs))
             case ops.Discard(chunk, worker):
                 self._grads.discard(chunk, worker)
 
-    def _kernel(self, priority: int, stage: str, job: Job) -> None:
+    def _kernel(self, priority: int, stage: str, action: Any, job: Job) -> None:
         self._count += 1
-        self._kernels.put((priority, self._count, (stage, job)))
+        self._kernels.put((priority, self._count, (stage, action, job)))
 
-    def _io_push(self, priority: int, order: int, stage: str, job: Job) -> None:
+    def _io_push(self, priority: int, order: int, stage: str, action: Any, job: Job) -> None:
         with self._device_ready:
-            self._device.push(priority, order, (stage, job))
+            self._device.push(priority, order, (stage, action, job))
             self._device_ready.notify()
 
-    def _work(self, stage: str, job: Job) -> int:
-        """Does a job, counts it, reports what it did. Returns its bytes."""
+    def _work(self, stage: str, action: Any, job: Job) -> int:
+        """Carries an action out, counts it, reports it. Returns its bytes."""
         start = time.perf_counter()
         try:
-            nbytes, event = job()
+            nbytes, result = job()
         except BaseException as error:
             self._fail(error)
             return 0
         self._stages.add(stage, time.perf_counter() - start, nbytes)
-        if event is not None:
-            self.receive(event)
+        if result is not None:
+            self.receive(ops.Done(action, result))
         return nbytes
 
     def _compute(self) -> None:
@@ -253,7 +253,7 @@ class Server:
             error = wrapped
         self._deliver(ops.Failed(self.setup.number, error), None)
 
-    # doers: each returns its bytes, and the event to report unless somebody else will
+    # doers: each returns its bytes and the action's result; None where somebody else reports it later
 
     def _load(self) -> None:
         tier = self.tier
@@ -291,43 +291,44 @@ class Server:
         assert buffer is not None
         return self._buffers[buffer].view
 
-    def _answer_memory(self, pull: ops.Pull, newest: bool) -> Done:
-        view = None if newest else self.memory.get(pull.chunk)  # that may be the public part alone
+    def _answer_memory(self, answer: ops.Answer, number: int, newest: bool) -> Outcome:
+        view = None if newest else self.memory.get(number)  # that may be the public part alone
         if view is None:
-            view = self._record_view(pull.chunk)
+            view = self._record_view(number)
         if newest:
-            return self._answer(pull, lambda into: self._cast_public(pull.chunk, view, into))
-        return self._answer(pull, lambda into: copy(into, view[: len(into)]), view)
+            return self._answer(answer, lambda into: self._cast_public(number, view, into))
+        return self._answer(answer, lambda into: copy(into, view[: len(into)]), view)
 
-    def _answer(self, pull: ops.Pull, put: Callable[[memoryview], None], view: memoryview | None = None) -> Done:
+    def _answer(
+        self, answer: ops.Answer, put: Callable[[memoryview], None], view: memoryview | None = None
+    ) -> Outcome:
         """What `put` writes goes to the worker. `view`: where it lies already, for a link to send it from there."""
-        if isinstance(pull.into, memoryview):
-            put(pull.into)
-            return len(pull.into), ops.PublicRead(pull)
+        into = answer.pull.into
+        if isinstance(into, memoryview):
+            put(into)
+            return len(into), ()
         if view is None:
-            view = pull.into.buffer()
+            view = into.buffer()
             put(view)
-        return pull.into.send(view, lambda: self.receive(ops.PublicRead(pull))), None
+        return into.send(view, lambda: self.receive(ops.Done(answer))), None
 
-    def _hold(self, push: ops.Push) -> Done:
-        sums, kept = self._grads.hold(push)
-        return self.chunks[push.chunk].public_nbytes, ops.HoldDone(push, sums, kept)
+    def _hold(self, push: ops.Push) -> Outcome:
+        return self.chunks[push.chunk].public_nbytes, self._grads.hold(push)
 
-    def _total(self, number: int) -> Done:
-        sums = self._grads.total_sums(number)
-        return self.chunks[number].public_nbytes, ops.TotalDone(number, sums)
+    def _total(self, number: int) -> Outcome:
+        return self.chunks[number].public_nbytes, (self._grads.total_sums(number),)
 
-    def _read(self, number: int, buffer: int) -> Done:
+    def _read(self, number: int, buffer: int) -> Outcome:
         chunk, record, tier = self.chunks[number], self.records[number], self.tier
         assert tier is not None
         if not self.setup.rules[chunk.group].reads_state:
-            return 0, ops.ReadDone(number)
+            return 0, ()
         first = record.public_nbytes if record.master else 0
         view = self._buffers[buffer].view[first : record.nbytes]
         tier.read(number, "private" if first else "record", view, check=False)
-        return len(view), ops.ReadDone(number)
+        return len(view), ()
 
-    def _update(self, number: int, release: ops.Release) -> Done:
+    def _update(self, number: int, release: ops.Release) -> Outcome:
         chunk, record = self.chunks[number], self.records[number]
         view = self._record_view(number)
         scratch, grad, dtype = self._grads.take(number)
@@ -346,27 +347,27 @@ class Server:
         if tier is not None:
             part, first = self._written_part(chunk)
             self._sums[number] = tier.sums(number, part, view[first : record.nbytes])
-        return record.nbytes, ops.UpdateDone(number)
+        return record.nbytes, ()
 
-    def _write(self, number: int) -> Done:
+    def _write(self, number: int) -> Outcome:
         chunk, record, tier = self.chunks[number], self.records[number], self.tier
         assert tier is not None
         part, first = self._written_part(chunk)
         tier.write(number, part, self._record_view(number)[first : record.nbytes], self._sums.pop(number))
-        return record.nbytes - first, ops.WriteDone(number)
+        return record.nbytes - first, ()
 
     def _written_part(self, chunk: Chunk) -> tuple[str, int]:
         """What of a record is written, and its first byte: not the copy where that is kept, and can be cast again."""
         derived = chunk.dtype != "fp32" and chunk.id in self.memory and chunk.id not in self._late
         return ("private", self.records[chunk.id].public_nbytes) if derived else ("record", 0)
 
-    def _prepare(self, step: int, blobs: Sequence[bytes]) -> Done:
+    def _prepare(self, step: int, blobs: Sequence[bytes]) -> Outcome:
         assert self.tier is not None
         self.tier.prepare(step, pack(blobs))
         if self.decider.commits_here:
             self.tier.committed(step)
         self._choose()
-        return 0, ops.PrepareDone(step)
+        return 0, ()
 
     def _choose(self) -> None:
         """A step ended: mix reads and writes of state, or let them alternate in bursts?"""
