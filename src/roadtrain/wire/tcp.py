@@ -140,19 +140,17 @@ def listen(address: Address, accept: Accept, options: Options = Options(), repor
         if options.token is None and not ipaddress.ip_address(where[0]).is_loopback:
             raise ConfigError(f"listening on {where[0]} without a token: anybody who reaches it could join",
                               hint="set a token, or listen on 127.0.0.1")
-        sock = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {address[0]}:{address[1]}: {error.strerror or error}") from error
-    try:
         carrier = _Carrier(options)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        _prepare(sock, options)
-        sock.bind(where)
-        sock.listen(128)
-    except (OSError, ConfigError) as error:
-        sock.close()
-        if isinstance(error, ConfigError):
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            _prepare(sock, options)
+            sock.bind(where)
+            sock.listen(128)
+        except BaseException:
+            sock.close()
             raise
+    except OSError as error:
         raise ConfigError(f"cannot listen on {address[0]}:{address[1]}: {error.strerror or error}") from error
     real: Address = sock.getsockname()[:2]
     return Listener(sock, real, accept, options, options.token, carrier, report)
