@@ -279,7 +279,7 @@ def test_with_room_for_all_nothing_is_fetched_twice():
 
 
 def test_device_queue_priorities_and_bursts():
-    queue = DeviceQueue(max_reads=1, max_writes=1)
+    queue = DeviceQueue(limit=1)
     for name, priority in (("w", WRITE_STATE), ("r", READ_STATE), ("p", READ_PARAMETERS)):
         queue.push(priority, 0, name)
     assert [queue.next()[1] for _ in range(3)] == ["p", "r", "w"]

@@ -63,19 +63,14 @@ def open_or_none(layout: Layout, report: Callable[[str], None]) -> OpenedStore |
     opened = open_store(layout.directories, direct=layout.direct)
     if opened is None:
         return None
-    try:
-        check_same(str(opened.directories[0]), opened.meta, layout)
-    except ForeignError:
-        opened.close()
-        raise
-    meta = layout.meta(opened.meta.job)
-    if not needs_conversion(opened, meta, layout.directories):
-        return opened
-    if layout.staleness:
-        opened.close()
-        raise ConfigError(f"{opened.directories[0]} has staleness 1 and is not converted", hint="keep its layout")
     start = time.monotonic()
     try:
+        check_same(str(opened.directories[0]), opened.meta, layout)
+        meta = layout.meta(opened.meta.job)
+        if not needs_conversion(opened, meta, layout.directories):
+            return opened
+        if layout.staleness:
+            raise ConfigError(f"{opened.directories[0]} has staleness 1 and is not converted", hint="keep its layout")
         new = convert(opened, meta, layout.directories, layout.owners, direct=layout.direct)
     except BaseException:
         opened.close()

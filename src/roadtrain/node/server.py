@@ -81,7 +81,7 @@ class Server:
             late={c: self.tier is not None and self.tier.written_in(c) == committed > 0 for c in self._late},
         )
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._device = DeviceQueue(max_reads=setup.io_threads, max_writes=setup.io_threads)
+        self._device = DeviceQueue(limit=setup.io_threads)
         self.trial, self._moved, self._busy_s, self._began = Trial(), 0, 0.0, 0.0
         self._device_ready = threading.Condition()
         self._kernels: queue.PriorityQueue[tuple[int, int, Any]] = queue.PriorityQueue()
@@ -126,7 +126,8 @@ class Server:
 
     def stop(self, deadline_s: float) -> list[str]:
         """Ends all threads; does not wait for unfinished steps (the caller flushes first if it wants them). Returns the
-        names of those that hang beyond the deadline; the memory that they use stays until they let go."""
+        names of those that hang beyond the deadline; the memory that they use stays until they let go. Whoever opened the
+        tier closes it."""
         self._stopping = True
         self._inbox.put(None)
         with self._device_ready:
@@ -138,8 +139,6 @@ class Server:
             thread.join(max(0.0, until - time.monotonic()))
         late = [thread.name for thread in self._threads if thread.is_alive()]
         self._threads.clear()
-        if self.tier is not None:
-            self.tier.close()
         self.memory.clear()
         self._grads.close()
         for buffer in self._buffers:
