@@ -126,8 +126,8 @@ class Server:
 
     def stop(self, deadline_s: float) -> list[str]:
         """Ends all threads; does not wait for unfinished steps (the caller flushes first if it wants them). Returns the
-        names of those that hang beyond the deadline; the memory that they use stays until they let go. Whoever opened the
-        tier closes it."""
+        names of those that hang beyond the deadline; the memory that they use stays until they let go. The tier is
+        closed by whoever opened it."""
         self._stopping = True
         self._inbox.put(None)
         with self._device_ready:
