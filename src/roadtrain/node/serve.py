@@ -121,8 +121,7 @@ class Seat:
                 self._coming.append(self.pool.get())
                 return self._coming[-1].view[:nbytes]
         elif kind == m.FILL:
-            self._coming.append(Buffer(nbytes))
-            return self._coming[-1].view[:nbytes]
+            return Buffer(nbytes).view[:nbytes]
         elif kind not in (m.OPEN, m.BEGIN, m.COMMIT, m.RELEASE):
             raise WireError(f"a frame of kind {kind} has no payload, {nbytes} bytes came")
         return memoryview(bytearray(nbytes))
@@ -141,7 +140,6 @@ class Seat:
                 session.open(self, fields, bytes(payload))
             case m.FILL:
                 session.fill(self, fields[0], payload)
-                self._coming.popleft().close()
             case m.BEGIN:
                 session.begin(self, bytes(payload))
             case m.READ:
@@ -323,14 +321,13 @@ class Session:
             seat.say(m.RECORD, (number,), self.tier.blob)
             return
         chunk = self.chunk(number)
-        buffer = Buffer(self.meta.records[chunk.id].nbytes)
-        self.tier.read(chunk.id, "record", buffer.view)
+        record = Buffer(self.meta.records[chunk.id].nbytes).view
+        self.tier.read(chunk.id, "record", record)
         # with staleness 1 the public part is that before step s, as the master is where s updated nothing of the chunk
         unchanged = self.meta.staleness and chunk.trainable and self.tier.written_in(chunk.id) < self.tier.step
         if unchanged or not self.tier.has_public(chunk.id):
-            RecordView(self.meta, chunk, buffer.view).cast_public()
-        with suppress(PeerError):
-            seat.link.send(m.RECORD, m.encode((chunk.id,)), [buffer.view], lambda: None)
+            RecordView(self.meta, chunk, record).cast_public()
+        seat.say(m.RECORD, (chunk.id,), record)
 
     def tell(self, message: Any) -> None:
         if self.server is None:
