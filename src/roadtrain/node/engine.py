@@ -106,10 +106,9 @@ def check_same(where: str, held: StoreMeta, layout: Layout) -> None:
 
 def fill_record(
     meta: StoreMeta, layout: Layout, chunk: Chunk, source: Source, hypers: Sequence[Sequence[float]]
-) -> Buffer:
+) -> memoryview:
     """The first record of `chunk`: what `source` gives, then what its rule starts with."""
-    buffer = Buffer(meta.records[chunk.id].nbytes)
-    view = RecordView(meta, chunk, buffer.view)
+    view = RecordView(meta, chunk, Buffer(meta.records[chunk.id].nbytes).view)
     view.fill(layout.table.params, source)
     if chunk.trainable:
         rule, hyper = layout.rules[chunk.group], hypers[chunk.group]
@@ -118,7 +117,7 @@ def fill_record(
             rule.start(view.piece(MASTER, i), [view.piece(what, i) for what in rule.arrays], row, hyper)
             for what, value in zip(rule.scalars, row):
                 view.piece(what, i)[0] = value
-    return buffer
+    return view.view
 
 
 class Engine:
@@ -154,9 +153,8 @@ class Engine:
     def fill(self, block: Block, source: Source, hypers: Sequence[Sequence[float]]) -> None:
         """First contents of one block: what `source` gives, then what each rule starts with."""
         for chunk in block.chunks:
-            buffer = fill_record(self.meta, self.layout, chunk, source, hypers)
-            self.servers[self.worker.owners[chunk.id][0]].fill(chunk.id, buffer.view)
-            buffer.close()
+            record = fill_record(self.meta, self.layout, chunk, source, hypers)
+            self.servers[self.worker.owners[chunk.id][0]].fill(chunk.id, record)
 
     def start(self, blob: bytes) -> None:
         """Commits step 0 of a new store with `blob`, then serves."""
