@@ -117,7 +117,6 @@ class Lane:
         self._up: Link
         self._said: list[tuple[int, bytes, bytes]] = []  # welcome and ready, for those who come later
         self._readers: deque[Seat] = deque()
-        self._records: deque[Buffer] = deque()
         self._tickets = itertools.count(1)  # of sums: the server knows a push's buffer by it
         self._left, self._over = 0, False
         self.decider = RelayDecider(orders.local, budgets.copies)
@@ -169,7 +168,7 @@ class Lane:
         self._up.send(m.OPEN, m.encode(fields), [memoryview(body)])
 
     def fill(self, seat: Seat, number: int, payload: memoryview) -> None:
-        self._up.send(m.FILL, m.encode((number,)), [memoryview(bytes(payload))])
+        self._up.send(m.FILL, m.encode((number,)), [payload])
 
     def begin(self, seat: Seat, blob: bytes) -> None:
         self._up.send(m.BEGIN, m.encode(()), [memoryview(blob)])
@@ -214,9 +213,6 @@ class Lane:
 
     def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
         fields = m.header(kind, header)
-        if kind == m.RECORD:
-            self._records.append(Buffer(nbytes))
-            return self._records[-1].view[:nbytes]
         if kind != m.PULLED:
             return memoryview(bytearray(nbytes))
         ticket, number = fields
@@ -236,9 +232,8 @@ class Lane:
             if kind in (m.WELCOME, m.READY):
                 self._said.append((kind, header, bytes(payload)))
             if kind == m.RECORD:
-                buffer = self._records.popleft()
                 with suppress(PeerError):
-                    self._readers.popleft().link.send(kind, header, [payload], buffer.close)
+                    self._readers.popleft().link.send(kind, header, [payload])
                 return
             seats = [self.seats[0]] if kind == m.FILLED else list(self.seats.values())
             for seat in seats:

@@ -273,10 +273,9 @@ class Server:
         if tier.has_public(number) and not newest:
             tier.read(number, "public", into)
             return
-        whole = Buffer(record.nbytes)
-        tier.read(number, "private", whole.view[record.public_nbytes : record.nbytes])
-        self._cast_public(number, whole.view, into)
-        whole.close()
+        whole = Buffer(record.nbytes).view
+        tier.read(number, "private", whole[record.public_nbytes : record.nbytes])
+        self._cast_public(number, whole, into)
 
     def _cast_public(self, number: int, view: memoryview, into: memoryview) -> None:
         chunk = self.chunks[number]
