@@ -84,7 +84,7 @@ class RemoteServer:
     def __init__(self, number: int, peer: str, all: Mapping[int, RemoteServer]) -> None:
         self.number, self.peer, self._all = number, peer, all
         self.link: Link | None = None
-        self.deliver: Callable[[Any], None] | None = None
+        self.deliver: Callable[[Any], None] = lambda message: None  # until there is a worker
         self._into: dict[int, tuple[int, memoryview]] = {}  # ticket -> chunk, where its parameters go
         self._inbox: queue.SimpleQueue[tuple[int, Any, bytes | memoryview]] = queue.SimpleQueue()
         self._error: BaseException | None = None
@@ -96,7 +96,7 @@ class RemoteServer:
         sent = None
         if isinstance(message, ops.Push):
             ticket = message.ticket
-            sent = lambda: self._say(ops.Freed(ticket))  # noqa: E731
+            sent = lambda: self.deliver(ops.Freed(ticket))  # noqa: E731
         self._post(kind, header, parts, sent)
 
     def say(self, kind: int, fields: tuple[Any, ...], payload: bytes | memoryview = b"") -> None:
@@ -152,15 +152,15 @@ class RemoteServer:
             case m.PULLED:
                 ticket, chunk = fields
                 del self._into[ticket]
-                self._say(ops.Pulled(ticket, chunk))
+                self.deliver(ops.Pulled(ticket, chunk))
             case m.HELD:
-                self._say(ops.Held(fields[0], np.frombuffer(payload, np.float64)))
+                self.deliver(ops.Held(fields[0], np.frombuffer(payload, np.float64)))
             case m.PREPARED:
-                self._say(ops.Prepared(self.number, fields[0]))
+                self.deliver(ops.Prepared(self.number, fields[0]))
             case m.COMMITTED:
-                self._say(ops.CommitDone(fields[0]))
+                self.deliver(ops.CommitDone(fields[0]))
             case m.FAILED:
-                self._fail(LostError(f"{self.peer} ended: {fields[1]}"))
+                self.lost(LostError(f"{self.peer} ended: {fields[1]}"))
             case m.RECORD:
                 self._inbox.put((kind, fields, payload))
             case m.WELCOME | m.FILLED | m.READY:
@@ -169,17 +169,10 @@ class RemoteServer:
                 raise WireError(f"a frame of kind {kind} goes the other way")
 
     def lost(self, error: PeerError) -> None:
-        self._fail(error)
-
-    def _fail(self, error: BaseException) -> None:
         for server in (self, *list(self._all.values())):
             server._error = server._error or error
             server._inbox.put((m.FAILED, (), b""))
-        self._say(ops.Failed(self.number, error))
-
-    def _say(self, message: Any) -> None:
-        if self.deliver is not None:
-            self.deliver(message)
+        self.deliver(ops.Failed(self.number, error))
 
 
 class Cluster:
