@@ -16,7 +16,7 @@ test: $(READY)
 
 check: $(READY)
 	$(BIN)/ruff check .
-	$(BIN)/mypy --strict -p roadtrain.spec -p roadtrain.flow -p roadtrain.wire -p roadtrain.store -m roadtrain.units -m roadtrain.errors -m roadtrain.trace
+	$(BIN)/mypy --strict -p roadtrain.spec -p roadtrain.flow -p roadtrain.wire -p roadtrain.store -m roadtrain.units -m roadtrain.errors -m roadtrain.retry -m roadtrain.trace
 	$(BIN)/mypy -p roadtrain
 	$(BIN)/pytest tests/unit/test_layers.py tests/unit/test_public_names.py
 

@@ -17,6 +17,7 @@ RoadtrainError
     +-- DeadlineError         a wait passed its deadline (Rule 5): role, step, block, peer
     +-- LostError             the peer ended with an error of its own (the cause)
     +-- WireError             the peer sent what no frame or handshake of ours looks like, or refused to talk
+    |   +-- BusyError         it serves others, who may be leaving
     +-- AuthError             a token, certificate or user id that does not match (Rule 8)
 """
 
@@ -77,6 +78,9 @@ class LostError(PeerError): ...
 
 
 class WireError(PeerError): ...
+
+
+class BusyError(WireError): ...
 
 
 class AuthError(PeerError): ...

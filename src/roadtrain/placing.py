@@ -139,7 +139,7 @@ def place(
     free = psutil.virtual_memory().available
     host = parse_bytes(budget) if budget is not None else free // 2 if paths or addresses else free
     budgets = derive(
-        whole, {} if addresses else layout.records, layout.owners, host, on_files=bool(paths or addresses),
+        whole, {} if addresses else layout.meta().records, layout.owners, host, on_files=bool(paths or addresses),
         holds_gradients=backwards_per_step is None, serves=not addresses,
         twins=twin_set, root_twin=twin_of_root,
         buffering=buffering,

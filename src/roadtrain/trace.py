@@ -6,6 +6,9 @@ Stages: Fetch Forward Backward Push Sum Read Update Write Commit Wait. Thread-sa
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 
@@ -26,6 +29,12 @@ class Stages:
         with self._lock:
             so_far = self._sums.get(name, Stage())
             self._sums[name] = Stage(so_far.seconds + seconds, so_far.nbytes + nbytes)
+
+    @contextmanager
+    def timed(self, name: str, nbytes: int = 0) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.add(name, time.perf_counter() - start, nbytes)
 
     def take(self) -> dict[str, Stage]:
         with self._lock:

@@ -127,23 +127,16 @@ def step(training: Training, number: int) -> tuple[float, float]:
     for micro in range(job.optimizer.accumulate):
         turn = micro * group.workers + group.rank  # the step's batches, in an order that all workers agree on
         x_BT, y_BT = training.tokens.batch(number, turn, job.data.batch_size, job.data.seq_len)
-        with _timed(training.stages, "Forward"):
+        with training.stages.timed("Forward"):
             loss = loss_of(model, x_BT, y_BT, training.device) / job.optimizer.accumulate
             total += loss.item()
-        with _timed(training.stages, "Backward"):
+        with training.stages.timed("Backward"):
             scaler.scale(loss).backward()  # type: ignore[no-untyped-call]  # gradients leave as each block finishes
     training.clip()
     scaler.step(optimizer)  # updates run, and the step is committed, while the next one computes
     scaler.update()
     optimizer.zero_grad()
     return total, lr
-
-
-@contextmanager
-def _timed(stages: Stages, name: str) -> Iterator[None]:
-    start = time.perf_counter()
-    yield
-    stages.add(name, time.perf_counter() - start)
 
 
 def loss_of(model: torch.nn.Module, x_BT: torch.Tensor, y_BT: torch.Tensor, device: torch.device) -> torch.Tensor:

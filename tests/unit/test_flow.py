@@ -37,23 +37,16 @@ class World:
     def run_one(self):
         action = self.todo.pop(self.random.randrange(len(self.todo)))
         self.log.append(action)
+        result = ()
         match action:
             case ops.Hold(push):
                 self.held.setdefault(push.chunk, []).append(push.worker)
-                self.feed(ops.HoldDone(push, None, push.keep))
+                result = (None, push.keep)
             case ops.Total(chunk):
-                self.feed(ops.TotalDone(chunk, tuple(self.held.get(chunk, ()))))
-            case ops.Read(chunk, _):
-                self.feed(ops.ReadDone(chunk))
+                result = (tuple(self.held.get(chunk, ())),)
             case ops.Update(chunk, _):
                 self.held.pop(chunk, None)
-                self.feed(ops.UpdateDone(chunk))
-            case ops.Write(chunk):
-                self.feed(ops.WriteDone(chunk))
-            case ops.Answer(pull):
-                self.feed(ops.PublicRead(pull))
-            case ops.Prepare(step, _):
-                self.feed(ops.PrepareDone(step))
+        self.feed(ops.Done(action, result))
 
     def drain(self):
         while self.todo:
@@ -286,7 +279,7 @@ def test_with_room_for_all_nothing_is_fetched_twice():
 
 
 def test_device_queue_priorities_and_bursts():
-    queue = DeviceQueue(max_reads=1, max_writes=1)
+    queue = DeviceQueue(limit=1)
     for name, priority in (("w", WRITE_STATE), ("r", READ_STATE), ("p", READ_PARAMETERS)):
         queue.push(priority, 0, name)
     assert [queue.next()[1] for _ in range(3)] == ["p", "r", "w"]
@@ -424,7 +417,7 @@ class Replicas:
                     before = disk[action.step - 1][0]
                     self.disks[server] = {action.step - 1: disk[action.step - 1],
                                           action.step: ((*before, (number, action.step)), tuple(action.blobs))}
-                    act(server, self.deciders[server].handle(ops.PrepareDone(action.step)))
+                    act(server, self.deciders[server].handle(ops.Done(action)))
             elif full := [key for key, queue in (lanes if kind == "lane" else back).items() if queue]:
                 server, w = self.random.choice(full)
                 if kind == "lane":

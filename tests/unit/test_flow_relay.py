@@ -38,10 +38,10 @@ class World:
             case ops.Pull(chunk, version, into, ticket):
                 self.filled[into] = (chunk, version)
                 self.feed(ops.Pulled(ticket, chunk))
-            case Give(pull, buffer):
+            case Give(pull, buffer) as give:
                 assert self.filled[buffer] == (pull.chunk, pull.version)
                 self.given.append((pull.worker, pull.ticket))
-                self.feed(ops.PublicRead(pull))
+                self.feed(ops.Done(give))
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -12,7 +12,7 @@ import pytest
 
 SRC = Path(__file__).parents[2] / "src" / "roadtrain"
 FLOORS = {
-    "units": 0, "errors": 0,
+    "units": 0, "errors": 0, "retry": 0,
     "spec": 1,
     "trace": 2, "metrics": 2, "progress": 2,
     "flow": 3, "kernels": 3, "wire": 3,

@@ -39,8 +39,8 @@ from roadtrain.kernels.rules import rules_for
 from roadtrain.lab import LoopDevice, Throttle, lab_available
 from roadtrain.node.compress import Compressor
 from roadtrain.node.device import HostBuffer
-from roadtrain.node.direct import MessageLink
 from roadtrain.node.engine import Engine, Layout
+from roadtrain.node.worker import MessageLink
 from roadtrain.spec.chunks import Block, ChunkTable, ParamSpec
 from roadtrain.spec.plan import derive
 from roadtrain.store.buffers import Buffer, array_in
@@ -126,9 +126,6 @@ class ChargedLink:
             nbytes = sum(part.nbytes for part in message.grad) if sparse else len(message.grad)
         self._down.post(nbytes, self._link.send, message)
 
-    def close(self) -> None:
-        self._link.close()
-
 
 class Ours:
     """An engine on these directories behind the two wires; `params` receives what it pulls."""
@@ -139,7 +136,7 @@ class Ours:
     ) -> None:
         self.table, self.hyper, self.step = table, hyper, 0
         layout = Layout(table, [rule], tuple(directories))
-        budgets = derive(table, layout.records, layout.owners, GIB, on_files=True, holds_gradients=False)
+        budgets = derive(table, layout.meta().records, layout.owners, GIB, on_files=True, holds_gradients=False)
         budgets = replace(  # nothing is kept in memory: every byte of state moves
             budgets, resident=frozenset(), public_resident=frozenset(), resident_bytes=0, push_buffers=3,
         )
@@ -188,9 +185,8 @@ class Ours:
                 self._release(block)
         worker.seal(self.step)
         worker.blob(self.step, b"")
-        arrivals = worker._permanent_arrivals
         with worker._lock:
-            worker._wait(lambda: not any(arrivals[b.index] for b in blocks), lambda: "the new parameters")
+            worker._wait(lambda: not any(host.pending for host in self._hosts), lambda: "the new parameters")
         worker.wait_committed(self.step)
         return time.perf_counter() - start
 
@@ -199,8 +195,7 @@ class Ours:
         worker = self.worker
         worker.release(block.index, self.step, {0: self.hyper}, lambda param: 1.0)
         with worker._lock:
-            worker._permanent_arrivals[block.index] = len(block.chunks)
-            worker._pull(block.chunks, self._hosts[block.index - 1].view, -1 - block.index)
+            worker._pull(block, self._hosts[block.index - 1])
 
     def close(self) -> None:
         self.engine.close()

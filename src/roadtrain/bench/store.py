@@ -144,7 +144,7 @@ def run(quick: bool = False, directory: str | None = None) -> Report:
     rules = rules_for(optimizer)
     layout = Layout(table, rules, (home / "store",))
     host = 512 * MIB
-    budgets = derive(table, layout.records, layout.owners, host, on_files=True, holds_gradients=False)
+    budgets = derive(table, layout.meta().records, layout.owners, host, on_files=True, holds_gradients=False)
     budgets = _without_cache(budgets)
     before = _rss()
     engine = Engine(layout, budgets, None, torch.device("cpu"), compute_blocks=(), compressor=None,
@@ -157,9 +157,9 @@ def run(quick: bool = False, directory: str | None = None) -> Report:
     engine.start(b"")
     assert engine.store is not None
     slots = [engine.store.tiers[0].directory / f"slot{i}.bin" for i in range(2)]
-    record = engine.records[0].nbytes
+    record = engine.meta.records[0].nbytes
     total = len(table.chunks) * record
-    skip = engine.records[0].public_nbytes
+    skip = engine.meta.records[0].public_nbytes
     for buffer in engine.worker._push_all:
         buffer.tensor[: 2 * block_elements].view(torch.bfloat16).copy_(torch.linspace(-1, 1, block_elements))
     ours: list[float] = []

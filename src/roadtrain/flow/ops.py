@@ -134,51 +134,16 @@ class Failed:
     error: BaseException
 
 
-# events: what the server's doers report
+# events, besides messages
 
 
 @dataclass(frozen=True, slots=True)
-class HoldDone:
-    """`kept`: the pushed memory is in use until the update."""
+class Done:
+    """A doer has carried `action` out. `result`: of Hold (sums of squares of the worker's gradient, whether the pushed
+    memory is in use until the update), of Total (sums of squares of the sum over workers), a segment each."""
 
-    push: Push
-    sums: Any
-    kept: bool
-
-
-@dataclass(frozen=True, slots=True)
-class TotalDone:
-    """`sums`: of squares of the sum over workers, a segment each."""
-
-    chunk: int
-    sums: Any
-
-
-@dataclass(frozen=True, slots=True)
-class ReadDone:
-    chunk: int
-
-
-@dataclass(frozen=True, slots=True)
-class PublicRead:
-    """A pull was answered from the file or from memory."""
-
-    pull: Pull
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateDone:
-    chunk: int
-
-
-@dataclass(frozen=True, slots=True)
-class WriteDone:
-    chunk: int
-
-
-@dataclass(frozen=True, slots=True)
-class PrepareDone:
-    step: int
+    action: Any
+    result: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,13 +16,12 @@ READ_PARAMETERS, READ_STATE, WRITE_STATE = 0, 1, 2
 
 @dataclass
 class DeviceQueue:
-    """Invariants: `running` counts what `next` gave out and `done` did not take back; in burst mode reads and writes of
-    state never run at once."""
+    """`limit`: how many of one priority run at once. Invariants: `running` counts what `next` gave out and `done` did
+    not take back; in burst mode reads and writes of state never run at once."""
 
     burst: bool = False
     burst_ops: int = 8
-    max_reads: int = 2
-    max_writes: int = 2
+    limit: int = 2
     waiting: dict[int, list[tuple[int, int, Any]]] = field(default_factory=lambda: {0: [], 1: [], 2: []})
     running: dict[int, int] = field(default_factory=lambda: {0: 0, 1: 0, 2: 0})
     _direction: int = READ_STATE
@@ -36,14 +35,12 @@ class DeviceQueue:
 
     def next(self) -> tuple[int, Any] | None:
         """The next (priority, item) that may start now, or None."""
-        if self.waiting[READ_PARAMETERS] and self.running[READ_PARAMETERS] < self.max_reads:
-            return self._take(READ_PARAMETERS)
         directions = self._burst_directions() if self.burst else (READ_STATE, WRITE_STATE)
-        for priority in directions:
-            limit = self.max_reads if priority == READ_STATE else self.max_writes
-            if self.waiting[priority] and self.running[priority] < limit:
-                self._left -= 1
-                return self._take(priority)
+        for priority in (READ_PARAMETERS, *directions):
+            if self.waiting[priority] and self.running[priority] < self.limit:
+                self._left -= priority != READ_PARAMETERS
+                self.running[priority] += 1
+                return priority, heapq.heappop(self.waiting[priority])[2]
         return None
 
     def _burst_directions(self) -> tuple[int, ...]:
@@ -53,10 +50,6 @@ class DeviceQueue:
                 return ()
             self._direction, self._left = other, self.burst_ops
         return (self._direction,)
-
-    def _take(self, priority: int) -> tuple[int, Any]:
-        self.running[priority] += 1
-        return priority, heapq.heappop(self.waiting[priority])[2]
 
     def done(self, priority: int) -> None:
         self.running[priority] -= 1

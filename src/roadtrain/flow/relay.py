@@ -31,7 +31,7 @@ class Up:
 
 @dataclass(frozen=True, slots=True)
 class Give:
-    """Send what is in `buffer` to the worker that asked; then PublicRead(pull)."""
+    """Send what is in `buffer` to the worker that asked."""
 
     pull: ops.Pull
     buffer: int
@@ -84,6 +84,8 @@ class RelayDecider:
 
     def handle(self, event: Any) -> list[Any]:
         """Next actions. Raises LostError where a step needs a worker that has gone, LoopError where they differ."""
+        if isinstance(event, ops.Done):
+            return self._given(event.action)
         return getattr(self, "_on_" + type(event).__name__)(event)  # type: ignore[no-any-return]
 
     # pulls
@@ -136,8 +138,8 @@ class RelayDecider:
         copy.readers += len(pulls)
         return [Give(pull, copy.buffer) for pull in pulls]
 
-    def _on_PublicRead(self, event: ops.PublicRead) -> list[Any]:
-        self.copies[event.pull.chunk, event.pull.version].readers -= 1
+    def _given(self, give: Give) -> list[Any]:
+        self.copies[give.pull.chunk, give.pull.version].readers -= 1
         return self._queued()
 
     # gradients

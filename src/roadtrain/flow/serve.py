@@ -1,14 +1,14 @@
 """What a server does next. Events and messages in, actions out; no I/O, no threads, no clock.
 
 A chunk's way through one step:
-    Push -> Hold -> HoldDone            the gradient rests here (HELD)
+    Push -> Hold -> Done                the gradient rests here (HELD)
     Release                             wanted: queued by (step, order) until a record buffer is free
-    Read -> ReadDone                    READING  (skipped where the record is kept in memory)
-    Update -> UpdateDone                UPDATING; the new version exists: waiting pulls are answered at once
-    Write -> WriteDone                  WRITING  (skipped where nothing rests on files)
+    Read -> Done                        READING  (skipped where the record is kept in memory)
+    Update -> Done                      UPDATING; the new version exists: waiting pulls are answered at once
+    Write -> Done                       WRITING  (skipped where nothing rests on files)
 When a step is sealed and all its releases are written, the step is prepared (first server: committed when told).
 With several workers Release, Seal and Commit count once all have sent theirs (`_meet`); what they push is summed first:
-    Close or Release of all -> Total -> TotalDone      all are told the sum's norm (Held)
+    Close or Release of all -> Total -> Done      all are told the sum's norm (Held)
 
 With staleness 1 the public part of a record is one update behind its master: a pull gets the one or the other, so the
 next step computes while this one's updates run. What is said of the next step before then waits in `early`.
@@ -92,7 +92,6 @@ class ServeDecider:
         self.seals: dict[int, set[int]] = {}  # step -> workers that sealed it, until all have
         self.commits: dict[int, dict[int, Any]] = {}  # step -> worker -> blob, told to commit
         self.preparing: int | None = None
-        self.prepared = committed
         self.committed = committed
         self.gone = ""  # which worker has, and why
 
@@ -106,6 +105,8 @@ class ServeDecider:
         if isinstance(event, (ops.Push, ops.Close, ops.Release, ops.Forget)) and self._too_early(event):
             self.chunks[event.chunk].early.append(event)
             return []
+        if isinstance(event, ops.Done):
+            return getattr(self, "_done_" + type(event.action).__name__)(event.action, *event.result)  # type: ignore[no-any-return]
         return getattr(self, "_on_" + type(event).__name__)(event)  # type: ignore[no-any-return]
 
     # messages
@@ -141,8 +142,8 @@ class ServeDecider:
         newest = chunk.late and pull.version >= chunk.updated
         return ops.Answer(pull, (chunk.resident if newest else chunk.in_memory) or chunk.phase == WRITING, newest)
 
-    def _on_PublicRead(self, event: ops.PublicRead) -> list[Any]:
-        pull = event.pull
+    def _done_Answer(self, answer: ops.Answer) -> list[Any]:
+        pull = answer.pull
         chunk = self.chunks[pull.chunk]
         chunk.answering -= 1
         out: list[Any] = [ops.Send(ops.Pulled(pull.ticket, pull.chunk), pull.worker)]
@@ -156,12 +157,12 @@ class ServeDecider:
         holds.append(push)
         return [ops.Hold(push)] if len(holds) == 1 else []
 
-    def _on_HoldDone(self, event: ops.HoldDone) -> list[Any]:
-        push = event.push
+    def _done_Hold(self, hold: ops.Hold, sums: Any, kept: bool) -> list[Any]:
+        push = hold.push
         chunk = self.chunks[push.chunk]
         chunk.holds.popleft()
-        out: list[Any] = [ops.Send(ops.Held(push.chunk, event.sums))] if self.alone else []
-        if event.kept:
+        out: list[Any] = [ops.Send(ops.Held(push.chunk, sums))] if self.alone else []
+        if kept:
             chunk.kept.append((push.worker, push.ticket))
         else:
             out.append(ops.Send(ops.Freed(push.ticket), push.worker))
@@ -222,8 +223,8 @@ class ServeDecider:
             return out + self._meet(number) + self._in_turn(chunk) + self._prepare()
         return out
 
-    def _on_TotalDone(self, event: ops.TotalDone) -> list[Any]:
-        return [ops.Send(ops.Held(event.chunk, event.sums))]
+    def _done_Total(self, total: ops.Total, sums: Any) -> list[Any]:
+        return [ops.Send(ops.Held(total.chunk, sums))]
 
     def _on_Forget(self, event: ops.Forget) -> list[Any]:
         holds = self.chunks[event.chunk].holds
@@ -260,29 +261,30 @@ class ServeDecider:
 
     # what doers report
 
-    def _on_ReadDone(self, event: ops.ReadDone) -> list[Any]:
-        chunk = self.chunks[event.chunk]
+    def _done_Read(self, read: ops.Read) -> list[Any]:
+        chunk = self.chunks[read.chunk]
         assert chunk.phase == READING
         if chunk.answering and chunk.in_memory:
             chunk.read = True  # what is being copied out must not change under the copy
             return []
-        return self._update(event.chunk, chunk)
+        return self._update(read.chunk, chunk)
 
     def _update(self, number: int, chunk: ChunkState) -> list[Any]:
         assert chunk.active is not None
         chunk.phase, chunk.read = UPDATING, False
         return [ops.Update(number, chunk.active)]
 
-    def _on_UpdateDone(self, event: ops.UpdateDone) -> list[Any]:
-        chunk = self.chunks[event.chunk]
+    def _done_Update(self, update: ops.Update) -> list[Any]:
+        number = update.chunk
+        chunk = self.chunks[number]
         assert chunk.phase == UPDATING
         chunk.version += 1
         chunk.updated = chunk.version
         chunk.phase = WRITING
-        out = [*self._free_kept(chunk), *self._answer_waiting(chunk), *self._meet(event.chunk), *self._in_turn(chunk)]
+        out = [*self._free_kept(chunk), *self._answer_waiting(chunk), *self._meet(number), *self._in_turn(chunk)]
         if not self.durable:
-            return out + self._on_WriteDone(ops.WriteDone(event.chunk))
-        self.gated.append(event.chunk)
+            return out + self._done_Write(ops.Write(number))
+        self.gated.append(number)
         return out + self._advance()
 
     def _answer_waiting(self, chunk: ChunkState) -> list[Any]:
@@ -290,10 +292,10 @@ class ServeDecider:
         chunk.pulls = [pull for pull in chunk.pulls if pull.version > chunk.version]
         return [self._answer(chunk, pull) for pull in ready]
 
-    def _on_WriteDone(self, event: ops.WriteDone) -> list[Any]:
-        chunk = self.chunks[event.chunk]
+    def _done_Write(self, write: ops.Write) -> list[Any]:
+        chunk = self.chunks[write.chunk]
         assert chunk.phase == WRITING and chunk.active is not None
-        self.open_releases[chunk.active.step].discard(event.chunk)
+        self.open_releases[chunk.active.step].discard(write.chunk)
         chunk.active = None
         self._finish_write(chunk)
         return self._prepare() + self._advance()
@@ -307,14 +309,13 @@ class ServeDecider:
             self.free.append(chunk.buffer)
             chunk.buffer = None
 
-    def _on_PrepareDone(self, event: ops.PrepareDone) -> list[Any]:
-        assert self.preparing == event.step
+    def _done_Prepare(self, prepare: ops.Prepare) -> list[Any]:
+        assert self.preparing == prepare.step
         self.preparing = None
-        self.prepared = event.step
         if self.commits_here:
-            self.committed = event.step
-            return [ops.Send(ops.CommitDone(event.step)), *self._advance(), *self._prepare()]
-        return [ops.Send(ops.Prepared(self.server, event.step)), *self._prepare()]
+            self.committed = prepare.step
+            return [ops.Send(ops.CommitDone(prepare.step)), *self._advance(), *self._prepare()]
+        return [ops.Send(ops.Prepared(self.server, prepare.step)), *self._prepare()]
 
     # decisions
 

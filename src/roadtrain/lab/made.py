@@ -7,18 +7,17 @@ is needed to undo from outside what it stands for.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import subprocess
 import tempfile
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Self
 
 from roadtrain.errors import RoadtrainError
+from roadtrain.retry import retry
 
 PREFIX = "roadtrain-lab-"
 UNDO_TIMEOUT_S = 10.0
@@ -71,12 +70,7 @@ def lacking(*tools: str) -> str | None:
 
 def insist(undo: Callable[[], object]) -> object:
     """A dying process keeps its group and its open files for a moment, and a member may fork while it is moved."""
-    deadline = time.monotonic() + UNDO_TIMEOUT_S
-    while time.monotonic() < deadline:
-        with contextlib.suppress(OSError, RoadtrainError):
-            return undo()
-        time.sleep(0.05)
-    return undo()
+    return retry(undo, (OSError, RoadtrainError), UNDO_TIMEOUT_S)
 
 
 def command(*words: str, text: str | None = None) -> str:

@@ -17,7 +17,7 @@ import os
 import queue
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from subprocess import Popen
@@ -27,7 +27,7 @@ import msgspec
 import numpy as np
 import torch
 
-from roadtrain.errors import ConfigError, DeadlineError, ForeignError, LostError, PeerError, WireError
+from roadtrain.errors import BusyError, ConfigError, DeadlineError, ForeignError, LostError, PeerError, WireError
 from roadtrain.flow import ops
 from roadtrain.flow.ledger import resumed
 from roadtrain.kernels.rules import described
@@ -38,7 +38,6 @@ from roadtrain.node.engine import Layout, check_same, fill_record
 from roadtrain.node.worker import Worker
 from roadtrain.spec.chunks import Block
 from roadtrain.spec.plan import Budgets, RelayBudgets
-from roadtrain.store.buffers import Buffer
 from roadtrain.store.convert import RecordView, Source, gather_param
 from roadtrain.store.ledger import StoreMeta
 from roadtrain.trace import Stages
@@ -85,11 +84,10 @@ class RemoteServer:
     def __init__(self, number: int, peer: str, all: Mapping[int, RemoteServer]) -> None:
         self.number, self.peer, self._all = number, peer, all
         self.link: Link | None = None
-        self.deliver: Callable[[Any], None] | None = None
+        self.deliver: Callable[[Any], None] = lambda message: None  # until there is a worker
         self._into: dict[int, tuple[int, memoryview]] = {}  # ticket -> chunk, where its parameters go
-        self._inbox: queue.SimpleQueue[tuple[int, Any, bytes | Buffer]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[int, Any, bytes | memoryview]] = queue.SimpleQueue()
         self._error: BaseException | None = None
-        self._coming: list[Buffer] = []
 
     def send(self, message: Any) -> None:
         if isinstance(message, ops.Pull):
@@ -98,15 +96,15 @@ class RemoteServer:
         sent = None
         if isinstance(message, ops.Push):
             ticket = message.ticket
-            sent = lambda: self._say(ops.Freed(ticket))  # noqa: E731
+            sent = lambda: self.deliver(ops.Freed(ticket))  # noqa: E731
         self._post(kind, header, parts, sent)
 
-    def say(
-        self, kind: int, fields: tuple[Any, ...], payload: Any = b"", sent: Callable[[], None] | None = None
-    ) -> None:
-        self._post(kind, m.encode(fields), [memoryview(payload)] if len(payload) else (), sent)
+    def say(self, kind: int, fields: tuple[Any, ...], payload: bytes | memoryview = b"") -> None:
+        self._post(kind, m.encode(fields), [memoryview(payload)] if len(payload) else ())
 
-    def _post(self, kind: int, header: bytes, parts: Sequence[memoryview], sent: Callable[[], None] | None) -> None:
+    def _post(
+        self, kind: int, header: bytes, parts: Sequence[memoryview], sent: Callable[[], None] | None = None
+    ) -> None:
         assert self.link is not None
         try:
             # a pull names the version that it needs: it may overtake the pushes that give it
@@ -145,9 +143,6 @@ class RemoteServer:
             if expected != chunk or len(into) != nbytes:
                 raise WireError(f"{nbytes} bytes of chunk {chunk} came for ticket {ticket}, {len(into)} were asked for")
             return into
-        if kind == m.RECORD and fields[0] >= 0:
-            self._coming.append(Buffer(nbytes))
-            return self._coming[-1].view[:nbytes]
         if kind not in (m.WELCOME, m.READY, m.HELD, m.RECORD):
             raise WireError(f"a frame of kind {kind} has no payload, {nbytes} bytes came")
         return memoryview(bytearray(nbytes))
@@ -158,34 +153,27 @@ class RemoteServer:
             case m.PULLED:
                 ticket, chunk = fields
                 del self._into[ticket]
-                self._say(ops.Pulled(ticket, chunk))
+                self.deliver(ops.Pulled(ticket, chunk))
             case m.HELD:
-                self._say(ops.Held(fields[0], np.frombuffer(payload, np.float64)))
+                self.deliver(ops.Held(fields[0], np.frombuffer(payload, np.float64)))
             case m.PREPARED:
-                self._say(ops.Prepared(self.number, fields[0]))
+                self.deliver(ops.Prepared(self.number, fields[0]))
             case m.COMMITTED:
-                self._say(ops.CommitDone(fields[0]))
+                self.deliver(ops.CommitDone(fields[0]))
             case m.FAILED:
-                self._fail(LostError(f"{self.peer} ended: {fields[1]}"))
-            case m.RECORD if fields[0] >= 0:
-                self._inbox.put((kind, fields, self._coming.pop(0)))
-            case m.WELCOME | m.FILLED | m.READY | m.RECORD:
+                self.lost(LostError(f"{self.peer} ended: {fields[1]}"))
+            case m.RECORD:
+                self._inbox.put((kind, fields, payload))
+            case m.WELCOME | m.FILLED | m.READY:
                 self._inbox.put((kind, fields, bytes(payload)))
             case _:
                 raise WireError(f"a frame of kind {kind} goes the other way")
 
     def lost(self, error: PeerError) -> None:
-        self._fail(error)
-
-    def _fail(self, error: BaseException) -> None:
         for server in (self, *list(self._all.values())):
             server._error = server._error or error
             server._inbox.put((m.FAILED, (), b""))
-        self._say(ops.Failed(self.number, error))
-
-    def _say(self, message: Any) -> None:
-        if self.deliver is not None:
-            self.deliver(message)
+        self.deliver(ops.Failed(self.number, error))
 
 
 class Cluster:
@@ -230,7 +218,6 @@ class Cluster:
             if self._relay is not None:
                 self._relay.kill()
             raise
-        self.records = self.meta.records
         holders = [tuple(s for s in self.meta.holders(c.id) if s in self.servers) for c in layout.table.chunks]
         self.worker = Worker(
             layout.table, budgets, holders, device, self.stages, servers=sorted(self.servers), committed=self.step,
@@ -258,7 +245,7 @@ class Cluster:
                     self._join(number, addresses[number], once)
                     del missing[number]
                 except (LostError, DeadlineError, WireError) as error:
-                    if m.BUSY not in str(error) and (not spare or isinstance(error, WireError)):
+                    if not isinstance(error, BusyError) and (not spare or isinstance(error, WireError)):
                         raise
                     missing[number] = error
             if self._enough(missing):
@@ -396,28 +383,21 @@ class Cluster:
         """All that server `number` is to hold, from `members`, whose contents count."""
         for chunk in self.meta.owned(number):
             source = next(s for s in self.meta.holders(chunk) if s in members)
-            buffer = self._read(source, chunk, f"chunk {chunk}")
-            self._put(number, chunk, buffer.view[: self.meta.records[chunk].nbytes], buffer.close)
-        self._behind[number] = self._read(members[0], -1, "the job's own state")
+            self._put(number, chunk, self._read(source, chunk, f"chunk {chunk}"))
+        self._behind[number] = bytes(self._read(members[0], -1, "the job's own state"))
 
     def fill(self, block: Block, source: Source, hypers: Sequence[Sequence[float]]) -> None:
         """First contents of one block of a new store."""
         for chunk in block.chunks:
-            buffer = fill_record(self.meta, self.layout, chunk, source, hypers)
-            last = iter([*[False] * (len(self.worker.owners[chunk.id]) - 1), True])
-
-            def sent(buffer: Buffer = buffer, last: Iterator[bool] = last) -> None:
-                if next(last):
-                    buffer.close()
-
+            record = fill_record(self.meta, self.layout, chunk, source, hypers)
             for number in self.worker.owners[chunk.id]:
-                self._put(number, chunk.id, buffer.view[: self.records[chunk.id].nbytes], sent)
+                self._put(number, chunk.id, record)
 
-    def _put(self, number: int, chunk: int, record: memoryview, sent: Callable[[], None]) -> None:
+    def _put(self, number: int, chunk: int, record: memoryview) -> None:
         while self._unfilled[number] >= FILLS_AT_ONCE:
             self._filled(number)
         self._unfilled[number] += 1
-        self.servers[number].say(m.FILL, (chunk,), record, sent)
+        self.servers[number].say(m.FILL, (chunk,), record)
 
     def _filled(self, number: int) -> None:
         self.servers[number].wait(m.FILLED, "a chunk to be stored", self._deadline_s)
@@ -440,12 +420,12 @@ class Cluster:
     def read(self, name: str, what: str) -> np.ndarray:
         """As Engine.read: a parameter's values from its servers, between steps."""
         def record_of(chunk: Any) -> RecordView:
-            buffer = self._read(self.worker.owners[chunk.id][0], chunk.id, f"chunk {chunk.id}")
-            return RecordView(self.meta, chunk, buffer.view)
+            record = self._read(self.worker.owners[chunk.id][0], chunk.id, f"chunk {chunk.id}")
+            return RecordView(self.meta, chunk, record)
 
         return gather_param(self.meta, name, what, record_of)
 
-    def _read(self, number: int, chunk: int, what: str) -> Any:
+    def _read(self, number: int, chunk: int, what: str) -> memoryview:
         self.servers[number].say(m.READ, (chunk,))
         return self.servers[number].wait(m.RECORD, what, self._deadline_s)[1]
 
@@ -453,5 +433,7 @@ class Cluster:
         return self.worker.nbytes()
 
     def close(self) -> None:
+        for server in self.servers.values():
+            server.close()
         self.worker.close()
         relays.end(self._relay)

@@ -25,6 +25,7 @@ class HostBuffer:
         self._buffer = Buffer(max(nbytes, 1))
         self.nbytes = self._buffer.nbytes
         self.view = self._buffer.view
+        self.pending = 0  # chunks that servers have yet to write or read; counted by its owner
         self._host = torch.frombuffer(self.view, dtype=torch.uint8)
         self._cuda = device.type == "cuda"
         self._copied: Any = None  # event: the last copy on the side stream

@@ -1,14 +1,10 @@
-"""How a server is reached: its address, the job's token, and again while it is busy."""
+"""How a server is reached: its address and the job's token."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from pathlib import Path
 
-from roadtrain.errors import ConfigError, WireError
-from roadtrain.node import messages as m
-from roadtrain.wire.link import Link
+from roadtrain.errors import ConfigError
 from roadtrain.wire.tcp import Address
 
 
@@ -28,15 +24,3 @@ def token_of(path: str | None) -> bytes | None:
         return Path(path).read_bytes().strip()
     except OSError as error:
         raise ConfigError(f"cannot read the token in {path}: {error.strerror}") from error
-
-
-def dial(connect: Callable[[], Link], retry_s: float) -> Link:
-    """Tries again for `retry_s` while the server is busy with workers that may be leaving."""
-    until = time.monotonic() + retry_s
-    while True:
-        try:
-            return connect()
-        except WireError as error:
-            if m.BUSY not in str(error) or time.monotonic() > until:
-                raise
-            time.sleep(0.2)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,10 +19,9 @@ from roadtrain.errors import ConfigError, DeadlineError, ForeignError
 from roadtrain.flow.assign import assign
 from roadtrain.kernels.rules import Rule
 from roadtrain.node.compress import Compressor
-from roadtrain.node.direct import DirectLink
 from roadtrain.node.server import Server, Setup
 from roadtrain.node.worker import Worker
-from roadtrain.spec.chunks import Block, Chunk, ChunkTable, Record
+from roadtrain.spec.chunks import Block, Chunk, ChunkTable
 from roadtrain.spec.plan import Budgets
 from roadtrain.store.buffers import Buffer
 from roadtrain.store.convert import MASTER, RecordView, Source, convert, gather_param, needs_conversion, read_param
@@ -52,10 +51,6 @@ class Layout:
     def groups(self) -> tuple[GroupRule, ...]:
         return tuple(GroupRule(r.name, tuple(r.arrays), tuple(r.scalars)) for r in self.rules)
 
-    @property
-    def records(self) -> dict[int, Record]:
-        return self.meta().records
-
     def meta(self, job: str = "") -> StoreMeta:
         return StoreMeta.of(self.table, self.groups, job, self.staleness, self.replicas)
 
@@ -68,19 +63,14 @@ def open_or_none(layout: Layout, report: Callable[[str], None]) -> OpenedStore |
     opened = open_store(layout.directories, direct=layout.direct)
     if opened is None:
         return None
-    try:
-        check_same(str(opened.directories[0]), opened.meta, layout)
-    except ForeignError:
-        opened.close()
-        raise
-    meta = layout.meta(opened.meta.job)
-    if not needs_conversion(opened, meta, layout.directories):
-        return opened
-    if layout.staleness:
-        opened.close()
-        raise ConfigError(f"{opened.directories[0]} has staleness 1 and is not converted", hint="keep its layout")
     start = time.monotonic()
     try:
+        check_same(str(opened.directories[0]), opened.meta, layout)
+        meta = layout.meta(opened.meta.job)
+        if not needs_conversion(opened, meta, layout.directories):
+            return opened
+        if layout.staleness:
+            raise ConfigError(f"{opened.directories[0]} has staleness 1 and is not converted", hint="keep its layout")
         new = convert(opened, meta, layout.directories, layout.owners, direct=layout.direct)
     except BaseException:
         opened.close()
@@ -116,10 +106,9 @@ def check_same(where: str, held: StoreMeta, layout: Layout) -> None:
 
 def fill_record(
     meta: StoreMeta, layout: Layout, chunk: Chunk, source: Source, hypers: Sequence[Sequence[float]]
-) -> Buffer:
+) -> memoryview:
     """The first record of `chunk`: what `source` gives, then what its rule starts with."""
-    buffer = Buffer(meta.records[chunk.id].nbytes)
-    view = RecordView(meta, chunk, buffer.view)
+    view = RecordView(meta, chunk, Buffer(meta.records[chunk.id].nbytes).view)
     view.fill(layout.table.params, source)
     if chunk.trainable:
         rule, hyper = layout.rules[chunk.group], hypers[chunk.group]
@@ -128,7 +117,7 @@ def fill_record(
             rule.start(view.piece(MASTER, i), [view.piece(what, i) for what in rule.arrays], row, hyper)
             for what, value in zip(rule.scalars, row):
                 view.piece(what, i)[0] = value
-    return buffer
+    return view.view
 
 
 class Engine:
@@ -141,40 +130,31 @@ class Engine:
     ) -> None:
         self.layout, self.stages = layout, Stages()
         self.store, self.new = opened, opened is None
-        self.meta = layout.meta()
         if opened is None and layout.directories:
-            self.store = create_store(layout.directories, self.meta, layout.owners, direct=layout.direct)
-        owners = self.store.meta.owners if self.store else layout.owners
+            self.store = create_store(layout.directories, layout.meta(), layout.owners, direct=layout.direct)
+        in_ram = replace(layout.meta(), owners=layout.owners, directories=("RAM",))
+        self.meta = self.store.meta if self.store else in_ram
         self.step = max(0, self.store.step) if self.store else 0
         self.blob = unpack(self.store.blob)[0] if self.store else b""
-        n = max(1, len(layout.directories))
-        self.records = records = layout.records
         self.worker = Worker(
-            layout.table, budgets, [(o,) for o in owners], device, self.stages, servers=range(n), committed=self.step,
-            deadline_s=deadline_s, compute_blocks=compute_blocks, compressor=compressor, staleness=layout.staleness,
+            layout.table, budgets, [(o,) for o in self.meta.owners], device, self.stages,
+            servers=range(len(self.meta.directories)), committed=self.step, deadline_s=deadline_s,
+            compute_blocks=compute_blocks, compressor=compressor, staleness=layout.staleness,
         )
-        each = server_buffers or budgets.record_buffers // (max(owners, default=0) + 1)
+        each = server_buffers or budgets.record_buffers // (max(self.meta.owners, default=0) + 1)
         self.servers: list[Server] = []
-        for i in range(n):
-            mine = {c.id: c for c in layout.table.chunks if owners[c.id] == i}
-            where = str(layout.directories[i]) if layout.directories else "RAM"
-            setup = Setup(
-                i, f"server {i} ({where})", mine, {c: records[c] for c in mine}, layout.rules,
-                self.store.tiers[i] if self.store else None, budgets.resident & mine.keys(),
-                budgets.public_resident & mine.keys(), each if mine else 0, budgets.record_bytes,
-                budgets.scratch_bytes if mine else 0, report=report,
-                staleness=layout.staleness,
-            )
+        for i, where in enumerate(layout.directories or ("RAM",)):
+            tier = self.store.tiers[i] if self.store else None
+            setup = Setup(i, f"server {i} ({where})", self.meta, layout.rules, tier, budgets, each, report)
             server = Server(setup, lambda message, _: self.worker.deliver(message), self.stages, self.step)
             self.servers.append(server)
-            self.worker.links[i] = DirectLink(setup.name, server.receive)
+            self.worker.links[i] = server
 
     def fill(self, block: Block, source: Source, hypers: Sequence[Sequence[float]]) -> None:
         """First contents of one block: what `source` gives, then what each rule starts with."""
         for chunk in block.chunks:
-            buffer = fill_record(self.meta, self.layout, chunk, source, hypers)
-            self.servers[self.worker.owners[chunk.id][0]].fill(chunk.id, buffer.view[: self.records[chunk.id].nbytes])
-            buffer.close()
+            record = fill_record(self.meta, self.layout, chunk, source, hypers)
+            self.servers[self.worker.owners[chunk.id][0]].fill(chunk.id, record)
 
     def start(self, blob: bytes) -> None:
         """Commits step 0 of a new store with `blob`, then serves."""

@@ -10,16 +10,16 @@ Assumes: one thread at a time for one chunk. Does NOT know steps or who waits.
 from __future__ import annotations
 
 import itertools
-import queue
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from roadtrain.flow import ops
-from roadtrain.kernels.cast import NUMPY_OF, cast
+from roadtrain.kernels.cast import cast
 from roadtrain.kernels.sum import accumulate, sum_k, sum_squares
 from roadtrain.kernels.topk import scatter
+from roadtrain.node.pool import Pool
 from roadtrain.spec.chunks import ITEMSIZE, PAGE, Chunk
 from roadtrain.store.buffers import Buffer, array_in
 from roadtrain.store.file import FileTier
@@ -37,39 +37,33 @@ class Gradients:
         local: int = 1,
     ) -> None:
         self.chunks, self.tier, self.alone, self.local = chunks, tier, workers == local == 1, local
-        self.scratch = [Buffer(max(scratch_bytes, PAGE)) for _ in range(max(2 + (1 < local < workers), buffers))]
-        self._free: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
-        for buffer in self.scratch:
-            self._free.put(buffer)
+        self.scratch = Pool(max(2 + (1 < local < workers), buffers), scratch_bytes)
         self._held: dict[int, dict[int, Any]] = {}  # chunk -> worker -> ndarray | SPILLED | [(indices, values)...]
         self._totals: dict[int, tuple[Buffer, np.ndarray]] = {}  # sums that were just taken, kept for the update
 
     def hold(self, push: ops.Push) -> tuple[Any, bool]:
         """(sums of squares of the worker's gradient so far, a segment each; whether the pushed memory is in use)."""
         chunk, held = self.chunks[push.chunk], self._held.setdefault(push.chunk, {})
-        if isinstance(push.grad, tuple):
-            if push.fresh:
-                held[push.worker] = []
-            held[push.worker].append(push.grad)
-            sums = push.sums
-            if not push.fresh:  # of the sum of what was sent: what was left out of several passes is unknown here
-                scratch, dense = self._dense(chunk, held[push.worker])
-                sums = self._sums(chunk, dense, "fp32")
-                self._free.put(scratch)
-            return sums, False
-        return self._hold_dense(chunk, held, push)
+        if not isinstance(push.grad, tuple):
+            return self._hold_dense(chunk, held, push)
+        if push.fresh:
+            held[push.worker] = [push.grad]
+            return push.sums, False
+        held[push.worker].append(push.grad)
+        scratch, dense, dtype = self._dense(chunk, held[push.worker], push.worker)
+        sums = self._sums(chunk, dense, dtype)  # of what was sent: what was left out of several passes is unknown here
+        self.done(scratch)
+        return sums, False
 
     def _hold_dense(self, chunk: Chunk, held: dict[int, Any], push: ops.Push) -> tuple[Any, bool]:
         dtype = self._dtype(chunk)
-        grad = np.frombuffer(push.grad, NUMPY_OF[dtype], chunk.numel)
-        before, spilled = held.get(push.worker), False
-        scratch, kept = None, False
-        if not push.fresh and before is not None:
-            if isinstance(before, str):
-                scratch, before = self._dense(chunk, before, push.worker)
-                spilled = True
-            _add(before, grad, dtype)
-            grad = before
+        grad = array_in(push.grad, dtype, 0, chunk.numel)
+        before = None if push.fresh else held.get(push.worker)
+        scratch, kept, spilled = None, False, False
+        if before is not None:
+            scratch, total, _ = self._dense(chunk, before, push.worker)
+            _add(total, grad, dtype)
+            grad, spilled = total, scratch is not None
         elif push.keep:
             held[push.worker], kept = grad, True
         elif self.tier is None:
@@ -81,8 +75,7 @@ class Gradients:
             assert self.tier is not None
             self.tier.spill_write(chunk.id, grad.view(np.uint8).data, push.worker)
             held[push.worker] = SPILLED
-        if scratch is not None:
-            self._free.put(scratch)
+        self.done(scratch)
         return sums, kept
 
     def holds(self, number: int) -> bool:
@@ -93,7 +86,7 @@ class Gradients:
         chunk = self.chunks[number]
         scratch, total, dtype = self._total(chunk, self._held.get(number, {}))
         sums = self._sums(chunk, total, dtype)
-        if scratch is not None and self._free.qsize() >= 2:
+        if scratch is not None and self.scratch.spare >= 2:
             self._totals[number] = (scratch, total)
         else:
             self.done(scratch)
@@ -108,7 +101,7 @@ class Gradients:
 
     def done(self, scratch: Buffer | None) -> None:
         if scratch is not None:
-            self._free.put(scratch)
+            self.scratch.put(scratch)
 
     def discard(self, number: int, worker: int | None) -> None:
         held = self._held.get(number, {})
@@ -119,7 +112,7 @@ class Gradients:
 
     def close(self) -> None:
         self._held.clear()
-        for buffer in self.scratch:
+        for buffer in self.scratch.buffers:
             buffer.close()
 
     def _dtype(self, chunk: Chunk) -> str:
@@ -131,24 +124,19 @@ class Gradients:
     def _total(self, chunk: Chunk, held: Mapping[int, Any]) -> tuple[Buffer | None, np.ndarray, str]:
         parts = [(worker, held[worker]) for worker in sorted(held)]
         if self.alone:
-            worker, one = parts[0]
-            if isinstance(one, np.ndarray):
-                return None, one, chunk.dtype
-            scratch, dense = self._dense(chunk, one, worker)
-            return scratch, dense, "fp32" if dense.dtype == np.float32 else chunk.dtype
-        scratch = self._free.get()
+            return self._dense(chunk, parts[0][1], parts[0][0])
+        hosts = [parts]
+        if self.local > 1 and parts:
+            hosts = [list(host) for _, host in itertools.groupby(parts, lambda part: part[0] // self.local)]
+        scratch = self.scratch.get()
         total = array_in(scratch.view, "fp32", 0, chunk.numel)
-        hosts = [list(host) for _, host in itertools.groupby(parts, lambda part: part[0] // max(self.local, 1))]
-        if self.local <= 1 or len(hosts) < 2:
-            self._add_up(chunk, total, parts)
-            return scratch, total, "fp32"
         self._add_up(chunk, total, hosts[0])
-        other = self._free.get()
-        wide = array_in(other.view, "fp32", 0, chunk.numel)
         for host in hosts[1:]:
+            other = self.scratch.get()
+            wide = array_in(other.view, "fp32", 0, chunk.numel)
             self._add_up(chunk, wide, host)
             accumulate(total, wide, "fp32")
-        self._free.put(other)
+            self.done(other)
         return scratch, total, "fp32"
 
     def _add_up(self, chunk: Chunk, total: np.ndarray, parts: Sequence[tuple[int, Any]]) -> None:
@@ -159,21 +147,21 @@ class Gradients:
             return
         total[:] = -0.0 if parts else 0.0  # -0.0 + x is x, for every x
         for worker, part in parts:
-            if isinstance(part, np.ndarray):
-                accumulate(total, part, dtype)
-            else:
-                other, dense = self._dense(chunk, part, worker)
-                accumulate(total, dense, "fp32" if dense.dtype == np.float32 else dtype)
-                self._free.put(other)
+            other, dense, of_part = self._dense(chunk, part, worker)
+            accumulate(total, dense, of_part)
+            self.done(other)
 
-    def _dense(self, chunk: Chunk, part: Any, worker: int = 0) -> tuple[Buffer, np.ndarray]:
-        """What is spilled or compressed, whole, in a scratch buffer: the first in the chunk's dtype, else fp32."""
-        scratch = self._free.get()
+    def _dense(self, chunk: Chunk, part: Any, worker: int) -> tuple[Buffer | None, np.ndarray, str]:
+        """What is held of a worker, as one array, and its dtype: where it lies, or (spilled, compressed) in a scratch
+        buffer."""
+        dtype = self._dtype(chunk)
+        if isinstance(part, np.ndarray):
+            return None, part, dtype
+        scratch = self.scratch.get()
         if isinstance(part, str):
             assert self.tier is not None
-            dtype = self._dtype(chunk)
             self.tier.spill_read(chunk.id, scratch.view[: round_up(chunk.numel * ITEMSIZE[dtype], PAGE)], worker)
-            return scratch, np.frombuffer(scratch.view, NUMPY_OF[dtype], chunk.numel)
+            return scratch, array_in(scratch.view, dtype, 0, chunk.numel), dtype
         dense = array_in(scratch.view, "fp32", 0, chunk.numel)
         for i, (indices, values) in enumerate(part):
             wide = values
@@ -184,7 +172,7 @@ class Gradients:
                 scatter(indices, wide, dense)
             else:
                 dense[indices] += wide
-        return scratch, dense
+        return scratch, dense, "fp32"
 
 
 def _add(acc: np.ndarray, grad: np.ndarray, dtype: str) -> None:

@@ -23,7 +23,6 @@ from roadtrain.spec.chunks import Chunk
 (OPEN, FILL, BEGIN, READ, PULL, PUSH, CLOSE, RELEASE, FORGET, SEAL, COMMIT, COMMITTED) = range(1, 13)
 (WELCOME, FILLED, READY, RECORD, FAILED, PULLED, HELD, PREPARED) = range(20, 28)
 
-BUSY = "busy"  # the first word to a worker whose server serves others; they may be leaving, so it tries again
 # session, rank, workers, those of one host (negative: their relay sums), number of the server, signature of the layout
 Hello = tuple[str, int, int, int, int, str]
 HELLO = msgspec.msgpack.Decoder(Hello)

@@ -1,4 +1,4 @@
-"""Buffers of one size for what comes over a link, allocated once. Does NOT know what is in them."""
+"""Buffers of one size, allocated once: for what comes over a link, for sums. Does NOT know what is in them."""
 
 from __future__ import annotations
 

@@ -20,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -30,14 +29,23 @@ from typing import Any
 
 import msgspec
 
-from roadtrain.errors import ConfigError, DeadlineError, ForeignError, LostError, PeerError, RoadtrainError, WireError
+from roadtrain.errors import (
+    BusyError,
+    ConfigError,
+    DeadlineError,
+    ForeignError,
+    LostError,
+    PeerError,
+    RoadtrainError,
+    WireError,
+)
 from roadtrain.flow import ops
 from roadtrain.flow.relay import Give, PushSum, RelayDecider, Up
 from roadtrain.node import messages as m
-from roadtrain.node.dial import dial
 from roadtrain.node.gradients import Gradients
 from roadtrain.node.pool import Pool
 from roadtrain.node.serve import Seat
+from roadtrain.retry import retry
 from roadtrain.spec.chunks import PAGE, Chunk
 from roadtrain.spec.plan import RelayBudgets
 from roadtrain.store.buffers import Buffer
@@ -109,7 +117,6 @@ class Lane:
         self._up: Link
         self._said: list[tuple[int, bytes, bytes]] = []  # welcome and ready, for those who come later
         self._readers: deque[Seat] = deque()
-        self._records: deque[Buffer] = deque()
         self._tickets = itertools.count(1)  # of sums: the server knows a push's buffer by it
         self._left, self._over = 0, False
         self.decider = RelayDecider(orders.local, budgets.copies)
@@ -125,8 +132,8 @@ class Lane:
         o = self.orders
         summed = 1 if o.local == 1 else -o.local
         hello = m.encode((o.session, o.host, o.hosts, summed, self.number, self._signature))
-        self._up = dial(lambda: connect(o.servers[self.number], self, o.options, hello=hello,
-                                        name=f"server {self.number}"), o.options.retry_s)
+        self._up = retry(lambda: connect(o.servers[self.number], self, o.options, hello=hello,
+                                         name=f"server {self.number}"), BusyError, o.options.retry_s)
         self._connected.set()
 
     def accept(self, link: Link, hello: bytes) -> Seat:
@@ -137,7 +144,7 @@ class Lane:
         index = rank - self.orders.host * self.orders.local
         with self._lock:
             if self._over or self._left or name != self.orders.session or index in self.seats:
-                raise WireError(f"{m.BUSY} with another start of this job")
+                raise BusyError("busy with another start of this job")
             if not 0 <= index < self.orders.local:
                 raise WireError(f"worker {rank} is none of the {self.orders.local} of host {self.orders.host}")
             if signature != self._signature:
@@ -161,7 +168,7 @@ class Lane:
         self._up.send(m.OPEN, m.encode(fields), [memoryview(body)])
 
     def fill(self, seat: Seat, number: int, payload: memoryview) -> None:
-        self._up.send(m.FILL, m.encode((number,)), [memoryview(bytes(payload))])
+        self._up.send(m.FILL, m.encode((number,)), [payload])
 
     def begin(self, seat: Seat, blob: bytes) -> None:
         self._up.send(m.BEGIN, m.encode(()), [memoryview(blob)])
@@ -206,9 +213,6 @@ class Lane:
 
     def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
         fields = m.header(kind, header)
-        if kind == m.RECORD:
-            self._records.append(Buffer(nbytes))
-            return self._records[-1].view[:nbytes]
         if kind != m.PULLED:
             return memoryview(bytearray(nbytes))
         ticket, number = fields
@@ -228,9 +232,8 @@ class Lane:
             if kind in (m.WELCOME, m.READY):
                 self._said.append((kind, header, bytes(payload)))
             if kind == m.RECORD:
-                buffer = self._records.popleft()
                 with suppress(PeerError):
-                    self._readers.popleft().link.send(kind, header, [payload], buffer.close)
+                    self._readers.popleft().link.send(kind, header, [payload])
                 return
             seats = [self.seats[0]] if kind == m.FILLED else list(self.seats.values())
             for seat in seats:
@@ -260,7 +263,7 @@ class Lane:
             case Up(message):
                 self._send(message)
             case Give(pull, buffer):
-                pull.into.send(self._copies[buffer].view, lambda: self.tell(ops.PublicRead(pull)))
+                pull.into.send(self._copies[buffer].view, lambda: self.tell(ops.Done(action)))
             case ops.Hold(push):
                 _, kept = self._grads.hold(push)
                 if kept:
@@ -323,14 +326,7 @@ def run(orders: Orders) -> None:
 
 def _listen(path: Path, lane: Lane, options: Options) -> Listener:
     """The relay of the start before may be about to leave."""
-    until = time.monotonic() + 10
-    while True:
-        try:
-            return shm.listen(path, lane.accept, local_options(options))
-        except ConfigError:
-            if time.monotonic() > until:
-                raise
-            time.sleep(0.1)
+    return retry(lambda: shm.listen(path, lane.accept, local_options(options)), ConfigError, 10.0)
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 import psutil
 
-from roadtrain.errors import ConfigError, ForeignError, PeerError, RoadtrainError, WireError
+from roadtrain.errors import BusyError, ConfigError, ForeignError, PeerError, RoadtrainError, WireError
 from roadtrain.flow import ops
 from roadtrain.kernels.rules import rule_of
 from roadtrain.node import messages as m
@@ -124,8 +124,7 @@ class Seat:
                 self._coming.append(self.pool.get())
                 return self._coming[-1].view[:nbytes]
         elif kind == m.FILL:
-            self._coming.append(Buffer(nbytes))
-            return self._coming[-1].view[:nbytes]
+            return Buffer(nbytes).view[:nbytes]
         elif kind not in (m.OPEN, m.BEGIN, m.COMMIT, m.RELEASE):
             raise WireError(f"a frame of kind {kind} has no payload, {nbytes} bytes came")
         return memoryview(bytearray(nbytes))
@@ -145,7 +144,6 @@ class Seat:
                 session.open(self, fields, bytes(payload))
             case m.FILL:
                 session.fill(self, fields[0], payload)
-                self._coming.popleft().close()
             case m.BEGIN:
                 session.begin(self, bytes(payload))
             case m.READ:
@@ -266,13 +264,9 @@ class Session:
         self.tier.spill_workers = self.workers
         self.answers = Pool(budgets.answers, budgets.piece_bytes)
         self.pools = [Pool(budgets.pool, budgets.piece_bytes) for _ in range(self.workers)]
-        chunks = {n: self.meta.table.chunks[n] for n in meta.owned(self.number)}
         self.setup = Setup(
-            self.number, f"server {self.number} ({self.host.where}, {directory})", chunks, meta.owned(self.number),
-            self._rules, self.tier, budgets.resident, budgets.public_resident,
-            budgets.record_buffers if chunks else 0, budgets.record_bytes, budgets.scratch_bytes, self.workers,
-            self.local, report=self.host.report, staleness=self.meta.staleness, first=self.meta.members[0],
-            everywhere=self.meta.replicas > 1,
+            self.number, f"server {self.number} ({self.host.where}, {directory})", self.meta, self._rules, self.tier,
+            budgets, budgets.record_buffers, self.host.report, self.workers, self.local,
         )
         for note in filter(None, [self.tier.note]):
             self.host.report(note)
@@ -281,9 +275,9 @@ class Session:
         chunk = self.chunk(number)
         if seat.rank or self.tier is None or self.tier.step >= 0:
             raise WireError("only worker 0 fills, and only a new part")
-        if len(payload) != self.setup.records[number].nbytes:
-            raise WireError(f"{len(payload)} bytes fill chunk {number}, {self.setup.records[number].nbytes} expected")
-        self.tier.write(number, "record" if chunk.trainable else "public", payload)
+        if len(payload) != (expected := self.setup.meta.records[chunk.id].nbytes):
+            raise WireError(f"{len(payload)} bytes fill chunk {number}, {expected} expected")
+        self.tier.write(number, "record", payload)
         seat.say(m.FILLED, (number,))
 
     def begin(self, seat: Seat, blob: bytes) -> None:
@@ -304,7 +298,7 @@ class Session:
             self.ready = True
             seats = list(self.seats.values())
         self.host.report(f"{self.setup.name}: step {self.tier.step}, {self.workers} worker(s), "
-                         f"{len(self.setup.chunks)} chunks, {show_bytes(self.server.nbytes())} of buffers")
+                         f"{len(self.server.chunks)} chunks, {show_bytes(self.server.nbytes())} of buffers")
         for other in seats:
             self._greet(other)
 
@@ -331,15 +325,13 @@ class Session:
             seat.say(m.RECORD, (number,), self.tier.blob)
             return
         chunk = self.chunk(number)
-        buffer = Buffer(self.setup.records[chunk.id].nbytes)
-        view = RecordView(self.meta, chunk, buffer.view)
-        self.tier.read(chunk.id, "record" if chunk.trainable else "public", buffer.view)
+        record = Buffer(self.meta.records[chunk.id].nbytes).view
+        self.tier.read(chunk.id, "record", record)
         # with staleness 1 the public part is that before step s, as the master is where s updated nothing of the chunk
         unchanged = self.meta.staleness and chunk.trainable and self.tier.written_in(chunk.id) < self.tier.step
         if unchanged or not self.tier.has_public(chunk.id):
-            view.cast_public()
-        with suppress(PeerError):
-            seat.link.send(m.RECORD, m.encode((chunk.id,)), [buffer.view], lambda: None)
+            RecordView(self.meta, chunk, record).cast_public()
+        seat.say(m.RECORD, (chunk.id,), record)
 
     def tell(self, message: Any) -> None:
         if self.server is None:
@@ -462,7 +454,7 @@ class Host:
             if session is None:
                 session = self.session = Session(name, workers, local, number, self)
             elif not session.takes(name, rank, workers, local):
-                raise WireError(f"{m.BUSY} with a session of {session.workers} worker(s), at step {session.step}")
+                raise BusyError(f"busy with a session of {session.workers} worker(s), at step {session.step}")
             seat = Seat(session, rank, signature, link)
             link.peer = f"worker {rank} ({link.peer})"
             session.join(seat)

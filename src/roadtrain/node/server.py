@@ -9,10 +9,11 @@ Any failure ends the server: the worker gets Failed with the cause, and the last
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,41 +23,39 @@ from roadtrain.errors import DeadlineError, LostError, RoadtrainError
 from roadtrain.flow import ops
 from roadtrain.flow.queues import READ_PARAMETERS, READ_STATE, WRITE_STATE, DeviceQueue, Trial
 from roadtrain.flow.serve import ServeDecider
-from roadtrain.kernels.cast import NUMPY_OF, cast
+from roadtrain.kernels.cast import cast
 from roadtrain.kernels.rules import Rule
 from roadtrain.node.gradients import Gradients
 from roadtrain.spec.chunks import Chunk, Record
-from roadtrain.store.buffers import Buffer
+from roadtrain.spec.plan import Budgets, ServerBudgets
+from roadtrain.store.buffers import Buffer, array_in
 from roadtrain.store.file import FileTier
-from roadtrain.store.ledger import pack
+from roadtrain.store.ledger import StoreMeta, pack
 from roadtrain.trace import Stages
 from roadtrain.units import show_rate
+from roadtrain.wire.link import copy
+
+Outcome = tuple[int, tuple[Any, ...] | None]
+Job = Callable[[], Outcome]
 
 LOOK_S = 2.0  # for the loop to come to a question
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What one server is made of. `tier` None: everything rests in memory."""
+    """What one server is made of. `meta`: of the whole store. `tier` None: everything rests in memory."""
 
     number: int
     name: str
-    chunks: Mapping[int, Chunk]
-    records: Mapping[int, Record]
+    meta: StoreMeta
     rules: Sequence[Rule]
     tier: FileTier | None
-    resident: frozenset[int]
-    public_resident: frozenset[int]
-    buffers: int
-    record_bytes: int
-    scratch_bytes: int
+    budgets: Budgets | ServerBudgets
+    buffers: int  # that hold a record
+    report: Callable[[str], None]
     workers: int = 1
     local: int = 1  # of each host, whose gradients are summed first; negative: their relay has
     io_threads: int = 4  # a direction
-    report: Callable[[str], None] = print
-    staleness: int = 0
-    first: int = 0  # the server that commits
-    everywhere: bool = False  # each keeps the job's own state (replicas)
 
 
 class Server:
@@ -65,25 +64,26 @@ class Server:
     def __init__(
         self, setup: Setup, deliver: Callable[[Any, int | None], None], stages: Stages, committed: int
     ) -> None:
-        self.setup, self._deliver, self._stages = setup, deliver, stages
-        resident = frozenset(setup.chunks) if setup.tier is None else setup.resident
-        self._resident = resident
-        self._arena, self.memory = _arena(setup, resident)
-        self._buffers = [Buffer(setup.record_bytes) for _ in range(setup.buffers)]
-        self._grads = Gradients(
-            setup.chunks, setup.tier, setup.buffers, setup.scratch_bytes, setup.workers, setup.local
-        )
+        self.setup, self.peer, self._deliver, self._stages = setup, setup.name, deliver, stages
+        self.tier, meta, budgets = setup.tier, setup.meta, setup.budgets
+        self.records = meta.owned(setup.number)
+        self.chunks = {number: meta.table.chunks[number] for number in self.records}
+        self._resident = budgets.resident if self.tier else frozenset(self.chunks)
+        buffers, scratch_bytes = (setup.buffers, budgets.scratch_bytes) if self.chunks else (0, 0)
+        self._buffers = [Buffer(budgets.record_bytes) for _ in range(buffers)]
+        self.memory = self._keep()
+        self._grads = Gradients(self.chunks, self.tier, buffers, scratch_bytes, setup.workers, setup.local)
         self._sums: dict[int, dict[str, int]] = {}  # chunk -> checksums of what is updated and not yet written
-        where = {c: (c in resident, c in setup.public_resident) for c in setup.chunks}
-        self._late = frozenset(c for c, chunk in setup.chunks.items() if setup.staleness and chunk.trainable)
+        where = {c: (c in self._resident, c in budgets.public_resident) for c in self.chunks}
+        self._late = frozenset(c for c, chunk in self.chunks.items() if meta.staleness and chunk.trainable)
         self.decider = ServeDecider(
-            setup.number, where, setup.buffers, durable=setup.tier is not None, committed=committed,
-            workers=setup.workers, alone=setup.workers == setup.local == 1, first=setup.first,
-            everywhere=setup.everywhere,
-            late={c: setup.tier is not None and setup.tier.written_in(c) == committed > 0 for c in self._late},
+            setup.number, where, buffers, durable=self.tier is not None, committed=committed,
+            workers=setup.workers, alone=setup.workers == setup.local == 1, first=meta.members[0],
+            everywhere=meta.replicas > 1,
+            late={c: self.tier is not None and self.tier.written_in(c) == committed > 0 for c in self._late},
         )
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._device = DeviceQueue(max_reads=setup.io_threads, max_writes=setup.io_threads)
+        self._device = DeviceQueue(limit=setup.io_threads)
         self.trial, self._moved, self._busy_s, self._began = Trial(), 0, 0.0, 0.0
         self._device_ready = threading.Condition()
         self._kernels: queue.PriorityQueue[tuple[int, int, Any]] = queue.PriorityQueue()
@@ -94,21 +94,36 @@ class Server:
 
     def nbytes(self) -> int:
         """Memory that this server holds."""
-        held = [*self._buffers, *self._grads.scratch] + ([self._arena] if self._arena else [])
-        return sum(b.nbytes for b in held)
+        return sum(b.nbytes for b in [*self._buffers, *self._grads.scratch.buffers])
+
+    def _keep(self) -> dict[int, memoryview]:
+        """One more buffer for everything that is kept in memory, and each chunk's view into it."""
+        sizes = {c: r.nbytes if c in self._resident else r.public_nbytes for c, r in self.records.items()
+                 if c in self._resident | self.setup.budgets.public_resident}
+        if not sizes:
+            return {}
+        self._buffers.append(Buffer(sum(sizes.values())))
+        starts = itertools.accumulate(sizes.values(), initial=0)
+        return {c: self._buffers[-1].view[at : at + sizes[c]] for c, at in zip(sizes, starts)}
 
     def start(self) -> None:
         """Loads what is kept in memory, then serves. Raises StoreError when the files are damaged."""
         self._load()
-        n_io = 2 * self.setup.io_threads if self.setup.tier is not None else 0
+        n_io = 2 * self.setup.io_threads if self.tier is not None else 0
         jobs = [(self._loop, "loop"), (self._compute, "update"), *[(self._io, f"io{i}") for i in range(n_io)]]
         for target, name in jobs:
             thread = threading.Thread(target=target, name=f"{self.setup.name} {name}", daemon=True)
             thread.start()
             self._threads.append(thread)
 
+    def send(self, message: Any) -> None:
+        """From the worker of this process (Server is its MessageLink)."""
+        if self._stopping:
+            raise LostError(f"{self.peer} is closed")
+        self.receive(message)
+
     def receive(self, message: Any) -> None:
-        """A message from the worker, or an event of a doer. Does not block."""
+        """A message from a worker, or an event of a doer. Does not block."""
         self._inbox.put(message)
 
     def waits(self) -> tuple[list[ops.Pull], list[tuple[int, str]]]:
@@ -122,7 +137,8 @@ class Server:
 
     def stop(self, deadline_s: float) -> list[str]:
         """Ends all threads; does not wait for unfinished steps (the caller flushes first if it wants them). Returns the
-        names of those that hang beyond the deadline; the memory that they use stays until they let go."""
+        names of those that hang beyond the deadline; the memory that they use stays until they let go. The tier is
+        closed by whoever opened it."""
         self._stopping = True
         self._inbox.put(None)
         with self._device_ready:
@@ -134,20 +150,18 @@ class Server:
             thread.join(max(0.0, until - time.monotonic()))
         late = [thread.name for thread in self._threads if thread.is_alive()]
         self._threads.clear()
-        if self.setup.tier is not None:
-            self.setup.tier.close()
         self.memory.clear()
         self._grads.close()
-        for buffer in [*self._buffers, *([self._arena] if self._arena else [])]:
+        for buffer in self._buffers:
             buffer.close()
         return late
 
     def fill(self, chunk: int, view: memoryview) -> None:
         """Before start: the first contents of a chunk's record."""
-        if self.setup.tier is not None:
-            self.setup.tier.write(chunk, "record" if self.setup.chunks[chunk].trainable else "public", view)
+        if self.tier is not None:
+            self.tier.write(chunk, "record", view)
         else:
-            np.copyto(np.frombuffer(self.memory[chunk], np.uint8), np.frombuffer(view, np.uint8))
+            copy(self.memory[chunk], view)
 
     # threads
 
@@ -160,8 +174,8 @@ class Server:
                 if callable(event):
                     event()
                     continue
-                if isinstance(event, ops.CommitDone) and self.setup.tier and event.step > self.decider.committed:
-                    self.setup.tier.committed(event.step)
+                if isinstance(event, ops.CommitDone) and self.tier and event.step > self.decider.committed:
+                    self.tier.committed(event.step)
                 for action in self.decider.handle(event):
                     self._carry_out(action)
             except BaseException as error:
@@ -173,46 +187,56 @@ class Server:
             case ops.Send(message, to):
                 self._deliver(message, to)
             case ops.Answer(pull, True, newest):
-                self._kernel(0, lambda: self._answer_memory(pull, newest))
+                self._kernel(0, "Fetch", action, lambda: self._answer_memory(action, pull.chunk, newest))
             case ops.Answer(pull, False, newest):
-                self._io_push(READ_PARAMETERS, pull.ticket, lambda: self._answer_into(
-                    pull, lambda into: self._read_public(self.setup.chunks[pull.chunk], into, newest)))
+                self._io_push(READ_PARAMETERS, pull.ticket, "Fetch", action, lambda: self._answer(
+                    action, lambda into: self._read_public(pull.chunk, into, newest)))
             case ops.Hold(push):
-                self._kernel(1, lambda: self._hold(push))
+                self._kernel(1, "Sum", action, lambda: self._hold(push))
             case ops.Total(chunk):
-                self._kernel(1, lambda: self._total(chunk))
+                self._kernel(1, "Sum", action, lambda: self._total(chunk))
             case ops.Update(chunk, release):
-                self._kernel(2, lambda: self._update(chunk, release))
+                self._kernel(2, "Update", action, lambda: self._update(chunk, release))
             case ops.Read(chunk, buffer):
-                self._io_push(READ_STATE, 0, lambda: self._read(chunk, buffer))
+                self._io_push(READ_STATE, 0, "Read", action, lambda: self._read(chunk, buffer))
             case ops.Write(chunk):
-                self._io_push(WRITE_STATE, 0, lambda: self._write(chunk))
+                self._io_push(WRITE_STATE, 0, "Write", action, lambda: self._write(chunk))
             case ops.Prepare(step, blobs):
-                if self.setup.tier is None:
-                    self.receive(ops.PrepareDone(step))
+                if self.tier is None:
+                    self.receive(ops.Done(action))
                 else:
-                    self._io_push(WRITE_STATE, -1, lambda: self._prepare(step, blobs))
+                    self._io_push(WRITE_STATE, -1, "Commit", action, lambda: self._prepare(step, blobs))
             case ops.Discard(chunk, worker):
                 self._grads.discard(chunk, worker)
 
-    def _kernel(self, priority: int, job: Callable[[], None]) -> None:
+    def _kernel(self, priority: int, stage: str, action: Any, job: Job) -> None:
         self._count += 1
-        self._kernels.put((priority, self._count, job))
+        self._kernels.put((priority, self._count, (stage, action, job)))
 
-    def _io_push(self, priority: int, order: int, job: Callable[[], int | None]) -> None:
+    def _io_push(self, priority: int, order: int, stage: str, action: Any, job: Job) -> None:
         with self._device_ready:
-            self._device.push(priority, order, job)
+            self._device.push(priority, order, (stage, action, job))
             self._device_ready.notify()
+
+    def _work(self, stage: str, action: Any, job: Job) -> int:
+        """Carries an action out, counts it, reports it. Returns its bytes."""
+        start = time.perf_counter()
+        try:
+            nbytes, result = job()
+        except BaseException as error:
+            self._fail(error)
+            return 0
+        self._stages.add(stage, time.perf_counter() - start, nbytes)
+        if result is not None:
+            self.receive(ops.Done(action, result))
+        return nbytes
 
     def _compute(self) -> None:
         while True:
-            job = self._kernels.get()[2]
-            if job is None or self._stopping:
+            work = self._kernels.get()[2]
+            if work is None or self._stopping:
                 return
-            try:
-                job()
-            except BaseException as error:
-                self._fail(error)
+            self._work(*work)
 
     def _io(self) -> None:
         while True:
@@ -223,14 +247,10 @@ class Server:
                     return
                 if self._device.at_work == 1:
                     self._began = time.perf_counter()
-            priority, job = item
-            moved = 0
-            try:
-                moved = job() or 0
-            except BaseException as error:
-                self._fail(error)
+            priority, work = item
+            nbytes = self._work(*work)
             with self._device_ready:
-                self._moved += moved
+                self._moved += nbytes if priority != READ_PARAMETERS else 0
                 self._device.done(priority)
                 if self._device.at_work == 0:
                     self._busy_s += time.perf_counter() - self._began
@@ -246,37 +266,35 @@ class Server:
             error = wrapped
         self._deliver(ops.Failed(self.setup.number, error), None)
 
-    # doers
+    # doers: each returns its bytes and the action's result; None where somebody else reports it later
 
     def _load(self) -> None:
-        tier = self.setup.tier
+        tier = self.tier
         if tier is None:
             return
         for number, view in self.memory.items():
-            chunk, record = self.setup.chunks[number], self.setup.records[number]
             if number not in self._resident:
-                self._read_public(chunk, view[: record.public_nbytes])
-            elif tier.has_public(number):
-                tier.read(number, "record" if chunk.trainable else "public", view[: record.nbytes])
-            else:
-                tier.read(number, "private", view[record.public_nbytes : record.nbytes])
-                self._cast_public(chunk, record, view, view)
+                self._read_public(number, view)
+                continue
+            tier.read(number, "record", view)
+            if not tier.has_public(number):
+                self._cast_public(number, view, view)
 
-    def _read_public(self, chunk: Chunk, into: memoryview, newest: bool = False) -> None:
+    def _read_public(self, number: int, into: memoryview, newest: bool = False) -> None:
         """The public part from the file; cast from the master where the file does not hold it, or that is `newest`."""
-        tier, record = self.setup.tier, self.setup.records[chunk.id]
+        tier, record = self.tier, self.records[number]
         assert tier is not None
-        if tier.has_public(chunk.id) and not newest:
-            tier.read(chunk.id, "public", into)
+        if tier.has_public(number) and not newest:
+            tier.read(number, "public", into)
             return
-        whole = Buffer(record.nbytes)
-        tier.read(chunk.id, "private", whole.view[record.public_nbytes : record.nbytes])
-        self._cast_public(chunk, record, whole.view, into)
-        whole.close()
+        whole = Buffer(record.nbytes).view
+        tier.read(number, "private", whole[record.public_nbytes : record.nbytes])
+        self._cast_public(number, whole, into)
 
-    def _cast_public(self, chunk: Chunk, record: Record, view: memoryview, into: memoryview) -> None:
-        master = np.frombuffer(view, np.float32, chunk.numel, record.master)
-        cast(master, "fp32", np.frombuffer(into, NUMPY_OF[chunk.dtype], chunk.numel), chunk.dtype)
+    def _cast_public(self, number: int, view: memoryview, into: memoryview) -> None:
+        chunk = self.chunks[number]
+        master = array_in(view, "fp32", self.records[number].master, chunk.numel)
+        cast(master, "fp32", array_in(into, chunk.dtype, 0, chunk.numel), chunk.dtype)
 
     def _record_view(self, chunk: int) -> memoryview:
         if chunk in self._resident:
@@ -285,107 +303,83 @@ class Server:
         assert buffer is not None
         return self._buffers[buffer].view
 
-    def _answer_memory(self, pull: ops.Pull, newest: bool) -> None:
-        start = time.perf_counter()
-        view = None if newest else self.memory.get(pull.chunk)  # that may be the public part alone
+    def _answer_memory(self, answer: ops.Answer, number: int, newest: bool) -> Outcome:
+        view = None if newest else self.memory.get(number)  # that may be the public part alone
         if view is None:
-            view = self._record_view(pull.chunk)
+            view = self._record_view(number)
         if newest:
-            chunk, record = self.setup.chunks[pull.chunk], self.setup.records[pull.chunk]
-            self._answer_into(pull, lambda into: self._cast_public(chunk, record, view, into))
-            return
-        if isinstance(pull.into, memoryview):
-            n = len(pull.into)
-            np.copyto(np.frombuffer(pull.into, np.uint8), np.frombuffer(view, np.uint8, n))
-            self.receive(ops.PublicRead(pull))
-        else:
-            n = pull.into.send(view, lambda: self.receive(ops.PublicRead(pull)))
-        self._stages.add("Fetch", time.perf_counter() - start, n)
+            return self._answer(answer, lambda into: self._cast_public(number, view, into))
+        return self._answer(answer, lambda into: copy(into, view[: len(into)]), view)
 
-    def _answer_into(self, pull: ops.Pull, put: Callable[[memoryview], None]) -> None:
-        start = time.perf_counter()
-        into = pull.into if isinstance(pull.into, memoryview) else pull.into.buffer()
-        put(into)
-        if into is pull.into:
-            self.receive(ops.PublicRead(pull))
-        else:
-            pull.into.send(into, lambda: self.receive(ops.PublicRead(pull)))
-        self._stages.add("Fetch", time.perf_counter() - start, len(into))
+    def _answer(
+        self, answer: ops.Answer, put: Callable[[memoryview], None], view: memoryview | None = None
+    ) -> Outcome:
+        """What `put` writes goes to the worker. `view`: where it lies already, for a link to send it from there."""
+        into = answer.pull.into
+        if isinstance(into, memoryview):
+            put(into)
+            return len(into), ()
+        if view is None:
+            view = into.buffer()
+            put(view)
+        return into.send(view, lambda: self.receive(ops.Done(answer))), None
 
-    def _hold(self, push: ops.Push) -> None:
-        start = time.perf_counter()
-        sums, kept = self._grads.hold(push)
-        self._stages.add("Sum", time.perf_counter() - start, self.setup.chunks[push.chunk].public_nbytes)
-        self.receive(ops.HoldDone(push, sums, kept))
+    def _hold(self, push: ops.Push) -> Outcome:
+        return self.chunks[push.chunk].public_nbytes, self._grads.hold(push)
 
-    def _total(self, number: int) -> None:
-        start = time.perf_counter()
-        sums = self._grads.total_sums(number)
-        self._stages.add("Sum", time.perf_counter() - start, self.setup.chunks[number].public_nbytes)
-        self.receive(ops.TotalDone(number, sums))
+    def _total(self, number: int) -> Outcome:
+        return self.chunks[number].public_nbytes, (self._grads.total_sums(number),)
 
-    def _read(self, number: int, buffer: int) -> int:
-        """Bytes read, as `_write` gives bytes written."""
-        start, moved = time.perf_counter(), 0
-        chunk, record, tier = self.setup.chunks[number], self.setup.records[number], self.setup.tier
+    def _read(self, number: int, buffer: int) -> Outcome:
+        chunk, record, tier = self.chunks[number], self.records[number], self.tier
         assert tier is not None
-        view = self._buffers[buffer].view
-        if self.setup.rules[chunk.group].reads_state:
-            first = record.public_nbytes if record.master else 0
-            tier.read(number, "private" if first else "record", view[first : record.nbytes], check=False)
-            moved = record.nbytes - first
-            self._stages.add("Read", time.perf_counter() - start, moved)
-        self.receive(ops.ReadDone(number))
-        return moved
+        if not self.setup.rules[chunk.group].reads_state:
+            return 0, ()
+        first = record.public_nbytes if record.master else 0
+        view = self._buffers[buffer].view[first : record.nbytes]
+        tier.read(number, "private" if first else "record", view, check=False)
+        return len(view), ()
 
-    def _update(self, number: int, release: ops.Release) -> None:
-        start = time.perf_counter()
-        chunk, record = self.setup.chunks[number], self.setup.records[number]
+    def _update(self, number: int, release: ops.Release) -> Outcome:
+        chunk, record = self.chunks[number], self.records[number]
         view = self._record_view(number)
         scratch, grad, dtype = self._grads.take(number)
-        public, tier = self.memory.get(number, view), self.setup.tier
+        public, tier = self.memory.get(number, view), self.tier
         if tier is not None and number not in self._resident and self.setup.rules[chunk.group].reads_state:
             first = record.public_nbytes if record.master else 0  # checked here: then it lies in the cache
             tier.check_sums(number, "private" if first else "record", view[first : record.nbytes])
         late = number in self._late  # the public part gets what the master was before
         if late:
-            self._cast_public(chunk, record, view, view)
-        copy = None if late or chunk.dtype == "fp32" else public
-        apply_rule(self.setup.rules[chunk.group], chunk, record, view, copy, grad, dtype, release)
-        if copy is None and public is not view:
-            size = chunk.public_nbytes
-            np.copyto(np.frombuffer(public, np.uint8, size), np.frombuffer(view, np.uint8, size))
+            self._cast_public(number, view, view)
+        narrow = None if late or chunk.dtype == "fp32" else public
+        apply_rule(self.setup.rules[chunk.group], chunk, record, view, narrow, grad, dtype, release)
+        if narrow is None and public is not view:
+            copy(public[: chunk.public_nbytes], view[: chunk.public_nbytes])
         self._grads.done(scratch)
         if tier is not None:
             part, first = self._written_part(chunk)
             self._sums[number] = tier.sums(number, part, view[first : record.nbytes])
-        self._stages.add("Update", time.perf_counter() - start, record.nbytes)
-        self.receive(ops.UpdateDone(number))
+        return record.nbytes, ()
 
-    def _write(self, number: int) -> int:
-        start = time.perf_counter()
-        chunk, record, tier = self.setup.chunks[number], self.setup.records[number], self.setup.tier
+    def _write(self, number: int) -> Outcome:
+        chunk, record, tier = self.chunks[number], self.records[number], self.tier
         assert tier is not None
         part, first = self._written_part(chunk)
         tier.write(number, part, self._record_view(number)[first : record.nbytes], self._sums.pop(number))
-        self._stages.add("Write", time.perf_counter() - start, record.nbytes - first)
-        self.receive(ops.WriteDone(number))
-        return record.nbytes - first
+        return record.nbytes - first, ()
 
     def _written_part(self, chunk: Chunk) -> tuple[str, int]:
         """What of a record is written, and its first byte: not the copy where that is kept, and can be cast again."""
         derived = chunk.dtype != "fp32" and chunk.id in self.memory and chunk.id not in self._late
-        return ("private", self.setup.records[chunk.id].public_nbytes) if derived else ("record", 0)
+        return ("private", self.records[chunk.id].public_nbytes) if derived else ("record", 0)
 
-    def _prepare(self, step: int, blobs: Sequence[bytes]) -> None:
-        start = time.perf_counter()
-        assert self.setup.tier is not None
-        self.setup.tier.prepare(step, pack(blobs))
+    def _prepare(self, step: int, blobs: Sequence[bytes]) -> Outcome:
+        assert self.tier is not None
+        self.tier.prepare(step, pack(blobs))
         if self.decider.commits_here:
-            self.setup.tier.committed(step)
-        self._stages.add("Commit", time.perf_counter() - start)
+            self.tier.committed(step)
         self._choose()
-        self.receive(ops.PrepareDone(step))
+        return 0, ()
 
     def _choose(self) -> None:
         """A step ended: mix reads and writes of state, or let them alternate in bursts?"""
@@ -435,19 +429,3 @@ def apply_rule(
             cast(p[cut], "fp32", copy[cut], chunk.dtype)
         first = last
 
-
-def _arena(setup: Setup, resident: frozenset[int]) -> tuple[Buffer | None, dict[int, memoryview]]:
-    """One allocation for everything that is kept in memory, and each chunk's view into it."""
-    sizes = {}
-    for number in setup.chunks:
-        if number in resident:
-            sizes[number] = setup.records[number].nbytes
-        elif number in setup.public_resident:
-            sizes[number] = setup.records[number].public_nbytes
-    if not sizes:
-        return None, {}
-    arena, at, views = Buffer(sum(sizes.values())), 0, {}
-    for number, size in sizes.items():
-        views[number] = arena.view[at : at + size]
-        at += size
-    return arena, views

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -25,7 +25,6 @@ from roadtrain.flow.ledger import Ledger
 from roadtrain.flow.prefetch import Prefetcher, PullBlock
 from roadtrain.node.compress import Compressor
 from roadtrain.node.device import HostBuffer
-from roadtrain.node.direct import MessageLink
 from roadtrain.spec.chunks import PAGE, Block, Chunk, ChunkTable
 from roadtrain.spec.plan import Budgets
 from roadtrain.store.buffers import Heap
@@ -33,6 +32,16 @@ from roadtrain.trace import Stages
 from roadtrain.units import round_up
 
 Scales = Callable[[int], float | None]  # param -> what its gradient is multiplied by, None: it has no gradient
+
+
+class MessageLink(Protocol):
+    """To one server: a Server of this process, or the end of a link to one elsewhere. Bulk bytes are named by messages
+    as memoryviews (`into`, `grad`)."""
+
+    peer: str  # for messages to people: "server 0 (/mnt/ssd0/run)"
+
+    def send(self, message: Any) -> None:
+        """Keeps the order, does not block. LostError once it is closed."""
 
 
 @dataclass
@@ -91,9 +100,8 @@ class Worker:
         self._lock = threading.Condition()
         self._error: BaseException | None = None
         self._ticket = 0
-        self._pulls: dict[int, int] = {}  # ticket -> slot, or -1 - block for a permanent buffer
+        self._pulls: dict[int, tuple[Block, HostBuffer, int]] = {}  # ticket -> what comes, where to, its slot or -1
         self._slots = [HostBuffer(budgets.slot_bytes, device) for _ in range(budgets.slots)]
-        self._arrivals = [0] * budgets.slots  # chunks of the slot's pull still to come
         self._slot_version = [0] * budgets.slots
         self._uses: dict[int, list[int]] = {}  # block -> its slots in use, latest last
         root = table.blocks[0]
@@ -102,13 +110,11 @@ class Worker:
         self._root_version = -1
         self.pull_rate = 0.0  # bytes a second of the last block pulled alone
         self._permanent: dict[int, HostBuffer] = {}
-        self._stale: set[int] = set()  # blocks whose permanent buffer must be fetched again
-        self._permanent_arrivals: dict[int, int] = {}
+        self._current: set[int] = set()  # blocks whose permanent buffer need not be fetched
         self._push_all = [HostBuffer(budgets.push_bytes, device) for _ in range(budgets.push_buffers)]
         self._push_free = list(self._push_all)
-        self._push_left: dict[int, tuple[HostBuffer, int]] = {}  # id(buffer) -> chunks that servers still read
         self._push_tickets: dict[int, HostBuffer] = {}
-        self._kept: set[int] = set()  # ids of push buffers that hold a gradient until the update
+        self._kept: set[HostBuffer] = set()  # that hold a gradient until the update
         self.heap = Heap()
         self._sender: threading.Thread | None = None
         self._copying = 0  # gradients on their way from the device
@@ -178,8 +184,7 @@ class Worker:
     # pulls
 
     def borrow(self, block: int) -> tuple[torch.Tensor, int]:
-        start = time.perf_counter()
-        with self._lock:
+        with self.stages.timed("Wait"), self._lock:
             self._pull_blocks(self.prefetch.asked(block))
             self._wait(
                 lambda: self.prefetch.here(block) is not None,
@@ -188,7 +193,6 @@ class Worker:
             slot = self.prefetch.use(block)
             self._uses.setdefault(block, []).append(slot)
             version = self._slot_version[slot]
-        self.stages.add("Wait", time.perf_counter() - start)
         return self._slots[slot].on_device(), version
 
     def give_back(self, block: int) -> None:
@@ -200,29 +204,24 @@ class Worker:
 
     def _pull_blocks(self, pulls: Sequence[PullBlock]) -> None:
         for pull in pulls:
-            block, slot = self.table.blocks[pull.block], self._slots[pull.slot]
-            self._arrivals[pull.slot] = len(block.chunks)
             self._slot_version[pull.slot] = self.blocks[pull.block].version
-            slot.wait_unused()
-            self._pull(block.chunks, slot.view, pull.slot)
+            self._pull(self.table.blocks[pull.block], self._slots[pull.slot], pull.slot)
 
-    def _pull(self, chunks: Sequence[Chunk], view: memoryview, target: int) -> None:
-        for chunk in chunks:
+    def _pull(self, block: Block, host: HostBuffer, slot: int = -1) -> None:
+        host.wait_unused()
+        host.pending, target = len(block.chunks), (block, host, slot)
+        for chunk in block.chunks:
             ticket = self._next_ticket()
             self._pulls[ticket] = target
-            into = view[chunk.offset : chunk.offset + round_up(chunk.public_nbytes, PAGE)]
+            into = host.view[chunk.offset : chunk.offset + round_up(chunk.public_nbytes, PAGE)]
             self.links[self.owners[chunk.id][0]].send(ops.Pull(chunk.id, self._wanted(chunk), into, ticket))
 
     def _pulled(self, ticket: int) -> None:
-        target = self._pulls.pop(ticket)
-        if target < 0:
-            self._permanent_arrivals[-1 - target] -= 1
-            return
-        self._arrivals[target] -= 1
-        if self._arrivals[target] == 0:
-            block = self.prefetch.slots[target].block
-            self._slots[target].to_device(self.table.blocks[block].pull_nbytes)
-            self._pull_blocks(self.prefetch.arrived(target))
+        block, host, slot = self._pulls.pop(ticket)
+        host.pending -= 1
+        if not host.pending:
+            host.to_device(block.pull_nbytes)
+            self._pull_blocks(self.prefetch.arrived(slot) if slot >= 0 else ())
 
     def _wanted(self, chunk: Chunk) -> int:
         """The version that the step at work needs, or the next one where this one's update of the chunk has begun."""
@@ -233,15 +232,11 @@ class Worker:
     def pull_into(self, block: Block, host: HostBuffer) -> None:
         """Fetches `block` into a permanent buffer and waits."""
         start = time.perf_counter()
-        with self._lock:
-            self._permanent_arrivals[block.index] = len(block.chunks)
-            host.wait_unused()
-            self._pull(block.chunks, host.view, -1 - block.index)
-            self._wait(lambda: self._permanent_arrivals[block.index] == 0, lambda: f"the parameters of '{block.name}'")
+        with self.stages.timed("Wait"), self._lock:
+            self._pull(block, host)
+            self._wait(lambda: not host.pending, lambda: f"the parameters of '{block.name}'")
         self.pull_rate = block.pull_nbytes / (time.perf_counter() - start)
-        host.to_device(block.pull_nbytes)
         host.on_device()
-        self.stages.add("Wait", time.perf_counter() - start)
 
     def give_up_slots(self, count: int) -> None:
         """Before the first step."""
@@ -261,17 +256,14 @@ class Worker:
     # pushes
 
     def gradient_buffer(self, block: int) -> torch.Tensor:
-        start = time.perf_counter()
-        with self._lock:
+        with self.stages.timed("Wait"), self._lock:
             if block == 0:
-                self._wait(lambda: id(self.root_push) not in self._push_left, lambda: "the root's gradient buffer")
+                self._wait(lambda: not self.root_push.pending, lambda: "the root's gradient buffer")
                 return self.root_push.tensor
             self._wait(
                 lambda: bool(self._push_free), lambda: f"a gradient buffer for '{self.table.blocks[block].name}'"
             )
-            buffer = self._push_free.pop()
-        self.stages.add("Wait", time.perf_counter() - start)
-        return buffer.tensor
+            return self._push_free.pop().tensor
 
     def push_block(
         self, block: int, buffer: torch.Tensor, present: Sequence[int], *, fresh: bool, step: int = 0,
@@ -279,7 +271,6 @@ class Worker:
     ) -> None:
         """Sends the gradient of `block` in the flat `buffer`. `fresh`: it begins a new sum. `step`: the gradient is
         whole and not to be scaled, so each chunk's update in that step begins as soon as it is there."""
-        start = time.perf_counter()
         state, table = self.blocks[block], self.table.blocks[block]
         if state.released_in == self.ledger.sealed + 1:
             raise LoopError(
@@ -291,24 +282,23 @@ class Worker:
         host = next(b for b in [self.root_push, *self._push_all] if b.tensor.data_ptr() == buffer.data_ptr())
         state.held = True
         state.present.update(present)
-        copied = host.from_device(table.push_nbytes)
-        if self.workers == 1:
-            with self._lock:
-                self._expect_sums(state, table.chunks)
-        with_chunk = {}
-        if step and self.compressor is None:
-            with_chunk = self._begin_update(block, step, hypers, lambda param: 1.0)
-        if copied is None:
-            self._push_host(table, host, fresh, with_chunk)
-        else:
-            with self._lock:
-                self._copying += 1
-            self._to_send.put((copied, table, host, fresh, with_chunk))
-        if step and self.compressor is None:
-            self._end_update(block, with_chunk)
-        elif step:
-            self.release(block, step, hypers, lambda param: 1.0)
-        self.stages.add("Push", time.perf_counter() - start, table.push_nbytes)
+        with self.stages.timed("Push", table.push_nbytes):
+            copied = host.from_device(table.push_nbytes)
+            if self.workers == 1:
+                with self._lock:
+                    self._expect_sums(state, table.chunks)
+            at_once = step > 0 and self.compressor is None
+            then = self._begin_update(block, step, hypers, lambda param: 1.0) if at_once else {}
+            if copied is None:
+                self._push_host(table, host, fresh, then)
+            else:
+                with self._lock:
+                    self._copying += 1
+                self._to_send.put((copied, table, host, fresh, then))
+            if at_once:
+                self._end_update(block, then)
+            elif step:
+                self.release(block, step, hypers, lambda param: 1.0)
 
     def _send_copied(self) -> None:
         while (item := self._to_send.get()) is not None:
@@ -344,15 +334,14 @@ class Worker:
         """A buffer that holds the newest residuals of block `twin` and may be changed in place, then sent."""
         block = self.table.blocks[twin]
         if permanent:  # the root's: it never leaves this worker
-            host = self._permanent.get(twin)
-            if host is None:
-                host = self._permanent[twin] = HostBuffer(block.pull_nbytes, torch.device("cpu"))
-                self._stale.add(twin)
+            if twin not in self._permanent:
+                self._permanent[twin] = HostBuffer(block.pull_nbytes, torch.device("cpu"))
+            host = self._permanent[twin]
             with self._lock:
-                self._wait(lambda: id(host) not in self._push_left, lambda: f"the buffer of '{block.name}'")
-            if twin in self._stale:
+                self._wait(lambda: not host.pending, lambda: f"the buffer of '{block.name}'")
+            if twin not in self._current:
                 self.pull_into(block, host)
-                self._stale.discard(twin)
+                self._current.add(twin)
             return host
         self.borrow(twin)
         slot = self._slots[self._uses[twin][-1]]
@@ -379,8 +368,8 @@ class Worker:
         with self._lock:
             keep = self.keep_always or host not in self._push_all or len(self._kept) < len(self._push_all) - 2
             if keep and fresh and host in self._push_all:
-                self._kept.add(id(host))
-            self._push_left[id(host)] = (host, sum(len(self.owners[chunk.id]) for chunk in chunks))
+                self._kept.add(host)
+            host.pending = sum(len(self.owners[chunk.id]) for chunk in chunks)
             for chunk in chunks:
                 grad = host.view[chunk.push_offset : chunk.push_offset + round_up(chunk.public_nbytes, PAGE)]
                 for server in self.owners[chunk.id]:
@@ -394,14 +383,11 @@ class Worker:
         host = self._push_tickets.pop(ticket, None)
         if host is None:
             return  # a compressed push: its arrays are their own
-        left = self._push_left[id(host)][1] - 1
-        if left:
-            self._push_left[id(host)] = (host, left)
-            return
-        del self._push_left[id(host)]
-        self._kept.discard(id(host))
-        if host in self._push_all:
-            self._push_free.append(host)
+        host.pending -= 1
+        if not host.pending:
+            self._kept.discard(host)
+            if host in self._push_all:
+                self._push_free.append(host)
 
     # one step
 
@@ -445,7 +431,7 @@ class Worker:
         if self.workers == 1 or state.closed:
             self.block_sums(block)  # waits: what is still being held cannot be dropped
         self._forget_chunks([c for c in self.table.blocks[block].chunks if c.trainable])
-        self._stale.add(block)
+        self._current.discard(block)
         if self.compressor is not None:
             self.compressor.forget(block, self)
         state.held = state.closed = False
@@ -533,7 +519,5 @@ class Worker:
         if self._sender is not None:
             self._to_send.put(None)
             self._sender.join()
-        for link in self.links.values():
-            link.close()
         for buffer in self._buffers():
             buffer.close()

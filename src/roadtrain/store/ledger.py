@@ -15,7 +15,6 @@ import itertools
 import json
 import os
 import struct
-import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -28,6 +27,7 @@ import numpy as np
 import xxhash
 
 from roadtrain.errors import DamagedError, ForeignError, StoreError
+from roadtrain.retry import retry
 from roadtrain.spec.chunks import Chunk, ChunkTable, ParamSpec, Record, Span, record
 from roadtrain.store.direct import DirectFile, sync_directory, typed_errors, write_file
 
@@ -263,17 +263,12 @@ class Ledger:
             file.close()
 
     def _lock(self, directory: Path) -> None:
-        until = time.monotonic() + LOCK_WAIT_S
-        while True:
-            try:
-                return fcntl.flock(self._files[0].fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() > until:
-                    raise StoreError(
-                        f"{directory}: in use by another process (waited {LOCK_WAIT_S:.0f} s)",
-                        hint="end the other run of this job first",
-                    ) from None
-                time.sleep(0.05)
+        fd = self._files[0].fd
+        try:
+            retry(lambda: fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB), BlockingIOError, LOCK_WAIT_S)
+        except BlockingIOError:
+            raise StoreError(f"{directory}: in use by another process (waited {LOCK_WAIT_S:.0f} s)",
+                             hint="end the other run of this job first") from None
 
     def _parse(self, file: int) -> Entry | None:
         path = self._files[file].path

@@ -64,12 +64,11 @@ def open_snapshot(directory: Path, meta: StoreMeta, step: int) -> FileTier:
 
 def restore(snapshot: FileTier, to: FileTier) -> None:
     """What `snapshot` holds is committed in the empty part `to`, at the same step."""
-    buffer, entry = Buffer(_largest(snapshot)), snapshot.entry
+    view, entry = Buffer(_largest(snapshot)).view, snapshot.entry
     for chunk in entry.rows["chunk"]:
-        snapshot.copy(int(chunk), entry.rows, to, buffer.view)
+        snapshot.copy(int(chunk), entry.rows, to, view)
     to.prepare(entry.step, entry.blob, entry.rows["step"])
     to.committed(entry.step)
-    buffer.close()
 
 
 class Snapshots:
@@ -128,11 +127,7 @@ class Snapshots:
                                 f"{self._target.directory}", hint="its device hangs") from None
 
     def _copy(self, chunk: int, rows: Rows) -> int:
-        buffer = Buffer(_largest(self._source))
-        try:
-            return self._source.copy(chunk, rows, self._target, buffer.view)
-        finally:
-            buffer.close()
+        return self._source.copy(chunk, rows, self._target, Buffer(_largest(self._source)).view)
 
     def _finish(self, entry: Entry, start: float) -> None:
         """Begins once all copies have begun."""

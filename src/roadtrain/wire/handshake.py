@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from roadtrain.errors import AuthError, DeadlineError, LostError, PeerError, RoadtrainError, WireError
+from roadtrain.errors import AuthError, BusyError, DeadlineError, LostError, PeerError, RoadtrainError, WireError
 from roadtrain.units import KIB
 from roadtrain.wire.link import FRAME_LIMIT, VERSION
 
@@ -31,7 +31,7 @@ GREETING = struct.Struct("<8sH??HHQ16s32s")
 PROOF = struct.Struct("<32sI")
 VERDICT = struct.Struct("<B32sH")
 MAX_HELLO, MAX_TEXT, MAX_CONNECTIONS = 64 * KIB, 2 * KIB, 64
-TAKEN, REFUSED, NOT_PROVEN = 0, 1, 2
+TAKEN, REFUSED, NOT_PROVEN, BUSY = 0, 1, 2, 3
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,6 @@ class Common:
     handshake_s: float = 10.0
     close_s: float = 5.0
     retry_s: float = 0.0
-
-
-DEFAULTS = Common()
 
 
 class Greeting(NamedTuple):
@@ -99,7 +96,7 @@ def client_verdict(sock: socket.socket, proof: bytes, deadline: float) -> None:
     if not hmac.compare_digest(theirs, proof):
         raise AuthError("the server does not prove the token", hint="give both sides the same token")
     if code != TAKEN:
-        raise WireError(f"refused by the server: {text}")
+        raise (BusyError if code == BUSY else WireError)(f"refused by the server: {text}")
 
 
 def server_greet(sock: socket.socket, ours: Greeting, token: bytes | None, deadline: float) -> Caller:
@@ -127,9 +124,9 @@ def take(sock: socket.socket, caller: Caller, deadline: float) -> None:
 
 
 def refuse(sock: socket.socket, error: Exception, deadline: float, caller: Caller | None = None) -> None:
-    """Tells the client why: an AuthError there too if it is one here, else a WireError."""
+    """Tells the client why: an AuthError or BusyError there too if it is one here, else a WireError."""
     text = str(error).encode()[:MAX_TEXT]
-    code = NOT_PROVEN if isinstance(error, AuthError) else REFUSED
+    code = NOT_PROVEN if isinstance(error, AuthError) else BUSY if isinstance(error, BusyError) else REFUSED
     send(sock, VERDICT.pack(code, caller.proof if caller else bytes(32), len(text)) + text, deadline)
 
 

@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from roadtrain.errors import AuthError, ConfigError, PeerError, WireError
+from roadtrain.retry import retry
 from roadtrain.units import GIB, KIB, MIB
 from roadtrain.wire.handshake import (
     Common,
@@ -72,7 +73,7 @@ def connect(
     _start_fences()
     sock = socket.socket(socket.AF_UNIX)
     try:
-        _dial(sock, str(path), options.retry_s)
+        retry(lambda: sock.connect(str(path)), (ConnectionRefusedError, FileNotFoundError), options.retry_s)
         _same_user(sock)
         deadline = time.monotonic() + options.handshake_s
         theirs = client_greet(sock, greeting(options, None, os.urandom(16)), None, hello, deadline)
@@ -284,17 +285,6 @@ class _ShmChannel:
         for view in self._views:
             view.release()
         self._map.close()  # it has a descriptor of its own
-
-
-def _dial(sock: socket.socket, path: str, retry_s: float) -> None:
-    begin = time.monotonic()
-    while True:
-        try:
-            return sock.connect(path)
-        except (ConnectionRefusedError, FileNotFoundError):
-            if time.monotonic() - begin >= retry_s:
-                raise
-            time.sleep(0.05)
 
 
 def _left_over(path: str) -> bool:

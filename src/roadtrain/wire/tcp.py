@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from roadtrain.errors import ConfigError, PeerError
+from roadtrain.retry import retry
 from roadtrain.units import KIB
 from roadtrain.wire.handshake import (
     MAX_CONNECTIONS,
@@ -112,7 +113,7 @@ def connect(
     try:
         greetings = []
         for i in range(options.connections):
-            sock = _dial(address, options)
+            sock = retry(lambda: _dial(address, options), ConnectionRefusedError, options.retry_s)
             socks.append(sock)
             deadline = time.monotonic() + options.handshake_s
             if context is not None and options.tls is not None:
@@ -140,19 +141,17 @@ def listen(address: Address, accept: Accept, options: Options = Options(), repor
         if options.token is None and not ipaddress.ip_address(where[0]).is_loopback:
             raise ConfigError(f"listening on {where[0]} without a token: anybody who reaches it could join",
                               hint="set a token, or listen on 127.0.0.1")
-        sock = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {address[0]}:{address[1]}: {error.strerror or error}") from error
-    try:
         carrier = _Carrier(options)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        _prepare(sock, options)
-        sock.bind(where)
-        sock.listen(128)
-    except (OSError, ConfigError) as error:
-        sock.close()
-        if isinstance(error, ConfigError):
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            _prepare(sock, options)
+            sock.bind(where)
+            sock.listen(128)
+        except BaseException:
+            sock.close()
             raise
+    except OSError as error:
         raise ConfigError(f"cannot listen on {address[0]}:{address[1]}: {error.strerror or error}") from error
     real: Address = sock.getsockname()[:2]
     return Listener(sock, real, accept, options, options.token, carrier, report)
@@ -176,18 +175,6 @@ class _Carrier:
 
 
 def _dial(address: Address, options: Options) -> socket.socket:
-    """A connected socket; tries again for `retry_s` while the connection is refused."""
-    begin = time.monotonic()
-    while True:
-        try:
-            return _dial_once(address, options)
-        except ConnectionRefusedError:
-            if time.monotonic() - begin >= options.retry_s:
-                raise
-            time.sleep(0.05)
-
-
-def _dial_once(address: Address, options: Options) -> socket.socket:
     family, kind, protocol, _, where = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
     sock = socket.socket(family, kind, protocol)
     try:
