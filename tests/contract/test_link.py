@@ -13,12 +13,11 @@ import threading
 import time
 from pathlib import Path
 
-import local_link
 import pytest
 
 from roadtrain.errors import AuthError, ConfigError, DeadlineError, LostError, PeerError, RoadtrainError, WireError
 from roadtrain.units import KIB, MIB
-from roadtrain.wire import handshake, shm, tcp
+from roadtrain.wire import handshake, local, shm, tcp
 from roadtrain.wire.link import HEAD, Head, pack_head
 
 TOKEN = b"a secret of the job"
@@ -76,7 +75,7 @@ class Ends:
         options = {"checksums": "sums" in words, **options}
         if words[0] == "local":
             made = handshake.Common(**options)
-            self.a, self.b = local_link.pair("b", self.got_a, "a", self.got_b, made)
+            self.a, self.b = local.pair("b", self.got_a, "a", self.got_b, made)
             return
         there = threading.Event()
 

@@ -47,6 +47,9 @@ class Common:
     retry_s: float = 0.0
 
 
+DEFAULTS = Common()
+
+
 class Greeting(NamedTuple):
     magic: bytes
     version: int

@@ -1,5 +1,4 @@
-"""Two ends of a link inside one process, without a socket: what wire/stream.py promises whatever the channel. The same
-frames, order and end as between hosts, one copy into `room`.
+"""Two ends of a link inside one process: the same frames, order and end as between hosts, one copy into `room`.
 
     to_server, to_worker = pair("server 0", workers_receiver, "worker 0", servers_receiver)
 
@@ -12,13 +11,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from roadtrain.wire.handshake import Common
+from roadtrain.wire.handshake import DEFAULTS, Common
 from roadtrain.wire.link import Link, Receiver, copy
 from roadtrain.wire.stream import Stream
 
 
 def pair(
-    peer_a: str, receiver_a: Receiver, peer_b: str, receiver_b: Receiver, options: Common
+    peer_a: str, receiver_a: Receiver, peer_b: str, receiver_b: Receiver, options: Common = DEFAULTS
 ) -> tuple[Link, Link]:
     """The ends A and B. `peer_a` is how A calls its peer, `receiver_a` takes what B sends."""
     one, two = _Pipe(), _Pipe()
