@@ -13,7 +13,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,6 +22,7 @@ from roadtrain.errors import DeadlineError, LoopError, LostError
 from roadtrain.flow import ops
 from roadtrain.flow.ledger import Ledger
 from roadtrain.flow.prefetch import Prefetcher, PullBlock
+from roadtrain.node.blocks import BlockState, Sums
 from roadtrain.node.compress import Compressor
 from roadtrain.node.device import HostBuffer
 from roadtrain.spec.chunks import PAGE, Block, Chunk, ChunkTable
@@ -42,36 +42,6 @@ class MessageLink(Protocol):
 
     def send(self, message: Any) -> None:
         """Keeps the order, does not block. LostError once it is closed."""
-
-
-@dataclass
-class Sums:
-    """Of squares, of one step's gradients of a block: chunk -> a segment each. `due`: chunk -> Held messages to come;
-    a chunk's come in the order of its pushes, also from one step to the next."""
-
-    due: dict[int, int] = field(default_factory=dict)
-    values: dict[int, Any] = field(default_factory=dict)
-
-    def came(self, chunk: int, values: Any) -> None:
-        self.values[chunk] = values
-        self.due[chunk] -= 1
-        if not self.due[chunk]:
-            del self.due[chunk]
-
-
-@dataclass
-class BlockState:
-    """`version`: updates released so far. `held`: a gradient of the open step rests at the servers; `present`: the
-    parameters that have one. `released_in`: the last step whose update of this block has begun. `sums`: of the open
-    step, `sealed`: of the one before. `closed`: (several workers) all were told that it is whole."""
-
-    version: int = 0
-    held: bool = False
-    present: set[int] = field(default_factory=set)
-    released_in: int = -1
-    closed: bool = False
-    sums: Sums = field(default_factory=Sums)
-    sealed: Sums = field(default_factory=Sums)
 
 
 class Worker:

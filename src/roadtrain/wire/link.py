@@ -2,8 +2,9 @@
 payload.
 
 A link is made with the Receiver of what arrives. `send` only queues; order of calls is order of arrival, also where
-several connections carry one link; but `urgent` frames go before all others that have not begun to leave. Bulk bytes are gathered from the sender's buffers and land in the buffer that the
-other side's `room` names: a transport copies them, this room never holds them.
+several connections carry one link; but `urgent` frames go before all others that have not begun to leave. Bulk bytes
+are gathered from the sender's buffers and land in the buffer that the other side's `room` names: a transport copies
+them, this room never holds them.
 
     frame = HEAD, header (<= 64 KiB), payload (<= the frame limit); all lengths are checked before anything is allocated
 

@@ -1,10 +1,10 @@
 """Stream: a Link over one or more byte channels; all that tcp and shm have in common.
 
 Sending: one queue, and one for what is urgent; the thread of a channel takes the next frames as soon as it is free, so
-the least loaded channel takes most. Small frames go together in one call. Receiving: a thread per channel reads heads through a small buffer
-and payloads straight into `room`. Sequence numbers restore the order: `room` is called in it (so that no later frame
-can take the memory that an earlier one waits for), payloads of several channels then land at the same time, `arrived`
-is in order again.
+the least loaded channel takes most. Small frames go together in one call. Receiving: a thread per channel reads heads
+through a small buffer and payloads straight into `room`. Sequence numbers restore the order: `room` is called in it (so
+that no later frame can take the memory that an earlier one waits for), payloads of several channels then land at the
+same time, `arrived` is in order again.
 
 End: a goodbye on every channel says how many frames there were. Whoever gets it delivers them all and then hangs up;
 whoever said it reads on, dropping what comes, until the other side hung up or the deadline passed: closing a socket

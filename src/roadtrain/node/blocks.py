@@ -1,0 +1,36 @@
+"""What a worker knows of each block while a step is open. Does NOT send or wait: node/worker.py does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Sums:
+    """Of squares, of one step's gradients of a block: chunk -> a segment each. `due`: chunk -> Held messages to come;
+    a chunk's come in the order of its pushes, also from one step to the next."""
+
+    due: dict[int, int] = field(default_factory=dict)
+    values: dict[int, Any] = field(default_factory=dict)
+
+    def came(self, chunk: int, values: Any) -> None:
+        self.values[chunk] = values
+        self.due[chunk] -= 1
+        if not self.due[chunk]:
+            del self.due[chunk]
+
+
+@dataclass
+class BlockState:
+    """`version`: updates released so far. `held`: a gradient of the open step rests at the servers; `present`: the
+    parameters that have one. `released_in`: the last step whose update of this block has begun. `sums`: of the open
+    step, `sealed`: of the one before. `closed`: (several workers) all were told that it is whole."""
+
+    version: int = 0
+    held: bool = False
+    present: set[int] = field(default_factory=set)
+    released_in: int = -1
+    closed: bool = False
+    sums: Sums = field(default_factory=Sums)
+    sealed: Sums = field(default_factory=Sums)
