@@ -262,7 +262,7 @@ class Session:
         self.pools = [Pool(budgets.pool, budgets.piece_bytes) for _ in range(self.workers)]
         self.setup = Setup(
             self.number, f"server {self.number} ({self.host.where}, {directory})", self.meta, self._rules, self.tier,
-            budgets, budgets.record_buffers, self.host.report, self.workers, self.local,
+            budgets, self.host.report, self.workers, self.local,
         )
         for note in filter(None, [self.tier.note]):
             self.host.report(note)

@@ -9,6 +9,7 @@ stream's views. A gradient's way: the stream's flat push buffer -> (CUDA: pinned
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -98,7 +99,7 @@ class Worker:
         self.keep_always = False  # gradients never wait for step(), so none is moved away from its buffer
         self._lock = threading.Condition()
         self._error: BaseException | None = None
-        self._ticket = 0
+        self._tickets = itertools.count(1)
         self._pulls: dict[int, tuple[Block, HostBuffer, int]] = {}  # ticket -> what comes, where to, its slot or -1
         self._slots = [HostBuffer(budgets.slot_bytes, device) for _ in range(budgets.slots)]
         self._slot_version = [0] * budgets.slots
@@ -174,10 +175,6 @@ class Worker:
         if self._error is not None:
             raise self._error
 
-    def _next_ticket(self) -> int:
-        self._ticket += 1
-        return self._ticket
-
     # pulls
 
     def borrow(self, block: int) -> tuple[torch.Tensor, int]:
@@ -208,7 +205,7 @@ class Worker:
         host.wait_unused()
         host.pending, target = len(block.chunks), (block, host, slot)
         for chunk in block.chunks:
-            ticket = self._next_ticket()
+            ticket = next(self._tickets)
             self._pulls[ticket] = target
             into = host.view[chunk.offset : chunk.offset + round_up(chunk.public_nbytes, PAGE)]
             self.links[self.owners[chunk.id][0]].send(ops.Pull(chunk.id, self._wanted(chunk), into, ticket))
@@ -291,7 +288,7 @@ class Worker:
         if self.compressor is not None:
             for chunk, grad, sums in self.compressor.compress(table, host.view, self):
                 with self._lock:
-                    self._send(chunk.id, ops.Push(chunk.id, grad, fresh, True, self._next_ticket(), sums))
+                    self._send(chunk.id, ops.Push(chunk.id, grad, fresh, True, next(self._tickets), sums))
             if host is not self.root_push:
                 with self._lock:
                     self._push_free.append(host)
@@ -338,7 +335,7 @@ class Worker:
             to = [(chunk, server) for chunk in chunks for server in self.owners[chunk.id]]
             host.pending = len(to)
             for chunk, server in to:
-                ticket = self._next_ticket()
+                ticket = next(self._tickets)
                 self._push_tickets[ticket] = host
                 grad = host.view[chunk.push_offset : chunk.push_offset + round_up(chunk.public_nbytes, PAGE)]
                 self.links[server].send(ops.Push(chunk.id, grad, fresh, keep, ticket))
