@@ -88,6 +88,7 @@ class Worker:
         self.workers = workers  # whose mean gradient updates
         self.staleness = staleness  # 1: a step computes with the parameters from before the last update
         self.compressor = compressor
+        self.twin = compressor.twin if compressor is not None else {}  # block -> that of its residuals
         self.links: dict[int, MessageLink] = {}  # by number of the server
         self.blocks = [BlockState(released_in=committed) for _ in table.blocks]
         self._block_of = {s.param: b.index for b in table.blocks for run in b.runs for s in run.spans}
@@ -286,9 +287,14 @@ class Worker:
     def _push_host(self, table: Block, host: HostBuffer, fresh: bool) -> None:
         chunks = [c for c in table.chunks if c.trainable]
         if self.compressor is not None:
-            for chunk, grad, sums in self.compressor.compress(table, host.view, self):
+            twin = self.twin.get(table.index)
+            target = None if twin is None else self._residual(twin, permanent=table.index == 0)
+            residual = None if target is None else np.frombuffer(target.view, np.float32)
+            for chunk, grad, sums in self.compressor.compress(chunks, host.view, residual):
                 with self._lock:
                     self._send(chunk.id, ops.Push(chunk.id, grad, fresh, True, next(self._tickets), sums))
+            if twin is not None and target is not None:
+                self._send_residual(twin, target)
             if host is not self.root_push:
                 with self._lock:
                     self._push_free.append(host)
@@ -296,7 +302,7 @@ class Worker:
             return
         self.send_dense(chunks, host, fresh)
 
-    def residual(self, twin: int, *, permanent: bool) -> HostBuffer:
+    def _residual(self, twin: int, *, permanent: bool) -> HostBuffer:
         """A buffer that holds the newest residuals of block `twin` and may be changed in place, then sent."""
         block = self.table.blocks[twin]
         if permanent:  # the root's: it never leaves this worker
@@ -318,7 +324,7 @@ class Worker:
         self.give_back(twin)
         return host
 
-    def send_residual(self, twin: int, host: HostBuffer) -> None:
+    def _send_residual(self, twin: int, host: HostBuffer) -> None:
         state, table = self.blocks[twin], self.table.blocks[twin]
         state.held = True
         state.present.update(s.param for run in table.runs for s in run.spans)
@@ -392,8 +398,8 @@ class Worker:
             self.block_sums(block)  # waits: what is still being held cannot be dropped
         self._forget_chunks([c for c in self.table.blocks[block].chunks if c.trainable])
         self._current.discard(block)
-        if self.compressor is not None:
-            self.compressor.forget(block, self)
+        if block in self.twin:
+            self.forget(self.twin[block])
         state.held = state.closed = False
         state.present.clear()
         state.sums = Sums()
@@ -432,8 +438,9 @@ class Worker:
             with self._lock:
                 self._wait(lambda: not state.sums.due, lambda: f"block '{table.name}'")
             self._forget_chunks(dropped)
-        if self.compressor is not None:
-            self.compressor.release(block, step, self)
+        if twin := self.twin.get(block):
+            groups = {chunk.group: () for chunk in self.table.blocks[twin].chunks}
+            self.release(twin, step, groups, lambda param: 1.0)
         state.held = False
         state.present.clear()
 
