@@ -77,7 +77,7 @@ class PlacedOptimizer(torch.optim.Optimizer):
                 f"block '{self._table.blocks[block].name}' got a gradient while its last one was not cleared",
                 hint="call optimizer.zero_grad() once a step",
             )
-        if not fresh and self._worker.compressor is not None and self._worker.compressor.twin:
+        if not fresh and self._worker.twin:
             raise LoopError("error feedback keeps one residual a step, and this is its second backward pass",
                             hint="one backward pass before each step(), or error_feedback=False")
         assert self._stream is not None

@@ -139,10 +139,10 @@ class Ours:
         budgets = derive(table, layout.meta().records, layout.owners, GIB, on_files=True, holds_gradients=False)
         budgets = replace(  # nothing is kept in memory: every byte of state moves
             budgets, resident=frozenset(), public_resident=frozenset(), resident_bytes=0, push_buffers=3,
+            record_buffers=buffers * len(directories),
         )
         self.engine = Engine(
             layout, budgets, None, torch.device("cpu"), compute_blocks=(), compressor=None, deadline_s=DEADLINE_S,
-            server_buffers=buffers,
         )
         worker = self.worker = self.engine.worker
         self.top_k = Compressor(table, KEEP, per_block=True, error_feedback=False)

@@ -10,7 +10,7 @@ Assumes one dtype among the trainable runs of a block when `per_block`. Lossy: o
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -19,8 +19,7 @@ from roadtrain.kernels.cast import NUMPY_OF
 from roadtrain.kernels.rules import Rule
 from roadtrain.kernels.sum import sum_squares
 from roadtrain.kernels.topk import select_with_residual, top_k
-from roadtrain.node.device import HostBuffer
-from roadtrain.spec.chunks import ITEMSIZE, Block, Chunk, ChunkTable, ParamSpec
+from roadtrain.spec.chunks import ITEMSIZE, Chunk, ChunkTable, ParamSpec
 
 
 class Replace(Rule):
@@ -58,16 +57,9 @@ def twins(table: ChunkTable, groups: int) -> list[tuple[str, list[ParamSpec]]]:
     return out
 
 
-class Lane(Protocol):
-    """What the compressor needs of the worker."""
-
-    def residual(self, twin: int, *, permanent: bool) -> HostBuffer: ...
-    def send_residual(self, twin: int, host: HostBuffer) -> None: ...
-    def release(self, block: int, step: int, hypers: Any, scales: Any) -> None: ...
-    def forget(self, block: int) -> None: ...
-
-
 class Compressor:
+    """`twin`: block -> the block of its residuals, with error feedback."""
+
     def __init__(self, table: ChunkTable, keep: float, *, per_block: bool, error_feedback: bool) -> None:
         if not 0 < keep < 1:
             raise ConfigError(f"top-k keeps a fraction between 0 and 1, not {keep}")
@@ -77,22 +69,14 @@ class Compressor:
         self.twin = {
             b.index: names[f"residual:{b.name}"] for b in table.blocks if f"residual:{b.name}" in names
         } if error_feedback else {}
-        self.table = table
 
-    def compress(self, block: Block, view: memoryview, worker: Lane) -> Iterator[tuple[Chunk, Any, Any]]:
-        """(chunk, (indices, values), sums of squares before compression) of every trainable chunk."""
-        chunks = [c for c in block.chunks if c.trainable]
-        if not chunks:
-            return
-        twin = self.twin.get(block.index)
-        residual: np.ndarray | None = None
-        if twin is not None:
-            target = worker.residual(twin, permanent=block.index == 0)
-            residual = np.frombuffer(target.view, np.float32, self.table.blocks[twin].push_nbytes // 4)
-        for cut in [chunks] if self.per_block else [[c] for c in chunks]:
+    def compress(
+        self, chunks: Sequence[Chunk], view: memoryview, residual: np.ndarray | None
+    ) -> Iterator[tuple[Chunk, Any, Any]]:
+        """(chunk, (indices, values), sums of squares before compression) of a block's trainable `chunks`. `residual`:
+        fp32, with the same element offsets, changed in place."""
+        for cut in [chunks] if self.per_block and chunks else [[c] for c in chunks]:
             yield from self._select(cut, view, residual)
-        if twin is not None:
-            worker.send_residual(twin, target)
 
     def _select(
         self, chunks: Sequence[Chunk], view: memoryview, residual: np.ndarray | None
@@ -123,13 +107,3 @@ class Compressor:
             at = chunk.push_offset // size - first
             a, b = np.searchsorted(indices, (at, at + chunk.numel))
             yield chunk, (indices[a:b] - np.uint32(at), values[a:b]), of_chunk
-
-    def forget(self, block: int, worker: Lane) -> None:
-        if block in self.twin:
-            worker.forget(self.twin[block])
-
-    def release(self, block: int, step: int, worker: Lane) -> None:
-        twin = self.twin.get(block)
-        if twin is not None:
-            groups = {c.group: () for c in self.table.blocks[twin].chunks}
-            worker.release(twin, step, groups, lambda param: 1.0)

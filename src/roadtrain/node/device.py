@@ -22,9 +22,8 @@ class HostBuffer:
     _copy_stream: Any = None  # one side stream a process, made at the first CUDA buffer
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        self._buffer = Buffer(max(nbytes, 1))
-        self.nbytes = self._buffer.nbytes
-        self.view = self._buffer.view
+        self.view = Buffer(nbytes).view
+        self.nbytes = len(self.view)
         self.pending = 0  # chunks that servers have yet to write or read; counted by its owner
         self._host = torch.frombuffer(self.view, dtype=torch.uint8)
         self._cuda = device.type == "cuda"
@@ -96,5 +95,4 @@ class HostBuffer:
         if self._cuda:
             cudart: Any = torch.cuda.cudart()
             cudart.cudaHostUnregister(self._host.data_ptr())
-        del self._host, self.tensor, self.view
-        self._buffer.close()
+        del self._host, self.tensor, self.view  # the memory goes with the last view of it

@@ -126,7 +126,7 @@ class Engine:
     def __init__(
         self, layout: Layout, budgets: Budgets, opened: OpenedStore | None, device: torch.device, *,
         compute_blocks: Sequence[int], compressor: Compressor | None, deadline_s: float,
-        server_buffers: int | None = None, report: Callable[[str], None] = print,
+        report: Callable[[str], None] = print,
     ) -> None:
         self.layout, self.stages = layout, Stages()
         self.store, self.new = opened, opened is None
@@ -141,11 +141,11 @@ class Engine:
             servers=range(len(self.meta.directories)), committed=self.step, deadline_s=deadline_s,
             compute_blocks=compute_blocks, compressor=compressor, staleness=layout.staleness,
         )
-        each = server_buffers or budgets.record_buffers // (max(self.meta.owners, default=0) + 1)
+        share = replace(budgets, record_buffers=budgets.record_buffers // (max(self.meta.owners, default=0) + 1))
         self.servers: list[Server] = []
         for i, where in enumerate(layout.directories or ("RAM",)):
             tier = self.store.tiers[i] if self.store else None
-            setup = Setup(i, f"server {i} ({where})", self.meta, layout.rules, tier, budgets, each, report)
+            setup = Setup(i, f"server {i} ({where})", self.meta, layout.rules, tier, share, report)
             server = Server(setup, lambda message, _: self.worker.deliver(message), self.stages, self.step)
             self.servers.append(server)
             self.worker.links[i] = server

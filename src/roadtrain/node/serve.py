@@ -266,7 +266,7 @@ class Session:
         self.pools = [Pool(budgets.pool, budgets.piece_bytes) for _ in range(self.workers)]
         self.setup = Setup(
             self.number, f"server {self.number} ({self.host.where}, {directory})", self.meta, self._rules, self.tier,
-            budgets, budgets.record_buffers, self.host.report, self.workers, self.local,
+            budgets, self.host.report, self.workers, self.local,
         )
         for note in filter(None, [self.tier.note]):
             self.host.report(note)
@@ -373,7 +373,7 @@ class Session:
         at = {rank: seat.link.peer.partition("(")[2].rpartition(":")[0] for rank, seat in seats.items()}
         names = {rank: f"{kind} {rank} ({address})" for rank, address in at.items()}
         if self.server is None:
-            pulls, owed = [], [(0, "the opened store")]
+            pulls, owed = list[ops.Pull](), [(0, "the opened store")]
         else:
             pulls, owed = self.server.waits()
         of_host.step, of_host.expected = self.step, self.workers

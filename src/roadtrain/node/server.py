@@ -50,8 +50,7 @@ class Setup:
     meta: StoreMeta
     rules: Sequence[Rule]
     tier: FileTier | None
-    budgets: Budgets | ServerBudgets
-    buffers: int  # that hold a record
+    budgets: Budgets | ServerBudgets  # `record_buffers` are this server's
     report: Callable[[str], None]
     workers: int = 1
     local: int = 1  # of each host, whose gradients are summed first; negative: their relay has
@@ -69,7 +68,7 @@ class Server:
         self.records = meta.owned(setup.number)
         self.chunks = {number: meta.table.chunks[number] for number in self.records}
         self._resident = budgets.resident if self.tier else frozenset(self.chunks)
-        buffers, scratch_bytes = (setup.buffers, budgets.scratch_bytes) if self.chunks else (0, 0)
+        buffers, scratch_bytes = (budgets.record_buffers, budgets.scratch_bytes) if self.chunks else (0, 0)
         self._buffers = [Buffer(budgets.record_bytes) for _ in range(buffers)]
         self.memory = self._keep()
         self._grads = Gradients(self.chunks, self.tier, buffers, scratch_bytes, setup.workers, setup.local)
@@ -87,7 +86,7 @@ class Server:
         self.trial, self._moved, self._busy_s, self._began = Trial(), 0, 0.0, 0.0
         self._device_ready = threading.Condition()
         self._kernels: queue.PriorityQueue[tuple[int, int, Any]] = queue.PriorityQueue()
-        self._count = 0
+        self._count = itertools.count()  # of what is put there: equal priorities keep their order
         self._stopping = False
         self._failed = False
         self._threads: list[threading.Thread] = []
@@ -210,8 +209,7 @@ class Server:
                 self._grads.discard(chunk, worker)
 
     def _kernel(self, priority: int, stage: str, action: Any, job: Job) -> None:
-        self._count += 1
-        self._kernels.put((priority, self._count, (stage, action, job)))
+        self._kernels.put((priority, next(self._count), (stage, action, job)))
 
     def _io_push(self, priority: int, order: int, stage: str, action: Any, job: Job) -> None:
         with self._device_ready:

@@ -9,6 +9,7 @@ stream's views. A gradient's way: the stream's flat push buffer -> (CUDA: pinned
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 import time
@@ -58,6 +59,7 @@ class Worker:
         self.workers = workers  # whose mean gradient updates
         self.staleness = staleness  # 1: a step computes with the parameters from before the last update
         self.compressor = compressor
+        self.twin = compressor.twin if compressor is not None else {}  # block -> that of its residuals
         self.links: dict[int, MessageLink] = {}  # by number of the server
         self.blocks = [BlockState(released_in=committed) for _ in table.blocks]
         self._block_of = {s.param: b.index for b in table.blocks for run in b.runs for s in run.spans}
@@ -69,7 +71,7 @@ class Worker:
         self.keep_always = False  # gradients never wait for step(), so none is moved away from its buffer
         self._lock = threading.Condition()
         self._error: BaseException | None = None
-        self._ticket = 0
+        self._tickets = itertools.count(1)
         self._pulls: dict[int, tuple[Block, HostBuffer, int]] = {}  # ticket -> what comes, where to, its slot or -1
         self._slots = [HostBuffer(budgets.slot_bytes, device) for _ in range(budgets.slots)]
         self._slot_version = [0] * budgets.slots
@@ -147,10 +149,6 @@ class Worker:
         if self._error is not None:
             raise self._error
 
-    def _next_ticket(self) -> int:
-        self._ticket += 1
-        return self._ticket
-
     # pulls
 
     def borrow(self, block: int) -> tuple[torch.Tensor, int]:
@@ -181,7 +179,7 @@ class Worker:
         host.wait_unused()
         host.pending, target = len(block.chunks), (block, host, slot)
         for chunk in block.chunks:
-            ticket = self._next_ticket()
+            ticket = next(self._tickets)
             self._pulls[ticket] = target
             into = host.view[chunk.offset : chunk.offset + round_up(chunk.public_nbytes, PAGE)]
             self.links[self.owners[chunk.id][0]].send(ops.Pull(chunk.id, self._wanted(chunk), into, ticket))
@@ -290,9 +288,14 @@ class Worker:
     def _push_host(self, table: Block, host: HostBuffer, fresh: bool, then: Mapping[int, ops.Release] = {}) -> None:
         chunks = [c for c in table.chunks if c.trainable]
         if self.compressor is not None:
-            for chunk, grad, sums in self.compressor.compress(table, host.view, self):
+            twin = self.twin.get(table.index)
+            target = None if twin is None else self._residual(twin, permanent=table.index == 0)
+            residual = None if target is None else np.frombuffer(target.view, np.float32)
+            for chunk, grad, sums in self.compressor.compress(chunks, host.view, residual):
                 with self._lock:
-                    self._send(chunk.id, ops.Push(chunk.id, grad, fresh, True, self._next_ticket(), sums))
+                    self._send(chunk.id, ops.Push(chunk.id, grad, fresh, True, next(self._tickets), sums))
+            if twin is not None and target is not None:
+                self._send_residual(twin, target)
             if host is not self.root_push:
                 with self._lock:
                     self._push_free.append(host)
@@ -300,7 +303,7 @@ class Worker:
             return
         self.send_dense(chunks, host, fresh, then)
 
-    def residual(self, twin: int, *, permanent: bool) -> HostBuffer:
+    def _residual(self, twin: int, *, permanent: bool) -> HostBuffer:
         """A buffer that holds the newest residuals of block `twin` and may be changed in place, then sent."""
         block = self.table.blocks[twin]
         if permanent:  # the root's: it never leaves this worker
@@ -322,7 +325,7 @@ class Worker:
         self.give_back(twin)
         return host
 
-    def send_residual(self, twin: int, host: HostBuffer) -> None:
+    def _send_residual(self, twin: int, host: HostBuffer) -> None:
         state, table = self.blocks[twin], self.table.blocks[twin]
         state.held = True
         state.present.update(s.param for run in table.runs for s in run.spans)
@@ -343,7 +346,7 @@ class Worker:
             for chunk in chunks:
                 grad = host.view[chunk.push_offset : chunk.push_offset + round_up(chunk.public_nbytes, PAGE)]
                 for server in self.owners[chunk.id]:
-                    ticket = self._next_ticket()
+                    ticket = next(self._tickets)
                     self._push_tickets[ticket] = host
                     self.links[server].send(ops.Push(chunk.id, grad, fresh, keep, ticket))
                 if chunk.id in then:
@@ -402,8 +405,8 @@ class Worker:
             self.block_sums(block)  # waits: what is still being held cannot be dropped
         self._forget_chunks([c for c in self.table.blocks[block].chunks if c.trainable])
         self._current.discard(block)
-        if self.compressor is not None:
-            self.compressor.forget(block, self)
+        if block in self.twin:
+            self.forget(self.twin[block])
         state.held = state.closed = False
         state.present.clear()
         state.sums = Sums()
@@ -423,8 +426,9 @@ class Worker:
             for chunk, message in releases.items():
                 self._send(chunk, message)
         self._end_update(block, releases)
-        if self.compressor is not None:
-            self.compressor.release(block, step, self)
+        if twin := self.twin.get(block):
+            groups = {chunk.group: () for chunk in self.table.blocks[twin].chunks}
+            self.release(twin, step, groups, lambda param: 1.0)
 
     def _begin_update(
         self, block: int, step: int, hypers: Mapping[int, tuple[float, ...]], scales: Scales
