@@ -209,6 +209,20 @@ def test_back_pressure_holds_the_sender_not_its_caller(ends):
     assert len(calls) == 60
 
 
+def test_what_is_urgent_overtakes_what_has_not_begun_to_leave(ends):
+    ends.got_b.open.clear()  # what comes first has no room yet, so little leaves
+    for i in range(40):
+        ends.a.send(1, b"%d" % i, [memoryview(bytes(4 * MIB))])
+    for i in range(3):
+        ends.a.send(2, b"%d" % i, urgent=True)
+    ends.got_b.open.set()
+    frames = ends.got_b.wait_frames(43)
+    kinds = [kind for kind, _, _ in frames]
+    assert kinds.index(2) < 25 and kinds[kinds.index(2) :][:3] == [2] * 3
+    assert [int(header) for kind, header, _ in frames if kind == 1] == list(range(40))
+    assert [int(header) for kind, header, _ in frames if kind == 2] == list(range(3))
+
+
 def test_a_flood_both_ways_with_answers(ends):
     data = memoryview(bytes(200 * KIB))
     ends.got_b.hook = lambda kind, header, payload: ends.b.send(kind, b"answer", [data]) if kind else None

@@ -28,10 +28,10 @@ from roadtrain.errors import BusyError, ConfigError, ForeignError, PeerError, Ro
 from roadtrain.flow import ops
 from roadtrain.kernels.rules import rule_of
 from roadtrain.node import messages as m
+from roadtrain.node import watch
 from roadtrain.node.dial import address_of, token_of
 from roadtrain.node.pool import Pool
 from roadtrain.node.server import Server, Setup
-from roadtrain.node.watch import HELLO, Status, Wait, Watched
 from roadtrain.spec.chunks import PAGE, Chunk
 from roadtrain.spec.plan import derive_server
 from roadtrain.store.buffers import Buffer
@@ -366,22 +366,21 @@ class Session:
         else:
             self.server.receive(ops.PeerLost(seat.rank, str(error)))
 
-    def status(self, of_host: Status) -> Status:
+    def status(self) -> watch.Said:
+        """What this server does, and what its workers (or their relays) wait for."""
         with self._lock:
             seats, now = dict(self.seats), time.monotonic()
-        kind = "worker" if self.local > 0 else "relay of host"
-        at = {rank: seat.link.peer.partition("(")[2].rpartition(":")[0] for rank, seat in seats.items()}
-        names = {rank: f"{kind} {rank} ({address})" for rank, address in at.items()}
-        if self.server is None:
-            pulls, owed = list[ops.Pull](), [(0, "the opened store")]
-        else:
-            pulls, owed = self.server.waits()
-        of_host.step, of_host.expected = self.step, self.workers
-        of_host.workers = {names[rank]: now - seat.heard for rank, seat in seats.items()}
-        of_host.waits = [Wait(names[pull.worker], "", f"chunk {pull.chunk}", now - pull.into.asked) for pull in pulls]
-        of_host.waits += [Wait("", names.get(rank, f"{kind} {rank}"), what, now - (
-            seats[rank].heard if rank in seats else self.began)) for rank, what in owed]
-        return of_host
+        names = {rank: f"{'worker' if self.local > 0 else 'relay of host'} {rank}" for rank in range(self.workers)}
+        names |= {r: f"{names[r]} ({s.link.peer.partition('(')[2].rpartition(':')[0]})" for r, s in seats.items()}
+        pulls, owed = self.server.waits() if self.server else ([], [(0, "the opened store")])
+        late = [(now - (seats[rank].heard if rank in seats else self.began), rank, what) for rank, what in owed]
+        text, waits = f"step {self.step}, {self.workers} worker(s)", {names[rank]: (0.0, "") for rank in seats}
+        if late:
+            seconds, rank, what = max(late)
+            text += f"; waits since {seconds:.1f} s for {what} of {names[rank]}"
+        for pull in pulls:
+            waits[names[pull.worker]] = max(waits[names[pull.worker]], (now - pull.into.asked, f"chunk {pull.chunk}"))
+        return text, waits
 
     def end(self, error: BaseException | None) -> None:
         with self._lock:
@@ -440,9 +439,9 @@ class Host:
 
     def _accept(self, link: Link, hello: bytes) -> Receiver:
         """Called by the listener for a link whose other side has proven the token."""
-        if hello == HELLO:
-            status, session = Status(self.where, str(self.directory), self.rests), self.session
-            return Watched(link, session.status(status) if session else status)
+        if hello == watch.HELLO:
+            text, waits = self.session.status() if self.session else ("no session: waits for workers", {})
+            return watch.answer(link, (f"state {self.rests}; {text}", waits))
         try:
             name, rank, workers, local, number, signature = m.HELLO.decode(hello)
         except msgspec.DecodeError as error:

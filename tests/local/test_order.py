@@ -1,0 +1,68 @@
+"""In which order a worker speaks: an update is released right behind its chunk's gradient, and nothing is said of a
+gradient that is still on its way from the device (there is none here: copies are made slow)."""
+
+import threading
+import time
+
+import pytest
+import torch
+from models import Case, Net, contents, new_scaler, place, run
+
+import roadtrain
+from roadtrain.flow import ops
+from roadtrain.node.device import HostBuffer
+from roadtrain.node.worker import Worker
+
+
+def test_each_chunk_is_released_right_behind_its_gradient(monkeypatch):
+    said, case = [], Case(eager=True)
+    model = Net(width=256)
+    placed = roadtrain.place(model, torch.optim.AdamW(model.parameters(), foreach=False), backwards_per_step=1,
+                             chunk_elements=1 << 16, report=lambda _: None)
+    with placed:
+        for link in placed._worker.links.values():
+            monkeypatch.setattr(link, "send", lambda m, send=link.send: (said.append(m), send(m)))
+        run(case, model, placed, new_scaler(case), 0, 2)
+    blocks = {c.id: c.block for c in placed._table.chunks}
+    spoken = [(type(m).__name__, m.chunk) for m in said if isinstance(m, (ops.Push, ops.Release)) and blocks[m.chunk]]
+    assert len({chunk for _, chunk in spoken}) > 2 * len(set(blocks.values()))  # blocks of several chunks
+    for (kind, chunk), (other, same) in zip(spoken[::2], spoken[1::2], strict=True):
+        assert (kind, other, chunk) == ("Push", "Release", same)
+
+
+@pytest.fixture
+def slow_copies(monkeypatch):
+    """As if gradients came from a device: `from_device` gives an event, the worker's own thread waits for it."""
+    class Event:
+        def synchronize(self):
+            time.sleep(0.005)
+
+    made = Worker.__init__
+
+    def started(self, *args, **options):
+        made(self, *args, **options)
+        self._sender = threading.Thread(target=self._send_copied, daemon=True)
+        self._sender.start()
+
+    monkeypatch.setattr(Worker, "__init__", started)
+    monkeypatch.setattr(HostBuffer, "from_device", lambda self, nbytes: Event())
+
+
+@pytest.mark.parametrize(("case", "options"), [
+    (Case(eager=True), {}),
+    (Case(eager=True, dtype=torch.bfloat16, frozen=True), {}),
+    (Case(clip=0.5, accumulate=2), {}),
+    (Case(clip=0.5, scaler=True), {}),
+    (Case(eager=True), {"topk": 0.2, "error_feedback": True}),
+    (Case(eager=True, staleness=1), {}),
+], ids=["eager", "frozen", "clipped", "scaler", "top-k", "late"])
+def test_nothing_is_said_of_a_gradient_before_it_has_left(case, options, request):
+    found = []
+    for slow in (False, True):
+        if slow:
+            request.getfixturevalue("slow_copies")
+        model, placed, scaler = place(case, None, **options)
+        with placed:
+            losses = run(case, model, placed, scaler, 0, 5)
+            found.append((losses, {name: value.tobytes() for name, value in contents(model, placed).items()}))
+    assert found[0] == found[1]
