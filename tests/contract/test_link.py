@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
+import platform
 import random
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -17,12 +20,24 @@ import pytest
 
 from roadtrain.errors import AuthError, ConfigError, DeadlineError, LostError, PeerError, RoadtrainError, WireError
 from roadtrain.units import KIB, MIB
-from roadtrain.wire import handshake, local, shm, tcp
+from roadtrain.wire import handshake, local, rdma, shm, tcp
 from roadtrain.wire.link import HEAD, Head, pack_head
 
 TOKEN = b"a secret of the job"
 WAIT_S = 10.0
-KINDS = ["local", "local+sums", "shm", "shm+sums", "tcp", "tcp+4", "tcp+4+sums", "tcp+tls", "tcp+4+tls"]
+with_nixl = pytest.mark.skipif(  # on x86-64 it must be there: what cannot be imported fails
+    importlib.util.find_spec("nixl_cu12") is None and platform.machine() != "x86_64",
+    reason="NIXL is not installed: pip install 'roadtrain[rdma]'")
+RDMA, RDMA_4 = (pytest.param(kind, marks=with_nixl) for kind in ("rdma", "rdma+4+sums"))
+KINDS = ["local", "local+sums", "shm", "shm+sums", "tcp", "tcp+4", "tcp+4+sums", "tcp+tls", "tcp+4+tls",
+         RDMA, RDMA_4]
+
+
+def socket_options(kind: str, **options) -> tcp.Options:
+    """RDMA over UCX's TCP mode: there is no such hardware to test with."""
+    if kind.startswith("rdma"):
+        return rdma.Options(device="lo", **options)
+    return tcp.Options(**options)
 
 
 class Recorder:
@@ -91,9 +106,9 @@ class Ends:
         else:
             both = {"token": TOKEN, "connections": 4 if "4" in words else 1, **options}
             ours, theirs = tls_options(folder) if "tls" in words else (None, None)
-            listening = tcp.Options(tls=theirs, **both)
+            listening = socket_options(words[0], tls=theirs, **both)
             self.listener = tcp.listen(("127.0.0.1", 0), accept, listening, self.reports.append)
-            made = tcp.Options(tls=ours, **both)
+            made = socket_options(words[0], tls=ours, **both)
             self.a = tcp.connect(self.listener.address, self.got_a, made, hello=b"hello", name="b")
         assert there.wait(WAIT_S)
         assert self.hello == b"hello"
@@ -298,7 +313,7 @@ def test_queued_buffers_come_back_when_the_link_is_lost(ends):
     assert sorted(calls) == list(range(60))
 
 
-@pytest.mark.parametrize("kind", ["local", "shm", "tcp"])
+@pytest.mark.parametrize("kind", ["local", "shm", "tcp", RDMA])
 def test_a_frame_over_the_limit_is_refused_where_it_is_sent(kind, folder):
     ends = Ends(kind, folder, frame_limit=MIB)
     with pytest.raises(WireError, match=rf"{MIB + 1} bytes, {MIB} are"):
@@ -313,11 +328,11 @@ def test_a_frame_over_the_limit_is_refused_where_it_is_sent(kind, folder):
 def listening(kind: str, folder: Path, accept, report=print, **options):
     if kind == "shm":
         return shm.listen(folder / "s", accept, shm.Options(**options), report), shm.connect, shm.Options(**options)
-    made = tcp.Options(token=TOKEN, connections=4 if kind == "tcp+4" else 1, **options)
+    made = socket_options(kind, token=TOKEN, connections=4 if kind == "tcp+4" else 1, **options)
     return tcp.listen(("127.0.0.1", 0), accept, made, report), tcp.connect, made
 
 
-@pytest.mark.parametrize("kind", ["shm", "tcp", "tcp+4"])
+@pytest.mark.parametrize("kind", ["shm", "tcp", "tcp+4", RDMA])
 @pytest.mark.parametrize("busy", [False, True])
 def test_a_killed_peer_is_lost_within_a_second(kind, busy, folder):
     got, there = Recorder(), threading.Event()
@@ -354,7 +369,7 @@ def test_a_killed_peer_is_lost_within_a_second(kind, busy, folder):
     listener.close()
 
 
-@pytest.mark.parametrize("kind", ["shm", "tcp", "tcp+4"])
+@pytest.mark.parametrize("kind", ["shm", "tcp", "tcp+4", RDMA])
 def test_accept_may_refuse_with_words_that_the_client_gets(kind, folder):
     answers = [WireError("step 3 is needed, this is step 5"), AuthError("not of this job"), ValueError("a bug")]
 
@@ -376,7 +391,7 @@ def test_accept_may_refuse_with_words_that_the_client_gets(kind, folder):
     assert len(reports) >= 3
 
 
-@pytest.mark.parametrize("kind", ["shm", "tcp"])
+@pytest.mark.parametrize("kind", ["shm", "tcp", RDMA])
 def test_nobody_listens_or_only_later(kind, folder):
     listener, connect, options = listening(kind, folder, lambda link, hello: Recorder())
     listener.close()
@@ -687,3 +702,167 @@ def test_closing_a_listener_does_not_wait_for_strangers(folder, secured):
     listener.close()
     assert time.monotonic() - begin < 1
     sock.close()
+
+
+# What only RDMA has
+
+
+def test_rdma_without_its_package_is_one_sentence(monkeypatch):
+    monkeypatch.setitem(sys.modules, "nixl_cu12._bindings", None)
+    options = rdma.Options(token=TOKEN, device="lo")
+    for attempt in (lambda: tcp.connect(("127.0.0.1", 1), Recorder(), options),
+                    lambda: tcp.listen(("127.0.0.1", 0), lambda link, hello: Recorder(), options)):
+        with pytest.raises(ConfigError, match=r"pip install 'roadtrain\[rdma\]'"):
+            attempt()
+
+
+def test_what_rdma_cannot_be_asked_for():
+    with pytest.raises(ConfigError, match="does not encrypt"):
+        rdma.Options(tls=tcp.Tls())
+    with pytest.raises(ConfigError, match="one is possible"):
+        rdma.Options(device="mlx5_0:1,mlx5_1:1")
+
+
+@with_nixl
+def test_a_device_that_is_not_there_is_refused_before_anybody_comes():
+    with pytest.raises(ConfigError, match="cannot use 'nothing0'"):
+        tcp.listen(("127.0.0.1", 0), lambda link, hello: Recorder(), rdma.Options(device="nothing0"))
+    if not Path("/sys/class/infiniband").exists():
+        with pytest.raises(ConfigError, match="no RDMA device"):
+            tcp.connect(("127.0.0.1", 1), Recorder(), rdma.Options())
+
+
+@with_nixl
+def test_many_small_frames_that_nobody_reads_block_neither_direction(folder):
+    ends = Ends("rdma", folder)
+    ends.got_b.open.clear()
+    for i in range(2000):  # one at a time, so that each is told of alone
+        free = threading.Event()
+        ends.a.send(i, b"", [memoryview(b"x")], free.set)
+        assert free.wait(WAIT_S)
+    for i in range(200):
+        ends.b.send(i, b"the other way is open")
+    ends.got_a.wait_frames(200)
+    ends.got_b.open.set()
+    ends.got_b.wait_frames(2000)
+    ends.close()
+
+
+def rdma_listener(got: Recorder, **options):
+    made: list = []
+
+    def accept(link, hello):
+        made.append(link)
+        return got
+
+    return tcp.listen(("127.0.0.1", 0), accept, rdma.Options(token=TOKEN, device="lo", **options),
+                      lambda line: None), made
+
+
+MEETINGS = {
+    "a frame of TCP": (pack_head(Head(0, 1, 0, 0, 0, 0)), "speaks no RDMA: it began with b'RTfr"),
+    "huge metadata": (rdma.MEETING.pack(rdma.MAGIC, 1 << 40, 1 << 31), f"{1 << 31} bytes, {64 * KIB} are"),
+    "metadata that is none": (rdma.MEETING.pack(rdma.MAGIC, 1 << 40, 100) + bytes(100), "NIXL loadRemoteMD"),
+    "half a meeting": (rdma.MEETING.pack(rdma.MAGIC, 1 << 40, 100)[:9], "9 of 20 bytes"),
+}
+
+
+@with_nixl
+@pytest.mark.parametrize("what", MEETINGS)
+def test_a_spoiled_meeting_ends_the_link_with_a_typed_error(what):
+    data, words = MEETINGS[what]
+    got = Recorder()
+    listener, made = rdma_listener(got)
+    sock, deadline = socket.create_connection(listener.address), time.monotonic() + 5
+    ours = handshake.greeting(tcp.Options(), TOKEN, bytes(16))
+    theirs = handshake.client_greet(sock, ours, TOKEN, b"", deadline)
+    handshake.client_verdict(sock, theirs.nonce, deadline)
+    sock.sendall(data)
+    sock.shutdown(socket.SHUT_WR)
+    with pytest.raises(PeerError, match=words):
+        raise got.wait_lost()
+    sock.close()
+    made[0].close()
+    listener.close()
+
+
+@with_nixl
+@pytest.mark.parametrize("server_has_rdma", [False, True])
+def test_rdma_and_tcp_do_not_meet(server_has_rdma):
+    kinds = [rdma.Options(token=TOKEN, device="lo", handshake_s=1), tcp.Options(token=TOKEN)]
+    got, here = Recorder(), Recorder()
+    listener = tcp.listen(("127.0.0.1", 0), lambda link, hello: (setattr(got, "link", link), got)[1],
+                          kinds[not server_has_rdma], lambda line: None)
+    try:
+        link = tcp.connect(listener.address, here, kinds[server_has_rdma])
+        assert isinstance(here.wait_lost(), WireError)
+        link.close()
+    except PeerError as error:
+        assert "127.0.0.1" in str(error)
+    assert isinstance(got.wait_lost(), PeerError)
+    got.link.close()
+    listener.close()
+
+
+@with_nixl
+@pytest.mark.parametrize("count", ["_written", "_read"])
+def test_counts_that_lie_are_a_wire_error(count, folder):
+    ends = Ends("rdma", folder)
+    setattr(ends.a._channels[0], count, 1 << 40)
+    ends.a._channels[0]._tell()
+    with contextlib.suppress(LostError):  # whoever looks at his ring sees it, and that may be at once
+        ends.b.send(1, b"", [memoryview(bytes(MIB))])
+    with pytest.raises(WireError, match="of its 4194304"):
+        raise ends.got_b.wait_lost()
+    ends.close()
+
+
+@with_nixl
+def test_a_read_beyond_what_the_other_side_registered_is_refused(folder):
+    ends = Ends("rdma", folder)
+    ends.a._channels[0]._there += 8 * MIB
+    ends.b.send(1, b"", [memoryview(bytes(MIB))])
+    with pytest.raises(LostError, match="NIXL createXferReq: NIXL_ERR_NOT_FOUND"):
+        raise ends.got_a.wait_lost()
+    ends.close()
+
+
+@with_nixl
+@pytest.mark.parametrize(("how", "child_sends"), [
+    (signal.SIGKILL, False), (signal.SIGKILL, True), (signal.SIGSTOP, True)])
+def test_a_peer_that_ends_in_the_middle_of_a_payload(how, child_sends):
+    """Killed: lost at once. Stopped while it has bytes for us: lost when a READ has not ended for `silence_s`. (Stopped
+    while it has none, it is one that does not read, and kept, as over TCP.)"""
+    got, options = Recorder(), {"token": TOKEN, "device": "lo", "silence_s": 1.0}
+    listener, made = rdma_listener(got, silence_s=1.0)
+    child = os.fork()
+    if child == 0:
+        try:
+            link = tcp.connect(listener.address, Recorder(), rdma.Options(**options))
+            parts = [memoryview(bytes(48 * MIB))] if child_sends else []
+            while True:
+                done = threading.Event()
+                link.send(1, b"", parts, done.set)
+                done.wait()
+        finally:
+            os._exit(1)
+    got.wait_frames(1)
+    freed, data = threading.Event(), memoryview(bytes(48 * MIB))
+    for _ in range(20):
+        made[0].send(1, b"", [data], freed.set)
+    assert freed.wait(WAIT_S)
+    got.open.clear()
+    time.sleep(0.3)  # a child that sends has filled its ring by then
+    os.kill(child, how)
+    got.open.set()
+    begin = time.monotonic()
+    error = got.wait_lost()
+    assert time.monotonic() - begin < (1.5 if how == signal.SIGKILL else 6)
+    assert isinstance(error, LostError)
+    assert made[0].peer in str(error)
+    begin = time.monotonic()
+    made[0].close()
+    assert time.monotonic() - begin < 2
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    listener.close()

@@ -1,4 +1,5 @@
-"""Links: 4 MiB chunks over loopback TCP and shared memory between two processes, beside gloo in the same rounds; and,
+"""Links: 4 MiB chunks over loopback TCP and shared memory between two processes, beside gloo in the same rounds; the
+RDMA link too where NIXL is installed, over UCX's TCP mode, which says what the link costs and nothing of RDMA; and,
 where root can make network namespaces, both directions at once over an emulated link of a set rate.
 
 The floor of TCP is a bare socket with the same calls, that of shared memory one copy; both in the same rounds. With one
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.util
 import multiprocessing
 import os
 import shutil
@@ -33,7 +35,7 @@ from roadtrain.bench.report import Report, Row, cores
 from roadtrain.errors import PeerError
 from roadtrain.store.buffers import Buffer
 from roadtrain.units import MIB
-from roadtrain.wire import shm, tcp
+from roadtrain.wire import rdma, shm, tcp
 from roadtrain.wire.link import Link, copy
 
 CHUNK, WINDOW = 4 * MIB, 8  # bytes; chunks that a sender has under way
@@ -42,6 +44,14 @@ WAIT_S = 60.0
 TOKEN = b"only for this measurement"
 RATES = {"400mbit": (50e6, 0.95), "1gbit": (125e6, 0.95), "4gbit": (500e6, 0.90)}  # bytes a second, goal of the rate
 CLONE_NEWNET = 0x40000000
+LINKS = ("tcp", "shm", "rdma") if importlib.util.find_spec("nixl_cu12") else ("tcp", "shm")
+CALLED = {"tcp": "tcp", "shm": "shm", "rdma": "rdma (UCX's TCP mode)"}
+
+
+def _options(transport: str, connections: int = 1) -> tcp.Options:
+    if transport == "rdma":
+        return rdma.Options(token=TOKEN, connections=connections, device="lo")
+    return tcp.Options(token=TOKEN, connections=connections)
 
 
 class _Node:
@@ -87,14 +97,14 @@ class _Node:
         if transport == "shm":
             self.listener = shm.listen(host, accept)
         else:
-            self.listener = tcp.listen((host, 0), accept, tcp.Options(token=TOKEN))
+            self.listener = tcp.listen((host, 0), accept, _options(transport))
         return self.listener.address
 
     def connect(self, transport: str, address: Any, connections: int) -> None:
         if transport == "shm":
             self.link = shm.connect(address, self)
         else:
-            self.link = tcp.connect(address, self, tcp.Options(token=TOKEN, connections=connections))
+            self.link = tcp.connect(address, self, _options(transport, connections))
 
     def transfer(self, sends: int, receives: int) -> tuple[float, float, float]:
         """Seconds until the other side has all, bytes a second arriving here, CPU seconds of this process."""
@@ -246,19 +256,19 @@ def _loopback(buffers: int, quick: bool) -> list[Row]:
         two.ask(("gloo", 0, f"{folder}/gloo"), ("gloo", 1, f"{folder}/gloo"))
         two.ask(("use", buffers), ("use", buffers))
         for _ in range(rounds + 1):  # the first is to warm up
-            for way in ("tcp", "plain", "gloo", "shm", "copy"):
-                if way in ("tcp", "shm"):
+            for way in ("tcp", "plain", "gloo", "shm", "copy", *LINKS[2:]):
+                if way in LINKS:
                     (address,) = two.ask(None, ("listen", way, f"{folder}/shm" if way == "shm" else "127.0.0.1"))
                     two.ask(("connect", way, address, 1), None)
                 elif way == "plain":
                     (address,) = two.ask(None, ("listen_plain",))
                     two.ask(("connect_plain", address), None)
-                name = "transfer" if way in ("tcp", "shm") else f"{way}_transfer"
+                name = "transfer" if way in LINKS else f"{way}_transfer"
                 a, b = two.ask((name, chunks, 0), None if way == "copy" else (name, 0, chunks)) + [(0.0, 0.0, 0.0)] * (
                     way == "copy")
                 rates.setdefault(way, []).append(chunks * CHUNK / a[0] / 1e9)
                 cpu.setdefault(way, []).append((a[2] + b[2]) / (chunks * CHUNK / 1e9))
-                if way in ("tcp", "shm"):
+                if way in LINKS:
                     two.ask(("close",), None)
                     two.ask(None, ("close",))
     finally:
@@ -267,14 +277,16 @@ def _loopback(buffers: int, quick: bool) -> list[Row]:
     rate = {way: median(values[1:]) for way, values in rates.items()}
     spent = {way: median(values[1:]) for way, values in cpu.items()}
     rows = []
-    for way, floor, goal in (("tcp", "plain", 4.0), ("shm", "copy", 10.0)):
+    for way, floor, goal in (("tcp", "plain", 4.0), ("shm", "copy", 10.0), ("rdma", "plain", None))[: len(LINKS)]:
         where = "one buffer a side, in the cache" if buffers == 1 else f"{buffers} buffers a side in turn"
-        case, met = f"{way}, 4 MiB chunks, {where}, two processes, {cores()} cores", rate[way] >= goal
+        case = f"{CALLED[way]}, 4 MiB chunks, {where}, two processes, {cores()} cores"
+        judged = goal if buffers == 1 else None
         rows += [
             Row(case, "one way", "GB/s", rate[way], rate["gloo"], "gloo isend/irecv", rate[way] / rate["gloo"],
-                rate[way] / rate[floor], f">= {goal:g} GB/s" if buffers == 1 else None, met if buffers == 1 else None),
+                rate[way] / rate[floor], None if judged is None else f">= {judged:g} GB/s",
+                None if judged is None else rate[way] >= judged),
             Row(case, "CPU of both sides", "s/GB", spent[way], spent["gloo"], "gloo isend/irecv",
-                spent["gloo"] / spent[way], spent[floor] / spent[way] if way == "tcp" else None, None, None),
+                spent["gloo"] / spent[way], spent[floor] / spent[way] if floor == "plain" else None, None, None),
         ]
     return rows
 

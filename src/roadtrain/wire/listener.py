@@ -172,7 +172,8 @@ class Listener:
         try:
             for sock, caller in callers:
                 take(sock, caller, deadline)
-            channels += [self._carrier.channel(sock) for sock, _ in callers]
+            for sock, _ in callers:
+                channels.append(self._carrier.channel(sock))
             link.start(receiver, channels)
         except Exception as error:
             link.start(receiver, [])

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from roadtrain.errors import ConfigError, PeerError
+from roadtrain.errors import ConfigError, RoadtrainError
 from roadtrain.retry import retry
 from roadtrain.units import KIB
 from roadtrain.wire.handshake import (
@@ -100,6 +100,13 @@ class Options(Common):
         if not 1 <= self.connections <= MAX_CONNECTIONS:
             raise ConfigError(f"{self.connections} connections per link, 1 to {MAX_CONNECTIONS} are possible")
 
+    def check(self) -> None:
+        """Before anything is listened to or dialed. Raises ConfigError where this host cannot do what is asked."""
+
+    def channel(self, sock: socket.socket) -> Channel:
+        """Of a connection that was let in. rdma.Options carries the bytes another way."""
+        return _channel(sock, self)
+
 
 def connect(
     address: Address, receiver: Receiver, options: Options = Options(), *, hello: bytes = b"", name: str = ""
@@ -109,7 +116,10 @@ def connect(
     where = f"{address[0]}:{address[1]}"
     peer = f"{name} ({where})" if name else where
     context = options.tls.context(False) if options.tls else None
-    link_id, socks = secrets.token_bytes(16), []
+    options.check()
+    link_id = secrets.token_bytes(16)
+    socks: list[socket.socket] = []
+    channels: list[Channel] = []
     try:
         greetings = []
         for i in range(options.connections):
@@ -124,8 +134,11 @@ def connect(
         for sock, theirs in zip(socks, greetings):
             client_verdict(sock, theirs.nonce, deadline)
         link = Stream(peer, limits(options, greetings), options.checksums, options.close_s)
-        channels = [_channel(sock, options) for sock in socks]
-    except (OSError, PeerError) as error:
+        for sock in socks:
+            channels.append(options.channel(sock))
+    except (OSError, RoadtrainError) as error:
+        for each in channels:
+            each.close()
         for sock in socks:
             sock.close()
         raise as_peer_error(error, peer) from error
@@ -136,6 +149,7 @@ def connect(
 def listen(address: Address, accept: Accept, options: Options = Options(), report: Report = print) -> Listener:
     """Raises ConfigError where the address cannot be had, or strangers could reach it and there is no token (Rule
     8)."""
+    options.check()
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
         if options.token is None and not ipaddress.ip_address(where[0]).is_loopback:
@@ -171,7 +185,7 @@ class _Carrier:
         return self._context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)  # the first read does
 
     def channel(self, sock: socket.socket) -> Channel:
-        return _channel(sock, self._options)
+        return self._options.channel(sock)
 
 
 def _dial(address: Address, options: Options) -> socket.socket:
