@@ -12,10 +12,11 @@ what it did not keep from forward (K bytes are kept: with buffering all of S, an
 W workers and W servers: a server's link carries W times a W-th of that, so every link carries `pulled` one way and
 `pushed` the other way, whatever W. Links are full-duplex, and pulled >= pushed. At staleness 1 nothing waits for the
 step's own pushes: the busier direction, `pulled`, is all. At staleness 0 a parameter is pulled after its gradient was
-pushed. With K = S the two overlap like a pipeline, but for the last piece pushed (P, one chunk), which comes back after
-all else; what is not kept is pulled in forward while nothing is pushed, and again while backward pushes. So:
+pushed. With K = S the two overlap like a pipeline, but for the last piece (P, one chunk) that a server gets from all W
+workers: its link carries it W times back, after all else. What is not kept is pulled in forward while nothing is
+pushed, and again while backward pushes. So:
 
-    floor = (S + (S - K) + (P at staleness 0)) / rate
+    floor = (S + (S - K) + (W P at staleness 0)) / rate
 
     rate = 0.956 of the link's: what TCP carries of whole Ethernet frames (1448 of 1514 bytes); tbf gives exactly that,
            but for the 256 kB that may pass at once after a pause (4 % of S).
@@ -50,7 +51,7 @@ from roadtrain.units import KIB
 COUNTS = (1, 2, 4, 8)
 RATE, PLACING_RATE = 25e6 / 8, 4e9 / 8  # bytes a second
 CARRIED = 1448 / 1514  # of a link's rate
-LAYERS, WIDTH, INNER, SEQ, CHUNK = 4, 256, 704, 16, 1 << 17
+LAYERS, WIDTH, INNER, SEQ, CHUNK = 4, 256, 704, 16, 1 << 16
 STEPS, FSDP_STEPS = WARM_UP + 3, WARM_UP + 1
 FEW = "34MiB"  # a budget that keeps half of the blocks from forward to backward
 GOAL = 1.10
@@ -83,7 +84,7 @@ def run(quick: bool = False) -> Report:
 
 def floor_bytes(parameters: int, kept: int, piece: int, staleness: int) -> int:
     """Bytes that must cross the busier direction of a link in a step, one after the other. All in bytes: `parameters`
-    S, `kept` K, `piece` P of the formula above."""
+    S, `kept` K, `piece` W P of the formula above."""
     pulled = parameters + (parameters - min(kept, parameters))
     return pulled + (0 if staleness else min(piece, parameters))
 
@@ -104,7 +105,7 @@ def compare(
     one = got[0]
     total = 2 * one["parameters"]
     kept = kept_bytes(total, one["blocks"], one["kept_blocks"], one["block_bytes"])
-    floor = floor_bytes(total, kept, 2 * CHUNK, staleness) / (CARRIED * RATE)
+    floor = floor_bytes(total, kept, count * 2 * CHUNK, staleness) / (CARRIED * RATE)
     ours, theirs = seconds_of(got), None if peer is None else seconds_of(peer)
     how = f"{min(one['kept_blocks'], one['blocks'])} of {one['blocks']} blocks kept from forward to backward"
     case = (f"network, {count} worker(s) and {count} server(s), {one['parameters'] / 1e6:.1f} M parameters, "
