@@ -17,7 +17,7 @@ def test_package() -> None:
 
 def test_place() -> None:
     assert list(inspect.signature(roadtrain.place).parameters) == [
-        "model", "optimizer", "store", "servers", "replicas", "link", "relay", "budget", "dtype", "blocks",
+        "model", "optimizer", "store", "servers", "replicas", "link", "relay", "buffering", "budget", "dtype", "blocks",
         "backwards_per_step", "staleness", "topk", "topk_per_block", "error_feedback", "chunk_elements", "store_rates",
         "device", "weights", "init", "extra", "direct", "deadline_s", "report",
     ]
@@ -38,8 +38,8 @@ def test_keys_of_a_job() -> None:
         "optimizer.name", "optimizer.lr", "optimizer.weight_decay", "optimizer.betas", "optimizer.eps",
         "optimizer.momentum", "optimizer.options", "optimizer.schedule", "optimizer.warmup_steps",
         "optimizer.clip_norm", "optimizer.accumulate", "optimizer.staleness",
-        "store.dirs", "store.servers", "store.relay", "store.replicas", "store.token_file", "store.ca",
-        "store.connections", "store.rates", "store.chunk_elements", "store.direct", "budget.host", "compress.topk",
+        "store.dirs", "store.servers", "store.relay", "store.buffering", "store.replicas", "store.token_file",
+        "store.ca", "store.connections", "store.rates", "store.chunk_elements", "store.direct", "budget.host", "compress.topk",
         "compress.error_feedback",
     ]
 
