@@ -46,7 +46,7 @@ _INFO = struct.Struct("<8B24I")  # the beginning of Linux's struct tcp_info
 _RETRANSMITS, _PROBES, _LAST_ACK = 2, 3, 8 + 12
 TLS_PIECE = 256 * KIB  # of one call under the lock of a TLS connection
 TICK_S = 1
-UNSENT = 256 * KIB  # bytes that wait in the kernel: what is urgent overtakes what has not come so far
+UNSENT, SLOW = 256 * KIB, 16e6  # bytes that may wait in the kernel of a link slower than so many bytes a second
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,6 @@ def _prepare(sock: socket.socket, options: Options) -> None:
 def _channel(sock: socket.socket, options: Options) -> Channel:
     tcp = socket.IPPROTO_TCP
     sock.setsockopt(tcp, socket.TCP_NODELAY, 1)
-    sock.setsockopt(tcp, socket.TCP_NOTSENT_LOWAT, UNSENT)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in ((socket.TCP_KEEPIDLE, 1), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 3)):
         sock.setsockopt(tcp, option, value)
@@ -232,17 +231,23 @@ def _channel(sock: socket.socket, options: Options) -> Channel:
 
 
 class _TcpChannel:
-    """Blocking calls that come back every TICK_S, to see whether the other host still answers."""
+    """Blocking calls that come back every TICK_S, to see whether the other host still answers. Once a call was slow,
+    little waits in the kernel, where nothing urgent can overtake it; on fast links that would cost processor time."""
 
     def __init__(self, sock: socket.socket, silence_s: float) -> None:
-        self._sock, self._silence_s = sock, silence_s
+        self._sock, self._silence_s, self._slow = sock, silence_s, False
 
     def send(self, buffers: Sequence[memoryview | bytes]) -> int:
-        while True:
+        begin, n = time.monotonic(), 0
+        while not n:
             try:
-                return self._sock.sendmsg(buffers)
+                n = self._sock.sendmsg(buffers)
             except BlockingIOError:
                 self._check_answers()
+        if not self._slow and n > UNSENT and time.monotonic() - begin > n / SLOW:
+            self._slow = True
+            self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT)
+        return n
 
     def recv_into(self, view: memoryview, whole: bool) -> int:
         flags = socket.MSG_WAITALL if whole else 0
