@@ -210,9 +210,8 @@ def _keep_blocks(worker: Worker, spare: int) -> str:
     if spare and pulled > copied:
         worker.give_up_slots(spare)
     rates = f"pulled at {show_rate(pulled)}" + ("" if math.isinf(copied) else f", to the device at {show_rate(copied)}")
-    blocks = len(worker.order)
-    return (f"buffering: {min(blocks, len(worker.prefetch.slots))} of {blocks} blocks stay from forward to backward "
-            f"({rates})")
+    staying = min(len(worker.order), len(worker.prefetch.slots))
+    return f"buffering: {staying} of {len(worker.order)} blocks stay from forward to backward ({rates})"
 
 
 def _rates(
