@@ -809,6 +809,10 @@ def test_rdma_and_tcp_do_not_meet(server_has_rdma):
 def test_counts_that_lie_are_a_wire_error(counts, folder):
     ends = Ends("rdma", folder)
     ends.a._channels[0]._tcp.send([rdma.COUNTS.pack(*counts)])
+    deadline = time.monotonic() + WAIT_S  # b hears it before the truth follows, with the next frame
+    while not (ends.got_b.errors or any(channel._theirs == counts for channel in ends.b._channels)):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
     with contextlib.suppress(LostError):  # whoever looks at his ring sees it, and that may be at once
         ends.b.send(1, b"", [memoryview(bytes(MIB))])
     with pytest.raises(WireError, match="of its 4194304"):
