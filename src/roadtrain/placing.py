@@ -36,6 +36,7 @@ from roadtrain.units import parse_bytes, show_bytes, show_rate
 from roadtrain.wire.tcp import Options
 
 Report = Callable[[str], None]
+NO_BOUND = 1 << 31  # steps
 
 
 def place(
@@ -52,7 +53,7 @@ def place(
     dtype: torch.dtype | None = None,
     blocks: Sequence[str] | None = None,
     backwards_per_step: int | None = None,
-    staleness: Literal[0, 1] = 0,
+    staleness: int | Literal["none"] = 0,
     topk: float | None = None,
     topk_per_block: bool = False,
     error_feedback: bool = False,
@@ -79,7 +80,9 @@ def place(
     compute in (None: their own); masters and state are fp32. blocks: names or patterns of the blocks (None: found).
     backwards_per_step: None, updates begin at step(); N promises that step() follows every N-th backward pass, without
     clipping or loss scaling, and a block is updated as soon as its last gradient is in. staleness: 1, each step
-    computes with the parameters from before the last step's update, which runs meanwhile (delayed update). topk:
+    computes with the parameters from before the last step's update, which runs meanwhile (delayed update); K > 1, with
+    the newest that there are, at most the last K updates missing, so that a slow worker does not hold up the others at
+    once (runs differ then); "none", without a bound. topk:
     fraction of the gradient's volume that is communicated, indices included (0.02 keeps 1 %). store_rates: relative
     rates of the directories, by which a new store's chunks are spread (None: evenly; "measured": measured now).
     weights: a directory of safetensors in Hugging Face layout that the first values come from. init: initialises a
@@ -131,10 +134,15 @@ def place(
         whole = ChunkTable.build([*StoreMeta.of(base, ()).blocks, *mine], chunk_elements)
         twin_set = frozenset(range(len(base.blocks), len(whole.blocks)))
         twin_of_root = next((i for i in twin_set if whole.blocks[i].name == f"residual:{base.blocks[0].name}"), 0)
-    if staleness not in (0, 1) or (staleness and error_feedback):
-        raise ConfigError(f"staleness {staleness}, error feedback {error_feedback}", hint="0, or 1 without the other")
+    bound = NO_BOUND if staleness == "none" else staleness
+    if not isinstance(bound, int) or bound < 0 or (bound and error_feedback):
+        raise ConfigError(f"staleness {staleness!r}, error feedback {error_feedback}",
+                          hint="0, 1, more or 'none'; above 0 without error feedback")
+    if bound > 1 and buffering == "none":
+        raise ConfigError(f"staleness {staleness} and buffering {buffering!r}: parameters change at any time, backward "
+                          "needs those that forward had", hint="leave buffering out")
     paths = [store] if isinstance(store, str | Path) else list(store or ())
-    layout = Layout(whole, rules, tuple(Path(p) for p in paths), direct, (1.0,) * len(addresses), staleness,
+    layout = Layout(whole, rules, tuple(Path(p) for p in paths), direct, (1.0,) * len(addresses), bound,
                     replicas)
     free = psutil.virtual_memory().available
     host = parse_bytes(budget) if budget is not None else free // 2 if paths or addresses else free
@@ -142,15 +150,16 @@ def place(
         whole, {} if addresses else layout.meta().records, layout.owners, host, on_files=bool(paths or addresses),
         holds_gradients=backwards_per_step is None, serves=not addresses,
         twins=twin_set, root_twin=twin_of_root,
-        buffering=buffering,
+        buffering="all" if bound > 1 else buffering,  # parameters change at any time: backward needs forward's
         compressed_bytes=int((topk or 0) / 2 * 8 * sum(c.numel for c in base.trainable)) * (backwards_per_step or 1),
     )
     compressor = None
     if topk is not None:
         compressor = Compressor(whole, topk / 2, per_block=topk_per_block, error_feedback=error_feedback)
         report(f"lossy: top-k, {topk:.1%} of the gradient is communicated, error feedback {error_feedback}")
-    if staleness:
-        report("late: staleness 1, each step computes with the parameters from before the last update")
+    if bound:
+        lacking = {1: "the last update", NO_BOUND: "any number of updates"}.get(bound, f"at most {bound} updates")
+        report(f"late: staleness {staleness}, each step computes with parameters that lack {lacking}")
     opened = open_or_none(layout, report)
     if opened is None and store_rates is not None:
         layout = replace(layout, weights=_rates(layout.directories, store_rates, report))

@@ -43,6 +43,9 @@ def command(path: str, overrides: Mapping[str, Any], steps: int = 3, report: Rep
 
 def verify(job: Job, steps: int, report: Report = print) -> bool:
     """Whether every loss and every tensor is the same, bit for bit, each way. Raises BudgetError, UserError."""
+    if job.optimizer.staleness not in (0, 1):
+        raise ConfigError(f"no two runs are the same with staleness {job.optimizer.staleness}",
+                          hint="verify with --optimizer.staleness 1, or 0")
     with ExitStack() as stack:
         homes = [stack.enter_context(_beside(Path(d))) for d in job.store.dirs]
         if job.store.servers:

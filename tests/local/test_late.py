@@ -1,15 +1,20 @@
-"""Staleness 1: a step computes with the parameters from before the last step's update, as the plain loop here does."""
+"""Staleness 1: a step computes with the parameters from before the last step's update, as the plain loop here does.
+Above that: with whatever there is."""
 
+import os
+import signal
 import time
 from dataclasses import replace
 
 import pytest
 import torch
+from models import Case
+from processes import HostProcess, Workers
 from torch import nn
 
 import roadtrain
 from roadtrain import placing
-from roadtrain.errors import ConfigError, ForeignError
+from roadtrain.errors import BudgetError, ConfigError, ForeignError
 from roadtrain.spec.plan import derive
 from roadtrain.store.file import FileTier
 
@@ -68,8 +73,8 @@ def placed(stops, dtype=torch.float32, **options):
         torch.manual_seed(0)
         model = Branchy()
         optimizer = roadtrain.place(
-            model, torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False), staleness=1, report=lambda _: None,
-            chunk_elements=1 << 16, dtype=dtype, **options)
+            model, torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False), report=lambda _: None,
+            chunk_elements=1 << 16, dtype=dtype, **{"staleness": 1, **options})
         with optimizer:
             while optimizer.steps_done < stop:
                 step = optimizer.steps_done
@@ -80,6 +85,8 @@ def placed(stops, dtype=torch.float32, **options):
                 optimizer.zero_grad()
                 losses.append(loss.item())
             found = {spec.name: torch.from_numpy(optimizer.read(spec.name).copy()) for spec in optimizer.params}
+            found["first.weight:step"], found["layers.1.0.weight:step"] = (
+                torch.from_numpy(optimizer.read(name, "step")) for name in ("first.weight", "layers.1.0.weight"))
     return losses, found
 
 
@@ -141,8 +148,101 @@ def test_what_it_does_not_do_is_said(tmp_path):
         roadtrain.place(model, torch.optim.AdamW(model.parameters()), store=tmp_path / "a", chunk_elements=1 << 16)
     with pytest.raises(ConfigError, match="is not converted"):
         placed([3], store=[tmp_path / "a", tmp_path / "b"])
-    with pytest.raises(ConfigError, match="staleness 2"):
-        roadtrain.place(model, torch.optim.AdamW(model.parameters()), staleness=2)
+    for wrong in (-1, 1.5, "all"):
+        with pytest.raises(ConfigError, match="staleness"):
+            roadtrain.place(model, torch.optim.AdamW(model.parameters()), staleness=wrong)
+    with pytest.raises(ConfigError, match="needs those that forward had"):
+        roadtrain.place(model, torch.optim.AdamW(model.parameters()), staleness=2, servers=["a:1"], buffering="none")
+    with pytest.raises(BudgetError, match=r"2 of 4 blocks .* can be kept"):
+        roadtrain.place(model, torch.optim.AdamW(model.parameters()), staleness=2, budget="40MiB", store=tmp_path / "c")
     with pytest.raises(ConfigError, match="error feedback"):
         roadtrain.place(model, torch.optim.AdamW(model.parameters()), staleness=1, topk=0.1, error_feedback=True)
     assert len(placed([3], store=tmp_path / "a")[0]) == 1  # nothing of it was lost
+
+
+class Wide(nn.Module):
+    """Many chunks, little to compute."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 512), nn.Linear(512, 8)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 512))
+                                    for _ in range(12))
+
+    def forward(self, x):
+        h = self.first(x)
+        for layer in self.layers:
+            h = h + layer(h)
+        return self.last(h)
+
+
+def wide(steps, **options):
+    torch.manual_seed(0)
+    model, out = Wide(), []
+    optimizer = roadtrain.place(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False), report=lambda _: None, deadline_s=30,
+        chunk_elements=1 << 16, backwards_per_step=1, **options)
+    with optimizer:
+        for step in range(steps):
+            x, y = batch(step)
+            loss = nn.functional.mse_loss(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            out.append(loss.item())
+    return out
+
+
+def test_a_server_slower_than_all_else(tmp_path):
+    """Its buffers fill with gradients of the next step while this one waits for a commit, of which the worker tells
+    behind them: they are put away. Rules 1 and 5."""
+    expected = wide(4, staleness=1)
+    hosts = [HostProcess(tmp_path / "a", snapshot=tmp_path / "a", fault=("slow", 0.03)), HostProcess(tmp_path / "b")]
+    try:
+        assert wide(4, staleness=1, servers=[host.where for host in hosts], budget="200MiB") == expected
+    finally:
+        for host in hosts:
+            host.kill()
+
+
+@pytest.mark.parametrize(("staleness", "least", "most"), [(0, 0, 1), (1, 0, 2), (4, 3, 5), ("none", 7, 1000)])
+def test_how_far_a_worker_gets_ahead_of_one_that_stands_still(staleness, least, most, tmp_path):
+    host = HostProcess(tmp_path / "host")
+    steps = 40
+    workers = Workers(Case(eager=True, staleness=staleness), [host.where], tmp_path, steps, 2, norms=False)
+    try:
+        wait_until(lambda: min(map(done, workers.logs)) >= 3)
+        os.kill(workers.processes[1].pid, signal.SIGSTOP)
+        stood = done(workers.logs[1])
+        if staleness == "none":
+            wait_until(lambda: done(workers.logs[0]) in (steps, stood + 10))
+        else:
+            time.sleep(2.0)
+        ahead = done(workers.logs[0]) - stood
+        assert min(least, steps - stood) <= ahead <= most + 1
+        os.kill(workers.processes[1].pid, signal.SIGCONT)
+        assert workers.join() == [0, 0], workers.errors()
+        assert min(map(done, workers.logs)) == steps
+    finally:
+        host.kill()
+        for process in workers.processes:
+            process.kill()
+
+
+def done(log):
+    """Steps that were written down."""
+    return sum(line[0].isdigit() for line in log.read_text().splitlines()) if log.exists() else 0
+
+
+def wait_until(true, deadline_s=60):
+    begin = time.monotonic()
+    while not true():
+        assert time.monotonic() - begin < deadline_s
+        time.sleep(0.05)
+
+
+def test_with_more_than_one_update_missing_each_is_made_once(tmp_path):
+    for staleness in (3, "none"):
+        seen, found = placed([4, 8], store=tmp_path / str(staleness), staleness=staleness)
+        assert len(seen) == 8 and all(torch.isfinite(w).all() for w in found.values())
+        assert (found["first.weight:step"], found["layers.1.0.weight:step"]) == (8, 8 - sum(SKIPS))

@@ -30,8 +30,9 @@ class Pull:
 @dataclass(frozen=True, slots=True)
 class Push:
     """Worker -> server: a gradient (dense: `grad` in the chunk's dtype; sparse: `grad` = (indices, values), sums of
-    squares taken before compression). `fresh`: first of its step, so it replaces what is held. `keep`: the server may
-    keep `grad` where it lies until the update; else it moves it to its own place. Freed(ticket) says when."""
+    squares taken before compression; put away: `grad` = its lane, see Stash). `fresh`: first of its step, so it
+    replaces what is held. `keep`: the server may keep `grad` where it lies until the update; else it moves it to its
+    own place. Freed(ticket) says when."""
 
     chunk: int
     grad: Any
@@ -160,6 +161,18 @@ class PeerLost:
 @dataclass(frozen=True, slots=True)
 class Hold:
     push: Push
+
+
+@dataclass(frozen=True, slots=True)
+class Stash:
+    """Write what was pushed to `lane` of the spill file (those of the workers come first), until its step's turn."""
+
+    push: Push
+    lane: int
+
+    @property
+    def worker(self) -> int:
+        return self.push.worker
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,5 @@
-"""Which operation a storage device does next: read parameters before read state before write state.
+"""Which operation a storage device does next: read parameters before read state before write state. And whose pull a
+server answers next.
 
 `mix`: reads and writes run side by side. `burst`: one direction at a time, switched after `burst_ops` operations of
 state or when the other side has nothing. Some devices give more that way: `Trial` tries both, and keeps the better.
@@ -8,6 +9,8 @@ Pure: the doer asks `next()` under its own lock.
 from __future__ import annotations
 
 import heapq
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,3 +91,39 @@ class Trial:
     @property
     def chosen(self) -> bool:
         return all(len(rates) >= self.TRIED for rates in self.rates.values())
+
+
+class Turns:
+    """Whose pull is answered next, of workers that want parameters at the same time: none is more than AHEAD answers
+    further than another one that waits too. Workers that drift apart would use their links in turn, and each step ends
+    with the last of them. Who comes anew begins where the last of the others is. Invariants: `done <= begun`."""
+
+    AHEAD = 2
+
+    def __init__(self) -> None:
+        self.waiting: dict[int, deque[Any]] = {}
+        self.begun: dict[int, int] = {}
+        self.done: dict[int, int] = {}
+
+    def ask(self, worker: int, pull: Any) -> None:
+        if not self._wants(worker):
+            last = min((done for done in self._others(worker)), default=0)
+            self.begun[worker] = self.done[worker] = max(self.done.get(worker, 0), last)
+        self.waiting.setdefault(worker, deque()).append(pull)
+
+    def next(self) -> Any | None:
+        """A pull that is to be answered now; `answered` when that is done."""
+        for worker, pulls in self.waiting.items():
+            if pulls and all(self.begun[worker] < done + self.AHEAD for done in self._others(worker)):
+                self.begun[worker] += 1
+                return pulls.popleft()
+        return None
+
+    def answered(self, worker: int) -> None:
+        self.done[worker] += 1
+
+    def _others(self, worker: int) -> Iterator[int]:
+        return (done for other, done in self.done.items() if other != worker and self._wants(other))
+
+    def _wants(self, worker: int) -> bool:
+        return bool(self.waiting.get(worker)) or self.begun.get(worker, 0) > self.done.get(worker, 0)

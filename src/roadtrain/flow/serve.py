@@ -11,7 +11,8 @@ With several workers Release, Seal and Commit count once all have sent theirs (`
     Close or Release of all -> Total -> Done      all are told the sum's norm (Held)
 
 With staleness 1 the public part of a record is one update behind its master: a pull gets the one or the other, so the
-next step computes while this one's updates run. What is said of the next step before then waits in `early`.
+next step computes while this one's updates run. What is said of the next step before then waits in `early`; gradients
+that cannot wait where they lie are written away (Push -> Stash -> Done), for what this step needs may come behind them.
 
 Rule 3: a chunk is written for step s only when step s-1 is committed, so the slot that is overwritten is never the
 committed one. Rule 4: at most `buffers` records are away from their files at once.
@@ -20,6 +21,7 @@ committed one. Rule 4: at most `buffers` records are away from their files at on
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -27,6 +29,7 @@ from typing import Any
 
 from roadtrain.errors import LoopError, LostError
 from roadtrain.flow import ops
+from roadtrain.flow.queues import Turns
 
 IDLE, READING, UPDATING, WRITING = "idle", "reading", "updating", "writing"
 
@@ -54,7 +57,8 @@ class ChunkState:
     pulls: list[ops.Pull] = field(default_factory=list)  # each waits for a newer version, or for the update to end
     late: bool = False  # the public part is that before the update to version `updated`
     updated: int = -1
-    early: list[Any] = field(default_factory=list)  # messages about a step whose turn has not come
+    early: list[Any] = field(default_factory=list)  # messages about a step whose turn has not come; a Stash under way
+    lanes: set[int] = field(default_factory=set)  # of what was stashed and is not yet held
 
     @property
     def in_memory(self) -> bool:
@@ -93,6 +97,7 @@ class ServeDecider:
         self.commits: dict[int, dict[int, Any]] = {}  # step -> worker -> blob, told to commit
         self.preparing: int | None = None
         self.committed = committed
+        self.turns = Turns()
         self.gone = ""  # which worker has, and why
 
     def handle(self, event: Any) -> list[Any]:
@@ -103,8 +108,7 @@ class ServeDecider:
         if isinstance(event, ops.Release):
             self.open_releases.setdefault(event.step, set()).add(event.chunk)
         if isinstance(event, (ops.Push, ops.Close, ops.Release, ops.Forget)) and self._too_early(event):
-            self.chunks[event.chunk].early.append(event)
-            return []
+            return self._set_aside(event)
         if isinstance(event, ops.Done):
             return getattr(self, "_done_" + type(event.action).__name__)(event.action, *event.result)  # type: ignore[no-any-return]
         return getattr(self, "_on_" + type(event).__name__)(event)  # type: ignore[no-any-return]
@@ -115,11 +119,33 @@ class ServeDecider:
         """Whether its sender has released the chunk's step before, whose gradient is still needed."""
         chunk = self.chunks[event.chunk]
         pending = chunk.release is not None or chunk.phase in (READING, UPDATING)
-        return chunk.late and (pending or any(event.worker in said for said in chunk.said.values()))
+        before = any(event.worker == other.worker for other in chunk.early)
+        return pending or before or any(event.worker in said for said in chunk.said.values())
+
+    def _set_aside(self, event: ops.Push | ops.Close | ops.Release | ops.Forget) -> list[Any]:
+        chunk = self.chunks[event.chunk]
+        if not isinstance(event, ops.Push) or event.keep or not self.durable or (
+                event.sums is not None or isinstance(event.grad, int)):  # compressed, or put away already
+            chunk.early.append(event)
+            return []
+        stash = ops.Stash(event, next(lane for lane in itertools.count(self.workers) if lane not in chunk.lanes))
+        chunk.lanes.add(stash.lane)
+        chunk.early.append(stash)
+        return [stash]
+
+    def _done_Stash(self, stash: ops.Stash) -> list[Any]:
+        push, chunk = stash.push, self.chunks[stash.push.chunk]
+        chunk.early[[e is stash for e in chunk.early].index(True)] = replace(push, grad=stash.lane)
+        return [ops.Send(ops.Freed(push.ticket), push.worker), *self._in_turn(chunk)]
 
     def _in_turn(self, chunk: ChunkState) -> list[Any]:
-        events, chunk.early = chunk.early, []
-        return [action for event in events for action in self.handle(event)]
+        """What was early is said again; up to what is still being written away."""
+        out, events = list[Any](), deque(chunk.early)
+        chunk.early = []
+        while events and not isinstance(events[0], ops.Stash):
+            out += self.handle(events.popleft())
+        chunk.early += events
+        return out
 
     def _on_PeerLost(self, event: ops.PeerLost) -> list[Any]:
         """Nothing is lost where no step is open and none of the others begins one: they may be leaving too."""
@@ -135,7 +161,20 @@ class ServeDecider:
         if chunk.version < pull.version or (chunk.phase == UPDATING and chunk.in_memory):
             chunk.pulls.append(pull)
             return []
-        return [self._answer(chunk, pull)]
+        self.turns.ask(pull.worker, pull)
+        return self._answers()
+
+    def _answers(self) -> list[Any]:
+        """Begin those whose turn it is."""
+        out: list[Any] = []
+        while (pull := self.turns.next()) is not None:
+            chunk = self.chunks[pull.chunk]
+            if chunk.phase == UPDATING and chunk.in_memory:  # it began before this pull's turn came
+                self.turns.answered(pull.worker)
+                chunk.pulls.append(pull)
+            else:
+                out.append(self._answer(chunk, pull))
+        return out
 
     def _answer(self, chunk: ChunkState, pull: ops.Pull) -> ops.Answer:
         chunk.answering += 1
@@ -146,7 +185,8 @@ class ServeDecider:
         pull = answer.pull
         chunk = self.chunks[pull.chunk]
         chunk.answering -= 1
-        out: list[Any] = [ops.Send(ops.Pulled(pull.ticket, pull.chunk), pull.worker)]
+        self.turns.answered(pull.worker)
+        out: list[Any] = [ops.Send(ops.Pulled(pull.ticket, pull.chunk), pull.worker), *self._answers()]
         if chunk.answering == 0 and chunk.read:
             out += self._update(pull.chunk, chunk)
         self._finish_write(chunk)
@@ -162,7 +202,9 @@ class ServeDecider:
         chunk = self.chunks[push.chunk]
         chunk.holds.popleft()
         out: list[Any] = [ops.Send(ops.Held(push.chunk, sums))] if self.alone else []
-        if kept:
+        if isinstance(push.grad, int):
+            chunk.lanes.remove(push.grad)
+        elif kept:
             chunk.kept.append((push.worker, push.ticket))
         else:
             out.append(ops.Send(ops.Freed(push.ticket), push.worker))
@@ -290,7 +332,9 @@ class ServeDecider:
     def _answer_waiting(self, chunk: ChunkState) -> list[Any]:
         ready = [pull for pull in chunk.pulls if pull.version <= chunk.version]
         chunk.pulls = [pull for pull in chunk.pulls if pull.version > chunk.version]
-        return [self._answer(chunk, pull) for pull in ready]
+        for pull in ready:
+            self.turns.ask(pull.worker, pull)
+        return self._answers()
 
     def _done_Write(self, write: ops.Write) -> list[Any]:
         chunk = self.chunks[write.chunk]
@@ -385,6 +429,8 @@ class ServeDecider:
         for chunk in self.chunks.values():
             assert all(p.version > chunk.version or chunk.phase == UPDATING for p in chunk.pulls)
             assert chunk.answering >= 0
+            aside = [getattr(e, "lane", getattr(e, "grad", None)) for e in (*chunk.early, *chunk.holds)]
+            assert {lane for lane in aside if isinstance(lane, int)} == chunk.lanes
             if chunk.phase in (READING, UPDATING) and not chunk.resident:
                 assert chunk.buffer is not None
         for step, numbers in self.open_releases.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +26,8 @@ class Sums:
 class BlockState:
     """`version`: updates released so far. `held`: a gradient of the open step rests at the servers; `present`: the
     parameters that have one. `released_in`: the last step whose update of this block has begun. `sums`: of the open
-    step, `sealed`: of the one before. `closed`: (several workers) all were told that it is whole."""
+    step, `sealed`: of those before, the last one and those that are not all here. `closed`: (several workers) all were
+    told that it is whole."""
 
     version: int = 0
     held: bool = False
@@ -33,4 +35,17 @@ class BlockState:
     released_in: int = -1
     closed: bool = False
     sums: Sums = field(default_factory=Sums)
-    sealed: Sums = field(default_factory=Sums)
+    sealed: deque[Sums] = field(default_factory=lambda: deque([Sums()]))
+
+    def came(self, chunk: int, values: Any) -> None:
+        next(sums for sums in [*self.sealed, self.sums] if chunk in sums.due).came(chunk, values)
+
+    def seal(self) -> None:
+        while self.sealed and not self.sealed[0].due:
+            self.sealed.popleft()
+        self.sealed.append(self.sums)
+        self.sums, self.closed = Sums(), False
+
+    def due(self) -> int:
+        """Steps sealed whose sums are not all here."""
+        return sum(bool(sums.due) for sums in self.sealed)

@@ -32,7 +32,8 @@ from roadtrain.trace import Stages
 
 @dataclass(frozen=True)
 class Layout:
-    """What rests where. `weights`: relative rates of the directories."""
+    """What rests where. `weights`: relative rates of the directories. `staleness`: 1 keeps two versions of the
+    parameters, with a higher one pulls get the newest."""
 
     table: ChunkTable
     rules: Sequence[Rule]
@@ -52,7 +53,7 @@ class Layout:
         return tuple(GroupRule(r.name, tuple(r.arrays), tuple(r.scalars)) for r in self.rules)
 
     def meta(self, job: str = "") -> StoreMeta:
-        return StoreMeta.of(self.table, self.groups, job, self.staleness, self.replicas)
+        return StoreMeta.of(self.table, self.groups, job, int(self.staleness == 1), self.replicas)
 
 
 def open_or_none(layout: Layout, report: Callable[[str], None]) -> OpenedStore | None:
@@ -69,7 +70,7 @@ def open_or_none(layout: Layout, report: Callable[[str], None]) -> OpenedStore |
         meta = layout.meta(opened.meta.job)
         if not needs_conversion(opened, meta, layout.directories):
             return opened
-        if layout.staleness:
+        if meta.staleness:
             raise ConfigError(f"{opened.directories[0]} has staleness 1 and is not converted", hint="keep its layout")
         new = convert(opened, meta, layout.directories, layout.owners, direct=layout.direct)
     except BaseException:
@@ -96,7 +97,7 @@ def check_same(where: str, held: StoreMeta, layout: Layout) -> None:
             f"{[g.rule for g in layout.groups]}",
             hint="use the same optimizer and parameter groups, or export the weights and start anew",
         )
-    if held.staleness != layout.staleness:
+    if held.staleness != (layout.staleness == 1):
         raise ForeignError(f"{where}: trained with staleness {held.staleness}, asked for is {layout.staleness}",
                            hint="go on as before, or export the weights and start anew")
     if held.replicas != layout.replicas:

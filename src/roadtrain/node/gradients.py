@@ -55,9 +55,17 @@ class Gradients:
         self.done(scratch)
         return sums, False
 
+    def stash(self, push: ops.Push, lane: int) -> int:
+        assert self.tier is not None
+        self.tier.spill_write(push.chunk, push.grad, lane)
+        return len(push.grad)
+
     def _hold_dense(self, chunk: Chunk, held: dict[int, Any], push: ops.Push) -> tuple[Any, bool]:
         dtype = self._dtype(chunk)
-        grad = array_in(push.grad, dtype, 0, chunk.numel)
+        stashed, grad = None, push.grad
+        if isinstance(grad, int):
+            stashed, grad = self._spilled(chunk, grad)
+        grad = array_in(grad, dtype, 0, chunk.numel)
         before = None if push.fresh else held.get(push.worker)
         scratch, kept, spilled = None, False, False
         if before is not None:
@@ -76,6 +84,7 @@ class Gradients:
             self.tier.spill_write(chunk.id, grad.view(np.uint8).data, push.worker)
             held[push.worker] = SPILLED
         self.done(scratch)
+        self.done(stashed)
         return sums, kept
 
     def holds(self, number: int) -> bool:
@@ -157,11 +166,10 @@ class Gradients:
         dtype = self._dtype(chunk)
         if isinstance(part, np.ndarray):
             return None, part, dtype
-        scratch = self.scratch.get()
         if isinstance(part, str):
-            assert self.tier is not None
-            self.tier.spill_read(chunk.id, scratch.view[: round_up(chunk.numel * ITEMSIZE[dtype], PAGE)], worker)
-            return scratch, array_in(scratch.view, dtype, 0, chunk.numel), dtype
+            scratch, view = self._spilled(chunk, worker)
+            return scratch, array_in(view, dtype, 0, chunk.numel), dtype
+        scratch = self.scratch.get()
         dense = array_in(scratch.view, "fp32", 0, chunk.numel)
         for i, (indices, values) in enumerate(part):
             wide = values
@@ -173,6 +181,13 @@ class Gradients:
             else:
                 dense[indices] += wide
         return scratch, dense, "fp32"
+
+    def _spilled(self, chunk: Chunk, lane: int) -> tuple[Buffer, memoryview]:
+        assert self.tier is not None
+        scratch = self.scratch.get()
+        view = scratch.view[: round_up(chunk.numel * ITEMSIZE[self._dtype(chunk)], PAGE)]
+        self.tier.spill_read(chunk.id, view, lane)
+        return scratch, view
 
 
 def _add(acc: np.ndarray, grad: np.ndarray, dtype: str) -> None:

@@ -192,6 +192,8 @@ class Server:
                     action, lambda into: self._read_public(pull.chunk, into, newest)))
             case ops.Hold(push):
                 self._kernel(1, "Sum", action, lambda: self._hold(push))
+            case ops.Stash(push, lane):
+                self._kernel(1, "Sum", action, lambda: (self._grads.stash(push, lane), ()))
             case ops.Total(chunk):
                 self._kernel(1, "Sum", action, lambda: self._total(chunk))
             case ops.Update(chunk, release):

@@ -57,7 +57,7 @@ class Worker:
         self.table, self.stages, self.deadline_s = table, stages, deadline_s
         self.owners = owners  # of each chunk: the servers that hold it; pulls go to the first, all else to all
         self.workers = workers  # whose mean gradient updates
-        self.staleness = staleness  # 1: a step computes with the parameters from before the last update
+        self.staleness = staleness  # how many updates a step's parameters may lack; 1: it lacks the last one
         self.compressor = compressor
         self.twin = compressor.twin if compressor is not None else {}  # block -> that of its residuals
         self.links: dict[int, MessageLink] = {}  # by number of the server
@@ -109,8 +109,7 @@ class Worker:
                 case ops.Pulled(ticket, _):
                     self._pulled(ticket)
                 case ops.Held(chunk, sums):
-                    state = self.blocks[self.table.chunks[chunk].block]
-                    (state.sealed if chunk in state.sealed.due else state.sums).came(chunk, sums)
+                    self.blocks[self.table.chunks[chunk].block].came(chunk, sums)
                 case ops.Freed(ticket):
                     self._freed(ticket)
                 case ops.Prepared():
@@ -192,7 +191,10 @@ class Worker:
             self._pull_blocks(self.prefetch.arrived(slot) if slot >= 0 else ())
 
     def _wanted(self, chunk: Chunk) -> int:
-        """The version that the step at work needs, or the next one where this one's update of the chunk has begun."""
+        """The version that the step at work needs, or the next one where this one's update of the chunk has begun. With
+        a bound above 1 whatever there is will do: `seal` waits."""
+        if self.staleness > 1:
+            return self.chunk_version[chunk.id] - self.staleness
         last = max(self.ledger.sealed, self.blocks[chunk.block].released_in)
         late = self.staleness and chunk.trainable and 0 < last == self._updated_in[chunk.id]
         return self.chunk_version[chunk.id] - bool(late)
@@ -378,7 +380,7 @@ class Worker:
                 for chunk in self.table.blocks[block].chunks:
                     if chunk.trainable:
                         self._send(chunk.id, ops.Close(chunk.id, self.ledger.sealed + 1))
-            of = state.sealed if sealed else state.sums
+            of = state.sealed[-1] if sealed else state.sums
             self._wait(lambda: not of.due, lambda: f"the sums of block '{self.table.blocks[block].name}'")
             sums = of.values
         out: dict[int, float] = {}
@@ -467,18 +469,21 @@ class Worker:
         state.present.clear()
 
     def seal(self, step: int) -> None:
-        """Everything of `step` is released. Waits while more than one step is uncommitted (Rule 4)."""
+        """Everything of `step` is released. Waits while more than one step is uncommitted (Rule 4), or as many as the
+        staleness allows."""
         with self._lock:
-            self._wait(lambda: self.ledger.committed >= step - 2, lambda: f"the commit of step {step - 2}")
+            last = step - max(2, self.staleness)
+            self._wait(lambda: self.ledger.committed >= last, lambda: f"the commit of step {last}")
             both = self.ledger.everywhere  # two servers report, and not in step: one step's sums at a time
-            self._wait(lambda: not any(s.sealed.due or (both and s.sums.due) for s in self.blocks),
-                       lambda: f"the sums of step {step - 1}")
+            most = 0 if both else max(0, self.staleness - 1)
+            self._wait(lambda: not any(s.due() > most or (both and s.sums.due) for s in self.blocks),
+                       lambda: f"the sums of step {step - 1 - most}")
             self._send_all(self.ledger.seal(step))
             for block, state in enumerate(self.blocks):  # with staleness they change once more, a step later
-                if self.staleness and state.released_in == step - 1:
+                if 1 <= step - state.released_in <= self.staleness:
                     state.version += 1
                     self.prefetch.updated([block])
-                state.sealed, state.sums, state.closed = state.sums, Sums(), False
+                state.seal()
             self._pull_blocks(self.prefetch.stepped())
 
     def blob(self, step: int, blob: bytes) -> None:

@@ -13,7 +13,7 @@ import sysconfig
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -76,7 +76,8 @@ class OptimizerSection(Section):
     warmup_steps: int = Field(default=0, ge=0)
     clip_norm: float | None = Field(default=None, gt=0, description="clip the gradient's global norm")
     accumulate: int = Field(default=1, ge=1, description="forward and backward passes a step")
-    staleness: Literal[0, 1] = Field(default=0, description="1: a step computes while the last one's updates run")
+    staleness: Annotated[int, Field(ge=0)] | Literal["none"] = Field(
+        default=0, description="1: a step computes while the last one's updates run; more, or none: see place()")
 
     @field_validator("name")
     @classmethod

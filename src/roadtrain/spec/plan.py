@@ -63,8 +63,8 @@ def derive(
     """Split `host_bytes`. `serves`: the servers are in this process; else the worker alone. `holds_gradients`:
     updates wait for step(), so gradients of all blocks pile up (beyond the buffers they go to files). `twins`:
     blocks that hold the compression's residuals; the root's has its own buffer. `compressed_bytes`: what compressed
-    gradients of one step take. `buffering`: whether blocks are kept from forward to backward where they come over a
-    network ("auto": as many as fit; "all", "none"). Raises BudgetError with the least number of bytes that would do."""
+    gradients of one step take. `buffering`: whether blocks are kept from forward to backward ("auto": as many as fit
+    where they come over a network; "all", "none"). Raises BudgetError with the least number of bytes that would do."""
     root, blocks = table.blocks[0], [b for b in table.blocks[1:] if b.index != root_twin]
     slot = max((round_up(b.pull_nbytes, HUGE) for b in blocks), default=0) or HUGE
     push = max((round_up(b.push_nbytes, HUGE) for b in blocks), default=0) or HUGE  # also where no block trains
@@ -85,6 +85,12 @@ def derive(
         fixed = root_bytes + compressed_bytes + activations
         return fixed + slots * slot + pushes * push + servers * per_server * (record + scratch)
 
+    def check_kept() -> None:
+        if buffering == "all" and slots < compute:
+            raise BudgetError(
+                f"{slots} of {compute} blocks of {show_bytes(slot)} can be kept from forward to backward, the "
+                f"budget is {show_bytes(host_bytes)}", hint="buffering='auto' keeps what fits (with staleness 0 or 1)")
+
     least = used() + (0 if on_files else all_records + servers * scratch)
     if host_bytes < least:
         enough = f"{-(-least // MIB)} MiB"  # rounded up: what is named here fits
@@ -102,6 +108,7 @@ def derive(
     if not on_files:
         activations += left // 2
         slots += min(len(blocks), left // 4 // slot)
+        check_kept()
         return Budgets(
             root_bytes, slots, slot, pushes, push, 0, 0, scratch, activations, compressed_bytes,
             frozenset(records), frozenset(), all_records + servers * scratch,
@@ -120,13 +127,10 @@ def derive(
     more = min(compute if serves else 4, left // (2 if holds_gradients else 3) // push)
     pushes, left = pushes + more, left - more * push
     keep = 0
-    if not serves:  # a block kept after forward need not be pulled again for backward
-        keep = 0 if buffering == "none" else min(compute, left // slot)
-        if buffering == "all" and slots + keep < compute:
-            raise BudgetError(
-                f"{slots + keep} of {compute} blocks of {show_bytes(slot)} can be kept from forward to backward, the "
-                f"budget is {show_bytes(host_bytes)}", hint="buffering='auto' keeps what fits")
-        slots, left = slots + keep, 0
+    if buffering == "all" or (not serves and buffering == "auto"):  # then backward pulls nothing again
+        keep = min(compute, left // slot)
+        slots, left = slots + keep, left - keep * slot
+        check_kept()
     resident, public, kept = _kept(table.chunks if serves else (), records, left)
     return Budgets(
         root_bytes, slots, slot, pushes, push, servers * per_server, record, scratch, activations,

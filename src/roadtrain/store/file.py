@@ -199,17 +199,18 @@ class FileTier:
         self._take()
         self.on_commit(step)
 
-    def spill_write(self, chunk: int, data: memoryview, worker: int = 0) -> None:
-        """Scratch bytes of a chunk (a worker's gradient): not durable, not checked. FullError at the first call."""
+    def spill_write(self, chunk: int, data: memoryview, lane: int = 0) -> None:
+        """Scratch bytes of a chunk (a worker's gradient): not durable, not checked. FullError at the first call, and
+        beyond the lanes of `spill_workers`."""
         place = self._places[chunk]
         assert len(data) <= place.spill_nbytes, (chunk, len(data), place.spill_nbytes)
-        at = place.spill + worker * self._spill_nbytes
+        at = place.spill + lane * self._spill_nbytes
         self._spill_file().write(data, at, f"the spilled gradient of chunk {chunk} after step {self.step}")
 
-    def spill_read(self, chunk: int, into: memoryview, worker: int = 0) -> None:
+    def spill_read(self, chunk: int, into: memoryview, lane: int = 0) -> None:
         place = self._places[chunk]
         assert len(into) <= place.spill_nbytes, (chunk, len(into), place.spill_nbytes)
-        at = place.spill + worker * self._spill_nbytes
+        at = place.spill + lane * self._spill_nbytes
         self._spill_file().read(into, at, f"the spilled gradient of chunk {chunk} after step {self.step}")
 
     def close(self) -> None:
