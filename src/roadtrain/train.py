@@ -96,10 +96,14 @@ def train(job: Job, report: Report = print) -> Summary:
         with progress(job.run.steps, optimizer.steps_done, job.run.log_every, report) as show:
             then = time.perf_counter()
             training.tokens.begun = True
+            late, norms = job.optimizer.staleness, list[float]()  # of the step before, with staleness 1: asking waits
+            ask = lambda: norms.append(optimizer.grad_norm())  # noqa: E731
             while optimizer.steps_done < job.run.steps and not stop.why():
-                loss, lr = step(training, optimizer.steps_done)
+                loss, lr = step(training, optimizer.steps_done, ask if late == 1 else None)
+                if not late:
+                    ask()
                 now = time.perf_counter()
-                line = _line(training, loss, lr, now - then)
+                line = _line(training, loss, lr, norms.pop() if norms else math.nan, now - then)
                 then = now
                 metrics.append(line)
                 show(line)
@@ -115,8 +119,8 @@ def train(job: Job, report: Report = print) -> Summary:
 def silent(_: str) -> None: ...
 
 
-def step(training: Training, number: int) -> tuple[float, float]:
-    """Step `number` (from 0): its mean loss and its learning rate."""
+def step(training: Training, number: int, before: Callable[[], None] | None = None) -> tuple[float, float]:
+    """Step `number` (from 0): its mean loss and its learning rate. `before`: called before the optimizer's step."""
     job, model, optimizer, scaler = training.job, training.model, training.optimizer, training.scaler
     lr = learning_rate(job, number)
     for group in optimizer.param_groups:
@@ -132,6 +136,8 @@ def step(training: Training, number: int) -> tuple[float, float]:
             total += loss.item()
         with training.stages.timed("Backward"):
             scaler.scale(loss).backward()  # type: ignore[no-untyped-call]  # gradients leave as each block finishes
+    if before is not None:
+        before()
     training.clip()
     scaler.step(optimizer)  # updates run, and the step is committed, while the next one computes
     scaler.update()
@@ -235,9 +241,9 @@ class _Stop:
                 signal.signal(number, handler)
 
 
-def _line(training: Training, loss: float, lr: float, seconds: float) -> dict[str, Any]:
+def _line(training: Training, loss: float, lr: float, norm: float, seconds: float) -> dict[str, Any]:
     job, optimizer = training.job, training.optimizer
-    norm, stages = optimizer.grad_norm(), training.stages.take() | optimizer.stages()
+    stages = training.stages.take() | optimizer.stages()
     line: dict[str, Any] = {
         "step": optimizer.steps_done,
         "loss": loss if math.isfinite(loss) else None,

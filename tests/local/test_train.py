@@ -108,6 +108,18 @@ def test_a_resumed_run_repeats_the_losses(path: Path, tmp_path: Path, more: dict
     assert losses(parts) == losses(whole) and len(losses(whole)) == 5
 
 
+def test_who_is_late_does_not_wait_for_the_norm(path: Path) -> None:
+    """With staleness 1 each line has the norm of the step before; with more none."""
+    norms = {}
+    for late in (1, 2):
+        job = job_of(path, optimizer__staleness=late, run__dir=str(path.parent / f"late{late}"))
+        train(job, quiet)
+        norms[late] = [line["grad_norm"] for line in lines_of(job)]
+    first, *others = norms[1]
+    assert first is None and len(others) == 4 and all(norm > 0 for norm in others)
+    assert norms[2] == [None] * 5
+
+
 def stop_after(job: Job, steps: int) -> None:
     """As Ctrl-C does, when step `steps` was shown."""
     seen: list[str] = []
