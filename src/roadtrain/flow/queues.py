@@ -107,8 +107,7 @@ class Turns:
 
     def ask(self, worker: int, pull: Any) -> None:
         if not self._wants(worker):
-            last = min((done for done in self._others(worker)), default=0)
-            self.begun[worker] = self.done[worker] = max(self.done.get(worker, 0), last)
+            self.begun[worker] = self.done[worker] = min(self._others(worker), default=0)
         self.waiting.setdefault(worker, deque()).append(pull)
 
     def next(self) -> Any | None:

@@ -475,7 +475,7 @@ class Worker:
             last = step - max(2, self.staleness)
             self._wait(lambda: self.ledger.committed >= last, lambda: f"the commit of step {last}")
             both = self.ledger.everywhere  # two servers report, and not in step: one step's sums at a time
-            most = 0 if both else max(0, self.staleness - 1)
+            most = 0 if both else self.staleness
             self._wait(lambda: not any(s.due() > most or (both and s.sums.due) for s in self.blocks),
                        lambda: f"the sums of step {step - 1 - most}")
             self._send_all(self.ledger.seal(step))

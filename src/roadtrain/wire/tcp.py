@@ -12,12 +12,14 @@ listeners on the way.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import ipaddress
 import secrets
 import select
 import socket
 import ssl
 import struct
+import termios
 import threading
 import time
 from collections.abc import Sequence
@@ -47,6 +49,7 @@ _RETRANSMITS, _PROBES, _LAST_ACK = 2, 3, 8 + 12
 TLS_PIECE = 256 * KIB  # of one call under the lock of a TLS connection
 TICK_S = 1
 UNSENT, SLOW = 256 * KIB, 16e6  # bytes that may wait in the kernel of a link slower than so many bytes a second
+LOOK_S = 0.1  # over which that is measured
 
 
 @dataclass(frozen=True)
@@ -231,23 +234,35 @@ def _channel(sock: socket.socket, options: Options) -> Channel:
 
 
 class _TcpChannel:
-    """Blocking calls that come back every TICK_S, to see whether the other host still answers. Once a call was slow,
-    little waits in the kernel, where nothing urgent can overtake it; on fast links that would cost processor time."""
+    """Blocking calls that come back every TICK_S, to see whether the other host still answers. Once what the kernel
+    holds left it slowly, little waits there, where nothing urgent can overtake it; on fast links that would cost
+    processor time."""
 
     def __init__(self, sock: socket.socket, silence_s: float) -> None:
         self._sock, self._silence_s, self._slow = sock, silence_s, False
+        self._since, self._given = 0.0, 0  # what the kernel held then, and was given since
 
     def send(self, buffers: Sequence[memoryview | bytes]) -> int:
-        begin, n = time.monotonic(), 0
-        while not n:
+        self._look()
+        while True:
             try:
                 n = self._sock.sendmsg(buffers)
+                self._given += n
+                return n
             except BlockingIOError:
                 self._check_answers()
-        if not self._slow and n > UNSENT and time.monotonic() - begin > n / SLOW:
+
+    def _look(self) -> None:
+        """Whether what is waiting in the kernel leaves it slowly."""
+        if self._slow:
+            return
+        now, waiting = time.monotonic(), int.from_bytes(fcntl.ioctl(self._sock, termios.TIOCOUTQ, b"\0" * 4), "little")
+        if waiting > UNSENT and now - self._since < LOOK_S:
+            return
+        if waiting > UNSENT and self._given - waiting < SLOW * (now - self._since):
             self._slow = True
             self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT)
-        return n
+        self._since, self._given = now, waiting
 
     def recv_into(self, view: memoryview, whole: bool) -> int:
         flags = socket.MSG_WAITALL if whole else 0
@@ -290,10 +305,13 @@ class _TlsChannel(_TcpChannel):
                 if room == 0:
                     break
             data = b"".join(few)
+        self._look()
         while True:
             try:
                 with self._lock:
-                    return self._tls.send(data)
+                    n = self._tls.send(data)
+                self._given += n
+                return n
             except (ssl.SSLWantWriteError, ssl.SSLWantReadError):
                 self._wait(select.POLLOUT)
 
