@@ -94,13 +94,12 @@ class Trial:
 
 
 class Turns:
-    """Whose pull is answered next, of workers that want parameters at the same time: none is more than AHEAD answers
-    further than another one that waits too. Workers that drift apart would use their links in turn, and each step ends
-    with the last of them. Who comes anew begins where the last of the others is. Invariants: `done <= begun`."""
+    """Whose pull is answered next: a worker has at most `most` answers under way, and of those that wait at the same
+    time none is as many further than another: workers that drift apart would use their links in turn, and each step
+    ends with the last of them. Who comes anew begins where the last of the others is. Invariant: `done <= begun`."""
 
-    AHEAD = 2
-
-    def __init__(self) -> None:
+    def __init__(self, most: int) -> None:
+        self.most = most
         self.waiting: dict[int, deque[Any]] = {}
         self.begun: dict[int, int] = {}
         self.done: dict[int, int] = {}
@@ -113,7 +112,8 @@ class Turns:
     def next(self) -> Any | None:
         """A pull that is to be answered now; `answered` when that is done."""
         for worker, pulls in self.waiting.items():
-            if pulls and all(self.begun[worker] < done + self.AHEAD for done in self._others(worker)):
+            done = min(self._others(worker), default=self.done[worker])
+            if pulls and self.begun[worker] < min(done, self.done[worker]) + self.most:
                 self.begun[worker] += 1
                 return pulls.popleft()
         return None

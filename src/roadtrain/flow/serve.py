@@ -70,6 +70,7 @@ class ServeDecider:
     `base`: the step at which this session of `workers` workers began. `alone`: one worker that is no relay. `late`:
     chunks whose public part is one update behind -> whether the last update was in step `base`. `first`: the server
     that commits. `everywhere`: the job's own state is kept by all servers (replicas), not by the first alone.
+    `answers`: how many of a worker's pulls are answered at once.
 
     Invariants (asserted by `check`): free buffers and the buffers of chunks are disjoint and together all buffers; a
     chunk in `queue` has a release; `open_releases[s]` are the chunks that any worker released in step s, until written.
@@ -78,7 +79,7 @@ class ServeDecider:
     def __init__(
         self, server: int, chunks: Mapping[int, tuple[bool, bool]], buffers: int, *, durable: bool, committed: int = 0,
         workers: int = 1, alone: bool | None = None, late: Mapping[int, bool] | None = None, first: int = 0,
-        everywhere: bool = False,
+        everywhere: bool = False, answers: int = 1 << 30,
     ) -> None:
         self.commits_here, self.keeps_blobs = server == first, server == first or everywhere
         self.server, self.workers, self.base = server, workers, committed
@@ -97,7 +98,7 @@ class ServeDecider:
         self.commits: dict[int, dict[int, Any]] = {}  # step -> worker -> blob, told to commit
         self.preparing: int | None = None
         self.committed = committed
-        self.turns = Turns()
+        self.turns = Turns(answers)
         self.gone = ""  # which worker has, and why
 
     def handle(self, event: Any) -> list[Any]:

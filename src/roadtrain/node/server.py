@@ -79,6 +79,7 @@ class Server:
             setup.number, where, buffers, durable=self.tier is not None, committed=committed,
             workers=setup.workers, alone=setup.workers == setup.local == 1, first=meta.members[0],
             everywhere=meta.replicas > 1,
+            answers=budgets.answers // setup.workers if isinstance(budgets, ServerBudgets) else 1 << 30,
             late={c: self.tier is not None and self.tier.written_in(c) == committed > 0 for c in self._late},
         )
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()

@@ -167,7 +167,7 @@ class ServerBudgets:
     record_bytes: int
     scratch_bytes: int
     pool: int
-    answers: int  # buffers for parameters on their way from a file to a worker
+    answers: int  # buffers for parameters on their way from a file, or cast from masters, to the workers
     piece_bytes: int
     resident: frozenset[int]
     public_resident: frozenset[int]
@@ -185,7 +185,7 @@ def derive_server(
     scratch = max((round_up(c.numel * 4, HUGE) for c in trainable), default=HUGE)
     piece = max((round_up(r.public_nbytes, HUGE) for r in records.values()), default=HUGE)
     piece = max(piece, scratch) if wide else piece
-    buffers, pool, answers = 2, 4, 4
+    buffers, pool, answers = 2, 4, max(4, 2 * workers)
     least = buffers * (record + scratch) + (workers * pool + answers) * piece
     if host_bytes < least:
         raise BudgetError(
