@@ -132,9 +132,7 @@ class Activations:
             data = ticket.data
             assert data is not None
             self._read_ahead(ticket)
-        if ticket.device.type != "cuda":
-            return data
-        return self._to_device(ticket, data)
+        return data if data.device.type == ticket.device.type else self._to_device(ticket, data)
 
     def free(self, ticket: Ticket) -> None:
         """One save of this ticket is over. Safe in a finaliser."""
@@ -352,8 +350,6 @@ class Activations:
         self._changed.notify_all()
 
     def _to_device(self, ticket: Ticket, data: torch.Tensor) -> torch.Tensor:
-        if data.device.type == "cuda":
-            return data
         assert self._stream is not None
         with torch.cuda.stream(self._stream):
             out = torch.empty_strided(ticket.shape, ticket.stride, dtype=ticket.dtype, device=ticket.device)

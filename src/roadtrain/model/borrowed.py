@@ -68,10 +68,7 @@ class Borrowed:
                 dtype = DTYPES[run.dtype]
                 flat[run.index] = buffer[run.offset : run.offset + run.numel * dtype.itemsize].view(dtype)
             view = flat[run.index][place.start : place.stop].view(place.hollow.shape)
-            if place.param.is_meta:
-                settle(place.param, view)
-            else:
-                place.param.data = view
+            settle(place.param, view)
 
     @torch.inference_mode(False)
     def drop(self) -> None:

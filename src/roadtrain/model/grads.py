@@ -25,7 +25,6 @@ aten = torch.ops.aten
 class GradBook(Protocol):
     def sum_squares(self, param: int) -> float:
         """Sum of squares of the step's accumulated, unscaled gradient of ChunkTable.params[param]. Waits for it."""
-        ...
 
 
 class PlacedGrad(torch.Tensor):
