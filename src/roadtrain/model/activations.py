@@ -27,18 +27,15 @@ from typing import Any
 import torch
 
 from roadtrain.errors import BudgetError, FullError, GoneError, ModelError, StoreError
+from roadtrain.spec.chunks import PAGE
 from roadtrain.units import round_up, show_bytes
 
 SMALL = 64 << 10  # bytes: below this a page of bookkeeping costs more than the tensor
-PAGE = 4096
 HERE, LEAVING, AWAY, COMING, GONE = "here", "leaving", "away", "coming", "gone"
 
 
 class Ticket:
     """A kept tensor. All fields are guarded by the Activations' lock. `users`: saves minus frees."""
-
-    __slots__ = ("at", "data", "device", "dtype", "event", "movable", "nbytes", "serial", "shape", "source", "state",
-                 "stride", "users", "version", "was_changed")
 
     def __init__(self, tensor: torch.Tensor, serial: int) -> None:
         self.shape, self.stride, self.dtype, self.device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device

@@ -78,12 +78,12 @@ def materialize(
     started = {id(t): t._version for t in blanks if t is not None}
     kept = {id(p): (p, p.detach().clone()) for m in modules for p in m.parameters(recurse=False)
             if id(p) not in mine and not p.is_meta}
-    needed = [m for m in modules if any(id(p) in mine for p in m.parameters(recurse=False))]
-    needed_ids = {id(m) for m in (*needed, *(m for m, _ in buffers))}
+    needed = {id(m) for m in modules if any(id(p) in mine for p in m.parameters(recurse=False))}
+    needed |= {id(m) for m, _ in buffers}
     if fresh or buffers:
         with torch.no_grad(), torch.device("cpu"):
             for module in modules:
-                if id(module) in needed_ids or not any(True for _ in module.parameters(recurse=False)):
+                if id(module) in needed or not any(True for _ in module.parameters(recurse=False)):
                     init(module)
             for p, value in kept.values():
                 p.copy_(value)

@@ -33,7 +33,7 @@ from roadtrain.errors import LoopError, ModelError
 from roadtrain.model.activations import Activations, Ticket, version_of
 from roadtrain.model.borrowed import Borrowed
 from roadtrain.model.grads import GradBook, PlacedGrad
-from roadtrain.model.replay import Circumstances, no_cast_cache, no_own_checkpointing
+from roadtrain.model.replay import Circumstances, keeping_nothing
 from roadtrain.model.split import Part, Split
 from roadtrain.spec.chunks import ChunkTable
 
@@ -155,7 +155,7 @@ class Stream:
         buffer, version = self.lender.borrow(block.index)
         block.depth += 1
         try:
-            with no_cast_cache(), no_own_checkpointing(block.modules):
+            with keeping_nothing(block.modules):
                 block.borrowed.point(buffer)
                 yield buffer, version
         finally:
