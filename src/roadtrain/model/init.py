@@ -29,12 +29,6 @@ Init = Callable[[nn.Module], None]
 Named = Sequence[tuple[str, nn.Parameter]]
 
 
-def owned_modules(split: Split, part: Part) -> list[nn.Module]:
-    """The modules of `part`, children before parents; of the root, those outside of all blocks."""
-    others = {id(b.module) for b in split.blocks if b is not part}
-    return list(_post_order(part.module, others, set()))
-
-
 def own_init(model: nn.Module) -> Init:
     """The model's own initialisation, to be called on each of its modules, children before parents."""
     families: dict[int, Init] = {}
@@ -68,7 +62,7 @@ def materialize(
     is left without a value."""
     fresh = [(name, p) for name, p in part.params if values and name not in given and p.is_meta]
     init = init or own_init(split.root.module)
-    modules = owned_modules(split, part)
+    modules = list(_post_order(part.module, {id(b.module) for b in split.blocks if b is not part}))
     mine = {id(p) for _, p in fresh}
     for _, p in fresh:
         settle(p, _blank(p))
@@ -106,12 +100,14 @@ def release(params: Named) -> None:
             settle(p, hollow(p.shape, p.dtype, torch.device("cpu")))
 
 
-def _post_order(module: nn.Module, others: set[int], seen: set[int]) -> Iterator[nn.Module]:
-    if id(module) in seen or id(module) in others:
+def _post_order(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
+    """The modules of a part, children before parents, each once. `seen` begins as those of the other parts: of the
+    root's, what is left are those outside of all blocks."""
+    if id(module) in seen:
         return
     seen.add(id(module))
     for child in module.children():
-        yield from _post_order(child, others, seen)
+        yield from _post_order(child, seen)
     yield module
 
 
