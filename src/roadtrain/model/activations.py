@@ -268,7 +268,6 @@ class Activations:
             raise GoneError(f"no scratch file for block inputs in {self.scratch_dir}: {error}") from error
 
     def _wait(self, what: str) -> None:
-        self._check_failure()
         if not self._changed.wait(timeout=300):
             raise StoreError(f"{what} in {self.scratch_dir} has not moved for 300 s")
         self._sweep()
