@@ -32,6 +32,7 @@ from roadtrain.node.dial import token_of
 from roadtrain.placing import place
 from roadtrain.progress import progress, show_table
 from roadtrain.spec.job import Job, load_job
+from roadtrain.store.direct import replace_file
 from roadtrain.trace import Stages
 from roadtrain.units import show_bytes
 from roadtrain.wire.tcp import Options, Tls
@@ -257,9 +258,7 @@ def _line(training: Training, loss: float, lr: float, norm: float, seconds: floa
 
 
 def write_job(job: Job) -> None:
-    new = job.run_dir / "job.toml.new"
-    new.write_text(job.to_toml())
-    new.replace(job.run_dir / "job.toml")
+    replace_file(job.run_dir / "job.toml", job.to_toml().encode(), "writing")
     if job.data.tokenizer != "bytes":
         kept = job.run_dir / "tokenizer.json"
         if Path(job.data.tokenizer).resolve() != kept.resolve():

@@ -248,9 +248,7 @@ def _difference(a: np.ndarray, b: np.ndarray) -> str:
 
 def _beside(directory: Path) -> tempfile.TemporaryDirectory[str]:
     """A temporary directory on the device that `directory` is on, or will be."""
-    parent = directory.absolute().parent
-    while not parent.is_dir():
-        parent = parent.parent
+    parent = next(path for path in directory.absolute().parents if path.is_dir())
     return tempfile.TemporaryDirectory(prefix="verify-", dir=parent)
 
 

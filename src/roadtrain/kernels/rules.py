@@ -19,6 +19,7 @@ import torch
 
 from roadtrain.errors import RuleError
 from roadtrain.kernels import update
+from roadtrain.kernels.cast import fence, reference_narrow, reference_widen, typed, uncached
 from roadtrain.kernels.generic import TorchRule, check_elementwise
 from roadtrain.kernels.lion import Lion
 from roadtrain.kernels.rule import Rule
@@ -48,13 +49,28 @@ class _Native(Rule):
     ) -> tuple[list[np.ndarray | None], float, list[float | None]]:
         """Advance the row; the kernel's arrays (None where it has one that we do not keep), sign, scalars."""
 
-    def apply(self, p, grad, grad_dtype, arrays, row, hyper, grad_scale, copy, copy_dtype) -> None:
+    def _rounded(self, arrays, row, hyper, grad_scale):
+        """The formula's three arrays; what multiplies the gradient and the scalars, as float32."""
         held, sign, scalars = self.scaled(arrays, row, hyper)
-        update.run(self.formula, p, grad, grad_dtype, held, copy, copy_dtype, sign * grad_scale, *scalars)
+        narrow = tuple(None if s is None else np.float32(s) for s in scalars)
+        return [*held, None, None, None][:3], np.float32(sign * grad_scale), narrow
+
+    def apply(self, p, grad, grad_dtype, arrays, row, hyper, grad_scale, copy, copy_dtype) -> None:
+        held, scale, scalars = self._rounded(arrays, row, hyper, grad_scale)
+        out = None if copy is None else uncached(typed(copy, copy_dtype or "bf16"))
+        update.KERNELS[self.formula](p, typed(grad, grad_dtype), *held, out, scale, scalars)
+        if out is not None:
+            fence()
 
     def reference(self, p, grad, grad_dtype, arrays, row, hyper, grad_scale, copy, copy_dtype) -> None:
-        held, sign, scalars = self.scaled(arrays, row, hyper)
-        update.run_reference(self.formula, p, grad, grad_dtype, held, copy, copy_dtype, sign * grad_scale, *scalars)
+        held, scale, scalars = self._rounded(arrays, row, hyper, grad_scale)
+        with np.errstate(all="ignore"):
+            p[:], *new = self.formula(p, reference_widen(grad, grad_dtype) * scale, *held, *scalars)
+        for array, value in zip(held, new):
+            if array is not None:
+                array[:] = value
+        if copy is not None:
+            copy[:] = reference_narrow(p, copy_dtype or "bf16")
 
 
 def _sign(maximize: float) -> float:

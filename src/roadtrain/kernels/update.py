@@ -15,13 +15,13 @@ Assumes: contiguous arrays of one length that do not overlap. Does NOT count ste
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 from numba import types
 from numba.extending import overload, register_jitable
 
-from roadtrain.kernels.cast import fence, kernel, put, reference_narrow, reference_widen, typed, uncached, widen
+from roadtrain.kernels.cast import kernel, put, widen
 
 
 @register_jitable
@@ -127,33 +127,3 @@ def _compiled(formula: Callable) -> Callable:
 
 
 KERNELS = {formula: _compiled(formula) for formula in (sgd, adam, adagrad, rmsprop, lion)}
-
-
-def run(
-    formula: Callable, p: np.ndarray, grad: np.ndarray, grad_dtype: str, arrays: Sequence[np.ndarray | None],
-    copy: np.ndarray | None, copy_dtype: str | None, scale: float, *scalars: float | None,
-) -> None:
-    """One of the formulas above, compiled: scalars become float32, arrays get the types that name their formats.
-    arrays: at most three, None where the formula knows one that is not kept."""
-    out = None if copy is None else uncached(typed(copy, copy_dtype or "bf16"))
-    a, b, c = [*arrays, None, None, None][:3]
-    narrow = tuple(None if s is None else np.float32(s) for s in scalars)
-    KERNELS[formula](p, typed(grad, grad_dtype), a, b, c, out, np.float32(scale), narrow)
-    if out is not None:
-        fence()
-
-
-def run_reference(
-    formula: Callable, p: np.ndarray, grad: np.ndarray, grad_dtype: str, arrays: Sequence[np.ndarray | None],
-    copy: np.ndarray | None, copy_dtype: str | None, scale: float, *scalars: float | None,
-) -> None:
-    """The same, plainly."""
-    state = [*arrays, None, None, None][:3]
-    narrow = [None if s is None else np.float32(s) for s in scalars]
-    with np.errstate(all="ignore"):
-        p[:], *new = formula(p, reference_widen(grad, grad_dtype) * np.float32(scale), *state, *narrow)
-    for array, value in zip(state, new):
-        if array is not None:
-            array[:] = value
-    if copy is not None:
-        copy[:] = reference_narrow(p, copy_dtype or "bf16")

@@ -39,8 +39,8 @@ class LoopDevice(Made):
     file must not exist before (ConfigError) and is removed with the rest. RoadtrainError has a failed command's words.
     """
 
-    def __init__(self, path: str | Path, nbytes: int, fs: str = "ext4") -> None:
-        self.path, self.nbytes, self.fs = Path(path).absolute(), nbytes, fs
+    def __init__(self, path: str | Path, nbytes: int) -> None:
+        self.path, self.nbytes = Path(path).absolute(), nbytes
 
     def _begin(self) -> Callable[[], None]:
         if self.path.exists():
@@ -56,7 +56,7 @@ class LoopDevice(Made):
             os.posix_fallocate(image.fileno(), 0, self.nbytes)
         device = command("losetup", "-f", "--show", "--direct-io=on", str(self.path)).strip()
         self.major_minor = Path(f"/sys/block/{Path(device).name}/dev").read_text().strip()
-        command(f"mkfs.{self.fs}", *(MKFS if self.fs == "ext4" else ()), device)
+        command("mkfs.ext4", *MKFS, device)
         command("mount", "-o", "noatime", device, str(self.mount))
 
 

@@ -27,18 +27,15 @@ from typing import Any
 import torch
 
 from roadtrain.errors import BudgetError, FullError, GoneError, ModelError, StoreError
+from roadtrain.spec.chunks import PAGE
 from roadtrain.units import round_up, show_bytes
 
 SMALL = 64 << 10  # bytes: below this a page of bookkeeping costs more than the tensor
-PAGE = 4096
 HERE, LEAVING, AWAY, COMING, GONE = "here", "leaving", "away", "coming", "gone"
 
 
 class Ticket:
     """A kept tensor. All fields are guarded by the Activations' lock. `users`: saves minus frees."""
-
-    __slots__ = ("at", "data", "device", "dtype", "event", "movable", "nbytes", "serial", "shape", "source", "state",
-                 "stride", "users", "version", "was_changed")
 
     def __init__(self, tensor: torch.Tensor, serial: int) -> None:
         self.shape, self.stride, self.dtype, self.device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
@@ -132,9 +129,7 @@ class Activations:
             data = ticket.data
             assert data is not None
             self._read_ahead(ticket)
-        if ticket.device.type != "cuda":
-            return data
-        return self._to_device(ticket, data)
+        return data if data.device.type == ticket.device.type else self._to_device(ticket, data)
 
     def free(self, ticket: Ticket) -> None:
         """One save of this ticket is over. Safe in a finaliser."""
@@ -273,7 +268,6 @@ class Activations:
             raise GoneError(f"no scratch file for block inputs in {self.scratch_dir}: {error}") from error
 
     def _wait(self, what: str) -> None:
-        self._check_failure()
         if not self._changed.wait(timeout=300):
             raise StoreError(f"{what} in {self.scratch_dir} has not moved for 300 s")
         self._sweep()
@@ -352,8 +346,6 @@ class Activations:
         self._changed.notify_all()
 
     def _to_device(self, ticket: Ticket, data: torch.Tensor) -> torch.Tensor:
-        if data.device.type == "cuda":
-            return data
         assert self._stream is not None
         with torch.cuda.stream(self._stream):
             out = torch.empty_strided(ticket.shape, ticket.stride, dtype=ticket.dtype, device=ticket.device)

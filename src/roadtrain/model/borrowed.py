@@ -61,17 +61,9 @@ class Borrowed:
     @torch.inference_mode(False)
     def point(self, buffer: torch.Tensor) -> None:
         """Parameters become views of `buffer` (uint8, at least pull_nbytes)."""
-        flat: dict[int, torch.Tensor] = {}
+        flat = {run.index: _flat(buffer, run.offset, run) for run in self.block.runs}
         for place in self.places:
-            run = place.run
-            if run.index not in flat:
-                dtype = DTYPES[run.dtype]
-                flat[run.index] = buffer[run.offset : run.offset + run.numel * dtype.itemsize].view(dtype)
-            view = flat[run.index][place.start : place.stop].view(place.hollow.shape)
-            if place.param.is_meta:
-                settle(place.param, view)
-            else:
-                place.param.data = view
+            settle(place.param, flat[place.run.index][place.start : place.stop].view(place.hollow.shape))
 
     @torch.inference_mode(False)
     def drop(self) -> None:
@@ -84,8 +76,7 @@ class Borrowed:
         for run in self.block.runs:
             if not run.trainable:
                 continue
-            dtype = DTYPES[run.dtype]
-            flat = buffer[run.push_offset : run.push_offset + run.numel * dtype.itemsize].view(dtype)
+            flat = _flat(buffer, run.push_offset, run)
             for start, stop in self._gaps[run.index]:
                 flat[start:stop].zero_()
             for span in run.spans:
@@ -118,6 +109,12 @@ def settle(p: nn.Parameter, data: torch.Tensor) -> None:
         torch.utils.swap_tensors(p, new)  # type: ignore[no-untyped-call]
     else:
         p.data = data
+
+
+def _flat(buffer: torch.Tensor, offset: int, run: Run) -> torch.Tensor:
+    """The elements of `run`, which begins at byte `offset` of `buffer`."""
+    dtype = DTYPES[run.dtype]
+    return buffer[offset : offset + run.numel * dtype.itemsize].view(dtype)
 
 
 def _gaps(run: Run) -> list[tuple[int, int]]:

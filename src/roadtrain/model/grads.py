@@ -25,7 +25,6 @@ aten = torch.ops.aten
 class GradBook(Protocol):
     def sum_squares(self, param: int) -> float:
         """Sum of squares of the step's accumulated, unscaled gradient of ChunkTable.params[param]. Waits for it."""
-        ...
 
 
 class PlacedGrad(torch.Tensor):
@@ -70,8 +69,8 @@ class PlacedGrad(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        handler = _HANDLERS.get(func)
-        if handler is None:
+        handler = _HANDLERS.get(func.overloadpacket)
+        if handler is None or "out" in (kwargs or {}):
             raise _left(func, args)
         return handler(func, args, kwargs or {})
 
@@ -139,10 +138,10 @@ def _times(combine: Callable[[float, float], float]) -> Callable[[Any, Any, Any]
     return scale
 
 
-def _foreach_times(method: str, each: bool = False) -> Callable[[Any, Any, Any], None]:
+def _foreach_times(method: str) -> Callable[[Any, Any, Any], None]:
     def scale(func: Any, args: Any, kwargs: Any) -> None:
-        grads = args[0]
-        for grad, factor in zip(grads, args[1] if each else [args[1]] * len(grads), strict=True):
+        grads, by = args
+        for grad, factor in zip(grads, by if isinstance(by, list | tuple) else [by] * len(grads), strict=True):
             getattr(grad, method)(factor)
 
     return scale
@@ -160,23 +159,15 @@ def _unscale(func: Any, args: Any, kwargs: Any) -> None:
                 grad.scale *= by
 
 
-_HANDLERS: dict[Any, Callable[[Any, Any, Any], Any]] = {
-    aten.detach.default: _detach,
-    aten.alias.default: _detach,
-    aten.linalg_vector_norm.default: _norm,
-    aten.norm.Scalar: _norm,
-    aten.norm.ScalarOpt_dim: _norm,
-    aten._foreach_norm.Scalar: _foreach_norm,
-    aten.mul_.Tensor: _times(operator.mul),
-    aten.mul_.Scalar: _times(operator.mul),
-    aten.div_.Tensor: _times(operator.truediv),
-    aten.div_.Scalar: _times(operator.truediv),
-    aten._foreach_mul_.Scalar: _foreach_times("mul_"),
-    aten._foreach_mul_.Tensor: _foreach_times("mul_"),
-    aten._foreach_mul_.ScalarList: _foreach_times("mul_", each=True),
-    aten._foreach_mul_.List: _foreach_times("mul_", each=True),
-    aten._foreach_div_.Scalar: _foreach_times("div_"),
-    aten._foreach_div_.Tensor: _foreach_times("div_"),
-    aten._foreach_div_.ScalarList: _foreach_times("div_", each=True),
-    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
+_HANDLERS: dict[Any, Callable[[Any, Any, Any], Any]] = {  # of an operation, in all its overloads
+    aten.detach: _detach,
+    aten.alias: _detach,
+    aten.linalg_vector_norm: _norm,
+    aten.norm: _norm,
+    aten._foreach_norm: _foreach_norm,
+    aten.mul_: _times(operator.mul),
+    aten.div_: _times(operator.truediv),
+    aten._foreach_mul_: _foreach_times("mul_"),
+    aten._foreach_div_: _foreach_times("div_"),
+    aten._amp_foreach_non_finite_check_and_unscale_: _unscale,
 }

@@ -29,12 +29,6 @@ Init = Callable[[nn.Module], None]
 Named = Sequence[tuple[str, nn.Parameter]]
 
 
-def owned_modules(split: Split, part: Part) -> list[nn.Module]:
-    """The modules of `part`, children before parents; of the root, those outside of all blocks."""
-    others = {id(b.module) for b in split.blocks if b is not part}
-    return list(_post_order(part.module, others, set()))
-
-
 def own_init(model: nn.Module) -> Init:
     """The model's own initialisation, to be called on each of its modules, children before parents."""
     families: dict[int, Init] = {}
@@ -68,7 +62,7 @@ def materialize(
     is left without a value."""
     fresh = [(name, p) for name, p in part.params if values and name not in given and p.is_meta]
     init = init or own_init(split.root.module)
-    modules = owned_modules(split, part)
+    modules = list(_post_order(part.module, {id(b.module) for b in split.blocks if b is not part}))
     mine = {id(p) for _, p in fresh}
     for _, p in fresh:
         settle(p, _blank(p))
@@ -78,12 +72,12 @@ def materialize(
     started = {id(t): t._version for t in blanks if t is not None}
     kept = {id(p): (p, p.detach().clone()) for m in modules for p in m.parameters(recurse=False)
             if id(p) not in mine and not p.is_meta}
-    needed = [m for m in modules if any(id(p) in mine for p in m.parameters(recurse=False))]
-    needed_ids = {id(m) for m in (*needed, *(m for m, _ in buffers))}
+    needed = {id(m) for m in modules if any(id(p) in mine for p in m.parameters(recurse=False))}
+    needed |= {id(m) for m, _ in buffers}
     if fresh or buffers:
         with torch.no_grad(), torch.device("cpu"):
             for module in modules:
-                if id(module) in needed_ids or not any(True for _ in module.parameters(recurse=False)):
+                if id(module) in needed or not any(True for _ in module.parameters(recurse=False)):
                     init(module)
             for p, value in kept.values():
                 p.copy_(value)
@@ -106,12 +100,14 @@ def release(params: Named) -> None:
             settle(p, hollow(p.shape, p.dtype, torch.device("cpu")))
 
 
-def _post_order(module: nn.Module, others: set[int], seen: set[int]) -> Iterator[nn.Module]:
-    if id(module) in seen or id(module) in others:
+def _post_order(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
+    """The modules of a part, children before parents, each once. `seen` begins as those of the other parts: of the
+    root's, what is left are those outside of all blocks."""
+    if id(module) in seen:
         return
     seen.add(id(module))
     for child in module.children():
-        yield from _post_order(child, others, seen)
+        yield from _post_order(child, seen)
     yield module
 
 

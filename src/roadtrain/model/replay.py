@@ -80,25 +80,18 @@ class Circumstances:
 
 
 @contextmanager
-def no_cast_cache() -> Iterator[None]:
-    """Autocast keeps casts of parameters by their identity, and here the same Parameter holds other values later."""
+def keeping_nothing(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Autocast keeps casts of parameters by their identity, and here the same Parameter holds other values later. The
+    block is recomputed as a whole: a transformers layer that also checkpoints itself would do it twice."""
     was = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(was)
-
-
-@contextmanager
-def no_own_checkpointing(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """The block is recomputed as a whole: a transformers layer that also checkpoints itself would do it twice."""
     on = [m for m in modules if m.__dict__.get("gradient_checkpointing") is True]
+    torch.set_autocast_cache_enabled(False)
     for module in on:
         module.__dict__["gradient_checkpointing"] = False
     try:
         yield
     finally:
+        torch.set_autocast_cache_enabled(was)
         for module in on:
             module.__dict__["gradient_checkpointing"] = True
 

@@ -54,10 +54,8 @@ def split(model: nn.Module, blocks: Sequence[str] | None = None) -> Split:
     named = list(model.named_parameters())
     if not named:
         raise ModelError(f"{type(model).__name__} has no parameters", hint="there is nothing to place")
-    if blocks is None:
-        items = dict(_found(model))
-    else:
-        items = dict(_named(model, [blocks] if isinstance(blocks, str) else blocks))
+    patterns = [blocks] if isinstance(blocks, str) else blocks
+    items = dict(_found(model) if patterns is None else _named(model, patterns))
     chosen: dict[int, str] = {}  # id(module) -> first name; a module listed twice (shared layers) is one block
     for name, module in items.items():
         chosen.setdefault(id(module), name)
@@ -96,10 +94,9 @@ def as_numpy(tensor: torch.Tensor) -> np.ndarray:
     return tensor.view(torch.uint16).numpy() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor.numpy()
 
 
-def _found(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    items = list(_list_items(model, ""))
-    if items:
-        return iter(items)
+def _found(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    if items := list(_list_items(model, "")):
+        return items
     best: list[tuple[str, nn.Module]] = []
     most = 0
     for name, module in model.named_modules():
@@ -109,7 +106,7 @@ def _found(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         numel = sum(p.numel() for p in module.parameters())
         if len(children) >= 2 and numel > most:
             best, most = children, numel
-    return iter(best)
+    return best
 
 
 def _list_items(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:

@@ -33,7 +33,7 @@ from roadtrain.errors import LoopError, ModelError
 from roadtrain.model.activations import Activations, Ticket, version_of
 from roadtrain.model.borrowed import Borrowed
 from roadtrain.model.grads import GradBook, PlacedGrad
-from roadtrain.model.replay import Circumstances, no_cast_cache, no_own_checkpointing
+from roadtrain.model.replay import Circumstances, keeping_nothing
 from roadtrain.model.split import Part, Split
 from roadtrain.spec.chunks import ChunkTable
 
@@ -43,20 +43,16 @@ class Lender(GradBook, Protocol):
 
     def borrow(self, block: int) -> tuple[torch.Tensor, int]:
         """Waits. A uint8 tensor on the compute device laid out as the ChunkTable says, and its version."""
-        ...
 
     def give_back(self, block: int) -> None:
         """This use is over: no view of the tensor is left; it is free once the current stream is through."""
-        ...
 
     def gradient_buffer(self, block: int) -> torch.Tensor:
         """Waits. uint8, push_nbytes, on the compute device, any content."""
-        ...
 
     def push(self, block: int, buffer: torch.Tensor, present: Sequence[int]) -> None:
         """All gradients of one backward of `block`; `present`: indices of the parameters that got one, others zero.
         Called before their p.grad is set, and after this backward no longer counts as pending."""
-        ...
 
 
 class _Block:
@@ -96,11 +92,10 @@ class Stream:
         ]
         self.root = lots[0]
         mine = {id(p) for _, p in self.root.trainable}
-        self._blocks = [
-            _Block(i, part, lots[i], [p for p in part.module.parameters() if id(p) in mine])
+        self._blocks = {
+            i: _Block(i, part, lots[i], [p for p in part.module.parameters() if id(p) in mine])
             for i, part in enumerate(parts) if i > 0
-        ]
-        self._by_index = {b.index: b for b in self._blocks}
+        }
         self._serial = itertools.count()
         self._pass = -1  # the autograd pass whose end is awaited
         self._hooks: dict[int, Any] = {}
@@ -112,14 +107,14 @@ class Stream:
     def attach(self) -> None:
         """Take over the blocks' forwards and drop their parameters: their values must be with the lender."""
         forward = torch.compiler.disable(self._forward)  # what is traced once would keep borrowed memory
-        for block in self._blocks:
+        for block in self._blocks.values():
             block.borrowed.settle()
             block.module.forward = functools.wraps(block.original)(functools.partial(forward, block))
         self._watch_root()
 
     def detach(self) -> None:
         """Give the forwards back. The parameters stay dropped."""
-        for block in self._blocks:
+        for block in self._blocks.values():
             if block.own_forward is not None:
                 block.module.forward = block.own_forward
             else:
@@ -130,7 +125,7 @@ class Stream:
 
     def pending(self, block: int) -> int:
         """Recorded forwards of `block` whose backward has not run and still can."""
-        return len(self._by_index[block].open)
+        return len(self._blocks[block].open)
 
     def root_views(self, buffer: torch.Tensor) -> None:
         """Point the root's parameters at a permanent `buffer` (uint8, pull_nbytes)."""
@@ -160,7 +155,7 @@ class Stream:
         buffer, version = self.lender.borrow(block.index)
         block.depth += 1
         try:
-            with no_cast_cache(), no_own_checkpointing(block.modules):
+            with keeping_nothing(block.modules):
                 block.borrowed.point(buffer)
                 yield buffer, version
         finally:
@@ -247,7 +242,7 @@ class _Call:
             self.when = Circumstances(block.modules, self.stream.device, block.buffers)
             leaves, tensors = self._leaves(inputs)
             refuse = functools.partial(_refuse, block.name)
-            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_forget, refuse):  # SAME GRAPH
+            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda _: None, refuse):  # SAME GRAPH
                 out = block.run(leaves, self.spec)
             self.when.forward_ended()
             if [version_of(t) for t in inputs] != versions:
@@ -378,10 +373,6 @@ def _distinct(leaves: Sequence[Any]) -> tuple[list[torch.Tensor], list[tuple[int
     tensors = {id(x): x for x in leaves if isinstance(x, torch.Tensor)}
     at = {key: i for i, key in enumerate(tensors)}
     return list(tensors.values()), [(at[id(x)], None) if isinstance(x, torch.Tensor) else (-1, x) for x in leaves]
-
-
-def _forget(_: torch.Tensor) -> None:
-    return None
 
 
 def _refuse(name: str, _: None) -> Any:

@@ -14,7 +14,7 @@ from roadtrain.errors import BudgetError
 from roadtrain.spec.chunks import Chunk, ChunkTable, Record
 from roadtrain.units import MIB, round_up, show_bytes
 
-HUGE = 2 << 20  # buffers are whole huge pages
+HUGE = 2 * MIB  # buffers are whole huge pages
 
 
 @dataclass(frozen=True)

@@ -48,10 +48,9 @@ class RecordView:
         numel, chunk = self.chunk.numel, self.chunk
         if what == PUBLIC or (what == MASTER and not self.record.master):
             return array_in(self.view, chunk.dtype, 0, numel)
-        if what == MASTER:
-            return array_in(self.view, "fp32", self.record.master, numel)
-        if what in self.rule.arrays:
-            return array_in(self.view, "fp32", self.record.arrays[self.rule.arrays.index(what)], numel)
+        offsets = {MASTER: self.record.master, **dict(zip(self.rule.arrays, self.record.arrays))}
+        if what in offsets:
+            return array_in(self.view, "fp32", offsets[what], numel)
         width = len(self.rule.scalars)
         rows = array_in(self.view, "fp64", self.record.scalars, width * len(chunk.spans)).reshape(-1, width)
         return rows[:, self.rule.scalars.index(what)]

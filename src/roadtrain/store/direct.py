@@ -62,6 +62,15 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview], doing: str) -> 
         raise _typed(error, path, doing, nbytes) from error
 
 
+def replace_file(path: Path, content: bytes, doing: str) -> None:
+    """`path` holds what it held, or all of `content`, whatever happens; on return the latter, durably."""
+    temporary = path.with_name(f"{path.name}.new")
+    write_file(temporary, [content], doing)
+    with typed_errors(path, doing):
+        temporary.replace(path)
+    sync_directory(path.parent)
+
+
 def free_nbytes(directory: Path) -> int:
     try:
         free = os.statvfs(directory)

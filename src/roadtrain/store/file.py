@@ -202,16 +202,17 @@ class FileTier:
     def spill_write(self, chunk: int, data: memoryview, lane: int = 0) -> None:
         """Scratch bytes of a chunk (a worker's gradient): not durable, not checked. FullError at the first call, and
         beyond the lanes of `spill_workers`."""
-        place = self._places[chunk]
-        assert len(data) <= place.spill_nbytes, (chunk, len(data), place.spill_nbytes)
-        at = place.spill + lane * self._spill_nbytes
-        self._spill_file().write(data, at, f"the spilled gradient of chunk {chunk} after step {self.step}")
+        self._spill_file().write(data, *self._spilled(chunk, data, lane))
 
     def spill_read(self, chunk: int, into: memoryview, lane: int = 0) -> None:
+        self._spill_file().read(into, *self._spilled(chunk, into, lane))
+
+    def _spilled(self, chunk: int, view: memoryview, lane: int) -> tuple[int, str]:
+        """Where it lies in the spill file, and what it is."""
         place = self._places[chunk]
-        assert len(into) <= place.spill_nbytes, (chunk, len(into), place.spill_nbytes)
-        at = place.spill + lane * self._spill_nbytes
-        self._spill_file().read(into, at, f"the spilled gradient of chunk {chunk} after step {self.step}")
+        assert len(view) <= place.spill_nbytes, (chunk, len(view), place.spill_nbytes)
+        what = f"the spilled gradient of chunk {chunk} after step {self.step}"
+        return place.spill + lane * self._spill_nbytes, what
 
     def close(self) -> None:
         for file in [*self._slots, *([self._spill] if self._spill else [])]:

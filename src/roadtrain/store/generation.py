@@ -17,7 +17,7 @@ import msgspec
 
 from roadtrain.errors import DamagedError, ForeignError, GoneError
 from roadtrain.spec.chunks import ChunkTable
-from roadtrain.store.direct import make_directory, sync_directory, typed_errors, write_file
+from roadtrain.store.direct import make_directory, replace_file, typed_errors
 from roadtrain.store.file import FILES, FileTier
 from roadtrain.store.ledger import HEADER, Brief, StoreMeta
 
@@ -100,14 +100,14 @@ def create_store(
         meta, owners=tuple(owners), directories=tuple(map(str, paths)), generation=max(there, default=0) + 1, index=0,
         former=tuple(map(str, former.directories)) if former else (),
     )  # fmt: skip
-    tiers: list[FileTier] = []
+    store = OpenedStore(paths, meta, [], former)
     try:
         for index, path in enumerate(paths):
-            tiers.append(_create(path, replace(meta, index=index), direct))
+            store.tiers.append(_create(path, replace(meta, index=index), direct))
     except BaseException:
-        OpenedStore(paths, meta, tiers).discard()
+        store.discard()
         raise
-    return OpenedStore(paths, meta, tiers, former)
+    return store
 
 
 def open_store(directories: Sequence[str | Path], *, direct: bool = True) -> OpenedStore | None:
@@ -122,18 +122,16 @@ def open_store(directories: Sequence[str | Path], *, direct: bool = True) -> Ope
     for _, directory, other in found:
         if other.job != meta.job:
             raise ForeignError(f"{directory}: holds job {other.job}, the others job {meta.job}")
-    members = [_member(i, meta, given) for i in range(len(meta.directories))]
-    tiers: list[FileTier] = []
+    store = OpenedStore(tuple(_member(i, meta, given) for i in range(len(meta.directories))), meta, [])
     try:
-        for index, path in enumerate(members):
-            home, step = path / f"gen-{generation}", tiers[0].step if index else None
-            tiers.append(FileTier(home, StoreMeta.load(home), step, direct=direct))
-        _clean_leftovers(meta, given, members)
+        for path in store.directories:
+            home, step = path / f"gen-{generation}", store.step if store.tiers else None
+            store.tiers.append(FileTier(home, StoreMeta.load(home), step, direct=direct))
+        _clean_leftovers(meta, given, store.directories)
     except BaseException:
-        for tier in tiers:
-            tier.close()
+        store.close()
         raise
-    return OpenedStore(tuple(members), meta, tiers)
+    return store
 
 
 def open_part(directory: str | Path, step: int | None = None, *, direct: bool = True) -> FileTier | None:
@@ -254,11 +252,7 @@ def _current(directory: Path) -> int | None:
 
 def _switch(directory: Path, generation: int) -> None:
     """Name the generation that counts, atomically and durably."""
-    temporary, doing = directory / "CURRENT.new", "switching the generation"
-    write_file(temporary, [f"{generation}\n".encode()], doing)
-    with typed_errors(temporary, doing):
-        temporary.replace(directory / "CURRENT")
-    sync_directory(directory)
+    replace_file(directory / "CURRENT", f"{generation}\n".encode(), "switching the generation")
 
 
 def _read(path: Path) -> bytes | None:

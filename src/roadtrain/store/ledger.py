@@ -13,7 +13,6 @@ import fcntl
 import hashlib
 import itertools
 import json
-import os
 import struct
 import uuid
 from collections.abc import Sequence
@@ -29,7 +28,7 @@ import xxhash
 from roadtrain.errors import DamagedError, ForeignError, StoreError
 from roadtrain.retry import retry
 from roadtrain.spec.chunks import Chunk, ChunkTable, ParamSpec, Record, Span, record
-from roadtrain.store.direct import DirectFile, sync_directory, typed_errors, write_file
+from roadtrain.store.direct import DirectFile, replace_file, typed_errors
 
 FORMAT = 1
 MAGIC = b"roadtrn\0"
@@ -158,11 +157,7 @@ class StoreMeta:
 
     def write(self, directory: Path) -> None:
         """Atomically and durably."""
-        temporary = directory / "store.json.new"
-        write_file(temporary, [self.to_json().encode()], "writing")
-        with typed_errors(directory / "store.json", "writing"):
-            os.replace(temporary, directory / "store.json")
-        sync_directory(directory)
+        replace_file(directory / "store.json", self.to_json().encode(), "writing")
 
     @property
     def signature(self) -> str:

@@ -46,11 +46,11 @@ class Tensor:
         numel = prod(self.shape)
         last = numel if stop is None else stop
         assert 0 <= start <= last <= numel, (start, last, numel)
-        out = np.empty(last - start, NUMPY[self.dtype])
-        with typed_errors(self.path, f"reading tensor {self.name!r}"), open(self.path, "rb") as file:
-            file.seek(self.offset + start * out.itemsize)
-            if file.readinto(out.view(np.uint8).data) < out.nbytes:
-                raise DamagedError(f"{self.path}: truncated inside tensor {self.name!r}")
+        with typed_errors(self.path, f"reading tensor {self.name!r}"):
+            at = self.offset + start * ITEMSIZE[self.dtype]
+            out: Array = np.fromfile(self.path, NUMPY[self.dtype], last - start, offset=at)
+        if out.size < last - start:
+            raise DamagedError(f"{self.path}: truncated inside tensor {self.name!r}")
         return out.reshape(self.shape) if whole else out
 
 
