@@ -191,9 +191,8 @@ class Worker:
             self._pull_blocks(self.prefetch.arrived(slot) if slot >= 0 else ())
 
     def _wanted(self, chunk: Chunk) -> int:
-        """The version that the step at work needs, or the next one where this one's update of the chunk has begun. With
-        a bound above 1 whatever there is will do: `seal` waits."""
-        if self.staleness > 1:
+        """The version that the step at work needs, or the next one where this one's update of the chunk has begun."""
+        if self.staleness > 1:  # whatever there is: `seal` keeps the bound
             return self.chunk_version[chunk.id] - self.staleness
         last = max(self.ledger.sealed, self.blocks[chunk.block].released_in)
         late = self.staleness and chunk.trainable and 0 < last == self._updated_in[chunk.id]
@@ -469,13 +468,11 @@ class Worker:
         state.present.clear()
 
     def seal(self, step: int) -> None:
-        """Everything of `step` is released. Waits while more than one step is uncommitted (Rule 4), or as many as the
-        staleness allows."""
+        """All of `step` is released. Waits while more steps are uncommitted than 1, or the staleness (Rule 4)."""
         with self._lock:
             last = step - max(2, self.staleness)
             self._wait(lambda: self.ledger.committed >= last, lambda: f"the commit of step {last}")
-            both = self.ledger.everywhere  # two servers report, and not in step: one step's sums at a time
-            most = 0 if both else self.staleness
+            most = 0 if (both := self.ledger.everywhere) else self.staleness  # two report, not in step: one at a time
             self._wait(lambda: not any(s.due() > most or (both and s.sums.due) for s in self.blocks),
                        lambda: f"the sums of step {step - 1 - most}")
             self._send_all(self.ledger.seal(step))
