@@ -51,8 +51,6 @@ class Heap:
     does nothing.
     """
 
-    MOST = 32 * MIB
-
     def __init__(self, slack: int = 16 * MIB) -> None:
         self.slack, self._calls = slack, 0
         self._malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -71,5 +69,5 @@ class Heap:
             self._malloc_trim(0)
             self._base = self._resident()
             if not at_once and self._calls < 2 and now - self._base > self.slack // 2:
-                self.slack = min(2 * self.slack, self.MOST)
+                self.slack = min(2 * self.slack, 32 * MIB)
             self._calls = 0
