@@ -246,3 +246,17 @@ def test_with_more_than_one_update_missing_each_is_made_once(tmp_path):
         seen, found = placed([4, 8], store=tmp_path / str(staleness), staleness=staleness)
         assert len(seen) == 8 and all(torch.isfinite(w).all() for w in found.values())
         assert (found["first.weight:step"], found["layers.1.0.weight:step"]) == (8, 8 - sum(SKIPS))
+
+
+@pytest.mark.parametrize(
+    "how", [{"relay": "256MiB", "local": 2}, {"replicas": 2}, {"topk": 0.2}], ids=lambda how: next(iter(how)))
+def test_it_goes_with_all_else(how, tmp_path):
+    hosts = [HostProcess(tmp_path / name) for name in "ab"]
+    try:
+        workers = Workers(Case(eager=True, staleness=3), [host.where for host in hosts], tmp_path, 8, 2,
+                          norms=False, **how)
+        assert workers.join() == [0, 0], workers.errors()
+        assert [done(log) for log in workers.logs] == [8, 8]
+    finally:
+        for host in hosts:
+            host.kill()

@@ -5,7 +5,7 @@ model built on `meta`. Counted is what is resident beyond the bare process: with
 `peak` is the most of its whole life, placing included; `while training` begins after placing. Of several workers the
 one that has most counts, and of REPS such runs the median: how glibc's heap happens to fall moves one by some percent.
 
-The heap may hold the slack of store/buffers.py (16 MiB, 32 where one block needs them) more than is in use: beyond
+The heap may hold the slack of store/buffers.py (16 MiB, doubled where one block needs it) more than is in use: beyond
 the bare process that alone is some percent, so growth of the whole process is shown too, as `bench depth` has it.
 
 What must grow with depth: the saved input of each block (rows x seq x width, fp32), which is counted and shown. Plain

@@ -47,8 +47,7 @@ class Heap:
     Each block leaves a few small objects between its freed temporaries, so that glibc's heap grows by some megabytes a
     block and gives nothing back (measured: 700 MB at 128 blocks of width 512). `trim`, called after each block, gives
     free pages back once the process has grown by `slack` bytes since the last time; where that is what one block
-    needs, and no waste, `slack` doubles, once: more would grow with the number of blocks. Without glibc or /proc it
-    does nothing.
+    needs, and no waste, `slack` doubles. Without glibc or /proc it does nothing.
     """
 
     def __init__(self, slack: int = 16 * MIB) -> None:
@@ -69,5 +68,5 @@ class Heap:
             self._malloc_trim(0)
             self._base = self._resident()
             if not at_once and self._calls < 2 and now - self._base > self.slack // 2:
-                self.slack = min(2 * self.slack, 32 * MIB)
+                self.slack *= 2
             self._calls = 0
