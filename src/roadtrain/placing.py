@@ -36,7 +36,7 @@ from roadtrain.units import parse_bytes, show_bytes, show_rate
 from roadtrain.wire.tcp import Options
 
 Report = Callable[[str], None]
-NO_BOUND = 1 << 31  # steps
+NO_BOUND = 16  # steps whose gradients a server must then be able to put away (Rule 4)
 
 
 def place(
@@ -82,7 +82,7 @@ def place(
     clipping or loss scaling, and a block is updated as soon as its last gradient is in. staleness: 1, each step
     computes with the parameters from before the last step's update, which runs meanwhile (delayed update); K > 1, with
     the newest that there are, at most the last K updates missing, so that a slow worker does not hold up the others at
-    once (runs differ then); "none", without a bound. topk:
+    once (runs differ then); "none", no bound but that of what servers put away, 16 steps. topk:
     fraction of the gradient's volume that is communicated, indices included (0.02 keeps 1 %). store_rates: relative
     rates of the directories, by which a new store's chunks are spread (None: evenly; "measured": measured now).
     weights: a directory of safetensors in Hugging Face layout that the first values come from. init: initialises a
@@ -158,7 +158,7 @@ def place(
         compressor = Compressor(whole, topk / 2, per_block=topk_per_block, error_feedback=error_feedback)
         report(f"lossy: top-k, {topk:.1%} of the gradient is communicated, error feedback {error_feedback}")
     if bound:
-        lacking = {1: "the last update", NO_BOUND: "any number of updates"}.get(bound, f"at most {bound} updates")
+        lacking = "the last update" if bound == 1 else f"up to {bound} updates"
         report(f"late: staleness {staleness}, each step computes with parameters that lack {lacking}")
     opened = open_or_none(layout, report)
     if opened is None and store_rates is not None:

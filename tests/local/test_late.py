@@ -205,7 +205,7 @@ def test_a_server_slower_than_all_else(tmp_path):
             host.kill()
 
 
-@pytest.mark.parametrize(("staleness", "least", "most"), [(0, 0, 1), (1, 0, 2), (4, 3, 5), ("none", 7, 1000)])
+@pytest.mark.parametrize(("staleness", "least", "most"), [(0, 0, 1), (1, 0, 2), (4, 3, 5), ("none", 12, 17)])
 def test_how_far_a_worker_gets_ahead_of_one_that_stands_still(staleness, least, most, tmp_path):
     host = HostProcess(tmp_path / "host")
     steps = 40
@@ -214,12 +214,10 @@ def test_how_far_a_worker_gets_ahead_of_one_that_stands_still(staleness, least, 
         wait_until(lambda: min(map(done, workers.logs)) >= 3)
         os.kill(workers.processes[1].pid, signal.SIGSTOP)
         stood = done(workers.logs[1])
-        if staleness == "none":
-            wait_until(lambda: done(workers.logs[0]) in (steps, stood + 10))
-        else:
-            time.sleep(2.0)
+        wait_until(lambda: done(workers.logs[0]) >= stood + least)
+        time.sleep(2.0)
         ahead = done(workers.logs[0]) - stood
-        assert min(least, steps - stood) <= ahead <= most + 1
+        assert least <= ahead <= most + 1
         os.kill(workers.processes[1].pid, signal.SIGCONT)
         assert workers.join() == [0, 0], workers.errors()
         assert min(map(done, workers.logs)) == steps
