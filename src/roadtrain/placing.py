@@ -25,6 +25,7 @@ from roadtrain.node.cluster import Cluster, Group
 from roadtrain.node.compress import Compressor, Replace, twins
 from roadtrain.node.dial import address_of
 from roadtrain.node.engine import Engine, Layout, open_or_none
+from roadtrain.node.residuals import Residuals
 from roadtrain.node.worker import Worker
 from roadtrain.optimizer import PlacedOptimizer
 from roadtrain.probe import storage_rates
@@ -69,9 +70,10 @@ def place(
 ) -> PlacedOptimizer:
     """Move `model`'s parameters and `optimizer`'s state to servers; returns the optimizer to use from now on.
 
-    store: a directory per server (None: all in RAM); a store found there is resumed. servers: instead of `store`, the
-    HOST:PORT of every `roadtrain serve` that takes a part, always in the same order; all workers of a torchrun share
-    them, and each update takes the mean of their gradients. replicas: 2 gives every chunk a second server that applies
+    store: a directory per server (None: all in RAM); a store found there is resumed. With servers and error feedback:
+    one directory of this host, where what its workers have not sent rests. servers: instead of `store`, the HOST:PORT
+    of every `roadtrain serve` that takes a part, always in the same order; all workers of a torchrun share them, and
+    each update takes the mean of their gradients. replicas: 2 gives every chunk a second server that applies
     the same pushes; a server that does not answer at the start is left out, one that comes back is filled up again.
     link: how they are reached (token, TLS, connections). relay: host bytes for a process beside the workers of this
     host that communicates for them. buffering: which blocks are kept from forward to backward, which then pulls
@@ -93,16 +95,16 @@ def place(
     """
     _check_fresh(optimizer)
     group = Group.of_environment() if servers else Group()
-    if servers and (store or store_rates is not None):
-        raise ConfigError("both store and servers are given", hint="the state rests here (store) or there (servers)")
+    paths = [store] if isinstance(store, str | Path) else list(store or ())
+    if servers and (len(paths) != error_feedback or store_rates is not None):
+        raise ConfigError(f"{len(servers)} server(s), {len(paths)} store directories, error feedback {error_feedback}",
+                          hint="the state rests here (store) or there (servers); with servers and error feedback what "
+                          "was not sent rests in one directory of this host (store)")
     if buffering not in ("auto", "all", "none") or (buffering != "auto" and not servers):
         raise ConfigError(f"buffering = {buffering!r} with {len(servers or ())} server(s)",
                           hint="auto, all or none; blocks are kept from a network's servers only")
     if replicas not in (1, 2) or replicas > max(1, len(servers or ())):
         raise ConfigError(f"replicas = {replicas} with {len(servers or ())} server(s)", hint="2 needs 2 or more")
-    if group.workers > 1 and error_feedback:
-        raise ConfigError(f"error feedback keeps one worker's residuals, there are {group.workers}",
-                          hint="error_feedback=False, or one worker")
     if not servers and (others := Group.of_environment().workers - 1):
         report(f"WORLD_SIZE says {others} more worker(s): without servers each trains by itself, nothing is averaged")
     if relay is not None and not servers:
@@ -141,13 +143,19 @@ def place(
     if bound > 1 and buffering == "none":
         raise ConfigError(f"staleness {staleness} and buffering {buffering!r}: parameters change at any time, backward "
                           "needs those that forward had", hint="leave buffering out")
-    paths = [store] if isinstance(store, str | Path) else list(store or ())
     layout = Layout(whole, rules, tuple(Path(p) for p in paths), direct, (1.0,) * len(addresses), bound,
                     replicas)
+    residuals = None
+    if addresses and error_feedback:
+        here = (Path(paths[0]) / f"worker-{group.rank}",)
+        residuals = Residuals(Layout(whole, rules, here, direct), len(base.chunks), len(addresses))
+    if addresses:
+        layout = replace(layout, table=base, rules=rules[: len(optimizer.param_groups)], directories=())
     free = psutil.virtual_memory().available
     host = parse_bytes(budget) if budget is not None else free // 2 if paths or addresses else free
     budgets = derive(
-        whole, {} if addresses else layout.meta().records, layout.owners, host, on_files=bool(paths or addresses),
+        whole, residuals.records if residuals else {} if addresses else layout.meta().records,
+        () if addresses else layout.owners, host, on_files=bool(paths or addresses),
         holds_gradients=backwards_per_step is None, serves=not addresses,
         twins=twin_set, root_twin=twin_of_root,
         buffering="all" if bound > 1 else buffering,  # parameters change at any time: backward needs forward's
@@ -173,9 +181,9 @@ def place(
         engine = Cluster(
             layout, budgets, addresses, link or Options(retry_s=deadline_s), group, device,
             compute_blocks=range(1, len(base.blocks)), compressor=compressor, deadline_s=deadline_s,
-            holds_gradients=backwards_per_step is None, report=report,
+            holds_gradients=backwards_per_step is None, residuals=residuals, report=report,
             relay=None if relay is None else derive_relay(
-                whole, parse_bytes(relay), servers=len(addresses), local=group.local,
+                base, parse_bytes(relay), servers=len(addresses), local=group.local,
                 holds_gradients=backwards_per_step is None),
         )
     else:

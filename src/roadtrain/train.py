@@ -187,8 +187,9 @@ def place_job(job: Job, report: Report = print) -> Training:
     torch.manual_seed(job.run.seed)
     model = build_model(job, "meta")
     scaler = torch.amp.GradScaler(device.type, enabled=job.model.dtype == "fp16")
+    own = job.run_dir / "residuals" if job.store.servers and job.compress.error_feedback else None
     optimizer = place(
-        model, build_optimizer(job, model.parameters()), store=job.store.dirs or None,
+        model, build_optimizer(job, model.parameters()), store=job.store.dirs or own,
         servers=job.store.servers, replicas=job.store.replicas, link=_link(job), relay=job.store.relay,
         buffering=job.store.buffering, budget=job.host_nbytes, dtype=DTYPES[job.model.dtype], blocks=job.model.blocks,
         backwards_per_step=_promise(job), staleness=job.optimizer.staleness,

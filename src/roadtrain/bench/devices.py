@@ -37,10 +37,10 @@ from roadtrain.flow import ops
 from roadtrain.kernels.rule import Rule
 from roadtrain.kernels.rules import rules_for
 from roadtrain.lab import LoopDevice, Throttle, lab_available
+from roadtrain.node.blocks import MessageLink
 from roadtrain.node.compress import Compressor
 from roadtrain.node.device import HostBuffer
 from roadtrain.node.engine import Engine, Layout
-from roadtrain.node.worker import MessageLink
 from roadtrain.spec.chunks import Block, ChunkTable, ParamSpec
 from roadtrain.spec.plan import derive
 from roadtrain.store.buffers import Buffer, array_in

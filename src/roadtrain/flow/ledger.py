@@ -6,6 +6,9 @@ Both there -> Commit(s, blob) to the first, which answers CommitDone(s) -> Commi
 
 With replicas (`everywhere`) all get Commit(s, blob), the others as soon as it is there, and prepare with it: then no
 server holds anything that no other holds. `resumed` says what is left of all that when somebody died.
+
+A part that only this worker has (`own`, node/residuals.py) is one of the others, and no commit is sent that it has not
+prepared: whichever step the job goes on from, this part has it.
 """
 
 from __future__ import annotations
@@ -20,8 +23,10 @@ class Ledger:
     """`servers`: their numbers; the first commits. Invariants (`check`): committed <= sealed; a blob is kept only until
     its commit."""
 
-    def __init__(self, servers: Sequence[int], committed: int, *, everywhere: bool = False) -> None:
-        self.first, self.others, self.everywhere = servers[0], tuple(servers[1:]), everywhere
+    def __init__(
+        self, servers: Sequence[int], committed: int, *, everywhere: bool = False, own: int | None = None
+    ) -> None:
+        self.first, self.others, self.everywhere, self.own = servers[0], tuple(servers[1:]), everywhere, own
         self.sealed = committed
         self.committed = committed
         self.blobs: dict[int, Any] = {}
@@ -37,12 +42,17 @@ class Ledger:
     def blob(self, step: int, blob: Any) -> list[tuple[int, Any]]:
         assert self.committed < step <= self.sealed
         self.blobs[step] = blob
-        early = [(server, ops.Commit(step, blob)) for server in self.others if self.everywhere]
-        return early + self._try(step)
+        return (self._early(step) if self.own in (None, *self.prepared[step]) else []) + self._try(step)
 
     def on_prepared(self, event: ops.Prepared) -> list[tuple[int, Any]]:
         self.prepared[event.step].add(event.server)
-        return self._try(event.step)
+        early = event.server == self.own and event.step in self.blobs
+        return (self._early(event.step) if early else []) + self._try(event.step)
+
+    def _early(self, step: int) -> list[tuple[int, Any]]:
+        """Where all prepare with the blob."""
+        others = [server for server in self.others if self.everywhere and server != self.own]
+        return [(server, ops.Commit(step, self.blobs[step])) for server in others]
 
     def on_committed(self, event: ops.CommitDone) -> list[tuple[int, Any]]:
         assert event.step == self.committed + 1

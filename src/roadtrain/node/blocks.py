@@ -1,10 +1,21 @@
-"""What a worker knows of each block while a step is open. Does NOT send or wait: node/worker.py does."""
+"""What a worker knows of each block while a step is open, and the links that it speaks by. Does NOT send or wait:
+node/worker.py does."""
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
+
+
+class MessageLink(Protocol):
+    """To one server: a Server of this process, or the end of a link to one elsewhere. Bulk bytes are named by messages
+    as memoryviews (`into`, `grad`)."""
+
+    peer: str  # for messages to people: "server 0 (/mnt/ssd0/run)"
+
+    def send(self, message: Any) -> None:
+        """Keeps the order, does not block. LostError once it is closed."""
 
 
 @dataclass

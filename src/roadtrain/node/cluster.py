@@ -35,6 +35,8 @@ from roadtrain.node import messages as m
 from roadtrain.node import relay as relays
 from roadtrain.node.compress import Compressor
 from roadtrain.node.engine import Layout, check_same, fill_record
+from roadtrain.node.residuals import Residuals
+from roadtrain.node.server import Server
 from roadtrain.node.worker import Worker
 from roadtrain.spec.chunks import Block
 from roadtrain.spec.plan import Budgets, RelayBudgets
@@ -185,7 +187,8 @@ class Cluster:
     def __init__(
         self, layout: Layout, budgets: Budgets, servers: Sequence[Address], options: Options, group: Group,
         device: torch.device, *, compute_blocks: Sequence[int], compressor: Compressor | None, deadline_s: float,
-        holds_gradients: bool, relay: RelayBudgets | None = None, report: Callable[[str], None] = print,
+        holds_gradients: bool, relay: RelayBudgets | None = None, residuals: Residuals | None = None,
+        report: Callable[[str], None] = print,
     ) -> None:
         self.layout, self.group, self.stages, self._deadline_s = layout, group, Stages(), deadline_s
         self.names = tuple(f"server {number} ({host}:{port})" for number, (host, port) in enumerate(servers))
@@ -212,6 +215,7 @@ class Cluster:
             self.rests = "; ".join(dict.fromkeys(rests for _, _, _, rests in self._welcomes.values()))
             if group.rank == 0:
                 self._open(missing, [described(r) for r in layout.rules], holds_gradients, report)
+            self._own_tier = None if residuals is None else residuals.open(self.meta.job, self.step, report)
         except BaseException:
             for server in self.servers.values():
                 server.close()
@@ -219,11 +223,20 @@ class Cluster:
                 self._relay.kill()
             raise
         holders = [tuple(s for s in self.meta.holders(c.id) if s in self.servers) for c in layout.table.chunks]
+        table, own = layout.table, None
+        if residuals is not None:
+            table, own = residuals.table, residuals.number
+            holders += [(own,)] * (len(table.chunks) - residuals.base)
         self.worker = Worker(
-            layout.table, budgets, holders, device, self.stages, servers=sorted(self.servers), committed=self.step,
+            table, budgets, holders, device, self.stages, committed=self.step,
+            servers=[*sorted(self.servers), *([] if own is None else [own])], own=own,
             deadline_s=deadline_s, compute_blocks=compute_blocks, compressor=compressor, workers=group.workers,
             staleness=layout.staleness, replicas=layout.replicas,
         )
+        self._own: Server | None = None  # whose chunks are this worker's residuals
+        if residuals is not None and self._own_tier is not None:
+            self._own = residuals.server(self._own_tier, budgets, self.worker.deliver, self.stages, report)
+            self.worker.links[residuals.number] = self._own
         for server in self.servers.values():
             server.deliver = self.worker.deliver
             self.worker.links[server.number] = server
@@ -294,12 +307,13 @@ class Cluster:
         for number, server in self.servers.items():
             if number not in self._said and server.has_spoken():
                 self._said[number] = server.wait(m.READY, "word that worker 0 has opened the store", self._deadline_s)
-        members = next(((members for (_, members), _ in self._said.values())), ())
+        members = next(((members for (_, members, _), _ in self._said.values())), ())
         if not members or not self._said.keys() >= set(members):
             return False
         for number in self.servers.keys() - set(members):
             self.servers.pop(number).close()
-        (self.step, _), self.blob = self._said[members[0]]
+        (self.step, _, job), self.blob = self._said[members[0]]
+        self.meta = replace(self.meta, job=job)
         return True
 
     def _resumed(self) -> tuple[int, tuple[int, ...], int]:
@@ -406,6 +420,8 @@ class Cluster:
     def start(self, blob: bytes) -> None:
         """Worker 0: step 0 of a new store is committed with `blob`, server 0 last; then the servers serve. Who was
         filled up begins first: the others then write down who takes part, and it has what that says."""
+        if self._own is not None:
+            self._own.start()
         if self.group.rank:
             return
         for number, server in sorted(self.servers.items(), key=lambda item: (item[0] not in self._behind, -item[0])):
@@ -430,10 +446,13 @@ class Cluster:
         return self.servers[number].wait(m.RECORD, what, self._deadline_s)[1]
 
     def nbytes(self) -> int:
-        return self.worker.nbytes()
+        return self.worker.nbytes() + (self._own.nbytes() if self._own is not None else 0)
 
     def close(self) -> None:
         for server in self.servers.values():
             server.close()
+        if self._own is not None and self._own_tier is not None:
+            self._own.stop(self._deadline_s)
+            self._own_tier.close()
         self.worker.close()
         relays.end(self._relay)

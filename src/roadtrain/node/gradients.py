@@ -37,7 +37,8 @@ class Gradients:
         local: int = 1,
     ) -> None:
         self.chunks, self.tier, self.alone, self.local = chunks, tier, workers == local == 1, local
-        self.scratch = Pool(max(2 + (1 < local < workers), buffers), scratch_bytes)
+        self._at_once = 2 + (1 < local < workers)  # scratch buffers of one sum
+        self.scratch = Pool(max(self._at_once, buffers), scratch_bytes)
         self._held: dict[int, dict[int, Any]] = {}  # chunk -> worker -> ndarray | SPILLED | [(indices, values)...]
         self._totals: dict[int, tuple[Buffer, np.ndarray]] = {}  # sums that were just taken, kept for the update
 
@@ -95,7 +96,7 @@ class Gradients:
         chunk = self.chunks[number]
         scratch, total, dtype = self._total(chunk, self._held.get(number, {}))
         sums = self._sums(chunk, total, dtype)
-        if scratch is not None and self.scratch.spare >= 2:
+        if scratch is not None and self.scratch.spare >= self._at_once:
             self._totals[number] = (scratch, total)
         else:
             self.done(scratch)

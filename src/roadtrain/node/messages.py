@@ -43,7 +43,7 @@ _HEADERS: Mapping[int, Any] = {
     WELCOME: tuple[int, tuple[int, ...], int, str],  # its newest step, -1 without a store; those of its snapshots,
     # steps between two (0: it takes none); where the state rests
     FILLED: tuple[int],
-    READY: tuple[int, tuple[int, ...]],  # the step that was committed last, the session's servers
+    READY: tuple[int, tuple[int, ...], str],  # the step that was committed last, the session's servers, the job
     RECORD: tuple[int],
     FAILED: tuple[str, str],  # class, words
     PULLED: tuple[int, int],

@@ -314,7 +314,8 @@ class Session:
         seat.pool = self.pools[seat.rank]
         blobs, n = unpack(self.tier.blob), max(-self.local, 1)
         mine = blobs[n * seat.rank : n * (seat.rank + 1)]
-        seat.say(m.READY, (self.tier.step, self.meta.members), pack(mine if len(mine) == n else blobs[:1]))
+        fields = self.tier.step, self.meta.members, self.meta.job
+        seat.say(m.READY, fields, pack(mine if len(mine) == n else blobs[:1]))
         return None
 
     def read(self, seat: Seat, number: int) -> None:

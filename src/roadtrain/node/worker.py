@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from roadtrain.errors import DeadlineError, LoopError, LostError
 from roadtrain.flow import ops
 from roadtrain.flow.ledger import Ledger
 from roadtrain.flow.prefetch import Prefetcher, PullBlock
-from roadtrain.node.blocks import BlockState, Sums
+from roadtrain.node.blocks import BlockState, MessageLink, Sums
 from roadtrain.node.compress import Compressor
 from roadtrain.node.device import HostBuffer
 from roadtrain.spec.chunks import PAGE, Block, Chunk, ChunkTable
@@ -35,16 +35,6 @@ from roadtrain.units import round_up
 Scales = Callable[[int], float | None]  # param -> what its gradient is multiplied by, None: it has no gradient
 
 
-class MessageLink(Protocol):
-    """To one server: a Server of this process, or the end of a link to one elsewhere. Bulk bytes are named by messages
-    as memoryviews (`into`, `grad`)."""
-
-    peer: str  # for messages to people: "server 0 (/mnt/ssd0/run)"
-
-    def send(self, message: Any) -> None:
-        """Keeps the order, does not block. LostError once it is closed."""
-
-
 class Worker:
     """The Lender of model/stream.py and the GradBook of model/grads.py. Block indices are those of the ChunkTable; the
     root block (0) has permanent buffers and no slot."""
@@ -53,19 +43,21 @@ class Worker:
         self, table: ChunkTable, budgets: Budgets, owners: Sequence[Sequence[int]], device: torch.device,
         stages: Stages, *, servers: Sequence[int], committed: int, deadline_s: float, compute_blocks: Sequence[int],
         compressor: Compressor | None = None, workers: int = 1, staleness: int = 0, replicas: int = 1,
+        own: int | None = None,
     ) -> None:
         self.table, self.stages, self.deadline_s = table, stages, deadline_s
         self.owners = owners  # of each chunk: the servers that hold it; pulls go to the first, all else to all
-        self.workers = workers  # whose mean gradient updates
+        self.workers = workers  # whose mean gradient updates; residuals are of one (`_workers`)
         self.staleness = staleness  # how many updates a step's parameters may lack; 1: it lacks the last one
         self.compressor = compressor
         self.twin = compressor.twin if compressor is not None else {}  # block -> that of its residuals
+        self._twins = frozenset(self.twin.values())
         self.links: dict[int, MessageLink] = {}  # by number of the server
         self.blocks = [BlockState(released_in=committed) for _ in table.blocks]
         self._block_of = {s.param: b.index for b in table.blocks for run in b.runs for s in run.spans}
         self.chunk_version = [0] * len(table.chunks)
         self._updated_in = [committed] * len(table.chunks)  # the last step in which each was released
-        self.ledger = Ledger(servers, committed, everywhere=replicas > 1)  # also those that own no chunk
+        self.ledger = Ledger(servers, committed, everywhere=replicas > 1, own=own)  # also those that own no chunk
         self.prefetch = Prefetcher(budgets.slots, compute_blocks)
         self.order = {block: i + 1 for i, block in enumerate(compute_blocks)}
         self.keep_always = False  # gradients never wait for step(), so none is moved away from its buffer
@@ -253,7 +245,7 @@ class Worker:
         state.present.update(present)
         with self.stages.timed("Push", table.push_nbytes):
             copied = host.from_device(table.push_nbytes)
-            if self.workers == 1:
+            if self._workers(block) == 1:
                 with self._lock:
                     self._expect_sums(state, table.chunks)
             at_once = step > 0 and self.compressor is None
@@ -385,13 +377,16 @@ class Worker:
         out: dict[int, float] = {}
         for chunk in self.table.blocks[block].chunks:
             for (param, _, _), value in zip(chunk.segments, sums.get(chunk.id, ())):
-                out[param] = out.get(param, 0.0) + float(value) / self.workers**2
+                out[param] = out.get(param, 0.0) + float(value) / self._workers(block) ** 2
         return out
+
+    def _workers(self, block: int) -> int:
+        return 1 if block in self._twins else self.workers
 
     def _whole(self, block: int) -> bool:
         """Whether the others have yet to hear that this worker's gradient of `block` is whole; they will have."""
         state = self.blocks[block]
-        if self.workers == 1 or state.closed:
+        if self._workers(block) == 1 or state.closed:
             return False
         state.closed = True
         self._expect_sums(state, self.table.blocks[block].chunks)
@@ -402,7 +397,7 @@ class Worker:
         state = self.blocks[block]
         if not state.held:
             return
-        if self.workers == 1 or state.closed:
+        if self._workers(block) == 1 or state.closed:
             self.block_sums(block)  # waits: what is still being held cannot be dropped
         self._forget_chunks([c for c in self.table.blocks[block].chunks if c.trainable])
         self._current.discard(block)
@@ -422,12 +417,15 @@ class Worker:
         """Starts the update of `block` as part of `step`: every span whose `scales(param)` is not None. With several
         workers each releases every block, and the server takes what any of them has."""
         releases = self._begin_update(block, step, hypers, scales)
+        sent = any(scale is not None for message in releases.values() for scale in message.scales)
         with self._lock:
             self._all_sent()
             for chunk, message in releases.items():
                 self._send(chunk, message)
         self._end_update(block, releases)
-        if twin := self.twin.get(block):
+        if (twin := self.twin.get(block)) and not sent:
+            self.forget(twin)  # the step is skipped, or this worker had no gradient
+        elif twin:
             groups = {chunk.group: () for chunk in self.table.blocks[twin].chunks}
             self.release(twin, step, groups, lambda param: 1.0)
 
@@ -443,8 +441,8 @@ class Worker:
                 if not chunk.trainable:
                     continue
                 of_spans = [scales(s.param) if s.param in state.present else None for s in chunk.spans]
-                if self.workers > 1:
-                    of_spans = [None if s is None else s / self.workers for s in of_spans]
+                if (workers := self._workers(block)) > 1:
+                    of_spans = [None if s is None else s / workers for s in of_spans]
                 elif all(s is None for s in of_spans):
                     continue
                 self.chunk_version[chunk.id] += 1

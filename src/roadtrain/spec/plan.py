@@ -60,7 +60,8 @@ def derive(
     compressed_bytes: int = 0,
     buffering: str = "auto",
 ) -> Budgets:
-    """Split `host_bytes`. `serves`: the servers are in this process; else the worker alone. `holds_gradients`:
+    """Split `host_bytes`. `records`: of what servers in this process keep. `serves`: all servers are in it; else the
+    worker, and at most one for its residuals. `holds_gradients`:
     updates wait for step(), so gradients of all blocks pile up (beyond the buffers they go to files). `twins`:
     blocks that hold the compression's residuals; the root's has its own buffer. `compressed_bytes`: what compressed
     gradients of one step take. `buffering`: whether blocks are kept from forward to backward ("auto": as many as fit
@@ -77,7 +78,7 @@ def derive(
     servers = max(owners, default=0) + 1
     all_records = sum(round_up(r.nbytes, 4096) for r in records.values())
     compute = len(blocks) - len(twins - {root_twin})
-    slots, pushes, per_server, activations = 2, 3, (2 if on_files and serves else 0), 8 * HUGE
+    slots, pushes, per_server, activations = 2, 3, (2 if on_files and (serves or records) else 0), 8 * HUGE
     if not on_files and holds_gradients:
         pushes += len(blocks)
 
@@ -114,7 +115,8 @@ def derive(
             frozenset(records), frozenset(), all_records + servers * scratch,
         )
     # The order in which more memory pays: overlap first, then inputs, then gradients that wait, then what is kept.
-    for name in ("record", "slot", "push", *["record"] * 9) if serves else ("slot", "push", "slot"):
+    before = ("record", "slot", "push") if records else ("slot", "push", "slot")
+    for name in (*before, *["record"] * 9) if serves else before:
         cost = {"record": servers * (record + scratch), "slot": slot, "push": push}[name]
         if cost <= left // 2:
             left -= cost
@@ -131,7 +133,7 @@ def derive(
         keep = min(compute, left // slot)
         slots, left = slots + keep, left - keep * slot
         check_kept()
-    resident, public, kept = _kept(table.chunks if serves else (), records, left)
+    resident, public, kept = _kept([c for c in table.chunks if c.id in records], records, left)
     return Budgets(
         root_bytes, slots, slot, pushes, push, servers * per_server, record, scratch, activations,
         compressed_bytes, resident, public, kept, keep,
