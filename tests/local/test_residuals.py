@@ -51,7 +51,7 @@ def plain(workers, steps, local=1):
     model, optimizer = build(Case())
     parts = split(model, None)
     params = [p for part in (parts.root, *parts.blocks) for _, p in part.params]
-    chunks = [c for c in table(parts, {p: 0 for p in params}, None, CHUNK).chunks if c.trainable]
+    chunks = [c for c in table(parts, dict.fromkeys(params, 0), None, CHUNK).chunks if c.trainable]
     residuals = [{c.id: torch.zeros(c.numel) for c in chunks} for _ in range(workers)]
     out = [[] for _ in range(workers)]
     for step in range(steps):
@@ -79,7 +79,9 @@ def plain(workers, steps, local=1):
 
 
 @pytest.mark.parametrize(("workers", "local", "ways"), [
-    (1, 1, [(2, {"relay": "64MiB"})]), (2, 1, [(1, {}), (3, {"replicas": 2}), (2, {"relay": "64MiB"})]), (4, 2, [(2, {})]),
+    (1, 1, [(2, {"relay": "64MiB"})]),
+    (2, 1, [(1, {}), (3, {"replicas": 2}), (2, {"relay": "64MiB"})]),
+    (4, 2, [(2, {})]),
 ], ids=["one", "two", "two hosts of two"])
 def test_it_is_what_a_plain_loop_does(workers, local, ways, hosts, tmp_path):
     """To rounding; and to the bit whatever serves (Rule 1)."""
@@ -144,7 +146,7 @@ def test_kills_change_no_loss(replicas, hosts, tmp_path):  # Rules 3 and 5
     for log in run.logs:
         steps = {int(step): lines for step, lines in losses(log).items() if step.isdigit()}
         assert set(steps) == set(range(1, max(steps) + 1))
-        assert all(len({line for line in lines}) == 1 for lines in steps.values()), "repeated with another loss"
+        assert all(len(lines) == 1 for lines in steps.values()), "repeated with another loss"
     assert not any("begin at zero" in line for line in run.notes())
 
 
@@ -175,7 +177,7 @@ def test_what_is_refused(hosts, tmp_path):
         model = placed._model
         for step in range(2):
             one_step(Case(), model, placed, new_scaler(Case()), step)
-    with pytest.raises(ForeignError, match="worker-0.*holds step 2 of a store already"):
+    with pytest.raises(ForeignError, match=r"worker-0.*holds step 2 of a store already"):
         place(second, store=tmp_path / "left", **FEEDBACK)
     with place(first, store=tmp_path / "left", **FEEDBACK) as placed:  # nothing was lost
         assert placed.steps_done == 2
