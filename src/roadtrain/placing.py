@@ -20,7 +20,7 @@ from torch import nn
 from roadtrain.errors import ConfigError, ModelError
 from roadtrain.kernels.rules import rules_for
 from roadtrain.model.borrowed import is_hollow
-from roadtrain.model.split import split, table
+from roadtrain.model.split import NAMES, split, table
 from roadtrain.node.cluster import Cluster, Group
 from roadtrain.node.compress import Compressor, Replace, twins
 from roadtrain.node.dial import address_of
@@ -58,6 +58,7 @@ def place(
     topk: float | None = None,
     topk_per_block: bool = False,
     error_feedback: bool = False,
+    grad_dtype: torch.dtype | None = None,
     chunk_elements: int = MAX_CHUNK,
     store_rates: Sequence[float] | Literal["measured"] | None = None,
     device: torch.device | str | None = None,
@@ -85,7 +86,9 @@ def place(
     computes with the parameters from before the last step's update, which runs meanwhile (delayed update); K > 1, with
     the newest that there are, at most the last K updates missing, so that a slow worker does not hold up the others at
     once (runs differ then); "none", no bound but that of what servers put away, 16 steps. topk:
-    fraction of the gradient's volume that is communicated, indices included (0.02 keeps 1 %). store_rates: relative
+    fraction of the gradient's volume that is communicated, indices included (0.02 keeps 1 %). grad_dtype: what whole
+    gradients of fp32 parameters travel to servers in, bfloat16 or float16 (None: fp32); they are summed in fp32, and
+    those of 16-bit parameters go as they are. store_rates: relative
     rates of the directories, by which a new store's chunks are spread (None: evenly; "measured": measured now).
     weights: a directory of safetensors in Hugging Face layout that the first values come from. init: initialises a
     module of a model built on `meta`. extra: objects with state_dict/load_state_dict that are committed and resumed
@@ -115,6 +118,10 @@ def place(
     if relay is not None and topk is not None and group.local > 1:
         raise ConfigError(f"a relay adds up whole gradients of its {group.local} workers, not top-k ones",
                           hint="leave relay out, or topk")
+    narrow = "" if grad_dtype is None else NAMES.get(grad_dtype, "unknown")
+    if narrow not in ("", "bf16", "fp16") or (narrow and (not servers or topk is not None)):
+        raise ConfigError(f"grad_dtype = {grad_dtype} with {len(servers or ())} server(s) and topk = {topk}",
+                          hint="torch.bfloat16 or torch.float16, to servers of a network and without topk")
     addresses = [address_of(text) for text in servers or ()]
     device = torch.device(device) if device is not None else _device_of(model)
     parts = split(model, blocks)
@@ -165,6 +172,8 @@ def place(
     if topk is not None:
         compressor = Compressor(whole, topk / 2, per_block=topk_per_block, error_feedback=error_feedback)
         report(f"lossy: top-k, {topk:.1%} of the gradient is communicated, error feedback {error_feedback}")
+    if narrow:
+        report(f"lossy: gradients travel as {narrow}")
     if bound:
         lacking = "the last update" if bound == 1 else f"up to {bound} updates"
         report(f"late: staleness {staleness}, each step computes with parameters that lack {lacking}")
@@ -192,6 +201,7 @@ def place(
             deadline_s=deadline_s, report=report,
         )
     engine.worker.keep_always = backwards_per_step == 1
+    engine.worker.grad_dtype = narrow
     placed = PlacedOptimizer(model, optimizer, parts, base, engine, backwards_per_step, dict(extra or {}))
     try:
         start(placed, model, parts, base, engine, device, weights, init, budgets.activation_bytes)

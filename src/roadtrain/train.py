@@ -194,6 +194,7 @@ def place_job(job: Job, report: Report = print) -> Training:
         buffering=job.store.buffering, budget=job.host_nbytes, dtype=DTYPES[job.model.dtype], blocks=job.model.blocks,
         backwards_per_step=_promise(job), staleness=job.optimizer.staleness,
         topk=None if job.compress.topk is None else job.compress.topk / 100,
+        grad_dtype=None if job.compress.gradients is None else DTYPES[job.compress.gradients],
         error_feedback=job.compress.error_feedback, chunk_elements=job.store.chunk_elements, device=device,
         weights=job.model.pretrained, extra={"scaler": scaler, "data": tokens},
         store_rates=job.store.rates, direct=job.store.direct, report=report,

@@ -39,7 +39,8 @@ class Net(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """One cell of the product. `dtype`: what parameters compute in. `scaler`: fp16-style loss scaling with an inf."""
+    """One cell of the product. `dtype`: what parameters compute in. `scaler`: fp16-style loss scaling with an inf.
+    `sgd`: by a power of two and nothing else, so that torch's own update has the same bits."""
 
     accumulate: int = 1
     clip: float | None = None
@@ -50,6 +51,7 @@ class Case:
     dtype: torch.dtype | None = None
     eager: bool = False
     staleness: int = 0
+    sgd: bool = False
 
 
 def build(case, seed=0):
@@ -58,7 +60,10 @@ def build(case, seed=0):
     params = [p for p in model.parameters() if p.requires_grad]
     if case.groups:
         wide, thin = [p for p in params if p.ndim > 1], [p for p in params if p.ndim <= 1]
-        params = [{"params": g, "weight_decay": wd} for g, wd in ((wide, 0.1), (thin, 0.0)) if g]
+        decay = 0.0 if case.sgd else 0.1
+        params = [{"params": g, "weight_decay": wd} for g, wd in ((wide, decay), (thin, 0.0)) if g]
+    if case.sgd:
+        return model, torch.optim.SGD(params, lr=0.125, foreach=False)
     return model, torch.optim.AdamW(params, lr=1e-2, foreach=False)
 
 

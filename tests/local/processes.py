@@ -23,12 +23,12 @@ FORK.set_forkserver_preload(["torch", "roadtrain.placing", "roadtrain.node.serve
 BUDGET = "96MiB"
 
 
-def host_child(directory, address, token, log, ready, snapshot, every, fault):
+def host_child(directory, address, token, log, ready, snapshot, every, fault, budget):
     torch.set_num_threads(1)
     lines = open(log, "a", buffering=1)  # noqa: SIM115
     if fault is not None:
         break_writes(str(snapshot), *fault)
-    with Host(address, Path(directory), 96 << 20, Options(token=token), lambda line: lines.write(line + "\n"),
+    with Host(address, Path(directory), budget, Options(token=token), lambda line: lines.write(line + "\n"),
               Path(snapshot), every) as host:
         ready.send(host.where)
         host.run()
@@ -53,12 +53,13 @@ def break_writes(directory, kind, amount):
 class HostProcess:
     """`roadtrain serve` in a process of its own. `where`: HOST:PORT."""
 
-    def __init__(self, directory, port=0, token=None, snapshot="", every=0, fault=None):
+    def __init__(self, directory, port=0, token=None, snapshot="", every=0, fault=None, budget=96 << 20):
         self.directory, self.log = directory, Path(f"{directory}.log")
         here, there = FORK.Pipe()
         self.process = FORK.Process(
             target=host_child, daemon=True,
-            args=(str(directory), ("127.0.0.1", port), token, str(self.log), there, str(snapshot), every, fault))
+            args=(str(directory), ("127.0.0.1", port), token, str(self.log), there, str(snapshot), every, fault,
+                  budget))
         self.process.start()
         there.close()
         self.where = here.recv() if here.poll(60) else None
@@ -103,7 +104,8 @@ def worker_child(case, servers, log, steps, rank, workers, options, change):
                 os.write(out, f"{placed.steps_done} {loss.hex()} {norm.hex()}\n".encode())
             if rank == 0:
                 names = sorted(n for n, p in model.named_parameters() if p.requires_grad)
-                total = [placed.read(n).tobytes() + placed.read(n, "exp_avg").tobytes() for n in names]
+                whats = ["master"] if case.sgd else ["master", "exp_avg"]
+                total = [placed.read(n, what).tobytes() for n in names for what in whats]
                 placed_hash = hashlib.sha256(b"".join(total)).hexdigest()
                 os.write(out, f"end {placed_hash}\n".encode())
     except RoadtrainError as error:

@@ -116,6 +116,9 @@ def test_lossy_is_a_choice(path: Path) -> None:
     """Rule 2."""
     assert load_job(path).lossy == {}
     assert load_job(path, {"compress.topk": 2.0}).lossy == {"topk": 2.0, "error_feedback": False}
+    assert load_job(path, {"compress.gradients": "bf16"}).lossy == {"gradients": "bf16"}
+    with pytest.raises(ConfigError, match="gradients"):
+        load_job(path, {"compress.gradients": "fp32"})
 
 
 def test_every_key_is_on_the_command_line_and_in_the_file(path: Path) -> None:

@@ -18,8 +18,8 @@ def test_package() -> None:
 def test_place() -> None:
     assert list(inspect.signature(roadtrain.place).parameters) == [
         "model", "optimizer", "store", "servers", "replicas", "link", "relay", "buffering", "budget", "dtype", "blocks",
-        "backwards_per_step", "staleness", "topk", "topk_per_block", "error_feedback", "chunk_elements", "store_rates",
-        "device", "weights", "init", "extra", "direct", "deadline_s", "report",
+        "backwards_per_step", "staleness", "topk", "topk_per_block", "error_feedback", "grad_dtype", "chunk_elements",
+        "store_rates", "device", "weights", "init", "extra", "direct", "deadline_s", "report",
     ]
 
 
@@ -40,7 +40,7 @@ def test_keys_of_a_job() -> None:
         "optimizer.clip_norm", "optimizer.accumulate", "optimizer.staleness",
         "store.dirs", "store.servers", "store.relay", "store.buffering", "store.replicas", "store.token_file",
         "store.ca", "store.connections", "store.rates", "store.chunk_elements", "store.direct", "budget.host",
-        "compress.topk", "compress.error_feedback",
+        "compress.topk", "compress.error_feedback", "compress.gradients",
     ]
 
 

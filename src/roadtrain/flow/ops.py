@@ -32,7 +32,8 @@ class Push:
     """Worker -> server: a gradient (dense: `grad` in the chunk's dtype; sparse: `grad` = (indices, values), sums of
     squares taken before compression; put away: `grad` = its lane, see Stash). `fresh`: first of its step, so it
     replaces what is held. `keep`: the server may keep `grad` where it lies until the update; else it moves it to its
-    own place. Freed(ticket) says when."""
+    own place. Freed(ticket) says when. `dtype`: of a dense gradient that was narrowed from the chunk's; its values are
+    the first half of `grad` then."""
 
     chunk: int
     grad: Any
@@ -41,6 +42,12 @@ class Push:
     ticket: int
     sums: Any = None
     worker: int = 0
+    dtype: str = ""
+
+    @property
+    def sent(self) -> Any:
+        """What travels of a dense gradient."""
+        return self.grad[: len(self.grad) // 2] if self.dtype else self.grad
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,8 @@
 With error feedback, what was not sent is remembered: the residual of block b is a *twin* block that a server stores
 under the rule `replace`, so it is pulled, pushed, committed and resumed like everything else (Rule 3).
 
+Whole gradients of fp32 parameters may travel in 16 bits instead (`narrowed`).
+
 Assumes one dtype among the trainable runs of a block when `per_block`. Lossy: off by default (Rule 2).
 """
 
@@ -15,11 +17,12 @@ from typing import Any
 import numpy as np
 
 from roadtrain.errors import ConfigError
-from roadtrain.kernels.cast import NUMPY_OF
+from roadtrain.kernels.cast import NUMPY_OF, cast
 from roadtrain.kernels.rules import Rule
 from roadtrain.kernels.sum import sum_squares
 from roadtrain.kernels.topk import select_with_residual, top_k
-from roadtrain.spec.chunks import ITEMSIZE, Chunk, ChunkTable, ParamSpec
+from roadtrain.spec.chunks import ITEMSIZE, SEGMENT, Chunk, ChunkTable, ParamSpec
+from roadtrain.store.buffers import array_in
 
 
 class Replace(Rule):
@@ -107,3 +110,23 @@ class Compressor:
             at = chunk.push_offset // size - first
             a, b = np.searchsorted(indices, (at, at + chunk.numel))
             yield chunk, (indices[a:b] - np.uint32(at), values[a:b]), of_chunk
+
+
+def narrowed(chunks: Sequence[Chunk], view: memoryview, dtype: str) -> list[str]:
+    """What the gradient of each of `chunks` travels as ("": as it is). With a `dtype`, fp32 ones become that: each lies
+    in the first half of its place in the flat `view` then."""
+    to = [dtype if chunk.dtype == "fp32" else "" for chunk in chunks]
+    for chunk, new in zip(chunks, to):
+        if new:
+            recast(view[chunk.push_offset :], chunk.numel, "fp32", new)
+    return to
+
+
+def recast(view: memoryview, numel: int, old: str, new: str) -> np.ndarray:
+    """The `numel` values at the start of `view`, which has room for both dtypes, in place; returns them. Piece by piece
+    in the order in which none is overwritten before it was read."""
+    src, dst = array_in(view, old, 0, numel), array_in(view, new, 0, numel)
+    pieces = range(0, numel, SEGMENT)
+    for at in pieces if ITEMSIZE[new] <= ITEMSIZE[old] else reversed(pieces):
+        cast(src[at : at + SEGMENT].copy(), old, dst[at : at + SEGMENT], new)
+    return dst

@@ -2,7 +2,8 @@
 
 A push is kept where it lies, copied, written to the spill file, or (top-k) a list of indices and values. With several
 workers the sum is taken when it is asked for, into fp32 (Rule 1: hosts in order, the workers inside a host in order
-first): for the norm, and for the update.
+first): for the norm, and for the update. What one worker pushes in several passes adds up in the chunk's dtype, also
+where it was narrowed on its way.
 
 Assumes: one thread at a time for one chunk. Does NOT know steps or who waits.
 """
@@ -19,13 +20,12 @@ from roadtrain.flow import ops
 from roadtrain.kernels.cast import cast
 from roadtrain.kernels.sum import accumulate, sum_k, sum_squares
 from roadtrain.kernels.topk import scatter
+from roadtrain.node.compress import recast
 from roadtrain.node.pool import Pool
 from roadtrain.spec.chunks import ITEMSIZE, PAGE, Chunk
 from roadtrain.store.buffers import Buffer, array_in
 from roadtrain.store.file import FileTier
 from roadtrain.units import round_up
-
-SPILLED = "spilled"
 
 
 class Gradients:
@@ -39,7 +39,8 @@ class Gradients:
         self.chunks, self.tier, self.alone, self.local = chunks, tier, workers == local == 1, local
         self._at_once = 2 + (1 < local < workers)  # scratch buffers of one sum
         self.scratch = Pool(max(self._at_once, buffers), scratch_bytes)
-        self._held: dict[int, dict[int, Any]] = {}  # chunk -> worker -> ndarray | SPILLED | [(indices, values)...]
+        # chunk -> worker -> (memory with room for the chunk's dtype, dtype) | dtype if spilled | [(indices, values)...]
+        self._held: dict[int, dict[int, Any]] = {}
         self._totals: dict[int, tuple[Buffer, np.ndarray]] = {}  # sums that were just taken, kept for the update
 
     def hold(self, push: ops.Push) -> tuple[Any, bool]:
@@ -58,32 +59,37 @@ class Gradients:
 
     def stash(self, push: ops.Push, lane: int) -> int:
         assert self.tier is not None
-        self.tier.spill_write(push.chunk, push.grad, lane)
-        return len(push.grad)
+        self.tier.spill_write(push.chunk, push.sent, lane)
+        return len(push.sent)
 
     def _hold_dense(self, chunk: Chunk, held: dict[int, Any], push: ops.Push) -> tuple[Any, bool]:
-        dtype = self._dtype(chunk)
-        stashed, grad = None, push.grad
-        if isinstance(grad, int):
-            stashed, grad = self._spilled(chunk, grad)
-        grad = array_in(grad, dtype, 0, chunk.numel)
+        own = self._dtype(chunk)
+        stashed, memory, dtype = None, push.grad, push.dtype or own
+        if isinstance(memory, int):
+            stashed = self._spilled(chunk, memory, dtype)
+            memory = stashed.view
+        grad = array_in(memory, dtype, 0, chunk.numel)
         before = None if push.fresh else held.get(push.worker)
         scratch, kept, spilled = None, False, False
         if before is not None:
-            scratch, total, _ = self._dense(chunk, before, push.worker)
-            _add(total, grad, dtype)
-            grad, spilled = total, scratch is not None
+            scratch, total, of_total = self._dense(chunk, before, push.worker)
+            memory = before[0] if scratch is None else scratch.view
+            if of_total != own:
+                total = recast(memory, chunk.numel, of_total, own)
+            _add(total, own, grad, dtype)
+            grad, dtype, spilled = total, own, scratch is not None
+            held[push.worker] = memory, own
         elif push.keep:
-            held[push.worker], kept = grad, True
+            held[push.worker], kept = (memory, dtype), True
         elif self.tier is None:
-            held[push.worker] = grad.copy()
+            held[push.worker] = np.frombuffer(memory, np.uint8).copy().data, dtype
         else:
             spilled = True
         sums = self._sums(chunk, grad, dtype) if self.alone else None
         if spilled:
             assert self.tier is not None
             self.tier.spill_write(chunk.id, grad.view(np.uint8).data, push.worker)
-            held[push.worker] = SPILLED
+            held[push.worker] = dtype
         self.done(scratch)
         self.done(stashed)
         return sums, kept
@@ -151,9 +157,9 @@ class Gradients:
 
     def _add_up(self, chunk: Chunk, total: np.ndarray, parts: Sequence[tuple[int, Any]]) -> None:
         """total = the sum of `parts`, left to right in fp32."""
-        dtype = self._dtype(chunk)
-        if parts and all(isinstance(part, np.ndarray) for _, part in parts):
-            sum_k(total, [part for _, part in parts], dtype)
+        here = [part for _, part in parts if isinstance(part, tuple)]
+        if len(here) == len(parts) and len({dtype for _, dtype in here}) == 1:
+            sum_k(total, [array_in(memory, dtype, 0, chunk.numel) for memory, dtype in here], here[0][1])
             return
         total[:] = -0.0 if parts else 0.0  # -0.0 + x is x, for every x
         for worker, part in parts:
@@ -164,12 +170,12 @@ class Gradients:
     def _dense(self, chunk: Chunk, part: Any, worker: int) -> tuple[Buffer | None, np.ndarray, str]:
         """What is held of a worker, as one array, and its dtype: where it lies, or (spilled, compressed) in a scratch
         buffer."""
-        dtype = self._dtype(chunk)
-        if isinstance(part, np.ndarray):
-            return None, part, dtype
+        if isinstance(part, tuple):
+            memory, dtype = part
+            return None, array_in(memory, dtype, 0, chunk.numel), dtype
         if isinstance(part, str):
-            scratch, view = self._spilled(chunk, worker)
-            return scratch, array_in(view, dtype, 0, chunk.numel), dtype
+            scratch = self._spilled(chunk, worker, part)
+            return scratch, array_in(scratch.view, part, 0, chunk.numel), part
         scratch = self.scratch.get()
         dense = array_in(scratch.view, "fp32", 0, chunk.numel)
         for i, (indices, values) in enumerate(part):
@@ -183,20 +189,19 @@ class Gradients:
                 dense[indices] += wide
         return scratch, dense, "fp32"
 
-    def _spilled(self, chunk: Chunk, lane: int) -> tuple[Buffer, memoryview]:
+    def _spilled(self, chunk: Chunk, lane: int, dtype: str) -> Buffer:
         assert self.tier is not None
         scratch = self.scratch.get()
-        view = scratch.view[: round_up(chunk.numel * ITEMSIZE[self._dtype(chunk)], PAGE)]
-        self.tier.spill_read(chunk.id, view, lane)
-        return scratch, view
+        self.tier.spill_read(chunk.id, scratch.view[: round_up(chunk.numel * ITEMSIZE[dtype], PAGE)], lane)
+        return scratch
 
 
-def _add(acc: np.ndarray, grad: np.ndarray, dtype: str) -> None:
-    """acc += grad in their own dtype, rounded to nearest even, as torch accumulates p.grad."""
+def _add(acc: np.ndarray, dtype: str, grad: np.ndarray, of_grad: str) -> None:
+    """acc += grad in acc's dtype, rounded to nearest even, as torch accumulates p.grad."""
     if dtype == "fp32":
-        accumulate(acc, grad, "fp32")
+        accumulate(acc, grad, of_grad)
         return
     wide = np.empty(acc.size, np.float32)
     cast(acc, dtype, wide, "fp32")
-    accumulate(wide, grad, dtype)
+    accumulate(wide, grad, of_grad)
     cast(wide, "fp32", acc, dtype)

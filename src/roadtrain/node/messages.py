@@ -18,7 +18,8 @@ import numpy as np
 from roadtrain.errors import WireError
 from roadtrain.flow import ops
 from roadtrain.kernels.cast import NUMPY_OF
-from roadtrain.spec.chunks import Chunk
+from roadtrain.spec.chunks import ITEMSIZE, PAGE, Chunk
+from roadtrain.units import round_up
 
 (OPEN, FILL, BEGIN, READ, PULL, PUSH, CLOSE, RELEASE, FORGET, SEAL, COMMIT, COMMITTED) = range(1, 13)
 (WELCOME, FILLED, READY, RECORD, FAILED, PULLED, HELD, PREPARED) = range(20, 28)
@@ -33,7 +34,8 @@ _HEADERS: Mapping[int, Any] = {
     BEGIN: tuple[()],
     READ: tuple[int],  # chunk, or -1: what was committed with the last step
     PULL: tuple[int, int, int],  # chunk, version, ticket
-    PUSH: tuple[int, bool, int, int, str],  # chunk, fresh, ticket, values of a sparse one or -1, their dtype
+    PUSH: tuple[int, bool, int, int, str],  # chunk, fresh, ticket, values of a sparse one or -1, their dtype;
+    # that of a whole one only where it was narrowed
     CLOSE: tuple[int, int],
     RELEASE: tuple[int, int, int, tuple[float, ...]],  # chunk, step, order, hyperparameters
     FORGET: tuple[int],
@@ -77,8 +79,8 @@ def frame(message: Any) -> tuple[int, bytes, Sequence[memoryview]]:
             dtype = "fp32" if values.dtype == np.float32 else "16"
             parts = [as_bytes(np.asarray(sums)), as_bytes(indices), as_bytes(values)]
             return PUSH, encode((chunk, fresh, ticket, len(values), dtype)), parts
-        case ops.Push(chunk, grad, fresh, _, ticket):
-            return PUSH, encode((chunk, fresh, ticket, -1, "")), [grad]
+        case ops.Push(chunk, _, fresh, _, ticket):
+            return PUSH, encode((chunk, fresh, ticket, -1, message.dtype)), [message.sent]
         case ops.Close(chunk, step):
             return CLOSE, encode((chunk, step)), ()
         case ops.Release(chunk, step, hyper, scales, order):
@@ -107,17 +109,21 @@ def release(fields: Any, payload: memoryview, chunk: Chunk, worker: int) -> ops.
 
 
 def push_nbytes(fields: Any, chunk: Chunk, dense: int) -> int:
-    """The payload of a push of `chunk`; `dense`: that of a whole gradient."""
+    """The payload of a push of `chunk`; `dense`: that of a whole gradient, not narrowed."""
     _, _, _, k, dtype = fields
-    if k < 0:
+    if k < 0 and not dtype:
         return dense
+    if k < 0:
+        if dtype not in ("bf16", "fp16") or chunk.dtype != "fp32":
+            raise WireError(f"a gradient of chunk {chunk.id}, which is {chunk.dtype}, came as {dtype!r}")
+        return round_up(chunk.numel * ITEMSIZE[dtype], PAGE)
     return 8 * len(chunk.segments) + k * (4 + (4 if dtype == "fp32" else 2))
 
 
 def push(fields: Any, payload: memoryview, chunk: Chunk, keep: bool, worker: int) -> ops.Push:
     number, fresh, ticket, k, dtype = fields
     if k < 0:
-        return ops.Push(number, payload, fresh, keep, ticket, None, worker)
+        return ops.Push(number, payload, fresh, keep, ticket, None, worker, dtype)
     n = len(chunk.segments)
     indices = np.frombuffer(payload, np.uint32, k, 8 * n)
     kind = np.float32 if dtype == "fp32" else NUMPY_OF[chunk.dtype]

@@ -149,12 +149,17 @@ class Seat:
             case m.READ:
                 session.read(self, fields[0])
             case m.PULL:
-                chunk, version, ticket = fields
-                reply = _Reply(self, ticket, session.chunk(chunk))
-                session.tell(ops.Pull(chunk, version, reply, ticket, me))
+                number, version, ticket = fields
+                reply = _Reply(self, ticket, session.chunk(number))
+                session.tell(ops.Pull(number, version, reply, ticket, me))
             case m.PUSH:
                 assert self.pool is not None
-                push = m.push(fields, payload, session.chunk(fields[0]), self.pool.spare >= 2, me)
+                chunk = session.chunk(fields[0])
+                if fields[3] < 0 and not payload:
+                    raise WireError(f"a push of chunk {chunk.id} without a gradient")
+                if fields[3] < 0 and fields[4]:  # narrowed: with the room for the fp32 sum that it may become
+                    payload = self._coming[0].view[: chunk.public_nbytes]
+                push = m.push(fields, payload, chunk, self.pool.spare >= 2, me)
                 if fields[3] < 0:
                     if push.ticket in self._kept:  # freeing the one would free the other's memory
                         raise WireError(f"two pushes with the ticket {push.ticket}")

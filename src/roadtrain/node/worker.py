@@ -24,7 +24,7 @@ from roadtrain.flow import ops
 from roadtrain.flow.ledger import Ledger
 from roadtrain.flow.prefetch import Prefetcher, PullBlock
 from roadtrain.node.blocks import BlockState, MessageLink, Sums
-from roadtrain.node.compress import Compressor
+from roadtrain.node.compress import Compressor, narrowed
 from roadtrain.node.device import HostBuffer
 from roadtrain.spec.chunks import PAGE, Block, Chunk, ChunkTable
 from roadtrain.spec.plan import Budgets
@@ -60,6 +60,7 @@ class Worker:
         self.ledger = Ledger(servers, committed, everywhere=replicas > 1, own=own)  # also those that own no chunk
         self.prefetch = Prefetcher(budgets.slots, compute_blocks)
         self.order = {block: i + 1 for i, block in enumerate(compute_blocks)}
+        self.grad_dtype = ""  # what fp32 gradients travel as, where not as they are
         self.keep_always = False  # gradients never wait for step(), so none is moved away from its buffer
         self._lock = threading.Condition()
         self._error: BaseException | None = None
@@ -329,19 +330,19 @@ class Worker:
     def send_dense(
         self, chunks: Sequence[Chunk], host: HostBuffer, fresh: bool, then: Mapping[int, ops.Release] = {}
     ) -> None:
-        """Pushes `chunks` out of `host`, which is free again when every server has said so. `then`: what is said right
-        after a chunk."""
+        """Pushes `chunks` out of `host`, free again when every server has said so. `then`: said right after a chunk."""
+        dtypes = narrowed(chunks, host.view, self.grad_dtype)
         with self._lock:
             keep = self.keep_always or host not in self._push_all or len(self._kept) < len(self._push_all) - 2
             if keep and fresh and host in self._push_all:
                 self._kept.add(host)
             host.pending = sum(len(self.owners[chunk.id]) for chunk in chunks)
-            for chunk in chunks:
+            for chunk, dtype in zip(chunks, dtypes):
                 grad = host.view[chunk.push_offset : chunk.push_offset + round_up(chunk.public_nbytes, PAGE)]
                 for server in self.owners[chunk.id]:
                     ticket = next(self._tickets)
                     self._push_tickets[ticket] = host
-                    self.links[server].send(ops.Push(chunk.id, grad, fresh, keep, ticket))
+                    self.links[server].send(ops.Push(chunk.id, grad, fresh, keep, ticket, dtype=dtype))
                 if chunk.id in then:
                     self._send(chunk.id, then[chunk.id])
 

@@ -123,6 +123,8 @@ class BudgetSection(Section):
 class CompressSection(Section):
     topk: float | None = Field(default=None, gt=0, le=100, description="percent communicated: 2 keeps 1 %")
     error_feedback: bool = Field(default=False, description="add to the next gradient what was not sent")
+    gradients: Literal["bf16", "fp16"] | None = Field(
+        default=None, description="what gradients of fp32 parameters travel to servers in; default: fp32")
 
 
 class Job(Section):
@@ -147,7 +149,8 @@ class Job(Section):
         """What is on that makes training lossy or late (Rule 2); empty by default."""
         late = {"staleness": self.optimizer.staleness} if self.optimizer.staleness else {}
         topk = {"topk": self.compress.topk, "error_feedback": self.compress.error_feedback}
-        return late | (topk if self.compress.topk is not None else {})
+        narrow = {"gradients": self.compress.gradients} if self.compress.gradients else {}
+        return late | narrow | (topk if self.compress.topk is not None else {})
 
     def changed(self, overrides: Mapping[str, Any]) -> Job:
         """This job with dotted keys set. Raises ConfigError."""
