@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Any
 from roadtrain.errors import RoadtrainError
 
 if TYPE_CHECKING:
+    from roadtrain.adapters.ddp import Summation, sum_hook
     from roadtrain.kernels.lion import Lion
     from roadtrain.optimizer import PlacedOptimizer
     from roadtrain.placing import place
 
-__all__ = ["Lion", "PlacedOptimizer", "RoadtrainError", "place"]
+__all__ = ["Lion", "PlacedOptimizer", "RoadtrainError", "Summation", "place", "sum_hook"]
 
-_HOMES = {"place": "roadtrain.placing", "PlacedOptimizer": "roadtrain.optimizer", "Lion": "roadtrain.kernels.lion"}
+_HOMES = {"place": "roadtrain.placing", "PlacedOptimizer": "roadtrain.optimizer", "Lion": "roadtrain.kernels.lion",
+          "Summation": "roadtrain.adapters.ddp", "sum_hook": "roadtrain.adapters.ddp"}
 
 
 def __getattr__(name: str) -> Any:

@@ -24,12 +24,13 @@ FLOORS = {
 }
 PURE = ("spec", "flow", "sim", "planner")
 NEVER_IN_PURE = {"torch", "socket", "threading", "asyncio", "time"}
-LINE_BUDGET = 10_889  # docs/decisions/0017
+LINE_BUDGET = 11_562  # docs/decisions/0018
 FILE_LINES = 500
 FORBIDDEN = ("shard", "bucket", "partition", "keeper")
 # File -> words allowed there, with the reason.
 EXCEPTED = {
     "store/safetensors_io.py": {"shard"},  # Hugging Face's own name for the files of one export
+    "adapters/ddp.py": {"bucket"},  # torch's own name: GradBucket
     "bench/cluster_worker.py": {"shard"},  # torch's own name: fully_shard
     "bench/deepspeed_peer.py": {"bucket"},  # DeepSpeed's own setting
 }

@@ -12,7 +12,8 @@ from roadtrain.spec import job
 
 
 def test_package() -> None:
-    assert sorted(roadtrain.__all__) == ["Lion", "PlacedOptimizer", "RoadtrainError", "place"]
+    assert sorted(roadtrain.__all__) == [
+        "Lion", "PlacedOptimizer", "RoadtrainError", "Summation", "place", "sum_hook"]
 
 
 def test_place() -> None:

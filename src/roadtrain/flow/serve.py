@@ -411,13 +411,14 @@ class ServeDecider:
         return out
 
     def waits(self) -> tuple[list[ops.Pull], list[tuple[int, str]]]:
-        """For people: the pulls that wait for a version; which worker owes what."""
+        """For people: the pulls that wait for a version or their turn; which worker owes what."""
         owed = [(step, said, f"the end of step {step}") for step, said in self.seals.items()]
         for number, chunk in self.chunks.items():
             step = self.base + chunk.version + 1
             for said, what in ((chunk.closed.get(step), "gradient"), (chunk.said.get(step), "release")):
                 owed += [(step, set(said), f"the {what} of chunk {number} in step {step}")] if said else []
         pulls = [pull for chunk in self.chunks.values() for pull in chunk.pulls]
+        pulls += [pull for waiting in self.turns.waiting.values() for pull in waiting]
         return pulls, [(w, what) for _, said, what in sorted(owed, key=lambda one: one[0])
                        for w in range(self.workers) if w not in said]
 

@@ -2,6 +2,7 @@
 
     worker -> server   Open Fill Begin Read | Pull Push Close Release Forget Seal Commit Committed
     server -> worker   Welcome Filled Ready Record Failed | Pulled Held Prepared Committed
+    worker <-> summer  Part Sum
 
 Those before the bar set a session up (node/serve.py, node/cluster.py), the others are flow/ops.py's. Everything is
 checked on arrival: WireError for what does not fit, nothing is executed or unpickled (Rule 8).
@@ -23,10 +24,12 @@ from roadtrain.units import round_up
 
 (OPEN, FILL, BEGIN, READ, PULL, PUSH, CLOSE, RELEASE, FORGET, SEAL, COMMIT, COMMITTED) = range(1, 13)
 (WELCOME, FILLED, READY, RECORD, FAILED, PULLED, HELD, PREPARED) = range(20, 28)
+(PART, SUM) = range(30, 32)
 
 # session, rank, workers, those of one host (negative: their relay sums), number of the server, signature of the layout
 Hello = tuple[str, int, int, int, int, str]
 HELLO = msgspec.msgpack.Decoder(Hello)
+SUM_HELLO = msgspec.msgpack.Decoder(tuple[str, int, int, str])  # session, rank, workers, rule: of a summation
 _HEADERS: Mapping[int, Any] = {
     OPEN: tuple[bool, int, int, bool, int],  # new, generation's step, servers, whether gradients wait for the norm,
     # step of its snapshot to go on from, or -1: a new part of the same step is restored from that
@@ -51,6 +54,8 @@ _HEADERS: Mapping[int, Any] = {
     PULLED: tuple[int, int],
     HELD: tuple[int],
     PREPARED: tuple[int],
+    PART: tuple[int, int, int, str],  # tensor, first element, round, dtype
+    SUM: tuple[int, int, int],
 }
 _DECODERS = {kind: msgspec.msgpack.Decoder(header) for kind, header in _HEADERS.items()}
 encode = msgspec.msgpack.Encoder().encode

@@ -32,6 +32,7 @@ from roadtrain.node import watch
 from roadtrain.node.dial import address_of, token_of
 from roadtrain.node.pool import Pool
 from roadtrain.node.server import Server, Setup
+from roadtrain.node.summing import serve_sums
 from roadtrain.spec.chunks import PAGE, Chunk
 from roadtrain.spec.plan import derive_server
 from roadtrain.store.buffers import Buffer
@@ -53,12 +54,13 @@ EVERY = 100  # steps between two snapshots
 def command(
     address: str, store: str | None = None, budget: str | None = None, token_file: str | None = None,
     cert: str | None = None, key: str | None = None, ca: str | None = None, snapshot: str | None = None,
-    snapshot_every: int | None = None,
+    snapshot_every: int | None = None, sum: bool = False,
 ) -> int:
-    """`roadtrain serve HOST:PORT --store DIR`."""
-    if store is None:
-        raise ConfigError("--store is missing", hint="a directory on the device that the state shall rest on; one in "
-                          "/dev/shm rests in memory and outlives this process, not the machine")
+    """`roadtrain serve HOST:PORT --store DIR`, or `--sum`."""
+    if (store is None) != sum or (sum and snapshot is not None):
+        raise ConfigError(f"--store {store}, --sum {sum}, --snapshot {snapshot}",
+                          hint="--store names a directory on the device that the state shall rest on (one in /dev/shm "
+                          "rests in memory and outlives this process, not the machine); --sum keeps no state")
     if (snapshot_every is not None and (snapshot is None or snapshot_every < 1)) or snapshot == store:
         raise ConfigError(f"--snapshot {snapshot}, --snapshot-every {snapshot_every}, --store {store}",
                           hint="--snapshot names a directory of its own on files, --snapshot-every steps, 1 or more")
@@ -67,6 +69,8 @@ def command(
     tls = Tls(cert=paths[0], key=paths[1], ca=paths[2]) if cert or ca else None
     nbytes = parse_bytes(budget) if budget is not None else psutil.virtual_memory().available // 2
     options = Options(token=token_of(token_file), tls=tls)
+    if store is None:
+        return serve_sums(address_of(address), nbytes, options)
     with Host(address_of(address), Path(store), nbytes, options, snapshot=Path(snapshot or ""), every=every) as host:
         print(f"serving {store} at {host.where}, at most {show_bytes(nbytes)}; the state rests {host.rests}")
         host.run()

@@ -1,0 +1,1 @@
+"""roadtrain under the interfaces of others: DDP's communication hook."""

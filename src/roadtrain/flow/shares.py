@@ -1,0 +1,143 @@
+"""Which host sums how much of a gradient, so that the busiest link is as little busy as can be. Exact, in closed form.
+
+n worker hosts, host i with a full-duplex link of rate b_i, and spare hosts j of rate c_j. Host i sums the share x_i of
+M bytes, spare host j the share y_j; together 1. In one exchange a worker host sends what others sum, M (1 - x_i), and
+returns its sums to the n - 1 others, (n - 1) x_i M; a spare host returns each of its sums n times; what arrives is the
+same. So an exchange cannot be shorter than
+
+    T M = max( M (1 + (n - 2) x_i) / b_i,  n y_j M / c_j )
+
+Proof that `optimum` is the least T. For a given T the shares are bounded: x_i <= (T b_i - 1) / (n - 2) and
+y_j <= T c_j / n; x_i >= 0 needs T >= 1 / b_i for every i. Both bounds grow with T, so T is feasible exactly where
+T >= max 1/b_i =: T0 and the bounds add up to 1 or more:
+
+    T (sum b / (n - 2) + sum c / n) - n / (n - 2) >= 1    =>    T1 = (1 + n/(n-2)) / (sum b / (n-2) + sum c / n)
+
+The least is max(T0, T1). At T1 the bounds are the shares; at T0 > T1 (one slow worker holds up all, whatever is summed
+where) any shares below the bounds do, here the bounds scaled to 1. For n = 2 a worker's link carries M each way
+whatever it sums: T0. With b = 1 and k spares of rate 1 this is Jiang et al. (BytePS, OSDI 2020), section 4.1,
+t_opt = 2 n (n - 1) / (n^2 + k n - 2 k); k = 0 is the ring's 2 (n - 1) / n, k = n the parameter server's 1.
+
+Pure; also exact with fractions.Fraction. Does NOT know links that are shared, or that carry other things.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from roadtrain.errors import ConfigError
+from roadtrain.units import round_up
+
+ALIGN = 1024  # elements: pieces begin on a page of a 4-byte dtype
+WHOLE = 16  # a tensor of fewer aligned pieces a site goes to one site whole
+
+
+@dataclass(frozen=True)
+class Shares:
+    """`workers`, `spares`: the share of each host. `seconds`: of an exchange of one byte of gradient, at the rates
+    given in bytes a second."""
+
+    workers: tuple[float, ...]
+    spares: tuple[float, ...]
+    seconds: float
+
+    @property
+    def all(self) -> tuple[float, ...]:
+        """Of every site: the worker hosts in order, then the spare ones."""
+        return (*self.workers, *self.spares)
+
+
+def optimum(workers: Sequence[float], spares: Sequence[float] = ()) -> Shares:
+    """The best shares for hosts with links of these rates (bytes a second each way). Raises ConfigError for a rate
+    that is not above 0."""
+    n = len(workers)
+    if not n or any(not rate > 0 for rate in (*workers, *spares)):
+        raise ConfigError(f"links of {[*workers]} and spare ones of {[*spares]} bytes a second",
+                          hint="one worker host or more, every rate above 0")
+    if n == 1:
+        return Shares((1,), (0,) * len(spares), 0)
+    least = max(1 / rate for rate in workers)
+    if n == 2:
+        return _scaled([_one(least)] * n, [least * rate / n for rate in spares], least)
+    seconds = max(least, (1 + n * _one(least) / (n - 2)) / (sum(workers) / (n - 2) + sum(rate / n for rate in spares)))
+    bounds = [(seconds * rate - 1) / (n - 2) for rate in workers]
+    return _scaled(bounds, [seconds * rate / n for rate in spares], seconds)
+
+
+def _one(like: float) -> float:
+    """1 in the arithmetic of `like`: a Fraction stays one."""
+    return like / like
+
+
+def _scaled(workers: Sequence[float], spares: Sequence[float], seconds: float) -> Shares:
+    total = sum(workers) + sum(spares)
+    return Shares(tuple(x / total for x in workers), tuple(y / total for y in spares), seconds)
+
+
+def busiest(workers: Sequence[float], spares: Sequence[float], shares: Sequence[float]) -> float:
+    """Seconds of an exchange of one byte with these shares of all sites: the formula above."""
+    n = len(workers)
+    own = [(1 + (n - 2) * x) / rate for x, rate in zip(shares, workers)] if n > 1 else [0.0]
+    return max([*own, *(n * y / rate for y, rate in zip(shares[n:], spares))])
+
+
+@dataclass(frozen=True)
+class Part:
+    """Elements [start, stop) of a tensor, summed at `site`."""
+
+    site: int
+    start: int
+    stop: int
+
+
+def cut(key: int, elements: int, shares: Sequence[float], part_elements: int) -> tuple[Part, ...]:
+    """The parts of tensor `key`: the same for all workers, who need not talk. A large tensor is cut by the shares, a
+    small one goes whole to a site that its key's hash picks, with the shares' probabilities (the same in total)."""
+    last = max(site for site, own in enumerate(shares) if own)
+    if elements < WHOLE * ALIGN * len(shares):
+        at, site = _hash(key) * sum(shares), 0
+        while site < last and (at >= shares[site] or not shares[site]):
+            at -= shares[site]
+            site += 1
+        return tuple(_parts(site, 0, elements, part_elements))
+    out: list[Part] = []
+    start, share = 0, 0.0
+    for site, own in enumerate(shares):
+        share += own
+        stop = elements if site >= last else min(elements, round(share * elements / ALIGN) * ALIGN)
+        out += _parts(site, start, stop, part_elements)
+        start = stop
+    return tuple(out)
+
+
+def _parts(site: int, start: int, stop: int, most: int) -> list[Part]:
+    """Of equal size, but for the last, so that the last does not come alone."""
+    if stop == start:
+        return []
+    count = -(-(stop - start) // most)
+    size = round_up(-(-(stop - start) // count), ALIGN)
+    return [Part(site, at, min(at + size, stop)) for at in range(start, stop, size)]
+
+
+def _hash(key: int) -> float:
+    """In [0, 1): splitmix64, the same everywhere."""
+    mask = (1 << 64) - 1
+    x = (key + 0x9E3779B97F4A7C15) & mask
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
+    return float((x ^ (x >> 31)) >> 11) / (1 << 53)
+
+
+def order(parts: Sequence[Part], rank: int) -> list[Part]:
+    """In which a worker sends them. All sites get theirs at the pace of their shares, so that no link is idle early and
+    none is crowded late; and workers begin each turn with another site, so that they do not meet at one."""
+    of_site: dict[int, list[Part]] = {}
+    for part in parts:
+        of_site.setdefault(part.site, []).append(part)
+    most = max(map(len, of_site.values()), default=0)
+    turns: list[list[Part]] = [[] for _ in range(most)]
+    for own in of_site.values():
+        for i, part in enumerate(own):
+            turns[(2 * i + 1) * most // (2 * len(own))].append(part)
+    return [part for turn in turns for part in [*turn[rank % len(turn) :], *turn[: rank % len(turn)]]]

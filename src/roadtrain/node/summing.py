@@ -1,0 +1,255 @@
+"""Summer: adds up what the workers push and gives it back, on a worker's own host or on a spare one (BytePS's
+summation service). It keeps no parameters, no optimizer, nothing on files.
+
+    part of worker 0 --+                                              +--> all workers
+    part of worker 1 --+--> buffers of their own --> one pass, fp32 --+--> (accumulate: the sender)
+
+Buffers are made when a part comes for the first time and used again in every round. One thread adds; links have theirs.
+Assumes what flow/summing.py says. Does NOT know layers, models or who divides by the number of workers.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from roadtrain.errors import BudgetError, BusyError, LostError, PeerError, RoadtrainError, WireError
+from roadtrain.flow.summing import RULES, Arrived, SumDecider
+from roadtrain.kernels.cast import cast
+from roadtrain.kernels.sum import accumulate, sum_k
+from roadtrain.node import messages as m
+from roadtrain.node import watch
+from roadtrain.spec.chunks import ITEMSIZE, TRAINABLE
+from roadtrain.store.buffers import Buffer, array_in
+from roadtrain.units import show_bytes
+from roadtrain.wire.link import Link, Receiver
+from roadtrain.wire.tcp import Address, Options, listen
+
+END_S = 10.0  # for threads to end
+Where = tuple[int, int]  # tensor, first element
+
+
+class _Seat:
+    """One worker's place: the Receiver of its link."""
+
+    def __init__(self, summer: Summer, rank: int, link: Link) -> None:
+        self.summer, self.rank, self.link = summer, rank, link
+        self.buffers: dict[Where, Buffer] = {}
+        self.heard = time.monotonic()  # when its last part came
+
+    def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
+        fields = m.header(kind, header)
+        if kind != m.PART or fields[3] not in TRAINABLE or nbytes % ITEMSIZE[fields[3]]:
+            raise WireError(f"a frame of kind {kind} with {nbytes} bytes {fields[3:]} came to a summer")
+        buffer = self.buffers.get(fields[:2])
+        if buffer is None or buffer.nbytes < nbytes:
+            try:
+                buffer = self.buffers[fields[:2]] = self.summer.buffer(nbytes, buffer)
+            except BudgetError as error:
+                self.summer.end(error)
+                buffer = Buffer(nbytes)  # this frame goes nowhere, the worker hears why
+        return buffer.view[:nbytes]
+
+    def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
+        self.heard = time.monotonic()
+        try:
+            key, start, number, dtype = m.header(kind, header)
+            elements = len(payload) // ITEMSIZE[dtype]
+            self.summer.arrived(self, Arrived(key, start, number, elements, dtype))
+        except RoadtrainError as error:
+            self.summer.end(error)
+
+    def lost(self, error: PeerError) -> None:
+        self.summer.left(self, error)
+
+
+class Summer:
+    """Of one job. `ended` is called once, when the last worker has left or something failed."""
+
+    def __init__(
+        self, rule: str, workers: int, reserve: Callable[[int], None], ended: Callable[[Summer], None]
+    ) -> None:
+        self.rule, self.workers, self._reserve, self._ended = rule, workers, reserve, ended
+        self.seats: dict[int, _Seat] = {}
+        self.reserved = 0  # bytes
+        self._decider = SumDecider(workers, rule)
+        self._results: dict[Where, Buffer] = {}
+        self._lock, self._work = threading.Lock(), queue.SimpleQueue[Any]()
+        self._left, self._over = 0, False
+        self.threads = [threading.Thread(target=self._add_all, name="summer", daemon=True)]
+        self.threads[0].start()
+
+    def join(self, rank: int, link: Link) -> _Seat:
+        with self._lock:
+            if self._over or self._left or rank in self.seats:
+                raise BusyError("busy with another start of this job")
+            seat = self.seats[rank] = _Seat(self, rank, link)
+        return seat
+
+    def buffer(self, nbytes: int, instead: Buffer | None = None) -> Buffer:
+        """BudgetError where the host's budget does not hold one more."""
+        more = Buffer(nbytes)
+        extra = more.nbytes - (instead.nbytes if instead is not None else 0)
+        self._reserve(extra)
+        self.reserved += extra
+        return more
+
+    def arrived(self, seat: _Seat, part: Arrived) -> None:
+        with self._lock:
+            if self._decider.arrived(seat.rank, part):
+                self._work.put((seat, part))
+
+    def waits(self) -> dict[str, tuple[float, str]]:
+        """Who keeps the others waiting, for what and since when its last word came."""
+        with self._lock:
+            missing, now = self._decider.missing(), time.monotonic()
+        late = {rank: key for key, ranks in reversed(missing.items()) for rank in ranks}
+        return {f"worker {rank}": (now - self.seats[rank].heard if rank in self.seats else 0.0,
+                                   f"its part of tensor {key}, round {number}")
+                for rank, (key, _, number) in late.items()}
+
+    def left(self, seat: _Seat, error: PeerError) -> None:
+        """Others may be leaving too: it is over where somebody waits for this one, or when all have gone."""
+        with self._lock:
+            self._left += 1
+            late = {key: gone for key, gone in self._decider.missing().items() if seat.rank in gone}
+            last = self._left == len(self.seats)
+        if late or last:
+            self.end(LostError(f"worker {seat.rank} has gone: {error}"))
+
+    def end(self, error: BaseException) -> None:
+        with self._lock:
+            first, self._over = not self._over, True
+            seats = list(self.seats.values())
+        if not first:
+            return
+        self._work.put(None)
+        for seat in seats:
+            with suppress(PeerError):
+                seat.link.send(m.FAILED, m.encode((type(error).__name__, str(error))), urgent=True)
+            self.threads.append(threading.Thread(target=seat.link.close, name="close", daemon=True))
+            self.threads[-1].start()  # this may be one of the link's own
+        self._ended(self)
+
+    def _add_all(self) -> None:
+        while (work := self._work.get()) is not None:
+            try:
+                self._add(*work)
+            except BaseException as error:
+                self.end(error if isinstance(error, RoadtrainError) else LostError(f"a summer stopped: {error!r}"))
+                return
+
+    def _add(self, seat: _Seat, part: Arrived) -> None:
+        where, dtype, n = (part.key, part.start), part.dtype, part.elements
+        fresh = where not in self._results
+        if fresh:
+            self._results[where] = self.buffer(4 * n)
+        result = self._results[where].view
+        total = array_in(result, "fp32", 0, n)
+        if self.rule == "accumulate":
+            if fresh:
+                total[:] = 0
+            accumulate(total, array_in(seat.buffers[where].view, dtype, 0, n), dtype)
+            self._send([seat], part, result[: 4 * n] if dtype == "fp32" else _narrow(total.copy(), dtype))
+            return
+        seats = [self.seats[rank] for rank in range(self.workers)]
+        sum_k(total, [array_in(one.buffers[where].view, dtype, 0, n) for one in seats], dtype)
+        self._send(seats, part, result[: 4 * n] if dtype == "fp32" else _narrow(total, dtype))
+
+    def _send(self, seats: list[_Seat], part: Arrived, payload: memoryview) -> None:
+        header = m.encode((part.key, part.start, part.round))
+        for seat in seats:
+            with suppress(PeerError):  # who has left is noticed elsewhere
+                seat.link.send(m.SUM, header, [payload])
+
+
+def _narrow(total: np.ndarray, dtype: str) -> memoryview:
+    """`total` as 16-bit values, in the first half of its own memory."""
+    out = total.view(np.uint16)[: total.size]
+    for at in range(0, total.size, 4096):  # in order, so that none is overwritten before it was read
+        cast(total[at : at + 4096].copy(), "fp32", out[at : at + 4096], dtype)
+    return out.view(np.uint8).data
+
+
+class Summers:
+    """All jobs' summers on one host, within `nbytes` together."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes, self._used = nbytes, 0
+        self.jobs: dict[str, Summer] = {}
+        self._lock = threading.Condition()
+        self._ending: list[threading.Thread] = []
+
+    def accept(self, link: Link, hello: bytes) -> Receiver:
+        """A worker's link: the first of a job makes its summer. Or who asks for the status. Raises WireError,
+        BusyError."""
+        if hello == watch.HELLO:
+            return watch.answer(link, self.status())
+        try:
+            session, rank, workers, rule = m.SUM_HELLO.decode(hello)
+        except msgspec.DecodeError as error:
+            raise WireError(f"no greeting of a worker of a summation: {error}") from error
+        if not 0 <= rank < workers <= 1 << 16 or rule not in RULES:
+            raise WireError(f"worker {rank} of {workers} with rule {rule!r} came to a summer")
+        with self._lock:
+            summer = self.jobs.get(session)
+            if summer is None:
+                summer = Summer(rule, workers, self._reserve, lambda one: self._forget(session, one))
+                self.jobs[session] = summer
+        if (summer.workers, summer.rule) != (workers, rule):
+            raise WireError(f"worker {rank} of {workers} with rule {rule}, the others are {summer.workers} with "
+                            f"{summer.rule}")
+        link.peer = f"worker {rank} ({link.peer})"
+        return summer.join(rank, link)
+
+    def status(self) -> watch.Said:
+        with self._lock:
+            jobs, used = list(self.jobs.values()), self._used
+        waits = {name: what for job in jobs for name, what in job.waits().items()}
+        return f"sums for {len(jobs)} job(s), {show_bytes(used)} of {show_bytes(self.nbytes)}", waits
+
+    def _reserve(self, nbytes: int) -> None:
+        with self._lock:
+            if self._used + nbytes > self.nbytes:
+                raise BudgetError(
+                    f"a summer needs {show_bytes(self._used + nbytes)} for buffers of {len(self.jobs)} job(s), its "
+                    f"budget is {show_bytes(self.nbytes)}", hint="raise its budget, or give the job more spare hosts")
+            self._used += nbytes
+
+    def _forget(self, session: str, summer: Summer) -> None:
+        with self._lock:
+            if self.jobs.get(session) is summer:
+                del self.jobs[session]
+            self._used -= summer.reserved
+            self._ending = [*(thread for thread in self._ending if thread.is_alive()), *summer.threads]
+            self._lock.notify_all()
+
+    def close(self, wait_s: float = 0.0) -> None:
+        """Waits so long for the workers of all jobs to leave by themselves."""
+        with self._lock:
+            self._lock.wait_for(lambda: not self.jobs, wait_s)
+            left = list(self.jobs.values())
+        for summer in left:
+            summer.end(LostError("the summer stops"))
+        for thread in self._ending:
+            thread.join(END_S)
+
+
+def serve_sums(address: Address, nbytes: int, options: Options, report: Callable[[str], None] = print) -> int:
+    """`roadtrain serve HOST:PORT --sum`: until it is ended."""
+    summers = Summers(nbytes)
+    listener = listen(address, summers.accept, options, report)
+    try:
+        report("summing at {}:{}, at most {}; nothing rests here".format(*listener.address, show_bytes(nbytes)))
+        threading.Event().wait()
+    finally:
+        summers.close()
+        listener.close()
+    return 0

@@ -1,0 +1,262 @@
+"""The summation service over real sockets: right sums in the order of the workers, whatever is spare; errors with
+names; DDP's own losses through its hook (Rules 1, 2, 4, 5 and 8)."""
+
+import contextlib
+import hashlib
+import os
+import re
+import socket
+import threading
+import time
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from processes import FORK
+from torch import nn
+
+import roadtrain
+from roadtrain.errors import BudgetError, ConfigError, DeadlineError, LostError, RoadtrainError
+from roadtrain.flow.shares import optimum
+from roadtrain.kernels.cast import cast
+from roadtrain.node import messages as m
+from roadtrain.node.summation import Summation
+from roadtrain.node.summing import Summers
+from roadtrain.wire.tcp import Options, listen
+
+DTYPES = {"fp32": np.float32, "bf16": np.uint16}
+
+
+class Hosts:
+    """`n` workers' and `k` spare hosts' summers, in this process."""
+
+    def __init__(self, n, k=0, nbytes=1 << 28):
+        self.n, self.shares = n, optimum([1.0] * n, [1.0] * k).all
+        self.summers = [Summers(nbytes) for _ in range(n + k)]
+        self.listeners = [listen(("127.0.0.1", 0), one.accept, Options(), lambda _: None) for one in self.summers]
+
+    def worker(self, rank, **options):
+        sites = [None if i == rank else one.address for i, one in enumerate(self.listeners)]
+        return Summation(rank, self.n, sites, self.shares, self.summers[rank], session="s", options=Options(),
+                         **{"deadline_s": 20, "part_bytes": 1 << 16, **options})
+
+    def run(self, work, ranks=None, **options):
+        """`work(rank, summation)` of all workers at once: what each returned or raised."""
+        found = {}
+
+        def one(rank):
+            try:
+                sums = self.worker(rank, **options)
+                try:
+                    found[rank] = work(rank, sums)
+                finally:
+                    sums.close()
+            except RoadtrainError as error:
+                found[rank] = error
+
+        threads = [threading.Thread(target=one, args=(rank,)) for rank in ranks or range(self.n)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive()
+        return [found[rank] for rank in sorted(found)]
+
+    def close(self):
+        for one in self.summers:
+            one.close(10)
+            assert one._used == 0, "memory is given back"
+        for one in self.listeners:
+            one.close()
+
+
+@pytest.fixture
+def hosts():
+    made = []
+
+    def make(*args, **options):
+        made.append(Hosts(*args, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def values(rank, number, key, elements, dtype):
+    wide = np.random.default_rng([rank, number, key]).standard_normal(elements, np.float32)
+    if dtype == "fp32":
+        return wide
+    narrow = np.empty(elements, np.uint16)
+    cast(wide, "fp32", narrow, dtype)
+    return narrow
+
+
+def expected(workers, number, key, elements, dtype):
+    """Left to right in fp32, then rounded to what travels."""
+    total = np.zeros(elements, np.float32)
+    for rank in range(workers):
+        wide = np.empty(elements, np.float32)
+        cast(values(rank, number, key, elements, dtype), dtype, wide, "fp32")
+        total = wide if rank == 0 else total + wide
+    out = np.empty(elements, DTYPES[dtype])
+    cast(total, "fp32", out, dtype)
+    return out
+
+
+TENSORS = {1: (1_000_003, "fp32"), 2: (7, "fp32"), 3: (300_000, "bf16"), 4: (0, "fp32")}
+
+
+@pytest.mark.parametrize(("n", "k"), [(1, 0), (2, 0), (2, 1), (3, 2), (4, 4)])
+def test_sums_are_those_of_the_workers_in_order(n, k, hosts):  # Rule 1
+    def work(rank, sums):
+        for number in range(3):
+            outs, done = {}, []
+            for key in sorted(TENSORS, reverse=rank % 2):  # not in the same order everywhere
+                elements, dtype = TENSORS[key]
+                outs[key] = np.empty(elements, DTYPES[dtype])
+                grad = values(rank, number, key, elements, dtype)
+                sums.sum(key, m.as_bytes(grad), outs[key].view(np.uint8).data, dtype, partial(done.append, 1),
+                         priority=-key)
+            sums.wait()
+            assert len(done) == len(TENSORS)
+            for key, (elements, dtype) in TENSORS.items():
+                assert np.array_equal(outs[key], expected(n, number, key, elements, dtype)), (number, key)
+        return sums.sent_bytes
+
+    found = hosts(n, k).run(work)
+    assert all(isinstance(sent, int) for sent in found), found
+    if n == k == 4:
+        assert len(set(found)) == 1 and found[0] == 3 * (4 * 1_000_010 + 2 * 300_000)  # all of it left
+
+
+def test_asynchronous_training_gets_the_sum_of_all_deltas(hosts):
+    """Nobody waits: a worker may be rounds ahead."""
+    rounds = [3, 5]
+
+    def work(rank, sums):
+        out = np.empty(100_000, np.float32)
+        for _ in range(rounds[rank]):
+            sums.sum(1, m.as_bytes(np.full(100_000, 1.0 + rank, np.float32)), out.view(np.uint8).data, "fp32",
+                     lambda: None)
+            sums.wait()
+        return out
+
+    last = hosts(2, 1).run(work, rule="accumulate")
+    assert max(out.max() for out in last) == 3 * 1.0 + 5 * 2.0
+    assert all((out >= own).all() for out, own in zip(last, (3.0, 10.0)))
+
+
+def once(elements, dtype="fp32", **at):
+    def work(rank, sums):
+        n = at.get("of", {}).get(rank, elements)
+        out = np.empty(n, DTYPES[dtype])
+        sums.sum(1, m.as_bytes(np.zeros(n, DTYPES[dtype])), out.view(np.uint8).data, dtype, lambda: None)
+        sums.wait()
+    return work
+
+
+def test_workers_that_differ_are_told(hosts):
+    found = hosts(2).run(once(100, of={1: 120}))
+    assert all({"100", "120"} <= set(re.findall(r"\d+", str(e))) for e in found), found
+
+
+def test_a_worker_that_does_not_come_is_waited_for_not_for_ever(hosts):  # Rule 5
+    begin = time.monotonic()
+    (found,) = hosts(2).run(once(100_000), ranks=[0], deadline_s=1)
+    assert isinstance(found, DeadlineError) and "worker 0 waited 1 s" in str(found) and "tensor 1" in str(found)
+    assert time.monotonic() - begin < 10
+
+
+def test_a_worker_that_leaves_is_named(hosts):  # Rule 5
+    here = threading.Barrier(2)
+
+    def work(rank, sums):
+        here.wait()
+        return once(100_000)(rank, sums) if rank == 0 else None
+
+    found = hosts(2).run(work)
+    assert isinstance(found[0], LostError) and "worker 1 has gone" in str(found[0])
+
+
+def test_the_budget_of_a_summer_holds(hosts):  # Rule 4
+    made = hosts(2, nbytes=1 << 20)
+    found = made.run(once(1_000_000))
+    assert all(isinstance(e, (LostError, BudgetError)) for e in found)
+    assert any("its budget is 1.0 MiB" in str(e) for e in found), found
+
+
+def test_what_a_stranger_sends_ends_only_his_own(hosts):  # Rule 8
+    made = hosts(2)
+    with contextlib.suppress(RoadtrainError):
+        Summation(0, 2, [None, ("127.0.0.1", made.listeners[1].address[1])], made.shares, made.summers[0], session="x",
+                  options=Options(token=b"wrong")).close()
+    with pytest.raises(RoadtrainError, match="worker 5 of 2"):
+        Summation(5, 2, [made.listeners[1].address], (1.0,), None, session="s",
+                  options=Options()).close()
+    assert made.run(once(1000)) == [None, None]
+
+
+# DDP
+
+
+def free_port():
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def ddp_child(rank, workers, port, hook, out):
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(workers)}
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    torch.manual_seed(3)
+    model = nn.parallel.DistributedDataParallel(
+        nn.Sequential(nn.Linear(40, 300), nn.Tanh(), nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 5)),
+        bucket_cap_mb=0.2)
+    state = None
+    if hook:
+        state = roadtrain.Summation(budget="64MiB")
+        model.register_comm_hook(state, roadtrain.sum_hook)
+    optimizer, lines = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for step in range(6):
+        torch.manual_seed(100 * step + rank)
+        loss = nn.functional.mse_loss(model(torch.randn(8, 40)), torch.randn(8, 5))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        lines.append(loss.item().hex())
+    whole = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+    out.put((rank, lines, hashlib.sha256(whole).hexdigest()))
+    if state is not None:
+        state.close()
+    dist.destroy_process_group()
+
+
+def ddp(workers, hook):
+    out, port = FORK.Queue(), free_port()
+    processes = [FORK.Process(target=ddp_child, args=(rank, workers, port, hook, out)) for rank in range(workers)]
+    for process in processes:
+        process.start()
+    found = sorted(out.get(timeout=60) for _ in processes)
+    for process in processes:
+        process.join(30)
+        assert process.exitcode == 0
+    return found
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_ddp_trains_as_by_itself(workers):
+    own, ours = ddp(workers, False), ddp(workers, True)
+    assert len({digest for _, _, digest in ours}) == 1, "all workers have the same parameters"
+    if workers == 2:
+        assert ours == own  # the same bits
+    for (_, mine, _), (_, theirs, _) in zip(ours, own):
+        assert [float.fromhex(x) for x in mine] == pytest.approx([float.fromhex(x) for x in theirs], rel=1e-5)
+
+
+def test_the_hook_needs_a_process_group_and_a_rate_for_each():
+    with pytest.raises(ConfigError, match="no process group"):
+        roadtrain.Summation()
