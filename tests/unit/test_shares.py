@@ -7,7 +7,7 @@ import random
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roadtrain.errors import ConfigError
@@ -36,6 +36,7 @@ def test_the_ends_are_the_ring_and_the_parameter_server() -> None:
 rates = st.integers(1, 20).map(Fraction)
 
 
+@settings(deadline=None)
 @given(st.lists(rates, min_size=1, max_size=6), st.lists(rates, max_size=5), st.randoms(use_true_random=False))
 def test_no_other_shares_are_better(workers: list[Fraction], spares: list[Fraction], rng: random.Random) -> None:
     found = optimum(workers, spares)
@@ -67,6 +68,7 @@ def test_rates_that_cannot_be(workers: list[float], spares: list[float]) -> None
         optimum(workers, spares)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 1 << 60), st.integers(0, 3_000_000), st.lists(rates, min_size=1, max_size=6),
        st.lists(rates, max_size=4), st.sampled_from([ALIGN, 1 << 16, 1 << 20]))
 def test_parts_cover_a_tensor_once(
