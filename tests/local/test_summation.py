@@ -6,6 +6,8 @@ import hashlib
 import os
 import re
 import socket
+import subprocess
+import sys
 import threading
 import time
 from functools import partial
@@ -22,6 +24,8 @@ from roadtrain.errors import BudgetError, ConfigError, DeadlineError, LostError,
 from roadtrain.flow.shares import optimum
 from roadtrain.kernels.cast import cast
 from roadtrain.node import messages as m
+from roadtrain.node import serve, watch
+from roadtrain.node.dial import address_of
 from roadtrain.node.summation import Summation
 from roadtrain.node.summing import Summers
 from roadtrain.wire.tcp import Options, listen
@@ -197,6 +201,37 @@ def test_what_a_stranger_sends_ends_only_his_own(hosts):  # Rule 8
         Summation(5, 2, [made.listeners[1].address], (1.0,), None, session="s",
                   options=Options()).close()
     assert made.run(once(1000)) == [None, None]
+
+
+def test_a_spare_host_by_its_command(tmp_path):
+    """Its status says who keeps the others waiting."""
+    (tmp_path / "token").write_text("a secret")
+    command = [sys.executable, "-m", "roadtrain.cli", "serve", "127.0.0.1:0", "--sum", "--budget", "8MiB",
+               "--token-file", str(tmp_path / "token")]
+    options = Options(token=b"a secret")
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as host:
+        try:
+            said = host.stdout.readline()
+            address = address_of(re.search(r"summing at (\S+),", said)[1])
+            both = [Summation(rank, 2, [address], (1.0,), None, session="s", options=options, deadline_s=20)
+                    for rank in range(2)]
+            grad, outs = np.ones(1000, np.float32), [np.zeros(1000, np.float32) for _ in both]
+            for rank, sums in enumerate(both):
+                sums.sum(1, m.as_bytes(grad), outs[rank].view(np.uint8).data, "fp32", lambda: None)
+                if rank == 0:
+                    time.sleep(0.3)
+                    text, waits = watch.ask(address, options)
+                    assert text.startswith("sums for 1 job(s)") and "tensor 1, round 1" in waits["worker 1"][1]
+            for sums in both:
+                sums.wait()
+                sums.close()
+            assert all((out == 2).all() for out in outs)
+        finally:
+            host.kill()
+    for wrong in ({"sum": True, "store": "x"}, {}, {"sum": True, "snapshot": "x"}):
+        with pytest.raises(ConfigError, match="--sum"):
+            serve.command("127.0.0.1:0", **wrong)
 
 
 # DDP

@@ -61,7 +61,8 @@ def command(
         raise ConfigError(f"--store {store}, --sum {sum}, --snapshot {snapshot}",
                           hint="--store names a directory on the device that the state shall rest on (one in /dev/shm "
                           "rests in memory and outlives this process, not the machine); --sum keeps no state")
-    if (snapshot_every is not None and (snapshot is None or snapshot_every < 1)) or snapshot == store:
+    twice = snapshot is not None and snapshot == store
+    if twice or (snapshot_every is not None and (snapshot is None or snapshot_every < 1)):
         raise ConfigError(f"--snapshot {snapshot}, --snapshot-every {snapshot_every}, --store {store}",
                           hint="--snapshot names a directory of its own on files, --snapshot-every steps, 1 or more")
     every = 0 if snapshot is None else snapshot_every or EVERY
