@@ -203,32 +203,37 @@ def test_what_a_stranger_sends_ends_only_his_own(hosts):  # Rule 8
     assert made.run(once(1000)) == [None, None]
 
 
+@contextlib.contextmanager
+def spare_host(*words):
+    """`roadtrain serve --sum` in a process of its own: (process, address)."""
+    command = [sys.executable, "-m", "roadtrain.cli", "serve", "127.0.0.1:0", "--sum", "--budget", "8MiB", *words]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            yield process, re.search(r"summing at (\S+),", process.stdout.readline())[1]
+        finally:
+            process.kill()
+
+
 def test_a_spare_host_by_its_command(tmp_path):
     """Its status says who keeps the others waiting."""
     (tmp_path / "token").write_text("a secret")
-    command = [sys.executable, "-m", "roadtrain.cli", "serve", "127.0.0.1:0", "--sum", "--budget", "8MiB",
-               "--token-file", str(tmp_path / "token")]
     options = Options(token=b"a secret")
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as host:
-        try:
-            said = host.stdout.readline()
-            address = address_of(re.search(r"summing at (\S+),", said)[1])
-            both = [Summation(rank, 2, [address], (1.0,), None, session="s", options=options, deadline_s=20)
-                    for rank in range(2)]
-            grad, outs = np.ones(1000, np.float32), [np.zeros(1000, np.float32) for _ in both]
-            for rank, sums in enumerate(both):
-                sums.sum(1, m.as_bytes(grad), outs[rank].view(np.uint8).data, "fp32", lambda: None)
-                if rank == 0:
-                    time.sleep(0.3)
-                    text, waits = watch.ask(address, options)
-                    assert text.startswith("sums for 1 job(s)") and "tensor 1, round 1" in waits["worker 1"][1]
-            for sums in both:
-                sums.wait()
-                sums.close()
-            assert all((out == 2).all() for out in outs)
-        finally:
-            host.kill()
+    with spare_host("--token-file", str(tmp_path / "token")) as (_, where):
+        address = address_of(where)
+        both = [Summation(rank, 2, [address], (1.0,), None, session="s", options=options, deadline_s=20)
+                for rank in range(2)]
+        grad, outs = np.ones(1000, np.float32), [np.zeros(1000, np.float32) for _ in both]
+        for rank, sums in enumerate(both):
+            sums.sum(1, m.as_bytes(grad), outs[rank].view(np.uint8).data, "fp32", lambda: None)
+            if rank == 0:
+                time.sleep(0.3)
+                text, waits = watch.ask(address, options)
+                assert text.startswith("sums for 1 job(s)") and "tensor 1, round 1" in waits["worker 1"][1]
+        for sums in both:
+            sums.wait()
+            sums.close()
+        assert all((out == 2).all() for out in outs)
     for wrong in ({"sum": True, "store": "x"}, {}, {"sum": True, "snapshot": "x"}):
         with pytest.raises(ConfigError, match="--sum"):
             serve.command("127.0.0.1:0", **wrong)
@@ -243,7 +248,7 @@ def free_port():
         return sock.getsockname()[1]
 
 
-def ddp_child(rank, workers, port, hook, out):
+def ddp_child(rank, workers, port, hook, out, spares=(), steps=6):
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(workers)}
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -253,13 +258,21 @@ def ddp_child(rank, workers, port, hook, out):
         bucket_cap_mb=0.2)
     state = None
     if hook:
-        state = roadtrain.Summation(budget="64MiB")
+        state = roadtrain.Summation(budget="64MiB", spares=spares)
         model.register_comm_hook(state, roadtrain.sum_hook)
     optimizer, lines = torch.optim.AdamW(model.parameters(), lr=1e-2), []
-    for step in range(6):
+    for step in range(steps):
         torch.manual_seed(100 * step + rank)
         loss = nn.functional.mse_loss(model(torch.randn(8, 40)), torch.randn(8, 5))
-        loss.backward()
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            out.put((rank, step, str(error)))
+            out.close()
+            out.join_thread()
+            os._exit(0)
+        if steps > 6 and step == 3:
+            out.put((rank, step, "trains"))
         optimizer.step()
         optimizer.zero_grad()
         lines.append(loss.item().hex())
@@ -290,6 +303,23 @@ def test_ddp_trains_as_by_itself(workers):
         assert ours == own  # the same bits
     for (_, mine, _), (_, theirs, _) in zip(ours, own):
         assert [float.fromhex(x) for x in mine] == pytest.approx([float.fromhex(x) for x in theirs], rel=1e-5)
+
+
+def test_ddp_is_told_when_a_spare_host_dies():  # Rule 5
+    out, port = FORK.Queue(), free_port()
+    with spare_host() as (host, address):
+        processes = [FORK.Process(target=ddp_child, args=(rank, 2, port, True, out, [address], 10**6))
+                     for rank in (0, 1)]
+        for process in processes:
+            process.start()
+        assert sorted(out.get(timeout=60) for _ in processes) == [(0, 3, "trains"), (1, 3, "trains")]
+        host.kill()
+        begin = time.monotonic()
+        found = [out.get(timeout=30) for _ in processes]
+        assert time.monotonic() - begin < 10
+    assert all("spare host 0" in words and step >= 3 for _, step, words in found), found
+    for process in processes:
+        process.join(30)
 
 
 def test_the_hook_needs_a_process_group_and_a_rate_for_each():

@@ -18,6 +18,7 @@ import socket
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -41,9 +42,9 @@ LEAVE_S = 10.0  # for the other workers to leave, at the end
 class Summation:
     """The state of `sum_hook`. spares: HOST:PORT of spare hosts. rates, spare_rates: of the links of the workers' hosts
     (by rank) and of the spare ones, in any unit (None: all equal); parts are placed by them. address: of this host as
-    the others reach it (None: the one that reaches MASTER_ADDR). token_file: the token of the spare hosts; without
-    them one is made. budget: bytes of memory for this process's summer (None: half of what is free). deadline_s: how
-    long a sum may take. Raises ConfigError, PeerError. `close` it before the process group is destroyed."""
+    the others reach it (None: the one that reaches MASTER_ADDR). token_file: the token of the spare hosts; the workers
+    make one for themselves. budget: bytes of memory for this process's summer (None: half of what is free).
+    deadline_s: how long a sum may take. Raises ConfigError, PeerError. `close` it before the process group ends."""
 
     def __init__(
         self, *, spares: Sequence[str] = (), rates: Sequence[float] | None = None,
@@ -62,18 +63,16 @@ class Summation:
         half = psutil.virtual_memory().available // 2
         self._summers = Summers(parse_bytes(budget) if budget is not None else half)
         token = token_of(token_file) if spares else None
-        made = secrets.token_hex()
         here = address or _address_here()
-        found: list[str] = []
-        # whoever knows the address must also know the token, so the listener starts when rank 0's has come
-        session, common = _tell_all(f"{made} {secrets.token_hex(8)}")[0].split()
-        options = Options(token=token or session.encode(), retry_s=30.0)
+        own_token, session = _tell_all(f"{secrets.token_hex()} {secrets.token_hex(8)}")[0].split()  # rank 0's
+        options = Options(token=own_token.encode(), retry_s=30.0)
         self._listener = listen((here, 0), self._summers.accept, options)
         try:
             found = _tell_all("{}:{}".format(*self._listener.address))
             sites = [None if rank == self.rank else address_of(text) for rank, text in enumerate(found)]
             self._sums = Sums(self.rank, self.workers, [*sites, *others], self.shares.all, self._summers,
-                              session=common, options=options, deadline_s=deadline_s)
+                              session=session, options=options, spare=replace(options, token=token),
+                              deadline_s=deadline_s)
         except BaseException:
             self._listener.close()
             raise
@@ -95,8 +94,8 @@ class Summation:
         flat = tensor.detach().reshape(-1)
         result = self._buffer(self._results, key, flat, pinned=tensor.is_cuda)
         if not tensor.is_cuda:
-            self._begin(key, flat, result, dtype, priority, lambda: future.set_result(result.view_as(tensor)), future)
-            return future
+            self._begin(key, flat, result, dtype, priority, lambda: future.set_result(result.view_as(tensor)))
+            return future.then(self._checked)
         host = self._buffer(self._host, key, flat, pinned=True)
         host.copy_(flat, non_blocking=True)
         event = torch.cuda.Event()
@@ -112,8 +111,14 @@ class Summation:
         if self._copier is None:
             self._copier = threading.Thread(target=self._copy_all, name="summation", daemon=True)
             self._copier.start()
-        self._copied.put((event, (key, host, result, dtype, priority, back, future)))
-        return future
+        self._copied.put((event, (key, host, result, dtype, priority, back)))
+        return future.then(self._checked)
+
+    def _checked(self, future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+        """What is raised here, whoever waits gets; DDP takes an exception that is set for a value."""
+        if self._sums.error is not None:
+            raise self._sums.error
+        return future.value()
 
     def _copy_all(self) -> None:
         while (item := self._copied.get()) is not None:
@@ -122,15 +127,8 @@ class Summation:
             self._begin(*words)
 
     def _begin(
-        self, key: int, grad: torch.Tensor, result: torch.Tensor, dtype: str, priority: int, good: Callable[[], None],
-        future: torch.futures.Future[torch.Tensor],
+        self, key: int, grad: torch.Tensor, result: torch.Tensor, dtype: str, priority: int, done: Callable[[], None]
     ) -> None:
-        def done() -> None:
-            if self._sums.error is None:
-                good()
-            else:
-                future.set_exception(self._sums.error)  # type: ignore[arg-type]  # torch says T, and takes any
-
         pushed, summed = (t.view(torch.uint8).numpy().data for t in (grad, result))
         self._sums.sum(key, pushed, summed, dtype, done, priority=priority)
 

@@ -65,11 +65,13 @@ class _Site:
 
 class Summation:
     """`sites`: of every summer, in the order of `shares`, its address; None: the one of this process, `own`. `session`:
-    the same for all workers of one start. Raises LostError, AuthError, WireError, DeadlineError."""
+    the same for all workers of one start. `spare`: how spare hosts are reached, where not by `options`. Raises
+    LostError, AuthError, WireError, DeadlineError."""
 
     def __init__(
         self, rank: int, workers: int, sites: Sequence[Address | None], shares: Sequence[float], own: Summers | None, *,
-        session: str, options: Options, rule: str = "sum", deadline_s: float = 600.0, part_bytes: int = PART_BYTES,
+        session: str, options: Options, spare: Options | None = None, rule: str = "sum", deadline_s: float = 600.0,
+        part_bytes: int = PART_BYTES,
     ) -> None:
         self.rank, self.workers, self.shares, self.deadline_s = rank, workers, tuple(shares), deadline_s
         self._part_bytes, self.sent_bytes = part_bytes, 0
@@ -90,7 +92,8 @@ class Summation:
                     assert own is not None
                     site.link = _to_own(site, own, hello, options)
                 else:
-                    site.link = connect(address, site, options, hello=m.encode(hello), name=name)
+                    how = options if number < workers or spare is None else spare
+                    site.link = connect(address, site, how, hello=m.encode(hello), name=name)
                 self._sites.append(site)
         except BaseException:
             self.close()
