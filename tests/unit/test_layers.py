@@ -24,7 +24,7 @@ FLOORS = {
 }
 PURE = ("spec", "flow", "sim", "planner")
 NEVER_IN_PURE = {"torch", "socket", "threading", "asyncio", "time"}
-LINE_BUDGET = 11_563  # docs/decisions/0018
+LINE_BUDGET = 11_571  # docs/decisions/0018
 FILE_LINES = 500
 FORBIDDEN = ("shard", "bucket", "partition", "keeper")
 # File -> words allowed there, with the reason.

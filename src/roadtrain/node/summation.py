@@ -38,6 +38,7 @@ class _Tensor:
     def __init__(self, round: int, grad: memoryview, out: memoryview, dtype: str, done: Done, parts: int) -> None:
         self.round, self.grad, self.out, self.dtype, self.done, self.left = round, grad, out, dtype, done, parts
         self.sites: set[int] = set()
+        self.began = time.monotonic()
 
 
 class _Site:
@@ -83,6 +84,7 @@ class Summation:
         self._calls = itertools.count()
         self._error: BaseException | None = None
         self._sites: list[_Site] = []
+        self._closed, self._watcher = threading.Event(), threading.Thread()
         hello = (session, rank, workers, rule)
         try:
             for number, address in enumerate(sites):
@@ -98,6 +100,8 @@ class Summation:
         except BaseException:
             self.close()
             raise
+        self._watcher = threading.Thread(target=self._watch, name="summation", daemon=True)
+        self._watcher.start()
 
     def sum(self, key: int, grad: memoryview, out: memoryview, dtype: str, done: Done, *, priority: int = 0) -> None:
         """Begins; `done` is called when `out` (as many bytes as `grad`, not the same memory) holds the sum, from a
@@ -177,19 +181,22 @@ class Summation:
         tensor.done()
 
     def wait(self) -> None:
-        """Until nothing is under way. DeadlineError names what is missing."""
-        until = time.monotonic() + self.deadline_s
+        """Until nothing is under way. Raises what has failed."""
         with self._lock:
-            while self._tensors and self._error is None and (left := until - time.monotonic()) > 0:
-                self._lock.wait(left)
+            self._lock.wait_for(lambda: not self._tensors or self._error is not None)  # _watch ends it
             self._check()
-            if self._tensors:
-                key, tensor = next(iter(self._tensors.items()))
+
+    def _watch(self) -> None:
+        """DeadlineError names what has been missing for so long."""
+        while not self._closed.wait(min(1.0, self.deadline_s / 4)):
+            with self._lock:
+                key, tensor = next(iter(self._tensors.items()), (0, None))  # the oldest
+                if tensor is None or time.monotonic() - tensor.began < self.deadline_s:
+                    continue
                 names = [self._sites[site].name for site in sorted(tensor.sites)]
-                self._error = DeadlineError(
-                    f"worker {self.rank} waited {self.deadline_s:.0f} s for {tensor.left} part(s) of tensor {key}, "
-                    f"round {tensor.round}, from {', '.join(names)}", hint="is another worker late, or a link slow?")
-                raise self._error
+            self.fail(DeadlineError(
+                f"worker {self.rank} waited {self.deadline_s:.0f} s for {tensor.left} part(s) of tensor {key}, "
+                f"round {tensor.round}, from {', '.join(names)}", hint="is another worker late, or a link slow?"))
 
     def _check(self) -> None:
         if self._error is not None:
@@ -209,6 +216,9 @@ class Summation:
         return self._error
 
     def close(self) -> None:
+        self._closed.set()
+        if self._watcher.is_alive():
+            self._watcher.join()
         for site in self._sites:
             site.link.close()
 
