@@ -3,6 +3,7 @@ import threading
 
 import pytest
 import torch
+from processes import HostProcess
 
 torch.set_num_threads(1)  # tiny models: a second thread only spins
 
@@ -16,6 +17,31 @@ def nothing_is_left_behind():
     assert not left, f"threads left: {left}"
     new = {n: f for n, f in _files().items() if n not in files and f.startswith("/") and "/dev/" not in f}
     assert not new, f"descriptors left: {new}"
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    """`hosts(n)`: n more processes that serve, each with a directory of its own; `hosts.all`: those so far."""
+    made = []
+
+    def make(n, **options):
+        made.extend(HostProcess(tmp_path / f"host{len(made)}", **options) for _ in range(n))
+        return made[-n:]
+
+    make.all = made
+    yield make
+    for host in made:
+        host.kill()
+
+
+@pytest.fixture
+def addresses(hosts):
+    """The same, by their addresses."""
+    def make(n, **options):
+        return [host.where for host in hosts(n, **options)]
+
+    make.all = hosts.all
+    return make
 
 
 def _files():

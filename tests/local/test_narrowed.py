@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from models import Case, build, new_scaler, one_step
-from processes import HostProcess, Workers, losses
+from processes import Workers, losses
 
 import roadtrain
 from roadtrain import verify
@@ -30,19 +30,6 @@ BF16, FP16 = torch.bfloat16, torch.float16
 PLAIN = Case(sgd=True)
 ALL = Case(sgd=True, clip=0.5, accumulate=2, groups=True)
 SMALL = {1: 25 << 20, 2: 34 << 20}  # of which gradients of four chunks a worker can have a buffer
-
-
-@pytest.fixture
-def hosts(tmp_path):
-    made = []
-
-    def make(n, **options):
-        made.extend(HostProcess(tmp_path / f"host{len(made)}", **options) for _ in range(n))
-        return made[-n:]
-
-    yield make
-    for host in made:
-        host.kill()
 
 
 class Skipped:

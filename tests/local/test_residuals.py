@@ -20,20 +20,6 @@ FEEDBACK = {"topk": 2 * KEPT, "error_feedback": True}
 STEPS = 6
 
 
-@pytest.fixture
-def hosts(tmp_path):
-    made = []
-
-    def make(n, **options):
-        made.extend(HostProcess(tmp_path / f"host{len(made)}", **options) for _ in range(n))
-        return [host.where for host in made[-n:]]
-
-    make.all = made
-    yield make
-    for host in made:
-        host.kill()
-
-
 class Kept:
     """An optimizer that only keeps the gradients."""
 
@@ -83,13 +69,13 @@ def plain(workers, steps, local=1):
     (2, 1, [(1, {}), (3, {"replicas": 2}), (2, {"relay": "64MiB"})]),
     (4, 2, [(2, {})]),
 ], ids=["one", "two", "two hosts of two"])
-def test_it_is_what_a_plain_loop_does(workers, local, ways, hosts, tmp_path):
+def test_it_is_what_a_plain_loop_does(workers, local, ways, addresses, tmp_path):
     """To rounding; and to the bit whatever serves (Rule 1)."""
     expected, found = plain(workers, STEPS, local), []
     for number, (servers, options) in enumerate(ways):
         home = tmp_path / str(number)
         home.mkdir()
-        run = Workers(Case(), hosts(servers), home, STEPS, workers, store=str(home / "left"), local=local,
+        run = Workers(Case(), addresses(servers), home, STEPS, workers, store=str(home / "left"), local=local,
                       **FEEDBACK, **options)
         assert run.join() == [0] * workers, run.errors()
         assert sorted(p.name for p in (home / "left").iterdir()) == [f"worker-{r}" for r in range(workers)]
@@ -101,13 +87,13 @@ def test_it_is_what_a_plain_loop_does(workers, local, ways, hosts, tmp_path):
 
 
 @pytest.mark.parametrize("case", [Case(eager=True), Case(scaler=True, clip=0.5)], ids=["eager", "a step is skipped"])
-def test_stopped_and_gone_on(case, hosts, tmp_path):
+def test_stopped_and_gone_on(case, addresses, tmp_path):
     """The skipped step leaves the residuals as they were."""
     found = []
     for stops in ((4,), (2, 4)):
         home = tmp_path / str(len(stops))
         home.mkdir()
-        servers = hosts(2)
+        servers = addresses(2)
         for session, stop in enumerate(stops):
             run = Workers(case, servers, home, stop, 2, store=str(home / "left"), session=str(session), **FEEDBACK)
             assert run.join() == [0, 0], run.errors()
@@ -118,8 +104,8 @@ def test_stopped_and_gone_on(case, hosts, tmp_path):
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_kills_change_no_loss(replicas, hosts, tmp_path):  # Rules 3 and 5
-    rng, servers = random.Random(replicas), hosts(2)
+def test_kills_change_no_loss(replicas, addresses, tmp_path):  # Rules 3 and 5
+    rng, servers = random.Random(replicas), addresses(2)
     options = {"store": str(tmp_path / "left"), "replicas": replicas, **FEEDBACK}
     for number in itertools.count():
         before = len(losses(tmp_path / "worker0.log"))
@@ -136,11 +122,11 @@ def test_kills_change_no_loss(replicas, hosts, tmp_path):  # Rules 3 and 5
         if victim < 2:
             run.processes[victim].kill()
         else:
-            host = hosts.all[victim - 2]
+            host = addresses.all[victim - 2]
             host.kill()
             run.join(60)
-            hosts.all[victim - 2] = HostProcess(host.directory)
-            servers = [host.where for host in hosts.all]
+            addresses.all[victim - 2] = HostProcess(host.directory)
+            servers = [host.where for host in addresses.all]
         run.join(60)
     assert run.join() == [0, 0], run.errors()
     for log in run.logs:
@@ -150,8 +136,8 @@ def test_kills_change_no_loss(replicas, hosts, tmp_path):  # Rules 3 and 5
     assert not any("begin at zero" in line for line in run.notes())
 
 
-def test_a_worker_whose_residuals_are_gone_says_so(hosts, tmp_path):
-    servers, left = hosts(1), tmp_path / "left"
+def test_a_worker_whose_residuals_are_gone_says_so(addresses, tmp_path):
+    servers, left = addresses(1), tmp_path / "left"
     run = Workers(Case(), servers, tmp_path, 2, 2, store=str(left), **FEEDBACK)
     assert run.join() == [0, 0], run.errors()
     shutil.rmtree(left / "worker-0")
@@ -161,7 +147,7 @@ def test_a_worker_whose_residuals_are_gone_says_so(hosts, tmp_path):
     assert len(said) == 1 and "worker-0" in said[0] and "lossy" in said[0]
 
 
-def test_what_is_refused(hosts, tmp_path):
+def test_what_is_refused(addresses, tmp_path):
     def place(servers, **options):
         model, optimizer = build(Case())
         return roadtrain.place(model, optimizer, servers=servers, budget="96MiB", chunk_elements=CHUNK, deadline_s=30,
@@ -172,7 +158,7 @@ def test_what_is_refused(hosts, tmp_path):
             place(["a:1"], **FEEDBACK, **wrong)
     with pytest.raises(ConfigError, match=r"1 server\(s\), 1 store director.*error feedback False"):
         place(["a:1"], store=tmp_path / "a", topk=0.1)
-    first, second = hosts(1), hosts(1)
+    first, second = addresses(1), addresses(1)
     with place(first, store=tmp_path / "left", **FEEDBACK) as placed:
         model = placed._model
         for step in range(2):

@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 from models import Case, build
-from processes import HostProcess, Workers, losses
+from processes import Workers, losses
 
 import roadtrain
 from roadtrain.errors import BudgetError, ConfigError
@@ -22,19 +22,6 @@ CASES = {
 RELAY = "96MiB"
 
 
-@pytest.fixture
-def hosts(tmp_path):
-    made = []
-
-    def make(n):
-        made.extend(HostProcess(tmp_path / f"host{len(made)}") for _ in range(n))
-        return [h.where for h in made[-n:]]
-
-    yield make
-    for host in made:
-        host.kill()
-
-
 def trained(case, servers, home, steps, workers, **options):
     home.mkdir()
     ran = Workers(case, servers, home, steps, workers, **options)
@@ -46,17 +33,17 @@ def trained(case, servers, home, steps, workers, **options):
     ("name", "workers", "local"),
     [("plain", 1, 1), ("late, bf16", 2, 1), ("frozen, bf16", 2, 2), ("clipped, accumulated, scaler", 4, 2),
      ("late, bf16", 4, 2)])
-def test_the_same_bits_with_it(name, workers, local, hosts, tmp_path):  # Rule 1
+def test_the_same_bits_with_it(name, workers, local, addresses, tmp_path):  # Rule 1
     case = CASES[name]
-    without = trained(case, hosts(2), tmp_path / "without", 3, workers, local=local)
-    assert trained(case, hosts(1), tmp_path / "with", 3, workers, local=local, relay=RELAY) == without
+    without = trained(case, addresses(2), tmp_path / "without", 3, workers, local=local)
+    assert trained(case, addresses(1), tmp_path / "with", 3, workers, local=local, relay=RELAY) == without
 
 
-def test_a_run_goes_on_with_and_without_it(hosts, tmp_path):  # Rule 3
+def test_a_run_goes_on_with_and_without_it(addresses, tmp_path):  # Rule 3
     """Also the state of each worker's own finds its way, whoever packed it."""
     case = Case(eager=True)
-    whole = trained(case, hosts(1), tmp_path / "whole", 4, 4, local=2)
-    servers, seen = hosts(1), [{} for _ in range(4)]
+    whole = trained(case, addresses(1), tmp_path / "whole", 4, 4, local=2)
+    servers, seen = addresses(1), [{} for _ in range(4)]
     for i, relay in enumerate((RELAY, None, RELAY, None)):
         part = trained(case, servers, tmp_path / f"part{i}", i + 1, 4, local=2, relay=relay, session=str(i))
         for mine, new in zip(seen, part):
@@ -65,10 +52,10 @@ def test_a_run_goes_on_with_and_without_it(hosts, tmp_path):  # Rule 3
 
 
 @pytest.mark.parametrize("whom", ["relay", "worker"])
-def test_a_kill_is_noticed_and_nothing_is_lost(whom, hosts, tmp_path):  # Rule 3, Rule 5
+def test_a_kill_is_noticed_and_nothing_is_lost(whom, addresses, tmp_path):  # Rule 3, Rule 5
     case, steps = Case(eager=True), 12
-    whole = trained(case, hosts(1), tmp_path / "whole", steps, 2, local=2)
-    servers, home = hosts(1), tmp_path / "killed"
+    whole = trained(case, addresses(1), tmp_path / "whole", steps, 2, local=2)
+    servers, home = addresses(1), tmp_path / "killed"
     home.mkdir()
     workers = Workers(case, servers, home, 1000, 2, local=2, relay=RELAY)
     until = time.monotonic() + 60

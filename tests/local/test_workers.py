@@ -26,19 +26,6 @@ CASES = {
 }
 
 
-@pytest.fixture
-def hosts(tmp_path):
-    made = []
-
-    def make(n, **options):
-        made.extend(HostProcess(tmp_path / f"host{len(made)}", **options) for _ in range(n))
-        return made[-n:]
-
-    yield make
-    for host in made:
-        host.kill()
-
-
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("servers", [2])
 def test_one_worker_trains_as_in_memory(name, servers, hosts, tmp_path):  # Rule 1
