@@ -60,9 +60,7 @@ class Summation:
                               "spare hosts", hint="one for each")
         self.shares = optimum(*given)
         others = [address_of(spare) for spare in spares]
-        half = psutil.virtual_memory().available // 2
-        self._summers = Summers(parse_bytes(budget) if budget is not None else half)
-        token = token_of(token_file) if spares else None
+        self._summers = Summers(parse_bytes(psutil.virtual_memory().available // 2 if budget is None else budget))
         here = address or _address_here()
         own_token, session = _tell_all(f"{secrets.token_hex()} {secrets.token_hex(8)}")[0].split()  # rank 0's
         options = Options(token=own_token.encode(), retry_s=30.0)
@@ -71,9 +69,10 @@ class Summation:
             found = _tell_all("{}:{}".format(*self._listener.address))
             sites = [None if rank == self.rank else address_of(text) for rank, text in enumerate(found)]
             self._sums = Sums(self.rank, self.workers, [*sites, *others], self.shares.all, self._summers,
-                              session=session, options=options, spare=replace(options, token=token),
+                              session=session, options=options, spare=replace(options, token=token_of(token_file)),
                               deadline_s=deadline_s)
         except BaseException:
+            self._summers.close()
             self._listener.close()
             raise
         self._results: dict[int, torch.Tensor] = {}
@@ -123,8 +122,12 @@ class Summation:
     def _copy_all(self) -> None:
         while (item := self._copied.get()) is not None:
             event, words = item
-            event.synchronize()
-            self._begin(*words)
+            try:
+                event.synchronize()
+                self._begin(*words)
+            except BaseException as error:
+                self._sums.fail(error)
+                words[-1]()  # `_checked` tells whoever waits
 
     def _begin(
         self, key: int, grad: torch.Tensor, result: torch.Tensor, dtype: str, priority: int, done: Callable[[], None]

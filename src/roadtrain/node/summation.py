@@ -82,7 +82,7 @@ class Summation:
         self._cuts: dict[tuple[int, int, str], list[Part]] = {}
         self._queue: list[tuple[int, int, int, int, Part]] = []  # priority, number of the call, of the part, key
         self._calls = itertools.count()
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None  # what has ended it
         self._sites: list[_Site] = []
         self._closed, self._watcher = threading.Event(), threading.Thread()
         hello = (session, rank, workers, rule)
@@ -157,7 +157,7 @@ class Summation:
     def _sent(self, site: _Site) -> None:
         with self._lock:
             site.ahead -= 1
-            posts = self._next() if self._error is None else []
+            posts = self._next() if self.error is None else []
         self._post(posts)
 
     def place_of(self, key: int, start: int, number: int, nbytes: int) -> memoryview:
@@ -183,7 +183,7 @@ class Summation:
     def wait(self) -> None:
         """Until nothing is under way. Raises what has failed."""
         with self._lock:
-            self._lock.wait_for(lambda: not self._tensors or self._error is not None)  # _watch ends it
+            self._lock.wait_for(lambda: not self._tensors or self.error is not None)  # _watch ends it
             self._check()
 
     def _watch(self) -> None:
@@ -199,21 +199,17 @@ class Summation:
                 f"round {tensor.round}, from {', '.join(names)}", hint="is another worker late, or a link slow?"))
 
     def _check(self) -> None:
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
 
     def fail(self, error: BaseException) -> None:
         with self._lock:
-            self._error = self._error or error
+            self.error = self.error or error
             tensors, self._tensors = list(self._tensors.values()), {}
             self._queue.clear()
             self._lock.notify_all()
         for tensor in tensors:
             tensor.done()  # who waits for it looks at `error`
-
-    @property
-    def error(self) -> BaseException | None:
-        return self._error
 
     def close(self) -> None:
         self._closed.set()
