@@ -37,14 +37,16 @@ class Hosts:
     """`n` workers' and `k` spare hosts' summers, in this process."""
 
     def __init__(self, n, k=0, nbytes=1 << 28):
-        self.n, self.shares = n, optimum([1.0] * n, [1.0] * k).all
+        self.n = n
         self.summers = [Summers(nbytes) for _ in range(n + k)]
         self.listeners = [listen(("127.0.0.1", 0), one.accept, Options(), lambda _: None) for one in self.summers]
 
     def worker(self, rank, **options):
-        sites = [None if i == rank else one.address for i, one in enumerate(self.listeners)]
-        return Summation(rank, self.n, sites, self.shares, self.summers[rank], session="s", options=Options(),
-                         **{"deadline_s": 20, "part_bytes": 1 << 16, **options})
+        addresses = [one.address for one in self.listeners]
+        sites = [None if i == rank else address for i, address in enumerate(addresses[: self.n])]
+        spares = tuple((i, "{}:{}".format(*address), 1.0) for i, address in enumerate(addresses) if i >= self.n)
+        options = {"spares": spares, "deadline_s": 20, "part_bytes": 1 << 16, **options}
+        return Summation(rank, sites, [1.0] * self.n, own=self.summers[rank], session="s", options=Options(), **options)
 
     def run(self, work, ranks=None, **options):
         """`work(rank, summation)` of all workers at once: what each returned or raised."""
@@ -195,10 +197,10 @@ def test_the_budget_of_a_summer_holds(hosts):  # Rule 4
 def test_what_a_stranger_sends_ends_only_his_own(hosts):  # Rule 8
     made = hosts(2)
     with contextlib.suppress(RoadtrainError):
-        Summation(0, 2, [None, ("127.0.0.1", made.listeners[1].address[1])], made.shares, made.summers[0], session="x",
+        Summation(0, [None, ("127.0.0.1", made.listeners[1].address[1])], [1.0] * 2, (), made.summers[0], session="x",
                   options=Options(token=b"wrong")).close()
     with pytest.raises(RoadtrainError, match="worker 5 of 2"):
-        Summation(5, 2, [made.listeners[1].address], (1.0,), None, session="s",
+        Summation(5, [one.address for one in made.listeners], [1.0] * 2, (), None, session="s",
                   options=Options()).close()
     assert made.run(once(1000)) == [None, None]
 
@@ -215,14 +217,13 @@ def spare_host(*words):
             process.kill()
 
 
-def test_a_spare_host_by_its_command(tmp_path):
+def test_a_spare_host_by_its_command(tmp_path, hosts):
     """Its status says who keeps the others waiting."""
     (tmp_path / "token").write_text("a secret")
-    options = Options(token=b"a secret")
+    options, made = Options(token=b"a secret"), hosts(2)
     with spare_host("--token-file", str(tmp_path / "token")) as (_, where):
         address = address_of(where)
-        both = [Summation(rank, 2, [address], (1.0,), None, session="s", options=options, deadline_s=20)
-                for rank in range(2)]
+        both = [made.worker(rank, spares=((2, where, 1e9),), spare=options) for rank in range(2)]
         grad, outs = np.ones(1000, np.float32), [np.zeros(1000, np.float32) for _ in both]
         for rank, sums in enumerate(both):
             sums.sum(1, m.as_bytes(grad), outs[rank].view(np.uint8).data, "fp32", lambda: None)

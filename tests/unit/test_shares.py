@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roadtrain.errors import ConfigError
-from roadtrain.flow.shares import ALIGN, busiest, cut, optimum, order
+from roadtrain.flow.shares import ALIGN, busiest, cut, optimum, order, sites
 
 ONE = Fraction(1)
 
@@ -74,39 +74,41 @@ def test_rates_that_cannot_be(workers: list[float], spares: list[float]) -> None
 def test_parts_cover_a_tensor_once(
     key: int, elements: int, workers: list[Fraction], spares: list[Fraction], most: int
 ) -> None:
-    shares = optimum([float(w) for w in workers], [float(s) for s in spares]).all
-    parts = cut(key, elements, shares, most)
-    at = 0
+    parts, at = cut(elements, most), 0
     for part in parts:
         assert part.start == at < part.stop and part.stop - part.start <= most + ALIGN
-        assert shares[part.site] > 0
+        assert part.start == parts[0].stop * parts.index(part), "the start says which part it is"
         at = part.stop
     assert at == elements
+    shares = dict(enumerate(optimum([float(w) for w in workers], [float(s) for s in spares]).all))
+    of = sites(key, len(parts), shares)
+    assert len(of) == len(parts) and of == sorted(of)
+    for site, share in shares.items():
+        assert abs(of.count(site) - share * len(parts)) < 1 + 1e-6
+        assert share or not of.count(site)
     for rank in range(3):
-        assert sorted(order(parts, rank), key=lambda p: p.start) == list(parts)
+        assert sorted(order(of, rank)) == [*range(len(parts))]
 
 
-def test_large_tensors_are_spread_by_the_shares_and_small_ones_too() -> None:
-    shares = optimum([1.0] * 4, [1.0] * 2).all
-    parts = cut(3, 64 << 20, shares, 1 << 18)
-    for site, share in enumerate(shares):
-        assert abs(sum(p.stop - p.start for p in parts if p.site == site) / (64 << 20) - share) < 1e-3
-    counts = [0] * len(shares)
-    for key in range(20_000):
-        (part,) = cut(key, 100, shares, 1 << 18)
-        counts[part.site] += 1
-    assert all(abs(count / 20_000 - share) < 0.01 for count, share in zip(counts, shares))
+def test_over_many_tensors_every_site_gets_its_share() -> None:
+    shares = dict(enumerate(optimum([1.0] * 4, [1.0] * 2).all))
+    for parts, keys in ((1, 20_000), (7, 4_000), (1000, 20)):
+        counts = [0] * len(shares)
+        for key in range(keys):
+            for site in sites(key, parts, shares):
+                counts[site] += 1
+        assert all(abs(count / (keys * parts) - share) < 0.01 for count, share in zip(counts, shares.values()))
 
 
 def test_all_sites_get_theirs_at_the_pace_of_their_shares_and_workers_begin_apart() -> None:
-    shares = optimum([1.0] * 4, [1.0] * 2).all  # 0.1 and 0.3
-    parts = cut(0, 40 << 20, shares, 1 << 18)
-    ways = [order(parts, rank) for rank in range(4)]
+    shares = dict(enumerate(optimum([1.0] * 4, [1.0] * 2).all))  # 0.1 and 0.3
+    of = sites(0, 160, shares)
+    ways = [order(of, rank) for rank in range(4)]
     for way in ways:
         for upto in range(0, len(way), 20):
-            sent = [sum(p.stop - p.start for p in way[:upto] if p.site == s) for s in range(6)]
-            for size, share in zip(sent, shares):
-                assert abs(size - share * sum(sent)) <= 3 * (1 << 18)
-    assert {way[0].site for way in ways} == {4, 5}
-    parts = cut(0, 40 << 20, optimum([1.0] * 4).all, 1 << 18)
-    assert [order(parts, rank)[0].site for rank in range(4)] == [0, 1, 2, 3]
+            for site, share in shares.items():
+                sent = sum(of[part] == site for part in way[:upto])
+                assert abs(sent - share * upto) <= 3
+    assert {of[way[0]] for way in ways} == {4, 5}
+    of = sites(0, 160, dict(enumerate(optimum([1.0] * 4).all)))
+    assert [of[order(of, rank)[0]] for rank in range(4)] == [0, 1, 2, 3]

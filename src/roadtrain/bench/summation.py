@@ -144,9 +144,10 @@ def host(args: argparse.Namespace) -> dict[str, Any]:
             sys.stdin.read()  # until the parent lets go
             return {"cpu": process_time() - cpu}
         like = [1.0] * len(rates) if args.how == "equal" else rates
-        sites = [None if i == args.rank else (address, PORT) for i, address in enumerate(addresses)]
-        sums = Summation(args.rank, n, sites, optimum(like[:n], like[n:]).all, summers, session="bench",
-                         options=options, deadline_s=TIMEOUT_S)
+        sites = [None if i == args.rank else (address, PORT) for i, address in enumerate(addresses[:n])]
+        spares = tuple((i, f"{addresses[i]}:{PORT}", like[i]) for i in range(n, len(like)))
+        sums = Summation(args.rank, sites, like[:n], spares, summers, session="bench", options=options,
+                         deadline_s=TIMEOUT_S)
         try:
             return rounds_of(sums, args)
         finally:

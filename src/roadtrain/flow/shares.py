@@ -23,14 +23,14 @@ Pure; also exact with fractions.Fraction. Does NOT know links that are shared, o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from roadtrain.errors import ConfigError
 from roadtrain.units import round_up
 
-ALIGN = 1024  # elements: pieces begin on a page of a 4-byte dtype
-WHOLE = 16  # a tensor of fewer aligned pieces a site goes to one site whole
+ALIGN = 1024  # elements: parts begin on a page of a 4-byte dtype
 
 
 @dataclass(frozen=True)
@@ -82,42 +82,34 @@ def busiest(workers: Sequence[float], spares: Sequence[float], shares: Sequence[
     return max([*own, *(n * y / rate for y, rate in zip(shares[n:], spares))])
 
 
-@dataclass(frozen=True)
-class Part:
-    """Elements [start, stop) of a tensor, summed at `site`."""
+class Part(NamedTuple):
+    """Elements [start, stop) of a tensor."""
 
-    site: int
     start: int
     stop: int
 
 
-def cut(key: int, elements: int, shares: Sequence[float], part_elements: int) -> tuple[Part, ...]:
-    """The parts of tensor `key`: the same for all workers, who need not talk. A large tensor is cut by the shares, a
-    small one goes whole to a site that its key's hash picks, with the shares' probabilities (the same in total)."""
-    last = max(site for site, own in enumerate(shares) if own)
-    if elements < WHOLE * ALIGN * len(shares):
-        at, site = _hash(key) * sum(shares), 0
-        while site < last and (at >= shares[site] or not shares[site]):
-            at -= shares[site]
-            site += 1
-        return tuple(_parts(site, 0, elements, part_elements))
-    out: list[Part] = []
-    start, share = 0, 0.0
-    for site, own in enumerate(shares):
-        share += own
-        stop = elements if site >= last else min(elements, round(share * elements / ALIGN) * ALIGN)
-        out += _parts(site, start, stop, part_elements)
-        start = stop
-    return tuple(out)
+def cut(elements: int, part_elements: int) -> tuple[Part, ...]:
+    """The parts of a tensor, of equal size but for the last: whoever sums them, the same for ever."""
+    if not elements:
+        return ()
+    size = round_up(-(-elements // -(-elements // part_elements)), ALIGN)
+    return tuple(Part(at, min(at + size, elements)) for at in range(0, elements, size))
 
 
-def _parts(site: int, start: int, stop: int, most: int) -> list[Part]:
-    """Of equal size, but for the last, so that the last does not come alone."""
-    if stop == start:
-        return []
-    count = -(-(stop - start) // most)
-    size = round_up(-(-(stop - start) // count), ALIGN)
-    return [Part(site, at, min(at + size, stop)) for at in range(start, stop, size)]
+def sites(key: int, parts: int, shares: Mapping[int, float]) -> list[int]:
+    """The site that sums each of `parts` parts of tensor `key`, the same for all workers, who need not talk: each site
+    has as many as its share says, or one more (systematic sampling from a start that the key's hash picks), so
+    over many tensors the shares exactly, and a tensor of one part goes to a site with its share's probability."""
+    total, at, out = sum(shares.values()), _hash(key), []
+    left = [(site, share / total * parts) for site, share in sorted(shares.items()) if share]
+    until, i = left[0][1], 0
+    for number in range(parts):
+        while number + at >= until and i + 1 < len(left):
+            i += 1
+            until += left[i][1]
+        out.append(left[i][0])
+    return out
 
 
 def _hash(key: int) -> float:
@@ -129,15 +121,16 @@ def _hash(key: int) -> float:
     return float((x ^ (x >> 31)) >> 11) / (1 << 53)
 
 
-def order(parts: Sequence[Part], rank: int) -> list[Part]:
-    """In which a worker sends them. All sites get theirs at the pace of their shares, so that no link is idle early and
-    none is crowded late; and workers begin each turn with another site, so that they do not meet at one."""
-    of_site: dict[int, list[Part]] = {}
-    for part in parts:
-        of_site.setdefault(part.site, []).append(part)
-    most = max(map(len, of_site.values()), default=0)
-    turns: list[list[Part]] = [[] for _ in range(most)]
-    for own in of_site.values():
-        for i, part in enumerate(own):
-            turns[(2 * i + 1) * most // (2 * len(own))].append(part)
-    return [part for turn in turns for part in [*turn[rank % len(turn) :], *turn[: rank % len(turn)]]]
+def order(of: Sequence[int], rank: int) -> list[int]:
+    """In which a worker sends the parts whose sites are `of`. All sites get theirs at the pace of their shares, so that
+    no link is idle early and none is crowded late; and workers begin each turn with another site, so that they do not
+    meet at one."""
+    own: dict[int, list[int]] = {}
+    for number, site in enumerate(of):
+        own.setdefault(site, []).append(number)
+    most = max(map(len, own.values()), default=0)
+    turns: list[list[int]] = [[] for _ in range(most)]
+    for numbers in own.values():
+        for i, number in enumerate(numbers):
+            turns[(2 * i + 1) * most // (2 * len(numbers))].append(number)
+    return [n for turn in turns for n in [*turn[rank % len(turn) :], *turn[: rank % len(turn)]]]

@@ -2,6 +2,9 @@
 
 Rule `sum`: the sum of one round's parts, in the order of the workers, goes to all of them. Rule `accumulate`: every
 part is added to what is there, and the new value goes back to its sender alone; nobody waits (asynchronous training).
+A spare host that dies leaves parts to another: every worker pushes such a part of the round again, or, if it has that
+sum already, the sum. One sum among them is the answer to those who lack it: as it was added up once, it stays.
+
 Pure. A worker pushes round r of a part after it has the sum of round r - 1, so a part is in one round at a time.
 """
 
@@ -16,23 +19,26 @@ RULES = ("sum", "accumulate")
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """Worker -> summer. `key`, `start` name the part; `elements` of `dtype`."""
+    """Worker -> summer. `key`, `start` name the part; `elements` that travel as `format`. `summed`: 0, or of an element
+    of the sum, which this is instead, the bytes."""
 
     key: int
     start: int
     round: int
     elements: int
-    dtype: str
+    format: str
+    summed: int = 0
 
 
 @dataclass(slots=True)
 class Meeting:
-    """Of one part. `here`: whose has come in `round`."""
+    """Of one part. `here`: whose has come in `round`; `summed`: of them, who has pushed the sum."""
 
     round: int
     elements: int
-    dtype: str
+    format: str
     here: set[int] = field(default_factory=set)
+    summed: dict[int, int] = field(default_factory=dict)  # worker -> bytes of an element
 
 
 class SumDecider:
@@ -43,33 +49,35 @@ class SumDecider:
         self.workers, self.rule = workers, rule
         self.meetings: dict[tuple[int, int], Meeting] = {}
 
-    def arrived(self, worker: int, part: Arrived) -> bool:
-        """Whether there is something to add up now. Raises LoopError where workers do not do the same."""
+    def arrived(self, worker: int, part: Arrived) -> Meeting | None:
+        """What is to be added up now, if anything. Raises LoopError where workers do not do the same."""
         where = part.key, part.start
         meeting = self.meetings.get(where)
-        if meeting is None or (meeting.round < part.round and not meeting.here):
-            same = meeting is None or (meeting.elements, meeting.dtype) == (part.elements, part.dtype)
-            if not same:
-                assert meeting is not None
-                raise LoopError(f"tensor {part.key} had {meeting.elements} elements of {meeting.dtype} from "
-                                f"{part.start} on, and has {part.elements} of {part.dtype} in round {part.round}",
-                                hint="give a tensor of another size another name")
-            meeting = self.meetings[where] = Meeting(part.round, part.elements, part.dtype)
+        if meeting is not None and part.summed and part.round < meeting.round:
+            return None  # others are further: nobody lacks that sum
+        if meeting is None or (meeting.round < part.round and meeting.here == meeting.summed.keys()):
+            if meeting is not None and (meeting.elements, meeting.format) != (part.elements, part.format):
+                raise LoopError(f"tensor {part.key} had {meeting.elements} elements of {meeting.format} from "
+                                f"{part.start} on, and has {part.elements} of {part.format} in round {part.round}",
+                                hint="give a tensor of another size or format another name")
+            meeting = self.meetings[where] = Meeting(part.round, part.elements, part.format)
         if self.rule == "accumulate":
             meeting.round = max(meeting.round, part.round)
-            return True
-        if (meeting.round, meeting.elements, meeting.dtype) != (part.round, part.elements, part.dtype):
+            return meeting
+        if (meeting.round, meeting.elements, meeting.format) != (part.round, part.elements, part.format):
             raise LoopError(
-                f"worker {worker} pushes {part.elements} elements of {part.dtype} of tensor {part.key} in round "
-                f"{part.round}; worker(s) {sorted(meeting.here)} {meeting.elements} of {meeting.dtype} in round "
+                f"worker {worker} pushes {part.elements} elements of {part.format} of tensor {part.key} in round "
+                f"{part.round}; worker(s) {sorted(meeting.here)} {meeting.elements} of {meeting.format} in round "
                 f"{meeting.round}", hint="every worker runs the same loop over the same model")
         if worker in meeting.here:
             raise LoopError(f"worker {worker} pushes round {part.round} of tensor {part.key} twice")
         meeting.here.add(worker)
+        if part.summed:
+            meeting.summed[worker] = part.summed
         if len(meeting.here) < self.workers:
-            return False
-        meeting.here.clear()
-        return True
+            return None
+        self.meetings[where] = Meeting(part.round, part.elements, part.format)
+        return meeting
 
     def missing(self) -> dict[tuple[int, int, int], list[int]]:
         """(key, start, round) that some have pushed -> the workers that have not."""

@@ -2,7 +2,8 @@
 
     worker -> server   Open Fill Begin Read | Pull Push Close Release Forget Seal Commit Committed
     server -> worker   Welcome Filled Ready Record Failed | Pulled Held Prepared Committed
-    worker <-> summer  Part Sum
+    worker <-> summer  Part Moved | Sum Failed
+    worker <-> worker 0's coordinator  Gone State | Ask Change
 
 Those before the bar set a session up (node/serve.py, node/cluster.py), the others are flow/ops.py's. Everything is
 checked on arrival: WireError for what does not fit, nothing is executed or unpickled (Rule 8).
@@ -24,12 +25,13 @@ from roadtrain.units import round_up
 
 (OPEN, FILL, BEGIN, READ, PULL, PUSH, CLOSE, RELEASE, FORGET, SEAL, COMMIT, COMMITTED) = range(1, 13)
 (WELCOME, FILLED, READY, RECORD, FAILED, PULLED, HELD, PREPARED) = range(20, 28)
-(PART, SUM) = range(30, 32)
+(PART, MOVED, SUM, GONE, STATE, ASK, CHANGE) = range(30, 37)
 
 # session, rank, workers, those of one host (negative: their relay sums), number of the server, signature of the layout
 Hello = tuple[str, int, int, int, int, str]
 HELLO = msgspec.msgpack.Decoder(Hello)
-SUM_HELLO = msgspec.msgpack.Decoder(tuple[str, int, int, str])  # session, rank, workers, rule: of a summation
+SUM_HELLO = msgspec.msgpack.Decoder(tuple[str, int, int, str])  # session, rank, workers, rule: of a summation;
+# "" for a rule: to its coordinator
 _HEADERS: Mapping[int, Any] = {
     OPEN: tuple[bool, int, int, bool, int],  # new, generation's step, servers, whether gradients wait for the norm,
     # step of its snapshot to go on from, or -1: a new part of the same step is restored from that
@@ -54,9 +56,17 @@ _HEADERS: Mapping[int, Any] = {
     PULLED: tuple[int, int],
     HELD: tuple[int],
     PREPARED: tuple[int],
-    PART: tuple[int, int, int, str],  # tensor, first element, round, dtype
-    SUM: tuple[int, int, int],
+    PART: tuple[int, int, int, int, str, int],  # tensor, first element, round, elements, format; of the sum itself,
+    # bytes of an element, else 0
+    MOVED: tuple[()],
+    SUM: tuple[int, int, int, bool],  # tensor, first element, round, whether a worker had it: as it is in memory
+    GONE: tuple[int, str],  # site, why
+    STATE: tuple[int, tuple[int, ...]],  # number of the question, refused sites
+    ASK: tuple[int, tuple[tuple[int, str, float], ...]],  # number, new sites
+    CHANGE: tuple[int, tuple[int, ...], tuple[tuple[int, str, float], ...]],  # number, sites that are gone, new ones
 }
+ROUNDS = msgspec.msgpack.Decoder(dict[int, tuple[int, int]])  # payload of a state: last round begun, whether it is
+# complete; of a change: last round that any has begun, first that any lacks
 _DECODERS = {kind: msgspec.msgpack.Decoder(header) for kind, header in _HEADERS.items()}
 encode = msgspec.msgpack.Encoder().encode
 

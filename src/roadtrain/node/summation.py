@@ -4,7 +4,9 @@ the most wanted first, and puts what comes back where it belongs.
     sum(key, grad, out) -> parts (flow/shares.py) -> queue by priority -> links, few parts ahead -> out, then `done`
 
 The worker's own summer is one of the hosts; its parts cross no network. Bytes leave from `grad` and land in `out`
-without a copy in between. Every wait has a deadline (Rule 5). Does NOT divide, and does NOT know torch.
+without a copy in between, but for those that are encoded. Spare hosts may come and go (flow/members.py): what a host
+that is gone had not answered is pushed again elsewhere, from `grad` or, by who has the sum, from `out`: the last two
+rounds' are kept for that. Every wait has a deadline (Rule 5). Does NOT divide, and does NOT know torch.
 """
 
 from __future__ import annotations
@@ -14,31 +16,81 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from roadtrain.errors import DeadlineError, LostError, PeerError, RoadtrainError, WireError
-from roadtrain.flow.shares import Part, cut, order
+import numpy as np
+
+from roadtrain.errors import ConfigError, DeadlineError, LostError, PeerError, RoadtrainError, WireError
+from roadtrain.flow.members import Change, Map, Spares
+from roadtrain.flow.shares import cut, order
+from roadtrain.node import formats
 from roadtrain.node import messages as m
-from roadtrain.node.summing import Summers
+from roadtrain.node.dial import address_of
+from roadtrain.node.members import Member
+from roadtrain.node.summing import Summers, seed_of
 from roadtrain.spec.chunks import ITEMSIZE
+from roadtrain.store.buffers import Buffer
 from roadtrain.units import KIB
 from roadtrain.wire import local
-from roadtrain.wire.link import Link
+from roadtrain.wire.link import Link, Receiver
 from roadtrain.wire.tcp import Address, Options, connect
 
 PART_BYTES = 256 * KIB  # of one frame; the paper's bound is 4 MB
 AHEAD = 2  # parts that wait in a link: what is more urgent goes before all others
+DIAL_S = 2.0  # for a spare host that is new
+AGAIN = -(1 << 62)  # the priority of sums that others lack
 
 Done = Callable[[], None]
 
 
-class _Tensor:
-    """What is under way of one tensor."""
+class _Codec:
+    """Of one tensor that travels encoded: what it has lost so far, and its parts' bytes of the last round."""
 
-    def __init__(self, round: int, grad: memoryview, out: memoryview, dtype: str, done: Done, parts: int) -> None:
-        self.round, self.grad, self.out, self.dtype, self.done, self.left = round, grad, out, dtype, done, parts
-        self.sites: set[int] = set()
+    def __init__(self, format: str, elements: int) -> None:
+        self.format, form = format, formats.format_of(format)
+        self.residual = np.zeros(elements, np.float32) if form.feedback else None
+        self.encoded: dict[int, tuple[int, memoryview]] = {}  # first element -> round, bytes
+
+    def encode(self, values: np.ndarray, start: int, number: int, seed: int) -> memoryview:
+        """Once a round: what is pushed again is the same."""
+        known = self.encoded.get(start)
+        if known is not None and known[0] == number:
+            return known[1]
+        raw = known[1] if known is not None else Buffer(formats.format_of(self.format).nbytes(values.size)).view
+        raw = raw[: formats.format_of(self.format).nbytes(values.size)]
+        kept = None if self.residual is None else self.residual[start : start + values.size]
+        formats.encode(self.format, values, kept, raw, seed)
+        self.encoded[start] = number, raw
+        return raw
+
+
+class _Tensor:
+    """One round of a tensor. `waits`: parts whose sum has not come; `sent`: part -> the site it was pushed to."""
+
+    def __init__(
+        self, key: int, round: int, grad: memoryview, out: memoryview, dtype: str, done: Done, urgency: tuple[int, int]
+    ) -> None:
+        self.key, self.round, self.grad, self.out, self.dtype, self.done = key, round, grad, out, dtype, done
+        self.urgency = urgency  # priority, number of the call
+        self.codec: _Codec | None = None
+        self.parts: Sequence[tuple[int, int]] = ()
+        self.waits: set[int] = set()
+        self.sent: dict[int, int] = {}
         self.began = time.monotonic()
+
+    def number(self, start: int) -> int:
+        """Of the part that begins there; -1: none does."""
+        size = self.parts[0][1] if self.parts else 1
+        return start // size if start % size == 0 and start // size < len(self.parts) else -1
+
+    def of(self, memory: memoryview, number: int) -> memoryview:
+        start, stop = self.parts[number]
+        return memory[start * ITEMSIZE[self.dtype] : stop * ITEMSIZE[self.dtype]]
+
+    def values(self, memory: memoryview, number: int) -> np.ndarray:
+        """fp32 [n], where the tensor is."""
+        return np.frombuffer(self.of(memory, number), np.float32)
 
 
 class _Site:
@@ -47,112 +99,166 @@ class _Site:
     def __init__(self, owner: Summation, number: int, name: str) -> None:
         self.owner, self.number, self.name, self.ahead = owner, number, name, 0
         self.link: Link
+        self._scratch = Buffer(1)
 
     def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
         if kind != m.SUM:
             raise WireError(f"a frame of kind {kind} has no payload, {nbytes} bytes came")
-        key, start, number = m.header(kind, header)
-        return self.owner.place_of(key, start, number, nbytes)
+        place = self.owner.place_of(*m.header(kind, header), nbytes)
+        if place is None:
+            if self._scratch.nbytes < nbytes:
+                self._scratch = Buffer(nbytes)
+            place = self._scratch.view[:nbytes]
+        return place
 
     def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
         if kind == m.FAILED:
-            self.owner.fail(LostError(f"{self.name} ended: {m.header(kind, header)[1]}"))
+            name, words = m.header(kind, header)
+            error = LostError(f"{self.name} ended: {words}")
+            if name in ("LostError", "BudgetError"):
+                self.owner.lost(self, error)
+            else:
+                self.owner.fail(error)  # the workers differ: nobody else could sum that either
             return
-        self.owner.came(m.header(kind, header)[0])
+        self.owner.came(*m.header(m.SUM, header), payload)
 
     def lost(self, error: PeerError) -> None:
-        self.owner.fail(error)
+        self.owner.lost(self, error)
 
 
 class Summation:
-    """`sites`: of every summer, in the order of `shares`, its address; None: the one of this process, `own`. `session`:
-    the same for all workers of one start. `spare`: how spare hosts are reached, where not by `options`. Raises
-    LostError, AuthError, WireError, DeadlineError."""
+    """`sites`: of every worker's summer its address; None: the one of this process, `own`. `spares`: the spare hosts;
+    `rates`: of all workers' links. `session`: the same for all workers of one start. `spare`: how spare hosts are
+    reached, where not by `options`. `control`: whether worker 0's summers have a coordinator, so that spare hosts may
+    come and go. Raises LostError, AuthError, WireError, DeadlineError."""
 
     def __init__(
-        self, rank: int, workers: int, sites: Sequence[Address | None], shares: Sequence[float], own: Summers | None, *,
-        session: str, options: Options, spare: Options | None = None, rule: str = "sum", deadline_s: float = 600.0,
-        part_bytes: int = PART_BYTES,
+        self, rank: int, sites: Sequence[Address | None], rates: Sequence[float], spares: Spares, own: Summers | None,
+        *, session: str, options: Options, spare: Options | None = None, rule: str = "sum", deadline_s: float = 600.0,
+        part_bytes: int = PART_BYTES, control: bool = False,
     ) -> None:
-        self.rank, self.workers, self.shares, self.deadline_s = rank, workers, tuple(shares), deadline_s
+        self.rank, self.workers, self.deadline_s = rank, len(sites), deadline_s
         self._part_bytes, self.sent_bytes = part_bytes, 0
+        self._options, self._spare = options, spare or options
+        self._hello = session, rank, len(sites), rule
         self._lock = threading.Condition()
-        self._tensors: dict[int, _Tensor] = {}
+        self._map = Map(rates, spares)
+        self._tensors: dict[int, _Tensor] = {}  # under way
+        self._last: dict[int, _Tensor] = {}  # complete
         self._rounds: dict[int, int] = {}
-        self._cuts: dict[tuple[int, int, str], list[Part]] = {}
-        self._queue: list[tuple[int, int, int, int, Part]] = []  # priority, number of the call, of the part, key
+        self._codecs: dict[tuple[int, str, int], _Codec] = {}
+        # priority, call, place in its order, key, round, part, whether it is the sum
+        self._queue: list[tuple[int, int, int, int, int, int, bool]] = []
+        self._again: set[tuple[int, int, int]] = set()  # key, round, part: sums in the queue
         self._calls = itertools.count()
+        self._held = False
         self.error: BaseException | None = None  # what has ended it
-        self._sites: list[_Site] = []
+        self._sites: dict[int, _Site] = {}
+        self._dialed: dict[int, _Site] = {}
+        self._member: Member | None = None
         self._closed, self._watcher = threading.Event(), threading.Thread()
-        hello = (session, rank, workers, rule)
         try:
             for number, address in enumerate(sites):
-                name = f"the summer of worker {number}" if number < workers else f"spare host {number - workers}"
-                site = _Site(self, number, name)
-                if address is None:
-                    assert own is not None
-                    site.link = _to_own(site, own, hello, options)
-                else:
-                    how = options if number < workers or spare is None else spare
-                    site.link = connect(address, site, how, hello=m.encode(hello), name=name)
-                self._sites.append(site)
+                self._sites[number] = self._reach(number, address, own, f"the summer of worker {number}")
+            for number, text, _ in spares:
+                self._sites[number] = self._reach(number, address_of(text), None, f"spare host {text}")
+            if control:
+                self._member = Member(self._dial, self._hold, self._change, self.fail)
+                self._member.link = _link(self._member, sites[0], own, (session, rank, len(sites), ""), options)
         except BaseException:
             self.close()
             raise
         self._watcher = threading.Thread(target=self._watch, name="summation", daemon=True)
         self._watcher.start()
 
-    def sum(self, key: int, grad: memoryview, out: memoryview, dtype: str, done: Done, *, priority: int = 0) -> None:
+    def _reach(
+        self, number: int, address: Address | None, own: Summers | None, name: str, options: Options | None = None
+    ) -> _Site:
+        site = _Site(self, number, name)
+        how = options or (self._options if number < self.workers else self._spare)
+        site.link = _link(site, address, own, self._hello, how, name)
+        return site
+
+    def sum(
+        self, key: int, grad: memoryview, out: memoryview, dtype: str, done: Done, *, priority: int = 0,
+        format: str = "",
+    ) -> None:
         """Begins; `done` is called when `out` (as many bytes as `grad`, not the same memory) holds the sum, from a
-        thread of a link. `grad` must not change before. Smaller priorities go first. All workers call it with the same
-        keys; a key's calls follow each other."""
+        thread of a link. `grad` must not change before, and `out` not until the key's next sum is done. Smaller
+        priorities go first. All workers call it with the same keys; a key's calls follow each other. `format`: how fp32
+        travels (node/formats.py). Raises ConfigError, and what has ended it."""
+        if format and dtype != "fp32":
+            raise ConfigError(f"tensor {key} is {dtype} and should travel as {format}", hint="formats are of fp32")
         elements = len(grad) // ITEMSIZE[dtype]
-        shape = key, elements, dtype
+        codec = format and self._codec(key, format, elements)
         with self._lock:
+            self._lock.wait_for(lambda: not self._held or self.error is not None)
             self._check()
             if key in self._tensors:
                 raise RuntimeError(f"tensor {key} is still being summed")
-            if shape not in self._cuts:
-                parts = cut(key, elements, self.shares, self._part_bytes // ITEMSIZE[dtype])
-                self._cuts[shape] = order(parts, self.rank)
-            mine, number = self._cuts[shape], self._rounds.get(key, 0) + 1
-            self._rounds[key] = number
-            tensor = self._tensors[key] = _Tensor(number, grad, out, dtype, done, len(mine))
-            call = next(self._calls)
-            for i, part in enumerate(mine):
-                heapq.heappush(self._queue, (priority, call, i, key, part))
+            self._rounds[key] = number = self._rounds.get(key, 0) + 1
+            tensor = _Tensor(key, number, grad, out, dtype, done, (priority, next(self._calls)))
+            tensor.codec = codec or None
+            tensor.parts = cut(elements, self._part_bytes // ITEMSIZE[dtype])
+            tensor.waits = set(range(len(tensor.parts)))
+            if tensor.parts:
+                self._tensors[key] = tensor
+            of = self._map.sites(key, len(tensor.parts), number)
+            for place, part in enumerate(order(of, self.rank)):
+                heapq.heappush(self._queue, (*tensor.urgency, place, key, number, part, False))
             posts = self._next()
-        if not mine:
-            self._tensors.pop(key)
-            tensor.done()
+        if not tensor.parts:
+            done()
         self._post(posts)
 
-    def _next(self) -> list[tuple[_Site, bytes, memoryview]]:
+    def _codec(self, key: int, format: str, elements: int) -> _Codec:
+        if (key, format, elements) not in self._codecs:
+            self._codecs[key, format, elements] = _Codec(format, elements)
+        return self._codecs[key, format, elements]
+
+    def _next(self) -> list[tuple[_Site, _Tensor, int, bool]]:
         """Under the lock: what may leave now. In order also where only the first's link is full: its pace is that of
         all, else links with a small share would be done early and idle late."""
         out = []
         while self._queue:
-            _, _, _, key, part = self._queue[0]
-            site = self._sites[part.site]
+            *_, key, number, part, summed = self._queue[0]
+            tensor = self._of(key, number)
+            if tensor is None:  # a sum that others lacked, and have by now
+                heapq.heappop(self._queue)
+                continue
+            site = self._sites[self._map.sites(key, len(tensor.parts), number)[part]]
             if site.ahead >= AHEAD:
                 break
             heapq.heappop(self._queue)
             site.ahead += 1
-            tensor = self._tensors[key]
-            tensor.sites.add(part.site)
-            size = ITEMSIZE[tensor.dtype]
-            header = m.encode((key, part.start, tensor.round, tensor.dtype))
-            out.append((site, header, tensor.grad[part.start * size : part.stop * size]))
+            if summed:
+                self._again.discard((key, number, part))
+            else:
+                tensor.sent[part] = site.number
+            out.append((site, tensor, part, summed))
         return out
 
-    def _post(self, posts: Sequence[tuple[_Site, bytes, memoryview]]) -> None:
-        for site, header, view in posts:
+    def _of(self, key: int, number: int) -> _Tensor | None:
+        both = (self._tensors.get(key), self._last.get(key))
+        return next((tensor for tensor in both if tensor is not None and tensor.round == number), None)
+
+    def _post(self, posts: Sequence[tuple[_Site, _Tensor, int, bool]]) -> None:
+        for site, tensor, number, summed in posts:
+            start, stop = tensor.parts[number]
+            view = tensor.of(tensor.out if summed else tensor.grad, number)
+            format = tensor.dtype
+            if tensor.codec is not None:
+                format = tensor.codec.format
+                if not summed:
+                    seed = seed_of(self.rank, tensor.key, start, tensor.round)
+                    view = tensor.codec.encode(tensor.values(tensor.grad, number), start, tensor.round, seed)
+            itemsize = ITEMSIZE[tensor.dtype] if summed else 0
+            header = m.encode((tensor.key, start, tensor.round, stop - start, format, itemsize))
             try:
                 site.link.send(m.PART, header, [view], lambda site=site: self._sent(site))  # type: ignore[misc]
                 self.sent_bytes += len(view) * (site.number != self.rank)
             except PeerError as error:
-                self.fail(error)
+                self.lost(site, error)
 
     def _sent(self, site: _Site) -> None:
         with self._lock:
@@ -160,25 +266,110 @@ class Summation:
             posts = self._next() if self.error is None else []
         self._post(posts)
 
-    def place_of(self, key: int, start: int, number: int, nbytes: int) -> memoryview:
+    def place_of(self, key: int, start: int, number: int, summed: bool, nbytes: int) -> memoryview | None:
+        """Where a sum goes that comes; None where it is still to be decoded. Raises WireError."""
         with self._lock:
             tensor = self._tensors.get(key)
-        if tensor is None or tensor.round != number:
-            raise WireError(f"a sum of round {number} of tensor {key} came, which is not under way")
-        at = start * ITEMSIZE[tensor.dtype]
-        if at + nbytes > len(tensor.out):
-            raise WireError(f"{nbytes} bytes at {at} of tensor {key}, which has {len(tensor.out)}")
-        return tensor.out[at : at + nbytes]
+        part = -1 if tensor is None or tensor.round != number else tensor.number(start)
+        if tensor is None or part not in tensor.waits:
+            raise WireError(f"a sum of round {number} of tensor {key} from {start} on came, which is not under way")
+        place = tensor.of(tensor.out, part)
+        codec = None if summed else tensor.codec
+        wanted = len(place) if codec is None else formats.format_of(codec.format).nbytes(len(place) // 4)
+        if nbytes != wanted:
+            raise WireError(f"{nbytes} bytes of tensor {key} from {start} on came, {wanted} expected")
+        return place if codec is None else None
 
-    def came(self, key: int) -> None:
+    def came(self, key: int, start: int, number: int, summed: bool, payload: memoryview) -> None:
         with self._lock:
-            tensor = self._tensors[key]
-            tensor.left -= 1
-            if tensor.left:
+            tensor = self._tensors.get(key)
+        part = -1 if tensor is None else tensor.number(start)
+        if tensor is None or part not in tensor.waits or tensor.round != number:
+            raise WireError(f"a sum of round {number} of tensor {key} came, which is not under way")
+        if not summed and tensor.codec is not None:
+            formats.decode(tensor.codec.format, payload, tensor.values(tensor.out, part))
+        with self._lock:
+            tensor.waits.remove(part)
+            if tensor.waits or self._tensors.pop(key, None) is None:
                 return
-            del self._tensors[key]
+            tensor.grad = memoryview(b"")  # others may need `out`
+            self._last[key] = tensor
             self._lock.notify_all()
         tensor.done()
+
+    # spare hosts that come and go
+
+    def lost(self, site: _Site, error: PeerError) -> None:
+        """A link has ended. Without a worker nothing can be summed, without a spare host it can."""
+        if site.number < self.workers or self._member is None:
+            self.fail(error)
+        else:
+            self._member.gone(site.number, str(error).splitlines()[0])
+
+    def _dial(self, added: Spares) -> list[int]:
+        refused = []
+        for number, text, _ in added:
+            try:
+                how = replace(self._spare, retry_s=0.0, connect_s=DIAL_S)
+                self._dialed[number] = self._reach(number, address_of(text), None, f"spare host {text}", how)
+            except RoadtrainError:
+                refused.append(number)
+        return refused
+
+    def _hold(self) -> dict[int, tuple[int, bool]]:
+        """No round begins from now on until the change."""
+        with self._lock:
+            self._held = True
+            return {key: (number, key not in self._tensors) for key, number in self._rounds.items()}
+
+    def _change(self, change: Change) -> None:
+        gone = [site for site in (self._sites.get(number) for number in change.gone) if site is not None]
+        for site in gone:
+            site.link.close()  # nothing comes from it any more
+        with self._lock:
+            again = [words for key, (_, lacked) in change.rounds.items() for tensor in (self._tensors.get(key),
+                     self._last.get(key)) if tensor is not None
+                     for words in self._to_push_again(tensor, set(change.gone), lacked)]
+            self._map.change(change)
+            for number in change.gone:
+                self._sites.pop(number, None)
+            for number, _, _ in change.added:
+                self._sites[number] = self._dialed.pop(number)
+            refused, self._dialed = list(self._dialed.values()), {}
+            for words in again:
+                heapq.heappush(self._queue, words)
+            self._held = False
+            self._lock.notify_all()
+            posts = self._next() if self.error is None else []
+            sites = list(self._sites.values())
+        for site in refused:
+            site.link.close()
+        for site in sites:
+            try:
+                site.link.send(m.MOVED, m.encode(()))
+            except PeerError as error:
+                self.lost(site, error)
+        self._post(posts)
+
+    def _to_push_again(
+        self, tensor: _Tensor, gone: set[int], lacked: int
+    ) -> list[tuple[int, int, int, int, int, int, bool]]:
+        """Entries of the queue: parts that went to a host that is gone, those of `lacked` also where their sum has
+        come."""
+        out = []
+        key, number = tensor.key, tensor.round
+        for part, site in enumerate(self._map.sites(key, len(tensor.parts), number)):
+            if site not in gone:
+                continue
+            if part in tensor.waits:
+                if tensor.sent.pop(part, None) is not None:
+                    out.append((*tensor.urgency, part, key, number, part, False))
+            elif number == lacked and (key, number, part) not in self._again:
+                self._again.add((key, number, part))
+                out.append((AGAIN, 0, part, key, number, part, True))
+        return out
+
+    # the end
 
     def wait(self) -> None:
         """Until nothing is under way. Raises what has failed."""
@@ -190,13 +381,15 @@ class Summation:
         """DeadlineError names what has been missing for so long."""
         while not self._closed.wait(min(1.0, self.deadline_s / 4)):
             with self._lock:
-                key, tensor = next(iter(self._tensors.items()), (0, None))  # the oldest
+                tensor = next(iter(self._tensors.values()), None)  # the oldest
                 if tensor is None or time.monotonic() - tensor.began < self.deadline_s:
                     continue
-                names = [self._sites[site].name for site in sorted(tensor.sites)]
+                waited = {tensor.sent[part] for part in tensor.waits if part in tensor.sent} & set(self._sites)
+                names = [self._sites[site].name for site in sorted(waited)]
             self.fail(DeadlineError(
-                f"worker {self.rank} waited {self.deadline_s:.0f} s for {tensor.left} part(s) of tensor {key}, "
-                f"round {tensor.round}, from {', '.join(names)}", hint="is another worker late, or a link slow?"))
+                f"worker {self.rank} waited {self.deadline_s:.0f} s for {len(tensor.waits)} part(s) of tensor "
+                f"{tensor.key}, round {tensor.round}, from {', '.join(names)}",
+                hint="is another worker late, or a link slow?"))
 
     def _check(self) -> None:
         if self.error is not None:
@@ -215,7 +408,9 @@ class Summation:
         self._closed.set()
         if self._watcher.is_alive():
             self._watcher.join()
-        for site in self._sites:
+        if self._member is not None and hasattr(self._member, "link"):
+            self._member.link.close()
+        for site in [*self._sites.values(), *self._dialed.values()]:
             site.link.close()
 
 
@@ -240,9 +435,16 @@ class _Late:
             self.real.lost(error)
 
 
-def _to_own(site: _Site, own: Summers, hello: tuple[str, int, int, str], options: Options) -> Link:
+def _link(
+    receiver: Receiver, address: Address | None, own: Summers | None, hello: tuple[str, int, int, str],
+    options: Options, name: str = "the coordinator",
+) -> Link:
+    """To a summer or its coordinator; without an address to those of this process."""
+    if address is not None:
+        return connect(address, receiver, options, hello=m.encode(hello), name=name)
+    assert own is not None
     late = _Late()
-    mine, theirs = local.pair(site.name, site, f"worker {hello[1]}", late)
+    mine, theirs = local.pair(name, receiver, f"worker {hello[1]}", late)
     try:
         late.real = own.accept(theirs, m.encode(hello))
     except RoadtrainError:

@@ -4,8 +4,8 @@ summation service). It keeps no parameters, no optimizer, nothing on files.
     part of worker 0 --+                                              +--> all workers
     part of worker 1 --+--> buffers of their own --> one pass, fp32 --+--> (accumulate: the sender)
 
-Buffers are made when a part comes for the first time and used again in every round. One thread adds; links have theirs.
-Assumes what flow/summing.py says. Does NOT know layers, models or who divides by the number of workers.
+Buffers are made when a part comes for the first time and used again in every round, until parts go elsewhere. Encoded
+parts (node/formats.py) are decoded one by one, their sum is encoded. One thread adds; links have theirs. Assumes what flow/summing.py says. Does NOT know layers, models or who divides by the number of workers.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from roadtrain.errors import BudgetError, BusyError, LostError, PeerError, RoadtrainError, WireError
-from roadtrain.flow.summing import RULES, Arrived, SumDecider
-from roadtrain.kernels.cast import cast
+from roadtrain.errors import BudgetError, BusyError, ConfigError, LostError, PeerError, RoadtrainError, WireError
+from roadtrain.flow.summing import RULES, Arrived, Meeting, SumDecider
 from roadtrain.kernels.sum import accumulate, sum_k
+from roadtrain.node import formats, watch
 from roadtrain.node import messages as m
-from roadtrain.node import watch
+from roadtrain.node.compress import recast
+from roadtrain.node.members import Control
 from roadtrain.spec.chunks import ITEMSIZE, TRAINABLE
 from roadtrain.store.buffers import Buffer, array_in
 from roadtrain.units import show_bytes
@@ -36,17 +37,28 @@ END_S = 10.0  # for threads to end
 Where = tuple[int, int]  # tensor, first element
 
 
+def _nbytes(elements: int, format: str, summed: int) -> int:
+    """Of a part that travels. WireError for a format unknown here."""
+    if format in TRAINABLE or summed:
+        return elements * (summed or ITEMSIZE[format])
+    try:
+        return formats.format_of(format).nbytes(elements)
+    except ConfigError as error:
+        raise WireError(str(error)) from error
+
+
 class _Seat:
     """One worker's place: the Receiver of its link."""
 
     def __init__(self, summer: Summer, rank: int, link: Link) -> None:
         self.summer, self.rank, self.link = summer, rank, link
         self.buffers: dict[Where, Buffer] = {}
+        self.coming: set[Where] = set()  # parts whose bytes are on their way into their buffer
         self.heard = time.monotonic()  # when its last part came
 
     def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
         fields = m.header(kind, header)
-        if kind != m.PART or fields[3] not in TRAINABLE or nbytes % ITEMSIZE[fields[3]]:
+        if kind != m.PART or nbytes != _nbytes(*fields[3:]):
             raise WireError(f"a frame of kind {kind} with {nbytes} bytes {fields[3:]} came to a summer")
         buffer = self.buffers.get(fields[:2])
         if buffer is None or buffer.nbytes < nbytes:
@@ -55,14 +67,18 @@ class _Seat:
             except BudgetError as error:
                 self.summer.end(error)
                 buffer = Buffer(nbytes)  # this frame goes nowhere, the worker hears why
+        self.coming.add(fields[:2])
         return buffer.view[:nbytes]
 
     def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
         self.heard = time.monotonic()
         try:
-            key, start, number, dtype = m.header(kind, header)
-            elements = len(payload) // ITEMSIZE[dtype]
-            self.summer.arrived(self, Arrived(key, start, number, elements, dtype))
+            if kind == m.MOVED:
+                self.summer.moved(self)
+            else:
+                part = Arrived(*m.header(m.PART, header))
+                self.coming.discard((part.key, part.start))
+                self.summer.arrived(self, part)
         except RoadtrainError as error:
             self.summer.end(error)
 
@@ -81,6 +97,7 @@ class Summer:
         self.reserved = 0  # bytes
         self._decider = SumDecider(workers, rule)
         self._results: dict[Where, Buffer] = {}
+        self._residuals: dict[Where, np.ndarray] = {}  # what encoding the sum lost
         self._lock, self._work = threading.Lock(), queue.SimpleQueue[Any]()
         self._left, self._over = 0, False
         self.threads = [threading.Thread(target=self._add_all, name="summer", daemon=True)]
@@ -96,15 +113,30 @@ class Summer:
     def buffer(self, nbytes: int, instead: Buffer | None = None) -> Buffer:
         """BudgetError where the host's budget does not hold one more."""
         more = Buffer(nbytes)
-        extra = more.nbytes - (instead.nbytes if instead is not None else 0)
-        self._reserve(extra)
-        self.reserved += extra
+        self._take(more.nbytes - (instead.nbytes if instead is not None else 0))
         return more
+
+    def _take(self, nbytes: int) -> None:
+        with self._lock:
+            if not self._over:  # else all has been given back
+                self._reserve(nbytes)
+                self.reserved += nbytes
 
     def arrived(self, seat: _Seat, part: Arrived) -> None:
         with self._lock:
-            if self._decider.arrived(seat.rank, part):
-                self._work.put((seat, part))
+            if (meeting := self._decider.arrived(seat.rank, part)) is not None:
+                seats = [seat] if self.rule == "accumulate" else [self.seats[rank] for rank in range(self.workers)]
+                self._work.put((seats, [one.buffers[part.key, part.start].view for one in seats], part, meeting))
+
+    def moved(self, seat: _Seat) -> None:
+        """Parts go elsewhere from now on: the memory of those that nobody waits for is given back. What is still in
+        use lives as long as that."""
+        with self._lock:
+            busy = seat.coming | {where for where, meeting in self._decider.meetings.items() if meeting.here}
+            dropped = [seat.buffers.pop(where) for where in [*seat.buffers] if where not in busy]
+            if seat.rank == 0:
+                dropped += [self._results.pop(where) for where in [*self._results]]
+        self._take(-sum(buffer.nbytes for buffer in dropped))
 
     def waits(self) -> dict[str, tuple[float, str]]:
         """Who keeps the others waiting, for what and since when its last word came."""
@@ -146,36 +178,67 @@ class Summer:
                 self.end(error if isinstance(error, RoadtrainError) else LostError(f"a summer stopped: {error!r}"))
                 return
 
-    def _add(self, seat: _Seat, part: Arrived) -> None:
-        where, dtype, n = (part.key, part.start), part.dtype, part.elements
-        fresh = where not in self._results
-        if fresh:
-            self._results[where] = self.buffer(4 * n)
-        result = self._results[where].view
-        total = array_in(result, "fp32", 0, n)
-        if self.rule == "accumulate":
-            if fresh:
-                total[:] = 0
-            accumulate(total, array_in(seat.buffers[where].view, dtype, 0, n), dtype)
-            self._send([seat], part, result[: 4 * n] if dtype == "fp32" else _narrow(total.copy(), dtype))
+    def _add(self, seats: list[_Seat], views: list[memoryview], part: Arrived, meeting: Meeting) -> None:
+        n, raw = part.elements, part.format if part.format in TRAINABLE else ""
+        if meeting.summed:
+            itemsize, rank = min((itemsize, rank) for rank, itemsize in meeting.summed.items())
+            lacking = [self.seats[rank] for rank in sorted(meeting.here - meeting.summed.keys())]
+            self._send(lacking, part, views[rank][: n * itemsize], True)
             return
-        seats = [self.seats[rank] for rank in range(self.workers)]
-        sum_k(total, [array_in(one.buffers[where].view, dtype, 0, n) for one in seats], dtype)
-        self._send(seats, part, result[: 4 * n] if dtype == "fp32" else _narrow(total, dtype))
+        result = self._result((part.key, part.start), 4 * n)
+        total = array_in(result, "fp32", 0, n)
+        if not raw:
+            self._send(seats, part, self._encoded(part, total, views), False)
+            return
+        arrays = [array_in(view, raw, 0, n) for view in views]
+        if self.rule == "accumulate":
+            accumulate(total, arrays[0], raw)
+        else:
+            sum_k(total, arrays, raw)
+        narrow = raw != "fp32" and _narrow(total.copy() if self.rule == "accumulate" else total, raw)
+        self._send(seats, part, narrow or result[: 4 * n], False)
 
-    def _send(self, seats: list[_Seat], part: Arrived, payload: memoryview) -> None:
-        header = m.encode((part.key, part.start, part.round))
+    def _result(self, where: Where, nbytes: int) -> memoryview:
+        with self._lock:
+            found = self._results.get(where)
+        if found is None:
+            found = self.buffer(nbytes)
+            found.view[:] = bytes(len(found.view))  # where sums of `accumulate` begin
+            with self._lock:
+                self._results[where] = found
+        return found.view
+
+    def _encoded(self, part: Arrived, total: np.ndarray, views: list[memoryview]) -> memoryview:
+        form, scratch = formats.format_of(part.format), np.empty_like(total)
+        nbytes = form.nbytes(part.elements)
+        for rank, view in enumerate(views):
+            formats.decode(part.format, view[:nbytes], scratch if rank else total)
+            if rank:
+                accumulate(total, scratch, "fp32")
+        where, out = (part.key, part.start), np.empty(nbytes, np.uint8).data
+        residual = self._residuals.get(where) if form.feedback else None
+        if form.feedback and residual is None:
+            residual = array_in(self.buffer(4 * part.elements).view, "fp32", 0, part.elements)
+            residual[:] = 0
+            self._residuals[where] = residual
+        formats.encode(part.format, total, residual, out, seed_of(-1, part.key, part.start, part.round))
+        return out
+
+    def _send(self, seats: list[_Seat], part: Arrived, payload: memoryview, summed: bool) -> None:
+        header = m.encode((part.key, part.start, part.round, summed))
         for seat in seats:
             with suppress(PeerError):  # who has left is noticed elsewhere
                 seat.link.send(m.SUM, header, [payload])
 
 
+def seed_of(*numbers: int) -> int:
+    """Other for every encoding, the same in every run."""
+    return hash(numbers) & (1 << 64) - 1  # Python's, of integers: not randomized
+
+
 def _narrow(total: np.ndarray, dtype: str) -> memoryview:
     """`total` as 16-bit values, in the first half of its own memory."""
-    out = total.view(np.uint16)[: total.size]
-    for at in range(0, total.size, 4096):  # in order, so that none is overwritten before it was read
-        cast(total[at : at + 4096].copy(), "fp32", out[at : at + 4096], dtype)
-    return out.view(np.uint8).data
+    return recast(total.view(np.uint8).data, total.size, "fp32", dtype).view(np.uint8).data
 
 
 class Summers:
@@ -184,6 +247,7 @@ class Summers:
     def __init__(self, nbytes: int) -> None:
         self.nbytes, self._used = nbytes, 0
         self.jobs: dict[str, Summer] = {}
+        self.control: Control | None = None  # at worker 0
         self._lock = threading.Condition()
         self._ending: list[threading.Thread] = []
 
@@ -196,6 +260,8 @@ class Summers:
             session, rank, workers, rule = m.SUM_HELLO.decode(hello)
         except msgspec.DecodeError as error:
             raise WireError(f"no greeting of a worker of a summation: {error}") from error
+        if not rule and self.control is not None:
+            return self.control.join(session, rank, link)
         if not 0 <= rank < workers <= 1 << 16 or rule not in RULES:
             raise WireError(f"worker {rank} of {workers} with rule {rule!r} came to a summer")
         with self._lock:

@@ -1,0 +1,80 @@
+"""Few bits for a float: one bit (Seide et al. 2014) and dithering (QSGD, Alistarh et al. 2017), packed; error feedback.
+
+`one_bit`: the sign, and one mean magnitude for all. `dither`: one of 2 L + 1 levels from -max |x| to max |x|, rounded up
+or down at random so that the mean is exact; the random numbers are a hash of `seed` and the element's place, so the same
+call gives the same bits anywhere (Rule 1). A value that is not finite makes all that is decoded NaN: nothing is hidden.
+
+Assumes contiguous arrays, float32 [N] and uint8. Does NOT thread or allocate.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from roadtrain.kernels.cast import kernel
+
+
+@kernel
+def pack_signs(x, bits):
+    """bits: uint8 [(N + 7) / 8], element i in bit i mod 8. Returns the mean magnitude."""
+    total = np.float64(0)
+    for at in range(0, x.size, 8):
+        byte = np.uint8(0)
+        for i in range(at, min(at + 8, x.size)):
+            total += np.float64(abs(x[i]))
+            if x[i] >= 0:
+                byte |= np.uint8(1 << (i - at))
+        bits[at // 8] = byte
+    return np.float32(total / max(x.size, 1))
+
+
+@kernel
+def unpack_signs(bits, scale, out):
+    for i in range(out.size):
+        out[i] = scale if bits[i // 8] >> (i % 8) & 1 else -scale
+
+
+@kernel
+def largest(x):
+    """The largest magnitude; NaN where an element is not finite."""
+    most = np.float32(0)
+    for i in range(x.size):
+        if not np.isfinite(x[i]):
+            return np.float32(np.nan)
+        most = max(most, abs(x[i]))
+    return most
+
+
+@kernel
+def pack_levels(x, most, width, seed, packed):
+    """packed: uint8, `width` (2, 4, 8) bits an element: its level plus L, L = 2^(width - 1) - 1."""
+    top = np.float32((1 << (width - 1)) - 1)
+    scale = top / most if most > 0 else np.float32(0)
+    each = 8 // width
+    for at in range(0, x.size, each):
+        byte = np.uint8(0)
+        for i in range(at, min(at + each, x.size)):
+            z = np.uint64(seed) + np.uint64(i + 1) * np.uint64(0x9E3779B97F4A7C15)  # splitmix64
+            z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            chance = np.float32(np.float64(z >> np.uint64(40)) * 5.9604644775390625e-08)  # 2^-24
+            level = min(max(np.floor(x[i] * scale + chance), -top), top)
+            byte |= np.uint8(np.int64(level + top) << ((i - at) * width))
+        packed[at // each] = byte
+
+
+@kernel
+def unpack_levels(packed, most, width, out):
+    top = (1 << (width - 1)) - 1
+    each, mask = 8 // width, (1 << width) - 1
+    scale = most / np.float32(top)
+    for i in range(out.size):
+        out[i] = np.float32((packed[i // each] >> ((i % each) * width) & mask) - top) * scale
+
+
+@kernel
+def keep_back(wanted, sent, residual):
+    """residual = wanted - sent; 0 where that is not finite, as nothing could be added to it any more."""
+    for i in range(residual.size):
+        left = wanted[i] - sent[i]
+        residual[i] = left if np.isfinite(left) else np.float32(0)

@@ -1,0 +1,178 @@
+"""Spare hosts that come, go, die and are slow while workers sum: every sum is right, nobody waits for ever, no worker is
+restarted (Rules 1 and 5)."""
+
+import random
+import threading
+import time
+from functools import partial
+
+import numpy as np
+import pytest
+from test_summation import DTYPES, Hosts, expected, values
+
+from roadtrain.errors import LostError, RoadtrainError
+from roadtrain.node import messages as m
+from roadtrain.node.members import Control
+from roadtrain.node.summing import Summers
+from roadtrain.wire.tcp import Options, listen
+
+TENSORS = {1: (400_003, "fp32", ""), 2: (9, "fp32", ""), 3: (150_000, "bf16", ""), 4: (70_000, "fp32", "")}
+
+
+class Elastic(Hosts):
+    """With a coordinator; spare hosts by name."""
+
+    def __init__(self, n, k):
+        super().__init__(n, k)
+        self.said, self.where = [], {}
+        self.spares = [self._name(i) for i in range(n, n + k)]
+        self.control = self.summers[0].control = Control(
+            "s", n, tuple((n + i, name, 1.0) for i, name in enumerate(self.spares)), self.said.append)
+
+    def _name(self, i):
+        name = "{}:{}".format(*self.listeners[i].address)
+        self.where[name] = i
+        return name
+
+    def add(self):
+        """A new one, which it offers."""
+        self.summers.append(Summers(1 << 28))
+        self.listeners.append(listen(("127.0.0.1", 0), self.summers[-1].accept, Options(), lambda _: None))
+        name = self._name(len(self.summers) - 1)
+        self.control.offered(name, 1.0)
+        return name
+
+    def kill(self, name):
+        """Its links end; what it had is lost."""
+        self.listeners[self.where[name]].close()
+        for summer in list(self.summers[self.where[name]].jobs.values()):
+            for seat in list(summer.seats.values()):
+                seat.link.close()
+            summer.end(LostError("killed"))
+
+    def worker(self, rank, **options):
+        spares = tuple((self.n + i, name, 1.0) for i, name in enumerate(self.spares))
+        return super().worker(rank, spares=spares, control=True, **options)
+
+    def until(self, there, wait_s=10):
+        deadline = time.monotonic() + wait_s
+        while set(self.control.spares) != set(there):
+            assert time.monotonic() < deadline, (self.control.spares, there, self.said)
+            time.sleep(0.01)
+
+
+@pytest.fixture
+def elastic():
+    made = []
+
+    def make(n, k):
+        made.append(Elastic(n, k))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def sum_all(rank, sums, rounds, workers, tensors=TENSORS, between=lambda number: None):
+    """Several tensors at once, each round checked; a worker may be a round ahead of another."""
+    for number in range(rounds):
+        between(number)
+        outs = {}
+        for key, (elements, dtype, format) in tensors.items():
+            grad, outs[key] = values(rank, number, key, elements, dtype), np.empty(elements, DTYPES[dtype])
+            sums.sum(key, m.as_bytes(grad), outs[key].view(np.uint8).data, dtype, lambda: None, priority=-key,
+                     format=format)
+        sums.wait()
+        for key, (elements, dtype, format) in tensors.items():
+            wanted = expected(workers, number, key, elements, dtype)
+            same = np.array_equal if not format else partial(np.allclose, rtol=0.1, atol=0.4 if format[0] == "d" else 0.05)
+            assert same(outs[key], wanted), (rank, number, key)
+    return rounds
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_spare_host_that_dies_is_gone_round_and_one_that_comes_is_used(n, elastic):
+    made = elastic(n, 2)
+    first, second = made.spares
+
+    def between(number):
+        if number == 3:
+            made.kill(first)
+        if number == 8:
+            made.add()
+        time.sleep(0.02)
+
+    def work(rank, sums):
+        sum_all(rank, sums, 20, n, between=between if rank == 0 else lambda number: None)
+        if rank == 0:
+            made.until({second, *list(made.where)[n + 2 :]} & set(made.where) | {made._name(len(made.summers) - 1)})
+        sum_all(rank, sums, 3, n)
+        return {site.number for site in sums._sites.values()}
+
+    found = made.run(work)
+    assert not any(isinstance(one, Exception) for one in found), found
+    assert all(one == found[0] and n not in one and max(one) > n + 1 for one in found), found
+    assert any("left out" in words for words in made.said) and any("from now on" in words for words in made.said)
+    new = made.summers[-1]
+    assert sum(len(job._results) for job in new.jobs.values()) or not new.jobs
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_sums_stay_right_whoever_dies_when(seed, elastic):
+    rng, n = random.Random(seed), 2 + seed % 3
+    made, over = elastic(n, 2), threading.Event()
+
+    def trouble():
+        while not over.wait(rng.uniform(0.01, 0.15)):
+            there = [name for name in made.control.spares]
+            if there and rng.random() < 0.5:
+                made.kill(rng.choice(there))
+            elif there and rng.random() < 0.3:
+                made.control.gone(made.control.spares.get(rng.choice(there), -1), "not wanted any more")
+            elif len(there) < 4:
+                made.add()
+
+    thread = threading.Thread(target=trouble)
+    thread.start()
+    try:
+        found = made.run(partial(sum_all, rounds=25, workers=n))
+    finally:
+        over.set()
+        thread.join()
+    assert found == [25] * n, (found, made.said)
+    assert any("left out" in words for words in made.said)
+
+
+@pytest.mark.parametrize("format", ["bf16", "dither:8", "fp16"])
+def test_encoded_ones_too(format, elastic):
+    made = elastic(2, 2)
+    tensors = {1: (300_000, "fp32", format), 2: (1000, "fp32", format)}
+
+    def between(number):
+        if number == 3:
+            made.kill(made.spares[0])
+        time.sleep(0.02)
+
+    found = made.run(lambda rank, sums: sum_all(rank, sums, 8, 2, tensors, between if rank == 0 else lambda _: None))
+    assert found == [8, 8], found
+
+
+def test_without_a_coordinator_a_dead_spare_host_is_an_error(hosts_two_one):
+    made = hosts_two_one
+
+    def work(rank, sums):
+        sum_all(rank, sums, 1, 2)
+        if rank == 0:
+            for summer in list(made.summers[2].jobs.values()):
+                summer.end(LostError("killed"))
+        sum_all(rank, sums, 50, 2)
+
+    assert all(isinstance(one, RoadtrainError) and "spare host" in str(one) for one in made.run(work))
+
+
+@pytest.fixture
+def hosts_two_one():
+    made = Hosts(2, 1)
+    yield made
+    made.close()
