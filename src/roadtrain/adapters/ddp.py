@@ -4,21 +4,19 @@
     model.register_comm_hook(roadtrain.Summation(spares=["10.0.0.9:7000"]), roadtrain.sum_hook)
 
 Each worker runs a summer for the others in its own process; `spares` are hosts that run `roadtrain serve HOST:PORT
---sum`. Gradients are divided by the number of workers, then summed in their order: with two workers the bits of DDP's
-own all-reduce, with more equal to rounding. Assumes an initialized process group, used once, for addresses. Does NOT
-sum the workers of a host first.
+--sum`. Workers of one host sum through shared memory first. Gradients are divided by the number of workers, then summed
+in their order: with two workers the bits of DDP's own all-reduce, with more equal to rounding. Assumes an initialized
+process group, used at the start, for addresses.
 """
 
 from __future__ import annotations
 
 import os
 import queue
-import secrets
 import socket
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -26,74 +24,71 @@ import torch
 import torch.distributed as dist
 
 from roadtrain.errors import ConfigError
-from roadtrain.flow.shares import optimum
 from roadtrain.model.split import NAMES
-from roadtrain.node.dial import address_of, token_of
-from roadtrain.node.summation import Summation as Sums
-from roadtrain.node.summing import Summers
+from roadtrain.node.dial import token_of
+from roadtrain.node.formats import format_of
+from roadtrain.node.together import Wanted, connect
 from roadtrain.spec.chunks import TRAINABLE
 from roadtrain.units import parse_bytes
-from roadtrain.wire.tcp import Options, listen
-
-WORDS = 512  # bytes that a worker tells the others at the start
-LEAVE_S = 10.0  # for the other workers to leave, at the end
 
 
 class Summation:
-    """The state of `sum_hook`. spares: HOST:PORT of spare hosts. rates, spare_rates: of the links of the workers' hosts
-    (by rank) and of the spare ones, in any unit (None: all equal); parts are placed by them. address: of this host as
-    the others reach it (None: the one that reaches MASTER_ADDR). token_file: the token of the spare hosts; the workers
-    make one for themselves. budget: bytes of memory for this process's summer (None: half of what is free).
-    deadline_s: how long a sum may take. Raises ConfigError, PeerError. `close` it before the process group ends."""
+    """The state of `sum_hook`. spares: HOST:PORT of spare hosts, or the path of a file with one a line (and its rate,
+    if any), which worker 0 looks at while training goes on: a host that is added there is used, one that is removed is
+    left out. One that dies is gone round, and used again when it is back. rates, spare_rates: of the links of the
+    workers' hosts (by rank) and of the spare ones, in any unit (None: all equal); parts are placed by them. format: how
+    fp32 travels between hosts ("": as it is; bf16, fp16, topk:0.01, onebit, dither:4 or one of your own, see
+    node/formats.py). local: whether the workers of a host sum through shared memory first; roots: which of them do, by
+    their place on the host (None: as its topology says). rule: "sum", or "accumulate" for asynchronous training.
+    address: of this host as the others reach it (None: the one that reaches MASTER_ADDR). token_file: the token of the
+    spare hosts; the workers make one for themselves. budget: bytes of memory for this process's summers (None: half of
+    what is free). deadline_s: how long a sum may take. Raises ConfigError, PeerError. `close` it before the process
+    group ends."""
 
     def __init__(
-        self, *, spares: Sequence[str] = (), rates: Sequence[float] | None = None,
-        spare_rates: Sequence[float] | None = None, address: str | None = None, token_file: str | None = None,
-        budget: str | int | None = None, deadline_s: float = 600.0,
+        self, *, spares: Sequence[str] | str = (), rates: Sequence[float] | None = None,
+        spare_rates: Sequence[float] | None = None, format: str = "", local: bool = True,
+        roots: Sequence[int] | None = None, rule: str = "sum", address: str | None = None,
+        token_file: str | None = None, budget: str | int | None = None, deadline_s: float = 600.0,
     ) -> None:
         if not dist.is_initialized():
             raise ConfigError("no process group", hint="torch.distributed.init_process_group() comes first")
-        self.rank, self.workers = dist.get_rank(), dist.get_world_size()
-        given = list(rates or [1.0] * self.workers), list(spare_rates or [1.0] * len(spares))
-        if (len(given[0]), len(given[1])) != (self.workers, len(spares)):
-            raise ConfigError(f"{len(given[0])} rates for {self.workers} workers, {len(given[1])} for {len(spares)} "
-                              "spare hosts", hint="one for each")
-        self.shares = optimum(*given)
-        others = [address_of(spare) for spare in spares]
-        self._summers = Summers(parse_bytes(psutil.virtual_memory().available // 2 if budget is None else budget))
-        here = address or _address_here()
-        own_token, session = _tell_all(f"{secrets.token_hex()} {secrets.token_hex(8)}")[0].split()  # rank 0's
-        options = Options(token=own_token.encode(), retry_s=30.0)
-        self._listener = listen((here, 0), self._summers.accept, options)
+        self.rank, self.workers, self.format, self.rule = dist.get_rank(), dist.get_world_size(), format, rule
+        if format:
+            format_of(format)
+        wanted = Wanted(spares, spare_rates, token_of(token_file))
+        nbytes = parse_bytes(psutil.virtual_memory().available // 2 if budget is None else budget)
+        self._ends: list[Callable[[], None]] = []
         try:
-            found = _tell_all("{}:{}".format(*self._listener.address))
-            sites = [None if rank == self.rank else address_of(text) for rank, text in enumerate(found)]
-            self._sums = Sums(self.rank, self.workers, [*sites, *others], self.shares.all, self._summers,
-                              session=session, options=options, spare=replace(options, token=token_of(token_file)),
-                              deadline_s=deadline_s)
+            self._sums, self._above = connect(
+                wanted, rates, roots, tell_all, self._ends, rank=self.rank, workers=self.workers, inside=local,
+                rule=rule, address=address or _address_here(), nbytes=nbytes, deadline_s=deadline_s)
         except BaseException:
-            self._summers.close()
-            self._listener.close()
+            _close(self._ends)
             raise
         self._results: dict[int, torch.Tensor] = {}
         self._host: dict[int, torch.Tensor] = {}  # pinned twins of what is on a device
         self._copied: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._copier: threading.Thread | None = None
         self._closed = False
-        weakref.finalize(self, _close, self._sums, self._summers, self._listener)
+        weakref.finalize(self, _close, self._ends)
 
-    def sum(self, key: int, tensor: torch.Tensor, *, priority: int = 0) -> torch.futures.Future[torch.Tensor]:
+    def sum(
+        self, key: int, tensor: torch.Tensor, *, priority: int = 0, format: str = ""
+    ) -> torch.futures.Future[torch.Tensor]:
         """A future of the sum over all workers of `tensor` (fp32, bf16 or fp16, contiguous; not to be changed before).
-        It is valid until the same key is summed again."""
+        It is valid until the same key is summed again, and not to be written to: others may need it. `format`: instead
+        of that of all, for fp32."""
         dtype = NAMES.get(tensor.dtype, str(tensor.dtype))
         if dtype not in TRAINABLE:
             raise ConfigError(f"tensor {key} is {tensor.dtype}, summed are {', '.join(TRAINABLE)}")
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
             devices=[tensor.device] if tensor.is_cuda else None)
         flat = tensor.detach().reshape(-1)
+        how = priority, (format or self.format) if dtype == "fp32" else ""
         result = self._buffer(self._results, key, flat, pinned=tensor.is_cuda)
         if not tensor.is_cuda:
-            self._begin(key, flat, result, dtype, priority, lambda: future.set_result(result.view_as(tensor)))
+            self._begin(key, flat, result, dtype, how, lambda: future.set_result(result.view_as(tensor)))
             return future.then(self._checked)
         host = self._buffer(self._host, key, flat, pinned=True)
         host.copy_(flat, non_blocking=True)
@@ -110,7 +105,7 @@ class Summation:
         if self._copier is None:
             self._copier = threading.Thread(target=self._copy_all, name="summation", daemon=True)
             self._copier.start()
-        self._copied.put((event, (key, host, result, dtype, priority, back)))
+        self._copied.put((event, (key, host, result, dtype, how, back)))
         return future.then(self._checked)
 
     def _checked(self, future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
@@ -130,10 +125,14 @@ class Summation:
                 words[-1]()  # `_checked` tells whoever waits
 
     def _begin(
-        self, key: int, grad: torch.Tensor, result: torch.Tensor, dtype: str, priority: int, done: Callable[[], None]
+        self, key: int, grad: torch.Tensor, result: torch.Tensor, dtype: str, how: tuple[int, str],
+        done: Callable[[], None],
     ) -> None:
         pushed, summed = (t.view(torch.uint8).numpy().data for t in (grad, result))
-        self._sums.sum(key, pushed, summed, dtype, done, priority=priority)
+        if self._above is not None:
+            self._above.how[key] = how  # formats are between hosts
+            how = how[0], ""
+        self._sums.sum(key, pushed, summed, dtype, done, priority=how[0], format=how[1])
 
     @staticmethod
     def _buffer(kept: dict[int, torch.Tensor], key: int, like: torch.Tensor, *, pinned: bool) -> torch.Tensor:
@@ -147,7 +146,7 @@ class Summation:
         if not self._closed:
             self._closed = True
             self._copied.put(None)
-            _close(self._sums, self._summers, self._listener)
+            _close(self._ends)
 
     def __enter__(self) -> Summation:
         return self
@@ -156,10 +155,9 @@ class Summation:
         self.close()
 
 
-def _close(sums: Sums, summers: Summers, listener: Any) -> None:
-    sums.close()
-    summers.close(LEAVE_S)
-    listener.close()
+def _close(ends: list[Callable[[], None]]) -> None:
+    while ends:
+        ends.pop()()
 
 
 def sum_hook(state: Summation, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -182,12 +180,14 @@ def _address_here() -> str:
         return str(sock.getsockname()[0])
 
 
-def _tell_all(text: str) -> list[str]:
+def tell_all(words: bytes) -> list[bytes]:
     """What every worker says, by rank."""
-    raw = text.encode()
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
-    mine = torch.zeros(WORDS, dtype=torch.uint8)
-    mine[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-    found = [torch.zeros(WORDS, dtype=torch.uint8, device=device) for _ in range(dist.get_world_size())]
+    workers = range(dist.get_world_size())
+    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in workers]
+    dist.all_gather(lengths, torch.tensor([len(words)], device=device))
+    most = max(1, *(int(length) for length in lengths))
+    found = [torch.zeros(most, dtype=torch.uint8, device=device) for _ in workers]
+    mine = torch.frombuffer(bytearray(words.ljust(most, b"\0")), dtype=torch.uint8)
     dist.all_gather(found, mine.to(device))
-    return [bytes(one.cpu().numpy()).rstrip(b"\0").decode() for one in found]
+    return [bytes(one.cpu().numpy())[: int(length)] for one, length in zip(found, lengths)]

@@ -4,8 +4,8 @@
                                                      <- state --
                                                      -- Change -> all workers: their Map, then go on
 
-Held is for one message there and back. A Change says of each tensor how far any worker had begun: later rounds go by the
-new shares, earlier ones where they went, but for parts whose host is gone: those go where the first map after says
+Held is for one message there and back. A Change says of each tensor how far any worker had begun: later rounds go by
+the new shares, earlier ones where they went, but for parts whose host is gone: those go where the first map after says
 whose host is there. So all workers agree on every part of every round. Pure.
 """
 
@@ -61,7 +61,8 @@ class Coordinator:
     def state(
         self, worker: int, number: int, rounds: Mapping[int, tuple[int, bool]], refused: Sequence[int]
     ) -> list[Ask | Change]:
-        """`rounds`: tensor -> (the last one begun, whether its sum is there). `refused`: new hosts it does not reach."""
+        """`rounds`: tensor -> (the last one begun, whether its sum is there). `refused`: new hosts it does not
+        reach."""
         if self.asked is None or number != self.asked.number:
             return []
         self.states[worker] = rounds, set(refused)
@@ -104,12 +105,13 @@ class _Epoch:
 
 
 class Map:
-    """Which site sums a part. `rates` of the workers' links; all sites that are or were there have a number."""
+    """Which site sums a part. `rates` of the workers' links; all sites that are or were there have a number. `roots`:
+    only these sum, in equal shares, and nobody comes or goes."""
 
-    def __init__(self, rates: Sequence[float], spares: Spares) -> None:
+    def __init__(self, rates: Sequence[float], spares: Spares, roots: Sequence[int] = ()) -> None:
         self.rates, self.spares = tuple(rates), {number: rate for number, _, rate in spares}
         self.gone: set[int] = set()
-        self._epochs = [_Epoch(self._shares())]
+        self._epochs = [_Epoch(dict.fromkeys(roots, 1.0) or self._shares())]
         self._found: dict[tuple[int, int], tuple[int, list[int]]] = {}
 
     def _shares(self) -> dict[int, float]:

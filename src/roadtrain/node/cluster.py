@@ -34,6 +34,7 @@ from roadtrain.kernels.rules import described
 from roadtrain.node import messages as m
 from roadtrain.node import relay as relays
 from roadtrain.node.compress import Compressor
+from roadtrain.node.dial import local_options
 from roadtrain.node.engine import Layout, check_same, fill_record
 from roadtrain.node.residuals import Residuals
 from roadtrain.node.server import Server
@@ -284,7 +285,7 @@ class Cluster:
         if self._sockets is None:
             server.link = connect(address, server, options, hello=hello, name=name)
         else:
-            near = relays.local_options(options)
+            near = local_options(options)
             server.link = shm.connect(self._sockets / str(number), server, near, hello=hello, name=f"relay to {name}")
         try:
             fields, description = server.wait(m.WELCOME, "a welcome", self._deadline_s)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from roadtrain.errors import ConfigError
-from roadtrain.wire.tcp import Address
+from roadtrain.wire import shm
+from roadtrain.wire.tcp import Address, Options
 
 
 def address_of(text: str) -> Address:
@@ -14,6 +15,11 @@ def address_of(text: str) -> Address:
     if not host or not port.isdigit() or int(port) > 65535:
         raise ConfigError(f"{text!r} is no address", hint="HOST:PORT, as 10.0.0.3:7000")
     return host.strip("[]"), int(port)
+
+
+def local_options(options: Options) -> shm.Options:
+    """Of a link inside a host, as patient as `options`."""
+    return shm.Options(frame_limit=options.frame_limit, close_s=options.close_s, retry_s=options.retry_s + 30)
 
 
 def token_of(path: str | None) -> bytes | None:

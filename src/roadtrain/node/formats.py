@@ -155,7 +155,7 @@ def format_of(text: str) -> Format:
     try:
         return FORMATS[name](argument)
     except ValueError as error:
-        raise ConfigError(f"format {text!r}: {error}", hint=FORMATS[name].__doc__) from error
+        raise ConfigError(f"format {text!r}: {error}", hint=FORMATS[name].__doc__ or "") from error
 
 
 for _kind in (Bf16, Fp16, TopK, OneBit, Dither):

@@ -34,7 +34,7 @@ class _Seat:
             self.control.gone(*fields)
         elif kind == m.STATE:
             rounds = {key: (last, bool(done)) for key, (last, done) in m.ROUNDS.decode(payload).items()}
-            self.control.state(self.rank, *fields, rounds)
+            self.control.state(self.rank, fields[0], fields[1], rounds)
         else:
             raise WireError(f"a frame of kind {kind} came to a coordinator")
 
@@ -68,7 +68,7 @@ class Control:
     def gone(self, site: int, why: str) -> None:
         with self._lock:
             if site in self._decider.spares and site not in self._decider.lost:
-                self.report(f"spare host {self._decider.spares[site][0]} is left out: {why}")
+                self.report(f"{why}: left out from now on")
             self._say_all(self._decider.gone(site))
 
     def offered(self, address: str, rate: float) -> None:
@@ -89,7 +89,7 @@ class Control:
 
     def _say(self, seats: Sequence[_Seat], one: Ask | Change) -> None:
         if isinstance(one, Ask):
-            frame = m.ASK, m.encode((one.number, one.added)), []
+            frame = m.ASK, m.encode((one.number, one.added)), list[memoryview]()
         else:
             rounds = memoryview(m.encode(one.rounds))
             frame = m.CHANGE, m.encode((one.number, one.gone, one.added)), [rounds]
@@ -122,7 +122,7 @@ class Member:
             rounds = {key: (last, int(done)) for key, (last, done) in self._hold().items()}
             self.link.send(m.STATE, m.encode((number, refused)), [memoryview(m.encode(rounds))])
         elif kind == m.CHANGE:
-            self._change(Change(*fields, m.ROUNDS.decode(payload)))
+            self._change(Change(fields[0], fields[1], fields[2], m.ROUNDS.decode(payload)))
         else:
             raise WireError(f"a frame of kind {kind} came from a coordinator")
 

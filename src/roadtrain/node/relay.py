@@ -42,6 +42,7 @@ from roadtrain.errors import (
 from roadtrain.flow import ops
 from roadtrain.flow.relay import Give, PushSum, RelayDecider, Up
 from roadtrain.node import messages as m
+from roadtrain.node.dial import local_options
 from roadtrain.node.gradients import Gradients
 from roadtrain.node.pool import Pool
 from roadtrain.node.serve import Seat
@@ -97,10 +98,6 @@ def end(process: subprocess.Popen[bytes] | None) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-
-
-def local_options(options: Options) -> shm.Options:
-    return shm.Options(frame_limit=options.frame_limit, close_s=options.close_s, retry_s=options.retry_s + 30)
 
 
 class Lane:

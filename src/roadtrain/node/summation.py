@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -26,13 +27,13 @@ from roadtrain.flow.members import Change, Map, Spares
 from roadtrain.flow.shares import cut, order
 from roadtrain.node import formats
 from roadtrain.node import messages as m
-from roadtrain.node.dial import address_of
+from roadtrain.node.dial import address_of, local_options
 from roadtrain.node.members import Member
 from roadtrain.node.summing import Summers, seed_of
 from roadtrain.spec.chunks import ITEMSIZE
 from roadtrain.store.buffers import Buffer
 from roadtrain.units import KIB
-from roadtrain.wire import local
+from roadtrain.wire import local, shm
 from roadtrain.wire.link import Link, Receiver
 from roadtrain.wire.tcp import Address, Options, connect
 
@@ -104,7 +105,8 @@ class _Site:
     def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
         if kind != m.SUM:
             raise WireError(f"a frame of kind {kind} has no payload, {nbytes} bytes came")
-        place = self.owner.place_of(*m.header(kind, header), nbytes)
+        key, start, number, summed = m.header(kind, header)
+        place = self.owner.place_of(key, start, number, summed, nbytes)
         if place is None:
             if self._scratch.nbytes < nbytes:
                 self._scratch = Buffer(nbytes)
@@ -120,29 +122,31 @@ class _Site:
             else:
                 self.owner.fail(error)  # the workers differ: nobody else could sum that either
             return
-        self.owner.came(*m.header(m.SUM, header), payload)
+        key, start, number, summed = m.header(m.SUM, header)
+        self.owner.came(key, start, number, summed, payload)
 
     def lost(self, error: PeerError) -> None:
         self.owner.lost(self, error)
 
 
 class Summation:
-    """`sites`: of every worker's summer its address; None: the one of this process, `own`. `spares`: the spare hosts;
-    `rates`: of all workers' links. `session`: the same for all workers of one start. `spare`: how spare hosts are
-    reached, where not by `options`. `control`: whether worker 0's summers have a coordinator, so that spare hosts may
-    come and go. Raises LostError, AuthError, WireError, DeadlineError."""
+    """`sites`: of every worker's summer its address (a path: shared memory); None: the one of this process, `own`.
+    `spares`: the spare hosts; `rates`: of all workers' links; `roots`: instead, which workers' summers sum. `session`:
+    the same for all workers of one start. `spare`: how spare hosts are reached, where not by `options`. `control`:
+    whether worker 0's summers have a coordinator, so that spare hosts may come and go. Raises LostError, AuthError,
+    WireError, DeadlineError."""
 
     def __init__(
-        self, rank: int, sites: Sequence[Address | None], rates: Sequence[float], spares: Spares, own: Summers | None,
-        *, session: str, options: Options, spare: Options | None = None, rule: str = "sum", deadline_s: float = 600.0,
-        part_bytes: int = PART_BYTES, control: bool = False,
+        self, rank: int, sites: Sequence[Address | str | None], rates: Sequence[float], spares: Spares,
+        own: Summers | None, *, session: str, options: Options, spare: Options | None = None, rule: str = "sum",
+        deadline_s: float = 600.0, part_bytes: int = PART_BYTES, control: bool = False, roots: Sequence[int] = (),
     ) -> None:
         self.rank, self.workers, self.deadline_s = rank, len(sites), deadline_s
         self._part_bytes, self.sent_bytes = part_bytes, 0
         self._options, self._spare = options, spare or options
         self._hello = session, rank, len(sites), rule
         self._lock = threading.Condition()
-        self._map = Map(rates, spares)
+        self._map = Map(rates, spares, roots)
         self._tensors: dict[int, _Tensor] = {}  # under way
         self._last: dict[int, _Tensor] = {}  # complete
         self._rounds: dict[int, int] = {}
@@ -172,7 +176,7 @@ class Summation:
         self._watcher.start()
 
     def _reach(
-        self, number: int, address: Address | None, own: Summers | None, name: str, options: Options | None = None
+        self, number: int, address: Address | str | None, own: Summers | None, name: str, options: Options | None = None
     ) -> _Site:
         site = _Site(self, number, name)
         how = options or (self._options if number < self.workers else self._spare)
@@ -414,6 +418,34 @@ class Summation:
             site.link.close()
 
 
+class Above:
+    """What the workers of a host have summed, summed with the other hosts' before they get it (node/summing.py). `how`:
+    of a tensor, its priority and format there; a worker says so before it pushes."""
+
+    def __init__(self, sums: Summation) -> None:
+        self._sums, self.how = sums, dict[int, tuple[int, str]]()
+        self._outs: dict[tuple[int, int], Buffer] = {}
+
+    def __call__(
+        self, where: tuple[int, int], dtype: str, total: memoryview, answer: Callable[[memoryview], None],
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        out = self._outs.get(where)
+        if out is None or out.nbytes < len(total):
+            out = self._outs[where] = Buffer(len(total))
+        view = out.view[: len(total)]
+
+        def done() -> None:
+            if self._sums.error is not None:
+                failed(self._sums.error)
+            else:
+                answer(view)
+
+        priority, format = self.how.get(where[0], (0, ""))
+        key = int.from_bytes(blake2b("{} {}".format(*where).encode(), digest_size=7).digest(), "little")
+        self._sums.sum(key, total, view, dtype, done, priority=priority, format=format)
+
+
 class _Late:
     """Stands for a Receiver that is made after its link."""
 
@@ -436,10 +468,12 @@ class _Late:
 
 
 def _link(
-    receiver: Receiver, address: Address | None, own: Summers | None, hello: tuple[str, int, int, str],
+    receiver: Receiver, address: Address | str | None, own: Summers | None, hello: tuple[str, int, int, str],
     options: Options, name: str = "the coordinator",
 ) -> Link:
     """To a summer or its coordinator; without an address to those of this process."""
+    if isinstance(address, str):
+        return shm.connect(address, receiver, local_options(options), hello=m.encode(hello), name=name)
     if address is not None:
         return connect(address, receiver, options, hello=m.encode(hello), name=name)
     assert own is not None

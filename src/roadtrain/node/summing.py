@@ -5,7 +5,8 @@ summation service). It keeps no parameters, no optimizer, nothing on files.
     part of worker 1 --+--> buffers of their own --> one pass, fp32 --+--> (accumulate: the sender)
 
 Buffers are made when a part comes for the first time and used again in every round, until parts go elsewhere. Encoded
-parts (node/formats.py) are decoded one by one, their sum is encoded. One thread adds; links have theirs. Assumes what flow/summing.py says. Does NOT know layers, models or who divides by the number of workers.
+parts (node/formats.py) are decoded one by one, their sum is encoded. One thread adds; links have theirs. Assumes what
+flow/summing.py says. Does NOT know layers, models or who divides by the number of workers.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ from roadtrain.wire.tcp import Address, Options, listen
 
 END_S = 10.0  # for threads to end
 Where = tuple[int, int]  # tensor, first element
+# its place, dtype, bytes, who takes the whole sum, who takes an error
+Above = Callable[[Where, str, memoryview, Callable[[memoryview], None], Callable[[BaseException], None]], None]
 
 
 def _nbytes(elements: int, format: str, summed: int) -> int:
@@ -87,12 +90,14 @@ class _Seat:
 
 
 class Summer:
-    """Of one job. `ended` is called once, when the last worker has left or something failed."""
+    """Of one job. `above`: who adds other hosts' sums before the workers here get theirs. `ended` is called once, when
+    the last worker has left or something failed."""
 
     def __init__(
-        self, rule: str, workers: int, reserve: Callable[[int], None], ended: Callable[[Summer], None]
+        self, rule: str, workers: int, reserve: Callable[[int], None], ended: Callable[[Summer], None],
+        above: Above | None = None,
     ) -> None:
-        self.rule, self.workers, self._reserve, self._ended = rule, workers, reserve, ended
+        self.rule, self.workers, self._reserve, self._ended, self._above = rule, workers, reserve, ended, above
         self.seats: dict[int, _Seat] = {}
         self.reserved = 0  # bytes
         self._decider = SumDecider(workers, rule)
@@ -196,7 +201,11 @@ class Summer:
         else:
             sum_k(total, arrays, raw)
         narrow = raw != "fp32" and _narrow(total.copy() if self.rule == "accumulate" else total, raw)
-        self._send(seats, part, narrow or result[: 4 * n], False)
+        payload = narrow or result[: 4 * n]
+        if self._above is None:
+            self._send(seats, part, payload, False)
+        else:
+            self._above((part.key, part.start), raw, payload, lambda sum: self._send(seats, part, sum, False), self.end)
 
     def _result(self, where: Where, nbytes: int) -> memoryview:
         with self._lock:
@@ -248,6 +257,7 @@ class Summers:
         self.nbytes, self._used = nbytes, 0
         self.jobs: dict[str, Summer] = {}
         self.control: Control | None = None  # at worker 0
+        self.above: Above | None = None  # of a host's own summers
         self._lock = threading.Condition()
         self._ending: list[threading.Thread] = []
 
@@ -267,7 +277,7 @@ class Summers:
         with self._lock:
             summer = self.jobs.get(session)
             if summer is None:
-                summer = Summer(rule, workers, self._reserve, lambda one: self._forget(session, one))
+                summer = Summer(rule, workers, self._reserve, lambda one: self._forget(session, one), self.above)
                 self.jobs[session] = summer
         if (summer.workers, summer.rule) != (workers, rule):
             raise WireError(f"worker {rank} of {workers} with rule {rule}, the others are {summer.workers} with "
