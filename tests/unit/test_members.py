@@ -1,0 +1,148 @@
+"""Spare hosts that come and go: all workers agree on the place of every part of every round, at every moment."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roadtrain.flow.members import Ask, Change, Coordinator, Map
+
+KEYS, PARTS = (1, 2, 99), 23
+
+
+class World:
+    """`n` workers, their maps and rounds, and what is on its way to them, with every order of arrival possible."""
+
+    def __init__(self, n: int, k: int, rng: random.Random) -> None:
+        self.n, self.rng = n, rng
+        spares = tuple((n + i, f"s{i}", 1.0) for i in range(k))
+        self.coordinator = Coordinator(n, spares)
+        self.maps = [Map([1.0] * n, spares) for _ in range(n)]
+        self.rounds = [dict.fromkeys(KEYS, 0) for _ in range(n)]
+        self.done = [dict.fromkeys(KEYS, True) for _ in range(n)]
+        self.inbox: list[list[Ask | Change]] = [[] for _ in range(n)]
+        self.states: list[tuple[int, int, dict[int, tuple[int, bool]]]] = []
+        self.held = [False] * n
+        self.pushed: dict[tuple[int, int, int], dict[int, int]] = {}  # key, round, part -> worker -> site
+        self.names = 0
+
+    def say(self, messages: list[Ask | Change]) -> None:
+        for message in messages:
+            for box in self.inbox:
+                box.append(message)
+        self.coordinator.check()
+
+    def begin(self, worker: int) -> None:
+        key = self.rng.choice(KEYS)
+        if self.held[worker] or not self.done[worker][key]:
+            return
+        self.rounds[worker][key] += 1
+        self.done[worker][key] = False
+        self.push(worker, key, self.rounds[worker][key])
+
+    def push(self, worker: int, key: int, number: int) -> None:
+        for part, site in enumerate(self.maps[worker].sites(key, PARTS, number)):
+            self.pushed.setdefault((key, number, part), {})[worker] = site
+
+    def finish(self, worker: int) -> None:
+        """Its sums are there where all have pushed all parts to the same places."""
+        for key in KEYS:
+            number = self.rounds[worker][key]
+            places = [self.pushed.get((key, number, part), {}) for part in range(PARTS)]
+            if number and all(len(of) == self.n and len({*of.values()}) == 1 for of in places):
+                self.done[worker][key] = True
+
+    def deliver(self, worker: int) -> None:
+        if not self.inbox[worker]:
+            return
+        message = self.inbox[worker].pop(0)
+        if isinstance(message, Ask):
+            self.held[worker] = True
+            both = {key: (number, self.done[worker][key]) for key, number in self.rounds[worker].items() if number}
+            self.states.append((worker, message.number, both))
+            return
+        before = {(key, number): self.maps[worker].sites(key, PARTS, number)
+                  for key in KEYS for number in (self.rounds[worker][key] - 1, self.rounds[worker][key]) if number > 0}
+        self.maps[worker].change(message)
+        for (key, number), old in before.items():
+            new = self.maps[worker].sites(key, PARTS, number)
+            lacked = message.rounds.get(key, (0, 1))[1]
+            if number >= lacked:  # earlier ones nobody needs any more
+                assert all(a == b or a in message.gone for a, b in zip(old, new)), "only what is gone moves"
+        for key, number in self.rounds[worker].items():
+            assert self.maps[worker].gone.isdisjoint(self.maps[worker].sites(key, PARTS, number + 1))
+        self.held[worker] = False
+        for key in KEYS:  # again, where they moved: its own, or for those who lack it the sum
+            for number in range(message.rounds.get(key, (0, 1))[1], self.rounds[worker][key] + 1):
+                self.push(worker, key, number)
+
+    def answer(self) -> None:
+        if self.states:
+            worker, number, state = self.states.pop(self.rng.randrange(len(self.states)))
+            refused = [site for site, _, _ in self.coordinator.asked.added if self.rng.random() < 0.2] \
+                if self.coordinator.asked is not None else []
+            self.say(self.coordinator.state(worker, number, state, refused))
+
+    def trouble(self) -> None:
+        if self.rng.random() < 0.5 and self.coordinator.spares:
+            self.say(self.coordinator.gone(self.rng.choice([*self.coordinator.spares])))
+        else:
+            self.names += 1
+            self.say(self.coordinator.offered(f"new {self.names}", self.rng.choice((0.5, 1.0))))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(2, 4), st.integers(0, 3), st.integers(0, 1 << 32))
+def test_all_agree_and_every_round_ends(n: int, k: int, seed: int) -> None:
+    rng = random.Random(seed)
+    world = World(n, k, rng)
+    for _ in range(300):
+        what = rng.random()
+        worker = rng.randrange(n)
+        if what < 0.04:
+            world.trouble()
+        elif what < 0.3:
+            world.deliver(worker)
+        elif what < 0.45:
+            world.answer()
+        elif what < 0.75:
+            world.begin(worker)
+        else:
+            world.finish(worker)
+    while any(world.inbox) or world.states:  # nothing more happens: all must come to rest
+        for worker in range(n):
+            world.deliver(worker)
+        world.answer()
+    assert not any(world.held) and world.coordinator.asked is None
+    for _ in range(4):  # all go to the same round
+        for key in KEYS:
+            for worker in range(n):
+                world.finish(worker)
+                if world.done[worker][key] and world.rounds[worker][key] < max(r[key] for r in world.rounds):
+                    world.rounds[worker][key] += 1
+                    world.done[worker][key] = False
+                    world.push(worker, key, world.rounds[worker][key])
+    for worker in range(n):
+        world.finish(worker)
+    assert all(all(done.values()) for done in world.done), "no round is left over"
+    there = {*range(n), *world.coordinator.spares}
+    for key in KEYS:
+        of = [one.sites(key, PARTS, max(r[key] for r in world.rounds) + 1) for one in world.maps]
+        assert all(sites == of[0] for sites in of) and set(of[0]) <= there
+
+
+def test_who_is_not_reached_by_all_is_not_used() -> None:
+    coordinator = Coordinator(2, ())
+    (ask,) = coordinator.offered("a:1", 1.0)
+    assert ask == Ask(1, ((2, "a:1", 1.0),))
+    assert coordinator.state(0, 1, {}, []) == [] and coordinator.offered("b:1", 1.0) == []
+    change, again = coordinator.state(1, 1, {5: (3, False)}, [2])
+    assert change == Change(1, (), (), {5: (3, 1)}) and again == Ask(2, ((3, "b:1", 1.0),))
+    assert not coordinator.spares and coordinator.state(0, 1, {}, []) == [], "an old answer"
+    coordinator.state(0, 2, {}, [])
+    assert isinstance(coordinator.state(1, 2, {}, [])[0], Change) and coordinator.spares == {3: ("b:1", 1.0)}
+    assert coordinator.offered("b:1", 1.0) == [] == coordinator.gone(7)
+    (ask,) = coordinator.gone(3)
+    assert ask == Ask(3, ())
