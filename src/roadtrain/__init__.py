@@ -8,14 +8,16 @@ from roadtrain.errors import RoadtrainError
 
 if TYPE_CHECKING:
     from roadtrain.adapters.ddp import Summation, sum_hook
+    from roadtrain.adapters.fsdp import sum_fsdp
     from roadtrain.kernels.lion import Lion
     from roadtrain.optimizer import PlacedOptimizer
     from roadtrain.placing import place
 
-__all__ = ["Lion", "PlacedOptimizer", "RoadtrainError", "Summation", "place", "sum_hook"]
+__all__ = ["Lion", "PlacedOptimizer", "RoadtrainError", "Summation", "place", "sum_fsdp", "sum_hook"]
 
 _HOMES = {"place": "roadtrain.placing", "PlacedOptimizer": "roadtrain.optimizer", "Lion": "roadtrain.kernels.lion",
-          "Summation": "roadtrain.adapters.ddp", "sum_hook": "roadtrain.adapters.ddp"}
+          "Summation": "roadtrain.adapters.ddp", "sum_hook": "roadtrain.adapters.ddp",
+          "sum_fsdp": "roadtrain.adapters.fsdp"}
 
 
 def __getattr__(name: str) -> Any:

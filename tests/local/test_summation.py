@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from processes import FORK
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import roadtrain
 from roadtrain.errors import BudgetError, ConfigError, DeadlineError, LostError, RoadtrainError
@@ -345,6 +346,54 @@ def test_ddp_goes_on_when_a_spare_host_dies_and_uses_it_when_it_is_back(tmp_path
                 assert time.monotonic() < deadline
                 time.sleep(0.1)
             assert found() == own
+
+
+def fsdp_child(rank, workers, port, hook, out):
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(workers)}
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 7))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    state = roadtrain.Summation(budget="64MiB") if hook else None
+    if state is not None:
+        roadtrain.sum_fsdp(model, state)
+    optimizer, lines = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for step in range(5):
+        torch.manual_seed(100 * step + rank)
+        loss = nn.functional.mse_loss(model(torch.randn(8, 40)), torch.randn(8, 7))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        lines.append(loss.item().hex())
+    out.put((rank, lines))
+    if state is not None:
+        state.close()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_fsdp2_trains_as_by_itself(workers):
+    found = {}
+    for hook in (False, True):
+        out, port = FORK.Queue(), free_port()
+        processes = [FORK.Process(target=fsdp_child, args=(rank, workers, port, hook, out)) for rank in range(workers)]
+        for process in processes:
+            process.start()
+        found[hook] = sorted(out.get(timeout=60) for _ in processes)
+        for process in processes:
+            process.join(30)
+            assert process.exitcode == 0
+    for (_, mine), (_, theirs) in zip(found[True], found[False]):
+        assert [float.fromhex(x) for x in mine] == pytest.approx([float.fromhex(x) for x in theirs], rel=1e-5)
+        assert workers > 2 or mine == theirs
+
+
+def test_fsdp2_is_needed_for_its_sums():
+    with pytest.raises(ConfigError, match="fully_shard"):
+        roadtrain.sum_fsdp(nn.Linear(2, 2), None)
 
 
 def test_the_hook_needs_a_process_group():

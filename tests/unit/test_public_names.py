@@ -13,7 +13,7 @@ from roadtrain.spec import job
 
 def test_package() -> None:
     assert sorted(roadtrain.__all__) == [
-        "Lion", "PlacedOptimizer", "RoadtrainError", "Summation", "place", "sum_hook"]
+        "Lion", "PlacedOptimizer", "RoadtrainError", "Summation", "place", "sum_fsdp", "sum_hook"]
 
 
 def test_place() -> None:
