@@ -14,7 +14,7 @@ torch.set_num_threads(1)
 
 teacher = torch.randn(20, 3, generator=torch.Generator().manual_seed(7))
 model = nn.Sequential(nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 3))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.05 * hvd.size(), momentum=0.9)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.02 * hvd.size(), momentum=0.9)
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 optimizer = hvd.DistributedOptimizer(

@@ -156,16 +156,18 @@ def test_formats_go_with_the_sum_and_none_otherwise(alone, monkeypatch):
         return own(self, key, tensor, priority=priority)
 
     monkeypatch.setattr(Summation, "sum", sum)
-    model = nn.Linear(2, 1, bias=False)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1), compression=hvd.Compression.bf16)
-    model(torch.ones(1, 2)).sum().backward()
+    model, optimizer = small(compression=hvd.Compression.bf16)
+    backward(model)
     optimizer.step()
+    assert sorted(seen, key=lambda one: one[1]) == [({"format": "bf16"}, i) for i in range(4)]
+    assert [i // 2 for _, i in seen] == [1, 1, 0, 0], "the last layer's begin first, the first layer's go first"
+    seen.clear()
     C = hvd.Compression
     for compression in (C.none, "", C.fp16, C.topk(0.05), C.onebit, C.dither(4), "onebit"):
         hvd.allreduce(torch.ones(2), compression=compression)
     hvd.push_pull(torch.ones(2, dtype=torch.float16), compression="fp16", priority=5)
-    given = ["bf16", None, None, "fp16", "topk:0.05", "onebit", "dither:4", "onebit", None]
-    assert seen == [({"format": one} if one else {}, -5 if i == 8 else 0) for i, one in enumerate(given)]
+    given = [None, None, "fp16", "topk:0.05", "onebit", "dither:4", "onebit", None]
+    assert seen == [({"format": one} if one else {}, -5 if i == 7 else 0) for i, one in enumerate(given)]
     with pytest.raises(ConfigError, match="compression=3"):
         hvd.allreduce(torch.ones(2), compression=3)
 
@@ -184,9 +186,14 @@ class Tied(nn.Module):
         self.head.weight = self.embed.weight
 
     def forward(self, x):
-        x = self.embed(x)
+        first = self.head.weight.mean()
+        x = self.embed(x) + first
         x = x + self.attention(x, x, x, need_weights=False)[0]
-        return self.head(self.again(torch.tanh(self.again(x))) * self.alone)
+        if self.training:
+            x = self.again(x)
+        else:
+            x = nn.functional.linear(x, self.again.weight, self.again.bias)
+        return self.head(self.again(torch.tanh(x)) * self.alone)
 
 
 def plain_model():
@@ -233,7 +240,7 @@ def train(rank, how="hvd", make=torch.optim.AdamW, tied=False, passes=1, steps=6
         deferred += how == "later" and len(optimizer._later._due)
         scheduler.step()  # what was put off goes by the rate of its own step
         optimizer.zero_grad()
-        if step == 3:  # evaluation sees the newest
+        if step in (0, 3):  # evaluation sees the newest
             model.eval()
             with torch.inference_mode():
                 lines.append(model(batch(tied, 99, 0)[0]).sum().item().hex())
