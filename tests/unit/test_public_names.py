@@ -7,13 +7,26 @@ import subprocess
 import sys
 
 import roadtrain
-from roadtrain import cli
+from roadtrain import cli, hvd
 from roadtrain.spec import job
 
 
 def test_package() -> None:
     assert sorted(roadtrain.__all__) == [
         "Lion", "PlacedOptimizer", "RoadtrainError", "Summation", "place", "sum_fsdp", "sum_hook"]
+
+
+def test_horovods_and_byteps() -> None:
+    assert hvd.__all__ == [
+        "Average", "Compression", "CrossBarrier", "DistributedOptimizer", "Sum", "allreduce", "allreduce_",
+        "allreduce_async", "allreduce_async_", "barrier", "broadcast", "broadcast_", "broadcast_object",
+        "broadcast_optimizer_state", "broadcast_parameters", "declare", "init", "is_initialized", "local_rank",
+        "local_size", "poll", "push_pull", "push_pull_async", "push_pull_async_inplace", "push_pull_inplace", "rank",
+        "shutdown", "size", "synchronize",
+    ]
+    assert list(inspect.signature(hvd.DistributedOptimizer).parameters) == [
+        "optimizer", "named_parameters", "compression", "backward_passes_per_step", "op", "gradient_predivide_factor",
+        "model", "num_steps", "others"]
 
 
 def test_place() -> None:

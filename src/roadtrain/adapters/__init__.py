@@ -1,1 +1,1 @@
-"""roadtrain under the interfaces of others: DDP's communication hook."""
+"""roadtrain under the interfaces of others: DDP's communication hook, Horovod's optimizer and calls."""
