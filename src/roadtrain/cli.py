@@ -39,6 +39,7 @@ COMMANDS = {
         {
             "store": (str, "directory that the state rests in; one in /dev/shm rests in memory"),
             "sum": (bool, "instead: add up gradients for workers that keep their state (roadtrain.Summation)"),
+            "formats": (str, "with --sum: a module to import that registers formats of your own"),
             "budget": (str, "bytes of memory for buffers, as 4GiB (half of what is free)"),
             "snapshot": (str, "directory on files that a state in memory is copied to while training goes on"),
             "snapshot_every": (int, "steps between two snapshots (100); the same at all servers of a job"),

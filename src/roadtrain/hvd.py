@@ -23,7 +23,7 @@ from torch import nn
 
 from roadtrain.adapters.broadcast import broadcast_optimizer, broadcast_tensor, broadcast_tensors, broadcast_value
 from roadtrain.adapters.ddp import Summation
-from roadtrain.adapters.distributed import Distributed, distribute
+from roadtrain.adapters.distributed import Asynchronous, Distributed, distribute, distribute_asynchronously
 from roadtrain.adapters.exchange import Exchange, Handle
 from roadtrain.errors import ConfigError
 
@@ -238,13 +238,19 @@ def DistributedOptimizer(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]] | None = None,
     compression: Format | str = Compression.none, backward_passes_per_step: int = 1, op: str = Average,
     gradient_predivide_factor: float | None = None, model: nn.Module | None = None, num_steps: int = 0, **others: Any,
-) -> Distributed:
-    """`optimizer` itself, whose gradients are averaged from the moment backward has them. gradient_predivide_factor:
-    divides before the sum, the rest after it; None: all before. model: step() does not wait, the model's next forward
-    does, module by module; the same bits (adapters/distributed.py, NOTE later steps). num_steps: the last step, which
-    is not put off. Raises ConfigError; LoopError and errors of the service come from backward, step and forward."""
+) -> Distributed | Asynchronous:
+    """After init(rule="accumulate") steps are asynchronous (adapters/distributed.py, Asynchronous) and take no other
+    options. Else: `optimizer` itself, whose gradients are averaged from the moment backward has them.
+    gradient_predivide_factor: divides before the sum, the rest after it; None: all before. model: step() does not wait,
+    the model's next forward does, module by module; the same bits (adapters/distributed.py, NOTE later steps).
+    num_steps: the last step, which is not put off. Raises ConfigError; LoopError and errors of the service come from
+    backward, step and forward."""
     if unknown := {key for key, value in others.items() if value and key not in IGNORED}:
         raise ConfigError(f"DistributedOptimizer has no {', '.join(sorted(unknown))}", hint="leave it out")
+    if _exchange().summation.rule == "accumulate":
+        if _format(compression) or backward_passes_per_step != 1 or model is not None or op != Average:
+            raise ConfigError("options of DistributedOptimizer in asynchronous training", hint="it takes none")
+        return distribute_asynchronously(optimizer, _exchange(), named_parameters)
     n, before = (size() if _averages(op) else 1), gradient_predivide_factor
     if before is not None and (op == Sum or before <= 0):
         raise ConfigError(f"gradient_predivide_factor={before}, op={op!r}", hint="above 0, and with Average")
@@ -258,7 +264,7 @@ def DistributedOptimizer(
 def CrossBarrier(
     model: nn.Module, optimizer: torch.optim.Optimizer, named_parameters: Any = None,
     compression: Format | str = Compression.none, backward_passes_per_step: int = 1, num_steps: int | None = None,
-) -> Distributed:
+) -> Distributed | Asynchronous:
     """BytePS's name for DistributedOptimizer(..., model=model)."""
     return DistributedOptimizer(optimizer, named_parameters, compression, backward_passes_per_step, model=model,
                                 num_steps=num_steps or 0)

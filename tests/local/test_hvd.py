@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -308,6 +309,49 @@ def test_a_gradient_that_some_workers_lack_counts_as_zero():
 
 
 # broadcasts
+
+
+def without_waiting(rank):
+    hvd.shutdown()
+    hvd.init(budget="64MiB", deadline_s=20, rule="accumulate")
+    model = nn.Linear(3, 2, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+    seen = []
+    for _ in range(4 + 3 * rank):  # not as many on all
+        (model.weight * (rank + 1.0)).sum().backward()  # a gradient that does not depend on where it is taken
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(model.weight[0, 0].item())
+    assert hvd.allreduce(torch.ones(1), name="metric").item() == 1.0, "other sums are what they were; all are done"
+    with torch.no_grad():
+        model.weight.grad = torch.zeros_like(model.weight)
+    optimizer.step()
+    for wrong in ({"compression": "bf16"}, {"backward_passes_per_step": 2}, {"op": hvd.Sum}):
+        with pytest.raises(ConfigError, match="asynchronous"):
+            hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), **wrong)
+    return model.weight.tolist(), seen
+
+
+def test_asynchronous_training_has_every_workers_changes():
+    """w = w0 + all changes, whoever was first (the published equations 10 and 11)."""
+    (one, seen), (two, _) = run(2, without_waiting)
+    assert one == two == [[1.0 - 0.5 * (4 * 1.0 + 7 * 2.0)] * 3] * 2
+    assert all(a > b for a, b in pairwise(seen)), "its own change is always in"
+
+
+def encoded(rank):
+    torch.manual_seed(rank)
+    tensor = torch.randn(5000)
+    return [hvd.allreduce(tensor.clone(), name=f"{one}", compression=one, op=hvd.Sum).sum().item()
+            for one in (hvd.Compression.none, hvd.Compression.bf16, hvd.Compression.fp16, hvd.Compression.topk(0.9))]
+
+
+def test_compressed_sums_are_near():
+    one, two = run(2, encoded)
+    assert one == two and len({*one}) == 4, "each travels its own way"
+    assert one[1:3] == pytest.approx([one[0]] * 2, abs=2.0) and one[3] == pytest.approx(one[0], abs=20)
 
 
 def broadcasts(rank):

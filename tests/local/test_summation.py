@@ -3,6 +3,7 @@ names; DDP's own losses through its hook (Rules 1, 2, 4, 5 and 8)."""
 
 import contextlib
 import hashlib
+import importlib
 import os
 import re
 import socket
@@ -23,8 +24,8 @@ from torch.distributed.fsdp import fully_shard
 import roadtrain
 from roadtrain.errors import BudgetError, ConfigError, DeadlineError, LostError, RoadtrainError
 from roadtrain.kernels.cast import cast
+from roadtrain.node import formats, serve, together, watch
 from roadtrain.node import messages as m
-from roadtrain.node import serve, together, watch
 from roadtrain.node.dial import address_of
 from roadtrain.node.summation import Summation
 from roadtrain.node.summing import Summers
@@ -235,9 +236,36 @@ def test_a_spare_host_by_its_command(tmp_path, hosts):
             sums.wait()
             sums.close()
         assert all((out == 2).all() for out in outs)
-    for wrong in ({"sum": True, "store": "x"}, {}, {"sum": True, "snapshot": "x"}):
+    for wrong in ({"sum": True, "store": "x"}, {}, {"sum": True, "snapshot": "x"}, {"store": "x", "formats": "y"}):
         with pytest.raises(ConfigError, match="--sum"):
             serve.command("127.0.0.1:0", **wrong)
+    with pytest.raises(ConfigError, match="nowhere_to_be_found"):
+        serve.command("127.0.0.1:0", sum=True, formats="nowhere_to_be_found")
+
+
+def test_spare_hosts_know_formats_of_the_user(tmp_path, hosts, monkeypatch):
+    (tmp_path / "doubled.py").write_text(
+        "from roadtrain.node.formats import Fp16, register\n@register\nclass Doubled(Fp16):\n    name = 'doubled'\n"
+        "    def encode(self, values, out, seed):\n        super().encode(2 * values, out, seed)\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("doubled")
+    try:
+        for words, right in ((["--formats", "doubled"], True), ([], False)):
+            made = hosts(2)
+            with spare_host(*words) as (_, where):
+                def work(rank, sums):
+                    out = np.zeros(1000, np.float32)
+                    sums.sum(1, m.as_bytes(np.ones(1000, np.float32)), out.view(np.uint8).data, "fp32", lambda: None,
+                             format="doubled")
+                    sums.wait()
+                    return out.max()
+
+                found = made.run(work, spares=((2, where, 1e9),))
+            assert found == [8.0] * 2 if right else all("doubled" in str(one) for one in found), found
+    finally:
+        del formats.FORMATS["doubled"]
+        formats.format_of.cache_clear()
 
 
 # DDP

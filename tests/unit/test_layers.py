@@ -24,13 +24,14 @@ FLOORS = {
 }
 PURE = ("spec", "flow", "sim", "planner")
 NEVER_IN_PURE = {"torch", "socket", "threading", "asyncio", "time"}
-LINE_BUDGET = 12_125  # docs/decisions/0018
+LINE_BUDGET = 13_075  # docs/decisions/0019
 FILE_LINES = 500
 FORBIDDEN = ("shard", "bucket", "partition", "keeper")
 # File -> words allowed there, with the reason.
 EXCEPTED = {
     "store/safetensors_io.py": {"shard"},  # Hugging Face's own name for the files of one export
     "adapters/ddp.py": {"bucket"},  # torch's own name: GradBucket
+    "adapters/fsdp.py": {"shard"},  # torch's own name: _fully_shard
     "bench/cluster_worker.py": {"shard"},  # torch's own name: fully_shard
     "bench/deepspeed_peer.py": {"bucket"},  # DeepSpeed's own setting
 }

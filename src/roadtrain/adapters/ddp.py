@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from roadtrain.errors import ConfigError
+from roadtrain.flow.summing import RULES
 from roadtrain.model.split import NAMES
 from roadtrain.node.dial import token_of
 from roadtrain.node.formats import format_of
@@ -56,6 +57,9 @@ class Summation:
         self.rank, self.workers, self.format, self.rule = dist.get_rank(), dist.get_world_size(), format, rule
         if format:
             format_of(format)
+        if rule not in RULES or (format and rule == "accumulate"):
+            raise ConfigError(f"rule={rule!r} with format={format!r}",
+                              hint="sum, or accumulate without a format: what stays at a summer would be rounded")
         wanted = Wanted(spares, spare_rates, token_of(token_file))
         nbytes = parse_bytes(psutil.virtual_memory().available // 2 if budget is None else budget)
         self._ends: list[Callable[[], None]] = []
@@ -141,6 +145,11 @@ class Summation:
             kept[key] = torch.empty(like.numel(), dtype=like.dtype, pin_memory=pinned)
         return kept[key]
 
+    @property
+    def error(self) -> BaseException | None:
+        """What has ended it."""
+        return self._sums.error
+
     def close(self) -> None:
         """Waits a little for the other workers, who may still need this one's summer."""
         if not self._closed:
@@ -162,6 +171,8 @@ def _close(ends: list[Callable[[], None]]) -> None:
 
 def sum_hook(state: Summation, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """For `register_comm_hook`. What DDP gives last is nearest the input, and wanted first by the next forward."""
+    if state.rule != "sum":
+        raise ConfigError(f"DDP's gradients under rule={state.rule!r}", hint="asynchronous training: roadtrain.hvd")
     grads = bucket.buffer()
     grads.div_(state.workers)
     key = bucket.index() << 40 | grads.numel()  # another after DDP has grouped anew

@@ -277,6 +277,54 @@ class Distributed(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
 
 
+class Asynchronous(torch.optim.Optimizer):
+    """Nobody waits for anybody: a step is taken with this worker's own gradients, what it changed is pushed, and the
+    parameters become what they began as plus all that all workers have pushed so far. The same as one process that
+    applies the workers' steps in the order of their pushes where a step depends on the gradient alone (SGD). Momentum
+    and Adam's moments are each worker's own and see only its gradients: that is another method."""
+
+    _exchange: Exchange
+    _named: list[tuple[str, nn.Parameter]]
+    _first: dict[nn.Parameter, torch.Tensor] | None = None  # at the first step: the same on all workers by then
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        before = {p: p.detach().clone() for _, p in self._named}
+        if self._first is None:
+            self._first = before
+        loss = super().step(closure)
+        with torch.no_grad():
+            under_way = [(p, self._exchange.begin(p - before[p], f"change of {name}", priority=i, accumulate=True))
+                         for i, (name, p) in enumerate(self._named)]
+            for p, handle in under_way:
+                p.copy_(self._first[p] + self._exchange.finish(handle))
+        return loss
+
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def synchronize(self) -> None:
+        """There is nothing to wait for."""
+
+    def apply_all(self) -> None:
+        """Nothing is put off."""
+
+
+def distribute_asynchronously(
+    optimizer: torch.optim.Optimizer, exchange: Exchange, named: Iterable[tuple[str, nn.Parameter]] | None
+) -> Asynchronous:
+    """As `distribute`, with a service whose rule is accumulate."""
+    own = [(f"group {i} parameter {j}", p) for i, group in enumerate(optimizer.param_groups)
+           for j, p in enumerate(group["params"]) if p.requires_grad]
+    pairs = _checked(named, own)
+    if unfit := [name for name, p in pairs if p.dtype not in SUMMED]:
+        raise ConfigError(f"{unfit[0]} is of a dtype that the service does not sum", hint="fp32, bf16 or fp16")
+    vars(optimizer).pop("step", None)
+    cls = type(optimizer)
+    optimizer.__class__ = type(cls.__name__, (Asynchronous, cls), {"__doc__": cls.__doc__})
+    made: Any = optimizer
+    made._exchange, made._named = exchange, pairs
+    return made  # type: ignore[no-any-return]
+
+
 def distribute(
     optimizer: torch.optim.Optimizer, exchange: Exchange, named: Iterable[tuple[str, nn.Parameter]] | None, *,
     passes: int, division: tuple[float, float], format: str, model: nn.Module | None, num_steps: int,

@@ -54,10 +54,11 @@ class Exchange:
     @torch.no_grad()
     def begin(
         self, tensor: torch.Tensor, name: str | None = None, *, out: torch.Tensor | None = None, divisor: float = 1,
-        factor: float = 1.0, priority: int = 0, format: str = "",
+        factor: float = 1.0, priority: int = 0, format: str = "", accumulate: bool = False,
     ) -> Handle:
         """Each worker's `tensor` is divided by `divisor` (in its place if it is `out` too), then summed. It must not
-        change before the end. Smaller priorities go first. Raises ConfigError, LoopError."""
+        change before the end. Smaller priorities go first. `accumulate`: an asynchronous service adds it to what is
+        there; others' sums go through torch then. Raises ConfigError, LoopError."""
         if self._closed:
             raise ConfigError("a sum after shutdown()", hint="shutdown() comes after the last step")
         if tensor.layout is not torch.strided:
@@ -68,7 +69,7 @@ class Exchange:
         if name in self._under_way:
             raise LoopError(f"{name!r} is being summed already",
                             hint="synchronize() its handle first; names of tensors under way together must differ")
-        if tensor.dtype in SUMMED:
+        if tensor.dtype in SUMMED and accumulate == (self.summation.rule == "accumulate"):
             if divisor != 1:
                 tensor = tensor.div_(divisor) if out is tensor else tensor / divisor
             options: dict[str, Any] = {"format": format} if format not in ("", NAMES[tensor.dtype]) else {}
@@ -101,11 +102,8 @@ class Exchange:
 
     def _why(self, error: RuntimeError, name: str) -> RoadtrainError:
         """A Summation that has failed says why to every further call."""
-        why: RoadtrainError = PeerError(str(error))
-        try:
-            self.summation.sum(0, torch.empty(0))
-        except RoadtrainError as typed:
-            why = typed
+        told = self.summation.error
+        why = told if isinstance(told, RoadtrainError) else PeerError(str(error))
         why.add_note(f"while {name!r} was waited for")
         return why
 

@@ -35,8 +35,8 @@ class _Scatter(ReduceScatter):  # type: ignore[misc]
         async_op: bool = False,
     ) -> None:
         if dist.get_world_size(group) != self._state.workers or op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-            raise ConfigError(f"a reduce-scatter ({op}) of {dist.get_world_size(group)} of {self._state.workers} workers",
-                              hint="one group of all workers; set_force_sum_reduction_for_comms(True) for other factors")
+            raise ConfigError(f"a reduce-scatter, {op}, of {dist.get_world_size(group)} of {self._state.workers}",
+                              hint="one group of all; for other factors set_force_sum_reduction_for_comms(True)")
         if op == dist.ReduceOp.AVG:
             input_tensor.div_(self._state.workers)
         key = self._number << 40 | input_tensor.numel()

@@ -48,24 +48,24 @@ class Format:
 class _Half(Format):
     """bf16, fp16: every value rounded to the nearest."""
 
-    feedback = False
+    feedback, dtype = False, ""
 
     def nbytes(self, n: int) -> int:
         return 2 * n
 
     def encode(self, values: np.ndarray, out: np.ndarray, seed: int) -> None:
-        cast(values, "fp32", out.view(np.uint16), self.name)
+        cast(values, "fp32", out.view(np.uint16), self.dtype)
 
     def decode(self, raw: np.ndarray, out: np.ndarray) -> None:
-        cast(raw.view(np.uint16), self.name, out, "fp32")
+        cast(raw.view(np.uint16), self.dtype, out, "fp32")
 
 
 class Bf16(_Half):
-    name = "bf16"
+    name = dtype = "bf16"
 
 
 class Fp16(_Half):
-    name = "fp16"
+    name = dtype = "fp16"
 
 
 class TopK(Format):

@@ -54,11 +54,11 @@ EVERY = 100  # steps between two snapshots
 def command(
     address: str, store: str | None = None, budget: str | None = None, token_file: str | None = None,
     cert: str | None = None, key: str | None = None, ca: str | None = None, snapshot: str | None = None,
-    snapshot_every: int | None = None, sum: bool = False,
+    snapshot_every: int | None = None, sum: bool = False, formats: str | None = None,
 ) -> int:
     """`roadtrain serve HOST:PORT --store DIR`, or `--sum`."""
-    if (store is None) != sum or (sum and snapshot is not None):
-        raise ConfigError(f"--store {store}, --sum {sum}, --snapshot {snapshot}",
+    if (store is None) != sum or (sum and snapshot is not None) or (formats is not None and not sum):
+        raise ConfigError(f"--store {store}, --sum {sum}, --snapshot {snapshot}, --formats {formats}",
                           hint="--store names a directory on the device that the state shall rest on (one in /dev/shm "
                           "rests in memory and outlives this process, not the machine); --sum keeps no state")
     twice = snapshot is not None and snapshot == store
@@ -71,7 +71,7 @@ def command(
     nbytes = parse_bytes(budget) if budget is not None else psutil.virtual_memory().available // 2
     options = Options(token=token_of(token_file), tls=tls)
     if store is None:
-        return serve_sums(address_of(address), nbytes, options)
+        return serve_sums(address_of(address), nbytes, options, formats)
     with Host(address_of(address), Path(store), nbytes, options, snapshot=Path(snapshot or ""), every=every) as host:
         print(f"serving {store} at {host.where}, at most {show_bytes(nbytes)}; the state rests {host.rests}")
         host.run()

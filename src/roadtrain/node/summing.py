@@ -11,6 +11,7 @@ flow/summing.py says. Does NOT know layers, models or who divides by the number 
 
 from __future__ import annotations
 
+import importlib
 import queue
 import threading
 import time
@@ -60,17 +61,17 @@ class _Seat:
         self.heard = time.monotonic()  # when its last part came
 
     def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
-        fields = m.header(kind, header)
-        if kind != m.PART or nbytes != _nbytes(*fields[3:]):
-            raise WireError(f"a frame of kind {kind} with {nbytes} bytes {fields[3:]} came to a summer")
-        buffer = self.buffers.get(fields[:2])
-        if buffer is None or buffer.nbytes < nbytes:
-            try:
+        try:
+            fields = m.header(kind, header)
+            if kind != m.PART or nbytes != _nbytes(*fields[3:]):
+                raise WireError(f"a frame of kind {kind} with {nbytes} bytes {fields[3:]} came to a summer")
+            buffer = self.buffers.get(fields[:2])
+            if buffer is None or buffer.nbytes < nbytes:
                 buffer = self.buffers[fields[:2]] = self.summer.buffer(nbytes, buffer)
-            except BudgetError as error:
-                self.summer.end(error)
-                buffer = Buffer(nbytes)  # this frame goes nowhere, the worker hears why
-        self.coming.add(fields[:2])
+            self.coming.add(fields[:2])
+        except RoadtrainError as error:
+            self.summer.end(error)
+            buffer = Buffer(nbytes)  # this frame goes nowhere, the worker hears why
         return buffer.view[:nbytes]
 
     def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
@@ -318,8 +319,15 @@ class Summers:
             thread.join(END_S)
 
 
-def serve_sums(address: Address, nbytes: int, options: Options, report: Callable[[str], None] = print) -> int:
-    """`roadtrain serve HOST:PORT --sum`: until it is ended."""
+def serve_sums(
+    address: Address, nbytes: int, options: Options, module: str | None, report: Callable[[str], None] = print
+) -> int:
+    """`roadtrain serve HOST:PORT --sum`: until it is ended. `module`: of the user's own formats."""
+    if module is not None:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise ConfigError(f"--formats {module}: {error}", hint="PYTHONPATH says where Python looks") from error
     summers = Summers(nbytes)
     listener = listen(address, summers.accept, options, report)
     try:

@@ -37,7 +37,7 @@ LEAVE_S = 10.0  # for the other workers to leave, at the end
 NEAR_PART = 4 * MIB  # bytes of a part that a host's workers sum: to the other hosts it is a tensor
 SILENCE_S = 3.0  # after which a host that vanished is gone round
 NVIDIA = "0x10de"
-LOOK_S, AGAIN_S = 1.0, 5.0  # between looks at the file of spare hosts, and at those that are not there
+LOOK_S, AGAIN_S, MOST_S = 1.0, 2.0, 300.0  # between looks at the file, at hosts not there: first, last
 
 Tell = Callable[[bytes], list[bytes]]  # to all workers -> what each said, by rank
 
@@ -191,25 +191,29 @@ def _roots_here() -> list[int]:
 def _watch(wanted: Wanted, control: Control, options: Options) -> Callable[[], None]:
     """Offers spare hosts that are wanted, answer and are not there, has those left out that are not wanted any more.
     Returns what ends it."""
-    over, tried = threading.Event(), dict[str, float]()
+    over, again = threading.Event(), dict[str, tuple[float, float]]()  # address -> next try, wait after
+
+    def due(address: str) -> bool:
+        """Waits grow: a host that comes and goes costs more than it gives."""
+        at, wait_s = again.get(address, (0.0, AGAIN_S))
+        if (found := time.monotonic() >= at):
+            again[address] = time.monotonic() + wait_s, min(2 * wait_s, MOST_S)
+        return found
 
     def look() -> None:
         while not over.wait(LOOK_S):
             try:
                 now = wanted.now()
             except ConfigError as error:
-                if tried.get("", 0.0) + AGAIN_S * 12 < time.monotonic():
-                    tried[""] = time.monotonic()
+                if due(""):
                     control.report(f"spare hosts stay as they are: {error}")
                 continue
             there = control.spares
             for address in there.keys() - now.keys():
                 control.gone(there[address], f"spare host {address} is not wanted any more")
             for address in now.keys() - there.keys():
-                if tried.get(address, -AGAIN_S) + AGAIN_S < time.monotonic():
-                    if not isinstance(watch.ask(address_of(address), options), PeerError):
-                        control.offered(address, now[address])
-                    tried[address] = time.monotonic()
+                if due(address) and not isinstance(watch.ask(address_of(address), options), PeerError):
+                    control.offered(address, now[address])
 
     thread = threading.Thread(target=look, name="spare hosts", daemon=True)
     thread.start()
