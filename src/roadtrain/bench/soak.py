@@ -25,6 +25,7 @@ from typing import Any
 
 import psutil
 
+from roadtrain.bench import soak_sums
 from roadtrain.bench.report import machine
 from roadtrain.bench.soak_job import FLAVOURS
 from roadtrain.bench.soak_scene import SERVERS, STEPS, WORKERS, Hung, Scene, Told, Wrong
@@ -425,8 +426,15 @@ def table(ends: Sequence[Ended]) -> list[str]:
     return lines
 
 
-def command(faults: int = 200, seed: int = 0, only: str | None = None, json: str | None = None) -> int:
-    """`roadtrain soak`. 1 where anything hung, a loss differs, or an end had no sentence."""
+def command(
+    faults: int | None = None, seed: int = 0, only: str | None = None, json: str | None = None, sums: bool = False
+) -> int:
+    """`roadtrain soak`. 1 where anything hung, a loss or a sum differs, or an end had no sentence."""
+    if sums:
+        if only is not None:
+            raise ConfigError("--sums with --only", hint="its faults strike one after another; --faults says how many")
+        return soak_sums.command(faults or 100, seed, json)
+    faults = faults or 200
     numbers = list(range(faults)) if only is None else _numbers(only)
     print(f"soak: {len(numbers)} faults of seed {seed}; {machine()}")
     path = Path(json) if json is not None else None

@@ -1,0 +1,30 @@
+"""Ten of the faults of `roadtrain soak --sums`: spare hosts die, come, go and are slow, every sum stays right (Rules 1
+and 5). And that the soak would notice."""
+
+import random
+from contextlib import ExitStack
+
+import pytest
+
+from roadtrain.bench import soak, soak_sums
+from roadtrain.errors import ConfigError, RoadtrainError
+
+
+def test_ten_faults():
+    said = []
+    ends = soak_sums.soak(10, seed=0, say=said.append)
+    assert [end.how for end in ends] == ["went on"] * 10, said
+    assert {end.kind for end in ends} == set(soak_sums.KINDS)
+
+
+def test_a_worker_that_ends_is_noticed():
+    with ExitStack() as stack:
+        scene = soak_sums.Scene(2, random.Random(0), stack)
+        scene.processes[1].kill()
+        with pytest.raises(RoadtrainError, match=r"worker [01] ended"):
+            scene.further(10**6, 0.0)
+
+
+def test_its_faults_are_not_run_alone():
+    with pytest.raises(ConfigError, match="--sums"):
+        soak.command(sums=True, only="3")
