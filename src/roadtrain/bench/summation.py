@@ -26,6 +26,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from roadtrain.bench import summation_steps
 from roadtrain.bench.report import Report, Row, cores
 from roadtrain.bench.scaling import CARRIED
 from roadtrain.errors import ConfigError, RoadtrainError
@@ -47,7 +48,7 @@ def run(quick: bool = False) -> Report:
     rows: list[Row] = []
     for n, spares, goal in ((4, (0, 4), 0.95),) if quick else ((4, (0, 1, 2, 3, 4), 0.95), (8, (0, 4, 8), 0.90)):
         rows += _equal_links(n, spares, goal, nbytes, rounds)
-    return Report("summation", rows + _unequal_links(nbytes, rounds))
+    return Report("summation", rows + _unequal_links(nbytes, rounds) + summation_steps.rows(4, 4, quick))
 
 
 def _equal_links(n: int, spares: Sequence[int], goal: float, nbytes: int, rounds: int) -> list[Row]:

@@ -40,7 +40,7 @@ PORT, TIMEOUT_S, STEPS = 7400, 300, 4
 WAYS = ("ddp", "hook", "hvd", "later", "later, no priorities")
 MODELS = {  # width, layers, batch, times; bytes a second of the links
     "heavy in parameters": (2048, 4, 64, 1, 50e6), "heavy in compute": (512, 4, 512, 8, 50e6),
-    "heavy in both": (1024, 8, 1024, 1, 6.25e6),  # where the next forward has something to hide
+    "heavy in both": (1024, 8, 1024, 1, 12.5e6),  # where the next forward has something to hide
 }
 
 

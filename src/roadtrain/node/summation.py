@@ -37,7 +37,7 @@ from roadtrain.wire import local, shm
 from roadtrain.wire.link import Link, Receiver
 from roadtrain.wire.tcp import Address, Options, connect
 
-PART_BYTES = 256 * KIB  # of one frame; the paper's bound is 4 MB
+PART_BYTES = 128 * KIB  # of one frame; the paper's bound is 4 MB
 AHEAD = 2  # parts that wait in a link: what is more urgent goes before all others
 DIAL_S = 2.0  # for a spare host that is new
 AGAIN = -(1 << 62)  # the priority of sums that others lack
