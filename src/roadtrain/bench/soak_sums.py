@@ -6,7 +6,7 @@ over when all workers are ROUNDS_ON rounds further; a round that takes more than
 process was stopped, is a failure. Fault K of a seed is always the same. Does NOT kill workers: DDP ends then (tests say
 with what words).
 
-    python -m roadtrain.bench.soak_sums HOME RANK WORKERS: one worker
+    python -m roadtrain.bench.soak_sums HOME RANK WORKERS [ADDRESS TOKEN_FILE]: one worker
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from roadtrain.bench.report import machine
 from roadtrain.errors import PeerError, RoadtrainError
 from roadtrain.node import messages as m
 from roadtrain.node import watch
-from roadtrain.node.dial import address_of
+from roadtrain.node.dial import address_of, token_of
 from roadtrain.node.together import Wanted, connect
 from roadtrain.wire.tcp import Options
 
@@ -61,7 +61,7 @@ class Ended:
 # a worker
 
 
-def worker(home: Path, rank: int, workers: int) -> None:
+def worker(home: Path, rank: int, workers: int, address: str = "127.0.0.1", token: str | None = None) -> None:
     ends: list[Callable[[], None]] = []
     told = iter(range(1 << 30))
 
@@ -74,8 +74,9 @@ def worker(home: Path, rank: int, workers: int) -> None:
             time.sleep(0.01)
         return [path.read_bytes() for path in paths]
 
-    sums, _ = connect(Wanted(str(home / "spares"), None, None), None, None, tell, ends, rank=rank, workers=workers,
-                      inside=False, rule="sum", address="127.0.0.1", nbytes=1 << 28, deadline_s=HARD_S)
+    sums, _ = connect(Wanted(str(home / "spares"), None, token_of(token)), None, None, tell, ends, rank=rank,
+    workers=workers,
+                      inside=False, rule="sum", address=address, nbytes=1 << 28, deadline_s=HARD_S)
     pattern = {key: np.arange(size, dtype=np.float32) % 97 for key, size in SIZES.items()}
     grads, outs = ({key: np.zeros(size, np.float32) for key, size in {0: 1, **SIZES}.items()} for _ in range(2))
     number = 0
@@ -299,7 +300,7 @@ def command(count: int, seed: int, json: str | None) -> int:
 
 def main(argv: Sequence[str]) -> None:
     try:
-        worker(Path(argv[0]), int(argv[1]), int(argv[2]))
+        worker(Path(argv[0]), int(argv[1]), int(argv[2]), *argv[3:])
     except RoadtrainError as error:
         print(str(error).splitlines()[0], file=sys.stderr)
         sys.stderr.flush()

@@ -33,7 +33,7 @@ class _Seat:
         if kind == m.GONE:
             self.control.gone(*fields)
         elif kind == m.STATE:
-            rounds = {key: (last, bool(done)) for key, (last, done) in m.ROUNDS.decode(payload).items()}
+            rounds = {key: (last, bool(done)) for key, (last, done) in m.rounds(payload).items()}
             self.control.state(self.rank, fields[0], fields[1], rounds)
         else:
             raise WireError(f"a frame of kind {kind} came to a coordinator")
@@ -122,7 +122,7 @@ class Member:
             rounds = {key: (last, int(done)) for key, (last, done) in self._hold().items()}
             self.link.send(m.STATE, m.encode((number, refused)), [memoryview(m.encode(rounds))])
         elif kind == m.CHANGE:
-            self._change(Change(fields[0], fields[1], fields[2], m.ROUNDS.decode(payload)))
+            self._change(Change(fields[0], fields[1], fields[2], m.rounds(payload)))
         else:
             raise WireError(f"a frame of kind {kind} came from a coordinator")
 

@@ -81,6 +81,14 @@ def header(kind: int, raw: bytes) -> Any:
         raise WireError(f"the header of a frame of kind {kind}: {error}") from error
 
 
+def rounds(payload: memoryview) -> dict[int, tuple[int, int]]:
+    """Of a state or a change. WireError for another shape."""
+    try:
+        return ROUNDS.decode(payload)
+    except msgspec.DecodeError as error:
+        raise WireError(f"the rounds of a change of spare hosts: {error}") from error
+
+
 def as_bytes(array: np.ndarray) -> memoryview:
     return np.ascontiguousarray(array).view(np.uint8).reshape(-1).data
 

@@ -122,6 +122,8 @@ class _Site:
             else:
                 self.owner.fail(error)  # the workers differ: nobody else could sum that either
             return
+        if not payload:
+            raise WireError(f"a sum without content came, of kind {kind}")
         key, start, number, summed = m.header(m.SUM, header)
         self.owner.came(key, start, number, summed, payload)
 
@@ -196,8 +198,11 @@ class Summation:
         elements = len(grad) // ITEMSIZE[dtype]
         codec = format and self._codec(key, format, elements)
         with self._lock:
-            self._lock.wait_for(lambda: not self._held or self.error is not None)
+            free = self._lock.wait_for(lambda: not self._held or self.error is not None, self.deadline_s)
             self._check()
+            if not free:
+                raise DeadlineError(f"worker {self.rank} waited {self.deadline_s:.0f} s for all to agree on spares",
+                                    hint="is another worker stopped?")
             if key in self._tensors:
                 raise RuntimeError(f"tensor {key} is still being summed")
             self._rounds[key] = number = self._rounds.get(key, 0) + 1

@@ -81,6 +81,8 @@ class _Seat:
                 self.summer.moved(self)
             else:
                 part = Arrived(*m.header(m.PART, header))
+                if not payload or len(payload) != _nbytes(part.elements, part.format, part.summed):
+                    raise WireError(f"a part of {part.elements} elements of {part.format} came as {len(payload)} bytes")
                 self.coming.discard((part.key, part.start))
                 self.summer.arrived(self, part)
         except RoadtrainError as error:

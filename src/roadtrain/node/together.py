@@ -103,7 +103,7 @@ def connect(
     rates = [*(rates or [1.0] * workers)]
     if len(rates) != workers:
         raise ConfigError(f"{len(rates)} rates for {workers} workers", hint="one for each")
-    spares = wanted.now()
+    spares = wanted.now() if rank == 0 else {}
     optimum(rates, [*spares.values()])
     mine = Start(secrets.token_hex(), secrets.token_hex(8), spares, inside and rule == "sum", rates)
     start = msgspec.json.decode(tell(msgspec.json.encode(mine))[0], type=Start)
@@ -118,8 +118,10 @@ def connect(
                  roots is not None)
     places = [msgspec.json.decode(one, type=Place) for one in tell(msgspec.json.encode(here))]
     hosts, sums = _groups(places, inside=start.inside, spares=bool(start.spares))
+    if hosts and sums:
+        far.nbytes = near.nbytes = nbytes // 2
     number, group = next(((i, ranks) for i, ranks in enumerate(sums) if rank in ranks), (0, []))
-    spare = replace(options, token=wanted.token, silence_s=SILENCE_S, retry_s=5.0)
+    spare = replace(options, token=wanted.token, silence_s=SILENCE_S, retry_s=5.0, close_s=1.0)
     numbered = tuple((len(group) + i, *one) for i, one in enumerate(start.spares.items()))
     session = f"{start.session}-{number}"
     if rule == "sum" and group[:1] == [rank]:

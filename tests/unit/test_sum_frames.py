@@ -1,0 +1,94 @@
+"""Whatever a summer, a coordinator or a worker of a summation hears is taken, or ends it with a typed error (Rule
+8)."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roadtrain.errors import BudgetError, RoadtrainError
+from roadtrain.node import messages as m
+from roadtrain.node.members import Control, Member
+from roadtrain.node.summing import Summer
+
+LIMIT = 1 << 16
+
+small = st.integers(-2, 3) | st.integers(-(1 << 63), (1 << 64) - 1)
+texts = st.sampled_from(["fp32", "bf16", "topk:0.5", "topk:0", "onebit", "dither:4", "", "x" * 99, "topk:1e-300"])
+fields = st.lists(small | texts | st.booleans() | st.lists(small, max_size=3), max_size=7)
+headers = fields.map(lambda one: m.encode(tuple(one))) | st.binary(max_size=20) | st.builds(
+    lambda *one: m.encode(one), small, small, small, small, texts, st.integers(-1, 4))
+kinds = st.sampled_from([m.PART, m.MOVED, m.SUM, m.GONE, m.STATE, m.ASK, m.CHANGE, m.FAILED, 0, 999])
+frames = st.tuples(kinds, headers,
+                   st.sampled_from([0, 1, 2, 4, 8, 36]) | st.integers(0, 300))
+
+
+class Mute:
+    peer = "a fuzzer"
+
+    def send(self, *_: Any, **__: Any) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def hear(receiver: Any, frame: tuple[int, bytes, int]) -> bool:
+    """Whether the link goes on. What a receiver raises ends it; anything but a typed error is a defect."""
+    kind, header, nbytes = frame
+    try:
+        room = receiver.room(kind, header, nbytes) if nbytes else memoryview(b"")
+        assert len(room) == nbytes
+        if nbytes:
+            room[:] = bytes(range(256))[:1] * nbytes
+        receiver.arrived(kind, header, room)
+    except RoadtrainError:
+        return False
+    return True
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.lists(st.tuples(st.integers(0, 1), frames), max_size=12))
+def test_a_summer(heard: list[tuple[int, tuple[int, bytes, int]]]) -> None:
+    used = [0]
+
+    def reserve(nbytes: int) -> None:
+        if used[0] + nbytes > LIMIT:
+            raise BudgetError("no more")
+        used[0] += nbytes
+
+    summer = Summer("sum", 2, reserve, lambda _: None)
+    seats = [summer.join(rank, Mute()) for rank in range(2)]  # type: ignore[arg-type]
+    for rank, frame in heard:
+        if not hear(seats[rank], frame):
+            break
+        assert used[0] <= LIMIT
+        with summer._lock:
+            summer._decider.check()
+    summer.end(RoadtrainError("over"))
+    for thread in summer.threads:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(frames, max_size=12))
+def test_a_coordinator(heard: list[tuple[int, bytes, int]]) -> None:
+    control = Control("s", 1, ((1, "a:1", 1.0),), lambda _: None)
+    seat = control.join("s", 0, Mute())  # type: ignore[arg-type]
+    for frame in heard:
+        if not hear(seat, frame):
+            break
+        control._decider.check()
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(frames, max_size=12))
+def test_a_worker_that_hears_a_coordinator(heard: list[tuple[int, bytes, int]]) -> None:
+    member = Member(lambda added: [number for number, _, _ in added], dict, lambda change: None, lambda error: None)
+    member.link = Mute()  # type: ignore[assignment]
+    for frame in heard:
+        with contextlib.suppress(StopIteration):
+            if not hear(member, frame):
+                break
