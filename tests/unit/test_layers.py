@@ -20,7 +20,8 @@ FLOORS = {
     "sim": 5, "node": 5,
     "placing": 6, "optimizer": 6, "start": 6, "data": 6, "build": 6, "probe": 6, "planner": 6, "lab": 6,
     "adapters": 7, "train": 7, "verify": 7, "status": 7, "export": 7, "__init__": 7,
-    "bench": 8, "cli": 8, "hvd": 8,
+    "hvd": 8,
+    "bench": 9, "cli": 9,
 }
 PURE = ("spec", "flow", "sim", "planner")
 NEVER_IN_PURE = {"torch", "socket", "threading", "asyncio", "time"}
