@@ -12,7 +12,7 @@ from test_summation import DTYPES, Hosts, expected, values
 
 from roadtrain.errors import LostError, RoadtrainError
 from roadtrain.node import messages as m
-from roadtrain.node.members import Control
+from roadtrain.node.roster import Control
 from roadtrain.node.summing import Summers
 from roadtrain.wire.tcp import Options, listen
 

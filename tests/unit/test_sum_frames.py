@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from roadtrain.errors import BudgetError, RoadtrainError
 from roadtrain.node import messages as m
-from roadtrain.node.members import Control, Member
+from roadtrain.node.roster import Control, Delegate
 from roadtrain.node.summing import Summer
 
 LIMIT = 1 << 16
@@ -86,9 +86,9 @@ def test_a_coordinator(heard: list[tuple[int, bytes, int]]) -> None:
 @settings(deadline=None, max_examples=100)
 @given(st.lists(frames, max_size=12))
 def test_a_worker_that_hears_a_coordinator(heard: list[tuple[int, bytes, int]]) -> None:
-    member = Member(lambda added: [number for number, _, _ in added], dict, lambda change: None, lambda error: None)
-    member.link = Mute()  # type: ignore[assignment]
+    delegate = Delegate(lambda added: [number for number, _, _ in added], dict, lambda change: None, lambda error: None)
+    delegate.link = Mute()  # type: ignore[assignment]
     for frame in heard:
         with contextlib.suppress(StopIteration):
-            if not hear(member, frame):
+            if not hear(delegate, frame):
                 break

@@ -4,7 +4,7 @@ the most wanted first, and puts what comes back where it belongs.
     sum(key, grad, out) -> parts (flow/shares.py) -> queue by priority -> links, few parts ahead -> out, then `done`
 
 The worker's own summer is one of the hosts; its parts cross no network. Bytes leave from `grad` and land in `out`
-without a copy in between, but for those that are encoded. Spare hosts may come and go (flow/members.py): what a host
+without a copy in between, but for those that are encoded. Spare hosts may come and go (flow/roster.py): what a host
 that is gone had not answered is pushed again elsewhere, from `grad` or, by who has the sum, from `out`: the last two
 rounds' are kept for that. Every wait has a deadline (Rule 5). Does NOT divide, and does NOT know torch.
 """
@@ -23,12 +23,12 @@ from typing import Any
 import numpy as np
 
 from roadtrain.errors import ConfigError, DeadlineError, LostError, PeerError, RoadtrainError, WireError
-from roadtrain.flow.members import Change, Map, Spares
+from roadtrain.flow.roster import Change, Map, Spares
 from roadtrain.flow.shares import cut, order
 from roadtrain.node import formats
 from roadtrain.node import messages as m
 from roadtrain.node.dial import address_of, local_options
-from roadtrain.node.members import Member
+from roadtrain.node.roster import Delegate
 from roadtrain.node.summing import Summers, seed_of
 from roadtrain.spec.chunks import ITEMSIZE
 from roadtrain.store.buffers import Buffer
@@ -161,7 +161,7 @@ class Summation:
         self.error: BaseException | None = None  # what has ended it
         self._sites: dict[int, _Site] = {}
         self._dialed: dict[int, _Site] = {}
-        self._member: Member | None = None
+        self._delegate: Delegate | None = None
         self._closed, self._watcher = threading.Event(), threading.Thread()
         try:
             for number, address in enumerate(sites):
@@ -169,8 +169,8 @@ class Summation:
             for number, text, _ in spares:
                 self._sites[number] = self._reach(number, address_of(text), None, f"spare host {text}")
             if control:
-                self._member = Member(self._dial, self._hold, self._change, self.fail)
-                self._member.link = _link(self._member, sites[0], own, (session, rank, len(sites), ""), options)
+                self._delegate = Delegate(self._dial, self._hold, self._change, self.fail)
+                self._delegate.link = _link(self._delegate, sites[0], own, (session, rank, len(sites), ""), options)
         except BaseException:
             self.close()
             raise
@@ -310,10 +310,10 @@ class Summation:
 
     def lost(self, site: _Site, error: PeerError) -> None:
         """A link has ended. Without a worker nothing can be summed, without a spare host it can."""
-        if site.number < self.workers or self._member is None:
+        if site.number < self.workers or self._delegate is None:
             self.fail(error)
         else:
-            self._member.gone(site.number, str(error).splitlines()[0])
+            self._delegate.gone(site.number, str(error).splitlines()[0])
 
     def _dial(self, added: Spares) -> list[int]:
         refused = []
@@ -417,8 +417,8 @@ class Summation:
         self._closed.set()
         if self._watcher.is_alive():
             self._watcher.join()
-        if self._member is not None and hasattr(self._member, "link"):
-            self._member.link.close()
+        if self._delegate is not None and hasattr(self._delegate, "link"):
+            self._delegate.link.close()
         for site in [*self._sites.values(), *self._dialed.values()]:
             site.link.close()
 

@@ -28,7 +28,7 @@ from roadtrain.kernels.sum import accumulate, sum_k
 from roadtrain.node import formats, watch
 from roadtrain.node import messages as m
 from roadtrain.node.compress import recast
-from roadtrain.node.members import Control
+from roadtrain.node.roster import Control
 from roadtrain.spec.chunks import ITEMSIZE, TRAINABLE
 from roadtrain.store.buffers import Buffer, array_in
 from roadtrain.units import show_bytes

@@ -26,7 +26,7 @@ from roadtrain.flow.inside import choose, switches_of
 from roadtrain.flow.shares import optimum
 from roadtrain.node import watch
 from roadtrain.node.dial import address_of, local_options
-from roadtrain.node.members import Control
+from roadtrain.node.roster import Control
 from roadtrain.node.summation import Above, Summation
 from roadtrain.node.summing import Summers
 from roadtrain.units import MIB

@@ -1,7 +1,7 @@
-"""Members: the coordinator of spare hosts, which runs beside worker 0, and every worker's link to it.
+"""Roster: the coordinator of spare hosts, which runs beside worker 0, and every worker's link to it.
 
 A link of its own for few and small frames, so that no gradient stands before them. What is decided is in
-flow/members.py; what a worker does when asked, in node/summation.py. Frames go out in the order of the decisions.
+flow/roster.py; what a worker does when asked, in node/summation.py. Frames go out in the order of the decisions.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from roadtrain.errors import BusyError, PeerError, WireError
-from roadtrain.flow.members import Ask, Change, Coordinator, Spares
+from roadtrain.flow.roster import Ask, Change, Coordinator, Spares
 from roadtrain.node import messages as m
 from roadtrain.wire.link import Link
 
@@ -100,7 +100,7 @@ class Control:
                 pass  # it has gone: its summers' links say so
 
 
-class Member:
+class Delegate:
     """A worker's end: its Receiver. `dial` (new hosts -> those not reached) and `hold` (-> rounds) when asked, then
     `change`; `failed` when the coordinator is lost."""
 

@@ -7,7 +7,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roadtrain.flow.members import Ask, Change, Coordinator, Map
+from roadtrain.flow.roster import Ask, Change, Coordinator, Map
 
 KEYS, PARTS = (1, 2, 99), 23
 
