@@ -83,7 +83,7 @@ def test_squares_tell_of_inf_and_nan():
 
 
 @pytest.mark.parametrize(("dtype", "k"), [("bf16", 8), ("fp32", 3), ("fp16", 1), ("fp16", 4)])
-@pytest.mark.parametrize("n", [1, 4096, 10001, s.UNCACHED // 4, s.UNCACHED // 4 + 4099])
+@pytest.mark.parametrize("n", [1, 4096, 10001])
 def test_sum_of_buffers_in_order(dtype, k, n):
     buffers = [data(n, dtype, i) for i in range(k)]
     mine, plain = (np.empty(n, np.float32) for _ in range(2))

@@ -14,10 +14,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from roadtrain.errors import RuleError
-from roadtrain.kernels.cast import _cast, fence, kernel, typed, widen
+from roadtrain.kernels.cast import _cast, kernel, typed, widen
 
 LANES = 128
-UNCACHED = 1 << 20  # bytes of a sum that nobody finds in a cache again
 TILE = 4096  # elements of the sum that stay in the first cache while k buffers pass
 
 
@@ -67,25 +66,9 @@ def _sum_k(total, buffers):  # buffers: a tuple of arrays of one type
             _accumulate(tile, buffers[k][at : at + TILE])
 
 
-@kernel
-def _sum_k_uncached(total, buffers):  # total: [N, 1]; its old content need not come from memory first
-    tile = np.empty(TILE, np.float32)
-    for at in range(0, total.size, TILE):
-        part, out = tile[: min(TILE, total.size - at)], total[at : at + TILE]
-        _cast(buffers[0][at : at + TILE], part)
-        for k in range(1, len(buffers)):
-            _accumulate(part, buffers[k][at : at + TILE])
-        _cast(part, out)
-    fence()
-
-
 def sum_k(total: np.ndarray, buffers: Sequence[np.ndarray], dtype: str) -> None:
     """total = buffers[0] + buffers[1] + ..., left to right, in one pass over memory. total: float32 [N]; buffers: [N]
     of `dtype`; `total` may be buffers[0]."""
     if not buffers or any(b.size != total.size for b in buffers):
         raise RuleError(f"sum of {[b.size for b in buffers]} elements into {total.size}")
-    arrays = tuple(typed(b, dtype) for b in buffers)
-    if total.nbytes >= UNCACHED and total.ctypes.data % 32 == 0:
-        _sum_k_uncached(total.reshape(-1, 1), arrays)
-    else:
-        _sum_k(total, arrays)
+    _sum_k(total, tuple(typed(b, dtype) for b in buffers))
