@@ -109,6 +109,6 @@ def test_all_sites_get_theirs_at_the_pace_of_their_shares_and_workers_begin_apar
             for site, share in shares.items():
                 sent = sum(of[part] == site for part in way[:upto])
                 assert abs(sent - share * upto) <= 3
-    assert {of[way[0]] for way in ways} == {4, 5}
+    assert len({of[way[0]] for way in ways}) == 4
     of = sites(0, 160, dict(enumerate(optimum([1.0] * 4).all)))
     assert [of[order(of, rank)[0]] for rank in range(4)] == [0, 1, 2, 3]

@@ -130,7 +130,8 @@ def order(of: Sequence[int], rank: int) -> list[int]:
         own.setdefault(site, []).append(number)
     most = max(map(len, own.values()), default=0)
     turns: list[list[int]] = [[] for _ in range(most)]
-    for numbers in own.values():
+    for j, numbers in enumerate(own.values()):
+        phase = (2 * j + 1) / (2 * len(own))  # sites with few parts do not all have their turn at once
         for i, number in enumerate(numbers):
-            turns[(2 * i + 1) * most // (2 * len(numbers))].append(number)
+            turns[int((i + phase) * most / len(numbers))].append(number)
     return [n for turn in turns for n in [*turn[rank % len(turn) :], *turn[: rank % len(turn)]]]
