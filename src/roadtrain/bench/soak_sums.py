@@ -261,11 +261,12 @@ def play(first: int, count: int, seed: int, say: Callable[[str], None]) -> list[
     with ExitStack() as stack:
         scene = Scene(workers, rng, stack)
         for i, kind in enumerate(kinds):
-            while len(scene.spares) < 2 and kind != "added":
-                scene.used(scene.add())
-            time.sleep(rng.uniform(0.0, 0.3))
             begin, scene.paused_s, how, why = time.monotonic(), 0.0, "went on", ""
             try:
+                while len(scene.spares) < 2 and kind != "added":
+                    scene.used(scene.add())
+                time.sleep(rng.uniform(0.0, 0.3))
+                begin = time.monotonic()
                 strike(scene, kind)
                 scene.further(ROUNDS_ON, time.monotonic())
             except (RoadtrainError, TimeoutError) as error:

@@ -112,18 +112,28 @@ class Map:
         self.rates, self.spares = tuple(rates), {number: rate for number, _, rate in spares}
         self.gone: set[int] = set()
         self._epochs = [_Epoch(dict.fromkeys(roots, 1.0) or self._shares())]
-        self._found: dict[tuple[int, int], tuple[int, list[int]]] = {}
+        self._found: dict[tuple[int, int], tuple[int, list[int], list[bool]]] = {}
 
     def _shares(self) -> dict[int, float]:
         best = optimum(self.rates, list(self.spares.values())).all
         return dict(zip([*range(len(self.rates)), *self.spares], best))
 
     def sites(self, key: int, parts: int, round: int) -> list[int]:
+        return self._known(key, parts, round)[1]
+
+    def moved(self, key: int, parts: int, round: int) -> list[bool]:
+        """Which parts of this round go to another site than was meant, as that is gone. A summer keeps those apart: it
+        may have the part's next round already, which was meant for it."""
+        return self._known(key, parts, round)[2]
+
+    def _known(self, key: int, parts: int, round: int) -> tuple[int, list[int], list[bool]]:
         base = self._base(key, round)
         known = self._found.get((key, parts))
         if known is None or known[0] != base:
-            known = self._found[key, parts] = base, self._there(key, parts, base)
-        return known[1]
+            there = self._there(key, parts, base)
+            moved = [a != b for a, b in zip(there, sites(key, parts, self._epochs[base].shares))]
+            known = self._found[key, parts] = base, there, moved
+        return known
 
     def _base(self, key: int, round: int) -> int:
         epochs = range(len(self._epochs) - 1, 0, -1)

@@ -5,7 +5,8 @@ part is added to what is there, and the new value goes back to its sender alone;
 A spare host that dies leaves parts to another: every worker pushes such a part of the round again, or, if it has that
 sum already, the sum. One sum among them is the answer to those who lack it: as it was added up once, it stays.
 
-Pure. A worker pushes round r of a part after it has the sum of round r - 1, so a part is in one round at a time.
+Pure. A worker pushes round r of a part after it has the sum of round r - 1, or has been told that all who lack that
+have it, so a part is in one round at a time.
 """
 
 from __future__ import annotations
@@ -53,9 +54,7 @@ class SumDecider:
         """What is to be added up now, if anything. Raises LoopError where workers do not do the same."""
         where = part.key, part.start
         meeting = self.meetings.get(where)
-        if meeting is not None and part.summed and part.round < meeting.round:
-            return None  # others are further: nobody lacks that sum
-        if meeting is None or (meeting.round < part.round and meeting.here == meeting.summed.keys()):
+        if meeting is None or (meeting.round < part.round and not meeting.here):
             if meeting is not None and (meeting.elements, meeting.format) != (part.elements, part.format):
                 raise LoopError(f"tensor {part.key} had {meeting.elements} elements of {meeting.format} from "
                                 f"{part.start} on, and has {part.elements} of {part.format} in round {part.round}",

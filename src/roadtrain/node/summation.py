@@ -81,7 +81,8 @@ class _Tensor:
         self.began = time.monotonic()
 
     def number(self, start: int) -> int:
-        """Of the part that begins there; -1: none does."""
+        """Of the part that begins there; -1: none does. ~start: of one that went elsewhere (Map.moved)."""
+        start = max(start, ~start)
         size = self.parts[0][1] if self.parts else 1
         return start // size if start % size == 0 and start // size < len(self.parts) else -1
 
@@ -122,10 +123,11 @@ class _Site:
             else:
                 self.owner.fail(error)  # the workers differ: nobody else could sum that either
             return
-        if not payload:
-            raise WireError(f"a sum without content came, of kind {kind}")
         key, start, number, summed = m.header(m.SUM, header)
-        self.owner.came(key, start, number, summed, payload)
+        if payload:
+            self.owner.came(key, start, number, summed, payload)
+        else:
+            self.owner.all_have(key, start, number)
 
     def lost(self, error: PeerError) -> None:
         self.owner.lost(self, error)
@@ -155,7 +157,9 @@ class Summation:
         self._codecs: dict[tuple[int, str, int], _Codec] = {}
         # priority, call, place in its order, key, round, part, whether it is the sum
         self._queue: list[tuple[int, int, int, int, int, int, bool]] = []
-        self._again: set[tuple[int, int, int]] = set()  # key, round, part: sums in the queue
+        # key, round, part: sums that others lack -> whether it is in the queue still; what waits until they have it
+        self._owed: dict[tuple[int, int, int], bool] = {}
+        self._after: dict[tuple[int, int, int], tuple[int, int, int, int, int, int, bool]] = {}
         self._calls = itertools.count()
         self._held = False
         self.error: BaseException | None = None  # what has ended it
@@ -225,34 +229,35 @@ class Summation:
             self._codecs[key, format, elements] = _Codec(format, elements)
         return self._codecs[key, format, elements]
 
-    def _next(self) -> list[tuple[_Site, _Tensor, int, bool]]:
+    def _next(self) -> list[tuple[_Site, _Tensor, int, bool, bool]]:
         """Under the lock: what may leave now. In order also where only the first's link is full: its pace is that of
         all, else links with a small share would be done early and idle late."""
         out = []
         while self._queue:
             *_, key, number, part, summed = self._queue[0]
-            tensor = self._of(key, number)
-            if tensor is None:  # a sum that others lacked, and have by now
-                heapq.heappop(self._queue)
+            if not summed and (key, number - 1, part) in self._owed:
+                self._after[key, number - 1, part] = heapq.heappop(self._queue)
                 continue
+            tensor = self._of(key, number)
+            assert tensor is not None
             site = self._sites[self._map.sites(key, len(tensor.parts), number)[part]]
             if site.ahead >= AHEAD:
                 break
             heapq.heappop(self._queue)
             site.ahead += 1
             if summed:
-                self._again.discard((key, number, part))
+                self._owed[key, number, part] = False
             else:
                 tensor.sent[part] = site.number
-            out.append((site, tensor, part, summed))
+            out.append((site, tensor, part, self._map.moved(key, len(tensor.parts), number)[part], summed))
         return out
 
     def _of(self, key: int, number: int) -> _Tensor | None:
         both = (self._tensors.get(key), self._last.get(key))
         return next((tensor for tensor in both if tensor is not None and tensor.round == number), None)
 
-    def _post(self, posts: Sequence[tuple[_Site, _Tensor, int, bool]]) -> None:
-        for site, tensor, number, summed in posts:
+    def _post(self, posts: Sequence[tuple[_Site, _Tensor, int, bool, bool]]) -> None:
+        for site, tensor, number, moved, summed in posts:
             start, stop = tensor.parts[number]
             view = tensor.of(tensor.out if summed else tensor.grad, number)
             format = tensor.dtype
@@ -262,7 +267,8 @@ class Summation:
                     seed = seed_of(self.rank, tensor.key, start, tensor.round)
                     view = tensor.codec.encode(tensor.values(tensor.grad, number), start, tensor.round, seed)
             itemsize = ITEMSIZE[tensor.dtype] if summed else 0
-            header = m.encode((tensor.key, start, tensor.round, stop - start, format, itemsize))
+            where = ~start if moved else start
+            header = m.encode((tensor.key, where, tensor.round, stop - start, format, itemsize))
             try:
                 site.link.send(m.PART, header, [view], lambda site=site: self._sent(site))  # type: ignore[misc]
                 self.sent_bytes += len(view) * (site.number != self.rank)
@@ -306,6 +312,18 @@ class Summation:
             self._lock.notify_all()
         tensor.done()
 
+    def all_have(self, key: int, start: int, number: int) -> None:
+        """Of a sum that others lacked. The part's next round may go."""
+        with self._lock:
+            tensor = self._of(key, number)
+            part = -1 if tensor is None else tensor.number(start)
+            if self._owed.pop((key, number, part), True):
+                raise WireError(f"an answer about round {number} of tensor {key} came, which nobody asked for")
+            if (words := self._after.pop((key, number, part), None)) is not None:
+                heapq.heappush(self._queue, words)
+            posts = self._next() if self.error is None else []
+        self._post(posts)
+
     # spare hosts that come and go
 
     def lost(self, site: _Site, error: PeerError) -> None:
@@ -345,6 +363,10 @@ class Summation:
             for number, _, _ in change.added:
                 self._sites[number] = self._dialed.pop(number)
             refused, self._dialed = list(self._dialed.values()), {}
+            for owed in [owed for owed in self._owed if owed[1] < change.rounds[owed[0]][1]]:
+                del self._owed[owed]  # all have it, who would have said so is gone
+                if owed in self._after:
+                    again.append(self._after.pop(owed))
             for words in again:
                 heapq.heappush(self._queue, words)
             self._held = False
@@ -373,8 +395,8 @@ class Summation:
             if part in tensor.waits:
                 if tensor.sent.pop(part, None) is not None:
                     out.append((*tensor.urgency, part, key, number, part, False))
-            elif number == lacked and (key, number, part) not in self._again:
-                self._again.add((key, number, part))
+            elif number == lacked and not self._owed.get((key, number, part), False):
+                self._owed[key, number, part] = True
                 out.append((AGAIN, 0, part, key, number, part, True))
         return out
 

@@ -188,12 +188,13 @@ class Summer:
 
     def _add(self, seats: list[_Seat], views: list[memoryview], part: Arrived, meeting: Meeting) -> None:
         n, raw = part.elements, part.format if part.format in TRAINABLE else ""
-        if meeting.summed:
-            itemsize, rank = min((itemsize, rank) for rank, itemsize in meeting.summed.items())
-            lacking = [self.seats[rank] for rank in sorted(meeting.here - meeting.summed.keys())]
-            self._send(lacking, part, views[rank][: n * itemsize], True)
-            return
         result = self._result((part.key, part.start), 4 * n)
+        if meeting.summed:
+            rank, itemsize = next(iter(meeting.summed.items()))
+            result[: n * itemsize] = views[rank][: n * itemsize]  # who has it goes on, and fills its buffer anew
+            self._send([seat for seat in seats if seat.rank not in meeting.summed], part, result[: n * itemsize], True)
+            self._send([seat for seat in seats if seat.rank in meeting.summed], part, None, True)
+            return
         total = array_in(result, "fp32", 0, n)
         if not raw:
             self._send(seats, part, self._encoded(part, total, views), False)
@@ -236,11 +237,12 @@ class Summer:
         formats.encode(part.format, total, residual, out, seed_of(-1, part.key, part.start, part.round))
         return out
 
-    def _send(self, seats: list[_Seat], part: Arrived, payload: memoryview, summed: bool) -> None:
+    def _send(self, seats: list[_Seat], part: Arrived, payload: memoryview | None, summed: bool) -> None:
+        """Without a payload: that all have the sum."""
         header = m.encode((part.key, part.start, part.round, summed))
         for seat in seats:
             with suppress(PeerError):  # who has left is noticed elsewhere
-                seat.link.send(m.SUM, header, [payload])
+                seat.link.send(m.SUM, header, [] if payload is None else [payload])
 
 
 def seed_of(*numbers: int) -> int:
