@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -443,34 +442,6 @@ class Summation:
             self._delegate.link.close()
         for site in [*self._sites.values(), *self._dialed.values()]:
             site.link.close()
-
-
-class Above:
-    """What the workers of a host have summed, summed with the other hosts' before they get it (node/summing.py). `how`:
-    of a tensor, its priority and format there; a worker says so before it pushes."""
-
-    def __init__(self, sums: Summation) -> None:
-        self._sums, self.how = sums, dict[int, tuple[int, str]]()
-        self._outs: dict[tuple[int, int], Buffer] = {}
-
-    def __call__(
-        self, where: tuple[int, int], dtype: str, total: memoryview, answer: Callable[[memoryview], None],
-        failed: Callable[[BaseException], None],
-    ) -> None:
-        out = self._outs.get(where)
-        if out is None or out.nbytes < len(total):
-            out = self._outs[where] = Buffer(len(total))
-        view = out.view[: len(total)]
-
-        def done() -> None:
-            if self._sums.error is not None:
-                failed(self._sums.error)
-            else:
-                answer(view)
-
-        priority, format = self.how.get(where[0], (0, ""))
-        key = int.from_bytes(blake2b("{} {}".format(*where).encode(), digest_size=7).digest(), "little")
-        self._sums.sum(key, total, view, dtype, done, priority=priority, format=format)
 
 
 class _Late:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from hashlib import blake2b
 from pathlib import Path
 
 import msgspec
@@ -27,8 +28,9 @@ from roadtrain.flow.shares import optimum
 from roadtrain.node import watch
 from roadtrain.node.dial import address_of, local_options
 from roadtrain.node.roster import Control
-from roadtrain.node.summation import Above, Summation
+from roadtrain.node.summation import Summation
 from roadtrain.node.summing import Summers
+from roadtrain.store.buffers import Buffer
 from roadtrain.units import MIB
 from roadtrain.wire import shm
 from roadtrain.wire.tcp import Options, listen
@@ -91,6 +93,34 @@ class Wanted:
             address_of(address)
             optimum([1.0], [rate])
         return found
+
+
+class Above:
+    """What the workers of a host have summed, summed with the other hosts' before they get it (node/summing.py). `how`:
+    of a tensor, its priority and format there; a worker says so before it pushes."""
+
+    def __init__(self, sums: Summation) -> None:
+        self._sums, self.how = sums, dict[int, tuple[int, str]]()
+        self._outs: dict[tuple[int, int], Buffer] = {}
+
+    def __call__(
+        self, where: tuple[int, int], dtype: str, total: memoryview, answer: Callable[[memoryview], None],
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        out = self._outs.get(where)
+        if out is None or out.nbytes < len(total):
+            out = self._outs[where] = Buffer(len(total))
+        view = out.view[: len(total)]
+
+        def done() -> None:
+            if self._sums.error is not None:
+                failed(self._sums.error)
+            else:
+                answer(view)
+
+        priority, format = self.how.get(where[0], (0, ""))
+        key = int.from_bytes(blake2b("{} {}".format(*where).encode(), digest_size=7).digest(), "little")
+        self._sums.sum(key, total, view, dtype, done, priority=priority, format=format)
 
 
 def connect(
