@@ -156,7 +156,7 @@ class Summation:
         self._codecs: dict[tuple[int, str, int], _Codec] = {}
         # priority, call, place in its order, key, round, part, whether it is the sum
         self._queue: list[tuple[int, int, int, int, int, int, bool]] = []
-        # key, round, part: sums that others lack -> whether it is in the queue still; what waits until they have it
+        # key, round, part's start: sums that others lack -> whether in the queue still; what waits until they have them
         self._owed: dict[tuple[int, int, int], bool] = {}
         self._after: dict[tuple[int, int, int], tuple[int, int, int, int, int, int, bool]] = {}
         self._calls = itertools.count()
@@ -228,35 +228,40 @@ class Summation:
             self._codecs[key, format, elements] = _Codec(format, elements)
         return self._codecs[key, format, elements]
 
-    def _next(self) -> list[tuple[_Site, _Tensor, int, bool, bool]]:
-        """Under the lock: what may leave now. In order also where only the first's link is full: its pace is that of
-        all, else links with a small share would be done early and idle late."""
+    def _next(self) -> list[tuple[_Site, _Tensor, int, int, int]]:
+        """Under the lock: what may leave now, with its place, and of the sum itself its round. In order also where only
+        the first's link is full: its pace is that of all, else links with a small share would be done early."""
         out = []
         while self._queue:
             *_, key, number, part, summed = self._queue[0]
-            if not summed and (key, number - 1, part) in self._owed:
-                self._after[key, number - 1, part] = heapq.heappop(self._queue)
+            # a later round is complete: nobody lacks that sum, it only has to be said so
+            tensor = self._of(key, number) or self._last[key]
+            start = tensor.parts[part][0]
+            if summed and (key, number, start) not in self._owed:
+                heapq.heappop(self._queue)
                 continue
-            tensor = self._of(key, number)
-            assert tensor is not None
+            if not summed and (key, number - 1, start) in self._owed:
+                self._after[key, number - 1, start] = heapq.heappop(self._queue)
+                continue
             site = self._sites[self._map.sites(key, len(tensor.parts), number)[part]]
             if site.ahead >= AHEAD:
                 break
             heapq.heappop(self._queue)
             site.ahead += 1
             if summed:
-                self._owed[key, number, part] = False
+                self._owed[key, number, start] = False
             else:
                 tensor.sent[part] = site.number
-            out.append((site, tensor, part, self._map.moved(key, len(tensor.parts), number)[part], summed))
+            moved = self._map.moved(key, len(tensor.parts), number)[part]
+            out.append((site, tensor, part, ~start if moved else start, number if summed else 0))
         return out
 
     def _of(self, key: int, number: int) -> _Tensor | None:
         both = (self._tensors.get(key), self._last.get(key))
         return next((tensor for tensor in both if tensor is not None and tensor.round == number), None)
 
-    def _post(self, posts: Sequence[tuple[_Site, _Tensor, int, bool, bool]]) -> None:
-        for site, tensor, number, moved, summed in posts:
+    def _post(self, posts: Sequence[tuple[_Site, _Tensor, int, int, int]]) -> None:
+        for site, tensor, number, where, summed in posts:
             start, stop = tensor.parts[number]
             view = tensor.of(tensor.out if summed else tensor.grad, number)
             format = tensor.dtype
@@ -266,8 +271,7 @@ class Summation:
                     seed = seed_of(self.rank, tensor.key, start, tensor.round)
                     view = tensor.codec.encode(tensor.values(tensor.grad, number), start, tensor.round, seed)
             itemsize = ITEMSIZE[tensor.dtype] if summed else 0
-            where = ~start if moved else start
-            header = m.encode((tensor.key, where, tensor.round, stop - start, format, itemsize))
+            header = m.encode((tensor.key, where, summed or tensor.round, stop - start, format, itemsize))
             try:
                 site.link.send(m.PART, header, [view], lambda site=site: self._sent(site))  # type: ignore[misc]
                 self.sent_bytes += len(view) * (site.number != self.rank)
@@ -313,12 +317,11 @@ class Summation:
 
     def all_have(self, key: int, start: int, number: int) -> None:
         """Of a sum that others lacked. The part's next round may go."""
+        owed = key, number, max(start, ~start)
         with self._lock:
-            tensor = self._of(key, number)
-            part = -1 if tensor is None else tensor.number(start)
-            if self._owed.pop((key, number, part), True):
+            if self._owed.pop(owed, True):
                 raise WireError(f"an answer about round {number} of tensor {key} came, which nobody asked for")
-            if (words := self._after.pop((key, number, part), None)) is not None:
+            if (words := self._after.pop(owed, None)) is not None:
                 heapq.heappush(self._queue, words)
             posts = self._next() if self.error is None else []
         self._post(posts)
@@ -356,16 +359,16 @@ class Summation:
             again = [words for key, (_, lacked) in change.rounds.items() for tensor in (self._tensors.get(key),
                      self._last.get(key)) if tensor is not None
                      for words in self._to_push_again(tensor, set(change.gone), lacked)]
+            for owed in self._settled(change):
+                del self._owed[owed]
+                if owed in self._after:
+                    again.append(self._after.pop(owed))
             self._map.change(change)
             for number in change.gone:
                 self._sites.pop(number, None)
             for number, _, _ in change.added:
                 self._sites[number] = self._dialed.pop(number)
             refused, self._dialed = list(self._dialed.values()), {}
-            for owed in [owed for owed in self._owed if owed[1] < change.rounds[owed[0]][1]]:
-                del self._owed[owed]  # all have it, who would have said so is gone
-                if owed in self._after:
-                    again.append(self._after.pop(owed))
             for words in again:
                 heapq.heappush(self._queue, words)
             self._held = False
@@ -381,6 +384,16 @@ class Summation:
                 self.lost(site, error)
         self._post(posts)
 
+    def _settled(self, change: Change) -> list[tuple[int, int, int]]:
+        """Sums that all have by now, and who would have said so is gone."""
+        out = []
+        for key, number, start in self._owed:
+            tensor = self._last.get(key) or self._tensors[key]
+            of = self._map.sites(key, len(tensor.parts), number)
+            if number < change.rounds[key][1] and of[tensor.number(start)] in change.gone:
+                out.append((key, number, start))
+        return out
+
     def _to_push_again(
         self, tensor: _Tensor, gone: set[int], lacked: int
     ) -> list[tuple[int, int, int, int, int, int, bool]]:
@@ -394,8 +407,8 @@ class Summation:
             if part in tensor.waits:
                 if tensor.sent.pop(part, None) is not None:
                     out.append((*tensor.urgency, part, key, number, part, False))
-            elif number == lacked and not self._owed.get((key, number, part), False):
-                self._owed[key, number, part] = True
+            elif number == lacked and not self._owed.get((key, number, tensor.parts[part][0]), False):
+                self._owed[key, number, tensor.parts[part][0]] = True
                 out.append((AGAIN, 0, part, key, number, part, True))
         return out
 
