@@ -25,7 +25,7 @@ FLOORS = {
 }
 PURE = ("spec", "flow", "sim", "planner")
 NEVER_IN_PURE = {"torch", "socket", "threading", "asyncio", "time"}
-LINE_BUDGET = 13_073  # docs/decisions/0019
+LINE_BUDGET = 13_084  # docs/decisions/0019
 FILE_LINES = 500
 FORBIDDEN = ("shard", "bucket", "partition", "keeper")
 # File -> words allowed there, with the reason.

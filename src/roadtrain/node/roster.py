@@ -109,7 +109,17 @@ class Delegate:
         change: Callable[[Change], None], failed: Callable[[BaseException], None],
     ) -> None:
         self._dial, self._hold, self._change, self._failed = dial, hold, change, failed
-        self.link: Link
+        self._link, self._ready = list[Link](), threading.Event()  # it may be asked before its link is known here
+
+    @property
+    def link(self) -> Link:
+        self._ready.wait()
+        return self._link[0]
+
+    @link.setter
+    def link(self, link: Link) -> None:
+        self._link.append(link)
+        self._ready.set()
 
     def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
         return memoryview(bytearray(nbytes))
@@ -135,3 +145,7 @@ class Delegate:
 
     def lost(self, error: PeerError) -> None:
         self._failed(error)
+
+    def close(self) -> None:
+        for link in self._link:
+            link.close()

@@ -451,8 +451,8 @@ class Summation:
         self._closed.set()
         if self._watcher.is_alive():
             self._watcher.join()
-        if self._delegate is not None and hasattr(self._delegate, "link"):
-            self._delegate.link.close()
+        if self._delegate is not None:
+            self._delegate.close()
         for site in [*self._sites.values(), *self._dialed.values()]:
             site.link.close()
 
