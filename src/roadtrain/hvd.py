@@ -93,7 +93,8 @@ def init(**options: Any) -> None:
 
 
 def shutdown() -> None:
-    """What steps with `model=` put off is applied first."""
+    """What steps with `model=` put off is applied first. init() after it needs another MASTER_PORT: torch's store of
+    the old group may still answer at the old one."""
     if (exchange := _World.exchange) is None:
         return
     try:

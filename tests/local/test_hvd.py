@@ -26,12 +26,12 @@ from roadtrain.errors import ConfigError, DeadlineError, LoopError
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def child(work, rank, workers, port, out):
+def child(work, rank, workers, port, out, options):
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(workers),
                    "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(workers)}
     torch.set_num_threads(1)
     try:
-        hvd.init(budget="64MiB", deadline_s=20)
+        hvd.init(**{"budget": "64MiB", "deadline_s": 20, **options})
         found = work(rank)
         hvd.shutdown()
     except Exception as error:
@@ -42,10 +42,10 @@ def child(work, rank, workers, port, out):
     os._exit(0)
 
 
-def run(workers, work):
-    """`work(rank)` in processes of their own, by rank: what each returned, or its error's words."""
+def run(workers, work, **options):
+    """`work(rank)` in processes of their own, by rank: what each returned, or its error's words. `options`: of init."""
     out, port = FORK.Queue(), free_port()
-    processes = [FORK.Process(target=child, args=(work, rank, workers, port, out)) for rank in range(workers)]
+    processes = [FORK.Process(target=child, args=(work, rank, workers, port, out, options)) for rank in range(workers)]
     for process in processes:
         process.start()
     try:
@@ -312,8 +312,6 @@ def test_a_gradient_that_some_workers_lack_counts_as_zero():
 
 
 def without_waiting(rank):
-    hvd.shutdown()
-    hvd.init(budget="64MiB", deadline_s=20, rule="accumulate")
     model = nn.Linear(3, 2, bias=False)
     with torch.no_grad():
         model.weight.fill_(1.0)
@@ -336,7 +334,7 @@ def without_waiting(rank):
 
 def test_asynchronous_training_has_every_workers_changes():
     """w = w0 + all changes, whoever was first (the published equations 10 and 11)."""
-    (one, seen), (two, _) = run(2, without_waiting)
+    (one, seen), (two, _) = run(2, without_waiting, rule="accumulate")
     assert one == two == [[1.0 - 0.5 * (4 * 1.0 + 7 * 2.0)] * 3] * 2
     assert all(a > b for a, b in pairwise(seen)), "its own change is always in"
 
@@ -499,8 +497,6 @@ def test_a_closure_is_summed_before_the_step(alone):
 
 def late(later, rank):
     """The second worker trains no more."""
-    hvd.shutdown()
-    hvd.init(budget="64MiB", deadline_s=1)
     model = nn.Linear(2, 1)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model if later else None)
     if rank == 1:
@@ -517,7 +513,7 @@ def late(later, rank):
 
 @pytest.mark.parametrize("later", [False, True])
 def test_a_failed_sum_raises_its_own_error(later):  # Rule 5
-    (note,), nothing = run(2, partial(late, later))
+    (note,), nothing = run(2, partial(late, later), deadline_s=1)
     assert re.fullmatch("while 'gradient of group 0 parameter [01]' was waited for", note) and nothing is None
 
 
