@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from roadtrain.errors import BusyError, PeerError, WireError
 from roadtrain.flow.roster import Ask, Change, Coordinator, Spares
@@ -94,10 +95,8 @@ class Control:
             rounds = memoryview(m.encode(one.rounds))
             frame = m.CHANGE, m.encode((one.number, one.gone, one.added)), [rounds]
         for seat in seats:
-            try:
+            with suppress(PeerError):  # it has gone: its summers' links say so
                 seat.link.send(*frame)
-            except PeerError:
-                pass  # it has gone: its summers' links say so
 
 
 class Delegate:
