@@ -17,7 +17,7 @@ from roadtrain.errors import ConfigError, RoadtrainError
 
 @dataclass(frozen=True)
 class Command:
-    """`words`: positional arguments, all needed; `-- CMD...` takes all that follows a `--`, as a list.
+    """`words`: positional arguments, all needed but `[WORD]`; `-- CMD...` takes all that follows a `--`, as a list.
     `options`: `--name` -> (type, help); bool options take no value. `job_keys`: also takes every key of a job, handed
     over as `overrides`. The target returns an exit code or None."""
 
@@ -86,6 +86,52 @@ COMMANDS = {
         "Run a command on a host of a lab that is up: its network, its storage's rates; everything else is shared.",
     ),
     "lab down": Command("roadtrain.lab.command:down", ("LAB.toml",), "End a lab, and remove what killed labs left."),
+    "probe": Command(
+        "roadtrain.probing:command", (),
+        "Measure this host (memory, updates, sums, storage, devices) into a cluster.toml; name what was not measured.",
+        {"dirs": (str, "storage directories, with commas between"), "out": (str, "the file to write (cluster.toml)"),
+         "listen": (str, "HOST:PORT: instead, answer the probe of another host until Ctrl-C"),
+         "hosts": (str, "HOST:PORT,... of hosts that listen: measure them and every link too"),
+         "token_file": (str, "file with the token that listeners beyond this machine demand")},
+    ),
+    "calibrate": Command(
+        "roadtrain.calibrate:command", ("CLUSTER.toml", "JOB.toml"),
+        "Run a few real steps of a job here, print them beside the simulated ones, write the measured rates back.",
+        {"steps": (int, "how many are measured (3)"), "out": (str, "the file to write (CLUSTER.toml itself)")},
+    ),
+    "plan": Command(
+        "roadtrain.planning:command", ("CLUSTER.toml",),
+        "Find the best plan for a model on a cluster, say why, and why others lost; 1 if none fits.",
+        {"model": (str, "a named shape as OPT-175B, a Hugging Face config.json, or MODULE:FUNCTION"),
+         "goal": (str, "time, cost or energy, each a sample (time)"), "batch": (int, "samples of a step (any)"),
+         "placements": (str, "only these, with commas between (all)"),
+         "late": (bool, "also plans whose updates are a step late"), "seq_len": (int, "tokens of a sample"),
+         "constants": (str, "fitted constants of computing, by name"), "out": (str, "where the pick goes (plan.toml)"),
+         "json": (str, "also write all that is told to this file"), "html": (str, "also write one page with plots"),
+         "trace": (str, "write a trace for ui.perfetto.dev to this file"),
+         "job_file": (str, "write what `roadtrain train` needs of it to this file")},
+    ),
+    "simulate": Command(
+        "roadtrain.simulate:command", ("CLUSTER.toml",),
+        "Predict one plan on a cluster that need not be there: step time, what is busy, memory, energy and cost.",
+        {"model": (str, "a named shape as OPT-175B, a Hugging Face config.json, or MODULE:FUNCTION"),
+         "seq_len": (int, "tokens of a sample (the model's own)"),
+         "plan": (str, "plan.toml; else from the options below"),
+         "placement": (str, "ddp, zero3, zero-offload, zero-infinity, near-storage, optimizer-node, ... (zero3)"),
+         "dp": (int, "data-parallel ranks (all devices)"), "tp": (int, "tensor-parallel ranks (1)"),
+         "pp": (int, "pipeline stages (1)"), "micro_batch": (int, "samples a device and pass (1)"),
+         "micros": (int, "passes a step (1)"), "recompute": (bool, "keep blocks' inputs only"),
+         "staleness": (int, "1: a step computes while the last one's updates run"),
+         "topk": (float, "percent of a gradient's bytes that travel"),
+         "constants": (str, "fitted constants of computing, by name"),
+         "json": (str, "also write the result to this file"),
+         "trace": (str, "write a trace for ui.perfetto.dev to this file")},
+    ),
+    "reproduce": Command(
+        "roadtrain.bench.reproduce:command", ("[PAPER]",),
+        "What the five papers print beside what the simulator gives: luwu, smart_infinity, holmes, sgc, byteps.",
+        {"json": (str, "also write every row to this file"), "all": (bool, "print also what is not simulated")},
+    ),
     "soak": Command(
         "roadtrain.bench.soak:command", (),
         "Run scripted faults (kills, cut links, full disks, wrong workers) against a small job on this machine; exit "
@@ -188,7 +234,8 @@ def _parsed(name: str, command: Command, args: list[str]) -> tuple[list[Any], di
                 at += 1
         else:
             raise _unknown("option", key, [k.replace("_", "-") for k in command.options], dashes="--")
-    if len(words) != len(command.words) or (takes_rest and isinstance(words[-1], str)):
+    least = sum(not word.startswith("[") for word in command.words)
+    if not least <= len(words) <= len(command.words) or (takes_rest and isinstance(words[-1], str)):
         raise ConfigError(
             f"`roadtrain {name}` takes {' '.join(command.words) or 'options only'}, "
             f"given: {' '.join(map(str, words)) or 'nothing'}",

@@ -15,6 +15,8 @@ _BYTES = {
     "kib": KIB, "mib": MIB, "gib": GIB, "tib": 1 << 40,
 }
 _BITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+_FLOPS = {"gflop": 1e9, "tflop": 1e12, "pflop": 1e15, "gflops": 1e9, "tflops": 1e12, "pflops": 1e15}
+_SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 _NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -37,6 +39,23 @@ def parse_rate(text: str) -> float:
     return float(match[1]) * (_BITS[unit] / 8 if unit in _BITS else _BYTES[unit])
 
 
+def parse_flops(text: str) -> float:
+    """`"312TFLOP/s"` -> floating-point operations a second, more than 0. Raises UnitError on anything else."""
+    match = _NUMBER.fullmatch(str(text).removesuffix("/s"))
+    unit = match[2].lower() if match and str(text).endswith("/s") else ""
+    if match is None or unit not in _FLOPS or not float(match[1]):
+        raise UnitError(f"{text!r} is not a speed of computing", hint="write a number and a unit: 312TFLOP/s")
+    return float(match[1]) * _FLOPS[unit]
+
+
+def parse_seconds(text: str) -> float:
+    """`"5us"`, `"1.5 ms"`, `"2s"` -> seconds. Raises UnitError on anything else."""
+    match = _NUMBER.fullmatch(str(text))
+    if match is None or match[2].lower() not in _SECONDS:
+        raise UnitError(f"{text!r} is not a time", hint="write a number and a unit: 5us, 1.5ms, 2s")
+    return float(match[1]) * _SECONDS[match[2].lower()]
+
+
 def show_bytes(nbytes: float) -> str:
     """Bytes for a person: `9.4 GiB`, `512 B`."""
     for unit, size in (("TiB", 1 << 40), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
@@ -48,6 +67,14 @@ def show_bytes(nbytes: float) -> str:
 def show_rate(bytes_per_s: float) -> str:
     """A rate for a person, in the decimal units that disks are sold in: `3.10 GB/s`."""
     return f"{bytes_per_s / 1e9:.2f} GB/s" if bytes_per_s >= 1e9 else f"{bytes_per_s / 1e6:.0f} MB/s"
+
+
+def show_seconds(seconds: float) -> str:
+    """A time for a person: `1.25 s`, `340 ms`, `12 us`."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}" if seconds < 1000 else f"{seconds:.0f} s"
+    return f"{seconds * 1e6:.3g} us"
 
 
 def round_up(n: int, to: int) -> int:

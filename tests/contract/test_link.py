@@ -875,7 +875,10 @@ def test_a_peer_that_ends_in_the_middle_of_a_payload(how, child_sends):
         made[0].send(1, b"", [data], freed.set)
     assert freed.wait(WAIT_S)
     got.open.clear()
-    time.sleep(0.3)  # a child that sends has filled its ring by then
+    (channel,), until = made[0]._channels, time.monotonic() + WAIT_S
+    while child_sends and channel._theirs[0] - channel._read < 2 * rdma.PIECE:  # it has bytes that we do not take
+        assert time.monotonic() < until
+        time.sleep(0.01)
     os.kill(child, how)
     got.open.set()
     begin = time.monotonic()

@@ -78,7 +78,8 @@ def test_steps_end_committed_whatever_the_order(seed, buffers):  # Rule 3, Rule 
         world.feed(ops.Seal(step))
         world.feed(ops.Commit(step, b""))
         world.drain()
-        assert decider.committed == step and not (decider.queue or decider.gated or decider.sealed)
+        assert decider.committed == step and not (decider.gated or decider.sealed)
+        assert not (decider.queue or decider.resident_queue)
         assert [m.step for m in world.sent if isinstance(m, ops.CommitDone)][-1] == step
     freed = [m.ticket for m in world.sent if isinstance(m, ops.Freed)]
     pushed = [a.push.ticket for a in world.log if isinstance(a, ops.Hold)]

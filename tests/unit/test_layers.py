@@ -19,13 +19,15 @@ FLOORS = {
     "store": 4, "model": 4,
     "sim": 5, "node": 5,
     "placing": 6, "optimizer": 6, "start": 6, "data": 6, "build": 6, "probe": 6, "planner": 6, "lab": 6,
-    "adapters": 7, "train": 7, "verify": 7, "status": 7, "export": 7, "__init__": 7,
+    "simulate": 6,
+    "adapters": 7, "planning": 7, "probing": 7, "probing_links": 7, "calibrate": 7,
+    "train": 7, "verify": 7, "status": 7, "export": 7, "__init__": 7,
     "hvd": 8,
     "bench": 9, "cli": 9,
 }
 PURE = ("spec", "flow", "sim", "planner")
 NEVER_IN_PURE = {"torch", "socket", "threading", "asyncio", "time"}
-LINE_BUDGET = 13_084  # docs/decisions/0019
+LINE_BUDGET = 15_950  # docs/decisions/0020
 FILE_LINES = 500
 FORBIDDEN = ("shard", "bucket", "partition", "keeper")
 # File -> words allowed there, with the reason.

@@ -40,7 +40,7 @@ def test_place() -> None:
 def test_commands() -> None:
     assert list(cli.COMMANDS) == [
         "train", "serve", "verify", "status", "export", "import", "check-rule", "lab up", "lab run", "lab down",
-        "soak", "bench",
+        "probe", "calibrate", "plan", "simulate", "reproduce", "soak", "bench",
     ]
 
 

@@ -32,6 +32,7 @@ from roadtrain.flow import ops
 from roadtrain.flow.queues import Turns
 
 IDLE, READING, UPDATING, WRITING = "idle", "reading", "updating", "writing"
+AT_ONCE = 2  # updates of resident chunks that are begun: pulls of those that are not begun go on being answered
 
 
 @dataclass(slots=True)
@@ -90,7 +91,9 @@ class ServeDecider:
             self.chunks[number].late, self.chunks[number].updated = True, -(not updated)
         self.n_buffers = buffers
         self.free = list(range(buffers))
-        self.queue: list[tuple[int, int, int]] = []  # heap of (step, order, chunk)
+        self.queue: list[tuple[int, int, int]] = []  # heap of (step, order, chunk); those that are resident apart
+        self.resident_queue: list[tuple[int, int, int]] = []
+        self.updating = 0  # resident chunks whose update was begun
         self.gated: deque[int] = deque()  # updated chunks whose write waits for the commit before
         self.open_releases: dict[int, set[int]] = {}
         self.sealed: deque[int] = deque()  # steps sealed and not yet prepared, in order
@@ -240,7 +243,8 @@ class ServeDecider:
         chunk = self.chunks[release.chunk]
         assert chunk.release is None, f"chunk {release.chunk} released twice"
         chunk.release = release
-        heapq.heappush(self.queue, (release.step, release.order, release.chunk))
+        queue = self.resident_queue if chunk.resident else self.queue
+        heapq.heappush(queue, (release.step, release.order, release.chunk))
         return []
 
     def _meet(self, number: int) -> list[Any]:
@@ -315,6 +319,7 @@ class ServeDecider:
     def _update(self, number: int, chunk: ChunkState) -> list[Any]:
         assert chunk.active is not None
         chunk.phase, chunk.read = UPDATING, False
+        self.updating += chunk.resident
         return [ops.Update(number, chunk.active)]
 
     def _done_Update(self, update: ops.Update) -> list[Any]:
@@ -323,6 +328,7 @@ class ServeDecider:
         assert chunk.phase == UPDATING
         chunk.version += 1
         chunk.updated = chunk.version
+        self.updating -= chunk.resident
         chunk.phase = WRITING
         out = [*self._free_kept(chunk), *self._answer_waiting(chunk), *self._meet(number), *self._in_turn(chunk)]
         if not self.durable:
@@ -388,26 +394,24 @@ class ServeDecider:
                 out.append(ops.Write(number))
             else:
                 self.gated.append(number)
-        later: list[tuple[int, int, int]] = []
-        while self.queue:
-            entry = self.queue[0]
-            chunk = self.chunks[entry[2]]
-            if chunk.phase != IDLE or chunk.holds or (chunk.answering and chunk.resident):
-                later.append(heapq.heappop(self.queue))
-                continue
-            if not chunk.resident and not self.free:
-                break
-            heapq.heappop(self.queue)
-            assert chunk.release is not None and chunk.active is None
-            chunk.active, chunk.release = chunk.release, None
-            if chunk.resident:
-                out += self._update(entry[2], chunk)
-            else:
-                chunk.phase = READING
-                chunk.buffer = self.free.pop()
-                out.append(ops.Read(entry[2], chunk.buffer))
-        for entry in later:
-            heapq.heappush(self.queue, entry)
+        for queue in (self.resident_queue, self.queue):
+            later: list[tuple[int, int, int]] = []
+            while queue and (self.updating < AT_ONCE if queue is self.resident_queue else self.free):
+                entry = heapq.heappop(queue)
+                chunk = self.chunks[entry[2]]
+                if chunk.phase != IDLE or chunk.holds or (chunk.answering and chunk.resident):
+                    later.append(entry)
+                    continue
+                assert chunk.release is not None and chunk.active is None
+                chunk.active, chunk.release = chunk.release, None
+                if chunk.resident:
+                    out += self._update(entry[2], chunk)
+                else:
+                    chunk.phase = READING
+                    chunk.buffer = self.free.pop()
+                    out.append(ops.Read(entry[2], chunk.buffer))
+            for entry in later:
+                heapq.heappush(queue, entry)
         return out
 
     def waits(self) -> tuple[list[ops.Pull], list[tuple[int, str]]]:
@@ -426,8 +430,9 @@ class ServeDecider:
         """Assert every invariant."""
         used = [c.buffer for c in self.chunks.values() if c.buffer is not None]
         assert sorted(used + self.free) == list(range(self.n_buffers))
-        for _, _, number in self.queue:
+        for _, _, number in (*self.queue, *self.resident_queue):
             assert self.chunks[number].release is not None
+        assert self.updating == sum(c.resident and c.phase == UPDATING for c in self.chunks.values()) <= AT_ONCE
         for chunk in self.chunks.values():
             assert all(p.version > chunk.version or chunk.phase == UPDATING for p in chunk.pulls)
             assert chunk.answering >= 0

@@ -1,0 +1,131 @@
+"""What a switch does that sums gradients and multicasts parameters; the ends' go-back-n. Pure: packets in, packets out.
+
+Sun et al. (LuWu), section 3.2.3: gradient packets carry a running number; an entry of the switch's window adds up those
+of all workers and sends the sum on; heartbeats carry what is acknowledged and how far a receiver's buffer reaches, and
+those of workers are merged to their minimum. As printed, an entry is cleared when it is complete though resends are
+answered from it, and a late resend can poison the number that takes its slot (L10 in the paper's inconsistencies). Here
+an entry keeps its number and its sum until a greater number takes the slot, and the switch reads the acknowledgements
+that pass, so that a late packet is dropped. `data` is opaque but for `add`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Packet:
+    """`number`: running, one sequence each for parameters and for gradients."""
+
+    number: int
+    data: Any
+    worker: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """`ack`: the next number that its sender expects; `credit`: the greatest that its buffer takes."""
+
+    ack: int
+    credit: int
+    worker: int = 0
+
+
+@dataclass(slots=True)
+class Entry:
+    number: int = -1
+    came: set[int] = field(default_factory=set)
+    data: Any = None
+    done: bool = False
+
+
+class SwitchDecider:
+    """Invariants (`check`): an entry that is not done lacks a worker; nothing acknowledged is summed again."""
+
+    def __init__(self, workers: int, window: int, depth: int, add: Callable[[Any, Any], Any]) -> None:
+        assert depth <= window, "the receiver's buffer must not exceed the window"
+        self.workers, self.window, self.add = workers, window, add
+        self.table = [Entry() for _ in range(window)]
+        self.acked = 0
+        self.beats = [Heartbeat(0, depth - 1, worker) for worker in range(workers)]
+
+    def parameters(self, packet: Packet) -> list[tuple[int, Packet]]:
+        """(worker, packet) of a packet of parameters: one for each."""
+        return [(worker, packet) for worker in range(self.workers)]
+
+    def gradient(self, packet: Packet) -> list[Packet]:
+        """What goes on to the server: the sum, once all have come, or again for a resend."""
+        entry, number = self.table[packet.number % self.window], packet.number
+        if number < self.acked or number < entry.number:
+            return []
+        if number > entry.number:
+            entry.number, entry.came, entry.data, entry.done = number, set(), None, False
+        if entry.done:
+            return [Packet(number, entry.data)]
+        if packet.worker in entry.came:
+            return []
+        entry.data = packet.data if not entry.came else self.add(entry.data, packet.data)
+        entry.came.add(packet.worker)
+        entry.done = len(entry.came) == self.workers
+        return [Packet(number, entry.data)] if entry.done else []
+
+    def from_server(self, beat: Heartbeat) -> list[tuple[int, Heartbeat]]:
+        """A heartbeat about gradients, to every worker."""
+        self.acked = max(self.acked, beat.ack)
+        return [(worker, beat) for worker in range(self.workers)]
+
+    def from_worker(self, beat: Heartbeat) -> Heartbeat:
+        """A heartbeat about parameters: the minimum of all workers' goes to the server."""
+        last = self.beats[beat.worker]
+        self.beats[beat.worker] = Heartbeat(max(last.ack, beat.ack), max(last.credit, beat.credit), beat.worker)
+        return Heartbeat(min(b.ack for b in self.beats), min(b.credit for b in self.beats))
+
+    def check(self) -> None:
+        for entry in self.table:
+            assert entry.done == (len(entry.came) == self.workers)
+            assert entry.number < 0 or entry.done or entry.number >= self.acked or not entry.came
+
+
+class Sender:
+    """One end's go-back-n: it sends up to its credit, and from the acknowledged number again when told that time has
+    passed without progress."""
+
+    def __init__(self, depth: int) -> None:
+        self.next, self.ack, self.credit = 0, 0, depth - 1
+
+    def ready(self, until: int) -> list[int]:
+        """Numbers to send now, of those below `until`."""
+        stop = min(until, self.credit + 1)
+        out = list(range(self.next, stop))
+        self.next = max(self.next, stop)
+        return out
+
+    def beat(self, beat: Heartbeat) -> None:
+        self.ack, self.credit = max(self.ack, beat.ack), max(self.credit, beat.credit)
+        self.next = max(self.next, self.ack)
+
+    def silent(self) -> None:
+        """No progress for as long as a loss takes to be believed."""
+        self.next = self.ack
+
+
+class Receiver:
+    """The other end: takes numbers in order, drops others. `depth`: packets that its buffer holds."""
+
+    def __init__(self, depth: int, worker: int = 0) -> None:
+        self.ack, self.consumed, self.depth, self.worker = 0, 0, depth, worker
+
+    def packet(self, number: int) -> bool:
+        """Whether it is the next one, to be kept."""
+        if number != self.ack or number - self.consumed >= self.depth:
+            return False
+        self.ack += 1
+        return True
+
+    def freed(self, count: int) -> None:
+        self.consumed += count
+
+    def heartbeat(self) -> Heartbeat:
+        return Heartbeat(self.ack, self.consumed + self.depth - 1, self.worker)

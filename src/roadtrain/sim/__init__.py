@@ -1,0 +1,1 @@
+"""The same flow on a virtual clock."""

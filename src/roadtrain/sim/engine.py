@@ -1,0 +1,287 @@
+"""Tasks on a virtual clock. A task needs some of what has a capacity; tasks that run at once share it.
+
+A *resource* has a capacity a second: a link's direction, an SSD's reads, the bandwidth of memory. A *task* has `work`
+and `uses`: one unit of its progress takes `weight` of each resource at once. Running tasks share by weighted max-min
+(progressive filling): the rates of all grow alike until a resource is full or a task runs at its `max_rate`; smaller
+`priority` is filled first. A *lane* (a CUDA stream, a pool of processors) runs one task at a time, in the order of
+priority, then arrival.
+
+On a change only the tasks that share resources with what changed get new rates. Ties are broken by the order of
+creation, so a run is the same every time. Does NOT know models, plans or bytes. Seconds throughout.
+
+    engine = Engine()
+    link = engine.resource("host 0 out", 12.5e9)
+    first = engine.task("Push", 25e9, [(link, 1)])
+    engine.task("Update", 0.5, lane=engine.lane("cpu"), after=[first], max_rate=1)
+    engine.run()                                        # engine.now == 2.5
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from roadtrain.errors import LoopError
+
+TINY = 1e-12
+
+
+class Resource:
+    __slots__ = ("capacity", "name", "running", "used")
+
+    def __init__(self, name: str, capacity: float) -> None:
+        assert capacity > 0, f"{name} has no capacity"
+        self.name, self.capacity = name, capacity
+        self.running: dict[Task, float] = {}  # that use it now, and how much a unit of progress takes
+        self.used = 0.0  # of what has ended
+
+
+class Lane:
+    """`busy`: seconds that a task had it, without the one that runs."""
+
+    __slots__ = ("busy", "name", "running", "waiting")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.waiting: list[tuple[float, int, Task]] = []
+        self.running: Task | None = None
+        self.busy = 0.0
+
+
+class Task:
+    """`begin`, `end`: seconds, of when it had its lane and of its end; -1 before."""
+
+    __slots__ = ("after", "begin", "end", "lane", "latency", "left", "max_rate", "number", "priority", "rate", "since",
+                 "stage", "stamp", "then", "uses", "waited_by", "where", "work")
+
+    def __init__(self, stage: str, work: float, uses: Sequence[tuple[Resource, float]], number: int) -> None:
+        self.stage, self.work, self.uses, self.number = stage, work, uses, number
+        self.where = ""
+        self.lane: Lane | None = None
+        self.after, self.waited_by = 0, list[Task]()
+        self.max_rate, self.latency, self.priority = float("inf"), 0.0, 0.0
+        self.then: Callable[[], None] | None = None
+        self.left, self.rate, self.since, self.stamp = work, 0.0, 0.0, 0
+        self.begin = self.end = -1.0
+
+    @property
+    def ended(self) -> bool:
+        return self.end >= 0
+
+
+@dataclass
+class Pool:
+    """Memory of one device or tier. `changes`: (second, bytes held from then on), the last of each moment."""
+
+    name: str
+    held: float = 0.0
+    peak: float = 0.0
+    changes: list[tuple[float, float]] = field(default_factory=lambda: [(0.0, 0.0)])
+
+
+class Engine:
+    """Invariant (`check`): no resource gives more than its capacity; a lane's running task has begun and not ended."""
+
+    def __init__(self, traced: bool = False) -> None:
+        self.now = 0.0
+        self.resources: list[Resource] = []
+        self.lanes: list[Lane] = []
+        self.pools: dict[str, Pool] = {}
+        self.trace: list[Task] | None = [] if traced else None
+        self.stages: dict[tuple[str, str], list[float]] = {}  # (where, stage) -> [seconds, work], of ended tasks
+        self._open: dict[Task, None] = {}
+        self._events: list[tuple[float, int, int, Task]] = []  # (second, number, stamp, task)
+        self._dirty: dict[Resource, None] = {}
+        self.made = 0
+
+    # what there is
+
+    def resource(self, name: str, capacity: float) -> Resource:
+        self.resources.append(Resource(name, capacity))
+        return self.resources[-1]
+
+    def lane(self, name: str) -> Lane:
+        self.lanes.append(Lane(name))
+        return self.lanes[-1]
+
+    def hold(self, pool: str, nbytes: float) -> None:
+        """From now on `pool` holds so many bytes more (or fewer)."""
+        at = self.pools.setdefault(pool, Pool(pool))
+        at.held += nbytes
+        at.peak = max(at.peak, at.held)
+        if at.changes[-1][0] == self.now:
+            at.changes[-1] = self.now, at.held
+        else:
+            at.changes.append((self.now, at.held))
+
+    # tasks
+
+    def task(
+        self, stage: str, work: float, uses: Sequence[tuple[Resource, float]] = (), *, lane: Lane | None = None,
+        after: Iterable[Task] = (), then: Callable[[], None] | None = None, max_rate: float | None = None,
+        latency: float = 0.0, priority: float = 0.0, where: str = "",
+    ) -> Task:
+        """Begins when all of `after` have ended and its lane is free, then `latency` seconds later it takes what it
+        uses. `max_rate`: units a second at most (1 where it uses nothing: `work` is seconds). `then` is called at its
+        end and may make tasks."""
+        self.made += 1
+        task = Task(stage, max(work, 0.0), [use for use in uses if use[1] > 0], self.made)
+        task.lane, task.then, task.latency, task.priority, task.where = lane, then, latency, priority, where
+        task.max_rate = (float("inf") if task.uses else 1.0) if max_rate is None else max_rate
+        for other in after:
+            if not other.ended:
+                other.waited_by.append(task)
+                task.after += 1
+        self._open[task] = None
+        if not task.after:
+            self._ready(task)
+        return task
+
+    def _ready(self, task: Task) -> None:
+        lane = task.lane
+        if lane is None:
+            self._begin(task)
+        elif lane.running is None:
+            lane.running = task
+            self._begin(task)
+        else:
+            heapq.heappush(lane.waiting, (task.priority, task.number, task))
+
+    def _begin(self, task: Task) -> None:
+        task.begin = self.now
+        if task.latency > 0 and task.work > 0 and task.uses:
+            task.rate = -1.0  # it waits for its latency
+            heapq.heappush(self._events, (self.now + task.latency, task.number, task.stamp, task))
+        elif task.uses and task.work > 0:
+            self._run(task)
+        else:
+            heapq.heappush(self._events, (self.now + task.latency + task.work / task.max_rate, task.number, 0, task))
+
+    def _run(self, task: Task) -> None:
+        task.rate, task.since = 0.0, self.now
+        for resource, weight in task.uses:
+            resource.running[task] = resource.running.get(task, 0.0) + weight
+            self._dirty[resource] = None
+
+    def _end(self, task: Task) -> None:
+        task.end, task.stamp = self.now, task.stamp + 1
+        del self._open[task]
+        for resource, weight in task.uses:
+            if resource.running.pop(task, None) is not None:
+                self._dirty[resource] = None
+            resource.used += task.work * weight
+        sums = self.stages.setdefault((task.where, task.stage), [0.0, 0.0])
+        sums[0] += task.end - task.begin
+        sums[1] += task.work
+        if self.trace is not None:
+            self.trace.append(task)
+        if (lane := task.lane) is not None:
+            lane.busy += task.end - task.begin
+            lane.running = None
+            if lane.waiting:
+                lane.running = heapq.heappop(lane.waiting)[2]
+                self._begin(lane.running)
+        for other in task.waited_by:
+            other.after -= 1
+            if not other.after:
+                self._ready(other)
+        if task.then is not None:
+            task.then()
+
+    # the clock
+
+    def run(self, until: Callable[[], bool] | None = None) -> None:
+        """Until nothing is left to do, or `until()` holds after an event. Raises LoopError where tasks are left that
+        nothing will ever begin (Rule 5)."""
+        events = self._events
+        while True:
+            if self._dirty and not (events and events[0][0] <= self.now):
+                self._share()
+            if not events:
+                break
+            second, _, stamp, task = heapq.heappop(events)
+            if stamp != task.stamp or task.ended:
+                continue
+            self.now = max(self.now, second)
+            if task.rate < 0:
+                self._run(task)
+                continue
+            self._end(task)
+            if until is not None and until():
+                return
+        if self._open and until is None:
+            left = ", ".join(f"{t.stage} of {t.where or 'nobody'}" for t in list(self._open)[:3])
+            raise LoopError(f"the simulated step stands still at {self.now:.3f} s: {len(self._open)} tasks wait for "
+                            f"what never comes ({left})")
+
+    def _share(self) -> None:
+        """New rates for all that share something with what has changed."""
+        seen, tasks, front = dict.fromkeys(self._dirty), dict[Task, None](), list(self._dirty)
+        self._dirty = {}
+        while front:
+            for task in front.pop().running:
+                if task not in tasks:
+                    tasks[task] = None
+                    for resource, _ in task.uses:
+                        if resource not in seen:
+                            seen[resource] = None
+                            front.append(resource)
+        if len(tasks) == 1:  # most often
+            (task,) = tasks
+            rates = {task: min(task.max_rate, *(r.capacity / w for r, w in task.uses))}
+        else:
+            rates = fair_rates(tasks, seen)
+        for task, rate in rates.items():
+            if abs(rate - task.rate) <= TINY * rate:
+                continue
+            task.left = max(0.0, task.left - task.rate * (self.now - task.since))
+            task.rate, task.since, task.stamp = rate, self.now, task.stamp + 1
+            if rate > 0:
+                heapq.heappush(self._events, (self.now + task.left / rate, task.number, task.stamp, task))
+
+    def used(self, resource: Resource) -> float:
+        """How much of it was taken so far; also by what still runs."""
+        return resource.used + sum(
+            (task.work - task.left + task.rate * (self.now - task.since)) * w for task, w in resource.running.items())
+
+    def check(self) -> None:
+        for resource in self.resources:
+            taken = sum(task.rate * weight for task, weight in resource.running.items())
+            assert taken <= resource.capacity * (1 + 1e-9), (resource.name, taken, resource.capacity)
+        for lane in self.lanes:
+            assert lane.running is None or (lane.running.begin >= 0 and not lane.running.ended)
+
+
+def fair_rates(tasks: Iterable[Task], resources: Iterable[Resource]) -> dict[Task, float]:
+    """Weighted max-min, the most urgent priority first: the rates of its tasks grow alike until one of them runs at its
+    `max_rate` or a resource is full, whose tasks then stay; the rest grows on."""
+    rates: dict[Task, float] = {}
+    left = {resource: resource.capacity for resource in resources}
+    todo = sorted(tasks, key=lambda task: (task.priority, task.number))
+    while todo:
+        priority = todo[0].priority
+        growing = dict.fromkeys(task for task in todo if task.priority == priority)
+        todo = todo[len(growing) :]
+        level = 0.0
+        weights: dict[Resource, float] = {}
+        for task in growing:
+            for resource, weight in task.uses:
+                weights[resource] = weights.get(resource, 0.0) + weight
+        while growing:
+            room = min(left[resource] / weight for resource, weight in weights.items())
+            fastest = min(task.max_rate for task in growing)
+            step = max(0.0, min(room, fastest - level))
+            level += step
+            for resource, weight in weights.items():
+                left[resource] -= step * weight
+            full = {r for r, weight in weights.items() if left[r] <= TINY * r.capacity}
+            stay = [t for t in growing if t.max_rate <= level * (1 + TINY) or any(r in full for r, _ in t.uses)]
+            for task in stay:
+                rates[task] = level
+                del growing[task]
+                for resource, weight in task.uses:
+                    weights[resource] -= weight
+                    if weights[resource] <= TINY:
+                        del weights[resource]
+    return rates

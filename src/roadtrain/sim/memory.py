@@ -1,0 +1,154 @@
+"""What a plan needs of every memory, in closed form: what stays, and what a micro-batch adds. And whether that fits.
+
+Device: parameters (all, a part, or `slots` blocks; of tables of rows, that are spread over the devices, its part),
+gradients, state, activations of the micro-batches under way (with recompute their blocks' inputs and one block's own),
+`context_bytes`, and all of it times `fragmentation`. Host and SSDs: what the placement rests there; files have two
+slots (Rule 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from roadtrain.errors import BudgetError, ConfigError
+from roadtrain.spec.cluster import Cluster, Host
+from roadtrain.spec.placement import Plan
+from roadtrain.spec.shapes import BlockShape, ModelShape
+from roadtrain.units import show_bytes
+
+USABLE = 0.9  # of a host's memory: the rest is the system's
+LARGEST = 1 / 3  # of a block: its largest tensor, whose gradient is on the device while it leaves
+
+
+@dataclass(frozen=True)
+class Need:
+    """Of one memory: `nbytes` of `room`."""
+
+    where: str
+    nbytes: float
+    room: float
+
+    @property
+    def fits(self) -> bool:
+        return self.nbytes <= self.room
+
+
+def device_bytes(plan: Plan, blocks: Sequence[BlockShape]) -> float:
+    """What stays on a device, without activations."""
+    place, layout = plan.placement, plan.layout
+    params = [(block.params - block.tables * (1 - 1 / layout.dp)) / layout.tp for block in blocks]
+    total, biggest = sum(params), max(params, default=0.0)
+    if place.streamed:
+        parameters = min(max(2, plan.slots), len(blocks)) * biggest
+        gradients = biggest if place.parameters == "split" else LARGEST * biggest
+    else:
+        parameters = gradients = total
+    if place.parameters == "split":
+        parameters, gradients = parameters + total / layout.dp, gradients + total / layout.dp
+    state = {"device": total, "split": total / layout.dp}.get(place.state, 0.0) * plan.state_bytes
+    return parameters * plan.parameter_bytes + gradients * plan.gradient_bytes + state
+
+
+def saved_bytes(plan: Plan, blocks: Sequence[BlockShape]) -> float:
+    """Activations that a micro-batch leaves on a device until its backward. `plan.offload`: they go to the host."""
+    what = "input" if plan.recompute else "saved"
+    if plan.offload:
+        return 0.0
+    nbytes: float = sum(getattr(block, what) for block in blocks)
+    return nbytes * plan.micro_batch / plan.layout.tp
+
+
+def working_bytes(plan: Plan, blocks: Sequence[BlockShape]) -> float:
+    """Of one block while it runs, besides what is saved."""
+    if not plan.recompute:
+        return 0.0
+    return max((block.saved for block in blocks), default=0.0) * plan.micro_batch / plan.layout.tp
+
+
+def host_bytes(plan: Plan, blocks: Sequence[BlockShape], ranks: int) -> float:
+    """On a host with `ranks` data-parallel ranks of this stage."""
+    place, layout = plan.placement, plan.layout
+    total = sum(block.params for block in blocks)
+    own = ranks / layout.dp
+    nbytes = plan.host_bytes * own * total
+    if place.parameters == "host":
+        nbytes += own * total * plan.parameter_bytes
+    if place.gradients == "memory" and place.state == "ssd" and plan.update_at == "step":
+        nbytes += own * total * plan.gradient_bytes  # they wait for the last one
+    if place.state == "ssd":
+        nbytes += plan.resident * own * total * (plan.state_bytes + plan.parameter_bytes)
+    if place.state == "host":
+        nbytes += own * total * (plan.state_bytes + plan.held_bytes)
+    if plan.kept:
+        nbytes += sum(sorted(block.params for block in blocks)[-plan.kept :]) * plan.parameter_bytes
+    if plan.offload:
+        nbytes += sum(block.input for block in blocks) * plan.micro_batch * ranks
+    return nbytes
+
+
+def file_bytes(plan: Plan, params: float) -> float:
+    """All of it, on whatever files it rests: two slots of what an update writes, and gradients that wait."""
+    place = plan.placement
+    copy = plan.parameter_bytes if place.parameters in ("ssd", "server") else 0.0
+    return params * (plan.file_slots * (plan.state_bytes + copy) + plan.held_bytes * (place.gradients == "ssd"))
+
+
+def needs(plan: Plan, cluster: Cluster, model: ModelShape, cuts: Sequence[Sequence[BlockShape]],
+          hosts: Sequence[Host]) -> list[Need]:
+    """Of the devices and hosts of each stage (`hosts`: the one that each begins on), of SSDs and the server."""
+    out, layout, place = [], plan.layout, plan.placement
+    for number, (blocks, host) in enumerate(zip(cuts, hosts)):
+        assert host.device is not None
+        ahead = min(plan.micros, layout.pp - number)
+        nbytes = device_bytes(plan, blocks) + ahead * saved_bytes(plan, blocks) + working_bytes(plan, blocks)
+        out.append(Need(f"stage {number} device", nbytes * plan.fragmentation + plan.context_bytes, host.device.memory))
+        ranks = max(1, min(host.devices // layout.tp, layout.dp))
+        out.append(Need(f"stage {number} memory", host_bytes(plan, blocks, ranks), USABLE * host.memory))
+        if place.state == "ssd":
+            share = ranks / layout.dp
+            nbytes = file_bytes(plan, sum(block.params for block in blocks)) * share
+            out.append(Need(f"stage {number} SSDs", nbytes, _room(host)))
+    if place.served and cluster.spares:
+        server = cluster.spares[0]
+        if server.ssds:
+            out.append(Need("server SSDs", file_bytes(plan, model.params), _room(server)))
+        else:
+            nbytes = model.params * (plan.state_bytes + plan.parameter_bytes + plan.held_bytes)
+            out.append(Need("server memory", nbytes, USABLE * server.memory))
+    return out
+
+
+def _room(host: Host) -> float:
+    return sum(ssd.count * ssd.capacity for ssd in host.ssds)
+
+
+def check(found: Sequence[Need], plan: Plan) -> None:
+    """Raises BudgetError: both numbers, and what would help most."""
+    worst = max(found, key=lambda need: need.nbytes / max(need.room, 1.0))
+    if worst.fits:
+        return
+    if "device" in worst.where:
+        hint = ("smaller micro_batch" if plan.micro_batch > 1 else "recompute" if not plan.recompute else
+                "more tensor or pipeline ranks, or a placement that streams parameters")
+    else:
+        hint = "a placement that rests its state elsewhere, more hosts, or more room there"
+    raise BudgetError(f"{worst.where}: the plan needs {show_bytes(worst.nbytes)}, there are {show_bytes(worst.room)}",
+                      hint=hint)
+
+
+def cut(blocks: Sequence[BlockShape], plan: Plan) -> list[list[BlockShape]]:
+    """The blocks of each stage; what comes before the first layer and after the last goes with them. Raises ConfigError
+    where stages and layers do not match."""
+    if plan.layout.pp == 1:
+        return [list(blocks)]
+    layers = [i for i, block in enumerate(blocks) if "." in block.name]
+    if not layers:
+        raise ConfigError("the model has no layers that follow each other", hint="pp = 1")
+    counts, out, at = plan.layout.layers(len(layers)), [], 0
+    for i, n in enumerate(counts):
+        begin = 0 if i == 0 else layers[at]
+        at += n
+        stop = len(blocks) if i == len(counts) - 1 else layers[at]
+        out.append(list(blocks[begin:stop]))
+    return out

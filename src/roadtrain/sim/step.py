@@ -1,0 +1,397 @@
+"""One pipeline stage's workers and servers on the virtual clock: the deciders of `flow` drive it, as they drive the
+nodes.
+
+    StageDecider -> which micro-batch's forward or backward is next
+    Prefetcher   -> Pull       what a block needs, ahead of it
+    (RelayDecider -> Give      where a card beside the worker communicates)
+    ServeDecider -> Answer, Hold, Read, Update, Write, Prepare: each becomes a task of what fabric.py says it costs
+
+Workers that do the same are one here. A block's parameters are `pieces` chunks, so that its transfers, reads and
+updates follow each other as chunks do. Where all parameters stay on the device, all but the first forward and the last
+backward of a step run as one task. Does NOT know numbers: gradients are None.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from roadtrain.flow import ops
+from roadtrain.flow.pipeline import BACKWARD, FORWARD, Run, StageDecider
+from roadtrain.flow.prefetch import Prefetcher, PullBlock
+from roadtrain.flow.queues import READ_PARAMETERS, READ_STATE, WRITE_STATE, DeviceQueue
+from roadtrain.flow.relay import Give, RelayDecider, Up
+from roadtrain.flow.serve import ServeDecider
+from roadtrain.sim.compute import Constants
+from roadtrain.sim.engine import Engine, Lane, Resource, Task
+from roadtrain.sim.fabric import Cost, Fabric
+from roadtrain.sim.memory import device_bytes, host_bytes, saved_bytes, working_bytes
+from roadtrain.spec.cluster import Device
+from roadtrain.spec.placement import Plan
+from roadtrain.spec.shapes import BlockShape
+
+SMALLEST = 8 << 20  # parameters of a piece, where there are several
+
+
+class Stage:
+    """`send(what, micro)`: the activations, or the gradient of them, go to the next or the last stage."""
+
+    def __init__(
+        self, engine: Engine, fabric: Fabric, plan: Plan, blocks: Sequence[BlockShape], device: Device,
+        constants: Constants, number: int, send: Callable[[Stage, str, int], None], *, log: list[Any] | None = None,
+    ) -> None:
+        self.engine, self.fabric, self.plan, self.blocks = engine, fabric, plan, blocks
+        self.number, self.send, self.name, self.log = number, send, f"stage {number}", log
+        self.device = device
+        self.lane = engine.lane(f"{self.name} device")
+        self.micros, tp = plan.micros, plan.layout.tp
+        self.params = [(block.params - block.tables) / tp for block in blocks]  # tables stay where they are
+        self.forward_s = [constants.forward(block, plan.micro_batch, tp, device) for block in blocks]
+        self.tensor_s = [fabric.tensor(block.input * plan.micro_batch) if "." in block.name else 0.0
+                         for block in blocks]
+        n = len(blocks)
+        most = max(self.params, default=0.0)
+        self.pieces = max(1, min(4, int(most // SMALLEST)))
+        streamed = plan.placement.streamed
+        slots = max(2, min(plan.slots, n)) if streamed else max(2, n)
+        self.prefetch, self.prefetch_slots = Prefetcher(slots, range(n)), slots
+        durable = fabric.on_files
+        late = dict.fromkeys(range(n * self.pieces), False) if plan.staleness else None
+        public = fabric.public_in_memory(sum(self.params))
+        kept = int(plan.resident * n * self.pieces)  # the first, which the next forward wants first
+        self.server = ServeDecider(0, {c: (not durable or c < kept, public) for c in range(n * self.pieces)},
+                                   plan.buffers if durable else 0, durable=durable, late=late)
+        self.disk = DeviceQueue()
+        self.updates = engine.lane(f"{self.name} updates")
+        rings = plan.placement.sum == "ring" and fabric.group.dp > 1
+        self.collectives = engine.lane(f"{self.name} collectives") if rings else None  # in turn, as on a stream
+        self.relay: RelayDecider | None = None
+        if plan.placement.sum == "relay":
+            self.relay = RelayDecider(1, (2 + min(plan.kept, n)) * self.pieces)
+        self.tickets, self.pulls = itertools.count(1), dict[int, tuple[int, int]]()  # ticket -> (block, slot)
+        self.coming: dict[int, int] = {}  # slot -> chunks on their way
+        self.version = [0] * n
+        self.upstream: dict[int, Task] = {}
+        self.decider: StageDecider | None = None
+        self.todo: deque[int] = deque()
+        self.run: Run | None = None
+        self.wanted: int | None = None
+        self.step, self.pushing, self.computed = 0, 0, True
+        self.released = [0] * n  # chunks of each block, in this step
+        self.fresh: list[bool] = [True] * n
+        self.later: list[tuple[int, bool]] = []  # gradients that wait for the end of backward
+        self.ends: list[float] = []  # of steps: all is released
+        self.inbox: deque[Any] = deque()
+        self.busy = False
+        self.pool, self.saved = f"{self.name} device", saved_bytes(plan, blocks) * plan.fragmentation
+        self._hold_fixed()
+
+    def bound(self) -> tuple[float, str]:
+        """Seconds that a step takes at least, and what takes them: each resource's bytes over its capacity, the
+        device's time. Nothing is waited for."""
+        plan, fabric, total, n = self.plan, self.fabric, sum(self.params), len(self.blocks)
+        streamed = plan.placement.streamed
+        passes = self.micros if streamed else 1
+        stay = self.prefetch_slots + (min(plan.kept, n) if self.relay is not None else 0)
+        again = sum(sorted(self.params)[: max(0, n - stay)])  # the largest may be here still at every turn
+        costs = [(fabric.answer(total), 1.0 if streamed else 0.0), (fabric.answer(again), 2.0 * passes - 1),
+                 (fabric.push(total), float(passes)), (fabric.hold(total), float(passes)), (fabric.update(total), 1.0),
+                 (fabric.upstream(total), 1.0)]
+        if fabric.on_files:
+            costs += [(fabric.read(total), 1.0 - plan.resident), (fabric.write(total), 1.0)]
+        used: dict[Resource, float] = {}
+        for cost, times in costs:
+            for resource, weight in cost.uses:
+                used[resource] = used.get(resource, 0.0) + cost.work * weight * times
+        if fabric.site.cores is not None:
+            used[fabric.site.cores] = used.get(fabric.site.cores, 0.0) + self.micros * self.pass_s
+        device = (self.micros * self.pass_s, f"{self.name} device")
+        return max([device, *((u / r.capacity, r.name) for r, u in used.items())])
+
+    @property
+    def pass_s(self) -> float:
+        """Seconds that a micro-batch computes here, both ways."""
+        return sum(self._of(i, what) for i in range(len(self.blocks)) for what in (FORWARD, BACKWARD))
+
+    def _hold_fixed(self) -> None:
+        """What stays; activations come and go."""
+        plan, group = self.plan, self.fabric.group
+        self.engine.hold(self.pool, plan.context_bytes + plan.fragmentation * (
+            device_bytes(plan, self.blocks) + working_bytes(plan, self.blocks)))
+        self.engine.hold(f"{self.name} memory", host_bytes(plan, self.blocks, group.ranks))
+
+    # the worker
+
+    def begin_step(self) -> None:
+        self.step += 1
+        self.released = [0] * len(self.blocks)
+        self.computed = False
+        pp = self.plan.layout.pp
+        self.decider = StageDecider(self.number, pp, self.micros)
+        self._go(self.decider.start())
+
+    def arrived(self, what: str, micro: int) -> None:
+        assert self.decider is not None
+        self._go(self.decider.arrived(what, micro))
+
+    def _go(self, runs: Sequence[Run]) -> None:
+        for run in runs:
+            self.run = run
+            order = range(len(self.blocks))
+            self.todo = deque(order if run.what == FORWARD else reversed(order))
+            if run.what == FORWARD:
+                self.engine.hold(self.pool, self.saved)
+            whole = not self.plan.placement.streamed and (run.micro if run.what == FORWARD else not run.last)
+            if whole:  # all parameters are here and nothing is pushed
+                self.todo.clear()
+                self._compute(sum(self._of(i, run.what) for i in order), self._run_ended)
+            else:
+                self._next_block()
+
+    def _of(self, block: int, what: str) -> float:
+        """Seconds; with recompute a backward is a forward more, but for the output layer's."""
+        forward, tensor = self.forward_s[block], self.tensor_s[block]
+        if what == FORWARD:
+            return forward + tensor
+        again = self.plan.recompute and not self._last(block)
+        return forward * (3 if again else 2) + tensor * (2 if again else 1)
+
+    def _last(self, block: int) -> bool:
+        return self.number == self.plan.layout.pp - 1 and block == len(self.blocks) - 1
+
+    def _compute(self, seconds: float, then: Callable[[], None]) -> None:
+        assert self.run is not None
+        cores, rate = self.fabric.site.cores, 1.0
+        if cores is not None:
+            rate = self.fabric.site.updates.capacity  # in an update's unit, so that both get the same share
+        uses = [] if cores is None else [(cores, 1.0 / rate)]
+        self.engine.task(self.run.what, seconds * rate, uses, max_rate=rate, lane=self.lane, then=then, where=self.name)
+
+    def _next_block(self) -> None:
+        if not self.todo:
+            self._run_ended()
+            return
+        block = self.todo.popleft()
+        self.wanted = block
+        self._pull(self.prefetch.asked(block))
+        self._use()
+
+    def _use(self) -> None:
+        """Runs the block that is wanted, once it is here."""
+        block, run = self.wanted, self.run
+        if block is None or run is None or self.prefetch.here(block) is None:
+            return
+        self.wanted = None
+        slot = self.prefetch.use(block)
+
+        def compute() -> None:
+            self._compute(self._of(block, run.what), lambda: self._block_ended(block, slot))
+
+        if self.blocks[block].tables and run.what == FORWARD:
+            self._cost("Fetch", self._rows(block), compute, lane=self.collectives)
+        else:
+            compute()
+
+    def _rows(self, block: int) -> Cost:
+        return self.fabric.all_to_all(self.blocks[block].touched * self.plan.micro_batch)
+
+    def _block_ended(self, block: int, slot: int) -> None:
+        assert self.run is not None
+        self._log(self.run.what, block)
+        pulls = self.prefetch.returned(slot)
+        if self.run.what == BACKWARD and (self.run.last or self.plan.placement.streamed):
+            if self.plan.overlap:
+                self._push(block, self.run.last)
+            else:
+                self.later.append((block, self.run.last))
+        self._pull(pulls)
+        self._next_block()
+
+    def _run_ended(self) -> None:
+        run, self.run = self.run, None
+        assert run is not None and self.decider is not None
+        if run.what == BACKWARD:
+            self.engine.hold(self.pool, -self.saved)
+        self.send(self, run.what, run.micro)
+        following = self.decider.ended(run)
+        if following:
+            self._go(following)
+        elif self.decider.finished:
+            later, self.later = self.later, []
+            for block, last in later:
+                self._push(block, last)
+            self.computed = True
+            self._maybe_release()
+
+    # parameters
+
+    def _pull(self, pulls: Sequence[PullBlock]) -> None:
+        for pull in pulls:
+            self.coming[pull.slot] = self.pieces
+            version = self.version[pull.block] - (1 if self.plan.staleness and self.version[pull.block] else 0)
+            for piece in range(self.pieces):
+                ticket = next(self.tickets)
+                self.pulls[ticket] = pull.block, pull.slot
+                message = ops.Pull(pull.block * self.pieces + piece, version, None, ticket)
+                if self.relay is None:
+                    self._tell(message)
+                else:
+                    self._relay(message)
+
+    def _relay(self, event: Any) -> None:
+        assert self.relay is not None
+        for action in self.relay.handle(event):
+            if isinstance(action, Up):
+                self._tell(action.message)
+            elif isinstance(action, Give):
+                cost = self.fabric.answer(self._piece(action.pull.chunk), True)
+                self._cost("Fetch", cost, partial(self._given, action))
+
+    def _given(self, give: Give) -> None:
+        self._relay(ops.Done(give))
+        self._pulled(give.pull.ticket)
+
+    def _pulled(self, ticket: int) -> None:
+        _, slot = self.pulls.pop(ticket)
+        self.coming[slot] -= 1
+        if not self.coming[slot]:
+            self._pull(self.prefetch.arrived(slot))
+            self._use()
+
+    def _piece(self, chunk: int) -> float:
+        return self.params[chunk // self.pieces] / self.pieces
+
+    # gradients
+
+    def _push(self, block: int, last: bool) -> None:
+        cost = self.fabric.push(self.params[block] / self.pieces)
+        if (tax := self.fabric.tax(cost) * self.pieces) > 0:
+            self.engine.task("Wait", tax, lane=self.lane, where=self.name, priority=-1.0)
+        fresh, self.fresh[block] = self.fresh[block], last
+        if self.blocks[block].tables:
+            cost = self._rows(block)._replace(work=self._rows(block).work / self.pieces)
+        for chunk in range(block * self.pieces, (block + 1) * self.pieces):
+            self.pushing += 1
+            self._cost("Push", cost, partial(self._pushed, chunk, fresh, last), lane=self.collectives)
+
+    def _pushed(self, chunk: int, fresh: bool, last: bool) -> None:
+        self.pushing -= 1
+        self._tell(ops.Push(chunk, None, fresh, True, next(self.tickets)))
+        if last and self.plan.update_at == "gradient":
+            block = chunk // self.pieces
+            self._tell(ops.Release(chunk, self.step, (), (1.0,), 0 if self.plan.in_turn else block))
+            self._released(chunk)
+        self._maybe_release()
+
+    def _released(self, chunk: int) -> None:
+        """The block has its next version when the last of its chunks is released."""
+        block = chunk // self.pieces
+        self.released[block] += 1
+        if self.released[block] == self.pieces:
+            self.version[block] = self.step
+            self.prefetch.updated([block])
+
+    def _maybe_release(self) -> None:
+        """The end of a step: everything is computed and where it is summed."""
+        if not self.computed or self.pushing or any(chunk.holds for chunk in self.server.chunks.values()):
+            return
+        chunks = len(self.blocks) * self.pieces
+        if self.plan.update_at == "step" and not any(self.released):
+            for chunk in range(chunks):
+                self._tell(ops.Release(chunk, self.step, (), (1.0,), chunk // self.pieces))
+                self._released(chunk)
+        if sum(self.released) == chunks and len(self.ends) < self.step:
+            self.ends.append(self.engine.now)
+            self._tell(ops.Seal(self.step))
+            self._tell(ops.Commit(self.step, None))
+            self._pull(self.prefetch.stepped())
+
+    # the server
+
+    def _tell(self, event: Any) -> None:
+        """To the server's decider, one event at a time."""
+        self.inbox.append(event)
+        if self.busy:
+            return
+        self.busy = True
+        while self.inbox:
+            for action in self.server.handle(self.inbox.popleft()):
+                self._carry_out(action)
+        self.busy = False
+
+    def _cost(self, stage: str, cost: Cost, then: Callable[[], None] | None, *, after: Sequence[Task] = (),
+              lane: Lane | None = None) -> Task:
+        work = cost.work if cost.uses else 0.0
+        return self.engine.task(stage, work, cost.uses, latency=cost.latency, then=then, after=after, lane=lane,
+                                where=self.name)
+
+    def _on_disk(self, priority: int, stage: str, cost: Cost, then: Callable[[], None], order: int = 0) -> None:
+        """In the order of the device's queue; at once where nothing rests on files."""
+        if not cost.uses:
+            self._cost(stage, cost, then)
+            return
+        self.disk.push(priority, order, (stage, cost, then))
+        self._serve_disk()
+
+    def _serve_disk(self) -> None:
+        while (item := self.disk.next()) is not None:
+            priority, (stage, cost, then) = item
+            self._cost(stage, cost, partial(self._disk_done, priority, then))
+
+    def _disk_done(self, priority: int, then: Callable[[], None]) -> None:
+        self.disk.done(priority)
+        then()
+        self._serve_disk()
+
+    def _carry_out(self, action: Any) -> None:
+        def done(*result: Any) -> Callable[[], None]:
+            return lambda: self._tell(ops.Done(action, result))
+
+        about = getattr(action, "push", getattr(action, "pull", action))
+        self._log(type(action).__name__, getattr(about, "chunk", None))
+        match action:
+            case ops.Answer(pull, memory, _):
+                size = self._piece(pull.chunk)
+                after = [self.upstream[pull.chunk]] if pull.chunk in self.upstream else []
+
+                def give() -> None:
+                    self._cost("Fetch", self.fabric.answer(size), done(), after=after, lane=self.collectives)
+
+                if memory:
+                    give()
+                else:
+                    self._on_disk(READ_PARAMETERS, "Read", self.fabric.public(size), give)
+            case ops.Hold(push):
+                cost = self.fabric.hold(self._piece(push.chunk))
+                self._on_disk(WRITE_STATE, "Write", cost, partial(self._held, action), -1)
+            case ops.Read(chunk):
+                self._on_disk(READ_STATE, "Read", self.fabric.read(self._piece(chunk)), done())
+            case ops.Update(chunk):
+                cost = self.fabric.update(self._piece(chunk))
+                self._cost("Update", cost, partial(self._updated, action), lane=self.updates)
+            case ops.Write(chunk):
+                self._on_disk(WRITE_STATE, "Write", self.fabric.write(self._piece(chunk)), done())
+            case ops.Prepare():
+                self.engine.task("Commit", 0.0, then=done(), where=self.name)
+            case ops.Send(ops.Pulled(ticket, _)):
+                if self.relay is None:
+                    self._pulled(ticket)
+                else:
+                    self._relay(ops.Pulled(ticket, 0))
+
+    def _held(self, hold: ops.Hold) -> None:
+        self._tell(ops.Done(hold, (None, True)))
+        self._maybe_release()
+
+    def _updated(self, update: ops.Update) -> None:
+        up = self.fabric.upstream(self._piece(update.chunk))
+        if up.uses:  # at once, so that the next step finds it in memory
+            self.upstream[update.chunk] = self._cost("Fetch", up, None)
+        self._tell(ops.Done(update))
+
+    def _log(self, what: str, number: int | None) -> None:
+        if self.log is not None and number is not None:
+            self.log.append((self.step, what, number))

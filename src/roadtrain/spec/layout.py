@@ -1,0 +1,104 @@
+"""Layout: which devices form which parallel groups, and which layers each pipeline stage has. Arithmetic only.
+
+Devices are numbered host by host, from 0, in the order of the clusters. With t tensor-, p pipeline- and d data-parallel
+ranks (d p t = N), as in Yang et al. (Holmes), equations 1 to 3, here from 0:
+
+    tensor group i     i t + j                                   j < t     inside one host
+    pipeline group i   i + j t d                                 j < p     a stage is t d devices that follow each other
+    data group i       i mod t + (i div t) d t + j t             j < d     inside one stage
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from roadtrain.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Data-, tensor- and pipeline-parallel ranks. `stages`: layers of each pipeline stage; empty: as even as can be."""
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    stages: tuple[int, ...] = ()
+
+    @property
+    def devices(self) -> int:
+        return self.dp * self.tp * self.pp
+
+    def tensor_groups(self) -> list[list[int]]:
+        return [[i * self.tp + j for j in range(self.tp)] for i in range(self.pp * self.dp)]
+
+    def pipeline_groups(self) -> list[list[int]]:
+        stage = self.tp * self.dp
+        return [[i + j * stage for j in range(self.pp)] for i in range(stage)]
+
+    def data_groups(self) -> list[list[int]]:
+        t, d = self.tp, self.dp
+        return [[i % t + (i // t * d + j) * t for j in range(d)] for i in range(self.pp * t)]
+
+    def layers(self, layers: int) -> tuple[int, ...]:
+        """Of each stage. Raises ConfigError where they do not add up."""
+        if not self.stages:
+            return even(layers, self.pp)
+        if len(self.stages) != self.pp or sum(self.stages) != layers or min(self.stages) < 1:
+            raise ConfigError(f"stages of {', '.join(map(str, self.stages))} layers are {len(self.stages)} with "
+                              f"{sum(self.stages)} layers in all, the model has {layers} for {self.pp} stages",
+                              hint="one number a stage, each 1 or more, adding up to the model's layers")
+        return self.stages
+
+    def check(self, hosts: Sequence[int], clusters: Sequence[int] = ()) -> None:
+        """`hosts`: devices of each host, all alike; `clusters`: hosts of each cluster inside which the network is fast.
+        Raises ConfigError where devices are left over, a tensor group leaves its host, or a data group its cluster."""
+        total = sum(hosts)
+        if self.devices != total:
+            raise ConfigError(f"dp {self.dp} x tp {self.tp} x pp {self.pp} is {self.devices} devices, there are "
+                              f"{total}", hint=f"{total} must be a multiple of tp x pp = {self.tp * self.pp}")
+        if bad := next((n for n in hosts if n % self.tp), None):
+            raise ConfigError(f"a tensor group of {self.tp} does not fit a host of {bad} devices",
+                              hint="tp divides the devices of a host")
+        at, stage = 0, self.tp * self.dp
+        for n in clusters[:-1]:
+            at += n * hosts[0]
+            if at % stage:
+                raise ConfigError(
+                    f"a data group of {self.dp} (a stage of {stage} devices) crosses the border between clusters after "
+                    f"device {at}", hint="every cluster's devices are a multiple of tp x dp: change pp")
+
+
+def even(layers: int, stages: int) -> tuple[int, ...]:
+    """Layers of each stage, the first ones one more where it does not divide. Raises ConfigError for more stages than
+    layers."""
+    if not 0 < stages <= layers:
+        raise ConfigError(f"{layers} layers cannot be {stages} stages", hint="pp is at most the number of layers")
+    return tuple(layers // stages + (i < layers % stages) for i in range(stages))
+
+
+def uneven(
+    layers: int, speeds: Sequence[float], *, alpha: float = 1.05,
+    fits: Callable[[int, int], bool] = lambda cluster, layers: True,
+) -> tuple[int, ...]:
+    """Layers of each cluster, by the speeds of its devices: N_i = floor(alpha S_i / sum S x L), the last takes the rest
+    (Yang et al. (Holmes), equations 4 and 5). `alpha` above 1 gives the faster clusters more; it is that of clusters
+    faster than the last. `fits(cluster, layers)`: whether they fit its memory; where they do not, layers move to the
+    cluster with room that has the least work. Raises ConfigError where they fit nowhere."""
+    total = sum(Fraction(speed) for speed in speeds)
+    out = [max(1, int((Fraction(str(alpha)) if speed > speeds[-1] else 1) * Fraction(speed) / total * layers))
+           for speed in speeds[:-1]]
+    out.append(layers - sum(out))
+    while out[-1] < 1:
+        out[out.index(max(out))] -= 1
+        out[-1] += 1
+    while (full := next((i for i, n in enumerate(out) if not fits(i, n)), None)) is not None:
+        room = [i for i, n in enumerate(out) if i != full and fits(i, n + 1)]
+        if not room or out[full] == 1:
+            raise ConfigError(f"{layers} layers do not fit the memory of {len(speeds)} clusters: cluster {full} has no "
+                              f"room for {out[full]}", hint="more devices, recompute, or smaller micro-batches")
+        to = min(room, key=lambda i: (out[i] + 1) / speeds[i])
+        out[full] -= 1
+        out[to] += 1
+    return tuple(out)

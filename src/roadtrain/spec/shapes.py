@@ -1,0 +1,292 @@
+"""Model shapes: of every block the parameters, the FLOPs and the activations. Arithmetic only, nothing is built.
+
+Per sample (a sequence, an image, a row) and block: `flops` of one forward (a multiply-add is 2; backward takes twice as
+many), `saved` bytes that backward needs of it, `input` bytes of its input, all that recompute keeps. Activations are of
+2-byte elements; those of a transformer layer as in Korthikanti et al. (2022), section 4: s h (34 + 5 a s / h) bytes,
+without the second term where attention is fused (it then takes no s x s matrix). Attention is counted in full, as
+is usual, not as half for its causal mask.
+
+    shape("OPT-175B").params                            # 174.6e9
+    shape("LLaMA-2-13B", seq_len=2048)
+    from_config({"model_type": "llama", "hidden_size": 4096, ...})
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+from roadtrain.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """`attention`: of `flops`, those of scores and values. `tables`: of `params`, rows that are looked up (embeddings),
+    of which a sample touches `touched` bytes."""
+
+    name: str
+    params: int
+    flops: float
+    saved: float
+    input: float
+    tables: int = 0
+    touched: float = 0.0
+    attention: float = 0.0
+
+    def times(self, n: int) -> tuple[BlockShape, ...]:
+        return tuple(replace(self, name=f"{self.name}.{i}") for i in range(n))
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """`tokens`: of a sample; 1 where it has none. `hidden`: width of what passes between blocks."""
+
+    name: str
+    blocks: tuple[BlockShape, ...]
+    tokens: int
+    hidden: int = 0
+    heads: int = 0
+    source: str = ""
+
+    @property
+    def params(self) -> int:
+        return sum(block.params for block in self.blocks)
+
+    @property
+    def flops(self) -> float:
+        """Of one sample's forward."""
+        return sum(block.flops for block in self.blocks)
+
+    @property
+    def layers(self) -> int:
+        return sum("." in block.name for block in self.blocks)
+
+    def step_flops(self, recompute: bool = False) -> float:
+        """Of one sample's forward and backward; with recompute the blocks' forward runs twice, the output layer's once
+        (so Narayanan et al., 2021: 96 s l h^2 (1 + s / 6h + V / 16lh))."""
+        again = sum(block.flops for block in self.blocks[1:-1]) if recompute else 0.0
+        return 3 * self.flops + again
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """`kv`: width of keys, and of values. `ff`: width inside the MLP; `gated`: it has three matrices. `positions`: rows
+    of learnt positions. `fused`: attention keeps no s x s matrix. `biases`: linear layers have them; `norms`: vectors
+    of normalisation a layer."""
+
+    layers: int
+    hidden: int
+    heads: int
+    vocab: int
+    seq_len: int
+    ff: int = 0
+    kv: int = 0
+    gated: bool = False
+    tied: bool = True
+    positions: int = 0
+    fused: bool = False
+    biases: bool = True
+    norms: int = 4
+    experts: int = 1
+    active: int = 1  # experts that a token takes
+
+    def shape(self, name: str, source: str = "") -> ModelShape:
+        h, s, v = self.hidden, self.seq_len, self.vocab
+        ff, kv = self.ff or 4 * h, self.kv or h
+        matrices = 3 if self.gated else 2
+        attention, mlp = 2 * h * h + 2 * h * kv, matrices * h * ff
+        biases = (2 * h + 2 * kv + (matrices - 1) * ff + h) * self.biases
+        router = h * self.experts if self.experts > 1 else 0
+        params = attention + mlp * self.experts + router + biases + self.norms * h
+        flops = 2.0 * s * (attention + mlp * self.active) + 4.0 * s * s * h
+        saved = s * h * (34.0 if self.fused else 34.0 + 5.0 * self.heads * s / h)
+        layer = BlockShape("layer", params, flops, saved, 2.0 * s * h, attention=4.0 * s * s * h)
+        embedding = BlockShape("embedding", v * h + self.positions * h, 0.0, 2.0 * s * h, 8.0 * s)
+        final = self.norms // 2 * h + (0 if self.tied else v * h)
+        output = BlockShape("output", final, 2.0 * s * h * v, 6.0 * s * v + 2.0 * s * h, 2.0 * s * h)
+        return ModelShape(name, (embedding, *layer.times(self.layers), output), s, h, self.heads, source)
+
+
+def _gpt(layers: int, hidden: int, heads: int, vocab: int = 50257, seq_len: int = 1024, **more: Any) -> Transformer:
+    return Transformer(layers, hidden, heads, vocab, seq_len, positions=seq_len, **more)
+
+
+def _opt(layers: int, hidden: int, heads: int) -> Transformer:
+    return Transformer(layers, hidden, heads, 50272, 1024, positions=2050)
+
+
+def _llama(layers: int, hidden: int, heads: int, ff: int, vocab: int, seq_len: int, kv: int = 0) -> Transformer:
+    return Transformer(layers, hidden, heads, vocab, seq_len, ff, kv, gated=True, tied=False, fused=True, biases=False,
+                       norms=2)
+
+
+def _bert(layers: int, hidden: int, heads: int) -> Transformer:
+    return Transformer(layers, hidden, heads, 30522, 512, positions=514)
+
+
+def _vit(layers: int, hidden: int, heads: int, patch: int = 16) -> Transformer:
+    rows = (224 // patch) ** 2 + 1
+    return Transformer(layers, hidden, heads, 3 * patch * patch, rows, positions=rows)
+
+
+_LUWU = "Sun et al. (LuWu), Table 2"
+_GPT2, _VIT, _BERT = "Radford et al. (2019)", "Dosovitskiy et al. (2020)", "Devlin et al. (2018)"
+_OPT = "Zhang et al., OPT (2022), Table 1"
+_TRANSFORMERS: dict[str, tuple[Transformer, str]] = {
+    "OPT-125M": (_opt(12, 768, 12), _OPT), "OPT-350M": (_opt(24, 1024, 16), _OPT),
+    "OPT-1.3B": (_opt(24, 2048, 32), _OPT), "OPT-2.7B": (_opt(32, 2560, 32), _OPT),
+    "OPT-6.7B": (_opt(32, 4096, 32), _OPT), "OPT-13B": (_opt(40, 5120, 40), _OPT),
+    "OPT-30B": (_opt(48, 7168, 56), _OPT), "OPT-66B": (_opt(64, 9216, 72), _OPT),
+    "OPT-175B": (_opt(96, 12288, 96), _OPT), "OPT-276B": (_opt(112, 14336, 112), _LUWU),
+    "OPT-505B": (_opt(124, 18432, 144), _LUWU),
+    "OPT-1.0T": (_opt(172, 22016, 172), _LUWU),
+    "GPT-2": (_gpt(12, 768, 12), _GPT2), "GPT-2-medium": (_gpt(24, 1024, 16), _GPT2),
+    "GPT-2-large": (_gpt(36, 1280, 20), _GPT2), "GPT-2-XL": (_gpt(48, 1600, 25), _GPT2),
+    "GPT-2-1.16B": (_gpt(20, 2112, 24), "size of Jang et al. (2024); its layers are not printed: chosen here"),
+    "GPT-2-4.0B": (_gpt(48, 2560, 32), "size of Jang et al. (2024); its layers are not printed: chosen here"),
+    "GPT-2-8.4B": (_gpt(50, 3712, 32), "size of Jang et al. (2024); its layers are not printed: chosen here"),
+    "GPT-2-16.6B": (_gpt(66, 4544, 32), "size of Jang et al. (2024); its layers are not printed: chosen here"),
+    "GPT-2-33.0B": (_gpt(84, 5696, 32), "size of Jang et al. (2024); its layers are not printed: chosen here"),
+    "GPT-3-6.7B": (_gpt(32, 4096, 32, seq_len=2048), "Brown et al. (2020), Table 2.1"),
+    "GPT-3-13B": (_gpt(40, 5140, 40, seq_len=2048), "Brown et al. (2020), Table 2.1"),
+    "GPT-3-175B": (_gpt(96, 12288, 96, seq_len=2048), "Brown et al. (2020), Table 2.1"),
+    "LLaMA-7B": (_llama(32, 4096, 32, 11008, 32000, 2048), "Touvron et al. (2023)"),
+    "LLaMA-13B": (_llama(40, 5120, 40, 13824, 32000, 2048), "Touvron et al. (2023)"),
+    "LLaMA-33B": (_llama(60, 6656, 52, 17920, 32000, 2048), "Touvron et al. (2023)"),
+    "LLaMA-65B": (_llama(80, 8192, 64, 22016, 32000, 2048), "Touvron et al. (2023)"),
+    "LLaMA-2-7B": (_llama(32, 4096, 32, 11008, 32000, 4096), "Touvron et al. (2023), LLaMA 2"),
+    "LLaMA-2-13B": (_llama(40, 5120, 40, 13824, 32000, 4096), "Touvron et al. (2023), LLaMA 2"),
+    "LLaMA-2-70B": (_llama(80, 8192, 64, 28672, 32000, 4096, 1024), "Touvron et al. (2023), LLaMA 2"),
+    "LLaMA-3-8B": (_llama(32, 4096, 32, 14336, 128256, 8192, 1024), "Dubey et al. (2024)"),
+    "LLaMA-3-70B": (_llama(80, 8192, 64, 28672, 128256, 8192, 1024), "Dubey et al. (2024)"),
+    "LLaMA-3-405B": (_llama(126, 16384, 128, 53248, 128256, 8192, 1024), "Dubey et al. (2024)"),
+    "BLOOM-560M": (_gpt(24, 1024, 16, 250880, 2048), "Le Scao et al. (2022)"),
+    "BLOOM-7.1B": (_gpt(30, 4096, 32, 250880, 2048), "Le Scao et al. (2022)"),
+    "BLOOM-176B": (_gpt(70, 14336, 112, 250880, 2048), "Le Scao et al. (2022)"),
+    "BERT-base": (_bert(12, 768, 12), _BERT), "BERT-large": (_bert(24, 1024, 16), _BERT),
+    "ViT-B": (_vit(12, 768, 12), _VIT), "ViT-L": (_vit(24, 1024, 16), _VIT), "ViT-H": (_vit(32, 1280, 16, 14), _VIT),
+}
+
+
+def _layer(name: str, weights: int, outputs: int, spatial: int, inputs: float) -> BlockShape:
+    """`weights` used at `spatial` places, giving `outputs` elements (2 bytes each; the activation keeps them too)."""
+    return BlockShape(name, weights, 2.0 * weights * spatial, 4.0 * outputs, 2.0 * inputs)
+
+
+def _vgg16() -> ModelShape:
+    blocks, side, channels = [], 224, 3
+    for i, (count, width) in enumerate(((2, 64), (2, 128), (3, 256), (3, 512), (3, 512))):
+        for j in range(count):
+            weights = 9 * channels * width
+            blocks.append(_layer(f"conv.{i}.{j}", weights, width * side * side, side * side, channels * side * side))
+            channels = width
+        side //= 2
+    for i, (inside, outside) in enumerate(((512 * 49, 4096), (4096, 4096), (4096, 1000))):
+        blocks.append(_layer(f"linear.{i}", inside * outside, outside, 1, inside))
+    return ModelShape("VGG-16", tuple(blocks), 1, source="Simonyan and Zisserman (2014)")
+
+
+def _resnet50() -> ModelShape:
+    blocks, side, channels = [_layer("stem", 49 * 3 * 64, 64 * 112 * 112, 112 * 112, 3 * 224 * 224)], 56, 64
+    for i, (count, width) in enumerate(((3, 64), (4, 128), (6, 256), (3, 512))):
+        for j in range(count):
+            before, area = channels, side * side * (4 if i and not j else 1)  # the first of a stage halves the side
+            after = side * side
+            reduce, middle, expand = before * width, 9 * width * width, 4 * width * width
+            match = before * 4 * width if not j else 0
+            flops = 2.0 * (reduce * area + (middle + expand + match) * after)
+            saved = 4.0 * (width * area + width * after + 4 * width * after * (2 if match else 1))
+            blocks.append(BlockShape(f"block.{i}.{j}", reduce + middle + expand + match, flops, saved,
+                                     2.0 * before * area))
+            channels = 4 * width
+        side //= 2
+    blocks.append(_layer("linear", 2048 * 1000, 1000, 1, 2048))
+    return ModelShape("ResNet-50", tuple(blocks), 1, source="He et al. (2015)")
+
+
+_CRITEO_KAGGLE = (1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992, 5461306,
+                  10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572)  # rows of its 26 tables
+
+
+def _dlrm(name: str, rows: Sequence[int], width: int, bottom: Sequence[int], top: Sequence[int]) -> ModelShape:
+    """Each sample looks one row up in every table; rows go to where the sample is (all-to-all)."""
+    tables = BlockShape("tables", sum(rows) * width, 0.0, 2.0 * len(rows) * width, 8.0 * len(rows),
+                        sum(rows) * width, 2.0 * len(rows) * width)
+    pairs = (len(rows) + 1) * len(rows) // 2 + width
+    blocks = [tables]
+    for kind, widths in (("bottom", bottom), ("top", (pairs, *top))):
+        for i, (inside, outside) in enumerate(pairwise(widths)):
+            blocks.append(_layer(f"{kind}.{i}", inside * outside, outside, 1, inside))
+    return ModelShape(name, tuple(blocks), 1, source="Naumov et al. (2019); rows of the Criteo Kaggle data")
+
+
+NAMES = (*_TRANSFORMERS, "VGG-16", "ResNet-50", "DLRM-Kaggle")
+
+
+def shape(name: str, *, seq_len: int | None = None, fused: bool | None = None) -> ModelShape:
+    """A named shape, in the spelling of NAMES but for case and `_`. `seq_len`: instead of the published one; `fused`:
+    whether attention keeps no s x s matrix. Raises ConfigError for a name that is not known."""
+    wanted = name.lower().replace("_", "-")
+    for known, (transformer, source) in _TRANSFORMERS.items():
+        if known.lower() == wanted:
+            if seq_len is not None:
+                transformer = replace(transformer, seq_len=seq_len)
+            if fused is not None:
+                transformer = replace(transformer, fused=fused)
+            return transformer.shape(known, source)
+    made = {"vgg-16": _vgg16, "resnet-50": _resnet50}
+    if wanted in made:
+        return made[wanted]()
+    if wanted == "dlrm-kaggle":
+        return _dlrm("DLRM-Kaggle", _CRITEO_KAGGLE, 16, (13, 512, 256, 64, 16), (512, 256, 1))
+    near = [known for known in NAMES if wanted.split("-")[0] == known.lower().split("-")[0]]
+    raise ConfigError(f"no model is called {name!r}", hint=f"known are {', '.join(near or NAMES)}; or give the path of "
+                      "a Hugging Face config.json")
+
+
+def gpt(layers: int, hidden: int, heads: int, *, vocab: int = 51200, seq_len: int = 2048, fused: bool = False,
+        ) -> ModelShape:
+    """A GPT of any size, as Megatron builds it."""
+    return _gpt(layers, hidden, heads, vocab, seq_len, fused=fused).shape(f"GPT-{layers}x{hidden}")
+
+
+_KEYS = {
+    "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "heads": ("num_attention_heads", "n_head", "n_heads"),
+    "ff": ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"),
+    "seq_len": ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
+    "vocab": ("vocab_size",),
+}
+_GATED = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma", "gemma2", "phi3", "olmo2", "granite", "cohere")
+
+
+def from_config(config: Mapping[str, Any], *, seq_len: int | None = None) -> ModelShape:
+    """The shape of a Hugging Face config (its keys, from config.json). `seq_len`: of the samples; default: the model's
+    longest. Raises ConfigError where a key that is needed is missing."""
+    found: dict[str, int] = {}
+    kind = str(config.get("model_type", ""))
+    for name, keys in _KEYS.items():
+        value = next((config[key] for key in keys if config.get(key)), None)
+        if value is None and name in ("layers", "hidden", "heads"):
+            raise ConfigError(f"the config of a `{kind or 'model'}` has none of {', '.join(keys)}",
+                              hint="a Hugging Face config.json of a transformer has them")
+        found[name] = int(value or 0)
+    hidden, heads = found["hidden"], found["heads"]
+    if hidden % heads and not config.get("head_dim"):
+        raise ConfigError(f"a width of {hidden} does not divide into {heads} heads")
+    head = int(config.get("head_dim") or hidden // heads)
+    kv = int(config.get("num_key_value_heads") or config.get("num_kv_heads") or heads) * head
+    gated = kind in _GATED or str(config.get("hidden_act", "")).startswith("silu")
+    patches = (int(config.get("image_size", 224)) // int(config.get("patch_size", 16))) ** 2 + 1
+    length = seq_len or found["seq_len"] or (patches if kind.startswith("vit") else 1024)
+    learnt = kind in ("gpt2", "opt", "bert", "roberta", "gpt_bigcode") or kind.startswith("vit")
+    transformer = Transformer(
+        found["layers"], hidden, heads, found["vocab"] or 3 * int(config.get("patch_size", 16)) ** 2, length,
+        found["ff"] or 4 * hidden, kv, gated, bool(config.get("tie_word_embeddings", not gated)),
+        (found["seq_len"] or length) if learnt else 0, fused=gated, biases=not gated, norms=2 if gated else 4,
+        experts=int(config.get("num_local_experts") or config.get("num_experts") or 1),
+        active=int(config.get("num_experts_per_tok") or 1))
+    return transformer.shape(kind or "transformer", "Hugging Face config")

@@ -1,0 +1,100 @@
+"""What is simulated is what runs (Rule 7): a real step and a simulated one of the same model, plan by plan, do the same
+to every chunk in the same order, and answer as many pulls."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from models import Case, Net, new_scaler, run
+from torch.optim import AdamW
+
+import roadtrain
+from roadtrain import placing
+from roadtrain.flow import ops
+from roadtrain.flow.serve import ServeDecider
+from roadtrain.sim.compute import Constants
+from roadtrain.sim.run import simulate
+from roadtrain.spec.cluster import make_cluster
+from roadtrain.spec.placement import Plan, placement
+from roadtrain.spec.shapes import BlockShape, ModelShape
+
+DEPTH, STEPS = 5, 4
+SAID = (ops.Answer, ops.Hold, ops.Read, ops.Update, ops.Write)
+
+
+def about(action):
+    return getattr(action, "push", getattr(action, "pull", action)).chunk
+
+
+def real(monkeypatch, store, staleness, slots):
+    """(action, block) of the layers' chunks, in the order of the decider."""
+    said, handle, derived = [], ServeDecider.handle, placing.derive
+
+    def logged(self, event):
+        actions = handle(self, event)
+        said.extend((type(a).__name__, about(a)) for a in actions if isinstance(a, SAID))
+        return actions
+
+    def small(*args, **kwargs):
+        return replace(derived(*args, **kwargs), resident=frozenset(), public_resident=frozenset(), slots=slots)
+
+    monkeypatch.setattr(ServeDecider, "handle", logged)
+    if store is not None:
+        monkeypatch.setattr(placing, "derive", small)
+    else:
+        monkeypatch.setattr(placing, "derive", lambda *a, **k: replace(derived(*a, **k), slots=slots))
+    model = Net(depth=DEPTH, width=32, dropout=0.0)
+    placed = roadtrain.place(model, AdamW(model.parameters(), foreach=False), store=store, staleness=staleness,
+                             report=lambda _: None)
+    with placed:
+        blocks = {c.id: c.block for c in placed._table.chunks}
+        run(Case(staleness=staleness), model, placed, new_scaler(Case()), 0, STEPS)
+    return [(what, blocks[chunk] - 1) for what, chunk in said if blocks[chunk]]
+
+
+def simulated(name, staleness, slots):
+    device = {"flops": "1TFLOP/s", "memory": "80GB", "memory_rate": "1000GB/s", "copy": "100GB/s"}
+    cluster = make_cluster({"hosts": [{"name": "a", "devices": 1, "device": device, "memory": "80GB", "uplink": "9GB/s",
+                                       "memory_rate": "100GB/s", "ssds": [{"read": "3GB/s", "write": "3GB/s",
+                                                                          "capacity": "1TB"}]}]})
+    own = BlockShape("layer", 10_000, 1e9, 0.0, 0.0)
+    logs = []
+    simulate(Plan(placement(name), slots=slots, staleness=staleness), cluster, ModelShape("m", own.times(DEPTH), 1),
+             Constants(), logs=logs)
+    return [(what, block) for _, what, block in logs[0] if what in {kind.__name__ for kind in SAID}]
+
+
+def steps(said, block):
+    """Of one block: what is done to it between one gradient and the next, without pulls; and how many are answered."""
+    out, now, answers = [], [], 0
+    for what, of in said:
+        if of != block:
+            continue
+        if what == "Answer":
+            answers += 1
+            continue
+        if what == "Hold" and now:
+            out.append((tuple(now), answers))
+            now, answers = [], 0
+        now.append(what)
+    return out
+
+
+@pytest.mark.parametrize(("name", "on_files", "staleness"), [
+    ("files", True, 0), ("zero-offload", False, 0), ("zero-offload", False, 1),
+], ids=["files", "ram", "late"])
+@pytest.mark.parametrize("slots", [2, 3])
+def test_the_same_order(name, on_files, staleness, slots, tmp_path, monkeypatch):
+    ran = real(monkeypatch, tmp_path / "store" if on_files else None, staleness, slots)
+    told = simulated(name, staleness, slots)
+    for block in range(DEPTH):
+        mine, theirs = steps(ran, block), steps(told, block)
+        assert mine[1][0] == theirs[1][0], block  # the second step: both run as they always will
+        assert mine[1][1] == theirs[1][1], (block, mine, theirs)
+    for what in ("Hold", "Read" if on_files else "Update"):  # in the order of backward, of the next forward
+        orders = [[block for kind, block in said if kind == what][DEPTH : 2 * DEPTH] for said in (ran, told)]
+        assert orders[0] == orders[1], what
+    assert {what for what, _ in ran} == {what for what, _ in told}
+    assert Counter(what for what, _ in ran)["Hold"] == STEPS * DEPTH

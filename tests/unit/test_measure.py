@@ -1,0 +1,78 @@
+"""model/measure.py: any module's shape from one forward on `meta`, against the arithmetic."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from roadtrain import cli
+from roadtrain.errors import ModelError
+from roadtrain.model.measure import shape_of
+from roadtrain.spec.shapes import gpt
+
+
+class Layer(nn.Module):
+    def __init__(self, h: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([nn.LayerNorm(h), nn.LayerNorm(h)])
+        self.qkv, self.out = nn.Linear(h, 3 * h), nn.Linear(h, h)
+        self.up, self.down = nn.Linear(h, 4 * h), nn.Linear(4 * h, h)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norms[0](x)).view(*x.shape[:2], 3, 8, -1).permute(2, 0, 3, 1, 4)
+        x = x + self.out(((q @ k.transpose(-1, -2)).softmax(-1) @ v).transpose(1, 2).reshape(x.shape))
+        return x + self.down(self.up(self.norms[1](x)).relu())
+
+
+class Model(nn.Module):
+    def __init__(self, layers: int = 3, h: int = 64, vocab: int = 100) -> None:
+        super().__init__()
+        self.embed, self.at = nn.Embedding(vocab, h), nn.Embedding(32, h)
+        self.layers = nn.ModuleList([Layer(h) for _ in range(layers)])
+        self.norm, self.head = nn.LayerNorm(h), nn.Linear(h, vocab, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.embed(x) + self.at(torch.arange(x.shape[1], device=x.device))
+        for layer in self.layers:
+            h = layer(h)
+        return self.head(self.norm(h))
+
+
+def on_meta() -> tuple[nn.Module, torch.Tensor]:
+    with torch.device("meta"):
+        return Model(), torch.zeros(4, 32, dtype=torch.long)
+
+
+def test_parameters_and_flops_are_the_arithmetic() -> None:
+    model, x = on_meta()
+    found, wanted = shape_of(model, x, samples=4), gpt(3, 64, 8, vocab=100, seq_len=32)
+    assert [b.params for b in found.blocks] == [b.params for b in wanted.blocks]
+    assert [b.flops for b in found.blocks] == [b.flops for b in wanted.blocks]
+    assert (found.tokens, found.hidden, found.layers) == (32, 64, 3)
+
+
+def test_saved_bytes_are_those_of_autograd() -> None:
+    """A linear layer and a relu: the input and the output of the relu are kept."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 16), nn.ReLU())
+    found = shape_of(model, torch.zeros(5, 8), samples=5, blocks=["1"])
+    (block,) = [b for b in found.blocks if "." in b.name]
+    assert (block.saved, block.input) == (2 * 16, 2 * 16)
+
+
+def test_a_forward_that_fails_is_said() -> None:
+    model, _ = on_meta()
+    with pytest.raises(ModelError, match="Model's forward failed"):
+        shape_of(model, torch.zeros(4, 32), samples=4)
+
+
+def test_simulate_takes_a_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+                                   ) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    assert cli.main(["simulate", "workstation", "--model", "test_measure:on_meta", "--placement", "ddp"]) == 0
+    assert "on_meta (0.00 B parameters)" in capsys.readouterr().out
+    assert cli.main(["simulate", "workstation", "--model", "test_measure:nothing"]) == 2
+    assert "gives no model and arguments" in capsys.readouterr().err

@@ -1,0 +1,80 @@
+"""spec/shapes.py against published parameter counts, formulas, and torch's own modules on meta."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from roadtrain.errors import ConfigError
+from roadtrain.spec.shapes import NAMES, from_config, gpt, shape
+
+PUBLISHED = {  # billions
+    "OPT-125M": 0.125, "OPT-1.3B": 1.316, "OPT-13B": 12.85, "OPT-175B": 175, "OPT-1.0T": 1000, "GPT-2": 0.124,
+    "GPT-2-XL": 1.558, "GPT-3-175B": 175, "LLaMA-7B": 6.738, "LLaMA-65B": 65.2, "LLaMA-2-70B": 68.98,
+    "LLaMA-3-8B": 8.03, "LLaMA-3-405B": 405.9, "BLOOM-176B": 176.2, "BERT-large": 0.335, "ViT-B": 0.0864,
+    "VGG-16": 0.1384, "ResNet-50": 0.0255, "DLRM-Kaggle": 0.540,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_are_the_published(name: str) -> None:
+    assert shape(name).params / 1e9 == pytest.approx(PUBLISHED[name], rel=0.01)
+
+
+def test_every_name_has_a_shape() -> None:
+    for name in NAMES:
+        one = shape(name)
+        assert one.params > 0 and one.flops > 0 and all(b.params >= 0 and b.saved > 0 for b in one.blocks), name
+
+
+def test_flops_are_megatrons() -> None:
+    """Narayanan et al. (2021), equation 3: with recompute."""
+    layers, h, s, v = 30, 3072, 2048, 51200
+    published = 96 * s * layers * h * h * (1 + s / (6 * h) + v / (16 * layers * h))
+    assert gpt(layers, h, 32, vocab=v, seq_len=s).step_flops(recompute=True) == pytest.approx(published)
+
+
+def test_a_transformer_layer_is_torchs() -> None:
+    with torch.device("meta"):
+        layer = nn.TransformerEncoderLayer(256, 8, 1024, batch_first=True, norm_first=True)
+        x = torch.empty(1, 64, 256)
+        with FlopCounterMode(display=False) as counted:
+            q = k = v = x.view(1, 64, 8, 32).transpose(1, 2)
+            attention = (q @ k.transpose(-1, -2)) @ v
+            for linear in (nn.Linear(256, 768), nn.Linear(256, 256), layer.linear1):
+                linear(x)
+            layer.linear2(torch.empty(1, 64, 1024))
+    ours = gpt(1, 256, 8, seq_len=64).blocks[1]
+    assert attention.shape == (1, 8, 64, 32)
+    assert ours.params == sum(p.numel() for p in layer.parameters())
+    assert ours.flops == counted.get_total_flops()
+
+
+def test_vgg_and_resnet_flops() -> None:
+    """Per image of 224 x 224: 15.5 and 4.1 G multiply-adds (He et al., 2015, and its follow-ups)."""
+    assert shape("VGG-16").flops / 2e9 == pytest.approx(15.5, rel=0.01)
+    assert shape("ResNet-50").flops / 2e9 == pytest.approx(4.1, rel=0.02)
+
+
+def test_a_hugging_face_config() -> None:
+    llama = {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+             "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256,
+             "max_position_embeddings": 8192}
+    assert from_config(llama).params == shape("LLaMA-3-8B").params
+    assert from_config(llama, seq_len=1024).tokens == 1024
+    gpt2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "vocab_size": 50257}
+    assert from_config(gpt2).params == shape("GPT-2").params
+    mixtral = {**llama, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "vocab_size": 32000}
+    assert from_config(mixtral).params / 1e9 == pytest.approx(46.7, rel=0.01)
+
+
+def test_what_cannot_be_a_model() -> None:
+    with pytest.raises(ConfigError, match=r"no model is called 'OPT-200B'") as caught:
+        shape("OPT-200B")
+    assert "OPT-175B" in caught.value.hint
+    with pytest.raises(ConfigError, match=r"has none of num_hidden_layers"):
+        from_config({"model_type": "llama", "hidden_size": 4096})
+    with pytest.raises(ConfigError, match=r"4097 does not divide into 32 heads"):
+        from_config({"model_type": "x", "hidden_size": 4097, "num_hidden_layers": 1, "num_attention_heads": 32})

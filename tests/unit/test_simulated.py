@@ -1,0 +1,253 @@
+"""sim/: plans on the virtual clock against closed forms, the deciders' order, memory, energy, and what cannot be."""
+
+from __future__ import annotations
+
+import tomllib
+from typing import Any
+
+import pytest
+
+from roadtrain.errors import BudgetError, ConfigError
+from roadtrain.flow.shares import optimum
+from roadtrain.sim.compute import Constants
+from roadtrain.sim.engine import Engine
+from roadtrain.sim.memory import device_bytes
+from roadtrain.sim.run import Result, simulate
+from roadtrain.spec.cluster import Cluster, make_cluster
+from roadtrain.spec.layout import Layout
+from roadtrain.spec.placement import PLACEMENTS, Plan, make_plan, placement
+from roadtrain.spec.shapes import BlockShape, ModelShape, gpt, shape
+
+RATE = 10e9
+WHOLE = Constants(efficiency=0.5, network=1.0)
+
+
+def cluster(hosts: int = 4, spares: int = 0, *, devices: int = 1, sums: bool = False, **more: Any) -> Cluster:
+    device = {"flops": "100TFLOP/s", "memory": "80GB", "memory_rate": "100000GB/s", "copy": "1000GB/s",
+              "idle_watts": 100, "peak_watts": 300}
+    ssd = {"count": 2, "read": "3GB/s", "write": "3GB/s", "mixed": 2, "capacity": "8TB", "updates": "100GB/s",
+           "internal": "100GB/s"}
+    base = {"memory": "1TB", "memory_rate": "2000GB/s", "updates": "1000GB/s", "sums": "1000GB/s", "uplink": "100GB/s",
+            "nics": [{"kind": "roce", "rate": "10GB/s", "latency": "1us"}], "idle_watts": 50, "peak_watts": 250}
+    kinds = [{**base, "name": "gpu", "count": hosts, "devices": devices, "device": device, "ssds": [ssd],
+              "price_per_hour": 3.6, "fabric": "100GB/s", **more}]
+    kinds += [{**base, "name": "spare", "count": spares, "ssds": [ssd], "price_per_hour": 0.36}] if spares else []
+    return make_cluster({"hosts": kinds, "switches": [{"name": "roce", "sums": sums, "multicasts": sums}]})
+
+
+def lump(params: float, flops: float = 0.0, blocks: int = 8) -> ModelShape:
+    own = BlockShape("layer", int(params / blocks), flops / blocks, 0.0, 0.0)
+    return ModelShape("lump", own.times(blocks), 1)
+
+
+def run(name: str, where: Cluster, model: ModelShape, **plan: Any) -> Result:
+    given = Plan(placement(name), Layout(dp=sum(h.count * h.devices for h in where.workers)), **plan)
+    return simulate(given, where, model, WHOLE, checked=False)
+
+
+def traffic(result: Result, what: str) -> float:
+    return result.bytes[f"stage 0 {what}"]
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_traffic_is_the_closed_form(n: int) -> None:
+    """docs/design.md, where the time should go. S: 16-bit parameters, and gradients of as many bytes."""
+    model, s = lump(1e9), 2e9
+    assert traffic(run("ddp", cluster(n), model), "out") == pytest.approx(2 * (n - 1) / n * s)
+    assert traffic(run("zero3", cluster(n), model, slots=2), "out") == pytest.approx(3 * (n - 1) / n * s, rel=0.15)
+    shares = optimum([1.0] * n, [1.0] * n)
+    assert traffic(run("summation", cluster(n, n), model), "out") == pytest.approx(shares.seconds * s)
+    switched = run("switch-sum", cluster(n, sums=True), model)
+    assert traffic(switched, "out") == traffic(switched, "in") == pytest.approx(s)
+    node = run("optimizer-node", cluster(n, 1, sums=True), model, slots=2)
+    assert traffic(node, "out") == pytest.approx(s) and node.bytes["server in"] == pytest.approx(s)
+    assert node.bytes["server out"] == traffic(node, "in") == pytest.approx(2 * s, rel=0.15)
+    plain = run("server", cluster(n, 1), model, slots=2)
+    assert plain.bytes["server in"] == pytest.approx(n * s)
+
+
+def test_a_step_costs_the_slowest_part_not_the_sum() -> None:
+    """Computing hides what is sent meanwhile: but for the first and last block a step takes the longer of both."""
+    s = 2e9
+    comm = 1.5 * s / RATE
+    for flops, floor in ((1e11, comm), (8e13, 3 * 8e13 / 50e12)):
+        result = run("ddp", cluster(4), lump(1e9, flops, blocks=32))
+        assert floor <= result.seconds <= 1.1 * floor + comm / 16
+
+
+def test_ssds_or_devices_bound_a_step() -> None:
+    """Sun et al. (LuWu), Figure 15: with few SSDs the step is theirs, whatever the batch; with many it is the
+    devices'."""
+    where = cluster(4, 1, sums=True)
+    few = [run("optimizer-node", where, lump(4e9, 2e12), micro_batch=mb, update_at="gradient", buffers=16, slots=2)
+           for mb in (1, 4)]
+    assert few[0].seconds == pytest.approx(few[1].seconds, rel=0.1) and few[0].busy["server ssd read"] > 0.85
+    many = run("optimizer-node", where, lump(4e9, 2e12), micro_batch=400, update_at="gradient", buffers=16, slots=2)
+    assert many.busy["stage 0 device"] > 0.95
+
+
+def test_near_storage_moves_what_is_printed() -> None:
+    """Jang et al. (Smart-Infinity), Table I, in units of 16-bit parameters."""
+    model = lump(1e9)
+    base = Plan(placement("raid0"), upstream_bytes=4, file_slots=1)
+    for name, topk, up, down in (("raid0", None, 8, 8), ("near-storage", None, 2, 2), ("near-storage", 2.0, 2, 0.04)):
+        plan = base.changed(placement=placement(name), topk=topk)
+        result = simulate(plan, cluster(1), model, WHOLE)
+        assert traffic(result, "uplink in") == pytest.approx(up * 2e9)
+        assert traffic(result, "uplink out") == pytest.approx(down * 2e9)
+
+
+def test_buffers_let_reads_and_writes_overlap() -> None:
+    """Its transfer handler: the same bytes in less time."""
+    plan = Plan(placement("near-storage"), buffers=1)
+    one, more = (simulate(plan.changed(buffers=n), cluster(1), lump(2e9), WHOLE) for n in (1, 4))
+    assert more.seconds < 0.75 * one.seconds and more.bytes == pytest.approx(one.bytes)
+
+
+def test_a_relay_keeps_parameters_for_backward() -> None:
+    """Guo et al. (SGC): buffering saves the second gathering."""
+    model = lump(1e9, 1e11)
+    plain, kept = (run("smartnic", cluster(4), model, kept=n, slots=2) for n in (0, 8))
+    gathered = 0.75 * 2e9
+    assert traffic(plain, "in") == pytest.approx(3 * gathered, rel=0.15)
+    assert traffic(kept, "in") == pytest.approx(2 * gathered, rel=0.01)
+
+
+def test_a_late_update_hides_behind_the_step() -> None:
+    slow = cluster(4, updates="20GB/s")
+    model = lump(1e9, 4e12)
+    now, late = (run("smartnic", slow, model, kept=8, staleness=n) for n in (0, 1))
+    update = 1e9 / 4 * 28 / 20e9
+    assert late.seconds < 1.05 * update < 0.8 * now.seconds  # the processors are busy all the time
+
+
+@pytest.mark.parametrize("micros", [4, 8, 16])
+def test_a_pipeline_has_its_bubble(micros: int) -> None:
+    """(p - 1) / m of the time, for stages alike."""
+    device = {"flops": "100TFLOP/s", "memory": "1TB", "memory_rate": "1000000GB/s"}
+    host = {"name": "a", "devices": 4, "memory": "1TB", "fabric": "100000GB/s", "device": device}
+    where = make_cluster({"hosts": [host]})
+    plan = Plan(placement("ddp"), Layout(dp=1, pp=4), micros=micros)
+    model = lump(1e6, 5e12, blocks=8)
+    work = 3 * 5e12 / 50e12 / 4 * micros
+    assert simulate(plan, where, model, WHOLE).seconds == pytest.approx(work * (1 + 3 / micros), rel=1e-3)
+
+
+def test_rows_of_tables_go_all_to_all() -> None:
+    """DLRM: tables are spread over the devices; what is looked up crosses the network once in forward and once, as
+    gradients, in backward. Nothing of tables is summed, and a device keeps its part."""
+    model = shape("DLRM-Kaggle")
+    tables = model.blocks[0]
+    for n in (2, 8):
+        result = run("ddp", cluster(n), model, micro_batch=4096)
+        rest = (model.params - tables.tables) * 2 * 2 * (n - 1) / n
+        rows = 2 * tables.touched * 4096 * (n - 1) / n
+        assert traffic(result, "out") == pytest.approx(rest + rows)
+    whole, part = (device_bytes(Plan(placement("ddp"), Layout(dp=n)), model.blocks) for n in (1, 8))
+    assert part < 0.2 * whole
+
+
+def test_a_link_between_switches_is_the_limit() -> None:
+    """Two kinds of hosts that meet over a slow link: a ring is as slow as it."""
+    def host(name: str) -> dict[str, Any]:
+        nic = {"kind": "roce", "rate": "10GB/s", "switch": name}
+        return {"name": name, "device": "A100-80GB", "memory": "1TB", "nics": [nic]}
+
+    where = make_cluster({"hosts": [host("x"), host("y")], "switches": [{"name": "x"}, {"name": "y"}],
+                          "links": [{"between": ["x", "y"], "rate": "1GB/s"}]})
+    assert run("ddp", where, lump(1e9)).seconds >= 2e9 / 1e9
+
+
+def test_spare_hosts_that_cannot_be_reached_are_said() -> None:
+    tree = cluster(2, 1).model_dump(mode="json", by_alias=True)
+    tree["hosts"][1]["nics"] = [{"kind": "ethernet", "rate": "1GB/s"}]
+    with pytest.raises(ConfigError, match="gpu, spare have no network in common"):
+        run("summation", make_cluster(tree), lump(1e9))
+
+
+def test_uneven_stages_help_unequal_devices() -> None:
+    fast = {"name": "fast", "devices": 2, "memory": "1TB", "device": "A100-80GB", "nics": [{"rate": "100GB/s"}]}
+    slow = {**fast, "name": "slow", "device": "V100-32GB"}
+    where = make_cluster({"hosts": [fast, slow]})
+    model = gpt(14, 2048, 16)
+    plan = Plan(placement("ddp"), Layout(dp=2, pp=2), micros=8, recompute=True)
+    even, uneven = (simulate(plan.changed(layout=Layout(dp=2, pp=2, stages=stages)), where, model, WHOLE, checked=False)
+                    for stages in ((7, 7), (10, 4)))
+    assert uneven.seconds < 0.8 * even.seconds
+
+
+def test_every_placement_comes_to_a_steady_state() -> None:
+    where = cluster(4, 2, devices=2, sums=True)
+    for name in PLACEMENTS:
+        result = run(name, where, gpt(6, 1024, 8), recompute=True)
+        assert result.differ <= 1e-5 * result.seconds and result.steps < 12, name
+        assert all(0 <= share <= 1 + 1e-9 for share in result.busy.values()), name
+        assert run(name, where, gpt(6, 1024, 8), recompute=True).seconds == result.seconds  # the same every time
+
+
+def test_the_order_is_the_deciders() -> None:  # Rule 7
+    """Two blocks on files, the second step: what the worker runs and what the server's decider says."""
+    logs: list[list[Any]] = []
+    simulate(Plan(placement("files"), slots=2, buffers=2), cluster(1), lump(2e6, 1e9, blocks=2), WHOLE, logs=logs)
+    step = [what if number is None else f"{what} {number}" for at, what, number in logs[0] if at == 2]
+    assert step == ["Update 0", "Update 1", "Answer 0", "Write 0", "Forward 0", "Answer 1", "Write 1", "Forward 1",
+                    "Backward 1", "Hold 1", "Backward 0", "Hold 0"]
+    assert [what for at, what, _ in logs[0] if at == 1][-2:] == ["Read", "Read"]  # released at the end of the first
+
+
+def test_energy_and_cost_add_up() -> None:
+    result = run("ddp", cluster(4, 1), lump(1e9, 8e13))
+    busy = result.busy["stage 0 device"]
+    work = max(result.busy.get(f"stage 0 {what}", 0.0) for what in ("updates", "sums", "out"))
+    assert result.watts == pytest.approx(4 * (100 + 200 * busy) + 4 * (50 + 200 * work))
+    assert result.joules == pytest.approx(result.watts * result.seconds)
+    assert result.price == pytest.approx(4 * 3.6 / 3600 * result.seconds)
+    with_spares = run("summation", cluster(4, 2), lump(1e9, 8e13))
+    assert with_spares.price == pytest.approx((4 * 3.6 + 2 * 0.36) / 3600 * with_spares.seconds)
+
+
+def test_memory_is_counted_and_what_does_not_fit_is_refused() -> None:  # Rule 4
+    model, where = gpt(24, 8192, 64), cluster(4, 1)
+    with pytest.raises(BudgetError, match=r"stage 0 device: the plan needs .* GiB, there are 74.5 GiB") as caught:
+        simulate(Plan(placement("ddp"), Layout(dp=4)), where, model, WHOLE)
+    assert "recompute" in caught.value.hint
+    fits = simulate(Plan(placement("server"), Layout(dp=4), recompute=True), where, model, WHOLE)
+    assert all(need.fits for need in fits.needs)
+    assert fits.peaks["stage 0 device"] <= next(n.nbytes for n in fits.needs if n.where == "stage 0 device") * 1.001
+    plan = Plan(placement("ddp"), Layout(dp=4), state_bytes=12)
+    assert device_bytes(plan, model.blocks) == pytest.approx(model.params * 16)
+
+
+@pytest.mark.parametrize(("name", "where", "said"), [
+    ("optimizer-node", cluster(2), "needs a host without devices"),
+    ("parameter-server", cluster(2), "sums on hosts without devices"),
+    ("switch-sum", cluster(2), "no switch of cluster sums"),
+    ("near-storage", cluster(2, ssds=[{"read": "1GB/s", "write": "1GB/s"}]), "have no processor"),
+    ("files", cluster(2, ssds=[]), "has none"),
+])
+def test_what_a_placement_lacks_is_said(name: str, where: Cluster, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        run(name, where, lump(1e6))
+
+
+def test_plans_are_read_back() -> None:
+    plan = Plan(placement("smartnic"), Layout(8, 2, 2, (5, 7)), micro_batch=4, topk=2.0, networks={"pp": "ethernet"})
+    assert make_plan(tomllib.loads(plan.to_toml())) == plan
+    for tree, said in (({}, "`placement` is missing"), ({"placement": "zero4"}, "no placement is called 'zero4'"),
+                       ({"placement": "ddp", "micro_bach": 2}, "unknown key `micro_bach`"),
+                       ({"placement": "ddp", "micro_batch": 0}, "`micro_batch` is 0"),
+                       ({"placement": "ddp", "layout": {"dpp": 1}}, "layout")):
+        with pytest.raises(ConfigError, match=said):
+            make_plan(tree)
+
+
+def test_more_devices_than_there_are() -> None:
+    with pytest.raises(ConfigError, match="is 32 devices, the cluster has 4"):
+        simulate(Plan(placement("ddp"), Layout(dp=32)), cluster(4), lump(1e6), WHOLE)
+
+
+def test_an_engine_that_traces_has_every_stage() -> None:
+    result = simulate(Plan(placement("files")), cluster(1), lump(2e6, 1e9), WHOLE, traced=True)
+    assert {task.stage for task in result.trace} == {"Fetch", "Forward", "Backward", "Push", "Read", "Update", "Write",
+                                                    "Commit"}
+    assert isinstance(Engine().now, float)
