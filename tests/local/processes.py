@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import multiprocessing
 import os
+import random
+import socket
 import time
 from pathlib import Path
 
@@ -21,6 +24,14 @@ from roadtrain.wire.tcp import Options
 FORK = multiprocessing.get_context("forkserver")
 FORK.set_forkserver_preload(["torch", "roadtrain.placing", "roadtrain.node.serve", "processes"])
 BUDGET = "96MiB"
+
+
+def free_port():
+    """For torch's store. Below those that the system gives to links, or one of them may have it by then."""
+    while True:
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind(("127.0.0.1", random.randrange(15000, 30000)))
+            return sock.getsockname()[1]
 
 
 def host_child(directory, address, token, log, ready, snapshot, every, fault, budget):

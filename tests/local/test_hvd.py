@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from processes import FORK
-from test_summation import free_port
+from processes import FORK, free_port
 from torch import nn
 
 import roadtrain.hvd as hvd

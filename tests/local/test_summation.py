@@ -6,7 +6,6 @@ import hashlib
 import importlib
 import os
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -17,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from processes import FORK
+from processes import FORK, free_port
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -269,12 +268,6 @@ def test_spare_hosts_know_formats_of_the_user(tmp_path, hosts, monkeypatch):
 
 
 # DDP
-
-
-def free_port():
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 def ddp_child(rank, workers, port, hook, out, options=None, steps=6):
