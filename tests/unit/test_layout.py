@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
+from collections.abc import Callable
+from fractions import Fraction
+from random import Random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,11 +29,22 @@ def test_the_papers_groups() -> None:
     assert printed(layout.data_groups()) == [{1, 3}, {2, 4}, {5, 7}, {6, 8}, {9, 11}, {10, 12}, {13, 15}, {14, 16}]
 
 
-@given(st.integers(1, 8), st.integers(1, 4), st.integers(1, 8))
-def test_each_family_has_every_device_once(dp: int, tp: int, pp: int) -> None:
-    layout = Layout(dp, tp, pp)
-    for groups in (layout.tensor_groups(), layout.pipeline_groups(), layout.data_groups()):
+@given(st.integers(1, 8), st.integers(1, 4), st.integers(1, 8), st.integers(1, 4), st.integers(1, 4))
+def test_each_family_has_every_device_once(dp: int, tp: int, pp: int, cp: int, ep: int) -> None:
+    layout = Layout(dp * ep, tp, pp, cp=cp, ep=ep)
+    for groups in (layout.tensor_groups(), layout.pipeline_groups(), layout.data_groups(), layout.context_groups(),
+                   layout.expert_groups()):
         assert sorted(rank for group in groups for rank in group) == list(range(layout.devices))
+    assert {len(group) for group in layout.context_groups()} == {cp}
+    assert {len(group) for group in layout.expert_groups()} == {ep}
+
+
+def test_context_and_expert_ranks() -> None:
+    layout = Layout(dp=2, tp=2, cp=2, ep=4)
+    assert layout.devices == 8 and layout.context_groups() == [[0, 2], [4, 6], [1, 3], [5, 7]]
+    assert layout.expert_groups() == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    with pytest.raises(ConfigError, match="ep 3 does not divide dp 2 x cp 2"):
+        Layout(dp=2, cp=2, ep=3)
 
 
 def test_layouts_that_cannot_be() -> None:
@@ -75,21 +92,65 @@ def test_one_forward_one_backward() -> None:
     assert [run.last for run in order] == [False] * 7 + [True]
 
 
-@given(st.integers(1, 6), st.integers(1, 8), st.randoms(use_true_random=False))
-def test_stages_that_talk_finish(stages: int, micros: int, random: object) -> None:
-    """However messages arrive, every stage runs every micro-batch once each way and holds no more than its depth."""
-    deciders = [StageDecider(s, stages, micros) for s in range(stages)]
+def test_interleaved_is_the_papers() -> None:
+    """Narayanan et al. (2021), Figure 4, below: 4 stages of 2 parts, 8 micro-batches (from 1; the second part's
+    marked); the last stage."""
+    order = one_forward_one_backward(3, 4, 8, 2)
+    text = " ".join(run.what[0] + str(run.micro + 1) + "'" * run.part for run in order)
+    assert text.startswith("F1 F2 F3 F4 F1' B1' F2' B2' F3' B3' F4' B4' F5 B1 F6 B2")
+    assert text.endswith("F8' B8' B5 B6 B7 B8")
+    with pytest.raises(ConfigError, match="6 micro-batches go through 4 stages of 2 parts"):
+        one_forward_one_backward(0, 4, 6, 2)
+
+
+def talk(stages: int, micros: int, parts: int, pick: Callable[[int], int]) -> list[tuple[int, Run]]:
+    """Everything that runs, of deciders whose messages arrive in any order."""
+    deciders = [StageDecider(s, stages, micros, parts) for s in range(stages)]
     todo: list[tuple[int, Run]] = [(s, run) for s, decider in enumerate(deciders) for run in decider.start()]
-    done: list[tuple[int, str, int]] = []
+    done: list[tuple[int, Run]] = []
     while todo:
-        stage, run = todo.pop(random.randrange(len(todo)))  # type: ignore[attr-defined]
-        done.append((stage, run.what, run.micro))
+        stage, run = todo.pop(pick(len(todo)))
+        done.append((stage, run))
+        to = deciders[stage].goes(run)
         todo += [(stage, other) for other in deciders[stage].ended(run)]
-        to = stage + (1 if run.what == FORWARD else -1)
-        if 0 <= to < stages:
-            todo += [(to, other) for other in deciders[to].arrived(run.what, run.micro)]
+        if to is not None:
+            todo += [(to[0], other) for other in deciders[to[0]].arrived(run.what, run.micro, to[1])]
         for decider in deciders:
             decider.check()
     assert all(decider.finished for decider in deciders)
-    both = (FORWARD, BACKWARD)
-    assert sorted(done) == sorted((s, what, m) for s in range(stages) for what in both for m in range(micros))
+    return done
+
+
+@given(st.integers(1, 6), st.integers(1, 8), st.integers(1, 4), st.randoms(use_true_random=False))
+def test_stages_that_talk_finish(stages: int, micros: int, parts: int, random: Random) -> None:
+    """However messages arrive, every part of every stage runs every micro-batch once each way, the gradients of each
+    are whole once, and no stage holds more than its depth."""
+    micros = micros * stages if parts > 1 else micros
+    done = talk(stages, micros, parts, random.randrange)
+    assert sorted((s, r.what, r.micro, r.part) for s, r in done) == sorted(
+        (s, what, m, k) for s in range(stages) for what in (FORWARD, BACKWARD) for m in range(micros)
+        for k in range(parts))
+    assert sorted((s, r.part) for s, r in done if r.last) == [(s, k) for s in range(stages) for k in range(parts)]
+
+
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 5))
+def test_the_bubble_is_the_papers(stages: int, turns: int, parts: int) -> None:
+    """Equal stages, a forward of 1 / v and a backward of 2 / v, messages that take no time: a step is
+    3 m + 3 (p - 1) / v long (Narayanan et al., 2021, section 2.2)."""
+    micros, now, ends, numbers = turns * stages, Fraction(), list[tuple[Fraction, int, int, Run]](), itertools.count()
+    deciders = [StageDecider(s, stages, micros, parts) for s in range(stages)]
+
+    def begin(stage: int, runs: list[Run]) -> None:
+        for run in runs:
+            took = Fraction(1 if run.what == FORWARD else 2, parts)
+            heapq.heappush(ends, (now + took, next(numbers), stage, run))
+
+    for stage, decider in enumerate(deciders):
+        begin(stage, decider.start())
+    while ends:
+        now, _, stage, run = heapq.heappop(ends)
+        to = deciders[stage].goes(run)
+        if to is not None:
+            begin(to[0], deciders[to[0]].arrived(run.what, run.micro, to[1]))
+        begin(stage, deciders[stage].ended(run))
+    assert now == 3 * micros + Fraction(3 * (stages - 1), parts)

@@ -11,12 +11,12 @@ from roadtrain.errors import BudgetError, ConfigError
 from roadtrain.flow.shares import optimum
 from roadtrain.sim.compute import Constants
 from roadtrain.sim.engine import Engine
-from roadtrain.sim.memory import device_bytes
+from roadtrain.sim.memory import device_bytes, saved_bytes
 from roadtrain.sim.run import Result, simulate
-from roadtrain.spec.cluster import Cluster, make_cluster
+from roadtrain.spec.cluster import Cluster, Device, make_cluster
 from roadtrain.spec.layout import Layout
 from roadtrain.spec.placement import PLACEMENTS, Plan, make_plan, placement
-from roadtrain.spec.shapes import BlockShape, ModelShape, gpt, shape
+from roadtrain.spec.shapes import BlockShape, ModelShape, Transformer, gpt, shape
 
 RATE = 10e9
 WHOLE = Constants(efficiency=0.5, network=1.0)
@@ -251,3 +251,87 @@ def test_an_engine_that_traces_has_every_stage() -> None:
     assert {task.stage for task in result.trace} == {"Fetch", "Forward", "Backward", "Push", "Read", "Update", "Write",
                                                     "Commit"}
     assert isinstance(Engine().now, float)
+
+
+def transformer(**more: Any) -> ModelShape:
+    return Transformer(8, 1024, 8, 32000, 2048, 4096, 256, gated=True, tied=False, fused=True, biases=False, norms=2,
+                       **more).shape("small")
+
+
+def test_parts_shrink_the_bubble() -> None:
+    """Narayanan et al. (2021), section 2.2: of p stages with m micro-batches, (p - 1) / v of one's time is idle."""
+    own = lump(8e6, 8e12)
+    one = 3 * 8e12 / 4 / 50e12
+    for parts in (1, 2):
+        plan = Plan(placement("ddp"), Layout(pp=4, vp=parts), micros=8)
+        result = simulate(plan, cluster(1, devices=4), own, WHOLE, checked=False)
+        assert result.seconds == pytest.approx(one * (8 + 3 / parts), rel=0.01)
+    with pytest.raises(ConfigError, match="placement zero3 streams parameters in the order of one part a stage"):
+        simulate(Plan(placement("zero3"), Layout(pp=4, vp=2), micros=8), cluster(1, devices=4), own, WHOLE)
+
+
+def test_context_ranks_split_a_sequence() -> None:
+    """Compute and activations are halved; keys and values hide behind attention on a fast link, not on a slow one."""
+    model = transformer()
+    one = simulate(Plan(placement("zero1"), Layout()), cluster(1), model, WHOLE, checked=False)
+    two = [simulate(Plan(placement("zero1"), Layout(cp=2)), cluster(1, devices=2, fabric=fabric), model, WHOLE,
+                    checked=False) for fabric in ("1000GB/s", "100MB/s")]
+    assert two[0].busy["stage 0 device"] * two[0].seconds == pytest.approx(
+        one.busy["stage 0 device"] * one.seconds / 2, rel=0.01)
+    assert two[1].busy["stage 0 device"] * two[1].seconds > 2 * two[0].busy["stage 0 device"] * two[0].seconds
+    plans = [Plan(placement("zero1"), Layout(cp=cp)) for cp in (1, 2)]
+    assert saved_bytes(plans[1], model.blocks) == saved_bytes(plans[0], model.blocks) / 2
+    assert device_bytes(plans[0], model.blocks) == pytest.approx(16 * model.params)
+    assert device_bytes(plans[1], model.blocks) == pytest.approx(10 * model.params)
+
+
+def test_experts_are_spread_and_tokens_go_to_them() -> None:
+    model = transformer(experts=8, active=2)
+    plan = Plan(placement("zero1"), Layout(dp=8, ep=8))
+    experts = 8 * 8 * 3 * 1024 * 4096
+    assert sum(block.experts for block in model.blocks) == experts
+    assert device_bytes(plan, model.blocks) == pytest.approx(
+        4 * (model.params - experts + experts / 8) + 12 * model.params / 8)
+    alone = simulate(plan, cluster(1, devices=8), model, WHOLE, checked=False)
+    slow = simulate(plan, cluster(1, devices=8, fabric="10GB/s"), model, WHOLE, checked=False)
+    moved = 8 * 4 * 2 * 7 / 8 * 2048 * 2 * 1024 * 2 / 2  # layers, passes, a token's 2 experts; one direction
+    busy = [r.busy["stage 0 device"] * r.seconds for r in (alone, slow)]
+    assert busy[1] - busy[0] == pytest.approx(moved * (1 / 10e9 - 1 / 100e9), rel=0.01)
+
+
+def test_tensor_ranks_of_two_hosts_use_their_cards() -> None:
+    """Megatron's two all-reduces a layer and pass, over the slower of both networks."""
+    model = transformer()
+    busy = []
+    for hosts, devices in ((1, 4), (2, 2)):
+        result = simulate(Plan(placement("ddp"), Layout(tp=4)), cluster(hosts, devices=devices), model, WHOLE,
+                          checked=False)
+        busy.append(result.busy["stage 0 device"] * result.seconds)
+    bytes_s = 8 * 2 * 2 * 2 * 3 / 4 * 2 * 2048 * 1024
+    assert busy[1] - busy[0] == pytest.approx(bytes_s * (1 / RATE - 1 / 100e9), rel=0.02)
+
+
+def test_precision_is_of_the_layers_products() -> None:
+    model = transformer()
+    device = {"flops": "100TFLOP/s", "peaks": {"fp8": "200TFLOP/s"}, "memory": "80GB", "memory_rate": "100000GB/s"}
+    busy = [simulate(Plan(placement("ddp"), precision=precision), cluster(1, device=device), model, WHOLE,
+                     checked=False).busy["stage 0 device"] for precision in ("", "fp8")]
+    assert busy[1] < busy[0]
+    layers = [block for block in model.blocks if "." in block.name]
+    forward = [sum(WHOLE.forward(b, 1, 1, Device.model_validate(device), p) for b in layers) for p in ("", "fp8")]
+    half = sum(b.flops - b.attention for b in layers) / 2 / 50e12
+    assert forward[0] - forward[1] == pytest.approx(half)
+    with pytest.raises(ConfigError, match="device device has no peak for 'nvfp4'"):
+        Device.model_validate(device).peak("nvfp4")
+
+
+def test_selective_is_between_all_and_nothing() -> None:
+    model = transformer()
+    seconds, saved = {}, {}
+    for name, given in (("none", {}), ("products", {"selective": "products"}), ("layers", {"selective": "layers"}),
+                        ("all", {"recompute": True})):
+        plan = Plan(placement("ddp"), Layout(), **given)  # type: ignore[arg-type]
+        seconds[name] = simulate(plan, cluster(1), model, WHOLE, checked=False).seconds
+        saved[name] = saved_bytes(plan, model.blocks)
+    assert seconds["none"] < seconds["products"] < seconds["all"] and seconds["layers"] < seconds["all"]
+    assert saved["all"] < saved["products"] < saved["none"] and saved["layers"] < saved["none"]

@@ -1,72 +1,104 @@
 """In which order a pipeline stage runs its micro-batches: one forward, one backward, with a flush at the step's end.
 
 Stage s of p: min(m, p - 1 - s) forwards, then a forward and a backward in turn, then the backwards that are left
-(PipeDream-Flush; Narayanan et al., 2021). At most p - s micro-batches' activations are held. Pure: events in, actions
-out; the runtime and the simulator drive the same decider.
+(PipeDream-Flush; Narayanan et al., 2021). At most p - s micro-batches' activations are held.
+
+A stage may have v parts of the model, part k of stage s after all of parts k - 1 (interleaved; the same paper, section
+2.2): the idle time (p - 1) (f + b) of a step shrinks to 1 / v of it. Forwards go p micro-batches at a time through a
+stage's parts, backwards the same with its last part first; 2 (p - 1 - s) + (v - 1) p forwards come before the first
+backward. m is a multiple of p then. Pure: events in, actions out; the runtime and the simulator drive the same decider.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from roadtrain.errors import ConfigError
+
 FORWARD, BACKWARD = "Forward", "Backward"
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Run the stage's blocks for `micro`. `last`: its gradients are whole after this."""
+    """Run the blocks of the stage's `part` for `micro`. `last`: their gradients are whole after this."""
 
     what: str
     micro: int
     last: bool = False
+    part: int = 0
 
 
-def one_forward_one_backward(stage: int, stages: int, micros: int) -> list[Run]:
-    """The whole order of one step."""
-    warm = min(micros, stages - 1 - stage)
-    out = [Run(FORWARD, i) for i in range(warm)]
-    for i in range(micros - warm):
-        out += [Run(FORWARD, warm + i), Run(BACKWARD, i)]
-    out += [Run(BACKWARD, i) for i in range(micros - warm, micros)]
-    return [Run(run.what, run.micro, run.what == BACKWARD and run.micro == micros - 1) for run in out]
+def first_forwards(stage: int, stages: int, micros: int, parts: int = 1) -> int:
+    """Forwards of one part before those that take turns with a backward."""
+    warm = stages - 1 - stage if parts == 1 else 2 * (stages - 1 - stage) + (parts - 1) * stages
+    return min(micros * parts, warm)
+
+
+def ahead(stage: int, stages: int, micros: int, parts: int = 1) -> int:
+    """Most passes of one part of which a stage holds the activations at once."""
+    return min(micros * parts, first_forwards(stage, stages, micros, parts) + 1)
+
+
+def one_forward_one_backward(stage: int, stages: int, micros: int, parts: int = 1) -> list[Run]:
+    """The whole order of one step. Raises ConfigError where parts take turns and micro-batches do not divide."""
+    if parts > 1 and micros % stages:
+        raise ConfigError(f"{micros} micro-batches go through {stages} stages of {parts} parts each",
+                          hint="with vp above 1 micro-batches are a multiple of the stages")
+    turns = [range(first, first + stages) for first in range(0, micros, stages)] if parts > 1 else [range(micros)]
+    forwards = [Run(FORWARD, i, False, part) for turn in turns for part in range(parts) for i in turn]
+    backwards = [Run(BACKWARD, i, i == micros - 1, part) for turn in turns for part in reversed(range(parts))
+                 for i in turn]
+    warm = first_forwards(stage, stages, micros, parts)
+    out = forwards[:warm]
+    for forward, backward in zip(forwards[warm:], backwards):
+        out += [forward, backward]
+    return out + backwards[len(forwards) - warm :]
 
 
 class StageDecider:
-    """Invariants (`check`): forwards begun are at most `stages - stage` ahead of backwards ended; each runs once."""
+    """Invariants (`check`): forwards begun are at most `ahead` of backwards ended; each runs once, after what it needs
+    has come. `parts`: of the model, that each stage has."""
 
-    def __init__(self, stage: int, stages: int, micros: int) -> None:
-        self.stage, self.stages, self.micros = stage, stages, micros
-        self.order = one_forward_one_backward(stage, stages, micros)
+    def __init__(self, stage: int, stages: int, micros: int, parts: int = 1) -> None:
+        self.stage, self.stages, self.micros, self.parts = stage, stages, micros, parts
+        self.order = one_forward_one_backward(stage, stages, micros, parts)
         self.at = 0
         self.running: Run | None = None
-        self.here: dict[str, set[int]] = {FORWARD: set(), BACKWARD: set()}
+        self.here: dict[str, set[tuple[int, int]]] = {FORWARD: set(), BACKWARD: set()}  # (micro, part)
         if stage == 0:
-            self.here[FORWARD] = set(range(micros))
+            self.here[FORWARD] = {(i, 0) for i in range(micros)}
         self.ran: dict[str, int] = {FORWARD: 0, BACKWARD: 0}
 
-    def arrived(self, what: str, micro: int) -> list[Run]:
-        """The activations (for FORWARD) or the gradient of them (for BACKWARD) of `micro` are here."""
-        self.here[what].add(micro)
+    def arrived(self, what: str, micro: int, part: int = 0) -> list[Run]:
+        """The activations (for FORWARD) or the gradient of them (for BACKWARD) of `micro` are here for `part`."""
+        self.here[what].add((micro, part))
         return self._next()
 
     def start(self) -> list[Run]:
         return self._next()
 
+    def goes(self, run: Run) -> tuple[int, int] | None:
+        """(stage, part) that needs what `run` leaves; None: nobody, or this stage's own backward of the loss."""
+        step = 1 if run.what == FORWARD else -1
+        turns, stage = divmod(self.stage + step, self.stages)
+        part = run.part + turns
+        return (stage, part) if 0 <= part < self.parts else None
+
     def ended(self, run: Run) -> list[Run]:
         assert run == self.running
         self.running = None
         self.ran[run.what] += 1
-        if run.what == FORWARD and self.stage == self.stages - 1:
-            self.here[BACKWARD].add(run.micro)  # the loss
+        if run.what == FORWARD and self.goes(run) is None:
+            self.here[BACKWARD].add((run.micro, run.part))  # the loss
         return self._next()
 
     def _next(self) -> list[Run]:
         if self.running is not None or self.at == len(self.order):
             return []
         run = self.order[self.at]
-        if run.micro not in self.here[run.what]:
+        if (run.micro, run.part) not in self.here[run.what]:
             return []
-        self.here[run.what].remove(run.micro)
+        self.here[run.what].remove((run.micro, run.part))
         self.at += 1
         self.running = run
         return [run]
@@ -77,4 +109,6 @@ class StageDecider:
 
     def check(self) -> None:
         begun = sum(run.what == FORWARD for run in self.order[: self.at])
-        assert 0 <= begun - self.ran[BACKWARD] <= self.stages - self.stage
+        assert 0 <= begun - self.ran[BACKWARD] <= ahead(self.stage, self.stages, self.micros, self.parts)
+        assert all(0 <= micro < self.micros and 0 <= part < self.parts
+                   for micro, part in self.here[FORWARD] | self.here[BACKWARD])

@@ -23,7 +23,8 @@ class Constants:
     """`efficiency`: of the device's peak, where a block is large; `half`: FLOPs of a block at which half of it is
     reached; `attention`: efficiency of its FLOPs, over that of others; `launch`: seconds that a block takes at least,
     as its kernels are launched; `network`: the share of a card's rate that data has; `tax`: the share of the network's
-    time in which devices that communicate do not compute; `fixed`: seconds a step besides."""
+    time in which devices that communicate do not compute; `fixed`: seconds a step besides; `traffic`: how often what
+    backward needs of a block crosses the device's memory in a forward, besides."""
 
     efficiency: float = 0.5
     half: float = 0.0
@@ -32,15 +33,23 @@ class Constants:
     network: float = 0.9
     tax: float = 0.0
     fixed: float = 0.0
+    traffic: float = 0.0
     source: str = "assumed"
     table: Mapping[tuple[str, int], float] = field(default_factory=dict)
 
-    def forward(self, block: BlockShape, samples: float, ranks: int, device: Device) -> float:
-        """Seconds of a block's forward on one of `ranks` tensor-parallel devices."""
+    def forward(self, block: BlockShape, samples: float, ranks: int, device: Device, precision: str = "") -> float:
+        """Seconds of a block's forward on one of `ranks` tensor- and context-parallel devices. `precision`: of a
+        layer's products; attention, and what is no layer, is computed in 16 bits."""
         if (known := self.table.get((block.name.partition(".")[0], int(samples)))) is not None:
             return known
-        flops = (block.flops + block.attention * (1 / self.attention - 1)) * samples / ranks
-        return max((flops + self.half * (flops > 0)) / (device.flops * self.efficiency), self.launch)
+        slower = device.flops / device.peak(precision) if "." in block.name else 1.0
+        flops = ((block.flops - block.attention) * slower + block.attention / self.attention) * samples / ranks
+        moved = self.traffic * block.saved * samples / ranks / device.memory_rate if self.traffic else 0.0
+        return max((flops + self.half * (flops > 0)) / (device.flops * self.efficiency) + moved, self.launch)
+
+    def scores(self, block: BlockShape, samples: float, ranks: int, device: Device) -> float:
+        """Seconds of its attention alone, in which keys and values may come."""
+        return block.attention * samples / ranks / (self.attention * self.efficiency * device.flops)
 
     @property
     def from_what(self) -> str:

@@ -74,7 +74,8 @@ class Site:
 
 @dataclass(frozen=True)
 class Group:
-    """The data-parallel ranks of one pipeline stage. `hosts`: how many; `ranks`: on each, with `tp` devices each."""
+    """The ranks of one pipeline stage that have the same parameters. `hosts`: how many; `ranks`: on each, with `tp`
+    devices each there."""
 
     site: Site
     hosts: int
@@ -133,7 +134,7 @@ class Fabric:
         weight = per_device * group.tp
         return [(site.out, weight), (site.into, weight), *inside]
 
-    def _ring(self, passes: int) -> tuple[list[tuple[Resource, float]], float]:
+    def _ring(self, passes: float) -> tuple[list[tuple[Resource, float]], float]:
         n, hosts = self.group.dp, self.group.hosts
         if n == 1:
             return [], 0.0
@@ -141,12 +142,34 @@ class Fabric:
         return self._network(passes * (n - 1) / n), passes * (steps[0] * self.site.latency + steps[1] * INSIDE_S)
 
     def tensor(self, nbytes: float) -> float:
-        """Seconds of a layer's pass in which its tensor-parallel ranks add activations of `nbytes` up, twice; nothing
-        hides that."""
-        t = self.group.tp
+        """Seconds of a layer's pass in which its tensor-parallel ranks add activations of `nbytes` up, twice; but for
+        the plan's share, nothing hides that. A ring that leaves the host has all of its cards."""
+        t, site = self.plan.layout.tp, self.site
         if t == 1:
             return 0.0
-        return 2 * (2 * (t - 1) / t * nbytes / self.site.fabric.capacity + 2 * (t - 1) * INSIDE_S)
+        out = t > self.group.tp
+        rate = min(site.fabric.capacity, site.out.capacity) if out else site.fabric.capacity
+        steps = 2 * (t - 1) * INSIDE_S + out * 2 * (t // self.group.tp - 1) * site.latency
+        return 2 * (2 * (t - 1) / t * nbytes / rate + steps) * (1 - self.plan.hidden)
+
+    def _side_by_side(self, ranks: int) -> tuple[float, float]:
+        """(bytes a second, latency) of a device to others among `ranks` that follow each other in the group."""
+        if ranks <= self.group.ranks:
+            return self.site.fabric.capacity, INSIDE_S
+        devices = self.group.ranks * self.group.tp
+        return min(self.site.fabric.capacity, self.site.out.capacity / devices), self.site.latency
+
+    def context(self, nbytes: float) -> float:
+        """Seconds in which keys and values, a device's own of `nbytes`, go round its context-parallel ranks."""
+        c = self.plan.layout.cp
+        rate, latency = self._side_by_side(c)
+        return (c - 1) * (nbytes / rate + latency)
+
+    def experts(self, nbytes: float) -> float:
+        """Seconds in which a device's tokens of `nbytes` go to their experts, and what these give comes back."""
+        e = self.plan.layout.ep
+        rate, latency = self._side_by_side(e)
+        return 2 * (e - 1) * (nbytes / e / rate + latency)
 
     # actions
 
@@ -184,7 +207,8 @@ class Fabric:
         if plan.topk is not None:
             nbytes = params * plan.held_bytes * plan.topk / 100
         if place.sum == "ring":
-            uses, latency = self._ring(2 if place.state == "device" else 1)
+            back = plan.parameter_bytes / plan.gradient_bytes if place.parameters == "device" else 0.0
+            uses, latency = self._ring(2 if place.state == "device" else 1 + back)
             if place.update in ("host", "ssd"):
                 uses = uses + [(resource, weight / n) for resource, weight in self._from_device]
             return Cost(nbytes, uses, latency)

@@ -1,9 +1,10 @@
 """What a plan needs of every memory, in closed form: what stays, and what a micro-batch adds. And whether that fits.
 
-Device: parameters (all, a part, or `slots` blocks; of tables of rows, that are spread over the devices, its part),
-gradients, state, activations of the micro-batches under way (with recompute their blocks' inputs and one block's own),
-`context_bytes`, and all of it times `fragmentation`. Host and SSDs: what the placement rests there; files have two
-slots (Rule 3).
+Device: parameters (all, a part, or `slots` blocks; of tables of rows and of experts, spread over the devices, its
+part), gradients, state, activations of the micro-batches under way (with recompute their blocks' inputs and one
+block's own), the loss's logits, `context_bytes`, and all of it times `fragmentation`. Host and SSDs: what the placement
+rests there; files have two slots (Rule 3). The mixed precision of Megatron is `zero1` with gradient_bytes = 4: 2 + 4
+bytes a parameter and 12 over the data-parallel ranks (Rajbhandari et al., 2020, section 5.1).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from roadtrain.errors import BudgetError, ConfigError
+from roadtrain.flow.pipeline import ahead
 from roadtrain.spec.cluster import Cluster, Host
 from roadtrain.spec.placement import Plan
 from roadtrain.spec.shapes import BlockShape, ModelShape
@@ -37,40 +39,58 @@ class Need:
 def device_bytes(plan: Plan, blocks: Sequence[BlockShape]) -> float:
     """What stays on a device, without activations."""
     place, layout = plan.placement, plan.layout
-    params = [(block.params - block.tables * (1 - 1 / layout.dp)) / layout.tp for block in blocks]
+    spread = [block.tables * (1 - 1 / layout.replicas) for block in blocks]
+    params = [(block.params - less - block.experts * (1 - 1 / layout.ep)) / layout.tp
+              for block, less in zip(blocks, spread)]
     total, biggest = sum(params), max(params, default=0.0)
+    split = sum(block.params - less for block, less in zip(blocks, spread)) / layout.tp / layout.replicas
     if place.streamed:
         parameters = min(max(2, plan.slots), len(blocks)) * biggest
         gradients = biggest if place.parameters == "split" else LARGEST * biggest
     else:
         parameters = gradients = total
     if place.parameters == "split":
-        parameters, gradients = parameters + total / layout.dp, gradients + total / layout.dp
-    state = {"device": total, "split": total / layout.dp}.get(place.state, 0.0) * plan.state_bytes
+        parameters, gradients = parameters + split, gradients + split
+    state = {"device": total, "split": split}.get(place.state, 0.0) * plan.state_bytes
     return parameters * plan.parameter_bytes + gradients * plan.gradient_bytes + state
 
 
 def saved_bytes(plan: Plan, blocks: Sequence[BlockShape]) -> float:
     """Activations that a micro-batch leaves on a device until its backward. `plan.offload`: they go to the host."""
-    what = "input" if plan.recompute else "saved"
     if plan.offload:
         return 0.0
-    nbytes: float = sum(getattr(block, what) for block in blocks)
-    return nbytes * plan.micro_batch / plan.layout.tp
+    return sum(_kept(plan, block) for block in blocks) * plan.micro_batch / plan.layout.cp
+
+
+def _kept(plan: Plan, block: BlockShape) -> float:
+    """Of a sample of a block, on one tensor-parallel rank."""
+    inputs, saved = _on_rank(plan, block.input, block.input), _on_rank(plan, block.saved, block.whole)
+    if plan.recompute or not block.attention:
+        return inputs if plan.recompute else saved
+    products = _on_rank(plan, block.products, block.input) if block.products else saved
+    return {"": saved, "products": products, "layers": (inputs + saved) / 2}[plan.selective]
+
+
+def _on_rank(plan: Plan, nbytes: float, whole: float) -> float:
+    """`whole` of the bytes are on every tensor-parallel rank, unless these split the sequence."""
+    whole = 0.0 if plan.sequence else whole
+    return (nbytes - whole) / plan.layout.tp + whole
 
 
 def working_bytes(plan: Plan, blocks: Sequence[BlockShape]) -> float:
-    """Of one block while it runs, besides what is saved."""
-    if not plan.recompute:
-        return 0.0
-    return max((block.saved for block in blocks), default=0.0) * plan.micro_batch / plan.layout.tp
+    """Of one block while it runs, besides what is saved: all of it where it is computed again, and the loss."""
+    again = plan.recompute or plan.selective
+    own = max((_on_rank(plan, block.saved, block.whole) for block in blocks), default=0.0) if again else 0.0
+    logits = sum(block.logits for block in blocks) / plan.layout.tp * plan.logit_bytes
+    output = sum(block.params for block in blocks if block.logits) / plan.layout.tp * plan.output_bytes
+    return max(own, logits) * plan.micro_batch / plan.layout.cp + output
 
 
 def host_bytes(plan: Plan, blocks: Sequence[BlockShape], ranks: int) -> float:
     """On a host with `ranks` data-parallel ranks of this stage."""
     place, layout = plan.placement, plan.layout
     total = sum(block.params for block in blocks)
-    own = ranks / layout.dp
+    own = ranks / layout.replicas
     nbytes = plan.host_bytes * own * total
     if place.parameters == "host":
         nbytes += own * total * plan.parameter_bytes
@@ -100,13 +120,13 @@ def needs(plan: Plan, cluster: Cluster, model: ModelShape, cuts: Sequence[Sequen
     out, layout, place = [], plan.layout, plan.placement
     for number, (blocks, host) in enumerate(zip(cuts, hosts)):
         assert host.device is not None
-        ahead = min(plan.micros, layout.pp - number)
-        nbytes = device_bytes(plan, blocks) + ahead * saved_bytes(plan, blocks) + working_bytes(plan, blocks)
+        held = ahead(number, layout.pp, plan.micros, layout.vp) / layout.vp
+        nbytes = device_bytes(plan, blocks) + held * saved_bytes(plan, blocks) + working_bytes(plan, blocks)
         out.append(Need(f"stage {number} device", nbytes * plan.fragmentation + plan.context_bytes, host.device.memory))
-        ranks = max(1, min(host.devices // layout.tp, layout.dp))
+        ranks = max(1, min(host.devices // layout.tp, layout.replicas))
         out.append(Need(f"stage {number} memory", host_bytes(plan, blocks, ranks), USABLE * host.memory))
         if place.state == "ssd":
-            share = ranks / layout.dp
+            share = ranks / layout.replicas
             nbytes = file_bytes(plan, sum(block.params for block in blocks)) * share
             out.append(Need(f"stage {number} SSDs", nbytes, _room(host)))
     if place.served and cluster.spares:
@@ -137,18 +157,20 @@ def check(found: Sequence[Need], plan: Plan) -> None:
                       hint=hint)
 
 
-def cut(blocks: Sequence[BlockShape], plan: Plan) -> list[list[BlockShape]]:
-    """The blocks of each stage; what comes before the first layer and after the last goes with them. Raises ConfigError
-    where stages and layers do not match."""
-    if plan.layout.pp == 1:
-        return [list(blocks)]
+def cut(blocks: Sequence[BlockShape], plan: Plan) -> list[list[list[BlockShape]]]:
+    """The blocks of each part of each stage; what comes before the first layer and after the last goes with the first
+    and the last part. Raises ConfigError where stages and layers do not match."""
+    pp = plan.layout.pp
+    if pp * plan.layout.vp == 1:
+        return [[list(blocks)]]
     layers = [i for i, block in enumerate(blocks) if "." in block.name]
     if not layers:
         raise ConfigError("the model has no layers that follow each other", hint="pp = 1")
-    counts, out, at = plan.layout.layers(len(layers)), [], 0
+    counts, at = plan.layout.layers(len(layers)), 0
+    out: list[list[list[BlockShape]]] = [[] for _ in range(pp)]
     for i, n in enumerate(counts):
-        begin = 0 if i == 0 else layers[at]
+        begin = 0 if i == 0 else (*layers, layers[-1] + 1)[at]
         at += n
         stop = len(blocks) if i == len(counts) - 1 else layers[at]
-        out.append(list(blocks[begin:stop]))
+        out[i % pp].append(list(blocks[begin:stop]))
     return out

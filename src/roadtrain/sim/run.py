@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from roadtrain.errors import ConfigError
+from roadtrain.flow.pipeline import FORWARD, Run
 from roadtrain.sim.compute import Constants
 from roadtrain.sim.engine import Engine, Resource, Task
 from roadtrain.sim.fabric import Fabric, Group, Site
@@ -108,8 +109,11 @@ class Scene:
         hosts = [host for host in cluster.workers for _ in range(host.count)]
         slots = [i for i, host in enumerate(hosts) for _ in range(host.devices)]
         if layout.devices > len(slots):
-            raise ConfigError(f"dp {layout.dp} x tp {layout.tp} x pp {layout.pp} is {layout.devices} devices, the "
-                              f"cluster has {len(slots)}", hint="smaller groups, or more hosts")
+            raise ConfigError(f"{layout} is {layout.devices} devices, the cluster has {len(slots)}",
+                              hint="smaller groups, or more hosts")
+        if layout.vp > 1 and plan.placement.streamed:
+            raise ConfigError(f"placement {plan.placement.name} streams parameters in the order of one part a stage, "
+                              f"vp is {layout.vp}", hint="vp = 1, or parameters that stay on the device")
         server = None
         if plan.placement.served:
             if not cluster.spares:
@@ -120,20 +124,20 @@ class Scene:
             server = Site(engine, node, min(nics, key=lambda n: n.total), constants, "server")
         self.stages: list[Stage] = []
         self.groups: list[Group] = []
-        per_stage = layout.tp * layout.dp
+        per_stage = layout.tp * layout.replicas
         cuts = cut(model.blocks, plan)
         firsts = [min((hosts[s] for s in slots[i * per_stage : (i + 1) * per_stage]),
                       key=lambda host: host.device.memory if host.device else 0.0) for i in range(layout.pp)]
-        self.needs = needs(plan, cluster, model, cuts, firsts)
+        self.needs = needs(plan, cluster, model, [[b for part in parts for b in part] for parts in cuts], firsts)
         if checked:
             check(self.needs, plan)
-        for number, blocks in enumerate(cuts):
+        for number, parts in enumerate(cuts):
             own = list(dict.fromkeys(slots[number * per_stage : (number + 1) * per_stage]))
             mine = [hosts[i] for i in own]
             first = min(mine, key=lambda host: host.device.flops if host.device else 0.0)  # the slowest sets the pace
-            if first.devices % layout.tp and layout.tp > 1:
+            if first.devices % layout.tp and layout.tp % first.devices:
                 raise ConfigError(f"a tensor group of {layout.tp} does not fit a host of {first.devices} devices",
-                                  hint="tp divides the devices of a host")
+                                  hint="tp divides the devices of a host, or is a multiple of them")
             nics = self._nics(mine, "dp")
             slowest = min(nics, key=lambda n: n.total) if nics else None
             if slowest is not None and (most := cluster.between(nics)) < slowest.total:  # they meet over a link
@@ -141,16 +145,19 @@ class Scene:
             ranks = min(first.devices, per_stage) // layout.tp or 1
             rates = tuple((n.total if n else 1.0) * constants.network for n in nics)
             site = Site(engine, first, slowest, constants, f"stage {number}")
-            group = Group(site, max(1, layout.dp // ranks), min(ranks, layout.dp), layout.tp, rates)
+            group = Group(site, max(1, layout.replicas // ranks), min(ranks, layout.replicas),
+                          min(layout.tp, first.devices), rates)
             fabric = Fabric(engine, cluster, plan, group, constants, server, cluster.spares)
             assert first.device is not None
             if logs is not None:
                 logs.append([])
             self.groups.append(group)
-            self.stages.append(Stage(engine, fabric, plan, blocks, first.device, constants, number, self._send,
+            self.stages.append(Stage(engine, fabric, plan, parts, first.device, constants, number, self._send,
                                      log=None if logs is None else logs[-1]))
         self.used_hosts = [hosts[i] for i in dict.fromkeys(slots[: layout.devices])]
-        self.between = [self._boundary(hosts, slots, i * per_stage) for i in range(1, layout.pp)]
+        ends = [(i * per_stage - 1, i * per_stage) for i in range(1, layout.pp)]
+        ends += [(layout.devices - 1, 0)] if layout.vp > 1 and layout.pp > 1 else []  # the next part begins
+        self.between = [self._boundary(hosts, slots, *pair) for pair in ends]
 
     def _nics(self, hosts: Sequence[Host], group: str) -> list[Nic]:
         """The card of each host that the group's data takes."""
@@ -162,10 +169,10 @@ class Scene:
         return list(self.cluster.common(hosts))
 
     def _boundary(
-        self, hosts: Sequence[Host], slots: Sequence[int], at: int
+        self, hosts: Sequence[Host], slots: Sequence[int], last: int, at: int
     ) -> tuple[Resource, Resource, float] | None:
-        """(forward, backward, latency) between the stages that meet before device `at`; None: inside a host."""
-        a, b = slots[at - 1], slots[at]
+        """(forward, backward, latency) from the stage of device `last` to that of `at`; None: inside a host."""
+        a, b = slots[last], slots[at]
         if a == b:
             return None
         nics = self._nics([hosts[a], hosts[b]], "pp")
@@ -176,22 +183,24 @@ class Scene:
         return (self.engine.resource(name + " forth", each), self.engine.resource(name + " back", each),
                 max(n.latency for n in nics))
 
-    def _send(self, stage: Stage, what: str, micro: int) -> None:
-        to = stage.number + (1 if what == "Forward" else -1)
-        if not 0 <= to < len(self.stages):
+    def _send(self, stage: Stage, run: Run) -> None:
+        assert stage.decider is not None
+        if (goes := stage.decider.goes(run)) is None:
             return
-        way = self.between[min(stage.number, to)]
-        nbytes = 2.0 * self.model.hidden * self.model.tokens * self.plan.micro_batch
-        uses = [] if way is None else [(way[0] if to > stage.number else way[1], 1.0)]
+        to, part = goes
+        forth = run.what == FORWARD
+        way = self.between[stage.number if forth else to] if self.between else None
+        nbytes = 2.0 * self.model.hidden * self.model.tokens * self.plan.micro_batch / self.plan.layout.cp
+        uses = [] if way is None else [(way[0] if forth else way[1], 1.0)]
         self.engine.task("Activations", nbytes if uses else 0.0, uses, latency=way[2] if way else 0.0,
-                         then=lambda: self.stages[to].arrived(what, micro), where=stage.name)
+                         then=lambda: self.stages[to].arrived(run.what, run.micro, part), where=stage.name)
 
     def bound(self) -> tuple[float, str]:
         """Seconds that a step takes at least, and what takes them."""
         bounds, before = [stage.bound() for stage in self.stages], 0.0
         for stage in self.stages:  # its first micro-batch comes through all stages before it, its last goes back
             bounds.append((before + self.plan.micros * stage.pass_s, f"{stage.name} device"))
-            before += stage.pass_s
+            before += stage.first_s
         seconds, what = max(bounds)
         return seconds + self.constants.fixed, what
 
@@ -201,7 +210,7 @@ class Scene:
         for stage, group in zip(self.stages, self.groups):
             device, host = stage.device, group.site.host
             share = busy.get(stage.lane.name, 0.0)
-            devices = group.hosts * group.ranks * group.tp
+            devices = self.plan.layout.replicas * self.plan.layout.tp
             total += devices * (device.idle_watts + (device.peak_watts - device.idle_watts) * share)
             work = max(busy.get(f"stage {stage.number} {what}", 0.0) for what in ("updates", "sums", "out"))
             total += len(self.used_hosts) / n * _watts(host, work)

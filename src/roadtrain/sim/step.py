@@ -37,21 +37,32 @@ SMALLEST = 8 << 20  # parameters of a piece, where there are several
 
 
 class Stage:
-    """`send(what, micro)`: the activations, or the gradient of them, go to the next or the last stage."""
+    """`parts`: the blocks of each part of the model that it has. `send(stage, run)`: what a run leaves goes to the
+    stage that needs it."""
 
     def __init__(
-        self, engine: Engine, fabric: Fabric, plan: Plan, blocks: Sequence[BlockShape], device: Device,
-        constants: Constants, number: int, send: Callable[[Stage, str, int], None], *, log: list[Any] | None = None,
+        self, engine: Engine, fabric: Fabric, plan: Plan, parts: Sequence[Sequence[BlockShape]], device: Device,
+        constants: Constants, number: int, send: Callable[[Stage, Run], None], *, log: list[Any] | None = None,
     ) -> None:
+        blocks = [block for part in parts for block in part]
+        ends = itertools.accumulate(map(len, parts), initial=0)
+        self.spans = [range(begin, stop) for begin, stop in itertools.pairwise(ends)]
         self.engine, self.fabric, self.plan, self.blocks = engine, fabric, plan, blocks
         self.number, self.send, self.name, self.log = number, send, f"stage {number}", log
         self.device = device
         self.lane = engine.lane(f"{self.name} device")
-        self.micros, tp = plan.micros, plan.layout.tp
-        self.params = [(block.params - block.tables) / tp for block in blocks]  # tables stay where they are
-        self.forward_s = [constants.forward(block, plan.micro_batch, tp, device) for block in blocks]
-        self.tensor_s = [fabric.tensor(block.input * plan.micro_batch) if "." in block.name else 0.0
-                         for block in blocks]
+        layout, size = plan.layout, plan.micro_batch / plan.layout.cp
+        self.micros, tp, split = plan.micros, layout.tp, layout.tp * layout.cp
+        e, n = layout.replicas // layout.ep, layout.replicas  # that sum an expert, that sum all else
+        summed = (1 - 1 / e) / (1 - 1 / n) / layout.ep if n > 1 else 1.0
+        self.params = [(block.params - block.tables - block.experts * (1 - summed)) / tp for block in blocks]
+        here = 1.0 if plan.placement.state == "split" else 1 / layout.ep
+        self.updated = [(block.params - block.tables - block.experts * (1 - here)) / tp for block in blocks]
+        self.forward_s = [constants.forward(block, plan.micro_batch, split, device, plan.precision) for block in blocks]
+        self.tensor_s = [fabric.tensor(block.input * size) if "." in block.name else 0.0 for block in blocks]
+        self.routed_s = [fabric.experts(block.routed * size / tp) for block in blocks]
+        self.ring_s = [max(0.0, fabric.context(block.kv * size / tp) - constants.scores(
+            block, plan.micro_batch, split, device)) for block in blocks]  # that attention does not hide
         n = len(blocks)
         most = max(self.params, default=0.0)
         self.pieces = max(1, min(4, int(most // SMALLEST)))
@@ -86,7 +97,8 @@ class Stage:
         self.ends: list[float] = []  # of steps: all is released
         self.inbox: deque[Any] = deque()
         self.busy = False
-        self.pool, self.saved = f"{self.name} device", saved_bytes(plan, blocks) * plan.fragmentation
+        self.pool = f"{self.name} device"
+        self.saved = [saved_bytes(plan, part) * plan.fragmentation for part in parts]
         self._hold_fixed()
 
     def bound(self) -> tuple[float, str]:
@@ -116,6 +128,11 @@ class Stage:
         """Seconds that a micro-batch computes here, both ways."""
         return sum(self._of(i, what) for i in range(len(self.blocks)) for what in (FORWARD, BACKWARD))
 
+    @property
+    def first_s(self) -> float:
+        """Of that, what its first part takes."""
+        return sum(self._of(i, what) for i in self.spans[0] for what in (FORWARD, BACKWARD))
+
     def _hold_fixed(self) -> None:
         """What stays; activations come and go."""
         plan, group = self.plan, self.fabric.group
@@ -129,21 +146,20 @@ class Stage:
         self.step += 1
         self.released = [0] * len(self.blocks)
         self.computed = False
-        pp = self.plan.layout.pp
-        self.decider = StageDecider(self.number, pp, self.micros)
+        self.decider = StageDecider(self.number, self.plan.layout.pp, self.micros, self.plan.layout.vp)
         self._go(self.decider.start())
 
-    def arrived(self, what: str, micro: int) -> None:
+    def arrived(self, what: str, micro: int, part: int) -> None:
         assert self.decider is not None
-        self._go(self.decider.arrived(what, micro))
+        self._go(self.decider.arrived(what, micro, part))
 
     def _go(self, runs: Sequence[Run]) -> None:
         for run in runs:
             self.run = run
-            order = range(len(self.blocks))
+            order = self.spans[run.part]
             self.todo = deque(order if run.what == FORWARD else reversed(order))
             if run.what == FORWARD:
-                self.engine.hold(self.pool, self.saved)
+                self.engine.hold(self.pool, self.saved[run.part])
             whole = not self.plan.placement.streamed and (run.micro if run.what == FORWARD else not run.last)
             if whole:  # all parameters are here and nothing is pushed
                 self.todo.clear()
@@ -152,12 +168,18 @@ class Stage:
                 self._next_block()
 
     def _of(self, block: int, what: str) -> float:
-        """Seconds; with recompute a backward is a forward more, but for the output layer's."""
-        forward, tensor = self.forward_s[block], self.tensor_s[block]
+        """Seconds; with recompute a backward is a forward more, but for the output layer's. Keys and values go round
+        again, with their gradients."""
+        forward, tensor, ring = self.forward_s[block], self.tensor_s[block] + self.routed_s[block], self.ring_s[block]
         if what == FORWARD:
-            return forward + tensor
-        again = self.plan.recompute and not self._last(block)
-        return forward * (3 if again else 2) + tensor * (2 if again else 1)
+            return forward + tensor + ring
+        shape, plan, again = self.blocks[block], self.plan, 0.0
+        if plan.recompute and not self._last(block):
+            again = 1.0
+        elif shape.attention and plan.selective:
+            again = 0.5 if plan.selective == "layers" else shape.again / shape.flops
+        whole = again if plan.selective != "products" else 0.0  # sums are kept
+        return forward * (2 + again) + tensor * (1 + whole) + ring * (2 + whole)
 
     def _last(self, block: int) -> bool:
         return self.number == self.plan.layout.pp - 1 and block == len(self.blocks) - 1
@@ -214,8 +236,8 @@ class Stage:
         run, self.run = self.run, None
         assert run is not None and self.decider is not None
         if run.what == BACKWARD:
-            self.engine.hold(self.pool, -self.saved)
-        self.send(self, run.what, run.micro)
+            self.engine.hold(self.pool, -self.saved[run.part])
+        self.send(self, run)
         following = self.decider.ended(run)
         if following:
             self._go(following)
@@ -370,7 +392,7 @@ class Stage:
             case ops.Read(chunk):
                 self._on_disk(READ_STATE, "Read", self.fabric.read(self._piece(chunk)), done())
             case ops.Update(chunk):
-                cost = self.fabric.update(self._piece(chunk))
+                cost = self.fabric.update(self.updated[chunk // self.pieces] / self.pieces)
                 self._cost("Update", cost, partial(self._updated, action), lane=self.updates)
             case ops.Write(chunk):
                 self._on_disk(WRITE_STATE, "Write", self.fabric.write(self._piece(chunk)), done())

@@ -58,15 +58,24 @@ Seconds = Annotated[float, _with_unit(parse_seconds), PlainSerializer(lambda v: 
 
 
 class Device(Section):
-    """One accelerator. `flops`: peak of the dtype that is computed in; `copy`: to and from its host (PCIe)."""
+    """One accelerator. `flops`: peak of the 16-bit dtype that is computed in, `peaks`: of others by name ("fp8",
+    "nvfp4"); `copy`: to and from its host (PCIe)."""
 
     kind: str = "device"
     flops: Flops
+    peaks: dict[str, Flops] = Field(default_factory=dict)
     memory: Bytes
     memory_rate: Rate = 0.0
     copy_rate: Rate = Field(default=0.0, alias="copy")
     idle_watts: float = Field(default=0, ge=0)
     peak_watts: float = Field(default=0, ge=0)
+
+    def peak(self, precision: str) -> float:
+        """FLOP/s; "" is the 16-bit dtype. Raises ConfigError for one that it has no peak of."""
+        if precision and precision not in self.peaks:
+            raise ConfigError(f"device {self.kind} has no peak for {precision!r}",
+                              hint=f"known are {', '.join(self.peaks) or 'none'}; give it in `peaks`")
+        return self.peaks[precision] if precision else self.flops
 
 
 class Ssd(Section):

@@ -6,6 +6,9 @@ ranks (d p t = N), as in Yang et al. (Holmes), equations 1 to 3, here from 0:
     tensor group i     i t + j                                   j < t     inside one host
     pipeline group i   i + j t d                                 j < p     a stage is t d devices that follow each other
     data group i       i mod t + (i div t) d t + j t             j < d     inside one stage
+
+Context-parallel ranks have a part of each sequence, and the same parameters: d here is dp x cp, and the ranks of a
+context group follow each other in a data group. So do those of an expert group, which has each expert once.
 """
 
 from __future__ import annotations
@@ -19,36 +22,63 @@ from roadtrain.errors import ConfigError
 
 @dataclass(frozen=True)
 class Layout:
-    """Data-, tensor- and pipeline-parallel ranks. `stages`: layers of each pipeline stage; empty: as even as can be."""
+    """Data-, tensor-, pipeline-, context- and expert-parallel ranks (`ep` divides dp x cp). `vp`: parts of the model
+    that a pipeline stage has, part k of all stages before part k + 1 of any. `stages`: layers of each pipeline stage,
+    with vp of each part in the model's order; empty: as even as can be."""
 
     dp: int = 1
     tp: int = 1
     pp: int = 1
     stages: tuple[int, ...] = ()
+    cp: int = 1
+    ep: int = 1
+    vp: int = 1
+
+    def __post_init__(self) -> None:
+        if self.replicas % self.ep:
+            raise ConfigError(f"ep {self.ep} does not divide dp {self.dp} x cp {self.cp}",
+                              hint="every expert group is a part of a data group")
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that have the same parameters, but for experts."""
+        return self.dp * self.cp
 
     @property
     def devices(self) -> int:
-        return self.dp * self.tp * self.pp
+        return self.replicas * self.tp * self.pp
+
+    def __str__(self) -> str:
+        more = "".join(f" x {name} {n}" for name, n in (("cp", self.cp), ("ep", self.ep), ("vp", self.vp)) if n > 1)
+        return f"dp {self.dp} x tp {self.tp} x pp {self.pp}{more}"
 
     def tensor_groups(self) -> list[list[int]]:
-        return [[i * self.tp + j for j in range(self.tp)] for i in range(self.pp * self.dp)]
+        return [[i * self.tp + j for j in range(self.tp)] for i in range(self.pp * self.replicas)]
 
     def pipeline_groups(self) -> list[list[int]]:
-        stage = self.tp * self.dp
+        stage = self.tp * self.replicas
         return [[i + j * stage for j in range(self.pp)] for i in range(stage)]
 
     def data_groups(self) -> list[list[int]]:
-        t, d = self.tp, self.dp
+        t, d = self.tp, self.replicas
         return [[i % t + (i // t * d + j) * t for j in range(d)] for i in range(self.pp * t)]
 
+    def context_groups(self) -> list[list[int]]:
+        return [group[i : i + self.cp] for group in self.data_groups() for i in range(0, self.replicas, self.cp)]
+
+    def expert_groups(self) -> list[list[int]]:
+        return [group[i : i + self.ep] for group in self.data_groups() for i in range(0, self.replicas, self.ep)]
+
     def layers(self, layers: int) -> tuple[int, ...]:
-        """Of each stage. Raises ConfigError where they do not add up."""
+        """Of each stage, or of each part in the model's order (the first and the last of which may have only what
+        comes before and after the layers). Raises ConfigError where they do not add up."""
         if not self.stages:
-            return even(layers, self.pp)
-        if len(self.stages) != self.pp or sum(self.stages) != layers or min(self.stages) < 1:
+            return even(layers, self.pp * self.vp)
+        inner = self.stages if self.vp == 1 else self.stages[1:-1]
+        if len(self.stages) != self.pp * self.vp or sum(self.stages) != layers or min(inner) < 1:
             raise ConfigError(f"stages of {', '.join(map(str, self.stages))} layers are {len(self.stages)} with "
-                              f"{sum(self.stages)} layers in all, the model has {layers} for {self.pp} stages",
-                              hint="one number a stage, each 1 or more, adding up to the model's layers")
+                              f"{sum(self.stages)} layers in all, the model has {layers} for {self.pp * self.vp} "
+                              "stages", hint="one number a stage, each 1 or more, adding up to the model's layers")
         return self.stages
 
     def check(self, hosts: Sequence[int], clusters: Sequence[int] = ()) -> None:
@@ -56,18 +86,18 @@ class Layout:
         Raises ConfigError where devices are left over, a tensor group leaves its host, or a data group its cluster."""
         total = sum(hosts)
         if self.devices != total:
-            raise ConfigError(f"dp {self.dp} x tp {self.tp} x pp {self.pp} is {self.devices} devices, there are "
-                              f"{total}", hint=f"{total} must be a multiple of tp x pp = {self.tp * self.pp}")
+            raise ConfigError(f"{self} is {self.devices} devices, there are {total}",
+                              hint=f"{total} must be a multiple of tp x pp = {self.tp * self.pp}")
         if bad := next((n for n in hosts if n % self.tp), None):
             raise ConfigError(f"a tensor group of {self.tp} does not fit a host of {bad} devices",
                               hint="tp divides the devices of a host")
-        at, stage = 0, self.tp * self.dp
+        at, stage = 0, self.tp * self.replicas
         for n in clusters[:-1]:
             at += n * hosts[0]
             if at % stage:
                 raise ConfigError(
-                    f"a data group of {self.dp} (a stage of {stage} devices) crosses the border between clusters after "
-                    f"device {at}", hint="every cluster's devices are a multiple of tp x dp: change pp")
+                    f"a data group of {self.replicas} (a stage of {stage} devices) crosses the border between clusters "
+                    f"after device {at}", hint="every cluster's devices are a multiple of tp x dp: change pp")
 
 
 def even(layers: int, stages: int) -> tuple[int, ...]:

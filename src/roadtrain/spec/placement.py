@@ -56,6 +56,7 @@ class Placement:
 
 PLACEMENTS = {p.name: p for p in (
     Placement("ddp", "device", "device", "ring", "device"),
+    Placement("zero1", "device", "split", "ring", "device"),
     Placement("zero3", "split", "split", "ring", "device"),
     Placement("zero-offload", "host", "host", "ring", "host"),
     Placement("zero-infinity", "ssd", "ssd", "ring", "host", "ssd"),
@@ -82,7 +83,13 @@ class Plan:
     (`host_bytes`). `in_turn`: updates in the order of their gradients, not of the next forward. `overlap`: gradients
     leave while backward runs, else after it. `offload`: activations go to the host. `resident`: the share of records on
     files that memory keeps too. `file_slots`: 2 where a step never overwrites the last one. `context_bytes`,
-    `fragmentation`: of a device's memory, what nobody asked for."""
+    `fragmentation`: of a device's memory, what nobody asked for.
+
+    What a framework does: `precision` of the layers' products ("" is 16 bits; attention and the output stay there).
+    `selective`: of each layer "products" (all but attention and every second product), or all of every second of the
+    "layers", is computed again. `sequence`: tensor-parallel ranks split norms and inputs too. `logit_bytes` a logit and
+    `output_bytes` a parameter of the output layer are on the device while the loss is made. `hidden`: the share of
+    tensor-parallel traffic that products hide."""
 
     placement: Placement
     layout: Layout = field(default_factory=Layout)
@@ -109,6 +116,16 @@ class Plan:
     resident: float = 0
     context_bytes: float = 1e9
     fragmentation: float = 1.0
+    precision: str = ""
+    selective: str = ""
+    sequence: bool = True
+    logit_bytes: float = 6
+    output_bytes: float = 0
+    hidden: float = 0
+
+    def __post_init__(self) -> None:
+        if self.selective not in ("", "products", "layers"):
+            raise ConfigError(f"`selective` is {self.selective!r} in the plan", hint='"products", "layers" or ""')
 
     def changed(self, **changes: Any) -> Plan:
         return replace(self, **changes)
@@ -145,7 +162,8 @@ def make_plan(tree: Mapping[str, Any]) -> Plan:
         ranks = Layout(**{**layout, "stages": tuple(layout.get("stages", ()))})
         plan = Plan(placement(str(tree.pop("placement"))), ranks, **tree)
     except TypeError as cause:
-        raise ConfigError(f"`layout` of the plan: {cause}", hint="its keys are dp, tp, pp, stages") from cause
+        raise ConfigError(f"`layout` of the plan: {cause}", hint="its keys are dp, tp, pp, stages, cp, ep, "
+                          "vp") from cause
     for name, least in (("micro_batch", 1), ("micros", 1), ("slots", 2), ("buffers", 1), ("staleness", 0)):
         value = getattr(plan, name)
         if not isinstance(value, int) or value < least:

@@ -3,8 +3,9 @@
 Per sample (a sequence, an image, a row) and block: `flops` of one forward (a multiply-add is 2; backward takes twice as
 many), `saved` bytes that backward needs of it, `input` bytes of its input, all that recompute keeps. Activations are of
 2-byte elements; those of a transformer layer as in Korthikanti et al. (2022), section 4: s h (34 + 5 a s / h) bytes,
-without the second term where attention is fused (it then takes no s x s matrix). Attention is counted in full, as
-is usual, not as half for its causal mask.
+without the second term where attention is fused (it then takes no s x s matrix). A gated layer has no dropout: two
+norms' inputs and outputs (4 h a token), queries, keys, values and what attention gives, and 3 ff. Logits are counted
+apart. Attention is counted in full, as is usual, not as half for its causal mask.
 
     shape("OPT-175B").params                            # 174.6e9
     shape("LLaMA-2-13B", seq_len=2048)
@@ -24,7 +25,10 @@ from roadtrain.errors import ConfigError
 @dataclass(frozen=True)
 class BlockShape:
     """`attention`: of `flops`, those of scores and values. `tables`: of `params`, rows that are looked up (embeddings),
-    of which a sample touches `touched` bytes."""
+    of which a sample touches `touched` bytes. `experts`: of `params`, those of experts, of a sample's tokens to which
+    `routed` bytes go. `kv`: bytes of keys and values. `logits`: elements of the output. `whole`: of `saved`, what each
+    tensor-parallel rank has unless the sequence is split too. `products`: bytes that stay where all but attention and
+    every second product are computed again, which are `again` FLOPs."""
 
     name: str
     params: int
@@ -34,6 +38,13 @@ class BlockShape:
     tables: int = 0
     touched: float = 0.0
     attention: float = 0.0
+    experts: int = 0
+    routed: float = 0.0
+    kv: float = 0.0
+    logits: float = 0.0
+    whole: float = 0.0
+    products: float = 0.0
+    again: float = 0.0
 
     def times(self, n: int) -> tuple[BlockShape, ...]:
         return tuple(replace(self, name=f"{self.name}.{i}") for i in range(n))
@@ -74,7 +85,9 @@ class ModelShape:
 class Transformer:
     """`kv`: width of keys, and of values. `ff`: width inside the MLP; `gated`: it has three matrices. `positions`: rows
     of learnt positions. `fused`: attention keeps no s x s matrix. `biases`: linear layers have them; `norms`: vectors
-    of normalisation a layer."""
+    of normalisation a layer. `dense`: so many of the first layers have no experts but an MLP of `dense_ff`. `latent`:
+    ranks of queries and of keys and values, widths of a head without and with positions and of its values (DeepSeek-AI,
+    2024, section 2.1.2)."""
 
     layers: int
     hidden: int
@@ -91,22 +104,45 @@ class Transformer:
     norms: int = 4
     experts: int = 1
     active: int = 1  # experts that a token takes
+    shared: int = 0  # experts that every token takes besides
+    dense: int = 0
+    dense_ff: int = 0
+    latent: tuple[int, int, int, int, int] | None = None
+
+    def layer(self) -> BlockShape:
+        h, s, a = self.hidden, self.seq_len, self.heads
+        ff, kv = self.ff or 4 * h, self.kv or h
+        matrices = 3 if self.gated else 2
+        attention, mlp, widths = 2 * h * h + 2 * h * kv, matrices * h * ff, 2 * h + 2 * kv
+        scores = 4.0 * s * s * h
+        if self.latent is not None:
+            q, latent, head, turned, value = self.latent
+            attention = (h * (q + latent + turned) + a * (q * (head + turned) + latent * (head + value) + value * h))
+            widths = 2 * q + 2 * latent + turned + 2 * a * (head + turned + value)
+            scores, kv = 2.0 * s * s * a * (head + turned + value), latent + turned
+        biases = (2 * h + 2 * kv + (matrices - 1) * ff + h) * self.biases
+        router = h * self.experts if self.experts > 1 else 0
+        experts = mlp * self.experts if self.experts > 1 else 0
+        params = attention + mlp * (self.experts + self.shared) + router + biases + self.norms * h
+        flops = 2.0 * s * (attention + mlp * (self.active + self.shared)) + scores
+        saved = s * h * (34.0 if self.fused else 34.0 + 5.0 * a * s / h)
+        inputs = h * (self.active if self.experts > 1 else 0)
+        if self.gated:
+            saved = 2.0 * s * (4 * h + widths + inputs + 3 * ff * (self.active + self.shared))
+        return BlockShape(
+            "layer", params, flops, saved, 2.0 * s * h, attention=scores, experts=experts, routed=2.0 * s * inputs,
+            kv=4.0 * s * kv, whole=(8.0 if self.gated else 10.0) * s * h,
+            products=2.0 * s * (4 * h + kv + ff * self.active), again=2.0 * s * h * (kv + h + ff * self.active))
 
     def shape(self, name: str, source: str = "") -> ModelShape:
         h, s, v = self.hidden, self.seq_len, self.vocab
-        ff, kv = self.ff or 4 * h, self.kv or h
-        matrices = 3 if self.gated else 2
-        attention, mlp = 2 * h * h + 2 * h * kv, matrices * h * ff
-        biases = (2 * h + 2 * kv + (matrices - 1) * ff + h) * self.biases
-        router = h * self.experts if self.experts > 1 else 0
-        params = attention + mlp * self.experts + router + biases + self.norms * h
-        flops = 2.0 * s * (attention + mlp * self.active) + 4.0 * s * s * h
-        saved = s * h * (34.0 if self.fused else 34.0 + 5.0 * self.heads * s / h)
-        layer = BlockShape("layer", params, flops, saved, 2.0 * s * h, attention=4.0 * s * s * h)
+        plain = replace(self, experts=1, active=1, shared=0, ff=self.dense_ff or self.ff)
+        layers = [(plain if i < self.dense else self).layer() for i in (0, self.dense)]
+        layers = [replace(layers[i >= self.dense], name=f"layer.{i}") for i in range(self.layers)]
         embedding = BlockShape("embedding", v * h + self.positions * h, 0.0, 2.0 * s * h, 8.0 * s)
         final = self.norms // 2 * h + (0 if self.tied else v * h)
-        output = BlockShape("output", final, 2.0 * s * h * v, 6.0 * s * v + 2.0 * s * h, 2.0 * s * h)
-        return ModelShape(name, (embedding, *layer.times(self.layers), output), s, h, self.heads, source)
+        output = BlockShape("output", final, 2.0 * s * h * v, 2.0 * s * h, 2.0 * s * h, logits=1.0 * s * v)
+        return ModelShape(name, (embedding, *layers, output), s, h, self.heads, source)
 
 
 def _gpt(layers: int, hidden: int, heads: int, vocab: int = 50257, seq_len: int = 1024, **more: Any) -> Transformer:
@@ -162,6 +198,9 @@ _TRANSFORMERS: dict[str, tuple[Transformer, str]] = {
     "LLaMA-3-8B": (_llama(32, 4096, 32, 14336, 128256, 8192, 1024), "Dubey et al. (2024)"),
     "LLaMA-3-70B": (_llama(80, 8192, 64, 28672, 128256, 8192, 1024), "Dubey et al. (2024)"),
     "LLaMA-3-405B": (_llama(126, 16384, 128, 53248, 128256, 8192, 1024), "Dubey et al. (2024)"),
+    "DeepSeek-V3": (Transformer(61, 7168, 128, 129280, 4096, 2048, gated=True, tied=False, fused=True, biases=False,
+                                norms=2, experts=256, active=8, shared=1, dense=3, dense_ff=18432,
+                                latent=(1536, 512, 128, 64, 128)), "DeepSeek-AI (2024), section 4.2"),
     "BLOOM-560M": (_gpt(24, 1024, 16, 250880, 2048), "Le Scao et al. (2022)"),
     "BLOOM-7.1B": (_gpt(30, 4096, 32, 250880, 2048), "Le Scao et al. (2022)"),
     "BLOOM-176B": (_gpt(70, 14336, 112, 250880, 2048), "Le Scao et al. (2022)"),
