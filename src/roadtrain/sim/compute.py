@@ -1,6 +1,7 @@
 """How long a device computes: from a measured table, else a curve of efficiency by size, else one efficiency.
 
-A block's forward of F FLOPs takes (F + half) / (peak x efficiency) seconds, and no less than it takes to launch.
+A block's forward of F FLOPs takes (F + half) / (peak x efficiency) seconds (n half where n experts are side by side),
+and no less than it takes to launch.
 `Constants` are at most six figures a kind of hardware; spec/constants.toml holds those that were fitted, with where
 they come from.
 """
@@ -37,15 +38,17 @@ class Constants:
     source: str = "assumed"
     table: Mapping[tuple[str, int], float] = field(default_factory=dict)
 
-    def forward(self, block: BlockShape, samples: float, ranks: int, device: Device, precision: str = "") -> float:
-        """Seconds of a block's forward on one of `ranks` tensor- and context-parallel devices. `precision`: of a
-        layer's products; attention, and what is no layer, is computed in 16 bits."""
+    def forward(self, block: BlockShape, samples: float, ranks: int, device: Device, precision: str = "",
+                spread: int = 1) -> float:
+        """Seconds of a block's forward on one of `ranks` tensor- and context-parallel devices, with its experts over
+        `spread`. `precision`: of a layer's products; attention, and what is no layer, is computed in 16 bits."""
         if (known := self.table.get((block.name.partition(".")[0], int(samples)))) is not None:
             return known
         slower = device.flops / device.peak(precision) if "." in block.name else 1.0
         flops = ((block.flops - block.attention) * slower + block.attention / self.attention) * samples / ranks
         moved = self.traffic * block.saved * samples / ranks / device.memory_rate if self.traffic else 0.0
-        return max((flops + self.half * (flops > 0)) / (device.flops * self.efficiency) + moved, self.launch)
+        small = self.half * (flops > 0) * max(1.0, block.matrices / spread)
+        return max((flops + small) / (device.flops * self.efficiency) + moved, self.launch)
 
     def scores(self, block: BlockShape, samples: float, ranks: int, device: Device) -> float:
         """Seconds of its attention alone, in which keys and values may come."""

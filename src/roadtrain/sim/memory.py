@@ -55,11 +55,15 @@ def device_bytes(plan: Plan, blocks: Sequence[BlockShape]) -> float:
     return parameters * plan.parameter_bytes + gradients * plan.gradient_bytes + state
 
 
-def saved_bytes(plan: Plan, blocks: Sequence[BlockShape]) -> float:
-    """Activations that a micro-batch leaves on a device until its backward. `plan.offload`: they go to the host."""
+def saved_bytes(plan: Plan, blocks: Sequence[BlockShape], parts: int = 1) -> float:
+    """Activations that a micro-batch leaves on a device until its backward, in `parts` of the model. `plan.offload`:
+    they go to the host."""
     if plan.offload:
         return 0.0
-    return sum(_kept(plan, block) for block in blocks) * plan.micro_batch / plan.layout.cp
+    nbytes = sum(_kept(plan, block) for block in blocks)
+    if plan.outputs and plan.layout.pp > 1:
+        nbytes += parts * _on_rank(plan, blocks[-1].input, blocks[-1].input)
+    return nbytes * plan.micro_batch / plan.layout.cp
 
 
 def _kept(plan: Plan, block: BlockShape) -> float:
@@ -78,12 +82,14 @@ def _on_rank(plan: Plan, nbytes: float, whole: float) -> float:
 
 
 def working_bytes(plan: Plan, blocks: Sequence[BlockShape]) -> float:
-    """Of one block while it runs, besides what is saved: all of it where it is computed again, and the loss."""
+    """Of one block while it runs, besides what is saved: all of it where it is computed again, the loss, and a whole
+    input where tensor-parallel ranks split it."""
     again = plan.recompute or plan.selective
+    inputs = max((block.input - _on_rank(plan, block.input, block.input) for block in blocks), default=0.0)
     own = max((_on_rank(plan, block.saved, block.whole) for block in blocks), default=0.0) if again else 0.0
     logits = sum(block.logits for block in blocks) / plan.layout.tp * plan.logit_bytes
     output = sum(block.params for block in blocks if block.logits) / plan.layout.tp * plan.output_bytes
-    return max(own, logits) * plan.micro_batch / plan.layout.cp + output
+    return (max(own, logits) + inputs) * plan.micro_batch / plan.layout.cp + output
 
 
 def host_bytes(plan: Plan, blocks: Sequence[BlockShape], ranks: int) -> float:
@@ -121,7 +127,7 @@ def needs(plan: Plan, cluster: Cluster, model: ModelShape, cuts: Sequence[Sequen
     for number, (blocks, host) in enumerate(zip(cuts, hosts)):
         assert host.device is not None
         held = ahead(number, layout.pp, plan.micros, layout.vp) / layout.vp
-        nbytes = device_bytes(plan, blocks) + held * saved_bytes(plan, blocks) + working_bytes(plan, blocks)
+        nbytes = device_bytes(plan, blocks) + held * saved_bytes(plan, blocks, layout.vp) + working_bytes(plan, blocks)
         out.append(Need(f"stage {number} device", nbytes * plan.fragmentation + plan.context_bytes, host.device.memory))
         ranks = max(1, min(host.devices // layout.tp, layout.replicas))
         out.append(Need(f"stage {number} memory", host_bytes(plan, blocks, ranks), USABLE * host.memory))
@@ -166,11 +172,11 @@ def cut(blocks: Sequence[BlockShape], plan: Plan) -> list[list[list[BlockShape]]
     layers = [i for i, block in enumerate(blocks) if "." in block.name]
     if not layers:
         raise ConfigError("the model has no layers that follow each other", hint="pp = 1")
-    counts, at = plan.layout.layers(len(layers)), 0
+    counts, at, edges = plan.layout.layers(len(layers)), 0, (*layers, layers[-1] + 1)
     out: list[list[list[BlockShape]]] = [[] for _ in range(pp)]
     for i, n in enumerate(counts):
-        begin = 0 if i == 0 else (*layers, layers[-1] + 1)[at]
+        begin = 0 if i == 0 else edges[at]
         at += n
-        stop = len(blocks) if i == len(counts) - 1 else layers[at]
+        stop = len(blocks) if i == len(counts) - 1 else edges[at]
         out[i % pp].append(list(blocks[begin:stop]))
     return out

@@ -88,8 +88,8 @@ class Plan:
     What a framework does: `precision` of the layers' products ("" is 16 bits; attention and the output stay there).
     `selective`: of each layer "products" (all but attention and every second product), or all of every second of the
     "layers", is computed again. `sequence`: tensor-parallel ranks split norms and inputs too. `logit_bytes` a logit and
-    `output_bytes` a parameter of the output layer are on the device while the loss is made. `hidden`: the share of
-    tensor-parallel traffic that products hide."""
+    `output_bytes` a parameter of the output layer are on the device while the loss is made. `outputs`: what goes to the
+    next stage stays until its backward. `hidden`: the share of tensor-parallel traffic that products hide."""
 
     placement: Placement
     layout: Layout = field(default_factory=Layout)
@@ -121,6 +121,7 @@ class Plan:
     sequence: bool = True
     logit_bytes: float = 6
     output_bytes: float = 0
+    outputs: bool = False
     hidden: float = 0
 
     def __post_init__(self) -> None:

@@ -28,7 +28,8 @@ class BlockShape:
     of which a sample touches `touched` bytes. `experts`: of `params`, those of experts, of a sample's tokens to which
     `routed` bytes go. `kv`: bytes of keys and values. `logits`: elements of the output. `whole`: of `saved`, what each
     tensor-parallel rank has unless the sequence is split too. `products`: bytes that stay where all but attention and
-    every second product are computed again, which are `again` FLOPs."""
+    every second product are computed again, which are `again` FLOPs. `matrices`: experts that are multiplied side by
+    side, each with its part of the tokens."""
 
     name: str
     params: int
@@ -45,6 +46,7 @@ class BlockShape:
     whole: float = 0.0
     products: float = 0.0
     again: float = 0.0
+    matrices: int = 1
 
     def times(self, n: int) -> tuple[BlockShape, ...]:
         return tuple(replace(self, name=f"{self.name}.{i}") for i in range(n))
@@ -84,10 +86,10 @@ class ModelShape:
 @dataclass(frozen=True)
 class Transformer:
     """`kv`: width of keys, and of values. `ff`: width inside the MLP; `gated`: it has three matrices. `positions`: rows
-    of learnt positions. `fused`: attention keeps no s x s matrix. `biases`: linear layers have them; `norms`: vectors
-    of normalisation a layer. `dense`: so many of the first layers have no experts but an MLP of `dense_ff`. `latent`:
-    ranks of queries and of keys and values, widths of a head without and with positions and of its values (DeepSeek-AI,
-    2024, section 2.1.2)."""
+    of learnt positions. `fused`: attention keeps no s x s matrix, else `score_bytes` a score. `biases`: linear layers
+    have them; `norms`: vectors of normalisation a layer. `dense`: so many of the first layers have no experts but an
+    MLP of `dense_ff`. `latent`: ranks of queries and of keys and values, widths of a head without and with positions
+    and of its values (DeepSeek-AI, 2024, section 2.1.2)."""
 
     layers: int
     hidden: int
@@ -108,6 +110,7 @@ class Transformer:
     dense: int = 0
     dense_ff: int = 0
     latent: tuple[int, int, int, int, int] | None = None
+    score_bytes: float = 5
 
     def layer(self) -> BlockShape:
         h, s, a = self.hidden, self.seq_len, self.heads
@@ -125,14 +128,15 @@ class Transformer:
         experts = mlp * self.experts if self.experts > 1 else 0
         params = attention + mlp * (self.experts + self.shared) + router + biases + self.norms * h
         flops = 2.0 * s * (attention + mlp * (self.active + self.shared)) + scores
-        saved = s * h * (34.0 if self.fused else 34.0 + 5.0 * a * s / h)
+        saved = s * h * (34.0 + (not self.fused) * self.score_bytes * a * s / h)
         inputs = h * (self.active if self.experts > 1 else 0)
         if self.gated:
             saved = 2.0 * s * (4 * h + widths + inputs + 3 * ff * (self.active + self.shared))
         return BlockShape(
             "layer", params, flops, saved, 2.0 * s * h, attention=scores, experts=experts, routed=2.0 * s * inputs,
             kv=4.0 * s * kv, whole=(8.0 if self.gated else 10.0) * s * h,
-            products=2.0 * s * (4 * h + kv + ff * self.active), again=2.0 * s * h * (kv + h + ff * self.active))
+            products=2.0 * s * (4 * h + kv + ff * self.active), again=2.0 * s * h * (kv + h + ff * self.active),
+            matrices=self.experts)
 
     def shape(self, name: str, source: str = "") -> ModelShape:
         h, s, v = self.hidden, self.seq_len, self.vocab
@@ -264,17 +268,15 @@ def _dlrm(name: str, rows: Sequence[int], width: int, bottom: Sequence[int], top
 NAMES = (*_TRANSFORMERS, "VGG-16", "ResNet-50", "DLRM-Kaggle")
 
 
-def shape(name: str, *, seq_len: int | None = None, fused: bool | None = None) -> ModelShape:
-    """A named shape, in the spelling of NAMES but for case and `_`. `seq_len`: instead of the published one; `fused`:
-    whether attention keeps no s x s matrix. Raises ConfigError for a name that is not known."""
+def shape(name: str, **changes: Any) -> ModelShape:
+    """A named shape, in the spelling of NAMES but for case and `_`. `changes`: a transformer's, instead of what is
+    published (None: as published), as `seq_len`, `layers`, `fused`: whether attention keeps no s x s matrix. Raises
+    ConfigError for a name that is not known."""
     wanted = name.lower().replace("_", "-")
     for known, (transformer, source) in _TRANSFORMERS.items():
         if known.lower() == wanted:
-            if seq_len is not None:
-                transformer = replace(transformer, seq_len=seq_len)
-            if fused is not None:
-                transformer = replace(transformer, fused=fused)
-            return transformer.shape(known, source)
+            given = {what: value for what, value in changes.items() if value is not None}
+            return replace(transformer, **given).shape(known, source)
     made = {"vgg-16": _vgg16, "resnet-50": _resnet50}
     if wanted in made:
         return made[wanted]()
@@ -285,10 +287,9 @@ def shape(name: str, *, seq_len: int | None = None, fused: bool | None = None) -
                       "a Hugging Face config.json")
 
 
-def gpt(layers: int, hidden: int, heads: int, *, vocab: int = 51200, seq_len: int = 2048, fused: bool = False,
-        ) -> ModelShape:
-    """A GPT of any size, as Megatron builds it."""
-    return _gpt(layers, hidden, heads, vocab, seq_len, fused=fused).shape(f"GPT-{layers}x{hidden}")
+def gpt(layers: int, hidden: int, heads: int, *, vocab: int = 51200, seq_len: int = 2048, **more: Any) -> ModelShape:
+    """A GPT of any size, as Megatron builds it. `more`: of Transformer."""
+    return _gpt(layers, hidden, heads, vocab, seq_len, **more).shape(f"GPT-{layers}x{hidden}")
 
 
 _KEYS = {
