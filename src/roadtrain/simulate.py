@@ -65,10 +65,10 @@ def default_plan(cluster: Cluster, overrides: Mapping[str, Any]) -> Plan:
     """All devices data-parallel in the placement asked for (zero3), with `overrides`."""
     tree = {"placement": "zero3", **overrides}
     layout = dict(tree.pop("layout", {}))
-    ranks = int(layout.get("tp", 1)) * int(layout.get("pp", 1))
+    ranks = int(layout.get("tp", 1)) * int(layout.get("pp", 1)) * int(layout.get("cp", 1))
     if "dp" not in layout:
         if cluster.device_count % ranks:
-            raise ConfigError(f"tp x pp = {ranks} does not divide the cluster's {cluster.device_count} devices",
+            raise ConfigError(f"tp x pp x cp = {ranks} does not divide the cluster's {cluster.device_count} devices",
                               hint="choose others, or give dp")
         layout["dp"] = max(1, cluster.device_count // ranks)
     return make_plan({**tree, "layout": layout})
@@ -80,7 +80,7 @@ def report(result: Result, cluster: Cluster, model: ModelShape, of: Constants) -
     tflops = model.step_flops(plan.recompute) * plan.samples / result.seconds / layout.devices / 1e12
     lines = [
         f"{model.name} ({model.params / 1e9:.2f} B parameters) on {cluster.name}: placement {plan.placement.name}, "
-        f"dp {layout.dp} x tp {layout.tp} x pp {layout.pp}, micro-batch {plan.micro_batch} x {plan.micros}",
+        f"{layout}, micro-batch {plan.micro_batch} x {plan.micros}",
         f"a step  {show_seconds(result.seconds)}, {result.samples_per_s:.3g} samples/s, {tflops:.1f} TFLOP/s a device "
         f"(the last two steps differ by {show_seconds(result.differ)})",
     ]
@@ -141,8 +141,9 @@ def perfetto(result: Result) -> dict[str, Any]:
 
 def command(
     cluster_file: str, *, model: str = "", plan: str = "", placement: str = "", dp: int = 0, tp: int = 0, pp: int = 0,
-    micro_batch: int = 0, micros: int = 0, recompute: bool = False, staleness: int = 0, topk: float | None = None,
-    seq_len: int = 0, constants: str = "", json: str = "", trace: str = "",
+    cp: int = 0, ep: int = 0, vp: int = 0, precision: str = "", micro_batch: int = 0, micros: int = 0,
+    recompute: bool = False, staleness: int = 0, topk: float | None = None, seq_len: int = 0, constants: str = "",
+    json: str = "", trace: str = "",
 ) -> int:
     """Raises ConfigError, BudgetError."""
     cluster, one = load_cluster(cluster_file), load_model(model, seq_len or None)
@@ -150,8 +151,9 @@ def command(
         chosen = load_plan(plan)
     else:
         given = {"placement": placement, "micro_batch": micro_batch, "micros": micros, "recompute": recompute,
-                 "staleness": staleness, "topk": topk}
-        layout = {name: n for name, n in (("dp", dp), ("tp", tp), ("pp", pp)) if n}
+                 "staleness": staleness, "topk": topk, "precision": precision}
+        ranks = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "vp": vp}
+        layout = {name: n for name, n in ranks.items() if n}
         chosen = default_plan(cluster, {**{k: v for k, v in given.items() if v}, "layout": layout})
     of = named(constants) if constants else Constants()
     result = simulate(chosen, cluster, one, of, traced=bool(trace))

@@ -4,7 +4,7 @@ Runs of vTrain (MICRO 2024; Megatron-DeepSpeed on A100), MosaicML's LLM Foundry 
 (FSDP2 on A100 and H100), SimuMax (Megatron-LM on B200), Megatron-Bridge (GB200, GB300, H100), Sailor (GH200, mixed
 devices) and DeepSpeed (offload), with their sources in measured.json and their plans in measured_rows.py. The
 simulator has at most six constants a family, in spec/constants.toml; the closed form five, by least squares; the
-other baseline one efficiency: all fitted to the same rows. Two families are also checked with each model size left
+other baseline one efficiency: all fitted to the same rows. Four families are also checked with each model size left
 out of the fit (`held out`). Measured memory is compared too, where a run's report has it.
 
     python -m roadtrain.bench.measured --fit FAMILY      # what constants.toml should say
@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from roadtrain.bench.measured_rows import Run, all_runs, device_peak
+from roadtrain.bench.paper_clusters import fitted as constants_table
 from roadtrain.bench.report import Report, Row
 from roadtrain.sim.compute import Constants, constants
 from roadtrain.sim.run import simulate
@@ -33,7 +34,7 @@ FAMILIES = {  # -> constants; another family's were not fitted to it
     "megatron-h100": "megatron-gb300", "megatron-b200": "megatron-gb200", "megatron-b300": "megatron-gb300",
     "sailor-gh200": "sailor-gh200", "sailor-hetero": "sailor-hetero", "deepspeed-offload": "deepspeed-offload"}
 MIXED = ("sailor-hetero", "deepspeed-offload")  # whose goal is 10 %
-HELD_OUT = ("vtrain-single", "foundry-h100")
+HELD_OUT = ("vtrain-single", "foundry-h100", "simumax-b200", "torchtitan-h100")
 FORM = 5
 FITTED = ("efficiency", "half", "attention", "launch", "network", "fixed")
 START: dict[str, Any] = {"efficiency": 0.65, "half": 1e10, "attention": 0.7, "launch": 5e-4, "network": 0.7,
@@ -153,10 +154,11 @@ def errors(found: Sequence[tuple[float, float]]) -> dict[str, float]:
             "P90": absolute[math.ceil(0.9 * len(absolute)) - 1], "bias": sum(signed) / len(signed)}
 
 
-def held_out(own: Sequence[Run], start: Constants) -> list[tuple[float, float]]:
-    out = []
+def held_out(own: Sequence[Run], name: str) -> list[tuple[float, float]]:
+    """Each model size predicted with constants fitted to the others."""
+    out, names = [], [key for key in constants_table(name) if key in START]
     for size in dict.fromkeys(run.size for run in own):
-        of = fitted([run for run in own if run.size != size], start, rounds=25)
+        of = fitted([run for run in own if run.size != size], constants(name), 25, names)
         out += [(predicted(run, of), run.seconds) for run in own if run.size == size]
     return out
 
@@ -177,12 +179,12 @@ def run(quick: bool = False) -> Report:
         for figure in ("MAPE", "median", "P90", "bias"):
             goal = goals.get(figure)
             rows.append(Row(case, figure, "", mine[figure], peer.get(figure), "closed form, 5 constants", None, None,
-                            goal and f"{goal:g}", goal and mine[figure] <= goal))
+                            f"{goal:g}" if goal else None, mine[figure] <= goal if goal else None))
         flat = constant_efficiency(own)
         rows.append(Row(case, "MAPE", "", mine["MAPE"], errors([(flat(one), one.seconds) for one in own])["MAPE"],
                         "constant efficiency", None, None, None, None))
         if family in HELD_OUT and not quick:
-            found = errors(held_out(own, of))
+            found = errors(held_out(own, name))
             rows += [Row(f"{family}, each model size left out of the fit", figure, "", found[figure],
                          *[None] * 6) for figure in ("MAPE", "median", "P90", "bias")]
     return Report("measured", rows + memory_rows())
@@ -196,7 +198,8 @@ def memory_rows() -> list[Row]:
         signed = [device_peak(one) / one.peak - 1 for one in full if one.family == family]
         case = f"{family}, memory of {len(signed)} runs"
         for figure, value in (("MAPE", sum(map(abs, signed)) / len(signed)), ("worst under", max(0.0, -min(signed)))):
-            rows.append(Row(case, figure, "", value, *[None] * 4, "0.05", value <= 0.05))
+            rows.append(Row(case, figure, "", value, None, None, None, None, "0.05",
+                            value <= 0.05))
     return rows
 
 

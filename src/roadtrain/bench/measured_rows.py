@@ -1,7 +1,8 @@
 """Rows of measured.json as plans on clusters: what each framework is known to do, said in fields of Plan.
 
 Where a report leaves something out, it is assumed here for the whole family, with the reason beside it; no run is
-treated by its id. Rates between devices of a host are what collectives reach of NVLink (0.8 of a direction's peak).
+treated by its id. Rates between devices of a host are what collectives reach of NVLink: 0.72 of a direction's peak, as
+NCCL's published all-reduces of 268 MB on A100 (217 of 300 GB/s); LLM Foundry's and vTrain's are as first fitted.
 """
 
 from __future__ import annotations
@@ -105,11 +106,12 @@ def _titan(row: dict[str, Any]) -> Made:
     outputs stay until its backward, and a step has as many micro-batches as stages. The loss is made in fp32: logits,
     their copy, log-softmax and its gradient are 2 + 4 + 4 + 4 bytes; one that tensor-parallel ranks share has the
     exponent too. Asynchronous tensor ranks show one of tp pieces of a sum. What is reported is what the allocator has
-    reserved, without the context; not compiled, 6 % more than is used."""
+    reserved, without the context; not compiled, 6 % more than is used. Compiled kernels cross the memory half as often
+    (norms, rotations, gates and residuals are one kernel where they were two to four)."""
     how, batch, n = row["parallelism"], row["batch"], row["n_gpus"]
     name, length = _found(r"(Llama-[\d.]+-\d+B)", row["model"]), int(_found(r"seq (\d+)", row["model"]))
     a100 = "A100" in row["hardware"]
-    where = cluster(max(1, n // 8), min(8, n), "A100-80GB" if a100 else "H100-96GB", "230GB/s" if a100 else "360GB/s",
+    where = cluster(max(1, n // 8), min(8, n), "A100-80GB" if a100 else "H100-96GB", "230GB/s" if a100 else "325GB/s",
                     "1600Gbit/s" if a100 else "3200Gbit/s")
     pp = how.get("pp", 1)
     layout = Layout(how["fsdp"], how.get("tp", 1), pp, cp=how.get("cp", 1),
@@ -122,7 +124,8 @@ def _titan(row: dict[str, Any]) -> Made:
                 gradient_bytes=4 if pp > 1 else 2, state_bytes=16 if pp > 1 else 12,
                 logit_bytes=18 if layout.tp > 1 else 14,
                 hidden=1 - 1 / layout.tp if how.get("async_tp") else 0, context_bytes=0, outputs=True,
-                fragmentation=1.0 if compiled else 1.06)
+                fragmentation=1.0 if compiled else 1.06, passes=0.5 if compiled else 1.0,
+                precision="fp8" if "float8" in how.get("tech", "").lower() else "")
     model = shape("LLaMA-" + name.removeprefix("Llama-").replace("3.1", "3"), seq_len=length)
     return row["group"], name, where, model, plan
 
@@ -132,13 +135,13 @@ def _simumax(row: dict[str, Any]) -> Made:
     fp32 softmax that becomes the gradient. The output layer's gradient is made in fp32 beside the one that it is added
     to. Measured is torch's count of allocated bytes: no context. Of a reduced DeepSeek-V3 one layer is dense."""
     how, batch = row["parallelism"], row["batch"]
-    name, layers = _found(r"(\w+)_l\d+", row["model"]), int(_found(r"_l(\d+)", row["model"]))
-    model = shape({"deepseekv3": "DeepSeek-V3"}.get(name, name.replace("llama3", "llama-3")), layers=layers,
-                  seq_len=batch["seq"], dense=1 if name == "deepseekv3" else None)
+    name, reduced = re.match(r"(\w+?)(?:_l(\d+))?(?: |$)", row["model"]).groups()  # type: ignore[union-attr]
+    model = shape({"deepseekv3": "DeepSeek-V3"}.get(name, name.replace("llama3", "llama-3")), seq_len=batch["seq"],
+                  layers=int(reduced) if reduced else None, dense=1 if reduced and name == "deepseekv3" else None)
     layout = Layout(how["dp"], how["tp"], how["pp"], cp=how["cp"], ep=how["ep"])
     plan = Plan(placement("zero1"), layout, batch["micro_batch"], batch["num_microbatches"], gradient_bytes=4,
                 overlap=False, output_bytes=4, context_bytes=0)
-    return row["group"], name, cluster(1, 8, "B200-180GB", "720GB/s", ""), model, plan
+    return row["group"], name, cluster(1, 8, "B200-180GB", "650GB/s", ""), model, plan
 
 
 def _bridge(row: dict[str, Any]) -> Made:
@@ -148,9 +151,9 @@ def _bridge(row: dict[str, Any]) -> Made:
     how, batch, n = row["parallelism"], row["batch"], row["n_gpus"]
     kind = row["hardware"].removeprefix("DGX-")
     device, inside, outside, most = {
-        "GB300": ("GB300-279GB", "720GB/s", 800, 64), "GB200": ("GB200-186GB", "720GB/s", 400, 64),
-        "B200": ("B200-180GB", "720GB/s", 400, 8), "B300": ("B300-270GB", "720GB/s", 800, 8),
-        "H100": ("H100-80GB", "360GB/s", 400, 8)}[kind]
+        "GB300": ("GB300-279GB", "650GB/s", 800, 64), "GB200": ("GB200-186GB", "650GB/s", 400, 64),
+        "B200": ("B200-180GB", "650GB/s", 400, 8), "B300": ("B300-270GB", "650GB/s", 800, 8),
+        "H100": ("H100-80GB", "325GB/s", 400, 8)}[kind]
     name = {"LLAMA3_8B": "LLaMA-3-8B", "LLAMA3_70B": "LLaMA-3-70B", "LLAMA3.1_405B": "LLaMA-3-405B"}[row["model"]]
     tp, pp, cp, vp, fsdp = (int(how[key]) if str(how.get(key)).isdigit() else 0
                             for key in ("tp", "pp", "cp", "vp", "fsdp"))

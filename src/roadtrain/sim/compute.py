@@ -39,14 +39,15 @@ class Constants:
     table: Mapping[tuple[str, int], float] = field(default_factory=dict)
 
     def forward(self, block: BlockShape, samples: float, ranks: int, device: Device, precision: str = "",
-                spread: int = 1) -> float:
+                spread: int = 1, passes: float = 1.0) -> float:
         """Seconds of a block's forward on one of `ranks` tensor- and context-parallel devices, with its experts over
-        `spread`. `precision`: of a layer's products; attention, and what is no layer, is computed in 16 bits."""
+        `spread`. `precision`: of a layer's products; attention, and what is no layer, is computed in 16 bits.
+        `passes`: as in Plan."""
         if (known := self.table.get((block.name.partition(".")[0], int(samples)))) is not None:
             return known
         slower = device.flops / device.peak(precision) if "." in block.name else 1.0
         flops = ((block.flops - block.attention) * slower + block.attention / self.attention) * samples / ranks
-        moved = self.traffic * block.saved * samples / ranks / device.memory_rate if self.traffic else 0.0
+        moved = passes * self.traffic * block.saved * samples / ranks / device.memory_rate if self.traffic else 0.0
         small = self.half * (flops > 0) * max(1.0, block.matrices / spread)
         return max((flops + small) / (device.flops * self.efficiency) + moved, self.launch)
 

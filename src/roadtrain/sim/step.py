@@ -58,8 +58,8 @@ class Stage:
         self.params = [(block.params - block.tables - block.experts * (1 - summed)) / tp for block in blocks]
         here = 1.0 if plan.placement.state == "split" else 1 / layout.ep
         self.updated = [(block.params - block.tables - block.experts * (1 - here)) / tp for block in blocks]
-        self.forward_s = [constants.forward(block, plan.micro_batch, split, device, plan.precision, layout.ep)
-                          for block in blocks]
+        self.forward_s = [constants.forward(block, plan.micro_batch, split, device, plan.precision, layout.ep,
+                                            plan.passes) for block in blocks]
         self.tensor_s = [fabric.tensor(block.input * size) if "." in block.name else 0.0 for block in blocks]
         self.routed_s = [fabric.experts(block.routed * size / tp) for block in blocks]
         self.ring_s = [max(0.0, fabric.context(block.kv * size / tp) - constants.scores(

@@ -89,7 +89,8 @@ class Plan:
     `selective`: of each layer "products" (all but attention and every second product), or all of every second of the
     "layers", is computed again. `sequence`: tensor-parallel ranks split norms and inputs too. `logit_bytes` a logit and
     `output_bytes` a parameter of the output layer are on the device while the loss is made. `outputs`: what goes to the
-    next stage stays until its backward. `hidden`: the share of tensor-parallel traffic that products hide."""
+    next stage stays until its backward. `hidden`: the share of tensor-parallel traffic that products hide. `passes`:
+    how often its kernels cross the device's memory, over what the constants say."""
 
     placement: Placement
     layout: Layout = field(default_factory=Layout)
@@ -123,6 +124,7 @@ class Plan:
     output_bytes: float = 0
     outputs: bool = False
     hidden: float = 0
+    passes: float = 1
 
     def __post_init__(self) -> None:
         if self.selective not in ("", "products", "layers"):
