@@ -29,7 +29,7 @@ from roadtrain.store.direct import replace_file
 from roadtrain.train import Training, place_job, step
 from roadtrain.units import show_seconds
 
-WARM = 3  # steps before: kernels are compiled, files are grown
+WARM = 8  # steps before: kernels are compiled, files are grown, reads and writes tried mixed and in bursts
 EXACT = Constants(efficiency=1.0, network=1.0, source="measured on this host")
 SHOWN = ("Forward", "Backward", "Read", "Update", "Write")
 
@@ -49,18 +49,20 @@ def plan_of(training: Training) -> Plan:
     """The simulator's words for a job on this host."""
     job, optimizer = training.job, training.optimizer
     size = ITEMSIZE[job.model.dtype]
-    servers = optimizer._engine.servers
+    servers = [] if job.store.servers else optimizer._engine.servers
     chunks = [(server.chunks[number], state) for server in servers for number, state in server.decider.chunks.items()]
     total = sum(chunk.numel for chunk, _ in chunks)
-    kept = sum(chunk.numel for chunk, state in chunks if state.resident) / max(1, total)
+    kept, public = (sum(chunk.numel for chunk, state in chunks if which(state)) / max(1, total) for which in (
+        lambda state: state.resident, lambda state: state.in_memory))
     own = 8 + (4 if job.model.dtype != "fp32" or job.optimizer.staleness else 0)  # moments, and masters apart
     return Plan(
-        placement("files" if job.store.dirs else "zero-offload"), micro_batch=job.data.batch_size,
-        micros=job.optimizer.accumulate, recompute=True, slots=len(optimizer._worker._slots),
-        buffers=max(1, sum(server.decider.n_buffers for server in servers)),
-        staleness=int(job.optimizer.staleness or 0),  # type: ignore[call-overload]
+        placement("server" if job.store.servers else "files" if job.store.dirs else "zero-offload"),
+        micro_batch=job.data.batch_size, micros=job.optimizer.accumulate, recompute=True,
+        slots=len(optimizer._worker._slots), buffers=max(1, sum(server.decider.n_buffers for server in servers)),
+        staleness=int(job.optimizer.staleness or 0), topk=job.compress.topk,  # type: ignore[call-overload]
         update_at="step" if job.optimizer.clip_norm is not None else "gradient", parameter_bytes=size,
-        gradient_bytes=size, held_bytes=size, state_bytes=own + size, resident=kept, context_bytes=0)
+        gradient_bytes=size, held_bytes=size, state_bytes=own + size, resident=kept, public=public if chunks else 1,
+        chunk=job.store.chunk_elements, pushes=len(optimizer._worker._push_all), context_bytes=0)
 
 
 def apart(job: Job, steps: int, stack: ExitStack) -> Job:

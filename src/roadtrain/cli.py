@@ -109,7 +109,8 @@ COMMANDS = {
          "constants": (str, "fitted constants of computing, by name"), "out": (str, "where the pick goes (plan.toml)"),
          "json": (str, "also write all that is told to this file"), "html": (str, "also write one page with plots"),
          "trace": (str, "write a trace for ui.perfetto.dev to this file"),
-         "job_file": (str, "write what `roadtrain train` needs of it to this file")},
+         "job_file": (str, "write what `roadtrain train` needs of it to this file"),
+         "verify": (bool, "then run steps of it here beside simulated ones; write the measured rates back")},
     ),
     "simulate": Command(
         "roadtrain.simulate:command", ("CLUSTER.toml",),

@@ -24,7 +24,11 @@ from roadtrain.spec.shapes import ModelShape
 
 GOALS = ("time", "cost", "energy")
 MOST_PP, MOST_MICRO_BATCH = 64, 64
+EVERY = 1000  # slots: each block keeps its own from forward to backward
 SMALLER, MORE = 0.5, 1.1  # a resource's rate, to see what it would change
+ENDS = {"network": (" out", " in", " forth", " back"), "PCIe": ("to device", "from device"), "SSDs": ("read", "write"),
+        "device links": ("fabric",), "host updates": ("updates", "processors"), "host sums": ("sums",),
+        "host memory": ("memory",), "SSD uplink": ("uplink in", "uplink out")}  # of the names of what is scaled
 
 
 @dataclass(frozen=True)
@@ -193,9 +197,10 @@ def options(plan: Plan) -> Iterator[Plan]:
         yield plan.changed(kept=1000)
         yield plan
     elif place.state in ("ssd", "server"):
-        yield plan.changed(buffers=8, update_at="step")
-        if place.gradients == "memory":
-            yield plan.changed(buffers=8, update_at="gradient")
+        for slots in (EVERY, plan.slots) if place.sum == "server" else (plan.slots,):
+            yield plan.changed(buffers=8, slots=slots, update_at="step")
+            if place.gradients == "memory":
+                yield plan.changed(buffers=8, slots=slots, update_at="gradient")
     else:
         yield plan
 
@@ -264,10 +269,18 @@ def scaled(cluster: Cluster, factor: float) -> dict[str, Cluster]:
 def _gains(pick: Found, cluster: Cluster, model: ModelShape, constants: Constants, goal: str) -> dict[str, float]:
     gains = {}
     for name, other in scaled(cluster, MORE).items():
-        gain = 1 - _simulated(pick.plan, other, model, constants, goal).score / pick.score
+        gain = 1 - _with(pick, name, other, model, constants, goal) / pick.score
         if gain > 1e-4:
             gains[name] = gain
     return dict(sorted(gains.items(), key=lambda pair: -pair[1]))
+
+
+def _with(one: Found, name: str, other: Cluster, model: ModelShape, constants: Constants, goal: str) -> float:
+    """Its score where what is called `name` is as fast as in `other`: its own if it does not use that."""
+    tensor = name == "device links" and one.plan.layout.tp > 1  # that time is counted as the device's
+    if name in ENDS and not tensor and not any(n and what.endswith(ENDS[name]) for what, n in one.result.bytes.items()):
+        return one.score
+    return _simulated(one.plan, other, model, constants, goal).score
 
 
 def _flips(pick: Found, runner: Found, cluster: Cluster, model: ModelShape, constants: Constants,
@@ -275,7 +288,7 @@ def _flips(pick: Found, runner: Found, cluster: Cluster, model: ModelShape, cons
     out = []
     for factor, words in ((SMALLER, "half as fast"), (1 / SMALLER, "twice as fast")):
         for name, other in scaled(cluster, factor).items():
-            mine, its = (_simulated(one.plan, other, model, constants, goal).score for one in (pick, runner))
+            mine, its = (_with(one, name, other, model, constants, goal) for one in (pick, runner))
             if its < mine * (1 - 1e-3):
                 out.append(f"{name} {words}")
     return out

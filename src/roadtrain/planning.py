@@ -6,16 +6,20 @@ with the least change that would. Does NOT import torch.
 
 from __future__ import annotations
 
+import importlib
+import tempfile
+import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from html import escape
-from json import dumps
+from json import dumps, loads
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 
-from roadtrain.planner import Answer, Family, Found, least_change, search
+from roadtrain.errors import ConfigError
+from roadtrain.planner import EVERY, Answer, Family, Found, least_change, search
 from roadtrain.sim.compute import Constants
 from roadtrain.sim.compute import constants as named
 from roadtrain.sim.run import simulate
@@ -46,7 +50,7 @@ def words(plan: Plan) -> str:
     if layout.stages:
         parts.append(f"stages of {', '.join(map(str, layout.stages))} layers")
     parts.append(f"micro-batch {plan.micro_batch} x {plan.micros}" + (", recompute" if plan.recompute else ""))
-    if plan.kept:
+    if plan.kept or (plan.placement.streamed and plan.slots >= EVERY):
         parts.append("blocks kept from forward to backward")
     if plan.staleness:
         parts.append(f"updates {plan.staleness} step late (lossy)")
@@ -125,16 +129,40 @@ def plain(answer: Answer, cluster: Cluster, model: ModelShape, goal: str) -> dic
 
 def job(plan: Plan) -> str | None:
     """What `roadtrain train` needs of it, where there is a runtime for the placement."""
-    own: dict[str, Any] = {"data": {"batch_size": plan.micro_batch}, "optimizer": {"accumulate": plan.micros}}
+    own: dict[str, Any] = {"data": {"batch_size": plan.micro_batch}, "optimizer": {"accumulate": plan.micros},
+                           "model": {"dtype": "bf16" if plan.parameter_bytes == 2 else "fp32"}}
+    if plan.update_at == "step":
+        own["optimizer"]["clip_norm"] = 1.0
     if plan.staleness:
         own["optimizer"]["staleness"] = plan.staleness
     if plan.topk is not None:
         own["compress"] = {"topk": plan.topk}
-    store = {"files": {"dirs": ["{run}/store"]}, "server": {"servers": ["HOST:PORT"]},
+    kept = "all" if plan.slots >= EVERY else "auto"
+    store = {"files": {"dirs": ["{run}/store"]}, "zero-offload": {"dirs": []},
+             "server": {"servers": ["HOST:PORT"], "buffering": kept},
              "smartnic": {"servers": ["HOST:PORT"], "relay": "4GiB", "buffering": "all" if plan.kept else "auto"}}
     if plan.placement.name not in store or plan.layout.tp > 1 or plan.layout.pp > 1:
         return None
     return tomli_w.dumps({**own, "store": store[plan.placement.name]})
+
+
+def steps_here(cluster_file: str, model: str, plan: Plan, seq_len: int) -> int:
+    """Real steps of the plan on this host beside simulated ones, as `roadtrain calibrate` does. Raises ConfigError for
+    a plan that one worker of this host cannot run, RoadtrainError."""
+    text, path = job(plan), Path(model) / "config.json" if Path(model).is_dir() else Path(model)
+    if text is None or plan.placement.name not in ("files", "zero-offload") or plan.layout.devices > 1:
+        raise ConfigError(f"placement {plan.placement.name} on {plan.layout.devices} device(s) cannot be run by one "
+                          "worker of this host", hint="--placements files,zero-offload on a cluster of one device")
+    if path.suffix != ".json":
+        raise ConfigError(f"{model} is a shape, there is nothing to run", hint="--model config.json: a model's config")
+    tree = tomllib.loads(text)
+    tree["model"]["config"] = {name: value for name, value in loads(path.read_text()).items() if value is not None}
+    tree["data"]["seq_len"] = seq_len
+    with tempfile.TemporaryDirectory(prefix="roadtrain-verify-") as home:
+        file = Path(home) / "job.toml"
+        file.write_text(tomli_w.dumps({**tree, "run": {"dir": f"{home}/run"}}))
+        told: int = importlib.import_module("roadtrain.calibrate").command(cluster_file, str(file))  # torch comes in
+    return told
 
 
 # one page
@@ -207,7 +235,7 @@ def _text(x: float, y: float, what: str) -> str:
 def command(
     cluster_file: str, *, model: str = "", goal: str = "time", batch: int = 0, placements: str = "", late: bool = False,
     seq_len: int = 0, constants: str = "", out: str = "plan.toml", json: str = "", html: str = "", trace: str = "",
-    job_file: str = "",
+    job_file: str = "", verify: bool = False,
 ) -> int:
     """Raises ConfigError."""
     cluster, one = load_cluster(cluster_file), load_model(model, seq_len or None)
@@ -231,5 +259,5 @@ def command(
             print(f"no job file: placement {answer.pick.plan.placement.name} in this layout has no runtime here")
         else:
             replace_file(Path(job_file), text.encode(), "writing")
-            print(f"job     {job_file}: add [model]; put your servers in where it says HOST:PORT")
-    return 0
+            print(f"job     {job_file}: add [model.config]; put your servers in where it says HOST:PORT")
+    return steps_here(cluster_file, model, answer.pick.plan, one.tokens) if verify else 0

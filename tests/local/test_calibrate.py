@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
 from roadtrain import cli
+from roadtrain.calibrate import plan_of
+from roadtrain.sim.memory import buffer_bytes
 from roadtrain.spec.cluster import load_cluster
+from roadtrain.spec.job import load_job
+from roadtrain.spec.shapes import from_config
+from roadtrain.train import place_job
 
 JOB = """
 [model.config]
@@ -100,3 +106,34 @@ def test_what_it_cannot_run(files, capsys):
     Path(job).write_text(Path(job).read_text().replace("[store]", "[compress]\ntopk = 2.0\n[store]"))
     assert cli.main(["calibrate", cluster, job]) == 2
     assert "nothing compressed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [
+    {}, {"optimizer.staleness": 1}, {"model.dtype": "bf16"}, {"compress.topk": 2.0, "store.chunk_elements": 1 << 17},
+    {"budget.host": "150MiB"}])
+@pytest.mark.parametrize("dirs", ['["{run}/store"]', "[]"])
+def test_a_plan_says_what_buffers_take(files, dirs, words, tmp_path):  # Rule 4
+    _, path = files(dirs)
+    job = load_job(path, {"run.dir": str(tmp_path / "run"), "budget.host": "100MiB", **words})
+    training = place_job(job, report=lambda _: None)
+    with training.optimizer:
+        shape = from_config(training.model.config.to_dict(), seq_len=job.data.seq_len)
+        told = buffer_bytes(plan_of(training), shape.blocks)
+        assert told == pytest.approx(training.optimizer.memory()["resident"], rel=0.02)
+
+
+def test_a_plan_is_verified_by_real_steps(files, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cluster, _ = files("[]")
+    (tmp_path / "config.json").write_text(json.dumps({
+        "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "vocab_size": 256,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64, "pad_token_id": None}))
+    words = ["plan", cluster, "--model", "config.json", "--batch", "2", "--verify", "--placements"]
+    for name in ("zero-offload", "files"):
+        assert cli.main([*words, name]) == 0
+        said = capsys.readouterr().out
+        assert re.search(rf"placement {name}\b", said) and re.search(r"a step +\d.*\d.*\d", said)
+    assert "hosts.here.device" in load_cluster(cluster).measured
+    assert cli.main([*words, "ddp"]) == 2 and "cannot be run by one worker" in capsys.readouterr().err
+    assert cli.main([word if word != "config.json" else "OPT-125M" for word in words] + ["files"]) == 2
+    assert "nothing to run" in capsys.readouterr().err

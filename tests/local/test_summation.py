@@ -2,6 +2,7 @@
 names; DDP's own losses through its hook (Rules 1, 2, 4, 5 and 8)."""
 
 import contextlib
+import faulthandler
 import hashlib
 import importlib
 import os
@@ -273,6 +274,7 @@ def test_spare_hosts_know_formats_of_the_user(tmp_path, hosts, monkeypatch):
 def ddp_child(rank, workers, port, hook, out, options=None, steps=6):
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(workers)}
     torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(50, exit=True)  # who hangs says where
     dist.init_process_group("gloo")
     torch.manual_seed(3)
     model = nn.parallel.DistributedDataParallel(
@@ -372,6 +374,7 @@ def test_ddp_goes_on_when_a_spare_host_dies_and_uses_it_when_it_is_back(tmp_path
 def fsdp_child(rank, workers, port, hook, out):
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(workers)}
     torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(50, exit=True)  # who hangs says where
     dist.init_process_group("gloo")
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 7))

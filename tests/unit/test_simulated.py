@@ -104,6 +104,39 @@ def test_buffers_let_reads_and_writes_overlap() -> None:
     assert more.seconds < 0.75 * one.seconds and more.bytes == pytest.approx(one.bytes)
 
 
+def test_reads_and_writes_in_the_order_of_arrival_need_two_buffers_only() -> None:
+    """Where they share the rate instead, both buffers are read, then both written."""
+    plan = Plan(placement("files"), buffers=2, update_at="gradient")
+    ssd = {"read": "3GB/s", "write": "3GB/s", "mixed": 2, "capacity": "8TB"}
+    shared, ordered = (simulate(plan, cluster(1, ssds=[{**ssd, "depth": n}]), lump(2e9, blocks=16), WHOLE).seconds
+                       for n in (2, 1))
+    assert ordered < 1.1 * 2e9 * 12 / 3e9 < 1.6 * 2e9 * 12 / 3e9 < shared
+
+
+def test_the_next_forward_begins_while_gradients_travel() -> None:
+    """A server's links are full both ways: a step with all blocks kept is its parameters' bytes once, not twice."""
+    model, s = lump(1e9, 1e10, blocks=16), 2e9
+    plan, where = {"slots": 16, "update_at": "gradient"}, cluster(1, 1)
+    where = where.model_copy(update={"hosts": tuple(host.model_copy(update={"ssds": ()}) for host in where.hosts)})
+    kept = run("server", where, model, **plan)
+    assert s / RATE <= kept.seconds <= 1.15 * s / RATE and kept.bytes["server out"] == pytest.approx(s)
+    assert run("server", where, model, **{**plan, "update_at": "step"}).seconds > 1.8 * s / RATE
+
+
+def test_embeddings_take_no_slot_and_travel_once() -> None:
+    model = lump(1e9, 1e10, blocks=4)
+    ends = (BlockShape("embedding", 10**9, 0.0, 0.0, 0.0), BlockShape("output", 10**9, 0.0, 0.0, 0.0))
+    model = ModelShape("ends", (ends[0], *model.blocks, ends[1]), 1)
+    own, streamed = (run("server", cluster(1, 1), model, slots=2, root=root) for root in (True, False))
+    assert own.bytes["server out"] == pytest.approx(2 * 3e9 + 2 * 0.5e9)  # two of four layers twice
+    assert streamed.bytes["server out"] == pytest.approx(2 * 3e9 + 3 * 0.5e9 + 2e9)
+
+
+def test_servers_share_what_they_serve() -> None:
+    one, two = (run("server", cluster(2, n), lump(1e9, 1e10), slots=8, update_at="gradient") for n in (1, 2))
+    assert two.seconds < 0.6 * one.seconds and two.bytes["server out"] == pytest.approx(one.bytes["server out"])
+
+
 def test_a_relay_keeps_parameters_for_backward() -> None:
     """Guo et al. (SGC): buffering saves the second gathering."""
     model = lump(1e9, 1e11)

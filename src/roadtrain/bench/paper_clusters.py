@@ -46,12 +46,12 @@ def luwu_plan(which: str, micro_batch: int, workers: int = 8) -> Plan:
     layout = Layout(dp=workers)
     if which == "luwu":
         return Plan(placement("optimizer-node"), layout, micro_batch, recompute=True, update_at="gradient", buffers=16,
-                    slots=2, offload=True, in_turn=True)
+                    slots=2, root=False, offload=True, in_turn=True)
     if which == "zero-infinity":
-        return Plan(placement(which), layout, micro_batch, recompute=True, buffers=1, slots=2, offload=True,
+        return Plan(placement(which), layout, micro_batch, recompute=True, buffers=1, slots=2, root=False, offload=True,
                     host_bytes=8)
     if which == "zero3":
-        return Plan(placement(which), layout, micro_batch, recompute=True, slots=3)
+        return Plan(placement(which), layout, micro_batch, recompute=True, slots=3, root=False)
     return Plan(placement("switch-sum"), layout, micro_batch, recompute=True, gradient_bytes=4, parameter_bytes=4,
                 state_bytes=8, overlap=False)
 
@@ -70,7 +70,8 @@ def smart_infinity(ssds: int, device: str = "RTX-A5000") -> Cluster:
 
 def smart_infinity_plan(which: str) -> Plan:
     """`base`: ZeRO-Infinity on RAID0; `su`: SmartUpdate; `suo`: its transfer handler; `suoc`: 2 % of the gradient."""
-    base = Plan(placement("raid0"), micro_batch=4, recompute=True, file_slots=1, buffers=2, slots=2, upstream_bytes=4)
+    base = Plan(placement("raid0"), micro_batch=4, recompute=True, file_slots=1, buffers=2, slots=2, root=False,
+                upstream_bytes=4)
     near = base.changed(placement=placement("near-storage"), buffers=1)
     return {"base": base, "su": near, "suo": near.changed(buffers=2), "suoc": near.changed(buffers=2, topk=2.0)}[which]
 
@@ -119,8 +120,9 @@ def sgc_plan(which: str, nodes: int) -> Plan:
     and buffer. Updates of both are one step late. The batch is not printed."""
     own, layout = fitted("sgc"), Layout(dp=nodes)
     if which == "gpu":
-        return Plan(placement("zero3"), layout, own["batch"], slots=2)
-    base = Plan(placement("zero-offload"), layout, own["batch"], recompute=True, slots=2, offload=True, staleness=1)
+        return Plan(placement("zero3"), layout, own["batch"], slots=2, root=False)
+    base = Plan(placement("zero-offload"), layout, own["batch"], recompute=True, slots=2, root=False, offload=True,
+                staleness=1)
     if which == "base":
         return base
     return base.changed(placement=placement("smartnic"), slots=3, kept=1000)

@@ -134,7 +134,7 @@ def worker(args: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
     model: nn.Module = Net(width, layers, times)
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    options = {"spares": args.spares.split(","), "token_file": args.token}
+    options = {"spares": [one for one in args.spares.split(",") if one], "token_file": args.token}
     state = None
     if args.how in ("ddp", "hook"):
         parallel = DistributedDataParallel(model)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 
 FREE, COMING, HERE, USED = "free", "coming", "here", "used"
 
@@ -39,6 +39,7 @@ class Prefetcher:
         self.slots = [Slot() for _ in range(slots)]
         self.where: dict[int, int] = {}
         self.past: list[int] = [*blocks, *reversed(blocks)]  # a first guess: forward in order, backward in reverse
+        self.known = {*blocks}  # of `past`
         self.now: list[int] = []
         self.cursor = 0  # next index of `past`
         self.wanted: int | None = None  # asked for and not yet used: it keeps or gets a slot before all others
@@ -95,6 +96,7 @@ class Prefetcher:
         """A step ended: the order just seen predicts the next one."""
         if self.now:
             self.past, self.now = self.now, []
+            self.known = {*self.past}
         self.cursor = 0
         return self._plan()
 
@@ -115,10 +117,11 @@ class Prefetcher:
         """Distinct blocks in the order of their next use, the wanted one first; the next step follows this one, so what
         backward has updated is fetched again while the rest of it runs."""
         seen: dict[int, None] = {} if self.wanted is None else {self.wanted: None}
-        for block in chain(self.past[self.cursor :], self.past):
-            seen.setdefault(block)
-            if len(seen) > 2 * len(self.slots):
+        enough = min(2 * len(self.slots) + 1, len(self.known) + (len(seen) and self.wanted not in self.known))
+        for block in chain(islice(self.past, self.cursor, None), self.past):
+            if len(seen) >= enough:
                 break
+            seen.setdefault(block)
         return list(seen)
 
     def _plan(self) -> list[PullBlock]:

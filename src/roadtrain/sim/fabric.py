@@ -299,10 +299,15 @@ class Fabric:
         """Parameters that rest on the server's files, to its memory."""
         return Cost(params * self._own * self.plan.parameter_bytes, self._state_site().reads())
 
-    def public_in_memory(self, params: float) -> bool:
-        """Whether a server on files keeps the parameters in memory too: in half of it, if they fit."""
+    @property
+    def depth(self) -> int:
+        """How many reads, and how many writes, the SSDs do at once."""
+        return max((ssd.depth for ssd in self._state_site().host.ssds), default=1)
+
+    def public_share(self, params: float) -> float:
+        """Of the parameters of state on files, what memory keeps too; a server keeps all in half of it, or none."""
         if self.plan.placement.parameters != "server" or not self.on_files:
-            return True
+            return self.plan.public
         return params * self._own * self.plan.parameter_bytes <= self._state_site().host.memory / 2
 
     def tax(self, cost: Cost) -> float:

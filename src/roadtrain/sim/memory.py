@@ -14,10 +14,12 @@ from dataclasses import dataclass
 
 from roadtrain.errors import BudgetError, ConfigError
 from roadtrain.flow.pipeline import ahead
+from roadtrain.spec.chunks import PAGE
 from roadtrain.spec.cluster import Cluster, Host
 from roadtrain.spec.placement import Plan
+from roadtrain.spec.plan import HUGE
 from roadtrain.spec.shapes import BlockShape, ModelShape
-from roadtrain.units import show_bytes
+from roadtrain.units import round_up, show_bytes
 
 USABLE = 0.9  # of a host's memory: the rest is the system's
 LARGEST = 1 / 3  # of a block: its largest tensor, whose gradient is on the device while it leaves
@@ -45,7 +47,9 @@ def device_bytes(plan: Plan, blocks: Sequence[BlockShape]) -> float:
     total, biggest = sum(params), max(params, default=0.0)
     split = sum(block.params - less for block, less in zip(blocks, spread)) / layout.tp / layout.replicas
     if place.streamed:
-        parameters = min(max(2, plan.slots), len(blocks)) * biggest
+        layers = [n for n, block in zip(params, blocks) if "." in block.name or not plan.root] or params
+        biggest = max(layers)
+        parameters = min(max(2, plan.slots), len(layers)) * biggest + total - sum(layers)
         gradients = biggest if place.parameters == "split" else LARGEST * biggest
     else:
         parameters = gradients = total
@@ -99,7 +103,7 @@ def host_bytes(plan: Plan, blocks: Sequence[BlockShape], ranks: int) -> float:
     own = ranks / layout.replicas
     nbytes = plan.host_bytes * own * total
     if place.parameters == "host":
-        nbytes += own * total * plan.parameter_bytes
+        nbytes += plan.public * own * total * plan.parameter_bytes
     if place.gradients == "memory" and place.state == "ssd" and plan.update_at == "step":
         nbytes += own * total * plan.gradient_bytes  # they wait for the last one
     if place.state == "ssd":
@@ -111,6 +115,21 @@ def host_bytes(plan: Plan, blocks: Sequence[BlockShape], ranks: int) -> float:
     if plan.offload:
         nbytes += sum(block.input for block in blocks) * plan.micro_batch * ranks
     return nbytes
+
+
+def buffer_bytes(plan: Plan, blocks: Sequence[BlockShape]) -> float:
+    """What roadtrain's own buffers take in a process that trains under `plan`, as spec/plan.py cuts them: whole huge
+    pages. Without saved inputs of blocks."""
+    layers = [block.params for block in blocks if "." in block.name]
+    total, most = sum(block.params for block in blocks), max(layers)
+    sizes = [(plan.slots, most * plan.parameter_bytes), (plan.pushes, most * plan.gradient_bytes)]
+    rest = (total - sum(layers)) * (plan.parameter_bytes + plan.gradient_bytes)
+    if not plan.placement.served:
+        chunk, records = min(plan.chunk, most), plan.buffers if plan.placement.state == "ssd" else 0
+        rest += total * plan.resident * plan.state_bytes
+        rest += total * max(0.0, plan.public - plan.resident) * plan.parameter_bytes
+        sizes += [(records, chunk * plan.state_bytes + PAGE), (max(2, records), chunk * 4)]  # a page of scalars
+    return rest + sum(n * round_up(int(nbytes), HUGE) for n, nbytes in sizes)
 
 
 def file_bytes(plan: Plan, params: float) -> float:
@@ -136,7 +155,7 @@ def needs(plan: Plan, cluster: Cluster, model: ModelShape, cuts: Sequence[Sequen
             nbytes = file_bytes(plan, sum(block.params for block in blocks)) * share
             out.append(Need(f"stage {number} SSDs", nbytes, _room(host)))
     if place.served and cluster.spares:
-        server = cluster.spares[0]
+        server = cluster.spares[0].together
         if server.ssds:
             out.append(Need("server SSDs", file_bytes(plan, model.params), _room(server)))
         else:

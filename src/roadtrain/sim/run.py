@@ -119,7 +119,7 @@ class Scene:
             if not cluster.spares:
                 raise ConfigError(f"placement {plan.placement.name} needs a host without devices, the cluster has none",
                                   hint="add one to the cluster, or choose a placement on the workers' hosts")
-            node = cluster.spares[0]
+            node = cluster.spares[0].together
             nics = [cluster.common([host, node])[1] for host in cluster.workers]
             server = Site(engine, node, min(nics, key=lambda n: n.total), constants, "server")
         self.stages: list[Stage] = []

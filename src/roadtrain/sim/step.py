@@ -17,6 +17,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import ceil
 from typing import Any
 
 from roadtrain.flow import ops
@@ -66,33 +67,41 @@ class Stage:
             block, plan.micro_batch, split, device)) for block in blocks]  # that attention does not hide
         n = len(blocks)
         most = max(self.params, default=0.0)
-        self.pieces = max(1, min(4, int(most // SMALLEST)))
+        self.pieces = max(1, min(4, int(most // SMALLEST)) if not plan.chunk else ceil(most / plan.chunk))
         streamed = plan.placement.streamed
-        slots = max(2, min(plan.slots, n)) if streamed else max(2, n)
-        self.prefetch, self.prefetch_slots = Prefetcher(slots, range(n)), slots
+        layers = [i for i, block in enumerate(blocks) if "." in block.name or not plan.root] or list(range(n))
+        self.slots = max(2, min(plan.slots, len(layers)) if streamed else n)
+        stay = sorted({*range(n)} - {*layers})  # what comes before the layers and after: once a step
+        prefetch, root = Prefetcher(self.slots, layers), Prefetcher(max(2, len(stay)), stay)
+        self.streams, self.prefetch = prefetch, [prefetch if i in layers else root for i in range(n)]
         durable = fabric.on_files
         late = dict.fromkeys(range(n * self.pieces), False) if plan.staleness else None
-        public = fabric.public_in_memory(sum(self.params))
-        kept = int(plan.resident * n * self.pieces)  # the first, which the next forward wants first
-        self.server = ServeDecider(0, {c: (not durable or c < kept, public) for c in range(n * self.pieces)},
+        chunks = n * self.pieces
+        kept = round(plan.resident * chunks)  # the first, which the next forward wants first
+        public = round(fabric.public_share(sum(self.params)) * chunks)
+        self.server = ServeDecider(0, {c: (not durable or c < kept, c < public) for c in range(chunks)},
                                    plan.buffers if durable else 0, durable=durable, late=late)
-        self.disk = DeviceQueue()
+        self.disk = DeviceQueue(limit=fabric.depth)
         self.updates = engine.lane(f"{self.name} updates")
-        rings = plan.placement.sum == "ring" and fabric.group.dp > 1
-        self.collectives = engine.lane(f"{self.name} collectives") if rings else None  # in turn, as on a stream
+        self.lanes: dict[str, Lane] = {}  # transfers that follow each other: collectives on a stream, a server's links
+        if plan.placement.sum == "ring" and fabric.group.dp > 1:
+            self.lanes = dict.fromkeys(("Fetch", "Push"), engine.lane(f"{self.name} collectives"))
+        elif plan.placement.served:
+            self.lanes = {what: engine.lane(f"{self.name} {what.lower()}") for what in ("Fetch", "Push")}
         self.relay: RelayDecider | None = None
         if plan.placement.sum == "relay":
             self.relay = RelayDecider(1, (2 + min(plan.kept, n)) * self.pieces)
         self.tickets, self.pulls = itertools.count(1), dict[int, tuple[int, int]]()  # ticket -> (block, slot)
-        self.coming: dict[int, int] = {}  # slot -> chunks on their way
+        self.coming: dict[int, int] = {}  # block -> its chunks on their way
         self.version = [0] * n
         self.upstream: dict[int, Task] = {}
         self.decider: StageDecider | None = None
         self.todo: deque[int] = deque()
         self.run: Run | None = None
         self.wanted: int | None = None
-        self.step, self.pushing, self.computed = 0, 0, True
-        self.released = [0] * n  # chunks of each block, in this step
+        self.step = 0
+        self.pushing: dict[int, int] = {}  # step -> its gradients on their way
+        self.computed = set[int]()  # steps that are computed and not sealed
         self.fresh: list[bool] = [True] * n
         self.later: list[tuple[int, bool]] = []  # gradients that wait for the end of backward
         self.ends: list[float] = []  # of steps: all is released
@@ -108,8 +117,9 @@ class Stage:
         plan, fabric, total, n = self.plan, self.fabric, sum(self.params), len(self.blocks)
         streamed = plan.placement.streamed
         passes = self.micros if streamed else 1
-        stay = self.prefetch_slots + (min(plan.kept, n) if self.relay is not None else 0)
-        again = sum(sorted(self.params)[: max(0, n - stay)])  # the largest may be here still at every turn
+        layers = sorted(params for params, prefetch in zip(self.params, self.prefetch) if prefetch is self.streams)
+        stay = self.slots + (min(plan.kept, n) if self.relay is not None else 0)
+        again = sum(layers[: max(0, len(layers) - stay)])  # the largest may be here still at every turn
         costs = [(fabric.answer(total), 1.0 if streamed else 0.0), (fabric.answer(again), 2.0 * passes - 1),
                  (fabric.push(total), float(passes)), (fabric.hold(total), float(passes)), (fabric.update(total), 1.0),
                  (fabric.upstream(total), 1.0)]
@@ -145,8 +155,7 @@ class Stage:
 
     def begin_step(self) -> None:
         self.step += 1
-        self.released = [0] * len(self.blocks)
-        self.computed = False
+        self.pushing[self.step] = 0
         self.decider = StageDecider(self.number, self.plan.layout.pp, self.micros, self.plan.layout.vp)
         self._go(self.decider.start())
 
@@ -199,22 +208,22 @@ class Stage:
             return
         block = self.todo.popleft()
         self.wanted = block
-        self._pull(self.prefetch.asked(block))
+        self._pull(self.prefetch[block].asked(block))
         self._use()
 
     def _use(self) -> None:
         """Runs the block that is wanted, once it is here."""
         block, run = self.wanted, self.run
-        if block is None or run is None or self.prefetch.here(block) is None:
+        if block is None or run is None or self.prefetch[block].here(block) is None:
             return
         self.wanted = None
-        slot = self.prefetch.use(block)
+        slot = self.prefetch[block].use(block)
 
         def compute() -> None:
             self._compute(self._of(block, run.what), lambda: self._block_ended(block, slot))
 
         if self.blocks[block].tables and run.what == FORWARD:
-            self._cost("Fetch", self._rows(block), compute, lane=self.collectives)
+            self._cost("Fetch", self._rows(block), compute, lane=self.lanes.get("Fetch"))
         else:
             compute()
 
@@ -224,7 +233,7 @@ class Stage:
     def _block_ended(self, block: int, slot: int) -> None:
         assert self.run is not None
         self._log(self.run.what, block)
-        pulls = self.prefetch.returned(slot)
+        pulls = self.prefetch[block].returned(slot)
         if self.run.what == BACKWARD and (self.run.last or self.plan.placement.streamed):
             if self.plan.overlap:
                 self._push(block, self.run.last)
@@ -246,14 +255,16 @@ class Stage:
             later, self.later = self.later, []
             for block, last in later:
                 self._push(block, last)
-            self.computed = True
-            self._maybe_release()
+            self.computed.add(self.step)
+            if self.plan.update_at == "gradient":  # all is released: the next forward waits for what it pulls
+                self._step_ended()
+            self._seal(self.step)
 
     # parameters
 
     def _pull(self, pulls: Sequence[PullBlock]) -> None:
         for pull in pulls:
-            self.coming[pull.slot] = self.pieces
+            self.coming[pull.block] = self.pieces
             version = self.version[pull.block] - (1 if self.plan.staleness and self.version[pull.block] else 0)
             for piece in range(self.pieces):
                 ticket = next(self.tickets)
@@ -278,10 +289,10 @@ class Stage:
         self._pulled(give.pull.ticket)
 
     def _pulled(self, ticket: int) -> None:
-        _, slot = self.pulls.pop(ticket)
-        self.coming[slot] -= 1
-        if not self.coming[slot]:
-            self._pull(self.prefetch.arrived(slot))
+        block, slot = self.pulls.pop(ticket)
+        self.coming[block] -= 1
+        if not self.coming[block]:
+            self._pull(self.prefetch[block].arrived(slot))
             self._use()
 
     def _piece(self, chunk: int) -> float:
@@ -297,40 +308,43 @@ class Stage:
         if self.blocks[block].tables:
             cost = self._rows(block)._replace(work=self._rows(block).work / self.pieces)
         for chunk in range(block * self.pieces, (block + 1) * self.pieces):
-            self.pushing += 1
-            self._cost("Push", cost, partial(self._pushed, chunk, fresh, last), lane=self.collectives)
+            self.pushing[self.step] += 1
+            self._cost("Push", cost, partial(self._pushed, chunk, fresh, last, self.step), lane=self.lanes.get("Push"))
+        if last and self.plan.update_at == "gradient":
+            self._updated_in(block, self.step)
 
-    def _pushed(self, chunk: int, fresh: bool, last: bool) -> None:
-        self.pushing -= 1
+    def _pushed(self, chunk: int, fresh: bool, last: bool, step: int) -> None:
+        self.pushing[step] -= 1
         self._tell(ops.Push(chunk, None, fresh, True, next(self.tickets)))
         if last and self.plan.update_at == "gradient":
-            block = chunk // self.pieces
-            self._tell(ops.Release(chunk, self.step, (), (1.0,), 0 if self.plan.in_turn else block))
-            self._released(chunk)
-        self._maybe_release()
+            self._tell(ops.Release(chunk, step, (), (1.0,), 0 if self.plan.in_turn else chunk // self.pieces))
+        self._seal(step)
 
-    def _released(self, chunk: int) -> None:
-        """The block has its next version when the last of its chunks is released."""
-        block = chunk // self.pieces
-        self.released[block] += 1
-        if self.released[block] == self.pieces:
-            self.version[block] = self.step
-            self.prefetch.updated([block])
+    def _updated_in(self, block: int, step: int) -> None:
+        """From now on the block's next version is pulled."""
+        self.version[block] = step
+        self.prefetch[block].updated([block])
 
-    def _maybe_release(self) -> None:
-        """The end of a step: everything is computed and where it is summed."""
-        if not self.computed or self.pushing or any(chunk.holds for chunk in self.server.chunks.values()):
+    def _seal(self, step: int) -> None:
+        """Once everything of it is computed and where it is summed."""
+        if step not in self.computed or self.pushing[step]:
             return
-        chunks = len(self.blocks) * self.pieces
-        if self.plan.update_at == "step" and not any(self.released):
-            for chunk in range(chunks):
-                self._tell(ops.Release(chunk, self.step, (), (1.0,), chunk // self.pieces))
-                self._released(chunk)
-        if sum(self.released) == chunks and len(self.ends) < self.step:
-            self.ends.append(self.engine.now)
-            self._tell(ops.Seal(self.step))
-            self._tell(ops.Commit(self.step, None))
-            self._pull(self.prefetch.stepped())
+        if self.plan.update_at == "step":
+            if any(chunk.holds for chunk in self.server.chunks.values()):
+                return
+            for chunk in range(len(self.blocks) * self.pieces):
+                self._tell(ops.Release(chunk, step, (), (1.0,), chunk // self.pieces))
+            for block in range(len(self.blocks)):
+                self._updated_in(block, step)
+            self._step_ended()
+        self.computed.remove(step)
+        self._tell(ops.Seal(step))
+        self._tell(ops.Commit(step, None))
+
+    def _step_ended(self) -> None:
+        self.ends.append(self.engine.now)
+        for prefetch in dict.fromkeys(self.prefetch):
+            self._pull(prefetch.stepped())
 
     # the server
 
@@ -381,7 +395,7 @@ class Stage:
                 after = [self.upstream[pull.chunk]] if pull.chunk in self.upstream else []
 
                 def give() -> None:
-                    self._cost("Fetch", self.fabric.answer(size), done(), after=after, lane=self.collectives)
+                    self._cost("Fetch", self.fabric.answer(size), done(), after=after, lane=self.lanes.get("Fetch"))
 
                 if memory:
                     give()
@@ -407,7 +421,7 @@ class Stage:
 
     def _held(self, hold: ops.Hold) -> None:
         self._tell(ops.Done(hold, (None, True)))
-        self._maybe_release()
+        self._seal(self.step)
 
     def _updated(self, update: ops.Update) -> None:
         up = self.fabric.upstream(self._piece(update.chunk))

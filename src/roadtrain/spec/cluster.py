@@ -79,13 +79,15 @@ class Device(Section):
 
 
 class Ssd(Section):
-    """`updates`: state bytes a second that a processor beside it updates (near-storage), over `internal`."""
+    """`updates`: state bytes a second that a processor beside it updates (near-storage), over `internal`. `depth`: how
+    many reads, and writes, share its rate at once; 1: in the order of arrival."""
 
     count: int = Field(default=1, ge=1)
     read: Rate
     write: Rate
     mixed: float = Field(default=1.0, ge=1, le=2)
     capacity: Bytes = 0.0
+    depth: int = Field(default=2, ge=1)
     internal: Rate = 0.0
     updates: Rate = 0.0
     price: float = Field(default=0, ge=0)
@@ -139,6 +141,15 @@ class Host(Section):
         if isinstance(tree, Mapping) and isinstance(tree.get("device"), str):
             return {"devices": 1, **tree, "device": template("device", tree["device"])}
         return tree
+
+    @property
+    def together(self) -> Self:
+        """One machine that has what all `count` have."""
+        names = ("memory", "memory_rate", "updates", "sums", "uplink")
+        more = {name: getattr(self, name) * self.count for name in names}
+        ssds, nics = (tuple(one.model_copy(update={"count": one.count * self.count}) for one in every)
+                      for every in (self.ssds, self.nics))
+        return self.model_copy(update={**more, "count": 1, "ssds": ssds, "nics": nics})
 
     @model_validator(mode="after")
     def _whole(self) -> Self:

@@ -82,8 +82,10 @@ class Plan:
     gradients at rest, of parameters that come back from a processor beside an SSD, of state, of what hosts keep besides
     (`host_bytes`). `in_turn`: updates in the order of their gradients, not of the next forward. `overlap`: gradients
     leave while backward runs, else after it. `offload`: activations go to the host. `resident`: the share of records on
-    files that memory keeps too. `file_slots`: 2 where a step never overwrites the last one. `context_bytes`,
-    `fragmentation`: of a device's memory, what nobody asked for.
+    files that memory keeps too, `public` that of parameters alone. `chunk`: elements of a record (0: a few a block).
+    `pushes`: buffers for a block's gradients. `root`: embeddings and the output layer stay on the device for a step and
+    take no slot. `file_slots`: 2 where a step never overwrites the last one. `context_bytes`, `fragmentation`: of a
+    device's memory, what nobody asked for.
 
     What a framework does: `precision` of the layers' products ("" is 16 bits; attention and the output stay there).
     `selective`: of each layer "products" (all but attention and every second product), or all of every second of the
@@ -115,6 +117,10 @@ class Plan:
     offload: bool = False
     file_slots: int = 2
     resident: float = 0
+    public: float = 1
+    chunk: int = 0
+    pushes: int = 0
+    root: bool = True
     context_bytes: float = 1e9
     fragmentation: float = 1.0
     precision: str = ""
