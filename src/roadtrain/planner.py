@@ -8,27 +8,33 @@ candidates only where they are asked for (Rule 2). Pure.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from heapq import heapify, heappop, heappush
 from typing import Any
 
 from roadtrain.errors import ConfigError
 from roadtrain.sim.compute import Constants
 from roadtrain.sim.engine import Engine
-from roadtrain.sim.memory import Need
+from roadtrain.sim.memory import Need, stage_bytes
 from roadtrain.sim.run import Result, Scene, simulate
 from roadtrain.spec.cluster import Cluster, Host
-from roadtrain.spec.layout import Layout, uneven
+from roadtrain.spec.layout import Layout, balanced, even
 from roadtrain.spec.placement import PLACEMENTS, Placement, Plan
 from roadtrain.spec.shapes import ModelShape
 
+Waiting = tuple[float, int, Scene, bool]  # bound of a sample, number, the plan; whether all is in the bound
 GOALS = ("time", "cost", "energy")
-MOST_PP, MOST_MICRO_BATCH = 64, 64
+MOST_PP, MOST_MICRO_BATCH, MOST_PARTS = 64, 64, (2, 4)
+LONG = 4096  # tokens of a sequence that a context-parallel rank has at least
 EVERY = 1000  # slots: each block keeps its own from forward to backward
 SMALLER, MORE = 0.5, 1.1  # a resource's rate, to see what it would change
-ENDS = {"network": (" out", " in", " forth", " back"), "PCIe": ("to device", "from device"), "SSDs": ("read", "write"),
-        "device links": ("fabric",), "host updates": ("updates", "processors"), "host sums": ("sums",),
-        "host memory": ("memory",), "SSD uplink": ("uplink in", "uplink out")}  # of the names of what is scaled
+LITTLE = 1e-3  # share of a step in which a resource is taken, that no rate of it changes anything
+ENDS = {"network": (" out", " in", " forth", " back"), "PCIe": ("to device", "from device"),
+        "SSDs": ("read", "write", "mixed"), "device links": ("fabric",), "host updates": ("updates", "processors"),
+        "host sums": ("sums",), "host memory": (" memory",),
+        "SSD uplink": ("uplink in", "uplink out")}  # of the names of what is scaled
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,9 @@ class Family:
     nearest: tuple[Need, Plan] | None = None
     best: Found | None = None
     least: float = float("inf")  # bound of the best candidate, a sample
+
+    def refuse(self, why: str) -> None:
+        self.refused[why] = self.refused.get(why, 0) + 1
 
 
 @dataclass(frozen=True)
@@ -83,41 +92,47 @@ def search(
         raise ConfigError("goal energy, and no device says what it takes", hint="give devices `peak_watts`")
     families: dict[str, Family] = {}
     fits: set[Plan] = set()
-    waiting: list[tuple[float, int, Plan]] = []
+    waiting: list[Waiting] = []
+    passes: dict[Any, float] = {}  # what tells them apart -> seconds of a micro-batch, both ways
     for plan in candidates(cluster, model, batch=batch, placements=placements, late=late):
         if plan.recompute and plan.changed(recompute=False) in fits:
             continue  # it would only compute more
         family = families.setdefault(plan.placement.name, Family(plan.placement.name))
         family.tried += 1
         try:
-            scene = Scene(Engine(), plan, cluster, model, constants, None, False)
+            scene = Scene(plan, cluster, model, constants)
         except ConfigError as error:
-            reason = str(error).splitlines()[0]
-            family.refused[reason] = family.refused.get(reason, 0) + 1
+            family.refuse(str(error).splitlines()[0])
             continue
         worst = max(scene.needs, key=_over)
+        if not worst.fits and (stages := _that_fit(scene)) is not None:
+            plan = plan.changed(layout=replace(plan.layout, stages=stages))
+            scene = Scene(plan, cluster, model, constants)
+            worst = max(scene.needs, key=_over)
         if not worst.fits:
-            what = "memory of " + worst.where.replace("stage ", "").lstrip("0123456789 ")
-            family.refused[what] = family.refused.get(what, 0) + 1
+            family.refuse("memory of " + worst.where.replace("stage ", "").lstrip("0123456789 "))
             if family.nearest is None or _over(worst) < _over(family.nearest[0]):
                 family.nearest = worst, plan
             continue
         fits.add(plan)
-        seconds, _ = scene.bound()
-        least = _score(goal, seconds, plan, scene)
-        family.least = min(family.least, least)
-        waiting.append((least, len(waiting), plan))
+        key = plan.micro_batch, plan.recompute, plan.layout.tp, plan.layout.cp, plan.layout.ep
+        if key not in passes:
+            passes[key] = _computing(plan, cluster, model, constants)
+        least = 0.0 if goal == "energy" else _score(goal, passes[key] * _turns(plan), plan, scene)
+        waiting.append((least, len(waiting), scene, False))
     found: list[Found] = []
-    best = float("inf")
-    for i, (least, _, plan) in enumerate(ordered := sorted(waiting)):
+    best, order = float("inf"), _in_order(waiting, goal, families)
+    for least, plan in order:
         if least >= best:
-            for _, _, other in ordered[i:]:
-                families[other.placement.name].pruned += 1
+            waiting.append((least, -1, Scene(plan, cluster, model, constants), True))
             break
         one = _simulated(plan, cluster, model, constants, goal)
         families[plan.placement.name].simulated += 1
         found.append(one)
         best = min(best, one.score)
+    for least, _, scene, _ in waiting:
+        family = families[scene.plan.placement.name]
+        family.pruned, family.least = family.pruned + 1, min(family.least, least)
     found.sort(key=lambda one: one.score)
     for one in reversed(found):
         families[one.plan.placement.name].best = one
@@ -125,14 +140,46 @@ def search(
         return Answer(None, None, families, [], {}, [])
     pick = found[0]
     runner = next((one for one in found[1:] if _differs(one.plan, pick.plan)), None)
-    if runner is None and len(ordered) > len(found):  # pruned, so its bound alone says that it lost
-        runner = next((_simulated(plan, cluster, model, constants, goal) for _, _, plan in ordered[len(found):]
-                       if _differs(plan, pick.plan)), None)
+    if runner is None:  # it is pruned, so its bound alone says that it lost
+        runner = next((_simulated(plan, cluster, model, constants, goal) for _, plan in
+                       _in_order(waiting, goal, families) if _differs(plan, pick.plan)), None)
     if runner is not None:
         families[runner.plan.placement.name].best = families[runner.plan.placement.name].best or runner
     gains = _gains(pick, cluster, model, constants, goal) if explain else {}
     flips = _flips(pick, runner, cluster, model, constants, goal) if explain and runner is not None else []
     return Answer(pick, runner, families, _front([*found, *([runner] if runner else [])]), gains, flips)
+
+
+def _computing(plan: Plan, cluster: Cluster, model: ModelShape, constants: Constants) -> float:
+    """Seconds that one micro-batch takes at least, both ways, on the fastest device."""
+    split, last = plan.layout.tp * plan.layout.cp, len(model.blocks) - 1
+    return min(sum(constants.forward(block, plan.micro_batch, split, host.device, plan.precision, plan.layout.ep,
+                                     plan.passes) * (3 + (plan.recompute and i < last))
+                   for i, block in enumerate(model.blocks)) for host in cluster.workers if host.device)
+
+
+def _turns(plan: Plan) -> float:
+    """How many micro-batches' passes of the whole model a step of a pipeline takes at least: stage s begins when the
+    first has come through all before it, so it is (1 - 1 / micros) as long as the one before, at best."""
+    n = plan.micros * plan.layout.vp
+    return 1 / plan.layout.vp / (1 - (1 - 1 / n) ** plan.layout.pp)
+
+
+def _in_order(waiting: list[Waiting], goal: str, families: Mapping[str, Family]) -> Iterator[tuple[float, Plan]]:
+    """Bounds and plans, the least first. What is bounded by computing alone is built when it comes first, since that
+    takes a while."""
+    heapify(waiting)
+    while waiting:
+        least, number, scene, built = heappop(waiting)
+        if built:
+            yield least, scene.plan
+            continue
+        try:
+            scene.build(Engine())
+        except ConfigError as error:
+            families[scene.plan.placement.name].refuse(str(error).splitlines()[0])
+            continue
+        heappush(waiting, (max(least, _score(goal, scene.bound()[0], scene.plan, scene)), number, scene, True))
 
 
 def candidates(
@@ -158,35 +205,75 @@ def candidates(
 
 
 def layouts(cluster: Cluster, model: ModelShape, total: int, inside: int, one: Placement) -> Iterator[Layout]:
-    for tp in (n for n in range(1, inside + 1) if inside % n == 0 and n & (n - 1) == 0):
+    experts = max((block.matrices for block in model.blocks if block.experts), default=1)
+    for tp in (n for n in _powers(inside) if inside % n == 0):
         if tp > 1 and (one.streamed or not model.heads or model.heads % tp):
             continue
         for pp in (n for n in range(1, min(MOST_PP, max(1, model.layers), total // tp) + 1) if total // tp % n == 0):
             if pp > 1 and one.streamed:
                 continue
-            dp = total // tp // pp
-            yield Layout(dp, tp, pp)
-            if pp > 1 and (stages := _by_speed(cluster, model.layers, dp * tp, pp)) is not None:
-                yield Layout(dp, tp, pp, stages)
+            ranks = total // tp // pp
+            stages = _balanced(cluster, model, total // pp, pp)
+            spread = one.parameters in ("device", "split")  # what has a device's experts, and its part of a sequence
+            for cp in (n for n in _powers(model.tokens // LONG) if ranks % n == 0 and (spread or n == 1)):
+                for ep in (n for n in _powers(experts) if ranks % n == 0 and (spread or n == 1)):
+                    yield Layout(ranks // cp, tp, pp, stages, cp, ep)
+                    for vp in MOST_PARTS if pp > 1 and not stages else ():
+                        if model.layers % (pp * vp) == 0:
+                            yield Layout(ranks // cp, tp, pp, (), cp, ep, vp)
 
 
-def _by_speed(cluster: Cluster, layers: int, per_stage: int, pp: int) -> tuple[int, ...] | None:
-    """Layers of each stage by its slowest device's speed, where devices differ."""
+def _powers(most: int) -> Iterator[int]:
+    """1, 2, 4, ... up to `most`."""
+    return (1 << i for i in range(max(1, most).bit_length()))
+
+
+def _ends(model: ModelShape) -> tuple[list[int], tuple[float, float]]:
+    """Which blocks are layers, and the FLOPs of what comes before them and after."""
+    layers = [i for i, block in enumerate(model.blocks) if "." in block.name]
+    first, last = (layers[0], layers[-1]) if layers else (0, -1)
+    return layers, (sum(block.flops for block in model.blocks[:first]), sum(b.flops for b in model.blocks[last + 1 :]))
+
+
+def _balanced(cluster: Cluster, model: ModelShape, per_stage: int, pp: int) -> tuple[int, ...]:
+    """Layers of each stage by its slowest device's speed; () where even ones are as fast."""
     flops = [host.device.flops for host in cluster.workers for _ in range(host.count * host.devices) if host.device]
     speeds = [min(flops[i * per_stage : (i + 1) * per_stage]) for i in range(pp)]
-    if len(set(speeds)) == 1 or layers < pp:
+    layers, ends = _ends(model)
+    stages = balanced([model.blocks[i].flops for i in layers], speeds, ends=ends) if pp > 1 else None
+    return () if stages is None or stages == even(len(layers), pp) else stages
+
+
+def _that_fit(scene: Scene) -> tuple[int, ...] | None:
+    """Of a pipeline that fits no device memory as it is: other stages, the fastest that do."""
+    plan, blocks = scene.plan, scene.model.blocks
+    layers, ends = _ends(scene.model)
+    device = [need for need in scene.needs if need.where.endswith("device")]
+    if plan.layout.vp * plan.layout.pp == 1 or plan.layout.vp > 1 or sum(n.nbytes - n.room for n in device) > 0:
         return None
-    return uneven(layers, speeds, alpha=1.0)
+
+    params = [0, *itertools.accumulate(blocks[i].params for i in layers)]
+    known: dict[Any, bool] = {}  # stages of as many of the same layers are alike
+
+    def fits(stage: int, begin: int, stop: int) -> bool:
+        first = 0 if begin == 0 else layers[begin]
+        last = len(blocks) if stop == len(layers) else layers[stop]
+        key = stage, last - first, params[stop] - params[begin], first == 0, stop == len(layers)
+        if key not in known:
+            known[key] = stage_bytes(plan, blocks[first:last], stage) <= device[stage].room
+        return known[key]
+
+    speeds = [min(host.device.flops for host in group if host.device) for group in scene.groups_of]
+    return balanced([blocks[i].flops for i in layers], speeds, ends=ends, fits=fits)
 
 
 def batches(layout: Layout, batch: int | None) -> Iterator[tuple[int, int]]:
     """(micro-batch, passes) whose product is the batch; without one, passes that fill a pipeline."""
     size = 1
     while size <= MOST_MICRO_BATCH:
-        if batch is None:
-            yield size, 1 if layout.pp == 1 else 4 * layout.pp
-        elif batch % (layout.dp * size) == 0:
-            yield size, batch // (layout.dp * size)
+        micros = (1 if layout.pp == 1 else 4 * layout.pp) if batch is None else batch // (layout.dp * size)
+        if (batch is None or batch % (layout.dp * size) == 0) and (layout.vp == 1 or micros % layout.pp == 0):
+            yield size, micros
         size *= 2
 
 
@@ -266,9 +353,19 @@ def scaled(cluster: Cluster, factor: float) -> dict[str, Cluster]:
     return out
 
 
+def _busy(one: Found, name: str) -> float:
+    """The share of a step in which what is called `name` is taken, at most."""
+    tensor = name == "device links" and one.plan.layout.devices > one.plan.layout.dp  # some is counted as the device's
+    if name not in ENDS or tensor:
+        return 1.0
+    return min(1.0, sum(share for what, share in one.result.busy.items() if what.endswith(ENDS[name])))
+
+
 def _gains(pick: Found, cluster: Cluster, model: ModelShape, constants: Constants, goal: str) -> dict[str, float]:
     gains = {}
     for name, other in scaled(cluster, MORE).items():
+        if _busy(pick, name) < LITTLE:
+            continue
         gain = 1 - _with(pick, name, other, model, constants, goal) / pick.score
         if gain > 1e-4:
             gains[name] = gain
@@ -276,9 +373,8 @@ def _gains(pick: Found, cluster: Cluster, model: ModelShape, constants: Constant
 
 
 def _with(one: Found, name: str, other: Cluster, model: ModelShape, constants: Constants, goal: str) -> float:
-    """Its score where what is called `name` is as fast as in `other`: its own if it does not use that."""
-    tensor = name == "device links" and one.plan.layout.tp > 1  # that time is counted as the device's
-    if name in ENDS and not tensor and not any(n and what.endswith(ENDS[name]) for what, n in one.result.bytes.items()):
+    """Its score where what is called `name` is as fast as in `other`: its own if it hardly uses that."""
+    if _busy(one, name) < LITTLE:
         return one.score
     return _simulated(one.plan, other, model, constants, goal).score
 
@@ -288,6 +384,9 @@ def _flips(pick: Found, runner: Found, cluster: Cluster, model: ModelShape, cons
     out = []
     for factor, words in ((SMALLER, "half as fast"), (1 / SMALLER, "twice as fast")):
         for name, other in scaled(cluster, factor).items():
+            worse, better = ((1 + _busy(pick, name), 1.0) if factor < 1 else (1.0, 1 - _busy(runner, name) / 2))
+            if runner.score * better >= pick.score * worse:  # whatever waits for it
+                continue
             mine, its = (_with(one, name, other, model, constants, goal) for one in (pick, runner))
             if its < mine * (1 - 1e-3):
                 out.append(f"{name} {words}")

@@ -44,9 +44,13 @@ def words(plan: Plan) -> str:
     if layout.dp > 1:
         parts.append(f"gradients summed by {sums[place.sum]}")
     parts.append(f"updates {'beside the SSDs' if place.update == 'ssd' else 'on the ' + place.update}")
-    groups = ((layout.dp, "data"), (layout.tp, "tensor"), (layout.pp, "pipeline"))
+    groups = ((layout.dp, "data"), (layout.cp, "context"), (layout.tp, "tensor"), (layout.pp, "pipeline"))
     ranks = [f"{n} {what}" for n, what in groups if n > 1]
     parts.append(" x ".join(ranks) + "-parallel" if ranks else "one device")
+    if layout.ep > 1:
+        parts.append(f"experts spread over {layout.ep}")
+    if layout.vp > 1:
+        parts.append(f"{layout.vp} parts of the model a stage, in turn")
     if layout.stages:
         parts.append(f"stages of {', '.join(map(str, layout.stages))} layers")
     parts.append(f"micro-batch {plan.micro_batch} x {plan.micros}" + (", recompute" if plan.recompute else ""))

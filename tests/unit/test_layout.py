@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from roadtrain.errors import ConfigError
 from roadtrain.flow.pipeline import BACKWARD, FORWARD, Run, StageDecider, one_forward_one_backward
-from roadtrain.spec.layout import Layout, even, uneven
+from roadtrain.spec.layout import Layout, balanced, even, uneven
 
 
 def test_the_papers_groups() -> None:
@@ -154,3 +154,64 @@ def test_the_bubble_is_the_papers(stages: int, turns: int, parts: int) -> None:
             begin(to[0], deciders[to[0]].arrived(run.what, run.micro, to[1]))
         begin(stage, deciders[stage].ended(run))
     assert now == 3 * micros + Fraction(3 * (stages - 1), parts)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_balanced_stages_are_the_best_of_all(seed: int) -> None:
+    """Against every choice there is, with ends, different speeds, layers and memories."""
+    rng = Random(seed)
+    layers = rng.randint(2, 8)
+    n = rng.randint(1, min(4, layers))
+    weights = [rng.choice([1.0, 1.0, 2.0, 3.5]) for _ in range(layers)]
+    speeds, room = [rng.choice([1.0, 2.0, 3.0]) for _ in range(n)], [rng.choice([3.0, 6.0, 20.0]) for _ in range(n)]
+    ends = (rng.choice([0.0, 0.5]), rng.choice([0.0, 2.4]))
+
+    def fits(stage: int, begin: int, stop: int) -> bool:
+        return sum(weights[begin:stop]) <= room[stage]
+
+    def slowest(stages: tuple[int, ...]) -> float:
+        stops = list(itertools.accumulate(stages))
+        parts = [(i, stop - stages[i], stop) for i, stop in enumerate(stops)]
+        if not all(fits(*part) for part in parts):
+            return float("inf")
+        return max((sum(weights[a:b]) + ends[0] * (i == 0) + ends[1] * (i == n - 1)) / speeds[i] for i, a, b in parts)
+
+    best = min(slowest(s) for s in itertools.product(range(1, layers + 1), repeat=n) if sum(s) == layers)
+    found = balanced(weights, speeds, ends=ends, fits=fits)
+    assert (best == float("inf")) if found is None else slowest(found) == pytest.approx(best)
+
+
+def test_balanced_stages_are_those_of_a_solver() -> None:
+    """OR-Tools' CP-SAT on sizes that cannot be tried one by one."""
+    cp_model = pytest.importorskip("ortools.sat.python.cp_model", reason="pip install 'roadtrain[dev]'")
+    rng = Random(1)
+    for layers, n in ((48, 8), (31, 7)):
+        weights = [rng.choice([3, 4, 5]) for _ in range(layers)]
+        speeds, end = [rng.choice([1, 2]) for _ in range(n)], rng.randint(0, 20)
+        model = cp_model.CpModel()
+        cuts = [model.new_int_var(i, layers - n + i, "") for i in range(n + 1)]
+        model.add(cuts[0] == 0)
+        model.add(cuts[n] == layers)
+        most, before = model.new_int_var(0, 2 * sum(weights) + 2 * end, ""), [0, *itertools.accumulate(weights)]
+        ahead = [model.new_int_var(0, before[-1], "") for _ in cuts]
+        for cut, work in zip(cuts, ahead):
+            model.add_element(cut, before, work)
+        for i in range(n):
+            model.add(cuts[i + 1] >= cuts[i] + 1)
+            model.add(most >= (2 // speeds[i]) * (ahead[i + 1] - ahead[i] + end * (i == n - 1)))
+        model.minimize(most)
+        solver = cp_model.CpSolver()
+        solver.parameters.max_time_in_seconds, solver.parameters.num_workers = 30, 2
+        assert solver.solve(model) == cp_model.OPTIMAL
+        stages = balanced(weights, speeds, ends=(0, end))
+        assert stages is not None
+        stops = [0, *itertools.accumulate(stages)]
+        took = max((before[b] - before[a] + end * (i == n - 1)) / speeds[i]
+                   for i, (a, b) in enumerate(itertools.pairwise(stops)))
+        assert took == pytest.approx(solver.objective_value / 2)
+
+
+def test_even_stages_where_they_are_as_fast() -> None:
+    assert balanced([1.0] * 10, [1.0] * 4) == (3, 3, 2, 2)
+    assert balanced([1.0] * 32, [1.0] * 4, ends=(0, 2.4)) == (8, 9, 9, 6)
+    assert balanced([1.0] * 3, [1.0] * 4) is None

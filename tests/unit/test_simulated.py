@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import tomllib
+from dataclasses import fields
+from random import Random
 from typing import Any
 
 import pytest
@@ -269,9 +271,25 @@ def test_plans_are_read_back() -> None:
     for tree, said in (({}, "`placement` is missing"), ({"placement": "zero4"}, "no placement is called 'zero4'"),
                        ({"placement": "ddp", "micro_bach": 2}, "unknown key `micro_bach`"),
                        ({"placement": "ddp", "micro_batch": 0}, "`micro_batch` is 0"),
-                       ({"placement": "ddp", "layout": {"dpp": 1}}, "layout")):
+                       ({"placement": "ddp", "layout": {"dpp": 1}}, "layout"),
+                       ({"placement": "ddp", "layout": {"ep": 0}}, "`ep` has 0"),
+                       ({"placement": "ddp", "overlap": 1}, "`overlap` is 1"),
+                       ({"placement": "ddp", "fragmentation": "1.1"}, "`fragmentation` is '1.1'"),
+                       ({"placement": "ddp", "host_bytes": -1}, "`host_bytes` is -1")):
         with pytest.raises(ConfigError, match=said):
             make_plan(tree)
+
+
+@pytest.mark.parametrize("wrong", ["x", -1, 0.5, True, [], {"dp": "q"}, {"stages": 5}, None, float("nan")])
+def test_no_key_of_a_plan_takes_what_it_cannot_be(wrong: Any) -> None:
+    """It is read, or ConfigError says what is wrong."""
+    for own in fields(Plan):
+        try:
+            plan = make_plan({"placement": "ddp", own.name: wrong})
+        except ConfigError as error:
+            assert own.name in str(error) or "placement" in str(error)
+        else:
+            assert type(getattr(plan, own.name)) is type(wrong) or wrong is None
 
 
 def test_more_devices_than_there_are() -> None:
@@ -368,3 +386,24 @@ def test_selective_is_between_all_and_nothing() -> None:
         saved[name] = saved_bytes(plan, model.blocks)
     assert seconds["none"] < seconds["products"] < seconds["all"] and seconds["layers"] < seconds["all"]
     assert saved["all"] < saved["products"] < saved["none"] and saved["layers"] < saved["none"]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_micro_batches_that_repeat_are_counted_not_simulated(seed: int) -> None:
+    """All that a result says is the same as of every micro-batch."""
+    rng = Random(seed)
+    where, model = cluster(rng.choice([2, 4]), 1), gpt(4, 1024, 16, vocab=32000, seq_len=512)
+    one = placement(rng.choice(["zero1", "zero3", "zero-offload", "files", "smartnic", "server", "raid0"]))
+    pp = 1 if one.streamed else rng.choice([1, 2])
+    plan = Plan(one, Layout(dp=where.device_count // pp, pp=pp), rng.choice([1, 2]), rng.choice([24, 33, 40]),
+                recompute=rng.random() < 0.5, slots=rng.choice([2, 3, 1000]), buffers=8, kept=rng.choice([0, 4]),
+                update_at=rng.choice(["step", "gradient"]))
+    short = simulate(plan, where, model, WHOLE, checked=False)
+    whole = simulate(plan, where, model, WHOLE, checked=False, logs=[])  # what is logged is simulated in full
+    assert short.tasks < whole.tasks / 2 or seed not in (4, 7, 9, 10)  # where all of it repeats
+    assert short.seconds == pytest.approx(whole.seconds, rel=1e-6)
+    assert short.bytes == pytest.approx(whole.bytes, rel=1e-6)
+    assert short.busy == pytest.approx(whole.busy, rel=1e-5, abs=1e-9)
+    for key, (seconds, work) in whole.stages.items():
+        assert short.stages[key] == pytest.approx((seconds, work), rel=1e-5, abs=1e-6 * whole.seconds)
+    assert short.peaks == pytest.approx(whole.peaks)

@@ -19,6 +19,7 @@ from roadtrain.errors import BudgetError, ConfigError
 from roadtrain.flow.shares import busiest, optimum
 from roadtrain.sim.compute import constants
 from roadtrain.sim.engine import Engine
+from roadtrain.sim.memory import check
 from roadtrain.sim.run import Result, Scene, simulate
 from roadtrain.spec.cluster import Cluster
 from roadtrain.spec.job import did_you_mean
@@ -64,7 +65,7 @@ def most(plan: Callable[[int], Plan], cluster: Cluster, model: ModelShape, sizes
     best = 0
     for size in sizes:
         try:
-            Scene(Engine(), plan(size), cluster, model, constants("luwu"), None, True)
+            check(Scene(plan(size), cluster, model, constants("luwu")).needs, plan(size))
             best = size
         except BudgetError:
             break

@@ -18,7 +18,7 @@ from roadtrain.flow.shares import busiest, optimum
 from roadtrain.sim.compute import Constants
 from roadtrain.sim.engine import Engine, Resource
 from roadtrain.spec.cluster import Cluster, Host, Nic
-from roadtrain.spec.placement import Plan
+from roadtrain.spec.placement import Placement, Plan
 
 INSIDE_S = 2e-6  # latency of a step of a collective between devices of a host
 UPDATE_BYTES = 28.0  # that one pass of AdamW moves for a parameter: gradient 2, three arrays in and out 24, copy 2
@@ -52,7 +52,7 @@ class Site:
             self.to_device = resource("to device", host.device.copy_rate)
             self.from_device = resource("from device", host.device.copy_rate)
             self.fabric = resource("fabric", host.fabric or host.device.copy_rate)
-            self.device_memory = resource("device memory", host.device.memory_rate)
+            self.device_memory = resource("memory of the device", host.device.memory_rate)
         if host.ssds:
             self.read = resource("ssd read", sum(s.count * s.read for s in host.ssds))
             self.write = resource("ssd write", sum(s.count * s.write for s in host.ssds))
@@ -88,6 +88,26 @@ class Group:
         return self.hosts * self.ranks
 
 
+def check_placement(place: Placement, cluster: Cluster, hosts: Sequence[Host]) -> None:
+    """Raises ConfigError where the placement needs what the cluster, or one of the `hosts` that compute, has not."""
+    if place.served and not cluster.spares:
+        raise ConfigError(f"placement {place.name} needs a host without devices, the cluster has none",
+                          hint="add one to the cluster, or choose a placement on the workers' hosts")
+    if place.sum == "separate" and not cluster.spares and len(hosts) > 1:
+        raise ConfigError(f"placement {place.name} sums on hosts without devices, the cluster has none",
+                          hint="add a host without devices, or choose placement summation")
+    if place.sum == "switch" and place.update != "server" and not any(switch.sums for switch in cluster.switches):
+        raise ConfigError(f"placement {place.name} sums in the switch, and no switch of {cluster.name} sums",
+                          hint="give a switch `sums = true`, or choose placement ddp")
+    for host in {host.name: host for host in hosts}.values():
+        if "ssd" in (place.parameters, place.state) and not host.ssds:
+            raise ConfigError(f"placement {place.name} rests on SSDs, host {host.name} has none",
+                              hint="give it `ssds`, or choose a placement in memory")
+        if place.update == "ssd" and not all(s.updates for s in host.ssds):
+            raise ConfigError(f"placement {place.name} updates beside the SSDs, those of host {host.name} have no "
+                              "processor", hint="give them `updates`, or choose placement files")
+
+
 class Fabric:
     """`plan`'s costs on one stage's group, the server (if any) and the spare hosts. All sizes are in parameters of a
     block that one device has (1 / tp of it); costs are of one device, or of one host where they say so."""
@@ -97,24 +117,11 @@ class Fabric:
         self.plan, self.group, self.site, self.server, self.constants = plan, group, group.site, server, constants
         self.switch_sums = any(switch.sums for switch in cluster.switches)
         self.multicasts = any(switch.multicasts for switch in cluster.switches)
-        place = plan.placement
-        if place.sum == "switch" and not self.switch_sums and place.update != "server":
-            raise ConfigError(f"placement {place.name} sums in the switch, and no switch of {cluster.name} sums",
-                              hint="give a switch `sums = true`, or choose placement ddp")
-        if place.update == "ssd" and not all(s.updates for s in self.site.host.ssds or ()):
-            raise ConfigError(f"placement {place.name} updates beside the SSDs, those of host {self.site.host.name} "
-                              "have no processor", hint="give them `updates`, or choose placement files")
-        if "ssd" in (place.parameters, place.state) and not self.site.host.ssds:
-            raise ConfigError(f"placement {place.name} rests on SSDs, host {self.site.host.name} has none",
-                              hint="give it `ssds`, or choose a placement in memory")
-        if place.sum in ("spares", "separate") and group.hosts > 1:
+        if plan.placement.sum in ("spares", "separate") and group.hosts > 1:
             rates, n = list(group.rates), len(group.rates)
             extra = [cluster.common([self.site.host, host])[1].total * constants.network for host in spares if host.nics
                      for _ in range(host.count)]
-            if place.sum == "separate":
-                if not extra:
-                    raise ConfigError(f"placement {place.name} sums on hosts without devices, the cluster has none",
-                                      hint="add a host without devices, or choose placement summation")
+            if plan.placement.sum == "separate":
                 shares = [0.0] * n + [rate / sum(extra) for rate in extra]
             else:
                 shares = list(optimum(rates, extra).all)

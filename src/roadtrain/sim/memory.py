@@ -139,15 +139,20 @@ def file_bytes(plan: Plan, params: float) -> float:
     return params * (plan.file_slots * (plan.state_bytes + copy) + plan.held_bytes * (place.gradients == "ssd"))
 
 
+def stage_bytes(plan: Plan, blocks: Sequence[BlockShape], number: int) -> float:
+    """On a device of a pipeline stage, at most."""
+    held = ahead(number, plan.layout.pp, plan.micros, plan.layout.vp) / plan.layout.vp
+    nbytes = device_bytes(plan, blocks) + held * saved_bytes(plan, blocks, plan.layout.vp) + working_bytes(plan, blocks)
+    return nbytes * plan.fragmentation + plan.context_bytes
+
+
 def needs(plan: Plan, cluster: Cluster, model: ModelShape, cuts: Sequence[Sequence[BlockShape]],
           hosts: Sequence[Host]) -> list[Need]:
     """Of the devices and hosts of each stage (`hosts`: the one that each begins on), of SSDs and the server."""
     out, layout, place = [], plan.layout, plan.placement
     for number, (blocks, host) in enumerate(zip(cuts, hosts)):
         assert host.device is not None
-        held = ahead(number, layout.pp, plan.micros, layout.vp) / layout.vp
-        nbytes = device_bytes(plan, blocks) + held * saved_bytes(plan, blocks, layout.vp) + working_bytes(plan, blocks)
-        out.append(Need(f"stage {number} device", nbytes * plan.fragmentation + plan.context_bytes, host.device.memory))
+        out.append(Need(f"stage {number} device", stage_bytes(plan, blocks, number), host.device.memory))
         ranks = max(1, min(host.devices // layout.tp, layout.replicas))
         out.append(Need(f"stage {number} memory", host_bytes(plan, blocks, ranks), USABLE * host.memory))
         if place.state == "ssd":

@@ -15,7 +15,7 @@ from roadtrain.errors import ConfigError
 from roadtrain.flow.pipeline import FORWARD, Run
 from roadtrain.sim.compute import Constants
 from roadtrain.sim.engine import Engine, Resource, Task
-from roadtrain.sim.fabric import Fabric, Group, Site
+from roadtrain.sim.fabric import Fabric, Group, Site, check_placement
 from roadtrain.sim.memory import Need, check, cut, needs
 from roadtrain.sim.step import Stage
 from roadtrain.spec.cluster import Cluster, Host, Nic
@@ -23,6 +23,7 @@ from roadtrain.spec.placement import Plan
 from roadtrain.spec.shapes import ModelShape
 
 MOST_STEPS, SAME = 12, 1e-6
+Counts = dict[Any, float]  # of what was counted: "seconds", a resource, a lane, (stage's key, 0 or 1)
 
 
 @dataclass(frozen=True)
@@ -60,80 +61,129 @@ def simulate(
     plan: Plan, cluster: Cluster, model: ModelShape, constants: Constants, *, traced: bool = False,
     logs: list[list[Any]] | None = None, checked: bool = True,
 ) -> Result:
-    """Steps until two in a row take the same time. Raises ConfigError for a plan that this cluster cannot carry out,
-    BudgetError (unless not `checked`) for one that does not fit its memories."""
+    """Steps until two in a row take the same time. Of many micro-batches those that repeat are counted, not simulated,
+    unless it is `traced` or logged. Raises ConfigError for a plan that this cluster cannot carry out, BudgetError
+    (unless not `checked`) for one that does not fit its memories."""
     engine = Engine(traced)
-    scene = Scene(engine, plan, cluster, model, constants, logs, checked)
-    marks: list[tuple[float, dict[Resource, float], dict[tuple[str, str], tuple[float, float]], list[float]]] = []
-    took: list[float] = []
-    while True:
-        before = engine.now
-        for stage in scene.stages:
-            stage.begin_step()
-        engine.run(until=lambda: all(len(s.ends) == s.step for s in scene.stages))
-        if constants.fixed:
-            engine.task("Wait", constants.fixed, where="step")
-            engine.run(until=partial(_past, engine, engine.now + constants.fixed))
-        took.append(engine.now - before)
-        marks.append((engine.now, {r: engine.used(r) for r in engine.resources},
-                      {k: (v[0], v[1]) for k, v in engine.stages.items()}, [lane.busy for lane in engine.lanes]))
-        n = len(took)
-        steady = n >= 3 and abs(took[-1] - took[-2]) <= SAME * took[-1] and all(
-            abs(marks[-1][1][r] - 2 * marks[-2][1][r] + marks[-3][1][r]) <= SAME * marks[-1][1][r]
-            for r in engine.resources)
-        if steady or n >= MOST_STEPS:
-            break
-    half = 1 if steady else len(took) // 2  # steps that take turns: their mean
-    (t1, used1, stages1, lanes1), (t0, used0, stages0, lanes0) = marks[-1], marks[-1 - half]
-    seconds = max((t1 - t0) / half, scene.bound()[0])  # work that piles up has to be done in the end
-    busy = {r.name: (used1[r] - used0[r]) / (t1 - t0) / r.capacity for r in engine.resources if used1[r] > used0[r]}
-    busy |= {lane.name: (b1 - b0) / (t1 - t0) for lane, b1, b0 in zip(engine.lanes, lanes1, lanes0)}
-    nbytes = {r.name: (used1[r] - used0[r]) / half for r in engine.resources}
-    stages = {key: ((s - stages0.get(key, (0, 0))[0]) / half, (w - stages0.get(key, (0, 0))[1]) / half)
-              for key, (s, w) in stages1.items()}
+    scene, layout = Scene(plan, cluster, model, constants), plan.layout
+    if checked:
+        check(scene.needs, plan)
+    scene.build(engine, logs)
+    steps = _Steps(scene)
+    turn = layout.pp  # micro-batches after which a pipeline repeats itself
+    counts = None
+    for times in (2, 6):
+        few = times * turn * layout.vp + plan.micros % turn
+        if counts is None and not traced and logs is None and 3 * plan.micros > 2 * (5 * few + 3 * turn):
+            counts = steps.counted(few, turn, plan.micros)
+    counts = counts or steps.steady(plan.micros)
+    seconds = max(counts["seconds"], scene.bound()[0])  # work that piles up has to be done in the end
+    busy = {r.name: counts[r] / counts["seconds"] / r.capacity for r in engine.resources if counts[r] > 0}
+    busy |= {lane.name: counts[lane] / counts["seconds"] for lane in engine.lanes}
+    stages = {key: (counts[key, 0], counts[key, 1]) for key in engine.stages}
     engine.check()
     return Result(
-        plan, seconds, abs(took[-1] - took[-2]), len(took), busy, stages,
-        {p.name: p.peak for p in engine.pools.values()}, nbytes, engine.made, scene.watts(busy),
-        scene.price_per_s() * seconds, engine.trace or [], scene.needs,
+        plan, seconds, steps.differ, len(steps.marks) - 1, busy, stages,
+        {p.name: p.peak for p in engine.pools.values()}, {r.name: counts[r] for r in engine.resources}, engine.made,
+        scene.watts(busy), scene.price_per_s() * seconds, engine.trace or [], scene.needs,
         {p.name: p.changes for p in engine.pools.values()})
 
 
-class Scene:
-    """The stages of a plan on their hosts, the server, and what goes between stages."""
+class _Steps:
+    """Runs steps. `marks`: after each, all that was counted until then: seconds, what each resource gave, what each
+    lane and stage took. `differ`: seconds by which the last two steady steps differ."""
 
-    def __init__(self, engine: Engine, plan: Plan, cluster: Cluster, model: ModelShape, constants: Constants,
-                 logs: list[list[Any]] | None, checked: bool) -> None:
-        self.engine, self.plan, self.cluster, self.model, self.constants = engine, plan, cluster, model, constants
+    def __init__(self, scene: Scene) -> None:
+        self.scene, self.marks, self.differ = scene, [_mark(scene.engine)], 0.0
+
+    def one(self, micros: int) -> Counts:
+        engine, stages = self.scene.engine, self.scene.stages
+        for stage in stages:
+            stage.micros = micros
+            stage.begin_step()
+        engine.run(until=lambda: all(len(s.ends) == s.step for s in stages))
+        if fixed := self.scene.constants.fixed:
+            engine.task("Wait", fixed, where="step")
+            engine.run(until=partial(_past, engine, engine.now + fixed))
+        self.marks.append(_mark(engine))
+        return _less(self.marks[-1], self.marks[-2])
+
+    def steady(self, micros: int) -> Counts:
+        """Of a step once two in a row are the same; of steps that take turns, their mean."""
+        took: list[Counts] = []
+        while len(took) < MOST_STEPS:
+            took.append(self.one(micros))
+            if len(took) >= 3 and self._same(took[-2], took[-1], self.marks[-1]):
+                break
+        self.differ = abs(took[-1]["seconds"] - took[-2]["seconds"])
+        half = 1 if len(took) < MOST_STEPS else len(took) // 2
+        return {key: n / half for key, n in _less(self.marks[-1], self.marks[-1 - half]).items()}
+
+    def counted(self, few: int, turn: int, micros: int) -> Counts | None:
+        """Of a step of `micros`, by what `turn` more do to steps of a few. None where that is not always the same."""
+        base, one, two = self.steady(few), self.one(few + turn), self.one(few + 2 * turn)
+        more = _less(two, one)
+        for stage in self.scene.stages:
+            stage.micros = micros
+        before, took = _less(one, base), {(key, 0) for key in self.scene.engine.stages}
+        if not self._same(before, more, self.marks[-1]) or any(
+                abs(before.get(key, 0.0) - n) > SAME * two["seconds"] for key, n in more.items() if key in took):
+            return None
+        return {key: n + more[key] * ((micros - few) / turn - 2) for key, n in two.items()}
+
+    def _same(self, one: Counts, other: Counts, whole: Counts) -> bool:
+        """`whole`: counts so far, of which it is a small part by which resources may differ."""
+        return abs(one["seconds"] - other["seconds"]) <= SAME * other["seconds"] and all(
+            abs(one[r] - other[r]) <= SAME * whole[r] for r in self.scene.engine.resources)
+
+
+def _mark(engine: Engine) -> Counts:
+    marks: Counts = {"seconds": engine.now} | {r: engine.used(r) for r in engine.resources}
+    marks |= {lane: lane.busy for lane in engine.lanes}
+    return marks | {(key, i): both[i] for key, both in engine.stages.items() for i in (0, 1)}
+
+
+def _less(after: Counts, before: Counts) -> Counts:
+    return {key: n - before.get(key, 0.0) for key, n in after.items()}
+
+
+class Scene:
+    """A plan on a cluster: `needs`, what it takes of every memory; once built, the stages on their hosts, the server,
+    and what goes between stages. Raises ConfigError for a plan that this cluster cannot carry out."""
+
+    def __init__(self, plan: Plan, cluster: Cluster, model: ModelShape, constants: Constants) -> None:
+        self.plan, self.cluster, self.model, self.constants = plan, cluster, model, constants
         layout = plan.layout
         hosts = [host for host in cluster.workers for _ in range(host.count)]
         slots = [i for i, host in enumerate(hosts) for _ in range(host.devices)]
+        self.hosts, self.slots = hosts, slots
         if layout.devices > len(slots):
             raise ConfigError(f"{layout} is {layout.devices} devices, the cluster has {len(slots)}",
                               hint="smaller groups, or more hosts")
         if layout.vp > 1 and plan.placement.streamed:
             raise ConfigError(f"placement {plan.placement.name} streams parameters in the order of one part a stage, "
                               f"vp is {layout.vp}", hint="vp = 1, or parameters that stay on the device")
+        self.used_hosts = [hosts[i] for i in dict.fromkeys(slots[: layout.devices])]
+        check_placement(plan.placement, cluster, self.used_hosts)
+        n = layout.tp * layout.replicas
+        self.groups_of = [[hosts[i] for i in dict.fromkeys(slots[k * n : (k + 1) * n])] for k in range(layout.pp)]
+        self.cuts = cut(model.blocks, plan)
+        least = [min(group, key=lambda host: host.device.memory if host.device else 0.0) for group in self.groups_of]
+        self.needs = needs(plan, cluster, model, [[b for part in parts for b in part] for parts in self.cuts], least)
+
+    def build(self, engine: Engine, logs: list[list[Any]] | None = None) -> None:
+        """Raises ConfigError where hosts have no network in common, or a tensor group does not fit them."""
+        plan, cluster, constants, layout = self.plan, self.cluster, self.constants, self.plan.layout
+        self.engine, per_stage = engine, layout.tp * layout.replicas
         server = None
         if plan.placement.served:
-            if not cluster.spares:
-                raise ConfigError(f"placement {plan.placement.name} needs a host without devices, the cluster has none",
-                                  hint="add one to the cluster, or choose a placement on the workers' hosts")
             node = cluster.spares[0].together
             nics = [cluster.common([host, node])[1] for host in cluster.workers]
             server = Site(engine, node, min(nics, key=lambda n: n.total), constants, "server")
         self.stages: list[Stage] = []
         self.groups: list[Group] = []
-        per_stage = layout.tp * layout.replicas
-        cuts = cut(model.blocks, plan)
-        firsts = [min((hosts[s] for s in slots[i * per_stage : (i + 1) * per_stage]),
-                      key=lambda host: host.device.memory if host.device else 0.0) for i in range(layout.pp)]
-        self.needs = needs(plan, cluster, model, [[b for part in parts for b in part] for parts in cuts], firsts)
-        if checked:
-            check(self.needs, plan)
-        for number, parts in enumerate(cuts):
-            own = list(dict.fromkeys(slots[number * per_stage : (number + 1) * per_stage]))
-            mine = [hosts[i] for i in own]
+        for number, parts in enumerate(self.cuts):
+            mine = self.groups_of[number]
             first = min(mine, key=lambda host: host.device.flops if host.device else 0.0)  # the slowest sets the pace
             if first.devices % layout.tp and layout.tp % first.devices:
                 raise ConfigError(f"a tensor group of {layout.tp} does not fit a host of {first.devices} devices",
@@ -154,10 +204,9 @@ class Scene:
             self.groups.append(group)
             self.stages.append(Stage(engine, fabric, plan, parts, first.device, constants, number, self._send,
                                      log=None if logs is None else logs[-1]))
-        self.used_hosts = [hosts[i] for i in dict.fromkeys(slots[: layout.devices])]
         ends = [(i * per_stage - 1, i * per_stage) for i in range(1, layout.pp)]
         ends += [(layout.devices - 1, 0)] if layout.vp > 1 and layout.pp > 1 else []  # the next part begins
-        self.between = [self._boundary(hosts, slots, *pair) for pair in ends]
+        self.between = [self._boundary(*pair) for pair in ends]
 
     def _nics(self, hosts: Sequence[Host], group: str) -> list[Nic]:
         """The card of each host that the group's data takes."""
@@ -168,11 +217,9 @@ class Scene:
             return [max(hosts[0].nics, key=lambda n: n.total)] if hosts[0].nics else []
         return list(self.cluster.common(hosts))
 
-    def _boundary(
-        self, hosts: Sequence[Host], slots: Sequence[int], last: int, at: int
-    ) -> tuple[Resource, Resource, float] | None:
+    def _boundary(self, last: int, at: int) -> tuple[Resource, Resource, float] | None:
         """(forward, backward, latency) from the stage of device `last` to that of `at`; None: inside a host."""
-        a, b = slots[last], slots[at]
+        hosts, a, b = self.hosts, self.slots[last], self.slots[at]
         if a == b:
             return None
         nics = self._nics([hosts[a], hosts[b]], "pp")

@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from math import ceil
 from typing import Any
 
@@ -74,13 +74,6 @@ class Stage:
         stay = sorted({*range(n)} - {*layers})  # what comes before the layers and after: once a step
         prefetch, root = Prefetcher(self.slots, layers), Prefetcher(max(2, len(stay)), stay)
         self.streams, self.prefetch = prefetch, [prefetch if i in layers else root for i in range(n)]
-        durable = fabric.on_files
-        late = dict.fromkeys(range(n * self.pieces), False) if plan.staleness else None
-        chunks = n * self.pieces
-        kept = round(plan.resident * chunks)  # the first, which the next forward wants first
-        public = round(fabric.public_share(sum(self.params)) * chunks)
-        self.server = ServeDecider(0, {c: (not durable or c < kept, c < public) for c in range(chunks)},
-                                   plan.buffers if durable else 0, durable=durable, late=late)
         self.disk = DeviceQueue(limit=fabric.depth)
         self.updates = engine.lane(f"{self.name} updates")
         self.lanes: dict[str, Lane] = {}  # transfers that follow each other: collectives on a stream, a server's links
@@ -110,6 +103,16 @@ class Stage:
         self.pool = f"{self.name} device"
         self.saved = [saved_bytes(plan, part) * plan.fragmentation for part in parts]
         self._hold_fixed()
+
+    @cached_property
+    def server(self) -> ServeDecider:
+        """Made for the first step: plans that are only bounded need none."""
+        plan, durable, chunks = self.plan, self.fabric.on_files, len(self.blocks) * self.pieces
+        late = dict.fromkeys(range(chunks), False) if plan.staleness else None
+        kept = round(plan.resident * chunks)  # the first, which the next forward wants first
+        public = round(self.fabric.public_share(sum(self.params)) * chunks)
+        return ServeDecider(0, {c: (not durable or c < kept, c < public) for c in range(chunks)},
+                            plan.buffers if durable else 0, durable=durable, late=late)
 
     def bound(self) -> tuple[float, str]:
         """Seconds that a step takes at least, and what takes them: each resource's bytes over its capacity, the

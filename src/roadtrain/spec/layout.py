@@ -13,6 +13,7 @@ context group follow each other in a data group. So do those of an expert group,
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -35,6 +36,10 @@ class Layout:
     vp: int = 1
 
     def __post_init__(self) -> None:
+        for name, n in (*((name, getattr(self, name)) for name in ("dp", "tp", "pp", "cp", "ep", "vp")),
+                        *(("stages", n) for n in self.stages)):
+            if not isinstance(n, int) or n < (name != "stages"):
+                raise ConfigError(f"layout: `{name}` has {n!r}", hint="a whole number, 1 or more")
         if self.replicas % self.ep:
             raise ConfigError(f"ep {self.ep} does not divide dp {self.dp} x cp {self.cp}",
                               hint="every expert group is a part of a data group")
@@ -106,6 +111,49 @@ def even(layers: int, stages: int) -> tuple[int, ...]:
     if not 0 < stages <= layers:
         raise ConfigError(f"{layers} layers cannot be {stages} stages", hint="pp is at most the number of layers")
     return tuple(layers // stages + (i < layers % stages) for i in range(stages))
+
+
+def balanced(
+    weights: Sequence[float], speeds: Sequence[float], *, ends: tuple[float, float] = (0.0, 0.0),
+    fits: Callable[[int, int, int], bool] = lambda stage, begin, stop: True,
+) -> tuple[int, ...] | None:
+    """Layers of each stage, so that the slowest takes as short as can be: `weights` (FLOPs) of each layer over `speeds`
+    of each stage. `ends`: of what comes before the first layer and after the last. `fits(stage, begin, stop)`: whether
+    these layers fit its memory (and so do fewer). None where they fit nowhere.
+
+    Exact: the best of all first stages up to each layer, stage after stage; those slower than a bound are left out,
+    which grows until there is an answer. Even stages are taken where they are as fast."""
+    before = [0.0, *itertools.accumulate(weights)]
+    total, n = len(weights), len(speeds)
+
+    def took(stage: int, begin: int, stop: int) -> float:
+        own = before[stop] - before[begin] + ends[0] * (stage == 0) + ends[1] * (stage == n - 1)
+        return own / speeds[stage]
+
+    def within(bound: float) -> tuple[float, tuple[int, ...]] | None:
+        best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}  # stop -> slowest, squares, stages
+        for stage in range(n):
+            following: dict[int, tuple[float, float, tuple[int, ...]]] = {}
+            for stop in range(stage + 1, total - (n - 1 - stage) + 1) if stage < n - 1 else (total,):
+                for begin in range(stop - 1, stage - 1, -1):
+                    if (seconds := took(stage, begin, stop)) > bound or not fits(stage, begin, stop):
+                        break
+                    if begin in best:
+                        slowest, squares, stages = best[begin]
+                        one = max(slowest, seconds), squares + seconds**2, (*stages, stop - begin)
+                        following[stop] = min(following.get(stop, one), one)
+            best = following
+        return (best[total][0], best[total][2]) if total in best else None
+
+    bound, most = 1.1 * (before[-1] + sum(ends)) / sum(speeds), (before[-1] + sum(ends)) / min(speeds)
+    while (found := within(bound)) is None:
+        if n > total or bound >= most:
+            return None
+        bound *= 1.5
+    flat = even(total, n)
+    stops = [*itertools.accumulate(flat)]
+    same = max(took(i, stop - flat[i], stop) for i, stop in enumerate(stops)) <= found[0] * (1 + 1e-9)
+    return flat if same and all(fits(i, stop - flat[i], stop) for i, stop in enumerate(stops)) else found[1]
 
 
 def uneven(

@@ -21,6 +21,9 @@ PARAMETERS = ("device", "split", "host", "ssd", "server")
 STATES = ("device", "split", "host", "ssd", "server")
 SUMS = ("ring", "switch", "spares", "separate", "relay", "server")
 UPDATES = ("device", "host", "ssd", "server")
+KINDS: dict[str, tuple[tuple[type, ...], str]] = {  # of a plan's fields, by how they are written
+    "int": ((int,), "a whole number"), "float": ((int, float), "a number"), "bool": ((bool,), "true or false"),
+    "float | None": ((int, float), "a number"), "str": ((str,), "a text"), "Mapping[str, str]": ((dict,), "a table")}
 
 
 @dataclass(frozen=True)
@@ -166,17 +169,22 @@ def make_plan(tree: Mapping[str, Any]) -> Plan:
                           f"keys are {', '.join(sorted(known))}")
     if "placement" not in tree:
         raise ConfigError("`placement` is missing in the plan", hint=f"known are {', '.join(PLACEMENTS)}")
-    layout = dict(tree.pop("layout", {}))
+    layout = tree.pop("layout", {})
     try:
         ranks = Layout(**{**layout, "stages": tuple(layout.get("stages", ()))})
         plan = Plan(placement(str(tree.pop("placement"))), ranks, **tree)
-    except TypeError as cause:
-        raise ConfigError(f"`layout` of the plan: {cause}", hint="its keys are dp, tp, pp, stages, cp, ep, "
+    except (TypeError, AttributeError) as cause:
+        raise ConfigError(f"`layout` of the plan is {layout!r}", hint="its keys are dp, tp, pp, stages, cp, ep, "
                           "vp") from cause
-    for name, least in (("micro_batch", 1), ("micros", 1), ("slots", 2), ("buffers", 1), ("staleness", 0)):
-        value = getattr(plan, name)
-        if not isinstance(value, int) or value < least:
-            raise ConfigError(f"`{name}` is {value!r} in the plan", hint=f"a whole number, {least} or more")
+    least = {"micro_batch": 1, "micros": 1, "slots": 2, "buffers": 1}
+    for own in fields(Plan):
+        value, kind = getattr(plan, own.name), str(own.type)
+        if kind not in KINDS or (value is None and "None" in kind):
+            continue
+        (kinds, words), low = KINDS[kind], least.get(own.name, 0)
+        if type(value) not in kinds or (isinstance(value, int | float) and not low <= value < float("inf")):
+            more = f", {low} or more" if "number" in words else ""
+            raise ConfigError(f"`{own.name}` is {value!r} in the plan", hint=words + more)
     return plan
 
 
