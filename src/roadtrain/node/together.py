@@ -25,7 +25,7 @@ import msgspec
 from roadtrain.errors import ConfigError, PeerError
 from roadtrain.flow.inside import choose, switches_of
 from roadtrain.flow.shares import optimum
-from roadtrain.node import watch
+from roadtrain.node import topology, watch
 from roadtrain.node.dial import address_of, local_options
 from roadtrain.node.roster import Control
 from roadtrain.node.summation import Summation
@@ -38,7 +38,6 @@ from roadtrain.wire.tcp import Options, listen
 LEAVE_S = 10.0  # for the other workers to leave, at the end
 NEAR_PART = 4 * MIB  # bytes of a part that a host's workers sum: to the other hosts it is a tensor
 SILENCE_S = 3.0  # after which a host that vanished is gone round
-NVIDIA = "0x10de"
 LOOK_S, AGAIN_S, MOST_S = 1.0, 2.0, 300.0  # between looks at the file, at hosts not there: first, last
 
 Tell = Callable[[bytes], list[bytes]]  # to all workers -> what each said, by rank
@@ -211,13 +210,8 @@ def _host() -> str:
 
 def _roots_here() -> list[int]:
     """By the topology of this host's accelerators and network cards; without accelerators all workers are alike."""
-    places = [str(path.resolve()) for path in sorted(Path("/sys/bus/pci/devices").glob("*"))]
-    kinds = [(Path(place, "class").read_text().strip(), Path(place, "vendor").read_text().strip()) for place in places]
-    devices = [place for place, kind in zip(places, kinds) if kind[0][:4] in ("0x03", "0x12") and kind[1] == NVIDIA]
-    if not devices:
-        return []
-    nics = [place for place, kind in zip(places, kinds) if kind[0][:4] == "0x02"]
-    return [*choose(switches_of(devices, nics)).roots]
+    devices = topology.functions(topology.ACCELERATORS, topology.NVIDIA)
+    return [*choose(switches_of(devices, topology.functions(topology.CARDS))).roots] if devices else []
 
 
 def _watch(wanted: Wanted, control: Control, options: Options) -> Callable[[], None]:
