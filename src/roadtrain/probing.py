@@ -3,8 +3,9 @@
 Measured: bandwidth of memory, the speed of an AdamW update and of sums over arriving gradients by all processors,
 reads, writes and both at once of each storage directory, matrix products and copies of each device (a machine without
 one computes on its processors, as device `cpu`). Read from the system: memory, network cards and their stated rates,
-where devices and cards hang. What could not be measured is named, and assumed by whoever reads the file. Links to other
-hosts are measured where these listen (probing_links.py).
+where devices, cards and disks hang (node/topology.py; comments in the file, since no plan asks for it). What could not
+be measured is named, and assumed by whoever reads the file. Links to other hosts, and back, are measured where these
+listen (probing_links.py); a host that has gone meanwhile is named, and the rest is written.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ import psutil
 import torch
 
 from roadtrain import probing_links as links
+from roadtrain.errors import ConfigError, PeerError
 from roadtrain.kernels.cast import cast
 from roadtrain.kernels.rules import rules_for
 from roadtrain.kernels.sum import sum_k
 from roadtrain.node.dial import token_of
+from roadtrain.node.topology import cards, topology
 from roadtrain.probe import storage_rates
 from roadtrain.spec.chunks import MAX_CHUNK
 from roadtrain.spec.cluster import make_cluster
@@ -39,6 +42,7 @@ from roadtrain.wire.tcp import Options
 
 ELEMENTS, REPEATS = 32 * MIB, 5
 BUFFERS, PART = 4, 1 << 19
+COPIED = 256 * MIB
 SIZES = (1024, 2048, 4096, 8192)  # of square matrices, as far as they take less than a second
 
 
@@ -98,8 +102,7 @@ def products(device: torch.device, dtype: torch.dtype, sizes: Sequence[int] = SI
 
         def product(a: torch.Tensor = a, b: torch.Tensor = b) -> None:
             torch.mm(a, b)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            _settle(device)
 
         seconds = _seconds(product, 3)
         out[size] = 2.0 * size**3 / seconds
@@ -108,43 +111,37 @@ def products(device: torch.device, dtype: torch.dtype, sizes: Sequence[int] = SI
     return out
 
 
-def copies(device: torch.device, nbytes: int = 256 * MIB) -> tuple[float, float]:
-    """Bytes a second to and from the device, pinned; and of its own memory, read and written."""
-    host, there = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True), torch.empty(nbytes, dtype=torch.uint8,
-                                                                                      device=device)
-    other = torch.empty_like(there)
-
-    def wait(work: Callable[[], Any]) -> Callable[[], None]:
-        def run() -> None:
-            work()
+def _settle(*devices: torch.device) -> None:
+    """What they were told is done."""
+    for device in devices:
+        if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-        return run
 
-    to, back = _seconds(wait(lambda: there.copy_(host, True))), _seconds(wait(lambda: host.copy_(there, True)))
-    return nbytes / max(to, back), 2 * nbytes / _seconds(wait(lambda: other.copy_(there)))
+def _copy(source: torch.Tensor, target: torch.Tensor) -> float:
+    """Bytes a second."""
+    def run() -> None:
+        target.copy_(source, non_blocking=True)
+        _settle(source.device, target.device)
 
-
-def cards() -> tuple[list[dict[str, Any]], list[str]]:
-    """Network cards that are up and say their rate, and what is not known of others."""
-    found, missing = [], []
-    for path in sorted(Path("/sys/class/net").glob("*")):
-        if path.name == "lo" or not (path / "device").exists():
-            continue
-        try:
-            mbit = int((path / "speed").read_text())
-        except (OSError, ValueError):
-            mbit = -1
-        infiniband = (path / "type").read_text().strip() == "32"
-        if mbit > 0:
-            found.append({"kind": "infiniband" if infiniband else "ethernet", "rate": f"{mbit}Mbit/s"})
-        else:
-            missing.append(f"the rate of network card {path.name}")
-    return found, missing
+    return source.nbytes / _seconds(run)
 
 
-def describe(dirs: Sequence[str], threads: int) -> tuple[dict[str, Any], list[str]]:
-    """A cluster.toml's tree of this host alone, and what could not be measured."""
+def copies(device: torch.device, nbytes: int = COPIED) -> tuple[float, float]:
+    """Bytes a second to and from the device, pinned; and of its own memory, read and written."""
+    host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    there = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    return min(_copy(host, there), _copy(there, host)), 2 * _copy(there, torch.empty_like(there))
+
+
+def fabric(devices: Sequence[torch.device], nbytes: int = COPIED) -> float:
+    """Bytes a second from the first to another, one at a time: the slowest, since collectives wait for it."""
+    source, *targets = (torch.empty(nbytes, dtype=torch.uint8, device=device) for device in devices)
+    return min(_copy(source, target) for target in targets)
+
+
+def describe(dirs: Sequence[str], threads: int) -> links.Said:
+    """Of this host alone."""
     name, missing = socket.gethostname().split(".")[0] or "host", list[str]()
     rates = processors(threads)
     host: dict[str, Any] = {"name": name, "memory": f"{psutil.virtual_memory().total}B",
@@ -170,7 +167,10 @@ def describe(dirs: Sequence[str], threads: int) -> tuple[dict[str, Any], list[st
         "memory_rate": f"{memory_rate:.0f}B/s", "copy": f"{copy:.0f}B/s"}}
     measured.append(f"hosts.{name}.device")
     if count > 1:
-        missing.append("links between devices (fabric)")
+        host["fabric"] = f"{fabric([torch.device('cuda', number) for number in range(count)]):.0f}B/s"
+        measured.append(f"hosts.{name}.fabric")
+        missing += [f"device {number}, a {other}: taken to be as device 0, a {kind}" for number in range(1, count)
+                    if (other := torch.cuda.get_device_name(number)) != kind]
     ssds, uplink = [], 0.0
     for directory in dirs:
         storage = storage_rates(directory)
@@ -191,50 +191,72 @@ def describe(dirs: Sequence[str], threads: int) -> tuple[dict[str, Any], list[st
     print(f"memory {show_rate(rates['memory_rate'])}, updates {show_rate(rates['updates'])}, sums "
           f"{show_rate(rates['sums'])}; {count} x {kind}: " + ", ".join(
               f"{size} {flops / 1e12:.3g} TFLOP/s" for size, flops in by_size.items()), flush=True)
-    return {"name": name, "hosts": [host], "measured": measured}, [*missing, *unknown]
+    lines, gaps = topology(dirs)
+    print("\n".join(lines), flush=True)
+    return links.Said({"name": name, "hosts": [host], "measured": measured}, [*missing, *unknown, *gaps], lines)
 
 
-def with_others(tree: dict[str, Any], hosts: Sequence[str], options: Options) -> list[str]:
-    """Adds what the `hosts` that listen say of themselves, and measured links, to the tree; returns what they could not
-    measure. Raises PeerError."""
-    missing, names = [], ["here", *hosts]
+def with_others(own: links.Said, hosts: Sequence[str], options: Options) -> bool:
+    """Adds to `own` what the `hosts` that listen say of themselves, and measured links. False: one of them, or a link,
+    could not be measured."""
+    trees, lost = {"here": own.tree["hosts"][0]}, list[str]()
+    own.topology = [f"{trees['here']['name']}: {line}" for line in own.topology]
     for host in hosts:
-        other, lacking = links.ask(host, links.DESCRIBE, "", options)
-        (own,) = other["hosts"]
-        before = own["name"]
-        while own["name"] in {one["name"] for one in tree["hosts"]}:
-            own["name"] += "+"
-        tree["hosts"].append(own)
-        tree["measured"] += [name.replace(f"hosts.{before}.", f"hosts.{own['name']}.", 1) for name in other["measured"]]
-        missing += [f"{own['name']}: {what}" for what in lacking]
-    found = links.matrix(hosts, options)
+        try:
+            said = links.ask(host, links.DESCRIBE, "", options)
+            before = make_cluster(said.tree).hosts[0].name  # what others say is looked at first
+        except (PeerError, ConfigError) as error:
+            lost.append(f"host {host}: {error}")
+            continue
+        trees[host] = said.tree["hosts"][0]
+        while trees[host]["name"] in {one["name"] for one in own.tree["hosts"]}:
+            trees[host]["name"] += "+"
+        name = trees[host]["name"]
+        own.tree["hosts"].append(trees[host])
+        own.tree["measured"] += [what.replace(f"hosts.{before}.", f"hosts.{name}.", 1)
+                                 for what in said.tree.get("measured", ())]
+        own.missing += [f"{name}: {what}" for what in said.missing]
+        own.topology += [f"{name}: {line}" for line in said.topology]
+    found, broken = links.matrix([host for host in hosts if host in trees], options)
     print(links.shown(found))
-    for name, own in zip(names, tree["hosts"]):
-        mine = [both for pair, both in found.items() if name in pair]
-        own["nics"] = [{"kind": "ethernet", "rate": f"{max(rate for rate, _ in mine):.0f}B/s",
-                        "latency": f"{1e9 * min(latency for _, latency in mine):.0f}ns"}]
-        tree["measured"].append(f"hosts.{own['name']}.nics")
-    return missing
+    for place, tree in trees.items():
+        if mine := [both for pair, both in found.items() if place in pair]:
+            tree["nics"] = [{"kind": "ethernet", "rate": f"{max(rate for rate, _ in mine):.0f}B/s",
+                             "latency": f"{1e9 * min(latency for _, latency in mine):.0f}ns"}]
+            own.tree["measured"].append(f"hosts.{tree['name']}.nics")
+    own.missing += lost + broken
+    return not lost + broken
+
+
+def _line(words: str) -> str:
+    """Fit for a comment, whatever it came from."""
+    return " ".join("".join(c if c.isprintable() else " " for c in words).split())
 
 
 def command(
     *, dirs: str = "", out: str = "cluster.toml", listen: str = "", hosts: str = "", token_file: str | None = None
 ) -> int:
-    """Raises StoreError where a directory cannot be written, ConfigError, PeerError."""
+    """1 where another host or a link to it could not be measured. Raises ConfigError, StoreError where a directory
+    cannot be written, PeerError where a host does not listen at the start."""
     begin, options = time.perf_counter(), Options(token=token_of(token_file))
-    own = partial(describe, [one for one in dirs.split(",") if one], len(os.sched_getaffinity(0)))
+    directories, others = ([*dict.fromkeys(filter(None, words.split(",")))] for words in (dirs, hosts))
+    if gone := next((one for one in directories if not Path(one).is_dir()), None):
+        raise ConfigError(f"{gone} is no directory", hint="probe --dirs measures directories that are there")
+    own = partial(describe, directories, len(os.sched_getaffinity(0)))
     if listen:
+        if others:
+            raise ConfigError("probe --listen answers, --hosts asks", hint="give one of them")
         links.serve(listen, options, own)
         return 0
-    tree, missing = own()
-    if hosts:
-        missing += with_others(tree, [one for one in hosts.split(",") if one], options)
-        missing = [what for what in missing if "network card" not in what]
-    cluster = make_cluster(tree)
-    text = f"# roadtrain probe, {date.today().isoformat()}\n"
-    text += "".join(f"# not measured: {what}\n" for what in missing) + cluster.to_toml()
-    replace_file(Path(out), text.encode(), "writing")
+    for other in others:
+        links.reach(other, options)
+    found = own()
+    whole = not others or with_others(found, others, options)
+    cluster, missing = make_cluster(found.tree), [*map(_line, found.missing)]
+    text = [f"roadtrain probe, {date.today().isoformat()}", *map(_line, found.topology)]
+    text += [f"not measured: {what}" for what in missing]
+    replace_file(Path(out), ("".join(f"# {line}\n" for line in text) + cluster.to_toml()).encode(), "writing")
     for what in missing:
         print(f"not measured: {what}")
     print(f"wrote {out} in {time.perf_counter() - begin:.0f} s; assumed: {', '.join(cluster.assumed) or 'nothing'}")
-    return 0
+    return 0 if whole else 1

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import time
 import tomllib
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import permutations
 from pathlib import Path
 
 import pytest
 import torch
 
-from roadtrain import cli
-from roadtrain.errors import AuthError, ConfigError, LostError, PeerError
-from roadtrain.probing import products, with_others
-from roadtrain.probing_links import DESCRIBE, MEASURE, ask, listening, matrix, measure
+from roadtrain import cli, probing, probing_links
+from roadtrain.errors import AuthError, ConfigError, LostError, PeerError, WireError
+from roadtrain.probing import copies, fabric, products, with_others
+from roadtrain.probing_links import (
+    BACK,
+    DESCRIBE,
+    MEASURE,
+    PING,
+    Said,
+    ask,
+    listening,
+    matrix,
+    measure,
+    reach,
+)
 from roadtrain.spec.cluster import load_cluster, make_cluster
+from roadtrain.units import MIB
 from roadtrain.wire.tcp import Options
 
 
@@ -37,16 +53,41 @@ def test_products_of_each_size() -> None:
     assert list(found) == [64, 128] and min(found.values()) > 0
 
 
-def one(name):
-    def describe():
+def test_copies_wait_until_they_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device whose copies take 20 ms and return at once: the rates are those of 20 ms, the slower direction's."""
+    cpu, settled = torch.device("cpu"), list[tuple[torch.device, ...]]()
+    to, inside = copies(cpu, MIB)
+    assert to > 0 and inside > 0
+
+    def settle(*devices: torch.device) -> None:
+        settled.append(devices)
+        time.sleep(0.02)
+
+    monkeypatch.setattr(probing, "_settle", settle)
+    to, inside = copies(cpu, MIB)
+    assert 0.6 * MIB / 0.02 < to <= MIB / 0.02 and 1.9 * to < inside + 0.4 * to and set(settled) == {(cpu, cpu)}
+    settled.clear()
+    assert 0.6 * MIB / 0.02 < fabric([cpu] * 4, MIB) <= MIB / 0.02
+    assert len(settled) == 3 * 6  # one to each other device, once for nothing and REPEATS times
+
+
+def test_the_slowest_of_the_devices_sets_the_fabric(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = iter([3.0, 1.0, 2.0])
+    monkeypatch.setattr(probing, "_copy", lambda source, target: next(rates))
+    assert fabric([torch.device("cpu")] * 4, 8) == 1.0
+
+
+def one(name: str) -> Callable[[], Said]:
+    def describe() -> Said:
         host = {"name": name, "memory": "1GB", "memory_rate": "5GB/s"}
-        return {"name": name, "hosts": [host], "measured": [f"hosts.{name}.memory_rate"]}, ["its devices"]
+        tree = {"name": name, "hosts": [host], "measured": [f"hosts.{name}.memory_rate"]}
+        return Said(tree, ["its devices"], ["NUMA node 0"])
 
     return describe
 
 
 @pytest.fixture
-def two():
+def two() -> Iterator[list[str]]:
     """Two hosts that listen, on this machine."""
     made = [listening("127.0.0.1:0", Options(), one("other")) for _ in range(2)]
     yield ["{}:{}".format(*listener.address) for listener in made]
@@ -54,32 +95,102 @@ def two():
         listener.close()
 
 
-def test_every_pair_is_measured(two, capsys):
-    found = matrix(two, Options())
-    assert set(found) == {("here", two[0]), ("here", two[1]), (two[0], two[1]), (two[1], two[0])}
+def test_every_pair_is_measured(two: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    found, missing = matrix(two, Options())
+    assert set(found) == {*permutations(["here", *two], 2)} and not missing
     assert all(rate > 1e7 and 0 < latency < 0.1 for rate, latency in found.values())
-    tree, _ = one("this")()
-    missing = with_others(tree, two, Options())
-    cluster = make_cluster(tree)
+    own = one("this")()
+    assert with_others(own, two, Options())
+    cluster = make_cluster(own.tree)
     assert [host.name for host in cluster.hosts] == ["this", "other", "other+"]
     assert all(host.nics[0].rate > 1e7 and host.nics[0].latency > 0 for host in cluster.hosts)
     assert {"hosts.other.memory_rate", "hosts.other+.memory_rate", "hosts.other+.nics"} <= set(cluster.measured)
-    assert missing == ["other: its devices", "other+: its devices"]
+    assert own.missing == ["its devices", "other: its devices", "other+: its devices"]
+    assert own.topology == ["this: NUMA node 0", "other: NUMA node 0", "other+: NUMA node 0"]
     told = capsys.readouterr().out
-    assert "here" in told and two[1] in told
+    assert told.splitlines()[0].split() == ["here", *two] and len(told.splitlines()) == 4
 
 
-def test_strangers_and_the_absent(two):  # Rule 8
+def test_a_reverse_flood_ends_by_itself(two: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By bytes where the link is fast, by time where it is not."""
+    sizes = list[int]()
+    room = probing_links._End.room
+    monkeypatch.setattr(probing_links._End, "room", lambda *words: sizes.append(words[-1]) or room(*words))
+    monkeypatch.setattr(probing_links, "FRAMES", 3)
+    ask(two[0], BACK, "", Options())
+    assert sizes == [MIB] * 3
+    sizes.clear()
+    monkeypatch.setattr(probing_links, "FRAMES", 1 << 40)
+    monkeypatch.setattr(probing_links, "FLOOD_S", 0.05)
+    begin = time.monotonic()
+    ask(two[0], BACK, "", Options())
+    assert sizes and time.monotonic() - begin < 5
+
+
+def test_a_host_that_cannot_is_named_and_the_rest_is_kept(two: list[str]) -> None:
+    own, said = one("this")(), [Said(error="FullError: no space"), Said({"hosts": [{"memory": "1GB"}]}), one("x")()]
+    made = [listening("127.0.0.1:0", Options(), partial(Said.__copy__, each)) for each in said]
+    full, odd, gone = ("{}:{}".format(*listener.address) for listener in made)
+    made[2].close()
+    try:
+        assert not with_others(own, [*two, full, odd], Options())
+    finally:
+        made[0].close()
+        made[1].close()
+    assert [host["name"] for host in own.tree["hosts"]] == ["this", "other", "other+"]
+    assert own.missing[-2:] == [f"host {full}: {full}: FullError: no space",
+                                f"host {odd}: `hosts.0.name` is missing in the cluster file"]
+    found, missing = matrix([two[0], gone], Options())
+    assert set(found) == {("here", two[0]), (two[0], "here")}
+    assert [what.partition(": ")[0] for what in missing] == [
+        f"the link from here to {gone}", f"other links of host {gone}, which has gone"]
+
+
+def test_strangers_and_the_absent(two: list[str]) -> None:  # Rule 8
     with pytest.raises(ConfigError, match="without a token"):
         listening("0.0.0.0:0", Options(), one("x"))
     guarded = listening("127.0.0.1:0", Options(token=b"a secret of the job"), one("x"))
     try:
-        with pytest.raises(AuthError):
-            measure("{}:{}".format(*guarded.address), Options(token=b"another"))
+        for call in (measure, reach, lambda *words: ask(words[0], BACK, "", words[1])):
+            with pytest.raises(AuthError):
+                call("{}:{}".format(*guarded.address), Options(token=b"another"))
     finally:
         guarded.close()
     with pytest.raises(PeerError):
         measure("127.0.0.1:1", Options())
     with pytest.raises(LostError, match="LostError"):  # what failed there is said here
         ask(two[0], MEASURE, "127.0.0.1:1", Options())
-    assert ask(two[0], DESCRIBE, "", Options())[1] == ["its devices"]
+    assert ask(two[0], DESCRIBE, "", Options()).missing == ["its devices"]
+    with pytest.raises(WireError, match="what no probe does"):
+        ask(two[0], PING, "not a word of a probe", Options())
+
+
+def test_wrong_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One sentence and exit code 2, before anything is measured."""
+    def told(*words: str) -> str:
+        begin = time.monotonic()
+        assert cli.main(["probe", "--out", str(tmp_path / "out.toml"), *words]) == 2
+        assert time.monotonic() - begin < 5 and not (tmp_path / "out.toml").exists()
+        said = capsys.readouterr()
+        assert not said.out
+        return said.err
+
+    assert f"{tmp_path}/none is no directory" in told("--dirs", f"{tmp_path}/none")
+    assert "127.0.0.1:1" in told("--hosts", "127.0.0.1:1")
+    assert "'nowhere' is no address" in told("--hosts", "nowhere")
+    assert "give one of them" in told("--hosts", "127.0.0.1:1", "--listen", "127.0.0.1:0")
+    assert "without a token" in told("--listen", "0.0.0.0:0")
+    assert "cannot read the token" in told("--listen", "127.0.0.1:0", "--token-file", f"{tmp_path}/none")
+    guarded = listening("127.0.0.1:0", Options(token=b"a secret of the job"), one("x"))
+    (tmp_path / "token").write_text("another")
+    try:
+        where = "{}:{}".format(*guarded.address)
+        assert "token: none here, one there" in told("--hosts", where)
+        assert "token" in told("--hosts", where, "--token-file", str(tmp_path / "token"))
+    finally:
+        guarded.close()
+
+
+def test_a_comment_stays_a_comment() -> None:
+    """What another host says cannot become keys of the file."""
+    assert probing._line("gone:\nhint: x\x00y\r[hosts]") == "gone: hint: x y [hosts]"
