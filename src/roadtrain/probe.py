@@ -14,7 +14,7 @@ from itertools import cycle
 from pathlib import Path
 
 from roadtrain.store.buffers import Buffer
-from roadtrain.store.direct import DirectFile
+from roadtrain.store.direct import DirectFile, typed_errors
 from roadtrain.units import MIB
 
 PIECE, FILE_BYTES = 8 * MIB, 256 * MIB
@@ -39,7 +39,7 @@ def storage_rates(directory: str | Path, nbytes: int = FILE_BYTES, seconds: floa
     home = Path(directory).absolute()
     while not home.is_dir():
         home = home.parent
-    with tempfile.TemporaryDirectory(prefix="probe-", dir=home) as name:
+    with typed_errors(home, "probing"), tempfile.TemporaryDirectory(prefix="probe-", dir=home) as name:
         file = DirectFile(Path(name) / "rates.bin", create=nbytes)
         try:
             wrote = _rate([file.write], nbytes, seconds, at_least=nbytes)  # what was never written reads too fast

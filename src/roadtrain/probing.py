@@ -143,6 +143,17 @@ def fabric(devices: Sequence[torch.device], nbytes: int = COPIED) -> float:
 def describe(dirs: Sequence[str], threads: int) -> links.Said:
     """Of this host alone."""
     name, missing = socket.gethostname().split(".")[0] or "host", list[str]()
+    ssds, uplink = [], 0.0
+    for directory in dirs:
+        storage = storage_rates(directory)
+        mixed = min(2.0, max(1.0, storage.mixed / (2 / (1 / storage.read + 1 / storage.write))))
+        ssds.append({"read": f"{storage.read:.0f}B/s", "write": f"{storage.write:.0f}B/s", "mixed": round(mixed, 3),
+                     "capacity": f"{psutil.disk_usage(directory).total}B"})
+        uplink += max(storage.read, storage.mixed)
+        if storage.note:
+            missing.append(f"direct I/O in {directory}: {storage.note}")
+        print(f"{directory}: read {show_rate(storage.read)}, write {show_rate(storage.write)}, both "
+              f"{show_rate(storage.mixed)}", flush=True)
     rates = processors(threads)
     host: dict[str, Any] = {"name": name, "memory": f"{psutil.virtual_memory().total}B",
                             **{what: f"{rate:.0f}B/s" for what, rate in rates.items()}}
@@ -171,17 +182,6 @@ def describe(dirs: Sequence[str], threads: int) -> links.Said:
         measured.append(f"hosts.{name}.fabric")
         missing += [f"device {number}, a {other}: taken to be as device 0, a {kind}" for number in range(1, count)
                     if (other := torch.cuda.get_device_name(number)) != kind]
-    ssds, uplink = [], 0.0
-    for directory in dirs:
-        storage = storage_rates(directory)
-        mixed = min(2.0, max(1.0, storage.mixed / (2 / (1 / storage.read + 1 / storage.write))))
-        ssds.append({"read": f"{storage.read:.0f}B/s", "write": f"{storage.write:.0f}B/s", "mixed": round(mixed, 3),
-                     "capacity": f"{psutil.disk_usage(directory).total}B"})
-        uplink += max(storage.read, storage.mixed)
-        if storage.note:
-            missing.append(f"direct I/O in {directory}: {storage.note}")
-        print(f"{directory}: read {show_rate(storage.read)}, write {show_rate(storage.write)}, both "
-              f"{show_rate(storage.mixed)}", flush=True)
     if ssds:
         host |= {"ssds": ssds, "uplink": f"{uplink:.0f}B/s"}
         measured += [f"hosts.{name}.ssds", f"hosts.{name}.uplink"]
@@ -191,9 +191,8 @@ def describe(dirs: Sequence[str], threads: int) -> links.Said:
     print(f"memory {show_rate(rates['memory_rate'])}, updates {show_rate(rates['updates'])}, sums "
           f"{show_rate(rates['sums'])}; {count} x {kind}: " + ", ".join(
               f"{size} {flops / 1e12:.3g} TFLOP/s" for size, flops in by_size.items()), flush=True)
-    lines, gaps = topology(dirs)
-    print("\n".join(lines), flush=True)
-    return links.Said({"name": name, "hosts": [host], "measured": measured}, [*missing, *unknown, *gaps], lines)
+    places, gaps = topology(dirs)
+    return links.Said({"name": name, "hosts": [host], "measured": measured}, [*missing, *unknown, *gaps], places)
 
 
 def with_others(own: links.Said, hosts: Sequence[str], options: Options) -> bool:
@@ -240,8 +239,8 @@ def command(
     cannot be written, PeerError where a host does not listen at the start."""
     begin, options = time.perf_counter(), Options(token=token_of(token_file))
     directories, others = ([*dict.fromkeys(filter(None, words.split(",")))] for words in (dirs, hosts))
-    if gone := next((one for one in directories if not Path(one).is_dir()), None):
-        raise ConfigError(f"{gone} is no directory", hint="probe --dirs measures directories that are there")
+    if gone := next((one for one in (*directories, str(Path(out).parent)) if not Path(one).is_dir()), None):
+        raise ConfigError(f"{gone} is no directory", hint="name one that is there in --dirs and --out")
     own = partial(describe, directories, len(os.sched_getaffinity(0)))
     if listen:
         if others:
@@ -252,11 +251,10 @@ def command(
         links.reach(other, options)
     found = own()
     whole = not others or with_others(found, others, options)
-    cluster, missing = make_cluster(found.tree), [*map(_line, found.missing)]
-    text = [f"roadtrain probe, {date.today().isoformat()}", *map(_line, found.topology)]
-    text += [f"not measured: {what}" for what in missing]
-    replace_file(Path(out), ("".join(f"# {line}\n" for line in text) + cluster.to_toml()).encode(), "writing")
-    for what in missing:
-        print(f"not measured: {what}")
+    cluster = make_cluster(found.tree)
+    told = [_line(words) for words in (*found.topology, *(f"not measured: {what}" for what in found.missing))]
+    head = "".join(f"# {line}\n" for line in (f"roadtrain probe, {date.today().isoformat()}", *told))
+    replace_file(Path(out), (head + cluster.to_toml()).encode(), "writing")
+    print(*told, sep="\n")
     print(f"wrote {out} in {time.perf_counter() - begin:.0f} s; assumed: {', '.join(cluster.assumed) or 'nothing'}")
     return 0 if whole else 1

@@ -197,7 +197,7 @@ def matrix(hosts: Sequence[str], options: Options) -> tuple[dict[Pair, tuple[flo
 
 def shown(found: dict[Pair, tuple[float, float]]) -> str:
     names = list(dict.fromkeys(name for pair in found for name in pair))
-    width = max(map(len, names)) + 2
+    width = max(map(len, names), default=0) + 2
     lines = [" " * width + "".join(f"{name:>24}" for name in names)]
     for one in names:
         cells = (found.get((one, other)) for other in names)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import permutations
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ from roadtrain.probing_links import (
     reach,
 )
 from roadtrain.spec.cluster import load_cluster, make_cluster
-from roadtrain.units import MIB
+from roadtrain.units import GIB, MIB
 from roadtrain.wire.tcp import Options
 
 
@@ -75,6 +76,27 @@ def test_the_slowest_of_the_devices_sets_the_fabric(monkeypatch: pytest.MonkeyPa
     rates = iter([3.0, 1.0, 2.0])
     monkeypatch.setattr(probing, "_copy", lambda source, target: next(rates))
     assert fabric([torch.device("cpu")] * 4, 8) == 1.0
+
+
+def test_two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a host with accelerators says; their measurements are made up."""
+    made = {"is_available": lambda: True, "device_count": lambda: 2, "get_device_name": ["A", "B"].__getitem__,
+            "get_device_properties": lambda number: SimpleNamespace(total_memory=80 * GIB)}
+    for name, said in made.items():
+        monkeypatch.setattr(torch.cuda, name, said)
+    asked = list[tuple[object, ...]]()
+    for name, answer in (("copies", (25e9, 2e12)), ("fabric", 2e11), ("products", {1024: 1e14, 8192: 6e14}),
+                         ("processors", {"memory_rate": 1e11, "updates": 1e11, "sums": 1e11})):
+        monkeypatch.setattr(probing, name, lambda *words, answer=answer: asked.append(words) or answer)
+    said = probing.describe([], 2)
+    (host,) = make_cluster(said.tree).hosts
+    assert host.devices == 2 and host.fabric == 2e11 and host.device is not None
+    assert (host.device.kind, host.device.flops, host.device.copy_rate) == ("A", 6e14, 25e9)
+    assert (host.device.memory_rate, host.device.memory) == (2e12, 80 * GIB)
+    assert f"hosts.{host.name}.fabric" in said.tree["measured"]
+    assert "device 1, a B: taken to be as device 0, a A" in said.missing
+    gpus = [torch.device("cuda", number) for number in range(2)]
+    assert (gpus[0],) in asked and (gpus[0], torch.bfloat16) in asked and (gpus,) in asked
 
 
 def one(name: str) -> Callable[[], Said]:
@@ -134,6 +156,8 @@ def test_a_host_that_cannot_is_named_and_the_rest_is_kept(two: list[str]) -> Non
     made[2].close()
     try:
         assert not with_others(own, [*two, full, odd], Options())
+        alone = one("this")()
+        assert not with_others(alone, [full], Options()) and make_cluster(alone.tree).hosts[0].name == "this"
     finally:
         made[0].close()
         made[1].close()
@@ -176,6 +200,8 @@ def test_wrong_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         return said.err
 
     assert f"{tmp_path}/none is no directory" in told("--dirs", f"{tmp_path}/none")
+    assert f"{tmp_path}/none is no directory" in told("--out", f"{tmp_path}/none/cluster.toml")
+    assert "/sys: probing: " in told("--dirs", "/sys")  # nobody can make a file there
     assert "127.0.0.1:1" in told("--hosts", "127.0.0.1:1")
     assert "'nowhere' is no address" in told("--hosts", "nowhere")
     assert "give one of them" in told("--hosts", "127.0.0.1:1", "--listen", "127.0.0.1:0")
