@@ -125,6 +125,30 @@ def test_the_next_forward_begins_while_gradients_travel() -> None:
     assert run("server", where, model, **{**plan, "update_at": "step"}).seconds > 1.8 * s / RATE
 
 
+@pytest.mark.parametrize("in_turn", [True, False])
+def test_updates_are_in_the_order_asked_for(in_turn: bool) -> None:
+    """SSDs are the limit, so updates wait: for the last layers first, as their gradients came, or for the first."""
+    plan = Plan(placement("optimizer-node"), Layout(dp=4), recompute=True, update_at="gradient", buffers=2, slots=2,
+                root=False, in_turn=in_turn)
+    logs: list[list[Any]] = []
+    simulate(plan, cluster(4, 1, sums=True), lump(8e9), WHOLE, checked=False, logs=logs)
+    seen = [chunk for _, what, chunk in logs[0] if what == "Update"]
+    assert len(seen) >= 32
+    blocks = [chunk // 4 for chunk in seen[:32]]  # of the first step: 8 blocks of 4 chunks
+    assert (blocks == sorted(blocks, reverse=True)) == in_turn
+
+
+def test_all_collectives_keep_devices_waiting() -> None:
+    """Gathers of parameters too, not gradients alone; a network of its own cards does not."""
+    taxed = Constants(efficiency=0.5, network=1.0, tax=0.3)
+    for name, more in (("zero3", {"slots": 2}), ("ddp", {}), ("smartnic", {"slots": 2, "kept": 8})):
+        plan = Plan(placement(name), Layout(dp=4), **more)
+        stages = simulate(plan, cluster(4), lump(1e9), taxed, checked=False).stages
+        moved = sum(stages.get(("stage 0", what), (0.0, 0.0))[0] for what in ("Fetch", "Push"))
+        waited = stages.get(("stage 0", "Wait"), (0.0, 0.0))[0]
+        assert waited == pytest.approx(0.0 if name == "smartnic" else 0.3 * moved, rel=0.05)
+
+
 def test_embeddings_take_no_slot_and_travel_once() -> None:
     model = lump(1e9, 1e10, blocks=4)
     ends = (BlockShape("embedding", 10**9, 0.0, 0.0, 0.0), BlockShape("output", 10**9, 0.0, 0.0, 0.0))

@@ -267,6 +267,7 @@ class Stage:
 
     def _pull(self, pulls: Sequence[PullBlock]) -> None:
         for pull in pulls:
+            self._tax(self.fabric.answer(self.params[pull.block]))
             self.coming[pull.block] = self.pieces
             version = self.version[pull.block] - (1 if self.plan.staleness and self.version[pull.block] else 0)
             for piece in range(self.pieces):
@@ -301,12 +302,15 @@ class Stage:
     def _piece(self, chunk: int) -> float:
         return self.params[chunk // self.pieces] / self.pieces
 
+    def _tax(self, cost: Cost) -> None:
+        if (tax := self.fabric.tax(cost)) > 0:
+            self.engine.task("Wait", tax, lane=self.lane, where=self.name, priority=-1.0)
+
     # gradients
 
     def _push(self, block: int, last: bool) -> None:
         cost = self.fabric.push(self.params[block] / self.pieces)
-        if (tax := self.fabric.tax(cost) * self.pieces) > 0:
-            self.engine.task("Wait", tax, lane=self.lane, where=self.name, priority=-1.0)
+        self._tax(self.fabric.push(self.params[block]))
         fresh, self.fresh[block] = self.fresh[block], last
         if self.blocks[block].tables:
             cost = self._rows(block)._replace(work=self._rows(block).work / self.pieces)
@@ -320,7 +324,8 @@ class Stage:
         self.pushing[step] -= 1
         self._tell(ops.Push(chunk, None, fresh, True, next(self.tickets)))
         if last and self.plan.update_at == "gradient":
-            self._tell(ops.Release(chunk, step, (), (1.0,), 0 if self.plan.in_turn else chunk // self.pieces))
+            order = next(self.tickets) if self.plan.in_turn else chunk // self.pieces
+            self._tell(ops.Release(chunk, step, (), (1.0,), order))
         self._seal(step)
 
     def _updated_in(self, block: int, step: int) -> None:
