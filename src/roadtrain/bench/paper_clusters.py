@@ -4,6 +4,7 @@ spec/constants.toml; what a paper does not print is chosen here and says so."""
 from __future__ import annotations
 
 import tomllib
+from dataclasses import replace
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -24,36 +25,45 @@ def fitted(name: str) -> dict[str, Any]:
 
 
 def luwu(ssds: int = 12, workers: int = 8) -> Cluster:
-    """26 GB/s a direction for 12 SSDs, and for the 16 of the baselines' workers (printed)."""
-    def ssd(n: int, total: float) -> list[dict[str, Any]]:
-        rate = f"{total / n:.4f}GB/s"
-        return [{"count": n, "read": rate, "write": rate, "mixed": 2, "capacity": "3.84TB"}]
+    """Of 1:1 mixed reads and writes, 26 GB/s a direction (printed): by 12 SSDs of the data sheet's 6.5 and 3.4 GB/s
+    that share one time (mixed 1: 26.8), and by the 16 of the baselines' workers, whose PCIe 3.0 is slower."""
+    def ssd(n: int, read: str, write: str) -> list[dict[str, Any]]:
+        return [{"count": n, "read": read, "write": write, "mixed": 1, "capacity": "3.84TB"}]
 
+    own = fitted("luwu-nccl")
     nics = [{"kind": "roce", "rate": "12GB/s"}]
     return make_cluster({
         "name": "LuWu", "switches": [{"name": "roce", "sums": True, "multicasts": True}],
         "hosts": [
             {"name": "worker", "count": workers, "device": "A100-40GB", "memory": "256GB", "memory_rate": "150GB/s",
-             "updates": "30GB/s", "uplink": "26GB/s", "ssds": ssd(2, 26 / 8), "nics": nics},
-            {"name": "optimizer", "memory": "256GB", "memory_rate": "250GB/s", "updates": "150GB/s", "uplink": "50GB/s",
-             "ssds": ssd(ssds, 26 / 12 * ssds), "nics": nics}]})
+             "updates": own["updates"], "uplink": "26GB/s", "ssds": ssd(2, "3.25GB/s", "3.25GB/s"), "nics": nics},
+            {"name": "optimizer", "memory": "256GB", "memory_rate": "250GB/s", "updates": "150GB/s", "uplink": "78GB/s",
+             "ssds": ssd(ssds, "6.5GB/s", "3.4GB/s"), "nics": nics}]})
 
 
-def luwu_plan(which: str, micro_batch: int, workers: int = 8) -> Plan:
+def luwu_plan(which: str, model: ModelShape, micro_batch: int, workers: int = 8) -> Plan:
     """Activations go to the host (printed for LuWu and ZeRO-Infinity); `host_bytes`: 16- and 32-bit gradients and
-    pinned buffers of ZeRO-Infinity, 8 a parameter, so that 175B is the last that fits 256 GB; SwitchML trains in
-    fp32."""
-    layout = Layout(dp=workers)
+    pinned buffers of ZeRO-Infinity, 8 a parameter, so that 175B is the last that fits 256 GB; `logit_bytes`: the loss
+    of OPT in Hugging Face's transformers has logits, a shifted copy, its log-softmax, and gradients of the first two.
+    SwitchML trains in fp32 (printed), whose products PyTorch 1.9.1 makes in TF32 (`wide` gives its activations); a
+    second copy of all gradients is in the buffers of its DistributedDataParallel."""
+    base = Plan(placement("optimizer-node"), Layout(dp=workers), micro_batch, recompute=True, root=False,
+                logit_bytes=10)
     if which == "luwu":
-        return Plan(placement("optimizer-node"), layout, micro_batch, recompute=True, update_at="gradient", buffers=16,
-                    slots=2, root=False, offload=True, in_turn=True)
+        return base.changed(update_at="gradient", buffers=16, slots=2, offload=True, in_turn=True)
     if which == "zero-infinity":
-        return Plan(placement(which), layout, micro_batch, recompute=True, buffers=1, slots=2, root=False, offload=True,
-                    host_bytes=8)
+        return base.changed(placement=placement(which), buffers=1, slots=2, offload=True, host_bytes=8)
     if which == "zero3":
-        return Plan(placement(which), layout, micro_batch, recompute=True, slots=3, root=False)
-    return Plan(placement("switch-sum"), layout, micro_batch, recompute=True, gradient_bytes=4, parameter_bytes=4,
-                state_bytes=8, overlap=False)
+        return base.changed(placement=placement(which), slots=3)
+    return base.changed(placement=placement("switch-sum"), root=True, gradient_bytes=4, parameter_bytes=4,
+                        state_bytes=8, overlap=False, precision="tf32", logit_bytes=20,
+                        context_bytes=1e9 + 4 * model.params)
+
+
+def wide(model: ModelShape) -> ModelShape:
+    """With activations of 4 bytes."""
+    blocks = tuple(replace(block, saved=2 * block.saved, input=2 * block.input) for block in model.blocks)
+    return replace(model, blocks=blocks)
 
 
 # Smart-Infinity: one host, 1 to 10 SSDs with a processor each
