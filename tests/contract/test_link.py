@@ -88,10 +88,6 @@ class Ends:
         self.got_a, self.got_b, self.listener, self.reports = Recorder(), Recorder(), None, []
         words = kind.split("+")
         options = {"checksums": "sums" in words, **options}
-        if words[0] == "local":
-            made = handshake.Common(**options)
-            self.a, self.b = local.pair("b", self.got_a, "a", self.got_b, made)
-            return
         there = threading.Event()
 
         def accept(link, hello):
@@ -99,7 +95,9 @@ class Ends:
             there.set()
             return self.got_b
 
-        if words[0] == "shm":
+        if words[0] == "local":
+            self.a = local.connect(accept, self.got_a, handshake.Common(**options), hello=b"hello", name="b")
+        elif words[0] == "shm":
             made = shm.Options(**options)
             self.listener = shm.listen(folder / "s", accept, made, self.reports.append)
             self.a = shm.connect(folder / "s", self.got_a, made, hello=b"hello", name="b")

@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -54,14 +53,12 @@ class _Codec:
 
     def encode(self, values: np.ndarray, start: int, number: int, seed: int) -> memoryview:
         """Once a round: what is pushed again is the same."""
-        known = self.encoded.get(start)
-        if known is not None and known[0] == number:
-            return known[1]
-        raw = known[1] if known is not None else Buffer(formats.format_of(self.format).nbytes(values.size)).view
-        raw = raw[: formats.format_of(self.format).nbytes(values.size)]
-        kept = None if self.residual is None else self.residual[start : start + values.size]
-        formats.encode(self.format, values, kept, raw, seed)
-        self.encoded[start] = number, raw
+        nbytes = formats.format_of(self.format).nbytes(values.size)
+        last, raw = self.encoded.get(start) or (0, Buffer(nbytes).view[:nbytes])
+        if last != number:
+            kept = None if self.residual is None else self.residual[start : start + values.size]
+            formats.encode(self.format, values, kept, raw, seed)
+            self.encoded[start] = number, raw
         return raw
 
 
@@ -457,27 +454,6 @@ class Summation:
             site.link.close()
 
 
-class _Late:
-    """Stands for a Receiver that is made after its link."""
-
-    def __init__(self) -> None:
-        self.real: Any = None
-        self.ready = threading.Event()
-
-    def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
-        self.ready.wait()
-        return self.real.room(kind, header, nbytes)  # type: ignore[no-any-return]
-
-    def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
-        self.ready.wait()
-        self.real.arrived(kind, header, payload)
-
-    def lost(self, error: PeerError) -> None:
-        self.ready.wait()
-        if self.real is not None:
-            self.real.lost(error)
-
-
 def _link(
     receiver: Receiver, address: Address | str | None, own: Summers | None, hello: tuple[str, int, int, str],
     options: Options, name: str = "the coordinator",
@@ -488,13 +464,4 @@ def _link(
     if address is not None:
         return connect(address, receiver, options, hello=m.encode(hello), name=name)
     assert own is not None
-    late = _Late()
-    mine, theirs = local.pair(name, receiver, f"worker {hello[1]}", late)
-    try:
-        late.real = own.accept(theirs, m.encode(hello))
-    except RoadtrainError:
-        mine.close()
-        raise
-    finally:
-        late.ready.set()
-    return mine
+    return local.connect(own.accept, receiver, hello=m.encode(hello), name=name)

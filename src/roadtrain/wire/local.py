@@ -1,6 +1,6 @@
-"""Two ends of a link inside one process: the same frames, order and end as between hosts, one copy into `room`.
+"""A link inside one process: the same frames, order and end as between hosts, one copy into `room`.
 
-    to_server, to_worker = pair("server 0", workers_receiver, "worker 0", servers_receiver)
+    link = connect(accept, receiver, hello=hello, name="server 0")  # `accept` as a listener's, called at once
 
 A sending thread waits with its buffers until the other end's receiving thread has copied out of them: nothing is kept
 in between. Does NOT serve what passes Python objects.
@@ -13,18 +13,19 @@ from collections.abc import Sequence
 
 from roadtrain.wire.handshake import DEFAULTS, Common
 from roadtrain.wire.link import Link, Receiver, copy
+from roadtrain.wire.listener import Accept
 from roadtrain.wire.stream import Stream
 
 
-def pair(
-    peer_a: str, receiver_a: Receiver, peer_b: str, receiver_b: Receiver, options: Common = DEFAULTS
-) -> tuple[Link, Link]:
-    """The ends A and B. `peer_a` is how A calls its peer, `receiver_a` takes what B sends."""
+def connect(accept: Accept, receiver: Receiver, options: Common = DEFAULTS, *, hello: bytes = b"", name: str) -> Link:
+    """As tcp.connect; what `accept` raises is raised here."""
     one, two = _Pipe(), _Pipe()
-    ends = [Stream(peer, options.frame_limit, options.checksums, options.close_s) for peer in (peer_a, peer_b)]
-    ends[0].start(receiver_a, [_Ends(one, two)])
-    ends[1].start(receiver_b, [_Ends(two, one)])
-    return ends[0], ends[1]
+    here, there = (
+        Stream(peer, options.frame_limit, options.checksums, options.close_s) for peer in (name, "this process")
+    )
+    there.start(accept(there, hello), [_Ends(two, one)])
+    here.start(receiver, [_Ends(one, two)])
+    return here
 
 
 class _Pipe:
