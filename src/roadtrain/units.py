@@ -4,6 +4,7 @@ seconds; the unit stands in the name (`nbytes`, `timeout_s`, `bytes_per_s`)."""
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from roadtrain.errors import UnitError
 
@@ -15,6 +16,7 @@ _BYTES = {
     "kib": KIB, "mib": MIB, "gib": GIB, "tib": 1 << 40,
 }
 _BITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+_RATES = {unit: nbytes for unit, nbytes in _BYTES.items() if unit} | {unit: bits / 8 for unit, bits in _BITS.items()}
 _FLOPS = {"gflop": 1e9, "tflop": 1e12, "pflop": 1e15, "gflops": 1e9, "tflops": 1e12, "pflops": 1e15}
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 _NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
@@ -24,36 +26,31 @@ def parse_bytes(text: str | int) -> int:
     """`"1.5GiB"`, `"800 MB"`, `4096` -> bytes. Raises UnitError on anything else, also on a negative number."""
     if isinstance(text, int) and text >= 0:
         return text
-    match = _NUMBER.fullmatch(str(text))
-    if match is None or match[2].lower() not in _BYTES:
-        raise UnitError(f"{text!r} is not a size", hint="write a number and a unit: 900MB, 1.5GiB")
-    return int(float(match[1]) * _BYTES[match[2].lower()])
+    return int(_parsed(str(text), _BYTES, "a size", "900MB, 1.5GiB"))
 
 
 def parse_rate(text: str) -> float:
     """`"400Mbit/s"`, `"1.5 GB/s"` -> bytes a second, more than 0. Raises UnitError on anything else."""
-    match = _NUMBER.fullmatch(text.removesuffix("/s"))
-    unit = match[2].lower() if match and text.endswith("/s") else ""
-    if match is None or not unit or not float(match[1]) or (unit not in _BITS and unit not in _BYTES):
-        raise UnitError(f"{text!r} is not a rate", hint="write a number and a unit: 400Mbit/s, 1.5GB/s")
-    return float(match[1]) * (_BITS[unit] / 8 if unit in _BITS else _BYTES[unit])
+    return _parsed(text, _RATES, "a rate", "400Mbit/s, 1.5GB/s", per="/s")
 
 
 def parse_flops(text: str) -> float:
     """`"312TFLOP/s"` -> floating-point operations a second, more than 0. Raises UnitError on anything else."""
-    match = _NUMBER.fullmatch(str(text).removesuffix("/s"))
-    unit = match[2].lower() if match and str(text).endswith("/s") else ""
-    if match is None or unit not in _FLOPS or not float(match[1]):
-        raise UnitError(f"{text!r} is not a speed of computing", hint="write a number and a unit: 312TFLOP/s")
-    return float(match[1]) * _FLOPS[unit]
+    return _parsed(str(text), _FLOPS, "a speed of computing", "312TFLOP/s", per="/s")
 
 
 def parse_seconds(text: str) -> float:
     """`"5us"`, `"1.5 ms"`, `"2s"` -> seconds. Raises UnitError on anything else."""
-    match = _NUMBER.fullmatch(str(text))
-    if match is None or match[2].lower() not in _SECONDS:
-        raise UnitError(f"{text!r} is not a time", hint="write a number and a unit: 5us, 1.5ms, 2s")
-    return float(match[1]) * _SECONDS[match[2].lower()]
+    return _parsed(str(text), _SECONDS, "a time", "5us, 1.5ms, 2s")
+
+
+def _parsed(text: str, units: Mapping[str, float], what: str, example: str, per: str = "") -> float:
+    """`per`: what stands behind the unit; with it the number is more than 0."""
+    match = _NUMBER.fullmatch(text.removesuffix(per))
+    size = units.get(match[2].lower()) if match and text.endswith(per) else None
+    if match is None or size is None or (per and not float(match[1])):
+        raise UnitError(f"{text!r} is not {what}", hint=f"write a number and a unit: {example}")
+    return float(match[1]) * size
 
 
 def show_bytes(nbytes: float) -> str:

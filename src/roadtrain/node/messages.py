@@ -12,7 +12,7 @@ checked on arrival: WireError for what does not fit, nothing is executed or unpi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -69,24 +69,27 @@ ROUNDS = msgspec.msgpack.Decoder(dict[int, tuple[int, int]])  # payload of a sta
 # complete; of a change: last round that any has begun, first that any lacks
 _DECODERS = {kind: msgspec.msgpack.Decoder(header) for kind, header in _HEADERS.items()}
 encode = msgspec.msgpack.Encoder().encode
+T = TypeVar("T")
 
 
 def header(kind: int, raw: bytes) -> Any:
     """The header's fields. WireError for an unknown kind or a header of another shape."""
     if kind not in _DECODERS:
         raise WireError(f"a frame of unknown kind {kind}")
+    return decoded(_DECODERS[kind], raw, f"the header of a frame of kind {kind}")
+
+
+def decoded(decoder: msgspec.msgpack.Decoder[T], raw: bytes | memoryview, what: str) -> T:
+    """WireError for another shape."""
     try:
-        return _DECODERS[kind].decode(raw)
+        return decoder.decode(raw)
     except msgspec.DecodeError as error:
-        raise WireError(f"the header of a frame of kind {kind}: {error}") from error
+        raise WireError(f"{what}: {error}") from error
 
 
 def rounds(payload: memoryview) -> dict[int, tuple[int, int]]:
-    """Of a state or a change. WireError for another shape."""
-    try:
-        return ROUNDS.decode(payload)
-    except msgspec.DecodeError as error:
-        raise WireError(f"the rounds of a change of spare hosts: {error}") from error
+    """Of a state or a change."""
+    return decoded(ROUNDS, payload, "the rounds of a change of spare hosts")
 
 
 def as_bytes(array: np.ndarray) -> memoryview:

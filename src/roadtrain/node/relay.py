@@ -134,10 +134,7 @@ class Lane:
         self._connected.set()
 
     def accept(self, link: Link, hello: bytes) -> Seat:
-        try:
-            name, rank, _, _, _, signature = m.HELLO.decode(hello)
-        except msgspec.DecodeError as error:
-            raise WireError(f"no greeting of a worker: {error}") from error
+        name, rank, _, _, _, signature = m.decoded(m.HELLO, hello, "no greeting of a worker")
         index = rank - self.orders.host * self.orders.local
         with self._lock:
             if self._over or self._left or name != self.orders.session or index in self.seats:

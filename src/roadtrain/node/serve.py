@@ -278,8 +278,8 @@ class Session:
             self.number, f"server {self.number} ({self.host.where}, {directory})", self.meta, self._rules, self.tier,
             budgets, self.host.report, self.workers, self.local,
         )
-        for note in filter(None, [self.tier.note]):
-            self.host.report(note)
+        if self.tier.note:
+            self.host.report(self.tier.note)
 
     def fill(self, seat: Seat, number: int, payload: memoryview) -> None:
         chunk = self.chunk(number)
@@ -453,10 +453,7 @@ class Host:
         if hello == watch.HELLO:
             text, waits = self.session.status() if self.session else ("no session: waits for workers", {})
             return watch.answer(link, (f"state {self.rests}; {text}", waits))
-        try:
-            name, rank, workers, local, number, signature = m.HELLO.decode(hello)
-        except msgspec.DecodeError as error:
-            raise WireError(f"no greeting of a worker: {error}") from error
+        name, rank, workers, local, number, signature = m.decoded(m.HELLO, hello, "no greeting of a worker")
         if not 0 <= rank < workers <= 1 << 16:
             raise WireError(f"worker {rank} of {workers}")
         with self._lock:

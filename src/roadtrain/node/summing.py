@@ -19,7 +19,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from roadtrain.errors import BudgetError, BusyError, ConfigError, LostError, PeerError, RoadtrainError, WireError
@@ -271,10 +270,7 @@ class Summers:
         BusyError."""
         if hello == watch.HELLO:
             return watch.answer(link, self.status())
-        try:
-            session, rank, workers, rule = m.SUM_HELLO.decode(hello)
-        except msgspec.DecodeError as error:
-            raise WireError(f"no greeting of a worker of a summation: {error}") from error
+        session, rank, workers, rule = m.decoded(m.SUM_HELLO, hello, "no greeting of a worker of a summation")
         if not rule and self.control is not None:
             return self.control.join(session, rank, link)
         if not 0 <= rank < workers <= 1 << 16 or rule not in RULES:
