@@ -111,10 +111,8 @@ class PlacedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def _now_hypers(self) -> dict[int, tuple[float, ...]]:
-        return {i: rule.hyper(self.param_groups[i]) for i, rule in enumerate(self._rules())}
-
-    def _rules(self) -> Sequence[Any]:
-        return self._engine.layout.rules[: len(self.param_groups)]
+        pairs = zip(self._engine.layout.rules, self.param_groups)  # rules of residuals, behind them, take none
+        return {i: rule.hyper(group) for i, (rule, group) in enumerate(pairs)}
 
     def _begin_hypers(self) -> dict[int, tuple[float, ...]]:
         if self._hypers is None:
@@ -130,7 +128,7 @@ class PlacedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._capture()
-        step, unscale, skip = self.steps_done + 1, *self._amp()
+        step, unscale, skip = self.steps_done + 1, *amp_of(self)
         hypers = self._now_hypers()
         self._check_promise(hypers, unscale, skip)
         self._push_root()
@@ -138,25 +136,17 @@ class PlacedOptimizer(torch.optim.Optimizer):
         several = self._worker.workers > 1
         held = [b for b, s in enumerate(states) if s.held or s.released_in == step or several]
         for block in held:
-            if self._worker.blocks[block].released_in == step:
+            if states[block].released_in == step:
                 continue  # in backward
-            if several:
-                self._worker.release(block, step, hypers, lambda i: None if skip else self._scale(i, unscale))
-            elif skip:
+            if skip and not several:
                 self._worker.forget(block)
             else:
-                self._worker.release(block, step, hypers, lambda i: self._scale(i, unscale))
+                self._worker.release(block, step, hypers, lambda i: None if skip else self._scale(i, unscale))
         self._worker.seal(step)
         self._norm = held, abs(unscale)
         self.steps_done, self._due, self._hypers, self._passes = step, step, None, 0
         self._given._opt_called = True
         return loss
-
-    def _amp(self) -> tuple[float, bool]:
-        """(what gradients must be multiplied by, whether the step is skipped), as GradScaler.step left them here."""
-        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        unscale = 1.0 if scale is None else 1.0 / float(scale)
-        return unscale, found is not None and bool(float(found))
 
     def _scale(self, param: int, unscale: float) -> float | None:
         p = self._params[param]
@@ -341,6 +331,13 @@ class PlacedOptimizer(torch.optim.Optimizer):
             if any(p is q for p in module.parameters(recurse=False) for _, q in self._parts.root.params):
                 self._hooks.append(module.register_forward_pre_hook(lambda *_: self.forward_begins()))
         self._activations = activations
+
+
+def amp_of(optimizer: torch.optim.Optimizer) -> tuple[float, bool]:
+    """(what gradients must be multiplied by, whether the step is skipped), as GradScaler.step left them there."""
+    scale, found = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+    unscale = 1.0 if scale is None else 1.0 / float(scale)
+    return unscale, found is not None and bool(float(found))
 
 
 def _close_quietly(placed: PlacedOptimizer | None) -> None:

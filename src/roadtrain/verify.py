@@ -27,6 +27,7 @@ from roadtrain.kernels.rules import rules_for
 from roadtrain.kernels.sum import sum_squares
 from roadtrain.model.grads import PlacedGrad
 from roadtrain.model.split import DTYPES, as_numpy, split, table
+from roadtrain.optimizer import amp_of
 from roadtrain.probe import storage_rates
 from roadtrain.spec.chunks import SEGMENT, ParamSpec
 from roadtrain.spec.job import Job, load_job
@@ -163,11 +164,10 @@ class PlainOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        scaler, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        unscale = 1.0 if scaler is None else 1.0 / float(scaler)
+        unscale, skip = amp_of(self)
         if self.staleness:
             self._publish()  # the next step computes with what the masters are now
-        if found is not None and bool(float(found)):
+        if skip:
             return
         for one in self.all:
             one.shadow.grad, grad = None, one.p.grad

@@ -53,13 +53,7 @@ class Gradients:
         self.under_way: dict[nn.Parameter, _Sum] = {}
         self.complete = False  # all are summed, and none has come since
         self.late: Mapping[nn.Parameter, Any] = {}  # what the parameter lacks still
-        self._watch(_checked(named, self._all()))
-
-    def _all(self) -> Iterator[tuple[str, nn.Parameter]]:
-        for i, group in enumerate(self.optimizer.param_groups):
-            for j, p in enumerate(group["params"]):
-                if p.requires_grad:
-                    yield f"group {i} parameter {j}", p
+        self._watch(_checked(named, optimizer))
 
     def _watch(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
         for name, p in named:
@@ -92,7 +86,7 @@ class Gradients:
 
     def begin_all(self) -> None:
         """Also of those that backward did not reach here, and those that joined the optimizer since."""
-        self._watch(self._all())
+        self._watch(_trained(self.optimizer))
         for p in self.names:
             if p not in self.under_way and p.requires_grad:
                 self._begin(p)
@@ -118,13 +112,18 @@ class Gradients:
         p.grad = one.grad
 
 
+def _trained(optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:
+    return [(f"group {i} parameter {j}", p) for i, group in enumerate(optimizer.param_groups)
+            for j, p in enumerate(group["params"]) if p.requires_grad]
+
+
 def _checked(
-    named: Iterable[tuple[str, nn.Parameter]] | None, own: Iterable[tuple[str, nn.Parameter]]
+    named: Iterable[tuple[str, nn.Parameter]] | None, optimizer: torch.optim.Optimizer
 ) -> list[tuple[str, nn.Parameter]]:
-    """The optimizer's `own` by the names given, in the order given."""
+    """The optimizer's own by the names given, in the order given."""
     if named is None:
-        return list(own)
-    pairs, wanted = list(named), {p for _, p in own}
+        return _trained(optimizer)
+    pairs, wanted = list(named), {p for _, p in _trained(optimizer)}
     if len({name for name, _ in pairs}) < len(pairs):
         raise ConfigError("named_parameters has a name twice", hint="model.named_parameters() has each once")
     if missing := len(wanted - {p for _, p in pairs}):
@@ -308,19 +307,22 @@ class Asynchronous(torch.optim.Optimizer):
         """Nothing is put off."""
 
 
+def _become(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> Any:
+    """The same object, so that schedulers see it, with a class of the same name between it and its own."""
+    vars(optimizer).pop("step", None)  # a scheduler's wrapper of the old one
+    cls = type(optimizer)
+    optimizer.__class__ = type(cls.__name__, (kind, cls), {"__doc__": cls.__doc__})
+    return optimizer
+
+
 def distribute_asynchronously(
     optimizer: torch.optim.Optimizer, exchange: Exchange, named: Iterable[tuple[str, nn.Parameter]] | None
 ) -> Asynchronous:
     """As `distribute`, with a service whose rule is accumulate."""
-    own = [(f"group {i} parameter {j}", p) for i, group in enumerate(optimizer.param_groups)
-           for j, p in enumerate(group["params"]) if p.requires_grad]
-    pairs = _checked(named, own)
+    pairs = _checked(named, optimizer)
     if unfit := [name for name, p in pairs if p.dtype not in SUMMED]:
         raise ConfigError(f"{unfit[0]} is of a dtype that the service does not sum", hint="fp32, bf16 or fp16")
-    vars(optimizer).pop("step", None)
-    cls = type(optimizer)
-    optimizer.__class__ = type(cls.__name__, (Asynchronous, cls), {"__doc__": cls.__doc__})
-    made: Any = optimizer
+    made = _become(optimizer, Asynchronous)
     made._exchange, made._named = exchange, pairs
     return made  # type: ignore[no-any-return]
 
@@ -329,8 +331,7 @@ def distribute(
     optimizer: torch.optim.Optimizer, exchange: Exchange, named: Iterable[tuple[str, nn.Parameter]] | None, *,
     passes: int, division: tuple[float, float], format: str, model: nn.Module | None, num_steps: int,
 ) -> Distributed:
-    """The same object, so that schedulers see it, with a class of the same name between it and its own. Raises
-    ConfigError. num_steps: the last step, which `model` does not put off (0: unknown)."""
+    """Raises ConfigError. num_steps: the last step, which `model` does not put off (0: unknown)."""
     cls = type(optimizer)
     if isinstance(optimizer, Distributed):
         raise ConfigError(f"this {cls.__name__} is distributed already", hint="once for each optimizer")
@@ -338,9 +339,7 @@ def distribute(
         raise ConfigError(f"{cls.__name__} needs a closure: its steps cannot be taken module by module",
                           hint="leave model= out")
     gradients = Gradients(optimizer, exchange, named, division, format)
-    vars(optimizer).pop("step", None)  # a scheduler's wrapper of the old one
-    optimizer.__class__ = type(cls.__name__, (Distributed, cls), {"__doc__": cls.__doc__})
-    made: Any = optimizer
+    made = _become(optimizer, Distributed)
     made._gradients = gradients
     made.set_backward_passes_per_step(passes)
     if model is not None:

@@ -103,7 +103,7 @@ class RemoteServer:
         self._post(kind, header, parts, sent)
 
     def say(self, kind: int, fields: tuple[Any, ...], payload: bytes | memoryview = b"") -> None:
-        self._post(kind, m.encode(fields), [memoryview(payload)] if len(payload) else ())
+        self._post(kind, m.encode(fields), [memoryview(payload)])
 
     def _post(
         self, kind: int, header: bytes, parts: Sequence[memoryview], sent: Callable[[], None] | None = None

@@ -243,7 +243,7 @@ class Lane:
             blobs = unpack(bytes(payload))
             payload = blobs[seat.rank] if seat.rank < len(blobs) else blobs[0]
         with suppress(PeerError):
-            seat.link.send(kind, header, [memoryview(payload)] if len(payload) else (), urgent=True)
+            seat.link.send(kind, header, [memoryview(payload)], urgent=True)
 
     # what the decider says
 

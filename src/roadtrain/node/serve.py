@@ -114,7 +114,7 @@ class Seat:
 
     def say(self, kind: int, fields: tuple[Any, ...], payload: bytes | memoryview = b"") -> None:
         with suppress(PeerError):
-            self.link.send(kind, m.encode(fields), [memoryview(payload)] if len(payload) else (), urgent=True)
+            self.link.send(kind, m.encode(fields), [memoryview(payload)], urgent=True)
 
     def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
         fields = m.header(kind, header)

@@ -192,11 +192,12 @@ class Server:
                 self._io_push(READ_PARAMETERS, pull.ticket, "Fetch", action, lambda: self._answer(
                     action, lambda into: self._read_public(pull.chunk, into, newest)))
             case ops.Hold(push):
-                self._kernel(1, "Sum", action, lambda: self._hold(push))
+                self._kernel(1, "Sum", action, lambda: (self.chunks[push.chunk].public_nbytes, self._grads.hold(push)))
             case ops.Stash(push, lane):
                 self._kernel(1, "Sum", action, lambda: (self._grads.stash(push, lane), ()))
             case ops.Total(chunk):
-                self._kernel(1, "Sum", action, lambda: self._total(chunk))
+                self._kernel(1, "Sum", action, lambda: (
+                    self.chunks[chunk].public_nbytes, (self._grads.total_sums(chunk),)))
             case ops.Update(chunk, release):
                 self._kernel(2, "Update", action, lambda: self._update(chunk, release))
             case ops.Read(chunk, buffer):
@@ -324,12 +325,6 @@ class Server:
             view = into.buffer()
             put(view)
         return into.send(view, lambda: self.receive(ops.Done(answer))), None
-
-    def _hold(self, push: ops.Push) -> Outcome:
-        return self.chunks[push.chunk].public_nbytes, self._grads.hold(push)
-
-    def _total(self, number: int) -> Outcome:
-        return self.chunks[number].public_nbytes, (self._grads.total_sums(number),)
 
     def _read(self, number: int, buffer: int) -> Outcome:
         chunk, record, tier = self.chunks[number], self.records[number], self.tier

@@ -214,8 +214,7 @@ class Summer:
         with self._lock:
             found = self._results.get(where)
         if found is None:
-            found = self.buffer(nbytes)
-            found.view[:] = bytes(len(found.view))  # where sums of `accumulate` begin
+            found = self.buffer(nbytes)  # zeros: where sums of `accumulate` begin
             with self._lock:
                 self._results[where] = found
         return found.view
@@ -231,7 +230,6 @@ class Summer:
         residual = self._residuals.get(where) if form.feedback else None
         if form.feedback and residual is None:
             residual = array_in(self.buffer(4 * part.elements).view, "fp32", 0, part.elements)
-            residual[:] = 0
             self._residuals[where] = residual
         formats.encode(part.format, total, residual, out, seed_of(-1, part.key, part.start, part.round))
         return out

@@ -24,7 +24,6 @@ from roadtrain.units import show_bytes
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _GONE = (errno.ENOENT, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ENOTDIR)
-_O_DIRECT = getattr(os, "O_DIRECT", 0)
 _Call = Callable[[int, list[memoryview], int], int]
 
 
@@ -112,7 +111,7 @@ class DirectFile:
     def __init__(self, path: Path, *, direct: bool = True, create: int | None = None) -> None:
         self.path, self.note = path, ""
         self._lock = threading.Lock()
-        self._direct = direct and _O_DIRECT != 0
+        self._direct = direct
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if create is not None else 0)
         self.fd = -1
         try:
@@ -121,7 +120,7 @@ class DirectFile:
             if create:
                 os.posix_fallocate(self.fd, 0, create)
             if self._direct:
-                fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) | _O_DIRECT)
+                fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) | os.O_DIRECT)
         except OSError as error:
             if error.errno == errno.EINVAL and self.fd >= 0:
                 self._go_buffered()
@@ -193,6 +192,6 @@ class DirectFile:
 
     def _go_buffered(self) -> None:
         with self._lock:
-            fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) & ~_O_DIRECT)
+            fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) & ~os.O_DIRECT)
             self._direct = False
             self.note = f"{self.path.parent}: the file system refuses direct I/O, buffered I/O is used"

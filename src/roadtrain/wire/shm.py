@@ -27,7 +27,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -128,24 +128,17 @@ class _Carrier:
     def channel(self, sock: socket.socket) -> Channel:
         size = self._options.ring_bytes
         memory = os.memfd_create("roadtrain link", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        fds = [memory]
-        try:
+        with _closing(fds := [memory]):
             os.posix_fallocate(memory, 0, _CONTROL + 2 * size)  # now, so that no later write finds the memory full
             fcntl.fcntl(memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             fds += [os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(_EVENTS)]
             socket.send_fds(sock, [struct.pack("<Q", size)], fds)
             return _ShmChannel(sock, memory, fds[1:], size, 1)
-        except BaseException:
-            for fd in fds[1:]:
-                os.close(fd)
-            raise
-        finally:
-            os.close(memory)
 
 
 def _receive_channel(sock: socket.socket) -> Channel:
     raw, fds, _, _ = socket.recv_fds(sock, 8, 1 + _EVENTS, socket.MSG_CMSG_CLOEXEC)
-    try:
+    with _closing(fds):
         if len(raw) != 8 or len(fds) != 1 + _EVENTS:
             raise WireError(f"{len(raw)} bytes and {len(fds)} descriptors for the rings, not 8 and {1 + _EVENTS}")
         (size,) = struct.unpack("<Q", raw)
@@ -159,6 +152,13 @@ def _receive_channel(sock: socket.socket) -> Channel:
         if any(os.readlink(f"/proc/self/fd/{fd}") != "anon_inode:[eventfd]" for fd in fds[1:]):
             raise WireError("a bell that is no eventfd")
         return _ShmChannel(sock, fds[0], fds[1:], size, 0)
+
+
+@contextlib.contextmanager
+def _closing(fds: list[int]) -> Iterator[None]:
+    """The memory, which comes first, in any case; the bells where no channel takes them."""
+    try:
+        yield
     except BaseException:
         for fd in fds[1:]:
             os.close(fd)

@@ -108,7 +108,20 @@ class Options(Common):
 
     def channel(self, sock: socket.socket) -> Channel:
         """Of a connection that was let in. rdma.Options carries the bytes another way."""
-        return _channel(sock, self)
+        tcp = socket.IPPROTO_TCP
+        sock.setsockopt(tcp, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in ((socket.TCP_KEEPIDLE, 1), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 3)):
+            sock.setsockopt(tcp, option, value)
+        with contextlib.suppress(OSError):  # without it, long back-pressure makes probes rare and a vanished host late
+            sock.setsockopt(tcp, TCP_RTO_MAX_MS, max(1000, int(self.silence_s * 250)))
+        if isinstance(sock, ssl.SSLSocket):
+            sock.setblocking(False)
+            return _TlsChannel(sock, self.silence_s)
+        sock.settimeout(None)
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", TICK_S, 0))
+        return _TcpChannel(sock, self.silence_s)
 
 
 def connect(
@@ -214,23 +227,6 @@ def _prepare(sock: socket.socket, options: Options) -> None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, options.send_buffer)
     if options.receive_buffer:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, options.receive_buffer)
-
-
-def _channel(sock: socket.socket, options: Options) -> Channel:
-    tcp = socket.IPPROTO_TCP
-    sock.setsockopt(tcp, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in ((socket.TCP_KEEPIDLE, 1), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 3)):
-        sock.setsockopt(tcp, option, value)
-    with contextlib.suppress(OSError):  # without it, long back-pressure makes probes rare and a vanished host late
-        sock.setsockopt(tcp, TCP_RTO_MAX_MS, max(1000, int(options.silence_s * 250)))
-    if isinstance(sock, ssl.SSLSocket):
-        sock.setblocking(False)
-        return _TlsChannel(sock, options.silence_s)
-    sock.settimeout(None)
-    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-        sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", TICK_S, 0))
-    return _TcpChannel(sock, options.silence_s)
 
 
 class _TcpChannel:
