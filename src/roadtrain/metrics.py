@@ -23,7 +23,6 @@ class Metrics:
     def __init__(self, path: Path, done: int) -> None:
         """Cut the lines of all steps after `done`; `dropped` is how many. Raises DamagedError where a line of a step
         that counts is missing; an empty or absent file is a beginning."""
-        self.path = path
         self.done = done
         lines = _read(path)
         kept = list(takewhile(lambda pair: pair[0]["step"] <= done, lines))

@@ -82,7 +82,9 @@ class PlacedOptimizer(torch.optim.Optimizer):
                             hint="one backward pass before each step(), or error_feedback=False")
         assert self._stream is not None
         whole = self._promise is not None and self._passes + 1 == self._promise and not self._stream.pending(block)
-        at_once: dict[str, Any] = {"step": self.steps_done + 1, "hypers": self._begin_hypers()} if whole else {}
+        if whole and self._hypers is None:
+            self._hypers = self._now_hypers()
+        at_once: dict[str, Any] = {"step": self.steps_done + 1, "hypers": self._hypers} if whole else {}
         self._worker.push_block(block, buffer, present, fresh=fresh, **at_once)
 
     def pass_ended(self) -> None:
@@ -113,11 +115,6 @@ class PlacedOptimizer(torch.optim.Optimizer):
     def _now_hypers(self) -> dict[int, tuple[float, ...]]:
         pairs = zip(self._engine.layout.rules, self.param_groups)  # rules of residuals, behind them, take none
         return {i: rule.hyper(group) for i, (rule, group) in enumerate(pairs)}
-
-    def _begin_hypers(self) -> dict[int, tuple[float, ...]]:
-        if self._hypers is None:
-            self._hypers = self._now_hypers()
-        return self._hypers
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -201,11 +198,12 @@ class PlacedOptimizer(torch.optim.Optimizer):
     def job_state(self) -> bytes:
         """What else a step consists of: RNG, buffers, hyperparameters, `extra`."""
         kind, keys, position, has_gauss, cached = np.random.get_state()
+        persistent = self._model.state_dict(keep_vars=True)
         state = {
             "torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
             "python": random.getstate(),
             "numpy": [str(kind), torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached],
-            "buffers": {n: b for n, b in self._model.named_buffers() if n in self._persistent()},
+            "buffers": {n: b for n, b in self._model.named_buffers() if n in persistent},
             "groups": [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups],
             "extra": {name: thing.state_dict() for name, thing in self._extra.items()},
         }
@@ -229,10 +227,6 @@ class PlacedOptimizer(torch.optim.Optimizer):
         for name, thing in self._extra.items():
             if name in state["extra"]:
                 thing.load_state_dict(state["extra"][name])
-
-    def _persistent(self) -> set[str]:
-        named = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
-        return set(self._model.state_dict(keep_vars=True)) - named
 
     @property
     def committed_step(self) -> int:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from roadtrain.errors import BudgetError, RoadtrainError
@@ -15,6 +15,7 @@ from roadtrain.node.roster import Control, Delegate
 from roadtrain.node.summing import Summer
 
 LIMIT = 1 << 16
+PART = m.encode((0, 0, 0, 2, "\0" * 6, 4))
 
 small = st.integers(-2, 3) | st.integers(-(1 << 63), (1 << 64) - 1)
 texts = st.sampled_from(["fp32", "bf16", "topk:0.5", "topk:0", "onebit", "dither:4", "", "x" * 99, "topk:1e-300"])
@@ -50,6 +51,7 @@ def hear(receiver: Any, frame: tuple[int, bytes, int]) -> bool:
 
 @settings(deadline=None, max_examples=150)
 @given(st.lists(st.tuples(st.integers(0, 1), frames), max_size=12))
+@example([(0, (m.PART, b"\x90", 0)), (0, (m.PART, PART, 8)), (1, (m.SUM, PART, 8))])  # frames after the end
 def test_a_summer(heard: list[tuple[int, tuple[int, bytes, int]]]) -> None:
     used = [0]
 

@@ -128,8 +128,7 @@ class AdamRule(_Native):
     def hyper(self, group: Mapping[str, Any]) -> tuple[float, ...]:
         if bool(group["amsgrad"]) != self.amsgrad:
             raise RuleError("amsgrad changed after training began", hint="keep amsgrad as it was at the start")
-        beta1, beta2 = group["betas"]
-        return (*_floats(group, "lr", "weight_decay", "eps", "maximize"), float(beta1), float(beta2))
+        return (*_floats(group, "lr", "weight_decay", "eps", "maximize"), *map(float, group["betas"]))
 
     def scaled(self, arrays, row, hyper):
         lr, weight_decay, eps, maximize, beta1, beta2 = hyper
@@ -196,8 +195,7 @@ class LionRule(_Native):
     arrays = ("exp_avg",)
 
     def hyper(self, group: Mapping[str, Any]) -> tuple[float, ...]:
-        beta1, beta2 = group["betas"]
-        return (*_floats(group, "lr", "weight_decay", "maximize"), float(beta1), float(beta2))
+        return (*_floats(group, "lr", "weight_decay", "maximize"), *map(float, group["betas"]))
 
     def scaled(self, arrays, row, hyper):
         lr, weight_decay, maximize, beta1, beta2 = hyper

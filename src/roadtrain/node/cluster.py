@@ -96,10 +96,7 @@ class RemoteServer:
         if isinstance(message, ops.Pull):
             self._into[message.ticket] = (message.chunk, message.into)
         kind, header, parts = m.frame(message)
-        sent = None
-        if isinstance(message, ops.Push):
-            ticket = message.ticket
-            sent = lambda: self.deliver(ops.Freed(ticket))  # noqa: E731
+        sent = (lambda: self.deliver(ops.Freed(message.ticket))) if isinstance(message, ops.Push) else None
         self._post(kind, header, parts, sent)
 
     def say(self, kind: int, fields: tuple[Any, ...], payload: bytes | memoryview = b"") -> None:

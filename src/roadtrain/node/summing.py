@@ -131,7 +131,7 @@ class Summer:
 
     def arrived(self, seat: _Seat, part: Arrived) -> None:
         with self._lock:
-            if (meeting := self._decider.arrived(seat.rank, part)) is not None:
+            if not self._over and (meeting := self._decider.arrived(seat.rank, part)) is not None:
                 seats = [seat] if self.rule == "accumulate" else [self.seats[rank] for rank in range(self.workers)]
                 self._work.put((seats, [one.buffers[part.key, part.start].view for one in seats], part, meeting))
 

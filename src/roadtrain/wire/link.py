@@ -73,8 +73,7 @@ class Head(NamedTuple):
 
 
 def pack_head(head: Head) -> bytes:
-    flags, *rest = head
-    return HEAD.pack(MAGIC, VERSION, flags, *rest)
+    return HEAD.pack(MAGIC, VERSION, *head)
 
 
 def parse_head(raw: memoryview, limit: int, summed: bool) -> Head:
