@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from importlib.resources import files
+from json import loads
+
 import pytest
 
 from roadtrain.bench.measured import (
@@ -13,8 +16,9 @@ from roadtrain.bench.measured import (
     pairs,
     predicted,
     runs,
+    told,
 )
-from roadtrain.bench.measured_rows import all_runs
+from roadtrain.bench.measured_rows import all_runs, named, runs_of
 from roadtrain.sim.compute import constants
 
 
@@ -47,6 +51,20 @@ def test_public_runs(family: str, most: float) -> None:
 def test_runs_that_nothing_was_fitted_to(family: str, most: float) -> None:
     own = [one for one in runs() if one.family == family]
     assert errors(pairs(own, constants(FAMILIES[family])))["MAPE"] <= most
+
+
+def test_rows_of_somebody_else() -> None:
+    """Models that no row here has are told by their names; what cannot be told is left out with a reason."""
+    rows = loads(files("roadtrain.bench").joinpath("measured.json").read_text())
+    row = next(row for row in rows if row["group"] == "simumax-b200")
+    found, refused = runs_of([{**row, "id": "a", "model": "mixtral_8x7b_l8 (reduced-layer)"},
+                              {**row, "id": "b", "model": "unheard_of"}, {**row, "id": "c", "metric": "reduce_time"},
+                              {**row, "id": "d", "parallelism": {}}, {**row, "id": "e", "group": "nobody"}])
+    assert [one.id for one in found] == ["a"] and found[0].model.layers == 8
+    assert set(refused) == {"b", "c", "d", "e"} and "unheard_of" in refused["b"]
+    assert named("LLAMA3.1_405B").name == "LLaMA-3-405B" and named("Llama-2-13B").name == "LLaMA-2-13B"
+    said = told([{**row, "id": "a"}, {**row, "id": "e", "group": "nobody"}])
+    assert "a: " in said and "e is left out" in said and "MAPE" in said
 
 
 def test_measured_memory() -> None:

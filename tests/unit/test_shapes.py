@@ -14,7 +14,8 @@ PUBLISHED = {  # billions
     "OPT-125M": 0.125, "OPT-1.3B": 1.316, "OPT-13B": 12.85, "OPT-175B": 175, "OPT-1.0T": 1000, "GPT-2": 0.124,
     "GPT-2-XL": 1.558, "GPT-3-175B": 175, "LLaMA-7B": 6.738, "LLaMA-65B": 65.2, "LLaMA-2-70B": 68.98,
     "LLaMA-3-8B": 8.03, "LLaMA-3-405B": 405.9, "BLOOM-176B": 176.2, "BERT-large": 0.335, "ViT-B": 0.0864,
-    "VGG-16": 0.1384, "ResNet-50": 0.0255, "DLRM-Kaggle": 0.540,
+    "Mixtral-8x7B": 46.7, "Mixtral-8x22B": 140.6, "Qwen2.5-0.5B": 0.494, "Qwen2.5-3B": 3.09, "Qwen2.5-7B": 7.61,
+    "Qwen2.5-72B": 72.7, "VGG-16": 0.1384, "ResNet-50": 0.0255, "DLRM-Kaggle": 0.540,
 }
 
 

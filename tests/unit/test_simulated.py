@@ -13,8 +13,10 @@ from roadtrain.errors import BudgetError, ConfigError
 from roadtrain.flow.shares import optimum
 from roadtrain.sim.compute import Constants
 from roadtrain.sim.engine import Engine
+from roadtrain.sim.fabric import Cost, Fabric, Group, Site
 from roadtrain.sim.memory import device_bytes, saved_bytes
-from roadtrain.sim.run import Result, simulate
+from roadtrain.sim.run import Result, Scene, _Steps, simulate
+from roadtrain.sim.step import Stage
 from roadtrain.spec.cluster import Cluster, Device, make_cluster
 from roadtrain.spec.layout import Layout
 from roadtrain.spec.placement import PLACEMENTS, Plan, make_plan, placement
@@ -431,3 +433,66 @@ def test_micro_batches_that_repeat_are_counted_not_simulated(seed: int) -> None:
     for key, (seconds, work) in whole.stages.items():
         assert short.stages[key] == pytest.approx((seconds, work), rel=1e-5, abs=1e-6 * whole.seconds)
     assert short.peaks == pytest.approx(whole.peaks)
+
+
+class Alone(Fabric):
+    """What one of several workers costs that are simulated apart; the server's work is spread over them all."""
+
+    def __init__(self, whole: Fabric, engine: Engine, cluster: Cluster, site: Site, workers: int) -> None:
+        super().__init__(engine, cluster, whole.plan, Group(site, 1, whole.group.ranks, 1, (1.0,)), whole.constants,
+                         whole.server, ())
+        self.workers = workers
+
+    def answer(self, params: float, kept: bool = False) -> Cost:
+        cost = super().answer(params, kept)
+        memory = self.server.memory if self.server is not None else None
+        return cost._replace(uses=[(r, w / self.workers if r is memory else w) for r, w in cost.uses])
+
+    def push(self, params: float) -> Cost:
+        cost = super().push(params)
+        assert self.server is not None
+        return cost._replace(uses=[*cost.uses, (self.server.sums, 1.0)])
+
+    def read(self, params: float) -> Cost:
+        return self.part(super().read(params))
+
+    def update(self, params: float) -> Cost:
+        return self.part(super().update(params))
+
+    def write(self, params: float) -> Cost:
+        return self.part(super().write(params))
+
+    def public(self, params: float) -> Cost:
+        return self.part(super().public(params))
+
+    def part(self, cost: Cost) -> Cost:
+        return cost._replace(work=cost.work / self.workers)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_folded_equals_unfolded(seed: int) -> None:
+    """Workers that do the same are one with a multiplicity: a step takes as long as where each is simulated, and the
+    server carries the same bytes."""
+    rng = Random(seed)
+    n, model = rng.randint(2, 16), gpt(4, 512, 8, vocab=8000, seq_len=256)
+    ssds = [{"count": 1, "read": f"{rng.choice([1, 3])}GB/s", "write": "1GB/s", "mixed": rng.choice([1, 2]),
+             "capacity": "1TB"}]
+    drive = make_cluster({"hosts": [{"name": "x", "memory": "1GB", "ssds": ssds, "uplink": "9GB/s"}]}).hosts[0]
+    where = cluster(n, 1, memory_rate=f"{rng.choice([5, 2000])}GB/s", updates=f"{rng.choice([2, 1000])}GB/s",
+                    nics=[{"kind": "roce", "rate": f"{rng.choice([0.5, 10])}GB/s", "latency": "10us"}])
+    spare = where.hosts[1].model_copy(update={"ssds": drive.ssds if rng.random() < 0.5 else ()})
+    where = where.model_copy(update={"hosts": (where.hosts[0], spare)})
+    plan = Plan(placement("server"), Layout(dp=n), 1, rng.choice([1, 3]), slots=rng.choice([2, 3, 1000]), buffers=4,
+                update_at=rng.choice(["step", "gradient"]), staleness=rng.choice([0, 0, 1]))
+    folded = simulate(plan, where, model, WHOLE, checked=False, logs=[])
+    engine, scene = Engine(), Scene(plan, where, model, WHOLE)
+    scene.build(engine)
+    (one,) = scene.stages
+    sites = [Site(engine, where.hosts[0], where.hosts[0].nics[0], WHOLE, "stage 0") for _ in range(n)]
+    scene.stages = [Stage(engine, Alone(one.fabric, engine, where, site, n), plan, [one.blocks], one.device, WHOLE, 0,
+                          one.send) for site in sites]
+    counts = _Steps(scene).steady(plan.micros)
+    assert counts["seconds"] == pytest.approx(folded.seconds, rel=1e-6)
+    for resource in engine.resources:
+        if resource.name.startswith("server") and counts[resource]:
+            assert counts[resource] == pytest.approx(folded.bytes[resource.name], rel=1e-6), resource.name

@@ -8,20 +8,23 @@ other baseline one efficiency: all fitted to the same rows. Four families are al
 out of the fit (`held out`). Measured memory is compared too, where a run's report has it.
 
     python -m roadtrain.bench.measured --fit FAMILY      # what constants.toml should say
+    python -m roadtrain.bench.measured --rows FILE       # runs of your own, in the form of measured.json
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 
-from roadtrain.bench.measured_rows import Run, all_runs, device_peak
+from roadtrain.bench.measured_rows import Run, all_runs, device_peak, runs_of
 from roadtrain.bench.paper_clusters import fitted as constants_table
 from roadtrain.bench.report import Report, Row
 from roadtrain.sim.compute import Constants, constants
@@ -203,12 +206,35 @@ def memory_rows() -> list[Row]:
     return rows
 
 
+def told(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Runs that no constant was fitted to: each beside what is predicted, each family's errors, and what cannot be told
+    as a plan."""
+    found, refused = runs_of(rows)
+    lines, timed = [], dict[str, list[tuple[float, float]]]()
+    for one in found:
+        if one.seconds:
+            seconds = predicted(one, constants(FAMILIES[one.family]))
+            timed.setdefault(one.family, []).append((seconds, one.seconds))
+            lines.append(f"{one.id}: {seconds:.4g} s, measured {one.seconds:.4g} s, {seconds / one.seconds - 1:+.1%}")
+        if one.peak:
+            peak = device_peak(one)
+            timed.setdefault(f"{one.family}, memory", []).append((peak, one.peak))
+            lines.append(f"{one.id}: {peak / 1e9:.4g} GB, measured {one.peak / 1e9:.4g} GB, {peak / one.peak - 1:+.1%}")
+    lines += [f"{name}, {len(pairs)} runs: " + ", ".join(f"{what} {value:.1%}" for what, value in errors(pairs).items())
+              for name, pairs in timed.items()]
+    return "\n".join(lines + [f"{name} is left out: {why}" for name, why in refused.items()])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fit")
+    parser.add_argument("--rows")
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--constants", nargs="+", default=FITTED, help="at most six")
     args = parser.parse_args()
+    if args.rows:
+        print(told(json.loads(Path(args.rows).read_text())))
+        return
     own = [one for one in runs() if one.family == args.fit]
     start = Constants(**{name: value for name, value in START.items() if name in args.constants})
     best = fitted(own, start, args.rounds, args.constants[:6])

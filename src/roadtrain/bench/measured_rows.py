@@ -8,6 +8,7 @@ NCCL's published all-reduces of 268 MB on A100 (217 of 300 GB/s); LLM Foundry's 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -15,16 +16,18 @@ from json import loads
 from typing import Any
 
 from roadtrain.bench.paper_clusters import fitted
+from roadtrain.errors import ConfigError, RoadtrainError
 from roadtrain.sim.memory import cut, needs
 from roadtrain.spec.cluster import Cluster, make_cluster
 from roadtrain.spec.layout import Layout, even
 from roadtrain.spec.placement import Plan, placement
-from roadtrain.spec.shapes import ModelShape, Transformer, gpt, shape
+from roadtrain.spec.shapes import NAMES, ModelShape, Transformer, gpt, shape
 from roadtrain.units import parse_rate
 
 MPT = {"70b": (80, 8192, 64), "30b": (48, 7168, 56), "13b": (40, 5120, 40), "7b": (32, 4096, 32), "3b": (32, 2560, 20),
        "1b": (24, 2048, 16), "760m": (24, 1536, 12), "350m": (24, 1024, 16), "125m": (12, 768, 12)}
-SAILOR = {"OPT-350M": (24, 1024, 16), "GPT-Neo-2.7B": (32, 2560, 20)}
+SAILOR = {"OPT-350M": (24, 1024, 16), "GPT-Neo-1.3B": (24, 2048, 16), "GPT-Neo-2.7B": (32, 2560, 20)}
+METRICS = ("iteration_time", "tokens_per_s", "peak_alloc", "peak_memory")  # and what begins so
 UNITS = {"ms": 1e-3, "s": 1.0, "GiB": 2.0**30, "bytes": 1.0}
 
 
@@ -47,6 +50,26 @@ def all_runs() -> tuple[Run, ...]:
     return tuple(_run(row) for row in loads(files("roadtrain.bench").joinpath("measured.json").read_text()))
 
 
+def runs_of(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Run], dict[str, str]]:
+    """Rows as in measured.json, and why some cannot be told as a plan (id -> reason)."""
+    found, refused = [], {}
+    for i, row in enumerate(rows):
+        try:
+            found.append(_run(dict(row)))
+        except (KeyError, TypeError, ValueError, AttributeError, AssertionError, ZeroDivisionError,
+                RoadtrainError) as error:
+            refused[str(row.get("id", i))] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    return found, refused
+
+
+def named(text: str) -> ModelShape:
+    """The shape of a model that a report calls `text`: letters and digits count, and 3.1 is a 3. Raises ConfigError."""
+    def plain(name: str) -> str:
+        return re.sub(r"[^a-z0-9]", "", name.lower().replace("3.1", "3"))
+
+    return shape(next((name for name in NAMES if plain(name) == plain(text)), text))
+
+
 def device_peak(run: Run) -> float:
     """Bytes of the fullest device, by sim/memory.py."""
     stages = [[block for part in parts for block in part] for parts in cut(run.model.blocks, run.plan)]
@@ -63,6 +86,8 @@ def cluster(hosts: int, devices: int, device: str, inside: str, network: str) ->
 
 
 def _run(row: dict[str, Any]) -> Run:
+    if row["group"] not in _FAMILIES or not row["metric"].startswith(METRICS):
+        raise ConfigError(f"{row['metric']} of {row['group']} is not a step's time or memory")
     family, size, where, model, plan = _FAMILIES[row["group"]](row)
     value = row["value"] * UNITS.get(row["unit"], 1.0)
     if "memory" in row["metric"] or "alloc" in row["metric"]:
@@ -96,7 +121,7 @@ def _foundry(row: dict[str, Any]) -> Made:
                     "3200Gbit/s" if h100 else "1600Gbit/s")
     model = Transformer(*MPT[size], 50368, int(length), fused=True, biases=False).shape(f"MPT-{size}")
     plan = Plan(placement("zero3"), Layout(dp=n), batch["micro_batch"], batch["grad_accum"],
-                recompute=how["activation_ckpt"], slots=2)
+                recompute=how["activation_ckpt"], slots=2, precision="fp8" if how["precision"] == "amp_fp8" else "")
     return "foundry-h100" if h100 else "foundry-a100", size, where, model, plan
 
 
@@ -126,8 +151,7 @@ def _titan(row: dict[str, Any]) -> Made:
                 hidden=1 - 1 / layout.tp if how.get("async_tp") else 0, context_bytes=0, outputs=True,
                 fragmentation=1.0 if compiled else 1.06, passes=0.5 if compiled else 1.0,
                 precision="fp8" if "float8" in how.get("tech", "").lower() else "")
-    model = shape("LLaMA-" + name.removeprefix("Llama-").replace("3.1", "3"), seq_len=length)
-    return row["group"], name, where, model, plan
+    return row["group"], name, where, shape(named(name).name, seq_len=length), plan
 
 
 def _simumax(row: dict[str, Any]) -> Made:
@@ -136,8 +160,9 @@ def _simumax(row: dict[str, Any]) -> Made:
     to. Measured is torch's count of allocated bytes: no context. Of a reduced DeepSeek-V3 one layer is dense."""
     how, batch = row["parallelism"], row["batch"]
     name, reduced = re.match(r"(\w+?)(?:_l(\d+))?(?: |$)", row["model"]).groups()  # type: ignore[union-attr]
-    model = shape({"deepseekv3": "DeepSeek-V3"}.get(name, name.replace("llama3", "llama-3")), seq_len=batch["seq"],
-                  layers=int(reduced) if reduced else None, dense=1 if reduced and name == "deepseekv3" else None)
+    full = named(name).name
+    model = shape(full, seq_len=batch["seq"], layers=int(reduced) if reduced else None,
+                  dense=1 if reduced and full.startswith("DeepSeek") else None)
     layout = Layout(how["dp"], how["tp"], how["pp"], cp=how["cp"], ep=how["ep"])
     plan = Plan(placement("zero1"), layout, batch["micro_batch"], batch["num_microbatches"], gradient_bytes=4,
                 overlap=False, output_bytes=4, context_bytes=0)
@@ -154,7 +179,7 @@ def _bridge(row: dict[str, Any]) -> Made:
         "GB300": ("GB300-279GB", "650GB/s", 800, 64), "GB200": ("GB200-186GB", "650GB/s", 400, 64),
         "B200": ("B200-180GB", "650GB/s", 400, 8), "B300": ("B300-270GB", "650GB/s", 800, 8),
         "H100": ("H100-80GB", "325GB/s", 400, 8)}[kind]
-    name = {"LLAMA3_8B": "LLaMA-3-8B", "LLAMA3_70B": "LLaMA-3-70B", "LLAMA3.1_405B": "LLaMA-3-405B"}[row["model"]]
+    name = named(row["model"]).name
     tp, pp, cp, vp, fsdp = (int(how[key]) if str(how.get(key)).isdigit() else 0
                             for key in ("tp", "pp", "cp", "vp", "fsdp"))
     model, micro = shape(name, seq_len=int(batch["seq"])), int(batch["micro_batch"])
@@ -180,6 +205,8 @@ def _sailor(row: dict[str, Any]) -> Made:
     A stage's devices are the hosts named for it, of which the slowest sets the pace; their network gave 12 MB/s."""
     how, batch = row["parallelism"], row["batch"]
     name, length = _found(r"(\S+) ", row["model"]), int(_found(r"seq (\d+)", row["model"]))
+    if name not in SAILOR:
+        raise ConfigError(f"the layers of {name} are not known")
     layers, h, heads = SAILOR[name]
     tp, pp, dp = how["tp"], how["pp"], how["dp"][0]
     stages = list(how["layers_per_stage"])
@@ -205,14 +232,12 @@ def _offload(row: dict[str, Any]) -> Made:
     """DeepSpeed with the optimizer's state in the host's memory, updated by its processors; ZenFlow updates every
     fourth step (its default) and while the next ones run. The length of the samples is not printed: assumed 1024."""
     n, late = row["n_gpus"], bool(row["parallelism"].get("zenflow"))
-    known = {"Qwen2.5-3B": Transformer(36, 2048, 16, 151936, 1024, 11008, 256, gated=True, fused=True, biases=False,
-                                       norms=2)}
     plan = Plan(placement("zero-offload"), Layout(dp=n), row["batch"]["local"], staleness=int(late), recompute=True)
     where = cluster(1, n, "A100-40GB", "230GB/s", "")
     rate = parse_rate(fitted("deepspeed-offload")["updates"]) * (4 if late else 1)
     host = where.hosts[0].model_copy(update={"updates": rate})
-    model = known[row["model"]].shape(row["model"])
-    return row["group"], row["model"], where.model_copy(update={"hosts": (host,)}), model, plan
+    model = shape(named(row["model"]).name, seq_len=1024)
+    return row["group"], model.name, where.model_copy(update={"hosts": (host,)}), model, plan
 
 
 def _found(pattern: str, text: str) -> str:

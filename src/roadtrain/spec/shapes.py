@@ -157,9 +157,10 @@ def _opt(layers: int, hidden: int, heads: int) -> Transformer:
     return Transformer(layers, hidden, heads, 50272, 1024, positions=2050)
 
 
-def _llama(layers: int, hidden: int, heads: int, ff: int, vocab: int, seq_len: int, kv: int = 0) -> Transformer:
-    return Transformer(layers, hidden, heads, vocab, seq_len, ff, kv, gated=True, tied=False, fused=True, biases=False,
-                       norms=2)
+def _llama(layers: int, hidden: int, heads: int, ff: int, vocab: int, seq_len: int, kv: int = 0, experts: int = 1,
+           active: int = 1, tied: bool = False) -> Transformer:
+    return Transformer(layers, hidden, heads, vocab, seq_len, ff, kv, gated=True, tied=tied, fused=True, biases=False,
+                       norms=2, experts=experts, active=active)
 
 
 def _bert(layers: int, hidden: int, heads: int) -> Transformer:
@@ -171,6 +172,7 @@ def _vit(layers: int, hidden: int, heads: int, patch: int = 16) -> Transformer:
     return Transformer(layers, hidden, heads, 3 * patch * patch, rows, positions=rows)
 
 
+_QWEN = "Qwen Team (2024), Qwen2.5"
 _LUWU = "Sun et al. (LuWu), Table 2"
 _GPT2, _VIT, _BERT = "Radford et al. (2019)", "Dosovitskiy et al. (2020)", "Devlin et al. (2018)"
 _OPT = "Zhang et al., OPT (2022), Table 1"
@@ -202,6 +204,15 @@ _TRANSFORMERS: dict[str, tuple[Transformer, str]] = {
     "LLaMA-3-8B": (_llama(32, 4096, 32, 14336, 128256, 8192, 1024), "Dubey et al. (2024)"),
     "LLaMA-3-70B": (_llama(80, 8192, 64, 28672, 128256, 8192, 1024), "Dubey et al. (2024)"),
     "LLaMA-3-405B": (_llama(126, 16384, 128, 53248, 128256, 8192, 1024), "Dubey et al. (2024)"),
+    "Mixtral-8x7B": (_llama(32, 4096, 32, 14336, 32000, 32768, 1024, 8, 2), "Jiang et al. (2024)"),
+    "Mixtral-8x22B": (_llama(56, 6144, 48, 16384, 32768, 65536, 1024, 8, 2), "Mistral AI (2024), its config"),
+    "Qwen2.5-0.5B": (_llama(24, 896, 14, 4864, 151936, 4096, 128, tied=True), _QWEN),
+    "Qwen2.5-1.5B": (_llama(28, 1536, 12, 8960, 151936, 4096, 256, tied=True), _QWEN),
+    "Qwen2.5-3B": (_llama(36, 2048, 16, 11008, 151936, 4096, 256, tied=True), _QWEN),
+    "Qwen2.5-7B": (_llama(28, 3584, 28, 18944, 152064, 4096, 512), _QWEN),
+    "Qwen2.5-14B": (_llama(48, 5120, 40, 13824, 152064, 4096, 1024), _QWEN),
+    "Qwen2.5-32B": (_llama(64, 5120, 40, 27648, 152064, 4096, 1024), _QWEN),
+    "Qwen2.5-72B": (_llama(80, 8192, 64, 29568, 152064, 4096, 1024), _QWEN),
     "DeepSeek-V3": (Transformer(61, 7168, 128, 129280, 4096, 2048, gated=True, tied=False, fused=True, biases=False,
                                 norms=2, experts=256, active=8, shared=1, dense=3, dense_ff=18432,
                                 latent=(1536, 512, 128, 64, 128)), "DeepSeek-AI (2024), section 4.2"),
