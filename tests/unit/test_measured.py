@@ -25,7 +25,7 @@ from roadtrain.sim.compute import constants
 def test_every_run_has_its_plan() -> None:
     found = {family: [one for one in runs() if one.family == family] for family in FAMILIES}
     assert {family: len(own) for family, own in found.items()} == {
-        "vtrain-multi": 24, "vtrain-single": 14, "foundry-a100": 29, "foundry-h100": 12, "torchtitan-h100": 7,
+        "vtrain-multi": 24, "vtrain-single": 14, "foundry-a100": 29, "foundry-h100": 16, "torchtitan-h100": 7,
         "torchtitan-a100": 2, "simumax-b200": 9, "megatron-gb300": 12, "megatron-gb200": 10, "megatron-h100": 1,
         "megatron-b200": 0, "megatron-b300": 0, "sailor-gh200": 2, "sailor-hetero": 1, "deepspeed-offload": 3}
     one = next(one for one in runs() if one.id == "vtrain-multi-0049")

@@ -16,7 +16,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 
 from roadtrain.errors import ConfigError
 
@@ -86,24 +85,6 @@ class Layout:
                               "stages", hint="one number a stage, each 1 or more, adding up to the model's layers")
         return self.stages
 
-    def check(self, hosts: Sequence[int], clusters: Sequence[int] = ()) -> None:
-        """`hosts`: devices of each host, all alike; `clusters`: hosts of each cluster inside which the network is fast.
-        Raises ConfigError where devices are left over, a tensor group leaves its host, or a data group its cluster."""
-        total = sum(hosts)
-        if self.devices != total:
-            raise ConfigError(f"{self} is {self.devices} devices, there are {total}",
-                              hint=f"{total} must be a multiple of tp x pp = {self.tp * self.pp}")
-        if bad := next((n for n in hosts if n % self.tp), None):
-            raise ConfigError(f"a tensor group of {self.tp} does not fit a host of {bad} devices",
-                              hint="tp divides the devices of a host")
-        at, stage = 0, self.tp * self.replicas
-        for n in clusters[:-1]:
-            at += n * hosts[0]
-            if at % stage:
-                raise ConfigError(
-                    f"a data group of {self.replicas} (a stage of {stage} devices) crosses the border between clusters "
-                    f"after device {at}", hint="every cluster's devices are a multiple of tp x dp: change pp")
-
 
 def even(layers: int, stages: int) -> tuple[int, ...]:
     """Layers of each stage, the first ones one more where it does not divide. Raises ConfigError for more stages than
@@ -154,29 +135,3 @@ def balanced(
     stops = [*itertools.accumulate(flat)]
     same = max(took(i, stop - flat[i], stop) for i, stop in enumerate(stops)) <= found[0] * (1 + 1e-9)
     return flat if same and all(fits(i, stop - flat[i], stop) for i, stop in enumerate(stops)) else found[1]
-
-
-def uneven(
-    layers: int, speeds: Sequence[float], *, alpha: float = 1.05,
-    fits: Callable[[int, int], bool] = lambda cluster, layers: True,
-) -> tuple[int, ...]:
-    """Layers of each cluster, by the speeds of its devices: N_i = floor(alpha S_i / sum S x L), the last takes the rest
-    (Yang et al. (Holmes), equations 4 and 5). `alpha` above 1 gives the faster clusters more; it is that of clusters
-    faster than the last. `fits(cluster, layers)`: whether they fit its memory; where they do not, layers move to the
-    cluster with room that has the least work. Raises ConfigError where they fit nowhere."""
-    total = sum(Fraction(speed) for speed in speeds)
-    out = [max(1, int((Fraction(str(alpha)) if speed > speeds[-1] else 1) * Fraction(speed) / total * layers))
-           for speed in speeds[:-1]]
-    out.append(layers - sum(out))
-    while out[-1] < 1:
-        out[out.index(max(out))] -= 1
-        out[-1] += 1
-    while (full := next((i for i, n in enumerate(out) if not fits(i, n)), None)) is not None:
-        room = [i for i, n in enumerate(out) if i != full and fits(i, n + 1)]
-        if not room or out[full] == 1:
-            raise ConfigError(f"{layers} layers do not fit the memory of {len(speeds)} clusters: cluster {full} has no "
-                              f"room for {out[full]}", hint="more devices, recompute, or smaller micro-batches")
-        to = min(room, key=lambda i: (out[i] + 1) / speeds[i])
-        out[full] -= 1
-        out[to] += 1
-    return tuple(out)
