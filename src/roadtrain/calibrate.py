@@ -1,68 +1,35 @@
-"""`roadtrain calibrate CLUSTER.toml JOB.toml`: a few real steps of a job on this host beside what is simulated for it.
+"""`roadtrain calibrate CLUSTER.toml JOB.toml`: a few real steps of a job beside what is simulated for it.
 
-The job is placed and trained in directories that do not stay, on the devices of its own; the medians of its steps'
-stages are printed beside those of the simulated plan, and the rates that the steps showed (computing, updates) go into
-the cluster file as measured. One worker, state in RAM or on files of this host. Steps before the first measured one are
-not counted.
+Here: one worker, state in RAM or on files of this host; the rates that the steps showed (computing, updates) go into
+the cluster file as measured. With `--lab`: on the file's cluster, emulated (calibrate_lab.py). What its workers showed
+is then this machine's, not the file's devices', so it goes to a file of its own, NAME.lab.toml or `--out`: neither a
+user's figures of a GPU nor those of larger processors are ever replaced unasked.
+
+The job is placed and trained in directories that do not stay; the medians of its steps' stages are printed beside
+those of the simulated plan.
 """
 
 from __future__ import annotations
 
 import tempfile
-import time
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
+from roadtrain.calibrate_lab import EMULATED, steps_in_lab
+from roadtrain.calibrate_steps import WARM, Measured, measure
 from roadtrain.errors import ConfigError
 from roadtrain.sim.compute import Constants
 from roadtrain.sim.fabric import UPDATE_BYTES
 from roadtrain.sim.run import Result, simulate
-from roadtrain.spec.chunks import ITEMSIZE
 from roadtrain.spec.cluster import Cluster, load_cluster
 from roadtrain.spec.job import Job, load_job
-from roadtrain.spec.placement import Plan, placement
-from roadtrain.spec.shapes import ModelShape, from_config
 from roadtrain.store.direct import replace_file
-from roadtrain.train import Training, place_job, step
 from roadtrain.units import show_seconds
 
-WARM = 8  # steps before: kernels are compiled, files are grown, reads and writes tried mixed and in bursts
 EXACT = Constants(efficiency=1.0, network=1.0, source="measured on this host")
-SHOWN = ("Forward", "Backward", "Read", "Update", "Write")
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Medians over steps. `compute_s`: of forward and backward, without waiting. `plan`, `shape`: what was run."""
-
-    step_s: float
-    compute_s: float
-    stages: dict[str, float]
-    plan: Plan
-    shape: ModelShape
-
-
-def plan_of(training: Training) -> Plan:
-    """The simulator's words for a job on this host."""
-    job, optimizer = training.job, training.optimizer
-    size = ITEMSIZE[job.model.dtype]
-    servers = [] if job.store.servers else optimizer._engine.servers
-    chunks = [(server.chunks[number], state) for server in servers for number, state in server.decider.chunks.items()]
-    total = sum(chunk.numel for chunk, _ in chunks)
-    kept, public = (sum(chunk.numel for chunk, state in chunks if which(state)) / max(1, total) for which in (
-        lambda state: state.resident, lambda state: state.in_memory))
-    own = 8 + (4 if job.model.dtype != "fp32" or job.optimizer.staleness else 0)  # moments, and masters apart
-    return Plan(
-        placement("server" if job.store.servers else "files" if job.store.dirs else "zero-offload"),
-        micro_batch=job.data.batch_size, micros=job.optimizer.accumulate, recompute=True,
-        slots=len(optimizer._worker._slots), buffers=max(1, sum(server.decider.n_buffers for server in servers)),
-        staleness=int(job.optimizer.staleness or 0), topk=job.compress.topk,  # type: ignore[call-overload]
-        update_at="step" if job.optimizer.clip_norm is not None else "gradient", parameter_bytes=size,
-        gradient_bytes=size, held_bytes=size, state_bytes=own + size, resident=kept, public=public if chunks else 1,
-        chunk=job.store.chunk_elements, pushes=len(optimizer._worker._push_all), context_bytes=0)
+SHOWN = ("Forward", "Backward", "Wait", "Read", "Update", "Write")
+ROUNDS, CLOSE = 20, 1e-3  # of learning
 
 
 def apart(job: Job, steps: int, stack: ExitStack) -> Job:
@@ -79,44 +46,45 @@ def apart(job: Job, steps: int, stack: ExitStack) -> Job:
                         "store.dirs": [beside(one) for one in job.store.dirs]})
 
 
-def measure(job: Job, steps: int) -> Measured:
-    """Trains `job` for WARM + `steps` steps. Raises RoadtrainError."""
+def steps_here(job: Job, steps: int) -> Measured:
     if job.store.servers or job.store.relay or job.compress.topk is not None or job.optimizer.staleness not in (0, 1):
         raise ConfigError("calibrate runs one worker with its state on this host, nothing compressed",
-                          hint="without store.servers, store.relay, compress.topk; staleness 0 or 1")
-    training = place_job(job, report=lambda _: None)
-    lines: list[tuple[float, dict[str, Any]]] = []
-    with training.optimizer:
-        training.tokens.begun = True
-        then = time.perf_counter()
-        for number in range(WARM + steps):
-            step(training, number)
-            now = time.perf_counter()
-            lines.append((now - then, training.stages.take() | training.optimizer.stages()))
-            then = now
-        plan = plan_of(training)
-    lines = lines[WARM:]
-    names = {name for _, stages in lines for name in stages}
-    stages = {name: median(own[name].seconds if name in own else 0.0 for _, own in lines) for name in names}
-    compute = median(own["Forward"].seconds + own["Backward"].seconds - own["Wait"].seconds for _, own in lines)
-    config: Any = training.model.config
-    shape = from_config(config.to_dict(), seq_len=training.job.data.seq_len)
-    return Measured(median(seconds for seconds, _ in lines), compute, stages, plan, shape)
+                          hint="without store.servers, store.relay, compress.topk; staleness 0 or 1; or --lab")
+    return measure(job, steps)
 
 
-def learnt(cluster: Cluster, found: Measured) -> Cluster:
-    """The cluster with the rates that the steps showed."""
-    host = cluster.hosts[0]
-    if host.device is None:
-        raise ConfigError(f"host {host.name} has no device to compare", hint="roadtrain probe writes one")
-    flops = found.shape.step_flops(True) * found.plan.samples / found.compute_s
-    changes: dict[str, Any] = {"device": host.device.model_copy(update={"flops": flops})}
-    if (seconds := found.stages.get("Update", 0.0)) > 0:
-        changes["updates"] = UPDATE_BYTES * found.shape.params / seconds
-    measured = dict.fromkeys([*cluster.measured, *(f"hosts.{host.name}.{name}" for name in changes)])
-    return cluster.model_copy(update={
-        "hosts": (host.model_copy(update=changes), *cluster.hosts[1:]), "measured": tuple(measured),
-        "assumed": tuple(name for name in cluster.assumed if name not in measured)})
+def learnt(cluster: Cluster, found: Measured, of: Constants = EXACT) -> Cluster:
+    """The cluster with the rates of computing and updating that make the simulated steps compute and update as long as
+    the real ones did. Where both run on the same processors each holds the other up, in both; so a quotient of work
+    and measured seconds would count that twice."""
+    worker = next((host for host in cluster.hosts if host.device is not None), None)
+    if worker is None or worker.device is None:
+        raise ConfigError(f"host {cluster.hosts[0].name} has no device to compare", hint="roadtrain probe writes one")
+    plan, seconds = found.plan, found.stages.get("Update", 0.0)
+    updater = cluster.spares[0] if plan.placement.served else worker
+    flops = found.shape.step_flops(True) * plan.micro_batch * plan.micros / found.compute_s
+    updates = UPDATE_BYTES * found.shape.params / seconds / updater.count if seconds else updater.updates
+    off = 0.0, 0.0
+    for _ in range(ROUNDS):
+        rates: dict[str, dict[str, Any]] = {host.name: {} for host in cluster.hosts}
+        rates[worker.name]["device"] = worker.device.model_copy(update={"flops": flops})
+        rates[updater.name] |= {"updates": updates} if seconds else {}
+        better = cluster.model_copy(update={"hosts": tuple(
+            host.model_copy(update=rates[host.name]) for host in cluster.hosts)})
+        sims = stages_of(simulate(plan, better, found.shape, of, checked=False))
+        before, off = off, ((sims["Forward"] + sims["Backward"]) / found.compute_s, sims["Update"] / (seconds or 1.0))
+        if max(abs(now - then) for now, then in zip(off, before)) < CLOSE:
+            break  # it is met, or something else is slower
+        flops, updates = flops * off[0], updates * off[1]
+    names = [f"hosts.{name}.{key}" for name, changes in rates.items() for key in changes]
+    return better.model_copy(update={"measured": tuple(dict.fromkeys([*cluster.measured, *names])),
+                                     "assumed": tuple(name for name in cluster.assumed if name not in names)})
+
+
+def stages_of(result: Result) -> dict[str, float]:
+    """Seconds a step of each of SHOWN. What is no computing of the worker is its waiting."""
+    sims = {name: result.stages.get(("stage 0", name), (0.0, 0.0))[0] for name in SHOWN}
+    return sims | {"Wait": max(0.0, result.seconds - sims["Forward"] - sims["Backward"])}
 
 
 def told(found: Measured, before: Result, after: Result) -> str:
@@ -124,27 +92,33 @@ def told(found: Measured, before: Result, after: Result) -> str:
         off = f"{then / real - 1:+.0%}" if real else ""
         return f"  {name:10}{show_seconds(real):>12}{show_seconds(first):>14}{show_seconds(then):>14}{off:>8}"
 
-    lines = [f"{found.shape.name}: {found.shape.params / 1e6:.1f} M parameters, placement {found.plan.placement.name}",
+    lines = [f"{found.shape.name}: {found.shape.params / 1e6:.1f} M parameters, placement {found.plan.placement.name}, "
+             f"{found.plan.layout.dp} worker(s)",
              f"  {'':10}{'measured':>12}{'by the file':>14}{'calibrated':>14}{'error':>8}",
              row("a step", found.step_s, before.seconds, after.seconds)]
     for name in SHOWN:
-        sims = [result.stages.get(("stage 0", name), (0.0, 0.0))[0] for result in (before, after)]
+        sims = [stages_of(result)[name] for result in (before, after)]
         if found.stages.get(name) or any(sims):
             lines.append(row(name, found.stages.get(name, 0.0), *sims))
     return "\n".join(lines)
 
 
-def command(cluster_file: str, job_file: str, *, steps: int = 3, out: str = "") -> int:
+def command(cluster_file: str, job_file: str, *, steps: int = 3, out: str = "", lab: bool = False) -> int:
     """Raises RoadtrainError."""
-    cluster = load_cluster(cluster_file)
-    if not out and not Path(cluster_file).exists():
+    cluster, of = load_cluster(cluster_file), EMULATED if lab else EXACT
+    target = out or (f"{Path(cluster_file).stem}.lab.toml" if lab else cluster_file)
+    if not out and not lab and not Path(cluster_file).exists():
         raise ConfigError(f"{cluster_file} is a template, its rates cannot be written back", hint="--out FILE")
+    if steps < 1:
+        raise ConfigError(f"--steps {steps}: at least 1 is measured")
     with ExitStack() as stack:
-        found = measure(apart(load_job(job_file), steps, stack), steps)
-    better = learnt(cluster, found)
-    before, after = (simulate(found.plan, one, found.shape, EXACT, checked=False) for one in (cluster, better))
+        job = apart(load_job(job_file), steps, stack)
+        real, found = steps_in_lab(cluster, job, steps) if lab else (cluster, steps_here(job, steps))
+    better = learnt(real, found, of)
+    before, after = (simulate(found.plan, one, found.shape, of, checked=False) for one in (cluster, better))
     print(told(found, before, after))
-    target = out or cluster_file
     replace_file(Path(target), better.to_toml().encode(), "writing")
+    if lab:
+        print("links and SSDs were emulated at the file's rates, so these are not measured; latency was not emulated")
     print(f"wrote the measured rates to {target}")
     return 0

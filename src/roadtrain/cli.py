@@ -97,7 +97,8 @@ COMMANDS = {
     "calibrate": Command(
         "roadtrain.calibrate:command", ("CLUSTER.toml", "JOB.toml"),
         "Run a few real steps of a job here, print them beside the simulated ones, write the measured rates back.",
-        {"steps": (int, "how many are measured (3)"), "out": (str, "the file to write (CLUSTER.toml itself)")},
+        {"steps": (int, "how many are measured (3)"), "out": (str, "the file to write (CLUSTER.toml itself)"),
+         "lab": (bool, "on the cluster of the file, emulated on this machine (root); writes NAME.lab.toml")},
     ),
     "plan": Command(
         "roadtrain.planning:command", ("CLUSTER.toml",),
@@ -110,7 +111,8 @@ COMMANDS = {
          "json": (str, "also write all that is told to this file"), "html": (str, "also write one page with plots"),
          "trace": (str, "write a trace for ui.perfetto.dev to this file"),
          "job_file": (str, "write what `roadtrain train` needs of it to this file"),
-         "verify": (bool, "then run steps of it here beside simulated ones; write the measured rates back")},
+         "verify": (bool, "then run steps of it here beside simulated ones; write the measured rates back"),
+         "lab": (bool, "--verify on the cluster emulated on this machine (root); writes NAME.lab.toml")},
     ),
     "simulate": Command(
         "roadtrain.simulate:command", ("CLUSTER.toml",),

@@ -150,13 +150,17 @@ def job(plan: Plan) -> str | None:
     return tomli_w.dumps({**own, "store": store[plan.placement.name]})
 
 
-def steps_here(cluster_file: str, model: str, plan: Plan, seq_len: int) -> int:
-    """Real steps of the plan on this host beside simulated ones, as `roadtrain calibrate` does. Raises ConfigError for
-    a plan that one worker of this host cannot run, RoadtrainError."""
+def steps_of(cluster_file: str, model: str, plan: Plan, seq_len: int, lab: bool) -> int:
+    """Real steps of the plan, here or in the lab, beside simulated ones, as `roadtrain calibrate` does. Raises
+    ConfigError for a plan that has no runtime there, RoadtrainError."""
     text, path = job(plan), Path(model) / "config.json" if Path(model).is_dir() else Path(model)
-    if text is None or plan.placement.name not in ("files", "zero-offload") or plan.layout.devices > 1:
-        raise ConfigError(f"placement {plan.placement.name} on {plan.layout.devices} device(s) cannot be run by one "
-                          "worker of this host", hint="--placements files,zero-offload on a cluster of one device")
+    served, many = lab and plan.placement.name == "server", plan.layout.devices
+    if text is None or plan.placement.name not in ("files", "zero-offload", "server")[: 2 + served] or (
+            many > (plan.layout.dp if served else 1)):
+        where = "in the lab" if lab else "by one worker of this host"
+        raise ConfigError(f"placement {plan.placement.name} on {many} device(s) cannot be run {where}",
+                          hint="--placements files,zero-offload on a cluster of one device" + (
+                              ", or --placements server" if lab else ", or --lab"))
     if path.suffix != ".json":
         raise ConfigError(f"{model} is a shape, there is nothing to run", hint="--model config.json: a model's config")
     tree = tomllib.loads(text)
@@ -165,7 +169,8 @@ def steps_here(cluster_file: str, model: str, plan: Plan, seq_len: int) -> int:
     with tempfile.TemporaryDirectory(prefix="roadtrain-verify-") as home:
         file = Path(home) / "job.toml"
         file.write_text(tomli_w.dumps({**tree, "run": {"dir": f"{home}/run"}}))
-        told: int = importlib.import_module("roadtrain.calibrate").command(cluster_file, str(file))  # torch comes in
+        calibrate = importlib.import_module("roadtrain.calibrate")  # torch comes in
+        told: int = calibrate.command(cluster_file, str(file), lab=lab)
     return told
 
 
@@ -239,9 +244,11 @@ def _text(x: float, y: float, what: str) -> str:
 def command(
     cluster_file: str, *, model: str = "", goal: str = "time", batch: int = 0, placements: str = "", late: bool = False,
     seq_len: int = 0, constants: str = "", out: str = "plan.toml", json: str = "", html: str = "", trace: str = "",
-    job_file: str = "", verify: bool = False,
+    job_file: str = "", verify: bool = False, lab: bool = False,
 ) -> int:
     """Raises ConfigError."""
+    if lab and not verify:
+        raise ConfigError("--lab says where steps are run, and none are", hint="--verify --lab")
     cluster, one = load_cluster(cluster_file), load_model(model, seq_len or None)
     of = named(constants) if constants else Constants()
     answer = search(cluster, one, of, goal=goal, batch=batch or None, late=late,
@@ -264,4 +271,4 @@ def command(
         else:
             replace_file(Path(job_file), text.encode(), "writing")
             print(f"job     {job_file}: add [model.config]; put your servers in where it says HOST:PORT")
-    return steps_here(cluster_file, model, answer.pick.plan, one.tokens) if verify else 0
+    return steps_of(cluster_file, model, answer.pick.plan, one.tokens, lab) if verify else 0

@@ -36,6 +36,11 @@ class Stages:
         yield
         self.add(name, time.perf_counter() - start, nbytes)
 
+    def seconds(self) -> dict[str, float]:
+        """So far; nothing is taken."""
+        with self._lock:
+            return {name: stage.seconds for name, stage in self._sums.items()}
+
     def take(self) -> dict[str, Stage]:
         with self._lock:
             sums, self._sums = self._sums, {}

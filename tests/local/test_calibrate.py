@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from roadtrain import cli
-from roadtrain.calibrate import plan_of
+from roadtrain.calibrate_steps import plan_of
 from roadtrain.sim.memory import buffer_bytes
 from roadtrain.spec.cluster import load_cluster
 from roadtrain.spec.job import load_job

@@ -15,12 +15,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from roadtrain.bench.reality import calibrated, job_of, rate, servers, workers
+from roadtrain.bench.reality import STEPS, calibrated, job_of, rate
 from roadtrain.bench.report import Report, Row
-from roadtrain.bench.scaling import CARRIED
 from roadtrain.calibrate import EXACT
+from roadtrain.calibrate_lab import servers, workers
 from roadtrain.errors import ConfigError
-from roadtrain.lab import LoopDevice, Network, Nic, Throttle, lab_available, network_available
+from roadtrain.lab import CARRIED, LoopDevice, Network, Nic, Throttle, lab_available, network_available
 from roadtrain.planner import EVERY, search
 from roadtrain.spec.cluster import Cluster, make_cluster
 from roadtrain.spec.placement import Plan
@@ -43,7 +43,7 @@ def run(quick: bool = False) -> Report:
     shape = from_config(job_of({}).model.config | {"vocab_size": 256}, seq_len=SEQ)
     with tempfile.TemporaryDirectory(prefix="roadtrain-bench-", dir=Path.cwd()) as name:
         home = Path(name)
-        known = calibrated(home, shape, 1, WORDS)
+        known = calibrated(home, 1, WORDS)
         for read, write, many, link in CLUSTERS[:1] if quick else CLUSTERS:
             cluster = described(known, read, write, many, link)
             answer = search(cluster, shape, EXACT, batch=1, placements=("files", "server"), explain=False)
@@ -86,11 +86,11 @@ def measured(way: str, home: Path, read: float, write: float, many: int, link: f
             devices = [stack.enter_context(LoopDevice(home / f"ssd{i}", 600 * MIB)) for i in range(many)]
             limit = stack.enter_context(Throttle(devices, read, write))
             words["store.dirs"] = [str(Path(device.mount) / "store") for device in devices]
-            found = workers([(subprocess.Popen, job_of(words))], home, 1, limit.enter_process)
+            found = workers([(subprocess.Popen, job_of(words))], home, 1, STEPS, limit)
         else:
             network = stack.enter_context(Network({name: [Nic(link)] for name in ("w0", "s0")}))
-            words |= {"store.servers": stack.enter_context(servers(network, 1, home)), "budget.host": "400MiB",
+            where = stack.enter_context(servers(network, 1, home, "--budget", "400MiB"))
+            words |= {"store.servers": where, "budget.host": "400MiB",
                       "store.token_file": str(home / "token"), "store.buffering": way.split()[1]}
-            found = workers([(network.hosts["w0"].run, job_of(words))], home, 1)
-    seconds: float = found[0]["step_s"]
-    return seconds
+            found = workers([(network.hosts["w0"].run, job_of(words))], home, 1, STEPS)
+    return found[0].step_s

@@ -8,47 +8,37 @@
 Known beforehand are the rates that the devices and links were set to (TCP carries 0.956 of a link's), and what ONE run
 that is not among the twelve showed: the same model in memory for the first three, a step without any exchange for the
 last. Nothing is fitted to the twelve. A step is the median of STEPS after WARM, of the slowest worker. Needs root.
-
-    python -m roadtrain.bench.reality --job JOB.toml --threads 1 --steps 4 --json OUT      one worker
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import secrets
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 
 from roadtrain.bench import summation_steps
 from roadtrain.bench.report import Report, Row
-from roadtrain.bench.scaling import CARRIED
-from roadtrain.calibrate import EXACT, WARM, Measured, learnt, plan_of
-from roadtrain.errors import ConfigError, RoadtrainError
-from roadtrain.lab import LoopDevice, Network, Nic, Throttle, lab_available, network_available
+from roadtrain.calibrate import EXACT, learnt
+from roadtrain.calibrate_lab import servers, workers
+from roadtrain.errors import ConfigError
+from roadtrain.lab import CARRIED, LoopDevice, Network, Nic, Throttle, lab_available, network_available
 from roadtrain.model.measure import shape_of
 from roadtrain.sim.memory import buffer_bytes
 from roadtrain.sim.run import Result, simulate
 from roadtrain.spec.cluster import Cluster, make_cluster
-from roadtrain.spec.job import Job, load_job, make_job
+from roadtrain.spec.job import Job, make_job
 from roadtrain.spec.layout import Layout
-from roadtrain.spec.placement import Plan, make_plan, placement
-from roadtrain.spec.shapes import ModelShape, from_config
-from roadtrain.train import place_job, step
+from roadtrain.spec.placement import Plan, placement
 from roadtrain.units import MIB
 
-STEPS, TIMEOUT_S, PORT = 4, 300, 7500
+STEPS = 4
 CONFIG = {"model_type": "llama", "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6,
           "num_attention_heads": 6, "num_key_value_heads": 6, "max_position_embeddings": 256}
 BUDGET = "96MiB"
@@ -89,12 +79,11 @@ def run(quick: bool = False) -> Report:
     if (why := lab_available() or network_available()) is not None:
         raise ConfigError(f"the lab cannot be set up here: {why}")
     rows: list[Row] = []
-    shape = from_config({**CONFIG, "vocab_size": 256}, seq_len=256)
     with tempfile.TemporaryDirectory(prefix="roadtrain-bench-", dir=Path.cwd()) as name:
         home = Path(name)
-        known = {threads: calibrated(home, shape, threads, {}) for threads in (2, 1)}
+        known = {threads: calibrated(home, threads, {}) for threads in (2, 1)}
         for case in [CASES[i] for i in (0, 5)] if quick else CASES:
-            real, result = (_sums(case) if case.kind == "sums" else _placed(case, home, shape, known))
+            real, result = (_sums(case) if case.kind == "sums" else _placed(case, home, known))
             rows += _rows(case, real, result)
             print(f"{case.name}: {real.step_s:.2f} s, predicted {result.seconds:.2f} s "
                   f"({result.seconds / real.step_s - 1:+.1%})", flush=True)
@@ -131,37 +120,35 @@ def job_of(words: Mapping[str, Any]) -> Job:
     return base.changed(dict(words))
 
 
-def calibrated(home: Path, shape: ModelShape, threads: int, words: Mapping[str, Any]) -> Cluster:
+def calibrated(home: Path, threads: int, words: Mapping[str, Any]) -> Cluster:
     """A host of what the model in memory shows of this one."""
     job = job_of({**words, "run.dir": str(home / f"known{threads}"), "store.dirs": [], "budget.host": "400MiB"})
-    found = workers([(subprocess.Popen, job)], home, threads)[0]
-    whole = found["compute_s"]
-    plan = make_plan(found["plan"])
+    found = workers([(subprocess.Popen, job)], home, threads, STEPS)[0]
     host = {"name": "here", "devices": 1, "device": {"kind": "cpu" if threads > 1 else "device", "flops": "1TFLOP/s",
             "memory": "24GB", "memory_rate": "20GB/s", "copy": "10GB/s"}, "memory": "24GB", "memory_rate": "20GB/s"}
-    return learnt(make_cluster({"name": "here", "hosts": [host]}),
-                  Measured(found["step_s"], whole, found["stages"], plan, shape))
+    return learnt(make_cluster({"name": "here", "hosts": [host]}), found)
 
 
-def _placed(case: Case, home: Path, shape: ModelShape, known: Mapping[int, Cluster]) -> tuple[Real, Result]:
+def _placed(case: Case, home: Path, known: Mapping[int, Cluster]) -> tuple[Real, Result]:
     words = {**dict(case.words), "run.dir": str(home / "run" / str(time.monotonic_ns()))}
     with ExitStack() as stack:
         if case.kind == "files":
             devices = [stack.enter_context(LoopDevice(home / f"ssd{i}", 600 * MIB)) for i in range(case.many)]
             limit = stack.enter_context(Throttle(devices, *case.rates))
             words["store.dirs"] = [str(Path(device.mount) / "store") for device in devices]
-            found = workers([(subprocess.Popen, job_of(words))], home, 2, limit.enter_process)
+            found = workers([(subprocess.Popen, job_of(words))], home, 2, STEPS, limit)
         elif case.kind == "memory":  # as fast as the processors are now: in other minutes they are not
-            known = {2: calibrated(home, shape, 2, {})}
-            found = workers([(subprocess.Popen, job_of({**words, "store.dirs": [], "budget.host": "400MiB"}))], home, 2)
+            known = {2: calibrated(home, 2, {})}
+            words |= {"store.dirs": [], "budget.host": "400MiB"}
+            found = workers([(subprocess.Popen, job_of(words))], home, 2, STEPS)
         else:
             names = [f"{kind}{i}" for kind, n in (("w", case.workers), ("s", case.many)) for i in range(n)]
             network = stack.enter_context(Network({name: [Nic(case.rates[0])] for name in names}))
-            words["store.servers"] = stack.enter_context(servers(network, case.many, home))
+            words["store.servers"] = stack.enter_context(servers(network, case.many, home, "--budget", "400MiB"))
             words["store.token_file"] = str(home / "token")
             words["budget.host"] = "400MiB"
-            found = workers([(network.hosts[f"w{i}"].run, job_of(words)) for i in range(case.workers)], home, 1)
-    plan = make_plan(found[0]["plan"])
+            found = workers([(network.hosts[f"w{i}"].run, job_of(words)) for i in range(case.workers)], home, 1, STEPS)
+    plan, shape = found[0].plan, found[0].shape
     host = known[1 if case.kind == "server" else 2].hosts[0]
     hosts: list[dict[str, Any]] = [host.model_dump(mode="json", by_alias=True)]
     if case.kind == "files":
@@ -173,77 +160,13 @@ def _placed(case: Case, home: Path, shape: ModelShape, known: Mapping[int, Clust
         hosts[0] |= {"nics": nics, "count": case.workers}
         hosts.append({"name": "server", "count": case.many, "memory": "24GB", "memory_rate": "20GB/s", "nics": nics,
                       "updates": hosts[0]["updates"], "sums": hosts[0]["sums"]})
-        plan = replace(plan, placement=placement("server"), layout=Layout(dp=case.workers))
     cluster = make_cluster({"name": case.name, "hosts": hosts})
-    real = Real(max(one["step_s"] for one in found), found[0]["memory"], buffer_bytes(plan, shape.blocks))
+    real = Real(max(one.step_s for one in found), found[0].memory, buffer_bytes(plan, shape.blocks))
     return real, simulate(plan, cluster, shape, EXACT, checked=False)
 
 
 def rate(nbytes: float) -> str:
     return f"{nbytes:.0f}B/s"
-
-
-@contextmanager
-def servers(network: Network, many: int, home: Path) -> Iterator[list[str]]:
-    """`roadtrain serve` on each of the hosts s0.., with its store in memory: the addresses."""
-    (home / "token").write_text(secrets.token_hex())
-    with ExitStack() as stack:
-        where = []
-        for host in (network.hosts[f"s{i}"] for i in range(many)):
-            store = stack.enter_context(tempfile.TemporaryDirectory(prefix="roadtrain-bench-", dir="/dev/shm"))
-            where.append(f"{host.address}:7000")
-            process = host.run([sys.executable, "-m", "roadtrain.cli", "serve", where[-1], "--store", f"{store}/store",
-                                "--budget", "400MiB", "--token-file", str(home / "token")],
-                               stdout=subprocess.DEVNULL)
-            stack.callback(process.wait)
-            stack.callback(process.terminate)
-        yield where
-
-
-def workers(jobs: Sequence[tuple[Any, Job]], home: Path, threads: int, started: Any = None) -> list[dict[str, Any]]:
-    """What each worker found; `jobs`: how to start it, and what it trains."""
-    running = []
-    try:
-        for rank, (begin, job) in enumerate(jobs):
-            path, out, log = (home / f"worker{rank}.{end}" for end in ("toml", "json", "log"))
-            path.write_text(job.to_toml())
-            env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(len(jobs)), "MASTER_PORT": str(PORT)}
-            words = ["--job", str(path), "--threads", str(threads), "--steps", str(STEPS), "--json", str(out)]
-            with log.open("w") as lines:
-                process = begin([sys.executable, "-m", "roadtrain.bench.reality", *words], env=env, stdout=lines,
-                                stderr=subprocess.STDOUT)
-            running.append((process, out, log))
-            if started is not None:
-                started(process.pid)
-        for process, _, log in running:
-            if process.wait(TIMEOUT_S):
-                raise RoadtrainError(f"a worker ended with {process.returncode}: {log.read_text()[-2000:]}")
-    finally:
-        for process, _, _ in running:
-            process.kill()
-            process.wait()
-    return [json.loads(out.read_text()) for _, out, _ in running]
-
-
-def worker(job: Job, threads: int, steps: int) -> dict[str, Any]:
-    torch.set_num_threads(threads)
-    training = place_job(job)
-    lines = []
-    with training.optimizer:
-        training.tokens.begun = True
-        then = time.perf_counter()
-        for number in range(WARM + steps):
-            step(training, number)
-            now = time.perf_counter()
-            lines.append((now - then, training.stages.take() | training.optimizer.stages()))
-            then = now
-        plan, held = plan_of(training), training.optimizer.memory()["resident"]
-    lines = lines[WARM:]
-    names = {name for _, stages in lines for name in stages}
-    own = {name: median(stages[name].seconds if name in stages else 0.0 for _, stages in lines) for name in names}
-    compute = median(s["Forward"].seconds + s["Backward"].seconds - s["Wait"].seconds for _, s in lines)
-    return {"step_s": median(seconds for seconds, _ in lines), "compute_s": compute, "stages": own,
-            "memory": held, "plan": {**asdict(plan), "placement": plan.placement.name}}
 
 
 # sums
@@ -269,18 +192,3 @@ def _sums(case: Case) -> tuple[Real, Result]:
     plan = Plan(placement("summation"), Layout(dp=case.workers), micro_batch=batch, parameter_bytes=4, gradient_bytes=4,
                 held_bytes=4, state_bytes=0, update_at="step")
     return Real(took), simulate(plan, cluster, shape, EXACT, checked=False)
-
-
-def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--job", required=True)
-    parser.add_argument("--threads", type=int, required=True)
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--json", required=True)
-    args = parser.parse_args(argv)
-    job = load_job(args.job)
-    Path(args.json).write_text(json.dumps(worker(job, args.threads, args.steps)))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -45,12 +45,11 @@ from typing import Any
 from roadtrain.bench.cluster import WARM_UP, Cluster
 from roadtrain.bench.report import Report, Row, cores
 from roadtrain.errors import ConfigError, RoadtrainError
-from roadtrain.lab import network_available
+from roadtrain.lab import CARRIED, network_available
 from roadtrain.units import KIB
 
 COUNTS = (1, 2, 4, 8)
 RATE, PLACING_RATE = 25e6 / 8, 4e9 / 8  # bytes a second
-CARRIED = 1448 / 1514  # of a link's rate
 LAYERS, WIDTH, INNER, SEQ, CHUNK = 4, 256, 704, 16, 1 << 16
 STEPS, FSDP_STEPS = WARM_UP + 3, WARM_UP + 1
 FEW = "34MiB"  # a budget that keeps half of the blocks from forward to backward

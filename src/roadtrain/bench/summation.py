@@ -28,10 +28,9 @@ import torch.distributed as dist
 
 from roadtrain.bench import summation_steps
 from roadtrain.bench.report import Report, Row, cores
-from roadtrain.bench.scaling import CARRIED
 from roadtrain.errors import ConfigError, RoadtrainError
 from roadtrain.flow.shares import busiest, optimum
-from roadtrain.lab import Network, Nic, network_available
+from roadtrain.lab import CARRIED, Network, Nic, network_available
 from roadtrain.node.summation import Summation
 from roadtrain.node.summing import Summers
 from roadtrain.wire.tcp import Options, listen

@@ -31,10 +31,9 @@ from torch.nn.parallel import DistributedDataParallel
 import roadtrain.hvd as hvd
 from roadtrain.adapters.ddp import Summation, sum_hook
 from roadtrain.bench.report import Row
-from roadtrain.bench.scaling import CARRIED
 from roadtrain.errors import RoadtrainError
 from roadtrain.flow.shares import optimum
-from roadtrain.lab import Network, Nic
+from roadtrain.lab import CARRIED, Network, Nic
 
 PORT, TIMEOUT_S, STEPS = 7400, 300, 4
 WAYS = ("ddp", "hook", "hvd", "later", "later, no priorities")

@@ -3,8 +3,8 @@ its context ends; what a SIGKILL left, `sweep()` removes. `roadtrain.lab.relay` 
 
 from roadtrain.lab.leftovers import sweep
 from roadtrain.lab.made import PREFIX
-from roadtrain.lab.network import Host, Link, Network, Nic, network_available
+from roadtrain.lab.network import CARRIED, Host, Link, Network, Nic, network_available
 from roadtrain.lab.storage import LoopDevice, Throttle, lab_available
 
-__all__ = ["PREFIX", "Host", "Link", "LoopDevice", "Network", "Nic", "Throttle", "lab_available",
+__all__ = ["CARRIED", "PREFIX", "Host", "Link", "LoopDevice", "Network", "Nic", "Throttle", "lab_available",
            "network_available", "sweep"]

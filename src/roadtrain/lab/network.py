@@ -32,6 +32,7 @@ from roadtrain.errors import ConfigError, RoadtrainError
 from roadtrain.lab.made import Made, command, folder, insist, lacking
 
 TBF = "root tbf burst 256kb latency 20ms rate"  # a burst below 64 kB splits segments, which burns a core
+CARRIED = 1448 / 1514  # of a rate: what TCP carries of whole Ethernet frames
 SWITCH = "+switch"  # no host can be called so
 # Each NIC answers for its own address only; congestion control is cubic, as Linux comes, whatever this machine has set;
 # where that has another default, Linux may allow a namespace only reno, which on links without loss is much the same.

@@ -391,7 +391,7 @@ class Session:
             text += f"; waits since {seconds:.1f} s for {what} of {names[rank]}"
         for pull in pulls:
             waits[names[pull.worker]] = max(waits[names[pull.worker]], (now - pull.into.asked, f"chunk {pull.chunk}"))
-        return text, waits
+        return text, waits, self.stages.seconds()
 
     def end(self, error: BaseException | None) -> None:
         with self._lock:
@@ -451,8 +451,8 @@ class Host:
     def _accept(self, link: Link, hello: bytes) -> Receiver:
         """Called by the listener for a link whose other side has proven the token."""
         if hello == watch.HELLO:
-            text, waits = self.session.status() if self.session else ("no session: waits for workers", {})
-            return watch.answer(link, (f"state {self.rests}; {text}", waits))
+            said: watch.Said = self.session.status() if self.session else ("no session: waits for workers", {}, {})
+            return watch.answer(link, (f"state {self.rests}; {said[0]}", *said[1:]))
         name, rank, workers, local, number, signature = m.decoded(m.HELLO, hello, "no greeting of a worker")
         if not 0 <= rank < workers <= 1 << 16:
             raise WireError(f"worker {rank} of {workers}")

@@ -288,7 +288,7 @@ class Summers:
         with self._lock:
             jobs, used = list(self.jobs.values()), self._used
         waits = {name: what for job in jobs for name, what in job.waits().items()}
-        return f"sums for {len(jobs)} job(s), {show_bytes(used)} of {show_bytes(self.nbytes)}", waits
+        return f"sums for {len(jobs)} job(s), {show_bytes(used)} of {show_bytes(self.nbytes)}", waits, {}
 
     def _reserve(self, nbytes: int) -> None:
         with self._lock:

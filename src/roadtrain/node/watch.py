@@ -21,7 +21,8 @@ from roadtrain.wire.tcp import Address, Options, connect
 
 HELLO = b"roadtrain status"
 ANSWER_S = 5.0
-Said = tuple[str, Mapping[str, tuple[float, str]]]  # of the server; worker -> (seconds, what it has waited for so long)
+# of the server; worker -> (seconds, what it has waited for so long); seconds of each stage in this session
+Said = tuple[str, Mapping[str, tuple[float, str]], Mapping[str, float]]
 
 
 class Watcher:

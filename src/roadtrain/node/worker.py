@@ -129,7 +129,9 @@ class Worker:
 
     def _wait(self, ready: Callable[[], bool], what: Callable[[], str]) -> None:
         """Waits under the lock. Raises a server's error if one failed, DeadlineError when the deadline passes."""
-        if not self._lock.wait_for(lambda: self._error is not None or ready(), self.deadline_s):
+        with self.stages.timed("Wait"):
+            in_time = self._lock.wait_for(lambda: self._error is not None or ready(), self.deadline_s)
+        if not in_time:
             self._error = DeadlineError(  # kept, so that whoever closes does not wait once more
                 f"the worker waited {self.deadline_s:.0f} s for {what()} in step {self.ledger.sealed + 1}; "
                 f"commit: {self.ledger.missing()}; peers: {', '.join(link.peer for link in self.links.values())}",
@@ -144,7 +146,7 @@ class Worker:
     # pulls
 
     def borrow(self, block: int) -> tuple[torch.Tensor, int]:
-        with self.stages.timed("Wait"), self._lock:
+        with self._lock:
             self._pull_blocks(self.prefetch.asked(block))
             self._wait(
                 lambda: self.prefetch.here(block) is not None,
@@ -194,7 +196,7 @@ class Worker:
     def pull_into(self, block: Block, host: HostBuffer) -> None:
         """Fetches `block` into a permanent buffer and waits."""
         start = time.perf_counter()
-        with self.stages.timed("Wait"), self._lock:
+        with self._lock:
             self._pull(block, host)
             self._wait(lambda: not host.pending, lambda: f"the parameters of '{block.name}'")
         self.pull_rate = block.pull_nbytes / (time.perf_counter() - start)
@@ -218,7 +220,7 @@ class Worker:
     # pushes
 
     def gradient_buffer(self, block: int) -> torch.Tensor:
-        with self.stages.timed("Wait"), self._lock:
+        with self._lock:
             if block == 0:
                 self._wait(lambda: not self.root_push.pending, lambda: "the root's gradient buffer")
                 return self.root_push.tensor
