@@ -29,7 +29,7 @@ from roadtrain.units import show_seconds
 
 EXACT = Constants(efficiency=1.0, network=1.0, source="measured on this host")
 SHOWN = ("Forward", "Backward", "Wait", "Read", "Update", "Write")
-ROUNDS, CLOSE = 20, 1e-3  # of learning
+ROUNDS, CLOSE = 12, 1e-3  # of learning
 
 
 def apart(job: Job, steps: int, stack: ExitStack) -> Job:
@@ -46,25 +46,16 @@ def apart(job: Job, steps: int, stack: ExitStack) -> Job:
                         "store.dirs": [beside(one) for one in job.store.dirs]})
 
 
-def steps_here(job: Job, steps: int) -> Measured:
-    if job.store.servers or job.store.relay or job.compress.topk is not None or job.optimizer.staleness not in (0, 1):
-        raise ConfigError("calibrate runs one worker with its state on this host, nothing compressed",
-                          hint="without store.servers, store.relay, compress.topk; staleness 0 or 1; or --lab")
-    return measure(job, steps)
-
-
 def learnt(cluster: Cluster, found: Measured, of: Constants = EXACT) -> Cluster:
     """The cluster with the rates of computing and updating that make the simulated steps compute and update as long as
     the real ones did. Where both run on the same processors each holds the other up, in both; so a quotient of work
     and measured seconds would count that twice."""
-    worker = next((host for host in cluster.hosts if host.device is not None), None)
-    if worker is None or worker.device is None:
-        raise ConfigError(f"host {cluster.hosts[0].name} has no device to compare", hint="roadtrain probe writes one")
-    plan, seconds = found.plan, found.stages.get("Update", 0.0)
+    worker, plan, seconds = cluster.workers[0], found.plan, found.stages.get("Update", 0.0)
+    assert worker.device is not None
     updater = cluster.spares[0] if plan.placement.served else worker
     flops = found.shape.step_flops(True) * plan.micro_batch * plan.micros / found.compute_s
     updates = UPDATE_BYTES * found.shape.params / seconds / updater.count if seconds else updater.updates
-    off = 0.0, 0.0
+    most = max(updates, updater.memory_rate)
     for _ in range(ROUNDS):
         rates: dict[str, dict[str, Any]] = {host.name: {} for host in cluster.hosts}
         rates[worker.name]["device"] = worker.device.model_copy(update={"flops": flops})
@@ -72,10 +63,10 @@ def learnt(cluster: Cluster, found: Measured, of: Constants = EXACT) -> Cluster:
         better = cluster.model_copy(update={"hosts": tuple(
             host.model_copy(update=rates[host.name]) for host in cluster.hosts)})
         sims = stages_of(simulate(plan, better, found.shape, of, checked=False))
-        before, off = off, ((sims["Forward"] + sims["Backward"]) / found.compute_s, sims["Update"] / (seconds or 1.0))
-        if max(abs(now - then) for now, then in zip(off, before)) < CLOSE:
-            break  # it is met, or something else is slower
-        flops, updates = flops * off[0], updates * off[1]
+        computing, updating = (sims["Forward"] + sims["Backward"]) / found.compute_s, sims["Update"] / (seconds or 1.0)
+        if max(abs(computing - 1), abs(updating - 1)) < CLOSE:
+            break
+        flops, updates = flops * computing, min(updates * updating, most)
     names = [f"hosts.{name}.{key}" for name, changes in rates.items() for key in changes]
     return better.model_copy(update={"measured": tuple(dict.fromkeys([*cluster.measured, *names])),
                                      "assumed": tuple(name for name in cluster.assumed if name not in names)})
@@ -109,11 +100,18 @@ def command(cluster_file: str, job_file: str, *, steps: int = 3, out: str = "", 
     target = out or (f"{Path(cluster_file).stem}.lab.toml" if lab else cluster_file)
     if not out and not lab and not Path(cluster_file).exists():
         raise ConfigError(f"{cluster_file} is a template, its rates cannot be written back", hint="--out FILE")
-    if steps < 1:
-        raise ConfigError(f"--steps {steps}: at least 1 is measured")
+    if steps < 1 or not cluster.workers:
+        raise ConfigError(f"{steps} step(s) to be measured, {cluster.name} has {len(cluster.workers)} kind(s) of hosts "
+                          "with a device", hint="--steps 1 or more; roadtrain probe writes devices")
+    job = load_job(job_file)
+    if job.store.relay or job.store.replicas > 1 or job.compress.topk is not None or job.compress.gradients or (
+            job.optimizer.staleness not in (0, 1)) or (job.store.servers and not lab):
+        raise ConfigError("calibrate runs one worker with its state on this host, nothing compressed",
+                          hint="without store.servers (but with --lab), store.relay, store.replicas, compress.topk, "
+                          "compress.gradients; staleness 0 or 1")
     with ExitStack() as stack:
-        job = apart(load_job(job_file), steps, stack)
-        real, found = steps_in_lab(cluster, job, steps) if lab else (cluster, steps_here(job, steps))
+        job = apart(job, steps, stack)
+        real, found = steps_in_lab(cluster, job, steps) if lab else (cluster, measure(job, steps))
     better = learnt(real, found, of)
     before, after = (simulate(found.plan, one, found.shape, of, checked=False) for one in (cluster, better))
     print(told(found, before, after))

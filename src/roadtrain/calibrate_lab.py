@@ -82,13 +82,11 @@ def steps_in_lab(cluster: Cluster, job: Job, steps: int) -> tuple[Cluster, Measu
 
 def hosts_of(cluster: Cluster, job: Job) -> tuple[Host, Host | None]:
     """The workers', and the servers' where the job has some. Raises ConfigError for what the lab cannot be."""
-    store, late, worker = job.store, job.optimizer.staleness, (cluster.workers or cluster.hosts)[0]
+    store, worker = job.store, cluster.workers[0]
     server = cluster.spares[0] if store.servers and cluster.spares else None
     many, kinds = worker.count * worker.devices, [len(host.ssds) for host in (worker, server) if host is not None]
     if why := network_available() or (lab_available() if store.dirs else None):
         raise ConfigError(f"no lab can be made here: {why}", hint="root on Linux, or without --lab")
-    if store.relay or store.replicas > 1 or job.compress.topk or job.compress.gradients or late not in (0, 1):
-        raise ConfigError("the lab runs workers and servers without relays, replicas, compression, staleness above 1")
     if len(cluster.workers) != 1 or worker.devices > 1 or bool(store.servers) != (server is not None) or (
             many > 1 and server is None):
         raise ConfigError(

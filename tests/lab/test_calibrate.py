@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import tempfile
@@ -46,6 +47,10 @@ JOB = "[data]\nseq_len = 64\nbatch_size = 1\n[store]\n{store}\n[model.config]\n"
     f"{key} = {json.dumps(value)}" for key, value in CONFIG.items())
 
 
+def stores() -> set[Path]:
+    return set(Path("/dev/shm").glob("roadtrain-calibrate-*"))
+
+
 @pytest.fixture
 def files(tmp_path, monkeypatch):
     """Paths of a cluster's and a job's file, in an empty current directory; nothing of a lab is left at the end."""
@@ -57,10 +62,11 @@ def files(tmp_path, monkeypatch):
         Path("config.json").write_text(json.dumps(CONFIG))
         return "mine.toml", "job.toml"
 
+    before = stores()
     yield make
-    left = [path for place in (tempfile.gettempdir(), "/dev/shm", "/sys/fs/cgroup/blkio", tmp_path)
-            for path in Path(place).glob("*roadtrain-*") if path.name.startswith((PREFIX, "roadtrain-calibrate-"))]
-    assert left == []
+    own = [path for place in (tempfile.gettempdir(), "/sys/fs/cgroup/blkio")
+           for path in Path(place).glob(f"{PREFIX}{os.getpid()}-*")]
+    assert own == [] and list(tmp_path.glob("*roadtrain-*")) == [] and stores() <= before
     loops = Path("/sys/block").glob("loop*/loop/backing_file")
     assert [loop for loop in loops if str(tmp_path) in loop.read_text()] == []
     running = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
@@ -97,23 +103,37 @@ def test_two_workers_and_a_server(files, capsys):
 
 
 @needs_devices
-def test_a_plan_on_files_is_verified(files, capsys):
-    cluster, _ = files("dirs = []", spare=False)
-    words = ["plan", cluster, "--model", "config.json", "--batch", "1", "--verify", "--lab", "--placements"]
-    assert cli.main([*words, "files"]) == 0
+def test_a_worker_with_an_ssd(files, capsys):
+    cluster, job = files('dirs = ["anywhere"]', spare=False)
+    Path(job).write_text("[budget]\nhost = \"64MiB\"\n" + Path(job).read_text())
+    assert cli.main(["calibrate", cluster, job, "--lab"]) == 0
     told = capsys.readouterr().out
     found = rows(told)
+    print(told)
     assert "placement files" in told and {"Read", "Write", "Update"} <= set(found)
     assert found["a step"][2] == pytest.approx(found["a step"][0], rel=0.25)
     assert {"hosts.gpu.device", "hosts.gpu.updates"} <= set(load_cluster("mine.lab.toml").measured)
+
+
+def test_a_plan_is_verified(files, capsys):
+    cluster, _ = files("dirs = []")
+    words = ["plan", cluster, "--model", "config.json", "--batch", "1", "--verify", "--lab", "--placements"]
+    assert cli.main([*words, "server"]) == 0
+    told = capsys.readouterr().out
+    print(told)
+    found = rows(told)
+    assert "placement server, 1 worker(s)" in told and "wrote the measured rates to mine.lab.toml" in told
+    assert found["a step"][2] == pytest.approx(found["a step"][0], rel=0.25)
     assert cli.main([*words, "ddp"]) == 2 and "cannot be run in the lab" in capsys.readouterr().err
+    assert cli.main([word for word in words if word != "--verify"] + ["ddp"]) == 2
+    assert "--verify --lab" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("store", "cluster", "says"), [
     ('servers = ["HOST:PORT"]', {"spare": False}, "0 kind(s) without"),
     ("dirs = []", {"count": 2}, "2 device(s) in the first"),
     ('servers = ["HOST:PORT"]', {"rate": "100Gbit/s"}, "12.50 GB/s cannot be emulated here, at most 0.50"),
-    ('servers = ["HOST:PORT"]\nreplicas = 2', {}, "without relays, replicas"),
+    ('servers = ["HOST:PORT"]\nreplicas = 2', {}, "nothing compressed"),
 ])
 def test_what_the_lab_cannot_be(files, capsys, store, cluster, says):
     assert cli.main(["calibrate", *files(store, **cluster), "--lab"]) == 2
@@ -129,7 +149,7 @@ def test_a_model_too_large_is_refused_with_both_numbers(files, capsys):
 
 
 def test_what_a_failed_worker_said_is_told(files, capsys):
-    cluster, job = files("dirs = []\nchunk_elements = 4096")
+    cluster, job = files("dirs = []")
     Path(job).write_text("[budget]\nhost = \"1KiB\"\n" + Path(job).read_text())
     assert cli.main(["calibrate", cluster, job, "--lab"]) == 2
     assert "worker 0 ended with 1" in (said := capsys.readouterr().err) and "budget" in said and "Traceback" not in said

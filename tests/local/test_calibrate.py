@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 
 from roadtrain import cli
-from roadtrain.calibrate_steps import plan_of
+from roadtrain.calibrate import EXACT, learnt, stages_of
+from roadtrain.calibrate_steps import Measured, plan_of
 from roadtrain.sim.memory import buffer_bytes
-from roadtrain.spec.cluster import load_cluster
+from roadtrain.sim.run import simulate
+from roadtrain.spec.cluster import Cluster, load_cluster
 from roadtrain.spec.job import load_job
+from roadtrain.spec.placement import Plan, placement
 from roadtrain.spec.shapes import from_config
 from roadtrain.train import place_job
 
@@ -73,6 +76,8 @@ def test_rates_are_learnt(files, dirs, name, capsys):
         re.findall(r"([\d.]+) (s|ms)", next(line for line in told.splitlines() if "a step" in line)))
     assert by_file > 5 * real  # the file said that this machine computes 0.1 GFLOP/s
     assert 0.5 < calibrated / real < 2
+    if not dirs.strip("[]"):  # nothing waits for a device, so a step is what it computes
+        assert calibrated == pytest.approx(real, rel=0.05)
     better = load_cluster(cluster).hosts[0]
     assert better.device is not None and better.device.flops > 1e9
     assert {"hosts.here.device", "hosts.here.updates"} <= set(load_cluster(cluster).measured)
@@ -106,6 +111,53 @@ def test_what_it_cannot_run(files, capsys):
     Path(job).write_text(Path(job).read_text().replace("[store]", "[compress]\ntopk = 2.0\n[store]"))
     assert cli.main(["calibrate", cluster, job]) == 2
     assert "nothing compressed" in capsys.readouterr().err
+    Path(job).write_text(Path(job).read_text().replace("topk = 2.0", "").replace("dirs =", 'servers = ["h:1"] #'))
+    assert cli.main(["calibrate", cluster, job]) == 2
+    assert "with --lab" in capsys.readouterr().err
+    cluster, job = files("[]")
+    assert cli.main(["calibrate", cluster, job, "--steps", "0"]) == 2
+    assert "0 step(s) to be measured" in capsys.readouterr().err
+    Path(cluster).write_text('[[hosts]]\nname = "here"\nmemory = "16GB"\n')
+    assert cli.main(["calibrate", cluster, job]) == 2
+    assert "0 kind(s) of hosts with a device" in capsys.readouterr().err
+
+
+def test_the_lab_says_what_it_lacks(files, capsys, monkeypatch):
+    cluster, job = files("[]")
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    assert cli.main(["calibrate", cluster, job, "--lab"]) == 2
+    assert "no lab can be made here: not root\nhint: root on Linux, or without --lab" in capsys.readouterr().err
+    assert cli.main(["plan", cluster, "--model", "OPT-125M", "--lab"]) == 2
+    assert "--verify --lab" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("late", "updating"), [(0, 0.02), (1, 0.02), (1, 0.08)])
+def test_what_was_measured_is_what_is_simulated(files, late, updating):
+    """Processors that compute and update at once hold each other up, in what is measured and again in the simulator: as
+    quotients the rates would count that twice."""
+    cluster, _ = files("[]")
+    config = {"model_type": "llama", "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6,
+              "num_attention_heads": 6, "num_key_value_heads": 6, "vocab_size": 256}
+    plan = Plan(placement("zero-offload"), recompute=True, staleness=late, update_at="gradient", parameter_bytes=4,
+                gradient_bytes=4, chunk=1 << 18, context_bytes=0)
+    found = Measured(0.24, 0.235, {"Update": updating}, 0, plan, from_config(config, seq_len=256))
+
+    def stages(cluster: Cluster) -> tuple[float, float, float]:
+        result = simulate(plan, cluster, found.shape, EXACT, checked=False)
+        times = stages_of(result)
+        return result.seconds, times["Forward"] + times["Backward"], times["Update"]
+
+    Path(cluster).write_text(CLUSTER.replace('memory_rate = "10GB/s"', 'memory_rate = "60GB/s"'))
+    raw = load_cluster(cluster)
+    host = raw.hosts[0]
+    assert host.device is not None
+    quotient = {"updates": 28 * found.shape.params / updating, "device": host.device.model_copy(
+        update={"flops": found.shape.step_flops(True) / found.compute_s})}
+    _, computes, updates = stages(raw.model_copy(update={"hosts": (host.model_copy(update=quotient),)}))
+    assert computes > 1.03 * found.compute_s and updates > 1.5 * updating
+    step, computes, updates = stages(learnt(raw, found))
+    assert computes == pytest.approx(found.compute_s, rel=0.01) and updates == pytest.approx(updating, rel=0.01)
+    assert step == pytest.approx(found.step_s, rel=0.02)
 
 
 @pytest.mark.parametrize("words", [
