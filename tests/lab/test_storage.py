@@ -180,3 +180,10 @@ def test_a_link_is_shared_first_come_first_served_and_idle_time_is_not_credit() 
     begin = time.perf_counter()
     link.take(50 * 10**6)
     assert time.perf_counter() - begin >= 0.0499 - late
+
+
+@needs_lab
+def test_a_device_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"1024.0 TiB: (No space|File too large)"):
+        LoopDevice(tmp_path / "a.img", 1 << 50).__enter__()
+    assert not (tmp_path / "a.img").exists()

@@ -90,10 +90,7 @@ def _make(lab: LabFile, path: str, made: contextlib.ExitStack) -> dict[str, dict
     hosts: dict[str, dict[str, Any]] = {name: {"dir": "", "group": ""} for name in sections}
     for name, section in sections.items():
         if want := section.storage:
-            try:
-                device = made.enter_context(LoopDevice(Path(want.dir or home, f"{name}.img"), parse_bytes(want.size)))
-            except OSError as cause:
-                raise ConfigError(f"storage of {name}, {want.size}: {cause.strerror}") from cause
+            device = made.enter_context(LoopDevice(Path(want.dir or home, f"{name}.img"), parse_bytes(want.size)))
             rates = made.enter_context(Throttle([device], parse_rate(want.read), parse_rate(want.write)))
             hosts[name] = {"dir": str(device.mount), "group": str(rates.group)}
     made.enter_context(network)  # undone first: its processes keep storage busy

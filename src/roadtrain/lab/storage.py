@@ -17,6 +17,7 @@ from pathlib import Path
 
 from roadtrain.errors import ConfigError
 from roadtrain.lab.made import Made, command, folder, insist, lacking
+from roadtrain.units import show_bytes
 
 MKFS = ("-q", "-F", "-m", "0", "-E", "nodiscard,lazy_itable_init=0,lazy_journal_init=0")  # a discard frees the blocks
 
@@ -36,7 +37,8 @@ class LoopDevice(Made):
     """A preallocated file of `nbytes` at `path` behind a loop device with direct I/O, formatted and mounted noatime.
 
     Inside the context `.mount` is the directory to write into and `.major_minor` names the device for a Throttle. The
-    file must not exist before (ConfigError) and is removed with the rest. RoadtrainError has a failed command's words.
+    file must not exist before and must fit (ConfigError), and is removed with the rest. RoadtrainError has a failed
+    command's words.
     """
 
     def __init__(self, path: str | Path, nbytes: int) -> None:
@@ -52,8 +54,12 @@ class LoopDevice(Made):
         self.mount = self.home / "mount"
         self.mount.mkdir()
         (self.home / "backing").write_text(str(self.path))  # before the file: sweep() needs no more than this
-        with self.path.open("xb") as image:
-            os.posix_fallocate(image.fileno(), 0, self.nbytes)
+        try:
+            with self.path.open("xb") as image:
+                os.posix_fallocate(image.fileno(), 0, self.nbytes)
+        except OSError as cause:
+            raise ConfigError(f"{self.path} of {show_bytes(self.nbytes)}: {cause.strerror}",
+                              hint="a smaller device, or a directory with more room") from cause
         device = command("losetup", "-f", "--show", "--direct-io=on", str(self.path)).strip()
         self.major_minor = Path(f"/sys/block/{Path(device).name}/dev").read_text().strip()
         command("mkfs.ext4", *MKFS, device)

@@ -106,7 +106,7 @@ def test_two_workers_and_a_server(files, capsys):
 def test_a_worker_with_an_ssd(files, capsys):
     cluster, job = files('dirs = ["anywhere"]', spare=False)
     Path(job).write_text("[budget]\nhost = \"64MiB\"\n" + Path(job).read_text())
-    assert cli.main(["calibrate", cluster, job, "--lab"]) == 0
+    assert cli.main(["calibrate", cluster, job, "--lab", "--steps", "15"]) == 0  # writes of steps run into each other
     told = capsys.readouterr().out
     found = rows(told)
     print(told)
@@ -132,13 +132,12 @@ def test_a_plan_is_verified(files, capsys):
 @pytest.mark.parametrize(("store", "cluster", "says"), [
     ('servers = ["HOST:PORT"]', {"spare": False}, "0 kind(s) without"),
     ("dirs = []", {"count": 2}, "2 device(s) in the first"),
-    ('servers = ["HOST:PORT"]', {"rate": "100Gbit/s"}, "12.50 GB/s cannot be emulated here, at most 0.50"),
+    ('servers = ["HOST:PORT"]', {"rate": "100Gbit/s"}, "12.50 GB/s cannot be emulated here, at most 500 MB/s"),
     ('servers = ["HOST:PORT"]\nreplicas = 2', {}, "nothing compressed"),
 ])
 def test_what_the_lab_cannot_be(files, capsys, store, cluster, says):
     assert cli.main(["calibrate", *files(store, **cluster), "--lab"]) == 2
-    said = capsys.readouterr().err
-    assert says in said.replace("500 MB/s", "0.50") and not Path("mine.lab.toml").exists()
+    assert says in capsys.readouterr().err and not Path("mine.lab.toml").exists()
 
 
 def test_a_model_too_large_is_refused_with_both_numbers(files, capsys):
