@@ -1,4 +1,4 @@
-"""spec/layout.py and flow/pipeline.py: the groups of Yang et al. (Holmes), balanced stages, one forward one backward."""
+"""spec/layout.py and flow/pipeline.py: groups as in Yang et al. (Holmes), balanced stages, one forward one backward."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def test_every_run_has_its_plan() -> None:
     assert one.plan.layout.devices == one.cluster.device_count == 512
 
 
-@pytest.mark.parametrize(("family", "most"), [("foundry-h100", 0.045), ("vtrain-single", 0.09),
+@pytest.mark.parametrize(("family", "most"), [("foundry-h100", 0.045), ("vtrain-single", 0.055),
                                              ("torchtitan-h100", 0.068), ("simumax-b200", 0.029)])
 def test_public_runs(family: str, most: float) -> None:
     """What README states, with half a per cent to spare; and never worse than the baselines."""
