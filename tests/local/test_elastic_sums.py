@@ -12,7 +12,9 @@ from test_summation import DTYPES, Hosts, expected, values
 
 from roadtrain.errors import LostError, RoadtrainError
 from roadtrain.node import messages as m
+from roadtrain.node import summation
 from roadtrain.node.roster import Control
+from roadtrain.node.summation import Summation
 from roadtrain.node.summing import Summers
 from roadtrain.wire.tcp import Options, listen
 
@@ -142,6 +144,41 @@ def test_sums_stay_right_whoever_dies_when(seed, elastic):
         thread.join()
     assert found == [25] * n, (found, made.said)
     assert any("left out" in words for words in made.said)
+
+
+@pytest.mark.parametrize("when", ["before anyone dials it", "with no coordinator known", "when others sum already"])
+def test_a_spare_host_that_dies_while_the_job_starts_is_gone_round(when, elastic, monkeypatch):
+    made, told, all_there = elastic(3, 2), threading.Semaphore(0), threading.Barrier(3)
+    first, second = made.spares
+    link, lost = summation._link, Summation.lost
+
+    def heard(self, site, error):
+        lost(self, site, error)
+        if site.number == 3:
+            told.release()
+
+    def in_steps(receiver, address, own, hello, options, name="the coordinator"):
+        if when == "with no coordinator known" and name == f"spare host {second}":
+            if all_there.wait(20) == 0:
+                made.kill(first)
+                assert all(told.acquire(timeout=20) for _ in range(3)), "all three have lost it"
+                assert not made.control._seats, "and could not say so"
+            all_there.wait(20)
+        if when == "when others sum already" and name == f"spare host {first}" and hello[1] == 2:
+            deadline = time.monotonic() + 20
+            while not any(seat.buffers for job in made.summers[3].jobs.values() for seat in job.seats.values()):
+                assert time.monotonic() < deadline, "the others are summing"
+                time.sleep(0.01)
+            made.kill(first)
+        return link(receiver, address, own, hello, options, name)
+
+    monkeypatch.setattr(summation, "_link", in_steps)
+    monkeypatch.setattr(Summation, "lost", heard)
+    if when == "before anyone dials it":
+        made.kill(first)
+    found = made.run(partial(sum_all, rounds=8, workers=3))
+    assert found == [8] * 3, (found, made.said)
+    assert [*made.control.spares] == [second] and sum("left out" in words for words in made.said) == 1, made.said
 
 
 @pytest.mark.parametrize("format", ["bf16", "dither:8", "fp16"])

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roadtrain.flow.roster import Ask, Change, Coordinator, Map
+from roadtrain.node import messages as m
+from roadtrain.node.roster import Delegate
 
 KEYS, PARTS = (1, 2, 99), 23
 
@@ -146,3 +149,23 @@ def test_who_is_not_reached_by_all_is_not_used() -> None:
     assert coordinator.offered("b:1", 1.0) == [] == coordinator.gone(7)
     (ask,) = coordinator.gone(3)
     assert ask == Ask(3, ())
+
+
+class Heard:
+    def __init__(self) -> None:
+        self.frames: list[tuple[int, bytes]] = []
+
+    def send(self, kind: int, header: bytes, parts: Any = ()) -> None:
+        self.frames.append((kind, header))
+
+
+def test_what_a_worker_says_before_it_knows_its_coordinator_is_said_then() -> None:
+    failed: list[BaseException] = []
+    delegate, link = Delegate(lambda added: [], dict, lambda change: None, failed.append), Heard()
+    delegate.gone(3, "s3 died")
+    delegate.arrived(m.ASK, m.encode((1, [])), memoryview(b""))  # as soon as the link is there, before we are told
+    delegate.linked(link)  # type: ignore[arg-type]
+    delegate.gone(4, "s4 died")
+    assert link.frames == [
+        (m.GONE, m.encode((3, "s3 died"))), (m.STATE, m.encode((1, []))), (m.GONE, m.encode((4, "s4 died")))]
+    assert not failed

@@ -6,10 +6,11 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from roadtrain.errors import BudgetError, RoadtrainError
+from roadtrain.errors import BudgetError, BusyError, LostError, RoadtrainError, WireError
 from roadtrain.node import messages as m
 from roadtrain.node.roster import Control, Delegate
 from roadtrain.node.summing import Summer
@@ -89,8 +90,19 @@ def test_a_coordinator(heard: list[tuple[int, bytes, int]]) -> None:
 @given(st.lists(frames, max_size=12))
 def test_a_worker_that_hears_a_coordinator(heard: list[tuple[int, bytes, int]]) -> None:
     delegate = Delegate(lambda added: [number for number, _, _ in added], dict, lambda change: None, lambda error: None)
-    delegate.link = Mute()  # type: ignore[assignment]
+    delegate.linked(Mute())  # type: ignore[arg-type]
     for frame in heard:
         with contextlib.suppress(StopIteration):
             if not hear(delegate, frame):
                 break
+
+
+@pytest.mark.parametrize(("ended", "heard"), [
+    (WireError("no format 'doubled'"), WireError), (LostError("worker 1 has gone"), BusyError)])
+def test_a_worker_that_comes_when_the_summer_has_just_ended_hears_why(ended: Any, heard: type[RoadtrainError]) -> None:
+    """Unless it is as if the host had died: then it goes on without."""
+    summer = Summer("sum", 2, lambda nbytes: None, lambda _: None)
+    summer.join(0, Mute())  # type: ignore[arg-type]
+    summer.end(ended)
+    with pytest.raises(heard, match="doubled" if heard is WireError else "busy"):
+        summer.join(1, Mute())  # type: ignore[arg-type]

@@ -108,17 +108,23 @@ class Delegate:
         change: Callable[[Change], None], failed: Callable[[BaseException], None],
     ) -> None:
         self._dial, self._hold, self._change, self._failed = dial, hold, change, failed
-        self._link, self._ready = list[Link](), threading.Event()  # it may be asked before its link is known here
+        self._link, self._lock = list[Link](), threading.Lock()
+        self._early: list[tuple[int, bytes, Sequence[memoryview]]] = []  # said before the link was known here
 
-    @property
-    def link(self) -> Link:
-        self._ready.wait()
-        return self._link[0]
+    def linked(self, link: Link) -> None:
+        """Once. Raises PeerError."""
+        with self._lock:
+            self._link.append(link)
+            for frame in self._early:
+                link.send(*frame)
 
-    @link.setter
-    def link(self, link: Link) -> None:
-        self._link.append(link)
-        self._ready.set()
+    def _say(self, kind: int, header: bytes, parts: Sequence[memoryview] = ()) -> None:
+        """It may be asked, and spare hosts may die, before its link is known here."""
+        with self._lock:
+            if self._link:
+                self._link[0].send(kind, header, parts)
+            else:
+                self._early.append((kind, header, parts))
 
     def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
         return memoryview(bytearray(nbytes))
@@ -129,7 +135,7 @@ class Delegate:
             number, added = fields
             refused = self._dial(added)
             rounds = {key: (last, int(done)) for key, (last, done) in self._hold().items()}
-            self.link.send(m.STATE, m.encode((number, refused)), [memoryview(m.encode(rounds))])
+            self._say(m.STATE, m.encode((number, refused)), [memoryview(m.encode(rounds))])
         elif kind == m.CHANGE:
             self._change(Change(fields[0], fields[1], fields[2], m.rounds(payload)))
         else:
@@ -138,7 +144,7 @@ class Delegate:
     def gone(self, site: int, why: str) -> None:
         """Tells the coordinator."""
         try:
-            self.link.send(m.GONE, m.encode((site, why)))
+            self._say(m.GONE, m.encode((site, why)))
         except PeerError as error:
             self._failed(error)
 

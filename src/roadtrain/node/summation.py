@@ -20,7 +20,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from roadtrain.errors import ConfigError, DeadlineError, LostError, PeerError, RoadtrainError, WireError
+from roadtrain.errors import BusyError, ConfigError, DeadlineError, LostError, PeerError, RoadtrainError, WireError
 from roadtrain.flow.roster import Change, Map, Spares
 from roadtrain.flow.shares import cut, order
 from roadtrain.node import formats
@@ -33,6 +33,7 @@ from roadtrain.store.buffers import Buffer
 from roadtrain.units import KIB
 from roadtrain.wire import local, shm
 from roadtrain.wire.link import Link, Receiver
+from roadtrain.wire.stream import Stream
 from roadtrain.wire.tcp import Address, Options, connect
 
 PART_BYTES = 128 * KIB  # of one frame; the paper's bound is 4 MB
@@ -161,16 +162,15 @@ class Summation:
         self.error: BaseException | None = None  # what has ended it
         self._sites: dict[int, _Site] = {}
         self._dialed: dict[int, _Site] = {}
-        self._delegate: Delegate | None = None
+        self._delegate = Delegate(self._dial, self._hold, self._change, self.fail) if control else None
         self._closed, self._watcher = threading.Event(), threading.Thread()
         try:
             for number, address in enumerate(sites):
                 self._sites[number] = self._reach(number, address, own, f"the summer of worker {number}")
             for number, text, _ in spares:
                 self._sites[number] = self._reach(number, address_of(text), None, f"spare host {text}")
-            if control:
-                self._delegate = Delegate(self._dial, self._hold, self._change, self.fail)
-                self._delegate.link = _link(self._delegate, sites[0], own, (session, rank, len(sites), ""), options)
+            if self._delegate is not None:
+                self._delegate.linked(_link(self._delegate, sites[0], own, (session, rank, len(sites), ""), options))
         except BaseException:
             self.close()
             raise
@@ -182,7 +182,13 @@ class Summation:
     ) -> _Site:
         site = _Site(self, number, name)
         how = options or (self._options if number < self.workers else self._spare)
-        site.link = _link(site, address, own, self._hello, how, name)
+        try:
+            site.link = _link(site, address, own, self._hello, how, name)
+        except (LostError, DeadlineError, BusyError) as error:
+            if self._delegate is None or number not in self._map.spares:
+                raise
+            site.link = Stream(name, how.frame_limit, False, 0.0)  # leads nowhere: the host died before all began
+            self.lost(site, error)
         return site
 
     def sum(

@@ -106,12 +106,15 @@ class Summer:
         self._results: dict[Where, Buffer] = {}
         self._residuals: dict[Where, np.ndarray] = {}  # what encoding the sum lost
         self._lock, self._work = threading.Lock(), queue.SimpleQueue[Any]()
-        self._left, self._over = 0, False
+        self._left = 0
+        self._over: BaseException | None = None  # why it has ended
         self.threads = [threading.Thread(target=self._add_all, name="summer", daemon=True)]
         self.threads[0].start()
 
     def join(self, rank: int, link: Link) -> _Seat:
         with self._lock:
+            if self._over and not isinstance(self._over, (LostError, BudgetError)):
+                raise self._over  # what the others have been told
             if self._over or self._left or rank in self.seats:
                 raise BusyError("busy with another start of this job")
             seat = self.seats[rank] = _Seat(self, rank, link)
@@ -165,7 +168,7 @@ class Summer:
 
     def end(self, error: BaseException) -> None:
         with self._lock:
-            first, self._over = not self._over, True
+            first, self._over = self._over is None, self._over or error
             seats = list(self.seats.values())
         if not first:
             return
