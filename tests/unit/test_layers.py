@@ -28,7 +28,7 @@ FLOORS = {
 }
 PURE = ("spec", "flow", "sim", "planner")
 NEVER_IN_PURE = {"torch", "socket", "threading", "asyncio", "time"}
-LINE_BUDGET = 16_587
+LINE_BUDGET = 16_600
 FILE_LINES = 500
 FORBIDDEN = ("shard", "bucket", "partition", "keeper")
 # File -> words allowed there, with the reason.
