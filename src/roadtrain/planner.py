@@ -218,7 +218,7 @@ def layouts(cluster: Cluster, model: ModelShape, total: int, inside: int, one: P
             for cp in (n for n in _powers(model.tokens // LONG) if ranks % n == 0 and (spread or n == 1)):
                 for ep in (n for n in _powers(experts) if ranks % n == 0 and (spread or n == 1)):
                     yield Layout(ranks // cp, tp, pp, stages, cp, ep)
-                    for vp in MOST_PARTS if pp > 1 and not stages else ():
+                    for vp in MOST_PARTS if pp > 1 else ():
                         if model.layers % (pp * vp) == 0:
                             yield Layout(ranks // cp, tp, pp, (), cp, ep, vp)
 

@@ -230,7 +230,7 @@ def test_a_spare_host_by_its_command(tmp_path, hosts):
             sums.sum(1, m.as_bytes(grad), outs[rank].view(np.uint8).data, "fp32", lambda: None)
             if rank == 0:
                 time.sleep(0.3)
-                text, waits = watch.ask(address, options)
+                text, waits, _ = watch.ask(address, options)
                 assert text.startswith("sums for 1 job(s)") and "tensor 1, round 1" in waits["worker 1"][1]
         for sums in both:
             sums.wait()
