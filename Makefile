@@ -24,5 +24,5 @@ check: $(READY)
 $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet torch==2.13.0
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet -e '.[hf,dev,rdma]'
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -e '.[hf,integrations,dev,rdma]'
 	touch $@
