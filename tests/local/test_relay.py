@@ -192,6 +192,24 @@ def test_cut_in_mid_stream_after_exactly_so_many_bytes(echo: Echo, rate: float) 
             assert exchange(peer, b"again") == b"again", "a cut is over when it happened"
 
 
+@pytest.mark.parametrize("rate", [float("inf"), 20e6])
+def test_flips_exactly_the_bits_that_were_asked_for(echo: Echo, rate: float) -> None:
+    data = os.urandom(400_000)
+    with Relay(echo.address, rate) as relay, connect(relay.address) as peer:
+        assert exchange(peer, data[:1000]) == data[:1000]
+        relay.flip(123_456, bit=7)
+        relay.flip(123_456)
+        relay.flip(0, "back", 3)
+        relay.flip(399_999, "back")
+        wanted = bytearray(data)
+        wanted[123_456] ^= 0x81
+        wanted[0] ^= 8
+        wanted[399_999] ^= 1
+        assert exchange(peer, data) == wanted
+        assert relay.flipped == 4
+        assert exchange(peer, data) == data, "a flip happens once"
+
+
 def send_what_goes(peer: socket.socket, data: bytes) -> None:
     try:
         peer.sendall(data)
@@ -216,10 +234,10 @@ def test_as_a_process(echo: Echo) -> None:
         host, port = process.stdout.readline().split()
         with connect((host, int(port))) as peer:
             assert exchange(peer, b"a") == b"a"
-            process.stdin.write("set_delay 0.1\ncut 3 back\n")
+            process.stdin.write("set_delay 0.1\nflip 1 back 5\ncut 3 back\n")
             process.stdin.flush()
-            assert [process.stdout.readline() for _ in range(2)] == ["done\n", "done\n"]
+            assert [process.stdout.readline() for _ in range(3)] == ["done\n"] * 3
             peer.sendall(b"abcdef")
-            assert until_closed(peer) == b"abc"
+            assert until_closed(peer) == b"aBc"
         process.stdin.close()
         assert process.wait(5) == 0

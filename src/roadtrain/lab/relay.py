@@ -1,9 +1,10 @@
-"""A TCP relay that makes a link bad on purpose: slow, late, stalled, cut. In user space, so it needs no root.
+"""A TCP relay that makes a link bad on purpose: slow, late, stalled, cut, flipping bits. In user space: no root needed.
 
 Stands before one target; peers connect to the relay instead. Runs in a thread of its own, or as a process, also on a
 host of the lab: `python -m roadtrain.lab.relay LISTEN:PORT TARGET:PORT` prints its address, then each line of its input
-is a method with its arguments, answered by `done`: `set_rate 1e6`, `cut 1000 back`; it ends with its input. Assumes
-TCP. Does NOT lose, reorder or change bytes, and does NOT look into them.
+is a method with its arguments, answered by `done`: `set_rate 1e6`, `cut 1000 back`, `flip 5000 there 7`; it ends with
+its input. Assumes TCP. Does NOT lose or reorder bytes, changes none but those that `flip` asks for, and does NOT look
+into them.
 
 Note: two ways. `there` is from the peer to the target, `back` the other. Each has its own rate, which all connections
 share; a piece leaves no earlier than the delay after its arrival. What is on the way is bounded: QUEUE pieces a
@@ -26,7 +27,8 @@ Way = Literal["there", "back"]
 
 
 class Relay:
-    """Inside the context `.address` is where it listens; port 0: any free one. `nbytes` counts what it passed on.
+    """Inside the context `.address` is where it listens; port 0: any free one. `nbytes` counts what it passed on,
+    `flipped` the bits that it changed.
 
     The methods may be called from any thread at any time and have taken effect when they return.
     """
@@ -38,6 +40,8 @@ class Relay:
         self._rate: dict[Way, float] = {"there": bytes_per_s, "back": bytes_per_s}
         self._free_at: dict[Way, float] = {"there": 0.0, "back": 0.0}  # when the last piece will have crossed
         self._left: dict[Way, float] = {"there": float("inf"), "back": float("inf")}  # bytes until the cut
+        self.flipped = 0
+        self._flips: list[tuple[Way, int, int]] = []  # way, place among the bytes that go that way, bit
         self._refusing = False
         self._open: dict[asyncio.Task[None], list[asyncio.StreamWriter]] = {}  # every living connection and its sides
 
@@ -62,9 +66,17 @@ class Relay:
                 self._cut(way)
         self._do(begin)
 
-    def resume(self) -> None:
-        """No stall, no cut that waits for its bytes, no refusing."""
+    def flip(self, after_nbytes: int = 0, way: Way = "there", bit: int = 0) -> None:
+        """Changes one bit (0 to 7) of the byte that goes that way after so many more, of all connections together. Any
+        number may be asked for. What waits here (for its rate, a delay, a stall) has yet to go."""
         def begin() -> None:
+            self._flips.append((way, self.nbytes[way] + int(after_nbytes), int(bit)))
+        self._do(begin)
+
+    def resume(self) -> None:
+        """No stall, no cut or flip that waits for its bytes, no refusing."""
+        def begin() -> None:
+            self._flips.clear()
             self._refusing, self._left = False, {"there": float("inf"), "back": float("inf")}
             self._going.set()
         self._do(begin)
@@ -151,12 +163,25 @@ class Relay:
                 self._free_at[way] = begin + size / self._rate[way]
                 await asyncio.sleep(self._free_at[way] - self._loop.time())
                 await self._going.wait()
+                begin_at = self.nbytes[way]
                 self.nbytes[way] += size
-                writer.write(piece[:size])
+                writer.write(self._spoiled(way, begin_at, piece[:size]))
                 await writer.drain()
                 piece = piece[size:]
                 if last:
                     return self._cut(way)
+
+    def _spoiled(self, way: Way, begin: int, piece: bytes) -> bytes:
+        """`piece`, which goes as bytes `begin`, ... of its way, with the bits changed that `flip` asked for."""
+        due = [flip for flip in self._flips if flip[0] == way and begin <= flip[1] < begin + len(piece)]
+        if not due:
+            return piece
+        spoiled = bytearray(piece)
+        for flip in due:
+            spoiled[flip[1] - begin] ^= 1 << flip[2]
+            self._flips.remove(flip)
+            self.flipped += 1
+        return bytes(spoiled)
 
     def _cut(self, way: Way) -> None:
         self._left[way] = float("inf")
