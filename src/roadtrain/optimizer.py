@@ -199,8 +199,10 @@ class PlacedOptimizer(torch.optim.Optimizer):
         """What else a step consists of: RNG, buffers, hyperparameters, `extra`."""
         kind, keys, position, has_gauss, cached = np.random.get_state()
         persistent = self._model.state_dict(keep_vars=True)
+        device = self._worker.root.tensor.device
         state = {
-            "torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+            "torch": torch.get_rng_state(),
+            "cuda": [torch.cuda.get_rng_state(device)] if device.type == "cuda" else [],  # of this worker's own device
             "python": random.getstate(),
             "numpy": [str(kind), torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached],
             "buffers": {n: b for n, b in self._model.named_buffers() if n in persistent},
@@ -214,8 +216,9 @@ class PlacedOptimizer(torch.optim.Optimizer):
     def load_job_state(self, blob: bytes) -> None:
         state = torch.load(io.BytesIO(blob), weights_only=True)
         torch.set_rng_state(state["torch"])
-        if state["cuda"] and torch.cuda.is_available():
-            torch.cuda.set_rng_state_all(state["cuda"])
+        device = self._worker.root.tensor.device
+        if state["cuda"] and device.type == "cuda":  # the first edition's: those of all devices that the process saw
+            torch.cuda.set_rng_state(state["cuda"][min(device.index or 0, len(state["cuda"]) - 1)], device)
         random.setstate(state["python"])
         kind, keys, *rest = state["numpy"]
         np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))

@@ -23,6 +23,7 @@ from roadtrain.model.borrowed import is_hollow
 from roadtrain.model.split import NAMES, split, table
 from roadtrain.node.cluster import Cluster, Group
 from roadtrain.node.compress import Compressor, Replace, twins
+from roadtrain.node.device import beside_accelerator, own_device
 from roadtrain.node.dial import address_of
 from roadtrain.node.engine import Engine, Layout, open_or_none
 from roadtrain.node.residuals import Residuals
@@ -92,7 +93,7 @@ def place(
     rates of the directories, by which a new store's chunks are spread (None: evenly; "measured": measured now).
     weights: a directory of safetensors in Hugging Face layout that the first values come from. init: initialises a
     module of a model built on `meta`. extra: objects with state_dict/load_state_dict that are committed and resumed
-    with each step.
+    with each step. device: where blocks run ("cuda": each worker's own, by LOCAL_RANK; None: where the model is).
 
     Raises UserError (ConfigError, ModelError, RuleError, BudgetError) before anything is changed, StoreError.
     """
@@ -123,7 +124,9 @@ def place(
         raise ConfigError(f"grad_dtype = {grad_dtype} with {len(servers or ())} server(s) and topk = {topk}",
                           hint="torch.bfloat16 or torch.float16, to servers of a network and without topk")
     addresses = [address_of(text) for text in servers or ()]
-    device = torch.device(device) if device is not None else _device_of(model)
+    if device is None and (line := beside_accelerator(found := _device_of(model))):
+        report(line)
+    device = own_device(found if device is None else device, report)
     parts = split(model, blocks)
     groups = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
     _check_known(model, groups)

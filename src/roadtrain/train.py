@@ -28,6 +28,7 @@ from roadtrain.data import Tokens
 from roadtrain.metrics import Metrics
 from roadtrain.model.split import DTYPES
 from roadtrain.node.cluster import Group
+from roadtrain.node.device import own_device
 from roadtrain.node.dial import token_of
 from roadtrain.placing import place
 from roadtrain.progress import progress, show_table
@@ -181,7 +182,7 @@ def place_job(job: Job, report: Report = print) -> Training:
     tokens = Tokens(job.data.paths, job.data.tokenizer, job.data.held_out, job.run.seed)
     report(f"data: {len(tokens.train):,} tokens of {len(tokens.files):,} files, {len(tokens.held_out):,} held out")
     job = fitted(job, tokens)
-    device = torch.device(job.run.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = own_device(job.run.device or ("cuda" if torch.cuda.is_available() else "cpu"), report)
     if device.type == "cpu" and job.model.dtype != "fp32" and not torch.cpu._is_avx512_bf16_supported():
         report(f"this CPU has no {job.model.dtype} arithmetic, torch emulates it slowly: --model.dtype fp32 is faster")
     torch.manual_seed(job.run.seed)

@@ -1,7 +1,6 @@
 """In which order a worker speaks: an update is released right behind its chunk's gradient, and nothing is said of a
 gradient that is still on its way from the device (there is none here: copies are made slow)."""
 
-import threading
 import time
 
 import pytest
@@ -10,7 +9,7 @@ from models import Case, Net, contents, new_scaler, place, run
 
 import roadtrain
 from roadtrain.flow import ops
-from roadtrain.node.device import HostBuffer
+from roadtrain.node.device import AfterCopies, HostBuffer
 from roadtrain.node.worker import Worker
 
 
@@ -32,20 +31,25 @@ def test_each_chunk_is_released_right_behind_its_gradient(monkeypatch):
 
 @pytest.fixture
 def slow_copies(monkeypatch):
-    """As if gradients came from a device: `from_device` gives an event, the worker's own thread waits for it."""
+    """As if gradients came from a device: `from_device` gives an event, the worker's own thread waits for it; and as if
+    each copy to the device still ran when its host side is to be written again. Nobody waits with the lock."""
+    workers = []
+
     class Event:
         def synchronize(self):
+            assert not any(worker._lock._is_owned() for worker in workers)
             time.sleep(0.005)
 
     made = Worker.__init__
 
     def started(self, *args, **options):
         made(self, *args, **options)
-        self._sender = threading.Thread(target=self._send_copied, daemon=True)
-        self._sender.start()
+        self._after = {of: AfterCopies(f"worker {of}", self._copy_failed) for of in ("push", "pull")}
+        workers.append(self)
 
     monkeypatch.setattr(Worker, "__init__", started)
     monkeypatch.setattr(HostBuffer, "from_device", lambda self, nbytes: Event())
+    monkeypatch.setattr(HostBuffer, "copying", lambda self: Event())
 
 
 @pytest.mark.parametrize(("case", "options"), [

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from roadtrain.errors import ConfigError
 from roadtrain.flow.summing import RULES
 from roadtrain.model.split import NAMES
+from roadtrain.node.device import own_device
 from roadtrain.node.dial import token_of
 from roadtrain.node.formats import format_of
 from roadtrain.node.together import Wanted, connect
@@ -97,7 +98,7 @@ class Summation:
         host = self._buffer(self._host, key, flat, pinned=True)
         host.copy_(flat, non_blocking=True)
         event = torch.cuda.Event()
-        event.record()
+        event.record(torch.cuda.current_stream(tensor.device))  # where `copy_` ran, whatever the current device is
         stream = torch.cuda.Stream(tensor.device)
 
         def back() -> None:
@@ -193,7 +194,7 @@ def _address_here() -> str:
 
 def tell_all(words: bytes) -> list[bytes]:
     """What every worker says, by rank."""
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    device = own_device("cuda" if dist.get_backend() == "nccl" else "cpu")
     workers = range(dist.get_world_size())
     lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in workers]
     dist.all_gather(lengths, torch.tensor([len(words)], device=device))

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from roadtrain.adapters.ddp import Summation
 from roadtrain.errors import ConfigError, LoopError, PeerError, RoadtrainError
 from roadtrain.model.split import DTYPES, NAMES
+from roadtrain.node.device import own_device
 from roadtrain.spec.chunks import TRAINABLE
 
 SUMMED = {DTYPES[name] for name in TRAINABLE}
@@ -129,4 +130,4 @@ def _by_torch(tensor: torch.Tensor, divisor: float) -> tuple[Callable[[], torch.
 
 def on_link(tensor: torch.Tensor) -> torch.Tensor:
     """Where the process group can reach it: NCCL alone knows no host memory."""
-    return tensor.cuda() if dist.get_backend() == "nccl" else tensor
+    return tensor if tensor.is_cuda or dist.get_backend() != "nccl" else tensor.to(own_device("cuda"))

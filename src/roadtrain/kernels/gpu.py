@@ -120,13 +120,15 @@ def apply(
     held, sign, scalars = rule.scaled(arrays, row, hyper)  # type: ignore[arg-type]
     narrow = [None if s is None else float(np.float32(s)) for s in scalars]
     kernel = _adam if isinstance(rule, AdamRule) else _sgd
-    kernel[grid](p.numel(), p, grad, *held, copy, float(np.float32(sign * grad_scale)), *narrow, BLOCK=TILE,
-                 enable_fp_fusion=False)
+    with torch.cuda.device_of(p):  # triton launches on the current device, whatever its arguments are on
+        kernel[grid](p.numel(), p, grad, *held, copy, float(np.float32(sign * grad_scale)), *narrow, BLOCK=TILE,
+                     enable_fp_fusion=False)
 
 
 def sum_squares(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
     """Sum of (float32(x) * scale)^2 as a float64 tensor on the device of x."""
     grid = _programs(x.numel())
     partial = torch.zeros(grid[0], dtype=torch.float64, device=x.device)
-    _squares[grid](x.numel(), x, float(np.float32(scale)), partial, BLOCK=TILE, enable_fp_fusion=False)
+    with torch.cuda.device_of(x):
+        _squares[grid](x.numel(), x, float(np.float32(scale)), partial, BLOCK=TILE, enable_fp_fusion=False)
     return partial.sum()

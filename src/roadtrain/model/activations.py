@@ -85,8 +85,7 @@ class Activations:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._closed = False
-        cuda = self.device.type == "cuda"
-        self._stream = torch.cuda.Stream(self.device) if cuda else None  # type: ignore[no-untyped-call]
+        self._streams: dict[torch.device, Any] = {}  # of each device that a kept tensor was on: where its copies run
 
     # -- save, load, free ---------------------------------------------------------------------------------------------
 
@@ -120,6 +119,10 @@ class Activations:
                 self._ask(ticket, COMING)
             while ticket.state == COMING:
                 self._wait("reading a block input back")
+            copied = ticket.event
+        if copied is not None:
+            copied.synchronize()  # without the lock: others save and free meanwhile
+        with self._lock:
             self._settle(ticket)
             if ticket.is_changed():
                 raise ModelError(
@@ -197,21 +200,25 @@ class Activations:
         if tensor.device.type != "cuda" or not ticket.movable:
             ticket.data = tensor
             return
-        assert self._stream is not None
-        ticket.data = torch.empty_strided(ticket.shape, ticket.stride, dtype=ticket.dtype, pin_memory=True)
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
+        stream = self._stream_of(tensor.device)
+        stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        with torch.cuda.stream(stream):
+            ticket.data = torch.empty_strided(ticket.shape, ticket.stride, dtype=ticket.dtype, pin_memory=True)
             ticket.data.copy_(tensor, non_blocking=True)
-            ticket.event = self._stream.record_event()
+            ticket.event = stream.record_event()
         for other in list(self._live.values()):  # let go of device tensors whose copies are done
             if other.event is not None and other.event.query():
                 self._settle(other)
 
+    def _stream_of(self, device: torch.device) -> Any:
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return self._streams[device]
+
     def _settle(self, ticket: Ticket) -> None:
-        """The copy off the device is complete: from here the source may change."""
+        """The copy off the device is complete, which the caller knows: from here the source may change."""
         if ticket.event is None:
             return
-        ticket.event.synchronize()
         ticket.event = None
         ticket.let_go()
 
@@ -300,11 +307,11 @@ class Activations:
             del ticket
 
     def _write(self, ticket: Ticket) -> None:
-        data = ticket.data
+        data, copied = ticket.data, ticket.event
         assert data is not None
+        if copied is not None:
+            copied.synchronize()
         if ticket.users > 0 and ticket.at < 0:
-            if ticket.event is not None:
-                ticket.event.synchronize()
             size = round_up(ticket.nbytes, PAGE)
             with self._lock:
                 holes = self._holes.get(size)
@@ -346,11 +353,11 @@ class Activations:
         self._changed.notify_all()
 
     def _to_device(self, ticket: Ticket, data: torch.Tensor) -> torch.Tensor:
-        assert self._stream is not None
-        with torch.cuda.stream(self._stream):
+        stream = self._stream_of(ticket.device)
+        with torch.cuda.stream(stream):
             out = torch.empty_strided(ticket.shape, ticket.stride, dtype=ticket.dtype, device=ticket.device)
             out.copy_(data, non_blocking=True)
-        current = torch.cuda.current_stream(self.device)
-        current.wait_stream(self._stream)
+        current = torch.cuda.current_stream(ticket.device)
+        current.wait_stream(stream)
         out.record_stream(current)
         return out

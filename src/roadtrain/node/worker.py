@@ -10,10 +10,10 @@ stream's views. A gradient's way: the stream's flat push buffer -> (CUDA: pinned
 from __future__ import annotations
 
 import itertools
-import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from roadtrain.flow.ledger import Ledger
 from roadtrain.flow.prefetch import Prefetcher, PullBlock
 from roadtrain.node.blocks import BlockState, MessageLink, Sums
 from roadtrain.node.compress import Compressor, narrowed
-from roadtrain.node.device import HostBuffer
+from roadtrain.node.device import AfterCopies, HostBuffer
 from roadtrain.spec.chunks import PAGE, Block, Chunk, ChunkTable
 from roadtrain.spec.plan import Budgets
 from roadtrain.store.buffers import Heap
@@ -81,12 +81,10 @@ class Worker:
         self._push_tickets: dict[int, HostBuffer] = {}
         self._kept: set[HostBuffer] = set()  # that hold a gradient until the update
         self.heap = Heap()
-        self._sender: threading.Thread | None = None
         self._copying = 0  # gradients on their way from the device
-        self._to_send: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._after: dict[str, AfterCopies] = {}  # what waits for copies from the device (push) and to it (pull)
         if device.type == "cuda":
-            self._sender = threading.Thread(target=self._send_copied, name="worker push", daemon=True)
-            self._sender.start()
+            self._after = {of: AfterCopies(f"worker {of}", self._copy_failed) for of in ("push", "pull")}
 
     def nbytes(self) -> int:
         return sum(b.nbytes for b in self._buffers())
@@ -170,13 +168,24 @@ class Worker:
             self._pull(self.table.blocks[pull.block], self._slots[pull.slot], pull.slot)
 
     def _pull(self, block: Block, host: HostBuffer, slot: int = -1) -> None:
-        host.wait_unused()
-        host.pending, target = len(block.chunks), (block, host, slot)
-        for chunk in block.chunks:
+        """With the lock: where the device still reads what `host` held, the pulls are sent later, by another thread."""
+        host.pending = len(block.chunks)
+        versions = [self._wanted(chunk) for chunk in block.chunks]
+        if (copying := host.copying()) is None:
+            self._send_pulls(block, host, slot, versions)
+        else:
+            self._after["pull"].put(copying, partial(self._send_pulls_later, block, host, slot, versions))
+
+    def _send_pulls_later(self, *what: Any) -> None:
+        with self._lock:
+            self._send_pulls(*what)
+
+    def _send_pulls(self, block: Block, host: HostBuffer, slot: int, versions: Sequence[int]) -> None:
+        for chunk, version in zip(block.chunks, versions, strict=True):
             ticket = next(self._tickets)
-            self._pulls[ticket] = target
+            self._pulls[ticket] = (block, host, slot)
             into = host.view[chunk.offset : chunk.offset + round_up(chunk.public_nbytes, PAGE)]
-            self.links[self.owners[chunk.id][0]].send(ops.Pull(chunk.id, self._wanted(chunk), into, ticket))
+            self.links[self.owners[chunk.id][0]].send(ops.Pull(chunk.id, version, into, ticket))
 
     def _pulled(self, ticket: int) -> None:
         block, host, slot = self._pulls.pop(ticket)
@@ -258,23 +267,20 @@ class Worker:
             else:
                 with self._lock:
                     self._copying += 1
-                self._to_send.put((copied, table, host, fresh, then))
+                self._after["push"].put(copied, partial(self._push_copied, table, host, fresh, then))
             if at_once:
                 self._end_update(block, then)
             elif step:
                 self.release(block, step, hypers, lambda param: 1.0)
 
-    def _send_copied(self) -> None:
-        while (item := self._to_send.get()) is not None:
-            copied, *words = item
-            try:
-                copied.synchronize()
-                self._push_host(*words)
-                with self._lock:
-                    self._copying -= 1
-                    self._lock.notify_all()
-            except BaseException as error:
-                self.deliver(ops.Failed(-1, error))
+    def _push_copied(self, *what: Any) -> None:
+        self._push_host(*what)
+        with self._lock:
+            self._copying -= 1
+            self._lock.notify_all()
+
+    def _copy_failed(self, error: BaseException) -> None:
+        self.deliver(ops.Failed(-1, error))
 
     def _all_sent(self) -> None:
         """Waits, with the lock, for gradients that are still being copied from the device: what is said of them comes
@@ -493,8 +499,7 @@ class Worker:
             self._wait(lambda: self.ledger.committed >= step, lambda: f"the commit of step {step}")
 
     def close(self) -> None:
-        if self._sender is not None:
-            self._to_send.put(None)
-            self._sender.join()
+        for after in self._after.values():
+            after.close()
         for buffer in self._buffers():
             buffer.close()

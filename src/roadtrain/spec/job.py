@@ -33,7 +33,9 @@ class RunSection(Section):
     dir: str = Field(default="", description="run directory; default runs/NAME-OF-THE-JOB-FILE")
     steps: int = Field(default=1000, ge=0, description="train up to this step")
     minutes: float | None = Field(default=None, gt=0, description="stop after so long; the same command goes on")
-    device: str = Field(default="", description="cpu or cuda; default: cuda where there is one")
+    device: str = Field(
+        default="", description="cpu, cuda (each worker's own one) or cuda:N; default: cuda where there is one"
+    )
     seed: int = Field(default=0, description="of initial parameters, data order and dropout")
     log_every: int = Field(default=1, ge=1, description="a line every so many steps where no progress bar can be drawn")
 

@@ -2,6 +2,10 @@
 
 Huge pages decide the rate that direct I/O reaches, so a buffer starts on a 2 MiB boundary and asks for huge pages; only
 for the whole ones inside it, so that a small buffer does not cost 2 MiB. Memory is counted by `nbytes`.
+
+NOTE fork. A forked process (a DataLoader's worker) does not get the buffers: shared with it until one side writes, a
+page would be copied for that writer while a device still reads or writes the old one, and what a device read would be
+lost. So who touches a buffer in a forked child gets SIGSEGV, and no wrong bytes.
 Does NOT pin memory for a device, and does NOT pool: whoever allocates keeps.
 """
 
@@ -26,6 +30,7 @@ class Buffer:
     def __init__(self, nbytes: int) -> None:
         self.nbytes = round_up(max(nbytes, 1), PAGE)
         memory = mmap.mmap(-1, self.nbytes + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.madvise(mmap.MADV_DONTFORK)  # NOTE fork
         start = -np.frombuffer(memory, np.uint8, 1).ctypes.data % HUGE
         if whole := self.nbytes // HUGE * HUGE:
             memory.madvise(mmap.MADV_HUGEPAGE, start, whole)

@@ -1,0 +1,320 @@
+"""Each local worker's own device, and that streams and events are asked of it: by a torch whose cuda only records."""
+
+import ctypes
+import faulthandler
+import os
+import signal
+
+import pytest
+import torch
+
+from roadtrain.errors import ConfigError
+from roadtrain.kernels import gpu
+from roadtrain.model import activations
+from roadtrain.node import device as module
+from roadtrain.node.device import HostBuffer, beside_accelerator, own_device
+from roadtrain.store.buffers import Buffer
+from roadtrain.wire import shm
+
+ONE = torch.device("cuda", 1)
+
+
+class Event:
+    def __init__(self):
+        self.stream, self.done, self.waited = None, False, 0
+
+    def record(self, stream):
+        self.stream = stream
+
+    def query(self):
+        return self.done
+
+    def synchronize(self):
+        self.waited += 1
+        self.done = True
+
+
+class Stream:
+    def __init__(self, device):
+        self.device, self.waits = device, []
+
+    def wait_event(self, event):
+        self.waits.append(event.stream)
+
+    def wait_stream(self, stream):
+        self.waits.append(stream)
+
+    def record_event(self):
+        event = Event()
+        event.record(self)
+        return event
+
+
+class Cuda:
+    """torch.cuda of a process with `count` devices; the current one is 0 until someone sets it. `used`: what copies,
+    registrations and launches found to be the current device."""
+
+    Event = Event
+
+    def __init__(self, count):
+        self.count, self.current, self.used, self.registered = count, 0, [], {}
+        self.compute = [Stream(torch.device("cuda", i)) for i in range(count)]
+        self.entered = []
+
+    def is_available(self):
+        return self.count > 0
+
+    def Stream(self, device):
+        return Stream(device)
+
+    def current_stream(self, device=None):
+        return self.compute[self.current if device is None else device.index]
+
+    def cudart(self):
+        return self
+
+    def cudaHostRegister(self, at, nbytes, flags):
+        self.used.append(self.current)
+        self.registered[at] = nbytes
+        return 0
+
+    def cudaHostUnregister(self, at):
+        del self.registered[at]
+
+    def device(self, device):
+        return self._Inside(self, device)
+
+    def stream(self, stream):
+        return self._Inside(self, stream.device, stream)
+
+    class _Inside:
+        def __init__(self, cuda, device, stream=None):
+            self.cuda, self.device, self.now = cuda, device, stream
+
+        def __enter__(self):
+            self.before = self.cuda.current, list(self.cuda.compute)
+            self.cuda.current = self.device.index
+            if self.now is not None:
+                self.cuda.compute[self.device.index] = self.now
+                self.cuda.entered.append(self.now)
+
+        def __exit__(self, *_):
+            self.cuda.current, self.cuda.compute = self.before
+
+
+class Torch:
+    """torch with that cuda; what is made on a device of it lies on the host."""
+
+    def __init__(self, count):
+        self.cuda = self.accelerator = Cuda(count)
+        self.cuda.device_count = lambda: count
+        self.cuda.current_device_index = lambda: self.cuda.current
+        self.cuda.current_accelerator = lambda: torch.device("cuda")
+        self.cuda.set_device_index = lambda index: setattr(self.cuda, "current", index)
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+    def empty(self, *args, device=None, pin_memory=False, **options):
+        return torch.empty(*args, **options)
+
+    def empty_strided(self, *args, device=None, pin_memory=False, **options):
+        return torch.empty_strided(*args, **options)
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    fake = Torch(2)
+    monkeypatch.setattr(module, "torch", fake)
+    monkeypatch.setattr(activations, "torch", fake)
+    monkeypatch.setattr(HostBuffer, "_copy_streams", {})
+    return fake.cuda
+
+
+def launched(rank, workers=1):
+    return {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(workers)}
+
+
+def test_a_local_worker_computes_on_the_device_of_its_rank(cuda):
+    assert own_device("cuda", environ=launched(1, 2)) == ONE
+    assert cuda.current == 1  # so that the program's own .to("cuda") goes to the same one
+    assert own_device("cuda:0", environ=launched(1, 2)) == torch.device("cuda", 0)
+
+
+def test_a_device_that_the_program_set_is_kept(cuda):
+    cuda.current = 1
+    assert own_device("cuda", environ=launched(0, 2)) == ONE
+
+
+@pytest.mark.parametrize(("asked", "environ", "says"), [
+    ("cuda", launched(2, 3), r"LOCAL_RANK is 2, torch sees 2 cuda devices"),
+    ("cuda", launched("x"), r"LOCAL_RANK or LOCAL_WORLD_SIZE is no number"),
+    ("cuda:5", launched(0), r"cuda:5 is asked for, torch sees 2"),
+    ("xpu", launched(0), r"blocks run on cuda or on the cpu"),
+])
+def test_a_device_that_is_not_there_is_refused(cuda, asked, environ, says):
+    with pytest.raises(ConfigError, match=says):  # Rule 6
+        own_device(asked, environ=environ)
+
+
+def test_without_cuda_it_is_refused():
+    with pytest.raises(ConfigError, match=r"cuda:0 is asked for, torch sees 0 cuda device"):
+        own_device("cuda", environ=launched(0))
+
+
+def test_workers_that_each_see_one_device_are_told(monkeypatch):
+    monkeypatch.setattr(module, "torch", Torch(1))
+    said = []
+    assert own_device("cuda", said.append, launched(3, 4)) == torch.device("cuda", 0)
+    assert said == ["this host has 4 workers and each sees 1 cuda device: it computes on the one that it sees"]
+
+
+def test_a_model_on_the_cpu_beside_an_accelerator_is_one_line(cuda, monkeypatch):
+    assert "this host has 2 cuda device(s)" in beside_accelerator(torch.device("cpu"))  # Rule 6
+    assert not beside_accelerator(ONE)
+    monkeypatch.setattr(module, "torch", torch)
+    assert torch.accelerator.is_available() or not beside_accelerator(torch.device("cpu"))
+
+
+def test_a_buffers_streams_and_events_are_those_of_its_device(cuda):
+    """While the thread's current device is another: that of who delivers messages, or starts the program."""
+    buffer = HostBuffer(4096, ONE)
+    side = HostBuffer._copy_streams[ONE]
+    assert cuda.used == [1] and side.device == ONE and cuda.current == 0
+    assert buffer._used.stream is cuda.compute[1]
+    buffer.to_device(4096)
+    assert buffer._copied.stream is side and side.waits == [cuda.compute[1]]
+    buffer.on_device()
+    assert cuda.compute[1].waits == [side] and not cuda.compute[0].waits
+    buffer.record_use()
+    assert buffer._used.stream is cuda.compute[1]
+    done = buffer.from_device(4096)
+    assert done.stream is side and side.waits[-1] is cuda.compute[1]
+    assert [stream.device for stream in cuda.entered] == [ONE, ONE]
+    buffer.close()
+    assert not cuda.registered
+
+
+def test_every_device_has_a_side_stream_of_its_own(cuda):
+    buffers = [HostBuffer(4096, torch.device("cuda", i)) for i in (0, 1, 1)]
+    for buffer in buffers:
+        buffer.to_device(4096)
+    assert [buffer._copied.stream.device.index for buffer in buffers] == [0, 1, 1]
+    assert buffers[1]._copied.stream is buffers[2]._copied.stream
+    for buffer in buffers:
+        buffer.close()
+
+
+def test_asking_whether_a_copy_is_over_does_not_wait(cuda):
+    buffer = HostBuffer(4096, ONE)
+    assert buffer.copying() is None
+    buffer.to_device(4096)
+    event = buffer.copying()
+    assert event is buffer._copied and not event.waited
+    event.done = True
+    assert buffer.copying() is None and not event.waited
+    buffer.close()
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that says that it is on cuda:1."""
+
+    @property
+    def device(self):
+        return ONE
+
+
+def test_block_inputs_are_copied_on_their_own_device_and_waited_for_without_the_lock(cuda, monkeypatch):
+    keep = activations.Activations(1 << 20, None, "cuda:1")
+    locked = []
+    monkeypatch.setattr(Event, "synchronize", lambda self: locked.append(keep._lock.locked()))
+    tensor = torch.full((1 << 16,), 3.0).as_subclass(OnDevice)
+    ticket = keep.save(tensor)
+    assert ticket.event.stream is keep._streams[ONE] and keep._streams[ONE].waits == [cuda.compute[1]]
+    ticket.device = torch.device("cpu")  # its way back is not what is tried here
+    assert torch.equal(keep.load(ticket), torch.full((1 << 16,), 3.0))
+    assert locked == [False]  # others save and free while it waits
+    keep.close()
+
+
+def test_a_kernel_is_launched_on_its_tensors_device(monkeypatch):
+    """Triton launches on the current device."""
+    inside, seen = [], []
+
+    class Guard:
+        def __init__(self, tensor):
+            self.tensor = tensor
+
+        def __enter__(self):
+            inside.append(self.tensor)
+
+        def __exit__(self, *_):
+            inside.pop()
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *args, **options: seen.append(list(inside))
+
+    monkeypatch.setattr(gpu.torch.cuda, "device_of", Guard)
+    monkeypatch.setattr(gpu, "triton", object())
+    monkeypatch.setattr(gpu, "_squares", Kernel())
+    x = torch.ones(3)
+    gpu.sum_squares(x)
+    assert len(seen) == 1 and seen[0][0] is x
+
+
+def advised(address):
+    """The kernel's flags of the mapping that `address` lies in."""
+    with open("/proc/self/smaps") as file:
+        here = False
+        for line in file:
+            first = line.split()[0]
+            if "-" in first and not first.endswith(":"):
+                begin, end = (int(part, 16) for part in first.split("-"))
+                here = begin <= address < end
+            elif here and line.startswith("VmFlags:"):
+                return line.split()[1:]
+    raise AssertionError(f"{address:#x} is not mapped")
+
+
+def test_a_forked_child_has_no_part_in_a_link_of_shared_memory(tmp_path):
+    ends = []
+    listener = shm.listen(tmp_path / "here", lambda link, hello: ends.append(link) or Silent(), report=ends.append)
+    with open("/proc/self/maps") as file:
+        before = file.read().count("memfd:roadtrain link")
+    link = shm.connect(tmp_path / "here", Silent(), name="there")
+    with open("/proc/self/maps") as file:
+        rings = [int(line.split("-")[0], 16) for line in file if "memfd:roadtrain link" in line]
+    assert len(rings) == before + 2 and all("dc" in advised(at) for at in rings)
+    link.close()
+    listener.close()
+
+
+class Silent:
+    def room(self, kind, header, nbytes):
+        raise AssertionError("nothing is sent")
+
+    def arrived(self, kind, header, payload):
+        raise AssertionError("nothing is sent")
+
+    def lost(self, error):
+        pass
+
+
+@pytest.mark.parametrize("nbytes", [1, 5 << 20])
+def test_a_forked_child_has_no_part_in_buffers_of_direct_io(nbytes):
+    """store/buffers.py, NOTE fork: no page is copied for the parent while a device reads into it."""
+    buffer = Buffer(nbytes)
+    buffer.view[:] = bytes([7]) * len(buffer.view)
+    at = ctypes.addressof(ctypes.c_char.from_buffer(buffer.view))
+    assert "dc" in advised(at) and "dc" in advised(at + len(buffer.view) - 1)  # do not copy on fork
+    child = os.fork()
+    if child == 0:
+        try:
+            faulthandler.disable()
+            ctypes.string_at(at, 1)  # SIGSEGV: the child has no such page
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGSEGV
+    assert bytes(buffer.view[:3]) == b"\7\7\7"
