@@ -31,7 +31,9 @@ class Command:
 COMMANDS = {
     "train": Command(
         "roadtrain.train:command", ("JOB.toml",),
-        "Train a job. The same command resumes at the last committed step.", job_keys=True,
+        "Train a job. The same command resumes at the last committed step.",
+        {"new_store": (bool, "go on with the store that is there, or a new one, whatever the run has trained")},
+        job_keys=True,
     ),
     "serve": Command(
         "roadtrain.node.serve:command", ("HOST:PORT",),

@@ -13,6 +13,7 @@ RoadtrainError
 |   +-- ForeignError          a store of another job, model or format
 |   +-- FullError             the device is full
 |   +-- GoneError             a directory or file vanished
+|   +-- StaleError            a store that is behind what is known to be committed
 +-- PeerError                 somebody we wait for
     +-- DeadlineError         a wait passed its deadline (Rule 5): role, step, block, peer
     +-- LostError             the peer ended with an error of its own (the cause)
@@ -66,6 +67,9 @@ class FullError(StoreError): ...
 
 
 class GoneError(StoreError): ...
+
+
+class StaleError(StoreError): ...
 
 
 class PeerError(RoadtrainError): ...

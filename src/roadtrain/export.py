@@ -27,22 +27,25 @@ from roadtrain.store.convert import MASTER, read_param
 from roadtrain.store.generation import open_store
 from roadtrain.store.safetensors_io import Item, export_dir
 from roadtrain.store.tier import PUBLIC
-from roadtrain.train import place_job, write_job
+from roadtrain.train import mark_of, place_job, write_job
 
 
 def export_run(run: str, directory: str, masters: bool = False, report: Callable[[str], None] = print) -> int:
     """Write the last committed step of `run`; `masters`: in fp32. Raises ConfigError, StoreError."""
     job = job_of_run(run)
+    mark = mark_of(job, report, reads=True)
     with ExitStack() as stack:
         if job.store.servers:  # as the only worker of the servers, which must not be at work for others
-            training = place_job(job, report)
+            training = place_job(job, report, mark)
             optimizer = stack.enter_context(training.optimizer)
             step, params, read = optimizer.steps_done, optimizer.params, optimizer.read
             buffers = {n: b for n, b in training.model.named_buffers() if n in training.model.state_dict()}
         else:
-            store = open_store(job.store.dirs, direct=job.store.direct) if job.store.dirs else None
-            if store is None:
-                raise ConfigError(f"{run} has no state on files (store.dirs = {job.store.dirs})", hint="train it first")
+            if not job.store.dirs:
+                raise ConfigError(f"{run} has no state on files (store.dirs = [])", hint="train it with a store")
+            where = ", ".join(job.store.dirs)
+            store = open_store(job.store.dirs, direct=job.store.direct, accept=partial(mark.check, where=where))
+            assert store is not None  # else the mark has refused it
             stack.callback(store.close)
             step, params, read = store.step, store.table.params, partial(read_param, store)
             state = torch.load(io.BytesIO(store.blob), weights_only=True) if store.blob else {}
@@ -65,7 +68,7 @@ def import_weights(directory: str, overrides: Mapping[str, Any], report: Callabl
         tree["data"] = {"tokenizer": str(tokenizer)}
     job = make_job(tree).changed({**overrides, "model.pretrained": directory})
     job.run_dir.mkdir(parents=True, exist_ok=True)
-    training = place_job(job, report)
+    training = place_job(job, report, mark_of(job, report))
     with training.optimizer as optimizer:
         if optimizer.steps_done:
             raise ConfigError(f"{job.run.dir} has trained {optimizer.steps_done} steps", hint="give another --run.dir")

@@ -34,6 +34,7 @@ from roadtrain.spec.chunks import MAX_CHUNK, ChunkTable
 from roadtrain.spec.plan import derive, derive_relay
 from roadtrain.start import start
 from roadtrain.store.ledger import StoreMeta
+from roadtrain.store.mark import IN_RAM, Mark
 from roadtrain.units import parse_bytes, show_bytes, show_rate
 from roadtrain.wire.tcp import Options
 
@@ -66,6 +67,7 @@ def place(
     weights: str | Path | None = None,
     init: Callable[[nn.Module], None] | None = None,
     extra: Mapping[str, Any] | None = None,
+    mark: Mark | None = None,
     direct: bool = True,
     deadline_s: float = 600.0,
     report: Report = print,
@@ -94,6 +96,8 @@ def place(
     weights: a directory of safetensors in Hugging Face layout that the first values come from. init: initialises a
     module of a model built on `meta`. extra: objects with state_dict/load_state_dict that are committed and resumed
     with each step. device: where blocks run ("cuda": each worker's own, by LOCAL_RANK; None: where the model is).
+    mark: what a run directory knows of its store (store/mark.py): another store than it names, an
+    older one, or none, is refused before anything is changed.
 
     Raises UserError (ConfigError, ModelError, RuleError, BudgetError) before anything is changed, StoreError.
     """
@@ -180,7 +184,10 @@ def place(
     if bound:
         lacking = "the last update" if bound == 1 else f"up to {bound} updates"
         report(f"late: staleness {staleness}, each step computes with parameters that lack {lacking}")
-    opened = open_or_none(layout, report)
+    if mark is not None and not paths and not addresses:
+        mark.check("", -1, IN_RAM)
+    where = ", ".join(map(str, layout.directories))
+    opened = open_or_none(layout, report, lambda job, step: mark.check(job, step, where) if mark is not None else None)
     if opened is None and store_rates is not None:
         layout = replace(layout, weights=_rates(layout.directories, store_rates, report))
     if opened is None and weights is None and (gone := [n for n, p in model.named_parameters() if is_hollow(p)]):
@@ -194,6 +201,7 @@ def place(
             layout, budgets, addresses, link or Options(retry_s=deadline_s), group, device,
             compute_blocks=range(1, len(base.blocks)), compressor=compressor, deadline_s=deadline_s,
             holds_gradients=backwards_per_step is None, residuals=residuals, report=report,
+            mark=mark if group.rank == 0 else None,
             relay=None if relay is None else derive_relay(
                 base, parse_bytes(relay), servers=len(addresses), local=group.local,
                 holds_gradients=backwards_per_step is None),
@@ -211,6 +219,8 @@ def place(
     except BaseException:
         engine.close()
         raise
+    if mark is not None and group.rank == 0:
+        mark.adopt(engine.meta.job if paths or addresses else "", placed.steps_done)
     if addresses:
         report(_keep_blocks(engine.worker, 0 if buffering != "auto" else budgets.kept))
     for note in engine.store.notes if engine.store else ():

@@ -8,6 +8,7 @@ Does NOT know how parameters travel: that is `place`.
 from __future__ import annotations
 
 import math
+import os
 import resource
 import shutil
 import signal
@@ -25,7 +26,7 @@ from torch.nn import functional
 
 from roadtrain.build import build_model, build_optimizer, fitted
 from roadtrain.data import Tokens
-from roadtrain.metrics import Metrics
+from roadtrain.metrics import Metrics, committed_by
 from roadtrain.model.split import DTYPES
 from roadtrain.node.cluster import Group
 from roadtrain.node.device import own_device
@@ -34,6 +35,7 @@ from roadtrain.placing import place
 from roadtrain.progress import progress, show_table
 from roadtrain.spec.job import Job, load_job
 from roadtrain.store.direct import replace_file
+from roadtrain.store.mark import Mark
 from roadtrain.trace import Stages
 from roadtrain.units import show_bytes
 from roadtrain.wire.tcp import Options, Tls
@@ -74,8 +76,9 @@ class Summary:
     stopped: str
 
 
-def command(path: str, overrides: Mapping[str, Any]) -> int:
-    return 130 if train(load_job(path, overrides)).stopped == "interrupted" else 0
+def command(path: str, overrides: Mapping[str, Any], new_store: bool = False) -> int:
+    job = load_job(path, {**overrides, "run.new_store": True} if new_store else overrides)
+    return 130 if train(job).stopped == "interrupted" else 0
 
 
 def train(job: Job, report: Report = print) -> Summary:
@@ -84,15 +87,20 @@ def train(job: Job, report: Report = print) -> Summary:
         report = silent  # worker 0 speaks for all
     stop = _Stop(job.run.minutes, report)  # its time runs from here
     job.run_dir.mkdir(parents=True, exist_ok=True)
-    training = place_job(job, report)
+    mark = mark_of(job, report)
+    training = place_job(job, report, mark)
     optimizer = training.optimizer
     rank = optimizer.group.rank
     lines = job.run_dir / (f"metrics.{rank}.jsonl" if rank else "metrics.jsonl")  # of one worker each
-    with optimizer, Metrics(lines, optimizer.steps_done) as metrics, stop.heard():
+    with optimizer, Metrics(lines, optimizer.steps_done, fresh=mark.fresh) as metrics, stop.heard():
         if rank == 0:
             write_job(training.job)  # now that nothing was refused
-        if metrics.dropped:
-            report(f"metrics: {metrics.dropped} steps after the last committed one are dropped")
+            mark.advance(optimizer.steps_done)
+        if metrics.aside is not None:
+            report(f"metrics: {lines} told of another store, it is {metrics.aside} now")
+        elif metrics.dropped:
+            report(f"metrics: {metrics.dropped} steps after the last committed one are dropped, their lines are in "
+                   f"{metrics.uncommitted}")
         losses: list[float] = []
         resident = 0
         with progress(job.run.steps, optimizer.steps_done, job.run.log_every, report) as show:
@@ -108,11 +116,15 @@ def train(job: Job, report: Report = print) -> Summary:
                 line = _line(training, loss, lr, norms.pop() if norms else math.nan, now - then)
                 then = now
                 metrics.append(line)
+                if rank == 0:
+                    mark.advance(optimizer.committed_step)
                 show(line)
                 losses.append(loss)
                 resident = max(resident, optimizer.memory()["resident"])
         stopped = stop.why() if optimizer.steps_done < job.run.steps else ""
         optimizer.flush()
+        if rank == 0:
+            mark.advance(optimizer.committed_step, now=True)
         if stopped:
             report(f"{stopped}: step {optimizer.committed_step} is committed; the same command goes on from there")
         return _summary(training, losses, resident, stopped, report)
@@ -177,8 +189,18 @@ def learning_rate(job: Job, number: int) -> float:
     return o.lr * (1 - 0.9 * fall)
 
 
-def place_job(job: Job, report: Report = print) -> Training:
-    """Text, model, optimizer, and the one line that places them. Raises RoadtrainError."""
+def mark_of(job: Job, report: Report = print, *, reads: bool = False) -> Mark:
+    """What the job's run directory knows of its store. `reads`: none shall be made. A worker that was started again has
+    said `new_store` once before."""
+    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    witness = committed_by(job.run_dir / "metrics.jsonl")
+    return Mark(job.run_dir, witness=witness, new_store=job.run.new_store and not again, reads=reads,
+                report=report)
+
+
+def place_job(job: Job, report: Report = print, mark: Mark | None = None) -> Training:
+    """Text, model, optimizer, and the one line that places them. `mark`: of the run directory, where the state that it
+    knows of is meant. Raises RoadtrainError."""
     tokens = Tokens(job.data.paths, job.data.tokenizer, job.data.held_out, job.run.seed)
     report(f"data: {len(tokens.train):,} tokens of {len(tokens.files):,} files, {len(tokens.held_out):,} held out")
     job = fitted(job, tokens)
@@ -197,7 +219,7 @@ def place_job(job: Job, report: Report = print) -> Training:
         topk=None if job.compress.topk is None else job.compress.topk / 100,
         grad_dtype=None if job.compress.gradients is None else DTYPES[job.compress.gradients],
         error_feedback=job.compress.error_feedback, chunk_elements=job.store.chunk_elements, device=device,
-        weights=job.model.pretrained, extra={"scaler": scaler, "data": tokens},
+        weights=job.model.pretrained, extra={"scaler": scaler, "data": tokens}, mark=mark,
         store_rates=job.store.rates, direct=job.store.direct, report=report,
     )
     return Training(job, model, optimizer, scaler, tokens, device, optimizer.group)
@@ -261,7 +283,8 @@ def _line(training: Training, loss: float, lr: float, norm: float, seconds: floa
 
 
 def write_job(job: Job) -> None:
-    replace_file(job.run_dir / "job.toml", job.to_toml().encode(), "writing")
+    said_once = job.changed({"run.new_store": None})
+    replace_file(job.run_dir / "job.toml", said_once.to_toml().encode(), "writing")
     if job.data.tokenizer != "bytes":
         kept = job.run_dir / "tokenizer.json"
         if Path(job.data.tokenizer).resolve() != kept.resolve():

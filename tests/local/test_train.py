@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 from roadtrain import cli, verify
-from roadtrain.errors import ConfigError
+from roadtrain.errors import ConfigError, ForeignError, GoneError, StaleError
 from roadtrain.metrics import read_metrics
 from roadtrain.spec.job import Job, load_job
 from roadtrain.train import train
@@ -106,6 +107,75 @@ def test_a_resumed_run_repeats_the_losses(path: Path, tmp_path: Path, more: dict
     assert len(lines_of(parts)) == 2
     train(parts, quiet)
     assert losses(parts) == losses(whole) and len(losses(whole)) == 5
+
+
+def test_an_unmounted_store_is_not_begun_anew(path: Path) -> None:
+    """Its directory is there and empty: refused, with both steps, and no line of metrics is lost."""
+    job = job_of(path)
+    stop_after(job, 3)
+    lines = lines_of(job)
+    (job.run_dir / "store").rename(path.parent / "elsewhere")
+    (job.run_dir / "store").mkdir()
+    with pytest.raises(GoneError, match="no store is there, this run has committed step 3") as raised:
+        train(job, quiet)
+    assert "--new-store" in str(raised.value)
+    assert lines_of(job) == lines and not list((job.run_dir / "store").iterdir())
+    said: list[str] = []
+    train(job_of(path, run__new_store=True), said.append)
+    assert len(lines_of(job)) == 5 and any("metrics.before-1.jsonl" in line for line in said)
+    assert read_metrics(job.run_dir / "metrics.before-1.jsonl") == lines
+    assert not load_job(job.run_dir / "job.toml").run.new_store  # it is said once
+
+
+@pytest.mark.parametrize("marked", [True, False], ids=["marked", "of the first edition"])
+def test_an_older_store_is_refused(path: Path, marked: bool) -> None:
+    job = job_of(path)
+    stop_after(job, 1)
+    shutil.copytree(job.run_dir / "store", path.parent / "older")
+    train(job, quiet)
+    lines = lines_of(job)
+    shutil.rmtree(job.run_dir / "store")
+    (path.parent / "older").rename(job.run_dir / "store")
+    if not marked:
+        (job.run_dir / "mark.json").unlink()
+    before = contents(job.run_dir)
+    with pytest.raises(StaleError, match=f"at step 1, this run has committed step {5 if marked else 3}"):
+        train(job, quiet)
+    with pytest.raises(StaleError):
+        cli._run(["export", str(job.run_dir), str(path.parent / "out")])
+    assert contents(job.run_dir) == before and not (path.parent / "out").exists()
+    train(job_of(path, run__new_store=True), quiet)
+    assert lines_of(job)[0] == lines[0] and len(lines_of(job)) == 5  # the first step is the same store's
+    note, *aside = (job.run_dir / "metrics.uncommitted.jsonl").read_text().splitlines()
+    assert "from step 1" in note and [json.loads(line) for line in aside] == lines[1:]
+
+
+def test_another_store_is_refused(path: Path) -> None:
+    job, other = job_of(path), job_of(path, run__dir=str(path.parent / "other"))
+    for one in (job, other):
+        stop_after(one, 2)
+    shutil.rmtree(job.run_dir / "store")
+    shutil.copytree(other.run_dir / "store", job.run_dir / "store")
+    with pytest.raises(ForeignError, match=r"holds step 2 of store .*, this run has committed step 2 of store"):
+        train(job, quiet)
+    train(job_of(path, run__new_store=True), quiet)
+    assert [line["step"] for line in lines_of(job)] == [3, 4, 5]
+
+
+def test_a_run_in_memory_begins_anew(path: Path) -> None:
+    job = job_of(path, store__dirs=[])
+    train(job, quiet)
+    said: list[str] = []
+    train(job, said.append)
+    assert any("metrics.before-1.jsonl" in line for line in said) and len(lines_of(job)) == 5
+    files = job_of(path, run__dir=str(path.parent / "files"))
+    train(files, quiet)
+    with pytest.raises(GoneError, match="RAM"):
+        train(job_of(path, run__dir=str(path.parent / "files"), store__dirs=[]), quiet)
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {str(p): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
 
 
 def test_who_is_late_does_not_wait_for_the_norm(path: Path) -> None:

@@ -14,10 +14,10 @@ SRC = Path(__file__).parents[2] / "src" / "roadtrain"
 FLOORS = {
     "units": 0, "errors": 0, "retry": 0,
     "spec": 1,
-    "trace": 2, "metrics": 2, "progress": 2,
+    "trace": 2, "progress": 2,
     "flow": 3, "kernels": 3, "wire": 3,
     "store": 4, "model": 4,
-    "sim": 5, "node": 5,
+    "sim": 5, "node": 5, "metrics": 5,
     "placing": 6, "optimizer": 6, "start": 6, "data": 6, "build": 6, "probe": 6, "planner": 6, "lab": 6,
     "simulate": 6,
     "adapters": 7, "planning": 7, "probing": 7, "probing_links": 7, "calibrate": 7,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
 
-from roadtrain.errors import DamagedError
-from roadtrain.metrics import Metrics, read_metrics
+from roadtrain.errors import DamagedError, FullError
+from roadtrain.metrics import Metrics, committed_by, read_metrics
 
 
 @pytest.fixture
@@ -30,6 +32,60 @@ def test_lines_that_were_not_committed_are_cut(path: Path, done: int) -> None:
         assert metrics.dropped == 5 - done
         metrics.append({"step": done + 1, "loss": 0.5})
     assert steps(path) == list(range(1, done + 2))
+    if done < 5:  # moved, not cut
+        aside = path.with_name("metrics.uncommitted.jsonl" if done else "metrics.before-1.jsonl")
+        lines = [json.loads(line) for line in aside.read_text().splitlines()]
+        assert [line["step"] for line in lines if "step" in line] == list(range(done + 1, 6))
+        assert not done or f"from step {done}" in aside.read_text()
+
+
+def test_a_file_of_another_store_is_renamed(path: Path) -> None:
+    content = path.read_bytes()
+    with Metrics(path, 3, fresh=True) as metrics:
+        assert metrics.aside == path.with_name("metrics.before-1.jsonl") and metrics.aside.read_bytes() == content
+        metrics.append({"step": 4, "loss": 0.5})
+    with Metrics(path, 0) as metrics:
+        assert metrics.aside == path.with_name("metrics.before-2.jsonl")
+    assert steps(path) == []
+
+
+@pytest.mark.parametrize("at", [0, 2, 24, 26])
+def test_a_damaged_line_is_not_the_end(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(DamagedError, match="some have no line"):
+        Metrics(path, 5)
+    assert path.read_bytes() == content
+
+
+def test_what_the_lines_prove(path: Path, tmp_path: Path) -> None:
+    """Line 5 is written when step 3 at least is committed."""
+    assert committed_by(path) == 3 and committed_by(tmp_path / "none") == -1
+    late = tmp_path / "late.jsonl"
+    for staleness, proven in [(1, 18), (3, 17), ("none", 4)]:
+        late.write_text(json.dumps({"step": 20, "lossy": {"staleness": staleness}}) + "\n")
+        assert committed_by(late) == proven
+
+
+@pytest.mark.parametrize("call", ["write", "fdatasync"])
+def test_a_full_disk(path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """The step's line is whole or absent, and it goes on once there is room."""
+    write = os.write
+
+    def full(fd: int, data: bytes = b"") -> int:
+        if call == "write" and len(data) > 10:
+            return write(fd, data[:10])  # a short write first, as the system does it
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with Metrics(path, 5) as metrics:
+        monkeypatch.setattr(os, call, full)
+        with pytest.raises(FullError, match="the line of step 6 needs"):
+            metrics.append({"step": 6, "loss": 0.5})
+        monkeypatch.undo()
+        assert steps(path) == [1, 2, 3, 4, 5] and path.read_bytes().endswith(b"\n")
+        metrics.append({"step": 6, "loss": 0.5})
+    assert steps(path) == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize("torn", [b'{"step": 6, "lo', b'{"step": 6}', b"\0\0\0\0\n", b"\n"])

@@ -33,7 +33,7 @@ def test_place() -> None:
     assert list(inspect.signature(roadtrain.place).parameters) == [
         "model", "optimizer", "store", "servers", "replicas", "link", "relay", "buffering", "budget", "dtype", "blocks",
         "backwards_per_step", "staleness", "topk", "topk_per_block", "error_feedback", "grad_dtype", "chunk_elements",
-        "store_rates", "device", "weights", "init", "extra", "direct", "deadline_s", "report",
+        "store_rates", "device", "weights", "init", "extra", "mark", "direct", "deadline_s", "report",
     ]
 
 
@@ -46,7 +46,7 @@ def test_commands() -> None:
 
 def test_keys_of_a_job() -> None:
     assert [key for key, _, _ in job.all_keys()] == [
-        "run.dir", "run.steps", "run.minutes", "run.device", "run.seed", "run.log_every",
+        "run.dir", "run.steps", "run.minutes", "run.device", "run.seed", "run.new_store", "run.log_every",
         "model.config", "model.pretrained", "model.dtype", "model.blocks",
         "data.paths", "data.seq_len", "data.batch_size", "data.held_out", "data.tokenizer",
         "optimizer.name", "optimizer.lr", "optimizer.weight_decay", "optimizer.betas", "optimizer.eps",

@@ -43,6 +43,7 @@ from roadtrain.spec.chunks import Block
 from roadtrain.spec.plan import Budgets, RelayBudgets
 from roadtrain.store.convert import RecordView, Source, gather_param
 from roadtrain.store.ledger import StoreMeta
+from roadtrain.store.mark import Mark
 from roadtrain.trace import Stages
 from roadtrain.wire import shm
 from roadtrain.wire.link import Link
@@ -186,7 +187,7 @@ class Cluster:
         self, layout: Layout, budgets: Budgets, servers: Sequence[Address], options: Options, group: Group,
         device: torch.device, *, compute_blocks: Sequence[int], compressor: Compressor | None, deadline_s: float,
         holds_gradients: bool, relay: RelayBudgets | None = None, residuals: Residuals | None = None,
-        report: Callable[[str], None] = print,
+        mark: Mark | None = None, report: Callable[[str], None] = print,
     ) -> None:
         self.layout, self.group, self.stages, self._deadline_s = layout, group, Stages(), deadline_s
         self.names = tuple(f"server {number} ({host}:{port})" for number, (host, port) in enumerate(servers))
@@ -199,6 +200,7 @@ class Cluster:
         self._covered_since: float | None = None
         self._unfilled = dict.fromkeys(range(len(servers)), 0)
         self._behind: dict[int, bytes] = {}  # which are filled up again -> what was committed with the last step
+        self._mark = mark  # what the run directory knows of the store
         self._relay: Popen[bytes] | None = None  # that this worker started
         self._sockets: Path | None = None  # where this host's relay listens
         host = group.rank // group.local
@@ -360,6 +362,8 @@ class Cluster:
         unmade = max(newest) <= 0 and min(newest) < 0 and not back and (
             self.meta.replicas == 1 or bool(self._lost(members)))
         self.new, self.step = unmade and not missing, max(step, 0)
+        if self.new and self._mark is not None:
+            self._mark.check("", -1, self._names(self.servers))
         if not self.new:
             held = self._found[members[0]][1]
             assert held is not None
@@ -375,6 +379,8 @@ class Cluster:
                     f"step {step} of a store is held by {self._names(members)}, not by {self._names(behind)}: nobody "
                     "holds the rest of it", hint="name the servers in the order in which they were named first; where "
                     "memory was lost before there was a snapshot of all, begin anew in empty directories")
+            if self._mark is not None:
+                self._mark.check(held.job, self.step, self._names(members), back=back)
             self.meta = held
             self._behind = dict.fromkeys(self.servers if back else behind, b"")
         if self.meta.replicas > 1:

@@ -25,7 +25,7 @@ from roadtrain.spec.chunks import Block, Chunk, ChunkTable
 from roadtrain.spec.plan import Budgets
 from roadtrain.store.buffers import Buffer
 from roadtrain.store.convert import MASTER, RecordView, Source, convert, gather_param, needs_conversion, read_param
-from roadtrain.store.generation import OpenedStore, create_store, open_store
+from roadtrain.store.generation import Accept, OpenedStore, create_store, open_store
 from roadtrain.store.ledger import GroupRule, StoreMeta, unpack
 from roadtrain.trace import Stages
 
@@ -56,12 +56,14 @@ class Layout:
         return StoreMeta.of(self.table, self.groups, job, int(self.staleness == 1), self.replicas)
 
 
-def open_or_none(layout: Layout, report: Callable[[str], None]) -> OpenedStore | None:
-    """The job's store, converted to `layout` where it has another; None where there is none yet. Raises ForeignError
-    where it belongs to another model or optimizer."""
+def open_or_none(
+    layout: Layout, report: Callable[[str], None], accept: Accept = lambda job, step: None
+) -> OpenedStore | None:
+    """The job's store, converted to `layout` where it has another; None where there is none yet. `accept`: see
+    open_store. Raises ForeignError where it belongs to another model or optimizer."""
     if not layout.directories:
         return None
-    opened = open_store(layout.directories, direct=layout.direct)
+    opened = open_store(layout.directories, direct=layout.direct, accept=accept)
     if opened is None:
         return None
     start = time.monotonic()

@@ -37,6 +37,8 @@ class RunSection(Section):
         default="", description="cpu, cuda (each worker's own one) or cuda:N; default: cuda where there is one"
     )
     seed: int = Field(default=0, description="of initial parameters, data order and dropout")
+    new_store: bool = Field(
+        default=False, description="go on with the store that is there, or a new one, whatever the run has trained")
     log_every: int = Field(default=1, ge=1, description="a line every so many steps where no progress bar can be drawn")
 
 
@@ -252,7 +254,7 @@ def _check_key(key: str) -> None:
 
 def _flag(key: str) -> bool:
     """The value of an option given without one."""
-    if key not in ("compress.error_feedback", "store.direct") and not key.startswith(_FREE_KEYS):
+    if key not in ("compress.error_feedback", "store.direct", "run.new_store") and not key.startswith(_FREE_KEYS):
         raise ConfigError(f"--{key} needs a value")
     return True
 

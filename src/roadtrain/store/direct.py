@@ -61,6 +61,13 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview], doing: str) -> 
         raise _typed(error, path, doing, nbytes) from error
 
 
+def write_all(fd: int, data: bytes) -> None:
+    """All of `data`, or the OSError that stopped it; a short write goes on."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
 def replace_file(path: Path, content: bytes, doing: str) -> None:
     """`path` holds what it held, or all of `content`, whatever happens; on return the latter, durably."""
     temporary = path.with_name(f"{path.name}.new")

@@ -9,7 +9,7 @@ Assumes: nobody else opens the directories (the ledgers' locks). Deletes only fi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,6 +20,8 @@ from roadtrain.spec.chunks import ChunkTable
 from roadtrain.store.direct import make_directory, replace_file, typed_errors
 from roadtrain.store.file import FILES, FileTier
 from roadtrain.store.ledger import HEADER, Brief, StoreMeta
+
+Accept = Callable[[str, int], None]
 
 
 @dataclass
@@ -110,12 +112,16 @@ def create_store(
     return store
 
 
-def open_store(directories: Sequence[str | Path], *, direct: bool = True) -> OpenedStore | None:
+def open_store(
+    directories: Sequence[str | Path], *, direct: bool = True, accept: Accept = lambda job, step: None
+) -> OpenedStore | None:
     """The store that counts among `directories`, in the directories that it was made with (where a given one holds its
-    part, there). None where nothing is. GoneError, ForeignError, DamagedError."""
+    part, there). None where nothing is. `accept` is told its job and step ("", -1: nothing is there) before anything is
+    removed, and raises where that is not to be gone on with. GoneError, ForeignError, DamagedError."""
     given = [Path(d).absolute() for d in directories]
     found = [(n, d, StoreMeta.load(d / f"gen-{n}")) for d in given if (n := _current(d)) is not None]
     if not found:
+        accept("", -1)
         _clean_unborn(given)
         return None
     generation, _, meta = max(found, key=lambda f: f[0])
@@ -127,6 +133,7 @@ def open_store(directories: Sequence[str | Path], *, direct: bool = True) -> Ope
         for path in store.directories:
             home, step = path / f"gen-{generation}", store.step if store.tiers else None
             store.tiers.append(FileTier(home, StoreMeta.load(home), step, direct=direct))
+        accept(meta.job, store.step)
         _clean_leftovers(meta, given, store.directories)
     except BaseException:
         store.close()

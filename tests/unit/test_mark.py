@@ -1,0 +1,133 @@
+"""What a run directory knows of its store: no other store, no older one, and no empty directory is taken for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from roadtrain.errors import DamagedError, ForeignError, GoneError, StaleError
+from roadtrain.store import mark as module
+from roadtrain.store.mark import IN_RAM, Mark
+
+JOB, OTHER = "11111111-aaaa", "22222222-bbbb"
+
+
+def marked(directory: Path, step: int) -> None:
+    mark = Mark(directory)
+    mark.check("", -1, "there")
+    mark.adopt(JOB, 0)
+    mark.advance(step, now=True)
+
+
+def test_a_new_run_takes_what_is_there(tmp_path: Path) -> None:
+    for job, step in [("", -1), (JOB, 0), (JOB, 7)]:
+        Mark(tmp_path).check(job, step, "there")
+    assert not list(tmp_path.iterdir())  # a check that passes changes nothing
+
+
+@pytest.mark.parametrize(
+    ("job", "step", "error", "words"),
+    [
+        ("", -1, GoneError, f"no store is there, this run has committed step 5 of store {JOB}"),
+        (OTHER, 5, ForeignError, f"holds step 5 of store {OTHER}, this run has committed step 5"),
+        (JOB, 4, StaleError, "the store is at step 4, this run has committed step 5"),
+        (JOB, 0, StaleError, "the store is at step 0, this run has committed step 5"),
+    ],
+)
+def test_what_is_refused(tmp_path: Path, job: str, step: int, error: type[Exception], words: str) -> None:
+    marked(tmp_path, 5)
+    before = (tmp_path / module.NAME).read_bytes()
+    with pytest.raises(error, match=words) as raised:
+        Mark(tmp_path).check(job, step, "/mnt/ssd")
+    assert "--new-store" in str(raised.value) and "/mnt/ssd" in str(raised.value)
+    assert (tmp_path / module.NAME).read_bytes() == before
+    said: list[str] = []
+    anyway = Mark(tmp_path, new_store=True, report=said.append)
+    anyway.check(job, step, "/mnt/ssd")
+    assert anyway.fresh == (job != JOB) and "--new-store" in said[0]
+    Mark(tmp_path).check(job, step, "/mnt/ssd")  # it need not be said again, whatever ends this start
+
+
+def test_the_same_store_or_a_later_step(tmp_path: Path) -> None:
+    marked(tmp_path, 5)
+    for step in (5, 6, 50):
+        Mark(tmp_path).check(JOB, step, "there")
+
+
+def test_metrics_are_a_witness(tmp_path: Path) -> None:
+    """The mark is replaced now and then only."""
+    marked(tmp_path, 5)
+    with pytest.raises(StaleError, match="at step 8, this run has committed step 9"):
+        Mark(tmp_path, witness=9).check(JOB, 8, "there")
+    (tmp_path / module.NAME).unlink()  # also where the mark is lost, or the first edition has trained
+    with pytest.raises(StaleError, match="at step 8, this run has committed step 9"):
+        Mark(tmp_path, witness=9).check(OTHER, 8, "there")
+    with pytest.raises(GoneError, match="this run has committed step 9"):
+        Mark(tmp_path, witness=9).check("", -1, "there")
+    Mark(tmp_path, witness=9).check(OTHER, 9, "there")
+
+
+def test_a_start_that_goes_back(tmp_path: Path) -> None:
+    """State in RAM goes back to its snapshot: known before it does; the lines of metrics.jsonl count again only once
+    they have been brought to the same step."""
+    marked(tmp_path, 9)
+    mark = Mark(tmp_path, witness=9)
+    with pytest.raises(ForeignError):
+        mark.check(OTHER, 4, "there", back=True)
+    mark.check(JOB, 4, "there", back=True)
+    assert not mark.fresh
+    again = Mark(tmp_path, witness=9)
+    again.check(JOB, 4, "there")
+    again.adopt(JOB, 4)
+    again.advance(4)
+    with pytest.raises(StaleError, match="at step 4, this run has committed step 9"):
+        Mark(tmp_path, witness=9).check(JOB, 4, "there")
+
+
+@pytest.mark.parametrize("bit", range(0, 8 * 110, 13))
+def test_a_flipped_bit(tmp_path: Path, bit: int) -> None:
+    marked(tmp_path, 5)
+    path = tmp_path / module.NAME
+    content = bytearray(path.read_bytes())
+    content[bit // 8 % len(content)] ^= 1 << bit % 8
+    path.write_bytes(content)
+    with pytest.raises(DamagedError, match="--new-store"):
+        Mark(tmp_path)
+    said: list[str] = []
+    Mark(tmp_path, witness=4, report=said.append).check(JOB, 5, "there")
+    assert "damaged" in said[0]
+    with pytest.raises(StaleError):
+        Mark(tmp_path, witness=4, report=said.append).check(JOB, 3, "there")
+    Mark(tmp_path, new_store=True, report=said.append).check(JOB, 3, "there")
+
+
+def test_state_in_ram_has_no_store(tmp_path: Path) -> None:
+    for witness in (-1, 9):  # a run that rested in RAM begins anew, also where it has left lines
+        mark = Mark(tmp_path, witness=witness)
+        mark.check("", -1, IN_RAM)
+        mark.adopt("", 0)
+        mark.advance(9, now=True)
+        assert mark.known.step == -1
+    Mark(tmp_path, witness=9).check("", -1, "there")  # and leaves nothing that a store must have
+    marked(tmp_path, 5)
+    with pytest.raises(GoneError, match="RAM"):
+        Mark(tmp_path).check("", -1, IN_RAM)
+
+
+def test_it_is_not_written_at_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[int] = []
+    monkeypatch.setattr(module, "replace_file", lambda path, content, doing: written.append(len(content)))
+    mark = Mark(tmp_path)
+    mark.adopt(JOB, 0)
+    mark.advance(0)
+    for step in range(100):
+        mark.advance(step)
+    assert len(written) == 2
+    mark.advance(100, now=True)
+    assert len(written) == 3
+
+
+def test_whoever_only_reads_makes_no_store(tmp_path: Path) -> None:
+    with pytest.raises(GoneError, match="no store is there"):
+        Mark(tmp_path, reads=True).check("", -1, "there")
