@@ -6,7 +6,6 @@ commit, config.json, and the tokenizer if there is one. An import is a placed ru
 
 from __future__ import annotations
 
-import io
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -19,6 +18,7 @@ import torch
 from roadtrain.build import build_config
 from roadtrain.data import need
 from roadtrain.errors import ConfigError
+from roadtrain.model import plain
 from roadtrain.model.split import DTYPES, NAMES, as_numpy
 from roadtrain.spec.chunks import ParamSpec
 from roadtrain.spec.job import Job, make_job
@@ -48,7 +48,7 @@ def export_run(run: str, directory: str, masters: bool = False, report: Callable
             assert store is not None  # else the mark has refused it
             stack.callback(store.close)
             step, params, read = store.step, store.table.params, partial(read_param, store)
-            state = torch.load(io.BytesIO(store.blob), weights_only=True) if store.blob else {}
+            state = plain.decode(store.blob) if store.blob else {}
             buffers = state.get("buffers", {})
         files = export_dir(_items(params, read, buffers, masters), directory)
     _write_config(job, Path(directory), "fp32" if masters else job.model.dtype)

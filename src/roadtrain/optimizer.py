@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import io
 import math
 import random
 import weakref
@@ -21,7 +20,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from roadtrain.errors import LoopError
+from roadtrain.errors import ForeignError, LoopError
+from roadtrain.model import plain
 from roadtrain.model.activations import Activations
 from roadtrain.model.grads import PlacedGrad
 from roadtrain.model.split import Split
@@ -196,7 +196,7 @@ class PlacedOptimizer(torch.optim.Optimizer):
             self._worker.blob(step, self.job_state())
 
     def job_state(self) -> bytes:
-        """What else a step consists of: RNG, buffers, hyperparameters, `extra`."""
+        """What else a step consists of: RNG, buffers, hyperparameters, `extra`. Raises ConfigError (model/plain.py)."""
         kind, keys, position, has_gauss, cached = np.random.get_state()
         persistent = self._model.state_dict(keep_vars=True)
         device = self._worker.root.tensor.device
@@ -209,12 +209,14 @@ class PlacedOptimizer(torch.optim.Optimizer):
             "groups": [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups],
             "extra": {name: thing.state_dict() for name, thing in self._extra.items()},
         }
-        out = io.BytesIO()
-        torch.save(state, out)
-        return out.getvalue()
+        return plain.encode(state)
 
     def load_job_state(self, blob: bytes) -> None:
-        state = torch.load(io.BytesIO(blob), weights_only=True)
+        state = plain.decode(blob)
+        known = {"torch", "cuda", "python", "numpy", "buffers", "groups", "extra"}
+        if not isinstance(state, dict) or not known <= state.keys():
+            raise ForeignError(f"what was committed with step {self.steps_done} is no state of a job: it is a "
+                               f"{type(state).__name__} without all of {', '.join(sorted(known))}")
         torch.set_rng_state(state["torch"])
         device = self._worker.root.tensor.device
         if state["cuda"] and device.type == "cuda":  # the first edition's: those of all devices that the process saw
@@ -226,7 +228,8 @@ class PlacedOptimizer(torch.optim.Optimizer):
         for name, value in state["buffers"].items():
             named[name].copy_(value)
         for group, saved in zip(self.param_groups, state["groups"]):
-            group.update(saved)
+            group.update({key: value.to(group[key].device) if isinstance(value, torch.Tensor) and
+                          isinstance(group.get(key), torch.Tensor) else value for key, value in saved.items()})
         for name, thing in self._extra.items():
             if name in state["extra"]:
                 thing.load_state_dict(state["extra"][name])

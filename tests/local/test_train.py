@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -19,6 +20,7 @@ import torch
 from roadtrain import cli, verify
 from roadtrain.errors import ConfigError, ForeignError, GoneError, StaleError
 from roadtrain.metrics import read_metrics
+from roadtrain.model import plain
 from roadtrain.spec.job import Job, load_job
 from roadtrain.train import train
 
@@ -176,6 +178,27 @@ def test_a_run_in_memory_begins_anew(path: Path) -> None:
 
 def contents(directory: Path) -> dict[str, bytes]:
     return {str(p): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
+
+
+def test_a_state_that_the_first_edition_committed_resumes(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rule 3: it was written by torch.save. Dropout and fp16's scaler show that all of it counts."""
+    more = {"model.config.attention_dropout": 0.3, "model.dtype": "fp16"}
+    whole = load_job(path, {**more, "run.dir": str(tmp_path / "whole")})
+    parts = load_job(path, {**more, "run.dir": str(tmp_path / "parts")})
+    train(whole, quiet)
+
+    def saved(state: Any) -> bytes:
+        out = io.BytesIO()
+        torch.save(state, out)
+        return out.getvalue()
+
+    with monkeypatch.context() as first_edition:
+        first_edition.setattr(plain, "encode", saved)
+        stop_after(parts, 2)
+    train(parts, quiet)
+    assert losses(parts) == losses(whole) and len(losses(whole)) == 5
 
 
 def test_who_is_late_does_not_wait_for_the_norm(path: Path) -> None:
