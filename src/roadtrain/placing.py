@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from roadtrain.errors import ConfigError, ModelError
+from roadtrain.kernels.generic import say_generic
 from roadtrain.kernels.rules import rules_for
 from roadtrain.model.borrowed import is_hollow
 from roadtrain.model.split import NAMES, split, table
@@ -138,6 +139,7 @@ def place(
         report(f"{len(outside)} parameters are in no parameter group ({outside[0]!r} is the first): they stay as they "
                "are and get no gradient, so that clipping does not count theirs")
     rules: list[Any] = list(rules_for(optimizer))
+    say_generic(rules, report)
     base = table(parts, groups, dtype, chunk_elements)
     whole, twin_of_root, twin_set = base, 0, frozenset[int]()
     if error_feedback and topk is None:
@@ -198,7 +200,7 @@ def place(
     engine: Engine | Cluster
     if addresses:
         engine = Cluster(
-            layout, budgets, addresses, link or Options(retry_s=deadline_s), group, device,
+            layout, budgets, addresses, _patient(link or Options(), deadline_s), group, device,
             compute_blocks=range(1, len(base.blocks)), compressor=compressor, deadline_s=deadline_s,
             holds_gradients=backwards_per_step is None, residuals=residuals, report=report,
             mark=mark if group.rank == 0 else None,
@@ -234,6 +236,12 @@ def place(
         f"at most {show_bytes(budgets.total)} of {show_bytes(host)}"
     )
     return placed
+
+
+def _patient(link: Options, deadline_s: float) -> Options:
+    """As long as the user's deadline where the options do not say how long: servers may still be starting, or hold
+    the session of workers that are leaving."""
+    return link if link.retry_s is not None else replace(link, retry_s=deadline_s)
 
 
 def _device_of(model: nn.Module) -> torch.device:

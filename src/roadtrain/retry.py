@@ -9,9 +9,12 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def retry(attempt: Callable[[], T], errors: type[BaseException] | tuple[type[BaseException], ...], for_s: float) -> T:
-    """What `attempt` returns; its error where that still is one of `errors` after `for_s`, any other at once."""
-    until = time.monotonic() + for_s
+def retry(
+    attempt: Callable[[], T], errors: type[BaseException] | tuple[type[BaseException], ...], for_s: float | None
+) -> T:
+    """What `attempt` returns; its error where that still is one of `errors` after `for_s` (None: the first), any other
+    at once."""
+    until = time.monotonic() + (for_s or 0.0)
     while True:
         try:
             return attempt()

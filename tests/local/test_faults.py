@@ -671,3 +671,15 @@ def test_a_gpt2_generates_between_steps(tmp_path, store):
     assert losses[4:8] == losses[8:]
     np.testing.assert_allclose(losses[:4], losses[4:8], rtol=0, atol=2e-4)
     assert texts[:4] == texts[4:]
+
+
+@pytest.mark.parametrize("make", [torch.optim.NAdam, torch.optim.AdamW])
+def test_an_optimizer_without_a_compiled_rule_is_said(make):  # Rule 6
+    said, model = [], nn.Linear(3, 2)
+    with roadtrain.place(model, make(model.parameters()), report=said.append):
+        lines = [line for line in said if "no compiled rule" in line]
+    if make is torch.optim.NAdam:
+        (line,) = lines
+        assert "NAdam" in line and "speed class is generic" in line and "/s" in line
+    else:
+        assert lines == []

@@ -244,3 +244,22 @@ def test_another_number_of_workers_goes_on(hosts, tmp_path):
             results.append((i, [losses(log) for log in running.logs]))
     assert results[:3] == results[3:]
     assert [sorted(seen[0]) for _, seen in results[:3]] == [["1", "2", "end"], ["3", "4", "end"], ["5", "6", "end"]]
+
+
+@pytest.mark.parametrize("link", ["token alone", "none"])
+def test_restarted_workers_wait_for_servers_that_hold_the_old_session(link, hosts, tmp_path):
+    """Whatever options the link has, as long as they do not say how long to try (README shows `token` alone)."""
+    token = b"a secret of sixteen bytes" if link == "token alone" else None
+    (host,) = hosts(1, token=token)
+    first = Workers(Case(), [host.where], tmp_path, 10_000, 1, token=token, retry_s=None)
+    wait_for(lambda: len(losses(first.logs[0])) > 2, "some steps")
+    other = tmp_path / "restarted"
+    other.mkdir()
+    again = Workers(Case(), [host.where], other, 10_000, 1, token=token, retry_s=None, session="2")
+    time.sleep(3)
+    assert again.processes[0].is_alive(), again.errors()
+    first.processes[0].kill()
+    first.join()
+    wait_for(lambda: len(losses(again.logs[0])) > 2, "steps of the restarted worker")
+    again.processes[0].kill()
+    again.join()

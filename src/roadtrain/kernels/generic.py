@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy as copying
 import pickle
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from time import perf_counter
@@ -26,12 +26,14 @@ import torch
 from roadtrain.errors import RuleError
 from roadtrain.kernels.cast import cast, reference_narrow, reference_widen
 from roadtrain.kernels.rule import Rule
+from roadtrain.units import show_rate
 
 HINT = "use one of torch's elementwise optimizers, or write a Rule (roadtrain check-rule)"
 SPEED_ONLY = ("foreach", "fused", "capturable", "differentiable")  # options that do not change the numbers meant
 NOT_OPTIONS = ("params", "param_names")
 NOT_ATTRIBUTES = ("defaults", "state", "param_groups", "step", "_opt_called", "_step_count")  # the last: schedulers'
 PROBE_STEPS = 8
+SAMPLE = 1 << 18  # elements of the slice that the speed of a generic rule is measured on
 
 
 @dataclass(frozen=True)
@@ -286,15 +288,29 @@ def check_rule(rule: Rule, hyper: Sequence[float], elements: int = 1 << 20) -> C
                     failures.append(f"{case}: differs from its reference")
                 if sides[0] != sides[2]:
                     failures.append(f"{case}: depends on how the range is cut")
-    side = _Side(rule, rng.standard_normal(elements, dtype=np.float32), hyper)
+    return CheckReport(rule.name, cases, tuple(failures), bytes_per_s(rule, hyper, elements))
+
+
+def bytes_per_s(rule: Rule, hyper: Sequence[float], elements: int, times: int = 5) -> float:
+    """As CheckReport counts them: the median of so many steps of one slice of that many elements."""
+    side = _Side(rule, np.random.default_rng(4).standard_normal(elements, dtype=np.float32), hyper)
     grad = reference_narrow(side.p, "bf16")
     seconds = []
-    for _ in range(5):
+    for _ in range(times):
         begin = perf_counter()
         side.step(rule.apply, grad, "bf16", 1.0, "bf16", [0, elements])
         seconds.append(perf_counter() - begin)
     nbytes = elements * (8 + 8 * len(rule.arrays) + 4)
-    return CheckReport(rule.name, cases, tuple(failures), nbytes / sorted(seconds)[2])
+    return nbytes / sorted(seconds)[times // 2]
+
+
+def say_generic(rules: Sequence[Rule], report: Callable[[str], None]) -> None:
+    """One line for each optimizer class whose updates are not compiled (Rule 6), with what they cost here."""
+    generic = {rule.cls.__name__: rule for rule in rules if isinstance(rule, TorchRule)}
+    for name, rule in generic.items():
+        rate = bytes_per_s(rule, rule.hyper(rule.options), SAMPLE, times=3)
+        report(f"{name} has no compiled rule: its speed class is generic, torch's own step runs on every slice "
+               f"(measured {show_rate(rate)} on one thread; compiled rules run as fast as memory)")
 
 
 class _Side:

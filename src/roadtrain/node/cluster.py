@@ -264,7 +264,7 @@ class Cluster:
             if self._enough(missing):
                 return missing
             waiting = not missing or (self.group.rank > 0 and len(self.servers) > 0)  # for worker 0 to begin
-            limit_s = options.retry_s + self._deadline_s * waiting
+            limit_s = (options.retry_s or 0.0) + self._deadline_s * waiting
             if time.monotonic() - begin > limit_s:
                 break
             time.sleep(0.05)

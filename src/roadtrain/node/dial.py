@@ -19,7 +19,7 @@ def address_of(text: str) -> Address:
 
 def local_options(options: Options) -> shm.Options:
     """Of a link inside a host, as patient as `options`."""
-    return shm.Options(frame_limit=options.frame_limit, close_s=options.close_s, retry_s=options.retry_s + 30)
+    return shm.Options(frame_limit=options.frame_limit, close_s=options.close_s, retry_s=(options.retry_s or 0.0) + 30)
 
 
 def token_of(path: str | None) -> bytes | None:

@@ -37,14 +37,15 @@ TAKEN, REFUSED, NOT_PROVEN, BUSY = 0, 1, 2, 3
 @dataclass(frozen=True)
 class Common:
     """What every transport asks for. `frame_limit`: the smaller of both sides counts for sending. `checksums`: xxh3
-    of every frame; both sides must say the same. `retry_s`: how long to try again while nobody
-    listens there. `close_s`: how long `close` waits for the other side while nothing moves."""
+    of every frame; both sides must say the same. `retry_s`: how long to try again while nobody listens there; None: not
+    at all, or as long as the deadline of whoever dials, if it has one. `close_s`: how long `close` waits for the other
+    side while nothing moves."""
 
     frame_limit: int = FRAME_LIMIT
     checksums: bool = False
     handshake_s: float = 10.0
     close_s: float = 5.0
-    retry_s: float = 0.0
+    retry_s: float | None = None
 
 
 DEFAULTS = Common()

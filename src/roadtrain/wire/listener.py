@@ -23,6 +23,8 @@ from roadtrain.wire.link import Link, Receiver
 from roadtrain.wire.stream import Channel, Stream
 
 MAX_PENDING = 128
+AGAIN_S = 0.1  # until the next try to accept
+SHORT_S = 10.0  # between two lines about what the host is short of
 
 Accept = Callable[[Link, bytes], Receiver]
 Report = Callable[[str], None]
@@ -64,6 +66,7 @@ class Listener:
         self._pending: dict[threading.Thread, socket.socket] = {}
         self._joining: dict[bytes, _Joining] = {}
         self._closed = False
+        self._said_short = -SHORT_S  # when that line was printed last
         self._thread = threading.Thread(target=self._listen, name=f"listen {address}", daemon=True)
         self._thread.start()
 
@@ -90,8 +93,8 @@ class Listener:
             except OSError as error:
                 if self._closed:
                     return
-                self._report(f"listening on {self.address}: {error.strerror}")  # out of descriptors: give it time
-                time.sleep(0.1)
+                self._short_of(error.strerror or repr(error))
+                time.sleep(AGAIN_S)
                 continue
             thread = threading.Thread(target=self._greet, args=(sock,), name=f"greet {self.address}", daemon=True)
             with self._lock:
@@ -101,7 +104,19 @@ class Listener:
                 if len(self._pending) >= MAX_PENDING:
                     _cut(self._pending.pop(next(iter(self._pending))))
                 self._pending[thread] = sock
-                thread.start()
+                try:
+                    thread.start()
+                except RuntimeError as error:  # this host has no thread for it: this one is refused, others come
+                    del self._pending[thread]
+                    sock.close()
+                    self._short_of(str(error))
+
+    def _short_of(self, what: str) -> None:
+        """A line, and not one for every connection: descriptors, memory or threads are used up."""
+        now = time.monotonic()
+        if now - self._said_short >= SHORT_S:
+            self._said_short = now
+            self._report(f"listening on {self.address}: {what}; who comes now waits or is refused")
 
     def _greet(self, sock: socket.socket) -> None:
         """One connection, from accept to its verdict; joined to a link or closed."""

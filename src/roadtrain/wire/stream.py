@@ -148,8 +148,18 @@ class Stream:
             for name, work in (("send", self._send_all), ("receive", self._receive_all)):
                 self._threads.append(threading.Thread(
                     target=self._run, args=(work, channel), name=f"{name} {i} {self.peer}", daemon=True))
-        for thread in self._threads:
-            thread.start()
+        for number, thread in enumerate(self._threads):
+            try:
+                thread.start()
+            except RuntimeError as error:  # this host has no more: the link ends, the owner hears it
+                with self._lock:
+                    self._alive -= len(self._threads) - number
+                    del self._threads[number:]
+                    last = not self._alive
+                self.fail(LostError(f"{self.peer}: {error}"))
+                if last:
+                    self._close_channels()
+                return
 
     def send(
         self, kind: int, header: bytes, parts: Sequence[memoryview] = (), sent: Sent | None = None, *,
@@ -218,9 +228,12 @@ class Stream:
             self._alive -= 1
             last = not self._alive
         if last:
-            channels, self._channels = self._channels, ()
-            for each in channels:
-                each.close()
+            self._close_channels()
+
+    def _close_channels(self) -> None:
+        channels, self._channels = self._channels, ()
+        for each in channels:
+            each.close()
 
     def _owner_failed(self, error: Exception) -> PeerError:
         if isinstance(error, PeerError):
