@@ -42,6 +42,14 @@ def test_what_is_decoded_is_near(text, values, seed):  # Rule 2: as near as its 
     assert np.array_equal(out, through(text, values, seed)), "Rule 1"
 
 
+@pytest.mark.parametrize("text", ["dither:2", "dither:4", "dither:8"])
+def test_dithering_holds_below_the_least_normal_number(text):  # Rule 6: no NaN of 0 x infinity, no lost value
+    values = np.array([3e-45, 0, -1e-40, 2e-39], np.float32)
+    out = through(text, values)
+    assert (np.abs(out - values) <= np.float32(2e-39) / (2 ** (int(text[-1]) - 1) - 1) * 1.001).all()
+    assert out[1] == 0
+
+
 @pytest.mark.parametrize("text", ["dither:2", "dither:4"])
 def test_dithering_has_the_right_mean(text):
     values = np.array([0.3, -0.77, 1.0, 0.0, -0.01], np.float32)

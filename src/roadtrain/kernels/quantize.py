@@ -49,8 +49,9 @@ def largest(x):
 @kernel
 def pack_levels(x, most, width, seed, packed):
     """packed: uint8, `width` (2, 4, 8) bits an element: its level plus L, L = 2^(width - 1) - 1."""
-    top = np.float32((1 << (width - 1)) - 1)
-    scale = top / most if most > 0 else np.float32(0)
+    top = np.float64((1 << (width - 1)) - 1)
+    # In float64: in float32 the quotient is infinite where `most` is below the least normal number.
+    scale = top / np.float64(most) if most > 0 else np.float64(0)
     each = 8 // width
     for at in range(0, x.size, each):
         byte = np.uint8(0)
@@ -58,7 +59,7 @@ def pack_levels(x, most, width, seed, packed):
             z = np.uint64(seed) + np.uint64(i + 1) * np.uint64(0x9E3779B97F4A7C15)  # splitmix64
             z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
             z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-            chance = np.float32(np.float64(z >> np.uint64(40)) * 5.9604644775390625e-08)  # 2^-24
+            chance = np.float64(z >> np.uint64(40)) * 5.9604644775390625e-08  # 2^-24
             level = min(max(np.floor(x[i] * scale + chance), -top), top)
             byte |= np.uint8(np.int64(level + top) << ((i - at) * width))
         packed[at // each] = byte
@@ -68,9 +69,9 @@ def pack_levels(x, most, width, seed, packed):
 def unpack_levels(packed, most, width, out):
     top = (1 << (width - 1)) - 1
     each, mask = 8 // width, (1 << width) - 1
-    scale = most / np.float32(top)
+    scale = np.float64(most) / top
     for i in range(out.size):
-        out[i] = np.float32((packed[i // each] >> ((i % each) * width) & mask) - top) * scale
+        out[i] = np.float32(((packed[i // each] >> ((i % each) * width) & mask) - top) * scale)
 
 
 @kernel
