@@ -24,14 +24,14 @@ from dataclasses import dataclass, field
 
 from roadtrain.errors import LoopError
 
-TINY = 1e-12
+TINY = 1e-12  # a share: of a rate, a level or a capacity, never an amount
 
 
 class Resource:
     __slots__ = ("capacity", "name", "running", "used")
 
     def __init__(self, name: str, capacity: float) -> None:
-        assert capacity > 0, f"{name} has no capacity"
+        assert capacity > 0, f"{name} has no capacity"  # infinite: it never limits anything
         self.name, self.capacity = name, capacity
         self.running: dict[Task, float] = {}  # that use it now, and how much a unit of progress takes
         self.used = 0.0  # of what has ended
@@ -126,9 +126,11 @@ class Engine:
         uses. `max_rate`: units a second at most (1 where it uses nothing: `work` is seconds). `then` is called at its
         end and may make tasks."""
         self.made += 1
-        task = Task(stage, max(work, 0.0), [use for use in uses if use[1] > 0], self.made)
+        asked = [use for use in uses if use[1] > 0]
+        limits = [use for use in asked if use[0].capacity < float("inf")]
+        task = Task(stage, max(work, 0.0), limits, self.made)
         task.lane, task.then, task.latency, task.priority, task.where = lane, then, latency, priority, where
-        task.max_rate = (float("inf") if task.uses else 1.0) if max_rate is None else max_rate
+        task.max_rate = (float("inf") if asked else 1.0) if max_rate is None else max_rate
         for other in after:
             if not other.ended:
                 other.waited_by.append(task)
@@ -255,33 +257,42 @@ class Engine:
 
 def fair_rates(tasks: Iterable[Task], resources: Iterable[Resource]) -> dict[Task, float]:
     """Weighted max-min, the most urgent priority first: the rates of its tasks grow alike until one of them runs at its
-    `max_rate` or a resource is full, whose tasks then stay; the rest grows on."""
+    `max_rate` or a resource is full, whose tasks then stay; the rest grows on.
+
+    Capacities, weights and rates may be of any size: what is full is told by levels, each relative to the least, and
+    what a resource gives to tasks that still grow is added up anew, so no small weight is lost behind a large one."""
     rates: dict[Task, float] = {}
-    left = {resource: resource.capacity for resource in resources}
+    left = {resource: resource.capacity for resource in resources}  # what tasks that stay do not take
     todo = sorted(tasks, key=lambda task: (task.priority, task.number))
     while todo:
         priority = todo[0].priority
         growing = dict.fromkeys(task for task in todo if task.priority == priority)
         todo = todo[len(growing) :]
-        level = 0.0
-        weights: dict[Resource, float] = {}
+        users: dict[Resource, dict[Task, float]] = {}  # tasks that still grow, and what a unit of their rate takes
         for task in growing:
             for resource, weight in task.uses:
-                weights[resource] = weights.get(resource, 0.0) + weight
+                own = users.setdefault(resource, {})
+                own[task] = own.get(task, 0.0) + weight
+        levels = {resource: left[resource] / sum(own.values()) for resource, own in users.items()}
         while growing:
-            room = min(left[resource] / weight for resource, weight in weights.items())
-            fastest = min(task.max_rate for task in growing)
-            step = max(0.0, min(room, fastest - level))
-            level += step
-            for resource, weight in weights.items():
-                left[resource] -= step * weight
-            full = {r for r, weight in weights.items() if left[r] <= TINY * r.capacity}
-            stay = [t for t in growing if t.max_rate <= level * (1 + TINY) or any(r in full for r, _ in t.uses)]
+            level = min([*levels.values(), min(task.max_rate for task in growing)])
+            most = level * (1 + TINY)
+            full = {resource for resource, reached in levels.items() if reached <= most}
+            stay = [t for t in growing if t.max_rate <= most or any(r in full for r, _ in t.uses)]
+            assert stay, "a round of sharing gives at least one task its rate"
+            touched: dict[Resource, None] = {}
             for task in stay:
                 rates[task] = level
                 del growing[task]
-                for resource, weight in task.uses:
-                    weights[resource] -= weight
-                    if weights[resource] <= TINY:
-                        del weights[resource]
+                for resource, _ in task.uses:
+                    if (weight := users[resource].pop(task, None)) is not None:
+                        left[resource] -= level * weight
+                        touched[resource] = None
+            for resource in touched:
+                if left[resource] <= TINY * resource.capacity:
+                    left[resource] = 0.0  # what rounding has left is nothing
+                if users[resource]:
+                    levels[resource] = left[resource] / sum(users[resource].values())
+                else:
+                    levels.pop(resource, None)
     return rates

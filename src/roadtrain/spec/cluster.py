@@ -138,9 +138,10 @@ class Host(Section):
     @model_validator(mode="before")
     @classmethod
     def _templates(cls, tree: Any) -> Any:
-        if isinstance(tree, Mapping) and isinstance(tree.get("device"), str):
-            return {"devices": 1, **tree, "device": template("device", tree["device"])}
-        return tree
+        if not isinstance(tree, Mapping) or tree.get("device") is None:
+            return tree
+        device = tree["device"]
+        return {"devices": 1, **tree, "device": template("device", device) if isinstance(device, str) else device}
 
     @property
     def together(self) -> Self:
