@@ -23,15 +23,15 @@ from typing import Any
 import msgspec
 import psutil
 
+from roadtrain.build import build_config
 from roadtrain.calibrate_steps import Measured
 from roadtrain.errors import BudgetError, ConfigError, DeadlineError, RoadtrainError
 from roadtrain.lab import CARRIED, LoopDevice, Network, Nic, Throttle, lab_available, network_available, sweep
+from roadtrain.model.config_shape import shape_of_config
 from roadtrain.probe import storage_rates
 from roadtrain.sim.compute import Constants
-from roadtrain.simulate import load_model
 from roadtrain.spec.cluster import Cluster, Host
 from roadtrain.spec.job import Job
-from roadtrain.spec.shapes import from_config
 from roadtrain.units import MIB, show_bytes, show_rate
 
 EMULATED = Constants(efficiency=1.0, network=CARRIED, source="measured in the lab")
@@ -46,8 +46,9 @@ def steps_in_lab(cluster: Cluster, job: Job, steps: int) -> tuple[Cluster, Measu
     ConfigError for what has no runtime in the lab, BudgetError for a model too large, before anything is made."""
     worker, server = hosts_of(cluster, job)
     home, many = Path(job.run.dir), worker.count
-    params = (load_model(job.model.pretrained) if job.model.pretrained else
-              from_config({"vocab_size": 256, **job.model.config}, seq_len=job.data.seq_len)).params
+    whole = job.model.pretrained or "vocab_size" in job.model.config
+    config = build_config(job if whole else job.changed({"model.config.vocab_size": 256})).to_dict()
+    params = shape_of_config(config, seq_len=job.data.seq_len).params
     need = params * (STATE + WORKER * many) + PROCESS * (many + (server.count if server else 0))
     if need > (free := psutil.virtual_memory().available):
         raise BudgetError(f"{params / 1e6:.0f} M parameters and {many} worker(s) in the lab take {show_bytes(need)}, "

@@ -21,13 +21,14 @@ import msgspec
 import torch
 
 from roadtrain.errors import PeerError, RoadtrainError
+from roadtrain.model.config_shape import shape_of_config
 from roadtrain.node import watch
 from roadtrain.node.dial import address_of, token_of
 from roadtrain.spec.chunks import ITEMSIZE
 from roadtrain.spec.job import Job, load_job
 from roadtrain.spec.layout import Layout
 from roadtrain.spec.placement import Plan, placement
-from roadtrain.spec.shapes import ModelShape, from_config
+from roadtrain.spec.shapes import ModelShape
 from roadtrain.trace import Stages
 from roadtrain.train import Training, place_job, step
 from roadtrain.wire.tcp import Options
@@ -106,7 +107,7 @@ def measure(job: Job, steps: int) -> Measured:
     stages |= {name: (seconds - before.get(name, 0.0)) / steps for name, seconds in after.items()}
     compute = median(seconds - (own["Wait"].seconds if "Wait" in own else 0.0) for seconds, own in lines)
     config: Any = training.model.config
-    shape = from_config(config.to_dict(), seq_len=training.job.data.seq_len)
+    shape = shape_of_config(config.to_dict(), seq_len=training.job.data.seq_len)
     return Measured(median(seconds for seconds, _ in lines), compute, stages, memory, plan, shape)
 
 

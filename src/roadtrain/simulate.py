@@ -8,6 +8,7 @@ of a real run's metrics and opens in ui.perfetto.dev.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from json import dumps, loads
@@ -20,7 +21,7 @@ from roadtrain.sim.compute import constants as named
 from roadtrain.sim.run import Result, simulate
 from roadtrain.spec.cluster import Cluster, load_cluster
 from roadtrain.spec.placement import Plan, load_plan, make_plan
-from roadtrain.spec.shapes import ModelShape, from_config, shape
+from roadtrain.spec.shapes import ModelShape, from_config, named_shape
 from roadtrain.store.direct import replace_file
 from roadtrain.units import show_bytes, show_seconds
 
@@ -29,28 +30,43 @@ SCHEMA = 1
 
 def load_model(name: str, seq_len: int | None = None) -> ModelShape:
     """A named shape, a Hugging Face config.json or a folder with one, or MODULE:FUNCTION that returns a model (on
-    `meta` if it is large) and its arguments, a batch of samples first. Raises ConfigError, ModelError."""
+    `meta` if it is large) and its arguments, a batch of samples first. `seq_len`: tokens of a sample; None: a default
+    that `notes` of the shape say. Raises ConfigError, ModelError."""
     if not name:
         raise ConfigError("no model", hint="--model NAME, or the path of a Hugging Face config.json")
     module, _, function = name.partition(":")
     if function and "/" not in name:
+        if seq_len is not None:
+            raise ConfigError(f"{name} gives its own samples, --seq-len {seq_len} would change nothing",
+                              hint="leave --seq-len out")
         return _of_module(module, function)
     path = Path(name)
     if path.is_dir():
         path = path / "config.json"
     if path.suffix != ".json":
-        return shape(name, seq_len=seq_len)
+        return named_shape(name, seq_len)
     try:
         config = loads(path.read_text())
     except OSError as cause:
         raise ConfigError(f"cannot read {path}: {cause.strerror}") from cause
     except ValueError as cause:
         raise ConfigError(f"{path} is not JSON: {cause}") from cause
-    return replace(from_config(config, seq_len=seq_len), name=path.parent.name or str(path))
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} is not a model's config: {str(config)[:40]!r}", hint="a Hugging Face config.json")
+    return replace(_of_config(config, seq_len), name=path.resolve().parent.name or str(path))
+
+
+def _of_config(config: dict[str, Any], seq_len: int | None) -> ModelShape:
+    """By the model's modules; without transformers by formula, where it is exact."""
+    if importlib.util.find_spec("transformers") is None:
+        return from_config(config, seq_len=seq_len)
+    counted: ModelShape = importlib.import_module("roadtrain.model.config_shape").shape_of_config(
+        config, seq_len=seq_len)
+    return counted
 
 
 def _of_module(module: str, function: str) -> ModelShape:
-    """The only way by which torch comes in."""
+    """Torch comes in by this and by `_of_config` alone."""
     try:
         model, *args = getattr(importlib.import_module(module), function)()
     except (ImportError, AttributeError, TypeError, ValueError) as cause:

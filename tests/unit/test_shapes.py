@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from roadtrain.errors import ConfigError
-from roadtrain.spec.shapes import NAMES, from_config, gpt, shape
+from roadtrain.spec.shapes import NAMES, chosen_length, from_config, gpt, named_shape, shape
 
 PUBLISHED = {  # billions
     "OPT-125M": 0.125, "OPT-1.3B": 1.316, "OPT-13B": 12.85, "OPT-175B": 175, "OPT-1.0T": 1000, "GPT-2": 0.124,
@@ -77,5 +77,27 @@ def test_what_cannot_be_a_model() -> None:
     assert "OPT-175B" in caught.value.hint
     with pytest.raises(ConfigError, match=r"has none of num_hidden_layers"):
         from_config({"model_type": "llama", "hidden_size": 4096})
-    with pytest.raises(ConfigError, match=r"4097 does not divide into 32 heads"):
-        from_config({"model_type": "x", "hidden_size": 4097, "num_hidden_layers": 1, "num_attention_heads": 32})
+    whole = {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 1, "num_attention_heads": 32,
+             "vocab_size": 100, "intermediate_size": 100}
+    assert from_config(whole).params > 0
+    for more, said in (({"hidden_size": 4097}, "4097 does not divide into 32 heads"),
+                       ({"head_dim": 256}, "has heads of 128, the config says 256"),
+                       ({"attention_bias": True}, "does not count `attention_bias`"),
+                       ({"model_type": "qwen3"}, "of a `qwen3` are not known by formula"),
+                       ({"model_type": "mixtral"}, "of 0 experts, of which a token takes 0"),
+                       ({"model_type": ""}, "model without model_type"),
+                       ({"vocab_size": None}, "has none of vocab_size")):
+        with pytest.raises(ConfigError, match=said):
+            from_config({**whole, **more})
+
+
+def test_the_length_of_samples_is_given_or_said() -> None:
+    assert named_shape("GPT-2").notes == ("samples of 1024 tokens (as published; --seq-len says otherwise)",)
+    assert named_shape("GPT-2", 512).tokens == 512 and not named_shape("GPT-2", 512).notes
+    for name, length, said in (("GPT-2", 2048, "the model's longest is 1024"), ("GPT-2", -1, "samples of -1 tokens"),
+                               ("ResNet-50", 5, "have no tokens"), ("LLaMA-7B", 0, "samples of 0 tokens")):
+        with pytest.raises(ConfigError, match=said):
+            named_shape(name, length)
+    assert chosen_length(None, 131072)[0] == chosen_length(None, None)[0] == 4096
+    assert "the model's longest is 131072" in chosen_length(None, 131072)[1][0]
+    assert chosen_length(None, 512)[0] == 512 and chosen_length(131072, 131072) == (131072, [])

@@ -285,8 +285,8 @@ def fair_rates(tasks: Iterable[Task], resources: Iterable[Resource]) -> dict[Tas
                 rates[task] = level
                 del growing[task]
                 for resource, _ in task.uses:
-                    if (weight := users[resource].pop(task, None)) is not None:
-                        left[resource] -= level * weight
+                    if task in users[resource]:
+                        left[resource] -= level * users[resource].pop(task)
                         touched[resource] = None
             for resource in touched:
                 if left[resource] <= TINY * resource.capacity:

@@ -54,7 +54,8 @@ class BlockShape:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """`tokens`: of a sample; 1 where it has none. `hidden`: width of what passes between blocks."""
+    """`tokens`: of a sample; 1 where it has none. `hidden`: width of what passes between blocks. `notes`: what of it
+    was assumed or not counted, each a line for people."""
 
     name: str
     blocks: tuple[BlockShape, ...]
@@ -62,6 +63,7 @@ class ModelShape:
     hidden: int = 0
     heads: int = 0
     source: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def params(self) -> int:
@@ -279,6 +281,20 @@ def _dlrm(name: str, rows: Sequence[int], width: int, bottom: Sequence[int], top
 NAMES = (*_TRANSFORMERS, "VGG-16", "ResNet-50", "DLRM-Kaggle")
 
 
+def named_shape(name: str, seq_len: int | None = None) -> ModelShape:
+    """A named shape for samples of `seq_len` tokens (None: as published, which its notes say). Raises ConfigError for a
+    name that is not known, and for a length that its samples cannot have."""
+    own = shape(name)
+    positions = next((t.positions for known, (t, _) in _TRANSFORMERS.items() if known == own.name), None)
+    if seq_len is None:
+        return replace(own, notes=(f"samples of {own.tokens} tokens (as published; --seq-len says otherwise)",)
+                       if own.tokens > 1 else ())
+    if positions is None:
+        raise ConfigError(f"samples of {own.name} have no tokens, given are {seq_len}", hint="leave --seq-len out")
+    chosen_length(seq_len, positions or None)
+    return shape(name, seq_len=seq_len)
+
+
 def shape(name: str, **changes: Any) -> ModelShape:
     """A named shape, in the spelling of NAMES but for case and `_`. `changes`: a transformer's, instead of what is
     published (None: as published), as `seq_len`, `layers`, `fused`: whether attention keeps no s x s matrix. Raises
@@ -303,41 +319,65 @@ def gpt(layers: int, hidden: int, heads: int, *, vocab: int = 51200, seq_len: in
     return _gpt(layers, hidden, heads, vocab, seq_len, **more).shape(f"GPT-{layers}x{hidden}")
 
 
-_KEYS = {
-    "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
-    "hidden": ("hidden_size", "n_embd", "d_model"),
-    "heads": ("num_attention_heads", "n_head", "n_heads"),
-    "ff": ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"),
-    "seq_len": ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
-    "vocab": ("vocab_size",),
+KEYS = {  # of a Hugging Face config, by transformers' common name
+    "num_hidden_layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
+    "hidden_size": ("hidden_size", "n_embd", "d_model"),
+    "num_attention_heads": ("num_attention_heads", "n_head", "n_heads"),
+    "intermediate_size": ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"),
+    "max_position_embeddings": ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
+    "vocab_size": ("vocab_size",),
 }
-_GATED = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma", "gemma2", "phi3", "olmo2", "granite", "cohere")
+TOKENS = 4096  # of a sample, where nobody says
+_EXACT = {"llama": False, "mistral": False, "mixtral": False, "gpt2": True}  # -> whether embeddings are tied
+_NEVER = ("attention_bias", "mlp_bias", "add_cross_attention")  # keys that the formula does not count
+
+
+def chosen_length(seq_len: int | None, longest: int | None) -> tuple[int, list[str]]:
+    """Tokens of a sample, and what of that was assumed. `longest`: positions that the model has. Raises ConfigError
+    where a sample is longer, or has no tokens."""
+    if seq_len is None:
+        tokens = min(TOKENS, longest or TOKENS)
+        most = f"the model's longest is {longest}" if longest else "the model's longest is not known"
+        return tokens, [f"samples of {tokens} tokens ({most}; --seq-len says otherwise)"]
+    if seq_len < 1 or seq_len > (longest or seq_len):
+        raise ConfigError(f"samples of {seq_len} tokens, the model's longest is {longest or 'not known'}",
+                          hint="--seq-len of 1 or more" + (f" and at most {longest}" if longest else ""))
+    return seq_len, []
 
 
 def from_config(config: Mapping[str, Any], *, seq_len: int | None = None) -> ModelShape:
-    """The shape of a Hugging Face config (its keys, from config.json). `seq_len`: of the samples; default: the model's
-    longest. Raises ConfigError where a key that is needed is missing."""
-    found: dict[str, int] = {}
+    """The shape of a Hugging Face config (its keys, from config.json) by formula, for the few architectures that the
+    formula is exact for; `model/config_shape.py` counts the modules of all others. `seq_len`: as in `chosen_length`.
+    Raises ConfigError for any other model type, and where a key that is needed is missing."""
     kind = str(config.get("model_type", ""))
-    for name, keys in _KEYS.items():
-        value = next((config[key] for key in keys if config.get(key)), None)
-        if value is None and name in ("layers", "hidden", "heads"):
-            raise ConfigError(f"the config of a `{kind or 'model'}` has none of {', '.join(keys)}",
+    if kind not in _EXACT:
+        raise ConfigError(f"the parameters of a `{kind or 'model without model_type'}` are not known by formula",
+                          hint="pip install 'roadtrain[hf]' counts those of its modules; or --model MODULE:FUNCTION")
+    if uncounted := next((key for key in _NEVER if config.get(key)), None):
+        raise ConfigError(f"the formula of a `{kind}` does not count `{uncounted}`",
+                          hint="pip install 'roadtrain[hf]' counts the parameters of its modules")
+    found = {name: next((int(config[key]) for key in keys if config.get(key)), 0) for name, keys in KEYS.items()}
+    if kind == "gpt2":
+        found["intermediate_size"] = found["intermediate_size"] or 4 * found["hidden_size"]
+    for name, value in found.items():
+        if not value and (kind == "gpt2" or name != "max_position_embeddings"):  # gpt2 has a row of each
+            raise ConfigError(f"the config of a `{kind}` has none of {', '.join(KEYS[name])}",
                               hint="a Hugging Face config.json of a transformer has them")
-        found[name] = int(value or 0)
-    hidden, heads = found["hidden"], found["heads"]
-    if hidden % heads and not config.get("head_dim"):
+    hidden, heads = found["hidden_size"], found["num_attention_heads"]
+    if hidden % heads:
         raise ConfigError(f"a width of {hidden} does not divide into {heads} heads")
-    head = int(config.get("head_dim") or hidden // heads)
-    kv = int(config.get("num_key_value_heads") or config.get("num_kv_heads") or heads) * head
-    gated = kind in _GATED or str(config.get("hidden_act", "")).startswith("silu")
-    patches = (int(config.get("image_size", 224)) // int(config.get("patch_size", 16))) ** 2 + 1
-    length = seq_len or found["seq_len"] or (patches if kind.startswith("vit") else 1024)
-    learnt = kind in ("gpt2", "opt", "bert", "roberta", "gpt_bigcode") or kind.startswith("vit")
+    if (head := int(config.get("head_dim") or hidden // heads)) * heads != hidden:
+        raise ConfigError(f"the formula of a `{kind}` has heads of {hidden // heads}, the config says {head}",
+                          hint="pip install 'roadtrain[hf]' counts the parameters of its modules")
+    experts, active = int(config.get("num_local_experts") or 0), int(config.get("num_experts_per_tok") or 0)
+    if kind == "mixtral" and not 0 < active <= experts:
+        raise ConfigError(f"a `mixtral` of {experts} experts, of which a token takes {active}",
+                          hint="give num_local_experts and num_experts_per_tok")
+    longest, gated = found["max_position_embeddings"] or None, kind != "gpt2"
+    tokens, notes = chosen_length(seq_len, longest)
+    tied, positions = bool(config.get("tie_word_embeddings", _EXACT[kind])), 0 if gated else longest or 0
     transformer = Transformer(
-        found["layers"], hidden, heads, found["vocab"] or 3 * int(config.get("patch_size", 16)) ** 2, length,
-        found["ff"] or 4 * hidden, kv, gated, bool(config.get("tie_word_embeddings", not gated)),
-        (found["seq_len"] or length) if learnt else 0, fused=gated, biases=not gated, norms=2 if gated else 4,
-        experts=int(config.get("num_local_experts") or config.get("num_experts") or 1),
-        active=int(config.get("num_experts_per_tok") or 1))
-    return transformer.shape(kind or "transformer", "Hugging Face config")
+        found["num_hidden_layers"], hidden, heads, found["vocab_size"], tokens, found["intermediate_size"],
+        int(config.get("num_key_value_heads") or heads) * head, gated, tied, positions, fused=gated, biases=not gated,
+        norms=2 if gated else 4, experts=experts or 1, active=active or 1)
+    return replace(transformer.shape(kind, "Hugging Face config, by formula"), notes=tuple(notes))
