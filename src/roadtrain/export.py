@@ -20,6 +20,7 @@ from roadtrain.data import need
 from roadtrain.errors import ConfigError
 from roadtrain.model import plain
 from roadtrain.model.split import DTYPES, NAMES, as_numpy
+from roadtrain.optimizer import persistent_buffers
 from roadtrain.spec.chunks import ParamSpec
 from roadtrain.spec.job import Job, make_job
 from roadtrain.status import job_of_run
@@ -39,7 +40,7 @@ def export_run(run: str, directory: str, masters: bool = False, report: Callable
             training = place_job(job, report, mark)
             optimizer = stack.enter_context(training.optimizer)
             step, params, read = optimizer.steps_done, optimizer.params, optimizer.read
-            buffers = {n: b for n, b in training.model.named_buffers() if n in training.model.state_dict()}
+            buffers = persistent_buffers(training.model)
         else:
             if not job.store.dirs:
                 raise ConfigError(f"{run} has no state on files (store.dirs = [])", hint="train it with a store")

@@ -10,25 +10,32 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
+import itertools
 import math
 import random
+import uuid
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from roadtrain.errors import ForeignError, LoopError
+from roadtrain import optimizer_states
+from roadtrain.errors import ForeignError, GoneError, LoopError
 from roadtrain.model import plain
 from roadtrain.model.activations import Activations
 from roadtrain.model.grads import PlacedGrad
 from roadtrain.model.split import Split
 from roadtrain.model.stream import Stream
 from roadtrain.node.cluster import Cluster, Group
-from roadtrain.node.engine import Engine
+from roadtrain.node.engine import Engine, Layout, pieces_of
 from roadtrain.spec.chunks import ChunkTable, ParamSpec
+from roadtrain.states import ModelStates, Pieces, Values
+from roadtrain.store.generation import OpenedStore, open_store
 from roadtrain.trace import Stage
 
 
@@ -41,13 +48,15 @@ class PlacedOptimizer(torch.optim.Optimizer):
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, parts: Split, base: ChunkTable,
         engine: Engine | Cluster, backwards_per_step: int | None, extra: dict[str, Any],
+        report: Callable[[str], None] = print,
     ) -> None:
         super().__init__(optimizer.param_groups, optimizer.defaults)
+        self.state = _Elsewhere(dict)
         self._model, self._table, self._engine, self._extra = model, base, engine, extra
         self._given: Any = optimizer  # schedulers made before place() watch it; the two share their groups
         self._parts, self._worker = parts, engine.worker
         # the model's stream is given this object as its lender, the gradients' handles as their book
-        self.borrow, self.give_back = self._worker.borrow, self._worker.give_back
+        self.give_back = self._worker.give_back
         self.gradient_buffer, self.sum_squares = self._worker.gradient_buffer, self._worker.sum_squares
         self._params = [p for part in (parts.root, *parts.blocks) for _, p in part.params]
         self._index = {p: i for i, p in enumerate(self._params)}
@@ -63,11 +72,21 @@ class PlacedOptimizer(torch.optim.Optimizer):
         self._hooks: list[Any] = []
         self._root_handles: dict[nn.Parameter, PlacedGrad] = {}  # several workers: while a pass computes the next one
         self._closed = False
+        self._report = report
+        self._history = ""  # another one after each time that other values were loaded
+        self._writing = False  # what was loaded is on its way to the store
+        self._reopened: Pieces | None = None  # of a closed store, while it is read
+        where = engine.layout.directories
+        self._states = ModelStates(model, self._params, base.params, self, where[0] if where else None, report)
         me = weakref.ref(self)
         self._at_exit = lambda: _close_quietly(me())
         atexit.register(self._at_exit)
 
     # what else the model's stream calls
+
+    def borrow(self, block: int) -> tuple[torch.Tensor, int]:
+        self.write_staged()
+        return self._worker.borrow(block)
 
     def push(self, block: int, buffer: torch.Tensor, present: Sequence[int]) -> None:
         state = self._worker.blocks[block]
@@ -83,6 +102,7 @@ class PlacedOptimizer(torch.optim.Optimizer):
         assert self._stream is not None
         whole = self._promise is not None and self._passes + 1 == self._promise and not self._stream.pending(block)
         if whole and self._hypers is None:
+            self._states.settle()
             self._hypers = self._now_hypers()
         at_once: dict[str, Any] = {"step": self.steps_done + 1, "hypers": self._hypers} if whole else {}
         self._worker.push_block(block, buffer, present, fresh=fresh, **at_once)
@@ -124,6 +144,10 @@ class PlacedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.write_staged()
+        if self._hypers is None:
+            self._states.settle()
+        self._check_gradients()
         self._capture()
         step, unscale, skip = self.steps_done + 1, *amp_of(self)
         hypers = self._now_hypers()
@@ -151,6 +175,12 @@ class PlacedOptimizer(torch.optim.Optimizer):
         if grad is None:
             return None
         return (grad.scale if isinstance(grad, PlacedGrad) else 1.0) * unscale
+
+    def _check_gradients(self) -> None:
+        for p in itertools.chain.from_iterable(self._of_block[1:]):
+            if p.grad is not None and not isinstance(p.grad, PlacedGrad):
+                raise LoopError(f"the gradient of {self._table.params[self._index[p]].name!r} was set by hand, and "
+                                "would not reach its server", hint="gradients of blocks come from backward()")
 
     def _check_promise(self, hypers: Mapping[int, tuple[float, ...]], unscale: float, skip: bool) -> None:
         if self._hypers is None:
@@ -182,10 +212,14 @@ class PlacedOptimizer(torch.optim.Optimizer):
 
     def forward_begins(self) -> None:
         """Before the model computes: the last step's state of the job is final, and the root block must be new."""
+        self.write_staged()
         if torch.is_grad_enabled():
             self._capture()
             for p in self._root_handles:
                 p.grad = None  # this pass computes a tensor; it is added where the others are
+        self._refresh_root()
+
+    def _refresh_root(self) -> None:
         if self._worker.refresh_root():
             for _, p in self._parts.root.params:
                 torch.autograd.graph.increment_version(p)
@@ -198,14 +232,15 @@ class PlacedOptimizer(torch.optim.Optimizer):
     def job_state(self) -> bytes:
         """What else a step consists of: RNG, buffers, hyperparameters, `extra`. Raises ConfigError (model/plain.py)."""
         kind, keys, position, has_gauss, cached = np.random.get_state()
-        persistent = self._model.state_dict(keep_vars=True)
+        persistent = persistent_buffers(self._model)
         device = self._worker.root.tensor.device
         state = {
             "torch": torch.get_rng_state(),
             "cuda": [torch.cuda.get_rng_state(device)] if device.type == "cuda" else [],  # of this worker's own device
             "python": random.getstate(),
             "numpy": [str(kind), torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached],
-            "buffers": {n: b for n, b in self._model.named_buffers() if n in persistent},
+            "buffers": persistent,
+            "history": self._history,
             "groups": [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups],
             "extra": {name: thing.state_dict() for name, thing in self._extra.items()},
         }
@@ -227,9 +262,8 @@ class PlacedOptimizer(torch.optim.Optimizer):
         named = dict(self._model.named_buffers())
         for name, value in state["buffers"].items():
             named[name].copy_(value)
-        for group, saved in zip(self.param_groups, state["groups"]):
-            group.update({key: value.to(group[key].device) if isinstance(value, torch.Tensor) and
-                          isinstance(group.get(key), torch.Tensor) else value for key, value in saved.items()})
+        optimizer_states.take_groups(self, {"param_groups": state["groups"]})
+        self._history = state.get("history", "")
         for name, thing in self._extra.items():
             if name in state["extra"]:
                 thing.load_state_dict(state["extra"][name])
@@ -239,7 +273,11 @@ class PlacedOptimizer(torch.optim.Optimizer):
         return self._worker.ledger.committed
 
     def flush(self) -> None:
-        """Wait until every step taken is committed."""
+        """Wait until every step taken, and what load_state_dict was given, is committed."""
+        self.write_staged()
+        self._finish_steps()
+
+    def _finish_steps(self) -> None:
         self._capture()
         self._worker.wait_committed(self.steps_done)
 
@@ -277,39 +315,189 @@ class PlacedOptimizer(torch.optim.Optimizer):
         self.flush()
         return self._engine.read(name, what)
 
-    def state_dict(self) -> dict[str, Any]:
-        """torch's form, gathered from the servers into memory: for models small enough. Saving is not needed: the store
-        is the checkpoint."""
-        self.flush()
-        state, groups, at = {}, [], 0
-        for i, group in enumerate(self.param_groups):
-            rule = self._engine.layout.rules[i]
-            for number, p in enumerate(group["params"], at):
-                spec = self._table.params[self._index[p]]
-                if self.steps_done and spec.trainable:
-                    found = {key: torch.from_numpy(self._engine.read(spec.name, key))
-                             for key in (*rule.arrays, *rule.scalars)}
-                    state[number] = found | {key: found[key].float()[0] for key in rule.scalars}
-            count = len(group["params"])
-            groups.append({k: v for k, v in group.items() if k != "params"} | {"params": list(range(at, at + count))})
-            at += count
-        return {"state": state, "param_groups": groups}
+    # states, as torch and frameworks save and load them
 
-    def load_state_dict(self, state_dict: Any) -> None:
-        raise LoopError("a placed optimizer's state is in its store, no update would read this one",
-                        hint="place() with that store resumes it")
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
+    def rules(self) -> Sequence[Any]:
+        """Of each parameter group."""
+        return self._engine.layout.rules[: len(self.param_groups)]
+
+    @property
+    def numbers(self) -> dict[int, int]:
+        """Of each trainable parameter that has elements, its number in torch's form of a state."""
+        flat = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
+        found = ((self._index[p], number) for number, p in enumerate(flat))
+        specs = self._table.params
+        return {index: number for index, number in found if specs[index].trainable and specs[index].numel}
+
+    @property
+    def reference(self) -> dict[str, Any]:
+        """What a small state says: which step of which store it is of."""
+        meta = self._engine.meta
+        return {"step": self.steps_done, "job": meta.job, "history": self._history,
+                "where": ", ".join(map(str, self._engine.layout.directories or meta.directories))}
+
+    def state_dict(self, gather: bool = False) -> dict[str, Any]:
+        """Small: the step, the parameter groups and a reference to the store, which is the checkpoint; the step is
+        committed on return. `gather`: torch's whole form, tensors of fp32 in a scratch file (beside the store, else in
+        the temporary directory) that is mapped into memory. Raises LoopError while updates run in backward."""
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        self.write_staged()
+        with self.reading() as pieces:
+            if gather:
+                where = self._states.where
+                out = optimizer_states.gather(
+                    self, pieces, lambda specs: Values(specs, ["fp32"] * len(specs), where))
+            else:
+                groups = optimizer_states.groups_of(self.param_groups)
+                out = {"state": {}, "param_groups": groups, optimizer_states.KEY: self.reference}
+                self._say_ram()
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, out)
+            out = out if changed is None else changed
+        return out
+
+    def _say_ram(self) -> None:
+        if self.steps_done and self._engine.layout.directories == () and isinstance(self._engine, Engine):
+            self._report("optimizer.state_dict() only refers to this process, whose state is in RAM: "
+                         "state_dict(gather=True) holds it")
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes over the parameter groups. A small state must be of this store and of the step that it is at. A whole
+        one is written to the store, which from then on is at the step of that state; on files it is committed on
+        return. Raises LoopError, and then changes nothing: what the model's load_state_dict took just before is
+        forgotten too."""
+        try:
+            self._load(state_dict)
+        except BaseException:
+            self._states.discard()
+            raise
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def _load(self, given: Mapping[str, Any]) -> None:
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, dict(given))
+            given = given if changed is None else changed
+        optimizer_states.check_groups(self, given)
+        said, staged = given.get(optimizer_states.KEY), self._states.staged
+        if not given["state"] and said is not None and "parameters" not in said:
+            optimizer_states.check_reference(self, said)
+            optimizer_states.take_groups(self, given)
+            return
+        if not given["state"] and (said is None or said["step"]):
+            raise LoopError("this state holds nothing of any parameter, and refers to no store",
+                            hint="state_dict() refers to the store, state_dict(gather=True) holds all")
+        optimizer_states.check_state(self, given)
+        with self.reading() as pieces:
+            if said is not None:
+                optimizer_states.check_parameters(self, said, pieces, staged)
+        before_it = optimizer_states.groups_of(self.param_groups)
+        optimizer_states.take_groups(self, given)
+        try:
+            self._rewrite(given, self.steps_done if said is None else said["step"])
+        except BaseException:
+            optimizer_states.take_groups(self, {"param_groups": before_it})
+            raise
+
+    def write_staged(self) -> None:
+        """What the model's load_state_dict put aside is written to the store, and committed there."""
+        if self._states.staged and not self._writing:
+            self._rewrite(None, self.steps_done)
+
+    def _rewrite(self, given: Mapping[str, Any] | None, step: int) -> None:
+        """`given`: a whole form of the optimizer's state. The store is at `step` afterwards."""
+        self.check_rewrite()
+        self._writing = True
+        try:
+            self._states.settle()
+            self._finish_steps()
+            before, self._history = self._history, uuid.uuid4().hex
+            hypers = [rule.hyper(group) for rule, group in zip(self.rules, self.param_groups)]
+            change = optimizer_states.writer(self, given, self._states.staged, hypers)
+            try:
+                assert isinstance(self._engine, Engine)
+                self._engine.rewrite(change, step, self.job_state())
+            except BaseException:
+                self._history = before
+                raise
+            self._states.discard()
+            self.steps_done, self._norm = step, math.nan
+            self._refresh_root()
+        finally:
+            self._writing = False
+
+    def check_rewrite(self) -> None:
+        """Raises LoopError where other values cannot be written to the store now."""
+        if self._closed:
+            raise LoopError("the placed optimizer is closed: nothing can be loaded", hint="place the model again")
+        if not isinstance(self._engine, Engine) or self._engine.layout.staleness == 1:
+            what = "with staleness 1" if isinstance(self._engine, Engine) else "on servers"
+            raise LoopError(f"other values cannot be loaded into state {what}",
+                            hint="place(..., weights=DIRECTORY) on empty directories begins with the values there")
+        if any(p.grad is not None for p in self._params):
+            raise LoopError("other values cannot be loaded while gradients wait for step()",
+                            hint="call step() or zero_grad() first")
+        self._check_not_updating()
+
+    def _check_not_updating(self) -> None:
+        step = self.steps_done + 1
+        if any(state.released_in == step for state in self._worker.blocks):
+            raise LoopError(f"updates of step {step} have begun in backward: the parameters are of no step now",
+                            hint="call step() first")
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[Pieces]:
+        """What is inside can read values after the last step taken; of a closed optimizer, from its files."""
+        if not self._closed:
+            self._check_not_updating()
+            self._finish_steps()
+            yield self._engine.pieces
+        elif self._reopened is not None:
+            yield self._reopened
+        else:
+            with self._reopen() as store:
+                self._reopened = functools.partial(pieces_of, store)
+                try:
+                    yield self._reopened
+                finally:
+                    self._reopened = None
+
+    @contextlib.contextmanager
+    def _reopen(self) -> Iterator[OpenedStore]:
+        layout = self._engine.layout
+        if not layout.directories or not isinstance(self._engine, Engine):
+            where = "on the servers" if isinstance(self._engine, Cluster) else "in RAM, and are gone"
+            raise LoopError(f"the placed optimizer is closed: the parameters of this model rest {where}",
+                            hint="take state_dict() before close(), or place the model again")
+        with contextlib.closing(open_store(layout.directories, direct=layout.direct) or _nothing(layout)) as store:
+            if (store.meta.job, store.step) != (self._engine.meta.job, self.steps_done):
+                raise LoopError(
+                    f"the model's parameters were those of step {self.steps_done} when it was closed; the store in "
+                    f"{layout.directories[0]} is at step {store.step} now", hint="place the model again")
+            yield store
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise LoopError("a placed optimizer cannot be copied or pickled: its state is elsewhere",
+                        hint="state_dict() refers to it, state_dict(gather=True) holds it")
 
     def close(self) -> None:
         """Commit what was taken, end all threads, give the model its own forwards back. The model's block parameters
-        stay NaN: place it again, or export the store."""
+        stay NaN: place it again, or export the store. Its state_dict() is read from the store's files, if there are."""
         if self._closed:
             return
-        self._closed = True
         atexit.unregister(self._at_exit)
         try:
             self.flush()
             self.grad_norm()
+            self._states.settle()
         finally:
+            self._closed = True
             for hook in self._hooks:
                 hook.remove()
             if self._stream is not None:
@@ -326,11 +514,31 @@ class PlacedOptimizer(torch.optim.Optimizer):
     def attach(self, stream: Stream, activations: Activations) -> None:
         """Called once by place()."""
         self._stream = stream
+        self._states.attach()
         self._hooks.append(self._model.register_forward_pre_hook(lambda *_: self.forward_begins()))
         for module in {m for m in self._model.modules() if any(p in self._index for p in m.parameters(recurse=False))}:
             if any(p is q for p in module.parameters(recurse=False) for _, q in self._parts.root.params):
                 self._hooks.append(module.register_forward_pre_hook(lambda *_: self.forward_begins()))
         self._activations = activations
+
+
+class _Elsewhere(defaultdict[Any, Any]):
+    """`optimizer.state`: empty. torch.distributed.checkpoint.state_dict asks whether it is, and if so it makes one by
+    a step with gradients of zero: that would be a step of the job."""
+
+    def __bool__(self) -> bool:
+        raise LoopError("the state of a placed optimizer is in its store",
+                        hint="optimizer.state_dict() refers to it, state_dict(gather=True) holds it")
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Those that a state dict has, by their first names."""
+    kept = {id(b) for m in model.modules() for n, b in m._buffers.items() if n not in m._non_persistent_buffers_set}
+    return {name: b for name, b in model.named_buffers() if id(b) in kept}
+
+
+def _nothing(layout: Layout) -> OpenedStore:
+    raise GoneError(f"{layout.directories[0]}: holds no store any more")
 
 
 def amp_of(optimizer: torch.optim.Optimizer) -> tuple[float, bool]:

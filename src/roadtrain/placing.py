@@ -215,7 +215,9 @@ def place(
         )
     engine.worker.keep_always = backwards_per_step == 1
     engine.worker.grad_dtype = narrow
-    placed = PlacedOptimizer(model, optimizer, parts, base, engine, backwards_per_step, dict(extra or {}))
+    placed = PlacedOptimizer(
+        model, optimizer, parts, base, engine, backwards_per_step, dict(extra or {}), report
+    )
     try:
         start(placed, model, parts, base, engine, device, weights, init, budgets.activation_bytes)
     except BaseException:

@@ -79,7 +79,7 @@ def test_as_plain_torch(cls, kwargs):
         for name, p in plain.named_parameters():
             torch.testing.assert_close(torch.from_numpy(placed.read(name)), p.detach(), **ROUNDING, msg=name)
             assert not torch.equal(begin[name], p), f"{name} did not train: nothing was compared"
-        placed_state = placed.state_dict()["state"]
+        placed_state = placed.state_dict(gather=True)["state"]
     theirs = optimizer_of_plain.state_dict()["state"]
     assert {number for number, entries in placed_state.items() if entries} == theirs.keys()
     for number, entries in theirs.items():

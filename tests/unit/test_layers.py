@@ -19,7 +19,7 @@ FLOORS = {
     "store": 4, "model": 4,
     "sim": 5, "node": 5, "metrics": 5,
     "placing": 6, "optimizer": 6, "start": 6, "data": 6, "build": 6, "probe": 6, "planner": 6, "lab": 6,
-    "simulate": 6,
+    "simulate": 6, "states": 6, "optimizer_states": 6,
     "adapters": 7, "planning": 7, "probing": 7, "probing_links": 7, "calibrate": 7,
     "calibrate_lab": 7, "calibrate_steps": 7,
     "train": 7, "verify": 7, "status": 7, "export": 7, "__init__": 7,

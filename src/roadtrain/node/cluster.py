@@ -17,7 +17,7 @@ import os
 import queue
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from subprocess import Popen
@@ -41,7 +41,7 @@ from roadtrain.node.server import Server
 from roadtrain.node.worker import Worker
 from roadtrain.spec.chunks import Block
 from roadtrain.spec.plan import Budgets, RelayBudgets
-from roadtrain.store.convert import RecordView, Source, gather_param
+from roadtrain.store.convert import RecordView, Source, gather_param, param_pieces
 from roadtrain.store.ledger import StoreMeta
 from roadtrain.store.mark import Mark
 from roadtrain.trace import Stages
@@ -439,11 +439,15 @@ class Cluster:
 
     def read(self, name: str, what: str) -> np.ndarray:
         """As Engine.read: a parameter's values from its servers, between steps."""
-        def record_of(chunk: Any) -> RecordView:
-            record = self._read(self.worker.owners[chunk.id][0], chunk.id, f"chunk {chunk.id}")
-            return RecordView(self.meta, chunk, record)
+        return gather_param(self.meta, name, what, self._record_of)
 
-        return gather_param(self.meta, name, what, record_of)
+    def pieces(self, name: str, what: str) -> Iterator[tuple[int, np.ndarray]]:
+        """As Engine.pieces."""
+        return param_pieces(self.meta, name, what, self._record_of)
+
+    def _record_of(self, chunk: Any) -> RecordView:
+        record = self._read(self.worker.owners[chunk.id][0], chunk.id, f"chunk {chunk.id}")
+        return RecordView(self.meta, chunk, record)
 
     def _read(self, number: int, chunk: int, what: str) -> memoryview:
         self.servers[number].say(m.READ, (chunk,))

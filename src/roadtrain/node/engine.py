@@ -8,7 +8,7 @@ Does NOT know modules or optimizers: values come in as flat arrays by parameter 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,7 +24,18 @@ from roadtrain.node.worker import Worker
 from roadtrain.spec.chunks import Block, Chunk, ChunkTable
 from roadtrain.spec.plan import Budgets
 from roadtrain.store.buffers import Buffer
-from roadtrain.store.convert import MASTER, RecordView, Source, convert, gather_param, needs_conversion, read_param
+from roadtrain.store.convert import (
+    MASTER,
+    RecordView,
+    Source,
+    convert,
+    gather_param,
+    needs_conversion,
+    param_pieces,
+    read_param,
+    read_record,
+    rewritten,
+)
 from roadtrain.store.generation import Accept, OpenedStore, create_store, open_store
 from roadtrain.store.ledger import GroupRule, StoreMeta, unpack
 from roadtrain.trace import Stages
@@ -114,13 +125,25 @@ def fill_record(
     view = RecordView(meta, chunk, Buffer(meta.records[chunk.id].nbytes).view)
     view.fill(layout.table.params, source)
     if chunk.trainable:
-        rule, hyper = layout.rules[chunk.group], hypers[chunk.group]
         for i in range(len(chunk.spans)):
-            row = np.array([view.piece(what, i)[0] for what in rule.scalars])
-            rule.start(view.piece(MASTER, i), [view.piece(what, i) for what in rule.arrays], row, hyper)
-            for what, value in zip(rule.scalars, row):
-                view.piece(what, i)[0] = value
+            start_state(view, i, layout.rules[chunk.group], hypers[chunk.group])
     return view.view
+
+
+def start_state(view: RecordView, span: int, rule: Rule, hyper: Sequence[float]) -> None:
+    """What `rule` starts with, where its state arrays and scalars are zero."""
+    row = np.array([view.piece(what, span)[0] for what in rule.scalars])
+    rule.start(view.piece(MASTER, span), [view.piece(what, span) for what in rule.arrays], row, hyper)
+    for what, value in zip(rule.scalars, row):
+        view.piece(what, span)[0] = value
+
+
+def pieces_of(store: OpenedStore, name: str, what: str) -> Iterator[tuple[int, np.ndarray]]:
+    """(first element, values) of a parameter, a chunk at a time."""
+    sizes = store.meta.records
+    return param_pieces(
+        store.meta, name, what, lambda chunk: read_record(store, chunk, Buffer(sizes[chunk.id].nbytes), what)
+    )
 
 
 class Engine:
@@ -174,6 +197,27 @@ class Engine:
             return read_param(self.store, name, what)
         memory = self.servers[0].memory
         return gather_param(self.meta, name, what, lambda chunk: RecordView(self.meta, chunk, memory[chunk.id]))
+
+    def pieces(self, name: str, what: str) -> Iterator[tuple[int, np.ndarray]]:
+        """As `read`, flat and a chunk at a time: (its first element, values)."""
+        if (store := self.store) is not None:
+            return pieces_of(store, name, what)
+        memory = self.servers[0].memory
+        return param_pieces(self.meta, name, what, lambda chunk: RecordView(self.meta, chunk, memory[chunk.id]))
+
+    def rewrite(self, change: Callable[[RecordView], None], step: int, blob: bytes) -> None:
+        """Between steps, all of which are committed: `change` is made to every record, and the whole counts as `step`.
+        On files all of it or, where this raises, nothing; it is committed on return."""
+        self.worker.rest()
+        if self.store is not None:
+            self.store = rewritten(self.store, change, step, blob, direct=self.layout.direct)
+            self.meta, self.blob = self.store.meta, blob
+        else:
+            for chunk in self.layout.table.chunks:
+                change(RecordView(self.meta, chunk, self.servers[0].memory[chunk.id]))
+        for i, server in enumerate(self.servers):
+            server.begin_again(self.meta, self.store.tiers[i] if self.store else None, step, self.worker.deadline_s)
+        self.worker.begin_again(step)
 
     def nbytes(self) -> int:
         """Memory held by buffers of the worker and the servers."""

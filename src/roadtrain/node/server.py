@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -73,15 +73,8 @@ class Server:
         self.memory = self._keep()
         self._grads = Gradients(self.chunks, self.tier, buffers, scratch_bytes, setup.workers, setup.local)
         self._sums: dict[int, dict[str, int]] = {}  # chunk -> checksums of what is updated and not yet written
-        where = {c: (c in self._resident, c in budgets.public_resident) for c in self.chunks}
         self._late = frozenset(c for c, chunk in self.chunks.items() if meta.staleness and chunk.trainable)
-        self.decider = ServeDecider(
-            setup.number, where, buffers, durable=self.tier is not None, committed=committed,
-            workers=setup.workers, alone=setup.workers == setup.local == 1, first=meta.members[0],
-            everywhere=meta.replicas > 1,
-            answers=budgets.answers // setup.workers if isinstance(budgets, ServerBudgets) else 1 << 30,
-            late={c: self.tier is not None and self.tier.written_in(c) == committed > 0 for c in self._late},
-        )
+        self.decider = self._decide(committed)
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._device = DeviceQueue(limit=setup.io_threads)
         self.trial, self._moved, self._busy_s, self._began = Trial(), 0, 0.0, 0.0
@@ -91,6 +84,18 @@ class Server:
         self._stopping = False
         self._failed = False
         self._threads: list[threading.Thread] = []
+
+    def _decide(self, committed: int) -> ServeDecider:
+        setup, budgets, meta = self.setup, self.setup.budgets, self.setup.meta
+        where = {c: (c in self._resident, c in budgets.public_resident) for c in self.chunks}
+        return ServeDecider(
+            setup.number, where, len(self._buffers) - bool(self.memory),
+            durable=self.tier is not None, committed=committed,
+            workers=setup.workers, alone=setup.workers == setup.local == 1, first=meta.members[0],
+            everywhere=meta.replicas > 1,
+            answers=budgets.answers // setup.workers if isinstance(budgets, ServerBudgets) else 1 << 30,
+            late={c: self.tier is not None and self.tier.written_in(c) == committed > 0 for c in self._late},
+        )
 
     def nbytes(self) -> int:
         """Memory that this server holds."""
@@ -134,6 +139,31 @@ class Server:
             return said.get(timeout=LOOK_S)  # type: ignore[no-any-return]
         except queue.Empty:
             raise DeadlineError(f"{self.setup.name} is too busy to say what it does") from None
+
+    def begin_again(self, meta: StoreMeta, tier: FileTier | None, step: int, deadline_s: float) -> None:
+        """Between steps, nothing being under way: its records are now those of `tier` (None: what was written into its
+        memory) at `step`. Raises StoreError when the files are damaged, DeadlineError."""
+        said: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+        def change() -> None:
+            self.setup = replace(self.setup, meta=meta, tier=tier)
+            self.tier = self._grads.tier = tier
+            self._sums.clear()
+            self.decider = self._decide(step)
+            try:
+                self._load()
+            except BaseException as error:
+                said.put(error)
+                raise
+            said.put(None)
+
+        self.receive(change)
+        try:
+            error = said.get(timeout=deadline_s)
+        except queue.Empty:
+            raise DeadlineError(f"waited {deadline_s:.0f} s for {self.setup.name} to read its records anew") from None
+        if error is not None:
+            raise error
 
     def stop(self, deadline_s: float) -> list[str]:
         """Ends all threads; does not wait for unfinished steps (the caller flushes first if it wants them). Returns the

@@ -498,6 +498,25 @@ class Worker:
         with self._lock:
             self._wait(lambda: self.ledger.committed >= step, lambda: f"the commit of step {step}")
 
+    def rest(self) -> None:
+        """Waits until nothing is on its way from a server; drops what is held of gradients."""
+        for block in range(len(self.blocks)):
+            self.forget(block)
+        with self._lock:
+            self._wait(lambda: not self._pulls, lambda: "the parameters that are on their way")
+
+    def begin_again(self, step: int) -> None:
+        """The servers hold other contents, as those of `step`."""
+        with self._lock:
+            ledger = self.ledger
+            self.ledger = Ledger((ledger.first, *ledger.others), step, everywhere=ledger.everywhere, own=ledger.own)
+            self.chunk_version = [0] * len(self.chunk_version)
+            self._updated_in = [step] * len(self._updated_in)
+            for state in self.blocks:
+                state.version, state.released_in = state.version + 1, step
+            self._current.clear()
+            self.prefetch.updated(range(len(self.blocks)))
+
     def close(self) -> None:
         for after in self._after.values():
             after.close()

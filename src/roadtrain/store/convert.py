@@ -9,7 +9,7 @@ Memory: one record, and a few more while converting. Does NOT know optimizers or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -107,6 +107,16 @@ def gather_param(meta: StoreMeta, name: str, what: str, record_of: Callable[[Chu
     return out if what in rule.scalars and param.numel else out.reshape(param.shape)
 
 
+def param_pieces(
+    meta: StoreMeta, name: str, what: str, record_of: Callable[[Chunk], RecordView]
+) -> Iterator[tuple[int, Array]]:
+    """The same flat and a chunk at a time: (its first element, values)."""
+    param = next(p for p in meta.table.params if p.name == name)
+    for _, _, span in meta.where.get(name, ()):
+        stop = span.origin + span.stop - span.start
+        yield span.origin, _gather(meta, param, what, record_of, span.origin, stop)
+
+
 def _gather(
     meta: StoreMeta, param: ParamSpec, what: str, record_of: Callable[[Chunk], RecordView], start: int, stop: int
 ) -> Array:
@@ -137,6 +147,26 @@ def write_params(store: OpenedStore, source: Source) -> None:
         view = RecordView(store.meta, chunk, buffer.view) if fresh else read_record(store, chunk, buffer)
         view.fill(store.table.params, source)
         store.tier_of(chunk.id).write(chunk.id, RECORD, buffer.view[: view.record.nbytes])
+
+
+def rewritten(
+    old: OpenedStore, change: Callable[[RecordView], None], step: int, blob: bytes, *, direct: bool = True
+) -> OpenedStore:
+    """`old` with its records changed, as the contents of `step`: all at once or, where this raises, not at all. `old`
+    is closed and removed. Takes as much room again while it is made: FullError with both numbers."""
+    new = create_store(old.directories, old.meta, old.meta.owners, direct=direct, former=old)
+    try:
+        for chunk in old.table.chunks:
+            buffer = Buffer(old.meta.records[chunk.id].nbytes)
+            view = read_record(old, chunk, buffer)
+            change(view)
+            new.tier_of(chunk.id).write(chunk.id, RECORD, buffer.view[: view.record.nbytes])
+        new.commit(step, blob)
+    except BaseException:
+        new.discard()
+        raise
+    new.publish()
+    return new
 
 
 def needs_conversion(old: OpenedStore, meta: StoreMeta, directories: Sequence[str | Path]) -> bool:
