@@ -39,7 +39,7 @@ Pieces = Callable[[str, str], Iterator[tuple[int, np.ndarray]]]  # parameter, wh
 _MARK = "_roadtrain_states"  # the attribute of a module that says whose hooks it has
 
 
-class Keeper(Protocol):
+class ValueSource(Protocol):
     """Who has the values: PlacedOptimizer."""
 
     def reading(self) -> AbstractContextManager[Pieces]:
@@ -147,10 +147,10 @@ class ModelStates:
     """The hooks of one placed model. `staged`: what was loaded and is not written yet, fp32 where trainable."""
 
     def __init__(
-        self, model: nn.Module, params: Sequence[nn.Parameter], specs: Sequence[ParamSpec], keeper: Keeper,
+        self, model: nn.Module, params: Sequence[nn.Parameter], specs: Sequence[ParamSpec], source: ValueSource,
         scratch: Path | None, report: Callable[[str], None],
     ) -> None:
-        self._model, self._params, self._specs, self._keeper = model, params, specs, keeper
+        self._model, self._params, self._specs, self._source = model, params, specs, source
         self._index = {p: i for i, p in enumerate(params)}
         self.where = scratch or Path(tempfile.gettempdir())
         self._report = report
@@ -199,10 +199,10 @@ class ModelStates:
             return original(*args, **kwargs)
         out = StateDict()
         out._metadata = OrderedDict()  # type: ignore[attr-defined]
-        self._keeper.write_staged()
-        with self._keeper.reading():  # refused at once where it cannot be read
+        self._source.write_staged()
+        with self._source.reading():  # refused at once where it cannot be read
             result = original(**{**kwargs, "destination": out})
-            if self._keeper.closed:
+            if self._source.closed:
                 out.read_all()
             self._given = [ref for ref in self._given if ref() is not None]
             self._given.append(weakref.ref(out))
@@ -211,7 +211,7 @@ class ModelStates:
     def _fill(self, module: nn.Module, destination: Any, prefix: str, _: Any) -> None:
         """The hook of a module with placed parameters of its own."""
         if not isinstance(destination, StateDict):
-            self._keeper.write_staged()
+            self._source.write_staged()
         values = self._values_of(destination)
         for name, index in self._direct(module).items():
             key = prefix + name
@@ -239,7 +239,7 @@ class ModelStates:
             self._last = None
 
     def _read(self, values: Values, index: int, with_grad: bool) -> torch.Tensor:
-        with self._keeper.reading() as pieces:
+        with self._source.reading() as pieces:
             tensor = values.take(index, pieces(self._specs[index].name, PUBLIC))
         return nn.Parameter(tensor, self._params[index].requires_grad) if with_grad else tensor
 
@@ -316,11 +316,11 @@ class ModelStates:
         what, compared = (MASTER, "fp32") if exact else (PUBLIC, spec.dtype)
         flat = given.detach().reshape(-1)
         self.staged.pop(index, None)
-        with self._keeper.reading() as pieces:
+        with self._source.reading() as pieces:
             now = pieces(spec.name, what)
             if all(np.array_equal(bytes_of(old), bytes_of(flat_of(flat, a, a + old.size, compared))) for a, old in now):
                 return
-        self._keeper.check_rewrite()
+        self._source.check_rewrite()
         if self._stage is None:
             specs = self._specs
             self._stage = Values(specs, ["fp32" if s.trainable else s.dtype for s in specs], self.where)
