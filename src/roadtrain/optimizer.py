@@ -71,7 +71,7 @@ class PlacedOptimizer(torch.optim.Optimizer):
         self._stream: Stream | None = None
         self._hooks: list[Any] = []
         self._root_handles: dict[nn.Parameter, PlacedGrad] = {}  # several workers: while a pass computes the next one
-        self._closed = False
+        self._closed = self._abandoned = False
         self._report = report
         self._history = ""  # another one after each time that other values were loaded
         self._writing = False  # what was loaded is on its way to the store
@@ -486,6 +486,12 @@ class PlacedOptimizer(torch.optim.Optimizer):
         raise LoopError("a placed optimizer cannot be copied or pickled: its state is elsewhere",
                         hint="state_dict() refers to it, state_dict(gather=True) holds it")
 
+    def abandon(self) -> None:
+        """The last step is not to be committed, if that has not begun (it begins with the next forward): `close`
+        commits those before it, and the next start takes it again. No step can follow."""
+        self._abandoned = self._due is not None
+        self._due = None
+
     def close(self) -> None:
         """Commit what was taken, end all threads, give the model its own forwards back. The model's block parameters
         stay NaN: place it again, or export the store. Its state_dict() is read from the store's files, if there are."""
@@ -493,9 +499,12 @@ class PlacedOptimizer(torch.optim.Optimizer):
             return
         atexit.unregister(self._at_exit)
         try:
-            self.flush()
-            self.grad_norm()
-            self._states.settle()
+            if self._abandoned:
+                self._worker.wait_committed(self.steps_done - 1)
+            else:
+                self.flush()
+                self.grad_norm()
+                self._states.settle()
         finally:
             self._closed = True
             for hook in self._hooks:

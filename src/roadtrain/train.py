@@ -115,7 +115,11 @@ def train(job: Job, report: Report = print) -> Summary:
                 now = time.perf_counter()
                 line = _line(training, loss, lr, norms.pop() if norms else math.nan, now - then)
                 then = now
-                metrics.append(line)
+                try:
+                    metrics.append(line)
+                except BaseException:
+                    optimizer.abandon()  # a committed step has its line
+                    raise
                 if rank == 0:
                     mark.advance(optimizer.committed_step)
                 show(line)

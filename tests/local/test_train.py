@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from roadtrain import cli, verify
-from roadtrain.errors import ConfigError, ForeignError, GoneError, StaleError
-from roadtrain.metrics import read_metrics
+from roadtrain.errors import ConfigError, ForeignError, FullError, GoneError, StaleError
+from roadtrain.metrics import Metrics, read_metrics
 from roadtrain.model import plain
 from roadtrain.spec.job import Job, load_job
 from roadtrain.train import train
@@ -365,3 +365,28 @@ def test_an_export_of_masters_is_exact(path: Path, tmp_path: Path) -> None:
 )
 def test_check_rule(name: str, code: int) -> None:
     assert cli.main(["check-rule", name]) == code
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_step_whose_line_cannot_be_written_is_not_committed(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staleness: int
+) -> None:
+    """The run directory is full: the step is taken again once there is room, and metrics.jsonl lacks no line."""
+    overrides = {"optimizer.staleness": staleness, "optimizer.clip_norm": None}
+    whole = job_of(path, **overrides, **{"run.dir": str(tmp_path / "whole")})
+    train(whole, quiet)
+    job = job_of(path, **overrides)
+    append = Metrics.append
+
+    def full(self: Metrics, line: dict[str, Any]) -> None:
+        if line["step"] == 3:
+            raise FullError(f"{self.path}: no room")
+        append(self, line)
+
+    monkeypatch.setattr(Metrics, "append", full)
+    with pytest.raises(FullError, match="no room"):
+        train(job, quiet)
+    monkeypatch.undo()
+    assert [line["step"] for line in lines_of(job)] == [1, 2]
+    train(job, quiet)
+    assert [row[:2] for row in losses(job)] == [row[:2] for row in losses(whole)]

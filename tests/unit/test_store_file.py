@@ -319,6 +319,21 @@ def test_nothing_there_and_half_made_generations(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "a") == ["mine.txt"] and os.listdir(tmp_path / "b") == []
 
 
+def test_a_new_stores_files_are_durable_with_their_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slot 1 is not written before the first step: without its size, a cut before that would leave no store at all."""
+    synced, fsync = {}, os.fsync
+
+    def noted(fd: int) -> None:
+        fsync(fd)
+        synced[os.fstat(fd).st_ino] = os.fstat(fd).st_size
+
+    monkeypatch.setattr(os, "fsync", noted)
+    made([tmp_path / "a", tmp_path / "b"]).close()
+    files = [path for path in tmp_path.rglob("*") if path.suffix in (".bin", ".0", ".1")]
+    assert len(files) == 8
+    assert all(synced[path.stat().st_ino] == path.stat().st_size > 0 for path in files)
+
+
 def test_two_processes_cannot_write_one_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger_module, "LOCK_WAIT_S", 0.1)
     store = made([tmp_path])

@@ -126,6 +126,7 @@ class DirectFile:
             self.fd = os.open(path, flags, 0o600)
             if create:
                 os.posix_fallocate(self.fd, 0, create)
+                os.fsync(self.fd)  # its size: a part of the store may not be written for many steps
             if self._direct:
                 fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) | os.O_DIRECT)
         except OSError as error:
