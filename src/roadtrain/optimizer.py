@@ -73,6 +73,8 @@ class PlacedOptimizer(torch.optim.Optimizer):
         self._root_handles: dict[nn.Parameter, PlacedGrad] = {}  # several workers: while a pass computes the next one
         self._closed = self._abandoned = False
         self._report = report
+        self._said_ram = False  # that a small state refers to what ends with this process
+        self.whole_states = False  # what state_dict() gives where it is not said
         self._history = ""  # another one after each time that other values were loaded
         self._writing = False  # what was loaded is on its way to the store
         self._reopened: Pieces | None = None  # of a closed store, while it is read
@@ -167,6 +169,7 @@ class PlacedOptimizer(torch.optim.Optimizer):
         self._norm = held, abs(unscale)
         self.steps_done, self._due, self._hypers, self._passes = step, step, None, 0
         self._given._opt_called = True
+        self._root_handles.clear()  # model.zero_grad() does not tell us
         return loss
 
     def _scale(self, param: int, unscale: float) -> float | None:
@@ -341,10 +344,12 @@ class PlacedOptimizer(torch.optim.Optimizer):
         return {"step": self.steps_done, "job": meta.job, "history": self._history,
                 "where": ", ".join(map(str, self._engine.layout.directories or meta.directories))}
 
-    def state_dict(self, gather: bool = False) -> dict[str, Any]:
-        """Small: the step, the parameter groups and a reference to the store, which is the checkpoint; the step is
-        committed on return. `gather`: torch's whole form, tensors of fp32 in a scratch file (beside the store, else in
-        the temporary directory) that is mapped into memory. Raises LoopError while updates run in backward."""
+    def state_dict(self, gather: bool | None = None) -> dict[str, Any]:
+        """Small (`gather` False, and None unless `whole_states` is set): the step, the parameter groups and a
+        reference to the store, which is the checkpoint; the step is committed on return. `gather` True: torch's whole
+        form; its tensors, fp32, lie in a scratch file (beside the store, else in the temporary directory) that is
+        mapped into memory. Raises LoopError while updates run in backward."""
+        gather = self.whole_states if gather is None else gather
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         self.write_staged()
@@ -364,6 +369,9 @@ class PlacedOptimizer(torch.optim.Optimizer):
 
     def _say_ram(self) -> None:
         if self.steps_done and self._engine.layout.directories == () and isinstance(self._engine, Engine):
+            if self._said_ram:
+                return
+            self._said_ram = True
             self._report("optimizer.state_dict() only refers to this process, whose state is in RAM: "
                          "state_dict(gather=True) holds it")
 

@@ -157,7 +157,8 @@ def check_parameters(place: Place, said: Mapping[str, Any], pieces: Pieces, stag
         raise LoopError(
             f"this state of step {said['step']} belongs to other parameters than the store holds, which is at step "
             f"{place.steps_done} ({place.reference['where']}). Nothing was changed",
-            hint="load the model's state_dict() of that step first, then the optimizer's",
+            hint="load the model's state_dict() of that step first, then the optimizer's; a trainer that loads the "
+            "model before it is placed needs an empty store",
         )
 
 

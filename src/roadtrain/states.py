@@ -14,6 +14,7 @@ parameter itself (`p.data`, `p.clone()`): a block's reads as NaN, the root's as 
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import tempfile
 import weakref
@@ -36,6 +37,7 @@ from roadtrain.store.tier import PUBLIC
 from roadtrain.units import round_up
 
 Pieces = Callable[[str, str], Iterator[tuple[int, np.ndarray]]]  # parameter, what -> (first element, values)
+MERGES = ("merge_and_unload", "merge_adapter", "unmerge_adapter", "merge", "unmerge")  # of PEFT: they write in place
 _MARK = "_roadtrain_states"  # the attribute of a module that says whose hooks it has
 
 
@@ -176,6 +178,10 @@ class ModelStates:
             for name in ("__deepcopy__", "__reduce_ex__"):
                 module.__dict__[name] = _refuse_copy
                 self._undo.append(functools.partial(module.__dict__.pop, name, None))
+            if type(module).__module__.startswith("peft."):
+                for name in [n for n in MERGES if inspect.ismethod(getattr(module, n, None))]:
+                    module.__dict__[name] = functools.partial(_refuse_merge, name)
+                    self._undo.append(functools.partial(module.__dict__.pop, name, None))
             if self._direct(module):
                 original = module._load_from_state_dict
                 module.__dict__["_load_from_state_dict"] = functools.partial(self._load_module, module, original)
@@ -356,6 +362,13 @@ def _refuse_copy(*_: Any) -> Any:
     raise LoopError(
         "a placed model cannot be copied or pickled: its parameters are elsewhere",
         hint="torch.save(model.state_dict()), model.save_pretrained() and `roadtrain export` have its values",
+    )
+
+
+def _refuse_merge(name: str, *_: Any, **__: Any) -> Any:
+    raise LoopError(
+        f"{name}() changes parameters in place, and those of a placed model are elsewhere: nothing can be merged",
+        hint="save_pretrained() has the adapters: load them into a model that is not placed, and merge there",
     )
 
 
