@@ -3,7 +3,8 @@
 Each is first refused where a memory is too small, then bounded from below in closed form (each resource's bytes over
 its capacity; nothing waits), and simulated in the order of the bounds until no bound is better than the best simulated
 one: so the pick is the best of all candidates by the simulator, though few are simulated. Lossy or late options are
-candidates only where they are asked for (Rule 2). Pure.
+candidates only where they are asked for (Rule 2). Where no batch is given, many micro-batches a step say how fast a
+sample can be at best, and the least batch that comes close to that is planned for. Pure.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ from roadtrain.sim.memory import Need, stage_bytes
 from roadtrain.sim.run import Result, Scene, simulate
 from roadtrain.spec.cluster import Cluster, Host
 from roadtrain.spec.layout import Layout, balanced, even
-from roadtrain.spec.placement import PLACEMENTS, Placement, Plan
+from roadtrain.spec.placement import HEADROOM, PLACEMENTS, Placement, Plan
 from roadtrain.spec.shapes import ModelShape
 
 Waiting = tuple[float, int, Scene, bool]  # bound of a sample, number, the plan; whether all is in the bound
 GOALS = ("time", "cost", "energy")
 MOST_PP, MOST_MICRO_BATCH, MOST_PARTS = 64, 64, (2, 4)
+MOST_MICROS, MOST_TURNS = 64, 16  # micro-batches a step that are tried without a batch; of a pipeline so many a stage
+CLOSE = 0.05  # what a larger batch would have to take off a sample's score to be chosen
 LONG = 4096  # tokens of a sequence that a context-parallel rank has at least
 EVERY = 1000  # slots: each block keeps its own from forward to backward
 SMALLER, MORE = 0.5, 1.1  # a resource's rate, to see what it would change
@@ -74,14 +77,22 @@ class Answer:
     front: list[Found]
     gains: dict[str, float]  # resource -> what MORE of it takes off the pick's score, a share
     flips: list[str]  # where the runner-up would win
+    batch: int = 0  # samples of a step that all of it is for; 0: nothing fits, and none was given
+    chosen: str = ""  # why, where nobody gave it
 
 
 def search(
     cluster: Cluster, model: ModelShape, constants: Constants, *, goal: str = "time", batch: int | None = None,
-    placements: Sequence[str] = (), late: bool = False, explain: bool = True,
+    placements: Sequence[str] = (), late: bool = False, explain: bool = True, headroom: float = HEADROOM,
 ) -> Answer:
-    """`batch`: samples of a step; None: the best there is. `late`: also staleness 1. Raises ConfigError for bad input;
-    where nothing fits the answer has no pick, and its families say what is lacking."""
+    """`batch`: samples of a step; None: the least whose score a sample is within CLOSE of the best there is, by any
+    number of micro-batches. `late`: also staleness 1. `headroom`: the share of each device's and host's memory that
+    plans leave free. Raises ConfigError for bad input; where nothing fits the answer has no pick, and its families say
+    what is lacking."""
+    if batch is not None and batch < 1:
+        raise ConfigError(f"a batch of {batch} samples", hint="--batch of 1 or more, or none")
+    if not 0 <= headroom < 1:
+        raise ConfigError(f"headroom {headroom}", hint="a share of memory: 0 or more, below 1")
     if goal not in GOALS:
         raise ConfigError(f"goal {goal!r}", hint=f"known are {', '.join(GOALS)}")
     if not cluster.device_count:
@@ -90,11 +101,69 @@ def search(
         raise ConfigError("goal cost, and no host has a price", hint="give hosts `price_per_hour`")
     if goal == "energy" and not any(h.device and h.device.peak_watts for h in cluster.workers):
         raise ConfigError("goal energy, and no device says what it takes", hint="give devices `peak_watts`")
+    one = _Search(cluster, model, constants, goal, placements, late, headroom)
+    if batch is not None:
+        return replace(one.best(batch, explain), batch=batch)
+    most = one.best(None, explain=False)
+    if most.pick is None:
+        return most
+    batch, score = one.least_batch(most.pick)
+    why = (f"no batch was given; of micro-batches of 1 to {MOST_MICRO_BATCH} samples and up to {MOST_MICROS} of them, "
+           f"this is the least that is within {CLOSE:.0%} of the best {goal} a sample")
+    if batch < most.pick.plan.samples:
+        why += f" ({most.pick.plan.samples} samples take {max(0.0, 1 - most.pick.score / score):.1%} less)"
+    return replace(one.best(batch, explain), batch=batch, chosen=why)
+
+
+@dataclass(frozen=True)
+class _Search:
+    """What is searched for, as in `search`."""
+
+    cluster: Cluster
+    model: ModelShape
+    constants: Constants
+    goal: str
+    placements: Sequence[str]
+    late: bool
+    headroom: float
+
+    def best(self, batch: int | None, explain: bool) -> Answer:
+        return _best(self.cluster, self.model, self.constants, self.goal, batch, self.placements, self.late, explain,
+                     self.headroom)
+
+    def least_batch(self, best: Found) -> tuple[int, float]:
+        """Samples of the least step, and its score, by which the best plan's way is within CLOSE of its score."""
+        ways = []
+        size = 1
+        while size <= MOST_MICRO_BATCH:
+            turn = best.plan.layout.pp if best.plan.layout.vp > 1 else 1
+            ways += [(size * micros, size, micros) for micros in (turn << i for i in range(MOST_MICROS.bit_length()))]
+            size *= 2
+        for _, size, micros in sorted(ways, key=lambda way: (way[0], -way[1])):
+            plan = best.plan.changed(micro_batch=size, micros=micros)
+            if plan.samples >= best.plan.samples:
+                break
+            scene = Scene(plan, self.cluster, self.model, self.constants)
+            if not all(need.fits for need in scene.needs):
+                continue
+            scene.build(Engine())
+            most = best.score * (1 + CLOSE)
+            if _score(self.goal, scene.bound()[0], plan, scene) > most:
+                continue
+            found = _simulated(plan, self.cluster, self.model, self.constants, self.goal)
+            if found.score <= most:
+                return plan.samples, found.score
+        return best.plan.samples, best.score
+
+
+def _best(cluster: Cluster, model: ModelShape, constants: Constants, goal: str, batch: int | None,
+          placements: Sequence[str], late: bool, explain: bool, headroom: float) -> Answer:
+    """Of all candidates of one batch."""
     families: dict[str, Family] = {}
     fits: set[Plan] = set()
     waiting: list[Waiting] = []
     passes: dict[Any, float] = {}  # what tells them apart -> seconds of a micro-batch, both ways
-    for plan in candidates(cluster, model, batch=batch, placements=placements, late=late):
+    for plan in candidates(cluster, model, batch=batch, placements=placements, late=late, headroom=headroom):
         if plan.recompute and plan.changed(recompute=False) in fits:
             continue  # it would only compute more
         family = families.setdefault(plan.placement.name, Family(plan.placement.name))
@@ -120,6 +189,10 @@ def search(
             passes[key] = _computing(plan, cluster, model, constants)
         least = 0.0 if goal == "energy" else _score(goal, passes[key] * _turns(plan), plan, scene)
         waiting.append((least, len(waiting), scene, False))
+    if not families:
+        raise ConfigError(f"no layout of {cluster.device_count} devices takes a batch of {batch} samples",
+                          hint="a multiple of the data-parallel ranks: "
+                          f"{-(-(batch or 1) // cluster.device_count) * cluster.device_count} is one")
     found: list[Found] = []
     best, order = float("inf"), _in_order(waiting, goal, families)
     for least, plan in order:
@@ -184,7 +257,7 @@ def _in_order(waiting: list[Waiting], goal: str, families: Mapping[str, Family])
 
 def candidates(
     cluster: Cluster, model: ModelShape, *, batch: int | None = None, placements: Sequence[str] = (),
-    late: bool = False,
+    late: bool = False, headroom: float = HEADROOM,
 ) -> Iterator[Plan]:
     """Every plan on all devices of the cluster. Recompute follows where a plan without does not fit (`search`)."""
     total, inside = cluster.device_count, min(host.devices for host in cluster.workers)
@@ -195,7 +268,7 @@ def candidates(
         for layout in layouts(cluster, model, total, inside, one):
             for micro_batch, micros in batches(layout, batch):
                 for recompute in (False, True):
-                    plan = Plan(one, layout, micro_batch, micros, recompute=recompute)
+                    plan = Plan(one, layout, micro_batch, micros, recompute=recompute, headroom=headroom)
                     for choice in options(plan):
                         yield choice
                         if late and not choice.placement.streamed:
@@ -268,10 +341,12 @@ def _that_fit(scene: Scene) -> tuple[int, ...] | None:
 
 
 def batches(layout: Layout, batch: int | None) -> Iterator[tuple[int, int]]:
-    """(micro-batch, passes) whose product is the batch; without one, passes that fill a pipeline."""
+    """(micro-batch, passes) whose product is the batch; without one, the most passes that are tried: a sample takes
+    least where what a step takes besides is shared by many."""
     size = 1
     while size <= MOST_MICRO_BATCH:
-        micros = (1 if layout.pp == 1 else 4 * layout.pp) if batch is None else batch // (layout.dp * size)
+        most = MOST_MICROS if layout.pp == 1 else MOST_TURNS * layout.pp
+        micros = most if batch is None else batch // (layout.dp * size)
         if (batch is None or batch % (layout.dp * size) == 0) and (layout.vp == 1 or micros % layout.pp == 0):
             yield size, micros
         size *= 2

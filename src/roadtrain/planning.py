@@ -22,10 +22,11 @@ from roadtrain.errors import ConfigError
 from roadtrain.planner import EVERY, Answer, Family, Found, least_change, search
 from roadtrain.sim.compute import Constants
 from roadtrain.sim.compute import constants as named
+from roadtrain.sim.memory import kept_free
 from roadtrain.sim.run import simulate
-from roadtrain.simulate import SCHEMA, as_json, load_model, perfetto, report
+from roadtrain.simulate import SCHEMA, as_json, assumed, assumed_json, load_model, perfetto, report
 from roadtrain.spec.cluster import Cluster, load_cluster
-from roadtrain.spec.placement import Plan
+from roadtrain.spec.placement import HEADROOM, Plan
 from roadtrain.spec.shapes import ModelShape
 from roadtrain.store.direct import replace_file
 from roadtrain.units import show_bytes, show_seconds
@@ -65,10 +66,10 @@ def told(answer: Answer, cluster: Cluster, model: ModelShape, goal: str, of: Con
     """For people."""
     pick, unit = answer.pick, UNITS[goal]
     if pick is None:
-        return nothing(answer, cluster, model)
+        return nothing(answer, cluster, model, of)
     result = pick.result
     top, share = max(result.busy.items(), key=lambda pair: pair[1])
-    lines = ["pick    " + words(pick.plan), report(result, cluster, model, of),
+    lines = ["pick    " + words(pick.plan), batch_line(answer, model), report(result, cluster, model, of),
              f"why     {top} is busy {share:.0%} of a step; {goal} a sample {pick.score:.4g} {unit}".rstrip()]
     if answer.gains:
         lines.append("10 % more of " + ", ".join(f"{name} takes off {gain:.1%}" for name, gain in answer.gains.items()))
@@ -80,7 +81,23 @@ def told(answer: Answer, cluster: Cluster, model: ModelShape, goal: str, of: Con
                      f"{top} is busy {share:.0%}")
         lines.append("        it would win with " + (" or with ".join(answer.flips) if answer.flips else
                                                      "none of the rates halved or doubled"))
-    return "\n".join([*lines, *families(answer, pick)])
+    free = unpriced(cluster, goal)
+    return "\n".join([*lines, *([f"assumed {', '.join(free)}"] if free else []), *families(answer, pick)])
+
+
+def batch_line(answer: Answer, model: ModelShape) -> str:
+    tokens = f" ({answer.batch * model.tokens} tokens)" if model.tokens > 1 else ""
+    return f"batch   {answer.batch} samples{tokens} a step: {answer.chosen or 'as given'}"
+
+
+def unpriced(cluster: Cluster, goal: str) -> list[str]:
+    """Of what the goal counts, what the cluster file has no figure of: it counts as nothing."""
+    if goal == "cost":
+        return [f"hosts.{host.name}.price_per_hour 0" for host in cluster.hosts if not host.price_per_hour]
+    if goal == "energy":
+        return [f"hosts.{host.name}.{what}peak_watts {of.idle_watts:g}" for host in cluster.hosts
+                for what, of in (("", host), ("device.", host.device)) if of is not None and not of.peak_watts]
+    return []
 
 
 def families(answer: Answer, pick: Found | None) -> Iterable[str]:
@@ -104,19 +121,21 @@ def fate(family: Family, pick: Found | None) -> str:
     return "; ".join(parts) or "none simulated"
 
 
-def nothing(answer: Answer, cluster: Cluster, model: ModelShape) -> str:
+def nothing(answer: Answer, cluster: Cluster, model: ModelShape, of: Constants) -> str:
     """Where nothing fits: both numbers and the least change."""
     lines = [f"no plan fits: {model.name} ({model.params / 1e9:.2f} B parameters) on {cluster.name}"]
     if (near := least_change(answer)) is not None:
         need, plan = near
-        lines.append(f"least change: {show_bytes(need.nbytes - need.room)} more for {need.where} "
-                     f"({show_bytes(need.nbytes)} instead of {show_bytes(need.room)}) makes this fit: {words(plan)}")
+        lines += [f"least change: {show_bytes(need.lacking)} more for {need.where} "
+                  f"({show_bytes(need.nbytes)} instead of {show_bytes(need.room)}) makes this fit: {words(plan)}",
+                  f"memory  {kept_free(plan)}"]
+    lines += assumed(cluster, model, of, None if near is None else near[1])
     return "\n".join([*lines, *families(answer, None)])
 
 
-def plain(answer: Answer, cluster: Cluster, model: ModelShape, goal: str) -> dict[str, Any]:
+def plain(answer: Answer, cluster: Cluster, model: ModelShape, goal: str, of: Constants) -> dict[str, Any]:
     def one(found: Found | None) -> dict[str, Any] | None:
-        return None if found is None else {**as_json(found.result, cluster, model), "score": found.score,
+        return None if found is None else {**as_json(found.result, cluster, model, of), "score": found.score,
                                            "words": words(found.plan)}
 
     near = least_change(answer)
@@ -127,7 +146,8 @@ def plain(answer: Answer, cluster: Cluster, model: ModelShape, goal: str) -> dic
                       "refused": f.refused, "nearest": None if f.nearest is None else asdict(f.nearest[0]),
                       "best": None if f.best is None else f.best.score} for f in answer.families.values()],
         "least_change": None if near is None else {**asdict(near[0]), "plan": words(near[1])},
-        "assumed": cluster.assumed, "measured": cluster.measured,
+        "batch": answer.batch, "batch_chosen": answer.chosen, "unpriced": unpriced(cluster, goal),
+        **assumed_json(cluster, model, of, None if answer.pick is None else answer.pick.plan),
     }
 
 
@@ -242,20 +262,21 @@ def _text(x: float, y: float, what: str) -> str:
 
 
 def command(
-    cluster_file: str, *, model: str = "", goal: str = "time", batch: int = 0, placements: str = "", late: bool = False,
-    seq_len: int = 0, constants: str = "", out: str = "plan.toml", json: str = "", html: str = "", trace: str = "",
+    cluster_file: str, *, model: str = "", goal: str = "time", batch: int | None = None, placements: str = "",
+    late: bool = False, seq_len: int | None = None, headroom: float = HEADROOM, constants: str = "",
+    out: str = "plan.toml", json: str = "", html: str = "", trace: str = "",
     job_file: str = "", verify: bool = False, lab: bool = False,
 ) -> int:
     """Raises ConfigError."""
     if lab and not verify:
         raise ConfigError("--lab says where steps are run, and none are", hint="--verify --lab")
-    cluster, one = load_cluster(cluster_file), load_model(model, seq_len or None)
+    cluster, one = load_cluster(cluster_file), load_model(model, seq_len)
     of = named(constants) if constants else Constants()
-    answer = search(cluster, one, of, goal=goal, batch=batch or None, late=late,
+    answer = search(cluster, one, of, goal=goal, batch=batch, late=late, headroom=headroom,
                     placements=[name for name in placements.split(",") if name])
     print(told(answer, cluster, one, goal, of))
     if json:
-        replace_file(Path(json), (dumps(plain(answer, cluster, one, goal), indent=1) + "\n").encode(), "writing")
+        replace_file(Path(json), (dumps(plain(answer, cluster, one, goal, of), indent=1) + "\n").encode(), "writing")
     if html:
         replace_file(Path(html), page(answer, cluster, one, goal, of).encode(), "writing")
     if answer.pick is None:

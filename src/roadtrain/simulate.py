@@ -18,9 +18,11 @@ from typing import Any
 from roadtrain.errors import ConfigError
 from roadtrain.sim.compute import Constants
 from roadtrain.sim.compute import constants as named
+from roadtrain.sim.fabric import INSIDE_S, UPDATE_BYTES
+from roadtrain.sim.memory import kept_free
 from roadtrain.sim.run import Result, simulate
-from roadtrain.spec.cluster import Cluster, load_cluster
-from roadtrain.spec.placement import Plan, load_plan, make_plan
+from roadtrain.spec.cluster import Cluster, guesses, load_cluster
+from roadtrain.spec.placement import HEADROOM, Plan, load_plan, make_plan
 from roadtrain.spec.shapes import ModelShape, from_config, named_shape
 from roadtrain.store.direct import replace_file
 from roadtrain.units import show_bytes, show_seconds
@@ -90,6 +92,31 @@ def default_plan(cluster: Cluster, overrides: Mapping[str, Any]) -> Plan:
     return make_plan({**tree, "layout": layout})
 
 
+def assumptions(cluster: Cluster, of: Constants, plan: Plan | None) -> dict[str, tuple[float, str]]:
+    """All that a prediction rests on and nobody gave: name -> value and how people say it. Rates in bytes a second."""
+    out = guesses(cluster)
+    out |= {"step inside a host": (INSIDE_S, show_seconds(INSIDE_S)),
+            "bytes a parameter's update": (UPDATE_BYTES, f"{UPDATE_BYTES:g}")}
+    if of.source == "assumed":
+        if not of.table:
+            out["efficiency"] = of.efficiency, f"{of.efficiency:g} of a device's peak"
+        out["network"] = of.network, f"{of.network:g} of a card's rate"
+    if plan is not None:
+        besides = plan.context_bytes
+        out["device memory besides"] = besides, show_bytes(besides)
+        if plan.placement.update in ("host", "server", "ssd") or plan.placement.state != "device":
+            out["optimizer state a parameter"] = plan.state_bytes, f"{plan.state_bytes:g} B"
+    return out
+
+
+def assumed(cluster: Cluster, model: ModelShape, of: Constants, plan: Plan | None) -> list[str]:
+    """Lines for people."""
+    own = guesses(cluster)
+    lines = ["assumed " + (", ".join(f"{name} {said}" for name, (_, said) in own.items()) or "nothing of the cluster")]
+    rest = [f"{name} {said}" for name, (_, said) in assumptions(cluster, of, plan).items() if name not in own]
+    return [*lines, "assumed " + ", ".join(rest), *(f"assumed {note}" for note in model.notes)]
+
+
 def report(result: Result, cluster: Cluster, model: ModelShape, of: Constants) -> str:
     """For people."""
     plan, layout = result.plan, result.plan.layout
@@ -113,16 +140,16 @@ def report(result: Result, cluster: Cluster, model: ModelShape, of: Constants) -
             for what, (seconds, work) in parts.items() if seconds > 0))
     lines += [f"memory  {need.where}: {show_bytes(need.nbytes)} of {show_bytes(need.room)}" for need in result.needs
               if need.nbytes]
+    lines.append(f"memory  {kept_free(plan)}")
     if result.watts:
         lines.append(f"energy  {result.joules / 1e3:.3g} kJ a step, {result.watts / 1e3:.3g} kW")
     if result.price:
         lines.append(f"cost    {result.price:.3g} a step, {plan.samples / result.price:.4g} samples for 1")
-    lines += [f"computing time from {of.from_what} ({of.source})",
-              f"assumed {', '.join(cluster.assumed) or 'nothing'}"]
+    lines += [f"computing time from {of.from_what} ({of.source})", *assumed(cluster, model, of, plan)]
     return "\n".join(lines)
 
 
-def as_json(result: Result, cluster: Cluster, model: ModelShape) -> dict[str, Any]:
+def as_json(result: Result, cluster: Cluster, model: ModelShape, of: Constants) -> dict[str, Any]:
     return {
         "schema": SCHEMA, "model": model.name, "params": model.params, "cluster": cluster.name,
         "plan": {**asdict(result.plan), "placement": result.plan.placement.name}, "step_s": result.seconds,
@@ -130,8 +157,16 @@ def as_json(result: Result, cluster: Cluster, model: ModelShape) -> dict[str, An
         "stages": [{"where": where, "stage": stage, "seconds": s, "work": w}
                    for (where, stage), (s, w) in result.stages.items()],
         "memory": [asdict(need) for need in result.needs], "peaks": result.peaks, "joules": result.joules,
-        "price": result.price, "assumed": cluster.assumed, "measured": cluster.measured,
+        "price": result.price, "headroom": result.plan.headroom, "tokens": model.tokens,
+        **assumed_json(cluster, model, of, result.plan),
     }
+
+
+def assumed_json(cluster: Cluster, model: ModelShape, of: Constants, plan: Plan | None) -> dict[str, Any]:
+    """`assumed`: what of the cluster file; `assumed_values`: all that was, by name; `notes`: of the model."""
+    values = {name: value for name, (value, _) in assumptions(cluster, of, plan).items()}
+    return {"assumed": cluster.assumed, "assumed_values": values, "notes": model.notes, "measured": cluster.measured,
+            "constants": of.source}
 
 
 def perfetto(result: Result) -> dict[str, Any]:
@@ -158,24 +193,26 @@ def perfetto(result: Result) -> dict[str, Any]:
 def command(
     cluster_file: str, *, model: str = "", plan: str = "", placement: str = "", dp: int = 0, tp: int = 0, pp: int = 0,
     cp: int = 0, ep: int = 0, vp: int = 0, precision: str = "", micro_batch: int = 0, micros: int = 0,
-    recompute: bool = False, staleness: int = 0, topk: float | None = None, seq_len: int = 0, constants: str = "",
-    json: str = "", trace: str = "",
+    recompute: bool = False, staleness: int = 0, topk: float | None = None, seq_len: int | None = None,
+    constants: str = "", headroom: float | None = None, json: str = "", trace: str = "",
 ) -> int:
     """Raises ConfigError, BudgetError."""
-    cluster, one = load_cluster(cluster_file), load_model(model, seq_len or None)
+    cluster, one = load_cluster(cluster_file), load_model(model, seq_len)
     if plan:
         chosen = load_plan(plan)
+        chosen = chosen if headroom is None else chosen.changed(headroom=headroom)
     else:
         given = {"placement": placement, "micro_batch": micro_batch, "micros": micros, "recompute": recompute,
                  "staleness": staleness, "topk": topk, "precision": precision}
         ranks = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "vp": vp}
         layout = {name: n for name, n in ranks.items() if n}
-        chosen = default_plan(cluster, {**{k: v for k, v in given.items() if v}, "layout": layout})
+        kept = {"headroom": HEADROOM if headroom is None else headroom}
+        chosen = default_plan(cluster, {**{k: v for k, v in given.items() if v}, **kept, "layout": layout})
     of = named(constants) if constants else Constants()
     result = simulate(chosen, cluster, one, of, traced=bool(trace))
     print(report(result, cluster, one, of))
     if json:
-        replace_file(Path(json), (dumps(as_json(result, cluster, one), indent=1) + "\n").encode(), "writing")
+        replace_file(Path(json), (dumps(as_json(result, cluster, one, of), indent=1) + "\n").encode(), "writing")
     if trace:
         replace_file(Path(trace), (dumps(perfetto(result)) + "\n").encode(), "writing")
         print(f"trace   {trace} (open it in ui.perfetto.dev)")

@@ -30,7 +30,10 @@ def parse_bytes(text: str | int) -> int:
 
 
 def parse_rate(text: str) -> float:
-    """`"400Mbit/s"`, `"1.5 GB/s"` -> bytes a second, more than 0. Raises UnitError on anything else."""
+    """`"400Mbit/s"`, `"1.5 GB/s"` -> bytes a second, more than 0. Raises UnitError on anything else, also on `Gb/s`,
+    which may be bits or bytes."""
+    if re.search(r"[0-9 ][kmgtKMGT]?b/s$", text):
+        raise UnitError(f"{text!r} is not a rate: b may be bits or bytes", hint="write 100Gbit/s or 12.5GB/s")
     return _parsed(text, _RATES, "a rate", "400Mbit/s, 1.5GB/s", per="/s")
 
 
@@ -48,7 +51,7 @@ def _parsed(text: str, units: Mapping[str, float], what: str, example: str, per:
     """`per`: what stands behind the unit; with it the number is more than 0."""
     match = _NUMBER.fullmatch(text.removesuffix(per))
     size = units.get(match[2].lower()) if match and text.endswith(per) else None
-    if match is None or size is None or (per and not float(match[1])):
+    if match is None or size is None or (per and not float(match[1])) or float(match[1]) == float("inf"):
         raise UnitError(f"{text!r} is not {what}", hint=f"write a number and a unit: {example}")
     return float(match[1]) * size
 

@@ -90,3 +90,30 @@ def test_plans_of_frameworks() -> None:
 def test_errors() -> None:
     found = errors([(1.1, 1.0), (0.9, 1.0), (1.0, 1.0), (1.2, 1.0)])
     assert found == pytest.approx({"MAPE": 0.1, "median": 0.1, "P90": 0.2, "bias": 0.05})
+
+
+@pytest.mark.parametrize(("more", "name"), [
+    ({"offload_optimizer": None}, "zero1"), ({"offload_optimizer": "none"}, "zero1"),
+    ({"offload": None, "zero": 3}, "zero3"), ({"offload": False, "zero": 0}, "ddp"),
+    ({"offload_optimizer": "cpu"}, "zero-offload"), ({"zenflow": True}, "zero-offload")])
+def test_what_is_not_offloaded_has_no_plan_that_offloads(more: dict[str, object], name: str) -> None:
+    rows = loads(files("roadtrain.bench").joinpath("measured.json").read_text())
+    row = next(row for row in rows if row["group"] == "deepspeed-offload")
+    (one,), refused = runs_of([{**row, "parallelism": {"zero": 2, **more}}])
+    assert one.plan.placement.name == name and not refused
+
+
+def test_offload_that_no_plan_has_is_left_out() -> None:
+    """Neither said nor elsewhere than on the processors, nor where a family is not known to offload."""
+    rows = loads(files("roadtrain.bench").joinpath("measured.json").read_text())
+    deepspeed, foundry, vtrain = (next(row for row in rows if row["group"] == group) for group in (
+        "deepspeed-offload", "llm-foundry-fsdp", "vtrain-multi"))
+    more = [(deepspeed, {}), (deepspeed, {"offload_optimizer": "nvme"}), (vtrain, {"offload_optimizer": "cpu"}),
+            (vtrain, {"cpu_offload_act": True})]
+    wrong = [{**row, "id": str(i), "parallelism": {**{k: v for k, v in row["parallelism"].items()
+                                                      if not k.startswith("offload")}, **own}}
+             for i, (row, own) in enumerate(more)]
+    found, refused = runs_of(wrong)
+    assert not found and set(refused) == {"0", "1", "2", "3"}
+    acts = [{**foundry, "parallelism": {**foundry["parallelism"], "cpu_offload_act": act}} for act in (None, True)]
+    assert [one.plan.offload for one in runs_of(acts)[0]] == [False, True]

@@ -32,7 +32,8 @@ def cluster(hosts: int = 4, spares: int = 0, *, devices: int = 1, sums: bool = F
     ssd = {"count": 2, "read": "3GB/s", "write": "3GB/s", "mixed": 2, "capacity": "8TB", "updates": "100GB/s",
            "internal": "100GB/s"}
     base = {"memory": "1TB", "memory_rate": "2000GB/s", "updates": "1000GB/s", "sums": "1000GB/s", "uplink": "100GB/s",
-            "nics": [{"kind": "roce", "rate": "10GB/s", "latency": "1us"}], "idle_watts": 50, "peak_watts": 250}
+            "nics": [{"kind": "roce", "rate": "10GB/s", "latency": "1us", "relay": True}], "idle_watts": 50,
+            "peak_watts": 250}
     kinds = [{**base, "name": "gpu", "count": hosts, "devices": devices, "device": device, "ssds": [ssd],
               "price_per_hour": 3.6, "fabric": "100GB/s", **more}]
     kinds += [{**base, "name": "spare", "count": spares, "ssds": [ssd], "price_per_hour": 0.36}] if spares else []

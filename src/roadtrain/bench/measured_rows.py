@@ -89,6 +89,11 @@ def _run(row: dict[str, Any]) -> Run:
     if row["group"] not in _FAMILIES or not row["metric"].startswith(METRICS):
         raise ConfigError(f"{row['metric']} of {row['group']} is not a step's time or memory")
     family, size, where, model, plan = _FAMILIES[row["group"]](row)
+    acts = any(says(value) for key, value in row["parallelism"].items() if "offload_act" in key)
+    params = any(says(value) for key, value in row["parallelism"].items() if "offload_param" in key)
+    elsewhere = plan.placement.parameters == "host" or plan.placement.state == "host"
+    if (offloads(row["parallelism"]) and not elsewhere) or acts != plan.offload or (params and not elsewhere):
+        raise ConfigError(f"{row['group']}: what of it is offloaded has no plan here")
     value = row["value"] * UNITS.get(row["unit"], 1.0)
     if "memory" in row["metric"] or "alloc" in row["metric"]:
         return Run(row["id"], family, size, where, model, plan, peak=value)
@@ -97,6 +102,19 @@ def _run(row: dict[str, Any]) -> Run:
     elif row["unit"].startswith("tokens/s"):
         value = plan.samples * model.tokens / value
     return Run(row["id"], family, size, where, model, plan, seconds=value)
+
+
+def says(value: Any) -> bool:
+    """Whether a report says yes: `offload: None`, "none", "n/a" and false do not."""
+    return str(value).strip().lower() not in ("", "none", "null", "n/a", "no", "false", "off", "0")
+
+
+def offloads(how: Mapping[str, Any]) -> str | None:
+    """Where the optimizer's state is offloaded to, "" if a report says that it is not, None if it does not say."""
+    keys = [key for key in how if key.startswith("offload") and "act" not in key and "param" not in key]
+    if where := [str(how[key]) for key in keys if says(how[key])]:
+        return where[0].lower()
+    return "cpu" if says(how.get("zenflow")) else "" if keys else None
 
 
 Made = tuple[str, str, Cluster, ModelShape, Plan]
@@ -123,7 +141,8 @@ def _foundry(row: dict[str, Any]) -> Made:
                     "3200Gbit/s" if h100 else "1600Gbit/s")
     model = Transformer(*MPT[size], 50368, int(length), fused=True, biases=False).shape(f"MPT-{size}")
     plan = Plan(placement("zero3"), Layout(dp=n), batch["micro_batch"], batch["grad_accum"],
-                recompute=how["activation_ckpt"], slots=2, precision="fp8" if fp8 else "", passes=3 if fp8 else 1)
+                recompute=says(how["activation_ckpt"]), slots=2, offload=says(how.get("cpu_offload_act")),
+                precision="fp8" if fp8 else "", passes=3 if fp8 else 1)
     return "foundry-h100" if h100 else "foundry-a100", size, where, model, plan
 
 
@@ -232,9 +251,15 @@ def _sailor(row: dict[str, Any]) -> Made:
 
 def _offload(row: dict[str, Any]) -> Made:
     """DeepSpeed with the optimizer's state in the host's memory, updated by its processors; ZenFlow updates every
-    fourth step (its default) and while the next ones run. The length of the samples is not printed: assumed 1024."""
-    n, late = row["n_gpus"], bool(row["parallelism"].get("zenflow"))
-    plan = Plan(placement("zero-offload"), Layout(dp=n), row["batch"]["local"], staleness=int(late), recompute=True)
+    fourth step (its default) and while the next ones run. A run that says it offloads nothing is plain ZeRO. The length
+    of the samples is not printed: assumed 1024."""
+    how = row["parallelism"]
+    n, late, to = row["n_gpus"], says(how.get("zenflow")), offloads(how)
+    if to is None or to not in ("", "cpu"):
+        raise ConfigError(f"{row['id']} offloads to {to or 'it does not say where'}", hint="cpu, or None")
+    plain = {0: "ddp", 1: "zero1", 2: "zero1", 3: "zero3"}.get(how.get("zero", 0), "")
+    plan = Plan(placement("zero-offload" if to else plain), Layout(dp=n), row["batch"]["local"], staleness=int(late),
+                recompute=True)
     where = cluster(1, n, "A100-40GB", "230GB/s", "")
     rate = parse_rate(fitted("deepspeed-offload")["updates"]) * (4 if late else 1)
     host = where.hosts[0].model_copy(update={"updates": rate})

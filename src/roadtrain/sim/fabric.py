@@ -75,17 +75,18 @@ class Site:
 @dataclass(frozen=True)
 class Group:
     """The ranks of one pipeline stage that have the same parameters. `hosts`: how many; `ranks`: on each, with `tp`
-    devices each there."""
+    devices each there; `replicas`: in all, where hosts have different numbers of them (`ranks` is the most)."""
 
     site: Site
     hosts: int
     ranks: int
     tp: int
     rates: tuple[float, ...] = ()  # of each host's card
+    replicas: int = 0
 
     @property
     def dp(self) -> int:
-        return self.hosts * self.ranks
+        return self.replicas or self.hosts * self.ranks
 
 
 def check_placement(place: Placement, cluster: Cluster, hosts: Sequence[Host]) -> None:
@@ -100,12 +101,20 @@ def check_placement(place: Placement, cluster: Cluster, hosts: Sequence[Host]) -
         raise ConfigError(f"placement {place.name} sums in the switch, and no switch of {cluster.name} sums",
                           hint="give a switch `sums = true`, or choose placement ddp")
     for host in {host.name: host for host in hosts}.values():
+        if place.sum == "relay" and not any(nic.relay for nic in host.nics):
+            raise ConfigError(f"placement {place.name} has a relay on each host's card, host {host.name} has no card "
+                              "with a processor", hint="give a card `relay = true`, or choose placement zero-offload")
         if "ssd" in (place.parameters, place.state) and not host.ssds:
             raise ConfigError(f"placement {place.name} rests on SSDs, host {host.name} has none",
                               hint="give it `ssds`, or choose a placement in memory")
         if place.update == "ssd" and not all(s.updates for s in host.ssds):
             raise ConfigError(f"placement {place.name} updates beside the SSDs, those of host {host.name} have no "
                               "processor", hint="give them `updates`, or choose placement files")
+    resting = [*hosts] if "ssd" in (place.parameters, place.state) else [*cluster.spares[:1]] if place.served else []
+    for host in resting:
+        if not all(ssd.capacity for ssd in host.ssds):
+            raise ConfigError(f"placement {place.name} rests on SSDs, those of host {host.name} have no `capacity`",
+                              hint="give it in the cluster file")
 
 
 class Fabric:

@@ -27,15 +27,21 @@ LARGEST = 1 / 3  # of a block: its largest tensor, whose gradient is on the devi
 
 @dataclass(frozen=True)
 class Need:
-    """Of one memory: `nbytes` of `room`."""
+    """Of one memory: `nbytes` of `room`, which is a `share` of what there is."""
 
     where: str
     nbytes: float
     room: float
+    share: float = 1.0
 
     @property
     def fits(self) -> bool:
         return self.nbytes <= self.room
+
+    @property
+    def lacking(self) -> float:
+        """Bytes that there would have to be more."""
+        return (self.nbytes - self.room) / self.share
 
 
 def device_bytes(plan: Plan, blocks: Sequence[BlockShape]) -> float:
@@ -147,25 +153,32 @@ def stage_bytes(plan: Plan, blocks: Sequence[BlockShape], number: int) -> float:
 
 
 def needs(plan: Plan, cluster: Cluster, model: ModelShape, cuts: Sequence[Sequence[BlockShape]],
-          hosts: Sequence[Host]) -> list[Need]:
-    """Of the devices and hosts of each stage (`hosts`: the one that each begins on), of SSDs and the server."""
-    out, layout, place = [], plan.layout, plan.placement
-    for number, (blocks, host) in enumerate(zip(cuts, hosts)):
+          hosts: Sequence[Host], sharing: Sequence[int] = ()) -> list[Need]:
+    """Of the devices and hosts of each stage (`hosts`: the least of its hosts), of SSDs and the server. `sharing`: how
+    many stages share each one's hosts."""
+    out: list[Need] = []
+    layout, place = plan.layout, plan.placement
+    free = 1 - plan.headroom
+
+    def need(where: str, nbytes: float, memory: float, share: float) -> None:
+        out.append(Need(where, nbytes, memory * share, share))
+
+    for number, (blocks, host, many) in enumerate(zip(cuts, hosts, sharing or [1] * len(cuts))):
         assert host.device is not None
-        out.append(Need(f"stage {number} device", stage_bytes(plan, blocks, number), host.device.memory))
+        need(f"stage {number} device", stage_bytes(plan, blocks, number), host.device.memory, free)
         ranks = max(1, min(host.devices // layout.tp, layout.replicas))
-        out.append(Need(f"stage {number} memory", host_bytes(plan, blocks, ranks), USABLE * host.memory))
+        need(f"stage {number} memory", host_bytes(plan, blocks, ranks), host.memory, USABLE * free / many)
         if place.state == "ssd":
             share = ranks / layout.replicas
             nbytes = file_bytes(plan, sum(block.params for block in blocks)) * share
-            out.append(Need(f"stage {number} SSDs", nbytes, _room(host)))
+            need(f"stage {number} SSDs", nbytes, _room(host), 1 / many)
     if place.served and cluster.spares:
         server = cluster.spares[0].together
         if server.ssds:
             out.append(Need("server SSDs", file_bytes(plan, model.params), _room(server)))
         else:
             nbytes = model.params * (plan.state_bytes + plan.parameter_bytes + plan.held_bytes)
-            out.append(Need("server memory", nbytes, USABLE * server.memory))
+            need("server memory", nbytes, server.memory, USABLE * free)
     return out
 
 
@@ -183,8 +196,15 @@ def check(found: Sequence[Need], plan: Plan) -> None:
                 "more tensor or pipeline ranks, or a placement that streams parameters")
     else:
         hint = "a placement that rests its state elsewhere, more hosts, or more room there"
-    raise BudgetError(f"{worst.where}: the plan needs {show_bytes(worst.nbytes)}, there are {show_bytes(worst.room)}",
-                      hint=hint)
+    kept = f" ({kept_free(plan)})" if plan.headroom and not worst.where.endswith("SSDs") else ""
+    raise BudgetError(f"{worst.where}: the plan needs {show_bytes(worst.nbytes)}, there are {show_bytes(worst.room)}"
+                      + kept, hint=hint)
+
+
+def kept_free(plan: Plan) -> str:
+    """For people: what of memories is not the plan's."""
+    return (f"{plan.headroom:.0%} of devices' and hosts' memory is kept free, and {1 - USABLE:.0%} of hosts' is the "
+            "system's")
 
 
 def cut(blocks: Sequence[BlockShape], plan: Plan) -> list[list[list[BlockShape]]]:

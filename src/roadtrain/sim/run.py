@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +19,7 @@ from roadtrain.sim.engine import Engine, Resource, Task
 from roadtrain.sim.fabric import Fabric, Group, Site, check_placement
 from roadtrain.sim.memory import Need, check, cut, needs
 from roadtrain.sim.step import Stage
-from roadtrain.spec.cluster import Cluster, Host, Nic
+from roadtrain.spec.cluster import Cluster, Device, Host, Nic, least_of
 from roadtrain.spec.placement import Plan
 from roadtrain.spec.shapes import ModelShape
 
@@ -168,8 +169,13 @@ class Scene:
         n = layout.tp * layout.replicas
         self.groups_of = [[hosts[i] for i in dict.fromkeys(slots[k * n : (k + 1) * n])] for k in range(layout.pp)]
         self.cuts = cut(model.blocks, plan)
-        least = [min(group, key=lambda host: host.device.memory if host.device else 0.0) for group in self.groups_of]
-        self.needs = needs(plan, cluster, model, [[b for part in parts for b in part] for parts in self.cuts], least)
+        self.least = [least_of(group) for group in self.groups_of]
+        stages: dict[int, set[int]] = {}  # of each host
+        for i, slot in enumerate(slots[: layout.devices]):
+            stages.setdefault(slot, set()).add(i // n)
+        sharing = [max(len(stages[slot]) for slot in set(slots[k * n : (k + 1) * n])) for k in range(layout.pp)]
+        self.needs = needs(plan, cluster, model, [[b for part in parts for b in part] for parts in self.cuts],
+                           self.least, sharing)
 
     def build(self, engine: Engine, logs: list[list[Any]] | None = None) -> None:
         """Raises ConfigError where hosts have no network in common, or a tensor group does not fit them."""
@@ -184,19 +190,21 @@ class Scene:
         self.groups: list[Group] = []
         for number, parts in enumerate(self.cuts):
             mine = self.groups_of[number]
-            first = min(mine, key=lambda host: host.device.flops if host.device else 0.0)  # the slowest sets the pace
-            if first.devices % layout.tp and layout.tp % first.devices:
-                raise ConfigError(f"a tensor group of {layout.tp} does not fit a host of {first.devices} devices",
+            first = self.least[number]  # the slowest sets the pace
+            fewest = min(host.devices for host in mine)
+            if (layout.tp % fewest or fewest < first.devices) and fewest % layout.tp:
+                raise ConfigError(f"a tensor group of {layout.tp} does not fit a host of {fewest} devices",
                                   hint="tp divides the devices of a host, or is a multiple of them")
             nics = self._nics(mine, "dp")
             slowest = min(nics, key=lambda n: n.total) if nics else None
             if slowest is not None and (most := cluster.between(nics)) < slowest.total:  # they meet over a link
                 slowest = slowest.model_copy(update={"rate": most, "count": 1})
-            ranks = min(first.devices, per_stage) // layout.tp or 1
+            devices = Counter(self.slots[number * per_stage : (number + 1) * per_stage]).values()  # of each host
+            ranks = min(layout.replicas, max(devices) // layout.tp or 1)
+            many = len(devices) if layout.tp <= first.devices else layout.replicas // ranks
             rates = tuple((n.total if n else 1.0) * constants.network for n in nics)
             site = Site(engine, first, slowest, constants, f"stage {number}")
-            group = Group(site, max(1, layout.replicas // ranks), min(ranks, layout.replicas),
-                          min(layout.tp, first.devices), rates)
+            group = Group(site, many, ranks, min(layout.tp, first.devices), rates, layout.replicas)
             fabric = Fabric(engine, cluster, plan, group, constants, server, cluster.spares)
             assert first.device is not None
             if logs is not None:
@@ -211,6 +219,8 @@ class Scene:
     def _nics(self, hosts: Sequence[Host], group: str) -> list[Nic]:
         """The card of each host that the group's data takes."""
         wanted = self.plan.networks.get(group)
+        if self.plan.placement.sum == "relay" and group == "dp":
+            hosts = [h.model_copy(update={"nics": tuple(n for n in h.nics if n.relay)}) for h in hosts]
         if wanted is not None:
             hosts = [h.model_copy(update={"nics": tuple(n for n in h.nics if n.kind == wanted)}) for h in hosts]
         if len({h.name for h in hosts}) == 1 and len(hosts) == 1:
@@ -258,7 +268,7 @@ class Scene:
             device, host = stage.device, group.site.host
             share = busy.get(stage.lane.name, 0.0)
             devices = self.plan.layout.replicas * self.plan.layout.tp
-            total += devices * (device.idle_watts + (device.peak_watts - device.idle_watts) * share)
+            total += devices * _watts(device, share)
             work = max(busy.get(f"stage {stage.number} {what}", 0.0) for what in ("updates", "sums", "out"))
             total += len(self.used_hosts) / n * _watts(host, work)
         if self.plan.placement.served or self.plan.placement.sum in ("spares", "separate"):
@@ -278,5 +288,6 @@ def _past(engine: Engine, second: float) -> bool:
     return engine.now >= second
 
 
-def _watts(host: Host, share: float) -> float:
-    return host.idle_watts + (host.peak_watts - host.idle_watts) * share
+def _watts(of: Host | Device, share: float) -> float:
+    """What says no peak takes what it takes idle."""
+    return of.idle_watts + max(0.0, of.peak_watts - of.idle_watts) * share

@@ -17,7 +17,8 @@
 Every rate is of one direction and bytes (or bits) a second. An SSD has three limits: its media (`read`, `write`, and
 `mixed`: 1 where reads and writes share one, 2 where they do not touch), the `internal` link to a processor of its own,
 and the host's `uplink`, which all SSDs of a host share. NICs of one kind meet at one switch, unless they name others.
-What the file leaves out is filled in and listed in `assumed`; what was measured, in `measured`. Arithmetic only.
+What the file leaves out is filled in and listed in `assumed` (`guesses` has the values); what was measured, in
+`measured`. Arithmetic only.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError, m
 
 from roadtrain.errors import ConfigError, RoadtrainError
 from roadtrain.spec.job import Section, did_you_mean, read_toml
-from roadtrain.units import parse_bytes, parse_flops, parse_rate, parse_seconds
+from roadtrain.units import parse_bytes, parse_flops, parse_rate, parse_seconds, show_rate, show_seconds
 
 KINDS = ("infiniband", "roce", "ethernet")  # the fastest first, where rates are the same
 
@@ -51,10 +52,16 @@ def _with_unit(parse: Callable[[str], float]) -> BeforeValidator:
     return BeforeValidator(read)
 
 
-Rate = Annotated[float, _with_unit(parse_rate), PlainSerializer(lambda v: f"{v:.0f}B/s" if v else 0)]
+def _digits(value: float) -> str:
+    """So that what is small is not written as nothing."""
+    return f"{value:.0f}" if value >= 1e3 else f"{value:.12f}".rstrip("0").rstrip(".")
+
+
+Rate = Annotated[float, _with_unit(parse_rate), PlainSerializer(lambda v: f"{_digits(v)}B/s" if v else 0)]
 Bytes = Annotated[float, _with_unit(parse_bytes), PlainSerializer(lambda v: f"{v:.0f}B" if v else 0)]
-Flops = Annotated[float, _with_unit(parse_flops), PlainSerializer(lambda v: f"{v / 1e12:.6f}TFLOP/s" if v else 0)]
-Seconds = Annotated[float, _with_unit(parse_seconds), PlainSerializer(lambda v: f"{v * 1e9:.0f}ns" if v else 0)]
+Flops = Annotated[float, _with_unit(parse_flops), PlainSerializer(
+    lambda v: (f"{v / 1e12:.6f}TFLOP/s" if v >= 1e9 else f"{_digits(v / 1e9)}GFLOP/s") if v else 0)]
+Seconds = Annotated[float, _with_unit(parse_seconds), PlainSerializer(lambda v: f"{_digits(v * 1e9)}ns" if v else 0)]
 
 
 class Device(Section):
@@ -62,9 +69,9 @@ class Device(Section):
     "nvfp4"); `copy`: to and from its host (PCIe)."""
 
     kind: str = "device"
-    flops: Flops
-    peaks: dict[str, Flops] = Field(default_factory=dict)
-    memory: Bytes
+    flops: Flops = Field(gt=0)
+    peaks: dict[str, Annotated[Flops, Field(gt=0)]] = Field(default_factory=dict)
+    memory: Bytes = Field(gt=0)
     memory_rate: Rate = 0.0
     copy_rate: Rate = Field(default=0.0, alias="copy")
     idle_watts: float = Field(default=0, ge=0)
@@ -83,8 +90,8 @@ class Ssd(Section):
     many reads, and writes, share its rate at once; 1: in the order of arrival."""
 
     count: int = Field(default=1, ge=1)
-    read: Rate
-    write: Rate
+    read: Rate = Field(gt=0)
+    write: Rate = Field(gt=0)
     mixed: float = Field(default=1.0, ge=1, le=2)
     capacity: Bytes = 0.0
     depth: int = Field(default=2, ge=1)
@@ -97,7 +104,7 @@ class Nic(Section):
     """`count` cards of `rate` each. `relay`: it has a processor and memory of its own (SmartNIC)."""
 
     kind: Literal["infiniband", "roce", "ethernet"] = "ethernet"
-    rate: Rate
+    rate: Rate = Field(gt=0)
     count: int = Field(default=1, ge=1)
     latency: Seconds = 0.0
     switch: str = ""
@@ -123,7 +130,7 @@ class Host(Section):
     devices: int = Field(default=0, ge=0)
     device: Device | None = None
     fabric: Rate = 0.0
-    memory: Bytes
+    memory: Bytes = Field(gt=0)
     memory_rate: Rate = 0.0
     updates: Rate = 0.0
     sums: Rate = 0.0
@@ -156,6 +163,10 @@ class Host(Section):
     def _whole(self) -> Self:
         if self.devices and self.device is None:
             raise ValueError(f"host {self.name!r} has {self.devices} devices but no `device`")
+        for what in (self, *([self.device] if self.device else ())):
+            if 0 < what.peak_watts < what.idle_watts:
+                raise ValueError(f"host {self.name!r}: {what.peak_watts:g} W at most are less than {what.idle_watts:g} "
+                                 "W idle")
         return self
 
 
@@ -163,7 +174,7 @@ class Link(Section):
     """Between two switches, all that crosses them together."""
 
     between: tuple[str, str]
-    rate: Rate
+    rate: Rate = Field(gt=0)
     latency: Seconds = 0.0
 
 
@@ -263,15 +274,88 @@ def _filled(cluster: Cluster) -> Cluster:
                             ("sums", 0.6 * (host.memory_rate or 20e9)), ("uplink", 12e9)):
             if not getattr(host, name) and (name != "uplink" or host.ssds):
                 guesses[name] = value
-        if (device := host.device) is not None and (not device.copy_rate or not device.memory_rate):
-            guesses["device"] = device.model_copy(update={"copy_rate": device.copy_rate or 12e9,
-                                                          "memory_rate": device.memory_rate or device.flops / 200})
+        names = [*guesses]
+        if (device := host.device) is not None:
+            own = {"copy_rate": device.copy_rate or 12e9, "memory_rate": device.memory_rate or device.flops / 200}
+            names += [f"device.{name}" for name, key in (("copy", "copy_rate"), ("memory_rate", "memory_rate"))
+                      if not getattr(device, key)]
+            guesses["device"] = device.model_copy(update=own)
+            if host.devices > 1 and not host.fabric:
+                guesses["fabric"] = own["copy_rate"]  # they reach each other as they reach their host
+                names.append("fabric")
         if any(not nic.latency for nic in host.nics):
             guesses["nics"] = tuple(nic.model_copy(update={"latency": nic.latency or (
                 30e-6 if nic.kind == "ethernet" else 5e-6)}) for nic in host.nics)
-        assumed += [f"hosts.{host.name}.{name}" for name in guesses]
+            names.append("nics.latency")
+        names += [f"ssds.{name}" for name in ("mixed", "depth")
+                  if any(name not in ssd.model_fields_set for ssd in host.ssds)]
+        if any(ssd.updates and not ssd.internal for ssd in host.ssds):
+            names.append("ssds.internal")  # as fast as its reads
+        assumed += [f"hosts.{host.name}.{name}" for name in names]
         hosts.append(host.model_copy(update=guesses))
     return cluster.model_copy(update={"hosts": tuple(hosts), "assumed": tuple(dict.fromkeys(assumed))})
+
+
+def guesses(cluster: Cluster) -> dict[str, tuple[float, str]]:
+    """Of all that is assumed: its value (bytes a second, seconds, a number) and how people say it."""
+    out = {}
+    for host in cluster.hosts:
+        prefix = f"hosts.{host.name}."
+        for name in (name for name in cluster.assumed if name.startswith(prefix)):
+            for what, value, said in _values(host, name.removeprefix(prefix)):
+                out[f"{prefix}{what}"] = value, said
+    return out
+
+
+def _values(host: Host, what: str) -> list[tuple[str, float, str]]:
+    """What is called so of a host, with its value; `nics` and `device` are all that could be left out of them."""
+    device = host.device
+    if what in ("nics", "nics.latency"):
+        return [("nics.latency", nic.latency, show_seconds(nic.latency)) for nic in host.nics][:1]
+    if what == "device":
+        return [*_values(host, "device.copy"), *_values(host, "device.memory_rate")]
+    if what == "ssds.mixed":
+        words = "reads and writes share one rate" if host.ssds and host.ssds[0].mixed == 1 else "of at most 2"
+        return [(what, ssd.mixed, f"{ssd.mixed:g} ({words})") for ssd in host.ssds][:1]
+    if what == "ssds.depth":
+        return [(what, float(ssd.depth), f"{ssd.depth} reads at once, and writes") for ssd in host.ssds][:1]
+    values = {"device.copy": device.copy_rate if device else 0.0,
+              "device.memory_rate": device.memory_rate if device else 0.0,
+              "ssds.internal": max((ssd.internal or ssd.read for ssd in host.ssds), default=0.0)}
+    value = values[what] if what in values else float(getattr(host, what, 0.0) or 0.0)
+    return [(what, value, show_rate(value))]
+
+
+def least_of(hosts: Sequence[Host]) -> Host:
+    """One host that has of each thing what the one with least has: what a group of them can rely on. Its cards are the
+    first host's."""
+    first = hosts[0]
+    if all(host is first or host == first for host in hosts):
+        return first
+    rates = ("memory", "memory_rate", "updates", "sums", "uplink", "fabric")
+    changes: dict[str, Any] = {name: min(getattr(host, name) for host in hosts) for name in rates}
+    changes |= {"name": " and ".join(dict.fromkeys(host.name for host in hosts)), "ssds": ()}
+    devices = [host.device for host in hosts if host.device is not None]
+    if devices:
+        slowest = min(devices, key=lambda device: device.flops)
+        own = {name: min(getattr(device, name) for device in devices)
+               for name in ("memory", "memory_rate", "copy_rate")}
+        peaks = {name: min(device.peaks[name] for device in devices) for name in slowest.peaks
+                 if all(name in device.peaks for device in devices)}
+        changes |= {"device": slowest.model_copy(update={**own, "peaks": peaks}),
+                    "devices": max(host.devices for host in hosts)}  # of which each takes of its host's memory
+    if all(host.ssds for host in hosts):
+        def least(of: Callable[[Ssd], float]) -> float:
+            return min(sum(ssd.count * of(ssd) for ssd in host.ssds) for host in hosts)
+
+        every = [ssd for host in hosts for ssd in host.ssds]
+        beside = all(ssd.updates for ssd in every)
+        changes["ssds"] = (every[0].model_copy(update={
+            "count": 1, "read": least(lambda ssd: ssd.read), "write": least(lambda ssd: ssd.write),
+            "capacity": least(lambda ssd: ssd.capacity), "mixed": min(ssd.mixed for ssd in every),
+            "depth": min(ssd.depth for ssd in every), "internal": least(lambda ssd: ssd.internal or ssd.read),
+            "updates": least(lambda ssd: ssd.updates) if beside else 0.0}),)
+    return first.model_copy(update=changes)
 
 
 def template(kind: str, name: str) -> dict[str, Any]:

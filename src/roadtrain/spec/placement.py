@@ -19,6 +19,7 @@ from roadtrain.spec.layout import Layout
 
 PARAMETERS = ("device", "split", "host", "ssd", "server")
 STATES = ("device", "split", "host", "ssd", "server")
+HEADROOM = 0.05  # of each device's and host's memory, that a plan leaves free where nobody says otherwise
 SUMS = ("ring", "switch", "spares", "separate", "relay", "server")
 UPDATES = ("device", "host", "ssd", "server")
 KINDS: dict[str, tuple[tuple[type, ...], str]] = {  # of a plan's fields, by how they are written
@@ -88,7 +89,7 @@ class Plan:
     files that memory keeps too, `public` that of parameters alone. `chunk`: elements of a record (0: a few a block).
     `pushes`: buffers for a block's gradients. `root`: embeddings and the output layer stay on the device for a step and
     take no slot. `file_slots`: 2 where a step never overwrites the last one. `context_bytes`, `fragmentation`: of a
-    device's memory, what nobody asked for.
+    device's memory, what nobody asked for; `headroom`: the share of each device's and host's that stays free.
 
     What a framework does: `precision` of the layers' products ("" is 16 bits; attention and the output stay there).
     `selective`: of each layer "products" (all but attention and every second product), or all of every second of the
@@ -126,6 +127,7 @@ class Plan:
     root: bool = True
     context_bytes: float = 1e9
     fragmentation: float = 1.0
+    headroom: float = 0.0
     precision: str = ""
     selective: str = ""
     sequence: bool = True
@@ -136,6 +138,9 @@ class Plan:
     passes: float = 1
 
     def __post_init__(self) -> None:
+        if isinstance(self.headroom, int | float) and not 0 <= self.headroom < 1:
+            raise ConfigError(f"`headroom` is {self.headroom!r} in the plan",
+                              hint="a share of memory: 0 or more, below 1")
         if self.selective not in ("", "products", "layers"):
             raise ConfigError(f"`selective` is {self.selective!r} in the plan", hint='"products", "layers" or ""')
 
@@ -161,8 +166,8 @@ def placement(name: str) -> Placement:
 
 
 def make_plan(tree: Mapping[str, Any]) -> Plan:
-    """Of plain data, as in a plan.toml. Raises ConfigError naming the key."""
-    tree = dict(tree)
+    """Of plain data, as in a plan.toml; what says no `headroom` keeps HEADROOM. Raises ConfigError naming the key."""
+    tree = {"headroom": HEADROOM, **tree}
     known = {f.name for f in fields(Plan)}
     if wrong := next((key for key in tree if key not in known), None):
         raise ConfigError(f"unknown key `{wrong}` in the plan", hint=did_you_mean(wrong, known) or
