@@ -145,9 +145,9 @@ COMMANDS = {
     ),
     "soak": Command(
         "roadtrain.bench.soak:command", (),
-        "Run scripted faults (kills, cut links, full disks, wrong workers) against a small job on this machine; exit "
-        "code 1 if anything hangs or a loss differs.",
-        {"faults": (int, "how many (200)"), "sums": (bool, "instead: spare hosts of a summation (100)"),
+        "Run scripted faults (kills, power cuts, flipped bits, cut links, full disks, wrong workers) against a small "
+        "job on this machine; exit code 1 if anything hangs or a loss differs.",
+        {"faults": (int, "how many (300)"), "sums": (bool, "instead: spare hosts of a summation (100)"),
          "seed": (int, "which (0)"),
          "only": (str, "this fault's number, or FIRST-LAST, alone"),
          "json": (str, "also write every fault to this file; with --only, into what it holds")},

@@ -13,6 +13,8 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -22,11 +24,14 @@ import numpy as np
 import torch
 from torch import nn
 
+from roadtrain.bench.soak_power import Power, Strike
 from roadtrain.errors import RoadtrainError
 from roadtrain.kernels.rules import rules_for
 from roadtrain.kernels.sum import sum_k, sum_squares
+from roadtrain.metrics import Metrics, committed_by
 from roadtrain.node.serve import Host
 from roadtrain.placing import place
+from roadtrain.store.mark import Mark
 from roadtrain.wire.tcp import Options
 
 BUDGET = 96 << 20
@@ -64,6 +69,8 @@ class Errand:
     relay: bool = False
     change: str = ""
     grows_at: int = 1 << 30
+    replicas: int = 1
+    run: str = ""  # a run directory, which knows the store; worker 0's alone
 
 
 class Model(nn.Module):
@@ -94,10 +101,14 @@ class Growing:
         self.nbytes = 0
 
 
-def serve(directory: str, port: int, token: bytes, log: str, ready: Connection) -> None:
-    """As `roadtrain serve`."""
+def serve(
+    directory: str, port: int, token: bytes, log: str, ready: Connection, shadow: str, strikes: Sequence[Strike]
+) -> None:
+    """As `roadtrain serve`. `shadow`: of its directory's durable bytes, "" where they are not watched (soak_power)."""
     _speak_into(log)
     torch.set_num_threads(1)
+    if shadow:
+        Power(Path(shadow), [Path(directory)], strikes).install()
     with Host(("127.0.0.1", port), Path(directory), BUDGET, Options(token=token), print) as host:
         ready.send(host.where)
         host.run()
@@ -136,8 +147,13 @@ def _train(errand: Errand, token: bytes) -> None:
     if errand.change == "model":
         model.extra = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    mark = None
+    if errand.run:
+        mark = Mark(Path(errand.run), witness=committed_by(Path(errand.run) / "metrics.jsonl"))
     placed = place(
-        model, optimizer, servers=errand.servers, relay=BUDGET if errand.relay else None, budget=BUDGET,
+        model, optimizer, servers=errand.servers,
+        replicas=errand.replicas, mark=mark,  # type: ignore[arg-type]
+        relay=BUDGET if errand.relay else None, budget=BUDGET,
         chunk_elements=CHUNK,
         link=Options(token=b"another" if errand.change == "token" else token, retry_s=errand.deadline_s,
                      close_s=errand.deadline_s / 3),
@@ -145,7 +161,8 @@ def _train(errand: Errand, token: bytes) -> None:
         backwards_per_step=None if flavour.clip else 1, extra={"growing": growing}, deadline_s=errand.deadline_s,
         report=lambda _: None,
     )
-    with placed:
+    lines = Metrics(Path(errand.run) / "metrics.jsonl", placed.steps_done, fresh=mark.fresh) if mark else nullcontext()
+    with placed, lines as metrics:
         while placed.steps_done < errand.steps:
             number = placed.steps_done
             growing.nbytes = GROWN if number >= errand.grows_at else 0
@@ -157,9 +174,14 @@ def _train(errand: Errand, token: bytes) -> None:
                 nn.utils.clip_grad_norm_(model.parameters(), flavour.clip)
             placed.step()
             placed.zero_grad()
+            if mark is not None and metrics is not None:
+                metrics.append({"step": placed.steps_done, "loss": float(loss)})
+                mark.advance(placed.committed_step)
             print(errand.attempt, placed.steps_done, float(loss).hex(), placed.grad_norm().hex(),
                   placed.committed_step, time.monotonic())
         placed.flush()
+        if mark is not None:
+            mark.advance(placed.committed_step, now=True)
         if errand.rank == 0:
             names = [name for name, _ in model.named_parameters() if name.endswith("in_proj_weight")]
             whole = b"".join(placed.read(name, what).tobytes() for name in names for what in ("master", "exp_avg"))

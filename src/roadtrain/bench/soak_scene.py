@@ -18,10 +18,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from roadtrain.bench.soak_job import REFUSED, Errand, serve, work
+from roadtrain.bench.soak_power import Strike
 from roadtrain.errors import DeadlineError, RoadtrainError
 from roadtrain.lab.relay import Relay, Way
 
@@ -126,6 +128,10 @@ class Scene:
     def __init__(self, flavour: str, hard_s: float, rate: float = float("inf")) -> None:
         self.flavour, self.rate = flavour, rate
         self.relay = False  # workers start with one, over worker 0's links
+        self.replicas = 1
+        self.run: Path | None = None  # worker 0's run directory, where it has one
+        self.shadows: dict[int, Path] = {}  # server -> what is durable of its directory, where that is watched
+        self.strikes: dict[int, list[Strike]] = {}  # server -> what its next start is told
         self.until = time.monotonic() + hard_s
         self.servers: list[Node] = []
         self.workers: list[Node] = []
@@ -154,12 +160,14 @@ class Scene:
     # what happens
 
     def start(
-        self, *, steps: int = STEPS, deadline_s: float = PATIENCE_S, wrong: Mapping[int, Mapping[str, Any]] = NOTHING
+        self, *, steps: int = STEPS, deadline_s: float = PATIENCE_S, wrong: Mapping[int, Mapping[str, Any]] = NOTHING,
+        without: int = -1,
     ) -> None:
-        """Starts what does not run, as supervisors do. `wrong`: rank -> what else its Errand says."""
+        """Starts what does not run, as supervisors do, but for server `without`. `wrong`: rank -> what else its Errand
+        says."""
         self.restarted = time.monotonic()
         for number in range(SERVERS):
-            if len(self.servers) <= number or self.servers[number].gone():
+            if number != without and (len(self.servers) <= number or self.servers[number].gone()):
                 self.serve(number)
         self.attempt += 1
         self.workers = []
@@ -167,8 +175,9 @@ class Scene:
             by = 0 if self.relay else rank
             where = tuple("{}:{}".format(*self.links[by, s].address) for s in range(SERVERS))
             log = self.log(rank)
+            run = "" if rank or self.run is None else str(self.run)
             errand = Errand(self.flavour, where, rank, WORKERS, self.attempt, steps, str(log), deadline_s,
-                            self.relay, **wrong.get(rank, {}))
+                            self.relay, replicas=self.replicas, run=run, **wrong.get(rank, {}))
             self.workers.append(self._started(work, (errand, TOKEN), log))
 
     def serve(self, number: int, *, moved: bool = False) -> None:
@@ -177,7 +186,9 @@ class Scene:
         port = int(old.where.rpartition(":")[2]) if old is not None and not moved else 0
         here, there = FORK.Pipe()
         log = self.home / f"server{number}.log"
-        node = self._started(serve, (str(self.stores[number]), port, TOKEN, str(log), there), log)
+        shadow = str(self.shadows.get(number, ""))
+        words = str(self.stores[number]), port, TOKEN, str(log), there, shadow, self.strikes.pop(number, [])
+        node = self._started(serve, words, log)
         there.close()
         if not here.poll(max(0.0, self.until - time.monotonic())):
             self.hung(f"server {number} to listen")
@@ -220,6 +231,15 @@ class Scene:
                 raise Wrong(f"worker {rank} ended with {code} and no sentence: {worker.log.read_text()[-2000:]}")
             sentences.append(told.errors[self.attempt])
         return sentences
+
+    def ended_workers(self) -> list[str]:
+        """As wait_workers, where a server may have struck itself dead: it counts as killed."""
+        said = self.wait_workers()
+        for server in self.servers:
+            if said and not server.killed:
+                server.process.join(1.0)
+            server.killed |= server.process.exitcode == -signal.SIGKILL
+        return said
 
     def finish(self) -> None:
         """Starts what does not run, and the run is to end well."""
@@ -274,6 +294,15 @@ class Scene:
         for log in self.home.glob("*.log"):
             if "Traceback" in (text := log.read_text(errors="replace")):
                 raise Wrong(f"a traceback in {log.name}: {text[text.index('Traceback'):][:3000]}")
+
+    def note(self, text: str) -> None:
+        """For people, into worker 0's log."""
+        with open(self.log(0), "a") as file:
+            file.write(f"{text}\n")
+
+    def pipe(self) -> tuple[Connection, Connection]:
+        """Its two ends."""
+        return FORK.Pipe()
 
     def hung(self, what: str) -> None:
         """Raises Hung with the stacks of all processes."""
