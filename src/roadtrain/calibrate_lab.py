@@ -9,7 +9,6 @@ one rate: the cluster that comes back says what the lab was.
 from __future__ import annotations
 
 import os
-import secrets
 import signal
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from roadtrain.calibrate_steps import Measured
 from roadtrain.errors import BudgetError, ConfigError, DeadlineError, RoadtrainError
 from roadtrain.lab import CARRIED, LoopDevice, Network, Nic, Throttle, lab_available, network_available, sweep
 from roadtrain.model.config_shape import shape_of_config
+from roadtrain.node.dial import write_token
 from roadtrain.probe import storage_rates
 from roadtrain.sim.compute import Constants
 from roadtrain.spec.cluster import Cluster, Host
@@ -110,7 +110,7 @@ def hosts_of(cluster: Cluster, job: Job) -> tuple[Host, Host | None]:
 @contextmanager
 def servers(network: Network, many: int, home: Path, *words: str) -> Iterator[list[str]]:
     """`roadtrain serve` on each of the hosts s0.., with its store in memory, its token in `home`: the addresses."""
-    (home / "token").write_text(secrets.token_hex())
+    write_token(home / "token")
     with ExitStack() as stack:
         where = []
         for host in (network.hosts[f"s{i}"] for i in range(many)):

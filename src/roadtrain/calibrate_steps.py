@@ -23,15 +23,14 @@ import torch
 from roadtrain.errors import PeerError, RoadtrainError
 from roadtrain.model.config_shape import shape_of_config
 from roadtrain.node import watch
-from roadtrain.node.dial import address_of, token_of
+from roadtrain.node.dial import address_of
 from roadtrain.spec.chunks import ITEMSIZE
 from roadtrain.spec.job import Job, load_job
 from roadtrain.spec.layout import Layout
 from roadtrain.spec.placement import Plan, placement
 from roadtrain.spec.shapes import ModelShape
 from roadtrain.trace import Stages
-from roadtrain.train import Training, place_job, step
-from roadtrain.wire.tcp import Options
+from roadtrain.train import Training, link_of, place_job, step
 
 WARM = 8  # steps before: kernels are compiled, files are grown, reads and writes tried mixed and in bursts
 
@@ -115,7 +114,7 @@ def served(job: Job) -> dict[str, float]:
     """Seconds of each stage so far, the mean of the job's servers. Raises PeerError."""
     if not job.store.servers:
         return {}
-    said = watch.ask_all([address_of(one) for one in job.store.servers], Options(token=token_of(job.store.token_file)))
+    said = watch.ask_all([address_of(one) for one in job.store.servers], link_of(job))
     if lost := next((one for one in said if isinstance(one, PeerError)), None):
         raise lost
     return {name: fmean(one[2].get(name, 0.0) for one in said) for name in said[0][2]}  # type: ignore[index]

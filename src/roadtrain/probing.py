@@ -30,7 +30,7 @@ from roadtrain.errors import ConfigError, PeerError
 from roadtrain.kernels.cast import cast
 from roadtrain.kernels.rules import rules_for
 from roadtrain.kernels.sum import sum_k
-from roadtrain.node.dial import token_of
+from roadtrain.node.dial import tls_of, token_of
 from roadtrain.node.topology import cards, topology
 from roadtrain.probe import storage_rates
 from roadtrain.spec.chunks import MAX_CHUNK
@@ -233,11 +233,12 @@ def _line(words: str) -> str:
 
 
 def command(
-    *, dirs: str = "", out: str = "cluster.toml", listen: str = "", hosts: str = "", token_file: str | None = None
+    *, dirs: str = "", out: str = "cluster.toml", listen: str = "", hosts: str = "", token_file: str | None = None,
+    cert: str | None = None, key: str | None = None, ca: str | None = None,
 ) -> int:
     """1 where another host or a link to it could not be measured. Raises ConfigError, StoreError where a directory
     cannot be written, PeerError where a host does not listen at the start."""
-    begin, options = time.perf_counter(), Options(token=token_of(token_file))
+    begin, options = time.perf_counter(), Options(token=token_of(token_file), tls=tls_of(cert, key, ca))
     directories, others = ([*dict.fromkeys(filter(None, words.split(",")))] for words in (dirs, hosts))
     if gone := next((one for one in (*directories, str(Path(out).parent)) if not Path(one).is_dir()), None):
         raise ConfigError(f"{gone} is no directory", hint="name one that is there in --dirs and --out")

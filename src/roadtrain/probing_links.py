@@ -17,12 +17,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import permutations
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgspec
 
 from roadtrain.errors import DeadlineError, LostError, PeerError, WireError
 from roadtrain.node.dial import address_of
+from roadtrain.node.messages import language_of
 from roadtrain.units import MIB, show_rate, show_seconds
 from roadtrain.wire.link import Link
 from roadtrain.wire.listener import Listener
@@ -45,6 +46,10 @@ class Said(msgspec.Struct, omit_defaults=True):
 
 
 Describe = Callable[[], Said]
+LANGUAGE = language_of({
+    "probe": 2, "kinds": " ".join(map(str, (PING, PONG, FLOOD, DESCRIBE, MEASURE, BACK, SAID))),
+    **get_type_hints(Said),
+})
 
 
 class _End:
@@ -120,7 +125,7 @@ class _End:
 @contextmanager
 def _linked(address: str, options: Options) -> Iterator[_End]:
     end = _End(options)
-    end.link = connect(address_of(address), end, options, name="probe")
+    end.link = connect(address_of(address), end, options, name="probe", language=LANGUAGE)
     try:
         yield end
     finally:
@@ -161,7 +166,7 @@ def listening(address: str, options: Options, describe: Describe) -> Listener:
         end.link = link
         return end
 
-    return listen(address_of(address), accept, options, lambda line: None)
+    return listen(address_of(address), accept, options, lambda line: None, language=LANGUAGE)
 
 
 def serve(address: str, options: Options, describe: Describe) -> None:

@@ -16,11 +16,11 @@ from typing import Any
 from roadtrain.errors import ConfigError, PeerError
 from roadtrain.metrics import read_metrics
 from roadtrain.node import watch
-from roadtrain.node.dial import address_of, token_of
+from roadtrain.node.dial import address_of, tls_of, token_of
 from roadtrain.progress import describe, show_table
 from roadtrain.spec.job import Job, load_job
 from roadtrain.units import show_bytes, show_rate
-from roadtrain.wire.tcp import Options, Tls
+from roadtrain.wire.tcp import Options
 
 ASSUMED_TBW = 600.0  # terabytes: what makers state for a 1 TB consumer SSD
 RECENT = 20  # steps that rates are taken from
@@ -29,6 +29,7 @@ WRITES = ("Write", "Commit")  # stages whose bytes go to the device
 
 def command(
     run: str, endurance_tbw: float | None = None, token_file: str | None = None, ca: str | None = None,
+    cert: str | None = None, key: str | None = None,
     report: Callable[[str], None] = print,
 ) -> int:
     """`run`: a run directory, or the HOST:PORT,... of servers. 1 where a server does not answer. Raises ConfigError
@@ -37,11 +38,12 @@ def command(
         job = job_of_run(run)
         table, servers = rows(job, read_metrics(Path(run) / "metrics.jsonl"), endurance_tbw), job.store.servers
         token_file, ca = token_file or job.store.token_file, ca or job.store.ca
+        cert, key = cert or job.store.cert, key or job.store.key
     else:
         table, servers = [], run.split(",")
     found: list[Any] = []
     if servers:
-        options = Options(token=token_of(token_file), tls=Tls(ca=Path(ca)) if ca else None)
+        options = Options(token=token_of(token_file), tls=tls_of(cert, key, ca))
         found = watch.ask_all([address_of(server) for server in servers], options)
         table += watch.rows(servers, found)
     show_table(table, report)

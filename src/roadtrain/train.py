@@ -30,7 +30,7 @@ from roadtrain.metrics import Metrics, committed_by
 from roadtrain.model.split import DTYPES
 from roadtrain.node.cluster import Group
 from roadtrain.node.device import own_device
-from roadtrain.node.dial import token_of
+from roadtrain.node.dial import tls_of, token_of
 from roadtrain.placing import place
 from roadtrain.progress import progress, show_table
 from roadtrain.spec.job import Job, load_job
@@ -38,7 +38,7 @@ from roadtrain.store.direct import replace_file
 from roadtrain.store.mark import Mark
 from roadtrain.trace import Stages
 from roadtrain.units import show_bytes
-from roadtrain.wire.tcp import Options, Tls
+from roadtrain.wire.tcp import Options
 
 HELD_OUT_BATCHES = 8
 RETRY_S = 120.0
@@ -217,7 +217,7 @@ def place_job(job: Job, report: Report = print, mark: Mark | None = None) -> Tra
     own = job.run_dir / "residuals" if job.store.servers and job.compress.error_feedback else None
     optimizer = place(
         model, build_optimizer(job, model.parameters()), store=job.store.dirs or own,
-        servers=job.store.servers, replicas=job.store.replicas, link=_link(job), relay=job.store.relay,
+        servers=job.store.servers, replicas=job.store.replicas, link=link_of(job), relay=job.store.relay,
         buffering=job.store.buffering, budget=job.host_nbytes, dtype=DTYPES[job.model.dtype], blocks=job.model.blocks,
         backwards_per_step=_promise(job), staleness=job.optimizer.staleness,
         topk=None if job.compress.topk is None else job.compress.topk / 100,
@@ -229,9 +229,9 @@ def place_job(job: Job, report: Report = print, mark: Mark | None = None) -> Tra
     return Training(job, model, optimizer, scaler, tokens, device, optimizer.group)
 
 
-def _link(job: Job) -> Options:
+def link_of(job: Job) -> Options:
     """How the servers are reached: tried again for RETRY_S, since they may be starting too."""
-    tls = None if job.store.ca is None else Tls(ca=Path(job.store.ca))
+    tls = tls_of(job.store.cert, job.store.key, job.store.ca)
     return Options(retry_s=RETRY_S, token=token_of(job.store.token_file), tls=tls, connections=job.store.connections)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import hashlib
 import importlib.util
 import os
 import platform
@@ -10,6 +12,7 @@ import random
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -19,18 +22,20 @@ from pathlib import Path
 import pytest
 
 from roadtrain.errors import AuthError, ConfigError, DeadlineError, LostError, PeerError, RoadtrainError, WireError
+from roadtrain.lab.relay import Relay
 from roadtrain.units import KIB, MIB
 from roadtrain.wire import handshake, local, rdma, shm, tcp
-from roadtrain.wire.link import HEAD, Head, pack_head
+from roadtrain.wire import listener as listeners
+from roadtrain.wire.link import HEAD_NBYTES, Head, pack_head, sealed
 
 TOKEN = b"a secret of the job"
 WAIT_S = 10.0
 with_nixl = pytest.mark.skipif(  # on x86-64 it must be there: what cannot be imported fails
     importlib.util.find_spec("nixl_cu12") is None and platform.machine() != "x86_64",
     reason="NIXL is not installed: pip install 'roadtrain[rdma]'")
-RDMA, RDMA_4 = (pytest.param(kind, marks=with_nixl) for kind in ("rdma", "rdma+4+sums"))
-KINDS = ["local", "local+sums", "shm", "shm+sums", "tcp", "tcp+4", "tcp+4+sums", "tcp+tls", "tcp+4+tls",
-         RDMA, RDMA_4]
+RDMA, RDMA_4 = (pytest.param(kind, marks=with_nixl) for kind in ("rdma", "rdma+4+bare"))
+KINDS = ["local", "local+sums", "shm", "shm+bare", "tcp", "tcp+bare", "tcp+4", "tcp+4+bare", "tcp+tls", "tcp+4+tls",
+         "tcp+tls+sums", RDMA, RDMA_4]  # bare: without checksums
 
 
 def socket_options(kind: str, **options) -> tcp.Options:
@@ -87,7 +92,7 @@ class Ends:
     def __init__(self, kind: str, folder: Path, **options) -> None:
         self.got_a, self.got_b, self.listener, self.reports = Recorder(), Recorder(), None, []
         words = kind.split("+")
-        options = {"checksums": "sums" in words, **options}
+        options = {"checksums": True if "sums" in words else False if "bare" in words else None, **options}
         there = threading.Event()
 
         def accept(link, hello):
@@ -489,7 +494,7 @@ def wait_report(reports: list[str], word: str) -> None:
     assert all("\n" not in line for line in reports)
 
 
-@pytest.mark.parametrize("token", [b"another", None])
+@pytest.mark.parametrize("token", [b"another token of a job", None])
 def test_a_wrong_token_or_none_is_refused_on_both_sides(server, token):
     listener, reports = server
     with pytest.raises(AuthError, match="token"):
@@ -503,10 +508,10 @@ def test_a_server_that_cannot_prove_the_token_is_not_believed():
 
     def pretend() -> None:
         sock, _ = pretender.accept()
-        handshake.receive(sock, handshake.GREETING.size, time.monotonic() + 5, "")
-        sock.sendall(handshake.GREETING.pack(*handshake.greeting(options, TOKEN, b"")))
-        handshake.receive(sock, handshake.PROOF.size, time.monotonic() + 5, "")
-        sock.sendall(handshake.VERDICT.pack(handshake.TAKEN, bytes(32), 0))
+        handshake.receive(sock, handshake.GREETING.size + 8, time.monotonic() + 5, "")
+        sock.sendall(sealed(handshake.GREETING.pack(*handshake.greeting(options, TOKEN, b""))))
+        handshake.receive(sock, handshake.PROOF.size + 8, time.monotonic() + 5, "")
+        handshake.take(sock, handshake.Caller(None, b"", b"another token", b""), time.monotonic() + 5)
         sock.close()
 
     thread = threading.Thread(target=pretend)
@@ -523,14 +528,14 @@ def test_garbage_gets_no_answer(server):
     with contextlib.suppress(ConnectionResetError):
         assert sock.recv(100) == b""
     sock.close()
-    wait_report(reports, "a stranger: began with b'GET / HTTP/1.1")
+    wait_report(reports, "a stranger: began with b'GET / HTTP")
 
 
 def test_who_drips_is_cut_off_at_the_deadline(server):
     listener, reports = server
     sock, begin = stranger(listener), time.monotonic()
     with contextlib.suppress(OSError):
-        for byte in handshake.MAGIC + bytes(64):
+        for byte in handshake.BEGINNING.pack(handshake.MAGIC, 2) + bytes(64):
             sock.sendall(bytes([byte]))
             time.sleep(0.05)
     assert time.monotonic() - begin < 2
@@ -561,16 +566,16 @@ def test_another_version_is_named_on_both_sides(server):
     listener, reports = server
     ours = handshake.greeting(tcp.Options(), TOKEN, bytes(16))._replace(version=9)
     sock = stranger(listener)
-    with pytest.raises(WireError, match="speaks protocol version 1, this side 9"):
+    with pytest.raises(WireError, match="speaks protocol version 2, this side 9"):
         handshake.client_greet(sock, ours, TOKEN, b"", time.monotonic() + 5)
     sock.close()
-    wait_report(reports, "version 9, this side 1")
+    wait_report(reports, "version 9, this side 2")
 
 
 def test_checksums_must_be_the_same_on_both_sides(server):
     listener, reports = server
-    with pytest.raises(WireError, match="checksums are on here and off there"):
-        tcp.connect(listener.address, Recorder(), tcp.Options(token=TOKEN, checksums=True))
+    with pytest.raises(WireError, match="checksums are off here and on there"):
+        tcp.connect(listener.address, Recorder(), tcp.Options(token=TOKEN, checksums=False))
     wait_report(reports, "checksums")
 
 
@@ -585,18 +590,18 @@ def raw_client(**options) -> tuple[socket.socket, Recorder, object]:
     made = tcp.Options(token=TOKEN, **options)
     listener = tcp.listen(("127.0.0.1", 0), accept, made)
     sock, deadline = socket.create_connection(listener.address), time.monotonic() + 5
-    theirs = handshake.client_greet(sock, handshake.greeting(made, TOKEN, bytes(16)), TOKEN, b"", deadline)
-    handshake.client_verdict(sock, theirs.nonce, deadline)
+    answer = handshake.client_greet(sock, handshake.greeting(made, TOKEN, bytes(16)), TOKEN, b"", deadline)
+    handshake.client_verdict(sock, answer, deadline)
     return sock, got, listener
 
 
 SPOILED = {
-    "a cut head": (pack_head(Head(0, 1, 0, 0, 0, 0))[:20], LostError, "middle of a head: 20 of 36"),
+    "a cut head": (pack_head(Head(0, 1, 0, 0, 0, 0))[:20], LostError, "middle of a head: 20 of 52"),
     "a cut payload": (pack_head(Head(0, 1, 0, 1000, 0, 0)) + b"abc", LostError, "frame 0 .kind 1.: 3 of 1000"),
     "a cut header": (pack_head(Head(0, 1, 10, 0, 0, 0)) + b"abc", LostError, "3 of 10"),
     "no goodbye": (b"", LostError, "without a goodbye"),
-    "another magic": (b"GET " + bytes(HEAD.size), WireError, "begins with b'GET '"),
-    "another version": (b"RTfr\7" + bytes(HEAD.size), WireError, "version 7, this side speaks 1"),
+    "another magic": (b"GET " + bytes(HEAD_NBYTES), WireError, "begins with b'GET '"),
+    "another version": (b"RTfr\7" + bytes(HEAD_NBYTES), WireError, "version 7, this side speaks 2"),
     "an unknown flag": (pack_head(Head(8, 1, 0, 0, 0, 0)), WireError, "flags 0x8"),
     "a checksum not agreed": (pack_head(Head(1, 1, 0, 0, 0, 0)), WireError, "checksums are off"),
     "a huge payload": (pack_head(Head(0, 1, 0, 1 << 60, 0, 0)), WireError, f"{1 << 60} bytes, {64 * MIB} are"),
@@ -611,7 +616,7 @@ SPOILED = {
 @pytest.mark.parametrize("what", SPOILED)
 def test_a_spoiled_stream_ends_the_link_with_a_typed_error(what):
     data, kind, words = SPOILED[what]
-    sock, got, listener = raw_client()
+    sock, got, listener = raw_client(checksums=False)
     sock.sendall(data)
     sock.shutdown(socket.SHUT_WR)
     with pytest.raises(kind, match=words):
@@ -622,15 +627,372 @@ def test_a_spoiled_stream_ends_the_link_with_a_typed_error(what):
     listener.close()
 
 
-def test_a_flipped_bit_is_found_with_checksums():
-    sock, got, listener = raw_client(checksums=True)
-    sock.sendall(pack_head(Head(1, 1, 0, 3, 0, 12345)) + b"abc")
-    with pytest.raises(WireError, match=r"frame 0 .* checksum"):
-        raise got.wait_lost()
-    assert not got.frames
+FRAMES = [(1, b"header", b"payload" * 30), (2, b"", b"x"), (3, b"alone", b""), (4, b"", b"")]
+
+
+def conversation(address, options, listener_got: Recorder, made: list) -> tuple[Recorder, list[Exception]]:
+    """Connects, both sides send FRAMES and close. What the client got, and what either side was told; never a hang."""
+    got, errors = Recorder(), []
+    before = len(made)
+    try:
+        link = tcp.connect(address, got, options, hello=b"a hello of some bytes")
+    except Exception as error:
+        errors.append(error)
+    else:
+        for kind, header, payload in FRAMES:
+            with contextlib.suppress(LostError):
+                link.send(kind, header, [memoryview(payload)])
+        with got.changed:
+            assert got.changed.wait_for(lambda: len(got.frames) == len(FRAMES) or got.errors, WAIT_S), "it hangs"
+        with listener_got.changed:
+            assert listener_got.changed.wait_for(
+                lambda: len(listener_got.frames) == len(FRAMES) or listener_got.errors, WAIT_S), "it hangs"
+        link.close()
+    for link in made[before:]:
+        link.close()
+    return got, [*errors, *got.errors, *listener_got.errors]
+
+
+def flipped_everywhere(options: tcp.Options, folder: Path, step: int = 1) -> None:
+    """One conversation for each byte that goes over the wire, with a bit of it flipped."""
+    reports: list[str] = []
+    made: list = []
+    there = Recorder()
+
+    def accept(link, hello):
+        made.append(link)
+        assert hello == b"a hello of some bytes"
+        for kind, header, payload in FRAMES:
+            link.send(kind, header, [memoryview(payload)])
+        return there
+
+    listener = tcp.listen(("127.0.0.1", 0), accept, options, reports.append)
+    with Relay(listener.address) as relay:
+        got, errors = conversation(relay.address, options, there, made)
+        assert got.frames == there.frames == FRAMES and all("closed by peer" in str(one) for one in errors)
+        sent = dict(relay.nbytes)
+    for way in ("there", "back"):
+        for at in range(0, sent[way] - HEAD_NBYTES, step):  # of the goodbye another test tells
+            there = Recorder()
+            with Relay(listener.address) as relay:
+                relay.flip(at, way, at % 8)
+                got, errors = conversation(relay.address, options, there, made)
+            where = f"byte {at} of {sent[way]} {way}: {errors}"
+            assert relay.flipped == 1, where
+            for frames in (got.frames, there.frames):
+                assert frames == FRAMES[: len(frames)], where
+            found = [one for one in errors if "closed by peer" not in str(one)]
+            assert found and all(isinstance(one, PeerError) for one in found), where
+            assert all("127.0.0.1:" in str(one) for one in found), where
+    listener.close()
+
+
+@pytest.mark.parametrize("kind", ["tcp", "tcp+tls"])
+def test_a_bit_that_flips_anywhere_is_a_typed_error_that_names_the_peer(kind, folder):
+    """In lengths, headers, payloads, the handshake; in both directions. TLS does the same by itself."""
+    tls = dataclasses.replace(tls_options(folder)[0]) if "tls" in kind else None
+    options = tcp.Options(token=TOKEN, tls=tls, handshake_s=2.0, close_s=1.0)
+    flipped_everywhere(options, folder, 29 if tls else 1)
+
+
+@pytest.mark.parametrize("bit", range(8))
+def test_a_bit_that_flips_in_a_goodbye_is_found(bit):
+    goodbye = pack_head(Head(3, 0, 0, 0, 0))
+    for at in range(len(goodbye)):
+        sock, got, listener = raw_client()
+        sock.sendall(goodbye[:at] + bytes([goodbye[at] ^ 1 << bit]) + goodbye[at + 1 :])
+        assert isinstance(got.wait_lost(), WireError)
+        sock.close()
+        got.link.close()
+        listener.close()
+
+
+def test_no_length_counts_before_its_checksum():
+    """Else one flipped bit would wait for bytes that nobody sends, or ask for another frame's room."""
+    good = pack_head(Head(1, 1, 6, 1000, 0, 1, 2))
+    for at in range(8, 20):  # of the two lengths
+        sock, got, listener = raw_client()
+        sock.sendall(good[:at] + bytes([good[at] ^ 4]) + good[at + 1 :] + b"header")
+        with pytest.raises(WireError, match="head of a frame does not match its checksum"):
+            raise got.wait_lost(1.0)
+        sock.close()
+        got.link.close()
+        listener.close()
+    sock, got, listener = raw_client()
+    sock.sendall(good + b"header" + bytes(1000))
+    with pytest.raises(WireError, match=r"the header of frame 0 .* does not match its checksum"):
+        raise got.wait_lost(1.0)
+    assert not got.rooms
     sock.close()
     got.link.close()
     listener.close()
+
+
+def test_a_bit_that_flips_in_shared_memory_is_found(folder):
+    for at in (0, 60, 3000):
+        ends = Ends("shm", folder)
+        ring = ends.a._channels[0]._out
+        write = ring._copy
+
+        def spoil(view, into, write=write, ring=ring, at=at):
+            begin = ring._here
+            write(view, into)
+            if begin <= at < ring._here:
+                ring._data[at] ^= 16
+
+        ring._copy = spoil
+        ends.a.send(7, b"header", [memoryview(b"x" * 5000)])
+        with pytest.raises(WireError, match=r"checksum|not a frame"):
+            raise ends.got_b.wait_lost()
+        assert not ends.got_b.frames
+        ends.close()
+
+
+@with_nixl
+def test_a_bit_that_flips_on_an_rdma_link_is_found(folder):
+    ends = Ends("rdma", folder)
+    ends.a.send(7, b"")
+    ends.got_b.wait_frames(1)
+    channel = ends.b._channels[0]
+    fetch = channel._fetch
+
+    def spoil() -> bool:
+        found = fetch()
+        channel._fetched[len(channel._fetched) // 2] ^= 1
+        return found
+
+    channel._fetch = spoil  # the first is under way
+    for i in range(2):
+        ends.a.send(7, b"header", [memoryview(b"x" * 5000)])
+        if not i:
+            ends.got_b.wait_frames(2)
+    with pytest.raises(WireError, match="checksum"):
+        raise ends.got_b.wait_lost()
+    assert len(ends.got_b.frames) == 2
+    ends.close()
+
+
+@with_nixl
+def test_a_bit_that_flips_in_what_is_said_of_a_ring_is_found(folder):
+    ends = Ends("rdma", folder)
+    counts = sealed(rdma.COUNTS.pack(1, 1))
+    ends.a._channels[0]._tcp.send([counts[:8] + b"\5" + counts[9:]])
+    with pytest.raises(WireError, match="its ring does not match its checksum"):
+        raise ends.got_b.wait_lost()
+    ends.close()
+
+
+# The handshake
+
+
+def greeted(client: handshake.Greeting, hello: bytes = b"", token: bytes = TOKEN, **server) -> tuple:
+    """Both halves of a handshake over a pair of sockets: (what the server found, the client's answer or error)."""
+    ours, theirs = socket.socketpair()
+    until, found = time.monotonic() + 5, []
+
+    def serve() -> None:
+        with theirs:
+            try:
+                caller = handshake.server_greet(
+                    theirs, handshake.greeting(tcp.Options(), TOKEN, bytes(16)), TOKEN, until, **server)
+                handshake.take(theirs, caller, until)
+                found.append(caller)
+            except PeerError as error:
+                found.append(error)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    with ours:
+        try:
+            answer = handshake.client_greet(ours, client, token, hello, until)
+            handshake.client_verdict(ours, answer, until)
+        except PeerError as error:
+            answer = error
+    thread.join()
+    return found[0], answer
+
+
+def test_the_proofs_cover_what_protects_the_channel():
+    """Somebody between, with a certificate of his own, passes on what both say: the proof is not for his channel."""
+    ours = handshake.greeting(tcp.Options(), TOKEN, bytes(16))
+    found, answer = greeted(ours)
+    assert isinstance(found, handshake.Caller) and isinstance(answer, handshake.Answer)
+    found, answer = greeted(ours, binding=b"of another certificate")
+    assert isinstance(found, AuthError) and isinstance(answer, AuthError)
+
+
+def test_the_binding_of_tls_is_the_certificate_that_the_server_showed(folder):
+    _, tls = tls_options(folder)
+    seen = []
+
+    def accept(link, hello):
+        return Recorder()
+
+    options = tcp.Options(token=TOKEN, tls=tls)
+    listener = tcp.listen(("127.0.0.1", 0), accept, options)
+    plain = handshake.client_greet
+    try:
+        handshake_binding = tcp._binding
+        tcp._binding = lambda sock: (seen.append(handshake_binding(sock)), seen[-1])[1]
+        tcp.connect(listener.address, Recorder(), options).close()
+    finally:
+        tcp._binding = handshake_binding
+    assert plain is handshake.client_greet and seen == [tls.binding()] and len(seen[0]) == 32
+    listener.close()
+
+
+def test_messages_of_another_edition_are_refused_with_a_sentence_on_both_sides():
+    found, answer = greeted(handshake.greeting(tcp.Options(), TOKEN, bytes(16), language=b"another edition!"))
+    for error in (found, answer):
+        with pytest.raises(WireError, match=r"speaks other messages .* another edition of roadtrain"):
+            raise error
+
+
+FIRST_EDITION = struct.Struct("<8sH??HHQ16s32s")  # its greeting
+
+
+def test_the_first_edition_is_refused_with_a_sentence_on_both_sides(server):
+    listener, reports = server
+    sock = stranger(listener, FIRST_EDITION.pack(handshake.MAGIC, 1, True, False, 0, 1, MIB, bytes(16), bytes(32)))
+    raw = handshake.receive(sock, FIRST_EDITION.size, time.monotonic() + 5, "")
+    assert FIRST_EDITION.unpack(raw)[:2] == (handshake.MAGIC, 2)  # so that it can say so
+    sock.close()
+    wait_report(reports, "the peer speaks protocol version 1, this side 2")
+    old = socket.create_server(("127.0.0.1", 0))
+
+    def first_edition() -> None:
+        sock, _ = old.accept()
+        sock.recv(FIRST_EDITION.size, socket.MSG_WAITALL)
+        sock.sendall(FIRST_EDITION.pack(handshake.MAGIC, 1, True, False, 0, 1, MIB, bytes(16), bytes(32)))
+        sock.close()
+
+    thread = threading.Thread(target=first_edition)
+    thread.start()
+    with pytest.raises(WireError, match="speaks protocol version 1, this side 2"):
+        tcp.connect(old.getsockname(), Recorder(), tcp.Options(token=TOKEN))
+    thread.join()
+    old.close()
+
+
+def test_who_sends_back_what_it_hears_proves_nothing():
+    """Reflection: also where both greetings would fit."""
+    ours, theirs = socket.socketpair()
+
+    def reflect() -> None:
+        with theirs, contextlib.suppress(OSError):
+            while data := theirs.recv(4096):
+                theirs.sendall(data)
+
+    thread = threading.Thread(target=reflect)
+    thread.start()
+    until = time.monotonic() + 5
+    with ours, pytest.raises(WireError, match="our own greeting came back"):
+        handshake.client_greet(ours, handshake.greeting(tcp.Options(), TOKEN, bytes(16)), TOKEN, b"", until)
+    thread.join()
+
+
+def test_what_a_client_proved_once_lets_nobody_in_again(server):
+    """Replay: the same bytes, to a server that chose another nonce; and a proof of a client is none of a server."""
+    listener, reports = server
+    said: list[bytes] = []
+    sock = socket.create_connection(listener.address)
+    until = time.monotonic() + 5
+    with pytest.MonkeyPatch.context() as patch:
+        plain = handshake.send
+        patch.setattr(handshake, "send", lambda to, data, deadline: (
+            said.append(data) if to is sock else None, plain(to, data, deadline)))
+        answer = handshake.client_greet(sock, handshake.greeting(tcp.Options(), TOKEN, bytes(16)), TOKEN, b"", until)
+        handshake.client_verdict(sock, answer, until)
+    sock.close()
+    again = stranger(listener, b"".join(said))
+    verdict = handshake.receive(again, len(sealed(handshake.GREETING.pack(*answer.greeting))), until, "")
+    assert verdict  # its greeting
+    code, *_ = handshake.VERDICT.unpack(handshake.receive(again, handshake.VERDICT.size, until, ""))
+    assert code == handshake.NOT_PROVEN
+    again.close()
+    wait_report(reports, "the token does not match")
+
+
+@pytest.mark.parametrize("field", ["has_token", "number", "connections", "frame_limit", "link", "hello_nbytes"])
+def test_who_changes_a_greeting_on_the_way_is_found(field):
+    """With its checksum made right again: that is no flipped bit."""
+    values = {"has_token": True, "number": 0, "connections": 3, "frame_limit": 5, "link": b"m" * 16, "hello_nbytes": 3}
+    ours = handshake.greeting(tcp.Options(), TOKEN, bytes(16), hello=b"hello")
+    sent = handshake.GREETING.pack(*ours)
+    changed = handshake.GREETING.pack(*ours._replace(**{field: values[field]}, nonce=b"n" * 32))
+    with pytest.MonkeyPatch.context() as patch:
+        plain = handshake.send
+        patch.setattr(handshake, "send", lambda sock, data, until: plain(
+            sock, sealed(changed) if data == sealed(sent) else data, until))
+        found, answer = greeted(ours, b"hello")
+    assert isinstance(found, AuthError) and isinstance(answer, AuthError)
+
+
+# Floods
+
+
+def test_lines_about_strangers_are_limited_and_counted(server, monkeypatch):
+    monkeypatch.setattr(listeners, "WINDOW_S", 1.0)
+    monkeypatch.setattr(listeners, "LOOK_S", 0.1)
+    listener, reports = server
+    for _ in range(60):
+        stranger(listener, b"GET / HTTP/1.1 and more").close()
+    wait_report(reports, "more such line(s) were left out")
+    lines = [line for line in reports if "refused" in line]
+    assert len(lines) <= 2 * listeners.LINES + 2
+    left_out = sum(int(line.split()[0]) for line in reports if "left out" in line)
+    deadline = time.monotonic() + 3
+    while left_out + sum(line.startswith("refused") for line in reports) < 60 and time.monotonic() < deadline:
+        time.sleep(0.05)
+        left_out = sum(int(line.split()[0]) for line in reports if "left out" in line)
+    assert left_out + sum(line.startswith("refused") for line in reports) == 60
+
+
+def test_what_was_left_out_is_told_at_the_end():
+    lines: list[str] = []
+    few = listeners.Few(lines.append)
+    for i in range(listeners.LINES + 7):
+        few(f"line {i}")
+    assert len(lines) == listeners.LINES
+    few.tick()
+    few.tick(now=True)
+    assert len(lines) == listeners.LINES + 1 and lines[-1].startswith("7 more") and lines[-1].endswith("line 16")
+
+
+def test_a_flood_from_one_address_shuts_no_other_out(server, monkeypatch):
+    """A friend that is slow to greet stays, the flood's oldest go."""
+    monkeypatch.setattr(listeners, "MAX_PENDING", 8)
+    listener, _ = server
+    friend = socket.socket()
+    friend.bind(("127.0.0.7", 0))
+    friend.connect(listener.address)
+    strangers = [stranger(listener) for _ in range(30)]
+    time.sleep(0.1)
+    until = time.monotonic() + 5
+    answer = handshake.client_greet(friend, handshake.greeting(tcp.Options(), TOKEN, bytes(16)), TOKEN, b"", until)
+    handshake.client_verdict(friend, answer, until)
+    assert sum(thread.name.startswith("greet") for thread in threading.enumerate()) <= 9
+    for sock in (friend, *strangers):
+        sock.close()
+
+
+def test_a_process_without_a_thread_to_spare_goes_on_listening(server, monkeypatch):
+    listener, reports = server
+    real = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name.startswith("greet"):
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        sock = stranger(listener)
+        with contextlib.suppress(ConnectionResetError):
+            assert sock.recv(1) == b""
+        sock.close()
+    wait_report(reports, "can't start new thread")
+    tcp.connect(listener.address, Recorder(), tcp.Options(token=TOKEN)).close()
 
 
 def test_who_never_greets_is_a_deadline_error():
@@ -646,8 +1008,9 @@ def test_what_cannot_be_asked_for(folder):
 
     with pytest.raises(ConfigError, match="without a token"):
         tcp.listen(("0.0.0.0", 0), accept)
-    with pytest.raises(ConfigError, match="empty"):
-        tcp.Options(token=b"")
+    for token in (b"", b"fifteen bytes.."):
+        with pytest.raises(ConfigError, match=f"a token of {len(token)} bytes, 16 are the least"):
+            tcp.Options(token=token)
     with pytest.raises(ConfigError, match="0 connections"):
         tcp.Options(connections=0)
     with pytest.raises(ConfigError, match="power of two"):
@@ -777,11 +1140,18 @@ def rdma_listener(got: Recorder, **options):
                       lambda line: None), made
 
 
+def meeting(nbytes: int, metadata: bytes) -> bytes:
+    digest = hashlib.sha256(metadata).digest()
+    return sealed(rdma.MEETING.pack(rdma.MAGIC, 1 << 40, nbytes, digest)) + metadata
+
+
 MEETINGS = {
-    "a frame of TCP": (pack_head(Head(0, 1, 0, 0, 0, 0)), "speaks no RDMA: it began with b'RTfr"),
-    "huge metadata": (rdma.MEETING.pack(rdma.MAGIC, 1 << 40, 1 << 31), f"{1 << 31} bytes, {64 * KIB} are"),
-    "metadata that is none": (rdma.MEETING.pack(rdma.MAGIC, 1 << 40, 100) + bytes(100), "NIXL loadRemoteMD"),
-    "half a meeting": (rdma.MEETING.pack(rdma.MAGIC, 1 << 40, 100)[:9], "9 of 20 bytes"),
+    "a frame of TCP": (pack_head(Head(0, 1, 0, 0, 0)), "speaks no RDMA: it began with b'RTfr"),
+    "huge metadata": (meeting(1 << 31, b""), f"{1 << 31} bytes, {64 * KIB} are"),
+    "metadata that is none": (meeting(100, bytes(100)), "NIXL loadRemoteMD"),
+    "metadata with a flipped bit": (meeting(100, bytes(100))[:-1] + b"\1", "metadata does not match its checksum"),
+    "half a meeting": (meeting(100, b"")[:9], "1 of 52 bytes"),
+    "a flipped bit": (meeting(100, b"")[:9] + b"\7" + meeting(100, b"")[10:], "ring does not match its checksum"),
 }
 
 
@@ -793,8 +1163,8 @@ def test_a_spoiled_meeting_ends_the_link_with_a_typed_error(what):
     listener, made = rdma_listener(got)
     sock, deadline = socket.create_connection(listener.address), time.monotonic() + 5
     ours = handshake.greeting(tcp.Options(), TOKEN, bytes(16))
-    theirs = handshake.client_greet(sock, ours, TOKEN, b"", deadline)
-    handshake.client_verdict(sock, theirs.nonce, deadline)
+    answer = handshake.client_greet(sock, ours, TOKEN, b"", deadline)
+    handshake.client_verdict(sock, answer, deadline)
     sock.sendall(data)
     sock.shutdown(socket.SHUT_WR)
     with pytest.raises(PeerError, match=words):
@@ -826,7 +1196,7 @@ def test_rdma_and_tcp_do_not_meet(server_has_rdma):
 @pytest.mark.parametrize("counts", [(1 << 40, 0), (0, 1 << 40)], ids=["written", "read"])
 def test_counts_that_lie_are_a_wire_error(counts, folder):
     ends = Ends("rdma", folder)
-    ends.a._channels[0]._tcp.send([rdma.COUNTS.pack(*counts)])
+    ends.a._channels[0]._tcp.send([sealed(rdma.COUNTS.pack(*counts))])
     deadline = time.monotonic() + WAIT_S  # b hears it before the truth follows, with the next frame
     while not (ends.got_b.errors or any(channel._theirs == counts for channel in ends.b._channels)):
         assert time.monotonic() < deadline

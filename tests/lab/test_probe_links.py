@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from roadtrain.lab import Network, Nic, network_available
+from roadtrain.node.dial import write_token
 from roadtrain.spec.cluster import load_cluster
 
 RATES = {"a": 50e6, "b": 12.5e6, "c": 50e6}
@@ -35,7 +36,7 @@ class Lab:
 
     def __init__(self, network: Network, home: Path) -> None:
         self.network, self.token, self.out = network, home / "token", home / "cluster.toml"
-        self.token.write_text("a secret of the job")
+        write_token(self.token)
         self.where = {name: f"{network.hosts[name].address}:{PORT}" for name in RATES}
         self.others, self.running = f"{self.where['b']},{self.where['c']}", list[subprocess.Popen[str]]()
         self.listening = {name: self.start(name, "-u", "-m", "roadtrain.cli", "probe", "--listen", self.where[name],

@@ -15,6 +15,7 @@ import torch
 
 from roadtrain import cli, probing, probing_links
 from roadtrain.errors import AuthError, ConfigError, LostError, PeerError, WireError
+from roadtrain.node.dial import write_token
 from roadtrain.probing import copies, fabric, products, with_others
 from roadtrain.probing_links import (
     BACK,
@@ -177,7 +178,7 @@ def test_strangers_and_the_absent(two: list[str]) -> None:  # Rule 8
     try:
         for call in (measure, reach, lambda *words: ask(words[0], BACK, "", words[1])):
             with pytest.raises(AuthError):
-                call("{}:{}".format(*guarded.address), Options(token=b"another"))
+                call("{}:{}".format(*guarded.address), Options(token=b"another secret of a job"))
     finally:
         guarded.close()
     with pytest.raises(PeerError):
@@ -208,7 +209,7 @@ def test_wrong_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "without a token" in told("--listen", "0.0.0.0:0")
     assert "cannot read the token" in told("--listen", "127.0.0.1:0", "--token-file", f"{tmp_path}/none")
     guarded = listening("127.0.0.1:0", Options(token=b"a secret of the job"), one("x"))
-    (tmp_path / "token").write_text("another")
+    write_token(tmp_path / "token")
     try:
         where = "{}:{}".format(*guarded.address)
         assert "token: none here, one there" in told("--hosts", where)

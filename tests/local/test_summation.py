@@ -26,7 +26,7 @@ from roadtrain.errors import BudgetError, ConfigError, DeadlineError, LostError,
 from roadtrain.kernels.cast import cast
 from roadtrain.node import formats, serve, together, watch
 from roadtrain.node import messages as m
-from roadtrain.node.dial import address_of
+from roadtrain.node.dial import address_of, write_token
 from roadtrain.node.summation import Summation
 from roadtrain.node.summing import Summers
 from roadtrain.wire.tcp import Options, listen
@@ -199,7 +199,7 @@ def test_what_a_stranger_sends_ends_only_his_own(hosts):  # Rule 8
     made = hosts(2)
     with contextlib.suppress(RoadtrainError):
         Summation(0, [None, ("127.0.0.1", made.listeners[1].address[1])], [1.0] * 2, (), made.summers[0], session="x",
-                  options=Options(token=b"wrong")).close()
+                  options=Options(token=b"the wrong secret of a job")).close()
     with pytest.raises(RoadtrainError, match="worker 5 of 2"):
         Summation(5, [one.address for one in made.listeners], [1.0] * 2, (), None, session="s",
                   options=Options()).close()
@@ -220,8 +220,8 @@ def spare_host(*words):
 
 def test_a_spare_host_by_its_command(tmp_path, hosts):
     """Its status says who keeps the others waiting."""
-    (tmp_path / "token").write_text("a secret")
-    options, made = Options(token=b"a secret"), hosts(2)
+    write_token(tmp_path / "token", b"a secret of the job")
+    options, made = Options(token=b"a secret of the job"), hosts(2)
     with spare_host("--token-file", str(tmp_path / "token")) as (_, where):
         address = address_of(where)
         both = [made.worker(rank, spares=((2, where, 1e9),), spare=options) for rank in range(2)]

@@ -10,12 +10,15 @@ from models import Case
 from processes import HostProcess, Workers
 
 from roadtrain import cli
+from roadtrain.node.dial import write_token
+
+SECRET = b"a secret of the job"
 
 
 @pytest.fixture
 def host(tmp_path):
-    (tmp_path / "token").write_text("a secret")
-    host = HostProcess(tmp_path / "host", token=b"a secret")
+    write_token(tmp_path / "token", SECRET)
+    host = HostProcess(tmp_path / "host", token=SECRET)
     yield host
     host.kill()
 
@@ -35,7 +38,7 @@ def asked(capsys, where, token_file, until, deadline_s=30.0):
 def test_a_stopped_worker_is_named_by_all_who_wait_for_it(host, tmp_path, capsys):
     token = tmp_path / "token"
     asked(capsys, host.where, token, "server 0.*no session: waits for workers")
-    workers = Workers(Case(clip=0.5), [host.where], tmp_path, 100000, 2, token=b"a secret")
+    workers = Workers(Case(clip=0.5), [host.where], tmp_path, 100000, 2, token=SECRET)
     try:
         asked(capsys, host.where, token, "step [1-9].* 2 worker")
         os.kill(workers.processes[1].pid, signal.SIGSTOP)
@@ -52,7 +55,7 @@ def test_a_stopped_worker_is_named_by_all_who_wait_for_it(host, tmp_path, capsys
 
 
 def test_whoever_does_not_answer_is_named_and_a_stranger_learns_nothing(host, tmp_path, capsys):  # Rule 8
-    (tmp_path / "other").write_text("another secret")
+    write_token(tmp_path / "other")
     assert cli.main(["status", f"{host.where},127.0.0.1:1", "--token-file", str(tmp_path / "token")]) == 1
     out = " ".join(capsys.readouterr().out.split())
     assert "no session" in out and re.search("server 1.*does not answer: .*refused", out)
@@ -61,7 +64,7 @@ def test_whoever_does_not_answer_is_named_and_a_stranger_learns_nothing(host, tm
 
 
 def test_a_session_that_is_not_complete_says_who_is_missing(host, tmp_path, capsys):
-    workers = Workers(Case(), [host.where], tmp_path, 3, 2, token=b"a secret", retry_s=60)
+    workers = Workers(Case(), [host.where], tmp_path, 3, 2, token=SECRET, retry_s=60)
     try:
         os.kill(workers.processes[0].pid, signal.SIGSTOP)  # before it could connect, or soon after
         out = asked(capsys, host.where, tmp_path / "token", r"the opened store|\d worker\(s\)")

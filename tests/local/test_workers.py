@@ -184,12 +184,12 @@ def test_workers_of_different_jobs_are_told(changes, words, hosts, tmp_path):
 
 
 def test_a_stranger_does_not_get_in_and_disturbs_nobody(hosts, tmp_path):  # Rule 8
-    (host,) = hosts(1, token=b"secret")
-    workers = Workers(Case(), [host.where], tmp_path, 120, 1, token=b"secret")
+    (host,) = hosts(1, token=b"a secret of the job")
+    workers = Workers(Case(), [host.where], tmp_path, 120, 1, token=b"a secret of the job")
     wait_for(lambda: len(losses(workers.logs[0])) > 2, "some steps")
     other = tmp_path / "other"
     other.mkdir()
-    for token in (None, b"guessed"):
+    for token in (None, b"guessed by somebody"):
         stranger = Workers(Case(), [host.where], other, 5, 1, token=token)
         assert stranger.join() == [3]
         assert "AuthError" in stranger.errors()[0]

@@ -53,7 +53,8 @@ def test_keys_of_a_job() -> None:
         "optimizer.momentum", "optimizer.options", "optimizer.schedule", "optimizer.warmup_steps",
         "optimizer.clip_norm", "optimizer.accumulate", "optimizer.staleness",
         "store.dirs", "store.servers", "store.relay", "store.buffering", "store.replicas", "store.token_file",
-        "store.ca", "store.connections", "store.rates", "store.chunk_elements", "store.direct", "budget.host",
+        "store.ca", "store.cert", "store.key",
+        "store.connections", "store.rates", "store.chunk_elements", "store.direct", "budget.host",
         "compress.topk", "compress.error_feedback", "compress.gradients",
     ]
 

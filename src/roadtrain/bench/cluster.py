@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import shutil
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from typing import Any
 from roadtrain.bench.report import Report, Row
 from roadtrain.errors import ConfigError, RoadtrainError
 from roadtrain.lab import Host, Network, Nic, network_available
+from roadtrain.node.dial import write_token
 
 WORKERS, LINK = 4, 400e6 / 8
 WARM_UP = 2
@@ -42,7 +42,7 @@ class Cluster:
         names = [f"{kind}{i}" for kind in "ws" for i in range(workers)]
         self.network = Network({name: [Nic(rate)] for name in names})
         self.token = home / "token"
-        self.token.write_text(secrets.token_hex())
+        write_token(self.token)
 
     def serve(self, hosts: list[Host]) -> tuple[list[subprocess.Popen[Any]], list[str]]:
         """A server on each of `hosts`, with its store in memory: (processes, addresses)."""

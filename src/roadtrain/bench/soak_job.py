@@ -155,7 +155,7 @@ def _train(errand: Errand, token: bytes) -> None:
         replicas=errand.replicas, mark=mark,  # type: ignore[arg-type]
         relay=BUDGET if errand.relay else None, budget=BUDGET,
         chunk_elements=CHUNK,
-        link=Options(token=b"another" if errand.change == "token" else token, retry_s=errand.deadline_s,
+        link=Options(token=b"another secret of it" if errand.change == "token" else token, retry_s=errand.deadline_s,
                      close_s=errand.deadline_s / 3),
         dtype=torch.bfloat16 if errand.change == "dtype" else None, staleness=flavour.staleness,  # type: ignore[arg-type]
         backwards_per_step=None if flavour.clip else 1, extra={"growing": growing}, deadline_s=errand.deadline_s,

@@ -29,7 +29,7 @@ from roadtrain.lab.relay import Relay, Way
 
 SERVERS, WORKERS, STEPS = 2, 2, 6
 PATIENCE_S = 10.0  # the job's own deadline
-TOKEN = b"soaked"
+TOKEN = b"the secret of a soaked job"
 DISK = "16m"
 NOTHING: Mapping[int, Mapping[str, Any]] = {}
 FORK = multiprocessing.get_context("forkserver")

@@ -31,6 +31,7 @@ from roadtrain.bench.report import Report, Row, cores
 from roadtrain.errors import ConfigError, RoadtrainError
 from roadtrain.flow.shares import busiest, optimum
 from roadtrain.lab import CARRIED, Network, Nic, network_available
+from roadtrain.node import messages as m
 from roadtrain.node.summation import Summation
 from roadtrain.node.summing import Summers
 from roadtrain.wire.tcp import Options, listen
@@ -137,7 +138,7 @@ def host(args: argparse.Namespace) -> dict[str, Any]:
     if args.how == "gloo":
         return gloo(args, addresses)
     summers, options = Summers(4 * args.nbytes), Options(token=TOKEN, retry_s=30)
-    listener = listen((addresses[args.rank], PORT), summers.accept, options)
+    listener = listen((addresses[args.rank], PORT), summers.accept, options, language=m.LANGUAGE)
     n, cpu = args.workers, process_time()
     try:
         if args.rank >= n:

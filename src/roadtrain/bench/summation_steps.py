@@ -34,6 +34,7 @@ from roadtrain.bench.report import Row
 from roadtrain.errors import RoadtrainError
 from roadtrain.flow.shares import optimum
 from roadtrain.lab import CARRIED, Network, Nic
+from roadtrain.node.dial import write_token
 
 PORT, TIMEOUT_S, STEPS = 7400, 300, 4
 WAYS = ("ddp", "hook", "hvd", "later", "later, no priorities")
@@ -92,7 +93,7 @@ def _steps(network: Network, n: int, k: int, way: str, model: str, steps: int) -
     addresses = [network.hosts[f"w{i}"].address for i in range(n)]
     with ExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="roadtrain-bench-")))
-        (home / "token").write_text("only for this measurement")
+        write_token(home / "token")
         spares = []
         for i in range(k if way != "ddp" else 0):
             host = network.hosts[f"s{i}"]

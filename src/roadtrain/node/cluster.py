@@ -282,10 +282,11 @@ class Cluster:
         g, name = self.group, f"server {number}"
         hello = m.encode((g.session, g.rank, g.workers, g.local, number, self.meta.signature))
         if self._sockets is None:
-            server.link = connect(address, server, options, hello=hello, name=name)
+            server.link = connect(address, server, options, hello=hello, name=name, language=m.LANGUAGE)
         else:
             near = local_options(options)
-            server.link = shm.connect(self._sockets / str(number), server, near, hello=hello, name=f"relay to {name}")
+            server.link = shm.connect(self._sockets / str(number), server, near, hello=hello,
+                                      name=f"relay to {name}", language=m.LANGUAGE)
         try:
             fields, description = server.wait(m.WELCOME, "a welcome", self._deadline_s)
         except BaseException:

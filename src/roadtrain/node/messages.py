@@ -7,12 +7,17 @@
 
 Those before the bar set a session up (node/serve.py, node/cluster.py), the others are flow/ops.py's. Everything is
 checked on arrival: WireError for what does not fit, nothing is executed or unpickled (Rule 8).
+
+NOTE language. LANGUAGE is a digest of every message: its name, number and the types of its header, of hello and of what
+is not a header but has a form. Both sides of a link show theirs in the handshake. EDITION counts what types do not
+say: raise it when a field means something else.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_origin
 
 import msgspec
 import numpy as np
@@ -30,8 +35,9 @@ from roadtrain.units import round_up
 # session, rank, workers, those of one host (negative: their relay sums), number of the server, signature of the layout
 Hello = tuple[str, int, int, int, int, str]
 HELLO = msgspec.msgpack.Decoder(Hello)
-SUM_HELLO = msgspec.msgpack.Decoder(tuple[str, int, int, str])  # session, rank, workers, rule: of a summation;
-# "" for a rule: to its coordinator
+# session, rank, workers, rule: of a summation; "" for a rule: to its coordinator
+SumHello = tuple[str, int, int, str]
+SUM_HELLO = msgspec.msgpack.Decoder(SumHello)
 _HEADERS: Mapping[int, Any] = {
     OPEN: tuple[bool, int, int, bool, int],  # new, generation's step, servers, whether gradients wait for the norm,
     # step of its snapshot to go on from, or -1: a new part of the same step is restored from that
@@ -65,10 +71,35 @@ _HEADERS: Mapping[int, Any] = {
     ASK: tuple[int, tuple[tuple[int, str, float], ...]],  # number, new sites
     CHANGE: tuple[int, tuple[int, ...], tuple[tuple[int, str, float], ...]],  # number, sites that are gone, new ones
 }
-ROUNDS = msgspec.msgpack.Decoder(dict[int, tuple[int, int]])  # payload of a state: last round begun, whether it is
-# complete; of a change: last round that any has begun, first that any lacks
+# payload of a state: last round begun, whether it is complete; of a change: last round that any has begun, first that
+# any lacks
+Rounds = dict[int, tuple[int, int]]
+ROUNDS = msgspec.msgpack.Decoder(Rounds)
+# what watch.answer says: of the server; worker -> (seconds, what it waits for); seconds of each stage
+Status = tuple[str, Mapping[str, tuple[float, str]], Mapping[str, float]]
 _DECODERS = {kind: msgspec.msgpack.Decoder(header) for kind, header in _HEADERS.items()}
 encode = msgspec.msgpack.Encoder().encode
+
+
+def _shape(kind: Any) -> str:
+    """A type as text that is the same in every version of Python."""
+    inside = ", ".join("..." if arg is ... else _shape(arg) for arg in get_args(kind))
+    name = getattr(get_origin(kind) or kind, "__name__", str(kind))
+    return f"{name}[{inside}]" if inside else name
+
+
+def language_of(words: Mapping[str, Any]) -> bytes:
+    """16 bytes: of names and the types that they stand for."""
+    told = [f"{name}: {kind if isinstance(kind, (int, str)) else _shape(kind)}" for name, kind in sorted(words.items())]
+    return hashlib.blake2b("\n".join(told).encode(), digest_size=16).digest()
+
+
+_KINDS = {name: number for name, number in vars().items() if type(number) is int and number in _HEADERS}
+EDITION = 2  # NOTE language
+LANGUAGE = language_of({
+    **{f"{name} = {number}": _HEADERS[number] for name, number in _KINDS.items()},
+    "edition": EDITION, "hello": Hello, "hello of a summation": SumHello, "rounds": Rounds, "status": Status,
+})
 T = TypeVar("T")
 
 

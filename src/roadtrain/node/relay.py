@@ -129,8 +129,9 @@ class Lane:
         o = self.orders
         summed = 1 if o.local == 1 else -o.local
         hello = m.encode((o.session, o.host, o.hosts, summed, self.number, self._signature))
-        self._up = retry(lambda: connect(o.servers[self.number], self, o.options, hello=hello,
-                                         name=f"server {self.number}"), BusyError, o.options.retry_s)
+        name = f"server {self.number}"
+        self._up = retry(lambda: connect(o.servers[self.number], self, o.options, hello=hello, name=name,
+                                         language=m.LANGUAGE), BusyError, o.options.retry_s)
         self._connected.set()
 
     def accept(self, link: Link, hello: bytes) -> Seat:
@@ -320,7 +321,8 @@ def run(orders: Orders) -> None:
 
 def _listen(path: Path, lane: Lane, options: Options) -> Listener:
     """The relay of the start before may be about to leave."""
-    return retry(lambda: shm.listen(path, lane.accept, local_options(options)), ConfigError, 10.0)
+    near = local_options(options)
+    return retry(lambda: shm.listen(path, lane.accept, near, language=m.LANGUAGE), ConfigError, 10.0)
 
 
 def main() -> None:

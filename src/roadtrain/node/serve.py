@@ -29,7 +29,7 @@ from roadtrain.flow import ops
 from roadtrain.kernels.rules import rule_of
 from roadtrain.node import messages as m
 from roadtrain.node import watch
-from roadtrain.node.dial import address_of, token_of
+from roadtrain.node.dial import address_of, tls_of, token_of
 from roadtrain.node.pool import Pool
 from roadtrain.node.server import Server, Setup
 from roadtrain.node.summing import serve_sums
@@ -44,7 +44,7 @@ from roadtrain.store.snapshot import Snapshots, held_in, open_snapshot, restore,
 from roadtrain.trace import Stages
 from roadtrain.units import parse_bytes, round_up, show_bytes
 from roadtrain.wire.link import Link, Receiver
-from roadtrain.wire.tcp import Address, Options, Tls, listen
+from roadtrain.wire.tcp import Address, Options, listen
 
 Report = Callable[[str], None]
 END_S = 10.0  # for a session's threads to end
@@ -54,7 +54,7 @@ EVERY = 100  # steps between two snapshots
 def command(
     address: str, store: str | None = None, budget: str | None = None, token_file: str | None = None,
     cert: str | None = None, key: str | None = None, ca: str | None = None, snapshot: str | None = None,
-    snapshot_every: int | None = None, sum: bool = False, formats: str | None = None,
+    snapshot_every: int | None = None, sum: bool = False, formats: str | None = None, client_ca: str | None = None,
 ) -> int:
     """`roadtrain serve HOST:PORT --store DIR`, or `--sum`."""
     if (store is None) != sum or (sum and snapshot is not None) or (formats is not None and not sum):
@@ -66,8 +66,11 @@ def command(
         raise ConfigError(f"--snapshot {snapshot}, --snapshot-every {snapshot_every}, --store {store}",
                           hint="--snapshot names a directory of its own on files, --snapshot-every steps, 1 or more")
     every = 0 if snapshot is None else snapshot_every or EVERY
-    paths = [None if p is None else Path(p) for p in (cert, key, ca)]
-    tls = Tls(cert=paths[0], key=paths[1], ca=paths[2]) if cert or ca else None
+    if ca and client_ca:
+        raise ConfigError(f"--ca {ca} and --client-ca {client_ca}", hint="--ca is the older name: --client-ca alone")
+    tls = tls_of(cert, key, client_ca or ca)
+    if tls is not None and cert is None:
+        raise ConfigError("TLS: a server needs --cert and --key")
     nbytes = parse_bytes(budget) if budget is not None else psutil.virtual_memory().available // 2
     options = Options(token=token_of(token_file), tls=tls)
     if store is None:
@@ -435,7 +438,7 @@ class Host:
         self.session: Session | None = None
         self.store_lock = threading.Lock()  # over opening and making the store
         self._lock = threading.Lock()
-        self._listener = listen(address, self._accept, options, report)
+        self._listener = listen(address, self._accept, options, report, language=m.LANGUAGE)
         self.where = "{}:{}".format(*self._listener.address)
 
     def held(self) -> tuple[int, tuple[int, ...], StoreMeta | None]:

@@ -466,8 +466,9 @@ def _link(
 ) -> Link:
     """To a summer or its coordinator; without an address to those of this process."""
     if isinstance(address, str):
-        return shm.connect(address, receiver, local_options(options), hello=m.encode(hello), name=name)
+        return shm.connect(address, receiver, local_options(options), hello=m.encode(hello), name=name,
+                           language=m.LANGUAGE)
     if address is not None:
-        return connect(address, receiver, options, hello=m.encode(hello), name=name)
+        return connect(address, receiver, options, hello=m.encode(hello), name=name, language=m.LANGUAGE)
     assert own is not None
     return local.connect(own.accept, receiver, hello=m.encode(hello), name=name)

@@ -330,7 +330,7 @@ def serve_sums(
         except ImportError as error:
             raise ConfigError(f"--formats {module}: {error}", hint="PYTHONPATH says where Python looks") from error
     summers = Summers(nbytes)
-    listener = listen(address, summers.accept, options, report)
+    listener = listen(address, summers.accept, options, report, language=m.LANGUAGE)
     try:
         report("summing at {}:{}, at most {}; nothing rests here".format(*listener.address, show_bytes(nbytes)))
         threading.Event().wait()

@@ -7,7 +7,7 @@ Workers and relays are seen through the servers: what they asked for and what th
 from __future__ import annotations
 
 import queue
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -16,13 +16,13 @@ from typing import Any
 import msgspec
 
 from roadtrain.errors import DeadlineError, PeerError, WireError
+from roadtrain.node import messages as m
 from roadtrain.wire.link import Link
 from roadtrain.wire.tcp import Address, Options, connect
 
 HELLO = b"roadtrain status"
 ANSWER_S = 5.0
-# of the server; worker -> (seconds, what it has waited for so long); seconds of each stage in this session
-Said = tuple[str, Mapping[str, tuple[float, str]], Mapping[str, float]]
+Said = m.Status
 
 
 class Watcher:
@@ -50,7 +50,8 @@ def ask(address: Address, options: Options) -> Said | PeerError:
     """What the server there says, or why it says nothing."""
     watcher = Watcher()
     try:
-        link = connect(address, watcher, replace(options, connections=1, retry_s=0.0, connect_s=ANSWER_S), hello=HELLO)
+        once = replace(options, connections=1, retry_s=0.0, connect_s=ANSWER_S)
+        link = connect(address, watcher, once, hello=HELLO, language=m.LANGUAGE)
         said = watcher.answer.get(timeout=ANSWER_S)
         link.close()
         return said if isinstance(said, PeerError) else msgspec.json.decode(said, type=Said)

@@ -98,8 +98,10 @@ class StoreSection(Section):
     buffering: Literal["auto", "all", "none"] = Field(
         default="auto", description="blocks kept from forward to backward: what fits and pays, all, none")
     replicas: Literal[1, 2] = Field(default=1, description="2: two servers hold each chunk, any one may die")
-    token_file: str | None = Field(default=None, description="file with the servers' token")
+    token_file: str | None = Field(default=None, description="file (mode 600) with the servers' token")
     ca: str | None = Field(default=None, description="TLS: PEM file that the servers' certificates are known by")
+    cert: str | None = Field(default=None, description="TLS: PEM file of this worker's certificate, if demanded")
+    key: str | None = Field(default=None, description="TLS: PEM file of its key")
     connections: int = Field(default=1, ge=1, description="TCP connections to each server")
     rates: list[float] | Literal["measured"] | None = Field(
         default=None, description="relative rates of the directories, or `measured`: a new store is spread by them")
@@ -242,7 +244,7 @@ def unknown_key(key: str) -> ConfigError:
 
 
 _TEXT_KEYS = frozenset({"run.dir", "run.device", "model.pretrained", "model.dtype", "data.tokenizer", "optimizer.name",
-                        "optimizer.schedule", "budget.host", "store.token_file", "store.ca"})
+                        "optimizer.schedule", "budget.host", "store.token_file", "store.ca", "store.cert", "store.key"})
 _FREE_KEYS = ("model.config.", "optimizer.options.")
 _LIST_KEYS = frozenset({"model.blocks", "data.paths", "store.dirs", "store.servers"})
 

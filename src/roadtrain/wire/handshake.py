@@ -1,17 +1,30 @@
 """Handshake: two strangers become the ends of a link, within a deadline and a few hundred bytes.
 
-    client  GREETING  magic, version, has a token, checksums, number, connections, frame limit, link id, nonce
+    client  GREETING  magic, version, has a token, checksums, number, connections, frame limit, link id, nonce,
+                      language, length and SHA-256 of hello
     server  GREETING  its own; then either hangs up if the two do not fit, and says why on its side
-    client  PROOF     HMAC-SHA256(token, "client", both greetings), length of hello; then hello (<= 64 KiB)
-    server  VERDICT   taken or refused and why; HMAC-SHA256(token, "server", both greetings) if the client's was right
+    client  PROOF     HMAC-SHA256(token, "client", transcript); then hello (<= 64 KiB)
+    server  VERDICT   taken, or refused and why; HMAC-SHA256(token, "server", transcript, verdict) if the client's was
+                      right
 
-The token is never sent; both prove it, over both nonces; without one both must have none. All connections of a link
-carry one link id; hello comes with the first, the verdict when all are there. Assumes what protects the bytes after
-it (TLS, a private network) is the owner's choice. Does NOT know which kind of socket it is.
+The transcript is all that was said before: both greetings and, under TLS, the server's certificate, so that nobody
+stands between; in a verdict also the proof and hello. Both nonces are new each time and each side proves its own role:
+what was heard once proves nothing again, and what one side said proves nothing for the other. Each message ends with
+its own checksum: a flipped bit is called so, not a wrong token.
+
+NOTE language. A digest of what the frames of both sides can say (of node/messages.py, most often): two editions of
+roadtrain that would misunderstand each other do not begin. The first ten bytes (magic, version) stay as they are in
+every edition, so that each can say of the other that it is another one.
+
+The token is never sent; both prove it; without one both must have none. All connections of a link carry one link id;
+hello comes with the first, the verdict when all are there. Assumes what protects the bytes after it (TLS, a private
+network) is the owner's choice. Does NOT know which kind of socket it is.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import hmac
 import secrets
 import socket
@@ -24,12 +37,13 @@ from typing import NamedTuple
 
 from roadtrain.errors import AuthError, BusyError, DeadlineError, LostError, PeerError, RoadtrainError, WireError
 from roadtrain.units import KIB
-from roadtrain.wire.link import FRAME_LIMIT, VERSION
+from roadtrain.wire.link import FRAME_LIMIT, SUM, VERSION, opened, sealed
 
 MAGIC = b"roadtrn\n"
-GREETING = struct.Struct("<8sH??HHQ16s32s")
-PROOF = struct.Struct("<32sI")
-VERDICT = struct.Struct("<B32sH")
+BEGINNING = struct.Struct("<8sH")  # magic, version: of every edition
+GREETING = struct.Struct("<8sH??HHQ16s32s16sI32s")
+PROOF = struct.Struct("<32s")
+VERDICT = struct.Struct("<BHQ32s")  # code, bytes of the text, their xxh3, proof
 MAX_HELLO, MAX_TEXT, MAX_CONNECTIONS = 64 * KIB, 2 * KIB, 64
 TAKEN, REFUSED, NOT_PROVEN, BUSY = 0, 1, 2, 3
 
@@ -37,18 +51,25 @@ TAKEN, REFUSED, NOT_PROVEN, BUSY = 0, 1, 2, 3
 @dataclass(frozen=True)
 class Common:
     """What every transport asks for. `frame_limit`: the smaller of both sides counts for sending. `checksums`: xxh3
-    of every frame; both sides must say the same. `retry_s`: how long to try again while nobody listens there; None: not
-    at all, or as long as the deadline of whoever dials, if it has one. `close_s`: how long `close` waits for the other
-    side while nothing moves."""
+    of every frame (None: wherever bytes leave the process, but under TLS, which authenticates them); both sides must
+    say the same. `retry_s`: how long to try again while nobody listens there; None: not at all, or as long as the
+    deadline of whoever dials, if it has one. `close_s`: how long `close` waits for the other side while nothing
+    moves."""
 
     frame_limit: int = FRAME_LIMIT
-    checksums: bool = False
+    checksums: bool | None = None
     handshake_s: float = 10.0
     close_s: float = 5.0
     retry_s: float | None = None
 
+    @property
+    def summed(self) -> bool:
+        """Whether frames carry checksums."""
+        return self.checksums is not False
+
 
 DEFAULTS = Common()
+NO_LANGUAGE = bytes(16)  # of frames that mean nothing to roadtrain's nodes
 
 
 class Greeting(NamedTuple):
@@ -61,6 +82,9 @@ class Greeting(NamedTuple):
     frame_limit: int
     link: bytes
     nonce: bytes
+    language: bytes  # NOTE language
+    hello_nbytes: int
+    hello_digest: bytes  # SHA-256
 
 
 @dataclass(frozen=True)
@@ -69,78 +93,128 @@ class Caller:
 
     greeting: Greeting
     hello: bytes
-    proof: bytes  # ours, for the verdict
+    token: bytes | None
+    transcript: bytes
 
 
-def greeting(common: Common, token: bytes | None, link: bytes, number: int = 0, connections: int = 1) -> Greeting:
-    return Greeting(MAGIC, VERSION, token is not None, common.checksums, number, connections, common.frame_limit, link,
-                    secrets.token_bytes(32))
+@dataclass(frozen=True)
+class Answer:
+    """What a server answered a client that now waits for the verdict."""
+
+    greeting: Greeting
+    token: bytes | None
+    transcript: bytes
 
 
-def client_greet(sock: socket.socket, ours: Greeting, token: bytes | None, hello: bytes, deadline: float) -> Greeting:
-    """The first three messages; returns the server's greeting with, as `nonce`, the proof its verdict must carry."""
+def greeting(
+    common: Common, token: bytes | None, link: bytes, number: int = 0, connections: int = 1, *,
+    language: bytes = NO_LANGUAGE, hello: bytes = b"",
+) -> Greeting:
+    """Raises WireError where hello is too long."""
     if len(hello) > MAX_HELLO:
         raise WireError(f"a hello of {len(hello)} bytes, {MAX_HELLO} are allowed")
-    mine = GREETING.pack(*ours)
+    return Greeting(MAGIC, VERSION, token is not None, common.summed, number, connections, common.frame_limit, link,
+                    secrets.token_bytes(32), language, len(hello), hashlib.sha256(hello).digest())
+
+
+def client_greet(
+    sock: socket.socket, ours: Greeting, token: bytes | None, hello: bytes, deadline: float, binding: bytes = b""
+) -> Answer:
+    """The first three messages. `binding`: of the channel below, the same on both sides; empty without TLS."""
+    mine = sealed(GREETING.pack(*ours))
     send(sock, mine, deadline)
-    raw = receive(sock, GREETING.size, deadline, "the server's greeting")
+    raw = _rest_of_greeting(sock, ours, receive(sock, BEGINNING.size, deadline, "the server's greeting"), deadline)
     theirs = _fits(ours, raw)
-    send(sock, PROOF.pack(_prove(token, b"client", mine, raw), len(hello)) + hello, deadline)
-    return theirs._replace(nonce=_prove(token, b"server", mine, raw))
+    transcript = mine + raw + binding
+    proof = _prove(token, b"client", transcript)
+    send(sock, sealed(PROOF.pack(proof)) + hello, deadline)
+    return Answer(theirs, token, transcript + proof + hello)
 
 
-def client_verdict(sock: socket.socket, proof: bytes, deadline: float) -> None:
-    code, theirs, length = VERDICT.unpack(receive(sock, VERDICT.size, deadline, "the server's verdict"))
+def client_verdict(sock: socket.socket, answer: Answer, deadline: float) -> None:
+    """Raises AuthError, BusyError or WireError with the server's words where it refuses."""
+    what = "the server's verdict"
+    raw = receive(sock, VERDICT.size + SUM.size, deadline, what)
+    code, length, text_sum, theirs = VERDICT.unpack(opened(raw, what))
     if length > MAX_TEXT:
         raise WireError(f"a verdict of {length} bytes, {MAX_TEXT} are allowed")
-    words = receive(sock, length, deadline, "the server's verdict").decode(errors="replace")
-    text = "".join(c for c in words if c.isprintable() or c == "\n")  # it may come from a stranger
+    words = receive(sock, length, deadline, what)
+    opened(words + SUM.pack(text_sum), what)
+    decoded = words.decode(errors="replace")
+    text = "".join(c for c in decoded if c.isprintable() or c == "\n")  # it may come from a stranger
     if code == NOT_PROVEN:
         raise AuthError(f"refused by the server: {text}")
-    if not hmac.compare_digest(theirs, proof):
+    if not hmac.compare_digest(theirs, _prove_verdict(answer, code, words)):
         raise AuthError("the server does not prove the token", hint="give both sides the same token")
     if code != TAKEN:
         raise (BusyError if code == BUSY else WireError)(f"refused by the server: {text}")
 
 
-def server_greet(sock: socket.socket, ours: Greeting, token: bytes | None, deadline: float) -> Caller:
+def server_greet(
+    sock: socket.socket, ours: Greeting, token: bytes | None, deadline: float, binding: bytes = b""
+) -> Caller:
     """The server's side up to hello. Raises PeerError for whoever is not to be let in."""
-    raw = receive(sock, GREETING.size, deadline, "a greeting")
-    if raw[: len(MAGIC)] != MAGIC:
-        raise WireError(f"a stranger: began with {raw[:16]!r}")
-    mine = GREETING.pack(*ours)
+    beginning = receive(sock, BEGINNING.size, deadline, "a greeting")
+    if beginning[: len(MAGIC)] != MAGIC:
+        raise WireError(f"a stranger: began with {beginning!r}")
+    mine = sealed(GREETING.pack(*ours))
     send(sock, mine, deadline)
+    raw = _rest_of_greeting(sock, ours, beginning, deadline)
     theirs = _fits(ours, raw)
     if not theirs.number < theirs.connections <= MAX_CONNECTIONS:
         raise WireError(f"connection {theirs.number} of {theirs.connections}, {MAX_CONNECTIONS} are allowed")
-    proof, length = PROOF.unpack(receive(sock, PROOF.size, deadline, "a proof of the token"))
-    if not hmac.compare_digest(proof, _prove(token, b"client", raw, mine)):
+    if theirs.hello_nbytes > MAX_HELLO:
+        raise WireError(f"a hello of {theirs.hello_nbytes} bytes, {MAX_HELLO} are allowed")
+    transcript = raw + mine + binding
+    proof = opened(receive(sock, PROOF.size + SUM.size, deadline, "a proof of the token"), "the proof of the token")
+    if not hmac.compare_digest(proof, _prove(token, b"client", transcript)):
         refusal = AuthError("the token does not match", hint="give both sides the same token")
         refuse(sock, refusal, deadline)
         raise refusal
-    if length > MAX_HELLO:
-        raise WireError(f"a hello of {length} bytes, {MAX_HELLO} are allowed")
-    return Caller(theirs, receive(sock, length, deadline, "hello"), _prove(token, b"server", raw, mine))
+    hello = receive(sock, theirs.hello_nbytes, deadline, "hello")
+    if hashlib.sha256(hello).digest() != theirs.hello_digest:
+        raise WireError("hello does not match its checksum")
+    return Caller(theirs, hello, token, transcript + bytes(proof) + hello)
 
 
 def take(sock: socket.socket, caller: Caller, deadline: float) -> None:
-    send(sock, VERDICT.pack(TAKEN, caller.proof, 0), deadline)
+    _send_verdict(sock, TAKEN, b"", deadline, caller)
 
 
 def refuse(sock: socket.socket, error: Exception, deadline: float, caller: Caller | None = None) -> None:
     """Tells the client why: an AuthError or BusyError there too if it is one here, else a WireError."""
-    text = str(error).encode()[:MAX_TEXT]
     code = NOT_PROVEN if isinstance(error, AuthError) else BUSY if isinstance(error, BusyError) else REFUSED
-    send(sock, VERDICT.pack(code, caller.proof if caller else bytes(32), len(text)) + text, deadline)
+    _send_verdict(sock, code, str(error).encode()[:MAX_TEXT], deadline, caller)
+
+
+def _send_verdict(sock: socket.socket, code: int, text: bytes, deadline: float, caller: Caller | None) -> None:
+    proof = _prove_verdict(caller, code, text) if caller else bytes(32)
+    send(sock, sealed(VERDICT.pack(code, len(text), SUM.unpack(sealed(text)[-SUM.size :])[0], proof)) + text, deadline)
+
+
+def _rest_of_greeting(sock: socket.socket, ours: Greeting, beginning: bytes, deadline: float) -> bytes:
+    """The whole greeting; WireError for one of another edition, which may be longer or shorter."""
+    magic, version = BEGINNING.unpack(beginning)
+    if magic != MAGIC:
+        raise WireError(f"not a roadtrain peer: began with {beginning!r}")
+    if version != ours.version:
+        with contextlib.suppress(OSError):  # what is unread when we hang up may take our own greeting with it
+            sock.settimeout(0.1)
+            sock.recv(GREETING.size)
+        raise WireError(f"the peer speaks protocol version {version}, this side {ours.version}",
+                        hint="install the same version of roadtrain on both")
+    left = GREETING.size + SUM.size - len(beginning)
+    return beginning + receive(sock, left, deadline, "the rest of a greeting")
 
 
 def _fits(ours: Greeting, raw: bytes) -> Greeting:
-    theirs = Greeting(*GREETING.unpack(raw))
-    if theirs.magic != MAGIC:
-        raise WireError(f"not a roadtrain peer: began with {raw[:16]!r}")
-    if theirs.version != ours.version:
-        raise WireError(f"the peer speaks protocol version {theirs.version}, this side {ours.version}",
-                        hint="install the same version of roadtrain on both")
+    theirs = Greeting(*GREETING.unpack(opened(raw, "the peer's greeting")))
+    if theirs.nonce == ours.nonce:
+        raise WireError("our own greeting came back: something on the way sends back what it hears")
+    if theirs.language != ours.language:
+        raise WireError(
+            f"the peer speaks other messages ({theirs.language.hex()[:8]}) than this side ({ours.language.hex()[:8]}): "
+            "another edition of roadtrain, or a server of another kind", hint="install the same version on both")
     if theirs.has_token != ours.has_token:
         have = ("none here", "one there") if theirs.has_token else ("one here", "none there")
         raise AuthError(f"token: {have[0]}, {have[1]}", hint="give both sides the same token")
@@ -150,8 +224,12 @@ def _fits(ours: Greeting, raw: bytes) -> Greeting:
     return theirs
 
 
-def _prove(token: bytes | None, role: bytes, client: bytes, server: bytes) -> bytes:
-    return hmac.digest(token or b"none", b"roadtrain " + role + client + server, "sha256")
+def _prove(token: bytes | None, role: bytes, transcript: bytes) -> bytes:
+    return hmac.digest(token or b"none", b"roadtrain " + role + transcript, "sha256")
+
+
+def _prove_verdict(side: Caller | Answer, code: int, text: bytes) -> bytes:
+    return _prove(side.token, b"server", side.transcript + bytes([code]) + text)
 
 
 def send(sock: socket.socket, data: bytes, deadline: float) -> None:

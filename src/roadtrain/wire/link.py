@@ -8,6 +8,11 @@ them, this room never holds them.
 
     frame = HEAD, header (<= 64 KiB), payload (<= the frame limit); all lengths are checked before anything is allocated
 
+NOTE sums. Where they are on (everywhere outside this process but under TLS, which does more), HEAD ends with its own
+xxh3 and holds those of the header and of the payload. Each is checked before what it covers is used: a length before
+so many bytes are waited for, a header before `room` is asked, a payload before it arrives. So a flipped bit ends the
+link with a WireError, and the memory that the payload went to is told to nobody.
+
 Assumes little-endian integers on the wire (HEAD says so). NOT here: what kinds mean, who retries (nobody: a lost peer
 is an error with a name).
 """
@@ -19,12 +24,16 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import xxhash
 
 from roadtrain.errors import PeerError, WireError
 from roadtrain.units import KIB, MIB
 
-MAGIC, VERSION = b"RTfr", 1
-HEAD = struct.Struct("<4sBBHIQQQ")  # magic, version, flags, kind, header bytes, payload bytes, sequence, xxh3
+MAGIC, VERSION = b"RTfr", 2
+# magic, version, flags, kind, header bytes, payload bytes, sequence, xxh3 of the header, of the payload
+_HEAD = struct.Struct("<4sBBHIQQQQ")
+SUM = struct.Struct("<Q")  # xxh3_64
+HEAD_NBYTES = _HEAD.size + SUM.size
 MAX_HEADER = 64 * KIB
 FRAME_LIMIT = 64 * MIB
 SUMMED, LAST = 1, 2  # flags: the checksum counts; the goodbye, whose sequence is the number of frames sent
@@ -69,19 +78,46 @@ class Head(NamedTuple):
     header_nbytes: int
     nbytes: int
     sequence: int
-    checksum: int
+    header_sum: int = 0  # xxh3_64; 0 where sums are off
+    payload_sum: int = 0
+
+
+def sealed(raw: bytes) -> bytes:
+    """`raw` and its xxh3."""
+    return raw + SUM.pack(xxhash.xxh3_64_intdigest(raw))
+
+
+def opened(raw: bytes | memoryview, what: str) -> bytes | memoryview:
+    """What was sealed. WireError where it is not what it was."""
+    inside = raw[: len(raw) - SUM.size]
+    if SUM.unpack(raw[len(inside) :]) != (xxhash.xxh3_64_intdigest(inside),):
+        raise WireError(f"{what} does not match its checksum")
+    return inside
+
+
+def digest(parts: Sequence[memoryview | bytes]) -> int:
+    """xxh3_64 of them, one after the other. Other threads run meanwhile where they are large."""
+    if len(parts) == 1:
+        return xxhash.xxh3_64_intdigest(parts[0])
+    whole = xxhash.xxh3_64()
+    for part in parts:
+        whole.update(part)
+    return whole.intdigest()
 
 
 def pack_head(head: Head) -> bytes:
-    return HEAD.pack(MAGIC, VERSION, *head)
+    raw = _HEAD.pack(MAGIC, VERSION, *head)
+    return sealed(raw) if head.flags & SUMMED else raw + bytes(SUM.size)
 
 
 def parse_head(raw: memoryview, limit: int, summed: bool) -> Head:
     """The head of a frame; WireError for whatever this side does not take."""
-    magic, version, *rest = HEAD.unpack(raw)
+    magic, version, *rest = _HEAD.unpack(raw[: _HEAD.size])
     head = Head(*rest)
     if magic != MAGIC:
         raise WireError(f"not a frame: it begins with {magic!r}, not {MAGIC!r}")
+    if summed:
+        opened(raw, "the head of a frame")
     if version != VERSION:
         raise WireError(f"a frame of protocol version {version}, this side speaks {VERSION}")
     if head.flags & ~(SUMMED | LAST) or bool(head.flags & SUMMED) != summed:

@@ -4,27 +4,43 @@
 Receiver of that link, or raises a typed error whose text the client gets. What is sent on the link inside `accept`
 goes out after it; `link.peer` may be given a better name there. Links live on when the listener is closed.
 
-A stranger costs a thread and a few hundred bytes until the deadline; beyond MAX_PENDING the oldest one is cut off. Each
-that is not let in is one line to `report`. Does NOT know TCP from shm: a Carrier does.
+A stranger costs a thread, a descriptor and a few hundred bytes until the deadline. Beyond MAX_PENDING the oldest one
+of the address that most come from is cut off, so that a flood from one place shuts nobody else out. Each that is not
+let in is one line to `report`, at most LINES in WINDOW_S; of the others their number is told. Does NOT know TCP from
+shm: a Carrier does.
 """
 
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Protocol
 
 from roadtrain.errors import LostError, PeerError, RoadtrainError, WireError
-from roadtrain.wire.handshake import Caller, Common, as_peer_error, greeting, limits, refuse, server_greet, take
+from roadtrain.wire.handshake import (
+    NO_LANGUAGE,
+    Caller,
+    Common,
+    as_peer_error,
+    greeting,
+    limits,
+    refuse,
+    server_greet,
+    take,
+)
 from roadtrain.wire.link import Link, Receiver
 from roadtrain.wire.stream import Channel, Stream
 
 MAX_PENDING = 128
 AGAIN_S = 0.1  # until the next try to accept
 SHORT_S = 10.0  # between two lines about what the host is short of
+LINES, WINDOW_S = 10, 60.0  # about strangers: so many lines in so many seconds, then their number
+LOOK_S = 1.0  # between looks whether there is such a number to tell
 
 Accept = Callable[[Link, bytes], Receiver]
 Report = Callable[[str], None]
@@ -38,8 +54,42 @@ class Carrier(Protocol):
 
     def name(self, sock: socket.socket) -> str: ...
 
+    def binding(self, sock: socket.socket) -> bytes:
+        """Of what protects this connection, the same on both sides; empty where nothing does."""
+
     def channel(self, sock: socket.socket) -> Channel:
         """After the verdict."""
+
+
+class Few:
+    """Passes lines on to `report`, LINES in WINDOW_S; says how many it left out once that time is over. From any
+    thread."""
+
+    def __init__(self, report: Report) -> None:
+        self._report, self._lock = report, threading.Lock()
+        self._said = self._left_out = 0
+        self._until = 0.0
+        self._last = ""
+
+    def __call__(self, line: str) -> None:
+        self.tick()
+        with self._lock:
+            if not self._said:
+                self._until = time.monotonic() + WINDOW_S
+            self._said += 1
+            if self._said > LINES:
+                self._left_out, self._last = self._left_out + 1, line
+                return
+        self._report(line)
+
+    def tick(self, *, now: bool = False) -> None:
+        """Tells what was left out if it is time, or `now`."""
+        with self._lock:
+            if not self._said or (time.monotonic() < self._until and not now):
+                return
+            count, self._said, self._left_out = self._left_out, 0, 0
+        if count:
+            self._report(f"{count} more such line(s) were left out within {WINDOW_S:.0f} s, the last: {self._last}")
 
 
 class _Joining:
@@ -57,13 +107,13 @@ class Listener:
 
     def __init__(
         self, sock: socket.socket, address: tuple[str, int] | str, accept: Accept, common: Common, token: bytes | None,
-        carrier: Carrier, report: Report,
+        carrier: Carrier, report: Report, language: bytes = NO_LANGUAGE,
     ) -> None:
         self.address = address
         self._sock, self._accept, self._common, self._token = sock, accept, common, token
-        self._carrier, self._report = carrier, report
+        self._carrier, self._say, self._report, self._language = carrier, report, Few(report), language
         self._lock = threading.Lock()
-        self._pending: dict[threading.Thread, socket.socket] = {}
+        self._pending: dict[threading.Thread, tuple[socket.socket, str]] = {}  # and where it comes from
         self._joining: dict[bytes, _Joining] = {}
         self._closed = False
         self._said_short = -SHORT_S  # when that line was printed last
@@ -79,17 +129,23 @@ class Listener:
                 joining.taken.set()
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)  # wakes accept
-        for _, sock in pending:
+        for _, (sock, _) in pending:
             _cut(sock)
         for thread in (self._thread, *(thread for thread, _ in pending)):
             if thread is not threading.current_thread():
                 thread.join()
         self._sock.close()
+        self._report.tick(now=True)
 
     def _listen(self) -> None:
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
         while True:
+            self._report.tick()
+            if not poll.poll(LOOK_S * 1000):
+                continue
             try:
-                sock, _ = self._sock.accept()
+                sock, where = self._sock.accept()
             except OSError as error:
                 if self._closed:
                     return
@@ -102,8 +158,8 @@ class Listener:
                     sock.close()
                     return
                 if len(self._pending) >= MAX_PENDING:
-                    _cut(self._pending.pop(next(iter(self._pending))))
-                self._pending[thread] = sock
+                    _cut(self._pending.pop(self._one_too_many())[0])
+                self._pending[thread] = sock, where[0] if where else ""
                 try:
                     thread.start()
                 except RuntimeError as error:  # this host has no thread for it: this one is refused, others come
@@ -116,7 +172,12 @@ class Listener:
         now = time.monotonic()
         if now - self._said_short >= SHORT_S:
             self._said_short = now
-            self._report(f"listening on {self.address}: {what}; who comes now waits or is refused")
+            self._say(f"listening on {self.address}: {what}; who comes now waits or is refused")
+
+    def _one_too_many(self) -> threading.Thread:
+        """The oldest that comes from where most come from."""
+        ((most, _),) = Counter(origin for _, origin in self._pending.values()).most_common(1)
+        return next(thread for thread, (_, origin) in self._pending.items() if origin == most)
 
     def _greet(self, sock: socket.socket) -> None:
         """One connection, from accept to its verdict; joined to a link or closed."""
@@ -125,9 +186,11 @@ class Listener:
             peer = self._carrier.name(sock)
             sock = self._carrier.secure(sock, deadline)
             with self._lock:
-                self._pending[threading.current_thread()] = sock  # the wrapped one is the one to cut
-            ours = greeting(self._common, self._token, b"")
-            caller = server_greet(sock, ours, self._token, deadline)
+                me = threading.current_thread()
+                if me in self._pending:  # the wrapped one is the one to cut
+                    self._pending[me] = sock, self._pending[me][1]
+            ours = greeting(self._common, self._token, bytes(16), language=self._language)
+            caller = server_greet(sock, ours, self._token, deadline, self._carrier.binding(sock))
             given = self._join(sock, caller, peer, deadline)
         except Exception as error:
             if not (self._closed and isinstance(error, (OSError, LostError))):  # we cut it off ourselves
@@ -171,7 +234,7 @@ class Listener:
 
     def _make(self, joining: _Joining, peer: str, deadline: float) -> None:
         callers = [joining.there[i] for i in sorted(joining.there)]
-        link = Stream(peer, limits(self._common, [caller.greeting for _, caller in callers]), self._common.checksums,
+        link = Stream(peer, limits(self._common, [caller.greeting for _, caller in callers]), self._common.summed,
                       self._common.close_s)
         try:
             receiver = self._accept(link, callers[0][1].hello)

@@ -3,7 +3,8 @@
     link = connect(accept, receiver, hello=hello, name="server 0")  # `accept` as a listener's, called at once
 
 A sending thread waits with its buffers until the other end's receiving thread has copied out of them: nothing is kept
-in between. Does NOT serve what passes Python objects.
+in between. Checksums are off unless they are asked for: nothing leaves the process. Does NOT serve what passes Python
+objects.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def connect(accept: Accept, receiver: Receiver, options: Common = DEFAULTS, *, h
     """As tcp.connect; what `accept` raises is raised here."""
     one, two = _Pipe(), _Pipe()
     here, there = (
-        Stream(peer, options.frame_limit, options.checksums, options.close_s) for peer in (name, "this process")
+        Stream(peer, options.frame_limit, bool(options.checksums), options.close_s) for peer in (name, "this process")
     )
     there.start(accept(there, hello), [_Ends(two, one)])
     here.start(receiver, [_Ends(one, two)])

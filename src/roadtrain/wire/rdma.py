@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import importlib
 import mmap
 import secrets
@@ -36,12 +37,13 @@ import numpy as np
 from roadtrain.errors import ConfigError, WireError
 from roadtrain.units import KIB, MIB
 from roadtrain.wire import handshake, tcp
-from roadtrain.wire.link import copy
+from roadtrain.wire.link import SUM, copy, opened, sealed
 from roadtrain.wire.stream import Channel
 
 MAGIC = b"roadRDMA"
-MEETING = struct.Struct("<8sQI")  # magic, address of the ring, bytes of NIXL's metadata, which follows
-COUNTS = struct.Struct("<QQ")  # bytes ever written into one's own ring, bytes ever read from the other side's
+MEETING = struct.Struct("<8sQI32s")  # magic, address of the ring, bytes and SHA-256 of NIXL's metadata, which follows
+COUNTS = struct.Struct("<QQ")  # bytes ever written into one's own ring, bytes ever read from the other side's; sealed
+COUNTS_NBYTES = COUNTS.size + SUM.size
 MAX_METADATA = 64 * KIB
 RING, PIECE = 4 * MIB, MIB  # a piece is written while the one before it is read
 PROGRESS_US = 10_000  # NIXL's thread also looks without an event, this often; at NIXL's own 0 it keeps a core busy
@@ -116,7 +118,7 @@ class _RdmaChannel:
         self._theirs = (0, 0)
         self._changed, self._telling = threading.Condition(), threading.Lock()
         self._ended = False
-        self._error: OSError | None = None
+        self._error: OSError | WireError | None = None
         self._hearing = threading.Thread(target=self._hear, name="RDMA counts", daemon=True)
         try:
             self._meet(time.monotonic() + options.handshake_s)
@@ -130,15 +132,19 @@ class _RdmaChannel:
         """The other side then reaches our ring and the piece that came from it (to write too), nothing else here."""
         memory = self._nixl.nixlRegDList(self._nixl.DRAM_SEG, [(self._address, RING + PIECE, 0, "")])
         self._call("registerMem", memory)
-        metadata = self._call("getLocalPartialMD", memory, True)
-        handshake.send(self._sock, MEETING.pack(MAGIC, self._address, len(metadata)) + metadata, deadline)
-        raw = handshake.receive(self._sock, MEETING.size, deadline, "the other side's ring")
-        magic, self._there, length = MEETING.unpack(raw)
-        if magic != MAGIC:
-            raise WireError(f"the other side speaks no RDMA: it began with {magic!r}", hint="rdma.Options on both")
+        metadata = bytes(self._call("getLocalPartialMD", memory, True))
+        meeting = MEETING.pack(MAGIC, self._address, len(metadata), hashlib.sha256(metadata).digest())
+        handshake.send(self._sock, sealed(meeting) + metadata, deadline)
+        raw = handshake.receive(self._sock, len(MAGIC), deadline, "the other side's ring")
+        if raw != MAGIC:
+            raise WireError(f"the other side speaks no RDMA: it began with {raw!r}", hint="rdma.Options on both")
+        raw += handshake.receive(self._sock, MEETING.size + SUM.size - len(raw), deadline, "the other side's ring")
+        _, self._there, length, digest = MEETING.unpack(opened(raw, "the other side's ring"))
         if length > MAX_METADATA:
             raise WireError(f"metadata of {length} bytes, {MAX_METADATA} are allowed")
         metadata = handshake.receive(self._sock, length, deadline, "NIXL's metadata")
+        if hashlib.sha256(metadata).digest() != digest:
+            raise WireError("NIXL's metadata does not match its checksum")
         self._name = self._call("loadRemoteMD", metadata)
 
     def _call(self, name: str, *words: Any) -> Any:
@@ -200,7 +206,7 @@ class _RdmaChannel:
     def _tell(self) -> None:
         """Never blocks for long: the other side hears whatever else it does."""
         with self._telling:
-            message = memoryview(COUNTS.pack(self._written, self._read))
+            message = memoryview(sealed(COUNTS.pack(self._written, self._read)))
             while message:
                 message = message[self._tcp.send([message]) :]
 
@@ -213,15 +219,16 @@ class _RdmaChannel:
             return 0 if self._ended else ready()
 
     def _hear(self) -> None:
-        message, have = memoryview(bytearray(COUNTS.size)), 0
+        message, have = memoryview(bytearray(COUNTS_NBYTES)), 0
         try:
             while n := self._tcp.recv_into(message[have:], True):
-                have = (have + n) % COUNTS.size
+                have = (have + n) % COUNTS_NBYTES
                 if not have:
+                    counts = COUNTS.unpack(opened(message, "what the other side says of its ring"))
                     with self._changed:
-                        self._theirs = COUNTS.unpack(message)
+                        self._theirs = counts
                         self._changed.notify_all()
-        except OSError as error:
+        except (OSError, WireError) as error:
             self._error = error
         with self._changed:
             self._ended = True

@@ -35,6 +35,7 @@ from roadtrain.errors import AuthError, ConfigError, PeerError, WireError
 from roadtrain.retry import retry
 from roadtrain.units import GIB, KIB, MIB
 from roadtrain.wire.handshake import (
+    NO_LANGUAGE,
     Common,
     as_peer_error,
     client_greet,
@@ -66,7 +67,8 @@ class Options(Common):
 
 
 def connect(
-    path: str | Path, receiver: Receiver, options: Options = Options(), *, hello: bytes = b"", name: str = ""
+    path: str | Path, receiver: Receiver, options: Options = Options(), *, hello: bytes = b"", name: str = "",
+    language: bytes = NO_LANGUAGE,
 ) -> Link:
     """As tcp.connect."""
     peer = f"{name} ({path})" if name else str(path)
@@ -76,9 +78,10 @@ def connect(
         retry(lambda: sock.connect(str(path)), (ConnectionRefusedError, FileNotFoundError), options.retry_s)
         _same_user(sock)
         deadline = time.monotonic() + options.handshake_s
-        theirs = client_greet(sock, greeting(options, None, os.urandom(16)), None, hello, deadline)
-        client_verdict(sock, theirs.nonce, deadline)
-        link = Stream(peer, limits(options, [theirs]), options.checksums, options.close_s)
+        ours = greeting(options, None, os.urandom(16), language=language, hello=hello)
+        answer = client_greet(sock, ours, None, hello, deadline)
+        client_verdict(sock, answer, deadline)
+        link = Stream(peer, limits(options, [answer.greeting]), options.summed, options.close_s)
         channel = _receive_channel(sock)
     except (OSError, PeerError) as error:
         sock.close()
@@ -87,7 +90,10 @@ def connect(
     return link
 
 
-def listen(path: str | Path, accept: Accept, options: Options = Options(), report: Report = print) -> Listener:
+def listen(
+    path: str | Path, accept: Accept, options: Options = Options(), report: Report = print, *,
+    language: bytes = NO_LANGUAGE,
+) -> Listener:
     """Raises ConfigError where the path cannot be had. A socket that nobody listens on any more is replaced."""
     _start_fences()
     sock = socket.socket(socket.AF_UNIX)
@@ -104,7 +110,7 @@ def listen(path: str | Path, accept: Accept, options: Options = Options(), repor
     except OSError as error:
         sock.close()
         raise ConfigError(f"cannot listen on {path}: {error.strerror or error}") from error
-    return _UnixListener(sock, str(path), accept, options, None, _Carrier(options), report)
+    return _UnixListener(sock, str(path), accept, options, None, _Carrier(options), report, language)
 
 
 class _UnixListener(Listener):
@@ -124,6 +130,9 @@ class _Carrier:
     def secure(self, sock: socket.socket, deadline: float) -> socket.socket:
         _same_user(sock)
         return sock
+
+    def binding(self, sock: socket.socket) -> bytes:
+        return b""
 
     def channel(self, sock: socket.socket) -> Channel:
         size = self._options.ring_bytes

@@ -21,11 +21,21 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-import xxhash
-
 from roadtrain.errors import LostError, PeerError, WireError
 from roadtrain.units import KIB
-from roadtrain.wire.link import EMPTY, HEAD, LAST, SUMMED, Head, Receiver, check_sizes, flat, pack_head, parse_head
+from roadtrain.wire.link import (
+    EMPTY,
+    HEAD_NBYTES,
+    LAST,
+    SUMMED,
+    Head,
+    Receiver,
+    check_sizes,
+    digest,
+    flat,
+    pack_head,
+    parse_head,
+)
 
 BATCH, BATCH_FRAMES = 256 * KIB, 256  # what goes into one call to the channel; a larger frame goes alone
 IOV_MAX = 1024  # Linux: buffers of one sendmsg
@@ -59,15 +69,6 @@ class _Frame(NamedTuple):
     sequence: int = 0  # from when it leaves the queue
 
 
-def _checksum(head: Head, header: bytes | memoryview, parts: Sequence[memoryview]) -> int:
-    """xxh3 of the head with 0 in its place, header and payload."""
-    digest = xxhash.xxh3_64(pack_head(head._replace(checksum=0)))
-    digest.update(header)
-    for part in parts:
-        digest.update(part)
-    return digest.intdigest()
-
-
 class _Reader:
     """Reads a channel through a small buffer. `what`: what is being waited for, for people."""
 
@@ -79,18 +80,18 @@ class _Reader:
     def head(self) -> memoryview | None:
         """The next head, valid until the next call; None if the channel ended before it."""
         self.what = "the next frame"
-        while (have := self._to - self._at) < HEAD.size:
+        while (have := self._to - self._at) < HEAD_NBYTES:
             if self._at:
                 self._buffer[:have] = bytes(self._buffer[self._at : self._to])
                 self._at, self._to = 0, have
             n = self._channel.recv_into(self._buffer[have:], False)
             if n == 0:
                 if have:
-                    raise LostError(f"ended in the middle of a head: {have} of {HEAD.size} bytes came")
+                    raise LostError(f"ended in the middle of a head: {have} of {HEAD_NBYTES} bytes came")
                 return None
             self._to += n
-        self._at += HEAD.size
-        return self._buffer[self._at - HEAD.size : self._at]
+        self._at += HEAD_NBYTES
+        return self._buffer[self._at - HEAD_NBYTES : self._at]
 
     def fill(self, view: memoryview) -> None:
         have = min(self._to - self._at, len(view))
@@ -280,11 +281,13 @@ class Stream:
             return batch
 
     def _lead(self, frame: _Frame, flags: int = 0) -> bytes:
-        head = Head(flags, frame.kind, len(frame.header), frame.nbytes, frame.sequence, 0)
+        header_sum = payload_sum = 0
         if self._summed:
-            head = head._replace(flags=flags | SUMMED)
-            head = head._replace(checksum=_checksum(head, frame.header, frame.parts))
-        return pack_head(head) + frame.header
+            flags |= SUMMED
+            header_sum = digest((frame.header,))
+            payload_sum = digest(frame.parts)
+        return pack_head(Head(flags, frame.kind, len(frame.header), frame.nbytes, frame.sequence, header_sum,
+                              payload_sum)) + frame.header
 
     def _put(self, channel: Channel, buffers: list[memoryview | bytes]) -> None:
         i = 0
@@ -324,6 +327,8 @@ class Stream:
 
     def _receive(self, reader: _Reader, head: Head) -> None:
         header, payload = reader.header(head.header_nbytes), EMPTY
+        if self._summed and digest((header,)) != head.header_sum:
+            raise WireError(f"the header of {reader.what} does not match its checksum")
         if not self._wait_turn(head.sequence):
             reader.skip(head.nbytes)
             return
@@ -336,8 +341,8 @@ class Stream:
             self._accepted += 1
             self._turned.notify_all()
         reader.fill(payload)
-        if self._summed and _checksum(head, header, (payload,)) != head.checksum:
-            raise WireError(f"{self.peer}: {reader.what} does not match its checksum")
+        if self._summed and digest((payload,)) != head.payload_sum:
+            raise WireError(f"the payload of {reader.what} does not match its checksum")
         with self._lock:
             self._ready[head.sequence] = (head.kind, header, payload)
         self._deliver()
@@ -358,8 +363,6 @@ class Stream:
             return False
 
     def _goodbye(self, head: Head) -> None:
-        if self._summed and _checksum(head, b"", ()) != head.checksum:
-            raise WireError("the goodbye does not match its checksum")
         with self._lock:
             if self._end not in (None, head.sequence):
                 raise WireError(f"goodbyes after {self._end} and after {head.sequence} frames")

@@ -5,14 +5,15 @@
 
 A vanished host is noticed by keepalive while nothing is under way (4 s), else by unanswered packets (`silence_s`).
 This is not TCP_USER_TIMEOUT: Linux ends a connection with it when a live peer merely does not read for that long,
-which is what back-pressure does. Assumes Linux. Does NOT encrypt without `tls`; the token keeps strangers out, not
-listeners on the way.
+which is what back-pressure does. Assumes Linux. Does NOT encrypt without `tls`: the token keeps strangers out, not
+those on the way, and the checksums of frames find bits that flipped, not bytes that somebody changed on purpose.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import ipaddress
 import secrets
 import select
@@ -31,6 +32,7 @@ from roadtrain.retry import retry
 from roadtrain.units import KIB
 from roadtrain.wire.handshake import (
     MAX_CONNECTIONS,
+    NO_LANGUAGE,
     Common,
     as_peer_error,
     client_greet,
@@ -50,6 +52,7 @@ TLS_PIECE = 256 * KIB  # of one call under the lock of a TLS connection
 TICK_S = 1
 UNSENT, SLOW = 256 * KIB, 16e6  # bytes that may wait in the kernel of a link slower than so many bytes a second
 LOOK_S = 0.1  # over which that is measured
+MIN_TOKEN = 16  # bytes: what is shorter can be guessed
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,12 @@ class Tls:
             raise ConfigError(f"TLS: {error} in {self.cert}, {self.key} or {self.ca}") from error
         return context
 
+    def binding(self) -> bytes:
+        """A server's: SHA-256 of its own certificate, the first in the file (RFC 5929, tls-server-end-point)."""
+        text = Path(self.cert or "").read_text()
+        end = text.index(ssl.PEM_FOOTER) + len(ssl.PEM_FOOTER)
+        return hashlib.sha256(ssl.PEM_cert_to_DER_cert(text[text.index(ssl.PEM_HEADER) : end])).digest()
+
 
 @dataclass(frozen=True)
 class Options(Common):
@@ -98,10 +107,15 @@ class Options(Common):
     receive_buffer: int = 0
 
     def __post_init__(self) -> None:
-        if self.token is not None and not self.token:
-            raise ConfigError("the token is empty", hint="give both sides the same secret bytes, or none")
+        if self.token is not None and len(self.token) < MIN_TOKEN:
+            raise ConfigError(f"a token of {len(self.token)} bytes, {MIN_TOKEN} are the least: it could be guessed",
+                              hint="(umask 077; head -c 32 /dev/urandom | base64 > token) makes one")
         if not 1 <= self.connections <= MAX_CONNECTIONS:
             raise ConfigError(f"{self.connections} connections per link, 1 to {MAX_CONNECTIONS} are possible")
+
+    @property
+    def summed(self) -> bool:
+        return self.tls is None if self.checksums is None else self.checksums
 
     def check(self) -> None:
         """Before anything is listened to or dialed. Raises ConfigError where this host cannot do what is asked."""
@@ -125,10 +139,12 @@ class Options(Common):
 
 
 def connect(
-    address: Address, receiver: Receiver, options: Options = Options(), *, hello: bytes = b"", name: str = ""
+    address: Address, receiver: Receiver, options: Options = Options(), *, hello: bytes = b"", name: str = "",
+    language: bytes = NO_LANGUAGE,
 ) -> Link:
-    """A link whose other end is what `accept` of the listener there returned for `hello`. Raises AuthError, WireError
-    (refused, with the server's words), LostError (nobody there), DeadlineError."""
+    """A link whose other end is what `accept` of the listener there returned for `hello`. `language`: a digest of all
+    that the frames of both sides can say (wire/handshake.py). Raises AuthError, WireError (refused, with the server's
+    words), LostError (nobody there), DeadlineError."""
     where = f"{address[0]}:{address[1]}"
     peer = f"{name} ({where})" if name else where
     context = options.tls.context(False) if options.tls else None
@@ -137,7 +153,7 @@ def connect(
     socks: list[socket.socket] = []
     channels: list[Channel] = []
     try:
-        greetings = []
+        answers = []
         for i in range(options.connections):
             sock = retry(lambda: _dial(address, options), ConnectionRefusedError, options.retry_s)
             socks.append(sock)
@@ -145,11 +161,12 @@ def connect(
             if context is not None and options.tls is not None:
                 sock.settimeout(options.handshake_s)
                 sock = socks[-1] = context.wrap_socket(sock, server_hostname=options.tls.server_name or address[0])
-            ours = greeting(options, options.token, link_id, i, options.connections)
-            greetings.append(client_greet(sock, ours, options.token, b"" if i else hello, deadline))
-        for sock, theirs in zip(socks, greetings):
-            client_verdict(sock, theirs.nonce, deadline)
-        link = Stream(peer, limits(options, greetings), options.checksums, options.close_s)
+            said = b"" if i else hello
+            ours = greeting(options, options.token, link_id, i, options.connections, language=language, hello=said)
+            answers.append(client_greet(sock, ours, options.token, said, deadline, _binding(sock)))
+        for sock, answer in zip(socks, answers):
+            client_verdict(sock, answer, deadline)
+        link = Stream(peer, limits(options, [answer.greeting for answer in answers]), options.summed, options.close_s)
         for sock in socks:
             channels.append(options.channel(sock))
     except (OSError, RoadtrainError) as error:
@@ -162,7 +179,10 @@ def connect(
     return link
 
 
-def listen(address: Address, accept: Accept, options: Options = Options(), report: Report = print) -> Listener:
+def listen(
+    address: Address, accept: Accept, options: Options = Options(), report: Report = print, *,
+    language: bytes = NO_LANGUAGE,
+) -> Listener:
     """Raises ConfigError where the address cannot be had, or strangers could reach it and there is no token (Rule
     8)."""
     options.check()
@@ -184,12 +204,13 @@ def listen(address: Address, accept: Accept, options: Options = Options(), repor
     except OSError as error:
         raise ConfigError(f"cannot listen on {address[0]}:{address[1]}: {error.strerror or error}") from error
     real: Address = sock.getsockname()[:2]
-    return Listener(sock, real, accept, options, options.token, carrier, report)
+    return Listener(sock, real, accept, options, options.token, carrier, report, language)
 
 
 class _Carrier:
     def __init__(self, options: Options) -> None:
         self._options, self._context = options, options.tls.context(True) if options.tls else None
+        self._binding = options.tls.binding() if options.tls else b""
 
     def name(self, sock: socket.socket) -> str:
         host, port = sock.getpeername()[:2]
@@ -200,8 +221,18 @@ class _Carrier:
             return sock
         return self._context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)  # the first read does
 
+    def binding(self, sock: socket.socket) -> bytes:
+        return self._binding
+
     def channel(self, sock: socket.socket) -> Channel:
         return self._options.channel(sock)
+
+
+def _binding(sock: socket.socket) -> bytes:
+    """A client's: of the certificate that the server showed."""
+    if not isinstance(sock, ssl.SSLSocket):
+        return b""
+    return hashlib.sha256(sock.getpeercert(binary_form=True) or b"").digest()
 
 
 def _dial(address: Address, options: Options) -> socket.socket:
