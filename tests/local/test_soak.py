@@ -68,8 +68,9 @@ def test_what_is_wrong_is_seen(scene, line, instead, words):
     return None
 
 
-ALONE_LINES = ["0 job one 0", "0 1 0x1p+1 0x1p+0 0 1.0", "0 2 0x1p+2 0x1p+0 1 2.0", "1 job one 1",
-               "1 2 0x1p+2 0x1p+0 1 3.0", "1 end same"]
+ONE, TWO, FOUR = (float(n).hex() for n in (1, 2, 4))
+ALONE_LINES = ["0 job one 0", f"0 1 {TWO} {ONE} 0 1.0", f"0 2 {FOUR} {ONE} 1 2.0", "1 job one 1",
+               f"1 2 {FOUR} {ONE} 1 3.0", "1 end same"]
 
 
 @pytest.mark.parametrize(("log", "metrics", "words"), [
