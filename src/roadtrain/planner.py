@@ -97,7 +97,7 @@ def search(
         raise ConfigError(f"goal {goal!r}", hint=f"known are {', '.join(GOALS)}")
     if not cluster.device_count:
         raise ConfigError(f"cluster {cluster.name} has no devices", hint="give a host `devices` and a `device`")
-    if goal == "cost" and not any(host.price_per_hour for host in cluster.hosts):
+    if goal == "cost" and not any((*(host.price_per_hour for host in cluster.hosts), cluster.price_per_kwh)):
         raise ConfigError("goal cost, and no host has a price", hint="give hosts `price_per_hour`")
     if goal == "energy" and not any(h.device and h.device.peak_watts for h in cluster.workers):
         raise ConfigError("goal energy, and no device says what it takes", hint="give devices `peak_watts`")
@@ -373,7 +373,7 @@ def _over(need: Need) -> float:
 
 def _score(goal: str, seconds: float, plan: Plan, scene: Scene) -> float:
     """Of a sample, at least."""
-    if goal == "cost":
+    if goal == "cost":  # what energy costs comes on top
         return scene.price_per_s() * seconds / plan.samples
     if goal == "energy":
         return scene.watts({}) * seconds / plan.samples

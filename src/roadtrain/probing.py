@@ -34,7 +34,7 @@ from roadtrain.node.dial import tls_of, token_of
 from roadtrain.node.topology import cards, topology
 from roadtrain.probe import storage_rates
 from roadtrain.spec.chunks import MAX_CHUNK
-from roadtrain.spec.cluster import make_cluster
+from roadtrain.spec.cluster import guesses, make_cluster
 from roadtrain.store.buffers import Buffer, array_in
 from roadtrain.store.direct import replace_file
 from roadtrain.units import MIB, show_rate
@@ -257,5 +257,6 @@ def command(
     head = "".join(f"# {line}\n" for line in (f"roadtrain probe, {date.today().isoformat()}", *told))
     replace_file(Path(out), (head + cluster.to_toml()).encode(), "writing")
     print(*told, sep="\n")
-    print(f"wrote {out} in {time.perf_counter() - begin:.0f} s; assumed: {', '.join(cluster.assumed) or 'nothing'}")
+    guessed = ", ".join(f"{name} {said}" for name, (_, said) in guesses(cluster).items())
+    print(f"wrote {out} in {time.perf_counter() - begin:.0f} s; assumed: {guessed or 'nothing'}")
     return 0 if whole else 1

@@ -81,8 +81,9 @@ def test_hosts_without_a_network_in_common() -> None:
     apart = made(one, two, switches=switches)
     with pytest.raises(ConfigError, match="hosts one, two have no network in common"):
         apart.common(apart.hosts)
-    joined = made(one, two, switches=switches, links=[{"between": ["x", "y"], "rate": "100MB/s"}])
+    joined = made(one, two, switches=switches, links=[{"between": ["x", "y"], "rate": "100MB/s", "latency": "5ms"}])
     assert joined.between(joined.common(joined.hosts)) == 100e6
+    assert [(nic.total, nic.latency) for nic in joined.common(joined.hosts)] == [(100e6, 5e-3 + 5e-6)] * 2
     assert joined.between(joined.common([joined.hosts[0]] * 2)) == float("inf")
 
 

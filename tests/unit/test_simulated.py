@@ -220,6 +220,14 @@ def test_a_link_between_switches_is_the_limit() -> None:
     assert run("ddp", where, lump(1e9)).seconds >= 2e9 / 1e9
 
 
+def test_a_server_behind_a_link_is_as_slow_as_it() -> None:
+    tree = cluster(2, 1).model_dump(mode="json", by_alias=True)
+    for host, switch in zip(tree["hosts"], "xy"):
+        host["nics"] = [{"kind": "roce", "rate": "10GB/s", "switch": switch}]
+    tree |= {"switches": [{"name": "x"}, {"name": "y"}], "links": [{"between": ["x", "y"], "rate": "1GB/s"}]}
+    assert run("server", make_cluster(tree), lump(1e9)).seconds >= 2 * 2e9 / 1e9  # both hosts' gradients
+
+
 def test_spare_hosts_that_cannot_be_reached_are_said() -> None:
     tree = cluster(2, 1).model_dump(mode="json", by_alias=True)
     tree["hosts"][1]["nics"] = [{"kind": "ethernet", "rate": "1GB/s"}]
@@ -264,6 +272,8 @@ def test_energy_and_cost_add_up() -> None:
     assert result.watts == pytest.approx(4 * (100 + 200 * busy) + 4 * (50 + 200 * work))
     assert result.joules == pytest.approx(result.watts * result.seconds)
     assert result.price == pytest.approx(4 * 3.6 / 3600 * result.seconds)
+    wired = cluster(4, 1).model_copy(update={"price_per_kwh": 0.3})
+    assert run("ddp", wired, lump(1e9, 8e13)).price == pytest.approx(result.price + result.joules / 3.6e6 * 0.3)
     with_spares = run("summation", cluster(4, 2), lump(1e9, 8e13))
     assert with_spares.price == pytest.approx((4 * 3.6 + 2 * 0.36) / 3600 * with_spares.seconds)
 

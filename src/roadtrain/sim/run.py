@@ -83,10 +83,12 @@ def simulate(
     busy |= {lane.name: counts[lane] / counts["seconds"] for lane in engine.lanes}
     stages = {key: (counts[key, 0], counts[key, 1]) for key in engine.stages}
     engine.check()
+    watts = scene.watts(busy)
+    price = scene.price_per_s() * seconds + watts * seconds / 3.6e6 * cluster.price_per_kwh
     return Result(
         plan, seconds, steps.differ, len(steps.marks) - 1, busy, stages,
         {p.name: p.peak for p in engine.pools.values()}, {r.name: counts[r] for r in engine.resources}, engine.made,
-        scene.watts(busy), scene.price_per_s() * seconds, engine.trace or [], scene.needs,
+        watts, price, engine.trace or [], scene.needs,
         {p.name: p.changes for p in engine.pools.values()})
 
 

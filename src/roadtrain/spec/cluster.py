@@ -219,8 +219,8 @@ class Cluster(Section):
 
     def common(self, hosts: Sequence[Host]) -> tuple[Nic, ...]:
         """The cards (one a host, in order) by which all of `hosts` reach each other fastest: of one kind and one switch
-        (Yang et al. (Holmes), section 3.2, the general case), else of different kinds over links between switches.
-        Raises ConfigError where there are none."""
+        (Yang et al. (Holmes), section 3.2, the general case), else of different kinds over links between switches,
+        with what the link leaves of their rate and with its latency. Raises ConfigError where there are none."""
         ways = []
         for nic in hosts[0].nics:
             nics = [max((n for n in host.nics if n.kind == nic.kind and self.switch_of(n) == self.switch_of(nic)),
@@ -231,10 +231,12 @@ class Cluster(Section):
         if ways:
             return max(ways, key=lambda way: way[:2])[2]
         best = tuple(max(host.nics, key=lambda n: n.total) for host in hosts if host.nics)
-        joined = {frozenset(link.between) for link in self.links}
-        ends = {self.switch_of(nic) for nic in best}
-        if len(best) == len(hosts) and len(ends) == 2 and frozenset(ends) in joined:
-            return best
+        ends = frozenset(self.switch_of(nic) for nic in best)
+        link = min((link for link in self.links if frozenset(link.between) == ends), key=lambda one: one.rate,
+                   default=None)
+        if len(best) == len(hosts) and len(ends) == 2 and link is not None:
+            return tuple(nic.model_copy(update={"rate": min(nic.total, link.rate), "count": 1,
+                                                "latency": nic.latency + link.latency}) for nic in best)
         raise ConfigError(
             f"hosts {', '.join(dict.fromkeys(h.name for h in hosts))} have no network in common",
             hint="give them cards of one kind, or a [[links]] between their switches")
