@@ -45,7 +45,8 @@ def export_run(run: str, directory: str, masters: bool = False, report: Callable
             if not job.store.dirs:
                 raise ConfigError(f"{run} has no state on files (store.dirs = [])", hint="train it with a store")
             where = ", ".join(job.store.dirs)
-            store = open_store(job.store.dirs, direct=job.store.direct, accept=partial(mark.check, where=where))
+            store = open_store(job.store.dirs, direct=job.store.direct,
+                               accept=partial(mark.check, where=where))
             assert store is not None  # else the mark has refused it
             stack.callback(store.close)
             step, params, read = store.step, store.table.params, partial(read_param, store)

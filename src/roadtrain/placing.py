@@ -69,6 +69,7 @@ def place(
     init: Callable[[nn.Module], None] | None = None,
     extra: Mapping[str, Any] | None = None,
     mark: Mark | None = None,
+    moved_from: Sequence[str | Path] = (),
     direct: bool = True,
     deadline_s: float = 600.0,
     report: Report = print,
@@ -98,7 +99,8 @@ def place(
     module of a model built on `meta`. extra: objects with state_dict/load_state_dict that are committed and resumed
     with each step. device: where blocks run ("cuda": each worker's own, by LOCAL_RANK; None: where the model is).
     mark: what a run directory knows of its store (store/mark.py): another store than it names, an
-    older one, or none, is refused before anything is changed.
+    older one, or none, is refused before anything is changed. moved_from: directories that the store has rested in and
+    shall leave: only directories that are named here or in `store` are read, written or removed.
 
     Raises UserError (ConfigError, ModelError, RuleError, BudgetError) before anything is changed, StoreError.
     """
@@ -109,6 +111,8 @@ def place(
         raise ConfigError(f"{len(servers)} server(s), {len(paths)} store directories, error feedback {error_feedback}",
                           hint="the state rests here (store) or there (servers); with servers and error feedback what "
                           "was not sent rests in one directory of this host (store)")
+    if moved_from and (servers or not paths):
+        raise ConfigError(f"moved_from = {list(moved_from)} without a store to move to", hint="name its directories")
     if buffering not in ("auto", "all", "none") or (buffering != "auto" and not servers):
         raise ConfigError(f"buffering = {buffering!r} with {len(servers or ())} server(s)",
                           hint="auto, all or none; blocks are kept from a network's servers only")
@@ -160,7 +164,7 @@ def place(
         raise ConfigError(f"staleness {staleness} and buffering {buffering!r}: parameters change at any time, backward "
                           "needs those that forward had", hint="leave buffering out")
     layout = Layout(whole, rules, tuple(Path(p) for p in paths), direct, (1.0,) * len(addresses), bound,
-                    replicas)
+                    replicas, tuple(Path(p) for p in moved_from))
     residuals = None
     if addresses and error_feedback:
         here = (Path(paths[0]) / f"worker-{group.rank}",)

@@ -224,6 +224,7 @@ def place_job(job: Job, report: Report = print, mark: Mark | None = None) -> Tra
         grad_dtype=None if job.compress.gradients is None else DTYPES[job.compress.gradients],
         error_feedback=job.compress.error_feedback, chunk_elements=job.store.chunk_elements, device=device,
         weights=job.model.pretrained, extra={"scaler": scaler, "data": tokens}, mark=mark,
+        moved_from=job.store.moved_from if mark is not None else (),
         store_rates=job.store.rates, direct=job.store.direct, report=report,
     )
     return Training(job, model, optimizer, scaler, tokens, device, optimizer.group)
@@ -287,7 +288,7 @@ def _line(training: Training, loss: float, lr: float, norm: float, seconds: floa
 
 
 def write_job(job: Job) -> None:
-    said_once = job.changed({"run.new_store": None})
+    said_once = job.changed({"run.new_store": None, "store.moved_from": None})
     replace_file(job.run_dir / "job.toml", said_once.to_toml().encode(), "writing")
     if job.data.tokenizer != "bytes":
         kept = job.run_dir / "tokenizer.json"

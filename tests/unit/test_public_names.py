@@ -33,7 +33,7 @@ def test_place() -> None:
     assert list(inspect.signature(roadtrain.place).parameters) == [
         "model", "optimizer", "store", "servers", "replicas", "link", "relay", "buffering", "budget", "dtype", "blocks",
         "backwards_per_step", "staleness", "topk", "topk_per_block", "error_feedback", "grad_dtype", "chunk_elements",
-        "store_rates", "device", "weights", "init", "extra", "mark", "direct", "deadline_s", "report",
+        "store_rates", "device", "weights", "init", "extra", "mark", "moved_from", "direct", "deadline_s", "report",
     ]
 
 
@@ -52,8 +52,8 @@ def test_keys_of_a_job() -> None:
         "optimizer.name", "optimizer.lr", "optimizer.weight_decay", "optimizer.betas", "optimizer.eps",
         "optimizer.momentum", "optimizer.options", "optimizer.schedule", "optimizer.warmup_steps",
         "optimizer.clip_norm", "optimizer.accumulate", "optimizer.staleness",
-        "store.dirs", "store.servers", "store.relay", "store.buffering", "store.replicas", "store.token_file",
-        "store.ca", "store.cert", "store.key",
+        "store.dirs", "store.servers", "store.moved_from", "store.relay", "store.buffering", "store.replicas",
+        "store.token_file", "store.ca", "store.cert", "store.key",
         "store.connections", "store.rates", "store.chunk_elements", "store.direct", "budget.host",
         "compress.topk", "compress.error_feedback", "compress.gradients",
     ]

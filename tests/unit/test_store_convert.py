@@ -115,7 +115,7 @@ def test_conversion_is_exact(tmp_path: Path, before: tuple, after: tuple) -> Non
     n, chunk_elements, dtype = after
     tab = table(dtype, chunk_elements=chunk_elements)
     directories = [tmp_path / "old0", *[tmp_path / f"new{i}" for i in range(1, n)]]
-    old = open_store(directories)
+    old = open_store(directories, also=[tmp_path / f"old{i}" for i in range(before[0])])
     assert old is not None
     check(old)
     meta = StoreMeta.of(tab, GROUPS)
@@ -168,8 +168,8 @@ def test_a_kill_while_converting(tmp_path: Path, moment: str, monkeypatch: pytes
         "creating": (generation.FileTier, "__init__"),
         "writing": (generation.FileTier, "write"),
         "committing": (OpenedStore, "commit"),
-        "publishing": (generation, "_switch"),
-        "removing": (generation, "_remove"),
+        "publishing": (generation, "switch"),
+        "removing": (generation, "remove"),
     }[moment]
     tab = table("fp32", chunk_elements=1 << 16)
     directories = [tmp_path / "c", tmp_path / "a"]
@@ -181,7 +181,7 @@ def test_a_kill_while_converting(tmp_path: Path, moment: str, monkeypatch: pytes
     for fd in os.listdir("/proc/self/fd"):  # what the kernel does for a killed process
         if (link := Path("/proc/self/fd", fd)).is_symlink() and str(link.readlink()).startswith(str(tmp_path)):
             os.close(int(fd))
-    store = open_store(directories)
+    store = open_store(directories, also=[tmp_path / "b"])
     assert store is not None
     assert store.table == (tab if moment == "removing" else table("bf16"))
     check(store)

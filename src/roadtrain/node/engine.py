@@ -53,6 +53,7 @@ class Layout:
     weights: tuple[float, ...] = ()
     staleness: int = 0
     replicas: int = 1
+    moved_from: tuple[Path, ...] = ()  # directories that hold parts of the store and shall not
 
     @property
     def owners(self) -> tuple[int, ...]:
@@ -74,7 +75,7 @@ def open_or_none(
     open_store. Raises ForeignError where it belongs to another model or optimizer."""
     if not layout.directories:
         return None
-    opened = open_store(layout.directories, direct=layout.direct, accept=accept)
+    opened = open_store(layout.directories, also=layout.moved_from, direct=layout.direct, accept=accept)
     if opened is None:
         return None
     start = time.monotonic()

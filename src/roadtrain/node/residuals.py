@@ -67,7 +67,8 @@ class Residuals:
                 tier.write(chunk, "record", Buffer(record.nbytes).view)
             tier.prepare(step, b"")
             tier.committed(step)
-            publish_part(self.directory)
+            for line in publish_part(self.directory):
+                report(line)
         except BaseException:
             tier.close()
             raise

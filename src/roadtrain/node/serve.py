@@ -300,7 +300,8 @@ class Session:
             self.tier.prepare(self._step, blob)
             self.tier.committed(self._step)
         if self._new:
-            publish_part(self.host.directory)
+            for line in publish_part(self.host.directory):
+                self.host.report(line)
         elif self.meta is not None and self.meta.sessions:
             self.meta.write(self.tier.directory)  # before its first step: whoever is not here misses that
         if self.snapshots is not None:

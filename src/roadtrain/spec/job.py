@@ -94,6 +94,7 @@ class OptimizerSection(Section):
 class StoreSection(Section):
     dirs: list[str] = Field(default=["{run}/store"], description="one server each; [] keeps all in RAM")
     servers: list[str] = Field(default=[], description="HOST:PORT of each `roadtrain serve`, instead of dirs")
+    moved_from: list[str] = Field(default=[], description="directories that the store rested in and shall leave")
     relay: str | None = Field(default=None, description="host bytes for a process that communicates for the workers")
     buffering: Literal["auto", "all", "none"] = Field(
         default="auto", description="blocks kept from forward to backward: what fits and pays, all, none")
@@ -108,7 +109,7 @@ class StoreSection(Section):
     chunk_elements: int = Field(default=MAX_CHUNK, ge=1)
     direct: bool = Field(default=True, description="direct I/O where the file system takes it")
 
-    @field_validator("dirs", "servers", mode="before")
+    @field_validator("dirs", "servers", "moved_from", mode="before")
     @classmethod
     def _list(cls, dirs: object) -> object:
         return [dirs] if isinstance(dirs, str) and dirs else dirs or []
@@ -192,7 +193,8 @@ def make_job(tree: Mapping[str, Any]) -> Job:
     except ValidationError as cause:
         raise _explained(cause) from cause
     dirs = [] if job.store.servers else [d.replace("{run}", job.run.dir) for d in job.store.dirs]
-    return job.model_copy(update={"store": job.store.model_copy(update={"dirs": dirs})})
+    left = [d.replace("{run}", job.run.dir) for d in job.store.moved_from]
+    return job.model_copy(update={"store": job.store.model_copy(update={"dirs": dirs, "moved_from": left})})
 
 
 def parse_overrides(args: Iterable[str]) -> dict[str, Any]:
@@ -246,7 +248,7 @@ def unknown_key(key: str) -> ConfigError:
 _TEXT_KEYS = frozenset({"run.dir", "run.device", "model.pretrained", "model.dtype", "data.tokenizer", "optimizer.name",
                         "optimizer.schedule", "budget.host", "store.token_file", "store.ca", "store.cert", "store.key"})
 _FREE_KEYS = ("model.config.", "optimizer.options.")
-_LIST_KEYS = frozenset({"model.blocks", "data.paths", "store.dirs", "store.servers"})
+_LIST_KEYS = frozenset({"model.blocks", "data.paths", "store.dirs", "store.servers", "store.moved_from"})
 
 
 def _check_key(key: str) -> None:

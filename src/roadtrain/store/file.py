@@ -21,6 +21,7 @@ from roadtrain.errors import DamagedError, FullError
 from roadtrain.spec.chunks import PAGE, Record
 from roadtrain.store.direct import DirectFile, free_nbytes, sync_directory
 from roadtrain.store.ledger import ROW, Entry, Ledger, Rows, StoreMeta, digest
+from roadtrain.store.lock import Locks
 from roadtrain.store.tier import PRIVATE, PUBLIC, RECORD, part_range
 from roadtrain.units import round_up, show_bytes
 
@@ -40,18 +41,21 @@ class Place:
 
 class FileTier:
     """The generation directory `directory` at the record of exactly `step`, or the newest; with `create`, files of the
-    full size, empty. `note`: say it once. Raises FullError with both numbers, GoneError, DamagedError, ForeignError.
+    full size, empty. `note`: say it once. Without `settle` nothing is written before that is called. Raises FullError
+    with both numbers, GoneError, DamagedError, ForeignError.
 
     `on_write`, `on_prepare`, `on_commit`: of whoever copies what is committed (store.snapshot); told before a chunk is
     written and a step prepared, and after its commit."""
 
     def __init__(
-        self, directory: Path, meta: StoreMeta, step: int | None = None, *, direct: bool = True, create: bool = False
+        self, directory: Path, meta: StoreMeta, step: int | None = None, *, direct: bool = True, create: bool = False,
+        settle: bool = True,
     ) -> None:
         self.directory, self.meta, self._direct = directory, meta, direct
         self._places, sizes = _lay_out(meta)
         self._spill_nbytes = sizes[2]
         self._spill: DirectFile | None = None
+        self._spill_sums = dict[tuple[int, int], tuple[int, int]]()  # (chunk, lane) -> bytes written, their checksum
         self.spill_workers = 1  # whose gradients the spill file has room for
         self._lock = threading.Lock()  # the making of the spill file
         self._now: Rows = np.zeros(len(self._places), ROW)  # the newest; as last committed but for chunks of _written
@@ -61,6 +65,8 @@ class FileTier:
         self._dirty: set[int] = set()  # slots written since their last sync
         self._slots: list[DirectFile] = []
         self.found: tuple[int, ...] = ()  # steps of which there were records when it was opened
+        self.said: list[str] = []  # what happened to the directory when it was opened
+        self.locks = Locks()  # that this tier holds until it is closed
         self.on_write: Callable[[int], None] = lambda chunk: None
         self.on_prepare: Callable[[int], None] = lambda step: None
         self.on_commit: Callable[[int], None] = lambda step: None
@@ -80,6 +86,8 @@ class FileTier:
                 self.found = self._ledger.load(step)
                 self._take()
                 assert self._now["chunk"].tolist() == list(self._places)
+                if settle:
+                    self.settle()
         except BaseException:
             self.close()
             raise
@@ -100,7 +108,12 @@ class FileTier:
 
     @property
     def note(self) -> str:
-        return "; ".join(dict.fromkeys([f.note for f in self._slots if f.note] + self._ledger.torn))
+        lines = [*self.said, *(f.note for f in self._slots if f.note), *self._ledger.dropped]
+        return "; ".join(dict.fromkeys(lines))
+
+    def settle(self) -> None:
+        """What was found when it was opened is durable, and what does not count is gone, before anything is written."""
+        self._ledger.settle()
 
     def written_in(self, chunk: int) -> int:
         """The step that wrote `chunk` last."""
@@ -200,12 +213,20 @@ class FileTier:
         self.on_commit(step)
 
     def spill_write(self, chunk: int, data: memoryview, lane: int = 0) -> None:
-        """Scratch bytes of a chunk (a worker's gradient): not durable, not checked. FullError at the first call, and
-        beyond the lanes of `spill_workers`."""
+        """Scratch bytes of a chunk (a worker's gradient): not durable. FullError at the first call, and beyond the
+        lanes of `spill_workers`."""
+        self._spill_sums[chunk, lane] = len(data), digest(data)
         self._spill_file().write(data, *self._spilled(chunk, data, lane))
 
     def spill_read(self, chunk: int, into: memoryview, lane: int = 0) -> None:
-        self._spill_file().read(into, *self._spilled(chunk, into, lane))
+        """What was written last, and zeros or older bytes behind it. DamagedError where it is something else."""
+        offset, what = self._spilled(chunk, into, lane)
+        file, (nbytes, sum_) = self._spill_file(), self._spill_sums[chunk, lane]
+        assert len(into) >= nbytes, (chunk, len(into), nbytes)
+        file.read(into, offset, what)
+        if digest(into[:nbytes]) != sum_:
+            raise DamagedError(f"{file.path}: {what} does not match its checksum",
+                               hint="the same command goes on from the last committed step; the disk may be failing")
 
     def _spilled(self, chunk: int, view: memoryview, lane: int) -> tuple[int, str]:
         """Where it lies in the spill file, and what it is."""
@@ -218,6 +239,7 @@ class FileTier:
         for file in [*self._slots, *([self._spill] if self._spill else [])]:
             file.close()
         self._ledger.close()
+        self.locks.close()
 
     def check(self) -> None:
         """All that the fields promise (tests call it)."""

@@ -1,25 +1,37 @@
-"""OpenedStore: all directories of a store together; open_store, create_store.
+"""OpenedStore: all directories of a store together; open_store, create_store. And one server's part of a store that
+rests on several hosts: open_part, create_part, publish_part.
 
-A store rests in `DIR/gen-N/` of each of its directories; `DIR[0]/CURRENT` names N. A generation counts from the moment
-CURRENT names it: one that was half written (a kill while creating or converting) is nothing, and is removed. A step
-is committed by directory 0's record, written after all others hold theirs.
+A store rests in `DIR/gen-N/` of each of its directories; `DIR[0]/CURRENT` names N (store/current.py). A generation that
+was half written (a kill while creating or converting) is nothing, and is removed. A step is committed by directory 0's
+record, written after all others hold theirs.
 
-Assumes: nobody else opens the directories (the ledgers' locks). Deletes only files that it makes.
+Only directories that were given are read, written or cleaned, each under a lock from opening or creating to `close`;
+where a store was made is written in it for people, and is not followed. Deletes only files that it makes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import msgspec
-
-from roadtrain.errors import DamagedError, ForeignError, GoneError
+from roadtrain.errors import DamagedError, ForeignError, FullError, GoneError
 from roadtrain.spec.chunks import ChunkTable
-from roadtrain.store.direct import make_directory, replace_file, typed_errors
-from roadtrain.store.file import FILES, FileTier
-from roadtrain.store.ledger import HEADER, Brief, StoreMeta
+from roadtrain.store.current import (
+    NAME,
+    Counting,
+    clear,
+    counting,
+    generations,
+    remove,
+    repair,
+    set_aside,
+    switch,
+)
+from roadtrain.store.direct import in_ram, make_directory, sync_directory
+from roadtrain.store.file import FileTier
+from roadtrain.store.ledger import StoreMeta
+from roadtrain.store.lock import Locks
 
 Accept = Callable[[str, int], None]
 
@@ -31,7 +43,9 @@ class OpenedStore:
     directories: tuple[Path, ...]
     meta: StoreMeta  # of directory 0
     tiers: list[FileTier]
-    former: OpenedStore | None = None  # what `publish` replaces
+    former: OpenedStore | None = None  # what `publish` replaces; until then the locks are its
+    locks: Locks = field(default_factory=Locks)
+    said: list[str] = field(default_factory=list)  # what happened to the directories when it was opened
 
     @property
     def table(self) -> ChunkTable:
@@ -47,7 +61,7 @@ class OpenedStore:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        return tuple(t.note for t in self.tiers if t.note)
+        return (*self.said, *(t.note for t in self.tiers if t.note))
 
     def tier_of(self, chunk: int) -> FileTier:
         return self.tiers[self.meta.owners[chunk]]
@@ -62,24 +76,28 @@ class OpenedStore:
     def publish(self) -> None:
         """This generation counts from now on; the former one is removed. Only after the first commit."""
         assert self.step >= 0
-        _switch(self.directories[0], self.meta.generation)
+        switch(self.directories[0], self.meta.generation)
         if self.former is not None:
             old, self.former = self.former, None
+            self.locks, old.locks = old.locks, Locks()
             old.close()
             if old.directories[0].resolve() != self.directories[0].resolve():
-                (old.directories[0] / "CURRENT").unlink(missing_ok=True)
+                (old.directories[0] / NAME).unlink(missing_ok=True)
             for directory in old.directories:
-                _remove(directory / f"gen-{old.meta.generation}")
+                remove(directory / f"gen-{old.meta.generation}")
 
     def discard(self) -> None:
         """Close and remove a generation that is not to count."""
-        self.close()
+        for tier in self.tiers:
+            tier.close()
         for directory in self.directories:
-            _remove(directory / f"gen-{self.meta.generation}")
+            remove(directory / f"gen-{self.meta.generation}")
+        self.locks.close()
 
     def close(self) -> None:
         for tier in self.tiers:
             tier.close()
+        self.locks.close()
 
 
 def create_store(
@@ -91,82 +109,179 @@ def create_store(
     former: OpenedStore | None = None,
 ) -> OpenedStore:
     """Empty files for every chunk, chunk c in `directories[owners[c]]`. The caller writes all, commits, publishes.
-    FullError with both numbers before anything is written; ForeignError where a store is there already."""
+    FullError with both numbers before anything is written; ForeignError where a store is there already, StoreError
+    where another process is at work in one of the directories."""
     paths = tuple(Path(d).absolute() for d in directories)
     assert len(owners) == len(meta.table.chunks) and all(0 <= o < len(paths) for o in owners), "owners do not fit"
     for path in paths:
-        if former is None and (path / "CURRENT").exists():
-            raise ForeignError(f"{path}: holds a store already", hint="open it, or name another directory")
-    there = [n for p in paths for n in _generations(p)] + ([former.meta.generation] if former else [])
-    meta = replace(
-        meta, owners=tuple(owners), directories=tuple(map(str, paths)), generation=max(there, default=0) + 1, index=0,
-        former=tuple(map(str, former.directories)) if former else (),
-    )  # fmt: skip
-    store = OpenedStore(paths, meta, [], former)
+        make_directory(path)
+    locks = Locks() if former else Locks(paths)
     try:
-        for index, path in enumerate(paths):
-            store.tiers.append(_create(path, replace(meta, index=index), direct))
+        if former is not None:
+            former.locks.take(paths)
+        else:
+            _check_free(paths)
+        there = [g.number for p in paths for g in generations(p)] + ([former.meta.generation] if former else [])
+        meta = replace(
+            meta, owners=tuple(owners), directories=tuple(map(str, paths)), generation=max(there, default=0) + 1,
+            index=0, copy_of=former.meta.generation if former else 0,
+        )  # fmt: skip
+        store = OpenedStore(paths, meta, [], former, locks)
+        try:
+            for index, path in enumerate(paths):
+                store.tiers.append(_create(path, replace(meta, index=index), direct))
+        except BaseException:
+            store.discard()
+            raise
     except BaseException:
-        store.discard()
+        locks.close()
         raise
     return store
 
 
+def _check_free(paths: Sequence[Path]) -> None:
+    """No store is in `paths`; what a killed process half made is removed."""
+    for path in paths:
+        if (path / NAME).exists():
+            raise ForeignError(f"{path}: holds a store already", hint="open it, or name another directory")
+    _check_unborn(paths)
+    _remove_unborn(paths)
+
+
 def open_store(
-    directories: Sequence[str | Path], *, direct: bool = True, accept: Accept = lambda job, step: None
+    directories: Sequence[str | Path],
+    *,
+    also: Sequence[str | Path] = (),
+    direct: bool = True,
+    accept: Accept = lambda job, step: None,
 ) -> OpenedStore | None:
-    """The store that counts among `directories`, in the directories that it was made with (where a given one holds its
-    part, there). None where nothing is. `accept` is told its job and step ("", -1: nothing is there) before anything is
-    removed, and raises where that is not to be gone on with. GoneError, ForeignError, DamagedError."""
-    given = [Path(d).absolute() for d in directories]
-    found = [(n, d, StoreMeta.load(d / f"gen-{n}")) for d in given if (n := _current(d)) is not None]
-    if not found:
-        accept("", -1)
-        _clean_unborn(given)
-        return None
-    generation, _, meta = max(found, key=lambda f: f[0])
-    for _, directory, other in found:
-        if other.job != meta.job:
-            raise ForeignError(f"{directory}: holds job {other.job}, the others job {meta.job}")
-    store = OpenedStore(tuple(_member(i, meta, given) for i in range(len(meta.directories))), meta, [])
+    """The store that counts among `directories` and `also`, whichever of them hold its parts. None where nothing is.
+    `accept` is told its job and step ("", -1: nothing is there) before anything is written or removed, and raises where
+    that is not to be gone on with. GoneError, ForeignError, DamagedError; StoreError where it is in use."""
+    given = list(dict.fromkeys(Path(d).absolute() for d in (*directories, *also)))
+    locks = Locks(given)
     try:
-        for path in store.directories:
-            home, step = path / f"gen-{generation}", store.step if store.tiers else None
-            store.tiers.append(FileTier(home, StoreMeta.load(home), step, direct=direct))
+        store = _open(given, direct, accept)
+    except BaseException:
+        locks.close()
+        raise
+    if store is None:
+        locks.close()
+    else:
+        store.locks = locks
+    return store
+
+
+def _open(given: Sequence[Path], direct: bool, accept: Accept) -> OpenedStore | None:
+    found = [c for d in given if (c := counting(d)) is not None] or _roots(given)
+    if not found:
+        _check_unborn(given)
+        accept("", -1)
+        _remove_unborn(given)
+        return None
+    newest = max(found, key=lambda c: c.generation.number)
+    meta = StoreMeta.load(newest.generation.home)
+    _check_jobs(given, meta)
+    paths = tuple(_member(i, meta, given) for i in range(len(meta.directories)))
+    store = OpenedStore(paths, meta, [], said=[c.note for c in found if c.note])
+    try:
+        for path in paths:
+            home, step = path / f"gen-{meta.generation}", store.step if store.tiers else None
+            store.tiers.append(FileTier(home, StoreMeta.load(home), step, direct=direct, settle=False))
         accept(meta.job, store.step)
-        _clean_leftovers(meta, given, store.directories)
+        repair(paths[0], meta.generation)
+        for tier in store.tiers:  # directory 0, whose record decides, first
+            tier.settle()
+        store.said += _clean(given, store)
     except BaseException:
         store.close()
         raise
     return store
 
 
-def open_part(directory: str | Path, step: int | None = None, *, direct: bool = True) -> FileTier | None:
-    """One server's part of a store that rests on several hosts: at `step`, or the newest. None where none is."""
+def open_part(
+    directory: str | Path, step: int | None = None, *, direct: bool = True, look: bool = False
+) -> FileTier | None:
+    """One server's part of a store that rests on several hosts: at `step`, or the newest. None where none is. `look`:
+    only to see what it is; nothing is written or removed."""
     path = Path(directory).absolute()
-    generation = _current(path)
-    if not generation:
-        _clean_unborn([path])
-        return None
-    home = path / f"gen-{generation}"
-    return FileTier(home, StoreMeta.load(home), step, direct=direct)
+    locks = Locks(() if look else [path])
+    try:
+        now = _counting_part(path)
+        if now is None:
+            for unfinished in () if look else [g for g in generations(path) if not g.recorded]:
+                remove(unfinished.home)
+            locks.close()
+            return None
+        home = now.generation.home
+        tier = FileTier(home, StoreMeta.load(home), step, direct=direct, settle=False)
+    except BaseException:
+        locks.close()
+        raise
+    tier.locks = locks
+    tier.said += [now.note] if now.note else []
+    try:
+        if not look:
+            repair(path, now.generation.number)
+            tier.settle()
+            tier.said += clear(path, now.generation, tier.meta.copy_of)
+    except BaseException:
+        tier.close()
+        raise
+    return tier
 
 
-def create_part(directory: str | Path, meta: StoreMeta, *, direct: bool = True) -> FileTier:
-    """Empty files for the chunks of server `meta.index`. It counts from `publish_part` on. ForeignError where another
-    part has trained. This one (it has missed steps that its replicas have), or one that has not trained (its store was
-    never finished elsewhere), is replaced."""
+def create_part(directory: str | Path, meta: StoreMeta, *, direct: bool = True, anew: bool = False) -> FileTier:
+    """Empty files for the chunks of server `meta.index`. It counts from `publish_part` on; until then what is there
+    does (`anew`: nothing), and takes its room beside it; in RAM, where that is too little, it goes first. ForeignError
+    where another part has trained; this one (it has missed steps that its replicas have), or one that has not trained
+    (its store was never finished elsewhere), is replaced."""
     path = Path(directory).absolute()
-    if generation := _current(path):
-        home = path / f"gen-{generation}"
-        brief, step = _brief(home), _newest_step(home)
-        if step > 0 and (brief is None or (brief.job, brief.index) != (meta.job, meta.index)):
-            raise ForeignError(f"{path}: holds step {step} of a store already", hint="name another directory")
-        _switch(path, 0)  # nothing counts here
-    _clean_unborn([path])
     make_directory(path)
-    _switch(path, 0)  # whatever step it gets, until publish_part
-    return _create(path, replace(meta, generation=1), direct)
+    locks = Locks([path])
+    try:
+        now, said = _counting_part(path), list[str]()
+        old = None if now is None else now.generation
+        if old is not None and old.step > 0 and (
+            old.brief is None or (old.brief.job, old.brief.index) != (meta.job, meta.index)
+        ):
+            raise ForeignError(f"{path}: holds step {old.step} of a store already", hint="name another directory")
+        for other in generations(path):
+            if old is not None and other.home == old.home:
+                continue
+            if other.recorded:
+                said.append(set_aside(other))
+            else:
+                remove(other.home)
+        if anew:
+            switch(path, 0)
+        number = 0 if old is None else old.number
+        meta = replace(meta, generation=number + 1, copy_of=number)
+        try:
+            tier = _create(path, meta, direct)
+        except FullError:
+            if old is None or not in_ram(path):
+                raise
+            (path / NAME).unlink(missing_ok=True)
+            remove(old.home)
+            said.append(f"{path}: no room in RAM for two copies: that of step {old.step} goes before the new one comes")
+            tier = _create(path, meta, direct)
+    except BaseException:
+        locks.close()
+        raise
+    tier.locks = locks
+    tier.said += said
+    return tier
+
+
+def publish_part(directory: str | Path) -> list[str]:
+    """What `create_part` has made there counts, after its first commit; then what it replaces is removed, or renamed
+    where it is at a later step. Lines that say so."""
+    path = Path(directory).absolute()
+    newest = generations(path)[-1]
+    assert newest.step >= 0 and newest.brief is not None, newest
+    switch(path, newest.number)
+    return clear(path, newest, newest.brief.copy_of)
 
 
 def _create(path: Path, meta: StoreMeta, direct: bool) -> FileTier:
@@ -177,116 +292,92 @@ def _create(path: Path, meta: StoreMeta, direct: bool) -> FileTier:
         meta.write(home)
         return FileTier(home, meta, direct=direct, create=True)
     except BaseException:
-        _remove(home)
+        remove(home)
         raise
 
 
-def publish_part(directory: str | Path) -> None:
-    """After its first commit."""
-    _switch(Path(directory).absolute(), 1)
+def _counting_part(path: Path) -> Counting | None:
+    """What counts in the directory of one server; also without CURRENT, once it has a record. DamagedError."""
+    if (path / NAME).exists():
+        return counting(path)
+    whole = [g for g in generations(path) if g.step >= 0]
+    if not whole:
+        return None
+    best = max(whole, key=lambda g: (g.step, g.number))
+    if not all(g.of(best) for g in whole):
+        raise DamagedError(
+            f"{path}: {[g.home.name for g in whole]} hold parts of several stores, and there is no {NAME}",
+            hint=f"write the N of the gen-N that counts into {NAME}",
+        )
+    return Counting(best, f"{path}: there is no {NAME}; {best.home.name}, at step {best.step}, counts")
+
+
+def _roots(given: Iterable[Path]) -> list[Counting]:
+    """Where no CURRENT says what counts (a kill before it was written, or it was lost): first directories that have a
+    record. All others have theirs by then."""
+    unnamed = [d for d in given if not (d / NAME).exists()]
+    roots = [g for d in unnamed for g in generations(d) if g.step >= 0 and g.brief is not None and g.brief.index == 0]
+    return [Counting(g, f"{g.home.parent}: there is no {NAME}; {g.home.name}, at step {g.step}, counts") for g in roots]
 
 
 def _member(index: int, meta: StoreMeta, given: Sequence[Path]) -> Path:
-    """Where directory `index` of the store is: a given directory that holds it, else where it was made."""
-    recorded = Path(meta.directories[index])
+    """The given directory that holds directory `index` of the store."""
     name = f"gen-{meta.generation}"
-    for path in [*given, recorded]:
-        brief = _brief(path / name)
-        if brief is None:
+    for path in given:
+        if not (path / name).is_dir():
             continue
-        if brief.job != meta.job:
-            raise ForeignError(f"{path / name}: of job {brief.job}, the store is job {meta.job}")
-        if brief.index == index:
+        held = StoreMeta.load(path / name)
+        if held.index == index:
             return path
     raise GoneError(
-        f"{recorded / name}: gone: directory {index} of the {len(meta.directories)} of job {meta.job}",
-        hint="is its disk still mounted? If it moved, name its new place in `store`",
+        f"{Path(meta.directories[index]) / name}: gone: directory {index} of the {len(meta.directories)} of job "
+        f"{meta.job} is none of the given ones ({', '.join(map(str, given))})",
+        hint="is its disk mounted? Name its place in `store`; to leave it, name it in `moved_from`",
     )
 
 
-def _clean_leftovers(meta: StoreMeta, given: Iterable[Path], members: Sequence[Path]) -> None:
-    """Remove this job's generations that do not count. ForeignError for another job's in a given directory."""
-    for path in dict.fromkeys([*given, *members, *map(Path, meta.former)]):
-        for n in _generations(path):
-            brief = _brief(path / f"gen-{n}")
-            if n == meta.generation and path in members:
-                continue
-            if brief is None or brief.job == meta.job:
-                _remove(path / f"gen-{n}")
-            elif path in given:
-                raise ForeignError(f"{path}: holds job {brief.job}, the store is job {meta.job}")
-        (path / "CURRENT.new").unlink(missing_ok=True)
-        if path != members[0] and (path / "CURRENT").exists() and not _generations(path):
-            (path / "CURRENT").unlink()
+def _check_jobs(given: Iterable[Path], meta: StoreMeta) -> None:
+    """ForeignError for what another job has recorded in a given directory."""
+    for generation in [g for d in given for g in generations(d) if g.recorded or g.number == meta.generation]:
+        if generation.job is not None and generation.job != meta.job:
+            raise ForeignError(
+                f"{generation.home.parent}: holds job {generation.job}, the store is job {meta.job}",
+                hint="name the directories of one store",
+            )
 
 
-def _clean_unborn(given: Iterable[Path]) -> None:
-    """No CURRENT anywhere (or it names 0): remove generations that were never finished. GoneError for one that has
-    trained, unless it was given up."""
-    found = [(d, d / f"gen-{n}") for d in given for n in _generations(d)]
-    for directory, path in found:
-        if _current(directory) is None and (step := _newest_step(path)) > 0:
+def _clean(given: Iterable[Path], store: OpenedStore) -> list[str]:
+    """Nothing but `store` is left in the given directories. Lines about what was renamed."""
+    said = []
+    for path in given:
+        brief, home = store.meta, path / f"gen-{store.meta.generation}"
+        if path not in store.directories:
+            home = store.directories[0] / home.name
+        said += clear(path, next(g for g in generations(home.parent) if g.home == home), brief.copy_of)
+        if path != store.directories[0] and (path / NAME).exists():
+            (path / NAME).unlink()  # of a generation that another one has replaced
+            sync_directory(path)
+    return said
+
+
+def _check_unborn(given: Iterable[Path]) -> None:
+    """GoneError for a generation whose first directory is not here: it may have trained."""
+    found = [g for d in given for g in generations(d)]
+    begun = {(g.job, g.number) for g in found if g.brief is not None and g.brief.index == 0}
+    for generation in found:
+        if generation.step > 0 or (generation.step == 0 and (generation.job, generation.number) not in begun):
             raise GoneError(
-                f"{directory}: holds step {step} of a store whose first directory is not here",
+                f"{generation.home.parent}: holds step {generation.step} of a store whose first directory is not here",
                 hint="is its disk still mounted? Name all directories of the store",
             )
-    for directory, path in found:
-        _remove(path)
-        (directory / "CURRENT.new").unlink(missing_ok=True)
 
 
-def _brief(directory: Path) -> Brief | None:
-    """None where a generation directory has no readable description."""
-    try:
-        return msgspec.json.decode(_read(directory / "store.json") or b"", type=Brief)
-    except ValueError:
-        return None
-
-
-def _generations(directory: Path) -> list[int]:
-    return sorted(int(p.name[4:]) for p in directory.glob("gen-*") if p.name[4:].isdigit())
-
-
-def _current(directory: Path) -> int | None:
-    path = directory / "CURRENT"
-    text = _read(path)
-    if text is None:
-        return None
-    if not text.strip().isdigit():
-        raise DamagedError(f"{path}: {text[:20]!r} names no generation", hint="write the N of the gen-N beside it")
-    return int(text)
-
-
-def _switch(directory: Path, generation: int) -> None:
-    """Name the generation that counts, atomically and durably."""
-    replace_file(directory / "CURRENT", f"{generation}\n".encode(), "switching the generation")
-
-
-def _read(path: Path) -> bytes | None:
-    """None where no such file is."""
-    with typed_errors(path, "reading"):
-        try:
-            return path.read_bytes()
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-
-
-def _newest_step(directory: Path) -> int:
-    """The newest step that a ledger file names, checked or not; -1 for none."""
-    steps = [-1]
-    for name in ("ledger.0", "ledger.1"):
-        head = (_read(directory / name) or b"")[: HEADER.size]
-        if len(head) == HEADER.size and any(head):
-            steps.append(HEADER.unpack(head)[6])
-    return max(steps)
-
-
-def _remove(directory: Path) -> None:
-    """Delete a generation directory: the files that we make, then the directory where nothing else is in it."""
-    with typed_errors(directory, "removing"):
-        for name in (*FILES, "spill.bin"):
-            (directory / name).unlink(missing_ok=True)
-        if directory.is_dir() and not any(directory.iterdir()):
-            directory.rmdir()
-
-
+def _remove_unborn(given: Iterable[Path]) -> None:
+    """Nothing counts: generations that were never finished are removed."""
+    for generation in [g for d in given for g in generations(d)]:
+        if generation.recorded and generation.step < 0:
+            set_aside(generation)
+        else:
+            remove(generation.home)
+    for directory in given:
+        (directory / f"{NAME}.new").unlink(missing_ok=True)

@@ -4,12 +4,17 @@
 [header | a row per owned chunk | blob | xxh3 of all that], written to the file that does not hold the last committed
 step and then fsynced. So a torn record never costs the last commit.
 
+Note "what the disk has": a record that is read may lie in the system's memory only: its writer was killed before it
+synced it, or the sync failed. A step that was built on it would overwrite the slots of the step before, and a power cut
+would then cost both. So `settle` writes again what counts, wipes what does not, and syncs both, before anything else is
+written; a record whose sync fails is wiped at once, and its step never counts.
+
 Assumes: one writer (a lock on the ledger says so). Does NOT touch slots.
 """
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import hashlib
 import itertools
 import json
@@ -25,10 +30,11 @@ import msgspec
 import numpy as np
 import xxhash
 
-from roadtrain.errors import DamagedError, ForeignError, StoreError
-from roadtrain.retry import retry
+from roadtrain.errors import DamagedError, ForeignError, GoneError, StoreError
 from roadtrain.spec.chunks import Chunk, ChunkTable, ParamSpec, Record, Span, record
 from roadtrain.store.direct import DirectFile, replace_file, typed_errors
+from roadtrain.store.lock import lock
+from roadtrain.store.sealed import sealed, unsealed
 
 FORMAT = 1
 MAGIC = b"roadtrn\0"
@@ -45,7 +51,6 @@ ROW = np.dtype(
         ("private_sum", "<u8"),
     ]
 )
-LOCK_WAIT_S = 5.0  # a killed process's helpers may hold the lock for a moment longer
 _SPARE = 1 << 16  # bytes allocated beyond the rows, so that a blob of usual size commits on a full disk
 
 Rows = np.ndarray[Any, Any]
@@ -90,6 +95,7 @@ class Brief:
     job: str
     index: int
     fingerprint: str = ""
+    copy_of: int = 0
 
 
 @dataclass(frozen=True)
@@ -102,11 +108,12 @@ class StoreMeta:
     groups: tuple[GroupRule, ...]
     owners: tuple[int, ...] = ()  # of each chunk: an index into `directories`
     directories: tuple[str, ...] = ()
-    former: tuple[str, ...] = ()  # directories of the generation before, where leftovers may lie
+    former: tuple[str, ...] = ()  # not used: the first edition wrote the directories of the generation before
     generation: int = 0
     index: int = 0  # of this directory
     staleness: int = 0
     replicas: int = 1  # directories that hold each chunk
+    copy_of: int = 0  # the generation that this one was made from, to replace it; 0: from none
     sessions: tuple[int, ...] = ()  # with replicas: the last that each server took part in, 0: not the last one
     format: int = FORMAT
 
@@ -157,7 +164,7 @@ class StoreMeta:
 
     def write(self, directory: Path) -> None:
         """Atomically and durably."""
-        replace_file(directory / "store.json", self.to_json().encode(), "writing")
+        replace_file(directory / "store.json", sealed(self.to_json().encode()), "writing")
 
     @property
     def signature(self) -> str:
@@ -174,8 +181,14 @@ class StoreMeta:
         """Raises GoneError, DamagedError, or ForeignError for another format."""
         path = directory / "store.json"
         with typed_errors(path, "reading"):
-            text = path.read_bytes()
-        return StoreMeta.from_json(text, str(path))
+            content = path.read_bytes()
+        try:
+            body, _ = unsealed(content)
+        except ValueError as error:
+            raise DamagedError(
+                f"{path}: {error}", hint="restore this file from a copy of the store; the disk may be failing"
+            ) from error
+        return StoreMeta.from_json(body, str(path))
 
     @staticmethod
     def from_json(text: bytes | str, where: str) -> StoreMeta:
@@ -202,26 +215,29 @@ class Entry:
 
 class Ledger:
     """The two ledger files of one generation directory. `entry`: the last committed record, before the first one of
-    step -1 with the rows given; `pending`: what is appended and not confirmed."""
+    step -1 with the rows given; `pending`: what is appended and not confirmed; `dropped`: lines about records that do
+    not count."""
 
     def __init__(self, directory: Path, meta: StoreMeta, rows: Rows, *, create: bool = False) -> None:
         self._meta, self._files = meta, list[DirectFile]()
         self.entry = Entry(-1, rows, b"", 1)
         self.pending: Entry | None = None
-        self.torn: list[str] = []
+        self.dropped: list[str] = []
+        self._loaded = [b"", b""]  # what counts in each file, until it is settled
         size = HEADER.size + rows.nbytes + _SPARE if create else None
         try:
             for i in range(2):
                 self._files.append(DirectFile(directory / f"ledger.{i}", direct=False, create=size))
             with typed_errors(directory, "locking"):
-                self._lock(directory)
+                lock(self._files[0].fd, directory)
         except BaseException:
             self.close()
             raise
 
     def load(self, step: int | None) -> tuple[int, ...]:
-        """The record of exactly `step`, or the newest. A newer one than `step` is not to count: it is withdrawn.
-        Returns the steps there were records of. DamagedError where there is none, ForeignError for another's."""
+        """The record of exactly `step`, or the newest; nothing is written before `settle`. A newer one than `step` is
+        not to count. Returns the steps there were records of. DamagedError where there is none, ForeignError for
+        another's."""
         found = [e for e in (self._parse(i) for i in range(2)) if e is not None]
         fit = [e for e in found if step is None or e.step == step]
         if not fit:
@@ -232,9 +248,17 @@ class Ledger:
         self.entry = max(fit, key=lambda e: e.step)
         for entry in found:
             if entry.step > self.entry.step:
-                self._files[entry.file].write(memoryview(bytes(HEADER.size)), 0, what := "a record that is withdrawn")
-                self._files[entry.file].sync(f"of {what}")
+                self._loaded[entry.file] = b""
+                self.dropped.append(f"{self._files[entry.file].path}: the record of step {entry.step} was not "
+                                    f"committed, step {self.entry.step} counts")
         return tuple(e.step for e in found)
+
+    def settle(self) -> None:
+        """What was loaded is durable, and what does not count is gone for good (Note "what the disk has")."""
+        for number in (self.entry.file, 1 - self.entry.file):
+            data, self._loaded[number] = self._loaded[number] or bytes(HEADER.size), b""
+            self._files[number].write(memoryview(data), 0, what := "a record that was found")
+            self._files[number].sync(f"of {what}")
 
     def append(self, step: int, rows: Rows, blob: bytes) -> None:
         """Durable on return; the committed record is not touched."""
@@ -245,9 +269,16 @@ class Ledger:
         body = head + rows.tobytes() + blob
         self.pending = Entry(step, rows.copy(), blob, number)
         file, what = self._files[number], f"the record of step {step}"
-        file.write(memoryview(body + digest(body).to_bytes(8, "little")), 0, what)
-        file.sync(f"of {what}")
-        file.check_linked(f"after {what}")
+        try:
+            file.write(memoryview(body + digest(body).to_bytes(8, "little")), 0, what)
+            file.sync(f"of {what}")
+            file.check_linked(f"after {what}")
+        except StoreError:
+            self.pending = None
+            with contextlib.suppress(StoreError):  # else `settle` finds it, and makes it durable or fails too
+                file.write(memoryview(bytes(HEADER.size)), 0, "a record that may not be durable")
+                file.sync("of a record that may not be durable")
+            raise
 
     def confirm(self) -> None:
         assert self.pending is not None
@@ -257,25 +288,16 @@ class Ledger:
         for file in self._files:
             file.close()
 
-    def _lock(self, directory: Path) -> None:
-        fd = self._files[0].fd
-        try:
-            retry(lambda: fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB), BlockingIOError, LOCK_WAIT_S)
-        except BlockingIOError:
-            raise StoreError(f"{directory}: in use by another process (waited {LOCK_WAIT_S:.0f} s)",
-                             hint="end the other run of this job first") from None
-
     def _parse(self, file: int) -> Entry | None:
         path = self._files[file].path
-        with typed_errors(path, "reading"):
-            data = path.read_bytes()
-        if not any(data[: HEADER.size]):
+        data = record_in(path)
+        if data is None:
+            self.dropped.append(f"{path}: a torn record was dropped, the newest whole one counts")
+        if not data:
             return None
-        magic, fmt, generation, job, index, count, step, blob = HEADER.unpack_from(data.ljust(HEADER.size, b"\0"))
-        end = HEADER.size + count * ROW.itemsize + blob
-        if magic != MAGIC or len(data) < end + 8 or digest(data[:end]) != int.from_bytes(data[end : end + 8], "little"):
-            self.torn.append(f"{path}: a torn record was set aside, the step before it counts")
-            return None
+        self._loaded[file] = data
+        _, fmt, generation, job, index, count, step, blob = HEADER.unpack_from(data)
+        end = len(data) - 8
         m = self._meta
         is_ = (fmt, generation, str(uuid.UUID(bytes=job)), index, count)
         ours = (m.format, m.generation, m.job, m.index, len(self.entry.rows))
@@ -285,3 +307,26 @@ class Ledger:
             )
         rows = np.frombuffer(data, ROW, count, HEADER.size).copy()
         return Entry(step, rows, data[end - blob : end], file)
+
+
+def record_in(path: Path) -> bytes | None:
+    """The whole record of a ledger file, checksum included; b"" where none was ever written, None where one is torn or
+    damaged."""
+    with typed_errors(path, "reading"):
+        data = path.read_bytes()
+    if not any(data[: HEADER.size]):
+        return b""
+    magic, _, _, _, _, count, _, blob = HEADER.unpack_from(data.ljust(HEADER.size, b"\0"))
+    end = HEADER.size + count * ROW.itemsize + blob
+    whole = magic == MAGIC and len(data) >= end + 8
+    return data[: end + 8] if whole and digest(data[:end]) == int.from_bytes(data[end : end + 8], "little") else None
+
+
+def steps_in(directory: Path) -> list[int | None]:
+    """The steps of the records in a generation directory, None for a record that is torn or damaged; unchecked is
+    whether they are of the store that its description tells of."""
+    records = []
+    for name in ("ledger.0", "ledger.1"):
+        with contextlib.suppress(GoneError):
+            records.append(record_in(directory / name))
+    return [None if data is None else HEADER.unpack_from(data)[6] for data in records if data != b""]

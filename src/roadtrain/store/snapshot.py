@@ -44,7 +44,7 @@ def where_it_rests(directory: Path, snapshot: Path, every: int) -> str:
 
 def held_in(directory: Path) -> tuple[tuple[int, ...], StoreMeta | None]:
     """The steps that the part in `directory` has records of, and what it holds; None where none is."""
-    tier = open_part(directory)
+    tier = open_part(directory, look=True)
     if tier is not None:
         tier.close()
     return ((), None) if tier is None else (tier.found, tier.meta)
@@ -53,7 +53,7 @@ def held_in(directory: Path) -> tuple[tuple[int, ...], StoreMeta | None]:
 def open_snapshot(directory: Path, meta: StoreMeta, step: int) -> FileTier:
     """The snapshot of `step`, those after it are forgotten; -1: a part that holds none yet, whatever was there.
     ForeignError where it is of another job or server."""
-    tier = (open_part(directory, step) if step >= 0 else None) or create_part(directory, meta)
+    tier = (open_part(directory, step) if step >= 0 else None) or create_part(directory, meta, anew=True)
     if (tier.meta.job, tier.meta.index) != (meta.job, meta.index):
         tier.close()
         raise ForeignError(
@@ -136,8 +136,8 @@ class Snapshots:
             moved = sum(copy.result() for copy in self._copies.values())
             target.prepare(step, entry.blob, entry.rows["step"])
             target.committed(step)
-            if last < 0:
-                publish_part(target.directory.parent)
+            for line in publish_part(target.directory.parent) if last < 0 else ():
+                self._report(line)
         except BaseException as error:
             self._report(f"no snapshot of step {step}, the last is of step {last}: {error}".replace("\n", "; "))
             raise
