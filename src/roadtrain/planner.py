@@ -112,6 +112,8 @@ def search(
            f"this is the least that is within {CLOSE:.0%} of the best {goal} a sample")
     if batch < most.pick.plan.samples:
         why += f" ({most.pick.plan.samples} samples take {max(0.0, 1 - most.pick.score / score):.1%} less)"
+    else:
+        why += "; it is the most that was tried"
     return replace(one.best(batch, explain), batch=batch, chosen=why)
 
 

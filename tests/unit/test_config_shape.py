@@ -156,6 +156,11 @@ def test_what_was_assumed_is_said() -> None:
     assert one.tokens == 4096 and "the model's longest is 131072" in one.notes[0]
     assert not found("Llama-3.1-8B", 8192).notes and found("Llama-3.1-8B", 8192).tokens == 8192
     assert any("27 blocks" in note and "do not run on token ids alone" in note for note in found("gemma-3-4b").notes)
+    kind, deepseek, _ = PUBLISHED["DeepSeek-V3"]
+    notes = shape_of_config({"model_type": kind, **deepseek, "num_hidden_layers": 4, "num_nextn_predict_layers": 1},
+                            seq_len=64).notes
+    assert any("1 layer(s) that predict further tokens" in note for note in notes)
+    assert not any("head_dim" in note for note in notes)
     bare = {k: v for k, v in LLAMA.items() if k not in ("intermediate_size", "architectures")}
     notes = shape_of_config({"model_type": "llama", **bare}).notes
     assert any("intermediate_size 11008 (not in the config" in note for note in notes)

@@ -59,6 +59,8 @@ def shape_of_config(config: Mapping[str, Any], *, seq_len: int | None = None, na
     made, guessed = _config(kind, config)
     text = made.get_text_config(decoder=True)
     notes = [f"{key} {value} (not in the config: transformers' default)" for key, value in guessed.items()]
+    if ahead := config.get("num_nextn_predict_layers"):
+        notes.append(f"{ahead} layer(s) that predict further tokens are not built by transformers and not counted")
     model = _built(kind, config, made, notes)
     parts = split(model)
     experts = {part.name: _experts(part.module, text, kind) for part in parts.blocks}
@@ -121,8 +123,9 @@ def _config(kind: str, config: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
                if not given[what] and isinstance(getattr(text, what, None), int)}
     if "num_key_value_heads" in guessed and guessed["num_key_value_heads"] == getattr(text, "num_attention_heads", 0):
         guessed.pop("num_key_value_heads")  # as many as there are heads: what leaving it out means
-    if "head_dim" in guessed and guessed["head_dim"] * getattr(text, "num_attention_heads", 0) == text.hidden_size:
-        guessed.pop("head_dim")
+    whole = guessed.get("head_dim", 0) * getattr(text, "num_attention_heads", 0) == getattr(text, "hidden_size", 0)
+    if whole or hasattr(text, "qk_rope_head_dim"):  # what leaving it out means, or no width of any matrix
+        guessed.pop("head_dim", None)
     return made, guessed
 
 
