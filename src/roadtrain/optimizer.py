@@ -346,15 +346,17 @@ class PlacedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self, gather: bool | None = None) -> dict[str, Any]:
         """Small (`gather` False, and None unless `whole_states` is set): the step, the parameter groups and a
-        reference to the store, which is the checkpoint; the step is committed on return. `gather` True: torch's whole
-        form; its tensors, fp32, lie in a scratch file (beside the store, else in the temporary directory) that is
-        mapped into memory. Raises LoopError while updates run in backward."""
+        reference to the store, which is the checkpoint; with one worker the step is committed on return.
+        `gather` True: torch's whole form; its tensors, fp32, lie in a scratch file (beside the store, else in the
+        temporary directory) that is mapped into memory; with several workers all ask for it. Raises LoopError while
+        updates run in backward."""
         gather = self.whole_states if gather is None else gather
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         self.write_staged()
         with self.reading() as pieces:
             if gather:
+                self._finish_steps()
                 where = self._states.where
                 out = optimizer_states.gather(
                     self, pieces, lambda specs: Values(specs, ["fp32"] * len(specs), where))
@@ -464,7 +466,10 @@ class PlacedOptimizer(torch.optim.Optimizer):
         """What is inside can read values after the last step taken; of a closed optimizer, from its files."""
         if not self._closed:
             self._check_not_updating()
-            self._finish_steps()
+            if self.group.workers > 1:  # one of them may ask while the others wait for it: no commit comes then
+                self._capture()
+            else:
+                self._finish_steps()
             yield self._engine.pieces
         elif self._reopened is not None:
             yield self._reopened

@@ -18,7 +18,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from models import Case, Net, new_scaler, one_step, place, run
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+)
 
 import roadtrain
 from roadtrain.errors import LoopError, RoadtrainError
@@ -397,6 +401,7 @@ def test_distributed_checkpoint_saves_and_loads(tmp_path, whole):
     optimizer = {"optimizer": placed.state_dict(gather=True)} if whole else {"optimizer": placed}
     dcp.save({"model": model, **optimizer}, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
     plain, mine = Net().state_dict(), get_model_state_dict(model)
+    set_model_state_dict(model, mine)
     assert list(mine) == list(plain) and not any(v.isnan().any() for v in mine.values())
     if not whole:
         dcp.load({"model": model, "optimizer": placed}, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
@@ -414,6 +419,64 @@ def test_distributed_checkpoint_saves_and_loads(tmp_path, whole):
         dcp.load({"model": fresh, **target}, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
         placed.load_state_dict(target["optimizer"])
         assert placed.steps_done == 2 and run(case, fresh, placed, scaler, 2, 4) == losses
+
+
+@pytest.mark.parametrize("name", ["plain", "late"])
+def test_of_servers(hosts, tmp_path, name):
+    case = Case(clip=0.5, dtype=torch.bfloat16, staleness=int(name == "late"))
+    servers = [host.where for host in hosts(2)]
+    options = {"servers": servers, "chunk_elements": 1 << 16, **BUDGET}
+    model, placed, scaler = place(case, None, **options)
+    run(case, model, placed, scaler, 0, 2)
+    found, small = saved(model.state_dict()), saved(placed.state_dict())
+    for spec in placed.params:
+        assert torch.equal(found[spec.name], torch.from_numpy(placed.read(spec.name)).bfloat16()), spec.name
+    whole = placed.state_dict(gather=True)
+    assert np.array_equal(whole["state"][0]["exp_avg"].numpy(), placed.read("embed.weight", "exp_avg"))
+    placed.load_state_dict(small)
+    model.load_state_dict(found)
+    with pytest.raises(LoopError, match="cannot be loaded into state on servers"):
+        model.load_state_dict({n: v + 1 for n, v in found.items()})
+    with pytest.raises(LoopError, match="cannot be loaded into state on servers"):
+        placed.load_state_dict(whole)
+    run(case, model, placed, scaler, 2, 3)
+    with pytest.raises(LoopError, match=r"step 2 of the same store .* step 3"):
+        placed.load_state_dict(small)
+    placed.close()
+    with pytest.raises(LoopError, match="on the servers"):
+        model.state_dict()
+
+
+TWO = f"""
+    import os, sys, time
+    sys.path.insert(0, {str(Path(__file__).parent)!r})
+    import torch
+    from models import Case, one_step, place
+    rank, case = int(os.environ["RANK"]), Case(clip=0.5)
+    model, placed, scaler = place(case, None, servers=sys.argv[2:], budget="96MiB", chunk_elements=1 << 16)
+    with placed:
+        for step in range(2):
+            one_step(case, model, placed, scaler, step, seed=2 * step + rank)
+        if rank == 0:
+            torch.save([model.state_dict(), placed.state_dict()], sys.argv[1] + ".new")
+            os.rename(sys.argv[1] + ".new", sys.argv[1])
+        began = time.monotonic()
+        while not os.path.exists(sys.argv[1]):  # a barrier, as trainers have it
+            assert time.monotonic() < began + 40, "the first worker waits for this one"
+            time.sleep(0.05)
+        placed.flush()
+        found, small = torch.load(sys.argv[1])
+        assert all((found[p.name].numpy() == placed.read(p.name)).all() for p in placed.params)
+        placed.load_state_dict(small)
+        one_step(case, model, placed, scaler, 2, seed=rank)
+"""
+
+
+def test_one_of_two_workers_saves(hosts, tmp_path):
+    """Rule 5: the others wait at a barrier meanwhile."""
+    command = [sys.executable, "-c", textwrap.dedent(TWO), str(tmp_path / "saved"), *(h.where for h in hosts(1))]
+    both = [subprocess.Popen(command, env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2"}) for rank in range(2)]
+    assert [process.wait(100) for process in both] == [0, 0]
 
 
 LARGE = """

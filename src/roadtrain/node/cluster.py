@@ -41,9 +41,11 @@ from roadtrain.node.server import Server
 from roadtrain.node.worker import Worker
 from roadtrain.spec.chunks import Block
 from roadtrain.spec.plan import Budgets, RelayBudgets
+from roadtrain.store.buffers import array_in
 from roadtrain.store.convert import RecordView, Source, gather_param, param_pieces
 from roadtrain.store.ledger import StoreMeta
 from roadtrain.store.mark import Mark
+from roadtrain.store.tier import PUBLIC
 from roadtrain.trace import Stages
 from roadtrain.wire import shm
 from roadtrain.wire.link import Link
@@ -443,8 +445,13 @@ class Cluster:
         return gather_param(self.meta, name, what, self._record_of)
 
     def pieces(self, name: str, what: str) -> Iterator[tuple[int, np.ndarray]]:
-        """As Engine.pieces."""
-        return param_pieces(self.meta, name, what, self._record_of)
+        """As Engine.pieces; of the public part without waiting for a commit, which needs all workers."""
+        if what != PUBLIC:
+            yield from param_pieces(self.meta, name, what, self._record_of)
+            return
+        for chunk, _, span in self.meta.where.get(name, ()):
+            view = self.worker.pull_newest(chunk)
+            yield span.origin, array_in(view, chunk.dtype, 0, chunk.numel)[span.start : span.stop]
 
     def _record_of(self, chunk: Any) -> RecordView:
         record = self._read(self.worker.owners[chunk.id][0], chunk.id, f"chunk {chunk.id}")

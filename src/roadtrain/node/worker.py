@@ -211,6 +211,17 @@ class Worker:
         self.pull_rate = block.pull_nbytes / (time.perf_counter() - start)
         host.on_device()
 
+    def pull_newest(self, chunk: Chunk) -> memoryview:
+        """Its public part after every update released so far, whether committed or not. Waits."""
+        host = HostBuffer(round_up(chunk.public_nbytes, PAGE), torch.device("cpu"))
+        with self._lock:
+            host.pending, ticket = 1, next(self._tickets)
+            self._pulls[ticket] = self.table.blocks[chunk.block], host, -1
+            pull = ops.Pull(chunk.id, self.chunk_version[chunk.id], host.view, ticket)
+            self.links[self.owners[chunk.id][0]].send(pull)
+            self._wait(lambda: not host.pending, lambda: f"chunk {chunk.id}")
+        return host.view
+
     def give_up_slots(self, count: int) -> None:
         """Before the first step."""
         self.prefetch.shrink(len(self._slots) - count)
