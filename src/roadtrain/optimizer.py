@@ -418,7 +418,11 @@ class PlacedOptimizer(torch.optim.Optimizer):
     def write_staged(self) -> None:
         """What the model's load_state_dict put aside is written to the store, and committed there."""
         if self._states.staged and not self._writing:
-            self._rewrite(None, self.steps_done)
+            try:
+                self._rewrite(None, self.steps_done)
+            except BaseException:
+                self._states.discard()  # it is said once; what the store holds goes on
+                raise
 
     def _rewrite(self, given: Mapping[str, Any] | None, step: int) -> None:
         """`given`: a whole form of the optimizer's state. The store is at `step` afterwards."""

@@ -165,11 +165,16 @@ def check_parameters(place: Place, said: Mapping[str, Any], pieces: Pieces, stag
 def writer(
     place: Place, given: Mapping[str, Any] | None, staged: Staged, hypers: Sequence[Sequence[float]]
 ) -> Callable[[RecordView], None]:
-    """What `Engine.rewrite` does to a record: values put aside by the model's load_state_dict, then the whole form."""
+    """What `Engine.rewrite` does to a record: values put aside by the model's load_state_dict, then the whole form.
+    What error feedback has not sent belongs to the steps before: a whole form clears it."""
     masters = {} if given is None else given.get(KEY, {}).get("masters", {})
 
     def change(view: RecordView) -> None:
         for i, span in enumerate(view.chunk.spans):
+            if span.param >= len(place.params):  # behind the model's own: residuals
+                if given is not None:
+                    view.piece(MASTER, i)[...] = 0.0
+                continue
             spec, number = place.params[span.param], place.numbers.get(span.param)
             cut = slice(span.origin, span.origin + span.stop - span.start)
             values = masters.get(number, staged.get(span.param))

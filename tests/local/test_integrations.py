@@ -85,8 +85,10 @@ def test_the_trainer_prints_what_it_prints_without(tmp_path, store, tied):
         torch.testing.assert_close(loaded[name], value, rtol=1e-4, atol=2e-6)
 
 
-def test_the_trainer_has_torchs_bits(tmp_path):
-    asked = {"max_grad_norm": 0.0, "weight_decay": 0.0, "learning_rate": 0.125, "lr_scheduler_type": "constant"}
+@pytest.mark.parametrize("bf16", [False, True])
+def test_the_trainer_has_torchs_bits(tmp_path, bf16):
+    asked = {"bf16": bf16, "max_grad_norm": 0.0, "weight_decay": 0.0, "learning_rate": 0.125,
+             "lr_scheduler_type": "constant"}
     plain, model, _ = trained(llama(), tmp_path / "plain", **asked, optim="sgd")
     mine, placed_model, _ = trained(llama(), tmp_path / "placed", placed={**EXACT, "store": tmp_path / "s"}, **asked)
     losses = [[entry["loss"] for entry in history if "loss" in entry] for history in (plain, mine)]
@@ -208,6 +210,17 @@ def lora_steps(model, optimizer, steps):
     return losses
 
 
+def test_the_trainer_trains_adapters(tmp_path):
+    plain, _, _ = trained(adapted(), tmp_path / "plain")
+    mine, _, _ = trained(adapted(), tmp_path / "placed", placed={"lr": 1e-2, "store": tmp_path / "s"})
+    assert printed(mine) == printed(plain)
+    theirs, ours = (peft.utils.load_peft_weights(str(tmp_path / d / "checkpoint-8"), device="cpu")
+                    for d in ("plain", "placed"))
+    assert theirs.keys() == ours.keys() and len(ours) == 12
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=2e-5)
+
+
 @pytest.mark.parametrize(("store", "more"), [(False, None), (True, None), (True, ["lm_head"])])
 def test_adapters_of_a_streamed_base(tmp_path, store, more):
     """The base is frozen and fetched as it runs; adapters train, are saved by PEFT, and load again."""
@@ -248,7 +261,7 @@ lightning = pytest.importorskip("lightning")
 
 
 class Lit(lightning.LightningModule):
-    """`place`: its options, None for plain training."""
+    """`place`: its options, None for plain training. With SGD the whole is placed, else its model."""
 
     def __init__(self, place=None, sgd=False, seed=0):
         super().__init__()
@@ -265,7 +278,8 @@ class Lit(lightning.LightningModule):
             self.parameters(), lr=1e-2, foreach=False)
         if self.options is None:
             return optimizer
-        self.placed = roadtrain.place(self.model, optimizer, **self.options, **QUIET)
+        part = self if self.sgd else self.model
+        self.placed = roadtrain.place(part, optimizer, **self.options, **QUIET)
         return self.placed
 
 

@@ -25,7 +25,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import roadtrain
-from roadtrain.errors import LoopError, RoadtrainError
+from roadtrain.errors import FullError, LoopError, RoadtrainError
+from roadtrain.store import convert
 
 BUDGET = {"budget": "128MiB"}
 KINDS = list(itertools.product(["RAM", "files"], [None, torch.bfloat16], [False, True]))
@@ -328,6 +329,50 @@ def test_when_nothing_can_be_loaded():
     late, placed, _ = place(Case(staleness=1), None, **BUDGET)
     with placed, pytest.raises(LoopError, match="staleness 1"):
         late.load_state_dict(other)
+
+
+def test_a_load_that_fails_changes_nothing(tmp_path, monkeypatch):
+    """The device is full, or breaks while the new generation is written; said once, and training goes on."""
+    case, losses = Case(), []
+    for fails in (False, True):
+        model, placed, scaler = place(case, tmp_path / str(fails), **BUDGET)
+        run(case, model, placed, scaler, 0, 2)
+        if fails:
+            other = {n: v + 1 for n, v in model.state_dict().items()}
+            before = {n: v.clone() for n, v in model.state_dict().items()}
+            for name, words in (("create_store", "no room"), ("read_record", "broken")):
+                def refuse(*_, words=words, **__):
+                    raise FullError(words)
+
+                monkeypatch.setattr(convert, name, refuse)
+                model.load_state_dict(other)
+                with pytest.raises(FullError, match=words):
+                    placed.flush()
+                monkeypatch.undo()
+            assert all(torch.equal(model.state_dict()[n], before[n]) for n, _ in model.named_parameters())
+            model.seen.copy_(before["seen"])
+        losses.append(run(case, model, placed, scaler, 2, 4))
+        placed.close()
+    assert losses[0] == losses[1]
+    assert len(list((tmp_path / "True").glob("gen-*"))) == 1
+
+
+@pytest.mark.parametrize("feedback", [False, True])
+def test_with_compression(tmp_path, feedback):
+    options = {"topk": 0.2, "error_feedback": feedback, "dtype": None, **BUDGET}
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with roadtrain.place(model, optimizer, store=tmp_path / "s", report=lambda _: None, **options) as placed:
+        run(Case(), model, placed, new_scaler(Case()), 0, 2)
+        checkpoint = saved([model.state_dict(), placed.state_dict(gather=True)])
+        run(Case(), model, placed, new_scaler(Case()), 2, 3)
+        results = []
+        for _ in range(2):
+            model.load_state_dict(checkpoint[0])
+            placed.load_state_dict(checkpoint[1])
+            results.append(run(Case(), model, placed, new_scaler(Case()), 2, 4))
+        assert results[0] == results[1] and placed.steps_done == 4
 
 
 def test_a_closed_model_whose_store_went_on_is_refused(tmp_path):

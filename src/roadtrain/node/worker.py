@@ -514,7 +514,8 @@ class Worker:
         for block in range(len(self.blocks)):
             self.forget(block)
         with self._lock:
-            self._wait(lambda: not self._pulls, lambda: "the parameters that are on their way")
+            self._wait(lambda: not self._pulls and not any(host.pending for host in self._slots),
+                       lambda: "the parameters that are on their way")
 
     def begin_again(self, step: int) -> None:
         """The servers hold other contents, as those of `step`."""
