@@ -75,7 +75,8 @@ class _World:
 
 
 def init(**options: Any) -> None:
-    """`options` are those of roadtrain.Summation. A second call does nothing."""
+    """`options` are those of roadtrain.Summation; workers of several hosts need its token_file. A second call does
+    nothing."""
     if _World.exchange is not None:
         return
     _World.own_group = not dist.is_initialized()

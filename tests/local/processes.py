@@ -34,12 +34,12 @@ def free_port():
             return sock.getsockname()[1]
 
 
-def host_child(directory, address, token, log, ready, snapshot, every, fault, budget):
+def host_child(directory, address, token, log, ready, snapshot, every, fault, budget, tls=None):
     torch.set_num_threads(1)
     lines = open(log, "a", buffering=1)  # noqa: SIM115
     if fault is not None:
         break_writes(str(snapshot), *fault)
-    with Host(address, Path(directory), budget, Options(token=token), lambda line: lines.write(line + "\n"),
+    with Host(address, Path(directory), budget, Options(token=token, tls=tls), lambda line: lines.write(line + "\n"),
               Path(snapshot), every) as host:
         ready.send(host.where)
         host.run()
@@ -64,13 +64,13 @@ def break_writes(directory, kind, amount):
 class HostProcess:
     """`roadtrain serve` in a process of its own. `where`: HOST:PORT."""
 
-    def __init__(self, directory, port=0, token=None, snapshot="", every=0, fault=None, budget=96 << 20):
+    def __init__(self, directory, port=0, token=None, snapshot="", every=0, fault=None, budget=96 << 20, tls=None):
         self.directory, self.log = directory, Path(f"{directory}.log")
         here, there = FORK.Pipe()
         self.process = FORK.Process(
             target=host_child, daemon=True,
             args=(str(directory), ("127.0.0.1", port), token, str(self.log), there, str(snapshot), every, fault,
-                  budget))
+                  budget, tls))
         self.process.start()
         there.close()
         self.where = here.recv() if here.poll(60) else None
@@ -88,6 +88,7 @@ def worker_child(case, servers, log, steps, rank, workers, options, change):
                    "LOCAL_WORLD_SIZE": str(options.pop("local", 1))}
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     token, retry_s, norms = options.pop("token", None), options.pop("retry_s", 30), options.pop("norms", True)
+    tls = options.pop("tls", None)
 
     def said(line):
         with open(f"{log}.said", "a") as file:
@@ -99,7 +100,7 @@ def worker_child(case, servers, log, steps, rank, workers, options, change):
             model.extra = torch.nn.Linear(2, 2)
         scaler = new_scaler(case)
         placed = roadtrain.place(
-            model, optimizer, servers=servers, link=Options(token=token, retry_s=retry_s), budget=BUDGET,
+            model, optimizer, servers=servers, link=Options(token=token, retry_s=retry_s, tls=tls), budget=BUDGET,
             dtype=case.dtype, extra={"scaler": scaler} if case.scaler else {},
             backwards_per_step=case.accumulate if case.eager else None, staleness=case.staleness, report=said,
             **{"chunk_elements": 1 << 16, "deadline_s": 30, **options},

@@ -39,7 +39,8 @@ class Elastic(Hosts):
     def add(self):
         """A new one, which it offers."""
         self.summers.append(Summers(1 << 28))
-        self.listeners.append(listen(("127.0.0.1", 0), self.summers[-1].accept, Options(), lambda _: None))
+        self.listeners.append(listen(("127.0.0.1", 0), self.summers[-1].accept, Options(), lambda _: None,
+                                     language=m.LANGUAGE))
         name = self._name(len(self.summers) - 1)
         self.control.offered(name, 1.0)
         return name

@@ -40,7 +40,8 @@ class Hosts:
     def __init__(self, n, k=0, nbytes=1 << 28):
         self.n = n
         self.summers = [Summers(nbytes) for _ in range(n + k)]
-        self.listeners = [listen(("127.0.0.1", 0), one.accept, Options(), lambda _: None) for one in self.summers]
+        self.listeners = [listen(("127.0.0.1", 0), one.accept, Options(), lambda _: None, language=m.LANGUAGE)
+                          for one in self.summers]
 
     def worker(self, rank, **options):
         addresses = [one.address for one in self.listeners]

@@ -149,7 +149,8 @@ def test_a_death_costs_no_step(victim, undisturbed, hosts, tmp_path):  # Rules 3
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("bad", ["cut in the middle of a frame", "stalled", "slowed tenfold"])
+@pytest.mark.parametrize(
+    "bad", ["cut in the middle of a frame", "flipped there", "flipped back", "stalled", "slowed tenfold"])
 def test_a_bad_link_is_named_or_endured(bad, undisturbed, hosts, tmp_path):  # Rules 3 and 5
     (host,) = hosts(1)
     name, port = host.where.split(":")
@@ -160,11 +161,21 @@ def test_a_bad_link_is_named_or_endured(bad, undisturbed, hosts, tmp_path):  # R
             relay.set_rate(10e6)
             assert workers.join() == [0, 0], workers.errors()
         else:
-            relay.cut(after_nbytes=1000) if bad.startswith("cut") else relay.stall()
+            if bad.startswith("flipped"):
+                relay.flip(12_345, bad.split()[1], 3)
+            elif bad.startswith("cut"):
+                relay.cut(after_nbytes=1000)
+            else:
+                relay.stall()
             begin = time.monotonic()
             assert workers.join() == [3, 3]
             assert time.monotonic() - begin < 20
             assert all("server 0" in e for e in workers.errors()), workers.errors()
+            assert relay.flipped == bad.startswith("flipped")
+    if bad == "flipped there":
+        assert "does not match its checksum" in host.log.read_text()
+    if bad == "flipped back":
+        assert any("does not match its checksum" in e for e in workers.errors()), workers.errors()
     if bad != "slowed tenfold":
         assert Workers(LONG, [host.where], tmp_path, STEPS, 2, session="2").join() == [0, 0]
     for log, reference in zip(workers.logs, undisturbed):

@@ -32,6 +32,7 @@ from roadtrain.node.formats import format_of
 from roadtrain.node.together import Wanted, connect
 from roadtrain.spec.chunks import TRAINABLE
 from roadtrain.units import parse_bytes
+from roadtrain.wire.tcp import Tls
 
 
 class Summation:
@@ -43,15 +44,17 @@ class Summation:
     node/formats.py). local: whether the workers of a host sum through shared memory first; roots: which of them do, by
     their place on the host (None: as its topology says). rule: "sum", or "accumulate" for asynchronous training.
     address: of this host as the others reach it (None: the one that reaches MASTER_ADDR). token_file: the token of the
-    spare hosts; the workers make one for themselves. budget: bytes of memory for this process's summers (None: half of
-    what is free). deadline_s: how long a sum may take. Raises ConfigError, PeerError. `close` it before the process
-    group ends."""
+    spare hosts, and what the workers of several hosts know each other by; needed beyond this host. tls: this host's
+    certificate, its key, and who signs the others' (wire/tcp.py): to spare hosts and to workers on other hosts. budget:
+    bytes of memory for this process's summers (None: half of what is free). deadline_s: how long a sum may take. Raises
+    ConfigError, PeerError. `close` it before the process group ends."""
 
     def __init__(
         self, *, spares: Sequence[str] | str = (), rates: Sequence[float] | None = None,
         spare_rates: Sequence[float] | None = None, format: str = "", local: bool = True,
         roots: Sequence[int] | None = None, rule: str = "sum", address: str | None = None,
         token_file: str | None = None, budget: str | int | None = None, deadline_s: float = 600.0,
+        tls: Tls | None = None,
     ) -> None:
         if not dist.is_initialized():
             raise ConfigError("no process group", hint="torch.distributed.init_process_group() comes first")
@@ -61,7 +64,7 @@ class Summation:
         if rule not in RULES or (format and rule == "accumulate"):
             raise ConfigError(f"rule={rule!r} with format={format!r}",
                               hint="sum, or accumulate without a format: what stays at a summer would be rounded")
-        wanted = Wanted(spares, spare_rates, token_of(token_file))
+        wanted = Wanted(spares, spare_rates, token_of(token_file), tls)
         nbytes = parse_bytes(psutil.virtual_memory().available // 2 if budget is None else budget)
         self._ends: list[Callable[[], None]] = []
         try:

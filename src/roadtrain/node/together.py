@@ -4,13 +4,21 @@
                      <------------------            <------------
 
 Workers that are alone on their hosts need no first stage; those of one host no second, unless there are spare hosts.
+
+NOTE no secret is told. What goes through `tell` (a process group of torch, most often) anybody on its way can read, so
+no token does: workers of one host meet at Unix sockets, which know the user, and those of several hosts prove a token
+made of the one that each was given in a file. Without one they meet over loopback addresses only.
+
 Assumes a way to tell all workers a few bytes (`tell`), used at the start only. Does NOT know torch.
 """
 
 from __future__ import annotations
 
+import hmac
+import ipaddress
 import os
 import secrets
+import socket
 import tempfile
 import threading
 import time
@@ -25,6 +33,7 @@ import msgspec
 from roadtrain.errors import ConfigError, PeerError
 from roadtrain.flow.inside import choose, switches_of
 from roadtrain.flow.shares import optimum
+from roadtrain.node import messages as m
 from roadtrain.node import topology, watch
 from roadtrain.node.dial import address_of, local_options
 from roadtrain.node.roster import Control
@@ -33,7 +42,7 @@ from roadtrain.node.summing import Summers
 from roadtrain.store.buffers import Buffer
 from roadtrain.units import MIB
 from roadtrain.wire import shm
-from roadtrain.wire.tcp import Options, listen
+from roadtrain.wire.tcp import Address, Options, Tls, listen
 
 LEAVE_S = 10.0  # for the other workers to leave, at the end
 NEAR_PART = 4 * MIB  # bytes of a part that a host's workers sum: to the other hosts it is a tensor
@@ -44,19 +53,31 @@ Tell = Callable[[bytes], list[bytes]]  # to all workers -> what each said, by ra
 
 
 class Place(msgspec.Struct, array_like=True):
-    """What every worker says of itself. `roots`: which of its host's workers sum; empty: all."""
+    """What every worker says of itself. `address`: where the workers of other hosts reach it, "" where there are none.
+    `path`, `far`: of Unix sockets, for those of its host: of what a host sums first, and of the rest. `roots`: which of
+    its host's workers sum; empty: all."""
 
-    host: str
     address: str
     path: str
+    far: str
     roots: list[int]
     stated: bool
+
+
+class Home(msgspec.Struct, array_like=True):
+    """Where a worker is, before it listens. `guarded`: it has a token; `tls`: it speaks TLS; `listens`: it could be
+    dialed with that; `loopback`: only this host reaches its address."""
+
+    host: str
+    guarded: bool
+    tls: bool
+    listens: bool
+    loopback: bool
 
 
 class Start(msgspec.Struct, array_like=True):
     """What worker 0 says for all."""
 
-    token: str
     session: str
     spares: dict[str, float]
     inside: bool
@@ -65,11 +86,17 @@ class Start(msgspec.Struct, array_like=True):
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which spare hosts the user wants: a list, or a file that is read again and again."""
+    """Which spare hosts the user wants: a list, or a file that is read again and again. `token`: theirs, and what the
+    workers' own is made of. `tls`: of spare hosts, and of workers to those on other hosts."""
 
     spares: Sequence[str] | str
     rates: Sequence[float] | None
     token: bytes | None
+    tls: Tls | None = None
+
+    def own_token(self) -> bytes | None:
+        """Of the workers among themselves: spare hosts' token in another role."""
+        return self.token and hmac.digest(self.token, b"roadtrain: workers of a summation", "sha256")
 
     def now(self) -> dict[str, float]:
         """Address -> rate. Raises ConfigError."""
@@ -134,19 +161,27 @@ def connect(
         raise ConfigError(f"{len(rates)} rates for {workers} workers", hint="one for each")
     spares = wanted.now() if rank == 0 else {}
     optimum(rates, [*spares.values()])
-    mine = Start(secrets.token_hex(), secrets.token_hex(8), spares, inside and rule == "sum", rates)
+    mine = Start(secrets.token_hex(8), spares, inside and rule == "sum", rates)
     start = msgspec.json.decode(tell(msgspec.json.encode(mine))[0], type=Start)
-    options = Options(token=start.token.encode(), retry_s=30.0)
+    homes = [msgspec.json.decode(one, type=Home) for one in tell(msgspec.json.encode(_home(wanted, address)))]
+    names = [one.host for one in homes]
+    _check_homes(homes)
+    options = Options(token=wanted.own_token(), tls=wanted.tls, retry_s=30.0)
     far, near = Summers(nbytes), Summers(nbytes)
-    listener = listen((address, 0), far.accept, options)
-    ends.append(listener.close)
-    home = tempfile.TemporaryDirectory(prefix="roadtrain-")
-    path = f"{home.name}/sums"
-    ends += [home.cleanup, shm.listen(path, near.accept, local_options(options)).close]
-    here = Place(_host(), "{}:{}".format(*listener.address), path, _roots_here() if roots is None else [*roots],
+    where = ""
+    if len(set(names)) > 1:
+        listener = listen((address, 0), far.accept, options, language=m.LANGUAGE)
+        ends.append(listener.close)
+        where = "{}:{}".format(*listener.address)
+    home = tempfile.TemporaryDirectory(prefix="roadtrain-")  # its owner's alone
+    ends.append(home.cleanup)
+    for name, summers in (("sums", near), ("far", far)):
+        inner_listener = shm.listen(f"{home.name}/{name}", summers.accept, local_options(options), language=m.LANGUAGE)
+        ends.append(inner_listener.close)
+    here = Place(where, f"{home.name}/sums", f"{home.name}/far", _roots_here() if roots is None else [*roots],
                  roots is not None)
     places = [msgspec.json.decode(one, type=Place) for one in tell(msgspec.json.encode(here))]
-    hosts, sums = _groups(places, inside=start.inside, spares=bool(start.spares))
+    hosts, sums = _groups(names, places, inside=start.inside, spares=bool(start.spares))
     if hosts and sums:
         far.nbytes = near.nbytes = nbytes // 2
     number, group = next(((i, ranks) for i, ranks in enumerate(sums) if rank in ranks), (0, []))
@@ -158,8 +193,11 @@ def connect(
     tell(b"")  # all listen
     outer = None
     if group:
+        sites: list[Address | str | None] = [
+            None if one == rank else places[one].far if names[one] == names[rank] else address_of(places[one].address)
+            for one in group]
         outer = Summation(
-            group.index(rank), [None if one == rank else address_of(places[one].address) for one in group],
+            group.index(rank), sites,
             [start.rates[one] for one in group], numbered, far, session=session, options=options, spare=spare,
             rule=rule, deadline_s=deadline_s, control=rule == "sum")
         ends += [partial(far.close, LEAVE_S), outer.close]
@@ -180,9 +218,40 @@ def connect(
     return inner, above
 
 
-def _groups(places: Sequence[Place], *, inside: bool, spares: bool) -> tuple[list[list[int]], list[list[int]]]:
-    """The ranks of each host, none where hosts do not sum first; the ranks of each summation between hosts."""
-    names = [place.host for place in places]
+def _home(wanted: Wanted, address: str) -> Home:
+    """Raises ConfigError where this host has no such address."""
+    try:
+        found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][4][0]
+    except OSError as error:
+        raise ConfigError(f"address {address!r}: {error.strerror or error}") from error
+    tls = wanted.tls
+    listens = tls is None or None not in (tls.cert, tls.ca)
+    return Home(_host(), wanted.token is not None, tls is not None, listens, ipaddress.ip_address(found).is_loopback)
+
+
+def _check_homes(homes: Sequence[Home]) -> None:
+    """The same error on all workers, since all have heard the same. Raises ConfigError."""
+    first = homes[0]
+    for rank, one in enumerate(homes):
+        for what, here, there in (("token_file", first.guarded, one.guarded), ("tls", first.tls, one.tls)):
+            if here != there:
+                raise ConfigError(f"worker 0 has {'a' if here else 'no'} {what}, worker {rank} has "
+                                  f"{'one' if there else 'none'}", hint="give all workers the same")
+    hosts = len({one.host for one in homes})
+    if hosts > 1 and not all(one.listens for one in homes):
+        raise ConfigError(f"workers on {hosts} hosts listen for each other, and one has tls without cert or ca",
+                          hint="tls=Tls(cert, key, ca) of this host, on all of them")
+    if hosts > 1 and not first.guarded and not all(one.loopback for one in homes):
+        raise ConfigError(
+            f"workers on {hosts} hosts and no token: anybody who reaches their addresses could join",
+            hint="token_file=PATH, the same file on all hosts: (umask 077; head -c 32 /dev/urandom | base64 > PATH)")
+
+
+def _groups(
+    names: Sequence[str], places: Sequence[Place], *, inside: bool, spares: bool
+) -> tuple[list[list[int]], list[list[int]]]:
+    """`names`: of the workers' hosts. The ranks of each host, none where hosts do not sum first; the ranks of each
+    summation between hosts."""
     hosts = [[rank for rank, name in enumerate(names) if name == one] for one in dict.fromkeys(names)]
     if not inside or len(hosts) == len(places) or (len(hosts) == 1 and spares):
         return [], [[*range(len(places))]]
