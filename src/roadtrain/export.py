@@ -22,8 +22,7 @@ from roadtrain.model import plain
 from roadtrain.model.split import DTYPES, NAMES, as_numpy
 from roadtrain.optimizer import persistent_buffers
 from roadtrain.spec.chunks import ParamSpec
-from roadtrain.spec.job import Job, make_job
-from roadtrain.status import job_of_run
+from roadtrain.spec.job import Job, job_of_run, make_job
 from roadtrain.store.convert import MASTER, read_param
 from roadtrain.store.generation import open_store
 from roadtrain.store.safetensors_io import Item, export_dir

@@ -194,6 +194,7 @@ def place(
         mark.check("", -1, IN_RAM)
     where = ", ".join(map(str, layout.directories))
     opened = open_or_none(layout, report, lambda job, step: mark.check(job, step, where) if mark is not None else None)
+    said = opened.notes if opened is not None else ()
     if opened is None and store_rates is not None:
         layout = replace(layout, weights=_rates(layout.directories, store_rates, report))
     if opened is None and weights is None and (gone := [n for n, p in model.named_parameters() if is_hollow(p)]):
@@ -224,15 +225,16 @@ def place(
     )
     try:
         start(placed, model, parts, base, engine, device, weights, init, budgets.activation_bytes)
+        if mark is not None and group.rank == 0:
+            mark.adopt(engine.meta.job if paths or addresses else "", placed.steps_done)
     except BaseException:
         engine.close()
         raise
-    if mark is not None and group.rank == 0:
-        mark.adopt(engine.meta.job if paths or addresses else "", placed.steps_done)
     if addresses:
         report(_keep_blocks(engine.worker, 0 if buffering != "auto" else budgets.kept))
     for note in engine.store.notes if engine.store else ():
-        report(note)
+        if note not in said:  # when it was opened
+            report(note)
     where = f"files in {', '.join(map(str, paths))}" if paths else "RAM: it is lost when this process ends"
     if isinstance(engine, Cluster):
         where = (f"{len(addresses)} server(s) {engine.rests}, replicas = {replicas}, "

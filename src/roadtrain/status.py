@@ -13,12 +13,12 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from roadtrain.errors import ConfigError, PeerError
+from roadtrain.errors import PeerError
 from roadtrain.metrics import read_metrics
 from roadtrain.node import watch
 from roadtrain.node.dial import address_of, tls_of, token_of
 from roadtrain.progress import describe, show_table
-from roadtrain.spec.job import Job, load_job
+from roadtrain.spec.job import Job, job_of_run
 from roadtrain.units import show_bytes, show_rate
 from roadtrain.wire.tcp import Options
 
@@ -48,13 +48,6 @@ def command(
         table += watch.rows(servers, found)
     show_table(table, report)
     return int(any(isinstance(one, PeerError) for one in found))
-
-
-def job_of_run(run: str) -> Job:
-    """Raises ConfigError where `run` is not a run directory."""
-    if not Path(run, "job.toml").is_file():
-        raise ConfigError(f"{run} is not a run directory: it has no job.toml", hint="it is the job's --run.dir")
-    return load_job(Path(run, "job.toml"))
 
 
 def rows(job: Job, lines: list[dict[str, Any]], endurance_tbw: float | None) -> list[tuple[str, str]]:

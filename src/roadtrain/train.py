@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import os
 import resource
-import shutil
 import signal
 import threading
 import time
@@ -33,8 +32,8 @@ from roadtrain.node.device import own_device
 from roadtrain.node.dial import tls_of, token_of
 from roadtrain.placing import place
 from roadtrain.progress import progress, show_table
-from roadtrain.spec.job import Job, load_job
-from roadtrain.store.direct import replace_file
+from roadtrain.spec.job import Job, check_own, load_job
+from roadtrain.store.direct import make_directory, replace_file
 from roadtrain.store.mark import Mark
 from roadtrain.trace import Stages
 from roadtrain.units import show_bytes
@@ -78,6 +77,7 @@ class Summary:
 
 def command(path: str, overrides: Mapping[str, Any], new_store: bool = False) -> int:
     job = load_job(path, {**overrides, "run.new_store": True} if new_store else overrides)
+    check_own(path, job)
     return 130 if train(job).stopped == "interrupted" else 0
 
 
@@ -86,7 +86,7 @@ def train(job: Job, report: Report = print) -> Summary:
     if Group.of_environment().rank:
         report = silent  # worker 0 speaks for all
     stop = _Stop(job.run.minutes, report)  # its time runs from here
-    job.run_dir.mkdir(parents=True, exist_ok=True)
+    make_directory(job.run_dir)
     mark = mark_of(job, report)
     training = place_job(job, report, mark)
     optimizer = training.optimizer
@@ -293,7 +293,7 @@ def write_job(job: Job) -> None:
     if job.data.tokenizer != "bytes":
         kept = job.run_dir / "tokenizer.json"
         if Path(job.data.tokenizer).resolve() != kept.resolve():
-            shutil.copyfile(job.data.tokenizer, kept)
+            replace_file(kept, Path(job.data.tokenizer).read_bytes(), "writing")
 
 
 def _summary(training: Training, losses: list[float], resident: int, stopped: str, report: Report) -> Summary:

@@ -21,7 +21,7 @@ from roadtrain import cli, verify
 from roadtrain.errors import ConfigError, ForeignError, FullError, GoneError, StaleError
 from roadtrain.metrics import Metrics, read_metrics
 from roadtrain.model import plain
-from roadtrain.spec.job import Job, load_job
+from roadtrain.spec.job import Job, job_of_run, load_job
 from roadtrain.train import train
 
 transformers = pytest.importorskip("transformers")
@@ -174,6 +174,87 @@ def test_a_run_in_memory_begins_anew(path: Path) -> None:
     train(files, quiet)
     with pytest.raises(GoneError, match="RAM"):
         train(job_of(path, run__dir=str(path.parent / "files"), store__dirs=[]), quiet)
+
+
+def test_a_copy_of_a_run_means_its_own_store(path: Path) -> None:
+    """Its job.toml names the original's run directory: whoever reads the copy reads its own store, whoever would train
+    the original by it is asked."""
+    job, copy = job_of(path), path.parent / "copy"
+    stop_after(job, 2)
+    shutil.copytree(job.run_dir, copy)
+    before = contents(job.run_dir)
+    (copy / "store" / "gen-1" / "store.json").unlink()  # damaged: the original is not taken instead
+    with pytest.raises(GoneError, match=r"copy/store/gen-1/store.json"):
+        cli._run(["export", str(copy), str(path.parent / "out")])
+    shutil.rmtree(copy)
+    shutil.copytree(job.run_dir, copy)
+    with pytest.raises(ConfigError, match=r"lies in .*copy") as raised:
+        cli._run(["train", str(copy / "job.toml")])
+    assert f"--run.dir {copy} --store.dirs {copy}/store" in str(raised.value)
+    assert cli._run(["train", str(copy / "job.toml"), "--run.dir", str(copy)]) == 0  # `{run}` is the copy's
+    assert contents(job.run_dir) == before
+    assert len(read_metrics(copy / "metrics.jsonl")) == 5
+    assert cli._run(["export", str(copy), str(path.parent / "out")]) == 0
+    edition1 = (copy / "job.toml").read_text().replace("{run}", str(job.run_dir)).replace(str(copy), str(job.run_dir))
+    (copy / "job.toml").write_text(edition1)
+    with pytest.raises(ConfigError, match=r"are of that run"):
+        cli._run(["train", str(copy / "job.toml"), "--run.dir", str(copy)])
+    assert job_of_run(str(copy)).store.dirs == [str(copy / "store")]
+
+
+def test_servers_that_hold_no_store_or_an_older_one(path: Path, hosts: Any) -> None:
+    """As with files: refused before anything is made there."""
+    first, empty = hosts(2)
+    job = job_of(path, store__servers=[first.where])
+    stop_after(job, 2)
+    lines = lines_of(job)
+    other = job_of(path, store__servers=[empty.where])
+    for call in (lambda: train(other, quiet), lambda: cli._run(["export", str(other_run(job, empty)), "out"])):
+        with pytest.raises(GoneError, match="no store is there"):
+            call()
+    assert lines_of(job) == lines and not list(empty.directory.glob("gen-*"))
+    train(job, quiet)
+    assert len(lines_of(job)) == 5
+
+
+def other_run(job: Job, host: Any) -> Path:
+    """A run directory whose job is served by `host`."""
+    run = job.run_dir.parent / "other"
+    shutil.copytree(job.run_dir, run)
+    file = run / "job.toml"
+    file.write_text(file.read_text().replace(job.store.servers[0], host.where).replace(job.run.dir, str(run)))
+    return run
+
+
+FILLS = ("mark.json", "job.toml", "metrics.jsonl")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small tmpfs")
+def test_a_full_run_directory(path: Path) -> None:
+    """A typed error, each line whole or absent, and it goes on once there is room."""
+    whole = job_of(path, run__dir=str(path.parent / "whole"))
+    train(whole, quiet)
+    job = job_of(path, store__dirs=[str(path.parent / "store")])
+    job.run_dir.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(job.run_dir)]).returncode:
+        pytest.skip("cannot mount a tmpfs here")
+    try:
+        for room in (0, 1, 5000):  # bytes beyond whole pages do not count on a tmpfs
+            filler = job.run_dir / "filler"
+            with open(filler, "wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
+                while True:
+                    file.write(bytes(4096))
+            os.truncate(filler, max(0, filler.stat().st_size - room))
+            with pytest.raises(FullError, match="are free"):
+                train(job, quiet)
+            for name in FILLS:
+                content = (job.run_dir / name).read_bytes() if (job.run_dir / name).exists() else b""
+                assert not content or content.endswith(b"\n"), name
+            filler.unlink()
+        train(job, quiet)
+        assert losses(job) == losses(whole) and not list(job.run_dir.glob("*.new"))
+    finally:
+        subprocess.run(["umount", str(job.run_dir)], check=True)
 
 
 def contents(directory: Path) -> dict[str, bytes]:

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from roadtrain.errors import BudgetError, FullError, GoneError, ModelError
+from roadtrain.errors import BudgetError, FullError, GoneError, ModelError, StoreError
 from roadtrain.model import activations as module
 from roadtrain.model.activations import Activations
 
@@ -169,6 +169,19 @@ def test_full_disk(tmp_path, monkeypatch):
     with pytest.raises(FullError, match="no space for block inputs"):
         for i in range(4):
             keep.save(tensor(i))
+    keep.close()
+
+
+def test_a_flipped_bit_in_the_scratch_file(tmp_path):  # Rule 6
+    keep = Activations(3 * N, tmp_path, "cpu")
+    tickets = [keep.save(tensor(i)) for i in range(8)]
+    settled(keep)
+    away = next(t for t in tickets if t.state == "away")
+    fd = keep._file.fileno()
+    byte = os.pread(fd, 1, away.at + 77)[0]
+    os.pwrite(fd, bytes([byte ^ 32]), away.at + 77)
+    with pytest.raises(StoreError, match="scratch file do not match their checksum"):
+        keep.load(away)
     keep.close()
 
 

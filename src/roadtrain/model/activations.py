@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
-from roadtrain.errors import BudgetError, FullError, GoneError, ModelError, StoreError
+from roadtrain.errors import BudgetError, DamagedError, FullError, GoneError, ModelError, StoreError
 from roadtrain.spec.chunks import PAGE
 from roadtrain.units import round_up, show_bytes
 
@@ -42,6 +43,7 @@ class Ticket:
         self.nbytes = min(tensor.nbytes, tensor.untyped_storage().nbytes())
         self.movable = tensor.nbytes >= SMALL and 0 not in self.stride
         self.serial, self.users, self.state, self.at = serial, 1, HERE, -1
+        self.sum = 0  # xxh3 of what is in the file
         self.data: torch.Tensor | None = None  # CPU, None while AWAY
         self.source: torch.Tensor | None = None  # what was saved, while its version can still matter
         self.version, self.was_changed = version_of(tensor), False
@@ -317,7 +319,7 @@ class Activations:
                 holes = self._holes.get(size)
                 ticket.at = holes.pop() if holes else self._end
                 self._end = max(self._end, ticket.at + size)
-            self._move(os.pwrite, data.contiguous(), ticket.at)
+            ticket.sum = self._move(os.pwrite, data.contiguous(), ticket.at)
             self.bytes_spilled += ticket.nbytes
         with self._lock:
             self._settle(ticket)
@@ -328,7 +330,8 @@ class Activations:
 
     def _read(self, ticket: Ticket) -> None:
         data = torch.empty(ticket.shape, dtype=ticket.dtype, pin_memory=ticket.device.type == "cuda")
-        self._move(lambda file, left, at: os.preadv(file, [left], at), data, ticket.at)
+        if self._move(lambda file, left, at: os.preadv(file, [left], at), data, ticket.at) != ticket.sum:
+            raise DamagedError(f"{ticket.nbytes} bytes at {ticket.at} of the scratch file do not match their checksum")
         if data.stride() != ticket.stride:  # kernels may round differently by stride (Rule 1)
             data = torch.empty_strided(
                 ticket.shape, ticket.stride, dtype=ticket.dtype, pin_memory=data.is_pinned()
@@ -337,13 +340,15 @@ class Activations:
             ticket.data = data
             self._moved(ticket, HERE)
 
-    def _move(self, transfer: Callable[[int, memoryview, int], int], tensor: torch.Tensor, at: int) -> None:
-        left = memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    def _move(self, transfer: Callable[[int, memoryview, int], int], tensor: torch.Tensor, at: int) -> int:
+        """Returns the xxh3 of what was moved."""
+        left = whole = memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
         while left:
             done = transfer(self._file.fileno(), left, at)
             if done == 0:
                 raise OSError(f"the scratch file ends at {at}")
             left, at = left[done:], at + done
+        return xxhash.xxh3_64_intdigest(whole)
 
     def _moved(self, ticket: Ticket, state: str) -> None:
         ticket.state = state

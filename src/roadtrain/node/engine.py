@@ -78,6 +78,8 @@ def open_or_none(
     opened = open_store(layout.directories, also=layout.moved_from, direct=layout.direct, accept=accept)
     if opened is None:
         return None
+    for note in opened.notes:  # at once: what follows may fail
+        report(note)
     start = time.monotonic()
     try:
         check_same(str(opened.directories[0]), opened.meta, layout)

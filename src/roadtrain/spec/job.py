@@ -164,7 +164,45 @@ class Job(Section):
         return make_job(_merged(self.model_dump(exclude_none=True), overrides))
 
     def to_toml(self) -> str:
-        return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
+        """Directories inside the run directory are written as `{run}`, so that a copy of it means its own."""
+        tree = self.model_dump(mode="json", exclude_none=True)
+        for key in ("dirs", "moved_from"):
+            tree["store"][key] = [moved(d, self.run.dir, "{run}") for d in tree["store"][key]]
+        return tomli_w.dumps(tree)
+
+
+def moved(directory: str, run: str, to: str) -> str:
+    """`directory` as it is called where the run directory `run` is called `to`."""
+    inside = run and Path(directory).is_relative_to(run)
+    return str(Path(to) / Path(directory).relative_to(run)) if inside else directory
+
+
+def job_of_run(run: str) -> Job:
+    """The job that a run directory was trained with. Of a copy, or one that was moved, the job in this directory.
+    Raises ConfigError where `run` is not a run directory."""
+    path = Path(run, "job.toml")
+    if not path.is_file():
+        raise ConfigError(f"{run} is not a run directory: it has no job.toml", hint="it is the job's --run.dir")
+    job = load_job(path)
+    if job.run_dir.resolve() == Path(run).resolve():
+        return job
+    dirs = [moved(d, job.run.dir, str(run)) for d in job.store.dirs]
+    return job.changed({"run.dir": str(run), "store.dirs": dirs})
+
+
+def check_own(path: str, job: Job) -> None:
+    """ConfigError where `path` is the job.toml of a run directory that was copied or moved, and `job`, made of it,
+    would train in the directories of the run that it was written for."""
+    home = Path(path).parent
+    if Path(path).name != "job.toml" or not any((home / name).exists() for name in ("mark.json", "metrics.jsonl")):
+        return
+    named = load_job(path).run_dir
+    there = [job.run.dir, *job.store.dirs]
+    if named.resolve() == home.resolve() or not any(Path(d).resolve().is_relative_to(named.resolve()) for d in there):
+        return
+    raise ConfigError(
+        f"{path} is of the run in {named}, and lies in {home}: {', '.join(there)} are of that run",
+        hint=f"to go on with the copy: --run.dir {home} --store.dirs {','.join(job_of_run(str(home)).store.dirs)}")
 
 
 def load_job(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Job:

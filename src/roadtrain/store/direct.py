@@ -7,6 +7,7 @@ the file and what was done. Does NOT know chunks, slots or checksums.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -71,7 +72,12 @@ def write_all(fd: int, data: bytes) -> None:
 def replace_file(path: Path, content: bytes, doing: str) -> None:
     """`path` holds what it held, or all of `content`, whatever happens; on return the latter, durably."""
     temporary = path.with_name(f"{path.name}.new")
-    write_file(temporary, [content], doing)
+    try:
+        write_file(temporary, [content], doing)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()  # half of it is of no use, and may be what fills the disk
+        raise
     with typed_errors(path, doing):
         temporary.replace(path)
     sync_directory(path.parent)
