@@ -74,7 +74,8 @@ class PlacedOptimizer(torch.optim.Optimizer):
         self._closed = self._abandoned = False
         self._report = report
         self._said_ram = False  # that a small state refers to what ends with this process
-        self.whole_states = False  # what state_dict() gives where it is not said
+        self.whole_states = False  # what state_dict() gives where it is not said, once a step was taken here
+        self._begun_at = engine.step
         self._history = ""  # another one after each time that other values were loaded
         self._writing = False  # what was loaded is on its way to the store
         self._reopened: Pieces | None = None  # of a closed store, while it is read
@@ -345,12 +346,13 @@ class PlacedOptimizer(torch.optim.Optimizer):
                 "where": ", ".join(map(str, self._engine.layout.directories or meta.directories))}
 
     def state_dict(self, gather: bool | None = None) -> dict[str, Any]:
-        """Small (`gather` False, and None unless `whole_states` is set): the step, the parameter groups and a
+        """Small (`gather` False; None unless `whole_states` is set and steps were taken): the step, the groups and a
         reference to the store, which is the checkpoint; with one worker the step is committed on return.
         `gather` True: torch's whole form; its tensors, fp32, lie in a scratch file (beside the store, else in the
         temporary directory) that is mapped into memory; with several workers all ask for it. Raises LoopError while
         updates run in backward."""
-        gather = self.whole_states if gather is None else gather
+        if gather is None:  # accelerate asks before the first step, and loads what it was given
+            gather = self.whole_states and self.steps_done != self._begun_at
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         self.write_staged()

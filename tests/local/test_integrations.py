@@ -79,7 +79,7 @@ def test_the_trainer_prints_what_it_prints_without(tmp_path, store, tied):
     groups = [[(len(g["params"]), g["weight_decay"], g["betas"], g["eps"]) for g in o.param_groups]
               for o in (optimizer, placed)]
     assert groups[0] == groups[1] and [g[1] for g in groups[0]] == [0.1, 0.0]
-    assert os.path.getsize(tmp_path / "placed" / "checkpoint-8" / "optimizer.pt") < 10_000
+    assert (os.path.getsize(tmp_path / "placed" / "checkpoint-8" / "optimizer.pt") < 10_000) == store
     loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "placed" / "checkpoint-8").state_dict()
     for name, value in model.state_dict().items():
         torch.testing.assert_close(loaded[name], value, rtol=1e-4, atol=2e-6)
@@ -97,6 +97,15 @@ def test_the_trainer_has_torchs_bits(tmp_path, bf16):
     assert all(torch.equal(found[n], v) for n, v in model.state_dict().items())
     checkpoint = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "placed" / "checkpoint-8").state_dict()
     assert all(torch.equal(checkpoint[n], v) for n, v in model.state_dict().items())
+
+
+def test_the_trainer_resumes_from_ram(tmp_path):
+    asked = {"lr_scheduler_type": "constant"}
+    whole, _, _ = trained(llama(), tmp_path / "all", steps=8, placed={"lr": 1e-2}, **asked)
+    last = tmp_path / "all" / "checkpoint-4"
+    mine, _, placed = trained(llama(seed=3), tmp_path / "run", resume=str(last), placed={"lr": 1e-2}, **asked)
+    both = [[(e["step"], e["loss"], e["grad_norm"]) for e in log if "loss" in e] for log in (mine, whole)]
+    assert both[0] == both[1] and len(both[0]) == 8 and placed.steps_done == 8
 
 
 @pytest.mark.parametrize("whole", [False, True])

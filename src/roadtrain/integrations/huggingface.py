@@ -39,12 +39,13 @@ class Placed:
         model: nn.Module,
         *,
         optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
-        whole_checkpoints: bool = False,
+        whole_checkpoints: bool | None = None,
         **kwargs: Any,
     ) -> PlacedOptimizer:
         """`optimizer`: torch's class, or another that can run next to the storage. `whole_checkpoints`: optimizer.pt
-        holds the whole state, so that the checkpoint is complete without the store; else a reference to the store's
-        step. `kwargs`: options of `place`, all others are the optimizer's. Raises what `place` raises."""
+        holds the whole state, so that the checkpoint is complete without the store (None: where the state is in
+        RAM); else a reference to the store's step. `kwargs`: options of `place`, all others are the optimizer's.
+        Raises what `place` raises."""
         if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
             raise ConfigError(f"optimizer = {optimizer!r}", hint="a class, such as torch.optim.AdamW")
         options = {key: value for key, value in kwargs.items() if key in OPTIONS}
@@ -55,7 +56,8 @@ class Placed:
             groups = groups_of(model, own.pop("weight_decay", 0.0))
         made = optimizer([g for g in groups if g["params"]], **_arguments(frame, optimizer) | own)
         placed = place(model, made, **options)
-        placed.whole_states = whole_checkpoints
+        in_ram = options.get("store") is None and options.get("servers") is None
+        placed.whole_states = in_ram if whole_checkpoints is None else whole_checkpoints
         return placed
 
 
