@@ -599,7 +599,9 @@ def test_close_leaves_no_thread_and_gives_the_model_back(tmp_path, store):
     placed.close()
     placed.close()
     assert set(threading.enumerate()) == before
-    assert all(p.isnan().all() for p in model.layers.parameters()), "never stale values"
+    for p in model.layers.parameters():  # Rule 6: never stale values, never NaN
+        with pytest.raises(LoopError, match="its values are elsewhere"):
+            p.sum()
     if store:
         leftovers = {p.name for p in tmp_path.rglob("*") if p.is_file()}
         assert leftovers == {"CURRENT", "store.json", "slot0.bin", "slot1.bin", "ledger.0", "ledger.1"}

@@ -1,7 +1,8 @@
 """The parameters of one block on memory that is not theirs: pointed at a lent buffer, dropped, gradients laid out flat.
 
-Dropped parameters keep shape, dtype and device, take 0 bytes and read as NaN (integers: their least value), never as
-stale values. A Parameter keeps its identity throughout, also one that was made on `meta`: optimizers hold it.
+Dropped parameters keep shape, dtype and device, take 0 bytes and refuse to be read (model/released.py); code that reads
+their memory all the same finds NaN (integers: their least value), never stale values. A Parameter keeps its identity
+throughout, also one that was made on `meta`: optimizers hold it.
 
 Assumes: the buffer holds the block as ChunkTable lays it out and outlives its views.
 Does NOT know who lends, or when.
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from roadtrain.model.released import set_fetched, set_released
 from roadtrain.model.split import DTYPES
 from roadtrain.spec.chunks import Block, ChunkTable, Run
 
@@ -55,6 +57,7 @@ class Borrowed:
         """Bring every parameter to the device and drop it. Its values are gone."""
         for place in self.places:
             settle(place.param, place.hollow)
+            set_released(place.param)
         for p in self.empty:
             settle(p, torch.empty(p.shape, dtype=p.dtype, device=self.device))
 
@@ -63,12 +66,14 @@ class Borrowed:
         """Parameters become views of `buffer` (uint8, at least pull_nbytes)."""
         flat = {run.index: _flat(buffer, run.offset, run) for run in self.block.runs}
         for place in self.places:
+            set_fetched(place.param)
             settle(place.param, flat[place.run.index][place.start : place.stop].view(place.hollow.shape))
 
     @torch.inference_mode(False)
     def drop(self) -> None:
         for place in self.places:
             place.param.data = place.hollow
+            set_released(place.param)
 
     @torch.no_grad()
     def lay_out(self, buffer: torch.Tensor, grads: Mapping[int, torch.Tensor]) -> None:
