@@ -48,6 +48,8 @@ def export_run(run: str, directory: str, masters: bool = False, report: Callable
                                accept=partial(mark.check, where=where))
             assert store is not None  # else the mark has refused it
             stack.callback(store.close)
+            for note in store.notes:
+                report(note)
             step, params, read = store.step, store.table.params, partial(read_param, store)
             state = plain.decode(store.blob) if store.blob else {}
             buffers = state.get("buffers", {})

@@ -7,6 +7,7 @@ names in it. `cut(to)` writes what was kept into the empty directory `to`.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ class Disk:
         self.names: dict[int, dict[str, int]] = {}  # of a directory, by inode
         self.kinds: dict[int, bool] = {}  # inode -> whether it is a directory
         self.fail: str = ""  # what is synced under such a path fails, and what was written of it is lost
+        self.synced: Callable[[], None] = lambda: None  # called after each sync
         self._open: list[int] = []  # keeps inodes from being used again
         self._root = os.stat(root).st_ino
         self._real = {name: getattr(os, name) for name in ("fsync", "fdatasync")}
@@ -35,10 +37,11 @@ class Disk:
             return
         if os.path.isdir(path):
             self._keep_directory(Path(path))
-            return
-        self._keep_inode(path, fd)
+        else:
+            self._keep_inode(fd)
+        self.synced()
 
-    def _keep_inode(self, path: str, fd: int) -> None:
+    def _keep_inode(self, fd: int) -> None:
         about = os.fstat(fd)
         again = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
         self.content[about.st_ino] = os.pread(again, about.st_size, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -15,7 +16,9 @@ from test_store_file import META, OWNERS, RECORDS, TRAINABLE, made, opened, rand
 
 from roadtrain.errors import DamagedError, ForeignError, GoneError, StoreError
 from roadtrain.spec.chunks import PAGE
+from roadtrain.store import generation
 from roadtrain.store import lock as lock_module
+from roadtrain.store.convert import convert, read_param
 from roadtrain.store.file import FileTier
 from roadtrain.store.generation import create_part, create_store, open_part, open_store, publish_part
 from roadtrain.store.ledger import HEADER, StoreMeta
@@ -154,10 +157,10 @@ def test_a_generation_that_does_not_count_is_renamed(part: Path, tmp_path: Path)
     for step in (5, 6):
         shutil.copytree(home / "gen-1", home / f"gen-{step}")
     (home / "gen-7").mkdir()
-    for generation, step in (("gen-5", 1), ("gen-1", 3)):  # one is behind, the one that counts is ahead
-        shutil.rmtree(home / generation)
-        filled(scratch := tmp_path / generation, PART, step)
-        shutil.move(scratch / "gen-1", home / generation)
+    for name, step in (("gen-5", 1), ("gen-1", 3)):  # one is behind, the one that counts is ahead
+        shutil.rmtree(home / name)
+        filled(scratch := tmp_path / name, PART, step)
+        shutil.move(scratch / "gen-1", home / name)
     for number in (5, 6):  # as if they had been made there
         rewritten(home / f"gen-{number}", number)
     tier = open_part(home)
@@ -351,6 +354,34 @@ def test_a_disk_that_still_fails_ends_the_next_start(tmp_path: Path, disk: Disk)
     survives(disk, tmp_path / "0", 2)
 
 
+def test_a_power_cut_at_any_sync(tmp_path: Path, disk: Disk) -> None:
+    """A store of two directories is made, trained, opened again, trained, and moved into one: whatever was committed is
+    there, with every bit, or nothing was yet."""
+    cuts: list[tuple[Path, int]] = []
+    committed = -1
+    disk.synced = lambda: cuts.append((disk.cut(tmp_path / str(len(cuts))), committed))
+    a, b = disk.root / "a", disk.root / "b"
+    store = made([a, b])
+    committed = 0
+    step_of(store, 1)
+    committed = 1
+    store.close()
+    store = opened([a, b])
+    step_of(store, 2)
+    committed = 2
+    convert(store, replace(META, job=store.meta.job), [a], [0] * len(OWNERS)).close()
+    disk.synced = lambda: None
+    assert len(cuts) > 40
+    for number, (home, least) in enumerate(cuts):
+        found = open_store([home / "a", home / "b"])
+        assert (found is None and least < 0) or (found is not None and found.step >= least), (number, least)
+        for chunk in RECORDS if found is not None else ():
+            read(found, chunk, RECORD)
+        if found is not None:
+            found.close()
+        shutil.rmtree(home)
+
+
 def name_of(fd: int) -> str:
     return os.path.basename(os.readlink(f"/proc/self/fd/{fd}"))
 
@@ -372,4 +403,48 @@ def test_a_spilled_gradient_is_checked(tmp_path: Path) -> None:
     with pytest.raises(DamagedError, match=f"spilled gradient of chunk {chunk} .* does not match its checksum"):
         tier.spill_read(chunk, into)
     assert read(store, chunk, RECORD)
+    store.close()
+
+
+def test_a_directory_is_left_where_that_is_said(tmp_path: Path) -> None:
+    """`moved_from`: the part that is left is read and, once the store counts elsewhere, removed; nothing else is."""
+    made([tmp_path / "a", tmp_path / "b"]).close()
+    (tmp_path / "b" / "mine.txt").write_text("keep")
+    old = open_store([tmp_path / "a"], also=[tmp_path / "b"])
+    assert old is not None
+    want = {p.name: read_param(old, p.name).tobytes() for p in META.table.params}
+    new = convert(old, replace(META, job=old.meta.job), [tmp_path / "a"], [0] * len(OWNERS))
+    assert names(tmp_path / "b") == {"mine.txt"} and names(tmp_path / "a") == {"CURRENT", "gen-2"}
+    with pytest.raises(StoreError, match="in use by another process"):  # still locked by whoever has converted it
+        open_store([tmp_path / "a"])
+    new.close()
+    again = opened([tmp_path / "a"])
+    assert again.step == 0
+    assert {p.name: read_param(again, p.name).tobytes() for p in META.table.params} == want
+    again.close()
+
+
+@pytest.mark.parametrize("moment", ["switch", "remove"])
+def test_a_conversion_that_was_killed(tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Original and copy are both whole: the one that counts stays, the other goes, and neither is renamed."""
+    made([tmp_path]).close()
+    old = opened([tmp_path])
+
+    def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(generation, moment, die)
+        convert(old, replace(META, job=old.meta.job, chunk_elements=1 << 16), [tmp_path], [0] * len(OWNERS))
+    assert names(tmp_path) == {"CURRENT", "gen-1", "gen-2"}
+    gc.collect()
+    for fd in list(old.locks._held.values()):
+        os.close(fd)
+    old.locks._held.clear()
+    for fd in os.listdir("/proc/self/fd"):  # what the kernel does for a killed process
+        if (link := Path("/proc/self/fd", fd)).is_symlink() and str(link.readlink()).startswith(str(tmp_path)):
+            os.close(int(fd))
+    store = opened([tmp_path])
+    assert store.step == 0 and not store.said
+    assert names(tmp_path) == {"CURRENT", "gen-1" if moment == "switch" else "gen-2"}
     store.close()

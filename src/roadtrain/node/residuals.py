@@ -60,6 +60,8 @@ class Residuals:
             if same and step in steps:
                 part = open_part(self.directory, step, direct=self.layout.direct)
                 assert part is not None
+                if part.note:
+                    report(part.note)
                 return part
         tier = create_part(self.directory, meta, direct=self.layout.direct)
         try:

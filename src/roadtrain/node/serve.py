@@ -281,8 +281,8 @@ class Session:
             self.number, f"server {self.number} ({self.host.where}, {directory})", self.meta, self._rules, self.tier,
             budgets, self.host.report, self.workers, self.local,
         )
-        if self.tier.note:
-            self.host.report(self.tier.note)
+        for note in [tier.note for tier in (self.tier, self.kept) if tier is not None and tier.note]:
+            self.host.report(note)
 
     def fill(self, seat: Seat, number: int, payload: memoryview) -> None:
         chunk = self.chunk(number)

@@ -113,6 +113,7 @@ class FileTier:
 
     def settle(self) -> None:
         """What was found when it was opened is durable, and what does not count is gone, before anything is written."""
+        sync_directory(self.directory)  # of its description: it may have been read before its name was durable
         self._ledger.settle()
 
     def written_in(self, chunk: int) -> int:

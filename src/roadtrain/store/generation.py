@@ -20,6 +20,7 @@ from roadtrain.spec.chunks import ChunkTable
 from roadtrain.store.current import (
     NAME,
     Counting,
+    brief_of,
     clear,
     counting,
     generations,
@@ -326,8 +327,7 @@ def _member(index: int, meta: StoreMeta, given: Sequence[Path]) -> Path:
     for path in given:
         if not (path / name).is_dir():
             continue
-        held = StoreMeta.load(path / name)
-        if held.index == index:
+        if (brief_of(path / name) or StoreMeta.load(path / name)).index == index:  # what is damaged says so
             return path
     raise GoneError(
         f"{Path(meta.directories[index]) / name}: gone: directory {index} of the {len(meta.directories)} of job "
