@@ -2,7 +2,8 @@
 RDMA link too where NIXL is installed, over UCX's TCP mode, which says what the link costs and nothing of RDMA; and,
 where root can make network namespaces, both directions at once over an emulated link of a set rate.
 
-The floor of TCP is a bare socket with the same calls, that of shared memory one copy; both in the same rounds. With one
+Frames carry checksums, as they do by default; the same rounds without them say what those cost. The floor of TCP is a
+bare socket with the same calls, that of shared memory one copy; both in the same rounds. With one
 buffer a side the bytes stay in the cache; with several in turn, as in training, memory bandwidth counts.
 CPU seconds are of both processes together. Over the emulated link the rate is that of what arrives, between the first
 chunk and the last; its floor is the link's rate less the headers that Ethernet, IP and TCP put before each 1448
@@ -46,12 +47,19 @@ RATES = {"400mbit": (50e6, 0.95), "1gbit": (125e6, 0.95), "4gbit": (500e6, 0.90)
 CLONE_NEWNET = 0x40000000
 LINKS = ("tcp", "shm", "rdma") if importlib.util.find_spec("nixl_cu12") else ("tcp", "shm")
 CALLED = {"tcp": "tcp", "shm": "shm", "rdma": "rdma (UCX's TCP mode)"}
+UNSUMMED = " without checksums"
+WAYS = (*LINKS, *(link + UNSUMMED for link in LINKS))
 
 
-def _options(transport: str, connections: int = 1) -> tcp.Options:
+def _options(way: str, connections: int = 1) -> tcp.Options:
+    transport, summed = way.removesuffix(UNSUMMED), not way.endswith(UNSUMMED)
     if transport == "rdma":
-        return rdma.Options(token=TOKEN, connections=connections, device="lo")
-    return tcp.Options(token=TOKEN, connections=connections)
+        return rdma.Options(token=TOKEN, connections=connections, checksums=summed, device="lo")
+    return tcp.Options(token=TOKEN, connections=connections, checksums=summed)
+
+
+def _near_options(way: str) -> shm.Options:
+    return shm.Options(checksums=not way.endswith(UNSUMMED))
 
 
 class _Node:
@@ -94,15 +102,15 @@ class _Node:
             self.link = link
             return self
 
-        if transport == "shm":
-            self.listener = shm.listen(host, accept)
+        if transport.startswith("shm"):
+            self.listener = shm.listen(host, accept, _near_options(transport))
         else:
             self.listener = tcp.listen((host, 0), accept, _options(transport))
         return self.listener.address
 
     def connect(self, transport: str, address: Any, connections: int) -> None:
-        if transport == "shm":
-            self.link = shm.connect(address, self)
+        if transport.startswith("shm"):
+            self.link = shm.connect(address, self, _near_options(transport))
         else:
             self.link = tcp.connect(address, self, _options(transport, connections))
 
@@ -256,19 +264,21 @@ def _loopback(buffers: int, quick: bool) -> list[Row]:
         two.ask(("gloo", 0, f"{folder}/gloo"), ("gloo", 1, f"{folder}/gloo"))
         two.ask(("use", buffers), ("use", buffers))
         for _ in range(rounds + 1):  # the first is to warm up
-            for way in ("tcp", "plain", "gloo", "shm", "copy", *LINKS[2:]):
-                if way in LINKS:
-                    (address,) = two.ask(None, ("listen", way, f"{folder}/shm" if way == "shm" else "127.0.0.1"))
+            for way in ("tcp", "tcp" + UNSUMMED, "plain", "gloo", "shm", "shm" + UNSUMMED, "copy", *(
+                    way for way in WAYS if way.startswith("rdma"))):
+                if way in WAYS:
+                    where = f"{folder}/shm" if way.startswith("shm") else "127.0.0.1"
+                    (address,) = two.ask(None, ("listen", way, where))
                     two.ask(("connect", way, address, 1), None)
                 elif way == "plain":
                     (address,) = two.ask(None, ("listen_plain",))
                     two.ask(("connect_plain", address), None)
-                name = "transfer" if way in LINKS else f"{way}_transfer"
+                name = "transfer" if way in WAYS else f"{way}_transfer"
                 a, b = two.ask((name, chunks, 0), None if way == "copy" else (name, 0, chunks)) + [(0.0, 0.0, 0.0)] * (
                     way == "copy")
                 rates.setdefault(way, []).append(chunks * CHUNK / a[0] / 1e9)
                 cpu.setdefault(way, []).append((a[2] + b[2]) / (chunks * CHUNK / 1e9))
-                if way in LINKS:
+                if way in WAYS:
                     two.ask(("close",), None)
                     two.ask(None, ("close",))
     finally:
@@ -287,6 +297,13 @@ def _loopback(buffers: int, quick: bool) -> list[Row]:
                 None if judged is None else rate[way] >= judged),
             Row(case, "CPU of both sides", "s/GB", spent[way], spent["gloo"], "gloo isend/irecv",
                 spent["gloo"] / spent[way], spent[floor] / spent[way] if floor == "plain" else None, None, None),
+        ]
+        bare = way + UNSUMMED
+        rows += [
+            Row(case + UNSUMMED, "one way", "GB/s", rate[bare], rate[way], "with checksums", rate[bare] / rate[way],
+                rate[bare] / rate[floor], None, None),
+            Row(case + UNSUMMED, "CPU of both sides", "s/GB", spent[bare], spent[way], "with checksums",
+                spent[way] / spent[bare], None, None, None),
         ]
     return rows
 
