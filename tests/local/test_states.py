@@ -184,6 +184,29 @@ def test_what_is_loaded_is_committed_at_once_or_not_at_all(tmp_path):
             assert placed.steps_done == step and same == (what == "both")
 
 
+@pytest.mark.parametrize(("where", "loaded"), [("commit", False), ("publish", False), ("remove", True)])
+def test_a_kill_while_values_are_loaded(tmp_path, where, loaded):
+    """Rule 3: the store holds what it held, or what was loaded."""
+    code = f"""
+        import os, sys
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        from models import Case, place, run
+        from roadtrain.store import generation
+        model, placed, scaler = place(Case(), sys.argv[1], budget="128MiB")
+        run(Case(), model, placed, scaler, 0, 1)
+        model.load_state_dict({{n: v * 0 + 3 for n, v in model.state_dict().items()}})
+        owner = generation if {where!r} == "remove" else generation.OpenedStore
+        setattr(owner, {where!r}, lambda *_: os._exit(7))
+        placed.flush()
+    """
+    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "s")], timeout=120)
+    assert ended.returncode == 7
+    model, placed, _ = place(Case(), tmp_path / "s", **BUDGET)
+    with placed:
+        assert placed.steps_done == 1
+        assert all((v == 3).all() == loaded for n, v in model.state_dict().items() if n != "seen")
+
+
 def test_a_small_state_is_a_reference(tmp_path):
     case = Case()
     model, placed, scaler = place(case, tmp_path / "a", **BUDGET)
