@@ -14,6 +14,8 @@ RoadtrainError
 |   +-- FullError             the device is full
 |   +-- GoneError             a directory or file vanished
 |   +-- StaleError            a store that is behind what is known to be committed
+|   +-- ForkedError           two copies of a store went on without each other: nobody can say which one is meant
+|   +-- DivergedError         two servers that hold the same chunk made different bytes of it in one step
 +-- PeerError                 somebody we wait for
     +-- DeadlineError         a wait passed its deadline (Rule 5): role, step, block, peer
     +-- LostError             the peer ended with an error of its own (the cause)
@@ -70,6 +72,12 @@ class GoneError(StoreError): ...
 
 
 class StaleError(StoreError): ...
+
+
+class ForkedError(StoreError): ...
+
+
+class DivergedError(StoreError): ...
 
 
 class PeerError(RoadtrainError): ...

@@ -50,6 +50,7 @@ def place(
     store: str | Path | Sequence[str | Path] | None = None,
     servers: Sequence[str] | None = None,
     replicas: Literal[1, 2] = 1,
+    give_up: Sequence[str] = (),
     link: Options | None = None,
     relay: str | int | None = None,
     buffering: Literal["auto", "all", "none"] = "auto",
@@ -80,7 +81,11 @@ def place(
     one directory of this host, where what its workers have not sent rests. servers: instead of `store`, the HOST:PORT
     of every `roadtrain serve` that takes a part, always in the same order; all workers of a torchrun share them, and
     each update takes the mean of their gradients. replicas: 2 gives every chunk a second server that applies
-    the same pushes; a server that does not answer at the start is left out, one that comes back is filled up again.
+    the same pushes; a server that does not answer at the start is left out where it cannot hold later steps (with two
+    servers the run directory's `mark` knows that, or worker 0 of the last session, if it saw the other die or ended
+    well; with more a majority is needed), one that comes back is filled up again. give_up: addresses among `servers`
+    whose contents are not to count at this start where that is in doubt: one that is away is left out all the same; of
+    one that answers, the store is moved aside and filled up from the others.
     link: how they are reached (token, TLS, connections). relay: host bytes for a process beside the workers of this
     host that communicates for them. buffering: which blocks are kept from forward to backward, which then pulls
     nothing: as many as fit where that is faster than the network (auto), all, or none. budget: host bytes for
@@ -102,7 +107,8 @@ def place(
     older one, or none, is refused before anything is changed. moved_from: directories that the store has rested in and
     shall leave: only directories that are named here or in `store` are read, written or removed.
 
-    Raises UserError (ConfigError, ModelError, RuleError, BudgetError) before anything is changed, StoreError.
+    Raises UserError (ConfigError, ModelError, RuleError, BudgetError) before anything is changed, StoreError (also
+    ForkedError, where servers went on without each other, and StaleError, where later steps are known of).
     """
     _check_fresh(optimizer)
     group = Group.of_environment() if servers else Group()
@@ -133,6 +139,12 @@ def place(
         raise ConfigError(f"grad_dtype = {grad_dtype} with {len(servers or ())} server(s) and topk = {topk}",
                           hint="torch.bfloat16 or torch.float16, to servers of a network and without topk")
     addresses = [address_of(text) for text in servers or ()]
+    unknown = sorted(set(map(address_of, give_up)) - set(addresses))
+    if unknown or (give_up and (replicas == 1 or len(set(give_up)) == len(addresses))):
+        raise ConfigError(
+            f"give_up = {list(give_up)} of servers {list(servers or ())} with replicas = {replicas}",
+            hint="addresses as in servers, not all of them, with replicas = 2",
+        )
     if device is None and (line := beside_accelerator(found := _device_of(model))):
         report(line)
     device = own_device(found if device is None else device, report)
@@ -208,7 +220,7 @@ def place(
             layout, budgets, addresses, _patient(link or Options(), deadline_s), group, device,
             compute_blocks=range(1, len(base.blocks)), compressor=compressor, deadline_s=deadline_s,
             holds_gradients=backwards_per_step is None, residuals=residuals, report=report,
-            mark=mark if group.rank == 0 else None,
+            mark=mark if group.rank == 0 else None, give_up=[addresses.index(address_of(a)) for a in give_up],
             relay=None if relay is None else derive_relay(
                 base, parse_bytes(relay), servers=len(addresses), local=group.local,
                 holds_gradients=backwards_per_step is None),
@@ -226,7 +238,7 @@ def place(
     try:
         start(placed, model, parts, base, engine, device, weights, init, budgets.activation_bytes)
         if mark is not None and group.rank == 0:
-            mark.adopt(engine.meta.job if paths or addresses else "", placed.steps_done)
+            mark.adopt(engine.meta.job if paths or addresses else "", placed.steps_done, engine.history)
     except BaseException:
         engine.close()
         raise

@@ -217,7 +217,8 @@ def place_job(job: Job, report: Report = print, mark: Mark | None = None) -> Tra
     own = job.run_dir / "residuals" if job.store.servers and job.compress.error_feedback else None
     optimizer = place(
         model, build_optimizer(job, model.parameters()), store=job.store.dirs or own,
-        servers=job.store.servers, replicas=job.store.replicas, link=link_of(job), relay=job.store.relay,
+        servers=job.store.servers, replicas=job.store.replicas, give_up=job.store.give_up,
+        link=link_of(job), relay=job.store.relay,
         buffering=job.store.buffering, budget=job.host_nbytes, dtype=DTYPES[job.model.dtype], blocks=job.model.blocks,
         backwards_per_step=_promise(job), staleness=job.optimizer.staleness,
         topk=None if job.compress.topk is None else job.compress.topk / 100,
@@ -288,7 +289,7 @@ def _line(training: Training, loss: float, lr: float, norm: float, seconds: floa
 
 
 def write_job(job: Job) -> None:
-    said_once = job.changed({"run.new_store": None, "store.moved_from": None})
+    said_once = job.changed({"run.new_store": None, "store.moved_from": None, "store.give_up": None})
     replace_file(job.run_dir / "job.toml", said_once.to_toml().encode(), "writing")
     if job.data.tokenizer != "bytes":
         kept = job.run_dir / "tokenizer.json"

@@ -17,8 +17,10 @@ from models import build, new_scaler, one_step
 
 import roadtrain
 from roadtrain.errors import RoadtrainError
+from roadtrain.node import server
 from roadtrain.node.serve import Host
 from roadtrain.store.direct import DirectFile, typed_errors
+from roadtrain.store.mark import Mark
 from roadtrain.wire.tcp import Options
 
 FORK = multiprocessing.get_context("forkserver")
@@ -37,7 +39,9 @@ def free_port():
 def host_child(directory, address, token, log, ready, snapshot, every, fault, budget, tls=None):
     torch.set_num_threads(1)
     lines = open(log, "a", buffering=1)  # noqa: SIM115
-    if fault is not None:
+    if fault is not None and fault[0] == "flip":
+        flip_update(*fault[1:])
+    elif fault is not None:
         break_writes(str(snapshot), *fault)
     with Host(address, Path(directory), budget, Options(token=token, tls=tls), lambda line: lines.write(line + "\n"),
               Path(snapshot), every) as host:
@@ -59,6 +63,18 @@ def break_writes(directory, kind, amount):
         write(self, *args)
 
     DirectFile.write = broken
+
+
+def flip_update(number, byte):
+    """In this process one bit of `byte` of what update `number` makes is another one, before it is written."""
+    apply_rule, count = server.apply_rule, iter(range(1 << 30))
+
+    def broken(rule, chunk, record, view, *args):
+        apply_rule(rule, chunk, record, view, *args)
+        if next(count) == number:
+            view[byte] ^= 16
+
+    server.apply_rule = broken
 
 
 class HostProcess:
@@ -95,6 +111,8 @@ def worker_child(case, servers, log, steps, rank, workers, options, change):
             file.write(line + "\n")
 
     try:
+        if "run" in options:
+            options["mark"] = Mark(Path(options.pop("run")), report=said)
         model, optimizer = build(case)
         if change == "model":
             model.extra = torch.nn.Linear(2, 2)

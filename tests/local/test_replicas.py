@@ -36,8 +36,10 @@ class Cluster:
             if not keep:
                 shutil.rmtree(self.hosts[number].directory, ignore_errors=True)
 
-    def back(self, number):
-        self.hosts[number] = HostProcess(self.home / f"host{number}", port=int(self.where[number].split(":")[1]))
+    def back(self, *numbers, **options):
+        for number in numbers:
+            port = int(self.where[number].split(":")[1])
+            self.hosts[number] = HostProcess(self.home / f"host{number}", port=port, **options)
 
     def close(self):
         for host in self.hosts:

@@ -9,7 +9,8 @@ import pytest
 from roadtrain.errors import LoopError
 from roadtrain.flow import ops
 from roadtrain.flow.assign import assign
-from roadtrain.flow.ledger import Ledger, resumed
+from roadtrain.flow.history import Held, Histories, HistoryLink, Resume
+from roadtrain.flow.ledger import Ledger, added
 from roadtrain.flow.prefetch import HERE, Prefetcher
 from roadtrain.flow.queues import READ_PARAMETERS, READ_STATE, WRITE_STATE, DeviceQueue, Trial, Turns
 from roadtrain.flow.serve import ServeDecider, agreed
@@ -23,6 +24,7 @@ class World:
         self.decider, self.random = decider, random.Random(seed)
         self.todo, self.sent, self.log, self.held, self.lanes = [], [], [], {}, {}
         self.written = dict.fromkeys(decider.chunks, 0)  # last step written
+        self.checksum = lambda chunk: 0
 
     def feed(self, event):
         for action in self.decider.handle(event):
@@ -51,6 +53,7 @@ class World:
                 result = (tuple(self.held.get(chunk, ())),)
             case ops.Update(chunk, _):
                 self.held.pop(chunk, None)
+                result = (self.checksum(chunk),)
         self.feed(ops.Done(action, result))
 
     def drain(self):
@@ -400,11 +403,61 @@ def test_assign_spreads_evenly_and_by_weight():
 def test_ledger_with_replicas_gives_the_blob_to_all_before_the_commit():
     ledger = Ledger((1, 2, 4), 0, everywhere=True)
     assert [s for s, _ in ledger.seal(1)] == [1, 2, 4]
-    assert ledger.blob(1, b"x") == [(2, ops.Commit(1, b"x")), (4, ops.Commit(1, b"x"))]
+    assert ledger.blob(1, b"x") == []
+    assert ledger.missing() == "step 1 waits for server(s) [1, 2, 4]"  # nobody prepares what is not compared
+    assert ledger.on_written(ops.Written(1, 1)) == ledger.on_written(ops.Written(2, 1)) == []
+    assert ledger.on_written(ops.Written(4, 1)) == [(2, ops.Commit(1, b"x")), (4, ops.Commit(1, b"x"))]
     assert ledger.on_prepared(ops.Prepared(2, 1)) == []
     assert ledger.missing() == "step 1 waits for server(s) [4]"
     assert ledger.on_prepared(ops.Prepared(4, 1)) == [(1, ops.Commit(1, b"x"))]
     assert [s for s, _ in ledger.on_committed(ops.CommitDone(1))] == [2, 4]
+    ledger.check()
+
+
+@pytest.mark.parametrize("bad", [(), (5,), (2, 7)])
+def test_a_step_that_two_servers_wrote_differently_is_not_committed(bad):  # Rule 6
+    """Three servers; the chunks of owner 1 are held by 1 and 2. One that differs is named, of several it is said."""
+    chunks, ledger = [2, 5, 7], Ledger((0, 1, 2), 3, everywhere=True)
+    sums = dict.fromkeys((1, 2), (0, 0))
+    for chunk in chunks:
+        for server in sums:
+            flipped = server == 2 and chunk in bad
+            sums[server] = added(sums[server], chunk, (chunk * 0x9E3779B97F4A7C15 + flipped) % 2**64)
+    ledger.seal(4)
+    ledger.blob(4, b"x")
+    out = [*ledger.on_written(ops.Written(0, 4, ((0, 8, 8), (2, 9, 9)))),
+           *ledger.on_written(ops.Written(1, 4, ((0, 8, 8), (1, *sums[1])))),
+           *ledger.on_written(ops.Written(2, 4, ((1, *sums[2]), (2, 9, 9))))]
+    if not bad:
+        assert ledger.diverged is None and [s for s, _ in out] == [1, 2]
+        return
+    assert out == [] and ledger.on_prepared(ops.Prepared(1, 4)) == ledger.on_prepared(ops.Prepared(2, 4)) == []
+    found = ledger.diverged
+    assert (found.step, found.owner, found.servers) == (4, 1, (1, 2))
+    assert found.chunk(chunks) == (bad[0] if len(bad) == 1 else None)
+
+
+def test_a_server_says_what_it_wrote_before_it_prepares():
+    """The sum over its chunks, of each owner, in whatever order they were updated."""
+    said = []
+    for seed in range(4):
+        decider = ServeDecider(1, dict.fromkeys(range(4), (True, False)), 0, durable=True, everywhere=True,
+                               owners={0: 0, 1: 1, 2: 1, 3: 0})
+        world = World(decider, seed)
+        world.checksum = lambda chunk: 1000 + chunk
+        for chunk in range(3):
+            world.feed(ops.Push(chunk, None, True, True, chunk))
+            world.feed(ops.Release(chunk, 1, (), (1.0,), chunk))
+        world.feed(ops.Seal(1))
+        world.drain()
+        assert not any(isinstance(a, ops.Prepare) for a in world.log)
+        said.append(next(m for m in world.sent if isinstance(m, ops.Written)))
+        world.feed(ops.Commit(1, b"x"))
+        world.drain()
+        assert [a.step for a in world.log if isinstance(a, ops.Prepare)] == [1]
+    first = added((0, 0), 0, 1000)
+    second = added(added((0, 0), 1, 1001), 2, 1002)
+    assert set(said) == {ops.Written(1, 1, ((0, *first), (1, *second)))}
 
 
 class Replicas:
@@ -418,19 +471,25 @@ class Replicas:
         self.n, self.random, self.own = n, random.Random(seed), own
         self.disks = [{} for _ in range(n)]  # step -> (contents, blobs); the two newest
         self.disks += [{0: ((), ())} for _ in range(self.WORKERS * own)]
-        self.known = [(0,) * n for _ in range(n)]  # the sessions that a server knows of
+        self.known = [()] * n  # the history that a server has
+        self.sessions = 0
         self.told = 0  # the last step that a worker knows to be committed
         self.contents = {}  # of that step
         self.away, self.stale = None, None  # who is dead; who has missed steps
 
     def start(self, alive, events):
         """A session of `alive`, which ends after `events` events; every one of them is a kill point. True: it ran."""
-        found = {i: (max(self.disks[i], default=-1), self.known[i]) for i in alive}
-        step, members, number = resumed(found)
-        if step < 0:
-            step, members = 0, tuple(alive)
+        without = () if self.stale is None else (self.stale,)  # worker 0 saw it die and told the others
+        found = {i: Held(max(self.disks[i], default=-1), self.known[i], without=without) for i in alive}
+        got = Histories(found, [f"server {i}" for i in range(self.n)], {(i, (i + 1) % self.n) for i in range(self.n)}
+                        ).resume()
+        if not isinstance(got, Resume):
+            assert not self.told
+            got = Resume(0, tuple(alive), ())
             for i in alive:
                 self.disks[i] = {0: ((), None)}
+        step, members, number = got.step, got.members, self.sessions
+        self.sessions += 1
         records = [self.disks[i].get(step) for i in members]
         assert all(r == records[0] and r is not None for r in records), "members differ"
         assert step >= self.told, f"step {self.told} was committed, {step} is gone on from"
@@ -440,13 +499,16 @@ class Replicas:
             if (events := events - 1) < 0:
                 return False
             self.disks[i] = {s: r for s, r in self.disks[i].items() if s <= step}
-        sessions = tuple(number if i in alive else 0 for i in range(self.n))
-        for i in sorted(alive, key=lambda i: i in members):  # those that are filled up come first
+        for i in alive:
+            if i not in members:
+                if (events := events - 1) < 0:
+                    return False
+                self.disks[i], self.known[i] = {step: records[0]}, got.history
+        history = (*got.history, HistoryLink(f"session {number}", step, tuple(sorted(alive))))
+        for i in alive:  # once all have what the link says
             if (events := events - 1) < 0:
                 return False
-            self.disks[i], self.known[i] = {**self.disks[i], step: records[0]}, sessions
-            if i not in members:
-                self.disks[i] = {step: records[0]}
+            self.known[i] = history
         for i in range(self.n, len(self.disks)):
             assert self.disks[i][step][0] == records[0][0], "what only one worker has is of another step"
             self.disks[i] = {s: r for s, r in self.disks[i].items() if s <= step}
@@ -502,7 +564,8 @@ class Replicas:
                     continue
                 message, ledger = back[server, w].pop(0), self.ledgers[w]
                 done = isinstance(message, ops.CommitDone)
-                out = ledger.on_committed(message) if done else ledger.on_prepared(message)
+                out = (ledger.on_committed(message) if done else
+                       ledger.on_written(message) if isinstance(message, ops.Written) else ledger.on_prepared(message))
                 if done and message.step > self.told:
                     self.told, self.contents = message.step, self.disks[alive[0]][message.step]
                 for to, what in out:
@@ -521,7 +584,7 @@ class Replicas:
             elif fate < 0.8 and (self.told or self.away is not None):
                 self.away = self.stale = may_die
                 if self.random.random() < 0.7:
-                    self.disks[may_die], self.known[may_die] = {}, (0,) * self.n
+                    self.disks[may_die], self.known[may_die] = {}, ()
         return self.told
 
 
@@ -530,16 +593,6 @@ def test_no_committed_step_is_lost_with_one_server_whatever_the_moment(n, own): 
     """A server dies (with or without what it held) between any two events of a session or of its start. What only one
     worker has is at the step that the others go on from."""
     assert sum(Replicas(n, seed, own).life() for seed in range(200)) > (50 if own else 200)
-
-
-def test_who_counts_after_a_death():
-    assert resumed({0: (-1, ()), 1: (-1, ())}) == (-1, (), 1)
-    assert resumed({0: (7, ()), 1: (8, ())}) == (7, (0, 1), 1)  # no replicas
-    assert resumed({0: (7, (4, 4, 4)), 1: (8, (4, 4, 4))}) == (7, (0, 1), 5)  # 1 had prepared step 8, 0 had not
-    assert resumed({1: (8, (4, 4, 4)), 2: (8, (4, 4, 4))}) == (8, (1, 2), 5)
-    assert resumed({0: (9, (4, 4, 4)), 1: (8, (0, 5, 5)), 2: (9, (0, 5, 5))}) == (8, (1, 2), 6)  # 0 was left out
-    assert resumed({0: (-1, ()), 1: (8, (0, 5, 5)), 2: (8, (0, 5, 5))}) == (8, (1, 2), 6)  # and came back empty
-    assert resumed({0: (8, (6, 6, 6)), 1: (8, (0, 5, 5)), 2: (8, (0, 5, 5))}) == (8, (0, 1, 2), 7)  # and was filled up
 
 
 def test_who_is_waited_for_is_known():

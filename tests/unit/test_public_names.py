@@ -31,7 +31,8 @@ def test_horovods_and_byteps() -> None:
 
 def test_place() -> None:
     assert list(inspect.signature(roadtrain.place).parameters) == [
-        "model", "optimizer", "store", "servers", "replicas", "link", "relay", "buffering", "budget", "dtype", "blocks",
+        "model", "optimizer", "store", "servers", "replicas", "give_up", "link", "relay", "buffering", "budget",
+        "dtype", "blocks",
         "backwards_per_step", "staleness", "topk", "topk_per_block", "error_feedback", "grad_dtype", "chunk_elements",
         "store_rates", "device", "weights", "init", "extra", "mark", "moved_from", "direct", "deadline_s", "report",
     ]
@@ -53,6 +54,7 @@ def test_keys_of_a_job() -> None:
         "optimizer.momentum", "optimizer.options", "optimizer.schedule", "optimizer.warmup_steps",
         "optimizer.clip_norm", "optimizer.accumulate", "optimizer.staleness",
         "store.dirs", "store.servers", "store.moved_from", "store.relay", "store.buffering", "store.replicas",
+        "store.give_up",
         "store.token_file", "store.ca", "store.cert", "store.key",
         "store.connections", "store.rates", "store.chunk_elements", "store.direct", "budget.host",
         "compress.topk", "compress.error_feedback", "compress.gradients",

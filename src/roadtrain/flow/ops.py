@@ -91,7 +91,7 @@ class Seal:
 @dataclass(frozen=True, slots=True)
 class Commit:
     """Worker -> first server: all others are prepared; `blob` is the job's own state after `step`, this worker's part.
-    With replicas to the others too, before they prepare."""
+    With replicas to the others too, before they prepare and once all are known to have written the same."""
 
     step: int
     blob: Any
@@ -135,6 +135,17 @@ class Prepared:
 
 
 @dataclass(frozen=True, slots=True)
+class Written:
+    """Server -> worker, only with replicas and before it prepares: all of `step` is written here. `sums`: for every
+    owner of chunks held here, (owner, sum, weighted sum) of the checksums of what the step made of them (flow/ledger.py
+    compares them)."""
+
+    server: int
+    step: int
+    sums: Sequence[tuple[int, int, int]] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """Server -> worker: the server ended with `error`."""
 
@@ -148,7 +159,8 @@ class Failed:
 @dataclass(frozen=True, slots=True)
 class Done:
     """A doer has carried `action` out. `result`: of Hold (sums of squares of the worker's gradient, whether the pushed
-    memory is in use until the update), of Total (sums of squares of the sum over workers), a segment each."""
+    memory is in use until the update), of Total (sums of squares of the sum over workers), a segment each; of Update
+    (with replicas the checksum of what it made)."""
 
     action: Any
     result: tuple[Any, ...] = ()

@@ -7,6 +7,7 @@ A chunk's way through one step:
     Update -> Done                      UPDATING; the new version exists: waiting pulls are answered at once
     Write -> Done                       WRITING  (skipped where nothing rests on files)
 When a step is sealed and all its releases are written, the step is prepared (first server: committed when told).
+With replicas a server first says what it has written (Written), and prepares when the workers have compared that.
 With several workers Release, Seal and Commit count once all have sent theirs (`_meet`); what they push is summed first:
     Close or Release of all -> Total -> Done      all are told the sum's norm (Held)
 
@@ -29,6 +30,7 @@ from typing import Any
 
 from roadtrain.errors import LoopError, LostError
 from roadtrain.flow import ops
+from roadtrain.flow.ledger import added
 from roadtrain.flow.queues import Turns
 
 IDLE, READING, UPDATING, WRITING = "idle", "reading", "updating", "writing"
@@ -70,7 +72,8 @@ class ServeDecider:
     """One server's decisions. `chunks`: chunk -> (record resident, public resident). `durable`: records rest on files.
     `base`: the step at which this session of `workers` workers began. `alone`: one worker that is no relay. `late`:
     chunks whose public part is one update behind -> whether the last update was in step `base`. `first`: the server
-    that commits. `everywhere`: the job's own state is kept by all servers (replicas), not by the first alone.
+    that commits. `everywhere`: the job's own state is kept by all servers (replicas), not by the first alone. `owners`:
+    with replicas, the owner of each chunk.
     `answers`: how many of a worker's pulls are answered at once.
 
     Invariants (asserted by `check`): free buffers and the buffers of chunks are disjoint and together all buffers; a
@@ -80,7 +83,7 @@ class ServeDecider:
     def __init__(
         self, server: int, chunks: Mapping[int, tuple[bool, bool]], buffers: int, *, durable: bool, committed: int = 0,
         workers: int = 1, alone: bool | None = None, late: Mapping[int, bool] | None = None, first: int = 0,
-        everywhere: bool = False, answers: int = 1 << 30,
+        everywhere: bool = False, answers: int = 1 << 30, owners: Mapping[int, int] | None = None,
     ) -> None:
         self.commits_here, self.keeps_blobs = server == first, server == first or everywhere
         self.server, self.workers, self.base = server, workers, committed
@@ -101,6 +104,9 @@ class ServeDecider:
         self.commits: dict[int, dict[int, Any]] = {}  # step -> worker -> blob, told to commit
         self.preparing: int | None = None
         self.committed = committed
+        self.everywhere, self.owners = everywhere, owners or {}
+        self.told = committed  # the last step that was said to be written
+        self.sums: dict[int, dict[int, tuple[int, int]]] = {}  # step -> owner -> the sums of Written, so far
         self.turns = Turns(answers)
         self.gone = ""  # which worker has, and why
 
@@ -322,10 +328,14 @@ class ServeDecider:
         self.updating += chunk.resident
         return [ops.Update(number, chunk.active)]
 
-    def _done_Update(self, update: ops.Update) -> list[Any]:
+    def _done_Update(self, update: ops.Update, checksum: int = 0) -> list[Any]:
         number = update.chunk
         chunk = self.chunks[number]
-        assert chunk.phase == UPDATING
+        assert chunk.phase == UPDATING and chunk.active is not None
+        if number in self.owners:
+            sums = self.sums.setdefault(chunk.active.step, {})
+            owner = self.owners[number]
+            sums[owner] = added(sums.get(owner, (0, 0)), number, checksum)
         chunk.version += 1
         chunk.updated = chunk.version
         self.updating -= chunk.resident
@@ -375,13 +385,20 @@ class ServeDecider:
         if not self.sealed or self.preparing is not None or self.open_releases[self.sealed[0]]:
             return []
         step = self.sealed[0]
-        if self.committed < step - 1 or (self.keeps_blobs and len(self.commits.get(step, ())) < self.workers):
+        if self.committed < step - 1:
             return []
+        out: list[Any] = []
+        if self.everywhere and self.told < step:
+            self.told = step
+            sums = [(owner, *both) for owner, both in sorted(self.sums.pop(step, {}).items())]
+            out.append(ops.Send(ops.Written(self.server, step, tuple(sums))))
+        if self.keeps_blobs and len(self.commits.get(step, ())) < self.workers:
+            return out
         self.sealed.popleft()
         del self.open_releases[step]
         self.preparing = step
         blobs = self.commits.pop(step, {})
-        return [ops.Prepare(step, [blobs[worker] for worker in sorted(blobs)])]
+        return [*out, ops.Prepare(step, [blobs[worker] for worker in sorted(blobs)])]
 
     def _advance(self) -> list[Any]:
         """Start what can start: writes past the gate, then reads or updates of the most wanted chunks."""

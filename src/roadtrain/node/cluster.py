@@ -5,8 +5,8 @@ do the same, and the servers wait for all of them. A lost server or worker is an
 process (torchrun) starts it again, and it goes on at the last committed step.
 
 With replicas worker 0 then leaves out a server that does not answer, and fills one that has missed steps up again from
-those that have not (flow/ledger.resumed says which); the others go by what it did. Where all that is left in the
-servers' stores is not the newest step, it sends all of them back to a snapshot, if they have one.
+those that have not; the others go by what it did. Where all that is left in the servers' stores is not the newest step,
+it sends all of them back to a snapshot, if they have one. flow/history.py says what may be gone on from, and who knows.
 
 Does NOT convert a store to another number of servers, chunk size or dtype: that is refused, with what is there.
 """
@@ -27,12 +27,23 @@ import msgspec
 import numpy as np
 import torch
 
-from roadtrain.errors import BusyError, ConfigError, DeadlineError, ForeignError, LostError, PeerError, WireError
+from roadtrain.errors import (
+    BusyError,
+    ConfigError,
+    DeadlineError,
+    ForeignError,
+    ForkedError,
+    LostError,
+    PeerError,
+    StaleError,
+    WireError,
+)
 from roadtrain.flow import ops
-from roadtrain.flow.ledger import resumed
+from roadtrain.flow.history import Doubt, Held, Histories, HistoryLink, Resume, Witness, back_to, lost_chunks
 from roadtrain.kernels.rules import described
 from roadtrain.node import messages as m
 from roadtrain.node import relay as relays
+from roadtrain.node import watch
 from roadtrain.node.compress import Compressor
 from roadtrain.node.dial import local_options
 from roadtrain.node.engine import Layout, check_same, fill_record
@@ -94,6 +105,8 @@ class RemoteServer:
         self._into: dict[int, tuple[int, memoryview]] = {}  # ticket -> chunk, where its parameters go
         self._inbox: queue.SimpleQueue[tuple[int, Any, bytes | memoryview]] = queue.SimpleQueue()
         self._error: BaseException | None = None
+        self._told = False  # it said itself that it ends
+        self.gone = False  # its link ended without a word
 
     def send(self, message: Any) -> None:
         if isinstance(message, ops.Pull):
@@ -159,20 +172,27 @@ class RemoteServer:
                 self.deliver(ops.Pulled(ticket, chunk))
             case m.HELD:
                 self.deliver(ops.Held(fields[0], np.frombuffer(payload, np.float64)))
+            case m.WRITTEN:
+                self.deliver(ops.Written(self.number, *fields))
             case m.PREPARED:
                 self.deliver(ops.Prepared(self.number, fields[0]))
             case m.COMMITTED:
                 self.deliver(ops.CommitDone(fields[0]))
             case m.FAILED:
-                self.lost(LostError(f"{self.peer} ended: {fields[1]}"))
+                self._failed(LostError(f"{self.peer} ended: {fields[1]}"))
             case m.RECORD:
                 self._inbox.put((kind, fields, payload))
-            case m.WELCOME | m.FILLED | m.READY:
+            case m.WELCOME | m.FILLED | m.SETTLED | m.READY:
                 self._inbox.put((kind, fields, bytes(payload)))
             case _:
                 raise WireError(f"a frame of kind {kind} goes the other way")
 
     def lost(self, error: PeerError) -> None:
+        self.gone = not self._told
+        self._failed(error)
+
+    def _failed(self, error: PeerError) -> None:
+        self._told = True
         for server in (self, *list(self._all.values())):
             server._error = server._error or error
             server._inbox.put((m.FAILED, (), b""))
@@ -189,7 +209,7 @@ class Cluster:
         self, layout: Layout, budgets: Budgets, servers: Sequence[Address], options: Options, group: Group,
         device: torch.device, *, compute_blocks: Sequence[int], compressor: Compressor | None, deadline_s: float,
         holds_gradients: bool, relay: RelayBudgets | None = None, residuals: Residuals | None = None,
-        mark: Mark | None = None, report: Callable[[str], None] = print,
+        mark: Mark | None = None, give_up: Sequence[int] = (), report: Callable[[str], None] = print,
     ) -> None:
         self.layout, self.group, self.stages, self._deadline_s = layout, group, Stages(), deadline_s
         self.names = tuple(f"server {number} ({host}:{port})" for number, (host, port) in enumerate(servers))
@@ -200,9 +220,15 @@ class Cluster:
         self._welcomes: dict[int, tuple[int, tuple[int, ...], int, str]] = {}
         self._said: dict[int, tuple[Any, Any]] = {}  # Ready, of whom it has come
         self._covered_since: float | None = None
+        self._decided: Resume | Doubt | None = None  # of `_found`; None: not known yet
+        self._give_up = tuple(give_up)  # servers whose contents are not to count where that is in doubt
+        self._given_up: tuple[int, ...] = ()  # those of them for which it was
+        self._addresses, self._options = servers, options
+        self._begun: set[int] = set()  # servers that have written down that this session began
         self._unfilled = dict.fromkeys(range(len(servers)), 0)
         self._behind: dict[int, bytes] = {}  # which are filled up again -> what was committed with the last step
         self._mark = mark  # what the run directory knows of the store
+        self.history = ""  # what this run is a witness of, from when its session has begun
         self._relay: Popen[bytes] | None = None  # that this worker started
         self._sockets: Path | None = None  # where this host's relay listens
         host = group.rank // group.local
@@ -275,9 +301,12 @@ class Cluster:
         why = next(e for e in missing.values() if e is not None)
         if not spare:
             raise why
+        doubt = self._decide() if self._found else None
+        which = f"; {doubt.why}" if isinstance(doubt, Doubt) else ", which others do not replace"
         raise LostError(
-            f"no answer for {limit_s:.0f} s from {self._names(missing)}, which others do not replace: {why}",
-            hint="a new store needs all its servers, later each chunk needs one of its two") from why
+            f"no answer for {limit_s:.0f} s from {self._names(missing)}{which}: {why}",
+            hint=(doubt.hint if isinstance(doubt, Doubt) else "")
+            or "a new store needs all its servers, later each chunk needs one of its two") from why
 
     def _join(self, number: int, address: Address, options: Options) -> None:
         server = RemoteServer(number, self.names[number], self.servers)
@@ -297,13 +326,14 @@ class Cluster:
         self.servers[number], self._welcomes[number] = server, fields
         if self.group.rank == 0:
             self._found[number] = fields[0], StoreMeta.from_json(description, server.peer) if description else None
+            self._decided = None
 
     def _enough(self, missing: Mapping[int, PeerError | None]) -> bool:
         """Worker 0: whether all are here, or for GRACE_S those that hold every chunk, nobody being busy. Another
         worker: whether all of whom worker 0 took are here and ready; it leaves the rest."""
         if self.group.rank == 0:
             busy = any(isinstance(error, WireError) for error in missing.values())
-            covered = not busy and self.meta.replicas > 1 and self._have_newest()
+            covered = not busy and self.meta.replicas > 1 and isinstance(self._decide(), Resume)
             now = time.monotonic()
             self._covered_since = (self._covered_since or now) if covered else None
             return not missing or (self._covered_since is not None and now - self._covered_since >= GRACE_S)
@@ -319,15 +349,37 @@ class Cluster:
         self.meta = replace(self.meta, job=job)
         return True
 
-    def _resumed(self) -> tuple[int, tuple[int, ...], int]:
-        return resumed({n: (step, meta.sessions if meta else ()) for n, (step, meta) in self._found.items()})
+    def _decide(self) -> Resume | Doubt:
+        """What those who are here may go on from. Raises ForkedError, StaleError."""
+        if self._decided is None:
+            decided: Resume | Doubt | None = None
+            try:
+                decided = self._histories(()).resume(self._witness())
+            except (ForkedError, StaleError):
+                if not self._give_up:
+                    raise
+            self._given_up = () if isinstance(decided, Resume) else self._give_up
+            if decided is None or self._given_up:
+                decided = self._histories(self._given_up).resume(None, self._given_up)
+            self._decided = decided
+        return self._decided
 
-    def _have_newest(self) -> bool:
-        """Whether the stores of those who are here have every chunk at one step, and no store or snapshot is later (but
-        for a step that was prepared and not committed)."""
-        step, members, _ = self._resumed()
-        later = [self._snapshot()[0], *(self._found[n][0] - 1 for n in members)]
-        return not self._lost(members) and max(later) <= step
+    def _histories(self, given_up: Sequence[int]) -> Histories:
+        found = {}
+        for number, (step, meta) in self._found.items():
+            if number not in given_up:
+                kept = max(self._welcomes[number][1], default=-1)
+                held = Held(step, kept=kept)
+                if meta is not None:
+                    held = Held(step, meta.history, kept, meta.without, meta.sessions)
+                found[number] = held
+        return Histories(found, self.names, self._holders())
+
+    def _witness(self) -> Witness | None:
+        """What this run's directory knows of the history of those who are here."""
+        jobs = {meta.job for _, meta in self._found.values() if meta is not None}
+        known = None if self._mark is None else self._mark.known
+        return Witness.of(known.history) if known is not None and known.job in jobs else None
 
     def _snapshot(self) -> tuple[int, tuple[int, ...]]:
         """The newest step of which those who are here have every chunk in snapshots, -1 for none, and who has it."""
@@ -340,8 +392,10 @@ class Cluster:
 
     def _lost(self, members: Sequence[int]) -> list[int]:
         """Who held chunks that none of `members` holds."""
-        holders = {self.meta.holders(chunk.id) for chunk in self.layout.table.chunks}
-        return sorted({server for some in holders if not set(some) & set(members) for server in some})
+        return lost_chunks(self._holders(), members)
+
+    def _holders(self) -> set[tuple[int, ...]]:
+        return {self.meta.holders(chunk.id) for chunk in self.layout.table.chunks}
 
     def _names(self, numbers: Iterable[int]) -> str:
         return ", ".join(self.names[number] for number in numbers)
@@ -350,23 +404,31 @@ class Cluster:
 
     def _open(self, missing: Iterable[int], rules: Any, holds_gradients: bool, report: Callable[[str], None]) -> None:
         """Worker 0: the servers make a store, or open the one that they hold, or go back to a snapshot."""
-        (step, members, session), names = self._resumed(), self.names
+        names = self.names
         newest = [step for _, (step, _) in sorted(self._found.items())]
         if len(every := sorted({every for _, _, every, _ in self._welcomes.values()})) > 1:
             raise ConfigError(f"the servers take snapshots every {every} steps (0: never)",
                               hint="give all servers of a job the same --snapshot-every")
+        decided = self._decide()
         kept, having = self._snapshot()
-        back = kept >= 0 and not self._have_newest()
-        if back:
-            step, members = kept, having
+        back = kept >= 0 and isinstance(decided, Doubt) and bool(decided.lost)
+        self.new = isinstance(decided, Doubt) and not back and not missing and self._unborn()
+        if isinstance(decided, Resume):
+            self.step, members, history = decided.step, decided.members, decided.history
+        elif back:
+            self.step, members, history = kept, having, back_to(self._histories(self._given_up).history, kept)
             again = max(newest) - kept if max(newest) >= kept else f"fewer than {2 * every[0]}"
             report(f"memory was lost: the servers hold steps {', '.join(map(str, newest))} (-1: none). All go back to "
                    f"the snapshot of step {kept}, {again} steps are trained again")
-        unmade = max(newest) <= 0 and min(newest) < 0 and not back and (
-            self.meta.replicas == 1 or bool(self._lost(members)))
-        self.new, self.step = unmade and not missing, max(step, 0)
-        if self.new and self._mark is not None:
-            self._mark.check("", -1, self._names(self.servers))
+        elif self.new:
+            if self._mark is not None:
+                self._mark.check("", -1, self._names(self.servers))
+            self.step, members, history = 0, tuple(self.servers), ()
+        elif decided.lost:
+            raise ForeignError(decided.why, hint="name the servers in the order in which they were named first; where "
+                               "memory was lost before there was a snapshot of all, begin anew in empty directories")
+        else:
+            raise StaleError(decided.why, hint=decided.hint)
         if not self.new:
             held = self._found[members[0]][1]
             assert held is not None
@@ -376,29 +438,36 @@ class Cluster:
                     f"{names[members[0]]} holds a store of {len(held.directories)} servers and chunks of "
                     f"{held.chunk_elements} elements; asked for are {len(names)} and {self.meta.chunk_elements}, or "
                     "another dtype", hint="name the same servers, chunk size and dtype as when the store was made")
-            behind = sorted(self.servers.keys() - set(members))
-            if behind and (held.replicas == 1 or self._lost(members)):
-                raise ForeignError(
-                    f"step {step} of a store is held by {self._names(members)}, not by {self._names(behind)}: nobody "
-                    "holds the rest of it", hint="name the servers in the order in which they were named first; where "
-                    "memory was lost before there was a snapshot of all, begin anew in empty directories")
             if self._mark is not None:
-                self._mark.check(held.job, self.step, self._names(members), back=back)
+                self._mark.check(held.job, self.step, self._names(members), back=back or bool(self._given_up))
             self.meta = held
+            behind = sorted(self.servers.keys() - set(members))
             self._behind = dict.fromkeys(self.servers if back else behind, b"")
-        if self.meta.replicas > 1:
-            self.meta = replace(self.meta, sessions=tuple(session * (n in self.servers) for n in range(len(names))))
+        if self._given_up:
+            report(f"given up: what {self._names(self._given_up)} may hold beyond step {self.step}")
+        link = HistoryLink(uuid.uuid4().hex[:16], self.step, tuple(sorted(self.servers)), int(time.time()))
+        self.meta = replace(self.meta, history=(*history, link), sessions=(), without=())
+        self.history = str(Witness(history[-1].id if history else "", link.id, link.members))
         for number, server in self.servers.items():
             body = msgspec.json.encode({"meta": replace(self.meta, index=number).to_json(), "rules": rules})
-            new, ours = self.new or number in self._behind, kept if number in having else -1
-            server.say(m.OPEN, (new, self.step, len(names), holds_gradients, ours), body)
+            new = self.new or number in self._behind
+            ours = kept if number in having and (back or not new) else -1  # what was kept elsewhere may be another's
+            given_up = new and number in self._given_up
+            server.say(m.OPEN, (new, self.step, len(names), holds_gradients, ours, given_up), body)
         if missing:
             report(f"replicas: no answer from {self._names(missing)}: left out, its chunks have one copy until a start "
                    "finds it again")
         for number in self._behind:
-            if kept < step or number not in having:  # else it restores that itself
+            if not back or number not in having:  # else it restores that itself
                 report(f"replicas: {names[number]} is filled up again at step {self.step}")
                 self._fill_up(number, members)
+
+    def _unborn(self) -> bool:
+        """Whether no session has begun on what is here: a store that was never finished is made anew."""
+        steps, metas = zip(*self._found.values())
+        if max(steps) > 0 or min(steps) >= 0:
+            return False
+        return self.meta.replicas == 1 or not any(meta is not None and meta.history for meta in metas)
 
     def _fill_up(self, number: int, members: Sequence[int]) -> None:
         """All that server `number` is to hold, from `members`, whose contents count."""
@@ -425,20 +494,28 @@ class Cluster:
         self._unfilled[number] -= 1
 
     def start(self, blob: bytes) -> None:
-        """Worker 0: step 0 of a new store is committed with `blob`, server 0 last; then the servers serve. Who was
-        filled up begins first: the others then write down who takes part, and it has what that says."""
+        """Worker 0: step 0 of a new store is committed with `blob`, server 0 last; then the servers write down that
+        this session begins, and serve."""
         if self._own is not None:
             self._own.start()
         if self.group.rank:
             return
-        for number, server in sorted(self.servers.items(), key=lambda item: (item[0] not in self._behind, -item[0])):
+        first = self.meta.members[0]
+        order = sorted(self.servers, reverse=True)
+        for number in order:
             while self._unfilled[number]:
                 self._filled(number)
-            first = number == self.meta.members[0]
-            own = blob if self.new and (first or self.meta.replicas > 1) else self._behind.get(number, b"")
-            server.say(m.BEGIN, (), own)
-            _, given = server.wait(m.READY, "the store to be ready", self._deadline_s)
-            self.blob = given if first else self.blob
+            if self.new or number in self._behind:
+                own = blob if self.new and (number == first or self.meta.replicas > 1) else b""
+                self.servers[number].say(m.SETTLE, (), self._behind.get(number, own))
+                self.servers[number].wait(m.SETTLED, "a new part to be whole", self._deadline_s)
+        if self._mark is not None and not self.new:  # before anybody else can know of this session
+            self._mark.adopt(self.meta.job, self.step, self.history)
+        for number in order:  # all have what the link says that they have
+            self.servers[number].say(m.BEGIN, ())
+            _, given = self.servers[number].wait(m.READY, "the store to be ready", self._deadline_s)
+            self._begun.add(number)
+            self.blob = given if number == first else self.blob
 
     def read(self, name: str, what: str) -> np.ndarray:
         """As Engine.read: a parameter's values from its servers, between steps."""
@@ -467,8 +544,22 @@ class Cluster:
     def close(self) -> None:
         for server in self.servers.values():
             server.close()
+        self._bear_witness()
         if self._own is not None and self._own_tier is not None:
             self._own.stop(self._deadline_s)
             self._own_tier.close()
         self.worker.close()
         relays.end(self._relay)
+
+    def _bear_witness(self) -> None:
+        """Worker 0 of two servers, without a run directory: one of them at most is told that it may go on without the
+        other, the one that is left or else the first. Whoever has not begun this session cannot know of it."""
+        pair = self.meta.replicas > 1 and len(self.names) == len(self.servers) == 2
+        if self.group.rank or self._mark is not None or not pair:
+            return
+        gone = [number for number, server in self.servers.items() if server.gone]
+        other = gone[0] if gone else max(self.servers)
+        if len(gone) > 1 or other not in self._begun:
+            return
+        word = m.encode((self.meta.job, self.meta.history[-1].id, (other,)))
+        watch.ask(self._addresses[1 - other], self._options, m.WITHOUT + word)

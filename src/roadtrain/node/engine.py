@@ -152,6 +152,8 @@ def pieces_of(store: OpenedStore, name: str, what: str) -> Iterator[tuple[int, n
 class Engine:
     """`stages`: seconds and bytes since the last take. `step`: the last committed one when it was opened."""
 
+    history = ""  # that of a store on servers is told by a Cluster
+
     def __init__(
         self, layout: Layout, budgets: Budgets, opened: OpenedStore | None, device: torch.device, *,
         compute_blocks: Sequence[int], compressor: Compressor | None, deadline_s: float,

@@ -1,7 +1,7 @@
 """Messages as frames: which kind, what stands in the typed header (msgpack), which bytes travel as payload.
 
-    worker -> server   Open Fill Begin Read | Pull Push Close Release Forget Seal Commit Committed
-    server -> worker   Welcome Filled Ready Record Failed | Pulled Held Prepared Committed
+    worker -> server   Open Fill Settle Begin Read | Pull Push Close Release Forget Seal Commit Committed
+    server -> worker   Welcome Filled Settled Ready Record Failed | Pulled Held Written Prepared Committed
     worker <-> summer  Part Moved | Sum Failed
     worker <-> worker 0's coordinator  Gone State | Ask Change
 
@@ -28,8 +28,8 @@ from roadtrain.kernels.cast import NUMPY_OF
 from roadtrain.spec.chunks import ITEMSIZE, PAGE, Chunk
 from roadtrain.units import round_up
 
-(OPEN, FILL, BEGIN, READ, PULL, PUSH, CLOSE, RELEASE, FORGET, SEAL, COMMIT, COMMITTED) = range(1, 13)
-(WELCOME, FILLED, READY, RECORD, FAILED, PULLED, HELD, PREPARED) = range(20, 28)
+(OPEN, FILL, BEGIN, READ, PULL, PUSH, CLOSE, RELEASE, FORGET, SEAL, COMMIT, COMMITTED, SETTLE) = range(1, 14)
+(WELCOME, FILLED, READY, RECORD, FAILED, PULLED, HELD, PREPARED, SETTLED, WRITTEN) = range(20, 30)
 (PART, MOVED, SUM, GONE, STATE, ASK, CHANGE) = range(30, 37)
 
 # session, rank, workers, those of one host (negative: their relay sums), number of the server, signature of the layout
@@ -38,10 +38,15 @@ HELLO = msgspec.msgpack.Decoder(Hello)
 # session, rank, workers, rule: of a summation; "" for a rule: to its coordinator
 SumHello = tuple[str, int, int, str]
 SUM_HELLO = msgspec.msgpack.Decoder(SumHello)
+WITHOUT = b"roadtrain without "  # begins the greeting of who says that a server may go on without another one
+Without = tuple[str, str, tuple[int, ...]]  # the rest: job, link of its history, servers (flow/history.py)
+WITHOUT_REST = msgspec.msgpack.Decoder(Without)
 _HEADERS: Mapping[int, Any] = {
-    OPEN: tuple[bool, int, int, bool, int],  # new, generation's step, servers, whether gradients wait for the norm,
-    # step of its snapshot to go on from, or -1: a new part of the same step is restored from that
+    OPEN: tuple[bool, int, int, bool, int, bool],  # new, generation's step, servers, whether gradients wait for the
+    # norm, step of its snapshot to go on from, or -1: a new part of the same step is restored from that; given up: what
+    # the new part replaces is moved aside
     FILL: tuple[int],
+    SETTLE: tuple[()],  # a new part is whole: it counts, with what was committed as payload
     BEGIN: tuple[()],
     READ: tuple[int],  # chunk, or -1: what was committed with the last step
     PULL: tuple[int, int, int],  # chunk, version, ticket
@@ -61,6 +66,8 @@ _HEADERS: Mapping[int, Any] = {
     FAILED: tuple[str, str],  # class, words
     PULLED: tuple[int, int],
     HELD: tuple[int],
+    SETTLED: tuple[()],
+    WRITTEN: tuple[int, tuple[tuple[int, int, int], ...]],  # step; owner, sum, weighted sum
     PREPARED: tuple[int],
     PART: tuple[int, int, int, int, str, int],  # tensor, first element, round, elements, format; of the sum itself,
     # bytes of an element, else 0

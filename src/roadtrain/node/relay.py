@@ -165,8 +165,11 @@ class Lane:
     def fill(self, seat: Seat, number: int, payload: memoryview) -> None:
         self._up.send(m.FILL, m.encode((number,)), [payload])
 
-    def begin(self, seat: Seat, blob: bytes) -> None:
-        self._up.send(m.BEGIN, m.encode(()), [memoryview(blob)])
+    def settle(self, seat: Seat, blob: bytes) -> None:
+        self._up.send(m.SETTLE, m.encode(()), [memoryview(blob)])
+
+    def begin(self, seat: Seat) -> None:
+        self._up.send(m.BEGIN, m.encode(()))
 
     def read(self, seat: Seat, number: int) -> None:
         with self._lock:
@@ -230,7 +233,7 @@ class Lane:
                 with suppress(PeerError):
                     self._readers.popleft().link.send(kind, header, [payload])
                 return
-            seats = [self.seats[0]] if kind == m.FILLED else list(self.seats.values())
+            seats = [self.seats[0]] if kind in (m.FILLED, m.SETTLED) else list(self.seats.values())
             for seat in seats:
                 self._tell_one(seat, kind, header, payload)
         if kind == m.FAILED:

@@ -1,8 +1,10 @@
 """Host: what `roadtrain serve` runs. One storage directory, one session of workers at a time, one Server beside it.
 
-    listening -> a worker joins -> Session: Open, Fill (a new store), Begin -> serving -> the workers leave -> listening
+    listening -> a worker joins -> Session: Open, Begin -> serving -> the workers leave -> listening
+                                            Open, Fill, Settle, Begin: a new store, or one that is filled up
 
-Worker 0 opens the store and fills a new one; all others wait for Ready. A worker that is lost ends the session: what
+Worker 0 opens the store and fills a new one; all others wait for Ready. With Begin the server writes down that it takes
+part in this session, before the session's first step (flow/history.py). A worker that is lost ends the session: what
 was not committed is dropped, the others are told, and the next session begins at the last committed step (Rule 3). So
 does this process when it is started again with the same directory.
 
@@ -133,7 +135,7 @@ class Seat:
                 return self._coming[-1].view[:nbytes]
         elif kind == m.FILL:
             return Buffer(nbytes).view[:nbytes]
-        elif kind not in (m.OPEN, m.BEGIN, m.COMMIT, m.RELEASE):
+        elif kind not in (m.OPEN, m.SETTLE, m.COMMIT, m.RELEASE):
             raise WireError(f"a frame of kind {kind} has no payload, {nbytes} bytes came")
         return memoryview(bytearray(nbytes))
 
@@ -152,8 +154,10 @@ class Seat:
                 session.open(self, fields, bytes(payload))
             case m.FILL:
                 session.fill(self, fields[0], payload)
+            case m.SETTLE:
+                session.settle(self, bytes(payload))
             case m.BEGIN:
-                session.begin(self, bytes(payload))
+                session.begin(self)
             case m.READ:
                 session.read(self, fields[0])
             case m.PULL:
@@ -244,7 +248,7 @@ class Session:
 
     def open(self, seat: Seat, fields: Any, body: bytes) -> None:
         """Worker 0 says what the store holds: makes it, or opens it at the step given."""
-        new, step, servers, holds_gradients, kept = fields
+        new, step, servers, holds_gradients, kept, given_up = fields
         try:
             tree = msgspec.json.decode(body, type=dict[str, Any])
             meta = StoreMeta.from_json(tree["meta"], "the store that worker 0 describes")
@@ -257,7 +261,8 @@ class Session:
         with self.host.store_lock:
             if self.host.every:
                 self.kept = open_snapshot(self.host.snapshot, meta, kept)
-            self.tier = create_part(directory, meta) if new else open_part(directory, step)
+            unbegun = replace(meta, history=meta.history[:-1])
+            self.tier = create_part(directory, unbegun, keep=given_up) if new else open_part(directory, step)
         if new and kept == step and self.kept is not None and self.tier is not None:
             restore(self.kept, self.tier)  # not under the lock: other workers join meanwhile
             self.host.report(f"{directory}: back to step {kept}, from the snapshot in {self.host.snapshot}")
@@ -266,7 +271,7 @@ class Session:
             there = "nothing" if held is None else f"the part of server {held.index} of job {held.job}"
             raise ForeignError(f"{directory}: holds {there}, asked for is server {self.number} of job {meta.job}",
                                hint="name the servers in the order in which they were named first")
-        self.meta = replace(held, sessions=meta.sessions)
+        self.meta = replace(held, history=meta.history, sessions=(), without=())
         if self.kept is not None:
             self.snapshots = Snapshots(self.tier, self.kept, self.host.every, self.host.report)
         budgets = derive_server(
@@ -293,17 +298,24 @@ class Session:
         self.tier.write(number, "record", payload)
         seat.say(m.FILLED, (number,))
 
-    def begin(self, seat: Seat, blob: bytes) -> None:
-        if seat.rank or self.tier is None or self.ready:
-            raise WireError("worker 0 begins, once, after it has opened a store")
+    def settle(self, seat: Seat, blob: bytes) -> None:
+        """A new part is whole: from now on it counts."""
+        if seat.rank or self.tier is None or not self._new or self.ready:
+            raise WireError("worker 0 settles a new part, once")
         if self.tier.step < 0:
             self.tier.prepare(self._step, blob)
             self.tier.committed(self._step)
-        if self._new:
+        with self.host.store_lock:
             for line in publish_part(self.host.directory):
                 self.host.report(line)
-        elif self.meta is not None and self.meta.sessions:
-            self.meta.write(self.tier.directory)  # before its first step: whoever is not here misses that
+        seat.say(m.SETTLED, ())
+
+    def begin(self, seat: Seat) -> None:
+        if seat.rank or self.tier is None or self.meta is None or self.tier.step < 0 or self.ready:
+            raise WireError("worker 0 begins, once, after it has opened a store and settled a new one")
+        with self.host.store_lock:  # before its first step: whoever is not here misses that
+            for tier in filter(None, (self.tier, self.kept)):
+                replace(tier.meta, history=self.meta.history, sessions=(), without=()).write(tier.directory)
         if self.snapshots is not None:
             self.snapshots.start()
         self.server = Server(self.setup, self.deliver, self.stages, self.tier.step)
@@ -362,6 +374,9 @@ class Session:
             case ops.Held(chunk, sums):
                 for seat in seats:
                     seat.say(m.HELD, (chunk,), m.as_bytes(sums))
+            case ops.Written(_, step, chunk_sums):
+                for seat in seats:
+                    seat.say(m.WRITTEN, (step, chunk_sums))
             case ops.Prepared(_, step):
                 for seat in seats:
                     seat.say(m.PREPARED, (step,))
@@ -452,11 +467,31 @@ class Host:
         ours = meta is None or of is None or meta.job == of.job  # another job's is refused when it is opened
         return max(steps, default=-1), kept if ours else (), meta or of
 
+    def go_on_without(self, job: str, link: str, servers: tuple[int, ...]) -> bool:
+        """The witness of the session `link` says that it has ended, and that this server may go on without the others:
+        nobody else is told so. Durable on return; False where that was not the last session here."""
+        with self.store_lock:
+            tier = None if self.session is None else self.session.tier
+            opened = open_part(self.directory, look=True) if tier is None else None
+            home = next((one.directory for one in (tier, opened) if one is not None), None)
+            if opened is not None:
+                opened.close()
+            meta = None if home is None else StoreMeta.load(home)
+            if home is None or meta is None or meta.job != job or [one.id for one in meta.history[-1:]] != [link]:
+                return False
+            replace(meta, without=servers).write(home)
+        self.report(f"server {meta.index}: may go on without server(s) {', '.join(map(str, servers))}")
+        return True
+
     def _accept(self, link: Link, hello: bytes) -> Receiver:
         """Called by the listener for a link whose other side has proven the token."""
         if hello == watch.HELLO:
             said: watch.Said = self.session.status() if self.session else ("no session: waits for workers", {}, {})
             return watch.answer(link, (f"state {self.rests}; {said[0]}", *said[1:]))
+        if hello.startswith(m.WITHOUT):
+            rest = hello[len(m.WITHOUT) :]
+            done = self.go_on_without(*m.decoded(m.WITHOUT_REST, rest, "no word of a witness"))
+            return watch.answer(link, ("noted" if done else "not the last session here", {}, {}))
         name, rank, workers, local, number, signature = m.decoded(m.HELLO, hello, "no greeting of a worker")
         if not 0 <= rank < workers <= 1 << 16:
             raise WireError(f"worker {rank} of {workers}")

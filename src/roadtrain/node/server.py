@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import queue
+import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -30,7 +31,7 @@ from roadtrain.spec.chunks import Chunk, Record
 from roadtrain.spec.plan import Budgets, ServerBudgets
 from roadtrain.store.buffers import Buffer, array_in
 from roadtrain.store.file import FileTier
-from roadtrain.store.ledger import StoreMeta, pack
+from roadtrain.store.ledger import StoreMeta, digest, pack
 from roadtrain.trace import Stages
 from roadtrain.units import show_rate
 from roadtrain.wire.link import copy
@@ -93,6 +94,7 @@ class Server:
             durable=self.tier is not None, committed=committed,
             workers=setup.workers, alone=setup.workers == setup.local == 1, first=meta.members[0],
             everywhere=meta.replicas > 1,
+            owners={c: meta.owners[c] for c in self.chunks} if meta.replicas > 1 else None,
             answers=budgets.answers // setup.workers if isinstance(budgets, ServerBudgets) else 1 << 30,
             late={c: self.tier is not None and self.tier.written_in(c) == committed > 0 for c in self._late},
         )
@@ -385,7 +387,15 @@ class Server:
         if tier is not None:
             part, first = self._written_part(chunk)
             self._sums[number] = tier.sums(number, part, view[first : record.nbytes])
-        return record.nbytes, ()
+        checksum = self._checksum(chunk, public) if self.setup.meta.replicas > 1 else 0
+        return record.nbytes, (checksum,)
+
+    def _checksum(self, chunk: Chunk, public: memoryview) -> int:
+        """Of what an update made, whether or not all of it is written: the state, and what a pull returns. The padding
+        behind a 16-bit copy is nobody's."""
+        sums = self._sums[chunk.id]
+        copied = digest(public[: chunk.public_nbytes]) if self.records[chunk.id].master else sums.get("public", 0)
+        return digest(struct.pack("<QQ", copied, sums.get("private", 0)))
 
     def _write(self, number: int) -> Outcome:
         chunk, record, tier = self.chunks[number], self.records[number], self.tier

@@ -46,12 +46,12 @@ def answer(link: Link, said: Said) -> Watcher:
     return Watcher()
 
 
-def ask(address: Address, options: Options) -> Said | PeerError:
-    """What the server there says, or why it says nothing."""
+def ask(address: Address, options: Options, hello: bytes = HELLO) -> Said | PeerError:
+    """What the server there says, or why it says nothing. `hello`: the question."""
     watcher = Watcher()
     try:
         once = replace(options, connections=1, retry_s=0.0, connect_s=ANSWER_S)
-        link = connect(address, watcher, once, hello=HELLO, language=m.LANGUAGE)
+        link = connect(address, watcher, once, hello=hello, language=m.LANGUAGE)
         said = watcher.answer.get(timeout=ANSWER_S)
         link.close()
         return said if isinstance(said, PeerError) else msgspec.json.decode(said, type=Said)

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from roadtrain.errors import DeadlineError, LoopError, LostError
+from roadtrain.errors import DeadlineError, DivergedError, LoopError, LostError
 from roadtrain.flow import ops
-from roadtrain.flow.ledger import Ledger
+from roadtrain.flow.ledger import Diverged, Ledger
 from roadtrain.flow.prefetch import Prefetcher, PullBlock
 from roadtrain.node.blocks import BlockState, MessageLink, Sums
 from roadtrain.node.compress import Compressor, narrowed
@@ -103,6 +103,10 @@ class Worker:
                     self.blocks[self.table.chunks[chunk].block].came(chunk, sums)
                 case ops.Freed(ticket):
                     self._freed(ticket)
+                case ops.Written():
+                    self._send_all(self.ledger.on_written(message))
+                    if self.ledger.diverged is not None and self._error is None:
+                        self._error = self._diverged(self.ledger.diverged)
                 case ops.Prepared():
                     self._send_all(self.ledger.on_prepared(message))
                 case ops.CommitDone():
@@ -110,6 +114,16 @@ class Worker:
                 case ops.Failed(_, error):
                     self._error = self._error or error
             self._lock.notify_all()
+
+    def _diverged(self, found: Diverged) -> DivergedError:
+        one, other = (getattr(self.links[server], "peer", f"server {server}") for server in found.servers)
+        number = found.chunk([c.id for c in self.table.trainable if self.owners[c.id][0] == found.owner])
+        chunk = "several chunks" if number is None else f"chunk {number} of block {self.table.chunks[number].block}"
+        return DivergedError(
+            f"{one} and {other} made different bytes of {chunk} in step {found.step}: it is not committed",
+            hint="the same command goes on from the step before. If it comes again, the memory or processor of one of "
+            "them is failing, or they are of different kinds and the optimizer has no compiled rule",
+        )
 
     def _send_all(self, messages: Sequence[tuple[int, Any]]) -> None:
         for server, message in messages:

@@ -99,6 +99,8 @@ class StoreSection(Section):
     buffering: Literal["auto", "all", "none"] = Field(
         default="auto", description="blocks kept from forward to backward: what fits and pays, all, none")
     replicas: Literal[1, 2] = Field(default=1, description="2: two servers hold each chunk, any one may die")
+    give_up: list[str] = Field(
+        default=[], description="HOST:PORT of servers whose contents do not count at a start that is in doubt")
     token_file: str | None = Field(default=None, description="file (mode 600) with the servers' token")
     ca: str | None = Field(default=None, description="TLS: PEM file that the servers' certificates are known by")
     cert: str | None = Field(default=None, description="TLS: PEM file of this worker's certificate, if demanded")
@@ -109,7 +111,7 @@ class StoreSection(Section):
     chunk_elements: int = Field(default=MAX_CHUNK, ge=1)
     direct: bool = Field(default=True, description="direct I/O where the file system takes it")
 
-    @field_validator("dirs", "servers", "moved_from", mode="before")
+    @field_validator("dirs", "servers", "moved_from", "give_up", mode="before")
     @classmethod
     def _list(cls, dirs: object) -> object:
         return [dirs] if isinstance(dirs, str) and dirs else dirs or []

@@ -232,11 +232,13 @@ def open_part(
     return tier
 
 
-def create_part(directory: str | Path, meta: StoreMeta, *, direct: bool = True, anew: bool = False) -> FileTier:
+def create_part(
+    directory: str | Path, meta: StoreMeta, *, direct: bool = True, anew: bool = False, keep: bool = False
+) -> FileTier:
     """Empty files for the chunks of server `meta.index`. It counts from `publish_part` on; until then what is there
     does (`anew`: nothing), and takes its room beside it; in RAM, where that is too little, it goes first. ForeignError
     where another part has trained; this one (it has missed steps that its replicas have), or one that has not trained
-    (its store was never finished elsewhere), is replaced."""
+    (its store was never finished elsewhere), is replaced; `keep`: what is replaced is renamed, whatever its step."""
     path = Path(directory).absolute()
     make_directory(path)
     locks = Locks([path])
@@ -257,11 +259,11 @@ def create_part(directory: str | Path, meta: StoreMeta, *, direct: bool = True, 
         if anew:
             switch(path, 0)
         number = 0 if old is None else old.number
-        meta = replace(meta, generation=number + 1, copy_of=number)
+        meta = replace(meta, generation=number + 1, copy_of=0 if keep else number)
         try:
             tier = _create(path, meta, direct)
         except FullError:
-            if old is None or not in_ram(path):
+            if old is None or keep or not in_ram(path):
                 raise
             (path / NAME).unlink(missing_ok=True)
             remove(old.home)

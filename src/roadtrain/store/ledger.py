@@ -31,6 +31,7 @@ import numpy as np
 import xxhash
 
 from roadtrain.errors import DamagedError, ForeignError, GoneError, StoreError
+from roadtrain.flow.history import HistoryLink
 from roadtrain.spec.chunks import Chunk, ChunkTable, ParamSpec, Record, Span, record
 from roadtrain.store.direct import DirectFile, replace_file, typed_errors
 from roadtrain.store.lock import lock
@@ -114,7 +115,9 @@ class StoreMeta:
     staleness: int = 0
     replicas: int = 1  # directories that hold each chunk
     copy_of: int = 0  # the generation that this one was made from, to replace it; 0: from none
-    sessions: tuple[int, ...] = ()  # with replicas: the last that each server took part in, 0: not the last one
+    sessions: tuple[int, ...] = ()  # with replicas, in the first edition: the last session of each server, 0: not there
+    history: tuple[HistoryLink, ...] = ()  # of a store on servers: every session that began to train (flow/history.py)
+    without: tuple[int, ...] = ()  # servers of the last of them that this one may go on without, as a witness said
     format: int = FORMAT
 
     @staticmethod
@@ -159,6 +162,8 @@ class StoreMeta:
     @property
     def members(self) -> tuple[int, ...]:
         """The servers of the last session."""
+        if self.history:
+            return self.history[-1].members
         last = max(self.sessions, default=0)
         return tuple(i for i in range(len(self.directories)) if not self.sessions or self.sessions[i] == last)
 

@@ -1,0 +1,270 @@
+"""Whether a start may go on from what is found: no committed step is lost, no fork is unseen (Rules 3 and 6)."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roadtrain.errors import ForkedError, StaleError
+from roadtrain.flow.history import Doubt, Held, Histories, HistoryLink, Resume, Witness
+
+NAMES = [f"server {n} (host{n}:7000)" for n in range(5)]
+A, B, C = (HistoryLink(name, step, (0, 1), 1_790_000_000) for name, step in (("a", 0), ("b", 5), ("c", 5)))
+
+
+def ring(n):
+    """The holders of every chunk, with a second server each."""
+    return {(i, (i + 1) % n) for i in range(n)}
+
+
+def histories(found, n=2):
+    return Histories(found, NAMES[:n], ring(n))
+
+
+def alone(link, *members):
+    return HistoryLink(link.id, link.step, members, link.at)
+
+
+def test_both_go_on_from_the_last_committed_step():
+    both = {0: Held(7, (A,)), 1: Held(8, (A,))}  # 1 had prepared step 8, 0 had not committed it
+    assert histories(both).resume() == Resume(7, (0, 1), (A,))
+    begun = {0: Held(0, (A,)), 1: Held(1, (A,))}  # no step of the link was committed
+    assert histories(begun).resume() == Resume(0, (0, 1), ())
+
+
+def test_a_committed_step_is_not_gone_back_behind():
+    """Server 0, the first, holds a step that is committed; 1 has dropped its record of it."""
+    assert histories({0: Held(8, (A,)), 1: Held(7, (A,))}).resume() == Resume(8, (0,), (A,))
+    found = Histories({0: Held(8, (A,)), 1: Held(7, (A,))}, NAMES[:2], {(0,), (1,)}).resume()
+    assert isinstance(found, Doubt) and "step 8" in found.why and "not by server 1 (host1:7000)" in found.why
+
+
+def test_one_of_two_does_not_go_on_alone_without_a_witness():
+    """It cannot tell whether the other died, or went on alone while it was away itself."""
+    one = {1: Held(8, (A,))}
+    doubt = histories(one).resume()
+    assert isinstance(doubt, Doubt) and "server 1 (host1:7000) is at step 8; server 0 (host0:7000) may" in doubt.why
+    assert "give_up" in doubt.hint and "step 8" in doubt.hint
+    assert isinstance(histories({**one, 0: Held()}).resume(), Doubt)  # an empty disk is not the other's word
+    assert histories({1: Held(8, (A,), without=(0,))}).resume() == Resume(8, (1,), (A,))
+    assert histories(one).resume(Witness("", "a", (0, 1))) == Resume(8, (1,), (A,))
+    assert histories(one).resume(given_up=[0]) == Resume(8, (1,), (A,))
+    assert histories({1: Held(8, (A, alone(B, 1)))}).resume() == Resume(8, (1,), (A, alone(B, 1)))
+
+
+def test_who_lagged_does_not_go_on_alone():
+    lagged = {0: Held(5, (A,))}
+    began = Witness("a", "b", (1,))
+    doubt = histories(lagged).resume(began)
+    assert isinstance(doubt, Doubt) and "the run's last session was with server 1" in doubt.why
+    assert isinstance(histories(lagged).resume(Witness("b", "c", (1,))), Doubt)
+    elsewhere = {1: Held(8, (A, B))}  # by a start of another run directory, after the last of this one
+    assert isinstance(histories(elsewhere).resume(Witness("", "a", (0, 1))), Doubt)
+    met = histories({**lagged, 1: Held(9, (A, alone(B, 1)))})
+    assert met.resume() == met.resume(began) == Resume(9, (1,), (A, alone(B, 1)))  # server 0 is filled up
+
+
+def test_a_session_that_one_of_its_servers_never_began_has_no_step():
+    """The run died while it began; 1 has the link, 0 has not: both hold the same contents."""
+    found = {0: Held(5, (A,)), 1: Held(5, (A, B))}
+    assert histories(found).resume() == Resume(5, (0, 1), (A,))
+    assert histories({0: found[0]}).resume(Witness("a", "b", (0, 1))) == Resume(5, (0,), (A,))
+    went_on = {0: Held(9, (A, alone(C, 0))), 1: found[1]}
+    assert histories(went_on).resume() == Resume(9, (0,), (A, alone(C, 0)))
+
+
+def test_two_that_went_on_without_each_other_are_refused_by_name():
+    found = {0: Held(9, (A, alone(B, 0))), 1: Held(7, (A, alone(C, 1)))}
+    with pytest.raises(ForkedError) as raised:
+        histories(found)
+    first, _, hint = str(raised.value).partition("\n")
+    assert "server 0 (host0:7000) is at step 9 on a history of its own since step 5, begun at 2026-09-21" in first
+    assert "server 1 (host1:7000) is at step 7 on a history of its own since step 5" in first
+    assert "give_up" in hint
+    same_link = {0: Held(9, (A, alone(B, 0))), 1: Held(8, (A,))}  # steps 6 and 7 of the same link are committed there
+    with pytest.raises(ForkedError):
+        histories(same_link)
+
+
+@pytest.mark.parametrize(("n", "few"), [(3, 1), (4, 2), (5, 2)])
+def test_of_three_or_more_a_majority_is_needed(n, few):
+    link = HistoryLink("a", 0, tuple(range(n)))
+    everything = {tuple(range(n))}  # all chunks are held by all: the majority alone decides
+    for count in range(1, n + 1):
+        found = {i: Held(4, (link,)) for i in range(count)}
+        got = Histories(found, NAMES[:n], everything).resume(Witness("", "a", link.members))
+        assert isinstance(got, Resume) == (count > few), count
+        if count <= few:
+            assert f"{count} of {n} servers" in got.why and "majority" in got.why
+    empty = {0: Held(4, (link,)), **{i: Held() for i in range(1, n)}}
+    assert isinstance(Histories(empty, NAMES[:n], everything).resume(), Doubt)
+
+
+def test_an_older_copy_is_refused_by_the_run():
+    """All servers were put back to a copy that was made before the last session."""
+    with pytest.raises(StaleError, match="in the history of nobody here: they are at step 8"):
+        histories({0: Held(8, (A,)), 1: Held(8, (A,))}).resume(Witness("b", "c", (0, 1)))
+
+
+def test_stores_of_the_first_edition():
+    def at(**found):
+        return Histories(
+            {int(n[1:]): Held(step, sessions=sessions) for n, (step, sessions) in found.items()}, NAMES[:3], ring(3)
+        ).resume()
+
+    assert at(s0=(7, (4, 4, 4)), s1=(8, (4, 4, 4)), s2=(8, (4, 4, 4))).step == 7
+    assert at(s1=(8, (4, 4, 4)), s2=(8, (4, 4, 4))).members == (1, 2)
+    assert at(s0=(7, (4, 4, 4)), s1=(8, (0, 5, 5)), s2=(9, (0, 5, 5))).members == (1, 2)
+    assert at(s0=(8, (4, 4, 4)), s1=(8, (5, 5, 5)), s2=(8, (4, 4, 4))).members == (0, 1, 2)  # it died while it began
+    with pytest.raises(ForkedError):
+        histories({0: Held(9, sessions=(5, 0)), 1: Held(7, sessions=(0, 5))})
+    with pytest.raises(ForkedError):
+        histories({0: Held(9, sessions=(6, 0)), 1: Held(7, sessions=(0, 5))})
+    no_replicas = {0: Held(7), 1: Held(8)}
+    assert Histories(no_replicas, NAMES[:2], {(0,), (1,)}).resume() == Resume(7, (0, 1), ())
+
+
+def test_a_witness_is_what_it_says():
+    for witness in (Witness("", "a", (0, 1)), Witness("a", "b", (3,))):
+        assert Witness.of(str(witness)) == witness
+    assert Witness.of("") is None and Witness.of("a b c") is None
+
+
+class World:
+    """Servers whose disks hold a history and the two newest steps; a step's contents name every session and step that
+    they were made in. `told`: the contents of the last step that somebody was told is committed."""
+
+    def __init__(self, draw, n, marked):
+        self.draw, self.n, self.marked = draw, n, marked
+        self.disks = [None] * n
+        self.copies = [None] * n  # that may be put back, where the run has a mark
+        self.witness, self.told, self.count, self.starts = None, (), 0, 0
+        self.given_up = set()  # what a person has given up is not started alone
+        everyone, link = tuple(range(n)), self.link(0, tuple(range(n)))
+        for i in everyone:
+            self.disks[i] = {"history": (link,), "records": {0: ()}, "without": ()}
+        if marked:
+            self.witness = Witness("", link.id, everyone)
+        self.train(everyone, link, 0, ())
+
+    def link(self, step, members):
+        self.count += 1
+        return HistoryLink(f"link{self.count}", step, members)
+
+    def held(self, i):
+        disk = self.disks[i]
+        return Held() if disk is None else Held(max(disk["records"]), disk["history"], -1, disk["without"])
+
+    def start(self, alive):
+        """One start of those that answer, which may end at any point. Whatever it goes on from has what was told."""
+        found, given_up = {i: self.held(i) for i in alive}, ()
+        try:
+            got = Histories(found, NAMES[: self.n], ring(self.n)).resume(self.witness)
+            if isinstance(got, Doubt):
+                if self.draw(st.integers(0, 9)):
+                    return
+                given_up = tuple(i for i in range(self.n) if self.disks[i] is None or i not in alive)
+                found = {i: held for i, held in found.items() if i not in given_up}
+                got = Histories(found, NAMES[: self.n], ring(self.n)).resume(self.witness, given_up)
+        except (ForkedError, StaleError):
+            return
+        if isinstance(got, Doubt):
+            return
+        contents = {self.disks[i]["records"].get(got.step) for i in got.members}
+        assert len(contents) == 1 and None not in contents, "members differ"
+        (base,) = contents
+        if self.marked and got.step < len(self.told) and not given_up:
+            return  # the mark refuses it by the step alone
+        if given_up:  # a person gives up the steps that are not in both
+            both = [step for step, other in zip(self.told, base) if step == other]
+            self.told = tuple(both)
+            self.given_up = set() if self.marked else set(given_up)
+        assert base[: len(self.told)] == self.told, "a committed step is lost, or the run has forked unseen"
+        self.starts += 1
+        self.begin(sorted(alive), got, base)
+
+    def begin(self, alive, got, base):
+        link, self.together = self.link(got.step, tuple(alive)), False
+        for i in alive:
+            if not self.draw(st.integers(0, 15)):
+                return
+            if i in got.members:
+                disk = self.disks[i]
+                disk["records"] = {s: r for s, r in disk["records"].items() if s <= got.step}
+            else:
+                self.disks[i] = {"history": got.history, "records": {got.step: base}, "without": ()}
+        if self.marked:
+            before = got.history[-1].id if got.history else ""
+            self.witness = Witness(before, link.id, tuple(alive))
+        ready = []
+        for i in self.draw(st.permutations(alive)):
+            if not self.draw(st.integers(0, 15)):
+                self.testify(link, alive, ready)
+                return
+            self.disks[i] = {**self.disks[i], "history": (*got.history, link), "without": ()}
+            ready.append(i)
+        self.train(alive, link, got.step, base)
+
+    def train(self, alive, link, step, base):
+        self.together = len(alive) == self.n
+        for _ in range(self.draw(st.integers(0, 3))):
+            step, base = step + 1, (*base, (link.id, step + 1))
+            for i in (*self.draw(st.permutations(alive[1:])), alive[0]):
+                if not self.draw(st.integers(0, 9)):
+                    self.testify(link, alive, alive)
+                    return
+                records = self.disks[i]["records"]
+                self.disks[i]["records"] = {s: r for s, r in records.items() if s == step - 1} | {step: base}
+            self.told = base
+        self.testify(link, alive, alive)
+
+    def testify(self, link, alive, ready):
+        """Worker 0 sees one of two servers die (or believes that), or ends well, and says to the other that it may go
+        on; or dies as well."""
+        if self.n != 2 or self.marked or len(alive) != 2 or not self.draw(st.booleans()):
+            return
+        dead = self.draw(st.sampled_from(alive))
+        other = self.disks[1 - dead]
+        if dead in ready and other["history"][-1] == link:
+            other["without"] = (dead,)
+
+    def live(self):
+        for _ in range(self.draw(st.integers(1, 8))):
+            victim = self.draw(st.integers(0, self.n - 1))
+            match self.draw(st.sampled_from(["nothing", "nothing", "wiped", "copied", "put back"])):
+                case "wiped":
+                    self.disks[victim] = None
+                case "copied" if self.disks[victim] is not None:
+                    self.copies[victim] = dict(self.disks[victim])
+                case "put back" if self.marked and self.copies[victim] is not None:
+                    self.disks[victim] = dict(self.copies[victim])
+            late = self.draw(st.sets(st.integers(0, self.n - 1), max_size=self.n - 1))
+            alive = {i for i in range(self.n) if i not in late}
+            if not alive <= self.given_up:  # no other start knows of it, if there is no mark: the person does
+                self.start(alive)
+
+
+@settings(max_examples=600, deadline=None, derandomize=True)
+@given(st.data(), st.integers(2, 5), st.booleans())
+def test_no_step_is_lost_and_no_fork_unseen(data, n, marked):
+    """Whatever order of starts, deaths, late answers and wiped disks, of one server or of several at once."""
+    World(data.draw, n, marked).live()
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.data(), st.integers(2, 5), st.booleans())
+def test_one_server_may_die_with_its_disk(data, n, marked):
+    """Any one, while the run trains: the others go on by themselves, from the last committed step."""
+    world = World(data.draw, n, marked)
+    for _ in range(4):
+        dead, starts = data.draw(st.integers(0, n - 1)), world.starts
+        world.disks[dead] = None
+        if not marked and n == 2:
+            world.disks[1 - dead]["without"] = (dead,)  # worker 0 saw it
+        world.start({i for i in range(n) if i != dead})
+        assert world.starts == starts + 1
+        for _ in range(3):  # it comes back, empty
+            world.start(set(range(n)))
+        if not world.together:
+            break  # that start was not finished: until then there is one copy
