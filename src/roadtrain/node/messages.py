@@ -105,7 +105,8 @@ _KINDS = {name: number for name, number in vars().items() if type(number) is int
 EDITION = 2  # NOTE language
 LANGUAGE = language_of({
     **{f"{name} = {number}": _HEADERS[number] for name, number in _KINDS.items()},
-    "edition": EDITION, "hello": Hello, "hello of a summation": SumHello, "rounds": Rounds, "status": Status,
+    "edition": EDITION, "hello": Hello, "hello of a summation": SumHello, "without": Without,
+    "rounds": Rounds, "status": Status,
 })
 T = TypeVar("T")
 
