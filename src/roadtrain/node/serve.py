@@ -259,9 +259,9 @@ class Session:
             raise WireError("a store is opened by worker 0, once, with this server's number")
         directory, self._new, self._step = self.host.directory, new, step
         with self.host.store_lock:
-            if self.host.every:
-                self.kept = open_snapshot(self.host.snapshot, meta, kept)
             unbegun = replace(meta, history=meta.history[:-1])
+            if self.host.every:
+                self.kept = open_snapshot(self.host.snapshot, unbegun, kept)
             self.tier = create_part(directory, unbegun, keep=given_up) if new else open_part(directory, step)
         if new and kept == step and self.kept is not None and self.tier is not None:
             restore(self.kept, self.tier)  # not under the lock: other workers join meanwhile
