@@ -13,11 +13,14 @@ Does NOT convert a store to another number of servers, chunk size or dtype: that
 
 from __future__ import annotations
 
+import math
 import os
 import queue
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from subprocess import Popen
@@ -58,6 +61,7 @@ from roadtrain.store.ledger import StoreMeta
 from roadtrain.store.mark import Mark
 from roadtrain.store.tier import PUBLIC
 from roadtrain.trace import Stages
+from roadtrain.units import show_bytes
 from roadtrain.wire import shm
 from roadtrain.wire.link import Link
 from roadtrain.wire.tcp import Address, Options, connect
@@ -65,6 +69,8 @@ from roadtrain.wire.tcp import Address, Options, connect
 FILLS_AT_ONCE = 4
 GRACE_S = 5.0  # for a server to answer once others that hold every chunk have
 DIAL_S = 2.0  # for one try to reach a host that may be dead
+BEAT_S = 2.0  # between two signs of life; servers bear SILENT_S of silence (node/serve.py)
+SAY_S = 10.0  # between two lines about what all wait for
 
 
 @dataclass(frozen=True)
@@ -104,6 +110,8 @@ class RemoteServer:
         self.deliver: Callable[[Any], None] = lambda message: None  # until there is a worker
         self._into: dict[int, tuple[int, memoryview]] = {}  # ticket -> chunk, where its parameters go
         self._inbox: queue.SimpleQueue[tuple[int, Any, bytes | memoryview]] = queue.SimpleQueue()
+        self.progress: tuple[str, int, int] = "", 0, 0  # what is under way there, how much of how much is done
+        self.moved = -math.inf  # when that changed
         self._error: BaseException | None = None
         self._told = False  # it said itself that it ends
         self.gone = False  # its link ended without a word
@@ -130,16 +138,33 @@ class RemoteServer:
                 raise
 
     def wait(self, kind: int, what: str, deadline_s: float) -> tuple[Any, Any]:
-        """The next session frame, which must be of `kind`: (fields, payload)."""
-        try:
-            got, fields, payload = self._inbox.get(timeout=deadline_s)
-        except queue.Empty:
-            raise DeadlineError(f"waited {deadline_s:.0f} s for {what} from {self.peer}") from None
+        """The next session frame, which must be of `kind`: (fields, payload). The deadline is for no progress."""
+        begin = time.monotonic()
+        while True:
+            left_s = max(begin, self.moved) + deadline_s - time.monotonic()
+            try:
+                got, fields, payload = self._inbox.get(timeout=max(0.0, left_s))
+                break
+            except queue.Empty:
+                if time.monotonic() >= max(begin, self.moved) + deadline_s:
+                    raise DeadlineError(
+                        f"waited {deadline_s:.0f} s for {what} from {self.peer}{self.how_far()}") from None
         if got == m.FAILED:
             raise LostError(f"waiting for {what}: {self._error or f'{self.peer} ended'}") from self._error
         if got != kind:
             raise WireError(f"{self.peer} sent a frame of kind {got} instead of {what}")
         return fields, payload
+
+    def how_far(self) -> str:
+        """For people: what it waits for itself."""
+        what, done, of = self.progress
+        amount = f", {show_bytes(done)} of {show_bytes(of)}" if done else ""
+        return f", which waits for {what}{amount}" if what else ""
+
+    def beat(self) -> None:
+        if self.link is not None:
+            with suppress(PeerError):
+                self.link.send(m.BEAT, m.encode(()), urgent=True)
 
     def has_spoken(self) -> bool:
         """Whether `wait` would not wait."""
@@ -182,6 +207,9 @@ class RemoteServer:
                 self._failed(LostError(f"{self.peer} ended: {fields[1]}"))
             case m.RECORD:
                 self._inbox.put((kind, fields, payload))
+            case m.PROGRESS:
+                if fields != self.progress:
+                    self.progress, self.moved = fields, time.monotonic()
             case m.WELCOME | m.FILLED | m.SETTLED | m.READY:
                 self._inbox.put((kind, fields, bytes(payload)))
             case _:
@@ -238,38 +266,53 @@ class Cluster:
                 self._relay = relays.start(relays.Orders(
                     str(self._sockets), servers, options, group.session, host, group.workers // group.local,
                     group.local, self.meta.to_json(), relay, deadline_s))
+        self._over = threading.Event()
+        self._beats = threading.Thread(target=self._beat, name="beats", daemon=True)
+        self._beats.start()
+        self._report = report
         try:
             missing = self._reach(servers, options)
             self.rests = "; ".join(dict.fromkeys(rests for _, _, _, rests in self._welcomes.values()))
             if group.rank == 0:
                 self._open(missing, [described(r) for r in layout.rules], holds_gradients, report)
             self._own_tier = None if residuals is None else residuals.open(self.meta.job, self.step, report)
+            holders = [tuple(s for s in self.meta.holders(c.id) if s in self.servers) for c in layout.table.chunks]
+            table, own = layout.table, None
+            if residuals is not None:
+                table, own = residuals.table, residuals.number
+                holders += [(own,)] * (len(table.chunks) - residuals.base)
+            self.worker = Worker(
+                table, budgets, holders, device, self.stages, committed=self.step,
+                servers=[*sorted(self.servers), *([] if own is None else [own])], own=own,
+                deadline_s=deadline_s, compute_blocks=compute_blocks, compressor=compressor, workers=group.workers,
+                staleness=layout.staleness, replicas=layout.replicas,
+            )
+            self._own: Server | None = None  # whose chunks are this worker's residuals
+            if residuals is not None and self._own_tier is not None:
+                self._own = residuals.server(self._own_tier, budgets, self.worker.deliver, self.stages, report)
+                self.worker.links[residuals.number] = self._own
+            for server in self.servers.values():
+                server.deliver = self.worker.deliver
+                self.worker.links[server.number] = server
+                if server._error is not None:
+                    self.worker.deliver(ops.Failed(server.number, server._error))
         except BaseException:
+            self._still()
             for server in self.servers.values():
                 server.close()
             if self._relay is not None:
                 self._relay.kill()
             raise
-        holders = [tuple(s for s in self.meta.holders(c.id) if s in self.servers) for c in layout.table.chunks]
-        table, own = layout.table, None
-        if residuals is not None:
-            table, own = residuals.table, residuals.number
-            holders += [(own,)] * (len(table.chunks) - residuals.base)
-        self.worker = Worker(
-            table, budgets, holders, device, self.stages, committed=self.step,
-            servers=[*sorted(self.servers), *([] if own is None else [own])], own=own,
-            deadline_s=deadline_s, compute_blocks=compute_blocks, compressor=compressor, workers=group.workers,
-            staleness=layout.staleness, replicas=layout.replicas,
-        )
-        self._own: Server | None = None  # whose chunks are this worker's residuals
-        if residuals is not None and self._own_tier is not None:
-            self._own = residuals.server(self._own_tier, budgets, self.worker.deliver, self.stages, report)
-            self.worker.links[residuals.number] = self._own
-        for server in self.servers.values():
-            server.deliver = self.worker.deliver
-            self.worker.links[server.number] = server
-            if server._error is not None:
-                self.worker.deliver(ops.Failed(server.number, server._error))
+
+    def _beat(self) -> None:
+        """This process runs, whatever its main thread does: servers end the session of one that is stopped."""
+        while not self._over.wait(BEAT_S):
+            for server in list(self.servers.values()):
+                server.beat()
+
+    def _still(self) -> None:
+        self._over.set()
+        self._beats.join()
 
     # who takes part
 
@@ -279,7 +322,7 @@ class Cluster:
         spare = self.meta.replicas > 1
         once = replace(options, retry_s=0.0, connect_s=min(options.connect_s, DIAL_S)) if spare else options
         missing: dict[int, PeerError | None] = dict.fromkeys(range(len(addresses)))
-        begin = time.monotonic()
+        begin = said = time.monotonic()
         while True:
             for number in list(missing):
                 try:
@@ -293,8 +336,11 @@ class Cluster:
                 return missing
             waiting = not missing or (self.group.rank > 0 and len(self.servers) > 0)  # for worker 0 to begin
             limit_s = (options.retry_s or 0.0) + self._deadline_s * waiting
-            if time.monotonic() - begin > limit_s:
+            moved = max([begin, *(server.moved for server in self.servers.values())], default=begin)
+            if time.monotonic() - (moved if waiting else begin) > limit_s:
                 break
+            if time.monotonic() - said > SAY_S:
+                said = self._say_how_far()
             time.sleep(0.05)
         if waiting:
             raise DeadlineError(f"waited {limit_s:.0f} s for worker 0 to begin with {self._names(self.servers)}")
@@ -307,6 +353,13 @@ class Cluster:
             f"no answer for {limit_s:.0f} s from {self._names(missing)}{which}: {why}",
             hint=(doubt.hint if isinstance(doubt, Doubt) else "")
             or "a new store needs all its servers, later each chunk needs one of its two") from why
+
+    def _say_how_far(self) -> float:
+        for server in self.servers.values():
+            if words := server.how_far():
+                self._report(f"{server.peer}{words}")
+                break
+        return time.monotonic()
 
     def _join(self, number: int, address: Address, options: Options) -> None:
         server = RemoteServer(number, self.names[number], self.servers)
@@ -542,6 +595,7 @@ class Cluster:
         return self.worker.nbytes() + (self._own.nbytes() if self._own is not None else 0)
 
     def close(self) -> None:
+        self._still()
         for server in self.servers.values():
             server.close()
         self._bear_witness()

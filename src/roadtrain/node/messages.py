@@ -1,7 +1,7 @@
 """Messages as frames: which kind, what stands in the typed header (msgpack), which bytes travel as payload.
 
-    worker -> server   Open Fill Settle Begin Read | Pull Push Close Release Forget Seal Commit Committed
-    server -> worker   Welcome Filled Settled Ready Record Failed | Pulled Held Written Prepared Committed
+    worker -> server   Beat Open Fill Settle Begin Read | Pull Push Close Release Forget Seal Commit Committed
+    server -> worker   Welcome Progress Filled Settled Ready Record Failed | Pulled Held Written Prepared Committed
     worker <-> summer  Part Moved | Sum Failed
     worker <-> worker 0's coordinator  Gone State | Ask Change
 
@@ -28,8 +28,8 @@ from roadtrain.kernels.cast import NUMPY_OF
 from roadtrain.spec.chunks import ITEMSIZE, PAGE, Chunk
 from roadtrain.units import round_up
 
-(OPEN, FILL, BEGIN, READ, PULL, PUSH, CLOSE, RELEASE, FORGET, SEAL, COMMIT, COMMITTED, SETTLE) = range(1, 14)
-(WELCOME, FILLED, READY, RECORD, FAILED, PULLED, HELD, PREPARED, SETTLED, WRITTEN) = range(20, 30)
+(OPEN, FILL, BEGIN, READ, PULL, PUSH, CLOSE, RELEASE, FORGET, SEAL, COMMIT, COMMITTED, SETTLE, BEAT) = range(1, 15)
+(PROGRESS, WELCOME, FILLED, READY, RECORD, FAILED, PULLED, HELD, PREPARED, SETTLED, WRITTEN) = range(19, 30)
 (PART, MOVED, SUM, GONE, STATE, ASK, CHANGE) = range(30, 37)
 
 # session, rank, workers, those of one host (negative: their relay sums), number of the server, signature of the layout
@@ -58,6 +58,7 @@ _HEADERS: Mapping[int, Any] = {
     SEAL: tuple[int],
     COMMIT: tuple[int],
     COMMITTED: tuple[int],
+    BEAT: tuple[()],  # the worker's process runs
     WELCOME: tuple[int, tuple[int, ...], int, str],  # its newest step, -1 without a store; those of its snapshots,
     # steps between two (0: it takes none); where the state rests
     FILLED: tuple[int],
@@ -69,6 +70,7 @@ _HEADERS: Mapping[int, Any] = {
     SETTLED: tuple[()],
     WRITTEN: tuple[int, tuple[tuple[int, int, int], ...]],  # step; owner, sum, weighted sum
     PREPARED: tuple[int],
+    PROGRESS: tuple[str, int, int],  # until Ready: what is under way, how much of how much is done
     PART: tuple[int, int, int, int, str, int],  # tensor, first element, round, elements, format; of the sum itself,
     # bytes of an element, else 0
     MOVED: tuple[()],

@@ -58,6 +58,7 @@ from roadtrain.wire.listener import Listener
 from roadtrain.wire.tcp import Address, Options, connect
 
 END_S = 10.0
+SILENT_S = 30.0  # after which a worker here is taken for stopped: the server hears of no life then
 
 
 @dataclass(frozen=True)
@@ -170,6 +171,14 @@ class Lane:
 
     def begin(self, seat: Seat) -> None:
         self._up.send(m.BEGIN, m.encode(()))
+
+    def beat(self) -> None:
+        """A worker lives. To the server its host does, if all of them do."""
+        with self._lock:
+            silent = any(seat.silent_for(SILENT_S) for seat in self.seats.values())
+        if self._connected.is_set() and not silent:
+            with suppress(PeerError):
+                self._up.send(m.BEAT, m.encode(()), urgent=True)
 
     def read(self, seat: Seat, number: int) -> None:
         with self._lock:

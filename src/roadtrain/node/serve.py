@@ -3,8 +3,9 @@
     listening -> a worker joins -> Session: Open, Begin -> serving -> the workers leave -> listening
                                             Open, Fill, Settle, Begin: a new store, or one that is filled up
 
-Worker 0 opens the store and fills a new one; all others wait for Ready. With Begin the server writes down that it takes
-part in this session, before the session's first step (flow/history.py). A worker that is lost ends the session: what
+Worker 0 opens the store and fills a new one; all others wait for Ready, and hear how far it is. With Begin the server
+writes down that it takes part in this session, before the session's first step (flow/history.py). Workers beat: one
+whose process has stopped ends the session after SILENT_S. A worker that is lost ends the session: what
 was not committed is dropped, the others are told, and the next session begins at the last committed step (Rule 3). So
 does this process when it is started again with the same directory.
 
@@ -17,8 +18,8 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,16 @@ from typing import Any
 import msgspec
 import psutil
 
-from roadtrain.errors import BusyError, ConfigError, ForeignError, PeerError, RoadtrainError, WireError
+from roadtrain.errors import (
+    BusyError,
+    ConfigError,
+    DeadlineError,
+    ForeignError,
+    LostError,
+    PeerError,
+    RoadtrainError,
+    WireError,
+)
 from roadtrain.flow import ops
 from roadtrain.kernels.rules import rule_of
 from roadtrain.node import messages as m
@@ -50,6 +60,10 @@ from roadtrain.wire.tcp import Address, Options, listen
 
 Report = Callable[[str], None]
 END_S = 10.0  # for a session's threads to end
+SILENT_S = 60.0  # after which a worker that does not beat is taken for stopped, and the session ends
+COMING_S = 600.0  # instead, while a frame of it is on its way: one link may be that slow
+LOOK_S = 1.0  # between two looks at the session
+LOCK_S = 5.0  # for the store to be free of the session before
 EVERY = 100  # steps between two snapshots
 
 
@@ -114,6 +128,8 @@ class Seat:
         self.session, self.rank, self.signature, self.link = session, rank, signature, link
         self.pool: Pool | None = None
         self.heard = time.monotonic()  # when its last message came
+        self._roomed, self._taken = 0, 0  # frames with a payload: that got room, and that arrived
+        self._finding, self._taking = False, False  # room for a frame, a frame: meanwhile its silence is not its own
         self._coming: deque[Buffer] = deque()
         self._kept: dict[int, Buffer] = {}  # ticket -> buffer, until the server has let go of it
 
@@ -121,7 +137,21 @@ class Seat:
         with suppress(PeerError):
             self.link.send(kind, m.encode(fields), [memoryview(payload)], urgent=True)
 
+    def silent_for(self, limit_s: float) -> float:
+        """Seconds without a word from its process where those are more than `limit_s` (COMING_S while a frame of it is
+        on its way), else 0."""
+        silent_s = 0.0 if self._finding or self._taking else time.monotonic() - self.heard
+        return silent_s if silent_s > (max(limit_s, COMING_S) if self._roomed != self._taken else limit_s) else 0.0
+
     def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
+        self._finding = True
+        try:
+            return self._room(kind, header, nbytes)
+        finally:
+            self.heard, self._finding = time.monotonic(), False
+            self._roomed += 1
+
+    def _room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
         fields = m.header(kind, header)
         if kind == m.PUSH:
             chunk = self.session.chunk(fields[0])
@@ -141,15 +171,22 @@ class Seat:
 
     def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
         """What is wrong with it ends the session, and all its workers are told why."""
-        self.heard = time.monotonic()
+        self._taking = True
         try:
             self._take(kind, m.header(kind, header), payload)
         except RoadtrainError as error:
             self.session.end(error)
+        except Exception as error:  # of this server: never a session that nobody ends
+            self.session.end(LostError(f"this server failed: {type(error).__name__}: {error}"))
+        finally:
+            self.heard, self._taking = time.monotonic(), False
+            self._taken += bool(payload)
 
     def _take(self, kind: int, fields: Any, payload: memoryview) -> None:
         session, me = self.session, self.rank
         match kind:
+            case m.BEAT:
+                session.beat()
             case m.OPEN:
                 session.open(self, fields, bytes(payload))
             case m.FILL:
@@ -223,11 +260,30 @@ class Session:
         self._gone: set[int] = set()
         self._lock = threading.Lock()
         self._over = False
+        self._storing = threading.RLock()  # whoever works with the tiers before the server does
+        self._closed = False  # under `_storing`: the tiers are closed, or would be
+        self._doing, self._done, self._all = "worker 0 to open the store", 0, 0  # until `ready`, for who waits
 
     def join(self, seat: Seat) -> None:
         with self._lock:
             self.seats[seat.rank] = seat
-        step, kept, meta = self.host.held()
+        try:
+            self._welcome(seat)
+        except BaseException as error:
+            self._refused(seat, error)
+            raise
+
+    def _refused(self, seat: Seat, error: BaseException) -> None:
+        """It does not take part: without worker 0, or without anybody, nothing can."""
+        with self._lock:
+            self.seats.pop(seat.rank, None)
+            over = seat.rank == 0 or self._gone >= set(self.seats)
+        if over:
+            self.end(error)
+
+    def _welcome(self, seat: Seat) -> None:
+        # only worker 0 goes by what is held: the others do not wait while a large store is being made
+        step, kept, meta = self.host.held() if seat.rank == 0 else (-1, (), None)
         seat.say(m.WELCOME, (step, kept, self.host.every, self.host.rests), meta.to_json().encode() if meta else b"")
         if self.ready and (error := self._greet(seat)) is not None:
             raise error
@@ -258,14 +314,20 @@ class Session:
         if seat.rank or self.tier or meta.index != self.number or len(meta.directories) != servers:
             raise WireError("a store is opened by worker 0, once, with this server's number")
         directory, self._new, self._step = self.host.directory, new, step
-        with self.host.store_lock:
+        self._doing = f"worker 0 to {'make' if new else 'open'} the store"
+        self._done, self._all = 0, sum(record.nbytes for record in meta.owned(self.number).values())
+        with self._stored(), self.host.storing():
             unbegun = replace(meta, history=meta.history[:-1])
             if self.host.every:
                 self.kept = open_snapshot(self.host.snapshot, unbegun, kept)
             self.tier = create_part(directory, unbegun, keep=given_up) if new else open_part(directory, step)
-        if new and kept == step and self.kept is not None and self.tier is not None:
-            restore(self.kept, self.tier)  # not under the lock: other workers join meanwhile
-            self.host.report(f"{directory}: back to step {kept}, from the snapshot in {self.host.snapshot}")
+            if new and kept == step and self.kept is not None and self.tier is not None:
+                counted, self.tier.on_write = self.tier.on_write, lambda chunk: self._count(meta.records[chunk].nbytes)
+                self._doing = "the snapshot to be copied back"
+                restore(self.kept, self.tier)
+                self.tier.on_write = counted
+                self.host.report(f"{directory}: back to step {kept}, from the snapshot in {self.host.snapshot}")
+        self._doing, self._done = "worker 0 to fill the store", 0
         held = None if self.tier is None else self.tier.meta
         if self.tier is None or held is None or (held.job, held.index) != (meta.job, self.number):
             there = "nothing" if held is None else f"the part of server {held.index} of job {held.job}"
@@ -295,31 +357,45 @@ class Session:
             raise WireError("only worker 0 fills, and only a new part")
         if len(payload) != (expected := self.setup.meta.records[chunk.id].nbytes):
             raise WireError(f"{len(payload)} bytes fill chunk {number}, {expected} expected")
-        self.tier.write(number, "record", payload)
+        with self._stored():
+            self.tier.write(number, "record", payload)
+        self._count(len(payload))
         seat.say(m.FILLED, (number,))
 
     def settle(self, seat: Seat, blob: bytes) -> None:
         """A new part is whole: from now on it counts."""
         if seat.rank or self.tier is None or not self._new or self.ready:
             raise WireError("worker 0 settles a new part, once")
+        with self._stored():
+            self._settle(self.tier, blob)
+        seat.say(m.SETTLED, ())
+
+    def _settle(self, tier: FileTier, blob: bytes) -> None:
+        self.tier = tier
         if self.tier.step < 0:
             self.tier.prepare(self._step, blob)
             self.tier.committed(self._step)
-        with self.host.store_lock:
+        with self.host.storing():
             for line in publish_part(self.host.directory):
                 self.host.report(line)
-        seat.say(m.SETTLED, ())
 
     def begin(self, seat: Seat) -> None:
         if seat.rank or self.tier is None or self.meta is None or self.tier.step < 0 or self.ready:
             raise WireError("worker 0 begins, once, after it has opened a store and settled a new one")
-        with self.host.store_lock:  # before its first step: whoever is not here misses that
+        with self._stored():
+            self._begin(self.tier, self.meta)
+
+    def _begin(self, own: FileTier, meta: StoreMeta) -> None:
+        self.tier, self.meta = own, meta
+        with self.host.storing():  # before its first step: whoever is not here misses that
             for tier in filter(None, (self.tier, self.kept)):
                 replace(tier.meta, history=self.meta.history, sessions=(), without=()).write(tier.directory)
         if self.snapshots is not None:
             self.snapshots.start()
+        self._doing, self._done = "the server to load what it keeps in memory", 0
         self.server = Server(self.setup, self.deliver, self.stages, self.tier.step)
-        self.server.start()
+        self._all = sum(map(len, self.server.memory.values()))
+        self.server.start(self._count)
         with self._lock:
             self.ready = True
             seats = list(self.seats.values())
@@ -353,12 +429,52 @@ class Session:
             return
         chunk = self.chunk(number)
         record = Buffer(self.meta.records[chunk.id].nbytes).view
-        self.tier.read(chunk.id, "record", record)
+        with self._stored():
+            self.tier.read(chunk.id, "record", record)
         # with staleness 1 the public part is that before step s, as the master is where s updated nothing of the chunk
         unchanged = self.meta.staleness and chunk.trainable and self.tier.written_in(chunk.id) < self.tier.step
         if unchanged or not self.tier.has_public(chunk.id):
             RecordView(self.meta, chunk, record).cast_public()
         seat.say(m.RECORD, (chunk.id,), record)
+
+    @contextmanager
+    def _stored(self) -> Iterator[None]:
+        """The tiers stay open meanwhile. Raises LostError where they are closed."""
+        with self._storing:
+            if self._closed:
+                raise LostError("the session has ended")
+            try:
+                yield
+            finally:
+                if self._closed:  # it took too long: nobody waited, and nobody else ends what was begun
+                    self._close_tiers()
+
+    def _close_tiers(self) -> None:
+        """Under `_storing`."""
+        if self.server is not None:
+            self.server.stop(END_S)
+        tiers, self.tier, self.kept = (self.tier, self.kept), None, None
+        for tier in filter(None, tiers):
+            tier.close()
+
+    def _count(self, done: int) -> None:
+        self._done += done
+
+    def look(self, silent_s: float) -> None:
+        """Once in a while: tells who waits how far it is; a worker whose process has stopped ends the session."""
+        with self._lock:
+            seats = [] if self._over else [seat for rank, seat in self.seats.items() if rank not in self._gone]
+        if not self.ready:
+            for seat in seats:
+                seat.say(m.PROGRESS, (self._doing, self._done or self.host.made(self.tier is None), self._all))
+        for seat in seats:
+            if for_s := seat.silent_for(silent_s):
+                self.end(DeadlineError(
+                    f"worker {seat.rank} has been silent for {for_s:.0f} s: its process is stopped, or its host hangs",
+                    hint="end it; the next start goes on at the last committed step"))
+
+    def beat(self) -> None:
+        """A worker's process runs."""
 
     def tell(self, message: Any) -> None:
         if self.server is None:
@@ -433,8 +549,12 @@ class Session:
             self.snapshots.close()
         if self.server is not None:
             self.server.stop(END_S)
-        for tier in filter(None, (self.tier, self.kept)):
-            tier.close()
+        self._closed = True
+        if self._storing.acquire(timeout=END_S):
+            self._close_tiers()
+            self._storing.release()
+        else:  # a device hangs: whoever waits for it closes them
+            self.host.report(f"{self.host.directory}: still at work for the session that is over")
         for pool in [self.answers, *self.pools]:
             for buffer in pool.buffers:
                 buffer.close()
@@ -445,21 +565,38 @@ class Host:
 
     def __init__(
         self, address: Address, directory: Path, nbytes: int, options: Options, report: Report = print,
-        snapshot: Path = Path(), every: int = 0,
+        snapshot: Path = Path(), every: int = 0, silent_s: float = SILENT_S,
     ) -> None:
         self.directory, self.nbytes, self.report = directory, nbytes, report
+        self.silent_s = silent_s  # how long a worker may be silent
         self.snapshot, self.every = snapshot, every  # where snapshots go, steps between two; 0: none are taken
         self.rests = where_it_rests(directory, snapshot, every)
         self.ended: queue.SimpleQueue[tuple[Session | None, BaseException | None]] = queue.SimpleQueue()
         self.session: Session | None = None
-        self.store_lock = threading.Lock()  # over opening and making the store
+        self._store_lock = threading.Lock()  # over opening and making the store
         self._lock = threading.Lock()
         self._listener = listen(address, self._accept, options, report, language=m.LANGUAGE)
         self.where = "{}:{}".format(*self._listener.address)
 
+    @contextmanager
+    def storing(self) -> Iterator[None]:
+        """Alone with the directory. BusyError while the session before is not done with it: a device hangs."""
+        if not self._store_lock.acquire(timeout=LOCK_S):
+            raise BusyError(f"{self.directory}: the session before is still at work there")
+        try:
+            yield
+        finally:
+            self._store_lock.release()
+
+    def made(self, making: bool) -> int:
+        """Bytes that its files have by now, while they are being made."""
+        with suppress(OSError):
+            return sum(path.stat().st_size for path in self.directory.glob("gen-*/*")) if making else 0
+        return 0
+
     def held(self) -> tuple[int, tuple[int, ...], StoreMeta | None]:
         """Newest step of the store, -1 for none, those of its snapshots, and what they are of."""
-        with self.store_lock:
+        with self.storing():
             if self.session is not None and (tier := self.session.tier) is not None:
                 return tier.step, (), tier.meta
             steps, meta = held_in(self.directory)
@@ -509,14 +646,26 @@ class Host:
     def run(self) -> None:
         """Ends sessions, one after the other, until `stop`."""
         while True:
-            session, error = self.ended.get()
+            try:
+                session, error = self.ended.get(timeout=LOOK_S)
+            except queue.Empty:
+                self._look()
+                continue
             if session is None:
                 return
             step = session.step
-            session.tear_down(error)
+            try:
+                session.tear_down(error)
+            except Exception as failed:  # whatever it was, the next one finds a server that is free
+                self.report(f"ending the session: {type(failed).__name__}: {failed}".replace("\n", "; "))
             self.report(f"session over at step {step}: {error}".replace("\n", "; "))
             with self._lock:
                 self.session = None
+
+    def _look(self) -> None:
+        session = self.session
+        if session is not None:
+            session.look(self.silent_s)
 
     def stop(self) -> None:
         self.ended.put((None, None))

@@ -113,9 +113,10 @@ class Server:
         starts = itertools.accumulate(sizes.values(), initial=0)
         return {c: self._buffers[-1].view[at : at + sizes[c]] for c, at in zip(sizes, starts)}
 
-    def start(self) -> None:
-        """Loads what is kept in memory, then serves. Raises StoreError when the files are damaged."""
-        self._load()
+    def start(self, loaded: Callable[[int], None] = lambda nbytes: None) -> None:
+        """Loads what is kept in memory (`loaded` hears of each chunk's bytes), then serves. Raises StoreError when the
+        files are damaged."""
+        self._load(loaded)
         n_io = 2 * self.setup.io_threads if self.tier is not None else 0
         jobs = [(self._loop, "loop"), (self._compute, "update"), *[(self._io, f"io{i}") for i in range(n_io)]]
         for target, name in jobs:
@@ -302,11 +303,12 @@ class Server:
 
     # doers: each returns its bytes and the action's result; None where somebody else reports it later
 
-    def _load(self) -> None:
+    def _load(self, loaded: Callable[[int], None] = lambda nbytes: None) -> None:
         tier = self.tier
         if tier is None:
             return
         for number, view in self.memory.items():
+            loaded(len(view))
             if number not in self._resident:
                 self._read_public(number, view)
                 continue

@@ -23,6 +23,7 @@ from roadtrain.spec.chunks import PAGE
 from roadtrain.store.buffers import Buffer
 from roadtrain.units import show_bytes
 
+PIECE = 1 << 30  # bytes allocated by one call
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _GONE = (errno.ENOENT, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ENOTDIR)
 _Call = Callable[[int, list[memoryview], int], int]
@@ -131,7 +132,8 @@ class DirectFile:
             # created without O_DIRECT: a refused open would leave the file behind and fail the second time
             self.fd = os.open(path, flags, 0o600)
             if create:
-                os.posix_fallocate(self.fd, 0, create)
+                for start in range(0, create, PIECE):  # its size tells others how far it is
+                    os.posix_fallocate(self.fd, start, min(PIECE, create - start))
                 os.fsync(self.fd)  # its size: a part of the store may not be written for many steps
             if self._direct:
                 fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) | os.O_DIRECT)

@@ -1,0 +1,203 @@
+"""How a server comes out of a session, whatever happened in it: what went wrong is said, and the next session gets in
+(Rule 5). And how workers wait for a store that takes long to make."""
+
+import os
+import signal
+import threading
+import time
+from dataclasses import replace
+
+import msgspec
+import pytest
+from models import Case
+from processes import Workers, losses
+
+from roadtrain.node import messages as m
+from roadtrain.node import serve
+from roadtrain.node.serve import Host
+from roadtrain.spec.chunks import ChunkTable, ParamSpec
+from roadtrain.store.file import FileTier
+from roadtrain.store.ledger import GroupRule, StoreMeta
+from roadtrain.wire.tcp import Options
+
+
+@pytest.fixture
+def host(tmp_path):
+    """One that serves in this process, so that tests can break it; `lines`: what it said."""
+    made = []
+
+    def make(**options):
+        lines = []
+        one = Host(("127.0.0.1", 0), tmp_path / "store", 96 << 20, Options(), lines.append, **options)
+        one.lines = lines
+        thread = threading.Thread(target=one.run)
+        thread.start()
+        made.append((one, thread))
+        return one
+
+    yield make
+    for one, thread in made:
+        one.stop()
+        thread.join()
+        one.__exit__()
+
+
+def wait_for(ready, what, seconds=30):
+    until = time.monotonic() + seconds
+    while not ready():
+        assert time.monotonic() < until, f"waited for {what}"
+        time.sleep(0.02)
+
+
+def run(host, tmp_path, name, workers=1, steps=2, **options):
+    home = tmp_path / name
+    home.mkdir()
+    return Workers(Case(), [host.where], home, steps, workers, session=name, **options)
+
+
+def trains(host, tmp_path, name):
+    """Another session gets in and trains."""
+    again = run(host, tmp_path, name, steps=4, retry_s=20)
+    assert again.join() == [0], again.errors()
+
+
+class Mute:
+    """A link that leads nowhere."""
+
+    def __init__(self, peer="somebody"):
+        self.peer, self.said = peer, []
+
+    def send(self, kind, header, parts=(), sent=None, *, urgent=False):
+        self.said.append((kind, m.header(kind, header)))
+
+    def close(self): ...
+
+
+def hello(rank, workers=2):
+    return m.encode(("s", rank, workers, 1, 0, "signature"))
+
+
+def test_a_refused_join_leaves_the_server_free(host, tmp_path):
+    one = host()
+    assert run(one, tmp_path, "first").join() == [0]
+    current = tmp_path / "store" / "CURRENT"
+    good = current.read_bytes()
+    current.write_bytes(b"damaged")
+    refused = run(one, tmp_path, "refused")
+    assert refused.join() == [3]
+    assert "CURRENT" in refused.errors()[0], refused.errors()
+    wait_for(lambda: one.session is None, "the server to be free")
+    current.write_bytes(good)
+    trains(one, tmp_path, "again")
+
+
+@pytest.mark.parametrize("where", ["create_part", "derive_server", "Server"])
+def test_a_server_that_fails_while_it_opens(where, host, tmp_path, monkeypatch):
+    """Also with what is no error of ours, such as having no thread to start."""
+    one, real = host(), getattr(serve, where)
+
+    def broken(*_, **__):
+        monkeypatch.setattr(serve, where, real)
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(serve, where, broken)
+    told = run(one, tmp_path, "told", workers=1, deadline_s=5)
+    assert told.join() == [3]
+    assert "can't start new thread" in told.errors()[0], told.errors()
+    trains(one, tmp_path, "again")
+
+
+def test_a_stopped_worker_does_not_keep_the_server(host, tmp_path):
+    one = host(silent_s=4)
+    stopped = run(one, tmp_path, "stopped", steps=10_000)
+    wait_for(lambda: len(losses(stopped.logs[0])) > 2, "some steps")
+    (process,) = stopped.processes
+    os.kill(process.pid, signal.SIGSTOP)
+    try:
+        trains(one, tmp_path, "again")
+        assert any("worker 0 has been silent" in line for line in one.lines), one.lines
+    finally:
+        os.kill(process.pid, signal.SIGCONT)
+    assert stopped.join() == [3]
+    assert "silent" in stopped.errors()[0] or "LostError" in stopped.errors()[0]
+
+
+def test_who_joins_and_never_speaks_does_not_keep_the_server(host, tmp_path):
+    one = host(silent_s=0.3)
+    one._accept(Mute(), hello(1))
+    assert one.session is not None
+    wait_for(lambda: one.session is None, "the server to be free")
+    assert any("worker 1 has been silent" in line for line in one.lines), one.lines
+
+
+def test_a_worker_that_is_busy_with_a_step_is_not_silent(host, tmp_path):
+    one = host(silent_s=5)
+    workers = run(one, tmp_path, "slow", steps=2, deadline_s=30)
+    assert workers.join() == [0], workers.errors()
+    seat = serve.Seat(None, 0, "", Mute())
+    seat.heard -= 100
+    assert seat.silent_for(5) > 99
+    seat._taking = True  # the server is at work for it
+    assert seat.silent_for(5) == 0
+    seat._taking, seat._roomed = False, 1  # a frame of it is on its way
+    assert seat.silent_for(5) == 0 and seat.silent_for(serve.COMING_S) == 0
+
+
+def test_a_store_that_takes_long_to_make_does_not_shut_workers_out(host, tmp_path, monkeypatch):
+    """While worker 0's store is being made, another joins at once (it took the handshake's deadline, and died)."""
+    one, go = host(), threading.Event()
+    monkeypatch.setattr(serve, "create_part", lambda *_: go.wait(20) and None)
+    first = one._accept(link := Mute(), hello(0))
+    frame = m.encode((True, 0, 1, False, -1))
+    opening = threading.Thread(target=lambda: first.arrived(m.OPEN, frame, memoryview(described())))
+    opening.start()
+    time.sleep(0.2)
+    begin = time.monotonic()
+    one._accept(other := Mute(), hello(1))
+    assert time.monotonic() - begin < 1
+    assert other.said[0][0] == m.WELCOME
+    wait_for(lambda: any(kind == m.PROGRESS for kind, _ in other.said), "word of how far it is", 5)
+    assert "make the store" in next(fields for kind, fields in other.said if kind == m.PROGRESS)[0]
+    go.set()
+    opening.join()
+    assert link.said
+
+
+def described():
+    """What worker 0 says of a store with one small tensor."""
+    table = ChunkTable.build([("", [ParamSpec("p", (3,), "fp32", True, 0)])])
+    meta = replace(StoreMeta.of(table, (GroupRule("sgd", (), ()),)), owners=(0,), directories=("server 0",))
+    return msgspec.json.encode({"meta": meta.to_json(), "rules": []})
+
+
+def slow_filling(monkeypatch, seconds):
+    real = FileTier.write
+
+    def write(self, chunk, part, *rest):
+        if part == "record" and self.step < 0:
+            time.sleep(seconds)
+        real(self, chunk, part, *rest)
+
+    monkeypatch.setattr(FileTier, "write", write)
+
+
+def test_workers_wait_as_long_as_the_store_is_filled(host, tmp_path, monkeypatch):
+    """Filling takes several times their deadline; they hear how far it is."""
+    one = host()
+    slow_filling(monkeypatch, 1.5)
+    workers = run(one, tmp_path, "slow", workers=2, deadline_s=2.5, retry_s=0.5)
+    begin = time.monotonic()
+    assert workers.join() == [0, 0], workers.errors()
+    assert time.monotonic() - begin > 6
+
+
+def test_workers_do_not_wait_for_ever(host, tmp_path, monkeypatch):  # Rule 5
+    """Nothing moves: they end at their deadline, and the server is free once its device answers."""
+    one, go, real = host(), threading.Event(), serve.create_part
+    monkeypatch.setattr(serve, "create_part", lambda *args: (go.wait(60), real(*args))[1])
+    workers = run(one, tmp_path, "hung", workers=2, deadline_s=3, retry_s=0)
+    assert workers.join() == [3, 3]
+    assert all("DeadlineError" in e or "LostError" in e for e in workers.errors()), workers.errors()
+    assert any("DeadlineError: waited 3 s" in e for e in workers.errors()), workers.errors()
+    go.set()
+    trains(one, tmp_path, "again")
