@@ -8,6 +8,8 @@ RoadtrainError
 |   +-- ModelError            a model or block that cannot be streamed exactly
 |   +-- RuleError             an optimizer that cannot run next to the storage
 |   +-- LoopError             the training loop did what would make a step inexact
+|       +-- DifferError       workers mean different things by one operation (a RuntimeError too, as Horovod's)
+|       +-- TwiceError        an operation of that name is under way already (a ValueError too, as Horovod's)
 +-- StoreError                bytes at rest; the last committed step stays usable (Rule 3)
 |   +-- DamagedError          a checksum does not match: file, chunk, step
 |   +-- ForeignError          a store of another job, model or format
@@ -54,6 +56,12 @@ class RuleError(UserError): ...
 
 
 class LoopError(UserError): ...
+
+
+class DifferError(LoopError, RuntimeError): ...
+
+
+class TwiceError(LoopError, ValueError): ...
 
 
 class StoreError(RoadtrainError): ...

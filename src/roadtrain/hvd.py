@@ -4,9 +4,10 @@
     hvd.init()
 
 Started by torchrun, or alone as a world of one. An average divides first and sums then: with two workers the bits of
-DDP's. Names of tensors: adapters/exchange.py, NOTE keys. `compression`: one of Compression, or its string.
-Does NOT know process sets, other operations than sum and average, gather and its kin, elastic training; sums are not
-differentiated.
+DDP's. Names of tensors: adapters/exchange.py, NOTE keys. Workers that do not mean the same (type, shape, order, name)
+all get a DifferError within seconds, a RuntimeError as Horovod's, and may go on. `compression`: one of Compression, or
+its string. Does NOT know process sets, other operations than sum and average, gather and its kin, elastic training;
+sums are not differentiated.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ import torch.distributed as dist
 from torch import nn
 
 from roadtrain.adapters.broadcast import broadcast_optimizer, broadcast_tensor, broadcast_tensors, broadcast_value
-from roadtrain.adapters.ddp import Summation
+from roadtrain.adapters.ddp import Summation, described
 from roadtrain.adapters.distributed import Asynchronous, Distributed, distribute, distribute_asynchronously
-from roadtrain.adapters.exchange import Exchange, Handle
+from roadtrain.adapters.exchange import AT_ONCE, Exchange, Handle
 from roadtrain.errors import ConfigError
 
 __all__ = [
@@ -36,7 +37,6 @@ __all__ = [
 ]
 
 Average, Sum = "average", "sum"
-AT_ONCE = "unnamed, waited for"  # one call at a time: nothing to number
 IGNORED = {"num_groups", "groups", "sparse_as_dense"}  # of DistributedOptimizer: they change no result
 
 
@@ -202,12 +202,17 @@ def declare(name: str) -> str:
     return name
 
 
+def _agree(identity: str, signature: str) -> None:
+    """All workers have come to that, and to nothing else, before torch's group is used: it would wait for ever."""
+    _exchange().summation.agree(identity, signature)
+
+
 def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:
     return broadcast_(tensor.detach().clone(), root_rank, name)
 
 
 def broadcast_(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:
-    _exchange()
+    _agree(name or "an unnamed broadcast", f"{described(tensor)} from worker {root_rank}")
     return broadcast_tensor(tensor, root_rank)
 
 
@@ -215,24 +220,24 @@ def broadcast_parameters(
     params: Mapping[str, Any] | Iterable[tuple[str, Any]], root_rank: int, prefix: str = ""
 ) -> None:
     """A state_dict's tensors, or named ones, in place. ConfigError on all workers where they do not match."""
-    _exchange()
+    _agree("broadcast_parameters", f"from worker {root_rank}")
     broadcast_tensors(params, root_rank)
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, prefix: str = "") -> None:
     """State and groups' settings, also where only root has any."""
-    _exchange()
+    _agree("broadcast_optimizer_state", f"from worker {root_rank}")
     broadcast_optimizer(optimizer, root_rank)
 
 
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
     """Numbers, text, bytes, None, tensors; lists, tuples and dicts of them. ConfigError on all workers for others."""
-    _exchange()
+    _agree(name or "broadcast_object", f"from worker {root_rank}")
     return broadcast_value(obj, root_rank)
 
 
 def barrier() -> None:
-    _exchange()
+    _agree("a barrier", "of all")
     dist.barrier()
 
 

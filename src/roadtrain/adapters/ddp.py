@@ -11,12 +11,16 @@ process group, used at the start, for addresses.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import socket
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from hashlib import blake2b
 from typing import Any
 
 import psutil
@@ -26,6 +30,7 @@ import torch.distributed as dist
 from roadtrain.errors import ConfigError
 from roadtrain.flow.summing import RULES
 from roadtrain.model.split import NAMES
+from roadtrain.node.agreeing import Ticket
 from roadtrain.node.device import own_device
 from roadtrain.node.dial import token_of
 from roadtrain.node.formats import format_of
@@ -68,36 +73,49 @@ class Summation:
         nbytes = parse_bytes(psutil.virtual_memory().available // 2 if budget is None else budget)
         self._ends: list[Callable[[], None]] = []
         try:
-            self._sums, self._above = connect(
+            sums = connect(
                 wanted, rates, roots, tell_all, self._ends, rank=self.rank, workers=self.workers, inside=local,
                 rule=rule, address=address or _address_here(), nbytes=nbytes, deadline_s=deadline_s)
         except BaseException:
             _close(self._ends)
             raise
-        self._results: dict[int, torch.Tensor] = {}
+        self._sums, self._above, self._agreement = sums.near, sums.above, sums.agreement
+        self._results: dict[int, torch.Tensor] = {}  # of this epoch, as the next
         self._host: dict[int, torch.Tensor] = {}  # pinned twins of what is on a device
+        self._epoch = 0  # the agreement's, that the buffers are of
         self._copied: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._copier: threading.Thread | None = None
         self._closed = False
         weakref.finalize(self, _close, self._ends)
 
     def sum(
-        self, key: int, tensor: torch.Tensor, *, priority: int = 0, format: str = ""
+        self, key: int | Named, tensor: torch.Tensor, *, priority: int = 0, format: str = ""
     ) -> torch.futures.Future[torch.Tensor]:
         """A future of the sum over all workers of `tensor` (fp32, bf16 or fp16, contiguous; not to be changed before).
         It is valid until the same key is summed again, and not to be written to: others may need it. `format`: instead
-        of that of all, for fp32."""
+        of that of all, for fp32. The future raises DifferError, soon and on all workers, where they mean different
+        things by it; other sums may follow."""
         dtype = NAMES.get(tensor.dtype, str(tensor.dtype))
+        named = key if isinstance(key, Named) else Named(key, f"tensor {key}")
         if dtype not in TRAINABLE:
-            raise ConfigError(f"tensor {key} is {tensor.dtype}, summed are {', '.join(TRAINABLE)}")
+            raise ConfigError(f"{named.identity} is {tensor.dtype}, summed are {', '.join(TRAINABLE)}")
+        if self._sums.error is not None:
+            raise self._sums.error
+        signature = f"{described(tensor)}{named.says}{f', as {format}' if format else ''}"
+        named.ticket = ticket = self._agreement.begin(named.identity, signature)
+        if self._epoch != ticket.epoch:
+            self._epoch = ticket.epoch
+            self._results.clear()
+            self._host.clear()
+        key = _key(f"{named.number} {signature} {ticket.epoch}")
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
             devices=[tensor.device] if tensor.is_cuda else None)
         flat = tensor.detach().reshape(-1)
         how = priority, (format or self.format) if dtype == "fp32" else ""
         result = self._buffer(self._results, key, flat, pinned=tensor.is_cuda)
         if not tensor.is_cuda:
-            self._begin(key, flat, result, dtype, how, lambda: future.set_result(result.view_as(tensor)))
-            return future.then(self._checked)
+            self._begin(ticket, key, flat, result, dtype, how, lambda: future.set_result(result.view_as(tensor)))
+            return future.then(partial(self._checked, ticket))
         host = self._buffer(self._host, key, flat, pinned=True)
         host.copy_(flat, non_blocking=True)
         event = torch.cuda.Event()
@@ -113,11 +131,26 @@ class Summation:
         if self._copier is None:
             self._copier = threading.Thread(target=self._copy_all, name="summation", daemon=True)
             self._copier.start()
-        self._copied.put((event, (key, host, result, dtype, how, back)))
-        return future.then(self._checked)
+        self._copied.put((event, (ticket, key, host, result, dtype, how, back)))
+        return future.then(partial(self._checked, ticket))
 
-    def _checked(self, future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+    def agree(self, identity: str, signature: str) -> None:
+        """Waits until all workers have come to this. Raises DifferError on all where they do not mean the same by it,
+        DeadlineError, LostError."""
+        self._agreement.agree(identity, signature)
+
+    def begins_anew(self) -> None:
+        """Where nobody waits by `waiting`: the program knows of a disagreement that there was before."""
+        self._agreement.program_goes_on()
+
+    def waiting(self, ticket: Ticket) -> contextlib.AbstractContextManager[None]:
+        """Around a wait for a sum: the calling thread begins nothing before it has that."""
+        return self._agreement.waiting(ticket)
+
+    def _checked(self, ticket: Ticket, future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
         """What is raised here, whoever waits gets; DDP takes an exception that is set for a value."""
+        if ticket.error is not None:
+            raise ticket.error
         if self._sums.error is not None:
             raise self._sums.error
         return future.value()
@@ -133,14 +166,24 @@ class Summation:
                 words[-1]()  # `_checked` tells whoever waits
 
     def _begin(
-        self, key: int, grad: torch.Tensor, result: torch.Tensor, dtype: str, how: tuple[int, str],
+        self, ticket: Ticket, key: int, grad: torch.Tensor, result: torch.Tensor, dtype: str, how: tuple[int, str],
         done: Callable[[], None],
     ) -> None:
+        """Once all workers agree about it."""
         pushed, summed = (t.view(torch.uint8).numpy().data for t in (grad, result))
-        if self._above is not None:
-            self._above.how[key] = how  # formats are between hosts
-            how = how[0], ""
-        self._sums.sum(key, pushed, summed, dtype, done, priority=how[0], format=how[1])
+
+        def complete() -> None:
+            self._agreement.done(ticket)
+            done()
+
+        def ready() -> None:
+            format = how[1]
+            if self._above is not None:
+                self._above.how[key] = how  # formats are between hosts
+                format = ""
+            self._sums.sum(key, pushed, summed, dtype, complete, priority=how[0], format=format)
+
+        self._agreement.run(ticket, ready, lambda error: done())  # `_checked` tells whoever waits
 
     @staticmethod
     def _buffer(kept: dict[int, torch.Tensor], key: int, like: torch.Tensor, *, pinned: bool) -> torch.Tensor:
@@ -168,6 +211,31 @@ class Summation:
         self.close()
 
 
+@dataclass
+class Named:
+    """What `Summation.sum` may be asked for instead of a number alone. `identity`: what the workers must mean the same
+    by, in words; `says`: beside type and shape; `ticket`: of the agreement about it, from `sum` on."""
+
+    number: int
+    identity: str
+    says: str = ""
+    ticket: Ticket | None = None
+
+
+def described(tensor: torch.Tensor) -> str:
+    """Type and shape."""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _shapes(tensors: Sequence[torch.Tensor]) -> str:
+    return " ".join("x".join(map(str, tensor.shape)) for tensor in tensors)
+
+
+def _key(text: str) -> int:
+    """62 bits."""
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest()) >> 2
+
+
 def _close(ends: list[Callable[[], None]]) -> None:
     while ends:
         ends.pop()()
@@ -177,10 +245,14 @@ def sum_hook(state: Summation, bucket: dist.GradBucket) -> torch.futures.Future[
     """For `register_comm_hook`. What DDP gives last is nearest the input, and wanted first by the next forward."""
     if state.rule != "sum":
         raise ConfigError(f"DDP's gradients under rule={state.rule!r}", hint="asynchronous training: roadtrain.hvd")
+    if bucket.index() == 0:  # of another backward than one that has failed
+        state.begins_anew()
     grads = bucket.buffer()
     grads.div_(state.workers)
     key = bucket.index() << 40 | grads.numel()  # another after DDP has grouped anew
-    return state.sum(key, grads, priority=-bucket.index())
+    shapes = _shapes(bucket.gradients())
+    says = f" of gradients {shapes}{', the last' * bucket.is_last()}"
+    return state.sum(Named(key, f"DDP's bucket {bucket.index()}", says), grads, priority=-bucket.index())
 
 
 # DDP compares them with the classes themselves

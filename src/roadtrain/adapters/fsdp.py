@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
-from roadtrain.adapters.ddp import Summation
+from roadtrain.adapters.ddp import Named, Summation
 from roadtrain.errors import ConfigError
 
 
@@ -40,7 +40,11 @@ class _Scatter(ReduceScatter):  # type: ignore[misc]
         if op == dist.ReduceOp.AVG:
             input_tensor.div_(self._state.workers)
         key = self._number << 40 | input_tensor.numel()
-        whole = self._state.sum(key, input_tensor).wait()
+        named = Named(key, f"gradients of FSDP2's module {self._number}")
+        future = self._state.sum(named, input_tensor)
+        assert named.ticket is not None
+        with self._state.waiting(named.ticket):
+            whole = future.wait()
         output_tensor.copy_(whole.view(-1).chunk(self._state.workers)[dist.get_rank(group)].view_as(output_tensor))
 
 

@@ -74,9 +74,8 @@ def worker(home: Path, rank: int, workers: int, address: str = "127.0.0.1", toke
             time.sleep(0.01)
         return [path.read_bytes() for path in paths]
 
-    sums, _ = connect(Wanted(str(home / "spares"), None, token_of(token)), None, None, tell, ends, rank=rank,
-    workers=workers,
-                      inside=False, rule="sum", address=address, nbytes=1 << 28, deadline_s=HARD_S)
+    sums = connect(Wanted(str(home / "spares"), None, token_of(token)), None, None, tell, ends, rank=rank,
+                   workers=workers, inside=False, rule="sum", address=address, nbytes=1 << 28, deadline_s=HARD_S).near
     pattern = {key: np.arange(size, dtype=np.float32) % 97 for key, size in SIZES.items()}
     grads, outs = ({key: np.zeros(size, np.float32) for key, size in {0: 1, **SIZES}.items()} for _ in range(2))
     number = 0

@@ -60,7 +60,7 @@ class Net(nn.Module):
 class _Level(Summation):
     """All tensors are as urgent."""
 
-    def sum(self, key: int, tensor: torch.Tensor, *, priority: int = 0, format: str = "") -> Any:
+    def sum(self, key: Any, tensor: torch.Tensor, *, priority: int = 0, format: str = "") -> Any:
         return super().sum(key, tensor, format=format)
 
 

@@ -78,6 +78,13 @@ class SumDecider:
         self.meetings[where] = Meeting(part.round, part.elements, part.format)
         return meeting
 
+    def given_up(self, worker: int) -> None:
+        """It waits for no sum of what it has pushed. So do all soon, and go on with other keys; worker 0's word is also
+        that for what is complete."""
+        for where, meeting in list(self.meetings.items()):
+            if worker in meeting.here or (worker == 0 and not meeting.here):
+                del self.meetings[where]
+
     def missing(self) -> dict[tuple[int, int, int], list[int]]:
         """(key, start, round) that some have pushed -> the workers that have not."""
         return {(key, start, m.round): [w for w in range(self.workers) if w not in m.here]

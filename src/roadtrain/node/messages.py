@@ -2,8 +2,8 @@
 
     worker -> server   Beat Open Fill Settle Begin Read | Pull Push Close Release Forget Seal Commit Committed
     server -> worker   Welcome Progress Filled Settled Ready Record Failed | Pulled Held Written Prepared Committed
-    worker <-> summer  Part Moved | Sum Failed
-    worker <-> worker 0's coordinator  Gone State | Ask Change
+    worker <-> summer  Part Moved GivenUp | Sum Failed
+    worker <-> worker 0's coordinators  Gone State | Ask Change;  Say Stall Has | Agreed Asked Differ Failed
 
 Those before the bar set a session up (node/serve.py, node/cluster.py), the others are flow/ops.py's. Everything is
 checked on arrival: WireError for what does not fit, nothing is executed or unpickled (Rule 8).
@@ -31,6 +31,7 @@ from roadtrain.units import round_up
 (OPEN, FILL, BEGIN, READ, PULL, PUSH, CLOSE, RELEASE, FORGET, SEAL, COMMIT, COMMITTED, SETTLE, BEAT) = range(1, 15)
 (PROGRESS, WELCOME, FILLED, READY, RECORD, FAILED, PULLED, HELD, PREPARED, SETTLED, WRITTEN) = range(19, 30)
 (PART, MOVED, SUM, GONE, STATE, ASK, CHANGE) = range(30, 37)
+(GIVEN_UP, SAY, STALL, HAS, AGREED, ASKED, DIFFER) = range(37, 44)
 
 # session, rank, workers, those of one host (negative: their relay sums), number of the server, signature of the layout
 Hello = tuple[str, int, int, int, int, str]
@@ -74,6 +75,14 @@ _HEADERS: Mapping[int, Any] = {
     PART: tuple[int, int, int, int, str, int],  # tensor, first element, round, elements, format; of the sum itself,
     # bytes of an element, else 0
     MOVED: tuple[()],
+    GIVEN_UP: tuple[()],  # what this worker pushed so far and is not summed
+    SAY: tuple[int, str, int, str, bool],  # epoch, identity, use, signature, whether it is agreed each time
+    STALL: tuple[int],  # epoch; the payload: operations, what is blocked on
+    HAS: tuple[int, tuple[str, int], bool, list[tuple[str, int]]],  # epoch, what was asked for, whether it has begun,
+    # what it is blocked on (none or one)
+    AGREED: tuple[int, str, int, str],  # epoch, identity, use, signature
+    ASKED: tuple[int, tuple[str, int]],  # epoch, identity and use
+    DIFFER: tuple[int, str],  # the epoch that begins, why
     SUM: tuple[int, int, int, bool],  # tensor, first element, round, whether a worker had it: as it is in memory
     GONE: tuple[int, str],  # site, why
     STATE: tuple[int, tuple[int, ...]],  # number of the question, refused sites
@@ -86,6 +95,9 @@ Rounds = dict[int, tuple[int, int]]
 ROUNDS = msgspec.msgpack.Decoder(Rounds)
 # what watch.answer says: of the server; worker -> (seconds, what it waits for); seconds of each stage
 Status = tuple[str, Mapping[str, tuple[float, str]], Mapping[str, float]]
+# payload of a stall: all that a worker waits for, and what its thread does (none or one): identity, use, signature
+Stalled = tuple[list[tuple[str, int, str]], list[tuple[str, int, str]]]
+STALLED = msgspec.msgpack.Decoder(Stalled)
 _DECODERS = {kind: msgspec.msgpack.Decoder(header) for kind, header in _HEADERS.items()}
 encode = msgspec.msgpack.Encoder().encode
 
@@ -108,7 +120,7 @@ EDITION = 2  # NOTE language
 LANGUAGE = language_of({
     **{f"{name} = {number}": _HEADERS[number] for name, number in _KINDS.items()},
     "edition": EDITION, "hello": Hello, "hello of a summation": SumHello, "without": Without,
-    "rounds": Rounds, "status": Status,
+    "rounds": Rounds, "status": Status, "stalled": Stalled,
 })
 T = TypeVar("T")
 
@@ -131,6 +143,10 @@ def decoded(decoder: msgspec.msgpack.Decoder[T], raw: bytes | memoryview, what: 
 def rounds(payload: memoryview) -> dict[int, tuple[int, int]]:
     """Of a state or a change."""
     return decoded(ROUNDS, payload, "the rounds of a change of spare hosts")
+
+
+def stalled(payload: memoryview) -> Stalled:
+    return decoded(STALLED, payload, "what a worker waits for")
 
 
 def as_bytes(array: np.ndarray) -> memoryview:

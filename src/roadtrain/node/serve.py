@@ -607,7 +607,7 @@ class Host:
     def go_on_without(self, job: str, link: str, servers: tuple[int, ...]) -> bool:
         """The witness of the session `link` says that it has ended, and that this server may go on without the others:
         nobody else is told so. Durable on return; False where that was not the last session here."""
-        with self.store_lock:
+        with self.storing():
             tier = None if self.session is None else self.session.tier
             opened = open_part(self.directory, look=True) if tier is None else None
             home = next((one.directory for one in (tier, opened) if one is not None), None)

@@ -158,6 +158,7 @@ class Summation:
         self._owed: dict[tuple[int, int, int], bool] = {}
         self._after: dict[tuple[int, int, int], tuple[int, int, int, int, int, int, bool]] = {}
         self._calls = itertools.count()
+        self._given_up: set[int] = set()  # keys that are not used again, of which sums may still come
         self._held = False
         self.error: BaseException | None = None  # what has ended it
         self._sites: dict[int, _Site] = {}
@@ -170,7 +171,7 @@ class Summation:
             for number, text, _ in spares:
                 self._sites[number] = self._reach(number, address_of(text), None, f"spare host {text}")
             if self._delegate is not None:
-                self._delegate.linked(_link(self._delegate, sites[0], own, (session, rank, len(sites), ""), options))
+                self._delegate.linked(link_to(self._delegate, sites[0], own, (session, rank, len(sites), ""), options))
         except BaseException:
             self.close()
             raise
@@ -183,7 +184,7 @@ class Summation:
         site = _Site(self, number, name)
         how = options or (self._options if number < self.workers else self._spare)
         try:
-            site.link = _link(site, address, own, self._hello, how, name)
+            site.link = link_to(site, address, own, self._hello, how, name)
         except (LostError, DeadlineError, BusyError) as error:
             if self._delegate is None or number not in self._map.spares:
                 raise
@@ -288,9 +289,11 @@ class Summation:
         self._post(posts)
 
     def place_of(self, key: int, start: int, number: int, summed: bool, nbytes: int) -> memoryview | None:
-        """Where a sum goes that comes; None where it is still to be decoded. Raises WireError."""
+        """Where a sum goes that comes; None where it is still to be decoded, or given up. Raises WireError."""
         with self._lock:
             tensor = self._tensors.get(key)
+            if key in self._given_up:
+                return None
         part = -1 if tensor is None or tensor.round != number else tensor.number(start)
         if tensor is None or part not in tensor.waits:
             raise WireError(f"a sum of round {number} of tensor {key} from {start} on came, which is not under way")
@@ -304,12 +307,16 @@ class Summation:
     def came(self, key: int, start: int, number: int, summed: bool, payload: memoryview) -> None:
         with self._lock:
             tensor = self._tensors.get(key)
+            if key in self._given_up:
+                return
         part = -1 if tensor is None else tensor.number(start)
         if tensor is None or part not in tensor.waits or tensor.round != number:
             raise WireError(f"a sum of round {number} of tensor {key} came, which is not under way")
         if not summed and tensor.codec is not None:
             formats.decode(tensor.codec.format, payload, tensor.values(tensor.out, part))
         with self._lock:
+            if key in self._given_up:
+                return
             tensor.waits.remove(part)
             if tensor.waits or self._tensors.pop(key, None) is None:
                 return
@@ -322,12 +329,33 @@ class Summation:
         """Of a sum that others lacked. The part's next round may go."""
         owed = key, number, max(start, ~start)
         with self._lock:
+            if key in self._given_up:
+                return
             if self._owed.pop(owed, True):
                 raise WireError(f"an answer about round {number} of tensor {key} came, which nobody asked for")
             if (words := self._after.pop(owed, None)) is not None:
                 heapq.heappush(self._queue, words)
             posts = self._next() if self.error is None else []
         self._post(posts)
+
+    def give_up(self) -> None:
+        """All sums under way, without a word to who waits for them (`done` is not called). All workers do; all keys are
+        other ones then, and rounds begin anew."""
+        with self._lock:
+            self._given_up |= self._rounds.keys()
+            for kept in (self._tensors, self._last, self._rounds, self._codecs, self._owed, self._after):
+                kept.clear()
+            self._queue.clear()
+            self._lock.notify_all()
+            sites = list(self._sites.values())
+        self._tell(sites, m.GIVEN_UP)
+
+    def _tell(self, sites: Sequence[_Site], kind: int) -> None:
+        for site in sites:
+            try:
+                site.link.send(kind, m.encode(()))
+            except PeerError as error:
+                self.lost(site, error)
 
     # spare hosts that come and go
 
@@ -380,11 +408,7 @@ class Summation:
             sites = list(self._sites.values())
         for site in refused:
             site.link.close()
-        for site in sites:
-            try:
-                site.link.send(m.MOVED, m.encode(()))
-            except PeerError as error:
-                self.lost(site, error)
+        self._tell(sites, m.MOVED)
         self._post(posts)
 
     def _settled(self, change: Change) -> list[tuple[int, int, int]]:
@@ -460,7 +484,7 @@ class Summation:
             site.link.close()
 
 
-def _link(
+def link_to(
     receiver: Receiver, address: Address | str | None, own: Summers | None, hello: tuple[str, int, int, str],
     options: Options, name: str = "the coordinator",
 ) -> Link:

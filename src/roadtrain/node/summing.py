@@ -24,8 +24,9 @@ import numpy as np
 from roadtrain.errors import BudgetError, BusyError, ConfigError, LostError, PeerError, RoadtrainError, WireError
 from roadtrain.flow.summing import RULES, Arrived, Meeting, SumDecider
 from roadtrain.kernels.sum import accumulate, sum_k
-from roadtrain.node import formats, watch
+from roadtrain.node import agreeing, formats, watch
 from roadtrain.node import messages as m
+from roadtrain.node.agreeing import Coordinator
 from roadtrain.node.compress import recast
 from roadtrain.node.roster import Control
 from roadtrain.spec.chunks import ITEMSIZE, TRAINABLE
@@ -76,8 +77,8 @@ class _Seat:
     def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
         self.heard = time.monotonic()
         try:
-            if kind == m.MOVED:
-                self.summer.moved(self)
+            if kind in (m.MOVED, m.GIVEN_UP):
+                self.summer.moved(self, given_up=kind == m.GIVEN_UP)
             else:
                 part = Arrived(*m.header(m.PART, header))
                 if not payload or len(payload) != _nbytes(part.elements, part.format, part.summed):
@@ -104,7 +105,7 @@ class Summer:
         self.reserved = 0  # bytes
         self._decider = SumDecider(workers, rule)
         self._results: dict[Where, Buffer] = {}
-        self._residuals: dict[Where, np.ndarray] = {}  # what encoding the sum lost
+        self._residuals: dict[Where, tuple[Buffer, np.ndarray]] = {}  # what encoding the sum lost
         self._lock, self._work = threading.Lock(), queue.SimpleQueue[Any]()
         self._left = 0
         self._over: BaseException | None = None  # why it has ended
@@ -138,14 +139,18 @@ class Summer:
                 seats = [seat] if self.rule == "accumulate" else [self.seats[rank] for rank in range(self.workers)]
                 self._work.put((seats, [one.buffers[part.key, part.start].view for one in seats], part, meeting))
 
-    def moved(self, seat: _Seat) -> None:
-        """Parts go elsewhere from now on: the memory of those that nobody waits for is given back. What is still in
-        use lives as long as that."""
+    def moved(self, seat: _Seat, given_up: bool = False) -> None:
+        """Parts go elsewhere from now on, or have other keys (`given_up`, with what is not summed): the memory of those
+        that nobody waits for is given back. What is still in use lives as long as that."""
         with self._lock:
+            if given_up:
+                self._decider.given_up(seat.rank)
             busy = seat.coming | {where for where, meeting in self._decider.meetings.items() if meeting.here}
             dropped = [seat.buffers.pop(where) for where in [*seat.buffers] if where not in busy]
             if seat.rank == 0:
                 dropped += [self._results.pop(where) for where in [*self._results]]
+            if seat.rank == 0 and given_up:
+                dropped += [self._residuals.pop(where)[0] for where in [*self._residuals]]
         self._take(-sum(buffer.nbytes for buffer in dropped))
 
     def waits(self) -> dict[str, tuple[float, str]]:
@@ -230,10 +235,12 @@ class Summer:
             if rank:
                 accumulate(total, scratch, "fp32")
         where, out = (part.key, part.start), np.empty(nbytes, np.uint8).data
-        residual = self._residuals.get(where) if form.feedback else None
-        if form.feedback and residual is None:
-            residual = array_in(self.buffer(4 * part.elements).view, "fp32", 0, part.elements)
-            self._residuals[where] = residual
+        residual = None
+        if form.feedback:
+            if where not in self._residuals:
+                kept = self.buffer(4 * part.elements)
+                self._residuals[where] = kept, array_in(kept.view, "fp32", 0, part.elements)
+            residual = self._residuals[where][1]
         formats.encode(part.format, total, residual, out, seed_of(-1, part.key, part.start, part.round))
         return out
 
@@ -262,6 +269,7 @@ class Summers:
         self.nbytes, self._used = nbytes, 0
         self.jobs: dict[str, Summer] = {}
         self.control: Control | None = None  # at worker 0
+        self.agreeing: Coordinator | None = None  # at worker 0
         self.above: Above | None = None  # of a host's own summers
         self._lock = threading.Condition()
         self._ending: list[threading.Thread] = []
@@ -272,6 +280,8 @@ class Summers:
         if hello == watch.HELLO:
             return watch.answer(link, self.status())
         session, rank, workers, rule = m.decoded(m.SUM_HELLO, hello, "no greeting of a worker of a summation")
+        if rule == agreeing.HELLO and self.agreeing is not None:
+            return self.agreeing.join(session, rank, link)
         if not rule and self.control is not None:
             return self.control.join(session, rank, link)
         if not 0 <= rank < workers <= 1 << 16 or rule not in RULES:
@@ -311,6 +321,8 @@ class Summers:
 
     def close(self, wait_s: float = 0.0) -> None:
         """Waits so long for the workers of all jobs to leave by themselves."""
+        if self.agreeing is not None:
+            self.agreeing.close(wait_s)
         with self._lock:
             self._lock.wait_for(lambda: not self.jobs, wait_s)
             left = list(self.jobs.values())

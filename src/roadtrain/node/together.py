@@ -33,15 +33,17 @@ import msgspec
 from roadtrain.errors import ConfigError, PeerError
 from roadtrain.flow.inside import choose, switches_of
 from roadtrain.flow.shares import optimum
+from roadtrain.node import agreeing, topology, watch
 from roadtrain.node import messages as m
-from roadtrain.node import topology, watch
+from roadtrain.node.agreeing import Agreement, Coordinator
 from roadtrain.node.dial import address_of, local_options
 from roadtrain.node.roster import Control
-from roadtrain.node.summation import Summation
+from roadtrain.node.summation import Summation, link_to
 from roadtrain.node.summing import Summers
 from roadtrain.store.buffers import Buffer
 from roadtrain.units import MIB
 from roadtrain.wire import shm
+from roadtrain.wire.link import Link
 from roadtrain.wire.tcp import Address, Options, Tls, listen
 
 LEAVE_S = 10.0  # for the other workers to leave, at the end
@@ -128,33 +130,62 @@ class Above:
     def __init__(self, sums: Summation) -> None:
         self._sums, self.how = sums, dict[int, tuple[int, str]]()
         self._outs: dict[tuple[int, int], Buffer] = {}
+        self._lock = threading.Lock()  # over giving up, and what would be begun after it
 
     def __call__(
         self, where: tuple[int, int], dtype: str, total: memoryview, answer: Callable[[memoryview], None],
         failed: Callable[[BaseException], None],
     ) -> None:
-        out = self._outs.get(where)
-        if out is None or out.nbytes < len(total):
-            out = self._outs[where] = Buffer(len(total))
-        view = out.view[: len(total)]
+        with self._lock:
+            if where[0] not in self.how:
+                return  # given up: nobody waits for it
+            out = self._outs.get(where)
+            if out is None or out.nbytes < len(total):
+                out = self._outs[where] = Buffer(len(total))
+            self._begin(where, dtype, total, out.view[: len(total)], answer, failed)
 
+    def _begin(
+        self, where: tuple[int, int], dtype: str, total: memoryview, view: memoryview,
+        answer: Callable[[memoryview], None], failed: Callable[[BaseException], None],
+    ) -> None:
         def done() -> None:
             if self._sums.error is not None:
                 failed(self._sums.error)
             else:
                 answer(view)
 
-        priority, format = self.how.get(where[0], (0, ""))
+        priority, format = self.how[where[0]]
         key = int.from_bytes(blake2b("{} {}".format(*where).encode(), digest_size=7).digest(), "little")
         self._sums.sum(key, total, view, dtype, done, priority=priority, format=format)
+
+
+    def give_up(self) -> None:
+        with self._lock:
+            self.how.clear()
+            self._outs.clear()
+            self._sums.give_up()
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What a worker sums by: `near` it does, `above` stands above that where its host sums first."""
+
+    near: Summation
+    above: Above | None
+    agreement: Agreement
+
+    def give_up(self) -> None:
+        self.near.give_up()
+        if self.above is not None:
+            self.above.give_up()
 
 
 def connect(
     wanted: Wanted, rates: Sequence[float] | None, roots: Sequence[int] | None, tell: Tell,
     ends: list[Callable[[], None]], *, rank: int, workers: int, inside: bool, rule: str, address: str, nbytes: int,
     deadline_s: float,
-) -> tuple[Summation, Above | None]:
-    """This worker's Summation, and what stands above it where its host sums first. `ends`: what ends all this is put
+) -> Sums:
+    """What this worker sums by. `ends`: what ends all this is put
     there, to be called from the last on. All workers call it. Raises ConfigError, PeerError."""
     rates = [*(rates or [1.0] * workers)]
     if len(rates) != workers:
@@ -190,8 +221,16 @@ def connect(
     session = f"{start.session}-{number}"
     if rule == "sum" and group[:1] == [rank]:
         far.control = Control(session, len(group), numbered, print)
+    if rank == 0:
+        far.agreeing = Coordinator(start.session, workers, rule == "sum")
     tell(b"")  # all listen
-    outer = None
+    outer: Summation | None = None
+    join: Callable[[Agreement], Link] | None = None
+    agreement = Agreement(rank, workers, rule == "sum", deadline_s)
+    if workers > 1:
+        hello = start.session, rank, workers, agreeing.HELLO
+        first = None if rank == 0 else places[0].far if names[0] == names[rank] else address_of(places[0].address)
+        join = partial(link_to, address=first, own=far, hello=hello, options=options)
     if group:
         sites: list[Address | str | None] = [
             None if one == rank else places[one].far if names[one] == names[rank] else address_of(places[one].address)
@@ -205,7 +244,7 @@ def connect(
             ends.append(_watch(wanted, far.control, spare))
     if not hosts:
         assert outer is not None
-        return outer, None
+        return _agreeing(Sums(outer, None, agreement), join, ends)
     near.above = above = None if outer is None else Above(outer)
     tell(b"")  # all that stand above others do
     own = next(own for own in hosts if rank in own)
@@ -215,7 +254,15 @@ def connect(
         session=start.session, options=options, deadline_s=deadline_s, part_bytes=NEAR_PART,
         roots=used if sums else _roots(places, own))
     ends += [partial(near.close, LEAVE_S), inner.close]
-    return inner, above
+    return _agreeing(Sums(inner, above, agreement), join, ends)
+
+
+def _agreeing(sums: Sums, join: Callable[[Agreement], Link] | None, ends: list[Callable[[], None]]) -> Sums:
+    sums.agreement.leads(sums.give_up, sums.near.fail)
+    if join is not None:
+        sums.agreement.linked(join(sums.agreement))
+        ends.append(sums.agreement.close)
+    return sums
 
 
 def _home(wanted: Wanted, address: str) -> Home:
