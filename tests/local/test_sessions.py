@@ -12,6 +12,7 @@ import pytest
 from models import Case
 from processes import Workers, losses
 
+from roadtrain.errors import DamagedError
 from roadtrain.node import messages as m
 from roadtrain.node import serve
 from roadtrain.node.serve import Host
@@ -77,17 +78,18 @@ def hello(rank, workers=2):
     return m.encode(("s", rank, workers, 1, 0, "signature"))
 
 
-def test_a_refused_join_leaves_the_server_free(host, tmp_path):
+def test_a_refused_join_leaves_the_server_free(host, tmp_path, monkeypatch):
     one = host()
-    assert run(one, tmp_path, "first").join() == [0]
-    current = tmp_path / "store" / "CURRENT"
-    good = current.read_bytes()
-    current.write_bytes(b"damaged")
+
+    def damaged(directory):
+        raise DamagedError(f"{directory}/CURRENT: its checksum does not match")
+
+    monkeypatch.setattr(serve, "held_in", damaged)
     refused = run(one, tmp_path, "refused")
     assert refused.join() == [3]
     assert "CURRENT" in refused.errors()[0], refused.errors()
     wait_for(lambda: one.session is None, "the server to be free")
-    current.write_bytes(good)
+    monkeypatch.undo()
     trains(one, tmp_path, "again")
 
 
