@@ -389,7 +389,7 @@ class Session:
         self.tier, self.meta = own, meta
         with self.host.storing():  # before its first step: whoever is not here misses that
             for tier in filter(None, (self.tier, self.kept)):
-                replace(tier.meta, history=self.meta.history, sessions=(), without=()).write(tier.directory)
+                replace(tier.meta, history=meta.history, sessions=(), without=()).write(tier.directory)
         if self.snapshots is not None:
             self.snapshots.start()
         self._doing, self._done = "the server to load what it keeps in memory", 0
