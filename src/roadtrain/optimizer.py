@@ -29,6 +29,7 @@ from roadtrain.errors import ForeignError, GoneError, LoopError
 from roadtrain.model import plain
 from roadtrain.model.activations import Activations
 from roadtrain.model.grads import PlacedGrad
+from roadtrain.model.released import check_unchanged, is_behind, set_behind, set_fetched, set_released
 from roadtrain.model.split import Split
 from roadtrain.model.stream import Stream
 from roadtrain.node.cluster import Cluster, Group
@@ -70,6 +71,7 @@ class PlacedOptimizer(torch.optim.Optimizer):
         self._norm: float | tuple[list[int], float] = math.nan  # or, until asked for: (blocks, loss scaling undone)
         self._stream: Stream | None = None
         self._hooks: list[Any] = []
+        self._root_versions: list[int] = []  # of the root's parameters, as of their last values
         self._root_handles: dict[nn.Parameter, PlacedGrad] = {}  # several workers: while a pass computes the next one
         self._closed = self._abandoned = False
         self._report = report
@@ -171,6 +173,8 @@ class PlacedOptimizer(torch.optim.Optimizer):
         self.steps_done, self._due, self._hypers, self._passes = step, step, None, 0
         self._given._opt_called = True
         self._root_handles.clear()  # model.zero_grad() does not tell us
+        for _, p in self._parts.root.params:  # until the next forward, or until somebody reads one
+            set_behind(p, self._refresh_root)
         return loss
 
     def _scale(self, param: int, unscale: float) -> float | None:
@@ -223,10 +227,32 @@ class PlacedOptimizer(torch.optim.Optimizer):
                 p.grad = None  # this pass computes a tensor; it is added where the others are
         self._refresh_root()
 
+    def _pass_begins(self) -> None:
+        """Before the whole model computes."""
+        if torch.is_grad_enabled():
+            self._check_no_strangers()
+        self.forward_begins()
+
+    def _check_no_strangers(self) -> None:
+        for name, p in self._model.named_parameters():
+            if p.requires_grad and p not in self._index:
+                raise LoopError(
+                    f"parameter {name!r} came into the model after place(): it would not be trained as it should",
+                    hint="add adapters and resize embeddings before place(), or place the model again",
+                )
+
     def _refresh_root(self) -> None:
-        if self._worker.refresh_root():
-            for _, p in self._parts.root.params:
+        self._check_root()
+        fetched = self._worker.refresh_root()
+        for _, p in self._parts.root.params:
+            set_fetched(p)
+            if fetched:
                 torch.autograd.graph.increment_version(p)
+        self._root_versions = [p._version for _, p in self._parts.root.params]
+
+    def _check_root(self) -> None:
+        if self._root_versions:
+            check_unchanged(self._parts.root.params, self._root_versions)
 
     def _capture(self) -> None:
         if self._due is not None:
@@ -524,8 +550,12 @@ class PlacedOptimizer(torch.optim.Optimizer):
                 self.flush()
                 self.grad_norm()
                 self._states.settle()
+                self._refresh_root()
         finally:
             self._closed = True
+            for _, p in self._parts.root.params:
+                if is_behind(p):
+                    set_released(p)
             for hook in self._hooks:
                 hook.remove()
             if self._stream is not None:
@@ -543,7 +573,7 @@ class PlacedOptimizer(torch.optim.Optimizer):
         """Called once by place()."""
         self._stream = stream
         self._states.attach()
-        self._hooks.append(self._model.register_forward_pre_hook(lambda *_: self.forward_begins()))
+        self._hooks.append(self._model.register_forward_pre_hook(lambda *_: self._pass_begins()))
         for module in {m for m in self._model.modules() if any(p in self._index for p in m.parameters(recurse=False))}:
             if any(p is q for p in module.parameters(recurse=False) for _, q in self._parts.root.params):
                 self._hooks.append(module.register_forward_pre_hook(lambda *_: self.forward_begins()))

@@ -8,8 +8,7 @@ all at once (PlacedOptimizer.rewrite), and a state of the optimizer that is refu
 
 Values are those after the last step() when the dict was made: it is read to its end before the next step changes them.
 Assumes: the hooks of torch.nn.Module are called, which every framework's wrapper does. Does NOT see who reads a
-parameter itself (`p.data`, `p.clone()`): a block's refuses that (model/released.py), the root's is as of the last
-forward.
+parameter itself (`p.data`, `p.clone()`): model/released.py does.
 """
 
 from __future__ import annotations

@@ -58,6 +58,11 @@ class Placed:
         placed = place(model, made, **options)
         in_ram = options.get("store") is None and options.get("servers") is None
         placed.whole_states = in_ram if whole_checkpoints is None else whole_checkpoints
+        if placed.steps_done:
+            options.get("report", print)(
+                f"the store is at step {placed.steps_done}: a Trainer that does not resume from the checkpoint of that "
+                "step begins its own count, schedule and data at step 0, with the store's values"
+            )
         return placed
 
 

@@ -1,14 +1,18 @@
-"""What a released parameter is until its block is fetched: a parameter that says who it is, and refuses to be read.
+"""What a parameter is while its values are elsewhere: one that refuses to be read, or that fetches its values first.
 
 A released parameter has its shape, dtype, device and gradient, takes no memory and has no values. Whoever computes with
 it would compute with NaN, without a word (Rule 6). So its class is changed while it is released: metadata is answered,
 any other use raises LoopError. `detach()` and `.data` give a tensor that refuses in the same way.
+
+A parameter that is behind (of the root block, after an update) has old values in its memory: its first use fetches the
+new ones, for all that are behind, by what `set_behind` was given.
 
 Assumes: uses go through torch's Python functions. Does NOT see code in C++ that reads memory; it reads NaN there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
@@ -53,6 +57,23 @@ class _Refusing:
         return repr(self)
 
 
+class _Behind:
+    """Mixed into a class of parameters."""
+
+    _fetch: Callable[[], object]  # ends with set_fetched
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = _name_of(function)
+        found = next((a for a in _flat((args, *(kwargs or {}).values())) if isinstance(a, _Behind)), None)
+        if found is not None and (name is None or name in _HELD):
+            found._fetch()
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+
 class ReleasedTensor(_Refusing, torch.Tensor):  # type: ignore[misc]
     """Of a released parameter's shape, without its values."""
 
@@ -84,21 +105,45 @@ def _flat(args: Any) -> list[Any]:
 
 
 @cache
-def _released_class(kind: type) -> type:
-    return type(f"Released{kind.__name__}", (_Refusing, kind), {"__module__": __name__, "fetched_class": kind})
+def _class_of(mixin: type, kind: type) -> type:
+    name = f"{'Released' if mixin is _Refusing else 'Behind'}{kind.__name__}"
+    return type(name, (mixin, kind), {"__module__": __name__, "fetched_class": kind})
 
 
 def is_released(p: torch.Tensor) -> bool:
     return isinstance(p, _Refusing)
 
 
+def is_behind(p: torch.Tensor) -> bool:
+    return isinstance(p, _Behind)
+
+
 def set_released(p: nn.Parameter) -> None:
     """From here on `p` refuses to be read."""
     if not is_released(p):
-        p.__class__ = _released_class(type(p))
+        set_fetched(p)
+        p.__class__ = _class_of(_Refusing, type(p))
+
+
+def set_behind(p: nn.Parameter, fetch: Callable[[], object]) -> None:
+    """The first use of `p` calls `fetch`, which ends with set_fetched(p)."""
+    set_fetched(p)
+    p.__class__ = _class_of(_Behind, type(p))
+    p._fetch = fetch  # type: ignore[attr-defined]
 
 
 def set_fetched(p: nn.Parameter) -> None:
     """`p` is what it was before."""
-    if is_released(p):
+    if isinstance(p, _Refusing | _Behind):
         p.__class__ = type(p).fetched_class  # type: ignore[attr-defined]
+        p.__dict__.pop("_fetch", None)
+
+
+def check_unchanged(params: Iterable[tuple[str, nn.Parameter]], versions: Iterable[int]) -> None:
+    """LoopError where one was written in place since its `_version` was as given: its server would not hear of it."""
+    for (name, p), version in zip(params, versions, strict=True):
+        if p._version != version:
+            raise LoopError(
+                f"parameter {name!r} was changed in place: its values are elsewhere, and the change would be lost",
+                hint="model.load_state_dict() changes them; or change the model before place()",
+            )

@@ -33,6 +33,7 @@ from roadtrain.errors import LoopError, ModelError
 from roadtrain.model.activations import Activations, Ticket, version_of
 from roadtrain.model.borrowed import Borrowed
 from roadtrain.model.grads import GradBook, PlacedGrad
+from roadtrain.model.released import check_unchanged
 from roadtrain.model.replay import Circumstances, keeping_nothing
 from roadtrain.model.split import Part, Split
 from roadtrain.spec.chunks import ChunkTable
@@ -61,6 +62,7 @@ class _Block:
     def __init__(self, index: int, part: Part, borrowed: Borrowed, shared: list[nn.Parameter]) -> None:
         self.index, self.name, self.module, self.borrowed, self.shared = index, part.name, part.module, borrowed, shared
         self.modules = list(part.module.modules())
+        self.params = part.params
         self.original = part.module.forward
         self.own_forward = part.module.__dict__.get("forward")
         self.depth = 0
@@ -157,7 +159,9 @@ class Stream:
         try:
             with keeping_nothing(block.modules):
                 block.borrowed.point(buffer)
+                versions = [p._version for _, p in block.params]
                 yield buffer, version
+                check_unchanged(block.params, versions)
         finally:
             block.depth -= 1
             block.borrowed.drop()

@@ -1,13 +1,15 @@
 """Locks: directories that this process alone opens, fills, converts and cleans, until `close`.
 
 A lock is on the directory itself, so nothing lies in it that could be left over; where the file system locks no
-directories (NFS), on a file `lock` in it. It ends with the process. Does NOT wait for longer than LOCK_WAIT_S.
+directories (NFS), on a file `lock` in it. It ends with the process: forked children, such as a DataLoader's, do not
+keep it. Does NOT wait for longer than LOCK_WAIT_S.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import weakref
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -23,6 +25,7 @@ class Locks:
 
     def __init__(self, directories: Iterable[Path] = ()) -> None:
         self._held: dict[tuple[int, int], int] = {}  # (device, inode) of a directory -> descriptor
+        _ALL.add(self)
         try:
             self.take(directories)
         except BaseException:
@@ -46,6 +49,18 @@ class Locks:
         for fd in self._held.values():
             os.close(fd)
         self._held.clear()
+
+
+_ALL: weakref.WeakSet[Locks] = weakref.WeakSet()  # of this process
+
+
+def _let_go() -> None:
+    """In a forked child: a lock is held as long as any process has its descriptor open."""
+    for locks in list(_ALL):
+        locks.close()
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 def _locked(fd: int, directory: Path) -> int:

@@ -1,0 +1,36 @@
+"""A directory's lock is its process's, not its forked children's."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from roadtrain.errors import StoreError
+from roadtrain.store import lock
+from roadtrain.store.lock import Locks
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Python 3.12 warns of threads at a fork
+def test_a_forked_child_does_not_keep_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "LOCK_WAIT_S", 0.1)
+    held = Locks([tmp_path])
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:  # as a DataLoader's worker, which may outlive a killed trainer
+        os.write(write, b"x")
+        signal.pause()
+        os._exit(0)
+    try:
+        assert os.read(read, 1) == b"x"
+        with pytest.raises(StoreError, match="in use by another process"):  # the child's letting go is not ours
+            Locks([tmp_path])
+        held.close()
+        Locks([tmp_path]).close()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(read)
+        os.close(write)
