@@ -27,7 +27,10 @@ from roadtrain.errors import (
     FullError,
     GoneError,
     LoopError,
+    LostError,
+    WireError,
 )
+from roadtrain.flow import ops
 from roadtrain.flow.queues import Trial
 from roadtrain.units import parse_bytes
 
@@ -676,3 +679,28 @@ def test_an_optimizer_without_a_compiled_rule_is_said(make):  # Rule 6
         assert "NAdam" in line and "speed class is generic" in line and "/s" in line
     else:
         assert lines == []
+
+
+@pytest.mark.parametrize("kind", [LostError, WireError])
+def test_a_link_that_ends_is_told_with_the_step_and_what_was_waited_for(kind):
+    """Rule 5, also where bytes arrived that are not those that were sent."""
+    model, placed, scaler = place(PLAIN, None)
+    with pytest.raises(kind, match=r"^step 2, waiting for .*: server 0 \(there\): it broke$"), placed:
+        run(PLAIN, model, placed, scaler, 0, 1)
+        placed._worker.deliver(ops.Failed(0, kind("server 0 (there): it broke")))
+        run(PLAIN, model, placed, scaler, 1, 2)
+
+
+def test_a_link_that_takes_nothing_more_is_told_with_the_step(monkeypatch):
+    model, placed, scaler = place(PLAIN, None)
+    link = placed._worker.links[0]
+
+    def closed(message):
+        raise LostError("cannot send: server 0 (there): ended without a goodbye")
+
+    with pytest.raises(LostError, match=r"^step 2, sending: cannot send: server 0 \(there\)"), placed:
+        run(PLAIN, model, placed, scaler, 0, 1)
+        placed.flush()
+        with monkeypatch.context() as patch:
+            patch.setattr(link, "send", closed)
+            run(PLAIN, model, placed, scaler, 1, 2)

@@ -32,7 +32,7 @@ def test_a_fault_is_the_same_every_time_and_alone():
     assert len(soak.CYCLE) <= 40  # docs/lab.md
     for first in (0, 7, 100):
         drawn = {soak.drawn(0, number).kind for number in range(first, first + len(soak.CYCLE))}
-        assert drawn == set(soak.CYCLE)
+        assert drawn == set(soak.KINDS) >= WAITS
 
 
 @pytest.fixture

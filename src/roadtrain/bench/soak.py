@@ -62,11 +62,13 @@ WHAT = re.compile(r"step \d|wait(ed|ing) (\d+ s )?for|refused|another model|aske
 
 
 CYCLE = (  # every kind is among any so many faults; a kind that has many moments comes more often
-    "worker killed", "server killed", "link cut", "all killed", "server moved", "another model", "disk full",
-    "power cut", "killed twice", "link slowed", "wrong token", "worker killed", "server killed", "server's power cut",
-    "link cut", "flipped bit", "process stopped", "disk full at the start", "another dtype", "run directory full",
-    "link stalled", "state outgrows the disk", "store unmounted", "server killed", "relay killed",
-    "server unmounted", "stale replica", "power cut", "server's bit flipped", "server's device fails",
+    "worker killed", "server killed", "link cut", "power cut", "bit flipped on a link", "all killed", "server moved",
+    "device fails", "another model", "killed and power cut", "disk full", "server's power cut", "killed twice",
+    "second trainer", "link slowed", "flipped bit", "wrong token", "worker killed", "store copied", "server killed",
+    "bit flipped on a link", "server's bit flipped", "link cut", "run directory full", "process stopped", "power cut",
+    "disk full at the start", "stale replica", "another dtype", "killed and power cut", "link stalled",
+    "store unmounted", "state outgrows the disk", "server's device fails", "server killed", "second servers",
+    "flipped bit", "relay killed", "server unmounted", "server's power cut",
 )
 
 

@@ -18,7 +18,7 @@ from roadtrain.store.generation import open_part
 
 SHORT_S = 3.0
 LONG_S = 40.0  # of who waits while another one is refused
-SYNCS = 24  # about as many as a server makes in an undisturbed run
+SYNCS = 20  # about as many as a server makes in so many steps
 
 
 def _end_servers(scene: Scene, numbers: Sequence[int] = range(SERVERS)) -> None:
@@ -217,12 +217,12 @@ def _with_power(scene: Scene, fault: Fault, actions: Sequence[Action], *, again:
     action = rng.choice(actions)
     of: Any = "write" if action == "kill half" or rng.random() < 0.4 else "sync"
     scene.strikes[victim] = [Strike(of, int(fault.moment * SYNCS), action, rng.choice(("", "", "ledger")))]
-    scene.start()
+    scene.start(steps=STEPS - 1)  # so that a step is left, which all workers come together for
     said = scene.ended_workers()
     if again:
         scene.strikes[victim] = [Strike("sync", rng.randrange(12), "kill before")]
         _end_servers(scene, [victim])
-        scene.start()
+        scene.start(steps=STEPS - 1)
         said += scene.ended_workers()
     cuts = range(SERVERS) if fault.prompt else [victim]
     _end_servers(scene, cuts)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from roadtrain.errors import DeadlineError, DivergedError, LoopError, LostError
+from roadtrain.errors import DeadlineError, DivergedError, LoopError, LostError, WireError
 from roadtrain.flow import ops
 from roadtrain.flow.ledger import Diverged, Ledger
 from roadtrain.flow.prefetch import Prefetcher, PullBlock
@@ -125,13 +125,27 @@ class Worker:
             "them is failing, or they are of different kinds and the optimizer has no compiled rule",
         )
 
+    def _tell(self, server: int, message: Any) -> None:
+        try:
+            self.links[server].send(message)
+        except (LostError, WireError) as error:
+            raise self._in_step(error, "sending") from error
+
+    def _in_step(self, error: BaseException, doing: str) -> BaseException:
+        """The end of a link, with the step at work and what was done in it (Rule 5)."""
+        if not isinstance(error, (LostError, WireError)) or str(error).startswith("step "):
+            return error
+        told = type(error)(f"step {self.ledger.sealed + 1}, {doing}: {error}")
+        told.__cause__ = error
+        return told
+
     def _send_all(self, messages: Sequence[tuple[int, Any]]) -> None:
         for server, message in messages:
-            self.links[server].send(message)
+            self._tell(server, message)
 
     def _send(self, chunk: int, message: Any) -> None:
         for server in self.owners[chunk]:
-            self.links[server].send(message)
+            self._tell(server, message)
 
     def _expect_sums(self, state: BlockState, chunks: Sequence[Chunk]) -> None:
         """Held messages for a gradient of `chunks`: one of each server, so that the last is that of the last push."""
@@ -149,9 +163,8 @@ class Worker:
                 f"commit: {self.ledger.missing()}; peers: {', '.join(link.peer for link in self.links.values())}",
                 hint="a device that slow needs a longer deadline_s",
             )
-        elif isinstance(self._error, LostError) and not str(self._error).startswith("step "):
-            told = LostError(f"step {self.ledger.sealed + 1}, waiting for {what()}: {self._error}")
-            told.__cause__, self._error = self._error, told
+        elif self._error is not None:
+            self._error = self._in_step(self._error, f"waiting for {what()}")
         if self._error is not None:
             raise self._error
 
@@ -199,7 +212,7 @@ class Worker:
             ticket = next(self._tickets)
             self._pulls[ticket] = (block, host, slot)
             into = host.view[chunk.offset : chunk.offset + round_up(chunk.public_nbytes, PAGE)]
-            self.links[self.owners[chunk.id][0]].send(ops.Pull(chunk.id, version, into, ticket))
+            self._tell(self.owners[chunk.id][0], ops.Pull(chunk.id, version, into, ticket))
 
     def _pulled(self, ticket: int) -> None:
         block, host, slot = self._pulls.pop(ticket)
@@ -232,7 +245,7 @@ class Worker:
             host.pending, ticket = 1, next(self._tickets)
             self._pulls[ticket] = self.table.blocks[chunk.block], host, -1
             pull = ops.Pull(chunk.id, self.chunk_version[chunk.id], host.view, ticket)
-            self.links[self.owners[chunk.id][0]].send(pull)
+            self._tell(self.owners[chunk.id][0], pull)
             self._wait(lambda: not host.pending, lambda: f"chunk {chunk.id}")
         return host.view
 
@@ -375,7 +388,7 @@ class Worker:
                 for server in self.owners[chunk.id]:
                     ticket = next(self._tickets)
                     self._push_tickets[ticket] = host
-                    self.links[server].send(ops.Push(chunk.id, grad, fresh, keep, ticket, dtype=dtype))
+                    self._tell(server, ops.Push(chunk.id, grad, fresh, keep, ticket, dtype=dtype))
                 if chunk.id in then:
                     self._send(chunk.id, then[chunk.id])
 

@@ -148,6 +148,7 @@ def remove(home: Path) -> None:
             (home / name).unlink(missing_ok=True)
         if home.is_dir() and not any(home.iterdir()):
             home.rmdir()
+            sync_directory(home.parent)  # gone before what comes in its place: a power cut cannot bring it back
 
 
 def read_or_none(path: Path) -> bytes | None:

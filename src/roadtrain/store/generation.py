@@ -91,7 +91,7 @@ class OpenedStore:
         """Close and remove a generation that is not to count."""
         for tier in self.tiers:
             tier.close()
-        for directory in self.directories:
+        for directory in reversed(self.directories):
             remove(directory / f"gen-{self.meta.generation}")
         self.locks.close()
 
@@ -375,8 +375,10 @@ def _check_unborn(given: Iterable[Path]) -> None:
 
 
 def _remove_unborn(given: Iterable[Path]) -> None:
-    """Nothing counts: generations that were never finished are removed."""
-    for generation in [g for d in given for g in generations(d)]:
+    """Nothing counts: generations that were never finished are removed, first directories last: one that holds step 0
+    of a store without them is taken for one that may have trained (`_check_unborn`)."""
+    found = [g for d in given for g in generations(d)]
+    for generation in sorted(found, key=lambda g: g.brief is None or g.brief.index == 0):
         if generation.recorded and generation.step < 0:
             set_aside(generation)
         else:

@@ -1,0 +1,70 @@
+"""A store that was never finished is begun anew after any power cut while what is left of it is removed (Rule 3)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from test_store_file import META, OWNERS, RECORDS, random_bytes
+
+from roadtrain.bench import soak_power
+from roadtrain.bench.soak_power import Power, Strike, begin, cut
+from roadtrain.store.generation import create_store, open_store
+from roadtrain.store.tier import RECORD
+
+
+class Killed(BaseException):
+    pass
+
+
+class NothingElse:
+    """What was not synced is lost, names too."""
+
+    def choice(self, options):
+        assert "none" in options
+        return "none"
+
+
+def half_made(directories: list[Path]) -> None:
+    """All but directory 0 hold step 0: killed before the commit."""
+    store = create_store(directories, META, OWNERS)
+    try:
+        for chunk in RECORDS:
+            store.tier_of(chunk).write(chunk, RECORD, random_bytes(chunk, RECORD))
+        store.tiers[1].prepare(0, b"")
+    finally:
+        store.close()
+
+
+def test_a_power_cut_at_any_sync_while_it_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def die() -> None:
+        power.roots = ()  # what is cleaned up on the way out is nothing that a killed process does
+        raise Killed
+
+    monkeypatch.setattr(soak_power, "_die", die)
+    for number in range(40):
+        home = tmp_path / str(number)
+        directories, shadow = [home / "a", home / "b"], home / "shadow"
+        for directory in directories:
+            directory.mkdir(parents=True)
+        half_made(directories)
+        begin(shadow, directories)
+        power = Power(shadow, directories, [Strike("sync", number, "kill before")])
+        with monkeypatch.context() as patch:
+            for name in ("fsync", "fdatasync", "pwritev", "write"):
+                patch.setattr(os, name, getattr(os, name))  # is put back
+            power.install()
+            try:
+                assert open_store(directories) is None
+                half_made(directories)
+            except Killed:
+                pass
+            else:
+                assert number > 10
+                break
+        cut(shadow, directories, NothingElse())
+        assert open_store(directories) is None
+        half_made(directories)
+    else:
+        raise AssertionError("it was never played to its end")
