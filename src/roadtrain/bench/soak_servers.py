@@ -100,7 +100,11 @@ def stale(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
     said = scene.wait_workers()
     scene.servers[old].process.join()
     scene.start(steps=STEPS - 1, without=old)
-    scene.finished()
+    if refusal := scene.wait_workers():  # so early that the one that is left cannot know whether the other went on
+        if not any("give_up=" in sentence for sentence in refusal):
+            raise Wrong(f"one of two replicas does not go on alone: {' | '.join(refusal)}")
+        scene.finish()
+        return said + refusal
     _end_servers(scene, [1 - old])
     if fault.prompt:
         scene.serve(old)
