@@ -35,7 +35,7 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path):
     made = store.tiers[0]
     yield made
     made.check()
-    made.close()
+    store.close()
     assert set(os.listdir("/proc/self/fd")) == before
 
 

@@ -52,6 +52,7 @@ ROW = np.dtype(
         ("private_sum", "<u8"),
     ]
 )
+_RESTORE = "restore this file from a copy of the store; the disk may be failing"
 _SPARE = 1 << 16  # bytes allocated beyond the rows, so that a blob of usual size commits on a full disk
 
 Rows = np.ndarray[Any, Any]
@@ -190,9 +191,7 @@ class StoreMeta:
         try:
             body, _ = unsealed(content)
         except ValueError as error:
-            raise DamagedError(
-                f"{path}: {error}", hint="restore this file from a copy of the store; the disk may be failing"
-            ) from error
+            raise DamagedError(f"{path}: {error}", hint=_RESTORE) from error
         return StoreMeta.from_json(body, str(path))
 
     @staticmethod
@@ -204,9 +203,9 @@ class StoreMeta:
                 raise ForeignError(f"{where}: store format {brief.format}, this version reads {FORMAT}")
             meta = msgspec.json.decode(text, type=StoreMeta)
         except ValueError as error:
-            raise DamagedError(f"{where}: not a store description ({error})") from error
+            raise DamagedError(f"{where}: not a store description ({error})", hint=_RESTORE) from error
         if meta.table.fingerprint() != brief.fingerprint or len(meta.owners) != len(meta.table.chunks):
-            raise DamagedError(f"{where}: does not match its fingerprint")
+            raise DamagedError(f"{where}: does not match its fingerprint", hint=_RESTORE)
         return meta
 
 
