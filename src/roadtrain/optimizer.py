@@ -29,7 +29,14 @@ from roadtrain.errors import ForeignError, GoneError, LoopError
 from roadtrain.model import plain
 from roadtrain.model.activations import Activations
 from roadtrain.model.grads import PlacedGrad
-from roadtrain.model.released import check_unchanged, is_behind, set_behind, set_fetched, set_released
+from roadtrain.model.released import (
+    check_unchanged,
+    is_behind,
+    is_called_by_dynamo,
+    set_behind,
+    set_fetched,
+    set_released,
+)
 from roadtrain.model.split import Split
 from roadtrain.model.stream import Stream
 from roadtrain.node.cluster import Cluster, Group
@@ -71,6 +78,7 @@ class PlacedOptimizer(torch.optim.Optimizer):
         self._norm: float | tuple[list[int], float] = math.nan  # or, until asked for: (blocks, loss scaling undone)
         self._stream: Stream | None = None
         self._hooks: list[Any] = []
+        self._compiled = False  # the model is: a root parameter then keeps its class, which is guarded
         self._root_versions: list[int] = []  # of the root's parameters, as of their last values
         self._root_handles: dict[nn.Parameter, PlacedGrad] = {}  # several workers: while a pass computes the next one
         self._closed = self._abandoned = False
@@ -173,8 +181,9 @@ class PlacedOptimizer(torch.optim.Optimizer):
         self.steps_done, self._due, self._hypers, self._passes = step, step, None, 0
         self._given._opt_called = True
         self._root_handles.clear()  # model.zero_grad() does not tell us
-        for _, p in self._parts.root.params:  # until the next forward, or until somebody reads one
-            set_behind(p, self._refresh_root)
+        if not self._compiled:
+            for _, p in self._parts.root.params:  # until the next forward, or until somebody reads one
+                set_behind(p, self._refresh_root)
         return loss
 
     def _scale(self, param: int, unscale: float) -> float | None:
@@ -227,8 +236,10 @@ class PlacedOptimizer(torch.optim.Optimizer):
                 p.grad = None  # this pass computes a tensor; it is added where the others are
         self._refresh_root()
 
+    @torch.compiler.disable
     def _pass_begins(self) -> None:
         """Before the whole model computes."""
+        self._compiled = self._compiled or is_called_by_dynamo()
         if torch.is_grad_enabled():
             self._check_no_strangers()
         self.forward_begins()

@@ -151,7 +151,7 @@ def test_sums_stay_right_whoever_dies_when(seed, elastic):
 def test_a_spare_host_that_dies_while_the_job_starts_is_gone_round(when, elastic, monkeypatch):
     made, told, all_there = elastic(3, 2), threading.Semaphore(0), threading.Barrier(3)
     first, second = made.spares
-    link, lost = summation._link, Summation.lost
+    link, lost = summation.link_to, Summation.lost
 
     def heard(self, site, error):
         lost(self, site, error)
@@ -173,7 +173,7 @@ def test_a_spare_host_that_dies_while_the_job_starts_is_gone_round(when, elastic
             made.kill(first)
         return link(receiver, address, own, hello, options, name)
 
-    monkeypatch.setattr(summation, "_link", in_steps)
+    monkeypatch.setattr(summation, "link_to", in_steps)
     monkeypatch.setattr(Summation, "lost", heard)
     if when == "before anyone dials it":
         made.kill(first)

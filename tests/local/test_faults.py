@@ -413,7 +413,9 @@ def test_an_optimizer_that_has_trained():
 def test_more_directories_than_chunks(tmp_path):
     dirs = [tmp_path / str(i) for i in range(60)]
     few = {"budget": "3GiB", "chunk_elements": 1 << 20}
-    losses = train(dirs, 2, **few) + train(dirs, 3, **few) + train(dirs[:2], 4, **few) + train(dirs, 5, **few)
+    losses = train(dirs, 2, **few) + train(dirs, 3, **few) + train(
+        dirs[:2], 4, moved_from=dirs[2:], **few
+    ) + train(dirs, 5, **few)
     assert losses == reference(5)
 
 

@@ -175,10 +175,10 @@ class Meeting:
                 return said
 
             try:
-                sums, _ = together.connect(
+                sums = together.connect(
                     wanted[rank], None, None, tell, ends, rank=rank, workers=self.workers, inside=False, rule="sum",
                     address=(addresses or {}).get(rank, "127.0.0.1"), nbytes=1 << 26, deadline_s=20)
-                found[rank] = work(rank, sums) if work else sums
+                found[rank] = work(rank, sums.near) if work else sums
             except RoadtrainError as error:
                 found[rank] = error
             finally:

@@ -12,6 +12,7 @@ Assumes: uses go through torch's Python functions. Does NOT see code in C++ that
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
@@ -137,6 +138,16 @@ def set_fetched(p: nn.Parameter) -> None:
     if isinstance(p, _Refusing | _Behind):
         p.__class__ = type(p).fetched_class  # type: ignore[attr-defined]
         p.__dict__.pop("_fetch", None)
+
+
+def is_called_by_dynamo() -> bool:
+    """Whether torch.compile runs the caller: what it compiled is guarded by the classes of parameters."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("torch._dynamo"):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def check_unchanged(params: Iterable[tuple[str, nn.Parameter]], versions: Iterable[int]) -> None:
