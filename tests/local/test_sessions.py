@@ -179,7 +179,7 @@ def test_workers_wait_as_long_as_the_store_is_filled(host, tmp_path, monkeypatch
 def test_workers_do_not_wait_for_ever(host, tmp_path, monkeypatch):  # Rule 5
     """Nothing moves: they end at their deadline, and the server is free once its device answers."""
     one, go, real = host(), threading.Event(), serve.create_part
-    monkeypatch.setattr(serve, "create_part", lambda *args: (go.wait(60), real(*args))[1])
+    monkeypatch.setattr(serve, "create_part", lambda *args, **options: (go.wait(60), real(*args, **options))[1])
     workers = run(one, tmp_path, "hung", workers=2, deadline_s=3, retry_s=0)
     assert workers.join() == [3, 3]
     assert all("DeadlineError" in e or "LostError" in e for e in workers.errors()), workers.errors()

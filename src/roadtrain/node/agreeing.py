@@ -27,6 +27,7 @@ from roadtrain.wire.link import Link
 
 HELLO = "agree"  # instead of a rule
 STALL_S, LOOK_S = 1.0, 0.25  # of waiting, before it is said; between two looks
+GRACE_S = 1.0  # for what all have begun to end, once a verdict has come
 MOST = 256  # operations in one word of who waits
 TEXT = 1000  # letters of an identity or a signature that are told
 WORDS_LIMIT = 1 << 22  # bytes
@@ -149,6 +150,8 @@ class Agreement:
         self._begun = 0.0  # when the last operation was
         self._untold: DifferError | None = None  # the program here has not met it yet: what it begins is given up, too
         self._given_up = False  # something was, of which it will hear
+        # A verdict that waits, until when: all may have begun what is agreed here, and the others may have ended it.
+        self._verdict: tuple[float, tuple[int, str]] | None = None
         self._error: BaseException | None = None
         self._link: Link | None = None
         self._closed, self._watcher = threading.Event(), threading.Thread()
@@ -280,6 +283,8 @@ class Agreement:
             match kind:
                 case m.FAILED:
                     self.fail(LostError(fields[1]))
+                case m.DIFFER if self._waits and self._agreed_open():
+                    self._verdict = time.monotonic() + GRACE_S, fields
                 case m.DIFFER:
                     self._differ(*fields)
                 case m.AGREED if fields[0] == self.epoch:
@@ -315,6 +320,15 @@ class Agreement:
             if ready is not None:
                 self._run(ticket, ready)
 
+    def _agreed_open(self) -> bool:
+        return any(ticket.agreed.is_set() for ticket in self._open.values())
+
+    def _meet_verdict(self, now: float) -> None:
+        """Carries a verdict out that was put off. Under `order`."""
+        if self._verdict is not None and (now >= self._verdict[0] or not self._agreed_open()):
+            (_, fields), self._verdict = self._verdict, None
+            self._differ(*fields)
+
     def _differ(self, epoch: int, words: str) -> None:
         if not self._waits:
             self.fail(DifferError(words, hint=HINT))
@@ -342,6 +356,7 @@ class Agreement:
         while not self._closed.wait(min(LOOK_S, self._deadline_s / 4)):
             with self.order:
                 now = time.monotonic()
+                self._meet_verdict(now)
                 late = [ticket for ticket in self._open.values() if now - ticket.began >= STALL_S]
                 over = [ticket for ticket in late if not ticket.agreed.is_set()
                         and now - ticket.began >= self._deadline_s]
