@@ -119,6 +119,9 @@ def test_a_flipped_bit_of_one_replica_is_found_at_the_commit(byte, cluster, alon
     assert "DivergedError" in error and "different bytes of chunk" in error, error
     assert f"server 0 ({two.where[0]})" in error and f"server 1 ({two.where[1]})" in error, error
     step = int(error.split(" in step ")[1].split(":")[0])
+    for log in running.logs:  # the next step may have computed with the damaged bytes, and ended with this one
+        lines = log.read_text().splitlines(keepends=True)
+        log.write_text("".join(x for x in lines if not (x.split()[0].isdigit() and int(x.split()[0]) > step)))
     two.lose(1, keep=True)
     two.back(1)
     running = two.train(step + 2, **ONE)
