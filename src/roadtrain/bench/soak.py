@@ -206,10 +206,10 @@ def stopped(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
         if not other.ended:
             scene.hung("a worker to end whose peer was stopped")
     if role == "worker" or fault.choice % 2:
-        node.kill()
-    os.kill(node.process.pid, signal.SIGCONT)
-    if node.killed:
+        node.kill()  # which ends a stopped process too
         node.process.join()
+    else:
+        os.kill(node.process.pid, signal.SIGCONT)
     said = scene.wait_workers()
     scene.finish()
     return said

@@ -308,8 +308,9 @@ class Scene:
         """Raises Hung with the stacks of all processes."""
         living = [node for node in self._all if not node.ended]
         for node in living:
-            os.kill(node.process.pid, signal.SIGCONT)
-            os.kill(node.process.pid, signal.SIGUSR1)
+            with suppress(ProcessLookupError):  # it has ended since
+                os.kill(node.process.pid, signal.SIGCONT)
+                os.kill(node.process.pid, signal.SIGUSR1)
         with open(self.home / "soak.log", "w") as file:
             faulthandler.dump_traceback(file)
         time.sleep(1.0)
