@@ -131,6 +131,9 @@ def place(
     if relay is not None and replicas > 1:
         raise ConfigError(f"a relay does not find out which of {replicas} replicas is missing",
                           hint="leave relay out, or replicas")
+    if relay is not None and link is not None and type(link) is not Options:
+        raise ConfigError(f"a relay reaches the servers over TCP, and link= is {type(link).__module__}.Options",
+                          hint="leave relay out, or give roadtrain.wire.tcp.Options")
     if relay is not None and topk is not None and group.local > 1:
         raise ConfigError(f"a relay adds up whole gradients of its {group.local} workers, not top-k ones",
                           hint="leave relay out, or topk")

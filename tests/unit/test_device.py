@@ -142,6 +142,15 @@ def test_a_local_worker_computes_on_the_device_of_its_rank(cuda):
     assert own_device("cuda:0", environ=launched(1, 2)) == torch.device("cuda", 0)
 
 
+def test_a_worker_on_another_ones_device_is_told(cuda):
+    said = []
+    assert own_device("cuda:0", said.append, launched(1, 2)) == torch.device("cuda", 0)
+    assert said[0].startswith("worker 1 of the 2 of this host computes on cuda:0, which another one may use")  # Rule 6
+    own_device("cuda:1", said.append, launched(1, 2))
+    own_device("cuda:0", said.append, launched(0, 1))
+    assert len(said) == 1
+
+
 def test_a_device_that_the_program_set_is_kept(cuda):
     cuda.current = 1
     assert own_device("cuda", environ=launched(0, 2)) == ONE

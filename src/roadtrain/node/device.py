@@ -47,14 +47,24 @@ def own_device(
                           hint="CUDA_VISIBLE_DEVICES hides devices; device='cpu' computes on the processors")
     if device.index is None:
         torch.accelerator.set_device_index(index)
+    elif count > 1:
+        rank, workers = _local_rank(environ)
+        if workers > 1 and rank != index:  # as where a script says model.cuda() in each of its processes
+            report(f"worker {rank} of the {workers} of this host computes on cuda:{index}, which another one may use: "
+                   f"device='cuda' gives each its own, torch.cuda.set_device({rank}) does for the whole program")
     return torch.device("cuda", index)
 
 
-def _own_index(count: int, report: Callable[[str], None], environ: Mapping[str, str]) -> int:
+def _local_rank(environ: Mapping[str, str]) -> tuple[int, int]:
+    """This worker's number on its host, and how many there are. Raises ConfigError."""
     try:
-        rank, workers = int(environ.get("LOCAL_RANK", "0")), int(environ.get("LOCAL_WORLD_SIZE", "1"))
+        return int(environ.get("LOCAL_RANK", "0")), int(environ.get("LOCAL_WORLD_SIZE", "1"))
     except ValueError as error:
         raise ConfigError(f"LOCAL_RANK or LOCAL_WORLD_SIZE is no number: {error}") from error
+
+
+def _own_index(count: int, report: Callable[[str], None], environ: Mapping[str, str]) -> int:
+    rank, workers = _local_rank(environ)
     if chosen := torch.accelerator.current_device_index():
         return chosen
     if count == 1:  # a launcher may show each worker a device of its own

@@ -1,0 +1,24 @@
+"""What place() refuses before anything is changed, because it would silently be something else (Rule 6)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import roadtrain
+from roadtrain.errors import ConfigError
+from roadtrain.wire import rdma
+
+
+def test_a_relay_does_not_turn_rdma_into_tcp() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.raises(ConfigError, match=r"over TCP, and link= is roadtrain\.wire\.rdma\.Options"):
+        roadtrain.place(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            servers=["127.0.0.1:1"],
+            relay="1MiB",
+            link=rdma.Options(device="mlx5_0"),
+        )
+    assert not model[0].weight.isnan().any()
