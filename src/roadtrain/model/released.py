@@ -144,7 +144,8 @@ def is_called_by_dynamo() -> bool:
     """Whether torch.compile runs the caller: what it compiled is guarded by the classes of parameters."""
     frame = sys._getframe(1)
     while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith("torch._dynamo"):
+        disables = frame.f_code.co_qualname.startswith("DisableContext.")  # torch.compiler.disable
+        if frame.f_globals.get("__name__", "").startswith("torch._dynamo") and not disables:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
