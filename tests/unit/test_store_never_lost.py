@@ -139,6 +139,30 @@ def test_flipped_bits_beside_it(tmp_path: Path, name: str) -> None:
         assert (path.parent / "slot0.bin").stat().st_size == len(saved[path.parent / "slot0.bin"])
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_damaged_record_is_left_alone_where_the_one_before_is_not_whole(tmp_path: Path, count: int) -> None:  # Rule 3
+    """The next step has begun to overwrite what the older record names: only mending the newer one helps."""
+    directories = [tmp_path / str(i) for i in range(count)]
+    store = made(directories)
+    step_of(store, 1)
+    step_of(store, 2)
+    file = store.tiers[0]._ledger.entry.file
+    for chunk in TRAINABLE:
+        store.tier_of(chunk).write(chunk, RECORD, random_bytes(chunk, RECORD))  # of step 3, then it is killed
+    store.close()
+    path = directories[0] / "gen-1" / f"ledger.{file}"
+    before = {p: p.read_bytes() for d in directories for p in sorted(d.rglob("*")) if p.is_file()}
+    flipped(path, 8 * 70)
+    with pytest.raises(DamagedError, match="step 1, of the record before, is not whole any more") as error:
+        opened(directories)
+    assert "nothing was changed" in str(error.value)
+    flipped(path, 8 * 70)
+    assert {p: p.read_bytes() for p in before} == before
+    store = opened(directories)
+    assert store.step == 2
+    store.close()
+
+
 def test_the_first_editions_files_are_read(part: Path, tmp_path: Path) -> None:
     shutil.copytree(part, home := tmp_path / "home")
     path = home / "gen-1" / "store.json"

@@ -19,6 +19,7 @@ import numpy as np
 
 from roadtrain.errors import DamagedError, FullError
 from roadtrain.spec.chunks import PAGE, Record
+from roadtrain.store.buffers import Buffer
 from roadtrain.store.direct import DirectFile, free_nbytes, sync_directory
 from roadtrain.store.ledger import ROW, Entry, Ledger, Rows, StoreMeta, digest
 from roadtrain.store.lock import Locks
@@ -110,6 +111,22 @@ class FileTier:
     def note(self) -> str:
         lines = [*self.said, *(f.note for f in self._slots if f.note), *self._ledger.dropped]
         return "; ".join(dict.fromkeys(lines))
+
+    @property
+    def damaged(self) -> list[Path]:
+        """Ledger files whose record is torn, or has a flipped bit."""
+        return self._ledger.damaged
+
+    def check_all(self) -> None:
+        """Reads every chunk of the newest step. Raises DamagedError."""
+        most = max((place.record.nbytes for place in self._places.values()), default=0)
+        buffer = Buffer(most).view
+        for chunk, place in self._places.items():
+            row = self._now[place.row]
+            for part in _parts(place, RECORD):
+                if row[f"{part}_sum"]:
+                    start, stop = part_range(place.record, part)
+                    self.read(chunk, part, buffer[: stop - start])
 
     def settle(self) -> None:
         """What was found when it was opened is durable, and what does not count is gone, before anything is written."""

@@ -173,6 +173,25 @@ def open_store(
     return store
 
 
+def _check_fallback(store: OpenedStore) -> None:
+    """A record that is torn belongs to a step that never counted, and the step before it is whole. One that counted and
+    is damaged since does not: the next step may have begun to overwrite what the older record names. Then nothing is
+    written, so that the record can still be mended. It costs a read of the store, where a record is damaged only.
+    Raises DamagedError."""
+    damaged = [path for tier in store.tiers for path in tier.damaged]
+    if not damaged:
+        return
+    try:
+        for tier in store.tiers:
+            tier.check_all()
+    except DamagedError as error:
+        raise DamagedError(
+            f"{damaged[0]}: its record is damaged, and step {store.step}, of the record before, is not whole any more: "
+            f"{error}".partition("\nhint:")[0],
+            hint=f"nothing was changed: restore {damaged[0].name}, or the store, from a copy; the disk may be failing",
+        ) from error
+
+
 def _open(given: Sequence[Path], direct: bool, accept: Accept) -> OpenedStore | None:
     found = [c for d in given if (c := counting(d)) is not None] or _roots(given)
     if not found:
@@ -190,6 +209,7 @@ def _open(given: Sequence[Path], direct: bool, accept: Accept) -> OpenedStore | 
             home, step = path / f"gen-{meta.generation}", store.step if store.tiers else None
             store.tiers.append(FileTier(home, StoreMeta.load(home), step, direct=direct, settle=False))
         accept(meta.job, store.step)
+        _check_fallback(store)
         repair(paths[0], meta.generation)
         for tier in store.tiers:  # directory 0, whose record decides, first
             tier.settle()

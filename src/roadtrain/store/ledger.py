@@ -227,6 +227,7 @@ class Ledger:
         self.entry = Entry(-1, rows, b"", 1)
         self.pending: Entry | None = None
         self.dropped: list[str] = []
+        self.damaged: list[Path] = []  # files with a record that is torn or damaged
         self._loaded = [b"", b""]  # what counts in each file, until it is settled
         size = HEADER.size + rows.nbytes + _SPARE if create else None
         try:
@@ -296,6 +297,7 @@ class Ledger:
         path = self._files[file].path
         data = record_in(path)
         if data is None:
+            self.damaged.append(path)
             self.dropped.append(f"{path}: a torn record was dropped, the newest whole one counts")
         if not data:
             return None

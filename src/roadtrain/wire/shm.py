@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from roadtrain.errors import AuthError, ConfigError, PeerError, WireError
+from roadtrain.errors import AuthError, ConfigError, LostError, PeerError, WireError
 from roadtrain.retry import retry
 from roadtrain.units import GIB, KIB, MIB
 from roadtrain.wire.handshake import (
@@ -148,6 +148,8 @@ class _Carrier:
 def _receive_channel(sock: socket.socket) -> Channel:
     raw, fds, _, _ = socket.recv_fds(sock, 8, 1 + _EVENTS, socket.MSG_CMSG_CLOEXEC)
     with _closing(fds):
+        if not raw and not fds:
+            raise LostError("waited for the rings of a link: closed by peer")
         if len(raw) != 8 or len(fds) != 1 + _EVENTS:
             raise WireError(f"{len(raw)} bytes and {len(fds)} descriptors for the rings, not 8 and {1 + _EVENTS}")
         (size,) = struct.unpack("<Q", raw)
