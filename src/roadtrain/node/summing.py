@@ -211,7 +211,10 @@ class Summer:
             accumulate(total, arrays[0], raw)
         else:
             sum_k(total, arrays, raw)
-        narrow = raw != "fp32" and _narrow(total.copy() if self.rule == "accumulate" else total, raw)
+        if self.rule == "accumulate":  # the next part is added while this is still being sent
+            result = memoryview(bytearray(result[: 4 * n]))
+            total = array_in(result, "fp32", 0, n)
+        narrow = raw != "fp32" and _narrow(total, raw)
         payload = narrow or result[: 4 * n]
         if self._above is None:
             self._send(seats, part, payload, False)
