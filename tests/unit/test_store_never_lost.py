@@ -163,6 +163,31 @@ def test_a_damaged_record_is_left_alone_where_the_one_before_is_not_whole(tmp_pa
     store.close()
 
 
+def test_a_servers_damaged_record_is_left_alone_too(tmp_path: Path) -> None:  # Rule 3
+    home = tmp_path / "part"
+    filled(home, PART, 1)
+    publish_part(home)
+    tier = open_part(home)
+    assert tier is not None
+    for step in (2, 3):  # the last one is not committed: it is killed
+        for chunk in TRAINABLE:
+            tier.write(chunk, RECORD, random_bytes(chunk, RECORD))
+        if step == 2:
+            tier.prepare(step, b"")
+            tier.committed(step)
+            path = home / "gen-1" / f"ledger.{tier._ledger.entry.file}"
+    tier.close()
+    before = path.read_bytes()
+    flipped(path, 8 * 70)
+    with pytest.raises(DamagedError, match="step 1, of the record before, is not whole any more"):
+        open_part(home)
+    flipped(path, 8 * 70)
+    assert path.read_bytes() == before
+    tier = open_part(home)
+    assert tier is not None and tier.step == 2
+    tier.close()
+
+
 def test_the_first_editions_files_are_read(part: Path, tmp_path: Path) -> None:
     shutil.copytree(part, home := tmp_path / "home")
     path = home / "gen-1" / "store.json"

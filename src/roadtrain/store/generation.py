@@ -173,21 +173,21 @@ def open_store(
     return store
 
 
-def _check_fallback(store: OpenedStore) -> None:
+def _check_fallback(tiers: Sequence[FileTier]) -> None:
     """A record that is torn belongs to a step that never counted, and the step before it is whole. One that counted and
     is damaged since does not: the next step may have begun to overwrite what the older record names. Then nothing is
     written, so that the record can still be mended. It costs a read of the store, where a record is damaged only.
     Raises DamagedError."""
-    damaged = [path for tier in store.tiers for path in tier.damaged]
+    damaged = [path for tier in tiers for path in tier.damaged]
     if not damaged:
         return
     try:
-        for tier in store.tiers:
+        for tier in tiers:
             tier.check_all()
     except DamagedError as error:
         raise DamagedError(
-            f"{damaged[0]}: its record is damaged, and step {store.step}, of the record before, is not whole any more: "
-            f"{error}".partition("\nhint:")[0],
+            f"{damaged[0]}: its record is damaged, and step {tiers[0].step}, of the record before, is not whole any "
+            f"more: {error}".partition("\nhint:")[0],
             hint=f"nothing was changed: restore {damaged[0].name}, or the store, from a copy; the disk may be failing",
         ) from error
 
@@ -209,7 +209,7 @@ def _open(given: Sequence[Path], direct: bool, accept: Accept) -> OpenedStore | 
             home, step = path / f"gen-{meta.generation}", store.step if store.tiers else None
             store.tiers.append(FileTier(home, StoreMeta.load(home), step, direct=direct, settle=False))
         accept(meta.job, store.step)
-        _check_fallback(store)
+        _check_fallback(store.tiers)
         repair(paths[0], meta.generation)
         for tier in store.tiers:  # directory 0, whose record decides, first
             tier.settle()
@@ -243,6 +243,7 @@ def open_part(
     tier.said += [now.note] if now.note else []
     try:
         if not look:
+            _check_fallback([tier])
             repair(path, now.generation.number)
             tier.settle()
             tier.said += clear(path, now.generation, tier.meta.copy_of)
