@@ -181,7 +181,7 @@ class PlacedOptimizer(torch.optim.Optimizer):
         self.steps_done, self._due, self._hypers, self._passes = step, step, None, 0
         self._given._opt_called = True
         self._root_handles.clear()  # model.zero_grad() does not tell us
-        if not self._compiled:
+        if self._worker.root_is_old and not self._compiled:
             for _, p in self._parts.root.params:  # until the next forward, or until somebody reads one
                 set_behind(p, self._refresh_root)
         return loss
@@ -240,6 +240,7 @@ class PlacedOptimizer(torch.optim.Optimizer):
     def _pass_begins(self) -> None:
         """Before the whole model computes."""
         self._compiled = self._compiled or is_called_by_dynamo()
+        self._check_root()
         if torch.is_grad_enabled():
             self._check_no_strangers()
         self.forward_begins()
@@ -253,6 +254,9 @@ class PlacedOptimizer(torch.optim.Optimizer):
                 )
 
     def _refresh_root(self) -> None:
+        """Called before every module of the root block: cheap where nothing is new."""
+        if not self._worker.root_is_old and self._root_versions:
+            return
         self._check_root()
         fetched = self._worker.refresh_root()
         for _, p in self._parts.root.params:
@@ -550,7 +554,8 @@ class PlacedOptimizer(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Commit what was taken, end all threads, give the model its own forwards back. The model's block parameters
-        stay NaN: place it again, or export the store. Its state_dict() is read from the store's files, if there are."""
+        refuse to be read: place it again, or export the store. Its state_dict() is read from the store's files, if
+        there are."""
         if self._closed:
             return
         atexit.unregister(self._at_exit)
@@ -561,6 +566,7 @@ class PlacedOptimizer(torch.optim.Optimizer):
                 self.flush()
                 self.grad_norm()
                 self._states.settle()
+                self._check_root()
                 self._refresh_root()
         finally:
             self._closed = True

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 
 import pytest
@@ -374,22 +375,29 @@ def test_a_killed_peer_is_lost_within_a_second(kind, busy, folder):
                 link.send(1, b"", [memoryview(bytes(MIB))])
                 time.sleep(0.001)
             time.sleep(60)
+        except BaseException:
+            os.write(2, traceback.format_exc().encode())
         finally:
             os._exit(1)
-    assert there.wait(WAIT_S)
-    if busy:
-        got.wait_frames(20)
-    os.kill(child, signal.SIGKILL)
-    begin = time.monotonic()
-    error = got.wait_lost()
-    assert time.monotonic() - begin < 1
-    assert isinstance(error, LostError)
-    assert got.link.peer in str(error)
-    os.waitpid(child, 0)
-    with pytest.raises(LostError):
-        got.link.send(1, b"")
-    got.link.close()
-    listener.close()
+    try:
+        assert there.wait(WAIT_S)
+        if busy:
+            got.wait_frames(20)
+        os.kill(child, signal.SIGKILL)
+        begin = time.monotonic()
+        error = got.wait_lost()
+        assert time.monotonic() - begin < 1
+        assert isinstance(error, LostError)
+        assert got.link.peer in str(error)
+        with pytest.raises(LostError):
+            got.link.send(1, b"")
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        got.link.close()
+        listener.close()
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL  # and it ended of nothing else
 
 
 @pytest.mark.parametrize("kind", ["shm", "tcp", "tcp+4", RDMA])

@@ -255,9 +255,14 @@ class Worker:
         for _ in range(count):
             self._slots.pop().close()
 
+    @property
+    def root_is_old(self) -> bool:
+        """Whether the released steps gave the root block another version than is here."""
+        return self._root_version != self.blocks[0].version
+
     def refresh_root(self) -> bool:
         """Brings the root block to the version that the released steps gave it. True if it was fetched."""
-        if self._root_version == self.blocks[0].version:
+        if not self.root_is_old:
             return False
         self._root_version = self.blocks[0].version
         self.root.record_use()

@@ -3,9 +3,11 @@
 Huge pages decide the rate that direct I/O reaches, so a buffer starts on a 2 MiB boundary and asks for huge pages; only
 for the whole ones inside it, so that a small buffer does not cost 2 MiB. Memory is counted by `nbytes`.
 
-NOTE fork. A forked process (a DataLoader's worker) does not get the buffers: shared with it until one side writes, a
-page would be copied for that writer while a device still reads or writes the old one, and what a device read would be
-lost. So who touches a buffer in a forked child gets SIGSEGV, and no wrong bytes.
+NOTE fork. A forked process (a DataLoader's worker) does not get the bytes of the buffers: shared with it until one side
+writes, a page would be copied for that writer while a device still reads or writes the old one, and what a device read
+would be lost. The child keeps the addresses, which nobody may touch there: who does gets SIGSEGV, and no wrong bytes.
+(Without the addresses, as MADV_DONTFORK leaves it, the child would map something else there, and the end of a buffer
+that it inherited would unmap that.)
 Does NOT pin memory for a device, and does NOT pool: whoever allocates keeps.
 """
 
@@ -13,6 +15,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +26,21 @@ from roadtrain.spec.chunks import NUMPY, PAGE
 from roadtrain.units import MIB, round_up
 
 HUGE = 2 * MIB
+_MADV_WIPEONFORK = 18  # Linux 4.14; the standard library names it from Python 3.14 on
+_PROT_NONE = 0
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()  # the memory of all buffers of this process
+
+
+def _forbid_in_child() -> None:
+    """In a forked child: nobody reads zeros where the parent has a buffer."""
+    for memory in _mapped:
+        address = np.frombuffer(memory, np.uint8, 1).ctypes.data
+        _libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(len(memory)), _PROT_NONE)
+
+
+os.register_at_fork(after_in_child=_forbid_in_child)
 
 
 class Buffer:
@@ -30,7 +49,8 @@ class Buffer:
     def __init__(self, nbytes: int) -> None:
         self.nbytes = round_up(max(nbytes, 1), PAGE)
         memory = mmap.mmap(-1, self.nbytes + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        memory.madvise(mmap.MADV_DONTFORK)  # NOTE fork
+        memory.madvise(_MADV_WIPEONFORK)  # NOTE fork
+        _mapped.add(memory)
         start = -np.frombuffer(memory, np.uint8, 1).ctypes.data % HUGE
         if whole := self.nbytes // HUGE * HUGE:
             memory.madvise(mmap.MADV_HUGEPAGE, start, whole)

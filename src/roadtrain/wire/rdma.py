@@ -109,8 +109,7 @@ class _RdmaChannel:
 
     def __init__(self, sock: socket.socket, channel: Callable[[socket.socket], Channel], options: Options) -> None:
         self._sock, self._silence_s, self._nixl = sock, options.silence_s, _nixl()
-        registered = mmap.mmap(-1, RING + PIECE)
-        registered.madvise(mmap.MADV_DONTFORK)  # store/buffers.py, NOTE fork
+        registered = mmap.mmap(-1, RING + PIECE)  # MAP_SHARED: a fork copies no page of it while a device reads
         self._agent, memory = _agent(options.device), memoryview(registered)
         self._ring, self._piece, self._fetched = memory[:RING], memory[RING:], memory[:0]
         self._address = np.frombuffer(memory, np.uint8).ctypes.data

@@ -267,7 +267,6 @@ class _ShmChannel:
     def __init__(self, sock: socket.socket, memory: int, bells: Sequence[int], size: int, side: int) -> None:
         self._sock, self._bells = sock, bells
         self._map = mmap.mmap(memory, _CONTROL + 2 * size)
-        self._map.madvise(mmap.MADV_DONTFORK)  # a forked child has no part in the link, and keeps its memory from none
         whole = memoryview(self._map)
         words = [whole[8 * _WORDS * i : 8 * _WORDS * (i + 1)].cast("Q") for i in (0, 1)]
         data = [whole[at : at + size] for at in (_CONTROL, _CONTROL + size)]
