@@ -171,8 +171,13 @@ class RemoteServer:
         return not self._inbox.empty()
 
     def close(self) -> None:
-        if self.link is not None:
-            self.link.close()
+        """Where this worker ends because of a server, the others hear of it, for the sentences of their workers."""
+        if self.link is None:
+            return
+        if self._error is not None:
+            with suppress(PeerError):
+                self.link.send(m.FAILED, m.encode((type(self._error).__name__, str(self._error))), urgent=True)
+        self.link.close()
 
     # the Receiver of its link
 

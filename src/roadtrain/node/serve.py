@@ -132,6 +132,7 @@ class Seat:
         self._finding, self._taking = False, False  # room for a frame, a frame: meanwhile its silence is not its own
         self._coming: deque[Buffer] = deque()
         self._kept: dict[int, Buffer] = {}  # ticket -> buffer, until the server has let go of it
+        self._reason: LostError | None = None  # why it ends, where it said so before
 
     def say(self, kind: int, fields: tuple[Any, ...], payload: bytes | memoryview = b"") -> None:
         with suppress(PeerError):
@@ -226,11 +227,13 @@ class Seat:
                 session.tell(ops.Commit(fields[0], bytes(payload), me))
             case m.COMMITTED:
                 session.tell(ops.CommitDone(fields[0]))
+            case m.FAILED:
+                self._reason = LostError(f"it ended with {fields[0]}: {fields[1]}")
             case _:
                 raise WireError(f"a frame of kind {kind} goes the other way")
 
     def lost(self, error: PeerError) -> None:
-        self.session.left(self, error)
+        self.session.left(self, self._reason or error)
 
     def freed(self, ticket: int) -> None:
         buffer = self._kept.pop(ticket, None)

@@ -1,0 +1,51 @@
+"""A worker that ends because of one server says so to the others, for the sentences of their workers (Rule 5)."""
+
+import pytest
+
+from roadtrain.errors import LostError
+from roadtrain.node import messages as m
+from roadtrain.node.cluster import RemoteServer
+from roadtrain.node.serve import Seat
+
+
+class Wire:
+    """A link that keeps what is sent, in order; `None` is its end."""
+
+    def __init__(self):
+        self.sent = []
+
+    def send(self, kind, header, parts=(), sent=None, *, urgent=False):
+        self.sent.append((kind, header))
+
+    def close(self):
+        self.sent.append(None)
+
+
+class Session:
+    def __init__(self):
+        self.ends = []
+
+    def left(self, seat, error):
+        self.ends.append((seat.rank, str(error)))
+
+
+@pytest.mark.parametrize("server_is_lost", [True, False])
+def test_a_worker_says_why_it_ends(server_is_lost):
+    servers = {}
+    for number in (0, 1):
+        servers[number] = RemoteServer(number, f"server {number}", servers)
+        servers[number].link = Wire()
+    if server_is_lost:
+        servers[1].lost(LostError("server 1: ended without a goodbye"))
+    servers[0].close()
+    *frames, end = servers[0].link.sent
+    assert end is None
+
+    session = Session()
+    seat = Seat(session, 3, "", Wire())
+    for kind, header in frames:
+        seat.arrived(kind, header, memoryview(b""))
+    seat.lost(LostError("worker 3: closed by peer"))
+    told = "it ended with LostError: server 1: ended without a goodbye"
+    assert session.ends == [(3, told if server_is_lost else "worker 3: closed by peer")]
+    assert {kind for kind, _ in frames} == ({m.FAILED} if server_is_lost else set())
