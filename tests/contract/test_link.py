@@ -9,6 +9,7 @@ import importlib.util
 import os
 import platform
 import random
+import select
 import shutil
 import signal
 import socket
@@ -492,6 +493,31 @@ def stranger(listener, data: bytes = b"") -> socket.socket:
     sock.settimeout(5)
     sock.sendall(data)
     return sock
+
+
+@pytest.mark.parametrize("nbytes", [0, 1])
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+def test_a_peer_that_dies_in_the_handshake_is_named_with_what_was_waited_for(kind, nbytes, folder):
+    """Closed with bytes unread, which is what the end of a process does: the kernel resets the connection."""
+    family, address = (socket.AF_UNIX, str(folder / "dies")) if kind == "shm" else (socket.AF_INET, ("127.0.0.1", 0))
+    with socket.socket(family) as server:
+        server.bind(address)
+        server.listen(1)
+
+        def die():
+            sock, _ = server.accept()
+            with sock:
+                sock.recv(nbytes) if nbytes else select.select([sock], [], [], WAIT_S)
+
+        dying = threading.Thread(target=die)
+        dying.start()
+        with pytest.raises(LostError, match=r"server 1 \(.*: .*while we waited for"):
+            if kind == "shm":
+                shm.connect(address, Recorder(), shm.Options(retry_s=0), name="server 1")
+            else:
+                tcp.connect(server.getsockname(), Recorder(), tcp.Options(token=TOKEN, retry_s=0), name="server 1")
+        dying.join()
+    (folder / "dies").unlink(missing_ok=True)
 
 
 def wait_report(reports: list[str], word: str) -> None:

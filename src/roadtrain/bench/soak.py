@@ -198,7 +198,7 @@ def stopped(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
     scene.start(deadline_s=SHORT_S)
     role, _, number = victim.partition(" ")
     node = (scene.workers if role == "worker" else scene.servers)[int(number)]
-    strike_at(scene, fault, reference, lambda: os.kill(node.process.pid, signal.SIGSTOP))
+    strike_at(scene, fault, reference, lambda: node.send(signal.SIGSTOP))
     scene.wait_struck()
     others = [w for w in scene.workers if w is not node]
     for other in others:
@@ -209,7 +209,7 @@ def stopped(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
         node.kill()  # which ends a stopped process too
         node.process.join()
     else:
-        os.kill(node.process.pid, signal.SIGCONT)
+        node.send(signal.SIGCONT)
     said = scene.wait_workers()
     scene.finish()
     return said

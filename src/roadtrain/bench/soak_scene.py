@@ -83,8 +83,12 @@ class Node:
 
     def kill(self) -> None:
         self.killed = True
+        self.send(signal.SIGKILL)
+
+    def send(self, number: signal.Signals) -> None:
+        """A signal, which one that has ended does not get."""
         with suppress(ProcessLookupError):
-            os.kill(self.process.pid, signal.SIGKILL)
+            os.kill(self.process.pid, number)
 
     def gone(self) -> bool:
         """Whether it has ended; waits for the end of what was killed."""

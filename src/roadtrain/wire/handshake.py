@@ -234,7 +234,10 @@ def _prove_verdict(side: Caller | Answer, code: int, text: bytes) -> bytes:
 
 def send(sock: socket.socket, data: bytes, deadline: float) -> None:
     _timed(sock, deadline, "an answer")
-    sock.sendall(data)
+    try:
+        sock.sendall(data)
+    except ConnectionError as error:
+        raise LostError(f"{error.strerror} while it waited for our part of the handshake") from error
 
 
 def receive(sock: socket.socket, nbytes: int, deadline: float, what: str) -> bytes:
@@ -247,6 +250,8 @@ def receive(sock: socket.socket, nbytes: int, deadline: float, what: str) -> byt
             n = sock.recv_into(view[have:])
         except TimeoutError:
             continue  # _timed says so
+        except ConnectionError as error:
+            raise LostError(f"{error.strerror} while we waited for {what} ({have} of {nbytes} bytes)") from error
         if n == 0:
             raise LostError(f"hung up while we waited for {what} ({have} of {nbytes} bytes)")
         have += n

@@ -146,7 +146,10 @@ class _Carrier:
 
 
 def _receive_channel(sock: socket.socket) -> Channel:
-    raw, fds, _, _ = socket.recv_fds(sock, 8, 1 + _EVENTS, socket.MSG_CMSG_CLOEXEC)
+    try:
+        raw, fds, _, _ = socket.recv_fds(sock, 8, 1 + _EVENTS, socket.MSG_CMSG_CLOEXEC)
+    except ConnectionError as error:
+        raise LostError(f"waited for the rings of a link: {error.strerror}") from error
     with _closing(fds):
         if not raw and not fds:
             raise LostError("waited for the rings of a link: closed by peer")
