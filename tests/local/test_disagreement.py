@@ -1,15 +1,15 @@
 """Workers that do not do the same: each gets one sentence, within 5 s, and the process goes on with the next sums. The
 cases are those of Horovod's own tests of errors, and of DDP's hook; and what differs later, when names are known."""
 
-import os
 import time
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from processes import FORK, free_port
+import world
 from torch import nn
+from world import run_hvd
 
 import roadtrain.hvd as hvd
 from roadtrain.adapters.ddp import Summation, sum_hook
@@ -18,35 +18,8 @@ from roadtrain.errors import DifferError, LoopError, TwiceError
 SOON_S = 5.0
 
 
-def child(work, rank, workers, port, out, options):
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(workers),
-                   "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(workers)}
-    torch.set_num_threads(1)
-    try:
-        hvd.init(**{"budget": "64MiB", "deadline_s": 40, **options})
-        found = work(rank)
-        hvd.shutdown()
-    except BaseException as error:
-        found = f"{type(error).__name__}: {error}"
-    out.put((rank, found))
-    out.close()
-    out.join_thread()
-    os._exit(0)
-
-
-def run(workers, work, **options):
-    out, port = FORK.Queue(), free_port()
-    processes = [FORK.Process(target=child, args=(work, rank, workers, port, out, options)) for rank in range(workers)]
-    for process in processes:
-        process.start()
-    try:
-        found = dict(out.get(timeout=100) for _ in processes)
-    finally:
-        for process in processes:
-            process.join(10)
-            process.kill()
-            process.join()
-    return [found[rank] for rank in range(workers)]
+def run(workers, work):
+    return run_hvd(workers, work, deadline_s=40)
 
 
 def told(call):
@@ -204,43 +177,25 @@ def test_models_that_differ_under_horovods_optimizer():
     assert one == two
 
 
-def ddp_child(rank, port, out):
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
-    torch.set_num_threads(1)
+def under_ddp(rank):
     dist.init_process_group("gloo")
-    try:
-        with Summation(budget="64MiB", deadline_s=40) as state:
-            for wrong in (nn.Linear(40, 300 + rank), nn.Linear(4, 4, dtype=torch.bfloat16 if rank else torch.float32)):
-                unsynced = nn.parallel.DistributedDataParallel(wrong, init_sync=False)
-                unsynced.register_comm_hook(state, sum_hook)
-                begin = time.monotonic()
-                with pytest.raises(RuntimeError, match=r"workers differ about .DDP's bucket 0") as error:
-                    unsynced(torch.ones(2, wrong.in_features, dtype=wrong.weight.dtype)).sum().backward()
-                assert time.monotonic() - begin < SOON_S
-            right = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
-            right.register_comm_hook(state, sum_hook)
-            for _ in range(3):
-                right(torch.ones(2, 4) * (rank + 1)).sum().backward()
-            found = str(error.value), right.module.weight.grad[0, 0].item()
-    except BaseException as error:
-        found = f"{type(error).__name__}: {error}"
-    out.put((rank, found))
-    out.close()
-    out.join_thread()
-    os._exit(0)
+    with Summation(budget="64MiB", deadline_s=40) as state:
+        for wrong in (nn.Linear(40, 300 + rank), nn.Linear(4, 4, dtype=torch.bfloat16 if rank else torch.float32)):
+            unsynced = nn.parallel.DistributedDataParallel(wrong, init_sync=False)
+            unsynced.register_comm_hook(state, sum_hook)
+            begin = time.monotonic()
+            with pytest.raises(RuntimeError, match=r"workers differ about .DDP's bucket 0") as error:
+                unsynced(torch.ones(2, wrong.in_features, dtype=wrong.weight.dtype)).sum().backward()
+            assert time.monotonic() - begin < SOON_S
+        right = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+        right.register_comm_hook(state, sum_hook)
+        for _ in range(3):
+            right(torch.ones(2, 4) * (rank + 1)).sum().backward()
+        return str(error.value), right.module.weight.grad[0, 0].item()
 
 
 def test_models_that_differ_under_ddp():
-    out, port = FORK.Queue(), free_port()
-    processes = [FORK.Process(target=ddp_child, args=(rank, port, out)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    try:
-        found = dict(out.get(timeout=100) for _ in processes)
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
+    found = world.run(2, under_ddp)
     for rank in range(2):
         assert not isinstance(found[rank], str), found[rank]
         assert found[rank][1] == 9.0, "2 samples, mean of the factors 1 and 2, three times"

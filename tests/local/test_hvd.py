@@ -3,7 +3,6 @@ bits of DDP's and of plain steps (Rules 1, 2, 5 and 8)."""
 
 import contextlib
 import hashlib
-import os
 import re
 import subprocess
 import sys
@@ -15,46 +14,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from processes import FORK, free_port
+from processes import free_port
 from torch import nn
+from world import run_hvd as run
 
 import roadtrain.hvd as hvd
 from roadtrain.adapters.ddp import Summation
 from roadtrain.errors import ConfigError, DeadlineError, LoopError
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-
-
-def child(work, rank, workers, port, out, options):
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(workers),
-                   "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(workers)}
-    torch.set_num_threads(1)
-    try:
-        hvd.init(**{"budget": "64MiB", "deadline_s": 20, **options})
-        found = work(rank)
-        hvd.shutdown()
-    except Exception as error:
-        found = f"{type(error).__name__}: {error}"
-    out.put((rank, found))
-    out.close()
-    out.join_thread()
-    os._exit(0)
-
-
-def run(workers, work, **options):
-    """`work(rank)` in processes of their own, by rank: what each returned, or its error's words. `options`: of init."""
-    out, port = FORK.Queue(), free_port()
-    processes = [FORK.Process(target=child, args=(work, rank, workers, port, out, options)) for rank in range(workers)]
-    for process in processes:
-        process.start()
-    try:
-        found = dict(out.get(timeout=60) for _ in processes)
-    finally:
-        for process in processes:
-            process.join(10)
-            process.kill()
-            process.join()
-    return [found[rank] for rank in range(workers)]
 
 
 @pytest.fixture
