@@ -15,6 +15,7 @@ test: $(READY)
 	$(BIN)/pytest $(wildcard tests/local tests/lab) $(ARGS)
 
 check: $(READY)
+	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy --strict -p roadtrain.spec -p roadtrain.flow -p roadtrain.wire -p roadtrain.store -m roadtrain.units -m roadtrain.errors -m roadtrain.retry -m roadtrain.trace
 	$(BIN)/mypy -p roadtrain

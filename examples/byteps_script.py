@@ -1,6 +1,6 @@
 """Data-parallel training as it is written for BytePS; only the import is roadtrain's.
 
-    torchrun --nproc-per-node 2 examples/byteps_script.py
+torchrun --nproc-per-node 2 examples/byteps_script.py
 """
 
 import torch
@@ -13,12 +13,16 @@ torch.manual_seed(bps.local_rank())  # other first values on every worker: root'
 torch.set_num_threads(1)
 STEPS = 30
 
-model = nn.Sequential(nn.Embedding(50, 16), nn.Flatten(), nn.Linear(4 * 16, 64), nn.ReLU(), nn.Linear(64, 2))
+model = nn.Sequential(
+    nn.Embedding(50, 16), nn.Flatten(), nn.Linear(4 * 16, 64), nn.ReLU(), nn.Linear(64, 2)
+)
 optimizer = torch.optim.Adam(model.parameters(), lr=3e-3 * bps.size())
 bps.broadcast_parameters(model.state_dict(), root_rank=0)
 bps.broadcast_optimizer_state(optimizer, root_rank=0)
 # the next forward begins while gradients of later layers still travel
-optimizer = bps.CrossBarrier(model, optimizer, named_parameters=model.named_parameters(), num_steps=STEPS)
+optimizer = bps.CrossBarrier(
+    model, optimizer, named_parameters=model.named_parameters(), num_steps=STEPS
+)
 
 
 def right(x, y):

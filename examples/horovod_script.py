@@ -1,6 +1,6 @@
 """Data-parallel training as it is written for Horovod; only the import is roadtrain's.
 
-    torchrun --nproc-per-node 2 examples/horovod_script.py
+torchrun --nproc-per-node 2 examples/horovod_script.py
 """
 
 import torch
@@ -18,7 +18,11 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.05 * hvd.size())
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 optimizer = hvd.DistributedOptimizer(
-    optimizer, named_parameters=model.named_parameters(), compression=hvd.Compression.none, op=hvd.Average)
+    optimizer,
+    named_parameters=model.named_parameters(),
+    compression=hvd.Compression.none,
+    op=hvd.Average,
+)
 
 samples = torch.Generator().manual_seed(100 + hvd.rank())  # other data on every worker
 for step in range(60):

@@ -1,4 +1,5 @@
-"""Training of models larger than the accelerator's memory: `roadtrain.place(model, optimizer, store=...)`."""
+"""Training of models larger than the accelerator's memory: `roadtrain.place(model, optimizer,
+store=...)`."""
 
 from __future__ import annotations
 
@@ -13,11 +14,24 @@ if TYPE_CHECKING:
     from roadtrain.optimizer import PlacedOptimizer
     from roadtrain.placing import place
 
-__all__ = ["Lion", "PlacedOptimizer", "RoadtrainError", "Summation", "place", "sum_fsdp", "sum_hook"]
+__all__ = [
+    "Lion",
+    "PlacedOptimizer",
+    "RoadtrainError",
+    "Summation",
+    "place",
+    "sum_fsdp",
+    "sum_hook",
+]
 
-_HOMES = {"place": "roadtrain.placing", "PlacedOptimizer": "roadtrain.optimizer", "Lion": "roadtrain.kernels.lion",
-          "Summation": "roadtrain.adapters.ddp", "sum_hook": "roadtrain.adapters.ddp",
-          "sum_fsdp": "roadtrain.adapters.fsdp"}
+_HOMES = {
+    "place": "roadtrain.placing",
+    "PlacedOptimizer": "roadtrain.optimizer",
+    "Lion": "roadtrain.kernels.lion",
+    "Summation": "roadtrain.adapters.ddp",
+    "sum_hook": "roadtrain.adapters.ddp",
+    "sum_fsdp": "roadtrain.adapters.fsdp",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,5 @@
-"""From a job to what torch and transformers make of it: config, model, optimizer. Nothing is placed here.
+"""From a job to what torch and transformers make of it: config, model, optimizer. Nothing is placed
+here.
 
 Assumes: the model is a `transformers` causal language model. Does NOT download anything.
 """
@@ -17,13 +18,23 @@ from roadtrain.errors import ConfigError
 from roadtrain.kernels.lion import Lion
 from roadtrain.spec.job import Job, did_you_mean
 
-_OWN = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, Lion, torch.optim.Adagrad, torch.optim.RMSprop)
-CLASSES: dict[str, Any] = {cls.__name__.lower(): cls for cls in _OWN}  # the names that spec/job.py lists
-_OLD_CONFIG_KEYS = {"rope_theta", "rope_scaling", "torch_dtype"}  # transformers takes them, but does not list them
+_OWN = (
+    torch.optim.AdamW,
+    torch.optim.Adam,
+    torch.optim.SGD,
+    Lion,
+    torch.optim.Adagrad,
+    torch.optim.RMSprop,
+)
+# the names that spec/job.py lists
+CLASSES: dict[str, Any] = {cls.__name__.lower(): cls for cls in _OWN}
+# transformers takes them, but does not list them
+_OLD_CONFIG_KEYS = {"rope_theta", "rope_scaling", "torch_dtype"}
 
 
 def fitted(job: Job, tokens: Tokens) -> Job:
-    """`job` with a vocabulary, if its config gives none. Raises ConfigError where the text does not fit the model."""
+    """`job` with a vocabulary, if its config gives none. Raises ConfigError where the text does
+    not fit the model."""
     if not job.model.pretrained and "vocab_size" not in job.model.config:
         job = job.changed({"model.config.vocab_size": tokens.vocab_size})
     config = build_config(job)
@@ -38,7 +49,8 @@ def fitted(job: Job, tokens: Tokens) -> Job:
 
 
 def build_config(job: Job) -> Any:
-    """The transformers config of `job`. Raises ConfigError for keys and model types that transformers does not know."""
+    """The transformers config of `job`. Raises ConfigError for keys and model types that
+    transformers does not know."""
     transformers = need("transformers", "hf")
     if job.model.pretrained:
         if not os.path.isfile(os.path.join(job.model.pretrained, "config.json")):
@@ -48,7 +60,9 @@ def build_config(job: Job) -> Any:
     kind = given.pop("model_type")
     known = transformers.CONFIG_MAPPING.keys()
     if kind not in known:
-        raise ConfigError(f"transformers has no model type {kind!r}", hint=did_you_mean(str(kind), known))
+        raise ConfigError(
+            f"transformers has no model type {kind!r}", hint=did_you_mean(str(kind), known)
+        )
     plain = transformers.AutoConfig.for_model(kind)
     keys = {*plain.to_dict(), *plain.attribute_map, *_OLD_CONFIG_KEYS}
     for key in given:
@@ -66,12 +80,21 @@ def build_model(job: Job, device: str) -> torch.nn.Module:
 
 
 def build_optimizer(job: Job, params: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """The user's own torch optimizer. Raises ConfigError for a class or an argument that is not there."""
+    """The user's own torch optimizer. Raises ConfigError for a class or an argument that is not
+    there."""
     o = job.optimizer
     cls = CLASSES.get(o.name) or named(o.name, "optimizer.name")
-    given = {"weight_decay": o.weight_decay, "betas": o.betas, "eps": o.eps, "momentum": o.momentum, **o.options}
+    given = {
+        "weight_decay": o.weight_decay,
+        "betas": o.betas,
+        "eps": o.eps,
+        "momentum": o.momentum,
+        **o.options,
+    }
     try:
-        optimizer: torch.optim.Optimizer = cls(params, lr=o.lr, **{k: v for k, v in given.items() if v is not None})
+        optimizer: torch.optim.Optimizer = cls(
+            params, lr=o.lr, **{k: v for k, v in given.items() if v is not None}
+        )
     except (TypeError, ValueError) as cause:
         raise ConfigError(f"optimizer {o.name}: {cause}") from cause
     return optimizer

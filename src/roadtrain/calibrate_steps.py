@@ -1,9 +1,10 @@
-"""A few real steps of a job in this process, timed: what `roadtrain calibrate` compares with the simulator.
+"""A few real steps of a job in this process, timed: what `roadtrain calibrate` compares with the
+simulator.
 
-Steps before the first measured one are not counted. Servers, where the job has some, are asked before and after how
-long they updated, read and wrote. Does NOT start them.
+Steps before the first measured one are not counted. Servers, where the job has some, are asked
+before and after how long they updated, read and wrote. Does NOT start them.
 
-    python -m roadtrain.calibrate_steps JOB.toml THREADS STEPS OUT      one worker; `Measured` as JSON
+    python -m roadtrain.calibrate_steps JOB.toml THREADS STEPS OUT    one worker; `Measured` as JSON
 """
 
 from __future__ import annotations
@@ -32,13 +33,16 @@ from roadtrain.spec.shapes import ModelShape
 from roadtrain.trace import Stages
 from roadtrain.train import Training, link_of, place_job, step
 
-WARM = 8  # steps before: kernels are compiled, files are grown, reads and writes tried mixed and in bursts
+# steps before: kernels are compiled, files are grown, reads and writes tried mixed and in bursts
+WARM = 8
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Medians over steps. `compute_s`: all but waiting. `stages`: Forward and Backward without waiting, which is Wait;
-    those of servers are means, of each and a step. `memory`: bytes of buffers. `plan`, `shape`: what was run."""
+    """Medians over steps. `compute_s`: all but waiting. `stages`: Forward and Backward without
+    waiting, which is Wait; those of servers are means, of each and a step. `memory`: bytes of
+    buffers. `plan`, `shape`: what was run.
+    """
 
     step_s: float
     compute_s: float
@@ -68,20 +72,39 @@ def plan_of(training: Training) -> Plan:
     job, optimizer = training.job, training.optimizer
     size = ITEMSIZE[job.model.dtype]
     servers = [] if job.store.servers else optimizer._engine.servers
-    chunks = [(server.chunks[number], state) for server in servers for number, state in server.decider.chunks.items()]
+    chunks = [
+        (server.chunks[number], state)
+        for server in servers
+        for number, state in server.decider.chunks.items()
+    ]
     total = sum(chunk.numel for chunk, _ in chunks)
-    kept, public = (sum(chunk.numel for chunk, state in chunks if which(state)) / max(1, total) for which in (
-        lambda state: state.resident, lambda state: state.in_memory))
-    own = 8 + (4 if job.model.dtype != "fp32" or job.optimizer.staleness else 0)  # moments, and masters apart
+    kept, public = (
+        sum(chunk.numel for chunk, state in chunks if which(state)) / max(1, total)
+        for which in (lambda state: state.resident, lambda state: state.in_memory)
+    )
+    # moments, and masters apart
+    own = 8 + (4 if job.model.dtype != "fp32" or job.optimizer.staleness else 0)
     return Plan(
         placement("server" if job.store.servers else "files" if job.store.dirs else "zero-offload"),
-        Layout(dp=training.group.workers), micro_batch=job.data.batch_size, micros=job.optimizer.accumulate,
-        recompute=True, slots=len(optimizer._worker._slots),
+        Layout(dp=training.group.workers),
+        micro_batch=job.data.batch_size,
+        micros=job.optimizer.accumulate,
+        recompute=True,
+        slots=len(optimizer._worker._slots),
         buffers=max(1, sum(server.decider.n_buffers for server in servers)),
-        staleness=int(job.optimizer.staleness or 0), topk=job.compress.topk,  # type: ignore[call-overload]
-        update_at="step" if job.optimizer.clip_norm is not None else "gradient", parameter_bytes=size,
-        gradient_bytes=size, held_bytes=size, state_bytes=own + size, resident=kept, public=public if chunks else 1,
-        chunk=job.store.chunk_elements, pushes=len(optimizer._worker._push_all), context_bytes=0)
+        staleness=int(job.optimizer.staleness or 0),
+        topk=job.compress.topk,  # type: ignore[call-overload]
+        update_at="step" if job.optimizer.clip_norm is not None else "gradient",
+        parameter_bytes=size,
+        gradient_bytes=size,
+        held_bytes=size,
+        state_bytes=own + size,
+        resident=kept,
+        public=public if chunks else 1,
+        chunk=job.store.chunk_elements,
+        pushes=len(optimizer._worker._push_all),
+        context_bytes=0,
+    )
 
 
 def measure(job: Job, steps: int) -> Measured:
@@ -99,12 +122,21 @@ def measure(job: Job, steps: int) -> Measured:
             then = time.perf_counter()
             step(training, number)
             lines.append((time.perf_counter() - then, training.stages.take() | waits.take()))
-        after, plan, memory = served(job), plan_of(training), training.optimizer.memory()["resident"]
+        after, plan, memory = (
+            served(job),
+            plan_of(training),
+            training.optimizer.memory()["resident"],
+        )
     lines = lines[WARM:]
     names = {name for _, stages in lines for name in stages}
-    stages = {name: median(own[name].seconds if name in own else 0.0 for _, own in lines) for name in names}
+    stages = {
+        name: median(own[name].seconds if name in own else 0.0 for _, own in lines)
+        for name in names
+    }
     stages |= {name: (seconds - before.get(name, 0.0)) / steps for name, seconds in after.items()}
-    compute = median(seconds - (own["Wait"].seconds if "Wait" in own else 0.0) for seconds, own in lines)
+    compute = median(
+        seconds - (own["Wait"].seconds if "Wait" in own else 0.0) for seconds, own in lines
+    )
     config: Any = training.model.config
     shape = shape_of_config(config.to_dict(), seq_len=training.job.data.seq_len)
     return Measured(median(seconds for seconds, _ in lines), compute, stages, memory, plan, shape)

@@ -1,9 +1,9 @@
 """Tokens: files of text -> batches by step number.
 
-A batch depends on (seed, step, micro, row) alone, so a resumed run, or one with another number of workers, sees the
-same data in a defined order. The stream is cut in PIECES; the end of each is held out, so that what is held out looks
-like what is trained on. Holds all tokens in memory, in the narrowest integer that fits the vocabulary.
-Does NOT download anything.
+A batch depends on (seed, step, micro, row) alone, so a resumed run, or one with another number of
+workers, sees the same data in a defined order. The stream is cut in PIECES; the end of each is held
+out, so that what is held out looks like what is trained on. Holds all tokens in memory, in the
+narrowest integer that fits the vocabulary. Does NOT download anything.
 """
 
 # B = rows of a batch, T = seq_len
@@ -32,13 +32,16 @@ _NOT_TEXT = {"site-packages", "dist-packages", "__pycache__"}
 
 
 class Tokens:
-    """The tokens of all files under `paths` (files, folders, globs), sorted by path. Their fingerprint is committed
-    with each step, so that no run goes on with other text unnoticed. `begun`: a step was trained on them."""
+    """The tokens of all files under `paths` (files, folders, globs), sorted by path. Their
+    fingerprint is committed with each step, so that no run goes on with other text unnoticed.
+    `begun`: a step was trained on them.
+    """
 
     def __init__(
         self, paths: Sequence[str], tokenizer: str = "bytes", held_out: float = 0.01, seed: int = 0
     ) -> None:
-        """Raises ConfigError for a path that matches no text file, or less text than a batch could be drawn from."""
+        """Raises ConfigError for a path that matches no text file, or less text than a batch
+        could be drawn from."""
         self.seed, self.begun = seed, False
         self.files = find_files(paths)
         if tokenizer == "bytes":
@@ -58,18 +61,30 @@ class Tokens:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["begun"] and state["fingerprint"] != self.fingerprint:
             raise ConfigError(
-                f"the text has changed since this run began ({state['fingerprint']} then, {self.fingerprint} now)",
-                hint="train into a new --run.dir, or give the same data.paths, tokenizer and held_out",
+                f"the text has changed since this run began ({state['fingerprint']} then,"
+                f" {self.fingerprint} now)",
+                hint=(
+                    "train into a new --run.dir, or give the same data.paths, tokenizer and"
+                    " held_out"
+                ),
             )
 
-    def batch(self, step: int, micro: int, batch_size: int, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """x_BT and y_BT (int64), y one token ahead of x: rows begin at places drawn anew for every step."""
+    def batch(
+        self, step: int, micro: int, batch_size: int, seq_len: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x_BT and y_BT (int64), y one token ahead of x: rows begin at places drawn anew for
+        every step."""
         room = len(self.train) - seq_len
         if room < 1:
             raise ConfigError(
-                f"{len(self.train)} tokens of text, a row needs {seq_len + 1}", hint="lower data.seq_len or add text"
+                f"{len(self.train)} tokens of text, a row needs {seq_len + 1}",
+                hint="lower data.seq_len or add text",
             )
-        return _rows(self.train, [_draw(self.seed, step, micro, row) % room for row in range(batch_size)], seq_len)
+        return _rows(
+            self.train,
+            [_draw(self.seed, step, micro, row) % room for row in range(batch_size)],
+            seq_len,
+        )
 
     def held_out_batches(
         self, n: int, batch_size: int, seq_len: int
@@ -79,7 +94,8 @@ class Tokens:
         n = min(n, rows // batch_size)
         if n < 1:
             raise ConfigError(
-                f"{len(self.held_out)} tokens are held out, a batch needs {batch_size * seq_len + 1}",
+                f"{len(self.held_out)} tokens are held out, a batch needs"
+                f" {batch_size * seq_len + 1}",
                 hint="raise data.held_out",
             )
         starts = [i * rows // (n * batch_size) * seq_len for i in range(n * batch_size)]
@@ -88,20 +104,26 @@ class Tokens:
 
 
 def find_files(paths: Sequence[str]) -> list[Path]:
-    """Text files under `paths`, sorted by path, each once. A folder stands for every text file below it; installed
-    packages and caches below a folder or glob are left out. Raises ConfigError for a path that gives no file."""
+    """Text files under `paths`, sorted by path, each once. A folder stands for every text file
+    below it; installed packages and caches below a folder or glob are left out. Raises ConfigError
+    for a path that gives no file.
+    """
     found: set[str] = set()
     for path in paths:
         pattern = f"{glob.escape(path)}/**/*" if os.path.isdir(path) else path
         if os.path.isfile(path):
             matches = [path]
         else:
-            below = min((pattern.index(c) for c in "*?[" if c in pattern), default=0)  # where the wildcards begin
+            # where the wildcards begin
+            below = min((pattern.index(c) for c in "*?[" if c in pattern), default=0)
             matches = [m for m in glob.glob(pattern, recursive=True) if os.path.isfile(m)]
-            matches = [m for m in matches if not _NOT_TEXT & set(m[below:].split(os.sep)) and _is_text(m)]
+            matches = [
+                m for m in matches if not _NOT_TEXT & set(m[below:].split(os.sep)) and _is_text(m)
+            ]
         if not matches:
             raise ConfigError(
-                f"data.paths: {path!r} gives no text file", hint="give a file, a folder or a glob such as 'src/**/*.py'"
+                f"data.paths: {path!r} gives no text file",
+                hint="give a file, a folder or a glob such as 'src/**/*.py'",
             )
         found.update(matches)
     return [Path(p) for p in sorted(found)]
@@ -112,7 +134,9 @@ def need(package: str, extra: str) -> ModuleType:
     try:
         return importlib.import_module(package)
     except ImportError as cause:
-        raise ConfigError(f"{package} is not installed", hint=f"pip install 'roadtrain[{extra}]'") from cause
+        raise ConfigError(
+            f"{package} is not installed", hint=f"pip install 'roadtrain[{extra}]'"
+        ) from cause
 
 
 def _is_text(path: str) -> bool:
@@ -123,7 +147,10 @@ def _is_text(path: str) -> bool:
 
 def _encode(files: Sequence[Path], tokenizer: str) -> tuple[np.ndarray, int]:
     if not os.path.isfile(tokenizer):
-        raise ConfigError(f"data.tokenizer: no file {tokenizer!r}", hint="`bytes`, or the path of a tokenizer.json")
+        raise ConfigError(
+            f"data.tokenizer: no file {tokenizer!r}",
+            hint="`bytes`, or the path of a tokenizer.json",
+        )
     bpe = need("tokenizers", "hf").Tokenizer.from_file(tokenizer)
     bpe.no_truncation()
     bpe.no_padding()
@@ -140,9 +167,15 @@ def _encode(files: Sequence[Path], tokenizer: str) -> tuple[np.ndarray, int]:
 
 def _draw(*key: int) -> int:
     """A uniform 64-bit number that depends on `key` alone, on every machine and version."""
-    return int.from_bytes(hashlib.blake2b(struct.pack(f"<{len(key)}q", *key), digest_size=8).digest(), "little")
+    return int.from_bytes(
+        hashlib.blake2b(struct.pack(f"<{len(key)}q", *key), digest_size=8).digest(), "little"
+    )
 
 
-def _rows(stream: np.ndarray, starts: Sequence[int], seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = torch.from_numpy(np.stack([stream[s : s + seq_len + 1] for s in starts]).astype(np.int64))
+def _rows(
+    stream: np.ndarray, starts: Sequence[int], seq_len: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = torch.from_numpy(
+        np.stack([stream[s : s + seq_len + 1] for s in starts]).astype(np.int64)
+    )
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()

@@ -4,24 +4,30 @@ RoadtrainError
 +-- UserError                 the job, the model or the call is wrong; nothing was changed
 |   +-- UnitError             a size or rate without a unit that we know
 |   +-- ConfigError           an unknown or contradictory setting
-|   +-- BudgetError           what is asked cannot fit (Rule 4): both numbers and the least change that would
+|   +-- BudgetError           what is asked cannot fit (Rule 4): both numbers and the least change
+|                             that would
 |   +-- ModelError            a model or block that cannot be streamed exactly
 |   +-- RuleError             an optimizer that cannot run next to the storage
 |   +-- LoopError             the training loop did what would make a step inexact
-|       +-- DifferError       workers mean different things by one operation (a RuntimeError too, as Horovod's)
-|       +-- TwiceError        an operation of that name is under way already (a ValueError too, as Horovod's)
+|       +-- DifferError       workers mean different things by one operation (a RuntimeError too, as
+|                             Horovod's)
+|       +-- TwiceError        an operation of that name is under way already (a ValueError too, as
+|                             Horovod's)
 +-- StoreError                bytes at rest; the last committed step stays usable (Rule 3)
 |   +-- DamagedError          a checksum does not match: file, chunk, step
 |   +-- ForeignError          a store of another job, model or format
 |   +-- FullError             the device is full
 |   +-- GoneError             a directory or file vanished
 |   +-- StaleError            a store that is behind what is known to be committed
-|   +-- ForkedError           two copies of a store went on without each other: nobody can say which one is meant
-|   +-- DivergedError         two servers that hold the same chunk made different bytes of it in one step
+|   +-- ForkedError           two copies of a store went on without each other: nobody can say which
+|                             one is meant
+|   +-- DivergedError         two servers that hold the same chunk made different bytes of it in one
+|                             step
 +-- PeerError                 somebody we wait for
     +-- DeadlineError         a wait passed its deadline (Rule 5): role, step, block, peer
     +-- LostError             the peer ended with an error of its own (the cause)
-    +-- WireError             the peer sent what no frame or handshake of ours looks like, or refused to talk
+    +-- WireError             the peer sent what no frame or handshake of ours looks like, or
+                              refused to talk
     |   +-- BusyError         it serves others, who may be leaving
     +-- AuthError             a token, certificate or user id that does not match (Rule 8)
 """

@@ -1,7 +1,9 @@
-"""export and import: between a run directory and a folder that `transformers` loads, tensor by tensor.
+"""export and import: between a run directory and a folder that `transformers` loads, tensor by
+tensor.
 
-An export needs the store only, not the model: parameters in the dtype that the model computes in, buffers from the last
-commit, config.json, and the tokenizer if there is one. An import is a placed run at step 0, with its job.toml.
+An export needs the store only, not the model: parameters in the dtype that the model computes in,
+buffers from the last commit, config.json, and the tokenizer if there is one. An import is a placed
+run at step 0, with its job.toml.
 """
 
 from __future__ import annotations
@@ -30,22 +32,29 @@ from roadtrain.store.tier import PUBLIC
 from roadtrain.train import mark_of, place_job, write_job
 
 
-def export_run(run: str, directory: str, masters: bool = False, report: Callable[[str], None] = print) -> int:
-    """Write the last committed step of `run`; `masters`: in fp32. Raises ConfigError, StoreError."""
+def export_run(
+    run: str, directory: str, masters: bool = False, report: Callable[[str], None] = print
+) -> int:
+    """Write the last committed step of `run`; `masters`: in fp32. Raises ConfigError,
+    StoreError."""
     job = job_of_run(run)
     mark = mark_of(job, report, reads=True)
     with ExitStack() as stack:
-        if job.store.servers:  # as the only worker of the servers, which must not be at work for others
+        # as the only worker of the servers, which must not be at work for others
+        if job.store.servers:
             training = place_job(job, report, mark)
             optimizer = stack.enter_context(training.optimizer)
             step, params, read = optimizer.steps_done, optimizer.params, optimizer.read
             buffers = persistent_buffers(training.model)
         else:
             if not job.store.dirs:
-                raise ConfigError(f"{run} has no state on files (store.dirs = [])", hint="train it with a store")
+                raise ConfigError(
+                    f"{run} has no state on files (store.dirs = [])", hint="train it with a store"
+                )
             where = ", ".join(job.store.dirs)
-            store = open_store(job.store.dirs, direct=job.store.direct,
-                               accept=partial(mark.check, where=where))
+            store = open_store(
+                job.store.dirs, direct=job.store.direct, accept=partial(mark.check, where=where)
+            )
             assert store is not None  # else the mark has refused it
             stack.callback(store.close)
             for note in store.notes:
@@ -61,11 +70,17 @@ def export_run(run: str, directory: str, masters: bool = False, report: Callable
     return 0
 
 
-def import_weights(directory: str, overrides: Mapping[str, Any], report: Callable[[str], None] = print) -> int:
-    """Place the model in `directory` at step 0 of a new run. Raises ConfigError where the run has begun, StoreError."""
+def import_weights(
+    directory: str, overrides: Mapping[str, Any], report: Callable[[str], None] = print
+) -> int:
+    """Place the model in `directory` at step 0 of a new run. Raises ConfigError where the run
+    has begun, StoreError."""
     if "run.dir" not in overrides:
         raise ConfigError("where to?", hint="give --run.dir RUN")
-    tree: dict[str, Any] = {"model": {"pretrained": directory}, "run": {"dir": overrides["run.dir"]}}
+    tree: dict[str, Any] = {
+        "model": {"pretrained": directory},
+        "run": {"dir": overrides["run.dir"]},
+    }
     tokenizer = Path(directory) / "tokenizer.json"
     if tokenizer.is_file():
         tree["data"] = {"tokenizer": str(tokenizer)}
@@ -74,7 +89,10 @@ def import_weights(directory: str, overrides: Mapping[str, Any], report: Callabl
     training = place_job(job, report, mark_of(job, report))
     with training.optimizer as optimizer:
         if optimizer.steps_done:
-            raise ConfigError(f"{job.run.dir} has trained {optimizer.steps_done} steps", hint="give another --run.dir")
+            raise ConfigError(
+                f"{job.run.dir} has trained {optimizer.steps_done} steps",
+                hint="give another --run.dir",
+            )
         optimizer.flush()
         write_job(training.job)
     report(f"imported {directory}; go on with: roadtrain train {job.run_dir / 'job.toml'}")
@@ -82,7 +100,10 @@ def import_weights(directory: str, overrides: Mapping[str, Any], report: Callabl
 
 
 def _items(
-    params: Sequence[ParamSpec], read: Callable[[str, str], Any], buffers: Mapping[str, torch.Tensor], masters: bool
+    params: Sequence[ParamSpec],
+    read: Callable[[str, str], Any],
+    buffers: Mapping[str, torch.Tensor],
+    masters: bool,
 ) -> list[Item]:
     items: list[Item] = []
     for param in params:
@@ -92,7 +113,9 @@ def _items(
         items.append((param.name, dtype, param.shape, partial(read, param.name, what)))
     for name, buffer in buffers.items():
         if buffer.dtype in NAMES:
-            items.append((name, NAMES[buffer.dtype], tuple(buffer.shape), partial(as_numpy, buffer)))
+            items.append(
+                (name, NAMES[buffer.dtype], tuple(buffer.shape), partial(as_numpy, buffer))
+            )
     return items
 
 

@@ -1,13 +1,15 @@
-"""Horovod's and BytePS's calls for PyTorch over roadtrain's summation service: a script changes its import.
+"""Horovod's and BytePS's calls for PyTorch over roadtrain's summation service: a script changes its
+import.
 
     import roadtrain.hvd as hvd  # or: as bps
     hvd.init()
 
-Started by torchrun, or alone as a world of one. An average divides first and sums then: with two workers the bits of
-DDP's. Names of tensors: adapters/exchange.py, NOTE keys. Workers that do not mean the same (type, shape, order, name)
-all get a DifferError within seconds, a RuntimeError as Horovod's, and may go on. `compression`: one of Compression, or
-its string. Does NOT know process sets, other operations than sum and average, gather and its kin, elastic training;
-sums are not differentiated.
+Started by torchrun, or alone as a world of one. An average divides first and sums then: with two
+workers the bits of DDP's. Names of tensors: adapters/exchange.py, NOTE keys. Workers that do not
+mean the same (type, shape, order, name) all get a DifferError within seconds, a RuntimeError as
+Horovod's, and may go on. `compression`: one of Compression, or its string. Does NOT know process
+sets, other operations than sum and average, gather and its kin, elastic training; sums are not
+differentiated.
 """
 
 from __future__ import annotations
@@ -22,22 +24,57 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from roadtrain.adapters.broadcast import broadcast_optimizer, broadcast_tensor, broadcast_tensors, broadcast_value
+from roadtrain.adapters.broadcast import (
+    broadcast_optimizer,
+    broadcast_tensor,
+    broadcast_tensors,
+    broadcast_value,
+)
 from roadtrain.adapters.ddp import Summation, described
-from roadtrain.adapters.distributed import Asynchronous, Distributed, distribute, distribute_asynchronously
+from roadtrain.adapters.distributed import (
+    Asynchronous,
+    Distributed,
+    distribute,
+    distribute_asynchronously,
+)
 from roadtrain.adapters.exchange import AT_ONCE, Exchange, Handle
 from roadtrain.errors import ConfigError
 
 __all__ = [
-    "Average", "Compression", "CrossBarrier", "DistributedOptimizer", "Sum", "allreduce", "allreduce_",
-    "allreduce_async", "allreduce_async_", "barrier", "broadcast", "broadcast_", "broadcast_object",
-    "broadcast_optimizer_state", "broadcast_parameters", "declare", "init", "is_initialized", "local_rank",
-    "local_size", "poll", "push_pull", "push_pull_async", "push_pull_async_inplace", "push_pull_inplace", "rank",
-    "shutdown", "size", "synchronize",
+    "Average",
+    "Compression",
+    "CrossBarrier",
+    "DistributedOptimizer",
+    "Sum",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "declare",
+    "init",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "poll",
+    "push_pull",
+    "push_pull_async",
+    "push_pull_async_inplace",
+    "push_pull_inplace",
+    "rank",
+    "shutdown",
+    "size",
+    "synchronize",
 ]
 
 Average, Sum = "average", "sum"
-IGNORED = {"num_groups", "groups", "sparse_as_dense"}  # of DistributedOptimizer: they change no result
+# of DistributedOptimizer: they change no result
+IGNORED = {"num_groups", "groups", "sparse_as_dense"}
 
 
 @dataclass(frozen=True)
@@ -64,7 +101,9 @@ class Compression:
 def _format(compression: Format | str) -> str:
     found = compression if isinstance(compression, str) else getattr(compression, "format", None)
     if not isinstance(found, str):
-        raise ConfigError(f"compression={compression!r}", hint="one of Compression, or a string as 'topk:0.01'")
+        raise ConfigError(
+            f"compression={compression!r}", hint="one of Compression, or a string as 'topk:0.01'"
+        )
     return found
 
 
@@ -75,15 +114,21 @@ class _World:
 
 
 def init(**options: Any) -> None:
-    """`options` are those of roadtrain.Summation; workers of several hosts need its token_file. A second call does
-    nothing."""
+    """`options` are those of roadtrain.Summation; workers of several hosts need its token_file.
+    A second call does nothing."""
     if _World.exchange is not None:
         return
     _World.own_group = not dist.is_initialized()
     if _World.own_group:
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+        backend = (
+            "cpu:gloo,cuda:nccl"
+            if torch.cuda.is_available() and dist.is_nccl_available()
+            else "gloo"
+        )
         launched = {"RANK", "WORLD_SIZE"} & os.environ.keys()
-        alone: dict[str, Any] = {} if launched else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        alone: dict[str, Any] = (
+            {} if launched else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        )
         dist.init_process_group(backend, **alone)
     try:
         _World.exchange = Exchange(Summation(**options))
@@ -94,8 +139,8 @@ def init(**options: Any) -> None:
 
 
 def shutdown() -> None:
-    """What steps with `model=` put off is applied first. init() after it needs another MASTER_PORT: torch's store of
-    the old group may still answer at the old one."""
+    """What steps with `model=` put off is applied first. init() after it needs another
+    MASTER_PORT: torch's store of the old group may still answer at the old one."""
     if (exchange := _World.exchange) is None:
         return
     try:
@@ -115,7 +160,9 @@ def is_initialized() -> bool:
 
 def _exchange() -> Exchange:
     if _World.exchange is None:
-        raise ConfigError("roadtrain.hvd is not initialized", hint="init() comes first, shutdown() last")
+        raise ConfigError(
+            "roadtrain.hvd is not initialized", hint="init() comes first, shutdown() last"
+        )
     return _World.exchange
 
 
@@ -143,28 +190,45 @@ def _of_launcher(name: str, alone: int) -> int:
 
 def _averages(op: str | None, average: bool | None = None) -> bool:
     if op not in (None, Average, Sum) or (average is not None and op is not None):
-        raise ConfigError(f"average={average}, op={op!r}", hint="op=Average, op=Sum, or none of both for the average")
+        raise ConfigError(
+            f"average={average}, op={op!r}",
+            hint="op=Average, op=Sum, or none of both for the average",
+        )
     return op != Sum and average is not False
 
 
 def _begun(
-    tensor: torch.Tensor, average: bool, name: str | None, compression: Format | str, how: tuple[bool, bool],
+    tensor: torch.Tensor,
+    average: bool,
+    name: str | None,
+    compression: Format | str,
+    how: tuple[bool, bool],
     priority: int = 0,
 ) -> Any:
     """how: whether in place, and whether waited for."""
     exchange, (inplace, wait) = _exchange(), how
-    handle = exchange.begin(tensor, name or (AT_ONCE if wait else None), out=tensor if inplace else None,
-                            divisor=size() if average else 1, priority=priority, format=_format(compression))
+    handle = exchange.begin(
+        tensor,
+        name or (AT_ONCE if wait else None),
+        out=tensor if inplace else None,
+        divisor=size() if average else 1,
+        priority=priority,
+        format=_format(compression),
+    )
     return exchange.finish(handle) if wait else handle
 
 
 def _allreduce(*how: bool) -> Callable[..., Any]:
     def allreduce(
-        tensor: torch.Tensor, average: bool | None = None, name: str | None = None,
-        compression: Format | str = Compression.none, op: str | None = None,
+        tensor: torch.Tensor,
+        average: bool | None = None,
+        name: str | None = None,
+        compression: Format | str = Compression.none,
+        op: str | None = None,
     ) -> Any:
-        """The average (or sum) over all workers, a tensor of the caller's own; `_` at the end: in the tensor's place.
-        async: a Handle for `synchronize`, before which the tensor must not change."""
+        """The average (or sum) over all workers, a tensor of the caller's own; `_` at the end:
+        in the tensor's place. async: a Handle for `synchronize`, before which the tensor must
+        not change."""
         return _begun(tensor, _averages(op, average), name, compression, how)  # type: ignore[arg-type]
 
     return allreduce
@@ -172,7 +236,11 @@ def _allreduce(*how: bool) -> Callable[..., Any]:
 
 def _push_pull(*how: bool) -> Callable[..., Any]:
     def push_pull(
-        tensor: torch.Tensor, average: bool = True, name: str | None = None, version: int = 0, priority: int = 0,
+        tensor: torch.Tensor,
+        average: bool = True,
+        name: str | None = None,
+        version: int = 0,
+        priority: int = 0,
         compression: Format | str = Compression.none,
     ) -> Any:
         """BytePS's allreduce. Greater priorities go first; `version` means nothing here."""
@@ -203,7 +271,8 @@ def declare(name: str) -> str:
 
 
 def _agree(identity: str, signature: str) -> None:
-    """All workers have come to that, and to nothing else, before torch's group is used: it would wait for ever."""
+    """All workers have come to that, and to nothing else, before torch's group is used: it
+    would wait for ever."""
     _exchange().summation.agree(identity, signature)
 
 
@@ -219,19 +288,23 @@ def broadcast_(tensor: torch.Tensor, root_rank: int, name: str | None = None) ->
 def broadcast_parameters(
     params: Mapping[str, Any] | Iterable[tuple[str, Any]], root_rank: int, prefix: str = ""
 ) -> None:
-    """A state_dict's tensors, or named ones, in place. ConfigError on all workers where they do not match."""
+    """A state_dict's tensors, or named ones, in place. ConfigError on all workers where they do
+    not match."""
     _agree("broadcast_parameters", f"from worker {root_rank}")
     broadcast_tensors(params, root_rank)
 
 
-def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, prefix: str = "") -> None:
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int, prefix: str = ""
+) -> None:
     """State and groups' settings, also where only root has any."""
     _agree("broadcast_optimizer_state", f"from worker {root_rank}")
     broadcast_optimizer(optimizer, root_rank)
 
 
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
-    """Numbers, text, bytes, None, tensors; lists, tuples and dicts of them. ConfigError on all workers for others."""
+    """Numbers, text, bytes, None, tensors; lists, tuples and dicts of them. ConfigError on all
+    workers for others."""
     _agree(name or "broadcast_object", f"from worker {root_rank}")
     return broadcast_value(obj, root_rank)
 
@@ -242,36 +315,71 @@ def barrier() -> None:
 
 
 def DistributedOptimizer(
-    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]] | None = None,
-    compression: Format | str = Compression.none, backward_passes_per_step: int = 1, op: str = Average,
-    gradient_predivide_factor: float | None = None, model: nn.Module | None = None, num_steps: int = 0, **others: Any,
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, nn.Parameter]] | None = None,
+    compression: Format | str = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: str = Average,
+    gradient_predivide_factor: float | None = None,
+    model: nn.Module | None = None,
+    num_steps: int = 0,
+    **others: Any,
 ) -> Distributed | Asynchronous:
-    """After init(rule="accumulate") steps are asynchronous (adapters/distributed.py, Asynchronous) and take no other
-    options. Else: `optimizer` itself, whose gradients are averaged from the moment backward has them.
-    gradient_predivide_factor: divides before the sum, the rest after it; None: all before. model: step() does not wait,
-    the model's next forward does, module by module; the same bits (adapters/distributed.py, NOTE later steps).
-    num_steps: the last step, which is not put off. Raises ConfigError; LoopError and errors of the service come from
-    backward, step and forward."""
+    """After init(rule="accumulate") steps are asynchronous (adapters/distributed.py,
+    Asynchronous) and take no other options. Else: `optimizer` itself, whose gradients are
+    averaged from the moment backward has them. gradient_predivide_factor: divides before the
+    sum, the rest after it; None: all before. model: step() does not wait, the model's next
+    forward does, module by module; the same bits (adapters/distributed.py, NOTE later steps).
+    num_steps: the last step, which is not put off. Raises ConfigError; LoopError and errors of
+    the service come from backward, step and forward."""
     if unknown := {key for key, value in others.items() if value and key not in IGNORED}:
-        raise ConfigError(f"DistributedOptimizer has no {', '.join(sorted(unknown))}", hint="leave it out")
+        raise ConfigError(
+            f"DistributedOptimizer has no {', '.join(sorted(unknown))}", hint="leave it out"
+        )
     if _exchange().summation.rule == "accumulate":
-        if _format(compression) or backward_passes_per_step != 1 or model is not None or op != Average:
-            raise ConfigError("options of DistributedOptimizer in asynchronous training", hint="it takes none")
+        if (
+            _format(compression)
+            or backward_passes_per_step != 1
+            or model is not None
+            or op != Average
+        ):
+            raise ConfigError(
+                "options of DistributedOptimizer in asynchronous training", hint="it takes none"
+            )
         return distribute_asynchronously(optimizer, _exchange(), named_parameters)
     n, before = (size() if _averages(op) else 1), gradient_predivide_factor
     if before is not None and (op == Sum or before <= 0):
-        raise ConfigError(f"gradient_predivide_factor={before}, op={op!r}", hint="above 0, and with Average")
+        raise ConfigError(
+            f"gradient_predivide_factor={before}, op={op!r}", hint="above 0, and with Average"
+        )
     made = distribute(
-        optimizer, _exchange(), named_parameters, passes=backward_passes_per_step, format=_format(compression),
-        division=(before or n, before / n if before else 1.0), model=model, num_steps=num_steps)
+        optimizer,
+        _exchange(),
+        named_parameters,
+        passes=backward_passes_per_step,
+        format=_format(compression),
+        division=(before or n, before / n if before else 1.0),
+        model=model,
+        num_steps=num_steps,
+    )
     _World.optimizers.add(made)
     return made
 
 
 def CrossBarrier(
-    model: nn.Module, optimizer: torch.optim.Optimizer, named_parameters: Any = None,
-    compression: Format | str = Compression.none, backward_passes_per_step: int = 1, num_steps: int | None = None,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Any = None,
+    compression: Format | str = Compression.none,
+    backward_passes_per_step: int = 1,
+    num_steps: int | None = None,
 ) -> Distributed | Asynchronous:
     """BytePS's name for DistributedOptimizer(..., model=model)."""
-    return DistributedOptimizer(optimizer, named_parameters, compression, backward_passes_per_step, model=model,
-                                num_steps=num_steps or 0)
+    return DistributedOptimizer(
+        optimizer,
+        named_parameters,
+        compression,
+        backward_passes_per_step,
+        model=model,
+        num_steps=num_steps or 0,
+    )

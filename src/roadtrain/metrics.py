@@ -1,8 +1,10 @@
-"""Metrics: `metrics.jsonl` of a run directory, one line a step, every step exactly once after any resume.
+"""Metrics: `metrics.jsonl` of a run directory, one line a step, every step exactly once after any
+resume.
 
-Steps count from 1: line `step` N was written when N steps were done. It is on disk before step N can be committed, so a
-resume only ever takes lines away: those of steps that were not committed, and a torn last one. They are moved into a
-file beside it, never cut; a file of another store is renamed. Does NOT know torch: `roadtrain status` reads it too.
+Steps count from 1: line `step` N was written when N steps were done. It is on disk before step N
+can be committed, so a resume only ever takes lines away: those of steps that were not committed,
+and a torn last one. They are moved into a file beside it, never cut; a file of another store is
+renamed. Does NOT know torch: `roadtrain status` reads it too.
 """
 
 from __future__ import annotations
@@ -23,13 +25,14 @@ _UNCOMMITTED_AT_MOST = 16  # steps, with staleness "none": what servers put away
 
 
 class Metrics:
-    """Appends to `path`. Invariant: the file holds the lines of consecutive steps up to `done`, each once."""
+    """Appends to `path`. Invariant: the file holds the lines of consecutive steps up to `done`,
+    each once."""
 
     def __init__(self, path: Path, done: int, *, fresh: bool = False) -> None:
-        """The lines of all steps after `done` are moved to `uncommitted`; `dropped` is how many. `fresh`:
-        what the file holds is another store's, as at step 0: it is renamed, `aside` is its name then, else None.
-        Raises DamagedError where a line of a step that counts is missing (an empty or absent file is a beginning),
-        FullError."""
+        """The lines of all steps after `done` are moved to `uncommitted`; `dropped` is how many.
+        `fresh`: what the file holds is another store's, as at step 0: it is renamed, `aside` is
+        its name then, else None. Raises DamagedError where a line of a step that counts is
+        missing (an empty or absent file is a beginning), FullError."""
         self.done, self.path = done, path
         lines = _read(path)
         begins = fresh or done == 0
@@ -37,10 +40,12 @@ class Metrics:
         self.dropped = len(lines) - len(kept)
         self.aside = _rename_aside(path) if begins else None
         steps = [line["step"] for line, _ in kept]
-        if steps != list(range(done - len(steps) + 1, done + 1)) or (not steps and _counts(path, done)):
+        if steps != list(range(done - len(steps) + 1, done + 1)) or (
+            not steps and _counts(path, done)
+        ):
             raise DamagedError(
-                f"{path} has lines up to step {steps[-1] if steps else 0}, {done} steps are committed, some have no "
-                "line",
+                f"{path} has lines up to step {steps[-1] if steps else 0}, {done} steps are"
+                " committed, some have no line",
                 hint="move the file away; a new one begins with the next step",
             )
         self._nbytes = sum(nbytes for _, nbytes in kept)
@@ -59,7 +64,8 @@ class Metrics:
         return self.path.with_name(f"{self.path.stem}.uncommitted.jsonl")
 
     def append(self, line: dict[str, Any]) -> None:
-        """Write the next step's line and wait until it is on disk. FullError: the file is as before."""
+        """Write the next step's line and wait until it is on disk. FullError: the file is as
+        before."""
         assert line["step"] == self.done + 1, (line["step"], self.done)
         body = (json.dumps(line, allow_nan=False) + "\n").encode()
         try:
@@ -67,7 +73,8 @@ class Metrics:
                 write_all(self._file, body)
                 os.fdatasync(self._file)
         except BaseException:
-            with contextlib.suppress(OSError):  # else the next start does it: a torn line counts for nothing
+            # else the next start does it: a torn line counts for nothing
+            with contextlib.suppress(OSError):
                 os.ftruncate(self._file, self._nbytes)
             raise
         self._nbytes += len(body)
@@ -80,7 +87,10 @@ class Metrics:
             return
         aside = self.uncommitted
         whole = rest[: rest.rfind(b"\n") + 1]
-        note = {"note": f"not committed: training went on from step {self.done}", "dropped": self.dropped}
+        note = {
+            "note": f"not committed: training went on from step {self.done}",
+            "dropped": self.dropped,
+        }
         if torn := rest[len(whole) :]:
             note["torn"] = torn.decode(errors="replace")
         body = json.dumps(note).encode() + b"\n" + whole
@@ -105,8 +115,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def committed_by(path: Path) -> int:
-    """The step that the lines of a file prove committed, -1 for none: a step's line is written once all steps but the
-    last two, or but as many as its staleness allows, are committed (`Worker.seal`)."""
+    """The step that the lines of a file prove committed, -1 for none: a step's line is written
+    once all steps but the last two, or but as many as its staleness allows, are committed
+    (`Worker.seal`)."""
     lines = read_metrics(path)
     if not lines:
         return -1
@@ -147,4 +158,7 @@ def _raw(path: Path) -> Iterator[tuple[dict[str, Any] | None, int]]:
         line = None
         with contextlib.suppress(ValueError):
             line = json.loads(raw)
-        yield line if isinstance(line, dict) and isinstance(line.get("step"), int) else None, len(raw) + 1
+        yield (
+            line if isinstance(line, dict) and isinstance(line.get("step"), int) else None,
+            len(raw) + 1,
+        )

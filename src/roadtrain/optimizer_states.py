@@ -1,9 +1,11 @@
-"""optimizer.state_dict() and load_state_dict() of a placed optimizer: a reference to the store, or torch's whole form.
+"""optimizer.state_dict() and load_state_dict() of a placed optimizer: a reference to the store, or
+torch's whole form.
 
-The small form: {"state": {}, "param_groups": torch's, "roadtrain": {"step", "job", "history", "where"}}. It is checked
-against the store when it is loaded, and its parameter groups are taken over. The whole form has torch's "state" too;
-its "roadtrain" adds "masters" (fp32 values of 16-bit parameters) and "parameters", a checksum of those that the state
-belongs to. A whole form of torch's own optimizer, without "roadtrain", can be loaded as well.
+The small form: {"state": {}, "param_groups": torch's, "roadtrain": {"step", "job", "history",
+"where"}}. It is checked against the store when it is loaded, and its parameter groups are taken
+over. The whole form has torch's "state" too; its "roadtrain" adds "masters" (fp32 values of 16-bit
+parameters) and "parameters", a checksum of those that the state belongs to. A whole form of torch's
+own optimizer, without "roadtrain", can be loaded as well.
 
 Does NOT hold the whole in memory: gathered tensors lie in a scratch file, as those of states.py.
 """
@@ -30,7 +32,8 @@ Staged = Mapping[int, torch.Tensor]
 
 
 class Place(Protocol):
-    """What is needed of a PlacedOptimizer. `numbers`: of each trainable parameter, its number in torch's form."""
+    """What is needed of a PlacedOptimizer. `numbers`: of each trainable parameter, its number
+    in torch's form."""
 
     param_groups: list[dict[str, Any]]
     steps_done: int
@@ -56,7 +59,9 @@ def groups_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return out
 
 
-def gather(place: Place, pieces: Pieces, values_of: Callable[[Sequence[ParamSpec]], Values]) -> dict[str, Any]:
+def gather(
+    place: Place, pieces: Pieces, values_of: Callable[[Sequence[ParamSpec]], Values]
+) -> dict[str, Any]:
     """The whole form. `values_of`: room for such tensors, all fp32."""
     wanted = list[tuple[int, int, str]]()  # number, parameter, which of its arrays
     for index, number in place.numbers.items():
@@ -65,7 +70,9 @@ def gather(place: Place, pieces: Pieces, values_of: Callable[[Sequence[ParamSpec
         arrays = place.rules[spec.group].arrays if place.steps_done else ()
         wanted += [(number, index, what) for what in (*arrays, *own)]
     values = values_of([place.params[index] for _, index, _ in wanted])
-    state: dict[int, dict[str, torch.Tensor]] = {n: {} for n in place.numbers.values()} if place.steps_done else {}
+    state: dict[int, dict[str, torch.Tensor]] = (
+        {n: {} for n in place.numbers.values()} if place.steps_done else {}
+    )
     masters: dict[int, torch.Tensor] = {}
     for at, (number, index, what) in enumerate(wanted):
         tensor = values.take(at, pieces(place.params[index].name, what))
@@ -81,7 +88,8 @@ def gather(place: Place, pieces: Pieces, values_of: Callable[[Sequence[ParamSpec
 
 
 def checksum(place: Place, pieces: Pieces, staged: Staged) -> str:
-    """Of the trainable parameters as the model computes with them. `staged`: newer values of some."""
+    """Of the trainable parameters as the model computes with them. `staged`: newer values of
+    some."""
     out = xxhash.xxh3_128()
     for index in place.numbers:
         spec = place.params[index]
@@ -101,9 +109,13 @@ def check_groups(place: Place, given: Mapping[str, Any]) -> None:
     """Raises LoopError where these are groups of another optimizer."""
     if not isinstance(given, Mapping) or not {"state", "param_groups"} <= given.keys():
         raise LoopError("this is no state of an optimizer: 'state' or 'param_groups' is absent")
-    theirs, ours = ([len(g["params"]) for g in groups] for groups in (given["param_groups"], place.param_groups))
+    theirs, ours = (
+        [len(g["params"]) for g in groups] for groups in (given["param_groups"], place.param_groups)
+    )
     if theirs != ours:
-        raise LoopError(f"the state has parameter groups of {theirs} parameters, the optimizer of {ours}")
+        raise LoopError(
+            f"the state has parameter groups of {theirs} parameters, the optimizer of {ours}"
+        )
 
 
 def take_groups(place: Place, given: Mapping[str, Any]) -> None:
@@ -127,10 +139,12 @@ def check_reference(place: Place, said: Mapping[str, Any]) -> None:
     if same and said.get("step") == now["step"]:
         other = "the same store before other values were loaded into it"
     raise LoopError(
-        f"this state refers to step {said.get('step')} of {other} ({said.get('where')}); the optimizer's store is at "
-        f"step {now['step']} ({now['where']}). Nothing was changed",
-        hint="the store goes on from its own last step without load_state_dict; to go back to a checkpoint, save it "
-        "with state_dict(gather=True) and load that",
+        f"this state refers to step {said.get('step')} of {other} ({said.get('where')}); the"
+        f" optimizer's store is at step {now['step']} ({now['where']}). Nothing was changed",
+        hint=(
+            "the store goes on from its own last step without load_state_dict; to go back to a"
+            " checkpoint, save it with state_dict(gather=True) and load that"
+        ),
     )
 
 
@@ -142,31 +156,44 @@ def check_state(place: Place, given: Mapping[str, Any]) -> None:
         entry = {k: v for k, v in state.get(number, {}).items() if v is not None}
         if not entry:
             continue
-        optional = {"step"} if isinstance(rule, SgdRule) else set()  # torch's own SGD does not keep it
-        if not {*rule.arrays, *rule.scalars} - optional <= entry.keys() <= {*rule.arrays, *rule.scalars}:
-            raise LoopError(f"the state of {spec.name!r} has {sorted(entry)}, the optimizer keeps "
-                            f"{[*rule.arrays, *rule.scalars]}")
+        # torch's own SGD does not keep it
+        optional = {"step"} if isinstance(rule, SgdRule) else set()
+        if (
+            not {*rule.arrays, *rule.scalars} - optional
+            <= entry.keys()
+            <= {*rule.arrays, *rule.scalars}
+        ):
+            raise LoopError(
+                f"the state of {spec.name!r} has {sorted(entry)}, the optimizer keeps "
+                f"{[*rule.arrays, *rule.scalars]}"
+            )
         if wrong := [k for k in rule.arrays if tuple(entry[k].shape) != spec.shape]:
             shape = tuple(entry[wrong[0]].shape)
-            raise LoopError(f"{wrong[0]} of {spec.name!r} has shape {shape}, its parameter {spec.shape}")
+            raise LoopError(
+                f"{wrong[0]} of {spec.name!r} has shape {shape}, its parameter {spec.shape}"
+            )
 
 
 def check_parameters(place: Place, said: Mapping[str, Any], pieces: Pieces, staged: Staged) -> None:
     """Raises LoopError where the whole form belongs to other parameters than there are."""
     if said["step"] and said["parameters"] != checksum(place, pieces, staged):
         raise LoopError(
-            f"this state of step {said['step']} belongs to other parameters than the store holds, which is at step "
-            f"{place.steps_done} ({place.reference['where']}). Nothing was changed",
-            hint="load the model's state_dict() of that step first, then the optimizer's; a trainer that loads the "
-            "model before it is placed needs an empty store",
+            f"this state of step {said['step']} belongs to other parameters than the store holds,"
+            f" which is at step {place.steps_done} ({place.reference['where']}). Nothing was"
+            " changed",
+            hint=(
+                "load the model's state_dict() of that step first, then the optimizer's; a trainer"
+                " that loads the model before it is placed needs an empty store"
+            ),
         )
 
 
 def writer(
     place: Place, given: Mapping[str, Any] | None, staged: Staged, hypers: Sequence[Sequence[float]]
 ) -> Callable[[RecordView], None]:
-    """What `Engine.rewrite` does to a record: values put aside by the model's load_state_dict, then the whole form.
-    What error feedback has not sent belongs to the steps before: a whole form clears it."""
+    """What `Engine.rewrite` does to a record: values put aside by the model's load_state_dict,
+    then the whole form. What error feedback has not sent belongs to the steps before: a whole
+    form clears it."""
     masters = {} if given is None else given.get(KEY, {}).get("masters", {})
 
     def change(view: RecordView) -> None:
@@ -182,19 +209,33 @@ def writer(
                 held = "fp32" if spec.trainable else spec.dtype
                 view.piece(MASTER, i)[...] = flat_of(values, cut.start, cut.stop, held)
             if given is not None and number is not None:
-                _put_state(view, i, given["state"].get(number, {}), cut, place.rules[spec.group], hypers[spec.group])
+                _put_state(
+                    view,
+                    i,
+                    given["state"].get(number, {}),
+                    cut,
+                    place.rules[spec.group],
+                    hypers[spec.group],
+                )
         view.cast_public()
 
     return change
 
 
 def _put_state(
-    view: RecordView, i: int, entry: Mapping[str, Any], cut: slice, rule: Rule, hyper: Sequence[float]
+    view: RecordView,
+    i: int,
+    entry: Mapping[str, Any],
+    cut: slice,
+    rule: Rule,
+    hyper: Sequence[float],
 ) -> None:
     """An absent state is that of a parameter that was never updated."""
     there = any(value is not None for value in entry.values())
     for what in rule.arrays:
-        view.piece(what, i)[...] = flat_of(entry[what], cut.start, cut.stop, "fp32") if there else 0.0
+        view.piece(what, i)[...] = (
+            flat_of(entry[what], cut.start, cut.stop, "fp32") if there else 0.0
+        )
     for what in rule.scalars:
         view.piece(what, i)[0] = float(entry.get(what, 1.0)) if there else 0.0
     if not there:

@@ -1,10 +1,12 @@
-"""Which plan is best on a cluster, and why. Candidates are placements x layouts x batches x options x stage sizes.
+"""Which plan is best on a cluster, and why. Candidates are placements x layouts x batches x options
+x stage sizes.
 
-Each is first refused where a memory is too small, then bounded from below in closed form (each resource's bytes over
-its capacity; nothing waits), and simulated in the order of the bounds until no bound is better than the best simulated
-one: so the pick is the best of all candidates by the simulator, though few are simulated. Lossy or late options are
-candidates only where they are asked for (Rule 2). Where no batch is given, many micro-batches a step say how fast a
-sample can be at best, and the least batch that comes close to that is planned for. Pure.
+Each is first refused where a memory is too small, then bounded from below in closed form (each
+resource's bytes over its capacity; nothing waits), and simulated in the order of the bounds until
+no bound is better than the best simulated one: so the pick is the best of all candidates by the
+simulator, though few are simulated. Lossy or late options are candidates only where they are asked
+for (Rule 2). Where no batch is given, many micro-batches a step say how fast a sample can be at
+best, and the least batch that comes close to that is planned for. Pure.
 """
 
 from __future__ import annotations
@@ -25,19 +27,27 @@ from roadtrain.spec.layout import Layout, balanced, even
 from roadtrain.spec.placement import HEADROOM, PLACEMENTS, Placement, Plan
 from roadtrain.spec.shapes import ModelShape
 
-Waiting = tuple[float, int, Scene, bool]  # bound of a sample, number, the plan; whether all is in the bound
+# bound of a sample, number, the plan; whether all is in the bound
+Waiting = tuple[float, int, Scene, bool]
 GOALS = ("time", "cost", "energy")
 MOST_PP, MOST_MICRO_BATCH, MOST_PARTS = 64, 64, (2, 4)
-MOST_MICROS, MOST_TURNS = 64, 16  # micro-batches a step that are tried without a batch; of a pipeline so many a stage
+# micro-batches a step that are tried without a batch; of a pipeline so many a stage
+MOST_MICROS, MOST_TURNS = 64, 16
 CLOSE = 0.05  # what a larger batch would have to take off a sample's score to be chosen
 LONG = 4096  # tokens of a sequence that a context-parallel rank has at least
 EVERY = 1000  # slots: each block keeps its own from forward to backward
 SMALLER, MORE = 0.5, 1.1  # a resource's rate, to see what it would change
 LITTLE = 1e-3  # share of a step in which a resource is taken, that no rate of it changes anything
-ENDS = {"network": (" out", " in", " forth", " back"), "PCIe": ("to device", "from device"),
-        "SSDs": ("read", "write", "mixed"), "device links": ("fabric",), "host updates": ("updates", "processors"),
-        "host sums": ("sums",), "host memory": (" memory",),
-        "SSD uplink": ("uplink in", "uplink out")}  # of the names of what is scaled
+ENDS = {
+    "network": (" out", " in", " forth", " back"),
+    "PCIe": ("to device", "from device"),
+    "SSDs": ("read", "write", "mixed"),
+    "device links": ("fabric",),
+    "host updates": ("updates", "processors"),
+    "host sums": ("sums",),
+    "host memory": (" memory",),
+    "SSD uplink": ("uplink in", "uplink out"),
+}  # of the names of what is scaled
 
 
 @dataclass(frozen=True)
@@ -51,8 +61,10 @@ class Found:
 
 @dataclass
 class Family:
-    """Candidates of one placement. `refused`: why none of some can be (reason -> how many). `nearest`: of those that do
-    not fit a memory, the need that is nearest to its room. `pruned`: whose bound was worse than the pick."""
+    """Candidates of one placement. `refused`: why none of some can be (reason -> how many).
+    `nearest`: of those that do not fit a memory, the need that is nearest to its room. `pruned`:
+    whose bound was worse than the pick.
+    """
 
     placement: str
     tried: int = 0
@@ -82,13 +94,21 @@ class Answer:
 
 
 def search(
-    cluster: Cluster, model: ModelShape, constants: Constants, *, goal: str = "time", batch: int | None = None,
-    placements: Sequence[str] = (), late: bool = False, explain: bool = True, headroom: float = HEADROOM,
+    cluster: Cluster,
+    model: ModelShape,
+    constants: Constants,
+    *,
+    goal: str = "time",
+    batch: int | None = None,
+    placements: Sequence[str] = (),
+    late: bool = False,
+    explain: bool = True,
+    headroom: float = HEADROOM,
 ) -> Answer:
-    """`batch`: samples of a step; None: the least whose score a sample is within CLOSE of the best there is, by any
-    number of micro-batches. `late`: also staleness 1. `headroom`: the share of each device's and host's memory that
-    plans leave free. Raises ConfigError for bad input; where nothing fits the answer has no pick, and its families say
-    what is lacking."""
+    """`batch`: samples of a step; None: the least whose score a sample is within CLOSE of the
+    best there is, by any number of micro-batches. `late`: also staleness 1. `headroom`: the
+    share of each device's and host's memory that plans leave free. Raises ConfigError for bad
+    input; where nothing fits the answer has no pick, and its families say what is lacking."""
     if batch is not None and batch < 1:
         raise ConfigError(f"a batch of {batch} samples", hint="--batch of 1 or more, or none")
     if not 0 <= headroom < 1:
@@ -96,11 +116,17 @@ def search(
     if goal not in GOALS:
         raise ConfigError(f"goal {goal!r}", hint=f"known are {', '.join(GOALS)}")
     if not cluster.device_count:
-        raise ConfigError(f"cluster {cluster.name} has no devices", hint="give a host `devices` and a `device`")
-    if goal == "cost" and not any((*(host.price_per_hour for host in cluster.hosts), cluster.price_per_kwh)):
+        raise ConfigError(
+            f"cluster {cluster.name} has no devices", hint="give a host `devices` and a `device`"
+        )
+    if goal == "cost" and not any(
+        (*(host.price_per_hour for host in cluster.hosts), cluster.price_per_kwh)
+    ):
         raise ConfigError("goal cost, and no host has a price", hint="give hosts `price_per_hour`")
     if goal == "energy" and not any(h.device and h.device.peak_watts for h in cluster.workers):
-        raise ConfigError("goal energy, and no device says what it takes", hint="give devices `peak_watts`")
+        raise ConfigError(
+            "goal energy, and no device says what it takes", hint="give devices `peak_watts`"
+        )
     one = _Search(cluster, model, constants, goal, placements, late, headroom)
     if batch is not None:
         return replace(one.best(batch, explain), batch=batch)
@@ -108,10 +134,16 @@ def search(
     if most.pick is None:
         return most
     batch, score = one.least_batch(most.pick)
-    why = (f"no batch was given; of micro-batches of 1 to {MOST_MICRO_BATCH} samples and up to {MOST_MICROS} of them, "
-           f"this is the least that is within {CLOSE:.0%} of the best {goal} a sample")
+    why = (
+        f"no batch was given; of micro-batches of 1 to {MOST_MICRO_BATCH} samples and up to"
+        f" {MOST_MICROS} of them, this is the least that is within {CLOSE:.0%} of the best {goal} a"
+        " sample"
+    )
     if batch < most.pick.plan.samples:
-        why += f" ({most.pick.plan.samples} samples take {max(0.0, 1 - most.pick.score / score):.1%} less)"
+        why += (
+            f" ({most.pick.plan.samples} samples take {max(0.0, 1 - most.pick.score / score):.1%}"
+            " less)"
+        )
     else:
         why += "; it is the most that was tried"
     return replace(one.best(batch, explain), batch=batch, chosen=why)
@@ -130,16 +162,29 @@ class _Search:
     headroom: float
 
     def best(self, batch: int | None, explain: bool) -> Answer:
-        return _best(self.cluster, self.model, self.constants, self.goal, batch, self.placements, self.late, explain,
-                     self.headroom)
+        return _best(
+            self.cluster,
+            self.model,
+            self.constants,
+            self.goal,
+            batch,
+            self.placements,
+            self.late,
+            explain,
+            self.headroom,
+        )
 
     def least_batch(self, best: Found) -> tuple[int, float]:
-        """Samples of the least step, and its score, by which the best plan's way is within CLOSE of its score."""
+        """Samples of the least step, and its score, by which the best plan's way is within
+        CLOSE of its score."""
         ways = []
         size = 1
         while size <= MOST_MICRO_BATCH:
             turn = best.plan.layout.pp if best.plan.layout.vp > 1 else 1
-            ways += [(size * micros, size, micros) for micros in (turn << i for i in range(MOST_MICROS.bit_length()))]
+            ways += [
+                (size * micros, size, micros)
+                for micros in (turn << i for i in range(MOST_MICROS.bit_length()))
+            ]
             size *= 2
         for _, size, micros in sorted(ways, key=lambda way: (way[0], -way[1])):
             plan = best.plan.changed(micro_batch=size, micros=micros)
@@ -158,14 +203,25 @@ class _Search:
         return best.plan.samples, best.score
 
 
-def _best(cluster: Cluster, model: ModelShape, constants: Constants, goal: str, batch: int | None,
-          placements: Sequence[str], late: bool, explain: bool, headroom: float) -> Answer:
+def _best(
+    cluster: Cluster,
+    model: ModelShape,
+    constants: Constants,
+    goal: str,
+    batch: int | None,
+    placements: Sequence[str],
+    late: bool,
+    explain: bool,
+    headroom: float,
+) -> Answer:
     """Of all candidates of one batch."""
     families: dict[str, Family] = {}
     fits: set[Plan] = set()
     waiting: list[Waiting] = []
     passes: dict[Any, float] = {}  # what tells them apart -> seconds of a micro-batch, both ways
-    for plan in candidates(cluster, model, batch=batch, placements=placements, late=late, headroom=headroom):
+    for plan in candidates(
+        cluster, model, batch=batch, placements=placements, late=late, headroom=headroom
+    ):
         if plan.recompute and plan.changed(recompute=False) in fits:
             continue  # it would only compute more
         family = families.setdefault(plan.placement.name, Family(plan.placement.name))
@@ -192,9 +248,13 @@ def _best(cluster: Cluster, model: ModelShape, constants: Constants, goal: str, 
         least = 0.0 if goal == "energy" else _score(goal, passes[key] * _turns(plan), plan, scene)
         waiting.append((least, len(waiting), scene, False))
     if not families:
-        raise ConfigError(f"no layout of {cluster.device_count} devices takes a batch of {batch} samples",
-                          hint="a multiple of the data-parallel ranks: "
-                          f"{-(-(batch or 1) // cluster.device_count) * cluster.device_count} is one")
+        raise ConfigError(
+            f"no layout of {cluster.device_count} devices takes a batch of {batch} samples",
+            hint=(
+                "a multiple of the data-parallel ranks: "
+                f"{-(-(batch or 1) // cluster.device_count) * cluster.device_count} is one"
+            ),
+        )
     found: list[Found] = []
     best, order = float("inf"), _in_order(waiting, goal, families)
     for least, plan in order:
@@ -216,33 +276,65 @@ def _best(cluster: Cluster, model: ModelShape, constants: Constants, goal: str, 
     pick = found[0]
     runner = next((one for one in found[1:] if _differs(one.plan, pick.plan)), None)
     if runner is None:  # it is pruned, so its bound alone says that it lost
-        runner = next((_simulated(plan, cluster, model, constants, goal) for _, plan in
-                       _in_order(waiting, goal, families) if _differs(plan, pick.plan)), None)
+        runner = next(
+            (
+                _simulated(plan, cluster, model, constants, goal)
+                for _, plan in _in_order(waiting, goal, families)
+                if _differs(plan, pick.plan)
+            ),
+            None,
+        )
     if runner is not None:
-        families[runner.plan.placement.name].best = families[runner.plan.placement.name].best or runner
+        families[runner.plan.placement.name].best = (
+            families[runner.plan.placement.name].best or runner
+        )
     gains = _gains(pick, cluster, model, constants, goal) if explain else {}
-    flips = _flips(pick, runner, cluster, model, constants, goal) if explain and runner is not None else []
-    return Answer(pick, runner, families, _front([*found, *([runner] if runner else [])]), gains, flips)
+    flips = (
+        _flips(pick, runner, cluster, model, constants, goal)
+        if explain and runner is not None
+        else []
+    )
+    return Answer(
+        pick, runner, families, _front([*found, *([runner] if runner else [])]), gains, flips
+    )
 
 
 def _computing(plan: Plan, cluster: Cluster, model: ModelShape, constants: Constants) -> float:
     """Seconds that one micro-batch takes at least, both ways, on the fastest device."""
     split, last = plan.layout.tp * plan.layout.cp, len(model.blocks) - 1
-    return min(sum(constants.forward(block, plan.micro_batch, split, host.device, plan.precision, plan.layout.ep,
-                                     plan.passes) * (3 + (plan.recompute and i < last))
-                   for i, block in enumerate(model.blocks)) for host in cluster.workers if host.device)
+    return min(
+        sum(
+            constants.forward(
+                block,
+                plan.micro_batch,
+                split,
+                host.device,
+                plan.precision,
+                plan.layout.ep,
+                plan.passes,
+            )
+            * (3 + (plan.recompute and i < last))
+            for i, block in enumerate(model.blocks)
+        )
+        for host in cluster.workers
+        if host.device
+    )
 
 
 def _turns(plan: Plan) -> float:
-    """How many micro-batches' passes of the whole model a step of a pipeline takes at least: stage s begins when the
-    first has come through all before it, so it is (1 - 1 / micros) as long as the one before, at best."""
+    """How many micro-batches' passes of the whole model a step of a pipeline takes at least: stage
+    s begins when the first has come through all before it, so it is (1 - 1 / micros) as long as the
+    one before, at best.
+    """
     n = plan.micros * plan.layout.vp
     return 1 / plan.layout.vp / (1 - (1 - 1 / n) ** plan.layout.pp)
 
 
-def _in_order(waiting: list[Waiting], goal: str, families: Mapping[str, Family]) -> Iterator[tuple[float, Plan]]:
-    """Bounds and plans, the least first. What is bounded by computing alone is built when it comes first, since that
-    takes a while."""
+def _in_order(
+    waiting: list[Waiting], goal: str, families: Mapping[str, Family]
+) -> Iterator[tuple[float, Plan]]:
+    """Bounds and plans, the least first. What is bounded by computing alone is built when it
+    comes first, since that takes a while."""
     heapify(waiting)
     while waiting:
         least, number, scene, built = heappop(waiting)
@@ -254,23 +346,36 @@ def _in_order(waiting: list[Waiting], goal: str, families: Mapping[str, Family])
         except ConfigError as error:
             families[scene.plan.placement.name].refuse(str(error).splitlines()[0])
             continue
-        heappush(waiting, (max(least, _score(goal, scene.bound()[0], scene.plan, scene)), number, scene, True))
+        heappush(
+            waiting,
+            (max(least, _score(goal, scene.bound()[0], scene.plan, scene)), number, scene, True),
+        )
 
 
 def candidates(
-    cluster: Cluster, model: ModelShape, *, batch: int | None = None, placements: Sequence[str] = (),
-    late: bool = False, headroom: float = HEADROOM,
+    cluster: Cluster,
+    model: ModelShape,
+    *,
+    batch: int | None = None,
+    placements: Sequence[str] = (),
+    late: bool = False,
+    headroom: float = HEADROOM,
 ) -> Iterator[Plan]:
-    """Every plan on all devices of the cluster. Recompute follows where a plan without does not fit (`search`)."""
+    """Every plan on all devices of the cluster. Recompute follows where a plan without does not
+    fit (`search`)."""
     total, inside = cluster.device_count, min(host.devices for host in cluster.workers)
     for name in placements or PLACEMENTS:
         one = PLACEMENTS.get(name)
         if one is None:
-            raise ConfigError(f"no placement is called {name!r}", hint=f"known are {', '.join(PLACEMENTS)}")
+            raise ConfigError(
+                f"no placement is called {name!r}", hint=f"known are {', '.join(PLACEMENTS)}"
+            )
         for layout in layouts(cluster, model, total, inside, one):
             for micro_batch, micros in batches(layout, batch):
                 for recompute in (False, True):
-                    plan = Plan(one, layout, micro_batch, micros, recompute=recompute, headroom=headroom)
+                    plan = Plan(
+                        one, layout, micro_batch, micros, recompute=recompute, headroom=headroom
+                    )
                     for choice in options(plan):
                         yield choice
                         if late and not choice.placement.streamed:
@@ -279,18 +384,27 @@ def candidates(
                             yield choice.changed(staleness=1)
 
 
-def layouts(cluster: Cluster, model: ModelShape, total: int, inside: int, one: Placement) -> Iterator[Layout]:
+def layouts(
+    cluster: Cluster, model: ModelShape, total: int, inside: int, one: Placement
+) -> Iterator[Layout]:
     experts = max((block.matrices for block in model.blocks if block.experts), default=1)
     for tp in (n for n in _powers(inside) if inside % n == 0):
         if tp > 1 and (one.streamed or not model.heads or model.heads % tp):
             continue
-        for pp in (n for n in range(1, min(MOST_PP, max(1, model.layers), total // tp) + 1) if total // tp % n == 0):
+        for pp in (
+            n
+            for n in range(1, min(MOST_PP, max(1, model.layers), total // tp) + 1)
+            if total // tp % n == 0
+        ):
             if pp > 1 and one.streamed:
                 continue
             ranks = total // tp // pp
             stages = _balanced(cluster, model, total // pp, pp)
-            spread = one.parameters in ("device", "split")  # what has a device's experts, and its part of a sequence
-            for cp in (n for n in _powers(model.tokens // LONG) if ranks % n == 0 and (spread or n == 1)):
+            # what has a device's experts, and its part of a sequence
+            spread = one.parameters in ("device", "split")
+            for cp in (
+                n for n in _powers(model.tokens // LONG) if ranks % n == 0 and (spread or n == 1)
+            ):
                 for ep in (n for n in _powers(experts) if ranks % n == 0 and (spread or n == 1)):
                     yield Layout(ranks // cp, tp, pp, stages, cp, ep)
                     for vp in MOST_PARTS if pp > 1 else ():
@@ -307,15 +421,25 @@ def _ends(model: ModelShape) -> tuple[list[int], tuple[float, float]]:
     """Which blocks are layers, and the FLOPs of what comes before them and after."""
     layers = [i for i, block in enumerate(model.blocks) if "." in block.name]
     first, last = (layers[0], layers[-1]) if layers else (0, -1)
-    return layers, (sum(block.flops for block in model.blocks[:first]), sum(b.flops for b in model.blocks[last + 1 :]))
+    return layers, (
+        sum(block.flops for block in model.blocks[:first]),
+        sum(b.flops for b in model.blocks[last + 1 :]),
+    )
 
 
 def _balanced(cluster: Cluster, model: ModelShape, per_stage: int, pp: int) -> tuple[int, ...]:
     """Layers of each stage by its slowest device's speed; () where even ones are as fast."""
-    flops = [host.device.flops for host in cluster.workers for _ in range(host.count * host.devices) if host.device]
+    flops = [
+        host.device.flops
+        for host in cluster.workers
+        for _ in range(host.count * host.devices)
+        if host.device
+    ]
     speeds = [min(flops[i * per_stage : (i + 1) * per_stage]) for i in range(pp)]
     layers, ends = _ends(model)
-    stages = balanced([model.blocks[i].flops for i in layers], speeds, ends=ends) if pp > 1 else None
+    stages = (
+        balanced([model.blocks[i].flops for i in layers], speeds, ends=ends) if pp > 1 else None
+    )
     return () if stages is None or stages == even(len(layers), pp) else stages
 
 
@@ -324,7 +448,11 @@ def _that_fit(scene: Scene) -> tuple[int, ...] | None:
     plan, blocks = scene.plan, scene.model.blocks
     layers, ends = _ends(scene.model)
     device = [need for need in scene.needs if need.where.endswith("device")]
-    if plan.layout.vp * plan.layout.pp == 1 or plan.layout.vp > 1 or sum(n.nbytes - n.room for n in device) > 0:
+    if (
+        plan.layout.vp * plan.layout.pp == 1
+        or plan.layout.vp > 1
+        or sum(n.nbytes - n.room for n in device) > 0
+    ):
         return None
 
     params = [0, *itertools.accumulate(blocks[i].params for i in layers)]
@@ -343,13 +471,15 @@ def _that_fit(scene: Scene) -> tuple[int, ...] | None:
 
 
 def batches(layout: Layout, batch: int | None) -> Iterator[tuple[int, int]]:
-    """(micro-batch, passes) whose product is the batch; without one, the most passes that are tried: a sample takes
-    least where what a step takes besides is shared by many."""
+    """(micro-batch, passes) whose product is the batch; without one, the most passes that are
+    tried: a sample takes least where what a step takes besides is shared by many."""
     size = 1
     while size <= MOST_MICRO_BATCH:
         most = MOST_MICROS if layout.pp == 1 else MOST_TURNS * layout.pp
         micros = most if batch is None else batch // (layout.dp * size)
-        if (batch is None or batch % (layout.dp * size) == 0) and (layout.vp == 1 or micros % layout.pp == 0):
+        if (batch is None or batch % (layout.dp * size) == 0) and (
+            layout.vp == 1 or micros % layout.pp == 0
+        ):
             yield size, micros
         size *= 2
 
@@ -382,7 +512,9 @@ def _score(goal: str, seconds: float, plan: Plan, scene: Scene) -> float:
     return seconds / plan.samples
 
 
-def _simulated(plan: Plan, cluster: Cluster, model: ModelShape, constants: Constants, goal: str) -> Found:
+def _simulated(
+    plan: Plan, cluster: Cluster, model: ModelShape, constants: Constants, goal: str
+) -> Found:
     result = simulate(plan, cluster, model, constants, checked=False)
     worth = {"time": result.seconds, "cost": result.price, "energy": result.joules}[goal]
     return Found(plan, result, worth / plan.samples)
@@ -406,21 +538,42 @@ def _front(found: Sequence[Found]) -> list[Found]:
 
 def scaled(cluster: Cluster, factor: float) -> dict[str, Cluster]:
     """The cluster with one kind of resource `factor` as fast."""
+
     def hosts(change: Callable[[Host], dict[str, Any]]) -> Cluster:
-        return cluster.model_copy(update={"hosts": tuple(h.model_copy(update=change(h)) for h in cluster.hosts)})
+        return cluster.model_copy(
+            update={"hosts": tuple(h.model_copy(update=change(h)) for h in cluster.hosts)}
+        )
 
     def device(host: Host, name: str) -> dict[str, Any]:
         own = host.device
-        return {} if own is None else {"device": own.model_copy(update={name: getattr(own, name) * factor})}
+        return (
+            {}
+            if own is None
+            else {"device": own.model_copy(update={name: getattr(own, name) * factor})}
+        )
 
     def ssds(host: Host) -> dict[str, Any]:
-        return {"ssds": tuple(s.model_copy(update={name: getattr(s, name) * factor for name in
-                                                   ("read", "write", "internal", "updates")}) for s in host.ssds)}
+        return {
+            "ssds": tuple(
+                s.model_copy(
+                    update={
+                        name: getattr(s, name) * factor
+                        for name in ("read", "write", "internal", "updates")
+                    }
+                )
+                for s in host.ssds
+            )
+        }
 
     out = {
         "computing": hosts(lambda h: device(h, "flops")),
-        "network": hosts(lambda h: {"nics": tuple(n.model_copy(update={"rate": n.rate * factor}) for n in h.nics)}),
-        "PCIe": hosts(lambda h: device(h, "copy_rate")), "device links": hosts(lambda h: {"fabric": h.fabric * factor}),
+        "network": hosts(
+            lambda h: {
+                "nics": tuple(n.model_copy(update={"rate": n.rate * factor}) for n in h.nics)
+            }
+        ),
+        "PCIe": hosts(lambda h: device(h, "copy_rate")),
+        "device links": hosts(lambda h: {"fabric": h.fabric * factor}),
         "host updates": hosts(lambda h: {"updates": h.updates * factor}),
         "host sums": hosts(lambda h: {"sums": h.sums * factor}),
         "host memory": hosts(lambda h: {"memory_rate": h.memory_rate * factor}),
@@ -432,13 +585,18 @@ def scaled(cluster: Cluster, factor: float) -> dict[str, Cluster]:
 
 def _busy(one: Found, name: str) -> float:
     """The share of a step in which what is called `name` is taken, at most."""
-    tensor = name == "device links" and one.plan.layout.devices > one.plan.layout.dp  # some is counted as the device's
+    # some is counted as the device's
+    tensor = name == "device links" and one.plan.layout.devices > one.plan.layout.dp
     if name not in ENDS or tensor:
         return 1.0
-    return min(1.0, sum(share for what, share in one.result.busy.items() if what.endswith(ENDS[name])))
+    return min(
+        1.0, sum(share for what, share in one.result.busy.items() if what.endswith(ENDS[name]))
+    )
 
 
-def _gains(pick: Found, cluster: Cluster, model: ModelShape, constants: Constants, goal: str) -> dict[str, float]:
+def _gains(
+    pick: Found, cluster: Cluster, model: ModelShape, constants: Constants, goal: str
+) -> dict[str, float]:
     gains = {}
     for name, other in scaled(cluster, MORE).items():
         if _busy(pick, name) < LITTLE:
@@ -449,19 +607,25 @@ def _gains(pick: Found, cluster: Cluster, model: ModelShape, constants: Constant
     return dict(sorted(gains.items(), key=lambda pair: -pair[1]))
 
 
-def _with(one: Found, name: str, other: Cluster, model: ModelShape, constants: Constants, goal: str) -> float:
-    """Its score where what is called `name` is as fast as in `other`: its own if it hardly uses that."""
+def _with(
+    one: Found, name: str, other: Cluster, model: ModelShape, constants: Constants, goal: str
+) -> float:
+    """Its score where what is called `name` is as fast as in `other`: its own if it hardly uses
+    that."""
     if _busy(one, name) < LITTLE:
         return one.score
     return _simulated(one.plan, other, model, constants, goal).score
 
 
-def _flips(pick: Found, runner: Found, cluster: Cluster, model: ModelShape, constants: Constants,
-           goal: str) -> list[str]:
+def _flips(
+    pick: Found, runner: Found, cluster: Cluster, model: ModelShape, constants: Constants, goal: str
+) -> list[str]:
     out = []
     for factor, words in ((SMALLER, "half as fast"), (1 / SMALLER, "twice as fast")):
         for name, other in scaled(cluster, factor).items():
-            worse, better = ((1 + _busy(pick, name), 1.0) if factor < 1 else (1.0, 1 - _busy(runner, name) / 2))
+            worse, better = (
+                (1 + _busy(pick, name), 1.0) if factor < 1 else (1.0, 1 - _busy(runner, name) / 2)
+            )
             if runner.score * better >= pick.score * worse:  # whatever waits for it
                 continue
             mine, its = (_with(one, name, other, model, constants, goal) for one in (pick, runner))

@@ -1,7 +1,8 @@
-"""`roadtrain plan CLUSTER.toml --model M`: the best plan, why it is, what would make it faster, and why others lost.
+"""`roadtrain plan CLUSTER.toml --model M`: the best plan, why it is, what would make it faster, and
+why others lost.
 
-As text, JSON (with a schema version) and one HTML page without anything from elsewhere. Exit code 1 where nothing fits,
-with the least change that would. Does NOT import torch.
+As text, JSON (with a schema version) and one HTML page without anything from elsewhere. Exit code 1
+where nothing fits, with the least change that would. Does NOT import torch.
 """
 
 from __future__ import annotations
@@ -37,15 +38,35 @@ UNITS = {"time": "s", "cost": "", "energy": "J"}
 def words(plan: Plan) -> str:
     """A plan as people say it."""
     place, layout = plan.placement, plan.layout
-    rests = {"device": "on every device", "split": "split over the devices", "host": "in the hosts' memory",
-             "ssd": "on the hosts' SSDs", "server": "at the server"}
-    sums = {"ring": "a ring", "switch": "the switch", "spares": "the summation service", "separate": "the spare hosts",
-            "relay": "a relay beside each host", "server": "the server"}
-    parts = [f"{place.name}: parameters {rests[place.parameters]}, optimizer state {rests[place.state]}"]
+    rests = {
+        "device": "on every device",
+        "split": "split over the devices",
+        "host": "in the hosts' memory",
+        "ssd": "on the hosts' SSDs",
+        "server": "at the server",
+    }
+    sums = {
+        "ring": "a ring",
+        "switch": "the switch",
+        "spares": "the summation service",
+        "separate": "the spare hosts",
+        "relay": "a relay beside each host",
+        "server": "the server",
+    }
+    parts = [
+        f"{place.name}: parameters {rests[place.parameters]}, optimizer state {rests[place.state]}"
+    ]
     if layout.dp > 1:
         parts.append(f"gradients summed by {sums[place.sum]}")
-    parts.append(f"updates {'beside the SSDs' if place.update == 'ssd' else 'on the ' + place.update}")
-    groups = ((layout.dp, "data"), (layout.cp, "context"), (layout.tp, "tensor"), (layout.pp, "pipeline"))
+    parts.append(
+        f"updates {'beside the SSDs' if place.update == 'ssd' else 'on the ' + place.update}"
+    )
+    groups = (
+        (layout.dp, "data"),
+        (layout.cp, "context"),
+        (layout.tp, "tensor"),
+        (layout.pp, "pipeline"),
+    )
     ranks = [f"{n} {what}" for n, what in groups if n > 1]
     parts.append(" x ".join(ranks) + "-parallel" if ranks else "one device")
     if layout.ep > 1:
@@ -54,7 +75,10 @@ def words(plan: Plan) -> str:
         parts.append(f"{layout.vp} parts of the model a stage, in turn")
     if layout.stages:
         parts.append(f"stages of {', '.join(map(str, layout.stages))} layers")
-    parts.append(f"micro-batch {plan.micro_batch} x {plan.micros}" + (", recompute" if plan.recompute else ""))
+    parts.append(
+        f"micro-batch {plan.micro_batch} x {plan.micros}"
+        + (", recompute" if plan.recompute else "")
+    )
     if plan.kept or (plan.placement.streamed and plan.slots >= EVERY):
         parts.append("blocks kept from forward to backward")
     if plan.staleness:
@@ -69,20 +93,38 @@ def told(answer: Answer, cluster: Cluster, model: ModelShape, goal: str, of: Con
         return nothing(answer, cluster, model, of)
     result = pick.result
     top, share = max(result.busy.items(), key=lambda pair: pair[1])
-    lines = ["pick    " + words(pick.plan), batch_line(answer, model), report(result, cluster, model, of),
-             f"why     {top} is busy {share:.0%} of a step; {goal} a sample {pick.score:.4g} {unit}".rstrip()]
+    scored = f"{goal} a sample {pick.score:.4g} {unit}".rstrip()
+    lines = [
+        "pick    " + words(pick.plan),
+        batch_line(answer, model),
+        report(result, cluster, model, of),
+        f"why     {top} is busy {share:.0%} of a step; {scored}",
+    ]
     if answer.gains:
-        lines.append("10 % more of " + ", ".join(f"{name} takes off {gain:.1%}" for name, gain in answer.gains.items()))
+        lines.append(
+            "10 % more of "
+            + ", ".join(f"{name} takes off {gain:.1%}" for name, gain in answer.gains.items())
+        )
     else:
         lines.append("10 % more of no single resource helps")
     if (runner := answer.runner_up) is not None:
         top, share = max(runner.result.busy.items(), key=lambda pair: pair[1])
-        lines.append(f"second  {words(runner.plan)}: {runner.score / pick.score - 1:+.1%} {goal} a sample; "
-                     f"{top} is busy {share:.0%}")
-        lines.append("        it would win with " + (" or with ".join(answer.flips) if answer.flips else
-                                                     "none of the rates halved or doubled"))
+        lines.append(
+            f"second  {words(runner.plan)}: {runner.score / pick.score - 1:+.1%} {goal} a sample; "
+            f"{top} is busy {share:.0%}"
+        )
+        lines.append(
+            "        it would win with "
+            + (
+                " or with ".join(answer.flips)
+                if answer.flips
+                else "none of the rates halved or doubled"
+            )
+        )
     free = unpriced(cluster, goal)
-    return "\n".join([*lines, *([f"assumed {', '.join(free)}"] if free else []), *families(answer, pick)])
+    return "\n".join(
+        [*lines, *([f"assumed {', '.join(free)}"] if free else []), *families(answer, pick)]
+    )
 
 
 def batch_line(answer: Answer, model: ModelShape) -> str:
@@ -93,15 +135,25 @@ def batch_line(answer: Answer, model: ModelShape) -> str:
 def unpriced(cluster: Cluster, goal: str) -> list[str]:
     """Of what the goal counts, what the cluster file has no figure of: it counts as nothing."""
     if goal == "cost":
-        return [f"hosts.{host.name}.price_per_hour 0" for host in cluster.hosts if not host.price_per_hour]
+        return [
+            f"hosts.{host.name}.price_per_hour 0"
+            for host in cluster.hosts
+            if not host.price_per_hour
+        ]
     if goal == "energy":
-        return [f"hosts.{host.name}.{what}peak_watts {of.idle_watts:g}" for host in cluster.hosts
-                for what, of in (("", host), ("device.", host.device)) if of is not None and not of.peak_watts]
+        return [
+            f"hosts.{host.name}.{what}peak_watts {of.idle_watts:g}"
+            for host in cluster.hosts
+            for what, of in (("", host), ("device.", host.device))
+            if of is not None and not of.peak_watts
+        ]
     return []
 
 
 def families(answer: Answer, pick: Found | None) -> Iterable[str]:
-    for family in sorted(answer.families.values(), key=lambda f: f.best.score if f.best else f.least):
+    for family in sorted(
+        answer.families.values(), key=lambda f: f.best.score if f.best else f.least
+    ):
         yield f"  {family.placement:17}{family.tried:5} plans: {fate(family, pick)}"
 
 
@@ -117,44 +169,81 @@ def fate(family: Family, pick: Found | None) -> str:
         parts.append(f"{count} refused: {reason}")
     if family.nearest is not None:
         need, _ = family.nearest
-        parts.append(f"nearest miss {show_bytes(need.nbytes)} of {show_bytes(need.room)} ({need.where})")
+        parts.append(
+            f"nearest miss {show_bytes(need.nbytes)} of {show_bytes(need.room)} ({need.where})"
+        )
     return "; ".join(parts) or "none simulated"
 
 
 def nothing(answer: Answer, cluster: Cluster, model: ModelShape, of: Constants) -> str:
     """Where nothing fits: both numbers and the least change."""
-    lines = [f"no plan fits: {model.name} ({model.params / 1e9:.2f} B parameters) on {cluster.name}"]
+    lines = [
+        f"no plan fits: {model.name} ({model.params / 1e9:.2f} B parameters) on {cluster.name}"
+    ]
     if (near := least_change(answer)) is not None:
         need, plan = near
-        lines += [f"least change: {show_bytes(need.lacking)} more for {need.where} "
-                  f"({show_bytes(need.nbytes)} instead of {show_bytes(need.room)}) makes this fit: {words(plan)}",
-                  f"memory  {kept_free(plan)}"]
+        lines += [
+            (
+                f"least change: {show_bytes(need.lacking)} more for {need.where}"
+                f" ({show_bytes(need.nbytes)} instead of {show_bytes(need.room)}) makes this fit:"
+                f" {words(plan)}"
+            ),
+            f"memory  {kept_free(plan)}",
+        ]
     lines += assumed(cluster, model, of, None if near is None else near[1])
     return "\n".join([*lines, *families(answer, None)])
 
 
-def plain(answer: Answer, cluster: Cluster, model: ModelShape, goal: str, of: Constants) -> dict[str, Any]:
+def plain(
+    answer: Answer, cluster: Cluster, model: ModelShape, goal: str, of: Constants
+) -> dict[str, Any]:
     def one(found: Found | None) -> dict[str, Any] | None:
-        return None if found is None else {**as_json(found.result, cluster, model, of), "score": found.score,
-                                           "words": words(found.plan)}
+        return (
+            None
+            if found is None
+            else {
+                **as_json(found.result, cluster, model, of),
+                "score": found.score,
+                "words": words(found.plan),
+            }
+        )
 
     near = least_change(answer)
     return {
-        "schema": SCHEMA, "goal": goal, "pick": one(answer.pick), "runner_up": one(answer.runner_up),
-        "gains": answer.gains, "runner_up_wins_with": answer.flips, "front": [one(found) for found in answer.front],
-        "families": [{"placement": f.placement, "tried": f.tried, "simulated": f.simulated, "pruned": f.pruned,
-                      "refused": f.refused, "nearest": None if f.nearest is None else asdict(f.nearest[0]),
-                      "best": None if f.best is None else f.best.score} for f in answer.families.values()],
+        "schema": SCHEMA,
+        "goal": goal,
+        "pick": one(answer.pick),
+        "runner_up": one(answer.runner_up),
+        "gains": answer.gains,
+        "runner_up_wins_with": answer.flips,
+        "front": [one(found) for found in answer.front],
+        "families": [
+            {
+                "placement": f.placement,
+                "tried": f.tried,
+                "simulated": f.simulated,
+                "pruned": f.pruned,
+                "refused": f.refused,
+                "nearest": None if f.nearest is None else asdict(f.nearest[0]),
+                "best": None if f.best is None else f.best.score,
+            }
+            for f in answer.families.values()
+        ],
         "least_change": None if near is None else {**asdict(near[0]), "plan": words(near[1])},
-        "batch": answer.batch, "batch_chosen": answer.chosen, "unpriced": unpriced(cluster, goal),
+        "batch": answer.batch,
+        "batch_chosen": answer.chosen,
+        "unpriced": unpriced(cluster, goal),
         **assumed_json(cluster, model, of, None if answer.pick is None else answer.pick.plan),
     }
 
 
 def job(plan: Plan) -> str | None:
     """What `roadtrain train` needs of it, where there is a runtime for the placement."""
-    own: dict[str, Any] = {"data": {"batch_size": plan.micro_batch}, "optimizer": {"accumulate": plan.micros},
-                           "model": {"dtype": "bf16" if plan.parameter_bytes == 2 else "fp32"}}
+    own: dict[str, Any] = {
+        "data": {"batch_size": plan.micro_batch},
+        "optimizer": {"accumulate": plan.micros},
+        "model": {"dtype": "bf16" if plan.parameter_bytes == 2 else "fp32"},
+    }
     if plan.update_at == "step":
         own["optimizer"]["clip_norm"] = 1.0
     if plan.staleness:
@@ -162,29 +251,46 @@ def job(plan: Plan) -> str | None:
     if plan.topk is not None:
         own["compress"] = {"topk": plan.topk}
     kept = "all" if plan.slots >= EVERY else "auto"
-    store = {"files": {"dirs": ["{run}/store"]}, "zero-offload": {"dirs": []},
-             "server": {"servers": ["HOST:PORT"], "buffering": kept},
-             "smartnic": {"servers": ["HOST:PORT"], "relay": "4GiB", "buffering": "all" if plan.kept else "auto"}}
+    store = {
+        "files": {"dirs": ["{run}/store"]},
+        "zero-offload": {"dirs": []},
+        "server": {"servers": ["HOST:PORT"], "buffering": kept},
+        "smartnic": {
+            "servers": ["HOST:PORT"],
+            "relay": "4GiB",
+            "buffering": "all" if plan.kept else "auto",
+        },
+    }
     if plan.placement.name not in store or plan.layout.tp > 1 or plan.layout.pp > 1:
         return None
     return tomli_w.dumps({**own, "store": store[plan.placement.name]})
 
 
 def steps_of(cluster_file: str, model: str, plan: Plan, seq_len: int, lab: bool) -> int:
-    """Real steps of the plan, here or in the lab, beside simulated ones, as `roadtrain calibrate` does. Raises
-    ConfigError for a plan that has no runtime there, RoadtrainError."""
+    """Real steps of the plan, here or in the lab, beside simulated ones, as `roadtrain
+    calibrate` does. Raises ConfigError for a plan that has no runtime there, RoadtrainError."""
     text, path = job(plan), Path(model) / "config.json" if Path(model).is_dir() else Path(model)
     served, many = lab and plan.placement.name == "server", plan.layout.devices
-    if text is None or plan.placement.name not in ("files", "zero-offload", "server")[: 2 + served] or (
-            many > (plan.layout.dp if served else 1)):
+    if (
+        text is None
+        or plan.placement.name not in ("files", "zero-offload", "server")[: 2 + served]
+        or (many > (plan.layout.dp if served else 1))
+    ):
         where = "in the lab" if lab else "by one worker of this host"
-        raise ConfigError(f"placement {plan.placement.name} on {many} device(s) cannot be run {where}",
-                          hint="--placements files,zero-offload on a cluster of one device" + (
-                              ", or --placements server" if lab else ", or --lab"))
+        raise ConfigError(
+            f"placement {plan.placement.name} on {many} device(s) cannot be run {where}",
+            hint="--placements files,zero-offload on a cluster of one device"
+            + (", or --placements server" if lab else ", or --lab"),
+        )
     if path.suffix != ".json":
-        raise ConfigError(f"{model} is a shape, there is nothing to run", hint="--model config.json: a model's config")
+        raise ConfigError(
+            f"{model} is a shape, there is nothing to run",
+            hint="--model config.json: a model's config",
+        )
     tree = tomllib.loads(text)
-    tree["model"]["config"] = {name: value for name, value in loads(path.read_text()).items() if value is not None}
+    tree["model"]["config"] = {
+        name: value for name, value in loads(path.read_text()).items() if value is not None
+    }
     tree["data"]["seq_len"] = seq_len
     with tempfile.TemporaryDirectory(prefix="roadtrain-verify-") as home:
         file = Path(home) / "job.toml"
@@ -196,42 +302,82 @@ def steps_of(cluster_file: str, model: str, plan: Plan, seq_len: int, lab: bool)
 
 # one page
 
-COLORS = {"Forward": "#4c78a8", "Backward": "#1f4e79", "Fetch": "#59a14f", "Push": "#e15759", "Update": "#b07aa1",
-          "Read": "#76b7b2", "Write": "#f28e2b", "Wait": "#bab0ac", "Activations": "#edc948", "Commit": "#9c755f"}
+COLORS = {
+    "Forward": "#4c78a8",
+    "Backward": "#1f4e79",
+    "Fetch": "#59a14f",
+    "Push": "#e15759",
+    "Update": "#b07aa1",
+    "Read": "#76b7b2",
+    "Write": "#f28e2b",
+    "Wait": "#bab0ac",
+    "Activations": "#edc948",
+    "Commit": "#9c755f",
+}
 
 
 def page(answer: Answer, cluster: Cluster, model: ModelShape, goal: str, of: Constants) -> str:
-    """One HTML page: what is told, the timeline of a step, memory by place, the front of time and cost."""
-    parts = [f"<h1>{escape(model.name)} on {escape(cluster.name)}</h1>",
-             f"<pre>{escape(told(answer, cluster, model, goal, of))}</pre>"]
+    """One HTML page: what is told, the timeline of a step, memory by place, the front of time
+    and cost."""
+    parts = [
+        f"<h1>{escape(model.name)} on {escape(cluster.name)}</h1>",
+        f"<pre>{escape(told(answer, cluster, model, goal, of))}</pre>",
+    ]
     if answer.pick is not None:
         traced = simulate(answer.pick.plan, cluster, model, of, traced=True, checked=False)
-        parts += ["<h2>The last step</h2>", _timeline(traced.trace, traced.seconds),
-                  "<h2>Memory, of what there is</h2>",
-                  _bars([(need.where, need.nbytes / max(need.room, 1.0), f"{show_bytes(need.nbytes)} of "
-                          f"{show_bytes(need.room)}") for need in traced.needs]),
-                  "<h2>Busy</h2>", _bars([(name, share, f"{share:.0%}") for name, share in traced.busy.items()
-                                          if share >= 0.01])]
+        parts += [
+            "<h2>The last step</h2>",
+            _timeline(traced.trace, traced.seconds),
+            "<h2>Memory, of what there is</h2>",
+            _bars(
+                [
+                    (
+                        need.where,
+                        need.nbytes / max(need.room, 1.0),
+                        f"{show_bytes(need.nbytes)} of {show_bytes(need.room)}",
+                    )
+                    for need in traced.needs
+                ]
+            ),
+            "<h2>Busy</h2>",
+            _bars(
+                [
+                    (name, share, f"{share:.0%}")
+                    for name, share in traced.busy.items()
+                    if share >= 0.01
+                ]
+            ),
+        ]
     if len(answer.front) > 1:
         parts += ["<h2>Seconds a sample, and cost (or energy) a sample</h2>", _points(answer.front)]
-    return ("<!doctype html><html lang=en><meta charset=utf-8><title>roadtrain plan</title>"
-            "<style>body{font:14px sans-serif;margin:2em;max-width:70em}svg{width:100%}"
-            "pre{white-space:pre-wrap;background:#f6f6f6;padding:1em}"
-            f"</style>{''.join(parts)}</html>\n")
+    return (
+        "<!doctype html><html lang=en><meta charset=utf-8><title>roadtrain plan</title>"
+        "<style>body{font:14px sans-serif;margin:2em;max-width:70em}svg{width:100%}"
+        "pre{white-space:pre-wrap;background:#f6f6f6;padding:1em}"
+        f"</style>{''.join(parts)}</html>\n"
+    )
 
 
 def _timeline(trace: Sequence[Any], seconds: float, most: int = 4000) -> str:
     end = max((task.end for task in trace), default=0.0)
     begin = end - seconds
     tasks = [t for t in trace if t.end > begin and t.end > t.begin and t.where]
-    rows = list(dict.fromkeys((t.where, t.stage) for t in sorted(tasks, key=lambda t: (t.where, t.stage))))
+    rows = list(
+        dict.fromkeys((t.where, t.stage) for t in sorted(tasks, key=lambda t: (t.where, t.stage)))
+    )
     tasks = sorted(tasks, key=lambda t: t.begin - t.end)[:most]
     out = []
     for task in tasks:
-        x, y = 1000 * max(0.0, task.begin - begin) / seconds, 18 * rows.index((task.where, task.stage))
+        x, y = (
+            1000 * max(0.0, task.begin - begin) / seconds,
+            18 * rows.index((task.where, task.stage)),
+        )
         width = max(0.3, 1000 * (task.end - max(task.begin, begin)) / seconds)
-        out.append(f"<rect x={160 + x:.1f} y={y} width={width:.1f} height=14 fill='{COLORS.get(task.stage, '#888')}'>"
-                   f"<title>{task.stage} {show_seconds(task.end - task.begin)}</title></rect>")
+        out.append(
+            f"<rect x={160 + x:.1f} y={y} width={width:.1f} height=14"
+            f" fill='{COLORS.get(task.stage, '#888')}'><title>{task.stage}"
+            f" {show_seconds(task.end - task.begin)}</title></rect>"
+        )
     names = [_text(0, 18 * i + 12, f"{where} {stage}") for i, (where, stage) in enumerate(rows)]
     return f"<svg viewBox='0 0 1170 {18 * len(rows) + 20}'>{''.join(names)}{''.join(out)}</svg>"
 
@@ -241,20 +387,33 @@ def _bars(rows: Sequence[tuple[str, float, str]]) -> str:
     for i, (name, share, text) in enumerate(sorted(rows, key=lambda row: -row[1])):
         y = 18 * i
         width = 600 * min(share, 1.2)
-        out.append(f"{_text(0, y + 12, name)}<rect x=160 y={y} width={width:.1f} height=14 fill='#4c78a8'/>"
-                   f"{_text(170 + width, y + 12, text)}")
+        out.append(
+            f"{_text(0, y + 12, name)}<rect x=160 y={y} width={width:.1f} height=14"
+            f" fill='#4c78a8'/>{_text(170 + width, y + 12, text)}"
+        )
     return f"<svg viewBox='0 0 1170 {18 * len(rows) + 4}'>{''.join(out)}</svg>"
 
 
 def _points(front: Sequence[Found]) -> str:
-    points = [(f.result.seconds / f.plan.samples, (f.result.price or f.result.joules) / f.plan.samples, words(f.plan))
-              for f in front]
+    points = [
+        (
+            f.result.seconds / f.plan.samples,
+            (f.result.price or f.result.joules) / f.plan.samples,
+            words(f.plan),
+        )
+        for f in front
+    ]
     right, top = max(p[0] for p in points), max(p[1] for p in points) or 1.0
-    dots = [f"<circle cx={60 + 900 * x / right:.1f} cy={220 - 190 * y / top:.1f} r=5 fill='#e15759'>"
-            f"<title>{escape(text)}: {show_seconds(x)}, {y:.3g}</title></circle>" for x, y, text in points]
-    return ("<svg viewBox='0 0 1170 250'><path d='M60 20V220H1000' fill='none' stroke='#888'/>"
-            f"{_text(900, 240, f'{show_seconds(right)} a sample')}{_text(0, 15, f'{top:.3g} a sample')}"
-            f"{''.join(dots)}</svg>")
+    dots = [
+        f"<circle cx={60 + 900 * x / right:.1f} cy={220 - 190 * y / top:.1f} r=5 fill='#e15759'>"
+        f"<title>{escape(text)}: {show_seconds(x)}, {y:.3g}</title></circle>"
+        for x, y, text in points
+    ]
+    return (
+        "<svg viewBox='0 0 1170 250'><path d='M60 20V220H1000' fill='none' stroke='#888'/>"
+        f"{_text(900, 240, f'{show_seconds(right)} a sample')}{_text(0, 15, f'{top:.3g} a sample')}"
+        f"{''.join(dots)}</svg>"
+    )
 
 
 def _text(x: float, y: float, what: str) -> str:
@@ -262,21 +421,46 @@ def _text(x: float, y: float, what: str) -> str:
 
 
 def command(
-    cluster_file: str, *, model: str = "", goal: str = "time", batch: int | None = None, placements: str = "",
-    late: bool = False, seq_len: int | None = None, headroom: float = HEADROOM, constants: str = "",
-    out: str = "plan.toml", json: str = "", html: str = "", trace: str = "",
-    job_file: str = "", verify: bool = False, lab: bool = False,
+    cluster_file: str,
+    *,
+    model: str = "",
+    goal: str = "time",
+    batch: int | None = None,
+    placements: str = "",
+    late: bool = False,
+    seq_len: int | None = None,
+    headroom: float = HEADROOM,
+    constants: str = "",
+    out: str = "plan.toml",
+    json: str = "",
+    html: str = "",
+    trace: str = "",
+    job_file: str = "",
+    verify: bool = False,
+    lab: bool = False,
 ) -> int:
     """Raises ConfigError."""
     if lab and not verify:
         raise ConfigError("--lab says where steps are run, and none are", hint="--verify --lab")
     cluster, one = load_cluster(cluster_file), load_model(model, seq_len)
     of = named(constants) if constants else Constants()
-    answer = search(cluster, one, of, goal=goal, batch=batch, late=late, headroom=headroom,
-                    placements=[name for name in placements.split(",") if name])
+    answer = search(
+        cluster,
+        one,
+        of,
+        goal=goal,
+        batch=batch,
+        late=late,
+        headroom=headroom,
+        placements=[name for name in placements.split(",") if name],
+    )
     print(told(answer, cluster, one, goal, of))
     if json:
-        replace_file(Path(json), (dumps(plain(answer, cluster, one, goal, of), indent=1) + "\n").encode(), "writing")
+        replace_file(
+            Path(json),
+            (dumps(plain(answer, cluster, one, goal, of), indent=1) + "\n").encode(),
+            "writing",
+        )
     if html:
         replace_file(Path(html), page(answer, cluster, one, goal, of).encode(), "writing")
     if answer.pick is None:
@@ -288,8 +472,14 @@ def command(
         replace_file(Path(trace), (dumps(perfetto(traced)) + "\n").encode(), "writing")
     if job_file:
         if (text := job(answer.pick.plan)) is None:
-            print(f"no job file: placement {answer.pick.plan.placement.name} in this layout has no runtime here")
+            print(
+                f"no job file: placement {answer.pick.plan.placement.name} in this layout has no"
+                " runtime here"
+            )
         else:
             replace_file(Path(job_file), text.encode(), "writing")
-            print(f"job     {job_file}: add [model.config]; put your servers in where it says HOST:PORT")
+            print(
+                f"job     {job_file}: add [model.config]; put your servers in where it says"
+                " HOST:PORT"
+            )
     return steps_of(cluster_file, model, answer.pick.plan, one.tokens, lab) if verify else 0

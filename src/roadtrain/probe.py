@@ -1,6 +1,7 @@
 """probe: what this machine gives, measured. So far: the rates of a storage directory.
 
-Assumes the directory takes a file of FILE_BYTES for some seconds. Does NOT write anything that stays.
+Assumes the directory takes a file of FILE_BYTES for some seconds. Does NOT write anything that
+stays.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ Call = Callable[[memoryview, int, str], None]
 
 @dataclass(frozen=True)
 class StorageRates:
-    """Bytes a second of direct I/O (buffered where it is refused: `note` says so). `mixed`: both directions at once,
-    together."""
+    """Bytes a second of direct I/O (buffered where it is refused: `note` says so). `mixed`: both
+    directions at once, together."""
 
     read: float
     write: float
@@ -34,23 +35,33 @@ class StorageRates:
     note: str = ""
 
 
-def storage_rates(directory: str | Path, nbytes: int = FILE_BYTES, seconds: float = SECONDS) -> StorageRates:
-    """Writes and reads a temporary file in `directory`. Raises StoreError (FullError, GoneError)."""
+def storage_rates(
+    directory: str | Path, nbytes: int = FILE_BYTES, seconds: float = SECONDS
+) -> StorageRates:
+    """Writes and reads a temporary file in `directory`. Raises StoreError (FullError,
+    GoneError)."""
     home = Path(directory).absolute()
     while not home.is_dir():
         home = home.parent
-    with typed_errors(home, "probing"), tempfile.TemporaryDirectory(prefix="probe-", dir=home) as name:
+    with (
+        typed_errors(home, "probing"),
+        tempfile.TemporaryDirectory(prefix="probe-", dir=home) as name,
+    ):
         file = DirectFile(Path(name) / "rates.bin", create=nbytes)
         try:
-            wrote = _rate([file.write], nbytes, seconds, at_least=nbytes)  # what was never written reads too fast
+            # what was never written reads too fast
+            wrote = _rate([file.write], nbytes, seconds, at_least=nbytes)
             read = _rate([file.read], nbytes, seconds)
-            return StorageRates(read, wrote, _rate([file.read, file.write], nbytes, seconds), file.note)
+            return StorageRates(
+                read, wrote, _rate([file.read, file.write], nbytes, seconds), file.note
+            )
         finally:
             file.close()
 
 
 def _rate(calls: list[Call], nbytes: int, seconds: float, at_least: int = 0) -> float:
-    """Bytes a second of all `calls` together, each with pieces of the file in turn, over and over."""
+    """Bytes a second of all `calls` together, each with pieces of the file in turn, over and
+    over."""
     start = time.perf_counter()
 
     def work(call: Call, offsets: Iterator[int]) -> int:

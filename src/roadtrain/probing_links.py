@@ -1,12 +1,14 @@
-"""Links between hosts, measured: each listening host measures itself and its links to others when it is asked.
+"""Links between hosts, measured: each listening host measures itself and its links to others when
+it is asked.
 
     roadtrain probe --listen 10.0.0.2:7100 --token-file T        on every other host, until Ctrl-C
     roadtrain probe --hosts 10.0.0.2:7100,10.0.0.3:7100 --token-file T
 
-A link's rate is that of FLOOD_S of frames over one TCP link, its latency half of the fastest of PINGS answers. A host
-that listens floods back over the link that it was asked on, so whoever asks needs no port of its own. Hosts that listen
-beyond this machine demand the token (Rule 8); what they are asked for is one of three words (what they are, their link
-to another, their link back), and no more than FLOOD_S or FRAMES answers it. Every wait has a deadline (Rule 5).
+A link's rate is that of FLOOD_S of frames over one TCP link, its latency half of the fastest of
+PINGS answers. A host that listens floods back over the link that it was asked on, so whoever asks
+needs no port of its own. Hosts that listen beyond this machine demand the token (Rule 8); what they
+are asked for is one of three words (what they are, their link to another, their link back), and no
+more than FLOOD_S or FRAMES answers it. Every wait has a deadline (Rule 5).
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ Pair = tuple[str, str]
 
 
 class Said(msgspec.Struct, omit_defaults=True):
-    """What a host answers. `tree`: a cluster.toml's of itself; `missing`: what it could not measure; `topology`: lines;
+    """What a host answers. `tree`: a cluster.toml's of itself; `missing`: what it could not
+    measure; `topology`: lines;
     `link`: bytes a second, seconds of latency; `error`: why there is none of that."""
 
     tree: dict[str, Any] = {}
@@ -46,10 +49,13 @@ class Said(msgspec.Struct, omit_defaults=True):
 
 
 Describe = Callable[[], Said]
-LANGUAGE = language_of({
-    "probe": 2, "kinds": " ".join(map(str, (PING, PONG, FLOOD, DESCRIBE, MEASURE, BACK, SAID))),
-    **get_type_hints(Said),
-})
+LANGUAGE = language_of(
+    {
+        "probe": 2,
+        "kinds": " ".join(map(str, (PING, PONG, FLOOD, DESCRIBE, MEASURE, BACK, SAID))),
+        **get_type_hints(Said),
+    }
+)
 
 
 class _End:
@@ -72,7 +78,9 @@ class _End:
         elif kind in (PONG, SAID):
             self.said.put((kind, header))
         elif kind in (DESCRIBE, MEASURE, BACK) and self.describe is not None:
-            threading.Thread(target=self._answer, args=(kind, header), name="probe", daemon=True).start()
+            threading.Thread(
+                target=self._answer, args=(kind, header), name="probe", daemon=True
+            ).start()
         elif kind != FLOOD:
             raise WireError(f"a frame of kind {kind} came to a probe")
 
@@ -82,7 +90,9 @@ class _End:
             if kind == DESCRIBE:
                 found = self.describe()
             else:
-                found = Said(link=self.measured() if kind == BACK else measure(header.decode(), self.options))
+                found = Said(
+                    link=self.measured() if kind == BACK else measure(header.decode(), self.options)
+                )
         except Exception as error:  # whoever asked hears why
             found = Said(error=f"{type(error).__name__}: {error}")
         with suppress(PeerError):  # who has gone hears nothing
@@ -96,11 +106,12 @@ class _End:
         try:
             said = self.said.get(timeout=WAIT_S)
         except queue.Empty:
-            raise DeadlineError(f"{self.link.peer} did not answer {what} in {WAIT_S:.0f} s") from None
+            raise DeadlineError(
+                f"{self.link.peer} did not answer {what} in {WAIT_S:.0f} s"
+            ) from None
         if isinstance(said, PeerError):
             raise LostError(f"{self.link.peer} has gone: {said}") from said
         return said[1]
-
 
     def measured(self) -> tuple[float, float]:
         """(bytes a second, seconds of latency) from here to the other end. Raises PeerError."""
@@ -139,21 +150,24 @@ def reach(address: str, options: Options) -> None:
 
 
 def measure(address: str, options: Options) -> tuple[float, float]:
-    """(bytes a second, seconds of latency) from here to the host that listens at `address`. Raises PeerError."""
+    """(bytes a second, seconds of latency) from here to the host that listens at `address`.
+    Raises PeerError."""
     with _linked(address, options) as end:
         return end.measured()
 
 
 def ask(address: str, kind: int, words: str, options: Options) -> Said:
-    """What the host there says of itself (DESCRIBE), of its link to `words` (MEASURE) or to here (BACK). Raises
-    PeerError."""
+    """What the host there says of itself (DESCRIBE), of its link to `words` (MEASURE) or to here
+    (BACK). Raises PeerError."""
     with _linked(address, options) as end:
         end.link.send(kind, words.encode())
         try:
             said = msgspec.json.decode(end.heard("what it was asked"), type=Said)
         except msgspec.MsgspecError as error:
-            raise WireError(f"{address} answered what no probe does ({error})",
-                            hint="run the same version of roadtrain there") from error
+            raise WireError(
+                f"{address} answered what no probe does ({error})",
+                hint="run the same version of roadtrain there",
+            ) from error
     if said.error:
         raise LostError(f"{address}: {said.error}")
     return said
@@ -161,6 +175,7 @@ def ask(address: str, kind: int, words: str, options: Options) -> Said:
 
 def listening(address: str, options: Options, describe: Describe) -> Listener:
     """Raises ConfigError."""
+
     def accept(link: Link, hello: bytes) -> _End:
         end = _End(options, describe)
         end.link = link
@@ -179,16 +194,21 @@ def serve(address: str, options: Options, describe: Describe) -> None:
         listener.close()
 
 
-def matrix(hosts: Sequence[str], options: Options) -> tuple[dict[Pair, tuple[float, float]], list[str]]:
-    """(from, to) -> (rate, latency) of every pair, one after the other, this host being `here`; and what was not
-    measured, with the reason. A host that has gone is not waited for again."""
+def matrix(
+    hosts: Sequence[str], options: Options
+) -> tuple[dict[Pair, tuple[float, float]], list[str]]:
+    """(from, to) -> (rate, latency) of every pair, one after the other, this host being `here`;
+    and what was not measured, with the reason. A host that has gone is not waited for again."""
     found, missing, gone = dict[Pair, tuple[float, float]](), list[str](), set[str]()
     for one, other in permutations(("here", *hosts), 2):
         if gone & {one, other}:
             continue
         try:
-            found[one, other] = (measure(other, options) if one == "here" else
-                                 ask(one, BACK if other == "here" else MEASURE, other, options).link)
+            found[one, other] = (
+                measure(other, options)
+                if one == "here"
+                else ask(one, BACK if other == "here" else MEASURE, other, options).link
+            )
         except PeerError as error:
             missing.append(f"the link from {one} to {other}: {error}")
             for host in {one, other} - {"here"}:
@@ -206,6 +226,11 @@ def shown(found: dict[Pair, tuple[float, float]]) -> str:
     lines = [" " * width + "".join(f"{name:>24}" for name in names)]
     for one in names:
         cells = (found.get((one, other)) for other in names)
-        lines.append(f"{one:{width}}" + "".join(
-            f"{f'{show_rate(cell[0])}, {show_seconds(cell[1])}' if cell else '':>24}" for cell in cells))
+        lines.append(
+            f"{one:{width}}"
+            + "".join(
+                f"{f'{show_rate(cell[0])}, {show_seconds(cell[1])}' if cell else '':>24}"
+                for cell in cells
+            )
+        )
     return "\n".join(lines)

@@ -1,7 +1,8 @@
-"""Progress: what a person sees while training: a bar on a terminal, lines elsewhere. Does NOT measure anything.
+"""Progress: what a person sees while training: a bar on a terminal, lines elsewhere. Does NOT
+measure anything.
 
-Shares of time: seconds of a stage over the step's seconds. Stages run beside each other and on several threads, so the
-shares may add up to more than 100 %; Wait is what the training thread lost.
+Shares of time: seconds of a stage over the step's seconds. Stages run beside each other and on
+several threads, so the shares may add up to more than 100 %; Wait is what the training thread lost.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ Show = Callable[[Mapping[str, Any]], None]
 
 
 @contextmanager
-def progress(steps: int, done: int, log_every: int, report: Callable[[str], None]) -> Iterator[Show]:
+def progress(
+    steps: int, done: int, log_every: int, report: Callable[[str], None]
+) -> Iterator[Show]:
     """Inside the context a function that shows one line of metrics.jsonl."""
 
     def say(line: Mapping[str, Any]) -> None:
@@ -29,8 +32,12 @@ def progress(steps: int, done: int, log_every: int, report: Callable[[str], None
     if not console.is_terminal:
         yield say
         return
-    columns = (bars.BarColumn(20), bars.MofNCompleteColumn(), bars.TextColumn("{task.description}"),
-               bars.TimeRemainingColumn(compact=True))
+    columns = (
+        bars.BarColumn(20),
+        bars.MofNCompleteColumn(),
+        bars.TextColumn("{task.description}"),
+        bars.TimeRemainingColumn(compact=True),
+    )
     with bars.Progress(*columns, console=console) as bar:
         task = bar.add_task("", total=steps, completed=done)
         yield lambda line: bar.update(task, completed=line["step"], description=describe(line))

@@ -10,10 +10,12 @@ T = TypeVar("T")
 
 
 def retry(
-    attempt: Callable[[], T], errors: type[BaseException] | tuple[type[BaseException], ...], for_s: float | None
+    attempt: Callable[[], T],
+    errors: type[BaseException] | tuple[type[BaseException], ...],
+    for_s: float | None,
 ) -> T:
-    """What `attempt` returns; its error where that still is one of `errors` after `for_s` (None: the first), any other
-    at once."""
+    """What `attempt` returns; its error where that still is one of `errors` after `for_s` (None:
+    the first), any other at once."""
     until = time.monotonic() + (for_s or 0.0)
     while True:
         try:

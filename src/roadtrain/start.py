@@ -1,7 +1,9 @@
-"""The first contents of a placed model, or its last committed ones; then the stream takes over its blocks.
+"""The first contents of a placed model, or its last committed ones; then the stream takes over its
+blocks.
 
-Values come from the model (tensor by tensor), from safetensors in Hugging Face layout, or, for a model on `meta`, from
-its own initialisation, one block at a time; so the whole model never exists beside the store.
+Values come from the model (tensor by tensor), from safetensors in Hugging Face layout, or, for a
+model on `meta`, from its own initialisation, one block at a time; so the whole model never exists
+beside the store.
 """
 
 from __future__ import annotations
@@ -28,8 +30,15 @@ from roadtrain.store.safetensors_io import Tensor, open_dir
 
 
 def start(
-    placed: Any, model: nn.Module, parts: Split, table: ChunkTable, engine: Engine | Cluster, device: torch.device,
-    weights: str | Path | None, init: Callable[[nn.Module], None] | None, activation_bytes: int,
+    placed: Any,
+    model: nn.Module,
+    parts: Split,
+    table: ChunkTable,
+    engine: Engine | Cluster,
+    device: torch.device,
+    weights: str | Path | None,
+    init: Callable[[nn.Module], None] | None,
+    activation_bytes: int,
 ) -> None:
     """Fills or resumes; afterwards `placed` trains."""
     given = open_dir(weights) if weights is not None else {}
@@ -85,15 +94,17 @@ def _check_weights(given: Mapping[str, Tensor], table: ChunkTable) -> None:
     if found := lacking or wrong:
         name = found[0].name
         raise ConfigError(
-            f"the weights do not fit the model: {len(lacking)} of {len(table.params)} tensors are absent, {len(wrong)} "
-            f"have another shape; {name!r} is {tuple(given[name].shape) if wrong is found else 'absent'}, "
-            f"the model has {found[0].shape}",
+            f"the weights do not fit the model: {len(lacking)} of {len(table.params)} tensors are"
+            f" absent, {len(wrong)} have another shape; {name!r} is"
+            f" {tuple(given[name].shape) if wrong is found else 'absent'}, the model has"
+            f" {found[0].shape}",
             hint="the directory's config.json says which model it is",
         )
 
 
 def _as(values: np.ndarray, dtype: str, spec: ParamSpec) -> np.ndarray:
-    """`values` of `dtype` as the store wants them: fp32 masters, a frozen parameter in the dtype it travels in."""
+    """`values` of `dtype` as the store wants them: fp32 masters, a frozen parameter in the
+    dtype it travels in."""
     want = "fp32" if spec.trainable else spec.dtype
     if dtype == want:
         return values

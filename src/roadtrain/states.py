@@ -1,14 +1,16 @@
 """model.state_dict() and load_state_dict() of a placed model, whose values rest with the servers.
 
-How the data goes. Out: every module that has placed parameters puts what is in the store into the dict that it is asked
-to fill; asked directly, it gives a StateDict, whose tensors are read when they are looked at. They lie in a scratch
-file that is mapped into memory (store/scratch.py), so a model larger than memory has a state dict. In: values that
-differ from the store's are put aside in such a file; the next use of the model, its optimizer or the store writes them
-all at once (PlacedOptimizer.rewrite), and a state of the optimizer that is refused first discards them.
+How the data goes. Out: every module that has placed parameters puts what is in the store into the
+dict that it is asked to fill; asked directly, it gives a StateDict, whose tensors are read when
+they are looked at. They lie in a scratch file that is mapped into memory (store/scratch.py), so a
+model larger than memory has a state dict. In: values that differ from the store's are put aside in
+such a file; the next use of the model, its optimizer or the store writes them all at once
+(PlacedOptimizer.rewrite), and a state of the optimizer that is refused first discards them.
 
-Values are those after the last step() when the dict was made: it is read to its end before the next step changes them.
-Assumes: the hooks of torch.nn.Module are called, which every framework's wrapper does. Does NOT see who reads a
-parameter itself (`p.data`, `p.clone()`): model/released.py does.
+Values are those after the last step() when the dict was made: it is read to its end before the next
+step changes them.
+Assumes: the hooks of torch.nn.Module are called, which every framework's wrapper does. Does NOT see
+who reads a parameter itself (`p.data`, `p.clone()`): model/released.py does.
 """
 
 from __future__ import annotations
@@ -36,8 +38,10 @@ from roadtrain.store.scratch import Scratch
 from roadtrain.store.tier import PUBLIC
 from roadtrain.units import round_up
 
-Pieces = Callable[[str, str], Iterator[tuple[int, np.ndarray]]]  # parameter, what -> (first element, values)
-MERGES = ("merge_and_unload", "merge_adapter", "unmerge_adapter", "merge", "unmerge")  # of PEFT: they write in place
+# parameter, what -> (first element, values)
+Pieces = Callable[[str, str], Iterator[tuple[int, np.ndarray]]]
+# of PEFT: they write in place
+MERGES = ("merge_and_unload", "merge_adapter", "unmerge_adapter", "merge", "unmerge")
 _MARK = "_roadtrain_states"  # the attribute of a module that says whose hooks it has
 
 
@@ -45,7 +49,8 @@ class ValueSource(Protocol):
     """Who has the values: PlacedOptimizer."""
 
     def reading(self) -> AbstractContextManager[Pieces]:
-        """What is inside reads values of the last step taken. Raises LoopError where there are none."""
+        """What is inside reads values of the last step taken. Raises LoopError where there are
+        none."""
 
     def write_staged(self) -> None:
         """What is put aside is now the store's."""
@@ -58,7 +63,8 @@ class ValueSource(Protocol):
 
 
 class Values:
-    """Tensors in one scratch file, by parameter; each has a storage of its own, tied ones share it."""
+    """Tensors in one scratch file, by parameter; each has a storage of its own, tied ones share
+    it."""
 
     def __init__(self, params: Sequence[ParamSpec], dtypes: Sequence[str], where: Path) -> None:
         self.params, self.dtypes = params, dtypes
@@ -91,8 +97,8 @@ class _Later:
 
 
 class StateDict(OrderedDict[str, Any]):
-    """An OrderedDict, as torch's state dicts are; a tensor is read from the store when it is first looked at. Copies
-    and pickles are ordinary OrderedDicts."""
+    """An OrderedDict, as torch's state dicts are; a tensor is read from the store when it is
+    first looked at. Copies and pickles are ordinary OrderedDicts."""
 
     def __getitem__(self, key: str) -> Any:
         value = super().__getitem__(key)
@@ -146,18 +152,25 @@ class StateDict(OrderedDict[str, Any]):
 
 
 class ModelStates:
-    """The hooks of one placed model. `staged`: what was loaded and is not written yet, fp32 where trainable."""
+    """The hooks of one placed model. `staged`: what was loaded and is not written yet, fp32
+    where trainable."""
 
     def __init__(
-        self, model: nn.Module, params: Sequence[nn.Parameter], specs: Sequence[ParamSpec], source: ValueSource,
-        scratch: Path | None, report: Callable[[str], None],
+        self,
+        model: nn.Module,
+        params: Sequence[nn.Parameter],
+        specs: Sequence[ParamSpec],
+        source: ValueSource,
+        scratch: Path | None,
+        report: Callable[[str], None],
     ) -> None:
         self._model, self._params, self._specs, self._source = model, params, specs, source
         self._index = {p: i for i, p in enumerate(params)}
         self.where = scratch or Path(tempfile.gettempdir())
         self._report = report
         self._given: list[weakref.ref[StateDict]] = []  # that may still have values to read
-        self._last: tuple[weakref.ref[Any], Values] | None = None  # the dict that is being filled, and its values
+        # the dict that is being filled, and its values
+        self._last: tuple[weakref.ref[Any], Values] | None = None
         self._undo: list[Callable[[], None]] = []
         self._hidden: dict[str, int] = {}  # parameters of the module that is being loaded
         self.staged: dict[int, torch.Tensor] = {}
@@ -165,15 +178,21 @@ class ModelStates:
 
     def attach(self) -> None:
         """Instead of the hooks of an earlier placement, if any."""
-        for module in [m for m in self._model.modules() if any(p in self._index for p in m.parameters())]:
+        for module in [
+            m for m in self._model.modules() if any(p in self._index for p in m.parameters())
+        ]:
             if (before := module.__dict__.get(_MARK)) is not None:
                 before.detach()
             module.__dict__[_MARK] = self
             for name, take in (
-                ("state_dict", self._state_dict), ("load_state_dict", self._load_state_dict), ("_apply", self._moved),
+                ("state_dict", self._state_dict),
+                ("load_state_dict", self._load_state_dict),
+                ("_apply", self._moved),
             ):
                 original = getattr(module, name)
-                module.__dict__[name] = functools.wraps(original)(functools.partial(take, module, original))
+                module.__dict__[name] = functools.wraps(original)(
+                    functools.partial(take, module, original)
+                )
                 self._undo.append(functools.partial(module.__dict__.pop, name, None))
             for name in ("__deepcopy__", "__reduce_ex__"):
                 module.__dict__[name] = _refuse_copy
@@ -184,8 +203,12 @@ class ModelStates:
                     self._undo.append(functools.partial(module.__dict__.pop, name, None))
             if self._direct(module):
                 original = module._load_from_state_dict
-                module.__dict__["_load_from_state_dict"] = functools.partial(self._load_module, module, original)
-                self._undo.append(functools.partial(module.__dict__.pop, "_load_from_state_dict", None))
+                module.__dict__["_load_from_state_dict"] = functools.partial(
+                    self._load_module, module, original
+                )
+                self._undo.append(
+                    functools.partial(module.__dict__.pop, "_load_from_state_dict", None)
+                )
                 self._undo.append(module._register_state_dict_hook(self._fill).remove)
                 pre = module.register_load_state_dict_pre_hook(self._stage_module)  # type: ignore[no-untyped-call]
                 self._undo.append(pre.remove)
@@ -200,7 +223,9 @@ class ModelStates:
 
     # out
 
-    def _state_dict(self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _state_dict(
+        self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
         if args or kwargs.get("destination") is not None:
             return original(*args, **kwargs)
         out = StateDict()
@@ -250,7 +275,8 @@ class ModelStates:
         return nn.Parameter(tensor, self._params[index].requires_grad) if with_grad else tensor
 
     def settle(self) -> None:
-        """Before the store's values change: state dicts that somebody still has are read to their end."""
+        """Before the store's values change: state dicts that somebody still has are read to
+        their end."""
         given, self._given, self._last = self._given, [], None
         for ref in given:
             if (out := ref()) is not None:
@@ -258,14 +284,18 @@ class ModelStates:
 
     # in
 
-    def _load_state_dict(self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _load_state_dict(
+        self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
         try:
             return original(*args, **kwargs)
         except BaseException:
             self.discard()
             raise
 
-    def _load_module(self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    def _load_module(
+        self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> None:
         self._hidden = self._direct(module)
         try:
             with self._without(module):
@@ -288,8 +318,15 @@ class ModelStates:
             module._parameters.update({**before, **after})
 
     def _stage_module(
-        self, module: nn.Module, state_dict: Any, prefix: str, _: Any, strict: bool, missing: list[str],
-        unexpected: list[str], errors: list[str],
+        self,
+        module: nn.Module,
+        state_dict: Any,
+        prefix: str,
+        _: Any,
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
     ) -> None:
         """The last of the module's own hooks: what it renames has its new name."""
         for name, index in self._hidden.items():
@@ -302,20 +339,25 @@ class ModelStates:
             if isinstance(given, torch.Tensor) and spec.shape == () and given.shape == (1,):
                 given = given[0]
             if not isinstance(given, torch.Tensor):
-                errors.append(f'While loading "{key}", expected torch.Tensor but received {type(given)}')
+                errors.append(
+                    f'While loading "{key}", expected torch.Tensor but received {type(given)}'
+                )
             elif tuple(given.shape) != spec.shape:
                 errors.append(
-                    f"size mismatch for {key}: copying a param with shape {given.shape} from checkpoint, "
-                    f"the shape in current model is {torch.Size(spec.shape)}."
+                    f"size mismatch for {key}: copying a param with shape {given.shape} from"
+                    f" checkpoint, the shape in current model is {torch.Size(spec.shape)}."
                 )
             elif given.is_meta or NAMES.get(given.dtype) is None:
-                errors.append(f'While loading "{key}": a tensor of {given.dtype} on {given.device} has no values')
+                errors.append(
+                    f'While loading "{key}": a tensor of {given.dtype} on {given.device} has no'
+                    " values"
+                )
             else:
                 self.stage(index, given)
 
     def stage(self, index: int, given: torch.Tensor) -> None:
-        """Puts `given` aside, unless the store has just that. A 16-bit value equal to the copy that the model computes
-        with keeps the fp32 master behind it."""
+        """Puts `given` aside, unless the store has just that. A 16-bit value equal to the copy
+        that the model computes with keeps the fp32 master behind it."""
         spec = self._specs[index]
         held = "fp32" if spec.trainable else spec.dtype
         exact = spec.trainable and given.dtype in (torch.float32, torch.float64)
@@ -324,12 +366,17 @@ class ModelStates:
         self.staged.pop(index, None)
         with self._source.reading() as pieces:
             now = pieces(spec.name, what)
-            if all(np.array_equal(bytes_of(old), bytes_of(flat_of(flat, a, a + old.size, compared))) for a, old in now):
+            if all(
+                np.array_equal(bytes_of(old), bytes_of(flat_of(flat, a, a + old.size, compared)))
+                for a, old in now
+            ):
                 return
         self._source.check_rewrite()
         if self._stage is None:
             specs = self._specs
-            self._stage = Values(specs, ["fp32" if s.trainable else s.dtype for s in specs], self.where)
+            self._stage = Values(
+                specs, ["fp32" if s.trainable else s.dtype for s in specs], self.where
+            )
         pieces_of_it = ((a, flat_of(flat, a, a + n, held)) for a, n in steps_of(spec.numel))
         self.staged[index] = self._stage.take(index, pieces_of_it)
 
@@ -340,7 +387,9 @@ class ModelStates:
 
     # moves and casts
 
-    def _moved(self, module: nn.Module, original: Callable[..., Any], fn: Any, *args: Any, **kwargs: Any) -> Any:
+    def _moved(
+        self, module: nn.Module, original: Callable[..., Any], fn: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         """model.to(), half(), cuda()...: buffers follow, placed parameters stay as they are."""
         here = {(p.dtype, p.device) for p in module.parameters() if p in self._index}
         for dtype, device in here:
@@ -348,10 +397,16 @@ class ModelStates:
             if probe.dtype != dtype:
                 raise LoopError(
                     f"a placed model computes in {dtype} and cannot be cast to {probe.dtype}",
-                    hint="place(..., dtype=torch.bfloat16) says what parameters compute in; masters stay fp32",
+                    hint=(
+                        "place(..., dtype=torch.bfloat16) says what parameters compute in; masters"
+                        " stay fp32"
+                    ),
                 )
             if probe.device != device:
-                self._report(f"the placed model stays on {device}: place(..., device=...) says where it computes")
+                self._report(
+                    f"the placed model stays on {device}: place(..., device=...) says where it"
+                    " computes"
+                )
                 return module
         with self._without(module):
             original(fn, *args, **kwargs)
@@ -361,14 +416,21 @@ class ModelStates:
 def _refuse_copy(*_: Any) -> Any:
     raise LoopError(
         "a placed model cannot be copied or pickled: its parameters are elsewhere",
-        hint="torch.save(model.state_dict()), model.save_pretrained() and `roadtrain export` have its values",
+        hint=(
+            "torch.save(model.state_dict()), model.save_pretrained() and `roadtrain export` have"
+            " its values"
+        ),
     )
 
 
 def _refuse_merge(name: str, *_: Any, **__: Any) -> Any:
     raise LoopError(
-        f"{name}() changes parameters in place, and those of a placed model are elsewhere: nothing can be merged",
-        hint="save_pretrained() has the adapters: load them into a model that is not placed, and merge there",
+        f"{name}() changes parameters in place, and those of a placed model are elsewhere: nothing"
+        " can be merged",
+        hint=(
+            "save_pretrained() has the adapters: load them into a model that is not placed, and"
+            " merge there"
+        ),
     )
 
 

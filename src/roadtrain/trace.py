@@ -1,6 +1,8 @@
-"""What happened: seconds and bytes per stage, summed; the same stage names as in code, messages and simulator.
+"""What happened: seconds and bytes per stage, summed; the same stage names as in code, messages and
+simulator.
 
-Stages: Fetch Forward Backward Push Sum Read Update Write Commit Wait. Thread-safe. Does NOT sample or print.
+Stages: Fetch Forward Backward Push Sum Read Update Write Commit Wait. Thread-safe. Does NOT sample
+or print.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ class Stage:
 
 
 class Stages:
-    """Sums since the last `take`. Seconds of one stage add up over threads, so they may exceed the wall time."""
+    """Sums since the last `take`. Seconds of one stage add up over threads, so they may exceed
+    the wall time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

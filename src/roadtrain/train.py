@@ -1,8 +1,9 @@
-"""train(): a job's training loop. The step (`step`) fits one screen; it is the loop that any user would write.
+"""train(): a job's training loop. The step (`step`) fits one screen; it is the loop that any user
+would write.
 
-Batches, learning rates and dropout are functions of the step's number, so a resumed run repeats them. A step's line is
-in metrics.jsonl before that step can be committed (the commit waits for the next forward, or for flush).
-Does NOT know how parameters travel: that is `place`.
+Batches, learning rates and dropout are functions of the step's number, so a resumed run repeats
+them. A step's line is in metrics.jsonl before that step can be committed (the commit waits for the
+next forward, or for flush). Does NOT know how parameters travel: that is `place`.
 """
 
 from __future__ import annotations
@@ -55,10 +56,12 @@ class Training:
     tokens: Tokens
     device: torch.device
     group: Group = field(default_factory=Group)
-    stages: Stages = field(default_factory=Stages)  # Forward and Backward; the rest is the optimizer's
+    # Forward and Backward; the rest is the optimizer's
+    stages: Stages = field(default_factory=Stages)
 
     def clip(self) -> None:
-        """Loss scaling is still on the gradients, so the limit is scaled too (torch refuses to unscale fp16)."""
+        """Loss scaling is still on the gradients, so the limit is scaled too (torch refuses to
+        unscale fp16)."""
         limit = self.job.optimizer.clip_norm
         if limit is not None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit * self.scaler.get_scale())
@@ -66,7 +69,8 @@ class Training:
 
 @dataclass(frozen=True)
 class Summary:
-    """`stopped`: why it ended before run.steps, or nothing. Losses: means over the first and last steps of this run."""
+    """`stopped`: why it ended before run.steps, or nothing. Losses: means over the first and
+    last steps of this run."""
 
     steps: int
     first_loss: float
@@ -91,7 +95,8 @@ def train(job: Job, report: Report = print) -> Summary:
     training = place_job(job, report, mark)
     optimizer = training.optimizer
     rank = optimizer.group.rank
-    lines = job.run_dir / (f"metrics.{rank}.jsonl" if rank else "metrics.jsonl")  # of one worker each
+    # of one worker each
+    lines = job.run_dir / (f"metrics.{rank}.jsonl" if rank else "metrics.jsonl")
     with optimizer, Metrics(lines, optimizer.steps_done, fresh=mark.fresh) as metrics, stop.heard():
         if rank == 0:
             write_job(training.job)  # now that nothing was refused
@@ -99,14 +104,17 @@ def train(job: Job, report: Report = print) -> Summary:
         if metrics.aside is not None:
             report(f"metrics: {lines} told of another store, it is {metrics.aside} now")
         elif metrics.dropped:
-            report(f"metrics: {metrics.dropped} steps after the last committed one are dropped, their lines are in "
-                   f"{metrics.uncommitted}")
+            report(
+                f"metrics: {metrics.dropped} steps after the last committed one are dropped, their"
+                f" lines are in {metrics.uncommitted}"
+            )
         losses: list[float] = []
         resident = 0
         with progress(job.run.steps, optimizer.steps_done, job.run.log_every, report) as show:
             then = time.perf_counter()
             training.tokens.begun = True
-            late, norms = job.optimizer.staleness, list[float]()  # of the step before, with staleness 1: asking waits
+            # of the step before, with staleness 1: asking waits
+            late, norms = job.optimizer.staleness, list[float]()
             ask = lambda: norms.append(optimizer.grad_norm())  # noqa: E731
             while optimizer.steps_done < job.run.steps and not stop.why():
                 loss, lr = step(training, optimizer.steps_done, ask if late == 1 else None)
@@ -130,16 +138,27 @@ def train(job: Job, report: Report = print) -> Summary:
         if rank == 0:
             mark.advance(optimizer.committed_step, now=True)
         if stopped:
-            report(f"{stopped}: step {optimizer.committed_step} is committed; the same command goes on from there")
+            report(
+                f"{stopped}: step {optimizer.committed_step} is committed; the same command goes on"
+                " from there"
+            )
         return _summary(training, losses, resident, stopped, report)
 
 
 def silent(_: str) -> None: ...
 
 
-def step(training: Training, number: int, before: Callable[[], None] | None = None) -> tuple[float, float]:
-    """Step `number` (from 0): its mean loss and its learning rate. `before`: called before the optimizer's step."""
-    job, model, optimizer, scaler = training.job, training.model, training.optimizer, training.scaler
+def step(
+    training: Training, number: int, before: Callable[[], None] | None = None
+) -> tuple[float, float]:
+    """Step `number` (from 0): its mean loss and its learning rate. `before`: called before the
+    optimizer's step."""
+    job, model, optimizer, scaler = (
+        training.job,
+        training.model,
+        training.optimizer,
+        training.scaler,
+    )
     lr = learning_rate(job, number)
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -147,7 +166,8 @@ def step(training: Training, number: int, before: Callable[[], None] | None = No
     torch.manual_seed((job.run.seed * 1_000_003 + number) * group.workers + group.rank)  # dropout
     total = 0.0
     for micro in range(job.optimizer.accumulate):
-        turn = micro * group.workers + group.rank  # the step's batches, in an order that all workers agree on
+        # the step's batches, in an order that all workers agree on
+        turn = micro * group.workers + group.rank
         x_BT, y_BT = training.tokens.batch(number, turn, job.data.batch_size, job.data.seq_len)
         with training.stages.timed("Forward"):
             loss = loss_of(model, x_BT, y_BT, training.device) / job.optimizer.accumulate
@@ -163,7 +183,9 @@ def step(training: Training, number: int, before: Callable[[], None] | None = No
     return total, lr
 
 
-def loss_of(model: torch.nn.Module, x_BT: torch.Tensor, y_BT: torch.Tensor, device: torch.device) -> torch.Tensor:
+def loss_of(
+    model: torch.nn.Module, x_BT: torch.Tensor, y_BT: torch.Tensor, device: torch.device
+) -> torch.Tensor:
     logits_BTV = model(input_ids=x_BT.to(device), use_cache=False).logits
     return functional.cross_entropy(logits_BTV.float().flatten(0, 1), y_BT.to(device).flatten())
 
@@ -194,39 +216,69 @@ def learning_rate(job: Job, number: int) -> float:
 
 
 def mark_of(job: Job, report: Report = print, *, reads: bool = False) -> Mark:
-    """What the job's run directory knows of its store. `reads`: none shall be made. A worker that was started again has
-    said `new_store` once before."""
+    """What the job's run directory knows of its store. `reads`: none shall be made. A worker
+    that was started again has said `new_store` once before."""
     again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     witness = committed_by(job.run_dir / "metrics.jsonl")
-    return Mark(job.run_dir, witness=witness, new_store=job.run.new_store and not again, reads=reads,
-                report=report)
+    return Mark(
+        job.run_dir,
+        witness=witness,
+        new_store=job.run.new_store and not again,
+        reads=reads,
+        report=report,
+    )
 
 
 def place_job(job: Job, report: Report = print, mark: Mark | None = None) -> Training:
-    """Text, model, optimizer, and the one line that places them. `mark`: of the run directory, where the state that it
-    knows of is meant. Raises RoadtrainError."""
+    """Text, model, optimizer, and the one line that places them. `mark`: of the run directory,
+    where the state that it knows of is meant. Raises RoadtrainError."""
     tokens = Tokens(job.data.paths, job.data.tokenizer, job.data.held_out, job.run.seed)
-    report(f"data: {len(tokens.train):,} tokens of {len(tokens.files):,} files, {len(tokens.held_out):,} held out")
+    report(
+        f"data: {len(tokens.train):,} tokens of {len(tokens.files):,} files,"
+        f" {len(tokens.held_out):,} held out"
+    )
     job = fitted(job, tokens)
     device = own_device(job.run.device or ("cuda" if torch.cuda.is_available() else "cpu"), report)
-    if device.type == "cpu" and job.model.dtype != "fp32" and not torch.cpu._is_avx512_bf16_supported():
-        report(f"this CPU has no {job.model.dtype} arithmetic, torch emulates it slowly: --model.dtype fp32 is faster")
+    if (
+        device.type == "cpu"
+        and job.model.dtype != "fp32"
+        and not torch.cpu._is_avx512_bf16_supported()
+    ):
+        report(
+            f"this CPU has no {job.model.dtype} arithmetic, torch emulates it slowly: --model.dtype"
+            " fp32 is faster"
+        )
     torch.manual_seed(job.run.seed)
     model = build_model(job, "meta")
     scaler = torch.amp.GradScaler(device.type, enabled=job.model.dtype == "fp16")
     own = job.run_dir / "residuals" if job.store.servers and job.compress.error_feedback else None
     optimizer = place(
-        model, build_optimizer(job, model.parameters()), store=job.store.dirs or own,
-        servers=job.store.servers, replicas=job.store.replicas, give_up=job.store.give_up,
-        link=link_of(job), relay=job.store.relay,
-        buffering=job.store.buffering, budget=job.host_nbytes, dtype=DTYPES[job.model.dtype], blocks=job.model.blocks,
-        backwards_per_step=_promise(job), staleness=job.optimizer.staleness,
+        model,
+        build_optimizer(job, model.parameters()),
+        store=job.store.dirs or own,
+        servers=job.store.servers,
+        replicas=job.store.replicas,
+        give_up=job.store.give_up,
+        link=link_of(job),
+        relay=job.store.relay,
+        buffering=job.store.buffering,
+        budget=job.host_nbytes,
+        dtype=DTYPES[job.model.dtype],
+        blocks=job.model.blocks,
+        backwards_per_step=_promise(job),
+        staleness=job.optimizer.staleness,
         topk=None if job.compress.topk is None else job.compress.topk / 100,
         grad_dtype=None if job.compress.gradients is None else DTYPES[job.compress.gradients],
-        error_feedback=job.compress.error_feedback, chunk_elements=job.store.chunk_elements, device=device,
-        weights=job.model.pretrained, extra={"scaler": scaler, "data": tokens}, mark=mark,
+        error_feedback=job.compress.error_feedback,
+        chunk_elements=job.store.chunk_elements,
+        device=device,
+        weights=job.model.pretrained,
+        extra={"scaler": scaler, "data": tokens},
+        mark=mark,
         moved_from=job.store.moved_from if mark is not None else (),
-        store_rates=job.store.rates, direct=job.store.direct, report=report,
+        store_rates=job.store.rates,
+        direct=job.store.direct,
+        report=report,
     )
     return Training(job, model, optimizer, scaler, tokens, device, optimizer.group)
 
@@ -234,17 +286,24 @@ def place_job(job: Job, report: Report = print, mark: Mark | None = None) -> Tra
 def link_of(job: Job) -> Options:
     """How the servers are reached: tried again for RETRY_S, since they may be starting too."""
     tls = tls_of(job.store.cert, job.store.key, job.store.ca)
-    return Options(retry_s=RETRY_S, token=token_of(job.store.token_file), tls=tls, connections=job.store.connections)
+    return Options(
+        retry_s=RETRY_S,
+        token=token_of(job.store.token_file),
+        tls=tls,
+        connections=job.store.connections,
+    )
 
 
 def _promise(job: Job) -> int | None:
-    """Backward passes a step, where nothing scales gradients after backward: updates then begin in it."""
+    """Backward passes a step, where nothing scales gradients after backward: updates then begin
+    in it."""
     scaled = job.optimizer.clip_norm is not None or job.model.dtype == "fp16"
     return None if scaled else job.optimizer.accumulate
 
 
 class _Stop:
-    """Why to stop early: Ctrl-C or SIGTERM (the step at work is finished; a second one ends at once), or the time."""
+    """Why to stop early: Ctrl-C or SIGTERM (the step at work is finished; a second one ends at
+    once), or the time."""
 
     def __init__(self, minutes: float | None, report: Report) -> None:
         self._until = math.inf if minutes is None else time.monotonic() + 60 * minutes
@@ -263,8 +322,13 @@ class _Stop:
 
     @contextmanager
     def heard(self) -> Iterator[None]:
-        """Signals come here, where this is the main thread; elsewhere whoever runs us handles them."""
-        signals = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+        """Signals come here, where this is the main thread; elsewhere whoever runs us handles
+        them."""
+        signals = (
+            (signal.SIGINT, signal.SIGTERM)
+            if threading.current_thread() is threading.main_thread()
+            else ()
+        )
         before = [(number, signal.signal(number, self._ask)) for number in signals]
         try:
             yield
@@ -273,7 +337,9 @@ class _Stop:
                 signal.signal(number, handler)
 
 
-def _line(training: Training, loss: float, lr: float, norm: float, seconds: float) -> dict[str, Any]:
+def _line(
+    training: Training, loss: float, lr: float, norm: float, seconds: float
+) -> dict[str, Any]:
     job, optimizer = training.job, training.optimizer
     stages = training.stages.take() | optimizer.stages()
     line: dict[str, Any] = {
@@ -283,13 +349,17 @@ def _line(training: Training, loss: float, lr: float, norm: float, seconds: floa
         "lr": lr,
         "tokens": job.data.batch_size * job.data.seq_len * job.optimizer.accumulate,
         "seconds": round(seconds, 6),
-        "stages": {k: {"seconds": round(v.seconds, 6), "bytes": v.nbytes} for k, v in stages.items()},
+        "stages": {
+            k: {"seconds": round(v.seconds, 6), "bytes": v.nbytes} for k, v in stages.items()
+        },
     }
     return line | ({"lossy": job.lossy} if job.lossy else {})
 
 
 def write_job(job: Job) -> None:
-    said_once = job.changed({"run.new_store": None, "store.moved_from": None, "store.give_up": None})
+    said_once = job.changed(
+        {"run.new_store": None, "store.moved_from": None, "store.give_up": None}
+    )
     replace_file(job.run_dir / "job.toml", said_once.to_toml().encode(), "writing")
     if job.data.tokenizer != "bytes":
         kept = job.run_dir / "tokenizer.json"
@@ -297,22 +367,34 @@ def write_job(job: Job) -> None:
             replace_file(kept, Path(job.data.tokenizer).read_bytes(), "writing")
 
 
-def _summary(training: Training, losses: list[float], resident: int, stopped: str, report: Report) -> Summary:
-    """Reports also what roadtrain's buffers took at most, what plain training needs, and the whole process."""
+def _summary(
+    training: Training, losses: list[float], resident: int, stopped: str, report: Report
+) -> Summary:
+    """Reports also what roadtrain's buffers took at most, what plain training needs, and the
+    whole process."""
     optimizer, few = training.optimizer, max(1, min(5, len(losses) // 2))
-    first, last = (sum(some) / len(some) if some else math.nan for some in (losses[:few], losses[-few:]))
-    held_out, memory = None if stopped == "interrupted" else held_out_loss(training), optimizer.memory()
+    first, last = (
+        sum(some) / len(some) if some else math.nan for some in (losses[:few], losses[-few:])
+    )
+    held_out, memory = (
+        None if stopped == "interrupted" else held_out_loss(training),
+        optimizer.memory(),
+    )
     plain, resident = memory["plain"], max(resident, memory["resident"])
     rows = [("steps done", f"{optimizer.steps_done}")]
     if math.isfinite(first):
-        rows.append(("training loss, first and last steps of this run", f"{first:.3f} -> {last:.3f}"))
+        rows.append(
+            ("training loss, first and last steps of this run", f"{first:.3f} -> {last:.3f}")
+        )
     if held_out is not None:
         rows.append(("held-out loss", f"{held_out:.3f}"))
     rows += [
         ("plain training needs (parameters, gradients, optimizer)", show_bytes(plain)),
         ("roadtrain held at most", f"{show_bytes(resident)} ({resident / plain:.0%})"),
-        ("peak memory of the process, torch and text included",
-         show_bytes(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)),
+        (
+            "peak memory of the process, torch and text included",
+            show_bytes(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024),
+        ),
     ]
     show_table(rows, report)
     return Summary(optimizer.steps_done, first, last, held_out, stopped)

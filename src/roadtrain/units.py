@@ -1,5 +1,6 @@
-"""Bytes, seconds and rates as people write them. Inside the package a size is an `int` of bytes, a time a `float` of
-seconds; the unit stands in the name (`nbytes`, `timeout_s`, `bytes_per_s`)."""
+"""Bytes, seconds and rates as people write them. Inside the package a size is an `int` of bytes,
+a time a `float` of seconds; the unit stands in the name (`nbytes`, `timeout_s`,
+`bytes_per_s`)."""
 
 from __future__ import annotations
 
@@ -11,34 +12,47 @@ from roadtrain.errors import UnitError
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 _BYTES = {
-    "": 1, "b": 1,
-    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
-    "kib": KIB, "mib": MIB, "gib": GIB, "tib": 1 << 40,
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": KIB,
+    "mib": MIB,
+    "gib": GIB,
+    "tib": 1 << 40,
 }
 _BITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
-_RATES = {unit: nbytes for unit, nbytes in _BYTES.items() if unit} | {unit: bits / 8 for unit, bits in _BITS.items()}
+_RATES = {unit: nbytes for unit, nbytes in _BYTES.items() if unit} | {
+    unit: bits / 8 for unit, bits in _BITS.items()
+}
 _FLOPS = {"gflop": 1e9, "tflop": 1e12, "pflop": 1e15, "gflops": 1e9, "tflops": 1e12, "pflops": 1e15}
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 _NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_bytes(text: str | int) -> int:
-    """`"1.5GiB"`, `"800 MB"`, `4096` -> bytes. Raises UnitError on anything else, also on a negative number."""
+    """`"1.5GiB"`, `"800 MB"`, `4096` -> bytes. Raises UnitError on anything else, also on a
+    negative number."""
     if isinstance(text, int) and text >= 0:
         return text
     return int(_parsed(str(text), _BYTES, "a size", "900MB, 1.5GiB"))
 
 
 def parse_rate(text: str) -> float:
-    """`"400Mbit/s"`, `"1.5 GB/s"` -> bytes a second, more than 0. Raises UnitError on anything else, also on `Gb/s`,
-    which may be bits or bytes."""
+    """`"400Mbit/s"`, `"1.5 GB/s"` -> bytes a second, more than 0. Raises UnitError on anything
+    else, also on `Gb/s`, which may be bits or bytes."""
     if re.search(r"[0-9 ][kmgtKMGT]?b/s$", text):
-        raise UnitError(f"{text!r} is not a rate: b may be bits or bytes", hint="write 100Gbit/s or 12.5GB/s")
+        raise UnitError(
+            f"{text!r} is not a rate: b may be bits or bytes", hint="write 100Gbit/s or 12.5GB/s"
+        )
     return _parsed(text, _RATES, "a rate", "400Mbit/s, 1.5GB/s", per="/s")
 
 
 def parse_flops(text: str) -> float:
-    """`"312TFLOP/s"` -> floating-point operations a second, more than 0. Raises UnitError on anything else."""
+    """`"312TFLOP/s"` -> floating-point operations a second, more than 0. Raises UnitError on
+    anything else."""
     return _parsed(str(text), _FLOPS, "a speed of computing", "312TFLOP/s", per="/s")
 
 
@@ -51,7 +65,12 @@ def _parsed(text: str, units: Mapping[str, float], what: str, example: str, per:
     """`per`: what stands behind the unit; with it the number is more than 0."""
     match = _NUMBER.fullmatch(text.removesuffix(per))
     size = units.get(match[2].lower()) if match and text.endswith(per) else None
-    if match is None or size is None or (per and not float(match[1])) or float(match[1]) == float("inf"):
+    if (
+        match is None
+        or size is None
+        or (per and not float(match[1]))
+        or float(match[1]) == float("inf")
+    ):
         raise UnitError(f"{text!r} is not {what}", hint=f"write a number and a unit: {example}")
     return float(match[1]) * size
 
@@ -66,7 +85,9 @@ def show_bytes(nbytes: float) -> str:
 
 def show_rate(bytes_per_s: float) -> str:
     """A rate for a person, in the decimal units that disks are sold in: `3.10 GB/s`."""
-    return f"{bytes_per_s / 1e9:.2f} GB/s" if bytes_per_s >= 1e9 else f"{bytes_per_s / 1e6:.0f} MB/s"
+    return (
+        f"{bytes_per_s / 1e9:.2f} GB/s" if bytes_per_s >= 1e9 else f"{bytes_per_s / 1e6:.0f} MB/s"
+    )
 
 
 def show_seconds(seconds: float) -> str:

@@ -1,8 +1,10 @@
-"""verify(): the user's own job, a few steps in three ways, compared bit for bit: placed as the job says (in a temporary
-store beside its own), placed in RAM, and plainly: the whole model in torch, the same rules on whole tensors.
+"""verify(): the user's own job, a few steps in three ways, compared bit for bit: placed as the job
+says (in a temporary store beside its own), placed in RAM, and plainly: the whole model in torch,
+the same rules on whole tensors.
 
-The plain side shares the loop (`train.step`) and the rules' kernels, nothing of the stream, servers, stores or chunks.
-Beside it torch's own optimizer gets the same gradients in fp32: its deviation is reported, it is rounding.
+The plain side shares the loop (`train.step`) and the rules' kernels, nothing of the stream,
+servers, stores or chunks. Beside it torch's own optimizer gets the same gradients in fp32: its
+deviation is reported, it is rounding.
 Assumes: memory for all this; refused otherwise. Does NOT compare plainly where the job is lossy.
 """
 
@@ -43,16 +45,28 @@ def command(path: str, overrides: Mapping[str, Any], steps: int = 3, report: Rep
 
 
 def verify(job: Job, steps: int, report: Report = print) -> bool:
-    """Whether every loss and every tensor is the same, bit for bit, each way. Raises BudgetError, UserError."""
+    """Whether every loss and every tensor is the same, bit for bit, each way. Raises
+    BudgetError, UserError."""
     if job.optimizer.staleness not in (0, 1):
-        raise ConfigError(f"no two runs are the same with staleness {job.optimizer.staleness}",
-                          hint="verify with --optimizer.staleness 1, or 0")
+        raise ConfigError(
+            f"no two runs are the same with staleness {job.optimizer.staleness}",
+            hint="verify with --optimizer.staleness 1, or 0",
+        )
     with ExitStack() as stack:
         homes = [stack.enter_context(_beside(Path(d))) for d in job.store.dirs]
         if job.store.servers:
             report("the servers are left alone: verify runs on this host, in memory")
-            job = job.changed(dict.fromkeys(
-                ("store.servers", "store.relay", "store.replicas", "store.buffering", "compress.gradients")))
+            job = job.changed(
+                dict.fromkeys(
+                    (
+                        "store.servers",
+                        "store.relay",
+                        "store.replicas",
+                        "store.buffering",
+                        "compress.gradients",
+                    )
+                )
+            )
         placed = place_job(job.changed({"store.dirs": homes}), report)
         stack.enter_context(placed.optimizer)
         _check_memory(placed.optimizer.memory()["plain"])
@@ -73,36 +87,51 @@ def verify(job: Job, steps: int, report: Report = print) -> bool:
         training = _PlainTraining(placed.job, model, plain, scaler, placed.tokens, placed.device)
         same &= _same(mine, _run("plain", training, steps), things, report)
         name, most = plain.deviation()
-        report(f"torch's own {type(plain.torch).__name__} deviates by at most {most:.2e} (in {name})")
+        report(
+            f"torch's own {type(plain.torch).__name__} deviates by at most {most:.2e} (in {name})"
+        )
         return same
 
 
 def check_rule_command(name: str, dir: str = ".", report: Report = print) -> int:
-    """MODULE:NAME of a Rule, or the class of one or of a torch optimizer. `dir`: on the device to compare its rate
-    with. 1 where it fails its check."""
+    """MODULE:NAME of a Rule, or the class of one or of a torch optimizer. `dir`: on the device
+    to compare its rate with. 1 where it fails its check."""
     found = named(name, repr(name))
     group: Mapping[str, Any] = getattr(found, "example_group", {"lr": 1e-3})
     if isinstance(found, type) and issubclass(found, torch.optim.Optimizer):
         try:
             optimizer = found([torch.nn.Parameter(torch.zeros(1))])  # type: ignore[call-arg]
         except Exception as cause:
-            raise ConfigError(f"{name} takes no flat parameter, or not by its defaults: {cause}") from cause
+            raise ConfigError(
+                f"{name} takes no flat parameter, or not by its defaults: {cause}"
+            ) from cause
         rule, group = rules_for(optimizer)[0], optimizer.param_groups[0]
     else:
         rule = found() if isinstance(found, type) and issubclass(found, Rule) else found
         if not isinstance(rule, Rule):
-            raise ConfigError(f"{name} is no Rule and no torch optimizer", hint="subclass roadtrain.kernels.rule.Rule")
+            raise ConfigError(
+                f"{name} is no Rule and no torch optimizer",
+                hint="subclass roadtrain.kernels.rule.Rule",
+            )
     try:
         result = check_rule(rule, rule.hyper(group))
     except KeyError as cause:
-        raise ConfigError(f"{name} reads {cause} from its group", hint="give it `example_group = {...}`") from cause
+        raise ConfigError(
+            f"{name} reads {cause} from its group", hint="give it `example_group = {...}`"
+        ) from cause
     general = " (run by torch on flat slices)" if isinstance(rule, TorchRule) else ""
-    report(f"{result.name}{general}: {result.cases - len(result.failures)} of {result.cases} cases equal the reference")
+    report(
+        f"{result.name}{general}: {result.cases - len(result.failures)} of {result.cases} cases"
+        " equal the reference"
+    )
     for failure in result.failures:
         report(f"  {failure}")
     rates = storage_rates(dir)
-    report(f"one thread updates {show_rate(result.bytes_per_s)}; the storage at {dir} reads {show_rate(rates.read)}, "
-           f"writes {show_rate(rates.write)}, both at once {show_rate(rates.mixed)}")
+    report(
+        f"one thread updates {show_rate(result.bytes_per_s)}; the storage at {dir} reads"
+        f" {show_rate(rates.read)}, writes {show_rate(rates.write)}, both at once"
+        f" {show_rate(rates.mixed)}"
+    )
     if result.bytes_per_s < rates.mixed:
         report("slower than the storage: this rule is what an update waits for")
     return 1 if result.failures else 0
@@ -110,8 +139,9 @@ def check_rule_command(name: str, dir: str = ".", report: Report = print) -> int
 
 @dataclass
 class _Whole:
-    """One parameter with its rule's state. `shadow`: the same under torch's own optimizer. `held`: the gradient, while
-    a handle stands for it. `grid`: where the sum of its squares is cut, as on servers."""
+    """One parameter with its rule's state. `shadow`: the same under torch's own optimizer.
+    `held`: the gradient, while a handle stands for it. `grid`: where the sum of its squares is
+    cut, as on servers."""
 
     spec: ParamSpec
     p: torch.nn.Parameter
@@ -125,8 +155,10 @@ class _Whole:
 
 
 class PlainOptimizer(torch.optim.Optimizer):
-    """The rules on whole tensors. `read` as a placed optimizer's. Global norms are summed over the same segments as on
-    servers, since a sum's bits depend on its order; so before clipping gradients become handles, as when placed."""
+    """The rules on whole tensors. `read` as a placed optimizer's. Global norms are summed over the
+    same segments as on servers, since a sum's bits depend on its order; so before clipping
+    gradients become handles, as when placed.
+    """
 
     _step_supports_amp_scaling = True
 
@@ -137,14 +169,23 @@ class PlainOptimizer(torch.optim.Optimizer):
         groups = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
         self.table = table(parts, groups, DTYPES[job.model.dtype], job.store.chunk_elements)
         self.root_params = len(parts.root.params)
-        at = {span.param: span.start for block in self.table.blocks for run in block.runs for span in run.spans}
+        at = {
+            span.param: span.start
+            for block in self.table.blocks
+            for run in block.runs
+            for span in run.spans
+        }
         self.all: list[_Whole] = []  # in the order of table.params
-        for i, (_, p) in enumerate(pair for part in (parts.root, *parts.blocks) for pair in part.params):
+        for i, (_, p) in enumerate(
+            pair for part in (parts.root, *parts.blocks) for pair in part.params
+        ):
             spec = self.table.params[i]
             rule, master = rules[spec.group], start[spec.name].reshape(-1).astype(np.float32)
             arrays, row = [np.zeros_like(master) for _ in rule.arrays], np.zeros(len(rule.scalars))
             rule.start(master, arrays, row, rule.hyper(self.param_groups[spec.group]))
-            p.data = torch.from_numpy(master).view(p.shape).to(p.device, DTYPES[spec.dtype], copy=True)
+            p.data = (
+                torch.from_numpy(master).view(p.shape).to(p.device, DTYPES[spec.dtype], copy=True)
+            )
             shadow = torch.nn.Parameter(torch.from_numpy(master.copy()).view(p.shape))
             grid = range(SEGMENT - at.get(i, 0) % SEGMENT, master.size, SEGMENT)
             self.all.append(_Whole(spec, p, rule, master, arrays, row, shadow, grid))
@@ -175,9 +216,13 @@ class PlainOptimizer(torch.optim.Optimizer):
                 continue
             scale = (grad.scale if isinstance(grad, PlacedGrad) else 1.0) * unscale
             flat = as_numpy(grad).reshape(-1) if one.held is None else one.held
-            one.shadow.grad = torch.from_numpy(flat).view(grad.dtype).float().mul(scale).view_as(one.p)
+            one.shadow.grad = (
+                torch.from_numpy(flat).view(grad.dtype).float().mul(scale).view_as(one.p)
+            )
             hyper = one.rule.hyper(self.param_groups[one.spec.group])
-            one.rule.apply(one.master, flat, one.spec.dtype, one.arrays, one.row, hyper, scale, None, None)
+            one.rule.apply(
+                one.master, flat, one.spec.dtype, one.arrays, one.row, hyper, scale, None, None
+            )
         if not self.staleness:
             self._publish()
         for group, mine in zip(self.torch.param_groups, self.param_groups):
@@ -200,8 +245,13 @@ class PlainOptimizer(torch.optim.Optimizer):
 
     def deviation(self) -> tuple[str, float]:
         """Where torch's own optimizer ended up farthest from the rules, and how far."""
-        far = [(one.spec.name, float(np.abs(one.shadow.detach().numpy().reshape(-1) - one.master).max()))
-               for one in self.all]
+        far = [
+            (
+                one.spec.name,
+                float(np.abs(one.shadow.detach().numpy().reshape(-1) - one.master).max()),
+            )
+            for one in self.all
+        ]
         return max(far, key=lambda pair: pair[1])
 
 
@@ -213,7 +263,8 @@ class _PlainTraining(Training):
 
 @dataclass(frozen=True)
 class _Way:
-    """One way to train, and what it gave. `read`: (parameter's name, "master" or a state's name) -> values."""
+    """One way to train, and what it gave. `read`: (parameter's name, "master" or a state's
+    name) -> values."""
 
     name: str
     losses: list[float]
@@ -221,19 +272,30 @@ class _Way:
 
 
 def _run(name: str, training: Training, steps: int) -> _Way:
-    return _Way(name, [step(training, number)[0] for number in range(steps)], training.optimizer.read)
+    return _Way(
+        name, [step(training, number)[0] for number in range(steps)], training.optimizer.read
+    )
 
 
 def _same(left: _Way, right: _Way, things: list[tuple[str, str]], report: Report) -> bool:
     losses = _difference(np.array(left.losses), np.array(right.losses))
-    pairs = ((f"{name} ({what})", _difference(left.read(name, what), right.read(name, what))) for name, what in things)
+    pairs = (
+        (f"{name} ({what})", _difference(left.read(name, what), right.read(name, what)))
+        for name, what in things
+    )
     wrong = [f"{thing}: {difference}" for thing, difference in pairs if difference]
     if losses:
         report(f"{left.name} and {right.name} differ in the losses of the steps: {losses}")
     if wrong:
-        report(f"{left.name} and {right.name} differ in {len(wrong)} of {len(things)} tensors, first in {wrong[0]}")
+        report(
+            f"{left.name} and {right.name} differ in {len(wrong)} of {len(things)} tensors, first"
+            f" in {wrong[0]}"
+        )
     if not losses and not wrong:
-        report(f"{left.name} = {right.name}: {len(left.losses)} losses and {len(things)} tensors are the same bits")
+        report(
+            f"{left.name} = {right.name}: {len(left.losses)} losses and {len(things)} tensors are"
+            " the same bits"
+        )
     return not losses and not wrong
 
 
@@ -243,7 +305,11 @@ def _difference(a: np.ndarray, b: np.ndarray) -> str:
     if a.dtype == b.dtype and a.tobytes() == b.tobytes():
         return ""
     bits = f"u{a.itemsize}"
-    at = int(np.argmax(a.view(bits) != b.view(bits))) if a.dtype == b.dtype and a.size == b.size else 0
+    at = (
+        int(np.argmax(a.view(bits) != b.view(bits)))
+        if a.dtype == b.dtype and a.size == b.size
+        else 0
+    )
     return f"element {at} of {a.size} is {float(a[at])!r} and {float(b[at])!r}"
 
 

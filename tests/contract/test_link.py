@@ -1,4 +1,5 @@
-"""The contract of a link (wire/link.py), for every transport: order, buffers, back-pressure, end, loss."""
+"""The contract of a link (wire/link.py), for every transport: order, buffers, back-pressure,
+end, loss."""
 
 from __future__ import annotations
 
@@ -23,7 +24,15 @@ from pathlib import Path
 
 import pytest
 
-from roadtrain.errors import AuthError, ConfigError, DeadlineError, LostError, PeerError, RoadtrainError, WireError
+from roadtrain.errors import (
+    AuthError,
+    ConfigError,
+    DeadlineError,
+    LostError,
+    PeerError,
+    RoadtrainError,
+    WireError,
+)
 from roadtrain.lab.relay import Relay
 from roadtrain.units import KIB, MIB
 from roadtrain.wire import handshake, local, rdma, shm, tcp
@@ -34,10 +43,24 @@ TOKEN = b"a secret of the job"
 WAIT_S = 10.0
 with_nixl = pytest.mark.skipif(  # on x86-64 it must be there: what cannot be imported fails
     importlib.util.find_spec("nixl_cu12") is None and platform.machine() != "x86_64",
-    reason="NIXL is not installed: pip install 'roadtrain[rdma]'")
+    reason="NIXL is not installed: pip install 'roadtrain[rdma]'",
+)
 RDMA, RDMA_4 = (pytest.param(kind, marks=with_nixl) for kind in ("rdma", "rdma+4+bare"))
-KINDS = ["local", "local+sums", "shm", "shm+bare", "tcp", "tcp+bare", "tcp+4", "tcp+4+bare", "tcp+tls", "tcp+4+tls",
-         "tcp+tls+sums", RDMA, RDMA_4]  # bare: without checksums
+KINDS = [
+    "local",
+    "local+sums",
+    "shm",
+    "shm+bare",
+    "tcp",
+    "tcp+bare",
+    "tcp+4",
+    "tcp+4+bare",
+    "tcp+tls",
+    "tcp+4+tls",
+    "tcp+tls+sums",
+    RDMA,
+    RDMA_4,
+]  # bare: without checksums
 
 
 def socket_options(kind: str, **options) -> tcp.Options:
@@ -78,7 +101,9 @@ class Recorder:
 
     def wait_frames(self, n: int) -> list[tuple[int, bytes, bytes]]:
         with self.changed:
-            assert self.changed.wait_for(lambda: len(self.frames) >= n or self.errors, WAIT_S), len(self.frames)
+            assert self.changed.wait_for(lambda: len(self.frames) >= n or self.errors, WAIT_S), len(
+                self.frames
+            )
         assert len(self.frames) >= n, (len(self.frames), self.errors)
         return self.frames
 
@@ -94,7 +119,10 @@ class Ends:
     def __init__(self, kind: str, folder: Path, **options) -> None:
         self.got_a, self.got_b, self.listener, self.reports = Recorder(), Recorder(), None, []
         words = kind.split("+")
-        options = {"checksums": True if "sums" in words else False if "bare" in words else None, **options}
+        options = {
+            "checksums": True if "sums" in words else False if "bare" in words else None,
+            **options,
+        }
         there = threading.Event()
 
         def accept(link, hello):
@@ -103,7 +131,9 @@ class Ends:
             return self.got_b
 
         if words[0] == "local":
-            self.a = local.connect(accept, self.got_a, handshake.Common(**options), hello=b"hello", name="b")
+            self.a = local.connect(
+                accept, self.got_a, handshake.Common(**options), hello=b"hello", name="b"
+            )
         elif words[0] == "shm":
             made = shm.Options(**options)
             self.listener = shm.listen(folder / "s", accept, made, self.reports.append)
@@ -134,9 +164,30 @@ def tls_options(folder: Path) -> tuple[tcp.Tls, tcp.Tls]:
         pytest.skip("no openssl here to make a certificate with")
     cert, key = folder / "cert.pem", folder / "key.pem"
     if not cert.exists():
-        subprocess.run(["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes",
-                        "-keyout", key, "-out", cert, "-days", "2", "-subj", "/CN=roadtrain test",
-                        "-addext", "subjectAltName=IP:127.0.0.1"], check=True, capture_output=True)
+        subprocess.run(
+            [
+                "openssl",
+                "req",
+                "-x509",
+                "-newkey",
+                "ec",
+                "-pkeyopt",
+                "ec_paramgen_curve:P-256",
+                "-nodes",
+                "-keyout",
+                key,
+                "-out",
+                cert,
+                "-days",
+                "2",
+                "-subj",
+                "/CN=roadtrain test",
+                "-addext",
+                "subjectAltName=IP:127.0.0.1",
+            ],
+            check=True,
+            capture_output=True,
+        )
     return tcp.Tls(cert, key, cert), tcp.Tls(cert, key, cert)
 
 
@@ -184,7 +235,8 @@ def test_order_sizes_and_parts(ends):
         wanted.append((i, header, data))
         ends.a.send(i, header, parts)
     assert ends.got_b.wait_frames(300) == wanted
-    assert ends.got_b.rooms == [kind for kind, _, data in wanted if data]  # in order, and not for nothing
+    # in order, and not for nothing
+    assert ends.got_b.rooms == [kind for kind, _, data in wanted if data]
 
 
 def test_small_frames_in_great_number(ends):
@@ -205,7 +257,9 @@ def test_sent_comes_once_and_the_buffer_is_free_then(ends):
     for i in range(20):
         free = threading.Event()
         buffer[:] = bytes([i]) * len(buffer)
-        ends.a.send(i, b"", [memoryview(buffer)], lambda i=i, free=free: (calls.append(i), free.set()))
+        ends.a.send(
+            i, b"", [memoryview(buffer)], lambda i=i, free=free: (calls.append(i), free.set())
+        )
         assert free.wait(WAIT_S)
     frames = ends.got_b.wait_frames(20)
     assert calls == list(range(20))
@@ -265,8 +319,12 @@ def test_little_waits_in_the_kernel_of_a_slow_connection():
 
 def test_a_flood_both_ways_with_answers(ends):
     data = memoryview(bytes(200 * KIB))
-    ends.got_b.hook = lambda kind, header, payload: ends.b.send(kind, b"answer", [data]) if kind else None
-    ends.got_a.hook = lambda kind, header, payload: ends.a.send(0, b"thanks") if header == b"answer" else None
+    ends.got_b.hook = lambda kind, header, payload: (
+        ends.b.send(kind, b"answer", [data]) if kind else None
+    )
+    ends.got_a.hook = lambda kind, header, payload: (
+        ends.a.send(0, b"thanks") if header == b"answer" else None
+    )
     for _ in range(100):
         ends.a.send(1, b"", [data])
         ends.b.send(2, b"", [data])
@@ -352,7 +410,11 @@ def test_a_frame_over_the_limit_is_refused_where_it_is_sent(kind, folder):
 
 def listening(kind: str, folder: Path, accept, report=print, **options):
     if kind == "shm":
-        return shm.listen(folder / "s", accept, shm.Options(**options), report), shm.connect, shm.Options(**options)
+        return (
+            shm.listen(folder / "s", accept, shm.Options(**options), report),
+            shm.connect,
+            shm.Options(**options),
+        )
     made = socket_options(kind, token=TOKEN, connections=4 if kind == "tcp+4" else 1, **options)
     return tcp.listen(("127.0.0.1", 0), accept, made, report), tcp.connect, made
 
@@ -398,12 +460,17 @@ def test_a_killed_peer_is_lost_within_a_second(kind, busy, folder):
         _, status = os.waitpid(child, 0)
         got.link.close()
         listener.close()
-    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL  # and it ended of nothing else
+    # and it ended of nothing else
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
 
 
 @pytest.mark.parametrize("kind", ["shm", "tcp", "tcp+4", RDMA])
 def test_accept_may_refuse_with_words_that_the_client_gets(kind, folder):
-    answers = [WireError("step 3 is needed, this is step 5"), AuthError("not of this job"), ValueError("a bug")]
+    answers = [
+        WireError("step 3 is needed, this is step 5"),
+        AuthError("not of this job"),
+        ValueError("a bug"),
+    ]
 
     def accept(link, hello):
         link.send(1, b"never sent")
@@ -498,8 +565,13 @@ def stranger(listener, data: bytes = b"") -> socket.socket:
 @pytest.mark.parametrize("nbytes", [0, 1])
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
 def test_a_peer_that_dies_in_the_handshake_is_named_with_what_was_waited_for(kind, nbytes, folder):
-    """Closed with bytes unread, which is what the end of a process does: the kernel resets the connection."""
-    family, address = (socket.AF_UNIX, str(folder / "dies")) if kind == "shm" else (socket.AF_INET, ("127.0.0.1", 0))
+    """Closed with bytes unread, which is what the end of a process does: the kernel resets the
+    connection."""
+    family, address = (
+        (socket.AF_UNIX, str(folder / "dies"))
+        if kind == "shm"
+        else (socket.AF_INET, ("127.0.0.1", 0))
+    )
     with socket.socket(family) as server:
         server.bind(address)
         server.listen(1)
@@ -515,7 +587,12 @@ def test_a_peer_that_dies_in_the_handshake_is_named_with_what_was_waited_for(kin
             if kind == "shm":
                 shm.connect(address, Recorder(), shm.Options(retry_s=0), name="server 1")
             else:
-                tcp.connect(server.getsockname(), Recorder(), tcp.Options(token=TOKEN, retry_s=0), name="server 1")
+                tcp.connect(
+                    server.getsockname(),
+                    Recorder(),
+                    tcp.Options(token=TOKEN, retry_s=0),
+                    name="server 1",
+                )
         dying.join()
     (folder / "dies").unlink(missing_ok=True)
 
@@ -545,7 +622,9 @@ def test_a_server_that_cannot_prove_the_token_is_not_believed():
         handshake.receive(sock, handshake.GREETING.size + 8, time.monotonic() + 5, "")
         sock.sendall(sealed(handshake.GREETING.pack(*handshake.greeting(options, TOKEN, b""))))
         handshake.receive(sock, handshake.PROOF.size + 8, time.monotonic() + 5, "")
-        handshake.take(sock, handshake.Caller(None, b"", b"another token", b""), time.monotonic() + 5)
+        handshake.take(
+            sock, handshake.Caller(None, b"", b"another token", b""), time.monotonic() + 5
+        )
         sock.close()
 
     thread = threading.Thread(target=pretend)
@@ -624,26 +703,48 @@ def raw_client(**options) -> tuple[socket.socket, Recorder, object]:
     made = tcp.Options(token=TOKEN, **options)
     listener = tcp.listen(("127.0.0.1", 0), accept, made)
     sock, deadline = socket.create_connection(listener.address), time.monotonic() + 5
-    answer = handshake.client_greet(sock, handshake.greeting(made, TOKEN, bytes(16)), TOKEN, b"", deadline)
+    answer = handshake.client_greet(
+        sock, handshake.greeting(made, TOKEN, bytes(16)), TOKEN, b"", deadline
+    )
     handshake.client_verdict(sock, answer, deadline)
     return sock, got, listener
 
 
 SPOILED = {
     "a cut head": (pack_head(Head(0, 1, 0, 0, 0, 0))[:20], LostError, "middle of a head: 20 of 52"),
-    "a cut payload": (pack_head(Head(0, 1, 0, 1000, 0, 0)) + b"abc", LostError, "frame 0 .kind 1.: 3 of 1000"),
+    "a cut payload": (
+        pack_head(Head(0, 1, 0, 1000, 0, 0)) + b"abc",
+        LostError,
+        "frame 0 .kind 1.: 3 of 1000",
+    ),
     "a cut header": (pack_head(Head(0, 1, 10, 0, 0, 0)) + b"abc", LostError, "3 of 10"),
     "no goodbye": (b"", LostError, "without a goodbye"),
     "another magic": (b"GET " + bytes(HEAD_NBYTES), WireError, "begins with b'GET '"),
     "another version": (b"RTfr\7" + bytes(HEAD_NBYTES), WireError, "version 7, this side speaks 2"),
     "an unknown flag": (pack_head(Head(8, 1, 0, 0, 0, 0)), WireError, "flags 0x8"),
     "a checksum not agreed": (pack_head(Head(1, 1, 0, 0, 0, 0)), WireError, "checksums are off"),
-    "a huge payload": (pack_head(Head(0, 1, 0, 1 << 60, 0, 0)), WireError, f"{1 << 60} bytes, {64 * MIB} are"),
-    "a huge header": (pack_head(Head(0, 1, 1 << 31, 0, 0, 0)), WireError, f"{1 << 31} bytes, {64 * KIB} are"),
-    "a frame left out": (pack_head(Head(0, 1, 0, 0, 1, 0)), WireError, "frame 0 is missing, frame 1 came"),
+    "a huge payload": (
+        pack_head(Head(0, 1, 0, 1 << 60, 0, 0)),
+        WireError,
+        f"{1 << 60} bytes, {64 * MIB} are",
+    ),
+    "a huge header": (
+        pack_head(Head(0, 1, 1 << 31, 0, 0, 0)),
+        WireError,
+        f"{1 << 31} bytes, {64 * KIB} are",
+    ),
+    "a frame left out": (
+        pack_head(Head(0, 1, 0, 0, 1, 0)),
+        WireError,
+        "frame 0 is missing, frame 1 came",
+    ),
     "a frame twice": (2 * pack_head(Head(0, 1, 0, 0, 0, 0)), WireError, "frame 0 came twice"),
     "a goodbye too early": (pack_head(Head(2, 0, 0, 0, 7, 0)), WireError, "after 7 frames, 0 came"),
-    "a goodbye with a payload": (pack_head(Head(2, 0, 0, 9, 0, 0)), WireError, "a goodbye of 9 bytes"),
+    "a goodbye with a payload": (
+        pack_head(Head(2, 0, 0, 9, 0, 0)),
+        WireError,
+        "a goodbye of 9 bytes",
+    ),
 }
 
 
@@ -664,8 +765,11 @@ def test_a_spoiled_stream_ends_the_link_with_a_typed_error(what):
 FRAMES = [(1, b"header", b"payload" * 30), (2, b"", b"x"), (3, b"alone", b""), (4, b"", b"")]
 
 
-def conversation(address, options, listener_got: Recorder, made: list) -> tuple[Recorder, list[Exception]]:
-    """Connects, both sides send FRAMES and close. What the client got, and what either side was told; never a hang."""
+def conversation(
+    address, options, listener_got: Recorder, made: list
+) -> tuple[Recorder, list[Exception]]:
+    """Connects, both sides send FRAMES and close. What the client got, and what either side was
+    told; never a hang."""
     got, errors = Recorder(), []
     before = len(made)
     try:
@@ -677,10 +781,13 @@ def conversation(address, options, listener_got: Recorder, made: list) -> tuple[
             with contextlib.suppress(LostError):
                 link.send(kind, header, [memoryview(payload)])
         with got.changed:
-            assert got.changed.wait_for(lambda: len(got.frames) == len(FRAMES) or got.errors, WAIT_S), "it hangs"
+            assert got.changed.wait_for(
+                lambda: len(got.frames) == len(FRAMES) or got.errors, WAIT_S
+            ), "it hangs"
         with listener_got.changed:
             assert listener_got.changed.wait_for(
-                lambda: len(listener_got.frames) == len(FRAMES) or listener_got.errors, WAIT_S), "it hangs"
+                lambda: len(listener_got.frames) == len(FRAMES) or listener_got.errors, WAIT_S
+            ), "it hangs"
         link.close()
     for link in made[before:]:
         link.close()
@@ -692,7 +799,8 @@ def flipped_everywhere(options: tcp.Options, folder: Path, step: int = 1) -> Non
     reports: list[str] = []
     made: list = []
     there = Recorder()
-    # Of TLS 1.3, a record is 22 bytes longer than what it carries, and an alert of 24 bytes ends the connection.
+    # Of TLS 1.3, a record is 22 bytes longer than what it carries, and an alert of 24 bytes ends
+    # the connection.
     goodbye = HEAD_NBYTES + (22 + 24 if options.tls else 0)
 
     def accept(link, hello):
@@ -705,7 +813,9 @@ def flipped_everywhere(options: tcp.Options, folder: Path, step: int = 1) -> Non
     listener = tcp.listen(("127.0.0.1", 0), accept, options, reports.append)
     with Relay(listener.address) as relay:
         got, errors = conversation(relay.address, options, there, made)
-        assert got.frames == there.frames == FRAMES and all("closed by peer" in str(one) for one in errors)
+        assert got.frames == there.frames == FRAMES and all(
+            "closed by peer" in str(one) for one in errors
+        )
         sent = dict(relay.nbytes)
     for way in ("there", "back"):
         for at in range(0, sent[way] - goodbye, step):  # of the goodbye another test tells
@@ -725,7 +835,8 @@ def flipped_everywhere(options: tcp.Options, folder: Path, step: int = 1) -> Non
 
 @pytest.mark.parametrize("kind", ["tcp", "tcp+tls"])
 def test_a_bit_that_flips_anywhere_is_a_typed_error_that_names_the_peer(kind, folder):
-    """In lengths, headers, payloads, the handshake; in both directions. TLS does the same by itself."""
+    """In lengths, headers, payloads, the handshake; in both directions. TLS does the same by
+    itself."""
     tls = dataclasses.replace(tls_options(folder)[0]) if "tls" in kind else None
     options = tcp.Options(token=TOKEN, tls=tls, handshake_s=2.0, close_s=1.0)
     flipped_everywhere(options, folder, 29 if tls else 1)
@@ -744,7 +855,8 @@ def test_a_bit_that_flips_in_a_goodbye_is_found(bit):
 
 
 def test_no_length_counts_before_its_checksum():
-    """Else one flipped bit would wait for bytes that nobody sends, or ask for another frame's room."""
+    """Else one flipped bit would wait for bytes that nobody sends, or ask for another frame's
+    room."""
     good = pack_head(Head(1, 1, 6, 1000, 0, 1, 2))
     for at in range(8, 20):  # of the two lengths
         sock, got, listener = raw_client()
@@ -821,8 +933,11 @@ def test_a_bit_that_flips_in_what_is_said_of_a_ring_is_found(folder):
 # The handshake
 
 
-def greeted(client: handshake.Greeting, hello: bytes = b"", token: bytes = TOKEN, **server) -> tuple:
-    """Both halves of a handshake over a pair of sockets: (what the server found, the client's answer or error)."""
+def greeted(
+    client: handshake.Greeting, hello: bytes = b"", token: bytes = TOKEN, **server
+) -> tuple:
+    """Both halves of a handshake over a pair of sockets: (what the server found, the client's
+    answer or error)."""
     ours, theirs = socket.socketpair()
     until, found = time.monotonic() + 5, []
 
@@ -830,7 +945,12 @@ def greeted(client: handshake.Greeting, hello: bytes = b"", token: bytes = TOKEN
         with theirs:
             try:
                 caller = handshake.server_greet(
-                    theirs, handshake.greeting(tcp.Options(), TOKEN, bytes(16)), TOKEN, until, **server)
+                    theirs,
+                    handshake.greeting(tcp.Options(), TOKEN, bytes(16)),
+                    TOKEN,
+                    until,
+                    **server,
+                )
                 handshake.take(theirs, caller, until)
                 found.append(caller)
             except PeerError as error:
@@ -849,7 +969,8 @@ def greeted(client: handshake.Greeting, hello: bytes = b"", token: bytes = TOKEN
 
 
 def test_the_proofs_cover_what_protects_the_channel():
-    """Somebody between, with a certificate of his own, passes on what both say: the proof is not for his channel."""
+    """Somebody between, with a certificate of his own, passes on what both say: the proof is
+    not for his channel."""
     ours = handshake.greeting(tcp.Options(), TOKEN, bytes(16))
     found, answer = greeted(ours)
     assert isinstance(found, handshake.Caller) and isinstance(answer, handshake.Answer)
@@ -878,9 +999,13 @@ def test_the_binding_of_tls_is_the_certificate_that_the_server_showed(folder):
 
 
 def test_messages_of_another_edition_are_refused_with_a_sentence_on_both_sides():
-    found, answer = greeted(handshake.greeting(tcp.Options(), TOKEN, bytes(16), language=b"another edition!"))
+    found, answer = greeted(
+        handshake.greeting(tcp.Options(), TOKEN, bytes(16), language=b"another edition!")
+    )
     for error in (found, answer):
-        with pytest.raises(WireError, match=r"speaks other messages .* another edition of roadtrain"):
+        with pytest.raises(
+            WireError, match=r"speaks other messages .* another edition of roadtrain"
+        ):
             raise error
 
 
@@ -889,7 +1014,10 @@ FIRST_EDITION = struct.Struct("<8sH??HHQ16s32s")  # its greeting
 
 def test_the_first_edition_is_refused_with_a_sentence_on_both_sides(server):
     listener, reports = server
-    sock = stranger(listener, FIRST_EDITION.pack(handshake.MAGIC, 1, True, False, 0, 1, MIB, bytes(16), bytes(32)))
+    sock = stranger(
+        listener,
+        FIRST_EDITION.pack(handshake.MAGIC, 1, True, False, 0, 1, MIB, bytes(16), bytes(32)),
+    )
     raw = handshake.receive(sock, FIRST_EDITION.size, time.monotonic() + 5, "")
     assert FIRST_EDITION.unpack(raw)[:2] == (handshake.MAGIC, 2)  # so that it can say so
     sock.close()
@@ -899,7 +1027,9 @@ def test_the_first_edition_is_refused_with_a_sentence_on_both_sides(server):
     def first_edition() -> None:
         sock, _ = old.accept()
         sock.recv(FIRST_EDITION.size, socket.MSG_WAITALL)
-        sock.sendall(FIRST_EDITION.pack(handshake.MAGIC, 1, True, False, 0, 1, MIB, bytes(16), bytes(32)))
+        sock.sendall(
+            FIRST_EDITION.pack(handshake.MAGIC, 1, True, False, 0, 1, MIB, bytes(16), bytes(32))
+        )
         sock.close()
 
     thread = threading.Thread(target=first_edition)
@@ -923,25 +1053,38 @@ def test_who_sends_back_what_it_hears_proves_nothing():
     thread.start()
     until = time.monotonic() + 5
     with ours, pytest.raises(WireError, match="our own greeting came back"):
-        handshake.client_greet(ours, handshake.greeting(tcp.Options(), TOKEN, bytes(16)), TOKEN, b"", until)
+        handshake.client_greet(
+            ours, handshake.greeting(tcp.Options(), TOKEN, bytes(16)), TOKEN, b"", until
+        )
     thread.join()
 
 
 def test_what_a_client_proved_once_lets_nobody_in_again(server):
-    """Replay: the same bytes, to a server that chose another nonce; and a proof of a client is none of a server."""
+    """Replay: the same bytes, to a server that chose another nonce; and a proof of a client is
+    none of a server."""
     listener, reports = server
     said: list[bytes] = []
     sock = socket.create_connection(listener.address)
     until = time.monotonic() + 5
     with pytest.MonkeyPatch.context() as patch:
         plain = handshake.send
-        patch.setattr(handshake, "send", lambda to, data, deadline: (
-            said.append(data) if to is sock else None, plain(to, data, deadline)))
-        answer = handshake.client_greet(sock, handshake.greeting(tcp.Options(), TOKEN, bytes(16)), TOKEN, b"", until)
+        patch.setattr(
+            handshake,
+            "send",
+            lambda to, data, deadline: (
+                said.append(data) if to is sock else None,
+                plain(to, data, deadline),
+            ),
+        )
+        answer = handshake.client_greet(
+            sock, handshake.greeting(tcp.Options(), TOKEN, bytes(16)), TOKEN, b"", until
+        )
         handshake.client_verdict(sock, answer, until)
     sock.close()
     again = stranger(listener, b"".join(said))
-    verdict = handshake.receive(again, len(sealed(handshake.GREETING.pack(*answer.greeting))), until, "")
+    verdict = handshake.receive(
+        again, len(sealed(handshake.GREETING.pack(*answer.greeting))), until, ""
+    )
     assert verdict  # its greeting
     code, *_ = handshake.VERDICT.unpack(handshake.receive(again, handshake.VERDICT.size, until, ""))
     assert code == handshake.NOT_PROVEN
@@ -949,17 +1092,31 @@ def test_what_a_client_proved_once_lets_nobody_in_again(server):
     wait_report(reports, "the token does not match")
 
 
-@pytest.mark.parametrize("field", ["has_token", "number", "connections", "frame_limit", "link", "hello_nbytes"])
+@pytest.mark.parametrize(
+    "field", ["has_token", "number", "connections", "frame_limit", "link", "hello_nbytes"]
+)
 def test_who_changes_a_greeting_on_the_way_is_found(field):
     """With its checksum made right again: that is no flipped bit."""
-    values = {"has_token": True, "number": 0, "connections": 3, "frame_limit": 5, "link": b"m" * 16, "hello_nbytes": 3}
+    values = {
+        "has_token": True,
+        "number": 0,
+        "connections": 3,
+        "frame_limit": 5,
+        "link": b"m" * 16,
+        "hello_nbytes": 3,
+    }
     ours = handshake.greeting(tcp.Options(), TOKEN, bytes(16), hello=b"hello")
     sent = handshake.GREETING.pack(*ours)
     changed = handshake.GREETING.pack(*ours._replace(**{field: values[field]}, nonce=b"n" * 32))
     with pytest.MonkeyPatch.context() as patch:
         plain = handshake.send
-        patch.setattr(handshake, "send", lambda sock, data, until: plain(
-            sock, sealed(changed) if data == sealed(sent) else data, until))
+        patch.setattr(
+            handshake,
+            "send",
+            lambda sock, data, until: plain(
+                sock, sealed(changed) if data == sealed(sent) else data, until
+            ),
+        )
         found, answer = greeted(ours, b"hello")
     assert isinstance(found, AuthError) and isinstance(answer, AuthError)
 
@@ -978,7 +1135,10 @@ def test_lines_about_strangers_are_limited_and_counted(server, monkeypatch):
     assert len(lines) <= 2 * listeners.LINES + 2
     left_out = sum(int(line.split()[0]) for line in reports if "left out" in line)
     deadline = time.monotonic() + 3
-    while left_out + sum(line.startswith("refused") for line in reports) < 60 and time.monotonic() < deadline:
+    while (
+        left_out + sum(line.startswith("refused") for line in reports) < 60
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.05)
         left_out = sum(int(line.split()[0]) for line in reports if "left out" in line)
     assert left_out + sum(line.startswith("refused") for line in reports) == 60
@@ -992,7 +1152,11 @@ def test_what_was_left_out_is_told_at_the_end():
     assert len(lines) == listeners.LINES
     few.tick()
     few.tick(now=True)
-    assert len(lines) == listeners.LINES + 1 and lines[-1].startswith("7 more") and lines[-1].endswith("line 16")
+    assert (
+        len(lines) == listeners.LINES + 1
+        and lines[-1].startswith("7 more")
+        and lines[-1].endswith("line 16")
+    )
 
 
 def test_a_flood_from_one_address_shuts_no_other_out(server, monkeypatch):
@@ -1005,7 +1169,9 @@ def test_a_flood_from_one_address_shuts_no_other_out(server, monkeypatch):
     strangers = [stranger(listener) for _ in range(30)]
     time.sleep(0.1)
     until = time.monotonic() + 5
-    answer = handshake.client_greet(friend, handshake.greeting(tcp.Options(), TOKEN, bytes(16)), TOKEN, b"", until)
+    answer = handshake.client_greet(
+        friend, handshake.greeting(tcp.Options(), TOKEN, bytes(16)), TOKEN, b"", until
+    )
     handshake.client_verdict(friend, answer, until)
     assert sum(thread.name.startswith("greet") for thread in threading.enumerate()) <= 9
     for sock in (friend, *strangers):
@@ -1081,7 +1247,9 @@ def test_source_and_interface_are_used():
         return got
 
     listener = tcp.listen(("127.0.0.1", 0), accept, tcp.Options())
-    link = tcp.connect(listener.address, Recorder(), tcp.Options(source="127.0.0.9", interface="lo"))
+    link = tcp.connect(
+        listener.address, Recorder(), tcp.Options(source="127.0.0.9", interface="lo")
+    )
     link.close()
     assert names[0].startswith("127.0.0.9:")
     assert "worker 3: closed by peer" in str(got.wait_lost())
@@ -1127,8 +1295,10 @@ def test_closing_a_listener_does_not_wait_for_strangers(folder, secured):
 def test_rdma_without_its_package_is_one_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "nixl_cu12._bindings", None)
     options = rdma.Options(token=TOKEN, device="lo")
-    for attempt in (lambda: tcp.connect(("127.0.0.1", 1), Recorder(), options),
-                    lambda: tcp.listen(("127.0.0.1", 0), lambda link, hello: Recorder(), options)):
+    for attempt in (
+        lambda: tcp.connect(("127.0.0.1", 1), Recorder(), options),
+        lambda: tcp.listen(("127.0.0.1", 0), lambda link, hello: Recorder(), options),
+    ):
         with pytest.raises(ConfigError, match=r"pip install 'roadtrain\[rdma\]'"):
             attempt()
 
@@ -1143,7 +1313,9 @@ def test_what_rdma_cannot_be_asked_for():
 @with_nixl
 def test_a_device_that_is_not_there_is_refused_before_anybody_comes():
     with pytest.raises(ConfigError, match="cannot use 'nothing0'"):
-        tcp.listen(("127.0.0.1", 0), lambda link, hello: Recorder(), rdma.Options(device="nothing0"))
+        tcp.listen(
+            ("127.0.0.1", 0), lambda link, hello: Recorder(), rdma.Options(device="nothing0")
+        )
     if not Path("/sys/class/infiniband").exists():
         with pytest.raises(ConfigError, match="no RDMA device"):
             tcp.connect(("127.0.0.1", 1), Recorder(), rdma.Options())
@@ -1172,8 +1344,15 @@ def rdma_listener(got: Recorder, **options):
         made.append(link)
         return got
 
-    return tcp.listen(("127.0.0.1", 0), accept, rdma.Options(token=TOKEN, device="lo", **options),
-                      lambda line: None), made
+    return (
+        tcp.listen(
+            ("127.0.0.1", 0),
+            accept,
+            rdma.Options(token=TOKEN, device="lo", **options),
+            lambda line: None,
+        ),
+        made,
+    )
 
 
 def meeting(nbytes: int, metadata: bytes) -> bytes:
@@ -1185,9 +1364,15 @@ MEETINGS = {
     "a frame of TCP": (pack_head(Head(0, 1, 0, 0, 0)), "speaks no RDMA: it began with b'RTfr"),
     "huge metadata": (meeting(1 << 31, b""), f"{1 << 31} bytes, {64 * KIB} are"),
     "metadata that is none": (meeting(100, bytes(100)), "NIXL loadRemoteMD"),
-    "metadata with a flipped bit": (meeting(100, bytes(100))[:-1] + b"\1", "metadata does not match its checksum"),
+    "metadata with a flipped bit": (
+        meeting(100, bytes(100))[:-1] + b"\1",
+        "metadata does not match its checksum",
+    ),
     "half a meeting": (meeting(100, b"")[:9], "1 of 52 bytes"),
-    "a flipped bit": (meeting(100, b"")[:9] + b"\7" + meeting(100, b"")[10:], "ring does not match its checksum"),
+    "a flipped bit": (
+        meeting(100, b"")[:9] + b"\7" + meeting(100, b"")[10:],
+        "ring does not match its checksum",
+    ),
 }
 
 
@@ -1215,8 +1400,12 @@ def test_a_spoiled_meeting_ends_the_link_with_a_typed_error(what):
 def test_rdma_and_tcp_do_not_meet(server_has_rdma):
     kinds = [rdma.Options(token=TOKEN, device="lo", handshake_s=1), tcp.Options(token=TOKEN)]
     got, here = Recorder(), Recorder()
-    listener = tcp.listen(("127.0.0.1", 0), lambda link, hello: (setattr(got, "link", link), got)[1],
-                          kinds[not server_has_rdma], lambda line: None)
+    listener = tcp.listen(
+        ("127.0.0.1", 0),
+        lambda link, hello: (setattr(got, "link", link), got)[1],
+        kinds[not server_has_rdma],
+        lambda line: None,
+    )
     try:
         link = tcp.connect(listener.address, here, kinds[server_has_rdma])
         assert isinstance(here.wait_lost(), WireError)
@@ -1237,7 +1426,8 @@ def test_counts_that_lie_are_a_wire_error(counts, folder):
     while not (ends.got_b.errors or any(channel._theirs == counts for channel in ends.b._channels)):
         assert time.monotonic() < deadline
         time.sleep(0.001)
-    with contextlib.suppress(LostError):  # whoever looks at his ring sees it, and that may be at once
+    # whoever looks at his ring sees it, and that may be at once
+    with contextlib.suppress(LostError):
         ends.b.send(1, b"", [memoryview(bytes(MIB))])
     with pytest.raises(WireError, match="of its 4194304"):
         raise ends.got_b.wait_lost()
@@ -1255,11 +1445,14 @@ def test_a_read_beyond_what_the_other_side_registered_is_refused(folder):
 
 
 @with_nixl
-@pytest.mark.parametrize(("how", "child_sends"), [
-    (signal.SIGKILL, False), (signal.SIGKILL, True), (signal.SIGSTOP, True)])
+@pytest.mark.parametrize(
+    ("how", "child_sends"),
+    [(signal.SIGKILL, False), (signal.SIGKILL, True), (signal.SIGSTOP, True)],
+)
 def test_a_peer_that_ends_in_the_middle_of_a_payload(how, child_sends):
-    """Killed: lost at once. Stopped while it has bytes for us: lost when a READ has not ended for `silence_s`. (Stopped
-    while it has none, it is one that does not read, and kept, as over TCP.)"""
+    """Killed: lost at once. Stopped while it has bytes for us: lost when a READ has not ended
+    for `silence_s`. (Stopped while it has none, it is one that does not read, and kept, as over
+    TCP.)"""
     got, options = Recorder(), {"token": TOKEN, "device": "lo", "silence_s": 1.0}
     listener, made = rdma_listener(got, silence_s=1.0)
     child = os.fork()
@@ -1280,7 +1473,8 @@ def test_a_peer_that_ends_in_the_middle_of_a_payload(how, child_sends):
     assert freed.wait(WAIT_S)
     got.open.clear()
     (channel,), until = made[0]._channels, time.monotonic() + WAIT_S
-    while child_sends and channel._theirs[0] - channel._read < 2 * rdma.PIECE:  # it has bytes that we do not take
+    # it has bytes that we do not take
+    while child_sends and channel._theirs[0] - channel._read < 2 * rdma.PIECE:
         assert time.monotonic() < until
         time.sleep(0.01)
     os.kill(child, how)

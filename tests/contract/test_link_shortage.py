@@ -1,5 +1,5 @@
-"""A host that is out of threads, descriptors or memory for a moment: who comes then is refused or waits, one line says
-so, and the process goes on listening (Rules 5 and 6)."""
+"""A host that is out of threads, descriptors or memory for a moment: who comes then is refused
+or waits, one line says so, and the process goes on listening (Rules 5 and 6)."""
 
 from __future__ import annotations
 
@@ -125,14 +125,18 @@ def test_no_descriptor_for_a_newcomer(code: int, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_no_thread_for_a_link_that_was_let_in(served: Any, monkeypatch: pytest.MonkeyPatch, which: int) -> None:
-    """The owner hears that the link is lost, whichever of its threads could not be started; later ones are fine."""
+def test_no_thread_for_a_link_that_was_let_in(
+    served: Any, monkeypatch: pytest.MonkeyPatch, which: int
+) -> None:
+    """The owner hears that the link is lost, whichever of its threads could not be started;
+    later ones are fine."""
     listener, _, receivers = served
     seen: list[str] = []
 
     def refused(name: str) -> bool:
         of_link = name.startswith(("send", "receive"))
-        if of_link and not name.endswith(str(listener.address[1])):  # the listener's end: its peer has another port
+        # the listener's end: its peer has another port
+        if of_link and not name.endswith(str(listener.address[1])):
             seen.append(name)
             return len(seen) == which + 1
         return False

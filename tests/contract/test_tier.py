@@ -19,8 +19,17 @@ from roadtrain.store.tier import PRIVATE, PUBLIC, RECORD, part_range
 TABLE = ChunkTable.build(
     [
         ("root", [ParamSpec("emb", (90, 1000), "bf16", True, 0)]),
-        ("b0", [ParamSpec("w", (70, 1000), "fp32", True, 0), ParamSpec("f", (5000,), "bf16", False, -1)]),
-        ("b1", [ParamSpec("h", (333,), "fp16", True, 1), ParamSpec("bare", (50,), "fp32", True, 1)]),
+        (
+            "b0",
+            [
+                ParamSpec("w", (70, 1000), "fp32", True, 0),
+                ParamSpec("f", (5000,), "bf16", False, -1),
+            ],
+        ),
+        (
+            "b1",
+            [ParamSpec("h", (333,), "fp16", True, 1), ParamSpec("bare", (50,), "fp32", True, 1)],
+        ),
     ],
     chunk_elements=1 << 16,
 )
@@ -31,7 +40,9 @@ RECORDS = META.records
 @pytest.fixture(params=["direct", "buffered"])
 def tier(request: pytest.FixtureRequest, tmp_path: Path):
     before = set(os.listdir("/proc/self/fd"))
-    store = create_store([tmp_path], META, [0] * len(TABLE.chunks), direct=request.param == "direct")
+    store = create_store(
+        [tmp_path], META, [0] * len(TABLE.chunks), direct=request.param == "direct"
+    )
     made = store.tiers[0]
     yield made
     made.check()
@@ -80,12 +91,15 @@ def test_parts_written_apart_read_as_one_record(tier: FileTier) -> None:
         for chunk in [c.id for c in TABLE.trainable]:
             for part in order:
                 tier.write(chunk, part, view(chunk, part, step))
-                assert read(tier, chunk, part) == bytes(view(chunk, part, step))  # pending, and already read
+                # pending, and already read
+                assert read(tier, chunk, part) == bytes(view(chunk, part, step))
         tier.prepare(step, b"blob")
         tier.committed(step)
         for chunk in [c.id for c in TABLE.trainable]:
             want = b"".join(bytes(view(chunk, p, step)) for p in (PUBLIC, PRIVATE))
-            assert read(tier, chunk, RECORD) == (bytes(view(chunk, RECORD, step)) if order == (RECORD,) else want)
+            assert read(tier, chunk, RECORD) == (
+                bytes(view(chunk, RECORD, step)) if order == (RECORD,) else want
+            )
 
 
 def test_public_is_absent_after_the_master_alone_was_written(tier: FileTier) -> None:
@@ -107,7 +121,9 @@ def test_public_is_absent_after_the_master_alone_was_written(tier: FileTier) -> 
     assert tier.has_public(chunk) and read(tier, chunk, PUBLIC) == bytes(view(chunk, PUBLIC, 3))
     tier.prepare(3, b"")
     tier.committed(3)
-    assert read(tier, chunk, RECORD) == bytes(view(chunk, PUBLIC, 3)) + bytes(view(chunk, PRIVATE, 2))
+    assert read(tier, chunk, RECORD) == bytes(view(chunk, PUBLIC, 3)) + bytes(
+        view(chunk, PRIVATE, 2)
+    )
 
 
 def test_writing_twice_before_a_commit_is_our_mistake(tier: FileTier) -> None:

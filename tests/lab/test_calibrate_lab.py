@@ -1,4 +1,5 @@
-"""`roadtrain calibrate --lab` and `plan --verify --lab`: real steps on an emulated cluster beside simulated ones."""
+"""`roadtrain calibrate --lab` and `plan --verify --lab`: real steps on an emulated cluster
+beside simulated ones."""
 
 from __future__ import annotations
 
@@ -15,12 +16,22 @@ from roadtrain import cli
 from roadtrain.lab import PREFIX, lab_available, network_available
 from roadtrain.spec.cluster import load_cluster
 
-pytestmark = [pytest.mark.lab,
-              pytest.mark.skipif(network_available() is not None, reason=str(network_available()))]
+pytestmark = [
+    pytest.mark.lab,
+    pytest.mark.skipif(network_available() is not None, reason=str(network_available())),
+]
 needs_devices = pytest.mark.skipif(lab_available() is not None, reason=str(lab_available()))
 
-CONFIG = {"model_type": "llama", "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4,
-          "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64, "vocab_size": 256}
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 192,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+    "vocab_size": 256,
+}
 WORKER = """
 name = "mine"
 [[hosts]]
@@ -44,7 +55,8 @@ memory_rate = "10GB/s"
 nics = [{{ rate = "{rate}" }}]
 """
 JOB = "[data]\nseq_len = 64\nbatch_size = 1\n[store]\n{store}\n[model.config]\n" + "\n".join(
-    f"{key} = {json.dumps(value)}" for key, value in CONFIG.items())
+    f"{key} = {json.dumps(value)}" for key, value in CONFIG.items()
+)
 
 
 def stores() -> set[Path]:
@@ -53,10 +65,13 @@ def stores() -> set[Path]:
 
 @pytest.fixture
 def files(tmp_path, monkeypatch):
-    """Paths of a cluster's and a job's file, in an empty current directory; nothing of a lab is left at the end."""
+    """Paths of a cluster's and a job's file, in an empty current directory; nothing of a lab is
+    left at the end."""
     monkeypatch.chdir(tmp_path)
 
-    def make(store: str, *, count: int = 1, rate: str = "200Mbit/s", spare: bool = True) -> tuple[str, str]:
+    def make(
+        store: str, *, count: int = 1, rate: str = "200Mbit/s", spare: bool = True
+    ) -> tuple[str, str]:
         Path("mine.toml").write_text((WORKER + SPARE * spare).format(count=count, rate=rate))
         Path("job.toml").write_text(JOB.format(store=store))
         Path("config.json").write_text(json.dumps(CONFIG))
@@ -64,21 +79,31 @@ def files(tmp_path, monkeypatch):
 
     before = stores()
     yield make
-    own = [path for place in (tempfile.gettempdir(), "/sys/fs/cgroup/blkio")
-           for path in Path(place).glob(f"{PREFIX}{os.getpid()}-*")]
+    own = [
+        path
+        for place in (tempfile.gettempdir(), "/sys/fs/cgroup/blkio")
+        for path in Path(place).glob(f"{PREFIX}{os.getpid()}-*")
+    ]
     assert own == [] and list(tmp_path.glob("*roadtrain-*")) == [] and stores() <= before
     loops = Path("/sys/block").glob("loop*/loop/backing_file")
     assert [loop for loop in loops if str(tmp_path) in loop.read_text()] == []
-    running = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    running = subprocess.run(
+        ["ps", "-eo", "args"], capture_output=True, text=True, check=True
+    ).stdout
     assert str(tmp_path) not in running
 
 
 def rows(told: str) -> dict[str, list[float]]:
     """Of what is told: stage -> seconds measured, by the file, calibrated."""
     units = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
-    return {line[2:12].strip(): [float(number) * units[unit] for number, unit in
-                                 re.findall(r"([\d.]+) (s|ms|us)\b", line[12:])]
-            for line in told.splitlines() if re.match(r"  \w.* m?u?s", line)}
+    return {
+        line[2:12].strip(): [
+            float(number) * units[unit]
+            for number, unit in re.findall(r"([\d.]+) (s|ms|us)\b", line[12:])
+        ]
+        for line in told.splitlines()
+        if re.match(r"  \w.* m?u?s", line)
+    }
 
 
 def test_two_workers_and_a_server(files, capsys):
@@ -98,15 +123,20 @@ def test_two_workers_and_a_server(files, capsys):
     lab = load_cluster("mine.lab.toml")
     assert lab.measured == ("hosts.gpu.device", "hosts.spare.updates")
     worker, spare = lab.hosts
-    assert worker.device is not None and worker.device.kind == "cpu" and 1e9 < worker.device.flops < 5e12
+    assert (
+        worker.device is not None
+        and worker.device.kind == "cpu"
+        and 1e9 < worker.device.flops < 5e12
+    )
     assert worker.nics[0].rate == 25e6 and spare.updates > 1e8
 
 
 @needs_devices
 def test_a_worker_with_an_ssd(files, capsys):
     cluster, job = files('dirs = ["anywhere"]', spare=False)
-    Path(job).write_text("[budget]\nhost = \"64MiB\"\n" + Path(job).read_text())
-    assert cli.main(["calibrate", cluster, job, "--lab", "--steps", "15"]) == 0  # writes of steps run into each other
+    Path(job).write_text('[budget]\nhost = "64MiB"\n' + Path(job).read_text())
+    # writes of steps run into each other
+    assert cli.main(["calibrate", cluster, job, "--lab", "--steps", "15"]) == 0
     told = capsys.readouterr().out
     found = rows(told)
     print(told)
@@ -117,24 +147,44 @@ def test_a_worker_with_an_ssd(files, capsys):
 
 def test_a_plan_is_verified(files, capsys):
     cluster, _ = files("dirs = []")
-    words = ["plan", cluster, "--model", "config.json", "--batch", "1", "--verify", "--lab", "--placements"]
+    words = [
+        "plan",
+        cluster,
+        "--model",
+        "config.json",
+        "--batch",
+        "1",
+        "--verify",
+        "--lab",
+        "--placements",
+    ]
     assert cli.main([*words, "server"]) == 0
     told = capsys.readouterr().out
     print(told)
     found = rows(told)
-    assert "placement server, 1 worker(s)" in told and "wrote the measured rates to mine.lab.toml" in told
+    assert (
+        "placement server, 1 worker(s)" in told
+        and "wrote the measured rates to mine.lab.toml" in told
+    )
     assert found["a step"][2] == pytest.approx(found["a step"][0], rel=0.25)
     assert cli.main([*words, "ddp"]) == 2 and "cannot be run in the lab" in capsys.readouterr().err
     assert cli.main([word for word in words if word != "--verify"] + ["ddp"]) == 2
     assert "--verify --lab" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("store", "cluster", "says"), [
-    ('servers = ["HOST:PORT"]', {"spare": False}, "0 kind(s) without"),
-    ("dirs = []", {"count": 2}, "2 device(s) in the first"),
-    ('servers = ["HOST:PORT"]', {"rate": "100Gbit/s"}, "12.50 GB/s cannot be emulated here, at most 500 MB/s"),
-    ('servers = ["HOST:PORT"]\nreplicas = 2', {}, "nothing compressed"),
-])
+@pytest.mark.parametrize(
+    ("store", "cluster", "says"),
+    [
+        ('servers = ["HOST:PORT"]', {"spare": False}, "0 kind(s) without"),
+        ("dirs = []", {"count": 2}, "2 device(s) in the first"),
+        (
+            'servers = ["HOST:PORT"]',
+            {"rate": "100Gbit/s"},
+            "12.50 GB/s cannot be emulated here, at most 500 MB/s",
+        ),
+        ('servers = ["HOST:PORT"]\nreplicas = 2', {}, "nothing compressed"),
+    ],
+)
 def test_what_the_lab_cannot_be(files, capsys, store, cluster, says):
     assert cli.main(["calibrate", *files(store, **cluster), "--lab"]) == 2
     assert says in capsys.readouterr().err and not Path("mine.lab.toml").exists()
@@ -149,6 +199,10 @@ def test_a_model_too_large_is_refused_with_both_numbers(files, capsys):
 
 def test_what_a_failed_worker_said_is_told(files, capsys):
     cluster, job = files("dirs = []")
-    Path(job).write_text("[budget]\nhost = \"1KiB\"\n" + Path(job).read_text())
+    Path(job).write_text('[budget]\nhost = "1KiB"\n' + Path(job).read_text())
     assert cli.main(["calibrate", cluster, job, "--lab"]) == 2
-    assert "worker 0 ended with 1" in (said := capsys.readouterr().err) and "budget" in said and "Traceback" not in said
+    assert (
+        "worker 0 ended with 1" in (said := capsys.readouterr().err)
+        and "budget" in said
+        and "Traceback" not in said
+    )

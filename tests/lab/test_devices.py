@@ -1,4 +1,5 @@
-"""bench devices, small: exact bytes over the interconnect, ours ahead from 4 devices on, nothing left behind."""
+"""bench devices, small: exact bytes over the interconnect, ours ahead from 4 devices on,
+nothing left behind."""
 
 from __future__ import annotations
 
@@ -17,17 +18,32 @@ pytestmark = pytest.mark.lab
 
 @pytest.mark.skipif(lab_available() is not None, reason=f"no lab: {lab_available()}")
 def test_ours_is_ahead_where_the_interconnect_limits(tmp_path: Path) -> None:
-    before = threading.active_count(), len(os.listdir("/proc/self/fd")), Path("/proc/self/cgroup").read_text()
-    report = devices.run(quick=True, directory=str(tmp_path))  # asserts the bytes of every phase, and equal parameters
+    before = (
+        threading.active_count(),
+        len(os.listdir("/proc/self/fd")),
+        Path("/proc/self/cgroup").read_text(),
+    )
+    # asserts the bytes of every phase, and equal parameters
+    report = devices.run(quick=True, directory=str(tmp_path))
     phases = {row.case: row for row in report.rows if row.metric == "update phase"}
-    for case in ("4 devices", "8 devices", "8 devices, top-k", "8 devices, norm first", "8 devices, norm first, top-k"):
+    for case in (
+        "4 devices",
+        "8 devices",
+        "8 devices, top-k",
+        "8 devices, norm first",
+        "8 devices, norm first, top-k",
+    ):
         ours, host = phases[case].ours, phases[case].peer
         assert ours is not None and host is not None and ours < host, phases[case]
     crossed = {row.case: (row.ours, row.peer) for row in report.rows if row.unit == "M"}
     assert crossed["8 devices"] == (4.0, 16.0) and crossed["8 devices, top-k"] == (2.04, 16.0)
     assert list(tmp_path.iterdir()) == []
     assert f"{PREFIX}{os.getpid()}-" not in Path("/proc/mounts").read_text()
-    assert (threading.active_count(), len(os.listdir("/proc/self/fd")), Path("/proc/self/cgroup").read_text()) == before
+    assert (
+        threading.active_count(),
+        len(os.listdir("/proc/self/fd")),
+        Path("/proc/self/cgroup").read_text(),
+    ) == before
 
 
 def test_without_a_lab_it_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

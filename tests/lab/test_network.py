@@ -1,5 +1,5 @@
-"""The emulated network: rates hold both ways and change while running, cuts cut; nothing of it outlives its context, an
-error or a SIGKILL; `roadtrain lab` end to end."""
+"""The emulated network: rates hold both ways and change while running, cuts cut; nothing of it
+outlives its context, an error or a SIGKILL; `roadtrain lab` end to end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ from roadtrain.lab import PREFIX, Host, Network, Nic, lab_available, network_ava
 from roadtrain.lab.labfile import load_lab
 from roadtrain.lab.network import undo_network
 
-needs_network = pytest.mark.skipif(network_available() is not None, reason=f"no network: {network_available()}")
+needs_network = pytest.mark.skipif(
+    network_available() is not None, reason=f"no network: {network_available()}"
+)
 pytestmark = pytest.mark.lab
 
 SRC = Path(__file__).parents[2] / "src"
@@ -59,11 +61,20 @@ Flow = tuple[Host, int, Host, int]  # from host, its NIC, to host, its NIC
 
 def transfer(flows: Sequence[Flow]) -> list[float]:
     """Bytes a second that arrive, all flows at once."""
-    receivers = [end.run([sys.executable, "-c", RECEIVE, end.nics[k].address], stdout=subprocess.PIPE, text=True)
-                 for _, _, end, k in flows]
-    assert all(receiver.stdout is not None and receiver.stdout.readline() == "ready\n" for receiver in receivers)
-    senders = [start.run([sys.executable, "-c", SEND, start.nics[j].address, end.nics[k].address])
-               for start, j, end, k in flows]
+    receivers = [
+        end.run(
+            [sys.executable, "-c", RECEIVE, end.nics[k].address], stdout=subprocess.PIPE, text=True
+        )
+        for _, _, end, k in flows
+    ]
+    assert all(
+        receiver.stdout is not None and receiver.stdout.readline() == "ready\n"
+        for receiver in receivers
+    )
+    senders = [
+        start.run([sys.executable, "-c", SEND, start.nics[j].address, end.nics[k].address])
+        for start, j, end, k in flows
+    ]
     try:
         return [float(receiver.communicate(timeout=10)[0]) for receiver in receivers]
     finally:
@@ -73,11 +84,15 @@ def transfer(flows: Sequence[Flow]) -> list[float]:
 
 
 def assert_rates(flows: Sequence[Flow], want: Sequence[float], rel: float = 0.1) -> None:
-    """A rate may never exceed what is set; that it is reached, a busy machine may need some tries to show."""
+    """A rate may never exceed what is set; that it is reached, a busy machine may need some
+    tries to show."""
     tries = []
     for _ in range(5):
         tries.append(transfer(flows))
-        assert all(got <= TCP * rate * (1 + rel) for got, rate in zip(tries[-1], want)), (tries, want)
+        assert all(got <= TCP * rate * (1 + rel) for got, rate in zip(tries[-1], want)), (
+            tries,
+            want,
+        )
         if all(got >= TCP * rate * (1 - rel) for got, rate in zip(tries[-1], want)):
             return
     raise AssertionError(f"never reached {want} x {TCP}: {tries}")
@@ -85,7 +100,9 @@ def assert_rates(flows: Sequence[Flow], want: Sequence[float], rel: float = 0.1)
 
 def left_behind(pid: int) -> list[str]:
     found = [str(path) for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}{pid}-*")]
-    return found + [line for line in Path("/proc/mounts").read_text().splitlines() if f"{PREFIX}{pid}-" in line]
+    return found + [
+        line for line in Path("/proc/mounts").read_text().splitlines() if f"{PREFIX}{pid}-" in line
+    ]
 
 
 def alive(pid: int) -> bool:
@@ -114,10 +131,13 @@ def nothing_left() -> Iterator[None]:
 
 @needs_network
 def test_rates_hold_both_ways_and_change_while_running() -> None:
-    with Network({"a": [Nic(FAST)], "b": [Nic(FAST)], "c": [Nic(SLOW, in_bytes_per_s=FAST)]}) as network:
+    with Network(
+        {"a": [Nic(FAST)], "b": [Nic(FAST)], "c": [Nic(SLOW, in_bytes_per_s=FAST)]}
+    ) as network:
         a, b, c = network.hosts.values()
         assert_rates([(a, 0, b, 0), (b, 0, a, 0)], [FAST, FAST])
-        assert_rates([(b, 0, c, 0)], [FAST])  # not with the next: acknowledgements wait behind the data of a full link
+        # not with the next: acknowledgements wait behind the data of a full link
+        assert_rates([(b, 0, c, 0)], [FAST])
         assert_rates([(c, 0, b, 0)], [SLOW])
         b.nics[0].set_rate(SLOW, 2 * SLOW)
         assert_rates([(a, 0, b, 0)], [2 * SLOW])
@@ -126,20 +146,36 @@ def test_rates_hold_both_ways_and_change_while_running() -> None:
 
 @needs_network
 def test_a_slower_link_between_two_clusters() -> None:
-    hosts = {"a": [Nic(FAST, "west")], "b": [Nic(FAST, "west")], "c": [Nic(FAST, "east")], "d": [Nic(FAST, "alone")]}
+    hosts = {
+        "a": [Nic(FAST, "west")],
+        "b": [Nic(FAST, "west")],
+        "c": [Nic(FAST, "east")],
+        "d": [Nic(FAST, "alone")],
+    }
     with Network(hosts, {("west", "east"): SLOW}) as network:
         a, b, c, d = network.hosts.values()
-        assert [host.address for host in (a, b, c, d)] == ["10.1.0.1", "10.1.0.2", "10.1.0.3", "10.2.0.4"]
+        assert [host.address for host in (a, b, c, d)] == [
+            "10.1.0.1",
+            "10.1.0.2",
+            "10.1.0.3",
+            "10.2.0.4",
+        ]
         assert_rates([(a, 0, b, 0), (b, 0, c, 0)], [FAST, SLOW])
         network.links["west", "east"].set_rate(2 * SLOW)
         assert_rates([(c, 0, a, 0)], [2 * SLOW])
-        assert a.run([sys.executable, "-c", SEND, a.address, d.address], stderr=subprocess.DEVNULL).wait(5) == 1
+        assert (
+            a.run(
+                [sys.executable, "-c", SEND, a.address, d.address], stderr=subprocess.DEVNULL
+            ).wait(5)
+            == 1
+        )
 
 
 @needs_network
 @pytest.mark.parametrize("switches", [("x", "x"), ("x", "y")])
 def test_two_nics_add_up(switches: tuple[str, str]) -> None:
-    """On one switch, where only the address says which NIC is meant, and on two that know nothing of each other."""
+    """On one switch, where only the address says which NIC is meant, and on two that know
+    nothing of each other."""
     nics = [Nic(SLOW, switch) for switch in switches]
     with Network({"a": nics, "b": [*nics[:1], Nic(2 * SLOW, switches[1])]}) as network:
         a, b = network.hosts.values()
@@ -185,14 +221,24 @@ def test_a_cut_loses_nothing_that_tcp_does_not_send_again() -> None:
 
 @needs_network
 def test_a_process_runs_on_its_host_alone_and_ends_with_it() -> None:
-    loopback = "import socket; socket.create_server(('127.0.0.1', 5000)); print(open('/proc/net/dev').read())"
+    loopback = (
+        "import socket; socket.create_server(('127.0.0.1', 5000));"
+        " print(open('/proc/net/dev').read())"
+    )
     with Network({"a": [Nic(FAST), Nic(FAST)], "b": [Nic(FAST)]}) as network:
-        runs = [host.run([sys.executable, "-c", loopback], stdout=subprocess.PIPE, text=True)
-                for host in network.hosts.values()]
-        devices = [{line.split(":")[0].strip() for line in run.communicate()[0].splitlines()[2:]} for run in runs]
+        runs = [
+            host.run([sys.executable, "-c", loopback], stdout=subprocess.PIPE, text=True)
+            for host in network.hosts.values()
+        ]
+        devices = [
+            {line.split(":")[0].strip() for line in run.communicate()[0].splitlines()[2:]}
+            for run in runs
+        ]
         assert [{"lo", "eth0", "eth1"}, {"lo", "eth0"}] == [set(names) - {""} for names in devices]
-        mine, family = (network.hosts["a"].run(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
-                        for words in (["sleep", "60"], ["sh", "-c", "sleep 60 & echo $!; wait"]))
+        mine, family = (
+            network.hosts["a"].run(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
+            for words in (["sleep", "60"], ["sh", "-c", "sleep 60 & echo $!; wait"])
+        )
         assert family.stdout is not None
         grandchild = int(family.stdout.readline())
         mine.kill()
@@ -204,14 +250,23 @@ def test_a_process_runs_on_its_host_alone_and_ends_with_it() -> None:
 
 
 @needs_network
-def test_an_error_inside_and_one_while_making_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_inside_and_one_while_making_leave_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with pytest.raises(ZeroDivisionError), Network({"a": [Nic(FAST)]}):
         raise ZeroDivisionError
     with pytest.raises(RoadtrainError, match="tc"), Network({"a": [Nic(FAST)], "b": [Nic(0.1)]}):
         pass
-    code = "from roadtrain.lab import *; import sys\nn = Network({'a': [Nic(1e6)]}); n.__enter__()\nprint(n.home)"
-    home = subprocess.run([sys.executable, "-c", code], env=ENV, capture_output=True, text=True, check=True).stdout
-    assert PREFIX in home and not Path(home.strip()).exists(), "undone at the end of the interpreter"
+    code = (
+        "from roadtrain.lab import *; import sys\nn = Network({'a': [Nic(1e6)]});"
+        " n.__enter__()\nprint(n.home)"
+    )
+    home = subprocess.run(
+        [sys.executable, "-c", code], env=ENV, capture_output=True, text=True, check=True
+    ).stdout
+    assert PREFIX in home and not Path(home.strip()).exists(), (
+        "undone at the end of the interpreter"
+    )
 
 
 def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,13 +290,18 @@ with Network({"a": [Nic(1e6)], "b": [Nic(1e6)]}) as network:
     print(os.getpid(), network.hosts["a"].run(["sleep", "60"], start_new_session=True).pid, flush=True)
     time.sleep(60)
 """
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=ENV) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=ENV
+    ) as process:
         assert process.stdout is not None
         pid, inside = map(int, process.stdout.readline().split())
-        assert not [name for name in sweep() if f"{PREFIX}{pid}-" in name], "swept a living process's things"
+        assert not [name for name in sweep() if f"{PREFIX}{pid}-" in name], (
+            "swept a living process's things"
+        )
         process.send_signal(signal.SIGKILL)
         process.wait()
-    assert len(left_behind(pid)) == 4 and alive(inside)  # a directory, and the mounts of a, b and the switches
+    # a directory, and the mounts of a, b and the switches
+    assert len(left_behind(pid)) == 4 and alive(inside)
     assert len([name for name in sweep() if f"{PREFIX}{pid}-" in name]) == 1
     assert left_behind(pid) == [] and wait_gone(inside)
 
@@ -274,7 +334,9 @@ LAB_COMMAND = [sys.executable, "-m", "roadtrain.cli", "lab"]
 
 
 def lab(*words: str) -> tuple[int, str, str]:
-    done = subprocess.run([*LAB_COMMAND, *words], env=ENV, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(
+        [*LAB_COMMAND, *words], env=ENV, capture_output=True, text=True, check=False, timeout=60
+    )
     return done.returncode, done.stdout, done.stderr
 
 
@@ -288,7 +350,9 @@ def lab_file(tmp_path: Path) -> Path:
 def holder(path: Path) -> int:
     """The process that holds the lab."""
     homes = Path(tempfile.gettempdir()).glob(f"{PREFIX}*-up-*")
-    home, = (home for home in homes if json.loads((home / "lab.json").read_text())["file"] == str(path))
+    (home,) = (
+        home for home in homes if json.loads((home / "lab.json").read_text())["file"] == str(path)
+    )
     return int(home.name.removeprefix(PREFIX).split("-")[0])
 
 
@@ -298,17 +362,27 @@ def test_the_command_line_end_to_end(lab_file: Path) -> None:
     code, shown, errors = lab("up", path, "--detach")
     assert code == 0 and not errors, errors
     pid = holder(lab_file)
-    assert "worker1  10.1.0.2, 10.1.1.2  400Mbit/s, 100Mbit/s (in 20MB/s)" in shown and f"{path} is up" in shown
+    assert (
+        "worker1  10.1.0.2, 10.1.1.2  400Mbit/s, 100Mbit/s (in 20MB/s)" in shown
+        and f"{path} is up" in shown
+    )
     assert lab("up", path)[0] == 2
-    assert lab("run", path, "worker0", "--", sys.executable, "-c", "import sys; sys.exit(7)")[0] == 7
+    assert (
+        lab("run", path, "worker0", "--", sys.executable, "-c", "import sys; sys.exit(7)")[0] == 7
+    )
     code, shown, _ = lab("run", path, "worker1", "--", "ip", "-br", "addr", "--help")
     assert code != 0, "what follows -- is the command's, also --help"
     assert "10.1.1.2/16" in lab("run", path, "worker1", "--", "ip", "-br", "addr")[1]
-    assert "no host 'worker2'\nhint: hosts: worker0, worker1" in lab("run", path, "worker2", "--", "ls")[2]
+    assert (
+        "no host 'worker2'\nhint: hosts: worker0, worker1"
+        in lab("run", path, "worker2", "--", "ls")[2]
+    )
     assert "takes LAB.toml HOST -- CMD..." in lab("run", path, "worker1", "ls")[2]
     if lab_available() is None:
         where = next(Path(tempfile.gettempdir()).glob(f"{PREFIX}{pid}-*-loop-*/mount"))
-        write = f"dd if=/dev/zero of={where}/x bs=1M count=25 oflag=direct 2>&1; cat /proc/self/cgroup"
+        write = (
+            f"dd if=/dev/zero of={where}/x bs=1M count=25 oflag=direct 2>&1; cat /proc/self/cgroup"
+        )
         begin = time.perf_counter()
         group = lab("run", path, "node", "--", "sh", "-c", write)[1]
         assert PREFIX in group and 0.4 < time.perf_counter() - begin < 3, "25 MiB at 50 MB/s"
@@ -324,7 +398,9 @@ def test_the_command_line_end_to_end(lab_file: Path) -> None:
 @needs_network
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_a_lab_goes_with_the_process_that_holds_it(lab_file: Path, end: signal.Signals) -> None:
-    with subprocess.Popen([*LAB_COMMAND, "up", str(lab_file)], env=ENV, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [*LAB_COMMAND, "up", str(lab_file)], env=ENV, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None and any("is up" in line for line in process.stdout)
         assert left_behind(process.pid)
         process.send_signal(end)
@@ -335,15 +411,26 @@ def test_a_lab_goes_with_the_process_that_holds_it(lab_file: Path, end: signal.S
     assert left_behind(process.pid) == []
 
 
-@pytest.mark.parametrize(("old", "new", "message"), [
-    ('rate = "400Mbit/s"', 'rat = "400Mbit/s"', "unknown key `hosts.0.nics.0.rat`\nhint: did you mean `rate`?"),
-    ('rate = "400Mbit/s"', 'rate = "400"', "'400' is not a rate"),
-    ('rate = "400Mbit/s"', 'switch = "west"', "`hosts.0.nics.0.rate`: Field required"),
-    ('"east"]\n', '"eats"]\n', "no switch 'east', only west, eats"),
-    ("count = 2", "count = 0", "`hosts.0.count`: Input should be greater than or equal to 1"),
-    ("[[hosts]]", '[[hosts]]\nname = "worker1"\nnics = [{ rate = "1GB/s" }]\n[[hosts]]', "several hosts are called"),
-    ("[[hosts]]", "[hosts", "is not TOML"),
-])
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            'rate = "400Mbit/s"',
+            'rat = "400Mbit/s"',
+            "unknown key `hosts.0.nics.0.rat`\nhint: did you mean `rate`?",
+        ),
+        ('rate = "400Mbit/s"', 'rate = "400"', "'400' is not a rate"),
+        ('rate = "400Mbit/s"', 'switch = "west"', "`hosts.0.nics.0.rate`: Field required"),
+        ('"east"]\n', '"eats"]\n', "no switch 'east', only west, eats"),
+        ("count = 2", "count = 0", "`hosts.0.count`: Input should be greater than or equal to 1"),
+        (
+            "[[hosts]]",
+            '[[hosts]]\nname = "worker1"\nnics = [{ rate = "1GB/s" }]\n[[hosts]]',
+            "several hosts are called",
+        ),
+        ("[[hosts]]", "[hosts", "is not TOML"),
+    ],
+)
 def test_mistakes_in_a_lab_file(tmp_path: Path, old: str, new: str, message: str) -> None:
     assert old in LAB
     (tmp_path / "lab.toml").write_text(LAB.replace(old, new, 1))
@@ -363,6 +450,10 @@ def test_without_root_it_says_why(
     lab_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    for words in (["up", str(lab_file)], ["run", str(lab_file), "a", "--", "ls"], ["down", str(lab_file)]):
+    for words in (
+        ["up", str(lab_file)],
+        ["run", str(lab_file), "a", "--", "ls"],
+        ["down", str(lab_file)],
+    ):
         assert cli.main(["lab", *words]) == 2
         assert "not root" in capsys.readouterr().err

@@ -1,5 +1,7 @@
-"""`roadtrain probe` over emulated links: the measured rate of every ordered pair, those to the asking host too, is that
-of its slower end; the whole command writes all hosts; one that goes meanwhile is named, and the rest is written."""
+"""`roadtrain probe` over emulated links: the measured rate of every ordered pair, those to the
+asking host too, is that of its slower end; the whole command writes all hosts; one that goes
+meanwhile is named, and the rest is written.
+"""
 
 from __future__ import annotations
 
@@ -38,20 +40,47 @@ class Lab:
         self.network, self.token, self.out = network, home / "token", home / "cluster.toml"
         write_token(self.token)
         self.where = {name: f"{network.hosts[name].address}:{PORT}" for name in RATES}
-        self.others, self.running = f"{self.where['b']},{self.where['c']}", list[subprocess.Popen[str]]()
-        self.listening = {name: self.start(name, "-u", "-m", "roadtrain.cli", "probe", "--listen", self.where[name],
-                                           "--token-file", str(self.token), "--dirs", f"{home},{home.parent}")
-                          for name in ("b", "c")}
+        self.others, self.running = (
+            f"{self.where['b']},{self.where['c']}",
+            list[subprocess.Popen[str]](),
+        )
+        self.listening = {
+            name: self.start(
+                name,
+                "-u",
+                "-m",
+                "roadtrain.cli",
+                "probe",
+                "--listen",
+                self.where[name],
+                "--token-file",
+                str(self.token),
+                "--dirs",
+                f"{home},{home.parent}",
+            )
+            for name in ("b", "c")
+        }
 
     def start(self, host: str, *words: str) -> subprocess.Popen[str]:
-        process = self.network.hosts[host].run([sys.executable, *words], stdout=subprocess.PIPE,
-                                               stderr=subprocess.STDOUT, text=True)
+        process = self.network.hosts[host].run(
+            [sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
         self.running.append(process)
         return process
 
     def probe(self, *words: str) -> subprocess.Popen[str]:
-        return self.start("a", "-u", "-m", "roadtrain.cli", "probe", "--hosts", self.others, "--out", str(self.out),
-                          *words)
+        return self.start(
+            "a",
+            "-u",
+            "-m",
+            "roadtrain.cli",
+            "probe",
+            "--hosts",
+            self.others,
+            "--out",
+            str(self.out),
+            *words,
+        )
 
 
 @pytest.fixture
@@ -78,7 +107,10 @@ def test_every_pair_has_the_rate_of_its_slower_end(lab: Lab) -> None:
     found = {(names[one], names[other]): (rate, latency) for one, other, rate, latency in rows}
     assert set(found) == {*permutations("abc", 2)} and not missing
     for (one, other), (rate, latency) in found.items():
-        assert rate == pytest.approx(CARRIED * min(RATES[one], RATES[other]), rel=0.15), (one, other)
+        assert rate == pytest.approx(CARRIED * min(RATES[one], RATES[other]), rel=0.15), (
+            one,
+            other,
+        )
         assert 0 < latency < 0.1
 
 
@@ -90,7 +122,10 @@ def test_the_whole_command(lab: Lab, tmp_path: Path) -> None:
     assert len(cluster.hosts) == 3 and cluster.hosts[0].ssds
     for host, best in zip(cluster.hosts, (50e6, 12.5e6, 50e6)):
         assert f"hosts.{host.name}.nics" in cluster.measured and host.memory_rate > 1e8
-        assert host.nics[0].total == pytest.approx(CARRIED * best, rel=0.15) and host.nics[0].latency > 0
+        assert (
+            host.nics[0].total == pytest.approx(CARRIED * best, rel=0.15)
+            and host.nics[0].latency > 0
+        )
     head = [line for line in lab.out.read_text().splitlines() if line.startswith("#")]
     for host in cluster.hosts:
         assert any(line.startswith(f"# {host.name}: NUMA node 0: cores ") for line in head), head
@@ -100,7 +135,8 @@ def test_the_whole_command(lab: Lab, tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", ["killed", "cut off"])
 def test_a_host_that_goes_meanwhile(lab: Lab, how: str) -> None:
     asking, going = lab.probe("--token-file", str(lab.token)), lab.listening["c"]
-    assert going.stdout is not None and "read" in going.stdout.readline()  # one of its directories is measured
+    # one of its directories is measured
+    assert going.stdout is not None and "read" in going.stdout.readline()
     begin = time.monotonic()
     if how == "killed":
         going.kill()

@@ -1,4 +1,5 @@
-"""The emulated storage: exact rates for direct I/O; nothing of it outlives its context, an error or a SIGKILL."""
+"""The emulated storage: exact rates for direct I/O; nothing of it outlives its context, an
+error or a SIGKILL."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ def nothing_left(tmp_path: Path) -> Iterator[None]:
 
 
 def direct_rate(path: Path, nbytes: int, *, write: bool) -> float:
-    """Bytes a second of direct I/O in this process, once the first quarter has used up the throttle's burst."""
+    """Bytes a second of direct I/O in this process, once the first quarter has used up the
+    throttle's burst."""
     flags = os.O_CREAT | os.O_WRONLY if write else os.O_RDONLY
     descriptor = os.open(path, flags | os.O_DIRECT)
     buffer = mmap.mmap(-1, BLOCK)
@@ -52,7 +54,11 @@ def direct_rate(path: Path, nbytes: int, *, write: bool) -> float:
         for offset in range(0, nbytes, BLOCK):
             if offset == nbytes // 4:
                 begin = time.perf_counter()
-            done = os.pwrite(descriptor, buffer, offset) if write else os.preadv(descriptor, [buffer], offset)
+            done = (
+                os.pwrite(descriptor, buffer, offset)
+                if write
+                else os.preadv(descriptor, [buffer], offset)
+            )
             assert done == BLOCK
         return nbytes * 3 / 4 / (time.perf_counter() - begin)
     finally:
@@ -60,8 +66,11 @@ def direct_rate(path: Path, nbytes: int, *, write: bool) -> float:
         buffer.close()
 
 
-def assert_exact(measure: Callable[[], dict[str, float]], want: dict[str, float], rel: float) -> None:
-    """A rate may never exceed what is set; that it is reached, a busy machine may need three tries to show."""
+def assert_exact(
+    measure: Callable[[], dict[str, float]], want: dict[str, float], rel: float
+) -> None:
+    """A rate may never exceed what is set; that it is reached, a busy machine may need three
+    tries to show."""
     tries = []
     for _ in range(3):
         tries.append(measure())
@@ -74,8 +83,11 @@ def assert_exact(measure: Callable[[], dict[str, float]], want: dict[str, float]
 @needs_lab
 def test_rates_are_exact_and_independent(tmp_path: Path) -> None:
     want = {"write a": WRITE, "write b": WRITE, "read a": READ, "read b": READ}
-    with (LoopDevice(tmp_path / "a.img", 300 << 20) as a, LoopDevice(tmp_path / "b.img", 300 << 20) as b,
-          Throttle([a, b], READ, WRITE) as limit):
+    with (
+        LoopDevice(tmp_path / "a.img", 300 << 20) as a,
+        LoopDevice(tmp_path / "b.img", 300 << 20) as b,
+        Throttle([a, b], READ, WRITE) as limit,
+    ):
         limit.enter_process(os.getpid())
 
         def measure() -> dict[str, float]:
@@ -85,7 +97,9 @@ def test_rates_are_exact_and_independent(tmp_path: Path) -> None:
                 rates[f"write {name}"] = direct_rate(device.mount / "x", 64 * BLOCK, write=True)
                 rates[f"read {name}"] = direct_rate(device.mount / "x", 64 * BLOCK, write=False)
 
-            threads = [threading.Thread(target=both_ways, args=pair) for pair in (("a", a), ("b", b))]
+            threads = [
+                threading.Thread(target=both_ways, args=pair) for pair in (("a", a), ("b", b))
+            ]
             for thread in threads:
                 thread.start()
             for thread in threads:
@@ -127,14 +141,18 @@ def test_sweep_removes_what_a_killed_process_left(tmp_path: Path) -> None:
     code = f"""
 import os, time
 from roadtrain.lab import LoopDevice, Throttle
-with LoopDevice({str(tmp_path / 'a.img')!r}, 64 << 20) as device, Throttle([device], 1e8, 1e8) as limit:
+with LoopDevice({str(tmp_path / "a.img")!r}, 64 << 20) as device, Throttle([device], 1e8, 1e8) as limit:
     print(os.getpid(), flush=True)
     time.sleep(60)
 """
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         pid = int(process.stdout.readline())
-        assert not [name for name in sweep() if f"{PREFIX}{pid}-" in name], "swept a living process's things"
+        assert not [name for name in sweep() if f"{PREFIX}{pid}-" in name], (
+            "swept a living process's things"
+        )
         process.send_signal(signal.SIGKILL)
         process.wait()
     assert len(left_behind(f"{PREFIX}{pid}-")) == 3
@@ -143,7 +161,9 @@ with LoopDevice({str(tmp_path / 'a.img')!r}, 64 << 20) as device, Throttle([devi
     assert left_behind(f"{PREFIX}{pid}-") == []
 
 
-@pytest.mark.parametrize(("nbytes", "rate"), [(10**6, 4e9), (14 * 10**6, 4e9), (10**6, 1e8), (5 * 10**6, 1e9)])
+@pytest.mark.parametrize(
+    ("nbytes", "rate"), [(10**6, 4e9), (14 * 10**6, 4e9), (10**6, 1e8), (5 * 10**6, 1e9)]
+)
 def test_a_link_is_exact_over_many_pieces(nbytes: int, rate: float) -> None:
     count = max(4, int(0.4 * rate / nbytes))
 
@@ -175,7 +195,8 @@ def test_a_link_is_shared_first_come_first_served_and_idle_time_is_not_credit() 
         thread.join()
     assert time.perf_counter() - begin >= 0.199
     assert order == [0, 1, 2, 3]
-    late = link._late_s  # how late the last taker woke is given back, as the class says; the idle 0.2 s are not
+    # how late the last taker woke is given back, as the class says; the idle 0.2 s are not
+    late = link._late_s
     time.sleep(0.2)
     begin = time.perf_counter()
     link.take(50 * 10**6)

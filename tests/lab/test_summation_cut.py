@@ -1,5 +1,5 @@
-"""A spare host that vanishes from the network without a word is gone round within 5 s, with right sums, and used again
-when it is back (Rules 1 and 5)."""
+"""A spare host that vanishes from the network without a word is gone round within 5 s, with
+right sums, and used again when it is back (Rules 1 and 5)."""
 
 import subprocess
 import sys
@@ -20,7 +20,13 @@ def rounds(home, since=0.0):
     for rank in (0, 1):
         path = home / f"rounds {rank}"
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        out.append([float(line.split()[1]) for line in lines if line.endswith("\n") and float(line.split()[1]) > since])
+        out.append(
+            [
+                float(line.split()[1])
+                for line in lines
+                if line.endswith("\n") and float(line.split()[1]) > since
+            ]
+        )
     return out
 
 
@@ -39,8 +45,11 @@ def test_a_host_that_vanishes(tmp_path):
         processes = []
         with open(tmp_path / "log", "w+") as log, ExitStack() as stack:
             stack.callback(lambda: print((tmp_path / "log").read_text()))
+
             def run(host, *words):
-                processes.append(host.run([sys.executable, "-u", "-m", *words], stdout=log, stderr=log))
+                processes.append(
+                    host.run([sys.executable, "-u", "-m", *words], stdout=log, stderr=log)
+                )
                 stack.callback(processes[-1].wait)
                 stack.callback(processes[-1].kill)
 
@@ -48,11 +57,29 @@ def test_a_host_that_vanishes(tmp_path):
                 return words in (tmp_path / "log").read_text()
 
             token, alone = str(tmp_path / "token"), network.hosts["s0"]
-            run(alone, "roadtrain.cli", "serve", spare, "--sum", "--budget", "64MiB", "--token-file", token)
+            run(
+                alone,
+                "roadtrain.cli",
+                "serve",
+                spare,
+                "--sum",
+                "--budget",
+                "64MiB",
+                "--token-file",
+                token,
+            )
             wait(lambda: said("summing at"))
             for rank in (0, 1):
                 host = network.hosts[f"w{rank}"]
-                run(host, "roadtrain.bench.soak_sums", str(tmp_path), str(rank), "2", host.address, token)
+                run(
+                    host,
+                    "roadtrain.bench.soak_sums",
+                    str(tmp_path),
+                    str(rank),
+                    "2",
+                    host.address,
+                    token,
+                )
             wait(lambda: all(len(one) > 5 for one in rounds(tmp_path)))
             begin = time.monotonic()
             assert alone.run(["ip", "link", "set", "eth0", "down"]).wait(10) == 0

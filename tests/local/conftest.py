@@ -14,20 +14,30 @@ def nothing_is_left_behind():
     """No thread and no descriptor outlives a test."""
     threads, files = set(threading.enumerate()), _files()
     yield
-    new = [t for t in threading.enumerate() if t not in threads and not t.name.startswith(("pymp", "numba"))]
-    if pools := [t for t in new if t.name.startswith("ThreadPoolExecutor-")]:  # not ours, those have names
+    new = [
+        t
+        for t in threading.enumerate()
+        if t not in threads and not t.name.startswith(("pymp", "numba"))
+    ]
+    # not ours, those have names
+    if pools := [t for t in new if t.name.startswith("ThreadPoolExecutor-")]:
         gc.collect()  # transformers loads with one: its threads end when it is collected
     for thread in pools:
         thread.join(1.0)
     left = [t.name for t in new if t.is_alive()]
     assert not left, f"threads left: {left}"
-    new = {n: f for n, f in _files().items() if n not in files and f.startswith("/") and "/dev/" not in f}
+    new = {
+        n: f
+        for n, f in _files().items()
+        if n not in files and f.startswith("/") and "/dev/" not in f
+    }
     assert not new, f"descriptors left: {new}"
 
 
 @pytest.fixture
 def hosts(tmp_path):
-    """`hosts(n)`: n more processes that serve, each with a directory of its own; `hosts.all`: those so far."""
+    """`hosts(n)`: n more processes that serve, each with a directory of its own; `hosts.all`:
+    those so far."""
     made = []
 
     def make(n, **options):
@@ -43,6 +53,7 @@ def hosts(tmp_path):
 @pytest.fixture
 def addresses(hosts):
     """The same, by their addresses."""
+
     def make(n, **options):
         return [host.where for host in hosts(n, **options)]
 

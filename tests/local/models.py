@@ -13,13 +13,17 @@ VOCAB = 50
 
 
 class Net(nn.Module):
-    """A small encoder. `tied`: the head is the embedding. `frozen`: LoRA style, only biases and norms train."""
+    """A small encoder. `tied`: the head is the embedding. `frozen`: LoRA style, only biases and
+    norms train."""
 
     def __init__(self, depth=3, width=64, tied=False, frozen=False, dropout=0.1):
         super().__init__()
         self.embed = nn.Embedding(VOCAB, width)
         self.layers = nn.ModuleList(
-            [nn.TransformerEncoderLayer(width, 4, 2 * width, dropout, batch_first=True) for _ in range(depth)]
+            [
+                nn.TransformerEncoderLayer(width, 4, 2 * width, dropout, batch_first=True)
+                for _ in range(depth)
+            ]
         )
         self.register_buffer("seen", torch.zeros(()))
         self.head = nn.Linear(width, VOCAB)
@@ -39,7 +43,8 @@ class Net(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """One cell of the product. `dtype`: what parameters compute in. `scaler`: fp16-style loss scaling with an inf.
+    """One cell of the product. `dtype`: what parameters compute in. `scaler`: fp16-style loss
+    scaling with an inf.
     `sgd`: by a power of two and nothing else, so that torch's own update has the same bits."""
 
     accumulate: int = 1
@@ -72,8 +77,14 @@ def place(case, store, seed=0, **options):
     scaler = new_scaler(case)
     extra = {"scaler": scaler} if case.scaler else {}
     placed = roadtrain.place(
-        model, optimizer, store=store, dtype=case.dtype, extra=extra, deadline_s=60,
-        backwards_per_step=case.accumulate if case.eager else None, staleness=case.staleness,
+        model,
+        optimizer,
+        store=store,
+        dtype=case.dtype,
+        extra=extra,
+        deadline_s=60,
+        backwards_per_step=case.accumulate if case.eager else None,
+        staleness=case.staleness,
         **{"report": lambda _: None, **options},
     )
     return model, placed, scaler
@@ -84,7 +95,8 @@ def new_scaler(case):
 
 
 def one_step(case, model, optimizer, scaler, number, seed=None, bad=True):
-    """Step `number` of the loop that every test runs; with a scaler, step 2 has an inf (if `bad`) and is skipped."""
+    """Step `number` of the loop that every test runs; with a scaler, step 2 has an inf (if
+    `bad`) and is skipped."""
     torch.manual_seed(1000 + number if seed is None else seed)
     total = 0.0
     for _ in range(case.accumulate):
@@ -112,5 +124,8 @@ def contents(model, placed):
     for name, p in model.named_parameters():
         out[name] = placed.read(name)
         if p.requires_grad:
-            out |= {f"{name}:{what}": placed.read(name, what) for what in ("exp_avg", "exp_avg_sq", "step")}
+            out |= {
+                f"{name}:{what}": placed.read(name, what)
+                for what in ("exp_avg", "exp_avg_sq", "step")
+            }
     return out | {name: b.numpy().copy() for name, b in model.named_buffers()}

@@ -1,4 +1,5 @@
-"""Processes that the tests of several workers share: hosts (`roadtrain serve`) and workers, forked from one server."""
+"""Processes that the tests of several workers share: hosts (`roadtrain serve`) and workers,
+forked from one server."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ BUDGET = "96MiB"
 
 
 def free_port():
-    """For torch's store. Below those that the system gives to links, or one of them may have it by then."""
+    """For torch's store. Below those that the system gives to links, or one of them may have it
+    by then."""
     while True:
         with socket.socket() as sock, contextlib.suppress(OSError):
             sock.bind(("127.0.0.1", random.randrange(15000, 30000)))
@@ -43,14 +45,22 @@ def host_child(directory, address, token, log, ready, snapshot, every, fault, bu
         flip_update(*fault[1:])
     elif fault is not None:
         break_writes(str(snapshot), *fault)
-    with Host(address, Path(directory), budget, Options(token=token, tls=tls), lambda line: lines.write(line + "\n"),
-              Path(snapshot), every) as host:
+    with Host(
+        address,
+        Path(directory),
+        budget,
+        Options(token=token, tls=tls),
+        lambda line: lines.write(line + "\n"),
+        Path(snapshot),
+        every,
+    ) as host:
         ready.send(host.where)
         host.run()
 
 
 def break_writes(directory, kind, amount):
-    """In this process writes to `directory` are "slow", by `amount` seconds, or find its disk "full" after `amount`."""
+    """In this process writes to `directory` are "slow", by `amount` seconds, or find its disk
+    "full" after `amount`."""
     write, count = DirectFile.write, iter(range(1 << 30))
 
     def broken(self, *args):
@@ -66,7 +76,8 @@ def break_writes(directory, kind, amount):
 
 
 def flip_update(number, byte):
-    """In this process one bit of `byte` of what update `number` makes is another one, before it is written."""
+    """In this process one bit of `byte` of what update `number` makes is another one, before it
+    is written."""
     apply_rule, count = server.apply_rule, iter(range(1 << 30))
 
     def broken(rule, chunk, record, view, *args):
@@ -80,13 +91,35 @@ def flip_update(number, byte):
 class HostProcess:
     """`roadtrain serve` in a process of its own. `where`: HOST:PORT."""
 
-    def __init__(self, directory, port=0, token=None, snapshot="", every=0, fault=None, budget=96 << 20, tls=None):
+    def __init__(
+        self,
+        directory,
+        port=0,
+        token=None,
+        snapshot="",
+        every=0,
+        fault=None,
+        budget=96 << 20,
+        tls=None,
+    ):
         self.directory, self.log = directory, Path(f"{directory}.log")
         here, there = FORK.Pipe()
         self.process = FORK.Process(
-            target=host_child, daemon=True,
-            args=(str(directory), ("127.0.0.1", port), token, str(self.log), there, str(snapshot), every, fault,
-                  budget, tls))
+            target=host_child,
+            daemon=True,
+            args=(
+                str(directory),
+                ("127.0.0.1", port),
+                token,
+                str(self.log),
+                there,
+                str(snapshot),
+                every,
+                fault,
+                budget,
+                tls,
+            ),
+        )
         self.process.start()
         there.close()
         self.where = here.recv() if here.poll(60) else None
@@ -98,12 +131,21 @@ class HostProcess:
 
 
 def worker_child(case, servers, log, steps, rank, workers, options, change):
-    """Trains up to `steps` and writes every step's loss down; what ended it otherwise comes last."""
+    """Trains up to `steps` and writes every step's loss down; what ended it otherwise comes
+    last."""
     torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(workers), "MASTER_PORT": options.pop("session", "1"),
-                   "LOCAL_WORLD_SIZE": str(options.pop("local", 1))}
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(workers),
+        "MASTER_PORT": options.pop("session", "1"),
+        "LOCAL_WORLD_SIZE": str(options.pop("local", 1)),
+    }
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    token, retry_s, norms = options.pop("token", None), options.pop("retry_s", 30), options.pop("norms", True)
+    token, retry_s, norms = (
+        options.pop("token", None),
+        options.pop("retry_s", 30),
+        options.pop("norms", True),
+    )
     tls = options.pop("tls", None)
 
     def said(line):
@@ -118,9 +160,16 @@ def worker_child(case, servers, log, steps, rank, workers, options, change):
             model.extra = torch.nn.Linear(2, 2)
         scaler = new_scaler(case)
         placed = roadtrain.place(
-            model, optimizer, servers=servers, link=Options(token=token, retry_s=retry_s, tls=tls), budget=BUDGET,
-            dtype=case.dtype, extra={"scaler": scaler} if case.scaler else {},
-            backwards_per_step=case.accumulate if case.eager else None, staleness=case.staleness, report=said,
+            model,
+            optimizer,
+            servers=servers,
+            link=Options(token=token, retry_s=retry_s, tls=tls),
+            budget=BUDGET,
+            dtype=case.dtype,
+            extra={"scaler": scaler} if case.scaler else {},
+            backwards_per_step=case.accumulate if case.eager else None,
+            staleness=case.staleness,
+            report=said,
             **{"chunk_elements": 1 << 16, "deadline_s": 30, **options},
         )
         with placed:
@@ -128,8 +177,15 @@ def worker_child(case, servers, log, steps, rank, workers, options, change):
                 placed.param_groups[0]["lr"] *= 1.5
             while placed.steps_done < steps:
                 number = placed.steps_done
-                loss = one_step(case, model, placed, scaler, number, seed=1000 + number * workers + rank,
-                                bad=rank == workers - 1)
+                loss = one_step(
+                    case,
+                    model,
+                    placed,
+                    scaler,
+                    number,
+                    seed=1000 + number * workers + rank,
+                    bad=rank == workers - 1,
+                )
                 norm = placed.grad_norm() if norms else 0.0  # waits for the other workers
                 os.write(out, f"{placed.steps_done} {loss.hex()} {norm.hex()}\n".encode())
             if rank == 0:
@@ -146,11 +202,24 @@ def worker_child(case, servers, log, steps, rank, workers, options, change):
 class Workers:
     """`workers` of them; `logs[r]` is what rank r wrote."""
 
-    def __init__(self, case, servers, tmp_path, steps, workers, *, changes=None, session="1", **options):
+    def __init__(
+        self, case, servers, tmp_path, steps, workers, *, changes=None, session="1", **options
+    ):
         self.logs = [tmp_path / f"worker{r}.log" for r in range(workers)]
         self.processes = [
-            FORK.Process(target=worker_child, args=(case, list(servers), str(self.logs[r]), steps, r, workers,
-                                                    {**options, "session": session}, (changes or {}).get(r)))
+            FORK.Process(
+                target=worker_child,
+                args=(
+                    case,
+                    list(servers),
+                    str(self.logs[r]),
+                    steps,
+                    r,
+                    workers,
+                    {**options, "session": session},
+                    (changes or {}).get(r),
+                ),
+            )
             for r in range(workers)
         ]
         for process in self.processes:
@@ -171,8 +240,16 @@ class Workers:
         return said.read_text().splitlines() if said.exists() else []
 
     def errors(self):
-        return [next((x for x in reversed(log.read_text().splitlines()) if x.startswith("error")), "") if log.exists()
-                else "" for log in self.logs]
+        return [
+            (
+                next(
+                    (x for x in reversed(log.read_text().splitlines()) if x.startswith("error")), ""
+                )
+                if log.exists()
+                else ""
+            )
+            for log in self.logs
+        ]
 
 
 def losses(log):
@@ -183,5 +260,3 @@ def losses(log):
         if first != "error":
             seen.setdefault(first, set()).add(rest)
     return seen
-
-

@@ -1,4 +1,5 @@
-"""`roadtrain calibrate`: real steps of a job beside simulated ones; the file then says what was measured."""
+"""`roadtrain calibrate`: real steps of a job beside simulated ones; the file then says what was
+measured."""
 
 from __future__ import annotations
 
@@ -72,8 +73,11 @@ def test_rates_are_learnt(files, dirs, name, capsys):
     told = capsys.readouterr().out
     assert f"placement {name}" in told
     real, by_file, calibrated = (
-        float(number) * (1e-3 if unit == "ms" else 1) for number, unit in
-        re.findall(r"([\d.]+) (s|ms)", next(line for line in told.splitlines() if "a step" in line)))
+        float(number) * (1e-3 if unit == "ms" else 1)
+        for number, unit in re.findall(
+            r"([\d.]+) (s|ms)", next(line for line in told.splitlines() if "a step" in line)
+        )
+    )
     assert by_file > 5 * real  # the file said that this machine computes 0.1 GFLOP/s
     assert 0.5 < calibrated / real < 2
     if not dirs.strip("[]"):  # nothing waits for a device, so a step is what it computes
@@ -90,8 +94,11 @@ def test_what_the_job_has_trained_is_not_touched(files, tmp_path):
     assert cli.main(["train", job]) == 0
 
     def contents():
-        return {path: path.read_bytes() for path in tmp_path.rglob("*")
-                if path.is_file() and path.name != "cluster.toml"}
+        return {
+            path: path.read_bytes()
+            for path in tmp_path.rglob("*")
+            if path.is_file() and path.name != "cluster.toml"
+        }
 
     before = contents()
     assert cli.main(["calibrate", cluster, job, "--steps", "1"]) == 0
@@ -102,16 +109,32 @@ def test_where_nothing_can_be_written(files, tmp_path, capsys):
     _, job = files("[]")
     assert cli.main(["calibrate", "workstation", job]) == 2
     assert "is a template" in capsys.readouterr().err
-    assert cli.main(["simulate", "workstation", "--model", "GPT-2", "--json", str(tmp_path / "no" / "x.json")]) == 2
+    assert (
+        cli.main(
+            [
+                "simulate",
+                "workstation",
+                "--model",
+                "GPT-2",
+                "--json",
+                str(tmp_path / "no" / "x.json"),
+            ]
+        )
+        == 2
+    )
     assert "x.json" in capsys.readouterr().err
 
 
 def test_what_it_cannot_run(files, capsys):
     cluster, job = files('["{run}/store"]')
-    Path(job).write_text(Path(job).read_text().replace("[store]", "[compress]\ntopk = 2.0\n[store]"))
+    Path(job).write_text(
+        Path(job).read_text().replace("[store]", "[compress]\ntopk = 2.0\n[store]")
+    )
     assert cli.main(["calibrate", cluster, job]) == 2
     assert "nothing compressed" in capsys.readouterr().err
-    Path(job).write_text(Path(job).read_text().replace("topk = 2.0", "").replace("dirs =", 'servers = ["h:1"] #'))
+    Path(job).write_text(
+        Path(job).read_text().replace("topk = 2.0", "").replace("dirs =", 'servers = ["h:1"] #')
+    )
     assert cli.main(["calibrate", cluster, job]) == 2
     assert "with --lab" in capsys.readouterr().err
     cluster, job = files("[]")
@@ -126,20 +149,38 @@ def test_the_lab_says_what_it_lacks(files, capsys, monkeypatch):
     cluster, job = files("[]")
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     assert cli.main(["calibrate", cluster, job, "--lab"]) == 2
-    assert "no lab can be made here: not root\nhint: root on Linux, or without --lab" in capsys.readouterr().err
+    assert (
+        "no lab can be made here: not root\nhint: root on Linux, or without --lab"
+        in capsys.readouterr().err
+    )
     assert cli.main(["plan", cluster, "--model", "OPT-125M", "--lab"]) == 2
     assert "--verify --lab" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("late", "updating"), [(0, 0.02), (1, 0.02), (1, 0.08)])
 def test_what_was_measured_is_what_is_simulated(files, late, updating):
-    """Processors that compute and update at once hold each other up, in what is measured and again in the simulator: as
-    quotients the rates would count that twice."""
+    """Processors that compute and update at once hold each other up, in what is measured and
+    again in the simulator: as quotients the rates would count that twice."""
     cluster, _ = files("[]")
-    config = {"model_type": "llama", "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6,
-              "num_attention_heads": 6, "num_key_value_heads": 6, "vocab_size": 256}
-    plan = Plan(placement("zero-offload"), recompute=True, staleness=late, update_at="gradient", parameter_bytes=4,
-                gradient_bytes=4, chunk=1 << 18, context_bytes=0)
+    config = {
+        "model_type": "llama",
+        "hidden_size": 384,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 6,
+        "vocab_size": 256,
+    }
+    plan = Plan(
+        placement("zero-offload"),
+        recompute=True,
+        staleness=late,
+        update_at="gradient",
+        parameter_bytes=4,
+        gradient_bytes=4,
+        chunk=1 << 18,
+        context_bytes=0,
+    )
     found = Measured(0.24, 0.235, {"Update": updating}, 0, plan, from_config(config, seq_len=256))
 
     def stages(cluster: Cluster) -> tuple[float, float, float]:
@@ -151,18 +192,33 @@ def test_what_was_measured_is_what_is_simulated(files, late, updating):
     raw = load_cluster(cluster)
     host = raw.hosts[0]
     assert host.device is not None
-    quotient = {"updates": 28 * found.shape.params / updating, "device": host.device.model_copy(
-        update={"flops": found.shape.step_flops(True) / found.compute_s})}
-    _, computes, updates = stages(raw.model_copy(update={"hosts": (host.model_copy(update=quotient),)}))
+    quotient = {
+        "updates": 28 * found.shape.params / updating,
+        "device": host.device.model_copy(
+            update={"flops": found.shape.step_flops(True) / found.compute_s}
+        ),
+    }
+    _, computes, updates = stages(
+        raw.model_copy(update={"hosts": (host.model_copy(update=quotient),)})
+    )
     assert computes > 1.03 * found.compute_s and updates > 1.5 * updating
     step, computes, updates = stages(learnt(raw, found))
-    assert computes == pytest.approx(found.compute_s, rel=0.01) and updates == pytest.approx(updating, rel=0.01)
+    assert computes == pytest.approx(found.compute_s, rel=0.01) and updates == pytest.approx(
+        updating, rel=0.01
+    )
     assert step == pytest.approx(found.step_s, rel=0.02)
 
 
-@pytest.mark.parametrize("words", [
-    {}, {"optimizer.staleness": 1}, {"model.dtype": "bf16"}, {"compress.topk": 2.0, "store.chunk_elements": 1 << 17},
-    {"budget.host": "150MiB"}])
+@pytest.mark.parametrize(
+    "words",
+    [
+        {},
+        {"optimizer.staleness": 1},
+        {"model.dtype": "bf16"},
+        {"compress.topk": 2.0, "store.chunk_elements": 1 << 17},
+        {"budget.host": "150MiB"},
+    ],
+)
 @pytest.mark.parametrize("dirs", ['["{run}/store"]', "[]"])
 def test_a_plan_says_what_buffers_take(files, dirs, words, tmp_path):  # Rule 4
     _, path = files(dirs)
@@ -177,15 +233,31 @@ def test_a_plan_says_what_buffers_take(files, dirs, words, tmp_path):  # Rule 4
 def test_a_plan_is_verified_by_real_steps(files, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     cluster, _ = files("[]")
-    (tmp_path / "config.json").write_text(json.dumps({
-        "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "vocab_size": 256,
-        "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64, "pad_token_id": None}))
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {
+                "model_type": "llama",
+                "hidden_size": 64,
+                "intermediate_size": 128,
+                "num_hidden_layers": 3,
+                "vocab_size": 256,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 4,
+                "max_position_embeddings": 64,
+                "pad_token_id": None,
+            }
+        )
+    )
     words = ["plan", cluster, "--model", "config.json", "--batch", "2", "--verify", "--placements"]
     for name in ("zero-offload", "files"):
         assert cli.main([*words, name]) == 0
         said = capsys.readouterr().out
         assert re.search(rf"placement {name}\b", said) and re.search(r"a step +\d.*\d.*\d", said)
     assert "hosts.here.device" in load_cluster(cluster).measured
-    assert cli.main([*words, "ddp"]) == 2 and "cannot be run by one worker" in capsys.readouterr().err
-    assert cli.main([word if word != "config.json" else "OPT-125M" for word in words] + ["files"]) == 2
+    assert (
+        cli.main([*words, "ddp"]) == 2 and "cannot be run by one worker" in capsys.readouterr().err
+    )
+    assert (
+        cli.main([word if word != "config.json" else "OPT-125M" for word in words] + ["files"]) == 2
+    )
     assert "nothing to run" in capsys.readouterr().err

@@ -1,4 +1,5 @@
-"""Top-k gradients: lossy, but the same loss on every placement and after every resume (Rules 1 to 3)."""
+"""Top-k gradients: lossy, but the same loss on every placement and after every resume (Rules 1
+to 3)."""
 
 import numpy as np
 import pytest
@@ -22,7 +23,9 @@ def losses_of(case, store, stops=(STEPS,), **options):
 
 
 @pytest.mark.parametrize("feedback", [False, True])
-@pytest.mark.parametrize("case", [Case(), Case(clip=0.5, groups=True), Case(eager=True), Case(scaler=True)], ids=str)
+@pytest.mark.parametrize(
+    "case", [Case(), Case(clip=0.5, groups=True), Case(eager=True), Case(scaler=True)], ids=str
+)
 def test_same_bits_wherever_and_resumed(case, feedback, tmp_path):  # Rules 1, 3
     options = {"topk": 0.1, "error_feedback": feedback}
     ram = losses_of(case, None, **options)

@@ -10,8 +10,11 @@ from roadtrain.bench import depth
 
 
 @pytest.mark.slow
-def test_peak_memory_of_four_times_the_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rule 4. The blocks added weigh 38 MB in parameters alone, and left to itself glibc's heap would grow by more."""
+def test_peak_memory_of_four_times_the_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rule 4. The blocks added weigh 38 MB in parameters alone, and left to itself glibc's heap
+    would grow by more."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     few, many = depth.measure((4, 16), 256, "96MiB", depth.REPS)

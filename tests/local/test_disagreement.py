@@ -1,5 +1,7 @@
-"""Workers that do not do the same: each gets one sentence, within 5 s, and the process goes on with the next sums. The
-cases are those of Horovod's own tests of errors, and of DDP's hook; and what differs later, when names are known."""
+"""Workers that do not do the same: each gets one sentence, within 5 s, and the process goes on with
+the next sums. The cases are those of Horovod's own tests of errors, and of DDP's hook; and what
+differs later, when names are known.
+"""
 
 import time
 from functools import partial
@@ -43,12 +45,20 @@ def kind(rank):
 
 CASES = {
     "shape": lambda rank: hvd.allreduce(torch.zeros([17 + rank] * 3)),
-    "as many elements": lambda rank: hvd.allreduce(torch.zeros([17, 23 * 57] if rank == 0 else [17, 23, 57])),
+    "as many elements": lambda rank: hvd.allreduce(
+        torch.zeros([17, 23 * 57] if rank == 0 else [17, 23, 57])
+    ),
     "type": lambda rank: hvd.allreduce(torch.zeros(17, 17, 17, dtype=kind(rank))),
     "type, named": lambda rank: hvd.allreduce(torch.zeros(17, dtype=kind(rank)), name="n"),
-    "16 bits": lambda rank: hvd.allreduce(torch.zeros(8, dtype=torch.bfloat16 if rank else torch.float16), name="m"),
-    "operation": lambda rank: hvd.allreduce(torch.ones(4), op=hvd.Sum if rank == 0 else hvd.Average, name="o"),
-    "format": lambda rank: hvd.allreduce(torch.ones(4), compression="bf16" if rank == 0 else "", name="f"),
+    "16 bits": lambda rank: hvd.allreduce(
+        torch.zeros(8, dtype=torch.bfloat16 if rank else torch.float16), name="m"
+    ),
+    "operation": lambda rank: hvd.allreduce(
+        torch.ones(4), op=hvd.Sum if rank == 0 else hvd.Average, name="o"
+    ),
+    "format": lambda rank: hvd.allreduce(
+        torch.ones(4), compression="bf16" if rank == 0 else "", name="f"
+    ),
     "name": lambda rank: hvd.allreduce(torch.ones(4), name=f"name {rank}"),
     "async": lambda rank: hvd.synchronize(hvd.allreduce_async(torch.ones(4 + rank), name="s")),
     "broadcast, shape": lambda rank: hvd.broadcast(torch.ones(17, 10 * (rank + 1), 17), 0),
@@ -57,8 +67,12 @@ CASES = {
     "object, root": lambda rank: hvd.broadcast_object({"a": rank}, rank),
     "parameters, root": lambda rank: hvd.broadcast_parameters({"a": torch.ones(3)}, rank),
     "other calls": lambda rank: hvd.barrier() if rank else hvd.broadcast(torch.ones(3), 0),
-    "a sum and a barrier": lambda rank: hvd.barrier() if rank else hvd.allreduce(torch.ones(3), name="b"),
-    "integers": lambda rank: hvd.allreduce(torch.tensor(3)) if rank else hvd.allreduce(torch.ones(3), name="i"),
+    "a sum and a barrier": lambda rank: (
+        hvd.barrier() if rank else hvd.allreduce(torch.ones(3), name="b")
+    ),
+    "integers": lambda rank: (
+        hvd.allreduce(torch.tensor(3)) if rank else hvd.allreduce(torch.ones(3), name="i")
+    ),
 }
 
 
@@ -82,14 +96,18 @@ def known_names(rank):
         hvd.allreduce(torch.ones(40_000), name="x")
     told(lambda: hvd.allreduce(torch.ones(40_000 + rank), name="x"))
     for _ in range(2):
-        assert hvd.allreduce(torch.full((40_000,), 1.0 + rank), name="x", op=hvd.Sum)[-1].item() == 3.0
+        assert (
+            hvd.allreduce(torch.full((40_000,), 1.0 + rank), name="x", op=hvd.Sum)[-1].item() == 3.0
+        )
     handles = [hvd.allreduce_async(torch.ones(1000), name=f"t{i + 10 * rank}") for i in range(3)]
     told(lambda: hvd.synchronize(handles[0]))
     for handle in handles[1:]:  # those under way then are given up, too
         with pytest.raises(DifferError):
             hvd.synchronize(handle)
     order = ("a", "b") if rank else ("b", "a")
-    words = told(lambda: [hvd.allreduce(torch.ones(3, dtype=torch.float64), name=name) for name in order])
+    words = told(
+        lambda: [hvd.allreduce(torch.ones(3, dtype=torch.float64), name=name) for name in order]
+    )
     works(2)
     return words
 
@@ -110,19 +128,27 @@ def test_horovods_errors_one_after_the_other():
     two = run(2, one_after_the_other)
     for found in two:
         assert not isinstance(found, str), two
-        assert found["shape"].startswith("workers differ about 'an unnamed sum': worker 0: float32 [17, 17, 17]")
+        assert found["shape"].startswith(
+            "workers differ about 'an unnamed sum': worker 0: float32 [17, 17, 17]"
+        )
         assert "worker 1: float32 [18, 18, 18]" in found["shape"]
         assert "int32 [17, 17, 17]" in found["type"] and "float32 [17, 17, 17]" in found["type"]
         assert "worker 0: float32 [4]; worker 1: float32 [4], divided by 2" in found["operation"]
         assert "'name 0'" in found["name"] and "'name 1'" in found["name"]
-        assert "from worker 0" in found["broadcast, root"] and "from worker 1" in found["broadcast, root"]
+        assert (
+            "from worker 0" in found["broadcast, root"]
+            and "from worker 1" in found["broadcast, root"]
+        )
 
 
 def test_horovods_errors_by_three():
     three = run(3, one_after_the_other)
     for found in three:
         assert not isinstance(found, str), three
-        assert "int32 [17, 17, 17]" in found["type"] and "worker 1: float32 [17, 17, 17]" in found["type"]
+        assert (
+            "int32 [17, 17, 17]" in found["type"]
+            and "worker 1: float32 [17, 17, 17]" in found["type"]
+        )
 
 
 def test_what_differs_when_names_are_known():
@@ -141,7 +167,9 @@ def slow_is_not_other(rank):
         if rank == number:
             time.sleep(3.5)
         names = ("a", "b", "c") if rank else ("c", "a", "b")
-        handles = {name: hvd.allreduce_async(torch.ones(3), name=name, op=hvd.Sum) for name in names}
+        handles = {
+            name: hvd.allreduce_async(torch.ones(3), name=name, op=hvd.Sum) for name in names
+        }
         found += [hvd.synchronize(handles[name]).tolist() for name in names]
     hvd.barrier()
     return found
@@ -153,8 +181,13 @@ def test_a_late_worker_is_waited_for():
 
 def optimizers(rank):
     """Models that differ, under DistributedOptimizer; then one that is the same."""
-    for wrong in (nn.Linear(3, 2 + rank), nn.Linear(3, 2, dtype=torch.bfloat16 if rank else torch.float32)):
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(wrong.parameters(), lr=0.1), wrong.named_parameters())
+    for wrong in (
+        nn.Linear(3, 2 + rank),
+        nn.Linear(3, 2, dtype=torch.bfloat16 if rank else torch.float32),
+    ):
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(wrong.parameters(), lr=0.1), wrong.named_parameters()
+        )
 
         def step(model=wrong, optimizer=optimizer):
             model(torch.ones(1, 3, dtype=model.weight.dtype)).sum().backward()
@@ -163,7 +196,9 @@ def optimizers(rank):
         told(step)
     model = nn.Linear(3, 2)
     hvd.broadcast_parameters(model.state_dict(), 0)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
+    )
     for _ in range(3):
         optimizer.zero_grad()
         model(torch.full((1, 3), 1.0 + rank)).sum().backward()
@@ -180,12 +215,19 @@ def test_models_that_differ_under_horovods_optimizer():
 def under_ddp(rank):
     dist.init_process_group("gloo")
     with Summation(budget="64MiB", deadline_s=40) as state:
-        for wrong in (nn.Linear(40, 300 + rank), nn.Linear(4, 4, dtype=torch.bfloat16 if rank else torch.float32)):
+        for wrong in (
+            nn.Linear(40, 300 + rank),
+            nn.Linear(4, 4, dtype=torch.bfloat16 if rank else torch.float32),
+        ):
             unsynced = nn.parallel.DistributedDataParallel(wrong, init_sync=False)
             unsynced.register_comm_hook(state, sum_hook)
             begin = time.monotonic()
-            with pytest.raises(RuntimeError, match=r"workers differ about .DDP's bucket 0") as error:
-                unsynced(torch.ones(2, wrong.in_features, dtype=wrong.weight.dtype)).sum().backward()
+            with pytest.raises(
+                RuntimeError, match=r"workers differ about .DDP's bucket 0"
+            ) as error:
+                unsynced(
+                    torch.ones(2, wrong.in_features, dtype=wrong.weight.dtype)
+                ).sum().backward()
             assert time.monotonic() - begin < SOON_S
         right = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
         right.register_comm_hook(state, sum_hook)

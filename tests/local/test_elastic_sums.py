@@ -1,5 +1,5 @@
-"""Spare hosts that come, go, die and are slow while workers sum: every sum is right, nobody waits for ever, no worker
-is restarted (Rules 1 and 5)."""
+"""Spare hosts that come, go, die and are slow while workers sum: every sum is right, nobody
+waits for ever, no worker is restarted (Rules 1 and 5)."""
 
 import random
 import threading
@@ -18,7 +18,12 @@ from roadtrain.node.summation import Summation
 from roadtrain.node.summing import Summers
 from roadtrain.wire.tcp import Options, listen
 
-TENSORS = {1: (400_003, "fp32", ""), 2: (9, "fp32", ""), 3: (150_000, "bf16", ""), 4: (70_000, "fp32", "")}
+TENSORS = {
+    1: (400_003, "fp32", ""),
+    2: (9, "fp32", ""),
+    3: (150_000, "bf16", ""),
+    4: (70_000, "fp32", ""),
+}
 
 
 class Elastic(Hosts):
@@ -29,7 +34,11 @@ class Elastic(Hosts):
         self.said, self.where = [], {}
         self.spares = [self._name(i) for i in range(n, n + k)]
         self.control = self.summers[0].control = Control(
-            "s", n, tuple((n + i, name, 1.0) for i, name in enumerate(self.spares)), self.said.append)
+            "s",
+            n,
+            tuple((n + i, name, 1.0) for i, name in enumerate(self.spares)),
+            self.said.append,
+        )
 
     def _name(self, i):
         name = "{}:{}".format(*self.listeners[i].address)
@@ -39,8 +48,15 @@ class Elastic(Hosts):
     def add(self):
         """A new one, which it offers."""
         self.summers.append(Summers(1 << 28))
-        self.listeners.append(listen(("127.0.0.1", 0), self.summers[-1].accept, Options(), lambda _: None,
-                                     language=m.LANGUAGE))
+        self.listeners.append(
+            listen(
+                ("127.0.0.1", 0),
+                self.summers[-1].accept,
+                Options(),
+                lambda _: None,
+                language=m.LANGUAGE,
+            )
+        )
         name = self._name(len(self.summers) - 1)
         self.control.offered(name, 1.0)
         return name
@@ -83,9 +99,19 @@ def sum_all(rank, sums, rounds, workers, tensors=TENSORS, between=lambda number:
         between(number)
         outs = {}
         for key, (elements, dtype, format) in tensors.items():
-            grad, outs[key] = values(rank, number, key, elements, dtype), np.empty(elements, DTYPES[dtype])
-            sums.sum(key, m.as_bytes(grad), outs[key].view(np.uint8).data, dtype, lambda: None, priority=-key,
-                     format=format)
+            grad, outs[key] = (
+                values(rank, number, key, elements, dtype),
+                np.empty(elements, DTYPES[dtype]),
+            )
+            sums.sum(
+                key,
+                m.as_bytes(grad),
+                outs[key].view(np.uint8).data,
+                dtype,
+                lambda: None,
+                priority=-key,
+                format=format,
+            )
         sums.wait()
         for key, (elements, dtype, format) in tensors.items():
             wanted = expected(workers, number, key, elements, dtype)
@@ -109,14 +135,19 @@ def test_a_spare_host_that_dies_is_gone_round_and_one_that_comes_is_used(n, elas
     def work(rank, sums):
         sum_all(rank, sums, 20, n, between=between if rank == 0 else lambda number: None)
         if rank == 0:
-            made.until({second, *list(made.where)[n + 2 :]} & set(made.where) | {made._name(len(made.summers) - 1)})
+            made.until(
+                {second, *list(made.where)[n + 2 :]} & set(made.where)
+                | {made._name(len(made.summers) - 1)}
+            )
         sum_all(rank, sums, 3, n)
         return {site.number for site in sums._sites.values()}
 
     found = made.run(work)
     assert not any(isinstance(one, Exception) for one in found), found
     assert all(one == found[0] and n not in one and max(one) > n + 1 for one in found), found
-    assert any("left out" in words for words in made.said) and any("from now on" in words for words in made.said)
+    assert any("left out" in words for words in made.said) and any(
+        "from now on" in words for words in made.said
+    )
     new = made.summers[-1]
     assert sum(len(job._results) for job in new.jobs.values()) or not new.jobs
 
@@ -132,7 +163,9 @@ def test_sums_stay_right_whoever_dies_when(seed, elastic):
             if there and rng.random() < 0.5:
                 made.kill(rng.choice(there))
             elif there and rng.random() < 0.3:
-                made.control.gone(made.control.spares.get(rng.choice(there), -1), "not wanted any more")
+                made.control.gone(
+                    made.control.spares.get(rng.choice(there), -1), "not wanted any more"
+                )
             elif len(there) < 4:
                 made.add()
 
@@ -147,7 +180,9 @@ def test_sums_stay_right_whoever_dies_when(seed, elastic):
     assert any("left out" in words for words in made.said)
 
 
-@pytest.mark.parametrize("when", ["before anyone dials it", "with no coordinator known", "when others sum already"])
+@pytest.mark.parametrize(
+    "when", ["before anyone dials it", "with no coordinator known", "when others sum already"]
+)
 def test_a_spare_host_that_dies_while_the_job_starts_is_gone_round(when, elastic, monkeypatch):
     made, told, all_there = elastic(3, 2), threading.Semaphore(0), threading.Barrier(3)
     first, second = made.spares
@@ -167,7 +202,9 @@ def test_a_spare_host_that_dies_while_the_job_starts_is_gone_round(when, elastic
             all_there.wait(20)
         if when == "when others sum already" and name == f"spare host {first}" and hello[1] == 2:
             deadline = time.monotonic() + 20
-            while not any(seat.buffers for job in made.summers[3].jobs.values() for seat in job.seats.values()):
+            while not any(
+                seat.buffers for job in made.summers[3].jobs.values() for seat in job.seats.values()
+            ):
                 assert time.monotonic() < deadline, "the others are summing"
                 time.sleep(0.01)
             made.kill(first)
@@ -179,7 +216,9 @@ def test_a_spare_host_that_dies_while_the_job_starts_is_gone_round(when, elastic
         made.kill(first)
     found = made.run(partial(sum_all, rounds=8, workers=3))
     assert found == [8] * 3, (found, made.said)
-    assert [*made.control.spares] == [second] and sum("left out" in words for words in made.said) == 1, made.said
+    assert [*made.control.spares] == [second] and sum(
+        "left out" in words for words in made.said
+    ) == 1, made.said
 
 
 @pytest.mark.parametrize("format", ["bf16", "dither:8", "fp16"])
@@ -192,7 +231,11 @@ def test_encoded_ones_too(format, elastic):
             made.kill(made.spares[0])
         time.sleep(0.02)
 
-    found = made.run(lambda rank, sums: sum_all(rank, sums, 8, 2, tensors, between if rank == 0 else lambda _: None))
+    found = made.run(
+        lambda rank, sums: sum_all(
+            rank, sums, 8, 2, tensors, between if rank == 0 else lambda _: None
+        )
+    )
     assert found == [8, 8], found
 
 
@@ -206,7 +249,9 @@ def test_without_a_coordinator_a_dead_spare_host_is_an_error(hosts_two_one):
                 summer.end(LostError("killed"))
         sum_all(rank, sums, 50, 2)
 
-    assert all(isinstance(one, RoadtrainError) and "spare host" in str(one) for one in made.run(work))
+    assert all(
+        isinstance(one, RoadtrainError) and "spare host" in str(one) for one in made.run(work)
+    )
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
-"""What goes wrong around a training loop: each a typed error that says what and where, and the last committed step
-stays usable (Rules 3 to 5). And what a loop may do between steps without changing any number."""
+"""What goes wrong around a training loop: each a typed error that says what and where, and the
+last committed step stays usable (Rules 3 to 5). And what a loop may do between steps without
+changing any number."""
 
 from __future__ import annotations
 
@@ -37,6 +38,7 @@ from roadtrain.units import parse_bytes
 PLAIN = Case(clip=0.5)
 QUIET = {"report": lambda _: None, "deadline_s": 30}
 SMALL = {"budget": "60MiB", "chunk_elements": 1 << 16}
+
 
 def train(store, until, case=PLAIN, **options):
     """Losses of the steps up to `until`, going on from what is in `store`."""
@@ -126,24 +128,42 @@ def test_a_torn_ledger_goes_back_one_step(tmp_path):
 
 def place_reporting(store, said):
     model, optimizer = build(PLAIN)
-    placed = roadtrain.place(model, optimizer, store=store, deadline_s=30, report=said.append, **SMALL)
+    placed = roadtrain.place(
+        model, optimizer, store=store, deadline_s=30, report=said.append, **SMALL
+    )
     return model, placed, new_scaler(PLAIN)
 
 
 @pytest.mark.parametrize("other", ["depth", "width", "frozen", "error feedback"])
 def test_the_store_of_another_model(tmp_path, other):
     train(tmp_path / "s", 1)
-    model = Net(depth=4) if other == "depth" else Net(width=32) if other == "width" else Net(frozen=other == "frozen")
-    options = {"topk": 0.5, "error_feedback": True, "budget": "200MiB"} if other == "error feedback" else {}
+    model = (
+        Net(depth=4)
+        if other == "depth"
+        else Net(width=32)
+        if other == "width"
+        else Net(frozen=other == "frozen")
+    )
+    options = (
+        {"topk": 0.5, "error_feedback": True, "budget": "200MiB"}
+        if other == "error feedback"
+        else {}
+    )
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-    first = {"depth": r"layers\.3\.", "width": r"embed\.weight is .*50, 64.*50, 32",
-             "frozen": r"embed\.weight is .*True", "error feedback": "residual:"}[other]
+    first = {
+        "depth": r"layers\.3\.",
+        "width": r"embed\.weight is .*50, 64.*50, 32",
+        "frozen": r"embed\.weight is .*True",
+        "error feedback": "residual:",
+    }[other]
     with pytest.raises(ForeignError, match=f"another model: {first}"):
         roadtrain.place(model, optimizer, store=tmp_path / "s", **QUIET, **options)
     assert train(tmp_path / "s", 2) == reference(2)[1:]
 
 
-@pytest.mark.parametrize("make", [torch.optim.Adagrad, lambda p: torch.optim.AdamW(p, amsgrad=True)])
+@pytest.mark.parametrize(
+    "make", [torch.optim.Adagrad, lambda p: torch.optim.AdamW(p, amsgrad=True)]
+)
 def test_the_store_of_another_optimizer(tmp_path, make):
     train(tmp_path / "s", 1)
     model = Net()
@@ -157,7 +177,9 @@ def test_a_vanished_directory_at_the_start(tmp_path):
     train(dirs, 2)
     for gone in (1, 0):
         (tmp_path / "abc"[gone]).rename(tmp_path / "away")
-        with pytest.raises(GoneError, match=f"{tmp_path / 'abc'[gone]}|whose first directory is not here"):
+        with pytest.raises(
+            GoneError, match=f"{tmp_path / 'abc'[gone]}|whose first directory is not here"
+        ):
             train(dirs, 3)
         shutil.rmtree(tmp_path / "abc"[gone], ignore_errors=True)
         (tmp_path / "away").rename(tmp_path / "abc"[gone])
@@ -185,7 +207,9 @@ def small_disk(tmp_path):
         pytest.skip("mounting needs root")
     where = tmp_path / "disk"
     where.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "none", where], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=12m", "none", where], capture_output=True
+    ).returncode:
         pytest.skip("mounting is not allowed here")
     yield where
     subprocess.run(["umount", "-l", where], check=True)
@@ -199,12 +223,17 @@ def test_no_room_for_the_store(small_disk):
     assert train(small_disk / "s", 2) == reference(2)
 
 
-@pytest.mark.parametrize(("case", "what"), [
-    (Case(clip=0.5, accumulate=2), r"spill\.bin: allocating"),
-    (Case(eager=True), r"ledger\.\d: writing the record of step \d+"),
-], ids=["gradients that wait", "the commit record"])
+@pytest.mark.parametrize(
+    ("case", "what"),
+    [
+        (Case(clip=0.5, accumulate=2), r"spill\.bin: allocating"),
+        (Case(eager=True), r"ledger\.\d: writing the record of step \d+"),
+    ],
+    ids=["gradients that wait", "the commit record"],
+)
 def test_the_disk_fills_while_training(small_disk, case, what):
-    """Slots are allocated when the store is made; waiting gradients and the job's own state may still need room."""
+    """Slots are allocated when the store is made; waiting gradients and the job's own state may
+    still need room."""
     extra = Growing()
     losses = train_with(extra, small_disk / "s", 2, case)
     ballast(small_disk, 64 << 10)
@@ -239,8 +268,15 @@ class Growing:
 
 def place_with(extra, store, case):
     model, optimizer = build(case)
-    placed = roadtrain.place(model, optimizer, store=store, extra={"mine": extra}, **QUIET, **SMALL,
-                             backwards_per_step=1 if case.eager else None)
+    placed = roadtrain.place(
+        model,
+        optimizer,
+        store=store,
+        extra={"mine": extra},
+        **QUIET,
+        **SMALL,
+        backwards_per_step=1 if case.eager else None,
+    )
     return model, placed, new_scaler(case)
 
 
@@ -264,12 +300,17 @@ def test_a_hanging_device_meets_the_deadline(tmp_path, nothing_kept):  # Rule 5
     train(tmp_path / "s", 1, case)
     before = set(threading.enumerate())
     model, optimizer = build(case)
-    placed = roadtrain.place(model, optimizer, store=tmp_path / "s", report=lambda _: None, deadline_s=1, **SMALL)
+    placed = roadtrain.place(
+        model, optimizer, store=tmp_path / "s", report=lambda _: None, deadline_s=1, **SMALL
+    )
     tier, go_on = placed._engine.store.tiers[0], threading.Event()
     real = tier.read
     tier.read = lambda *args: (go_on.wait(30), real(*args))
     begin = time.monotonic()
-    with pytest.raises(DeadlineError, match=r"(?s)waited 1 s for .*'(layers\.\d|root)'.*in step \d.*server 0 \(.*/s\)"):
+    with pytest.raises(
+        DeadlineError,
+        match=r"(?s)waited 1 s for .*'(layers\.\d|root)'.*in step \d.*server 0 \(.*/s\)",
+    ):
         run(case, model, placed, new_scaler(case), 1, 9)
     again = time.monotonic()
     with pytest.raises(DeadlineError, match=r"waited 1 s for .*'(layers\.\d|root)'"):
@@ -300,7 +341,8 @@ def test_a_forgotten_zero_grad(tmp_path, store):
 
 
 def test_a_forgotten_zero_grad_on_the_root_adds_up_as_in_plain_torch():
-    """The root's gradients are ordinary tensors: in a model of the root alone torch's own rule holds."""
+    """The root's gradients are ordinary tensors: in a model of the root alone torch's own rule
+    holds."""
     sides = []
     for placed in (False, True):
         torch.manual_seed(0)
@@ -311,7 +353,9 @@ def test_a_forgotten_zero_grad_on_the_root_adds_up_as_in_plain_torch():
         for _ in range(3):
             model(torch.ones(1, 3)).square().sum().backward()
             optimizer.step()
-        sides.append(torch.from_numpy(optimizer.read("weight")) if placed else model.weight.detach())
+        sides.append(
+            torch.from_numpy(optimizer.read("weight")) if placed else model.weight.detach()
+        )
         if placed:
             optimizer.close()
     torch.testing.assert_close(*sides)
@@ -324,7 +368,8 @@ def test_a_broken_promise_loses_nothing(tmp_path):
     torch.manual_seed(1)
     x = torch.randint(0, VOCAB, (4, 16))
     model(x).sum().backward()
-    with pytest.raises(LoopError, match="backwards_per_step=N"):  # accumulates where one backward pass was promised
+    # accumulates where one backward pass was promised
+    with pytest.raises(LoopError, match="backwards_per_step=N"):
         model(x).sum().backward()
     placed.close()
     assert losses + train(tmp_path / "s", 4, case) == reference(4, case)
@@ -372,7 +417,9 @@ def test_a_budget_too_small_names_one_that_fits(tmp_path, store):
 def test_names_that_are_not_there():
     for pattern, hint in (("layer.*", "layers"), ("layers.7", r"layers\.")):
         model, optimizer = build(Case())
-        with pytest.raises(ConfigError, match=rf"(?s){pattern.replace('*', '.')}.*did you mean '{hint}"):
+        with pytest.raises(
+            ConfigError, match=rf"(?s){pattern.replace('*', '.')}.*did you mean '{hint}"
+        ):
             roadtrain.place(model, optimizer, blocks=[pattern], **QUIET)
     one_step(Case(), model, optimizer, new_scaler(Case()), 0)  # refused before anything was changed
 
@@ -380,7 +427,9 @@ def test_names_that_are_not_there():
 def test_parameters_of_another_model():
     model, _ = build(Case())
     _, foreign = build(Case())
-    with pytest.raises(ConfigError, match=r"39 of the optimizer's 39 parameters are not in the model"):
+    with pytest.raises(
+        ConfigError, match=r"39 of the optimizer's 39 parameters are not in the model"
+    ):
         roadtrain.place(model, foreign, **QUIET)
 
 
@@ -392,8 +441,11 @@ def test_placed_twice(tmp_path):
         with pytest.raises(ConfigError, match="hold no values"):
             roadtrain.place(model, torch.optim.AdamW(model.parameters()), budget="128MiB", **QUIET)
         losses = run(Case(), model, placed, scaler, 0, 2)
-    with pytest.raises(ConfigError, match="hold no values"):  # nothing trains on the NaN that are left
-        roadtrain.place(model, torch.optim.AdamW(model.parameters()), store=tmp_path / "new", **QUIET)
+    # nothing trains on the NaN that are left
+    with pytest.raises(ConfigError, match="hold no values"):
+        roadtrain.place(
+            model, torch.optim.AdamW(model.parameters()), store=tmp_path / "new", **QUIET
+        )
     assert not (tmp_path / "new").exists()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with roadtrain.place(model, optimizer, store=tmp_path / "s", **SMALL, **QUIET) as placed:
@@ -413,9 +465,12 @@ def test_an_optimizer_that_has_trained():
 def test_more_directories_than_chunks(tmp_path):
     dirs = [tmp_path / str(i) for i in range(60)]
     few = {"budget": "3GiB", "chunk_elements": 1 << 20}
-    losses = train(dirs, 2, **few) + train(dirs, 3, **few) + train(
-        dirs[:2], 4, moved_from=dirs[2:], **few
-    ) + train(dirs, 5, **few)
+    losses = (
+        train(dirs, 2, **few)
+        + train(dirs, 3, **few)
+        + train(dirs[:2], 4, moved_from=dirs[2:], **few)
+        + train(dirs, 5, **few)
+    )
     assert losses == reference(5)
 
 
@@ -434,8 +489,11 @@ def test_chunks_are_spread_by_rates_and_stay_there(tmp_path):
     sizes = [slot_files(d)[0].stat().st_size for d in dirs]
     assert 2.2 < sizes[0] / sizes[1] < 4
     said = []
-    losses += train(dirs, 4, store_rates="measured", report=said.append)  # a store that is there keeps its spread
-    assert [slot_files(d)[0].stat().st_size for d in dirs] == sizes and not any("converted" in line for line in said)
+    # a store that is there keeps its spread
+    losses += train(dirs, 4, store_rates="measured", report=said.append)
+    assert [slot_files(d)[0].stat().st_size for d in dirs] == sizes and not any(
+        "converted" in line for line in said
+    )
     assert losses == reference(4)
     for wrong in ([1.0], [1.0, float("nan")], [1, -1], "fast"):
         with pytest.raises(ConfigError, match="store_rates"):
@@ -457,7 +515,10 @@ def test_parameters_in_no_group_are_said_to_stay_as_they_are(tmp_path):
     optimizer = torch.optim.SGD(model.layers.parameters(), lr=0.1)
     with roadtrain.place(model, optimizer, store=tmp_path, budget="128MiB", report=said.append):
         pass
-    assert any("3 parameters are in no parameter group ('embed.weight' is the first)" in line for line in said)
+    assert any(
+        "3 parameters are in no parameter group ('embed.weight' is the first)" in line
+        for line in said
+    )
 
 
 @pytest.mark.parametrize("when", ["before place", "after", "each block"])
@@ -471,7 +532,9 @@ def test_a_compiled_model_trains_as_ever(when, recwarn):
             for layer in model.layers:
                 layer.compile(backend="eager")
         with roadtrain.place(model, optimizer, budget="128MiB", **QUIET) as placed:
-            run_as = torch.compile(model, backend="eager") if compiled and when == "after" else model
+            run_as = (
+                torch.compile(model, backend="eager") if compiled and when == "after" else model
+            )
             sides.append(run(Case(), run_as, placed, new_scaler(Case()), 0, 3))
     assert sides[0] == sides[1]
     assert not [w for w in recwarn if "recompile" in str(w.message)]
@@ -499,7 +562,9 @@ SCHEDULERS = {
     "StepLR": lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5),
     "OneCycleLR": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.02, total_steps=12),
     "LambdaLR": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda n: 1 / (1 + n)),
-    "CosineAnnealingWarmRestarts": lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    "CosineAnnealingWarmRestarts": lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(
+        o, 3
+    ),
 }
 
 
@@ -525,16 +590,22 @@ def test_schedulers(name):
         np.testing.assert_allclose(losses, plain[0], rtol=0, atol=2e-4)
 
 
-@pytest.mark.parametrize("early", [False, True], ids=["built on the placed one", "built before place"])
+@pytest.mark.parametrize(
+    "early", [False, True], ids=["built on the placed one", "built before place"]
+)
 def test_a_scheduler_resumes(tmp_path, early):
     def part(store, steps):
         model, optimizer = build(Case())
         if early:
             scheduler = SCHEDULERS["OneCycleLR"](optimizer)
-            placed = roadtrain.place(model, optimizer, store=store, extra={"scheduler": scheduler}, **SMALL, **QUIET)
+            placed = roadtrain.place(
+                model, optimizer, store=store, extra={"scheduler": scheduler}, **SMALL, **QUIET
+            )
         else:
             holder = Later()
-            placed = roadtrain.place(model, optimizer, store=store, extra={"scheduler": holder}, **SMALL, **QUIET)
+            placed = roadtrain.place(
+                model, optimizer, store=store, extra={"scheduler": holder}, **SMALL, **QUIET
+            )
             scheduler = holder.take(SCHEDULERS["OneCycleLR"], placed)
         losses = []
         with placed:
@@ -609,7 +680,14 @@ def test_close_leaves_no_thread_and_gives_the_model_back(tmp_path, store):
             p.sum()
     if store:
         leftovers = {p.name for p in tmp_path.rglob("*") if p.is_file()}
-        assert leftovers == {"CURRENT", "store.json", "slot0.bin", "slot1.bin", "ledger.0", "ledger.1"}
+        assert leftovers == {
+            "CURRENT",
+            "store.json",
+            "slot0.bin",
+            "slot1.bin",
+            "ledger.0",
+            "ledger.1",
+        }
 
 
 @pytest.mark.parametrize("store", [False, True], ids=["RAM", "files"])
@@ -621,7 +699,9 @@ def test_eval_between_steps_changes_nothing(tmp_path, store):
     for side in ("plain", "quiet", "evaluated"):
         model, optimizer = plain_model, plain_optimizer
         if side != "plain":
-            model, optimizer, _ = place(case, tmp_path / side if store else None, **({} if not store else SMALL))
+            model, optimizer, _ = place(
+                case, tmp_path / side if store else None, **({} if not store else SMALL)
+            )
         losses, scores = [], []
         for i in range(4):
             losses.append(one_step(case, model, optimizer, new_scaler(case), i))
@@ -629,7 +709,9 @@ def test_eval_between_steps_changes_nothing(tmp_path, store):
                 for guard in (torch.no_grad, torch.inference_mode):
                     model.eval()
                     with guard():
-                        scores.append(nn.functional.cross_entropy(model(x).flatten(0, 1), x.flatten()).item())
+                        scores.append(
+                            nn.functional.cross_entropy(model(x).flatten(0, 1), x.flatten()).item()
+                        )
                     model.train()
         seen[side] = losses, scores
         if side != "plain":
@@ -642,8 +724,16 @@ def test_eval_between_steps_changes_nothing(tmp_path, store):
 @pytest.mark.parametrize("store", [False, True], ids=["RAM", "files"])
 def test_a_gpt2_generates_between_steps(tmp_path, store):
     transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(vocab_size=40, n_positions=32, n_embd=32, n_layer=3, n_head=2, bos_token_id=0,
-                                     eos_token_id=None, pad_token_id=0)
+    config = transformers.GPT2Config(
+        vocab_size=40,
+        n_positions=32,
+        n_embd=32,
+        n_layer=3,
+        n_head=2,
+        bos_token_id=0,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
     texts, losses = [], []
     x = torch.randint(1, 40, (2, 16), generator=torch.Generator().manual_seed(1))
     for side in ("plain", "quiet", "generating"):
@@ -651,8 +741,9 @@ def test_a_gpt2_generates_between_steps(tmp_path, store):
         model = transformers.GPT2LMHeadModel(config)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
         if side != "plain":
-            optimizer = roadtrain.place(model, optimizer, store=tmp_path / side if store else None, budget="128MiB",
-                                        **QUIET)
+            optimizer = roadtrain.place(
+                model, optimizer, store=tmp_path / side if store else None, budget="128MiB", **QUIET
+            )
         for i in range(4):
             torch.manual_seed(i)
             loss = model(input_ids=x, labels=x).loss
@@ -687,7 +778,10 @@ def test_an_optimizer_without_a_compiled_rule_is_said(make):  # Rule 6
 def test_a_link_that_ends_is_told_with_the_step_and_what_was_waited_for(kind):
     """Rule 5, also where bytes arrived that are not those that were sent."""
     model, placed, scaler = place(PLAIN, None)
-    with pytest.raises(kind, match=r"^step 2, waiting for .*: server 0 \(there\): it broke$"), placed:
+    with (
+        pytest.raises(kind, match=r"^step 2, waiting for .*: server 0 \(there\): it broke$"),
+        placed,
+    ):
         run(PLAIN, model, placed, scaler, 0, 1)
         placed._worker.deliver(ops.Failed(0, kind("server 0 (there): it broke")))
         run(PLAIN, model, placed, scaler, 1, 2)
@@ -700,7 +794,10 @@ def test_a_link_that_takes_nothing_more_is_told_with_the_step(monkeypatch):
     def closed(message):
         raise LostError("cannot send: server 0 (there): ended without a goodbye")
 
-    with pytest.raises(LostError, match=r"^step 2, sending: cannot send: server 0 \(there\)"), placed:
+    with (
+        pytest.raises(LostError, match=r"^step 2, sending: cannot send: server 0 \(there\)"),
+        placed,
+    ):
         run(PLAIN, model, placed, scaler, 0, 1)
         placed.flush()
         with monkeypatch.context() as patch:

@@ -1,5 +1,7 @@
-"""Histories have identities: a server that lagged does not go on alone, two that went on without each other are
-refused, and two that make different bytes of a chunk are found before the step is committed (Rules 3 and 6)."""
+"""Histories have identities: a server that lagged does not go on alone, two that went on without
+each other are refused, and two that make different bytes of a chunk are found before the step is
+committed (Rules 3 and 6).
+"""
 
 import shutil
 import time
@@ -25,12 +27,15 @@ def refused(two: Cluster, steps, **options):
     before = [contents(host.directory) for host in two.hosts]
     running = two.start(steps, **ONE, **options)
     assert running.join() == [3], running.notes()
-    assert [contents(host.directory) for host in two.hosts] == before, "a refused start changes nothing"
+    assert [contents(host.directory) for host in two.hosts] == before, (
+        "a refused start changes nothing"
+    )
     return running.errors()[0]
 
 
 def test_who_lagged_waits_for_the_other(cluster, alone):
-    """Server 1 missed two steps. Alone it is refused; where the other answers late, it is filled up from that."""
+    """Server 1 missed two steps. Alone it is refused; where the other answers late, it is
+    filled up from that."""
     two = cluster(2)
     two.train(2, **ONE)
     two.lose(1, keep=True)
@@ -38,19 +43,24 @@ def test_who_lagged_waits_for_the_other(cluster, alone):
     two.lose(0, keep=True)
     two.back(1)
     error = refused(two, 6, retry_s=2)
-    assert "LostError" in error and "server 1 (" in error and "is at step 2; server 0 (" in error, error
+    assert "LostError" in error and "server 1 (" in error and "is at step 2; server 0 (" in error, (
+        error
+    )
     assert "may hold a later one" in error and "give_up" in error, error
     late = two.start(6, **ONE)
     time.sleep(6.5)  # it would have begun without server 0 by now
     two.back(0)
     assert late.join() == [0], late.errors()
-    assert any("server 1" in n and "filled up again at step 4" in n for n in late.notes()), late.notes()
+    assert any("server 1" in n and "filled up again at step 4" in n for n in late.notes()), (
+        late.notes()
+    )
     assert {int(s) for s in losses(late.logs[0]) if s != "end"} == set(range(1, 7))
     same(late, alone, 6)
 
 
 def test_a_run_directory_knows_who_was_there(cluster, alone, tmp_path):
-    """The mark is the witness: whichever server dies between two runs, the other goes on; who lagged does not."""
+    """The mark is the witness: whichever server dies between two runs, the other goes on; who
+    lagged does not."""
     two, run = cluster(2), {"run": str(tmp_path / "run"), **ONE}
     (tmp_path / "run").mkdir()
     two.train(2, **run)
@@ -63,7 +73,9 @@ def test_a_run_directory_knows_who_was_there(cluster, alone, tmp_path):
     assert "the run's last session was with server 1 (" in error and "server 0 (" in error, error
     two.back(1)
     running = two.train(6, **run)
-    assert any("server 0" in n and "filled up again at step 4" in n for n in running.notes()), running.notes()
+    assert any("server 0" in n and "filled up again at step 4" in n for n in running.notes()), (
+        running.notes()
+    )
     two.lose(0)  # with its disk, and nobody was training
     same(two.train(8, **run), alone, 8)
 
@@ -80,11 +92,18 @@ def test_two_histories_are_refused_and_one_is_given_up(cluster, alone):
     two.back(0)
     error = refused(two, 6)
     for number, step in ((0, 4), (1, 5)):
-        assert f"server {number} ({two.where[number]}) is at step {step} on a history of its own since step 2" in error
-    assert "ForkedError" in error and "neither goes on from the other" in error and "give_up" in error, error
+        assert (
+            f"server {number} ({two.where[number]}) is at step {step} on a history of its own since"
+            " step 2" in error
+        )
+    assert (
+        "ForkedError" in error and "neither goes on from the other" in error and "give_up" in error
+    ), error
     kept = contents(two.hosts[0].directory)
     running = two.train(6, give_up=[two.where[0]], **ONE)
-    assert any("server 0" in n and "filled up again at step 5" in n for n in running.notes()), running.notes()
+    assert any("server 0" in n and "filled up again at step 5" in n for n in running.notes()), (
+        running.notes()
+    )
     aside = [p for p in two.hosts[0].directory.iterdir() if ".aside" in p.name]
     assert len(aside) == 1, "what was given up is moved aside"
     for name, content in contents(aside[0]).items():
@@ -99,13 +118,20 @@ def test_of_four_servers_three_are_needed(cluster):
     four.train(2, **ONE)
     four.lose(1, 3, keep=True)  # the other two hold every chunk
     error = refused(four, 4, retry_s=2)
-    assert "server 1 (" in error and "server 3 (" in error and "2 of 4 servers" in error and "majority" in error, error
+    assert (
+        "server 1 (" in error
+        and "server 3 (" in error
+        and "2 of 4 servers" in error
+        and "majority" in error
+    ), error
     four.back(1)
     four.train(4, **ONE)
     four.lose(1)
     four.back(3)
     running = four.train(6, **ONE)
-    assert any("server 3" in n and "filled up again at step 4" in n for n in running.notes()), running.notes()
+    assert any("server 3" in n and "filled up again at step 4" in n for n in running.notes()), (
+        running.notes()
+    )
 
 
 @pytest.mark.parametrize("byte", [0, 100, -100], ids=["what is pulled", "further on", "the state"])
@@ -119,23 +145,31 @@ def test_a_flipped_bit_of_one_replica_is_found_at_the_commit(byte, cluster, alon
     assert "DivergedError" in error and "different bytes of chunk" in error, error
     assert f"server 0 ({two.where[0]})" in error and f"server 1 ({two.where[1]})" in error, error
     step = int(error.split(" in step ")[1].split(":")[0])
-    for log in running.logs:  # the next step may have computed with the damaged bytes, and ended with this one
+    # the next step may have computed with the damaged bytes, and ended with this one
+    for log in running.logs:
         lines = log.read_text().splitlines(keepends=True)
-        log.write_text("".join(x for x in lines if not (x.split()[0].isdigit() and int(x.split()[0]) > step)))
+        log.write_text(
+            "".join(x for x in lines if not (x.split()[0].isdigit() and int(x.split()[0]) > step))
+        )
     two.lose(1, keep=True)
     two.back(1)
     running = two.train(step + 2, **ONE)
-    assert f"step {step - 1};" in next(n for n in reversed(running.notes()) if n.startswith("placed"))
+    assert f"step {step - 1};" in next(
+        n for n in reversed(running.notes()) if n.startswith("placed")
+    )
     same(running, alone, step + 2)
 
 
 def test_copies_of_one_store_are_not_mixed(cluster):
-    """Server 0 of one copy of the run beside server 1 of another, at the same step. Without replicas, too."""
+    """Server 0 of one copy of the run beside server 1 of another, at the same step. Without
+    replicas, too."""
     ours = cluster(2)
     start = partial(Workers, LONG, ours.where, ours.home, workers=1)
     assert start(steps=2, session="a").join() == [0]
     ours.lose(0, 1, keep=True)
-    copies = [shutil.copytree(h.directory, ours.home / f"copy{i}") for i, h in enumerate(ours.hosts)]
+    copies = [
+        shutil.copytree(h.directory, ours.home / f"copy{i}") for i, h in enumerate(ours.hosts)
+    ]
     ours.back(0, 1)
     assert start(steps=4, session="b").join() == [0]
     ours.lose(0, 1, keep=True)
@@ -152,4 +186,7 @@ def test_copies_of_one_store_are_not_mixed(cluster):
     running = start(steps=6, session="d")
     assert running.join() == [3]
     error = running.errors()[0]
-    assert "ForkedError" in error and error.count("is at step 4 on a history of its own since step 2") == 2, error
+    assert (
+        "ForkedError" in error
+        and error.count("is at step 4 on a history of its own since step 2") == 2
+    ), error

@@ -1,5 +1,5 @@
-"""Who gets in, over every kind of link: TLS with client certificates, tokens and their files, what workers tell each
-other in the open (Rule 8)."""
+"""Who gets in, over every kind of link: TLS with client certificates, tokens and their files,
+what workers tell each other in the open (Rule 8)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ from roadtrain.train import link_of
 from roadtrain.wire.tcp import Options, Tls
 
 SECRET = b"a secret of the job"
-with_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl here to make certificates with")
+with_openssl = pytest.mark.skipif(
+    shutil.which("openssl") is None, reason="no openssl here to make certificates with"
+)
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +36,30 @@ def tls(tmp_path_factory) -> Tls:
     """A certificate that signs itself, for 127.0.0.1."""
     home = tmp_path_factory.mktemp("tls")
     cert, key = home / "cert.pem", home / "key.pem"
-    subprocess.run(["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes",
-                    "-keyout", key, "-out", cert, "-days", "2", "-subj", "/CN=roadtrain test",
-                    "-addext", "subjectAltName=IP:127.0.0.1"], check=True, capture_output=True)
+    subprocess.run(
+        [
+            "openssl",
+            "req",
+            "-x509",
+            "-newkey",
+            "ec",
+            "-pkeyopt",
+            "ec_paramgen_curve:P-256",
+            "-nodes",
+            "-keyout",
+            key,
+            "-out",
+            cert,
+            "-days",
+            "2",
+            "-subj",
+            "/CN=roadtrain test",
+            "-addext",
+            "subjectAltName=IP:127.0.0.1",
+        ],
+        check=True,
+        capture_output=True,
+    )
     return Tls(cert, key, cert)
 
 
@@ -53,15 +76,20 @@ def token(tmp_path):
 def test_a_token_that_others_can_read_or_change_is_refused(token, mode):
     assert token_of(str(token)) == SECRET
     token.chmod(mode)
-    with pytest.raises(ConfigError, match=rf"by others .mode {mode:o}, 600[^\n]*\n?hint: chmod 600"):
+    with pytest.raises(
+        ConfigError, match=rf"by others .mode {mode:o}, 600[^\n]*\n?hint: chmod 600"
+    ):
         token_of(str(token))
 
 
 def test_a_short_token_is_refused_wherever_it_is_named(tmp_path, capsys):
     write_token(tmp_path / "token", b"hunter2 hunter2\n")
     short = str(tmp_path / "token")
-    for words in (["serve", "127.0.0.1:0", "--sum", "--token-file", short], ["status", "127.0.0.1:1", "--token-file",
-                  short], ["probe", "--listen", "127.0.0.1:0", "--token-file", short]):
+    for words in (
+        ["serve", "127.0.0.1:0", "--sum", "--token-file", short],
+        ["status", "127.0.0.1:1", "--token-file", short],
+        ["probe", "--listen", "127.0.0.1:0", "--token-file", short],
+    ):
         assert cli.main(words) == 2
         said = capsys.readouterr().err
         assert "has 15 bytes, 16 to 4096 are possible" in said and "umask 077" in said
@@ -92,7 +120,9 @@ def test_training_over_tls_with_client_certificates(relay, tls, tmp_path):
         assert {"1", "2"} <= set(losses(ran.logs[0]))
         for kind, without in (("AuthError", Tls(ca=tls.ca)), ("Error", None)):
             (tmp_path / kind).mkdir()
-            stranger = Workers(Case(), [host.where], tmp_path / kind, 2, 1, tls=without, token=SECRET, retry_s=0)
+            stranger = Workers(
+                Case(), [host.where], tmp_path / kind, 2, 1, tls=without, token=SECRET, retry_s=0
+            )
             assert stranger.join() == [3]
             assert "server 0" in stranger.errors()[0]
     finally:
@@ -101,9 +131,20 @@ def test_training_over_tls_with_client_certificates(relay, tls, tmp_path):
 
 @with_openssl
 def test_the_keys_of_a_job_and_the_options_of_commands(tls, token, tmp_path, capsys):
-    job = make_job({"run": {"dir": str(tmp_path)}, "model": {"config": {"model_type": "gpt2"}}, "data": {
-        "paths": [str(tmp_path)]}, "store": {"servers": ["127.0.0.1:7000"], "token_file": str(token), "ca": str(tls.ca),
-                              "cert": str(tls.cert), "key": str(tls.key)}})
+    job = make_job(
+        {
+            "run": {"dir": str(tmp_path)},
+            "model": {"config": {"model_type": "gpt2"}},
+            "data": {"paths": [str(tmp_path)]},
+            "store": {
+                "servers": ["127.0.0.1:7000"],
+                "token_file": str(token),
+                "ca": str(tls.ca),
+                "cert": str(tls.cert),
+                "key": str(tls.key),
+            },
+        }
+    )
     assert link_of(job).tls == tls and link_of(job).token == SECRET
     for words in ({"key": str(tls.key)}, {"cert": str(tmp_path / "none.pem")}):
         with pytest.raises(ConfigError):
@@ -111,7 +152,9 @@ def test_the_keys_of_a_job_and_the_options_of_commands(tls, token, tmp_path, cap
     with pytest.raises(ConfigError, match="--cert and --key"):
         serve.command("127.0.0.1:0", sum=True, client_ca=str(tls.ca))
     with pytest.raises(ConfigError, match="older name"):
-        serve.command("127.0.0.1:0", sum=True, cert=str(tls.cert), key=str(tls.key), ca="a", client_ca="b")
+        serve.command(
+            "127.0.0.1:0", sum=True, cert=str(tls.cert), key=str(tls.key), ca="a", client_ca="b"
+        )
     words = ["--token-file", str(token), "--cert", str(tls.cert), "--key", str(tls.key)]
     with spare_host(*words, "--client-ca", str(tls.ca)) as where:
         assert cli.main(["status", where, *words, "--ca", str(tls.ca)]) == 0
@@ -123,12 +166,16 @@ def test_the_keys_of_a_job_and_the_options_of_commands(tls, token, tmp_path, cap
 @with_openssl
 def test_a_probe_over_tls(tls):
     options = Options(token=SECRET, tls=tls)
-    listener = probing_links.listening("127.0.0.1:0", options, lambda: probing_links.Said(missing=["all"]))
+    listener = probing_links.listening(
+        "127.0.0.1:0", options, lambda: probing_links.Said(missing=["all"])
+    )
     where = "{}:{}".format(*listener.address)
     try:
         assert probing_links.ask(where, probing_links.DESCRIBE, "", options).missing == ["all"]
         with pytest.raises(RoadtrainError):
-            probing_links.ask(where, probing_links.DESCRIBE, "", Options(token=SECRET, handshake_s=1.0))
+            probing_links.ask(
+                where, probing_links.DESCRIBE, "", Options(token=SECRET, handshake_s=1.0)
+            )
     finally:
         listener.close()
 
@@ -139,9 +186,20 @@ def test_a_probe_over_tls(tls):
 @contextlib.contextmanager
 def spare_host(*words):
     """`roadtrain serve --sum` in a process of its own: its address."""
-    command = [sys.executable, "-m", "roadtrain.cli", "serve", "127.0.0.1:0", "--sum", "--budget", "8MiB", *words]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True,
-                          env={**os.environ, "PYTHONUNBUFFERED": "1"}) as process:
+    command = [
+        sys.executable,
+        "-m",
+        "roadtrain.cli",
+        "serve",
+        "127.0.0.1:0",
+        "--sum",
+        "--budget",
+        "8MiB",
+        *words,
+    ]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}
+    ) as process:
         try:
             yield re.search(r"summing at (\S+),", process.stdout.readline())[1]
         finally:
@@ -176,8 +234,19 @@ class Meeting:
 
             try:
                 sums = together.connect(
-                    wanted[rank], None, None, tell, ends, rank=rank, workers=self.workers, inside=False, rule="sum",
-                    address=(addresses or {}).get(rank, "127.0.0.1"), nbytes=1 << 26, deadline_s=20)
+                    wanted[rank],
+                    None,
+                    None,
+                    tell,
+                    ends,
+                    rank=rank,
+                    workers=self.workers,
+                    inside=False,
+                    rule="sum",
+                    address=(addresses or {}).get(rank, "127.0.0.1"),
+                    nbytes=1 << 26,
+                    deadline_s=20,
+                )
                 found[rank] = work(rank, sums.near) if work else sums
             except RoadtrainError as error:
                 found[rank] = error
@@ -206,12 +275,23 @@ def ones(rank, sums):
 def test_workers_and_a_spare_host_over_tls(hosts, tls, token, monkeypatch):
     """What they tell each other lets nobody in: no token, and nothing that one could be made of."""
     meeting = Meeting(monkeypatch, hosts)
-    words = ["--token-file", str(token), "--cert", str(tls.cert), "--key", str(tls.key), "--client-ca", str(tls.ca)]
+    words = [
+        "--token-file",
+        str(token),
+        "--cert",
+        str(tls.cert),
+        "--key",
+        str(tls.key),
+        "--client-ca",
+        str(tls.ca),
+    ]
     with spare_host(*words) as where:
         wanted = together.Wanted([where], None, SECRET, tls)
         total = sum(range(1, len(hosts) + 1))
         assert meeting.run([wanted] * len(hosts), work=ones) == [(total, total)] * len(hosts)
-        assert isinstance(watch.ask(address_of(where), Options(token=SECRET, handshake_s=2.0)), RoadtrainError)
+        assert isinstance(
+            watch.ask(address_of(where), Options(token=SECRET, handshake_s=2.0)), RoadtrainError
+        )
     told = b"".join(meeting.told)
     for secret in (SECRET, wanted.own_token(), wanted.own_token().hex().encode()):
         assert secret not in told
@@ -235,12 +315,15 @@ def test_workers_of_several_hosts_need_a_token(monkeypatch):
 def test_workers_with_another_token_do_not_meet(monkeypatch):
     monkeypatch.setattr(together, "LEAVE_S", 0.1)
     meeting = Meeting(monkeypatch, ["one", "two"])
-    found = meeting.run([together.Wanted((), None, SECRET), together.Wanted((), None, b"another secret of a job")])
+    found = meeting.run(
+        [together.Wanted((), None, SECRET), together.Wanted((), None, b"another secret of a job")]
+    )
     assert any(isinstance(error, AuthError) for error in found)
 
 
 def test_workers_of_one_host_need_no_token(monkeypatch):
     meeting = Meeting(monkeypatch, ["one", "one"])
-    assert meeting.run([together.Wanted((), None, None)] * 2, {0: "192.0.2.1"}, work=ones) == [(3.0, 3.0)] * 2
-
-
+    assert (
+        meeting.run([together.Wanted((), None, None)] * 2, {0: "192.0.2.1"}, work=ones)
+        == [(3.0, 3.0)] * 2
+    )

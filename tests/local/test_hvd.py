@@ -1,5 +1,5 @@
-"""Horovod's and BytePS's calls over the summation service: whole scripts by torchrun, sums that stay, training with the
-bits of DDP's and of plain steps (Rules 1, 2, 5 and 8)."""
+"""Horovod's and BytePS's calls over the summation service: whole scripts by torchrun, sums that
+stay, training with the bits of DDP's and of plain steps (Rules 1, 2, 5 and 8)."""
 
 import contextlib
 import hashlib
@@ -37,16 +37,32 @@ def alone():
 # whole scripts
 
 
-@pytest.mark.parametrize(("name", "pattern"), [
-    ("horovod", r"step (\d+), (\d+) samples, loss ([\d.]+)"),
-    ("byteps", r"step (\d+), loss ([\d.]+), accuracy ([\d.]+)")])
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [
+        ("horovod", r"step (\d+), (\d+) samples, loss ([\d.]+)"),
+        ("byteps", r"step (\d+), loss ([\d.]+), accuracy ([\d.]+)"),
+    ],
+)
 def test_a_script_runs_with_only_its_import_changed(name, pattern):
     path = EXAMPLES / f"{name}_script.py"
-    assert [line for line in path.read_text().splitlines() if "roadtrain" in line and "import" in line][1:] == [
-        f"import roadtrain.hvd as {'hvd' if name == 'horovod' else 'bps'}"]
+    assert [
+        line for line in path.read_text().splitlines() if "roadtrain" in line and "import" in line
+    ][1:] == [f"import roadtrain.hvd as {'hvd' if name == 'horovod' else 'bps'}"]
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", f"--master-port={free_port()}", path],
-        capture_output=True, text=True, timeout=60)
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            "2",
+            f"--master-port={free_port()}",
+            path,
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 0, done.stderr
     lines = [[float(x) for x in found] for found in re.findall(pattern, done.stdout)]
     assert [line[0] for line in lines] == ([20, 40, 60] if name == "horovod" else [10, 20, 30])
@@ -66,16 +82,21 @@ def sums(rank):
     first = hvd.allreduce(one, name="x")
     assert (one == rank).all(), "the input stays"
     second = hvd.allreduce(one + 1, name="x")
-    assert hvd.allreduce(torch.full((9,), 4.0), name="x").tolist() == [4.0] * 9, "a name with another size"
-    found["first"], found["second"] = first.tolist(), second.tolist()  # not overwritten by the later
+    assert hvd.allreduce(torch.full((9,), 4.0), name="x").tolist() == [4.0] * 9, (
+        "a name with another size"
+    )
+    # not overwritten by the later
+    found["first"], found["second"] = first.tolist(), second.tolist()
     found["sum"] = hvd.allreduce(one, op=hvd.Sum).tolist()
     found["no average"] = hvd.allreduce(one, average=False).tolist()
     hvd.allreduce_(one, name="y")
     found["in place"] = one.tolist()
     strided = torch.arange(6.0).view(2, 3).t() * (rank + 1)
     found["strided"] = hvd.push_pull_inplace(strided, average=False).tolist()
-    handles = {i: hvd.allreduce_async(torch.full((1000,), float(i + rank)), name=f"t{i}")
-               for i in (range(8) if rank % 2 else reversed(range(8)))}  # in any order
+    handles = {
+        i: hvd.allreduce_async(torch.full((1000,), float(i + rank)), name=f"t{i}")
+        for i in (range(8) if rank % 2 else reversed(range(8)))
+    }  # in any order
     found["named"] = [hvd.synchronize(handles[i])[0].item() for i in (5, 0, 7, 1, 2, 6, 3, 4)]
     unnamed = [hvd.push_pull_async(torch.full((5,), float(i * (rank + 1)))) for i in range(4)]
     more = hvd.allreduce(torch.full((5,), 100.0))
@@ -84,8 +105,13 @@ def sums(rank):
     while not hvd.poll(handle):
         time.sleep(0.001)
     assert hvd.synchronize(handle) is one and one.dtype is torch.bfloat16
-    found["int"] = hvd.allreduce(torch.tensor([rank, 7])).tolist(), hvd.allreduce(torch.tensor(rank), op=hvd.Sum).item()
-    found["fp64"] = hvd.allreduce(torch.tensor(1e-17 + rank, dtype=torch.float64), name="metric").item()
+    found["int"] = (
+        hvd.allreduce(torch.tensor([rank, 7])).tolist(),
+        hvd.allreduce(torch.tensor(rank), op=hvd.Sum).item(),
+    )
+    found["fp64"] = hvd.allreduce(
+        torch.tensor(1e-17 + rank, dtype=torch.float64), name="metric"
+    ).item()
     hvd.barrier()
     return found
 
@@ -99,7 +125,9 @@ def test_sums_and_averages(n):
         assert found["first"] == [mean] * 3 == found["in place"]
         assert found["second"] == [[pytest.approx(total / n + 1)] * 2] * 3
         assert found["sum"] == found["no average"] == [[total] * 2] * 3
-        assert found["strided"] == (torch.arange(6.0).view(2, 3).t() * sum(range(1, n + 1))).tolist()
+        assert (
+            found["strided"] == (torch.arange(6.0).view(2, 3).t() * sum(range(1, n + 1))).tolist()
+        )
         assert found["named"] == pytest.approx([i + total / n for i in (5, 0, 7, 1, 2, 6, 3, 4)])
         assert found["unnamed"] == pytest.approx([i * (n + 1) / 2 for i in range(4)] + [100])
         assert found["int"] == ([int(total) // n, 7], int(total))
@@ -128,14 +156,21 @@ def test_formats_go_with_the_sum_and_none_otherwise(alone, monkeypatch):
     backward(model)
     optimizer.step()
     assert sorted(seen, key=lambda one: one[1]) == [({"format": "bf16"}, i) for i in range(4)]
-    assert [i // 2 for _, i in seen] == [1, 1, 0, 0], "the last layer's begin first, the first layer's go first"
+    assert [i // 2 for _, i in seen] == [
+        1,
+        1,
+        0,
+        0,
+    ], "the last layer's begin first, the first layer's go first"
     seen.clear()
     C = hvd.Compression
     for compression in (C.none, "", C.fp16, C.topk(0.05), C.onebit, C.dither(4), "onebit"):
         hvd.allreduce(torch.ones(2), compression=compression)
     hvd.push_pull(torch.ones(2, dtype=torch.float16), compression="fp16", priority=5)
     given = [None, None, "fp16", "topk:0.05", "onebit", "dither:4", "onebit", None]
-    assert seen == [({"format": one} if one else {}, -5 if i == 7 else 0) for i, one in enumerate(given)]
+    assert seen == [
+        ({"format": one} if one else {}, -5 if i == 7 else 0) for i, one in enumerate(given)
+    ]
     with pytest.raises(ConfigError, match="compression=3"):
         hvd.allreduce(torch.ones(2), compression=3)
 
@@ -144,7 +179,8 @@ def test_formats_go_with_the_sum_and_none_otherwise(alone, monkeypatch):
 
 
 class Tied(nn.Module):
-    """Weights that belong to two modules, that are used twice, and by the forward of another module (out_proj)."""
+    """Weights that belong to two modules, that are used twice, and by the forward of another
+    module (out_proj)."""
 
     def __init__(self):
         super().__init__()
@@ -165,7 +201,9 @@ class Tied(nn.Module):
 
 
 def plain_model():
-    return nn.Sequential(nn.Linear(40, 300), nn.Tanh(), nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 5))
+    return nn.Sequential(
+        nn.Linear(40, 300), nn.Tanh(), nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 5)
+    )
 
 
 def batch(tied, step, rank):
@@ -175,7 +213,9 @@ def batch(tied, step, rank):
     return torch.randn(8, 40), torch.randn(8, 5)
 
 
-def train(rank, how="hvd", make=torch.optim.AdamW, tied=False, passes=1, steps=6, clip=False, **options):
+def train(
+    rank, how="hvd", make=torch.optim.AdamW, tied=False, passes=1, steps=6, clip=False, **options
+):
     """Losses as hexadecimal, the digest of all parameters."""
     torch.manual_seed(3 if how == "ddp" else 3 + rank)
     model = Tied() if tied else plain_model()
@@ -187,7 +227,8 @@ def train(rank, how="hvd", make=torch.optim.AdamW, tied=False, passes=1, steps=6
         if how == "later":
             options["model"] = model
         optimizer = hvd.DistributedOptimizer(
-            optimizer, model.named_parameters(), backward_passes_per_step=passes, **options)
+            optimizer, model.named_parameters(), backward_passes_per_step=passes, **options
+        )
         assert isinstance(optimizer, make) and type(optimizer).__name__ == make.__name__
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     lines, deferred = [], 0
@@ -225,13 +266,20 @@ def all_ways(ways, rank):
 
 
 def close(mine, theirs):
-    return [float.fromhex(x) for x in mine] == pytest.approx([float.fromhex(x) for x in theirs], rel=1e-4)
+    return [float.fromhex(x) for x in mine] == pytest.approx(
+        [float.fromhex(x) for x in theirs], rel=1e-4
+    )
 
 
 def test_two_workers_train_with_the_bits_of_ddp():
-    pairs = [({}, {}), ({"how": "later"}, {}), ({"passes": 2}, {"passes": 2}), ({"clip": True}, {"clip": True}),
-             ({"make": torch.optim.SGD, "gradient_predivide_factor": 1.0}, {"make": torch.optim.SGD}),
-             ({"how": "later", "passes": 2, "num_steps": 6}, {"passes": 2})]
+    pairs = [
+        ({}, {}),
+        ({"how": "later"}, {}),
+        ({"passes": 2}, {"passes": 2}),
+        ({"clip": True}, {"clip": True}),
+        ({"make": torch.optim.SGD, "gradient_predivide_factor": 1.0}, {"make": torch.optim.SGD}),
+        ({"how": "later", "passes": 2, "num_steps": 6}, {"passes": 2}),
+    ]
     ways = [way for ours, theirs in pairs for way in (ours, {**theirs, "how": "ddp"})]
     found = run(2, partial(all_ways, ways))
     for rank in (0, 1):
@@ -242,7 +290,10 @@ def test_two_workers_train_with_the_bits_of_ddp():
 
 
 def test_four_workers_train_as_ddp_to_rounding():
-    found = run(4, partial(all_ways, [{"steps": 5}, {"steps": 5, "how": "later"}, {"steps": 5, "how": "ddp"}]))
+    found = run(
+        4,
+        partial(all_ways, [{"steps": 5}, {"steps": 5, "how": "later"}, {"steps": 5, "how": "ddp"}]),
+    )
     assert not any(isinstance(one, str) for one in found), found
     assert len({ours[1] for ours, _, _ in found}) == 1, "all workers have the same parameters"
     for ours, later, theirs in found:
@@ -250,8 +301,11 @@ def test_four_workers_train_as_ddp_to_rounding():
 
 
 def test_steps_module_by_module_have_the_same_bits_with_shared_and_borrowed_weights():
-    ways = [{"tied": True, "make": make, "how": how} for make in (torch.optim.AdamW, torch.optim.NAdam)
-            for how in ("hvd", "later")]
+    ways = [
+        {"tied": True, "make": make, "how": how}
+        for make in (torch.optim.AdamW, torch.optim.NAdam)
+        for how in ("hvd", "later")
+    ]
     for found in run(2, partial(all_ways, ways)):
         assert not isinstance(found, str), found
         assert found[0] == found[1] and found[2] == found[3]
@@ -263,7 +317,9 @@ def unused(rank):
     with torch.no_grad():
         for p in model.parameters():
             p.zero_()
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([*model[0].parameters(), *model[1].parameters()], lr=1.0))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([*model[0].parameters(), *model[1].parameters()], lr=1.0)
+    )
     optimizer.add_param_group({"params": [*model[2].parameters()]})
     x = torch.ones(1, 2)
     (model[0](x) + (model[2](x) if rank else 0)).sum().backward()
@@ -285,11 +341,14 @@ def without_waiting(rank):
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5))
     seen = []
     for _ in range(4 + 3 * rank):  # not as many on all
-        (model.weight * (rank + 1.0)).sum().backward()  # a gradient that does not depend on where it is taken
+        # a gradient that does not depend on where it is taken
+        (model.weight * (rank + 1.0)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
         seen.append(model.weight[0, 0].item())
-    assert hvd.allreduce(torch.ones(1), name="metric").item() == 1.0, "other sums are what they were; all are done"
+    assert hvd.allreduce(torch.ones(1), name="metric").item() == 1.0, (
+        "other sums are what they were; all are done"
+    )
     with torch.no_grad():
         model.weight.grad = torch.zeros_like(model.weight)
     optimizer.step()
@@ -309,14 +368,23 @@ def test_asynchronous_training_has_every_workers_changes():
 def encoded(rank):
     torch.manual_seed(rank)
     tensor = torch.randn(5000)
-    return [hvd.allreduce(tensor.clone(), name=f"{one}", compression=one, op=hvd.Sum).sum().item()
-            for one in (hvd.Compression.none, hvd.Compression.bf16, hvd.Compression.fp16, hvd.Compression.topk(0.9))]
+    return [
+        hvd.allreduce(tensor.clone(), name=f"{one}", compression=one, op=hvd.Sum).sum().item()
+        for one in (
+            hvd.Compression.none,
+            hvd.Compression.bf16,
+            hvd.Compression.fp16,
+            hvd.Compression.topk(0.9),
+        )
+    ]
 
 
 def test_compressed_sums_are_near():
     one, two = run(2, encoded)
     assert one == two and len({*one}) == 4, "each travels its own way"
-    assert one[1:3] == pytest.approx([one[0]] * 2, abs=2.0) and one[3] == pytest.approx(one[0], abs=20)
+    assert one[1:3] == pytest.approx([one[0]] * 2, abs=2.0) and one[3] == pytest.approx(
+        one[0], abs=20
+    )
 
 
 def broadcasts(rank):
@@ -330,17 +398,27 @@ def broadcasts(rank):
         optimizer.step()
     hvd.broadcast_parameters(model.state_dict(), root_rank=1)
     hvd.broadcast_optimizer_state(optimizer, root_rank=1)
-    state = [optimizer.state[p][key].tolist() for p in model.parameters() for key in sorted(optimizer.state[p])]
+    state = [
+        optimizer.state[p][key].tolist()
+        for p in model.parameters()
+        for key in sorted(optimizer.state[p])
+    ]
     group = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
-    value = {"a": [1, 2.5, None, (True, b"x")], 3: torch.tensor([rank, 4], dtype=torch.int16), "e": torch.empty(0, 2)}
+    value = {
+        "a": [1, 2.5, None, (True, b"x")],
+        3: torch.tensor([rank, 4], dtype=torch.int16),
+        "e": torch.empty(0, 2),
+    }
     told = hvd.broadcast_object(value if rank == 1 else None, root_rank=1)
     assert told.pop(3).tolist() == [1, 4] and told.pop("e").shape == (0, 2)
     strided = torch.full((3, 2), float(rank)).t()
     assert (hvd.broadcast(strided, 1) == 1).all() and (strided == rank).all()
     assert (hvd.broadcast_(strided, 1) == 1).all() and (strided == 1).all()
     refused = []
-    for attempt in (lambda: hvd.broadcast_object(object(), root_rank=1),
-                    lambda: hvd.broadcast_parameters(nn.Linear(3, 2 + rank).state_dict(), root_rank=0)):
+    for attempt in (
+        lambda: hvd.broadcast_object(object(), root_rank=1),
+        lambda: hvd.broadcast_parameters(nn.Linear(3, 2 + rank).state_dict(), root_rank=0),
+    ):
         with pytest.raises(ConfigError) as error:
             attempt()
         refused.append(str(error.value))
@@ -352,7 +430,12 @@ def test_broadcasts_give_every_worker_what_root_has():
     assert not isinstance(found[0], str), found[0]
     assert found[0][:4] == found[1][:4]
     parameters, state, group, told, _ = found[0]
-    assert len(state) == 4 * 3 and group["lr"] == 1.1 and group["betas"] == (0.6, 0.9) and group["foreach"] is None
+    assert (
+        len(state) == 4 * 3
+        and group["lr"] == 1.1
+        and group["betas"] == (0.6, 0.9)
+        and group["foreach"] is None
+    )
     assert told == {"a": [1, 2.5, None, (True, b"x")]} and parameters
     for rank in (0, 1):
         assert "worker 1 has a value that cannot be broadcast" in found[rank][4][0]
@@ -363,9 +446,16 @@ def test_broadcasts_give_every_worker_what_root_has():
 
 
 def test_nothing_works_before_init():
-    for call in (hvd.rank, hvd.size, hvd.local_rank, hvd.barrier, lambda: hvd.allreduce(torch.ones(1)),
-                 lambda: hvd.broadcast_object(1), lambda: hvd.broadcast_parameters({}, 0),
-                 lambda: hvd.DistributedOptimizer(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1))):
+    for call in (
+        hvd.rank,
+        hvd.size,
+        hvd.local_rank,
+        hvd.barrier,
+        lambda: hvd.allreduce(torch.ones(1)),
+        lambda: hvd.broadcast_object(1),
+        lambda: hvd.broadcast_parameters({}, 0),
+        lambda: hvd.DistributedOptimizer(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1)),
+    ):
         with pytest.raises(ConfigError, match=r"not initialized[\s\S]*init\(\) comes first"):
             call()
     hvd.shutdown()  # nothing to end
@@ -407,7 +497,9 @@ def test_what_a_loop_must_not_do(alone):
 def test_a_weight_used_without_its_module_is_told(alone):
     """Seen to be called first, then not: its update would come too late."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-    optimizer = hvd.CrossBarrier(model, torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    optimizer = hvd.CrossBarrier(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
+    )
     backward(model)
     optimizer.step()
     with pytest.raises(LoopError, match="without its module's forward"):
@@ -431,7 +523,8 @@ def test_what_cannot_be_distributed(alone):
     for match, call in {
         "distributed already": lambda: hvd.DistributedOptimizer(optimizer),
         "lacks 1 of the optimizer's 2": lambda: hvd.DistributedOptimizer(
-            torch.optim.SGD(other.parameters(), lr=1), [("weight", other.weight)]),
+            torch.optim.SGD(other.parameters(), lr=1), [("weight", other.weight)]
+        ),
         "a name twice": lambda: small(named_parameters=[("weight", other.weight)] * 2),
         "staleness": lambda: small(staleness=1),
         "op='median'": lambda: small(op="median"),
@@ -465,7 +558,9 @@ def test_a_closure_is_summed_before_the_step(alone):
 def late(later, rank):
     """The second worker trains no more."""
     model = nn.Linear(2, 1)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model if later else None)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model=model if later else None
+    )
     if rank == 1:
         time.sleep(2)
         return None
@@ -481,7 +576,10 @@ def late(later, rank):
 @pytest.mark.parametrize("later", [False, True])
 def test_a_failed_sum_raises_its_own_error(later):  # Rule 5
     (note,), nothing = run(2, partial(late, later), deadline_s=1)
-    assert re.fullmatch("while 'gradient of group 0 parameter [01]' was waited for", note) and nothing is None
+    assert (
+        re.fullmatch("while 'gradient of group 0 parameter [01]' was waited for", note)
+        and nothing is None
+    )
 
 
 def test_shutdown_applies_what_was_put_off(alone):

@@ -1,6 +1,8 @@
-"""Trainers of other libraries on a placed model, beside themselves without it: losses, checkpoints, resuming.
+"""Trainers of other libraries on a placed model, beside themselves without it: losses, checkpoints,
+resuming.
 
-Where the optimizer is SGD by a power of two and nothing clips, every bit is torch's; else what is printed is the same.
+Where the optimizer is SGD by a power of two and nothing clips, every bit is torch's; else what is
+printed is the same.
 """
 
 from __future__ import annotations
@@ -29,13 +31,25 @@ EXACT = {"optimizer": torch.optim.SGD, "lr": 0.125}
 
 def llama(tied=False, seed=0):
     torch.manual_seed(seed)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, vocab_size=64,
-        max_position_embeddings=64, tie_word_embeddings=tied, mlp_bias=True))
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            vocab_size=64,
+            max_position_embeddings=64,
+            tie_word_embeddings=tied,
+            mlp_bias=True,
+        )
+    )
 
 
 def rows(count=64):
-    draws = (torch.randint(0, 64, (16,), generator=torch.Generator().manual_seed(i)) for i in range(count))
+    draws = (
+        torch.randint(0, 64, (16,), generator=torch.Generator().manual_seed(i))
+        for i in range(count)
+    )
     return [{"input_ids": row, "labels": row} for row in draws]
 
 
@@ -46,16 +60,29 @@ def batch(step):
 
 def printed(history):
     """As the Trainer prints its log."""
-    return [f"{entry['loss']:.4g} {entry['learning_rate']:.4g} {entry.get('grad_norm', 0.0):.4g}"
-            for entry in history if "loss" in entry]
+    return [
+        f"{entry['loss']:.4g} {entry['learning_rate']:.4g} {entry.get('grad_norm', 0.0):.4g}"
+        for entry in history
+        if "loss" in entry
+    ]
 
 
 def trained(model, where, steps=8, placed=None, resume=None, **options):
     """A Trainer's log, its model, and its optimizer."""
     asked = {"learning_rate": 1e-2, "weight_decay": 0.1, "optim": "adamw_torch", **options}
     args = transformers.TrainingArguments(
-        output_dir=where, max_steps=steps, per_device_train_batch_size=2, gradient_accumulation_steps=2,
-        logging_steps=1, save_steps=4, report_to="none", use_cpu=True, disable_tqdm=True, seed=7, **asked)
+        output_dir=where,
+        max_steps=steps,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        logging_steps=1,
+        save_steps=4,
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+        seed=7,
+        **asked,
+    )
     line = {} if placed is None else {"optimizer_cls_and_kwargs": (Placed, {**placed, **QUIET})}
     trainer = transformers.Trainer(model, args, train_dataset=rows(), **line)
     try:
@@ -72,30 +99,49 @@ def trained(model, where, steps=8, placed=None, resume=None, **options):
 def test_the_trainer_prints_what_it_prints_without(tmp_path, store, tied):
     """Clipping at 1.0, accumulation, weight decay and a falling rate included."""
     plain, model, optimizer = trained(llama(tied), tmp_path / "plain")
-    options = {"optimizer": torch.optim.AdamW, "lr": 1e-2, "store": tmp_path / "store" if store else None}
+    options = {
+        "optimizer": torch.optim.AdamW,
+        "lr": 1e-2,
+        "store": tmp_path / "store" if store else None,
+    }
     mine, _, placed = trained(llama(tied), tmp_path / "placed", placed=options)
     assert printed(mine) == printed(plain) and len(printed(plain)) == 8
     assert all(float(line.split()[2]) > 1 for line in printed(plain)), "nothing was clipped"
-    groups = [[(len(g["params"]), g["weight_decay"], g["betas"], g["eps"]) for g in o.param_groups]
-              for o in (optimizer, placed)]
+    groups = [
+        [(len(g["params"]), g["weight_decay"], g["betas"], g["eps"]) for g in o.param_groups]
+        for o in (optimizer, placed)
+    ]
     assert groups[0] == groups[1] and [g[1] for g in groups[0]] == [0.1, 0.0]
-    assert (os.path.getsize(tmp_path / "placed" / "checkpoint-8" / "optimizer.pt") < 10_000) == store
-    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "placed" / "checkpoint-8").state_dict()
+    assert (
+        os.path.getsize(tmp_path / "placed" / "checkpoint-8" / "optimizer.pt") < 10_000
+    ) == store
+    loaded = transformers.LlamaForCausalLM.from_pretrained(
+        tmp_path / "placed" / "checkpoint-8"
+    ).state_dict()
     for name, value in model.state_dict().items():
         torch.testing.assert_close(loaded[name], value, rtol=1e-4, atol=2e-6)
 
 
 @pytest.mark.parametrize("bf16", [False, True])
 def test_the_trainer_has_torchs_bits(tmp_path, bf16):
-    asked = {"bf16": bf16, "max_grad_norm": 0.0, "weight_decay": 0.0, "learning_rate": 0.125,
-             "lr_scheduler_type": "constant"}
+    asked = {
+        "bf16": bf16,
+        "max_grad_norm": 0.0,
+        "weight_decay": 0.0,
+        "learning_rate": 0.125,
+        "lr_scheduler_type": "constant",
+    }
     plain, model, _ = trained(llama(), tmp_path / "plain", **asked, optim="sgd")
-    mine, placed_model, _ = trained(llama(), tmp_path / "placed", placed={**EXACT, "store": tmp_path / "s"}, **asked)
+    mine, placed_model, _ = trained(
+        llama(), tmp_path / "placed", placed={**EXACT, "store": tmp_path / "s"}, **asked
+    )
     losses = [[entry["loss"] for entry in history if "loss" in entry] for history in (plain, mine)]
     assert losses[0] == losses[1] and len(losses[0]) == 8
     found = placed_model.state_dict()  # of a closed optimizer, from its files
     assert all(torch.equal(found[n], v) for n, v in model.state_dict().items())
-    checkpoint = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "placed" / "checkpoint-8").state_dict()
+    checkpoint = transformers.LlamaForCausalLM.from_pretrained(
+        tmp_path / "placed" / "checkpoint-8"
+    ).state_dict()
     assert all(torch.equal(checkpoint[n], v) for n, v in model.state_dict().items())
 
 
@@ -103,27 +149,50 @@ def test_the_trainer_resumes_from_ram(tmp_path):
     asked = {"lr_scheduler_type": "constant"}
     whole, _, _ = trained(llama(), tmp_path / "all", steps=8, placed={"lr": 1e-2}, **asked)
     last = tmp_path / "all" / "checkpoint-4"
-    mine, _, placed = trained(llama(seed=3), tmp_path / "run", resume=str(last), placed={"lr": 1e-2}, **asked)
-    both = [[(e["step"], e["loss"], e["grad_norm"]) for e in log if "loss" in e] for log in (mine, whole)]
+    mine, _, placed = trained(
+        llama(seed=3), tmp_path / "run", resume=str(last), placed={"lr": 1e-2}, **asked
+    )
+    both = [
+        [(e["step"], e["loss"], e["grad_norm"]) for e in log if "loss" in e]
+        for log in (mine, whole)
+    ]
     assert both[0] == both[1] and len(both[0]) == 8 and placed.steps_done == 8
 
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_the_trainer_resumes_its_checkpoint(tmp_path, whole):
-    """With the store that it refers to; a whole one also with an empty store, at any step. The same bits on."""
+    """With the store that it refers to; a whole one also with an empty store, at any step. The
+    same bits on."""
     asked = {"lr_scheduler_type": "constant"}
     options = {"lr": 1e-2, "whole_checkpoints": whole}
-    plain, _, _ = trained(llama(), tmp_path / "all", steps=12, placed={**options, "store": tmp_path / "a"}, **asked)
+    plain, _, _ = trained(
+        llama(), tmp_path / "all", steps=12, placed={**options, "store": tmp_path / "a"}, **asked
+    )
     trained(llama(), tmp_path / "run", placed={**options, "store": tmp_path / "s"}, **asked)
     store = tmp_path / ("other" if whole else "s")
     last = tmp_path / "run" / f"checkpoint-{4 if whole else 8}"
-    mine, _, placed = trained(llama(seed=3), tmp_path / "run", steps=12, resume=str(last),
-                              placed={**options, "store": store}, **asked)
-    both = [[(e["step"], e["loss"], e["grad_norm"]) for e in log if "loss" in e] for log in (mine, plain)]
+    mine, _, placed = trained(
+        llama(seed=3),
+        tmp_path / "run",
+        steps=12,
+        resume=str(last),
+        placed={**options, "store": store},
+        **asked,
+    )
+    both = [
+        [(e["step"], e["loss"], e["grad_norm"]) for e in log if "loss" in e]
+        for log in (mine, plain)
+    ]
     assert both[0] == both[1] and len(both[0]) == 12 and placed.steps_done == 12
     with pytest.raises(LoopError, match=r"step 4 .* step 12.*\n?.*Nothing was changed"):
-        trained(llama(), tmp_path / "again", steps=12, resume=str(tmp_path / "run" / "checkpoint-4"),
-                placed={**options, "store": store}, **asked)
+        trained(
+            llama(),
+            tmp_path / "again",
+            steps=12,
+            resume=str(tmp_path / "run" / "checkpoint-4"),
+            placed={**options, "store": store},
+            **asked,
+        )
 
 
 def test_placed_elsewhere():
@@ -134,7 +203,10 @@ def test_placed_elsewhere():
         names = {id(p): n for n, p in model.named_parameters()}
         plain = [names[id(p)] for p in placed.param_groups[1]["params"]]
         assert plain and all("norm" in n or "bias" in n for n in plain)
-        assert not any("norm" in names[id(p)] or "bias" in names[id(p)] for p in placed.param_groups[0]["params"])
+        assert not any(
+            "norm" in names[id(p)] or "bias" in names[id(p)]
+            for p in placed.param_groups[0]["params"]
+        )
     with pytest.raises(ConfigError, match="a class, such as"):
         Placed()(llama(), optimizer="adamw", **QUIET)
     frozen = llama().requires_grad_(False)
@@ -142,14 +214,17 @@ def test_placed_elsewhere():
 
 
 def accelerated(tmp_path, place, saved=None, seed=0, steps=range(6), clip=True):
-    """A loop as accelerate's own guide has it; losses, the model and the optimizer. `saved`: where a state is saved
-    (after step 3), or loaded from where the loop does not begin at 0."""
+    """A loop as accelerate's own guide has it; losses, the model and the optimizer. `saved`:
+    where a state is saved (after step 3), or loaded from where the loop does not begin at 0."""
     accelerate.state.AcceleratorState._reset_state(True)
     accelerate.state.GradientState._reset_state()
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = llama(seed=seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False) if clip else torch.optim.SGD(
-        model.parameters(), lr=0.125, foreach=False)
+    optimizer = (
+        torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+        if clip
+        else torch.optim.SGD(model.parameters(), lr=0.125, foreach=False)
+    )
     with contextlib.ExitStack() as stack:
         if place is not None:
             optimizer = stack.enter_context(roadtrain.place(model, optimizer, **place, **QUIET))
@@ -164,7 +239,9 @@ def accelerated(tmp_path, place, saved=None, seed=0, steps=range(6), clip=True):
                     loss = model(**{k: v[half : half + 2] for k, v in batch(step).items()}).loss
                     accelerator.backward(loss)
                     if accelerator.sync_gradients and clip:
-                        losses.append(f"{float(accelerator.clip_grad_norm_(model.parameters(), 1.0)):.5g}")
+                        losses.append(
+                            f"{float(accelerator.clip_grad_norm_(model.parameters(), 1.0)):.5g}"
+                        )
                     optimizer.step()
                     scheduler.step()
                     optimizer.zero_grad()
@@ -198,14 +275,24 @@ def test_accelerate_saves_and_loads(tmp_path):
 peft = pytest.importorskip("peft")
 
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:transformers", "ignore::FutureWarning:peft")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::FutureWarning:transformers", "ignore::FutureWarning:peft"
+)
 
 
 def adapted(more=None):
     base = llama()
     torch.manual_seed(0)
-    return peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0,
-                                                     init_lora_weights=False, modules_to_save=more))
+    return peft.get_peft_model(
+        base,
+        peft.LoraConfig(
+            r=4,
+            target_modules=["q_proj", "v_proj"],
+            lora_dropout=0.0,
+            init_lora_weights=False,
+            modules_to_save=more,
+        ),
+    )
 
 
 def lora_steps(model, optimizer, steps):
@@ -221,10 +308,14 @@ def lora_steps(model, optimizer, steps):
 
 def test_the_trainer_trains_adapters(tmp_path):
     plain, _, _ = trained(adapted(), tmp_path / "plain")
-    mine, _, _ = trained(adapted(), tmp_path / "placed", placed={"lr": 1e-2, "store": tmp_path / "s"})
+    mine, _, _ = trained(
+        adapted(), tmp_path / "placed", placed={"lr": 1e-2, "store": tmp_path / "s"}
+    )
     assert printed(mine) == printed(plain)
-    theirs, ours = (peft.utils.load_peft_weights(str(tmp_path / d / "checkpoint-8"), device="cpu")
-                    for d in ("plain", "placed"))
+    theirs, ours = (
+        peft.utils.load_peft_weights(str(tmp_path / d / "checkpoint-8"), device="cpu")
+        for d in ("plain", "placed")
+    )
     assert theirs.keys() == ours.keys() and len(ours) == 12
     for name, value in theirs.items():
         torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=2e-5)
@@ -232,11 +323,16 @@ def test_the_trainer_trains_adapters(tmp_path):
 
 @pytest.mark.parametrize(("store", "more"), [(False, None), (True, None), (True, ["lm_head"])])
 def test_adapters_of_a_streamed_base(tmp_path, store, more):
-    """The base is frozen and fetched as it runs; adapters train, are saved by PEFT, and load again."""
+    """The base is frozen and fetched as it runs; adapters train, are saved by PEFT, and load
+    again."""
     plain = adapted(more)
-    losses = lora_steps(plain, torch.optim.SGD(plain.parameters(), lr=0.125, foreach=False), range(4))
+    losses = lora_steps(
+        plain, torch.optim.SGD(plain.parameters(), lr=0.125, foreach=False), range(4)
+    )
     model = adapted(more)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.125, foreach=False)
+    optimizer = torch.optim.SGD(
+        [p for p in model.parameters() if p.requires_grad], lr=0.125, foreach=False
+    )
     placed = roadtrain.place(model, optimizer, store=tmp_path / "s" if store else None, **QUIET)
     assert lora_steps(model, placed, range(4)) == losses
     model.save_pretrained(tmp_path / "adapter")
@@ -245,16 +341,24 @@ def test_adapters_of_a_streamed_base(tmp_path, store, more):
     state = model.state_dict()
     few = {name: state[name] for name in state if "lora_" in name or "modules_to_save" in name}
     model.save_pretrained(tmp_path / "few", state_dict=few)
-    assert len(read) == len(few) == 12 + bool(more), "nobody reads the base where only names are looked at"
+    assert len(read) == len(few) == 12 + bool(more), (
+        "nobody reads the base where only names are looked at"
+    )
     plain.save_pretrained(tmp_path / "theirs")
     mine, fewer, theirs = (
-        peft.utils.load_peft_weights(str(tmp_path / d), device="cpu") for d in ("adapter", "few", "theirs"))
+        peft.utils.load_peft_weights(str(tmp_path / d), device="cpu")
+        for d in ("adapter", "few", "theirs")
+    )
     assert mine.keys() == fewer.keys() == theirs.keys() and len(theirs) == 12 + bool(more)
     assert all(torch.equal(mine[n], v) and torch.equal(fewer[n], v) for n, v in theirs.items())
     now, then = peft.get_peft_model_state_dict(model), peft.get_peft_model_state_dict(plain)
     assert all(torch.equal(now[n], v) for n, v in then.items()) and now.keys() == then.keys()
-    for merge in (model.merge_and_unload, model.merge_adapter, model.base_model.merge_and_unload,
-                  model.base_model.model.model.layers[0].self_attn.q_proj.merge):
+    for merge in (
+        model.merge_and_unload,
+        model.merge_adapter,
+        model.base_model.merge_and_unload,
+        model.base_model.model.model.layers[0].self_attn.q_proj.merge,
+    ):
         with pytest.raises(LoopError, match="nothing can be merged"):
             merge()
     changed = {n: v * 2 for n, v in now.items()}
@@ -270,7 +374,8 @@ lightning = pytest.importorskip("lightning")
 
 
 class Lit(lightning.LightningModule):
-    """`place`: its options, None for plain training. With SGD the whole is placed, else its model."""
+    """`place`: its options, None for plain training. With SGD the whole is placed, else its
+    model."""
 
     def __init__(self, place=None, sgd=False, seed=0):
         super().__init__()
@@ -283,8 +388,11 @@ class Lit(lightning.LightningModule):
         return loss
 
     def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.125, foreach=False) if self.sgd else torch.optim.AdamW(
-            self.parameters(), lr=1e-2, foreach=False)
+        optimizer = (
+            torch.optim.SGD(self.parameters(), lr=0.125, foreach=False)
+            if self.sgd
+            else torch.optim.AdamW(self.parameters(), lr=1e-2, foreach=False)
+        )
         if self.options is None:
             return optimizer
         part = self if self.sgd else self.model
@@ -294,12 +402,21 @@ class Lit(lightning.LightningModule):
 
 def fitted(where, module, steps, resume=None, clip=1.0):
     loader = torch.utils.data.DataLoader(rows(), batch_size=4)
-    checkpoints = lightning.pytorch.callbacks.ModelCheckpoint(where, every_n_train_steps=2, save_top_k=-1)
+    checkpoints = lightning.pytorch.callbacks.ModelCheckpoint(
+        where, every_n_train_steps=2, save_top_k=-1
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Lightning's own: few workers, old names
         trainer = lightning.Trainer(
-            max_steps=steps, accelerator="cpu", accumulate_grad_batches=2, gradient_clip_val=clip, logger=False,
-            enable_progress_bar=False, enable_model_summary=False, callbacks=[checkpoints])
+            max_steps=steps,
+            accelerator="cpu",
+            accumulate_grad_batches=2,
+            gradient_clip_val=clip,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[checkpoints],
+        )
         trainer.fit(module, loader, ckpt_path=resume)
     return module
 
@@ -309,7 +426,8 @@ def test_lightning_trains_saves_and_loads(tmp_path, exact):
     clip = None if exact else 1.0
     begun = fitted(tmp_path / "begun", Lit(sgd=exact), 4, clip=clip)
     plain = fitted(
-        tmp_path / "plain", Lit(sgd=exact), 6, next((tmp_path / "begun").glob("*step=4.ckpt")), clip)
+        tmp_path / "plain", Lit(sgd=exact), 6, next((tmp_path / "begun").glob("*step=4.ckpt")), clip
+    )
     store = {"store": tmp_path / "s"}
     module = fitted(tmp_path / "mine", Lit(store, exact), 4, clip=clip)
     state = module.state_dict()
@@ -317,13 +435,17 @@ def test_lightning_trains_saves_and_loads(tmp_path, exact):
     resume = next((tmp_path / "mine").glob("*step=4.ckpt"))
     saved = torch.load(resume, weights_only=False)
     assert saved["state_dict"].keys() == plain.state_dict().keys()
-    assert all(torch.equal(saved["state_dict"][n], v) and not v.isnan().any() for n, v in state.items())
+    assert all(
+        torch.equal(saved["state_dict"][n], v) and not v.isnan().any() for n, v in state.items()
+    )
     later = fitted(tmp_path / "later", Lit(store, exact, seed=4), 6, str(resume), clip)
     losses = module.seen + later.seen
     if exact:
         assert losses == begun.seen + plain.seen
         assert all(torch.equal(later.state_dict()[n], v) for n, v in plain.state_dict().items())
-    assert [f"{x:.5g}" for x in losses] == [f"{x:.5g}" for x in begun.seen + plain.seen] and len(losses) == 12
+    assert [f"{x:.5g}" for x in losses] == [f"{x:.5g}" for x in begun.seen + plain.seen] and len(
+        losses
+    ) == 12
     later.placed.close()
     old = next((tmp_path / "mine").glob("*step=2.ckpt"))
     refused = Lit(store, exact)

@@ -70,7 +70,9 @@ def test_ten_kills_change_no_loss(name, case, dirs, tmp_path):
         os.kill(process.pid, signal.SIGKILL)
         process.join()
         kills += 1
-    process = FORK.Process(target=child, args=(case, store, log, max(STEPS, max(read(log), default=0) + 5)))
+    process = FORK.Process(
+        target=child, args=(case, store, log, max(STEPS, max(read(log), default=0) + 5))
+    )
     process.start()
     process.join()
     assert process.exitcode == 0

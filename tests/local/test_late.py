@@ -1,4 +1,5 @@
-"""Staleness 1: a step computes with the parameters from before the last step's update, as the plain loop here does.
+"""Staleness 1: a step computes with the parameters from before the last step's update, as the plain
+loop here does.
 Above that: with whatever there is."""
 
 import os
@@ -73,8 +74,13 @@ def placed(stops, dtype=torch.float32, **options):
         torch.manual_seed(0)
         model = Branchy()
         optimizer = roadtrain.place(
-            model, torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False), report=lambda _: None,
-            chunk_elements=1 << 16, dtype=dtype, **{"staleness": 1, **options})
+            model,
+            torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False),
+            report=lambda _: None,
+            chunk_elements=1 << 16,
+            dtype=dtype,
+            **{"staleness": 1, **options},
+        )
         with optimizer:
             while optimizer.steps_done < stop:
                 step = optimizer.steps_done
@@ -84,9 +90,14 @@ def placed(stops, dtype=torch.float32, **options):
                 optimizer.step()
                 optimizer.zero_grad()
                 losses.append(loss.item())
-            found = {spec.name: torch.from_numpy(optimizer.read(spec.name).copy()) for spec in optimizer.params}
+            found = {
+                spec.name: torch.from_numpy(optimizer.read(spec.name).copy())
+                for spec in optimizer.params
+            }
             found["first.weight:step"], found["layers.1.0.weight:step"] = (
-                torch.from_numpy(optimizer.read(name, "step")) for name in ("first.weight", "layers.1.0.weight"))
+                torch.from_numpy(optimizer.read(name, "step"))
+                for name in ("first.weight", "layers.1.0.weight")
+            )
     return losses, found
 
 
@@ -105,16 +116,21 @@ def test_trains_as_the_plain_delayed_loop(promise, tmp_path):
 
 
 def test_a_device_that_writes_late(tmp_path, monkeypatch):
-    """Both versions are asked for while the record still waits to be written, also where only its copy is in memory."""
+    """Both versions are asked for while the record still waits to be written, also where only
+    its copy is in memory."""
     ram = placed([8], backwards_per_step=1, dtype=torch.bfloat16)
     write = FileTier.write
     monkeypatch.setattr(FileTier, "write", lambda *a: (time.sleep(0.05), write(*a))[1])
     for i, kept in enumerate(("resident", "public_resident", "nothing")):
+
         def only(*args, kept=kept, **options):
             budgets = derive(*args, **options)
             every = frozenset(range(len(args[0].chunks)))
-            return replace(budgets, resident=every if kept == "resident" else frozenset(),
-                           public_resident=every if kept == "public_resident" else frozenset())
+            return replace(
+                budgets,
+                resident=every if kept == "resident" else frozenset(),
+                public_resident=every if kept == "public_resident" else frozenset(),
+            )
 
         monkeypatch.setattr(placing, "derive", only)
         seen = placed([8], backwards_per_step=1, dtype=torch.bfloat16, store=tmp_path / str(i))
@@ -127,8 +143,13 @@ def test_what_is_read_and_exported_is_the_newest(where, tmp_path):
     """The public part of a record is one update behind; nobody outside sees that."""
     model = Branchy()
     optimizer = roadtrain.place(
-        model, torch.optim.AdamW(model.parameters(), lr=1e-2), staleness=1, dtype=torch.bfloat16,
-        store=where and tmp_path / where, report=lambda _: None)
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-2),
+        staleness=1,
+        dtype=torch.bfloat16,
+        store=where and tmp_path / where,
+        report=lambda _: None,
+    )
     with optimizer:
         for step in range(3):
             x, y = batch(step)
@@ -137,7 +158,9 @@ def test_what_is_read_and_exported_is_the_newest(where, tmp_path):
             optimizer.zero_grad()
         for spec in optimizer.params:
             master = torch.from_numpy(optimizer.read(spec.name).copy())
-            public = torch.from_numpy(optimizer.read(spec.name, "public").copy().view("int16")).view(torch.bfloat16)
+            public = torch.from_numpy(
+                optimizer.read(spec.name, "public").copy().view("int16")
+            ).view(torch.bfloat16)
             assert torch.equal(master.bfloat16(), public), spec.name
 
 
@@ -145,18 +168,37 @@ def test_what_it_does_not_do_is_said(tmp_path):
     placed([2], store=tmp_path / "a")
     model = Branchy()
     with pytest.raises(ForeignError, match="trained with staleness 1, asked for is 0"):
-        roadtrain.place(model, torch.optim.AdamW(model.parameters()), store=tmp_path / "a", chunk_elements=1 << 16)
+        roadtrain.place(
+            model,
+            torch.optim.AdamW(model.parameters()),
+            store=tmp_path / "a",
+            chunk_elements=1 << 16,
+        )
     with pytest.raises(ConfigError, match="is not converted"):
         placed([3], store=[tmp_path / "a", tmp_path / "b"])
     for wrong in (-1, 1.5, "all"):
         with pytest.raises(ConfigError, match="staleness"):
             roadtrain.place(model, torch.optim.AdamW(model.parameters()), staleness=wrong)
     with pytest.raises(ConfigError, match="needs those that forward had"):
-        roadtrain.place(model, torch.optim.AdamW(model.parameters()), staleness=2, servers=["a:1"], buffering="none")
+        roadtrain.place(
+            model,
+            torch.optim.AdamW(model.parameters()),
+            staleness=2,
+            servers=["a:1"],
+            buffering="none",
+        )
     with pytest.raises(BudgetError, match=r"2 of 4 blocks .* can be kept"):
-        roadtrain.place(model, torch.optim.AdamW(model.parameters()), staleness=2, budget="40MiB", store=tmp_path / "c")
+        roadtrain.place(
+            model,
+            torch.optim.AdamW(model.parameters()),
+            staleness=2,
+            budget="40MiB",
+            store=tmp_path / "c",
+        )
     with pytest.raises(ConfigError, match="error feedback"):
-        roadtrain.place(model, torch.optim.AdamW(model.parameters()), staleness=1, topk=0.1, error_feedback=True)
+        roadtrain.place(
+            model, torch.optim.AdamW(model.parameters()), staleness=1, topk=0.1, error_feedback=True
+        )
     assert len(placed([3], store=tmp_path / "a")[0]) == 1  # nothing of it was lost
 
 
@@ -166,8 +208,9 @@ class Wide(nn.Module):
     def __init__(self):
         super().__init__()
         self.first, self.last = nn.Linear(8, 512), nn.Linear(512, 8)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 512))
-                                    for _ in range(12))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 512)) for _ in range(12)
+        )
 
     def forward(self, x):
         h = self.first(x)
@@ -180,8 +223,14 @@ def wide(steps, **options):
     torch.manual_seed(0)
     model, out = Wide(), []
     optimizer = roadtrain.place(
-        model, torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False), report=lambda _: None, deadline_s=30,
-        chunk_elements=1 << 16, backwards_per_step=1, **options)
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False),
+        report=lambda _: None,
+        deadline_s=30,
+        chunk_elements=1 << 16,
+        backwards_per_step=1,
+        **options,
+    )
     with optimizer:
         for step in range(steps):
             x, y = batch(step)
@@ -194,22 +243,32 @@ def wide(steps, **options):
 
 
 def test_a_server_slower_than_all_else(tmp_path):
-    """Its buffers fill with gradients of the next step while this one waits for a commit, of which the worker tells
-    behind them: they are put away. Rules 1 and 5."""
+    """Its buffers fill with gradients of the next step while this one waits for a commit, of
+    which the worker tells behind them: they are put away. Rules 1 and 5."""
     expected = wide(4, staleness=1)
-    hosts = [HostProcess(tmp_path / "a", snapshot=tmp_path / "a", fault=("slow", 0.03)), HostProcess(tmp_path / "b")]
+    hosts = [
+        HostProcess(tmp_path / "a", snapshot=tmp_path / "a", fault=("slow", 0.03)),
+        HostProcess(tmp_path / "b"),
+    ]
     try:
-        assert wide(4, staleness=1, servers=[host.where for host in hosts], budget="200MiB") == expected
+        assert (
+            wide(4, staleness=1, servers=[host.where for host in hosts], budget="200MiB")
+            == expected
+        )
     finally:
         for host in hosts:
             host.kill()
 
 
-@pytest.mark.parametrize(("staleness", "least", "most"), [(0, 0, 1), (1, 0, 2), (4, 3, 5), ("none", 12, 17)])
+@pytest.mark.parametrize(
+    ("staleness", "least", "most"), [(0, 0, 1), (1, 0, 2), (4, 3, 5), ("none", 12, 17)]
+)
 def test_how_far_a_worker_gets_ahead_of_one_that_stands_still(staleness, least, most, tmp_path):
     host = HostProcess(tmp_path / "host")
     steps = 40
-    workers = Workers(Case(eager=True, staleness=staleness), [host.where], tmp_path, steps, 2, norms=False)
+    workers = Workers(
+        Case(eager=True, staleness=staleness), [host.where], tmp_path, steps, 2, norms=False
+    )
     try:
         wait_until(lambda: min(map(done, workers.logs)) >= 3)
         os.kill(workers.processes[1].pid, signal.SIGSTOP)
@@ -247,12 +306,22 @@ def test_with_more_than_one_update_missing_each_is_made_once(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "how", [{"relay": "256MiB", "local": 2}, {"replicas": 2}, {"topk": 0.2}], ids=lambda how: next(iter(how)))
+    "how",
+    [{"relay": "256MiB", "local": 2}, {"replicas": 2}, {"topk": 0.2}],
+    ids=lambda how: next(iter(how)),
+)
 def test_it_goes_with_all_else(how, tmp_path):
     hosts = [HostProcess(tmp_path / name) for name in "ab"]
     try:
-        workers = Workers(Case(eager=True, staleness=3), [host.where for host in hosts], tmp_path, 8, 2,
-                          norms=False, **how)
+        workers = Workers(
+            Case(eager=True, staleness=3),
+            [host.where for host in hosts],
+            tmp_path,
+            8,
+            2,
+            norms=False,
+            **how,
+        )
         assert workers.join() == [0, 0], workers.errors()
         assert [done(log) for log in workers.logs] == [8, 8]
     finally:

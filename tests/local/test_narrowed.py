@@ -1,5 +1,5 @@
-"""Gradients that travel in 16 bits (`grad_dtype`): the same bits as a plain loop whose gradients are rounded to them,
-through whatever they travel (Rules 1 and 2), and half the bytes."""
+"""Gradients that travel in 16 bits (`grad_dtype`): the same bits as a plain loop whose gradients
+are rounded to them, through whatever they travel (Rules 1 and 2), and half the bytes."""
 
 import hashlib
 import math
@@ -56,8 +56,10 @@ def squares(where, grads):
 
 
 def plain(case, workers, dtype):
-    """In torch alone, but for the order in which a norm is summed. Every gradient is rounded when a backward pass has
-    it, then all is fp32. One worker's root block is torch's own until step(), where it leaves: rounded once."""
+    """In torch alone, but for the order in which a norm is summed. Every gradient is rounded when a
+    backward pass has it, then all is fp32. One worker's root block is torch's own until step(),
+    where it leaves: rounded once.
+    """
     model, optimizer = build(case)
     params, scaler = dict(model.named_parameters()), new_scaler(case)
     late = {n for n in params if workers == 1 and not n.startswith("layers.")}
@@ -78,16 +80,26 @@ def plain(case, workers, dtype):
         mean = {name: grad / workers for name, grad in total.items()}
         if case.clip is not None:
             of = squares(where, mean)
-            norms = [torch.linalg.vector_norm(mean[n]) if n in late else torch.tensor(math.sqrt(of[n])) for n in params]
-            factor = torch.clamp(case.clip / (torch.linalg.vector_norm(torch.stack(norms)) + 1e-6), max=1.0)
+            norms = [
+                torch.linalg.vector_norm(mean[n]) if n in late else torch.tensor(math.sqrt(of[n]))
+                for n in params
+            ]
+            factor = torch.clamp(
+                case.clip / (torch.linalg.vector_norm(torch.stack(norms)) + 1e-6), max=1.0
+            )
             assert factor < 1
             mean = {name: grad * factor for name, grad in mean.items()}
         for name, p in params.items():
             p.grad = mean[name].to(dtype).float() if name in late else mean[name]
         optimizer.step()
         optimizer.zero_grad()
-    whole = hashlib.sha256(b"".join(params[n].detach().numpy().tobytes() for n in sorted(params))).hexdigest()
-    logs = [{str(i + 1): {f"{loss.hex()} {0.0.hex()}"} for i, loss in enumerate(mine)} for mine in found]
+    whole = hashlib.sha256(
+        b"".join(params[n].detach().numpy().tobytes() for n in sorted(params))
+    ).hexdigest()
+    logs = [
+        {str(i + 1): {f"{loss.hex()} {(0.0).hex()}"} for i, loss in enumerate(mine)}
+        for mine in found
+    ]
     logs[0]["end"] = {whole}
     return logs
 
@@ -102,13 +114,18 @@ def trained(case, servers, home, workers, **options):
 @pytest.mark.parametrize(
     ("case", "workers", "servers", "dtype", "options"),
     [
-        (replace(PLAIN, eager=True), 1, 2, FP16, {}), (ALL, 1, 1, BF16, {"relay": "96MiB"}),
-        (replace(ALL, clip=None, eager=True), 2, 1, BF16, {}), (ALL, 2, 2, FP16, {}),
-        (ALL, 2, 2, BF16, {"relay": "96MiB", "local": 2}), (ALL, 2, 2, BF16, {"replicas": 2}),
+        (replace(PLAIN, eager=True), 1, 2, FP16, {}),
+        (ALL, 1, 1, BF16, {"relay": "96MiB"}),
+        (replace(ALL, clip=None, eager=True), 2, 1, BF16, {}),
+        (ALL, 2, 2, FP16, {}),
+        (ALL, 2, 2, BF16, {"relay": "96MiB", "local": 2}),
+        (ALL, 2, 2, BF16, {"replicas": 2}),
     ],
     ids=str,
 )
-def test_the_same_bits_as_plain_torch_with_rounded_gradients(case, workers, servers, dtype, options, hosts, tmp_path):
+def test_the_same_bits_as_plain_torch_with_rounded_gradients(
+    case, workers, servers, dtype, options, hosts, tmp_path
+):
     found, said = trained(case, hosts(servers), tmp_path, workers, grad_dtype=dtype, **options)
     assert found == plain(case, workers, dtype)
     assert f"lossy: gradients travel as {'bf16' if dtype == BF16 else 'fp16'}" in said  # Rule 2
@@ -128,16 +145,24 @@ def test_spilled_gradients_too(workers, hosts, tmp_path):
 
 
 def test_late_ones_too(hosts, tmp_path):
-    """Staleness 1, and gradients that come before their step's turn: the same with any servers, and not as in fp32."""
+    """Staleness 1, and gradients that come before their step's turn: the same with any servers,
+    and not as in fp32."""
     case, results = Case(eager=True, staleness=1, groups=True), []
-    for i, (n, budget, dtype) in enumerate([(1, SMALL[2], BF16), (2, 96 << 20, BF16), (1, 96 << 20, None)]):
-        results.append(trained(case, hosts(n, budget=budget), tmp_path / str(i), 2, grad_dtype=dtype)[0])
+    for i, (n, budget, dtype) in enumerate(
+        [(1, SMALL[2], BF16), (2, 96 << 20, BF16), (1, 96 << 20, None)]
+    ):
+        results.append(
+            trained(case, hosts(n, budget=budget), tmp_path / str(i), 2, grad_dtype=dtype)[0]
+        )
     assert results[0] == results[1] != results[2]
 
 
 def test_gradients_of_16_bit_parameters_go_as_they_are(hosts, tmp_path):
     case = Case(dtype=BF16, eager=True)
-    first, second = (trained(case, hosts(1), tmp_path / str(dtype), 2, grad_dtype=dtype)[0] for dtype in (None, FP16))
+    first, second = (
+        trained(case, hosts(1), tmp_path / str(dtype), 2, grad_dtype=dtype)[0]
+        for dtype in (None, FP16)
+    )
     assert first == second
 
 
@@ -154,8 +179,14 @@ def test_half_the_bytes_travel(hosts, monkeypatch):
     pushed_by = []
     for dtype in (None, BF16):
         model, optimizer = build(PLAIN)
-        with roadtrain.place(model, optimizer, servers=[hosts(1)[0].where], grad_dtype=dtype, budget="96MiB",
-                             report=lambda _: None) as placed:
+        with roadtrain.place(
+            model,
+            optimizer,
+            servers=[hosts(1)[0].where],
+            grad_dtype=dtype,
+            budget="96MiB",
+            report=lambda _: None,
+        ) as placed:
             for i in range(2):
                 one_step(PLAIN, model, placed, new_scaler(PLAIN), i)
             pushed_by.append(pushed[len(pushed_by)])
@@ -167,10 +198,19 @@ def test_half_the_bytes_travel(hosts, monkeypatch):
     ("options", "words"),
     [
         ({"grad_dtype": BF16}, r"grad_dtype = torch.bfloat16 with 0 server\(s\)"),
-        ({"grad_dtype": torch.float32, "servers": ["127.0.0.1:1"]}, r"grad_dtype = torch.float32 with 1 server\(s\)"),
+        (
+            {"grad_dtype": torch.float32, "servers": ["127.0.0.1:1"]},
+            r"grad_dtype = torch.float32 with 1 server\(s\)",
+        ),
         ({"grad_dtype": torch.float64}, "grad_dtype = torch.float64"),
-        ({"grad_dtype": torch.complex64, "servers": ["127.0.0.1:1"]}, "grad_dtype = torch.complex64"),
-        ({"grad_dtype": FP16, "servers": ["127.0.0.1:1"], "topk": 0.1}, r"grad_dtype = torch.float16 .* topk = 0.1"),
+        (
+            {"grad_dtype": torch.complex64, "servers": ["127.0.0.1:1"]},
+            "grad_dtype = torch.complex64",
+        ),
+        (
+            {"grad_dtype": FP16, "servers": ["127.0.0.1:1"], "topk": 0.1},
+            r"grad_dtype = torch.float16 .* topk = 0.1",
+        ),
     ],
 )
 def test_what_cannot_be_is_said(options, words):
@@ -181,15 +221,28 @@ def test_what_cannot_be_is_said(options, words):
 
 
 def test_a_job_says_so_and_its_verify_compares_all(hosts, tmp_path):
-    """The key reaches place(); verify's own servers are in its process, where no gradient travels."""
+    """The key reaches place(); verify's own servers are in its process, where no gradient
+    travels."""
     text = tmp_path / "text.txt"
     text.write_text("Is it the same? " * 2000)
-    config = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-              "num_attention_heads": 2, "num_key_value_heads": 2}
-    job = make_job({"model": {"config": config}, "run": {"dir": str(tmp_path / "run"), "device": "cpu"},
-                    "data": {"paths": [str(text)], "seq_len": 16, "batch_size": 2},
-                    "store": {"servers": [hosts(1)[0].where], "buffering": "none"}, "budget": {"host": "128MiB"},
-                    "compress": {"gradients": "bf16"}})
+    config = {
+        "model_type": "llama",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
+    job = make_job(
+        {
+            "model": {"config": config},
+            "run": {"dir": str(tmp_path / "run"), "device": "cpu"},
+            "data": {"paths": [str(text)], "seq_len": 16, "batch_size": 2},
+            "store": {"servers": [hosts(1)[0].where], "buffering": "none"},
+            "budget": {"host": "128MiB"},
+            "compress": {"gradients": "bf16"},
+        }
+    )
     said = []
     place_job(job, said.append).optimizer.close()
     assert "lossy: gradients travel as bf16" in said

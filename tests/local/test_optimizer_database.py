@@ -1,4 +1,5 @@
-"""Every optimizer and every option set of torch's own optimizer database, placed in RAM against plain torch."""
+"""Every optimizer and every option set of torch's own optimizer database, placed in RAM against
+plain torch."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from roadtrain.errors import RuleError
 
 STEPS = 5
 ROUNDING = {"rtol": 1e-5, "atol": 1e-6}
-REFUSED = {"LBFGS", "SparseAdam", "Adafactor", "Muon"}  # they cannot run on flat slices: README, honest limits
+# they cannot run on flat slices: README, honest limits
+REFUSED = {"LBFGS", "SparseAdam", "Adafactor", "Muon"}
 SPEED_ONLY = ("capturable", "differentiable", "foreach", "fused")
 
 
@@ -24,7 +26,9 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.enter = nn.Linear(5, 7)
-        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(7, 11), nn.Tanh(), nn.Linear(11, 7)) for _ in range(2)])
+        self.layers = nn.ModuleList(
+            [nn.Sequential(nn.Linear(7, 11), nn.Tanh(), nn.Linear(11, 7)) for _ in range(2)]
+        )
         self.leave = nn.Linear(7, 3, bias=False)
 
     def forward(self, x):
@@ -37,13 +41,19 @@ class Net(nn.Module):
 def database():
     for info in optim_db:
         for given in info.optim_inputs_func(device="cpu"):
-            yield pytest.param(info.optim_cls, given.kwargs, id=f"{info.optim_cls.__name__}-{given.desc}")
+            yield pytest.param(
+                info.optim_cls, given.kwargs, id=f"{info.optim_cls.__name__}-{given.desc}"
+            )
 
 
 def build(cls, kwargs):
     torch.manual_seed(3)
     model = Net()
-    params = [p for p in model.parameters() if p.ndim == 2] if cls.__name__ == "Muon" else model.parameters()
+    params = (
+        [p for p in model.parameters() if p.ndim == 2]
+        if cls.__name__ == "Muon"
+        else model.parameters()
+    )
     return model, cls(params, **copy.deepcopy(kwargs))
 
 
@@ -67,17 +77,23 @@ def test_as_plain_torch(cls, kwargs):
         before = copy.deepcopy(model.state_dict())
         with pytest.raises(RuleError, match=cls.__name__):
             roadtrain.place(model, optimizer, report=lambda _: None)
-        assert all(torch.equal(before[n], t) for n, t in model.state_dict().items()), "refused, and yet changed"
+        assert all(torch.equal(before[n], t) for n, t in model.state_dict().items()), (
+            "refused, and yet changed"
+        )
         return
     plain, optimizer_of_plain = build(cls, {"foreach": False, **kwargs})
     begin = copy.deepcopy(plain.state_dict())
     losses = train(plain, optimizer_of_plain)
 
     model, optimizer = build(cls, kwargs)
-    with roadtrain.place(model, optimizer, budget="128MiB", deadline_s=30, report=lambda _: None) as placed:
+    with roadtrain.place(
+        model, optimizer, budget="128MiB", deadline_s=30, report=lambda _: None
+    ) as placed:
         mine = train(model, placed)
         for name, p in plain.named_parameters():
-            torch.testing.assert_close(torch.from_numpy(placed.read(name)), p.detach(), **ROUNDING, msg=name)
+            torch.testing.assert_close(
+                torch.from_numpy(placed.read(name)), p.detach(), **ROUNDING, msg=name
+            )
             assert not torch.equal(begin[name], p), f"{name} did not train: nothing was compared"
         placed_state = placed.state_dict(gather=True)["state"]
     theirs = optimizer_of_plain.state_dict()["state"]
@@ -102,5 +118,7 @@ def test_options_of_speed_change_nothing(cls, option):
     plain, optimizer = build(cls, {"lr": 1e-2})
     losses = train(plain, optimizer)
     model, optimizer = build(cls, kwargs)
-    with roadtrain.place(model, optimizer, budget="128MiB", deadline_s=30, report=lambda _: None) as placed:
+    with roadtrain.place(
+        model, optimizer, budget="128MiB", deadline_s=30, report=lambda _: None
+    ) as placed:
         torch.testing.assert_close(train(model, placed), losses, **ROUNDING)

@@ -1,5 +1,6 @@
-"""In which order a worker speaks: an update is released right behind its chunk's gradient, and nothing is said of a
-gradient that is still on its way from the device (there is none here: copies are made slow)."""
+"""In which order a worker speaks: an update is released right behind its chunk's gradient, and
+nothing is said of a gradient that is still on its way from the device (there is none here:
+copies are made slow)."""
 
 import time
 
@@ -16,23 +17,35 @@ from roadtrain.node.worker import Worker
 def test_each_chunk_is_released_right_behind_its_gradient(monkeypatch):
     said, case = [], Case(eager=True)
     model = Net(width=256)
-    placed = roadtrain.place(model, torch.optim.AdamW(model.parameters(), foreach=False), backwards_per_step=1,
-                             chunk_elements=1 << 16, report=lambda _: None)
+    placed = roadtrain.place(
+        model,
+        torch.optim.AdamW(model.parameters(), foreach=False),
+        backwards_per_step=1,
+        chunk_elements=1 << 16,
+        report=lambda _: None,
+    )
     with placed:
         for link in placed._worker.links.values():
             monkeypatch.setattr(link, "send", lambda m, send=link.send: (said.append(m), send(m)))
         run(case, model, placed, new_scaler(case), 0, 2)
     blocks = {c.id: c.block for c in placed._table.chunks}
-    spoken = [(type(m).__name__, m.chunk) for m in said if isinstance(m, (ops.Push, ops.Release)) and blocks[m.chunk]]
-    assert len({chunk for _, chunk in spoken}) > 2 * len(set(blocks.values()))  # blocks of several chunks
+    spoken = [
+        (type(m).__name__, m.chunk)
+        for m in said
+        if isinstance(m, (ops.Push, ops.Release)) and blocks[m.chunk]
+    ]
+    # blocks of several chunks
+    assert len({chunk for _, chunk in spoken}) > 2 * len(set(blocks.values()))
     for (kind, chunk), (other, same) in zip(spoken[::2], spoken[1::2], strict=True):
         assert (kind, other, chunk) == ("Push", "Release", same)
 
 
 @pytest.fixture
 def slow_copies(monkeypatch):
-    """As if gradients came from a device: `from_device` gives an event, the worker's own thread waits for it; and as if
-    each copy to the device still ran when its host side is to be written again. Nobody waits with the lock."""
+    """As if gradients came from a device: `from_device` gives an event, the worker's own thread
+    waits for it; and as if each copy to the device still ran when its host side is to be written
+    again. Nobody waits with the lock.
+    """
     workers = []
 
     class Event:
@@ -44,7 +57,9 @@ def slow_copies(monkeypatch):
 
     def started(self, *args, **options):
         made(self, *args, **options)
-        self._after = {of: AfterCopies(f"worker {of}", self._copy_failed) for of in ("push", "pull")}
+        self._after = {
+            of: AfterCopies(f"worker {of}", self._copy_failed) for of in ("push", "pull")
+        }
         workers.append(self)
 
     monkeypatch.setattr(Worker, "__init__", started)
@@ -52,14 +67,18 @@ def slow_copies(monkeypatch):
     monkeypatch.setattr(HostBuffer, "copying", lambda self: Event())
 
 
-@pytest.mark.parametrize(("case", "options"), [
-    (Case(eager=True), {}),
-    (Case(eager=True, dtype=torch.bfloat16, frozen=True), {}),
-    (Case(clip=0.5, accumulate=2), {}),
-    (Case(clip=0.5, scaler=True), {}),
-    (Case(eager=True), {"topk": 0.2, "error_feedback": True}),
-    (Case(eager=True, staleness=1), {}),
-], ids=["eager", "frozen", "clipped", "scaler", "top-k", "late"])
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        (Case(eager=True), {}),
+        (Case(eager=True, dtype=torch.bfloat16, frozen=True), {}),
+        (Case(clip=0.5, accumulate=2), {}),
+        (Case(clip=0.5, scaler=True), {}),
+        (Case(eager=True), {"topk": 0.2, "error_feedback": True}),
+        (Case(eager=True, staleness=1), {}),
+    ],
+    ids=["eager", "frozen", "clipped", "scaler", "top-k", "late"],
+)
 def test_nothing_is_said_of_a_gradient_before_it_has_left(case, options, request):
     found = []
     for slow in (False, True):
@@ -68,5 +87,7 @@ def test_nothing_is_said_of_a_gradient_before_it_has_left(case, options, request
         model, placed, scaler = place(case, None, **options)
         with placed:
             losses = run(case, model, placed, scaler, 0, 5)
-            found.append((losses, {name: value.tobytes() for name, value in contents(model, placed).items()}))
+            found.append(
+                (losses, {name: value.tobytes() for name, value in contents(model, placed).items()})
+            )
     assert found[0] == found[1]

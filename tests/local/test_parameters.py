@@ -1,4 +1,5 @@
-"""Who reads or writes the parameters of a placed model themselves gets what is true, or a sentence (Rule 6)."""
+"""Who reads or writes the parameters of a placed model themselves gets what is true, or a
+sentence (Rule 6)."""
 
 from __future__ import annotations
 
@@ -55,7 +56,9 @@ def test_a_root_parameter_that_is_written_is_refused(tmp_path, store):
     with pytest.raises(LoopError, match=r"'head\.weight' was changed in place"):
         run(case, model, placed, scaler, 2, 3)
     saved = model.state_dict()
-    assert all(torch.equal(saved[n], value) for n, value in held.items()), "the store has what it had"
+    assert all(torch.equal(saved[n], value) for n, value in held.items()), (
+        "the store has what it had"
+    )
     with pytest.raises(LoopError, match="was changed in place"):
         placed.close()
 

@@ -1,4 +1,5 @@
-"""`roadtrain probe`: a cluster.toml of this machine that `plan` takes; what it cannot measure is named."""
+"""`roadtrain probe`: a cluster.toml of this machine that `plan` takes; what it cannot measure
+is named."""
 
 from __future__ import annotations
 
@@ -41,11 +42,19 @@ def test_probe_and_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert torch.get_num_threads() == 1  # as conftest.py set it: others' losses depend on it
     cluster = load_cluster(out)
     (host,) = cluster.hosts
-    assert host.memory_rate > 1e8 and host.updates > 1e8 and host.sums > 1e8 and host.device is not None
+    assert (
+        host.memory_rate > 1e8
+        and host.updates > 1e8
+        and host.sums > 1e8
+        and host.device is not None
+    )
     assert host.device.flops > 1e8 and host.ssds[0].read > 1e6 and 1 <= host.ssds[0].mixed <= 2
     assert f"hosts.{host.name}.memory_rate" in tomllib.loads(out.read_text())["measured"]
     if not torch.cuda.is_available():
-        assert "not measured: accelerators" in told and "# not measured: accelerators" in out.read_text()
+        assert (
+            "not measured: accelerators" in told
+            and "# not measured: accelerators" in out.read_text()
+        )
     words = ["--model", "GPT-2", "--seq-len", "128", "--out", str(tmp_path / "plan.toml")]
     assert cli.main(["plan", str(out), *words]) == 0
 
@@ -56,7 +65,8 @@ def test_products_of_each_size() -> None:
 
 
 def test_copies_wait_until_they_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device whose copies take 20 ms and return at once: the rates are those of 20 ms, the slower direction's."""
+    """A device whose copies take 20 ms and return at once: the rates are those of 20 ms, the
+    slower direction's."""
     cpu, settled = torch.device("cpu"), list[tuple[torch.device, ...]]()
     to, inside = copies(cpu, MIB)
     assert to > 0 and inside > 0
@@ -67,7 +77,11 @@ def test_copies_wait_until_they_are_done(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(probing, "_settle", settle)
     to, inside = copies(cpu, MIB)
-    assert 0.6 * MIB / 0.02 < to <= MIB / 0.02 and 1.9 * to < inside + 0.4 * to and set(settled) == {(cpu, cpu)}
+    assert (
+        0.6 * MIB / 0.02 < to <= MIB / 0.02
+        and 1.9 * to < inside + 0.4 * to
+        and set(settled) == {(cpu, cpu)}
+    )
     settled.clear()
     assert 0.6 * MIB / 0.02 < fabric([cpu] * 4, MIB) <= MIB / 0.02
     assert len(settled) == 3 * 6  # one to each other device, once for nothing and REPEATS times
@@ -81,14 +95,24 @@ def test_the_slowest_of_the_devices_sets_the_fabric(monkeypatch: pytest.MonkeyPa
 
 def test_two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a host with accelerators says; their measurements are made up."""
-    made = {"is_available": lambda: True, "device_count": lambda: 2, "get_device_name": ["A", "B"].__getitem__,
-            "get_device_properties": lambda number: SimpleNamespace(total_memory=80 * GIB)}
+    made = {
+        "is_available": lambda: True,
+        "device_count": lambda: 2,
+        "get_device_name": ["A", "B"].__getitem__,
+        "get_device_properties": lambda number: SimpleNamespace(total_memory=80 * GIB),
+    }
     for name, said in made.items():
         monkeypatch.setattr(torch.cuda, name, said)
     asked = list[tuple[object, ...]]()
-    for name, answer in (("copies", (25e9, 2e12)), ("fabric", 2e11), ("products", {1024: 1e14, 8192: 6e14}),
-                         ("processors", {"memory_rate": 1e11, "updates": 1e11, "sums": 1e11})):
-        monkeypatch.setattr(probing, name, lambda *words, answer=answer: asked.append(words) or answer)
+    for name, answer in (
+        ("copies", (25e9, 2e12)),
+        ("fabric", 2e11),
+        ("products", {1024: 1e14, 8192: 6e14}),
+        ("processors", {"memory_rate": 1e11, "updates": 1e11, "sums": 1e11}),
+    ):
+        monkeypatch.setattr(
+            probing, name, lambda *words, answer=answer: asked.append(words) or answer
+        )
     said = probing.describe([], 2)
     (host,) = make_cluster(said.tree).hosts
     assert host.devices == 2 and host.fabric == 2e11 and host.device is not None
@@ -127,7 +151,9 @@ def test_every_pair_is_measured(two: list[str], capsys: pytest.CaptureFixture[st
     cluster = make_cluster(own.tree)
     assert [host.name for host in cluster.hosts] == ["this", "other", "other+"]
     assert all(host.nics[0].rate > 1e7 and host.nics[0].latency > 0 for host in cluster.hosts)
-    assert {"hosts.other.memory_rate", "hosts.other+.memory_rate", "hosts.other+.nics"} <= set(cluster.measured)
+    assert {"hosts.other.memory_rate", "hosts.other+.memory_rate", "hosts.other+.nics"} <= set(
+        cluster.measured
+    )
     assert own.missing == ["its devices", "other: its devices", "other+: its devices"]
     assert own.topology == ["this: NUMA node 0", "other: NUMA node 0", "other+: NUMA node 0"]
     told = capsys.readouterr().out
@@ -138,7 +164,9 @@ def test_a_reverse_flood_ends_by_itself(two: list[str], monkeypatch: pytest.Monk
     """By bytes where the link is fast, by time where it is not."""
     sizes = list[int]()
     room = probing_links._End.room
-    monkeypatch.setattr(probing_links._End, "room", lambda *words: sizes.append(words[-1]) or room(*words))
+    monkeypatch.setattr(
+        probing_links._End, "room", lambda *words: sizes.append(words[-1]) or room(*words)
+    )
     monkeypatch.setattr(probing_links, "FRAMES", 3)
     ask(two[0], BACK, "", Options())
     assert sizes == [MIB] * 3
@@ -151,24 +179,34 @@ def test_a_reverse_flood_ends_by_itself(two: list[str], monkeypatch: pytest.Monk
 
 
 def test_a_host_that_cannot_is_named_and_the_rest_is_kept(two: list[str]) -> None:
-    own, said = one("this")(), [Said(error="FullError: no space"), Said({"hosts": [{"memory": "1GB"}]}), one("x")()]
+    own, said = (
+        one("this")(),
+        [Said(error="FullError: no space"), Said({"hosts": [{"memory": "1GB"}]}), one("x")()],
+    )
     made = [listening("127.0.0.1:0", Options(), partial(Said.__copy__, each)) for each in said]
     full, odd, gone = ("{}:{}".format(*listener.address) for listener in made)
     made[2].close()
     try:
         assert not with_others(own, [*two, full, odd], Options())
         alone = one("this")()
-        assert not with_others(alone, [full], Options()) and make_cluster(alone.tree).hosts[0].name == "this"
+        assert (
+            not with_others(alone, [full], Options())
+            and make_cluster(alone.tree).hosts[0].name == "this"
+        )
     finally:
         made[0].close()
         made[1].close()
     assert [host["name"] for host in own.tree["hosts"]] == ["this", "other", "other+"]
-    assert own.missing[-2:] == [f"host {full}: {full}: FullError: no space",
-                                f"host {odd}: `hosts.0.name` is missing in the cluster file"]
+    assert own.missing[-2:] == [
+        f"host {full}: {full}: FullError: no space",
+        f"host {odd}: `hosts.0.name` is missing in the cluster file",
+    ]
     found, missing = matrix([two[0], gone], Options())
     assert set(found) == {("here", two[0]), (two[0], "here")}
     assert [what.partition(": ")[0] for what in missing] == [
-        f"the link from here to {gone}", f"other links of host {gone}, which has gone"]
+        f"the link from here to {gone}",
+        f"other links of host {gone}, which has gone",
+    ]
 
 
 def test_strangers_and_the_absent(two: list[str]) -> None:  # Rule 8
@@ -192,6 +230,7 @@ def test_strangers_and_the_absent(two: list[str]) -> None:  # Rule 8
 
 def test_wrong_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One sentence and exit code 2, before anything is measured."""
+
     def told(*words: str) -> str:
         begin = time.monotonic()
         assert cli.main(["probe", "--out", str(tmp_path / "out.toml"), *words]) == 2
@@ -207,7 +246,9 @@ def test_wrong_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "'nowhere' is no address" in told("--hosts", "nowhere")
     assert "give one of them" in told("--hosts", "127.0.0.1:1", "--listen", "127.0.0.1:0")
     assert "without a token" in told("--listen", "0.0.0.0:0")
-    assert "cannot read the token" in told("--listen", "127.0.0.1:0", "--token-file", f"{tmp_path}/none")
+    assert "cannot read the token" in told(
+        "--listen", "127.0.0.1:0", "--token-file", f"{tmp_path}/none"
+    )
     guarded = listening("127.0.0.1:0", Options(token=b"a secret of the job"), one("x"))
     write_token(tmp_path / "token")
     try:

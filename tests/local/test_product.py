@@ -1,5 +1,6 @@
-"""The product of what users combine: each cell gives the same bits on RAM, one and three directories, also resumed with
-another layout (Rule 1, Rule 3), and the same training as plain torch."""
+"""The product of what users combine: each cell gives the same bits on RAM, one and three
+directories, also resumed with another layout (Rule 1, Rule 3), and the same training as plain
+torch."""
 
 import itertools
 
@@ -14,11 +15,18 @@ CASES = [
     Case(accumulate=a, clip=c, groups=g, frozen=f, tied=t, scaler=s)
     for a, c, g, f, t, s in itertools.product((1, 3), (None, 0.5), NO_YES, NO_YES, NO_YES, NO_YES)
 ]
-CASES += [Case(dtype=torch.bfloat16, accumulate=2, clip=1.0), Case(dtype=torch.bfloat16, eager=True),
-          Case(eager=True, accumulate=2), Case(dtype=torch.float16, scaler=True)]
-LATE = [Case(staleness=1), Case(staleness=1, dtype=torch.bfloat16, eager=True),
-        Case(staleness=1, accumulate=2, clip=0.5, groups=True, frozen=True, tied=True),
-        Case(staleness=1, dtype=torch.bfloat16, scaler=True, clip=0.5)]
+CASES += [
+    Case(dtype=torch.bfloat16, accumulate=2, clip=1.0),
+    Case(dtype=torch.bfloat16, eager=True),
+    Case(eager=True, accumulate=2),
+    Case(dtype=torch.float16, scaler=True),
+]
+LATE = [
+    Case(staleness=1),
+    Case(staleness=1, dtype=torch.bfloat16, eager=True),
+    Case(staleness=1, accumulate=2, clip=0.5, groups=True, frozen=True, tied=True),
+    Case(staleness=1, dtype=torch.bfloat16, scaler=True, clip=0.5),
+]
 
 
 def name(case):
@@ -34,14 +42,19 @@ def placed_run(case, store, **options):
 
 
 def resumed_run(case, tmp_path):
-    """Two steps in one directory, two with other chunks and less memory, the rest in three directories."""
+    """Two steps in one directory, two with other chunks and less memory, the rest in three
+    directories."""
     losses = []
     layouts = [
-        (tmp_path / "a", {}, 2), (tmp_path / "a", {"chunk_elements": 1 << 16, "budget": "160MiB"}, 4),
+        (tmp_path / "a", {}, 2),
+        (tmp_path / "a", {"chunk_elements": 1 << 16, "budget": "160MiB"}, 4),
         ([tmp_path / d for d in "abc"], {}, STEPS),
     ]
     if case.staleness:  # keeps its layout
-        layouts = [(tmp_path / "a", {"budget": b}, until) for b, until in (("1GiB", 2), ("160MiB", 4), (None, STEPS))]
+        layouts = [
+            (tmp_path / "a", {"budget": b}, until)
+            for b, until in (("1GiB", 2), ("160MiB", 4), (None, STEPS))
+        ]
     for store, options, until in layouts:
         model, placed, scaler = place(case, store, seed=7 if losses else 0, **options)
         losses += run(case, model, placed, scaler, placed.steps_done, until)

@@ -1,4 +1,5 @@
-"""The relay on loopback: bytes unchanged; delay, rate, stall and cut do what they say, while it runs."""
+"""The relay on loopback: bytes unchanged; delay, rate, stall and cut do what they say, while it
+runs."""
 
 from __future__ import annotations
 
@@ -104,7 +105,11 @@ def seconds(peer: socket.socket, nbytes: int) -> float:
 
 def test_bytes_pass_unchanged_and_the_end_of_a_stream_too(echo: Echo) -> None:
     data = os.urandom(3_000_001)
-    with Relay(echo.address) as relay, connect(relay.address) as peer, connect(relay.address) as other:
+    with (
+        Relay(echo.address) as relay,
+        connect(relay.address) as peer,
+        connect(relay.address) as other,
+    ):
         assert exchange(peer, data) == data
         assert relay.nbytes == {"there": len(data), "back": len(data)}
         assert exchange(other, b"x") == b"x"
@@ -116,7 +121,9 @@ def test_bytes_pass_unchanged_and_the_end_of_a_stream_too(echo: Echo) -> None:
 def test_delay(echo: Echo) -> None:
     with Relay(echo.address, delay_s=0.05) as relay, connect(relay.address) as peer:
         assert 0.1 <= seconds(peer, 1) < 0.2
-        assert 0.1 <= seconds(peer, 4_000_000) < 0.4, "a delay is not a rate: pieces are on the way together"
+        assert 0.1 <= seconds(peer, 4_000_000) < 0.4, (
+            "a delay is not a rate: pieces are on the way together"
+        )
         relay.set_delay(0.0)
         assert seconds(peer, 1) < 0.05
 
@@ -132,7 +139,11 @@ def test_rate_both_ways_and_changed_while_running(echo: Echo) -> None:
 
 
 def test_connections_share_the_rate(echo: Echo) -> None:
-    with Relay(echo.address, 10e6) as relay, connect(relay.address) as one, connect(relay.address) as two:
+    with (
+        Relay(echo.address, 10e6) as relay,
+        connect(relay.address) as one,
+        connect(relay.address) as two,
+    ):
         begin = time.perf_counter()
         threads = [threading.Thread(target=seconds, args=(peer, 1_500_000)) for peer in (one, two)]
         for thread in threads:
@@ -227,9 +238,20 @@ def test_a_target_that_is_not_there_and_a_port_that_is_taken(echo: Echo) -> None
 
 
 def test_as_a_process(echo: Echo) -> None:
-    argv = [sys.executable, "-m", "roadtrain.lab.relay", "127.0.0.1:0", f"127.0.0.1:{echo.address[1]}"]
-    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                          env=os.environ | {"PYTHONPATH": str(SRC)}) as process:
+    argv = [
+        sys.executable,
+        "-m",
+        "roadtrain.lab.relay",
+        "127.0.0.1:0",
+        f"127.0.0.1:{echo.address[1]}",
+    ]
+    with subprocess.Popen(
+        argv,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(SRC)},
+    ) as process:
         assert process.stdin is not None and process.stdout is not None
         host, port = process.stdout.readline().split()
         with connect((host, int(port))) as peer:

@@ -1,5 +1,5 @@
-"""`replicas = 2`: every chunk has a second server that applies the same pushes, so one dead server, with all it held,
-costs no step and no bit (Rules 1 and 3)."""
+"""`replicas = 2`: every chunk has a second server that applies the same pushes, so one dead
+server, with all it held, costs no step and no bit (Rules 1 and 3)."""
 
 import random
 import shutil
@@ -14,7 +14,8 @@ STEPS, LONG = 14, Case(clip=0.5, dtype=torch.bfloat16)
 
 
 class Cluster:
-    """Three servers; `lose` one as if its host was gone, `back` gives it an empty directory at the same address."""
+    """Three servers; `lose` one as if its host was gone, `back` gives it an empty directory at
+    the same address."""
 
     def __init__(self, home, n=3):
         self.home, self.sessions = home, 0
@@ -23,7 +24,16 @@ class Cluster:
 
     def start(self, steps, workers=2, case=LONG, **options):
         self.sessions += 1
-        return Workers(case, self.where, self.home, steps, workers, session=str(self.sessions), replicas=2, **options)
+        return Workers(
+            case,
+            self.where,
+            self.home,
+            steps,
+            workers,
+            session=str(self.sessions),
+            replicas=2,
+            **options,
+        )
 
     def train(self, steps, **options):
         running = self.start(steps, **options)
@@ -77,12 +87,15 @@ def alone(tmp_path_factory):
     """The losses of one worker in memory."""
     model, placed, scaler = place(LONG, None)
     with placed:
-        steps = [(one_step(LONG, model, placed, scaler, i), placed.grad_norm()) for i in range(STEPS)]
+        steps = [
+            (one_step(LONG, model, placed, scaler, i), placed.grad_norm()) for i in range(STEPS)
+        ]
     return [{str(i + 1): {f"{loss.hex()} {norm.hex()}"} for i, (loss, norm) in enumerate(steps)}]
 
 
 def same(workers, reference, steps=STEPS):
-    """Every step up to `steps` was seen, whenever it was repeated with the same loss, and that is the reference's."""
+    """Every step up to `steps` was seen, whenever it was repeated with the same loss, and that
+    is the reference's."""
     for log, whole in zip(workers.logs, reference):
         seen = losses(log)
         assert {int(s) for s in seen if s != "end"} >= set(range(1, steps + 1)), "a step is missing"
@@ -102,37 +115,48 @@ def wait_for_step(workers, step, seconds=120):
 
 
 @pytest.mark.parametrize(
-    "case", [Case(eager=True, frozen=True), Case(clip=0.5, scaler=True, staleness=1)], ids=["eager", "late"]
+    "case",
+    [Case(eager=True, frozen=True), Case(clip=0.5, scaler=True, staleness=1)],
+    ids=["eager", "late"],
 )
 def test_the_losses_are_those_without_replicas(case, cluster, tmp_path):  # Rule 1
     host = HostProcess(tmp_path / "one")
     plain = Workers(case, [host.where], tmp_path, 5, 2)
     assert plain.join() == [0, 0], plain.errors()
     host.kill()
-    assert [losses(x) for x in cluster().train(5, case=case).logs] == [losses(x) for x in plain.logs]
+    assert [losses(x) for x in cluster().train(5, case=case).logs] == [
+        losses(x) for x in plain.logs
+    ]
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("victim", [0, 1, 2])
-def test_a_lost_server_is_left_out_and_filled_up_again(victim, undisturbed, cluster):  # Rules 3 and 6
-    """It dies with what it held; the run goes on without it; it comes back empty, and then another one dies."""
+# Rules 3 and 6
+def test_a_lost_server_is_left_out_and_filled_up_again(victim, undisturbed, cluster):
+    """It dies with what it held; the run goes on without it; it comes back empty, and then
+    another one dies."""
     three = cluster()
     running = three.start(STEPS)
     wait_for_step(running, 3)
     three.lose(victim)
     assert set(running.join(60)) == {3}
-    told = running.errors()  # a worker may hear first of the other, which ended because of the server
+    # a worker may hear first of the other, which ended because of the server
+    told = running.errors()
     assert any(f"server {victim}" in e for e in told), told
     assert all(f"server {victim}" in e or "has gone before step" in e for e in told), told
     running = three.train(STEPS // 2)
-    assert [n for n in running.notes() if "left out" in n and f"server {victim}" in n], running.notes()
+    assert [n for n in running.notes() if "left out" in n and f"server {victim}" in n], (
+        running.notes()
+    )
 
     three.back(victim)
     running = three.start(STEPS)
     wait_for_step(running, STEPS // 2 + 2)
     three.lose((victim + 1) % 3)
     assert set(running.join(60)) == {3}
-    assert [n for n in running.notes() if "filled up again" in n and f"server {victim}" in n], running.notes()
+    assert [n for n in running.notes() if "filled up again" in n and f"server {victim}" in n], (
+        running.notes()
+    )
     running = three.train(STEPS)
     same(running, undisturbed)
     assert losses(running.logs[0])["end"] >= undisturbed[0]["end"], "parameters or moments differ"
@@ -140,7 +164,8 @@ def test_a_lost_server_is_left_out_and_filled_up_again(victim, undisturbed, clus
 
 @pytest.mark.timeout(300)
 def test_what_a_late_server_missed_is_filled_up(cluster, tmp_path):
-    """One that comes back with an older store, of a case whose public part lags and where steps update nothing."""
+    """One that comes back with an older store, of a case whose public part lags and where steps
+    update nothing."""
     case = Case(dtype=torch.bfloat16, frozen=True, scaler=True, staleness=1)
     host = HostProcess(tmp_path / "one")
     plain = Workers(case, [host.where], tmp_path, 9, 2)
@@ -152,7 +177,9 @@ def test_what_a_late_server_missed_is_filled_up(cluster, tmp_path):
     three.train(3, case=case)  # step 3 is the one that the scaler skips
     three.back(1)
     running = three.train(6, case=case)
-    assert any("server 1" in n and "filled up again at step 3" in n for n in running.notes()), running.notes()
+    assert any("server 1" in n and "filled up again at step 3" in n for n in running.notes()), (
+        running.notes()
+    )
     three.lose(2)
     running = three.train(9, case=case)
     same(running, [losses(log) for log in plain.logs], 9)
@@ -165,12 +192,16 @@ def test_two_dead_servers_are_refused_and_named(cluster):
     three.lose(0, 1)
     running = three.start(4, retry_s=2)
     assert set(running.join()) == {3}
-    assert "server 0 (" in running.errors()[0] and "server 1 (" in running.errors()[0], running.errors()
+    assert "server 0 (" in running.errors()[0] and "server 1 (" in running.errors()[0], (
+        running.errors()
+    )
     for number in (0, 1):
         three.back(number)
     running = three.start(4, retry_s=2)
     assert set(running.join()) == {3}
-    assert "not by server 0 (" in running.errors()[0] and "server 1 (" in running.errors()[0], running.errors()
+    assert "not by server 0 (" in running.errors()[0] and "server 1 (" in running.errors()[0], (
+        running.errors()
+    )
 
 
 def test_another_number_of_replicas_is_refused(cluster):
@@ -188,7 +219,8 @@ def test_another_number_of_replicas_is_refused(cluster):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", range(6))
 def test_kills_at_random_moments(seed, alone, cluster):  # Rule 3
-    """Two kills, the second maybe at the start, while what was lost is filled up: then of the same server."""
+    """Two kills, the second maybe at the start, while what was lost is filled up: then of the
+    same server."""
     rng, cluster = random.Random(seed), cluster(2 + seed % 2)
     victim = None
     for _ in range(2):
@@ -200,7 +232,11 @@ def test_kills_at_random_moments(seed, alone, cluster):  # Rule 3
         victim = rng.randrange(len(cluster.hosts)) if started else victim
         cluster.lose(victim, keep=rng.random() < 0.3)
         died, until = newest(running), time.monotonic() + 120
-        while running.processes[0].is_alive() and newest(running) < died + 4 and time.monotonic() < until:
+        while (
+            running.processes[0].is_alive()
+            and newest(running) < died + 4
+            and time.monotonic() < until
+        ):
             time.sleep(0.02)
         if running.processes[0].is_alive():  # it had not met the server yet, and goes on without it
             assert newest(running) >= died + 4, "it hangs"
@@ -209,4 +245,6 @@ def test_kills_at_random_moments(seed, alone, cluster):  # Rule 3
         cluster.back(victim)
     running = cluster.train(max(STEPS, newest(running) + 1), workers=1)
     same(running, alone)
-    assert all(len(v) == 1 for s, v in losses(running.logs[0]).items()), "a step was repeated with another loss"
+    assert all(len(v) == 1 for s, v in losses(running.logs[0]).items()), (
+        "a step was repeated with another loss"
+    )

@@ -1,4 +1,5 @@
-"""Error feedback of several workers over servers: what each has not sent rests beside it and is never lost (Rule 3)."""
+"""Error feedback of several workers over servers: what each has not sent rests beside it and is
+never lost (Rule 3)."""
 
 import itertools
 import random
@@ -31,8 +32,8 @@ class Kept:
 
 
 def plain(workers, steps, local=1):
-    """A torch loop: the losses of each worker. Chunk by chunk the largest of gradient and residual go out; those of a
-    host's `local` workers are summed first."""
+    """A torch loop: the losses of each worker. Chunk by chunk the largest of gradient and
+    residual go out; those of a host's `local` workers are summed first."""
     torch.set_num_threads(1)  # as the workers
     model, optimizer = build(Case())
     parts = split(model, None)
@@ -45,13 +46,17 @@ def plain(workers, steps, local=1):
         for rank in range(workers):
             for p in params:
                 p.grad = None
-            loss = one_step(Case(), model, Kept(), new_scaler(Case()), step, seed=1000 + workers * step + rank)
+            loss = one_step(
+                Case(), model, Kept(), new_scaler(Case()), step, seed=1000 + workers * step + rank
+            )
             out[rank].append(loss)
             for chunk in chunks:
                 left = residuals[rank][chunk.id]
                 for span in chunk.spans:
                     grad = params[span.param].grad.flatten()
-                    left[span.start : span.stop] += grad[span.origin : span.origin + span.stop - span.start]
+                    left[span.start : span.stop] += grad[
+                        span.origin : span.origin + span.stop - span.start
+                    ]
                 k = max(1, round(KEPT * sum(s.stop - s.start for s in chunk.spans)))
                 sent = left.abs().topk(k).indices
                 sums[rank // local][chunk.id][sent] += left[sent]
@@ -59,26 +64,42 @@ def plain(workers, steps, local=1):
         for chunk, span in ((c, s) for c in chunks for s in c.spans):
             p = params[span.param]
             p.grad.flatten()[span.origin : span.origin + span.stop - span.start] = (
-                sum(host[chunk.id][span.start : span.stop] for host in sums) / workers)
+                sum(host[chunk.id][span.start : span.stop] for host in sums) / workers
+            )
         optimizer.step()
     return out
 
 
-@pytest.mark.parametrize(("workers", "local", "ways"), [
-    (1, 1, [(2, {"relay": "64MiB"})]),
-    (2, 1, [(1, {}), (3, {"replicas": 2}), (2, {"relay": "64MiB"})]),
-    (4, 2, [(2, {})]),
-], ids=["one", "two", "two hosts of two"])
+@pytest.mark.parametrize(
+    ("workers", "local", "ways"),
+    [
+        (1, 1, [(2, {"relay": "64MiB"})]),
+        (2, 1, [(1, {}), (3, {"replicas": 2}), (2, {"relay": "64MiB"})]),
+        (4, 2, [(2, {})]),
+    ],
+    ids=["one", "two", "two hosts of two"],
+)
 def test_it_is_what_a_plain_loop_does(workers, local, ways, addresses, tmp_path):
     """To rounding; and to the bit whatever serves (Rule 1)."""
     expected, found = plain(workers, STEPS, local), []
     for number, (servers, options) in enumerate(ways):
         home = tmp_path / str(number)
         home.mkdir()
-        run = Workers(Case(), addresses(servers), home, STEPS, workers, store=str(home / "left"), local=local,
-                      **FEEDBACK, **options)
+        run = Workers(
+            Case(),
+            addresses(servers),
+            home,
+            STEPS,
+            workers,
+            store=str(home / "left"),
+            local=local,
+            **FEEDBACK,
+            **options,
+        )
         assert run.join() == [0] * workers, run.errors()
-        assert sorted(p.name for p in (home / "left").iterdir()) == [f"worker-{r}" for r in range(workers)]
+        assert sorted(p.name for p in (home / "left").iterdir()) == [
+            f"worker-{r}" for r in range(workers)
+        ]
         found.append([losses(log) for log in run.logs])
         for log, those in zip(run.logs, expected):
             seen = [next(iter(losses(log)[str(step + 1)])).split()[0] for step in range(STEPS)]
@@ -86,7 +107,9 @@ def test_it_is_what_a_plain_loop_does(workers, local, ways, addresses, tmp_path)
     assert all(those == found[0] for those in found)
 
 
-@pytest.mark.parametrize("case", [Case(eager=True), Case(scaler=True, clip=0.5)], ids=["eager", "a step is skipped"])
+@pytest.mark.parametrize(
+    "case", [Case(eager=True), Case(scaler=True, clip=0.5)], ids=["eager", "a step is skipped"]
+)
 def test_stopped_and_gone_on(case, addresses, tmp_path):
     """The skipped step leaves the residuals as they were."""
     found = []
@@ -95,9 +118,23 @@ def test_stopped_and_gone_on(case, addresses, tmp_path):
         home.mkdir()
         servers = addresses(2)
         for session, stop in enumerate(stops):
-            run = Workers(case, servers, home, stop, 2, store=str(home / "left"), session=str(session), **FEEDBACK)
+            run = Workers(
+                case,
+                servers,
+                home,
+                stop,
+                2,
+                store=str(home / "left"),
+                session=str(session),
+                **FEEDBACK,
+            )
             assert run.join() == [0, 0], run.errors()
-        found.append([{step: line for step, line in losses(log).items() if step != "end"} for log in run.logs])
+        found.append(
+            [
+                {step: line for step, line in losses(log).items() if step != "end"}
+                for log in run.logs
+            ]
+        )
         assert not any("begin at zero" in line for line in run.notes())
     assert found[0] == found[1] and len(found[0][0]) == 4
 
@@ -110,8 +147,15 @@ def test_kills_change_no_loss(replicas, addresses, tmp_path):  # Rules 3 and 5
     for number in itertools.count():
         before = len(losses(tmp_path / "worker0.log"))
         last = number == 4
-        run = Workers(Case(eager=True), servers, tmp_path, before + 5 if last else 10**6, 2, session=str(number),
-                      **options)
+        run = Workers(
+            Case(eager=True),
+            servers,
+            tmp_path,
+            before + 5 if last else 10**6,
+            2,
+            session=str(number),
+            **options,
+        )
         if last:
             break
         until = time.monotonic() + 60
@@ -150,11 +194,22 @@ def test_a_worker_whose_residuals_are_gone_says_so(addresses, tmp_path):
 def test_what_is_refused(addresses, tmp_path):
     def place(servers, **options):
         model, optimizer = build(Case())
-        return roadtrain.place(model, optimizer, servers=servers, budget="96MiB", chunk_elements=CHUNK, deadline_s=30,
-                               link=Options(retry_s=5), report=lambda _: None, **options)
+        return roadtrain.place(
+            model,
+            optimizer,
+            servers=servers,
+            budget="96MiB",
+            chunk_elements=CHUNK,
+            deadline_s=30,
+            link=Options(retry_s=5),
+            report=lambda _: None,
+            **options,
+        )
 
     for wrong in ({}, {"store": [tmp_path / "a", tmp_path / "b"]}):
-        with pytest.raises(ConfigError, match=r"1 server\(s\), . store director.*error feedback True"):
+        with pytest.raises(
+            ConfigError, match=r"1 server\(s\), . store director.*error feedback True"
+        ):
             place(["a:1"], **FEEDBACK, **wrong)
     with pytest.raises(ConfigError, match=r"1 server\(s\), 1 store director.*error feedback False"):
         place(["a:1"], store=tmp_path / "a", topk=0.1)

@@ -1,5 +1,5 @@
-"""What is simulated is what runs (Rule 7): a real step and a simulated one of the same model, plan by plan, do the same
-to every chunk in the same order, and answer as many pulls."""
+"""What is simulated is what runs (Rule 7): a real step and a simulated one of the same model,
+plan by plan, do the same to every chunk in the same order, and answer as many pulls."""
 
 from __future__ import annotations
 
@@ -39,26 +39,39 @@ def real(monkeypatch, store, staleness, slots):
         return actions
 
     def small(*args, **kwargs):
-        return replace(derived(*args, **kwargs), resident=frozenset(), public_resident=frozenset(), slots=slots)
+        return replace(
+            derived(*args, **kwargs), resident=frozenset(), public_resident=frozenset(), slots=slots
+        )
 
     monkeypatch.setattr(ServeDecider, "handle", logged)
     if store is not None:
         monkeypatch.setattr(placing, "derive", small)
     else:
-        monkeypatch.setattr(placing, "derive", lambda *a, **k: replace(derived(*a, **k), slots=slots))
+        monkeypatch.setattr(
+            placing, "derive", lambda *a, **k: replace(derived(*a, **k), slots=slots)
+        )
     model = Net(depth=DEPTH, width=32, dropout=0.0)
-    placed = roadtrain.place(model, AdamW(model.parameters(), foreach=False), store=store, staleness=staleness,
-                             report=lambda _: None)
+    placed = roadtrain.place(
+        model,
+        AdamW(model.parameters(), foreach=False),
+        store=store,
+        staleness=staleness,
+        report=lambda _: None,
+    )
     with placed:
         step, servers = placed.step, placed._engine.servers
 
-        def once_all_is_held(*args, **kwargs):  # as on the virtual clock, where holding takes no time
+        # as on the virtual clock, where holding takes no time
+        def once_all_is_held(*args, **kwargs):
             calm, deadline = 0, time.monotonic() + 20
             while calm < 5:
                 assert time.monotonic() < deadline
                 time.sleep(0.002)
-                busy = any(not s._inbox.empty() or any(c.holds or c.answering for c in s.decider.chunks.values())
-                           for s in servers)
+                busy = any(
+                    not s._inbox.empty()
+                    or any(c.holds or c.answering for c in s.decider.chunks.values())
+                    for s in servers
+                )
                 calm = 0 if busy else calm + 1
             return step(*args, **kwargs)
 
@@ -70,18 +83,36 @@ def real(monkeypatch, store, staleness, slots):
 
 def simulated(name, staleness, slots):
     device = {"flops": "1TFLOP/s", "memory": "80GB", "memory_rate": "1000GB/s", "copy": "100GB/s"}
-    cluster = make_cluster({"hosts": [{"name": "a", "devices": 1, "device": device, "memory": "80GB", "uplink": "9GB/s",
-                                       "memory_rate": "100GB/s", "ssds": [{"read": "3GB/s", "write": "3GB/s",
-                                                                          "capacity": "1TB"}]}]})
+    cluster = make_cluster(
+        {
+            "hosts": [
+                {
+                    "name": "a",
+                    "devices": 1,
+                    "device": device,
+                    "memory": "80GB",
+                    "uplink": "9GB/s",
+                    "memory_rate": "100GB/s",
+                    "ssds": [{"read": "3GB/s", "write": "3GB/s", "capacity": "1TB"}],
+                }
+            ]
+        }
+    )
     own = BlockShape("layer", 10_000, 1e9, 0.0, 0.0)
     logs = []
-    simulate(Plan(placement(name), slots=slots, staleness=staleness), cluster, ModelShape("m", own.times(DEPTH), 1),
-             Constants(), logs=logs)
+    simulate(
+        Plan(placement(name), slots=slots, staleness=staleness),
+        cluster,
+        ModelShape("m", own.times(DEPTH), 1),
+        Constants(),
+        logs=logs,
+    )
     return [(what, block) for _, what, block in logs[0] if what in {kind.__name__ for kind in SAID}]
 
 
 def steps(said, block):
-    """Of one block: what is done to it between one gradient and the next, without pulls; and how many are answered."""
+    """Of one block: what is done to it between one gradient and the next, without pulls; and
+    how many are answered."""
     out, now, answers = [], [], 0
     for what, of in said:
         if of != block:
@@ -96,9 +127,11 @@ def steps(said, block):
     return out
 
 
-@pytest.mark.parametrize(("name", "on_files", "staleness"), [
-    ("files", True, 0), ("zero-offload", False, 0), ("zero-offload", False, 1),
-], ids=["files", "ram", "late"])
+@pytest.mark.parametrize(
+    ("name", "on_files", "staleness"),
+    [("files", True, 0), ("zero-offload", False, 0), ("zero-offload", False, 1)],
+    ids=["files", "ram", "late"],
+)
 @pytest.mark.parametrize("slots", [2, 3])
 def test_the_same_order(name, on_files, staleness, slots, tmp_path, monkeypatch):
     ran = real(monkeypatch, tmp_path / "store" if on_files else None, staleness, slots)
@@ -107,8 +140,12 @@ def test_the_same_order(name, on_files, staleness, slots, tmp_path, monkeypatch)
         mine, theirs = steps(ran, block), steps(told, block)
         assert mine[1][0] == theirs[1][0], block  # the second step: both run as they always will
         assert mine[1][1] == theirs[1][1], (block, mine, theirs)
-    for what in ("Hold", "Read" if on_files else "Update"):  # in the order of backward, of the next forward
-        orders = [[block for kind, block in said if kind == what][DEPTH : 2 * DEPTH] for said in (ran, told)]
+    # in the order of backward, of the next forward
+    for what in ("Hold", "Read" if on_files else "Update"):
+        orders = [
+            [block for kind, block in said if kind == what][DEPTH : 2 * DEPTH]
+            for said in (ran, told)
+        ]
         assert orders[0] == orders[1], what
     assert {what for what, _ in ran} == {what for what, _ in told}
     assert Counter(what for what, _ in ran)["Hold"] == STEPS * DEPTH

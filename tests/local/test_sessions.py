@@ -1,5 +1,5 @@
-"""How a server comes out of a session, whatever happened in it: what went wrong is said, and the next session gets in
-(Rule 5). And how workers wait for a store that takes long to make."""
+"""How a server comes out of a session, whatever happened in it: what went wrong is said, and the
+next session gets in (Rule 5). And how workers wait for a store that takes long to make."""
 
 import os
 import signal
@@ -25,7 +25,9 @@ def host(tmp_path):
 
     def make(**options):
         lines = []
-        one = Host(("127.0.0.1", 0), tmp_path / "store", 96 << 20, Options(), lines.append, **options)
+        one = Host(
+            ("127.0.0.1", 0), tmp_path / "store", 96 << 20, Options(), lines.append, **options
+        )
         one.lines = lines
         thread = threading.Thread(target=one.run)
         thread.start()
@@ -142,7 +144,8 @@ def test_a_worker_that_is_busy_with_a_step_is_not_silent(host, tmp_path):
 
 
 def test_a_store_that_takes_long_to_make_does_not_shut_workers_out(host):
-    """While worker 0's store is being made, another joins at once (it took the handshake's deadline, and died)."""
+    """While worker 0's store is being made, another joins at once (it took the handshake's
+    deadline, and died)."""
     one = host()
     first = one._accept(Mute(), hello(0))
     with one.storing():  # as while it is made
@@ -151,8 +154,12 @@ def test_a_store_that_takes_long_to_make_does_not_shut_workers_out(host):
         one._accept(other := Mute(), hello(1))
         assert time.monotonic() - begin < 1
         assert other.said[0][0] == m.WELCOME
-        wait_for(lambda: any(kind == m.PROGRESS for kind, _ in other.said), "word of how far it is", 5)
-        assert "make the store" in next(fields for kind, fields in other.said if kind == m.PROGRESS)[0]
+        wait_for(
+            lambda: any(kind == m.PROGRESS for kind, _ in other.said), "word of how far it is", 5
+        )
+        assert (
+            "make the store" in next(fields for kind, fields in other.said if kind == m.PROGRESS)[0]
+        )
 
 
 def slow_filling(monkeypatch, seconds):
@@ -179,7 +186,9 @@ def test_workers_wait_as_long_as_the_store_is_filled(host, tmp_path, monkeypatch
 def test_workers_do_not_wait_for_ever(host, tmp_path, monkeypatch):  # Rule 5
     """Nothing moves: they end at their deadline, and the server is free once its device answers."""
     one, go, real = host(), threading.Event(), serve.create_part
-    monkeypatch.setattr(serve, "create_part", lambda *args, **options: (go.wait(60), real(*args, **options))[1])
+    monkeypatch.setattr(
+        serve, "create_part", lambda *args, **options: (go.wait(60), real(*args, **options))[1]
+    )
     workers = run(one, tmp_path, "hung", workers=2, deadline_s=3, retry_s=0)
     assert workers.join() == [3, 3]
     assert all("DeadlineError" in e or "LostError" in e for e in workers.errors()), workers.errors()

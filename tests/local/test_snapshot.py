@@ -1,5 +1,6 @@
-"""State in RAM is copied to files every so many steps while training goes on; when a host's RAM is gone, all go back to
-the last copy that all servers have, and every loss from there is as it was (Rule 3)."""
+"""State in RAM is copied to files every so many steps while training goes on; when a host's RAM
+is gone, all go back to the last copy that all servers have, and every loss from there is as it
+was (Rule 3)."""
 
 import random
 import shutil
@@ -25,13 +26,18 @@ class Group:
 
     def __init__(self, home, every=EVERY, count=2):
         self.home, self.every, self.hosts, self.session = home, every, [None] * count, 0
-        self.ram, self.files = [home / f"ram{i}" for i in range(count)], [home / f"files{i}" for i in range(count)]
+        self.ram, self.files = (
+            [home / f"ram{i}" for i in range(count)],
+            [home / f"files{i}" for i in range(count)],
+        )
 
     def start(self, case, steps, workers=2, fault=None, **options):
         """The hosts that do not run, and workers."""
         for i, host in enumerate(self.hosts):
             if host is None or not host.process.is_alive():
-                self.hosts[i] = HostProcess(self.ram[i], snapshot=self.files[i], every=self.every, fault=fault)
+                self.hosts[i] = HostProcess(
+                    self.ram[i], snapshot=self.files[i], every=self.every, fault=fault
+                )
         self.session += 1
         where = [h.where for h in self.hosts]
         return Workers(case, where, self.home, steps, workers, session=str(self.session), **options)
@@ -97,7 +103,9 @@ def newest(workers):
 def same(workers, reference):
     for log, wanted in zip(workers.logs, reference):
         seen = losses(log)
-        assert all(len(v) == 1 for s, v in seen.items() if s != "end"), "a step was repeated with another loss"
+        assert all(len(v) == 1 for s, v in seen.items() if s != "end"), (
+            "a step was repeated with another loss"
+        )
         assert {s: v for s, v in seen.items() if s in wanted} == wanted
 
 
@@ -115,7 +123,11 @@ def test_training_goes_on_meanwhile(case, fault, group, undisturbed):  # Rules 1
     assert "a snapshot to files every 3 steps" in said(workers, "placed")[0]
     for host in ours.hosts:  # the last session's snapshot is finished when it is over
         wait_for(lambda host=host: "session over" in host.log.read_text(), "the end of the session")
-        steps = [int(line.split()[3]) for line in host.log.read_text().splitlines() if line.startswith("snapshot of")]
+        steps = [
+            int(line.split()[3])
+            for line in host.log.read_text().splitlines()
+            if line.startswith("snapshot of")
+        ]
         assert steps == list(range(0, STEPS + 1, EVERY))
     ours.kill(lose=False)
     for i, files in enumerate(ours.files):
@@ -124,17 +136,22 @@ def test_training_goes_on_meanwhile(case, fault, group, undisturbed):  # Rules 1
         for chunk, record in tier.meta.owned(i).items():
             part = "record" if tier.has_public(chunk) else "private"
             start = 0 if part == "record" else record.public_nbytes
-            tier.read(chunk, part, Buffer(record.nbytes).view[start : record.nbytes])  # its checksums hold
+            # its checksums hold
+            tier.read(chunk, part, Buffer(record.nbytes).view[start : record.nbytes])
         tier.close()
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("case", "fault"), [(CASE, None), (LATE, SLOW)], ids=["clipped", "late, slow"])
+@pytest.mark.parametrize(
+    ("case", "fault"), [(CASE, None), (LATE, SLOW)], ids=["clipped", "late, slow"]
+)
 def test_the_loss_of_all_memory_costs_the_steps_since_the_snapshot(case, fault, group, undisturbed):
     rng, ours = random.Random(0), group()
     for _ in range(2):
         workers = ours.start(case, STEPS * 100, fault=fault)
-        wait_for(lambda: all("snapshot of" in host.log.read_text() for host in ours.hosts), "a snapshot")
+        wait_for(
+            lambda: all("snapshot of" in host.log.read_text() for host in ours.hosts), "a snapshot"
+        )
         before = newest(workers)
         wait_for(lambda workers=workers, before=before: newest(workers) > before, "some steps")
         time.sleep(rng.random())
@@ -142,14 +159,21 @@ def test_the_loss_of_all_memory_costs_the_steps_since_the_snapshot(case, fault, 
         reached = newest(workers)
         assert workers.join() == [3, 3]
         kept = ours.kept()
-        assert min(kept) >= 0 and all(step % EVERY == 0 for step in kept) and max(kept) - min(kept) in (0, EVERY)
+        assert (
+            min(kept) >= 0
+            and all(step % EVERY == 0 for step in kept)
+            and max(kept) - min(kept) in (0, EVERY)
+        )
         assert reached - min(kept) <= 2 * EVERY
         for log in workers.logs:
             (ours.home / f"{log.name}.said").unlink()
         workers = ours.start(case, min(kept) + 1, fault=fault)
         assert workers.join() == [0, 0], workers.errors()
         assert f"step {min(kept)};" in said(workers, "placed")[0]
-        assert f"snapshot of step {min(kept)}, fewer than 6 steps" in said(workers, "memory was lost")[0]
+        assert (
+            f"snapshot of step {min(kept)}, fewer than 6 steps"
+            in said(workers, "memory was lost")[0]
+        )
     workers = ours.start(case, max(STEPS, newest(workers) + 2))
     assert workers.join() == [0, 0], workers.errors()
     reference = [{s: v for s, v in seen.items() if s != "end"} for seen in undisturbed(case)]
@@ -157,7 +181,9 @@ def test_the_loss_of_all_memory_costs_the_steps_since_the_snapshot(case, fault, 
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("lost", "options"), [(0, {}), (1, {}), (1, {"relay": "64MiB"})], ids=["0", "1", "relay"])
+@pytest.mark.parametrize(
+    ("lost", "options"), [(0, {}), (1, {}), (1, {"relay": "64MiB"})], ids=["0", "1", "relay"]
+)
 def test_one_host_lost_all_go_back(lost, options, group, undisturbed):
     ours = group(every=4)
     workers = ours.start(CASE, STEPS * 100, **options)
@@ -171,7 +197,10 @@ def test_one_host_lost_all_go_back(lost, options, group, undisturbed):
     assert workers.join() == [0, 0], workers.errors()
     (line,) = said(workers, "memory was lost")
     assert ("hold steps -1, " if lost == 0 else ", -1 (") in line
-    back, steps = int(line.split("snapshot of step ")[1].split(",")[0]), int(line.rsplit(", ", 1)[1].split()[0])
+    back, steps = (
+        int(line.split("snapshot of step ")[1].split(",")[0]),
+        int(line.rsplit(", ", 1)[1].split()[0]),
+    )
     assert back % 4 == 0 and back > 0 and abs(back + steps - step) <= 2, (line, step)
     assert f"back to step {back}, from the snapshot" in other.log.read_text()
     same(workers, [{s: v for s, v in seen.items() if s != "end"} for seen in undisturbed(CASE)])
@@ -240,7 +269,9 @@ def test_a_snapshot_that_fails_ends_training_and_loses_nothing(writes, group, un
     ours = group()
     workers = ours.start(CASE, STEPS * 100, fault=("full", writes))
     assert workers.join() == [3, 3]
-    assert any("files" in e and "needs" in e and "are free" in e for e in workers.errors()), workers.errors()
+    assert any("files" in e and "needs" in e and "are free" in e for e in workers.errors()), (
+        workers.errors()
+    )
     assert any("no snapshot of step" in host.log.read_text() for host in ours.hosts)
     ours.kill(lose=False)
     workers = ours.start(CASE, max(STEPS, newest(workers) + 2))

@@ -1,5 +1,7 @@
-"""A fault of `roadtrain soak` of every kind that is over soon: the run goes on with the same bits or says why not
-(Rules 3 and 5), and nothing hangs. And that the soak itself would notice. `roadtrain soak` plays all kinds."""
+"""A fault of `roadtrain soak` of every kind that is over soon: the run goes on with the same bits
+or says why not (Rules 3 and 5), and nothing hangs. And that the soak itself would notice.
+`roadtrain soak` plays all kinds.
+"""
 
 import os
 import signal
@@ -12,14 +14,28 @@ from roadtrain.bench.soak_fault import ALONE
 from roadtrain.bench.soak_scene import Hung, Scene, Told, Wrong
 
 WAITS = {  # for one or several deadlines of the job to pass: seconds each
-    "another dtype", "another model", "disk full at the start", "killed twice", "link stalled", "process stopped",
-    "relay killed", "second servers", "second trainer", "server moved", "stale replica", "wrong token",
+    "another dtype",
+    "another model",
+    "disk full at the start",
+    "killed twice",
+    "link stalled",
+    "process stopped",
+    "relay killed",
+    "second servers",
+    "second trainer",
+    "server moved",
+    "stale replica",
+    "wrong token",
 }
 
 
 @pytest.mark.timeout(600)
 def test_a_fault_of_every_kind():
-    soon = [number for number, kind in enumerate(soak.CYCLE) if kind not in (WAITS | {*soak.CYCLE[:number]})]
+    soon = [
+        number
+        for number, kind in enumerate(soak.CYCLE)
+        if kind not in (WAITS | {*soak.CYCLE[:number]})
+    ]
     ends = soak.soak(soon, seed=0)
     assert not [end for end in ends if end.how in ("failed", "hung")]
     for end in ends:
@@ -42,18 +58,28 @@ def scene():
         yield made
 
 
-LINES = [f"{attempt} {step} 0x1p+{step} 0x1p+0 {max(0, step - 1)} {step}.5"
-         for attempt, steps in ((0, (1, 2)), (1, (2, 3))) for step in steps]
+LINES = [
+    f"{attempt} {step} 0x1p+{step} 0x1p+0 {max(0, step - 1)} {step}.5"
+    for attempt, steps in ((0, (1, 2)), (1, (2, 3)))
+    for step in steps
+]
 
 
-@pytest.mark.parametrize(("line", "instead", "words"), [
-    (None, None, None),
-    ("1 3 0x1p+3 ", "1 3 0x1p+4 ", "worker 1, start 1, step 3: loss and norm"),
-    ("1 3 ", "1 error ", "step.s. .3. are missing"),
-    ("1 2 0x1p+2 0x1p+0 1", "1 1 0x1p+1 0x1p+0 1", "start 1 repeats step 1, step 1 was committed"),
-    ("1 end same", "1 end other", "the state at the end"),
-    ("1 closed", "Traceback (most recent call last):", "a traceback in worker1.log"),
-])
+@pytest.mark.parametrize(
+    ("line", "instead", "words"),
+    [
+        (None, None, None),
+        ("1 3 0x1p+3 ", "1 3 0x1p+4 ", "worker 1, start 1, step 3: loss and norm"),
+        ("1 3 ", "1 error ", "step.s. .3. are missing"),
+        (
+            "1 2 0x1p+2 0x1p+0 1",
+            "1 1 0x1p+1 0x1p+0 1",
+            "start 1 repeats step 1, step 1 was committed",
+        ),
+        ("1 end same", "1 end other", "the state at the end"),
+        ("1 closed", "Traceback (most recent call last):", "a traceback in worker1.log"),
+    ],
+)
 def test_what_is_wrong_is_seen(scene, line, instead, words):
     text = "\n".join([*LINES, "1 end same", "1 closed", ""])
     for rank in range(2):
@@ -69,18 +95,35 @@ def test_what_is_wrong_is_seen(scene, line, instead, words):
 
 
 ONE, TWO, FOUR = (float(n).hex() for n in (1, 2, 4))
-ALONE_LINES = ["0 job one 0", f"0 1 {TWO} {ONE} 0 1.0", f"0 2 {FOUR} {ONE} 1 2.0", "1 job one 1",
-               f"1 2 {FOUR} {ONE} 1 3.0", "1 end same"]
+ALONE_LINES = [
+    "0 job one 0",
+    f"0 1 {TWO} {ONE} 0 1.0",
+    f"0 2 {FOUR} {ONE} 1 2.0",
+    "1 job one 1",
+    f"1 2 {FOUR} {ONE} 1 3.0",
+    "1 end same",
+]
 
 
-@pytest.mark.parametrize(("log", "metrics", "words"), [
-    ({}, {}, None),
-    ({"1 job one 1": "1 job two 1"}, {}, "start 1 is of store two at step 1; store one was at 1"),
-    ({"1 job one 1": "1 job one 0"}, {}, "start 1 is of store one at step 0; store one was at 1"),
-    ({"1 end same": "1 end other"}, {}, "the state at the end"),
-    ({}, {2: None}, r"metrics.jsonl has \[\(1,"),
-    ({}, {2: 5.0}, r"metrics.jsonl has \[\(1,"),
-])
+@pytest.mark.parametrize(
+    ("log", "metrics", "words"),
+    [
+        ({}, {}, None),
+        (
+            {"1 job one 1": "1 job two 1"},
+            {},
+            "start 1 is of store two at step 1; store one was at 1",
+        ),
+        (
+            {"1 job one 1": "1 job one 0"},
+            {},
+            "start 1 is of store one at step 0; store one was at 1",
+        ),
+        ({"1 end same": "1 end other"}, {}, "the state at the end"),
+        ({}, {2: None}, r"metrics.jsonl has \[\(1,"),
+        ({}, {2: 5.0}, r"metrics.jsonl has \[\(1,"),
+    ],
+)
 def test_what_is_wrong_with_who_trains_alone_is_seen(log, metrics, words):
     with soak_alone.AloneScene(ALONE, 1) as scene:
         scene.attempt = 1
@@ -88,8 +131,13 @@ def test_what_is_wrong_with_who_trains_alone_is_seen(log, metrics, words):
         whole = scene.told()
         scene.log(0).write_text("\n".join([log.get(line, line) for line in ALONE_LINES]) + "\n")
         losses = {1: 2.0, 2: 4.0} | metrics
-        scene.run.joinpath("metrics.jsonl").write_text("".join(
-            f'{{"step": {step}, "loss": {loss}, "grad_norm": 1.0}}\n' for step, loss in losses.items() if loss))
+        scene.run.joinpath("metrics.jsonl").write_text(
+            "".join(
+                f'{{"step": {step}, "loss": {loss}, "grad_norm": 1.0}}\n'
+                for step, loss in losses.items()
+                if loss
+            )
+        )
         if words is None:
             return scene.check(whole)
         with pytest.raises(Wrong, match=words):
@@ -99,12 +147,21 @@ def test_what_is_wrong_with_who_trains_alone_is_seen(log, metrics, words):
 
 def test_pieces_of_a_soak_make_one_table(tmp_path):
     path, faults = tmp_path / "soak.json", [soak.drawn(0, number) for number in range(3)]
-    ends = [soak.Ended(fault, how, ("a",), 1.5, 0.1, 2.0) for fault, how in zip(faults, ("went on", "hung", "failed"))]
+    ends = [
+        soak.Ended(fault, how, ("a",), 1.5, 0.1, 2.0)
+        for fault, how in zip(faults, ("went on", "hung", "failed"))
+    ]
     for end in reversed(ends):
         soak._keep(path, end, 0)
     body = soak.loads(path.read_text())
     assert [row["fault"]["number"] for row in body["faults"]] == [0, 1, 2]
-    assert body["table"] == soak.table(ends) and body["table"][-1].split()[:5] == ["all", "3", "1", "1", "1"]
+    assert body["table"] == soak.table(ends) and body["table"][-1].split()[:5] == [
+        "all",
+        "3",
+        "1",
+        "1",
+        "1",
+    ]
 
 
 def test_what_hangs_shows_its_stacks():
@@ -112,5 +169,7 @@ def test_what_hangs_shows_its_stacks():
         scene.start(deadline_s=50)
         os.kill(scene.servers[0].process.pid, signal.SIGSTOP)
         scene.until = time.monotonic() + 2
-        with pytest.raises(Hung, match=r"(?s)in vain for worker 0 .*server0.log.*Thread 0x.*soak.log.*Thread 0x"):
+        with pytest.raises(
+            Hung, match=r"(?s)in vain for worker 0 .*server0.log.*Thread 0x.*soak.log.*Thread 0x"
+        ):
             scene.wait_workers()

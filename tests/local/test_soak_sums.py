@@ -1,5 +1,5 @@
-"""Ten of the faults of `roadtrain soak --sums`: spare hosts die, come, go and are slow, every sum stays right (Rules 1
-and 5). And that the soak would notice."""
+"""Ten of the faults of `roadtrain soak --sums`: spare hosts die, come, go and are slow, every
+sum stays right (Rules 1 and 5). And that the soak would notice."""
 
 import random
 from contextlib import ExitStack

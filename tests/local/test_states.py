@@ -1,4 +1,5 @@
-"""State dicts of a placed model and of its optimizer: what they hold, what can be loaded, what is refused (Rule 6)."""
+"""State dicts of a placed model and of its optimizer: what they hold, what can be loaded, what
+is refused (Rule 6)."""
 
 from __future__ import annotations
 
@@ -62,11 +63,18 @@ def test_a_state_dict_holds_the_values_of_the_last_step(tmp_path, store, eager):
     for name, value in plain.items():
         assert torch.equal(found[name], value) and found[name].dtype == value.dtype, name
         assert found[name].is_leaf and not found[name].requires_grad
-    assert found["head.weight"].data_ptr() == found["embed.weight"].data_ptr(), "tied, as in torch's"
+    assert found["head.weight"].data_ptr() == found["embed.weight"].data_ptr(), (
+        "tied, as in torch's"
+    )
     inner = model.layers[1].state_dict(prefix="inner.")
-    assert all(torch.equal(v, plain[n.replace("inner", "layers.1")]) for n, v in inner.items()) and len(inner) == 12
+    assert (
+        all(torch.equal(v, plain[n.replace("inner", "layers.1")]) for n, v in inner.items())
+        and len(inner) == 12
+    )
     around = nn.ModuleDict({"net": model}).state_dict()
-    assert {n: v.tolist() for n, v in around.items()} == {f"net.{n}": v.tolist() for n, v in plain.items()}
+    assert {n: v.tolist() for n, v in around.items()} == {
+        f"net.{n}": v.tolist() for n, v in plain.items()
+    }
     placed.close()
 
 
@@ -76,19 +84,33 @@ def test_it_behaves_as_torchs_own_dict():
     with placed:
         whole = {n: v.clone() for n, v in model.state_dict().items()}
         assert not any(v.isnan().any() for v in whole.values())
-        for copied in (dict(model.state_dict()), OrderedDict(model.state_dict()), {**model.state_dict()},
-                       copy.deepcopy(model.state_dict()), copy.copy(model.state_dict()), model.state_dict().copy(),
-                       saved(model.state_dict()), dict(zip(whole, model.state_dict().values())),
-                       {n: model.state_dict().get(n) for n in whole}, {n: model.state_dict().pop(n) for n in whole},
-                       model.state_dict() | {}):
+        for copied in (
+            dict(model.state_dict()),
+            OrderedDict(model.state_dict()),
+            {**model.state_dict()},
+            copy.deepcopy(model.state_dict()),
+            copy.copy(model.state_dict()),
+            model.state_dict().copy(),
+            saved(model.state_dict()),
+            dict(zip(whole, model.state_dict().values())),
+            {n: model.state_dict().get(n) for n in whole},
+            {n: model.state_dict().pop(n) for n in whole},
+            model.state_dict() | {},
+        ):
             assert list(copied) == list(whole)
             assert all(torch.equal(copied[n], v) for n, v in whole.items())
         assert type(saved(model.state_dict())) is OrderedDict
         kept = model.state_dict(keep_vars=True)
-        assert all(isinstance(kept[n], nn.Parameter) and torch.equal(kept[n], whole[n])
-                   for n, _ in model.named_parameters())
+        assert all(
+            isinstance(kept[n], nn.Parameter) and torch.equal(kept[n], whole[n])
+            for n, _ in model.named_parameters()
+        )
         name, last = model.state_dict().popitem()
-        assert name == "head.bias" and torch.equal(last, whole[name]) and "nobody" not in model.state_dict()
+        assert (
+            name == "head.bias"
+            and torch.equal(last, whole[name])
+            and "nobody" not in model.state_dict()
+        )
         assert model.state_dict().get("nobody") is None and model.state_dict().pop("nobody", 3) == 3
         with pytest.raises(KeyError):
             model.state_dict()["nobody"]
@@ -103,7 +125,9 @@ def test_one_that_is_kept_keeps_its_step():
         optimizer_before = placed.state_dict(gather=True)
         run(case, model, placed, scaler, 1, 2)
         mine = [n for n, _ in model.named_parameters()]
-        assert all(torch.equal(before[n], now[n]) for n in mine), "values of one step, read before the next"
+        assert all(torch.equal(before[n], now[n]) for n in mine), (
+            "values of one step, read before the next"
+        )
         assert any(not torch.equal(before[n], model.state_dict()[n]) for n in mine)
         assert optimizer_before["state"][0]["step"] == 1
         model(torch.ones(1, 4, dtype=torch.long)).sum().backward()
@@ -129,7 +153,8 @@ def test_nobody_looks_nothing_is_read():
 
 @pytest.mark.parametrize(("store", "dtype", "clipped"), KINDS)
 def test_a_run_is_saved_and_resumed(tmp_path, store, dtype, clipped):
-    """state_dict() of both, loaded into a freshly placed model: the same bits on; on files it is committed."""
+    """state_dict() of both, loaded into a freshly placed model: the same bits on; on files it
+    is committed."""
     case = Case(dtype=dtype, clip=0.5 if clipped else None, tied=clipped)
     model, placed, scaler = place(case, None if store == "RAM" else tmp_path / "a", **BUDGET)
     run(case, model, placed, scaler, 0, 3)
@@ -176,7 +201,9 @@ def test_what_is_loaded_is_committed_at_once_or_not_at_all(tmp_path):
     """
     store = tmp_path / "s"
     for what, step in (("first", 4), ("model", 4), ("both", 2)):
-        subprocess.run([sys.executable, "-c", textwrap.dedent(code), str(store), what], check=True, timeout=120)
+        subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(code), str(store), what], check=True, timeout=120
+        )
         model, placed, _ = place(Case(), store, **BUDGET)
         with placed:
             saved_there = torch.load(f"{store}.pt")[0]
@@ -184,7 +211,9 @@ def test_what_is_loaded_is_committed_at_once_or_not_at_all(tmp_path):
             assert placed.steps_done == step and same == (what == "both")
 
 
-@pytest.mark.parametrize(("where", "loaded"), [("commit", False), ("publish", False), ("remove", True)])
+@pytest.mark.parametrize(
+    ("where", "loaded"), [("commit", False), ("publish", False), ("remove", True)]
+)
 def test_a_kill_while_values_are_loaded(tmp_path, where, loaded):
     """Rule 3: the store holds what it held, or what was loaded."""
     code = f"""
@@ -199,7 +228,9 @@ def test_a_kill_while_values_are_loaded(tmp_path, where, loaded):
         setattr(owner, {where!r}, lambda *_: os._exit(7))
         placed.flush()
     """
-    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "s")], timeout=120)
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "s")], timeout=120
+    )
     assert ended.returncode == 7
     model, placed, _ = place(Case(), tmp_path / "s", **BUDGET)
     with placed:
@@ -225,13 +256,16 @@ def test_a_small_state_is_a_reference(tmp_path):
     assert placed.param_groups[0]["lr"] == 0.25
     placed.close()
 
-    model, placed, scaler = place(case, tmp_path / "a", **BUDGET)  # a checkpoint that is older than the store
+    # a checkpoint that is older than the store
+    model, placed, scaler = place(case, tmp_path / "a", **BUDGET)
     old = {n: torch.zeros_like(v) for n, v in values.items()}
     model.load_state_dict(old)
     with pytest.raises(LoopError, match="Nothing was changed"):
         placed.load_state_dict(small)
     found = model.state_dict()
-    assert all(torch.equal(found[n], values[n]) for n, _ in model.named_parameters()), "the model's part neither"
+    assert all(torch.equal(found[n], values[n]) for n, _ in model.named_parameters()), (
+        "the model's part neither"
+    )
     placed.close()
 
     _, elsewhere, _ = place(case, tmp_path / "b", **BUDGET)
@@ -266,9 +300,12 @@ def test_a_state_of_other_parameters_is_refused():
         model.load_state_dict(old[0])
         placed.load_state_dict(old[1])
         assert placed.steps_done == 2
-        for wrong, words in (({"state": {}, "param_groups": old[1]["param_groups"]}, "refers to no store"),
-                             ({"state": {}, "param_groups": []}, "parameter groups"), ({}, "no state of an optimizer"),
-                             ({**old[1], "state": {0: {"momentum": torch.ones(1)}}}, "keeps")):
+        for wrong, words in (
+            ({"state": {}, "param_groups": old[1]["param_groups"]}, "refers to no store"),
+            ({"state": {}, "param_groups": []}, "parameter groups"),
+            ({}, "no state of an optimizer"),
+            ({**old[1], "state": {0: {"momentum": torch.ones(1)}}}, "keeps"),
+        ):
             with pytest.raises(LoopError, match=words):
                 placed.load_state_dict(wrong)
 
@@ -288,11 +325,14 @@ def test_a_state_of_torchs_own_optimizer_goes_on_here(cls):
     with roadtrain.place(model, optimizer, report=lambda _: None, **BUDGET) as placed:
         model.load_state_dict(checkpoint[0])
         placed.load_state_dict(checkpoint[1])
-        torch.testing.assert_close(run(Case(), model, placed, new_scaler(Case()), 2, 5), plain, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            run(Case(), model, placed, new_scaler(Case()), 2, 5), plain, rtol=1e-5, atol=1e-5
+        )
 
 
 def test_loading_a_model_is_as_torchs(tmp_path):
-    """Errors, tied and missing keys, casts, assign=True, parts; state is kept, frozen parameters change too."""
+    """Errors, tied and missing keys, casts, assign=True, parts; state is kept, frozen
+    parameters change too."""
     case = Case(frozen=True, dtype=torch.bfloat16)
     model, placed, scaler = place(case, tmp_path / "s", **BUDGET)
     run(case, model, placed, scaler, 0, 2)
@@ -303,23 +343,33 @@ def test_loading_a_model_is_as_torchs(tmp_path):
         model.load_state_dict({**{n: v * 2 for n, v in before.items()}, "stranger": torch.ones(1)})
     with pytest.raises(RuntimeError, match=r"size mismatch for head\.bias"):
         model.load_state_dict({**{n: v * 2 for n, v in before.items()}, "head.bias": torch.ones(3)})
-    assert all(torch.equal(model.state_dict()[n], before[n]) for n, _ in model.named_parameters()), "nothing changed"
+    assert all(
+        torch.equal(model.state_dict()[n], before[n]) for n, _ in model.named_parameters()
+    ), "nothing changed"
 
     generation = sorted(p.name for p in (tmp_path / "s").glob("gen-*"))
     assert str(model.load_state_dict(before)) == "<All keys matched successfully>"
-    assert np.array_equal(placed.read("head.bias"), masters), "the same 16-bit value keeps its fp32 master"
-    assert sorted(p.name for p in (tmp_path / "s").glob("gen-*")) == generation, "nothing was written"
+    assert np.array_equal(placed.read("head.bias"), masters), (
+        "the same 16-bit value keeps its fp32 master"
+    )
+    assert sorted(p.name for p in (tmp_path / "s").glob("gen-*")) == generation, (
+        "nothing was written"
+    )
 
     third = torch.full_like(before["layers.1.norm1.weight"], 1 / 3, dtype=torch.float32)
     moments = placed.read("layers.1.norm1.weight", "exp_avg")
-    missing, unexpected = model.load_state_dict({"layers.1.norm1.weight": third}, strict=False, assign=True)
+    missing, unexpected = model.load_state_dict(
+        {"layers.1.norm1.weight": third}, strict=False, assign=True
+    )
     assert not unexpected and len(missing) == len(before) - 1
     assert placed.read("layers.1.norm1.weight").tolist() == third.tolist(), "in fp32"
     assert torch.equal(model.state_dict()["layers.1.norm1.weight"], third.bfloat16())
     assert np.array_equal(placed.read("layers.1.norm1.weight", "exp_avg"), moments)
     frozen = before["layers.0.linear1.weight"] + 1
     model.layers[0].load_state_dict({"linear1.weight": frozen}, strict=False)
-    nn.ModuleDict({"net": model}).load_state_dict({"net.embed.weight": before["embed.weight"] * 2}, strict=False)
+    nn.ModuleDict({"net": model}).load_state_dict(
+        {"net.embed.weight": before["embed.weight"] * 2}, strict=False
+    )
     losses = run(case, model, placed, scaler, 2, 4)
     placed.close()
     model, placed, scaler = place(case, tmp_path / "s", seed=5, **BUDGET)
@@ -355,7 +405,8 @@ def test_when_nothing_can_be_loaded():
 
 
 def test_a_load_that_fails_changes_nothing(tmp_path, monkeypatch):
-    """The device is full, or breaks while the new generation is written; said once, and training goes on."""
+    """The device is full, or breaks while the new generation is written; said once, and
+    training goes on."""
     case, losses = Case(), []
     for fails in (False, True):
         model, placed, scaler = place(case, tmp_path / str(fails), **BUDGET)
@@ -364,6 +415,7 @@ def test_a_load_that_fails_changes_nothing(tmp_path, monkeypatch):
             other = {n: v + 1 for n, v in model.state_dict().items()}
             before = {n: v.clone() for n, v in model.state_dict().items()}
             for name, words in (("create_store", "no room"), ("read_record", "broken")):
+
                 def refuse(*_, words=words, **__):
                     raise FullError(words)
 
@@ -372,7 +424,9 @@ def test_a_load_that_fails_changes_nothing(tmp_path, monkeypatch):
                 with pytest.raises(FullError, match=words):
                     placed.flush()
                 monkeypatch.undo()
-            assert all(torch.equal(model.state_dict()[n], before[n]) for n, _ in model.named_parameters())
+            assert all(
+                torch.equal(model.state_dict()[n], before[n]) for n, _ in model.named_parameters()
+            )
             model.seen.copy_(before["seen"])
         losses.append(run(case, model, placed, scaler, 2, 4))
         placed.close()
@@ -386,7 +440,9 @@ def test_with_compression(tmp_path, feedback):
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    with roadtrain.place(model, optimizer, store=tmp_path / "s", report=lambda _: None, **options) as placed:
+    with roadtrain.place(
+        model, optimizer, store=tmp_path / "s", report=lambda _: None, **options
+    ) as placed:
         run(Case(), model, placed, new_scaler(Case()), 0, 2)
         checkpoint = saved([model.state_dict(), placed.state_dict(gather=True)])
         run(Case(), model, placed, new_scaler(Case()), 2, 3)
@@ -417,10 +473,15 @@ def test_a_model_placed_again_has_one_set_of_hooks(tmp_path):
     run(Case(), model, placed, scaler, 0, 1)
     placed.close()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
-    with roadtrain.place(model, optimizer, store=tmp_path / "s", report=lambda _: None, **BUDGET) as placed:
+    with roadtrain.place(
+        model, optimizer, store=tmp_path / "s", report=lambda _: None, **BUDGET
+    ) as placed:
         one_step(Case(), model, placed, scaler, 1)
         found = model.state_dict()
-        assert all(torch.equal(torch.from_numpy(placed.read(n)), found[n]) for n, _ in model.named_parameters())
+        assert all(
+            torch.equal(torch.from_numpy(placed.read(n)), found[n])
+            for n, _ in model.named_parameters()
+        )
         assert model.state_dict.__wrapped__.__func__ is nn.Module.state_dict
 
 
@@ -431,19 +492,31 @@ def test_copies_and_casts_are_refused(tmp_path, closed):
     run(Case(), model, placed, scaler, 0, 1)
     if closed:
         placed.close()
-    for copied in (lambda: copy.deepcopy(model), lambda: copy.deepcopy(model.layers[1]),
-                   lambda: copy.deepcopy(model.embed),
-                   lambda: torch.save(model, io.BytesIO()), lambda: torch.save(model.head, io.BytesIO()),
-                   lambda: torch.optim.swa_utils.AveragedModel(model), lambda: copy.deepcopy(placed)):
+    for copied in (
+        lambda: copy.deepcopy(model),
+        lambda: copy.deepcopy(model.layers[1]),
+        lambda: copy.deepcopy(model.embed),
+        lambda: torch.save(model, io.BytesIO()),
+        lambda: torch.save(model.head, io.BytesIO()),
+        lambda: torch.optim.swa_utils.AveragedModel(model),
+        lambda: copy.deepcopy(placed),
+    ):
         with pytest.raises(LoopError, match="copied or pickled"):
             copied()
-    for cast in (model.half, model.double, lambda: model.to(torch.bfloat16), model.layers[0].half,
-                 lambda: nn.ModuleList([model]).half()):
+    for cast in (
+        model.half,
+        model.double,
+        lambda: model.to(torch.bfloat16),
+        model.layers[0].half,
+        lambda: nn.ModuleList([model]).half(),
+    ):
         with pytest.raises(LoopError, match="cannot be cast"):
             cast()
     assert model.to("cpu") is model and model.float() is model and model.cpu() is model
     lines.clear()
-    assert model.to("meta") is model and "stays on cpu" in lines[0] and model.seen.device.type == "cpu"
+    assert (
+        model.to("meta") is model and "stays on cpu" in lines[0] and model.seen.device.type == "cpu"
+    )
     placed.close()
 
 
@@ -454,7 +527,9 @@ def test_a_gradient_set_by_hand_is_refused():
         run(Case(), model, placed, scaler, 0, 1)
         with pytest.raises(LoopError, match="in its store"):
             get_optimizer_state_dict(model, placed)
-        assert placed.param_groups[0]["lr"] == 1e-2 and all(p.grad is None for p in model.parameters())
+        assert placed.param_groups[0]["lr"] == 1e-2 and all(
+            p.grad is None for p in model.parameters()
+        )
         model.layers[0].norm1.weight.grad = torch.ones(64)
         with pytest.raises(LoopError, match="by hand"):
             placed.step()
@@ -472,7 +547,11 @@ def test_distributed_checkpoint_saves_and_loads(tmp_path, whole):
     set_model_state_dict(model, mine)
     assert list(mine) == list(plain) and not any(v.isnan().any() for v in mine.values())
     if not whole:
-        dcp.load({"model": model, "optimizer": placed}, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+        dcp.load(
+            {"model": model, "optimizer": placed},
+            checkpoint_id=tmp_path / "checkpoint",
+            no_dist=True,
+        )
         assert placed.steps_done == 2
     losses = run(case, model, placed, scaler, 2, 4)
     placed.close()
@@ -480,7 +559,11 @@ def test_distributed_checkpoint_saves_and_loads(tmp_path, whole):
     with placed:
         if not whole:
             with pytest.raises(LoopError, match="step 2 of another store"):
-                dcp.load({"model": fresh, "optimizer": placed}, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+                dcp.load(
+                    {"model": fresh, "optimizer": placed},
+                    checkpoint_id=tmp_path / "checkpoint",
+                    no_dist=True,
+                )
             return
         one_step(case, fresh, placed, scaler, 0)  # so that the whole form has tensors to load into
         target = {"optimizer": placed.state_dict(gather=True)}
@@ -498,9 +581,13 @@ def test_of_servers(hosts, tmp_path, name):
     run(case, model, placed, scaler, 0, 2)
     found, small = saved(model.state_dict()), saved(placed.state_dict())
     for spec in placed.params:
-        assert torch.equal(found[spec.name], torch.from_numpy(placed.read(spec.name)).bfloat16()), spec.name
+        assert torch.equal(found[spec.name], torch.from_numpy(placed.read(spec.name)).bfloat16()), (
+            spec.name
+        )
     whole = placed.state_dict(gather=True)
-    assert np.array_equal(whole["state"][0]["exp_avg"].numpy(), placed.read("embed.weight", "exp_avg"))
+    assert np.array_equal(
+        whole["state"][0]["exp_avg"].numpy(), placed.read("embed.weight", "exp_avg")
+    )
     placed.load_state_dict(small)
     model.load_state_dict(found)
     with pytest.raises(LoopError, match="cannot be loaded into state on servers"):
@@ -542,8 +629,17 @@ TWO = f"""
 
 def test_one_of_two_workers_saves(hosts, tmp_path):
     """Rule 5: the others wait at a barrier meanwhile."""
-    command = [sys.executable, "-c", textwrap.dedent(TWO), str(tmp_path / "saved"), *(h.where for h in hosts(1))]
-    both = [subprocess.Popen(command, env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2"}) for rank in range(2)]
+    command = [
+        sys.executable,
+        "-c",
+        textwrap.dedent(TWO),
+        str(tmp_path / "saved"),
+        *(h.where for h in hosts(1)),
+    ]
+    both = [
+        subprocess.Popen(command, env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2"})
+        for rank in range(2)
+    ]
     assert [process.wait(100) for process in both] == [0, 0]
 
 
@@ -592,11 +688,17 @@ LARGE = """
 
 @pytest.mark.parametrize("what", ["pretrained", "torch.save"])
 def test_a_model_larger_than_memory_is_saved(tmp_path, what):
-    """Rule 4: in a process that may not hold it. A scratch file's pages are the kernel's; save_pretrained gives each
-    piece back before the next."""
+    """Rule 4: in a process that may not hold it. A scratch file's pages are the kernel's;
+    save_pretrained gives each piece back before the next."""
     pytest.importorskip("transformers")
-    told = subprocess.run([sys.executable, "-c", textwrap.dedent(LARGE), str(tmp_path), what], check=True, timeout=170,
-                          capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    told = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(LARGE), str(tmp_path), what],
+        check=True,
+        timeout=170,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
     if what == "pretrained":
         assert len(list((tmp_path / "out").glob("*.safetensors"))) > 8
         assert int(told.stdout) < 100 << 10, "kilobytes that it took at most"

@@ -1,5 +1,5 @@
-"""The summation service over real sockets: right sums in the order of the workers, whatever is spare; errors with
-names; DDP's own losses through its hook (Rules 1, 2, 4, 5 and 8)."""
+"""The summation service over real sockets: right sums in the order of the workers, whatever is
+spare; errors with names; DDP's own losses through its hook (Rules 1, 2, 4, 5 and 8)."""
 
 import contextlib
 import faulthandler
@@ -40,15 +40,27 @@ class Hosts:
     def __init__(self, n, k=0, nbytes=1 << 28):
         self.n = n
         self.summers = [Summers(nbytes) for _ in range(n + k)]
-        self.listeners = [listen(("127.0.0.1", 0), one.accept, Options(), lambda _: None, language=m.LANGUAGE)
-                          for one in self.summers]
+        self.listeners = [
+            listen(("127.0.0.1", 0), one.accept, Options(), lambda _: None, language=m.LANGUAGE)
+            for one in self.summers
+        ]
 
     def worker(self, rank, **options):
         addresses = [one.address for one in self.listeners]
         sites = [None if i == rank else address for i, address in enumerate(addresses[: self.n])]
-        spares = tuple((i, "{}:{}".format(*address), 1.0) for i, address in enumerate(addresses) if i >= self.n)
+        spares = tuple(
+            (i, "{}:{}".format(*address), 1.0) for i, address in enumerate(addresses) if i >= self.n
+        )
         options = {"spares": spares, "deadline_s": 20, "part_bytes": 1 << 16, **options}
-        return Summation(rank, sites, [1.0] * self.n, own=self.summers[rank], session="s", options=Options(), **options)
+        return Summation(
+            rank,
+            sites,
+            [1.0] * self.n,
+            own=self.summers[rank],
+            session="s",
+            options=Options(),
+            **options,
+        )
 
     def run(self, work, ranks=None, **options):
         """`work(rank, summation)` of all workers at once: what each returned or raised."""
@@ -126,18 +138,28 @@ def test_sums_are_those_of_the_workers_in_order(n, k, hosts):  # Rule 1
                 elements, dtype = TENSORS[key]
                 outs[key] = np.empty(elements, DTYPES[dtype])
                 grad = values(rank, number, key, elements, dtype)
-                sums.sum(key, m.as_bytes(grad), outs[key].view(np.uint8).data, dtype, partial(done.append, 1),
-                         priority=-key)
+                sums.sum(
+                    key,
+                    m.as_bytes(grad),
+                    outs[key].view(np.uint8).data,
+                    dtype,
+                    partial(done.append, 1),
+                    priority=-key,
+                )
             sums.wait()
             assert len(done) == len(TENSORS)
             for key, (elements, dtype) in TENSORS.items():
-                assert np.array_equal(outs[key], expected(n, number, key, elements, dtype)), (number, key)
+                assert np.array_equal(outs[key], expected(n, number, key, elements, dtype)), (
+                    number,
+                    key,
+                )
         return sums.sent_bytes
 
     found = hosts(n, k).run(work)
     assert all(isinstance(sent, int) for sent in found), found
     if n == k == 4:
-        assert len(set(found)) == 1 and found[0] == 3 * (4 * 1_000_010 + 2 * 300_000)  # all of it left
+        # all of it left
+        assert len(set(found)) == 1 and found[0] == 3 * (4 * 1_000_010 + 2 * 300_000)
 
 
 def test_asynchronous_training_gets_the_sum_of_all_deltas(hosts):
@@ -147,8 +169,13 @@ def test_asynchronous_training_gets_the_sum_of_all_deltas(hosts):
     def work(rank, sums):
         out = np.empty(100_000, np.float32)
         for _ in range(rounds[rank]):
-            sums.sum(1, m.as_bytes(np.full(100_000, 1.0 + rank, np.float32)), out.view(np.uint8).data, "fp32",
-                     lambda: None)
+            sums.sum(
+                1,
+                m.as_bytes(np.full(100_000, 1.0 + rank, np.float32)),
+                out.view(np.uint8).data,
+                "fp32",
+                lambda: None,
+            )
             sums.wait()
         return out
 
@@ -161,8 +188,11 @@ def once(elements, dtype="fp32", **at):
     def work(rank, sums):
         n = at.get("of", {}).get(rank, elements)
         out = np.empty(n, DTYPES[dtype])
-        sums.sum(1, m.as_bytes(np.zeros(n, DTYPES[dtype])), out.view(np.uint8).data, dtype, lambda: None)
+        sums.sum(
+            1, m.as_bytes(np.zeros(n, DTYPES[dtype])), out.view(np.uint8).data, dtype, lambda: None
+        )
         sums.wait()
+
     return work
 
 
@@ -174,7 +204,11 @@ def test_workers_that_differ_are_told(hosts):
 def test_a_worker_that_does_not_come_is_waited_for_not_for_ever(hosts):  # Rule 5
     begin = time.monotonic()
     (found,) = hosts(2).run(once(100_000), ranks=[0], deadline_s=1)
-    assert isinstance(found, DeadlineError) and "worker 0 waited 1 s" in str(found) and "tensor 1" in str(found)
+    assert (
+        isinstance(found, DeadlineError)
+        and "worker 0 waited 1 s" in str(found)
+        and "tensor 1" in str(found)
+    )
     assert time.monotonic() - begin < 10
 
 
@@ -199,18 +233,42 @@ def test_the_budget_of_a_summer_holds(hosts):  # Rule 4
 def test_what_a_stranger_sends_ends_only_his_own(hosts):  # Rule 8
     made = hosts(2)
     with contextlib.suppress(RoadtrainError):
-        Summation(0, [None, ("127.0.0.1", made.listeners[1].address[1])], [1.0] * 2, (), made.summers[0], session="x",
-                  options=Options(token=b"the wrong secret of a job")).close()
+        Summation(
+            0,
+            [None, ("127.0.0.1", made.listeners[1].address[1])],
+            [1.0] * 2,
+            (),
+            made.summers[0],
+            session="x",
+            options=Options(token=b"the wrong secret of a job"),
+        ).close()
     with pytest.raises(RoadtrainError, match="worker 5 of 2"):
-        Summation(5, [one.address for one in made.listeners], [1.0] * 2, (), None, session="s",
-                  options=Options()).close()
+        Summation(
+            5,
+            [one.address for one in made.listeners],
+            [1.0] * 2,
+            (),
+            None,
+            session="s",
+            options=Options(),
+        ).close()
     assert made.run(once(1000)) == [None, None]
 
 
 @contextlib.contextmanager
 def spare_host(*words):
     """`roadtrain serve --sum` in a process of its own: (process, address)."""
-    command = [sys.executable, "-m", "roadtrain.cli", "serve", "127.0.0.1:0", "--sum", "--budget", "8MiB", *words]
+    command = [
+        sys.executable,
+        "-m",
+        "roadtrain.cli",
+        "serve",
+        "127.0.0.1:0",
+        "--sum",
+        "--budget",
+        "8MiB",
+        *words,
+    ]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         try:
@@ -232,12 +290,20 @@ def test_a_spare_host_by_its_command(tmp_path, hosts):
             if rank == 0:
                 time.sleep(0.3)
                 text, waits, _ = watch.ask(address, options)
-                assert text.startswith("sums for 1 job(s)") and "tensor 1, round 1" in waits["worker 1"][1]
+                assert (
+                    text.startswith("sums for 1 job(s)")
+                    and "tensor 1, round 1" in waits["worker 1"][1]
+                )
         for sums in both:
             sums.wait()
             sums.close()
         assert all((out == 2).all() for out in outs)
-    for wrong in ({"sum": True, "store": "x"}, {}, {"sum": True, "snapshot": "x"}, {"store": "x", "formats": "y"}):
+    for wrong in (
+        {"sum": True, "store": "x"},
+        {},
+        {"sum": True, "snapshot": "x"},
+        {"store": "x", "formats": "y"},
+    ):
         with pytest.raises(ConfigError, match="--sum"):
             serve.command("127.0.0.1:0", **wrong)
     with pytest.raises(ConfigError, match="nowhere_to_be_found"):
@@ -246,8 +312,10 @@ def test_a_spare_host_by_its_command(tmp_path, hosts):
 
 def test_spare_hosts_know_formats_of_the_user(tmp_path, hosts, monkeypatch):
     (tmp_path / "doubled.py").write_text(
-        "from roadtrain.node.formats import Fp16, register\n@register\nclass Doubled(Fp16):\n    name = 'doubled'\n"
-        "    def encode(self, values, out, seed):\n        super().encode(2 * values, out, seed)\n")
+        "from roadtrain.node.formats import Fp16, register\n@register\nclass Doubled(Fp16):\n   "
+        " name = 'doubled'\n    def encode(self, values, out, seed):\n        super().encode(2 *"
+        " values, out, seed)\n"
+    )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.syspath_prepend(tmp_path)
     importlib.import_module("doubled")
@@ -255,15 +323,24 @@ def test_spare_hosts_know_formats_of_the_user(tmp_path, hosts, monkeypatch):
         for words, right in ((["--formats", "doubled"], True), ([], False)):
             made = hosts(2)
             with spare_host(*words) as (_, where):
+
                 def work(rank, sums):
                     out = np.zeros(1000, np.float32)
-                    sums.sum(1, m.as_bytes(np.ones(1000, np.float32)), out.view(np.uint8).data, "fp32", lambda: None,
-                             format="doubled")
+                    sums.sum(
+                        1,
+                        m.as_bytes(np.ones(1000, np.float32)),
+                        out.view(np.uint8).data,
+                        "fp32",
+                        lambda: None,
+                        format="doubled",
+                    )
                     sums.wait()
                     return out.max()
 
                 found = made.run(work, spares=((2, where, 1e9),))
-            assert found == [8.0] * 2 if right else all("doubled" in str(one) for one in found), found
+            assert found == [8.0] * 2 if right else all("doubled" in str(one) for one in found), (
+                found
+            )
     finally:
         del formats.FORMATS["doubled"]
         formats.format_of.cache_clear()
@@ -273,14 +350,22 @@ def test_spare_hosts_know_formats_of_the_user(tmp_path, hosts, monkeypatch):
 
 
 def ddp_child(rank, workers, port, hook, out, options=None, steps=6):
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(workers)}
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "WORLD_SIZE": str(workers),
+    }
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(50, exit=True)  # who hangs says where
     dist.init_process_group("gloo")
     torch.manual_seed(3)
     model = nn.parallel.DistributedDataParallel(
-        nn.Sequential(nn.Linear(40, 300), nn.Tanh(), nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 5)),
-        bucket_cap_mb=0.2)
+        nn.Sequential(
+            nn.Linear(40, 300), nn.Tanh(), nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 5)
+        ),
+        bucket_cap_mb=0.2,
+    )
     state, options = None, dict(options or {})
     per_host = options.pop("per_host", workers)
     together._host = lambda: f"host {rank // per_host}"
@@ -309,8 +394,10 @@ def ddp_child(rank, workers, port, hook, out, options=None, steps=6):
 @contextlib.contextmanager
 def ddp_processes(workers, hook, options=None, steps=6):
     out, port = FORK.Queue(), free_port()
-    processes = [FORK.Process(target=ddp_child, args=(rank, workers, port, hook, out, options, steps))
-                 for rank in range(workers)]
+    processes = [
+        FORK.Process(target=ddp_child, args=(rank, workers, port, hook, out, options, steps))
+        for rank in range(workers)
+    ]
     for process in processes:
         process.start()
     try:
@@ -337,7 +424,9 @@ def test_ddp_trains_as_by_itself(workers, per_host):
     if workers == 2:
         assert ours == own  # the same bits
     for (_, mine, _), (_, theirs, _) in zip(ours, own):
-        assert [float.fromhex(x) for x in mine] == pytest.approx([float.fromhex(x) for x in theirs], rel=1e-5)
+        assert [float.fromhex(x) for x in mine] == pytest.approx(
+            [float.fromhex(x) for x in theirs], rel=1e-5
+        )
 
 
 def test_roots_are_who_sums_on_a_host():
@@ -351,7 +440,9 @@ def test_ddp_learns_with_encoded_gradients(format):
     own, ours = ddp(2, False, steps=6), ddp(2, True, {"per_host": 1, "format": format})
     assert len({digest for _, _, digest in ours}) == 1, "all workers have the same parameters"
     last = [float.fromhex(lines[-1]) for _, lines, _ in (own[0], ours[0])]
-    assert last[0] != last[1] and last[0] == pytest.approx(last[1], rel={"bf16": 0.02}.get(format, 0.5))
+    assert last[0] != last[1] and last[0] == pytest.approx(
+        last[1], rel={"bf16": 0.02}.get(format, 0.5)
+    )
 
 
 def test_ddp_goes_on_when_a_spare_host_dies_and_uses_it_when_it_is_back(tmp_path):  # Rule 5
@@ -373,7 +464,12 @@ def test_ddp_goes_on_when_a_spare_host_dies_and_uses_it_when_it_is_back(tmp_path
 
 
 def fsdp_child(rank, workers, port, hook, out):
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(workers)}
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "WORLD_SIZE": str(workers),
+    }
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(50, exit=True)  # who hangs says where
     dist.init_process_group("gloo")
@@ -404,7 +500,10 @@ def test_fsdp2_trains_as_by_itself(workers):
     found = {}
     for hook in (False, True):
         out, port = FORK.Queue(), free_port()
-        processes = [FORK.Process(target=fsdp_child, args=(rank, workers, port, hook, out)) for rank in range(workers)]
+        processes = [
+            FORK.Process(target=fsdp_child, args=(rank, workers, port, hook, out))
+            for rank in range(workers)
+        ]
         for process in processes:
             process.start()
         found[hook] = sorted(out.get(timeout=60) for _ in processes)
@@ -412,7 +511,9 @@ def test_fsdp2_trains_as_by_itself(workers):
             process.join(30)
             assert process.exitcode == 0
     for (_, mine), (_, theirs) in zip(found[True], found[False]):
-        assert [float.fromhex(x) for x in mine] == pytest.approx([float.fromhex(x) for x in theirs], rel=1e-5)
+        assert [float.fromhex(x) for x in mine] == pytest.approx(
+            [float.fromhex(x) for x in theirs], rel=1e-5
+        )
         assert workers > 2 or mine == theirs
 
 
@@ -427,11 +528,18 @@ def test_the_hook_needs_a_process_group():
 
 
 def test_spare_hosts_are_named_rightly(tmp_path):
-    for spares, rates in ((["10.0.0.1:1"], [1.0, 2.0]), (["nowhere"], None), (str(tmp_path / "none"), None)):
+    for spares, rates in (
+        (["10.0.0.1:1"], [1.0, 2.0]),
+        (["nowhere"], None),
+        (str(tmp_path / "none"), None),
+    ):
         with pytest.raises(ConfigError, match=r"spare host|no address"):
             together.Wanted(spares, rates, None).now()
     (tmp_path / "file").write_text("# ours\n10.0.0.1:7000\n\n10.0.0.2:7000 0.25 # slow\n")
-    assert together.Wanted(str(tmp_path / "file"), None, None).now() == {"10.0.0.1:7000": 1.0, "10.0.0.2:7000": 0.25}
+    assert together.Wanted(str(tmp_path / "file"), None, None).now() == {
+        "10.0.0.1:7000": 1.0,
+        "10.0.0.2:7000": 0.25,
+    }
     (tmp_path / "file").write_text("10.0.0.1:7000 fast\n")
     with pytest.raises(ConfigError, match="fast"):
         together.Wanted(str(tmp_path / "file"), None, None).now()

@@ -1,4 +1,5 @@
-"""The commands on a small real model: train and resume, verify, export and import. Rules 1, 2 and 3."""
+"""The commands on a small real model: train and resume, verify, export and import. Rules 1, 2
+and 3."""
 
 from __future__ import annotations
 
@@ -61,7 +62,9 @@ def quiet(_: str) -> None:
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     (tmp_path / "text").mkdir()
-    (tmp_path / "text" / "a.txt").write_text("".join(f"line {i} of the text, {i * i}\n" for i in range(600)))
+    (tmp_path / "text" / "a.txt").write_text(
+        "".join(f"line {i} of the text, {i * i}\n" for i in range(600))
+    )
     path = tmp_path / "job.toml"
     path.write_text(JOB.format(home=tmp_path))
     return path
@@ -96,12 +99,19 @@ def test_metrics_of_a_run(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "more",
-    [{}, {"model.config.attention_dropout": 0.3}, {"model.dtype": "fp16"}, {"optimizer.accumulate": 2},
-     {"optimizer.clip_norm": None}, {"compress.topk": 20.0, "compress.error_feedback": True}],
+    [
+        {},
+        {"model.config.attention_dropout": 0.3},
+        {"model.dtype": "fp16"},
+        {"optimizer.accumulate": 2},
+        {"optimizer.clip_norm": None},
+        {"compress.topk": 20.0, "compress.error_feedback": True},
+    ],
     ids=lambda more: next(iter(more), "plain"),
-)  # fmt: skip
+)
 def test_a_resumed_run_repeats_the_losses(path: Path, tmp_path: Path, more: dict[str, Any]) -> None:
-    """Rule 3. The learning rate's schedule spans all 5 steps, so the first part is cut off, not made shorter."""
+    """Rule 3. The learning rate's schedule spans all 5 steps, so the first part is cut off, not
+    made shorter."""
     whole = load_job(path, {**more, "run.dir": str(tmp_path / "whole")})
     parts = load_job(path, {**more, "run.dir": str(tmp_path / "parts")})
     train(whole, quiet)
@@ -112,13 +122,16 @@ def test_a_resumed_run_repeats_the_losses(path: Path, tmp_path: Path, more: dict
 
 
 def test_an_unmounted_store_is_not_begun_anew(path: Path) -> None:
-    """Its directory is there and empty: refused, with both steps, and no line of metrics is lost."""
+    """Its directory is there and empty: refused, with both steps, and no line of metrics is
+    lost."""
     job = job_of(path)
     stop_after(job, 3)
     lines = lines_of(job)
     (job.run_dir / "store").rename(path.parent / "elsewhere")
     (job.run_dir / "store").mkdir()
-    with pytest.raises(GoneError, match="no store is there, this run has committed step 3") as raised:
+    with pytest.raises(
+        GoneError, match="no store is there, this run has committed step 3"
+    ) as raised:
         train(job, quiet)
     assert "--new-store" in str(raised.value)
     assert lines_of(job) == lines and not list((job.run_dir / "store").iterdir())
@@ -141,13 +154,16 @@ def test_an_older_store_is_refused(path: Path, marked: bool) -> None:
     if not marked:
         (job.run_dir / "mark.json").unlink()
     before = contents(job.run_dir)
-    with pytest.raises(StaleError, match=f"at step 1, this run has committed step {5 if marked else 3}"):
+    with pytest.raises(
+        StaleError, match=f"at step 1, this run has committed step {5 if marked else 3}"
+    ):
         train(job, quiet)
     with pytest.raises(StaleError):
         cli._run(["export", str(job.run_dir), str(path.parent / "out")])
     assert contents(job.run_dir) == before and not (path.parent / "out").exists()
     train(job_of(path, run__new_store=True), quiet)
-    assert lines_of(job)[0] == lines[0] and len(lines_of(job)) == 5  # the first step is the same store's
+    # the first step is the same store's
+    assert lines_of(job)[0] == lines[0] and len(lines_of(job)) == 5
     note, *aside = (job.run_dir / "metrics.uncommitted.jsonl").read_text().splitlines()
     assert "from step 1" in note and [json.loads(line) for line in aside] == lines[1:]
 
@@ -158,7 +174,9 @@ def test_another_store_is_refused(path: Path) -> None:
         stop_after(one, 2)
     shutil.rmtree(job.run_dir / "store")
     shutil.copytree(other.run_dir / "store", job.run_dir / "store")
-    with pytest.raises(ForeignError, match=r"holds step 2 of store .*, this run has committed step 2 of store"):
+    with pytest.raises(
+        ForeignError, match=r"holds step 2 of store .*, this run has committed step 2 of store"
+    ):
         train(job, quiet)
     train(job_of(path, run__new_store=True), quiet)
     assert [line["step"] for line in lines_of(job)] == [3, 4, 5]
@@ -177,8 +195,8 @@ def test_a_run_in_memory_begins_anew(path: Path) -> None:
 
 
 def test_a_copy_of_a_run_means_its_own_store(path: Path) -> None:
-    """Its job.toml names the original's run directory: whoever reads the copy reads its own store, whoever would train
-    the original by it is asked."""
+    """Its job.toml names the original's run directory: whoever reads the copy reads its own
+    store, whoever would train the original by it is asked."""
     job, copy = job_of(path), path.parent / "copy"
     stop_after(job, 2)
     shutil.copytree(job.run_dir, copy)
@@ -191,11 +209,17 @@ def test_a_copy_of_a_run_means_its_own_store(path: Path) -> None:
     with pytest.raises(ConfigError, match=r"lies in .*copy") as raised:
         cli._run(["train", str(copy / "job.toml")])
     assert f"--run.dir {copy} --store.dirs {copy}/store" in str(raised.value)
-    assert cli._run(["train", str(copy / "job.toml"), "--run.dir", str(copy)]) == 0  # `{run}` is the copy's
+    # `{run}` is the copy's
+    assert cli._run(["train", str(copy / "job.toml"), "--run.dir", str(copy)]) == 0
     assert contents(job.run_dir) == before
     assert len(read_metrics(copy / "metrics.jsonl")) == 5
     assert cli._run(["export", str(copy), str(path.parent / "out")]) == 0
-    edition1 = (copy / "job.toml").read_text().replace("{run}", str(job.run_dir)).replace(str(copy), str(job.run_dir))
+    edition1 = (
+        (copy / "job.toml")
+        .read_text()
+        .replace("{run}", str(job.run_dir))
+        .replace(str(copy), str(job.run_dir))
+    )
     (copy / "job.toml").write_text(edition1)
     with pytest.raises(ConfigError, match=r"are of that run"):
         cli._run(["train", str(copy / "job.toml"), "--run.dir", str(copy)])
@@ -209,7 +233,10 @@ def test_servers_that_hold_no_store_or_an_older_one(path: Path, hosts: Any) -> N
     stop_after(job, 2)
     lines = lines_of(job)
     other = job_of(path, store__servers=[empty.where])
-    for call in (lambda: train(other, quiet), lambda: cli._run(["export", str(other_run(job, empty)), "out"])):
+    for call in (
+        lambda: train(other, quiet),
+        lambda: cli._run(["export", str(other_run(job, empty)), "out"]),
+    ):
         with pytest.raises(GoneError, match="no store is there"):
             call()
     assert lines_of(job) == lines and not list(empty.directory.glob("gen-*"))
@@ -222,7 +249,9 @@ def other_run(job: Job, host: Any) -> Path:
     run = job.run_dir.parent / "other"
     shutil.copytree(job.run_dir, run)
     file = run / "job.toml"
-    file.write_text(file.read_text().replace(job.store.servers[0], host.where).replace(job.run.dir, str(run)))
+    file.write_text(
+        file.read_text().replace(job.store.servers[0], host.where).replace(job.run.dir, str(run))
+    )
     return run
 
 
@@ -236,7 +265,9 @@ def test_a_full_run_directory(path: Path) -> None:
     train(whole, quiet)
     job = job_of(path, store__dirs=[str(path.parent / "store")])
     job.run_dir.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(job.run_dir)]).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(job.run_dir)]
+    ).returncode:
         pytest.skip("cannot mount a tmpfs here")
     try:
         for room in (0, 1, 5000):  # bytes beyond whole pages do not count on a tmpfs
@@ -248,7 +279,9 @@ def test_a_full_run_directory(path: Path) -> None:
             with pytest.raises(FullError, match="are free"):
                 train(job, quiet)
             for name in FILLS:
-                content = (job.run_dir / name).read_bytes() if (job.run_dir / name).exists() else b""
+                content = (
+                    (job.run_dir / name).read_bytes() if (job.run_dir / name).exists() else b""
+                )
                 assert not content or content.endswith(b"\n"), name
             filler.unlink()
         train(job, quiet)
@@ -264,7 +297,8 @@ def contents(directory: Path) -> dict[str, bytes]:
 def test_a_state_that_the_first_edition_committed_resumes(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rule 3: it was written by torch.save. Dropout and fp16's scaler show that all of it counts."""
+    """Rule 3: it was written by torch.save. Dropout and fp16's scaler show that all of it
+    counts."""
     more = {"model.config.attention_dropout": 0.3, "model.dtype": "fp16"}
     whole = load_job(path, {**more, "run.dir": str(tmp_path / "whole")})
     parts = load_job(path, {**more, "run.dir": str(tmp_path / "parts")})
@@ -311,7 +345,9 @@ def stop_after(job: Job, steps: int) -> None:
 def test_ctrl_c_on_the_command_line(path: Path) -> None:
     job = job_of(path)
     command = [sys.executable, "-m", "roadtrain.cli", "train", str(path), "--run.steps", "1000000"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
         assert process.stdout is not None
         for text in process.stdout:
             if text.startswith("step 3/"):
@@ -349,15 +385,23 @@ def test_other_text_is_refused(path: Path, tmp_path: Path) -> None:
     ("overrides", "message"),
     [
         ({"model.config.model_type": "lama"}, "did you mean `llama`"),
-        ({"model.config.hidden_sise": 3}, "unknown key `model.config.hidden_sise`\nhint: did you mean `hidden_size`"),
-        ({"model.config.vocab_size": 100}, "takes 100 tokens at 64 positions, the data has 256 at 16"),
+        (
+            {"model.config.hidden_sise": 3},
+            "unknown key `model.config.hidden_sise`\nhint: did you mean `hidden_size`",
+        ),
+        (
+            {"model.config.vocab_size": 100},
+            "takes 100 tokens at 64 positions, the data has 256 at 16",
+        ),
         ({"data.seq_len": 65}, "the data has 256 at 65"),
         ({"optimizer.momentum": 0.9}, "optimizer adamw: .*momentum"),
         ({"optimizer.name": "no.such:Thing"}, "optimizer.name: No module"),
         ({"model.pretrained": "/no/such", "model.config": {}}, "no config.json"),
     ],
 )
-def test_mistakes_are_found_before_anything_is_written(path: Path, overrides: dict[str, Any], message: str) -> None:
+def test_mistakes_are_found_before_anything_is_written(
+    path: Path, overrides: dict[str, Any], message: str
+) -> None:
     job = load_job(path, overrides)
     with pytest.raises(ConfigError, match=message):
         train(job, quiet)
@@ -366,11 +410,17 @@ def test_mistakes_are_found_before_anything_is_written(path: Path, overrides: di
 
 @pytest.mark.parametrize(
     "more",
-    [{}, {"model.dtype": "bf16"}, {"model.dtype": "fp16"}, {"optimizer.accumulate": 3, "optimizer.clip_norm": None},
-     {"optimizer.name": "lion", "model.config.attention_dropout": 0.2}, {"model.config.tie_word_embeddings": True},
-     {"optimizer.name": "torch.optim:NAdam", "store.chunk_elements": 65536}],
+    [
+        {},
+        {"model.dtype": "bf16"},
+        {"model.dtype": "fp16"},
+        {"optimizer.accumulate": 3, "optimizer.clip_norm": None},
+        {"optimizer.name": "lion", "model.config.attention_dropout": 0.2},
+        {"model.config.tie_word_embeddings": True},
+        {"optimizer.name": "torch.optim:NAdam", "store.chunk_elements": 65536},
+    ],
     ids=lambda more: next(iter(more.values()), "plain"),
-)  # fmt: skip
+)
 def test_verify(path: Path, tmp_path: Path, more: dict[str, Any]) -> None:
     """Rule 1, on the user's own job."""
     shown: list[str] = []
@@ -387,7 +437,9 @@ def test_verify_of_a_lossy_job_compares_placements_only(path: Path) -> None:
     assert "lossy on purpose" in shown[-1]
 
 
-def test_verify_names_the_first_tensor_that_differs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_names_the_first_tensor_that_differs(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     honest = verify.PlainOptimizer.read
 
     def off_by_one_bit(self: verify.PlainOptimizer, name: str, what: str) -> np.ndarray:
@@ -400,7 +452,10 @@ def test_verify_names_the_first_tensor_that_differs(path: Path, monkeypatch: pyt
     monkeypatch.setattr(verify.PlainOptimizer, "read", off_by_one_bit)
     shown: list[str] = []
     assert not verify.verify(job_of(path), 2, shown.append)
-    assert any("in model.layers.1.mlp.up_proj.weight (exp_avg): element 5 of 2048" in text for text in shown)
+    assert any(
+        "in model.layers.1.mlp.up_proj.weight (exp_avg): element 5 of 2048" in text
+        for text in shown
+    )
     assert cli.main(["verify", str(path), "--steps", "1"]) == 1
 
 
@@ -413,8 +468,16 @@ def test_export_reloads_in_transformers_and_imports_again(path: Path, tmp_path: 
     assert type(model).__name__ == "LlamaForCausalLM"
     assert json.loads((out / "config.json").read_text())["vocab_size"] == 256
     assert all(torch.isfinite(p).all() for p in model.parameters())
-    more = ["--data.paths", str(tmp_path / "text"), "--data.seq_len", "16", "--data.held_out", "0.2",
-            "--data.batch_size", "2"]  # fmt: skip
+    more = [
+        "--data.paths",
+        str(tmp_path / "text"),
+        "--data.seq_len",
+        "16",
+        "--data.held_out",
+        "0.2",
+        "--data.batch_size",
+        "2",
+    ]
     again = tmp_path / "again"
     assert cli.main(["import", str(out), "--run.dir", str(again), *more]) == 0
     tuned = train(load_job(again / "job.toml", {"run.steps": 0}), quiet)
@@ -431,7 +494,9 @@ def test_an_export_of_masters_is_exact(path: Path, tmp_path: Path) -> None:
         options = ["--masters"] * (name == "masters")
         assert cli.main(["export", str(job.run_dir), str(tmp_path / name), *options]) == 0
     masters, copies = (
-        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype="auto").state_dict()
+        transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / name, dtype="auto"
+        ).state_dict()
         for name in ("masters", "copies")
     )
     assert {t.dtype for t in masters.values()} == {torch.float32}
@@ -441,8 +506,13 @@ def test_an_export_of_masters_is_exact(path: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "code"),
-    [("torch.optim:AdamW", 0), ("roadtrain.kernels.rules:LionRule", 2), ("no.such:Rule", 2), ("json:dumps", 2),
-     ("torch.optim:Muon", 2)],
+    [
+        ("torch.optim:AdamW", 0),
+        ("roadtrain.kernels.rules:LionRule", 2),
+        ("no.such:Rule", 2),
+        ("json:dumps", 2),
+        ("torch.optim:Muon", 2),
+    ],
 )
 def test_check_rule(name: str, code: int) -> None:
     assert cli.main(["check-rule", name]) == code
@@ -452,7 +522,8 @@ def test_check_rule(name: str, code: int) -> None:
 def test_a_step_whose_line_cannot_be_written_is_not_committed(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staleness: int
 ) -> None:
-    """The run directory is full: the step is taken again once there is room, and metrics.jsonl lacks no line."""
+    """The run directory is full: the step is taken again once there is room, and metrics.jsonl
+    lacks no line."""
     overrides = {"optimizer.staleness": staleness, "optimizer.clip_norm": None}
     whole = job_of(path, **overrides, **{"run.dir": str(tmp_path / "whole")})
     train(whole, quiet)

@@ -1,4 +1,5 @@
-"""`roadtrain status` of servers: who is there, what each waits for and since when, while they train (Rule 5)."""
+"""`roadtrain status` of servers: who is there, what each waits for and since when, while they
+train (Rule 5)."""
 
 import os
 import re
@@ -42,21 +43,30 @@ def test_a_stopped_worker_is_named_by_all_who_wait_for_it(host, tmp_path, capsys
     try:
         asked(capsys, host.where, token, "step [1-9].* 2 worker")
         os.kill(workers.processes[1].pid, signal.SIGSTOP)
-        out = asked(capsys, host.where, token, r"waits since [2-9]\.\d s for the (gradient|release|end)")
-        server = re.search(r"(server 0.*?)worker 0 .*worker 1 \(127.0.0.1\) waits for no server", out)[1]
+        out = asked(
+            capsys, host.where, token, r"waits since [2-9]\.\d s for the (gradient|release|end)"
+        )
+        server = re.search(
+            r"(server 0.*?)worker 0 .*worker 1 \(127.0.0.1\) waits for no server", out
+        )[1]
         assert "worker 1 (127.0.0.1)" in server, "the server says whom it waits for"
         before = re.search(r"step (\d+),", server)[1]
         os.kill(workers.processes[1].pid, signal.SIGCONT)
-        asked(capsys, host.where, token, rf"step (?!{before},)\d+, 2 worker")  # being asked disturbed nothing
+        # being asked disturbed nothing
+        asked(capsys, host.where, token, rf"step (?!{before},)\d+, 2 worker")
     finally:
         for process in workers.processes:
             process.kill()
             process.join()
 
 
-def test_whoever_does_not_answer_is_named_and_a_stranger_learns_nothing(host, tmp_path, capsys):  # Rule 8
+# Rule 8
+def test_whoever_does_not_answer_is_named_and_a_stranger_learns_nothing(host, tmp_path, capsys):
     write_token(tmp_path / "other")
-    assert cli.main(["status", f"{host.where},127.0.0.1:1", "--token-file", str(tmp_path / "token")]) == 1
+    assert (
+        cli.main(["status", f"{host.where},127.0.0.1:1", "--token-file", str(tmp_path / "token")])
+        == 1
+    )
     out = " ".join(capsys.readouterr().out.split())
     assert "no session" in out and re.search("server 1.*does not answer: .*refused", out)
     assert cli.main(["status", host.where, "--token-file", str(tmp_path / "other")]) == 1

@@ -1,4 +1,5 @@
-"""A relay beside the workers of a host: the same bits with it as without (Rule 1), its death is noticed (Rule 5)."""
+"""A relay beside the workers of a host: the same bits with it as without (Rule 1), its death is
+noticed (Rule 5)."""
 
 import os
 import signal
@@ -31,12 +32,21 @@ def trained(case, servers, home, steps, workers, **options):
 
 @pytest.mark.parametrize(
     ("name", "workers", "local"),
-    [("plain", 1, 1), ("late, bf16", 2, 1), ("frozen, bf16", 2, 2), ("clipped, accumulated, scaler", 4, 2),
-     ("late, bf16", 4, 2)])
+    [
+        ("plain", 1, 1),
+        ("late, bf16", 2, 1),
+        ("frozen, bf16", 2, 2),
+        ("clipped, accumulated, scaler", 4, 2),
+        ("late, bf16", 4, 2),
+    ],
+)
 def test_the_same_bits_with_it(name, workers, local, addresses, tmp_path):  # Rule 1
     case = CASES[name]
     without = trained(case, addresses(2), tmp_path / "without", 3, workers, local=local)
-    assert trained(case, addresses(1), tmp_path / "with", 3, workers, local=local, relay=RELAY) == without
+    assert (
+        trained(case, addresses(1), tmp_path / "with", 3, workers, local=local, relay=RELAY)
+        == without
+    )
 
 
 def test_a_run_goes_on_with_and_without_it(addresses, tmp_path):  # Rule 3
@@ -45,7 +55,9 @@ def test_a_run_goes_on_with_and_without_it(addresses, tmp_path):  # Rule 3
     whole = trained(case, addresses(1), tmp_path / "whole", 4, 4, local=2)
     servers, seen = addresses(1), [{} for _ in range(4)]
     for i, relay in enumerate((RELAY, None, RELAY, None)):
-        part = trained(case, servers, tmp_path / f"part{i}", i + 1, 4, local=2, relay=relay, session=str(i))
+        part = trained(
+            case, servers, tmp_path / f"part{i}", i + 1, 4, local=2, relay=relay, session=str(i)
+        )
         for mine, new in zip(seen, part):
             mine.update(new)
     assert seen == whole
@@ -62,8 +74,12 @@ def test_a_kill_is_noticed_and_nothing_is_lost(whom, addresses, tmp_path):  # Ru
     while "3" not in losses(workers.logs[1]) and time.monotonic() < until:
         time.sleep(0.01)
     if whom == "relay":
-        [victim] = [c.pid for p in workers.processes for c in psutil.Process(p.pid).children()
-                    if "roadtrain.node.relay" in " ".join(c.cmdline())]
+        [victim] = [
+            c.pid
+            for p in workers.processes
+            for c in psutil.Process(p.pid).children()
+            if "roadtrain.node.relay" in " ".join(c.cmdline())
+        ]
     else:
         victim = workers.processes[1].pid
     os.kill(victim, signal.SIGKILL)
@@ -83,6 +99,8 @@ def test_what_cannot_be_is_said():
     model, optimizer = build(Case())
     with pytest.raises(ConfigError, match="no servers"):
         roadtrain.place(model, optimizer, relay="1GiB")
-    with pytest.raises(BudgetError, match=r"a relay of 1 worker\(s\) .* needs at least \d+ MiB, it has 1"):
+    with pytest.raises(
+        BudgetError, match=r"a relay of 1 worker\(s\) .* needs at least \d+ MiB, it has 1"
+    ):
         roadtrain.place(model, optimizer, servers=["127.0.0.1:1"], relay="1MiB")
     assert all(not p.is_meta for p in model.parameters())

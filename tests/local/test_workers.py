@@ -1,5 +1,6 @@
-"""Servers in processes of their own, one worker and several: the same bits whatever serves (Rule 1), nothing lost when
-one of them dies (Rule 3), nobody hangs (Rule 5), nobody unasked gets in (Rule 8)."""
+"""Servers in processes of their own, one worker and several: the same bits whatever serves (Rule
+1), nothing lost when one of them dies (Rule 3), nobody hangs (Rule 5), nobody unasked gets in
+(Rule 8)."""
 
 import random
 import re
@@ -32,15 +33,21 @@ def test_one_worker_trains_as_in_memory(name, servers, hosts, tmp_path):  # Rule
     case = CASES[name]
     model, placed, scaler = place(case, None)
     with placed:
-        expected = [(one_step(case, model, placed, scaler, i).hex(), placed.grad_norm().hex()) for i in range(5)]
+        expected = [
+            (one_step(case, model, placed, scaler, i).hex(), placed.grad_norm().hex())
+            for i in range(5)
+        ]
     workers = Workers(case, [h.where for h in hosts(servers)], tmp_path, 5, 1)
-    assert workers.join() == [0], workers.errors()  # one worker's seeds are those of one_step by itself
+    # one worker's seeds are those of one_step by itself
+    assert workers.join() == [0], workers.errors()
     seen = losses(workers.logs[0])
     assert [seen[str(i + 1)] for i in range(5)] == [{" ".join(e)} for e in expected]
 
 
 @pytest.mark.parametrize(
-    ("name", "counts"), [(name, (1, 2, 4) if name == "plain" else (1, 3)) for name in CASES], ids=list(CASES)
+    ("name", "counts"),
+    [(name, (1, 2, 4) if name == "plain" else (1, 3)) for name in CASES],
+    ids=list(CASES),
 )
 def test_three_workers_are_the_same_over_any_servers(name, counts, hosts, tmp_path):  # Rule 1
     case, results = CASES[name], []
@@ -52,7 +59,10 @@ def test_three_workers_are_the_same_over_any_servers(name, counts, hosts, tmp_pa
         results.append([losses(log) for log in workers.logs])
     assert all(r == results[0] for r in results)
     assert set(results[0][0]) == {"1", "2", "3", "4", "end"}
-    norms = [{step: next(iter(v)).split()[-1] for step, v in seen.items() if step != "end"} for seen in results[0]]
+    norms = [
+        {step: next(iter(v)).split()[-1] for step, v in seen.items() if step != "end"}
+        for seen in results[0]
+    ]
     assert norms[0] == norms[1] == norms[2], "every worker knows the norm of the mean"
 
 
@@ -67,7 +77,9 @@ def test_the_update_takes_the_mean_of_the_workers(hosts, tmp_path):
     for step in range(4):
         found = []
         for rank in range(3):
-            found.append(one_step(Case(), model, Skipped(), scaler, step, seed=1000 + 3 * step + rank))
+            found.append(
+                one_step(Case(), model, Skipped(), scaler, step, seed=1000 + 3 * step + rank)
+            )
         for p in model.parameters():
             p.grad /= 3
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
@@ -113,13 +125,16 @@ def wait_for(ready, what, seconds=60):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("victim", ["worker 0", "worker 1", "server 0", "server 1", "all"])
 def test_a_death_costs_no_step(victim, undisturbed, hosts, tmp_path):  # Rules 3 and 5
-    """Killed at a random moment; started again (a server at another address) all goes on with the same losses."""
+    """Killed at a random moment; started again (a server at another address) all goes on with
+    the same losses."""
     rng, two = random.Random(victim), hosts(2)
     workers = Workers(LONG, [h.where for h in two], tmp_path, STEPS * 100, 2)
     wait_for(lambda: len(losses(workers.logs[0])) > 3 + rng.randrange(10), "some steps")
     killed = time.monotonic()
     if victim in ("worker 0", "worker 1", "all"):
-        for process in workers.processes if victim == "all" else [workers.processes[int(victim[-1])]]:
+        for process in (
+            workers.processes if victim == "all" else [workers.processes[int(victim[-1])]]
+        ):
             process.kill()
     if victim == "all" or victim.startswith("server"):
         for i in (0, 1) if victim == "all" else [int(victim[-1])]:
@@ -150,7 +165,9 @@ def test_a_death_costs_no_step(victim, undisturbed, hosts, tmp_path):  # Rules 3
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    "bad", ["cut in the middle of a frame", "flipped there", "flipped back", "stalled", "slowed tenfold"])
+    "bad",
+    ["cut in the middle of a frame", "flipped there", "flipped back", "stalled", "slowed tenfold"],
+)
 def test_a_bad_link_is_named_or_endured(bad, undisturbed, hosts, tmp_path):  # Rules 3 and 5
     (host,) = hosts(1)
     name, port = host.where.split(":")
@@ -185,8 +202,7 @@ def test_a_bad_link_is_named_or_endured(bad, undisturbed, hosts, tmp_path):  # R
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
-    [({1: "model"}, "another model"), ({1: "lr"}, "hyperparameters")],
+    ("changes", "words"), [({1: "model"}, "another model"), ({1: "lr"}, "hyperparameters")]
 )
 def test_workers_of_different_jobs_are_told(changes, words, hosts, tmp_path):
     workers = Workers(Case(), [h.where for h in hosts(1)], tmp_path, 5, 2, changes=changes)
@@ -224,7 +240,10 @@ def test_topk_over_the_network(staleness, hosts, tmp_path):
 def test_a_store_of_other_servers_is_refused_and_kept(hosts, tmp_path):
     two = [h.where for h in hosts(2)]
     assert Workers(Case(), two, tmp_path, 2, 1).join() == [0]
-    for servers, words in ((two[:1], "a store of 2 servers"), (two[::-1], "holds the part of server")):
+    for servers, words in (
+        (two[:1], "a store of 2 servers"),
+        (two[::-1], "holds the part of server"),
+    ):
         home = tmp_path / f"wrong{len(servers)}"
         home.mkdir()
         workers = Workers(Case(), servers, home, 3, 1)
@@ -243,7 +262,8 @@ def test_numbers_of_a_release_travel_exactly():
 
 
 def test_another_number_of_workers_goes_on(hosts, tmp_path):
-    """Workers join or leave by a restart of the group; each number of them gives a defined order (Rule 1)."""
+    """Workers join or leave by a restart of the group; each number of them gives a defined
+    order (Rule 1)."""
     results = []
     for servers in (1, 2):
         where = [h.where for h in hosts(servers)]
@@ -254,12 +274,17 @@ def test_another_number_of_workers_goes_on(hosts, tmp_path):
             assert set(running.join()) == {0}, running.errors()
             results.append((i, [losses(log) for log in running.logs]))
     assert results[:3] == results[3:]
-    assert [sorted(seen[0]) for _, seen in results[:3]] == [["1", "2", "end"], ["3", "4", "end"], ["5", "6", "end"]]
+    assert [sorted(seen[0]) for _, seen in results[:3]] == [
+        ["1", "2", "end"],
+        ["3", "4", "end"],
+        ["5", "6", "end"],
+    ]
 
 
 @pytest.mark.parametrize("link", ["token alone", "none"])
 def test_restarted_workers_wait_for_servers_that_hold_the_old_session(link, hosts, tmp_path):
-    """Whatever options the link has, as long as they do not say how long to try (README shows `token` alone)."""
+    """Whatever options the link has, as long as they do not say how long to try (README shows
+    `token` alone)."""
     token = b"a secret of sixteen bytes" if link == "token alone" else None
     (host,) = hosts(1, token=token)
     first = Workers(Case(), [host.where], tmp_path, 10_000, 1, token=token, retry_s=None)

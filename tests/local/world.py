@@ -1,4 +1,5 @@
-"""Workers of one torch world in processes of their own, each of which runs a function and says what it found."""
+"""Workers of one torch world in processes of their own, each of which runs a function and says
+what it found."""
 
 import os
 from functools import partial
@@ -10,8 +11,14 @@ import roadtrain.hvd as hvd
 
 
 def child(work, rank, workers, port, out):
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(workers),
-                   "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(workers)}
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "WORLD_SIZE": str(workers),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(workers),
+    }
     torch.set_num_threads(1)
     try:
         found = work(rank)
@@ -26,7 +33,9 @@ def child(work, rank, workers, port, out):
 def run(workers, work, wait_s=100):
     """What `work(rank)` returned on each worker, or its error's words, by rank."""
     out, port = FORK.Queue(), free_port()
-    processes = [FORK.Process(target=child, args=(work, rank, workers, port, out)) for rank in range(workers)]
+    processes = [
+        FORK.Process(target=child, args=(work, rank, workers, port, out)) for rank in range(workers)
+    ]
     for process in processes:
         process.start()
     try:

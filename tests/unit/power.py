@@ -1,7 +1,7 @@
 """A disk that keeps only what was synced: what a power cut leaves, in the worst case.
 
-Inside `Disk(...)` every fsync and fdatasync of a file under `root` keeps its content, every fsync of a directory the
-names in it. `cut(to)` writes what was kept into the empty directory `to`.
+Inside `Disk(...)` every fsync and fdatasync of a file under `root` keeps its content, every fsync
+of a directory the names in it. `cut(to)` writes what was kept into the empty directory `to`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ class Disk:
         self.content: dict[int, bytes] = {}  # by inode
         self.names: dict[int, dict[str, int]] = {}  # of a directory, by inode
         self.kinds: dict[int, bool] = {}  # inode -> whether it is a directory
-        self.fail: str = ""  # what is synced under such a path fails, and what was written of it is lost
+        # what is synced under such a path fails, and what was written of it is lost
+        self.fail: str = ""
         self.synced: Callable[[], None] = lambda: None  # called after each sync
         self._open: list[int] = []  # keeps inodes from being used again
         self._root = os.stat(root).st_ino

@@ -30,8 +30,14 @@ def reference_sum_k(total: np.ndarray, buffers: Sequence[np.ndarray], dtype: str
         total[:] = total + reference_widen(b, dtype)
 
 
-def reference_top_k(x: np.ndarray, dtype: str, k: int, idx_out: np.ndarray, val_out: np.ndarray) -> None:
-    sign, nan = {"fp32": (0x7FFFFFFF, 0x7F800001), "bf16": (0x7FFF, 0x7F81), "fp16": (0x7FFF, 0x7C01)}[dtype]
+def reference_top_k(
+    x: np.ndarray, dtype: str, k: int, idx_out: np.ndarray, val_out: np.ndarray
+) -> None:
+    sign, nan = {
+        "fp32": (0x7FFFFFFF, 0x7F800001),
+        "bf16": (0x7FFF, 0x7F81),
+        "fp16": (0x7FFF, 0x7C01),
+    }[dtype]
     bits = x.view(np.uint32) if dtype == "fp32" else x
     keys = np.minimum(bits.astype(np.int64) & sign, nan)
     idx_out[:] = np.sort(np.argsort(-keys, kind="stable")[:k])

@@ -43,7 +43,9 @@ def test_under_the_budget_is_a_reference():
 def test_over_the_budget_without_a_place():
     keep = Activations(2 * N + 100, None, "cpu")
     tickets = [keep.save(tensor(i)) for i in range(2)]
-    with pytest.raises(BudgetError, match=r"need 768.0 KiB .* budget is 512.1 KiB\nhint: raise .* by 255.9 KiB"):
+    with pytest.raises(
+        BudgetError, match=r"need 768.0 KiB .* budget is 512.1 KiB\nhint: raise .* by 255.9 KiB"
+    ):
         keep.save(tensor(2))
     keep.check()
     for t in tickets:
@@ -68,7 +70,10 @@ def test_spilled_and_back(tmp_path, dtype, slow, monkeypatch):
         real = getattr(os, slow)
         monkeypatch.setattr(module.os, slow, lambda *a: (time.sleep(0.005), real(*a))[1])
     keep = Activations(3 * N, tmp_path, "cpu")
-    made = [torch.randint(0, 2 if dtype == torch.bool else 100, (N // dtype.itemsize,)).to(dtype) for _ in range(12)]
+    made = [
+        torch.randint(0, 2 if dtype == torch.bool else 100, (N // dtype.itemsize,)).to(dtype)
+        for _ in range(12)
+    ]
     tickets = [keep.save(t.clone()) for t in made]
     assert keep.peak_bytes <= 3 * N
     assert keep.bytes_spilled >= 8 * N
@@ -131,7 +136,12 @@ def test_shared_is_kept_once(tmp_path):
 def test_small_and_expanded_never_leave(tmp_path):
     keep = Activations(100, tmp_path, "cpu")
     small, wide = torch.ones(100), torch.ones(1, 1).expand(1000, 1000)
-    tickets = [keep.save(small), keep.save(wide), keep.save(torch.tensor(3)), keep.save(torch.empty(0, 4))]
+    tickets = [
+        keep.save(small),
+        keep.save(wide),
+        keep.save(torch.tensor(3)),
+        keep.save(torch.empty(0, 4)),
+    ]
     assert keep.load(tickets[1]).stride() == (0, 0)
     assert keep.bytes_spilled == 0 and keep.bytes_held < 1000 and keep._thread is None
     keep.close()

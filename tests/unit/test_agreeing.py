@@ -1,5 +1,5 @@
-"""Who means what: the coordinator of agreements finds workers that differ, and those that wait for each other, and
-nothing else (Rules 5 and 6)."""
+"""Who means what: the coordinator of agreements finds workers that differ, and those that wait
+for each other, and nothing else (Rules 5 and 6)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import pytest
 from roadtrain.flow.agreeing import Agreed, AgreeDecider, Ask, Differ, Gone, Operation, Said
 
 
-def op(identity: str, signature: str = "float32 [3]", use: int = 0, each: bool = False) -> Operation:
+def op(
+    identity: str, signature: str = "float32 [3]", use: int = 0, each: bool = False
+) -> Operation:
     return Operation(identity, use, signature, each)
 
 
@@ -31,7 +33,9 @@ def test_one_sentence_says_who_says_what() -> None:
     decider.say(0, 0, op("x", "int32 [17]"))
     decider.say(2, 0, op("x", "int32 [17]"))
     (verdict,) = decider.say(1, 0, op("x", "float32 [17]"))
-    assert verdict == Differ(1, "workers differ about 'x': workers 0, 2: int32 [17]; worker 1: float32 [17]")
+    assert verdict == Differ(
+        1, "workers differ about 'x': workers 0, 2: int32 [17]; worker 1: float32 [17]"
+    )
     assert decider.say(0, 0, op("y")) == [], "of the epoch that is over"
     assert decider.say(0, 1, op("x")) == [] == decider.say(1, 1, op("x"))
     assert decider.say(2, 1, op("x")) == [Agreed(op("x"))]
@@ -45,10 +49,15 @@ def test_one_that_is_known_differs_from_one_that_is_new() -> None:
     assert decider.say(1, 0, op("x", "float32 [4]", use=5)) == []
     assert decider.stall(0, 0, [op("x", use=4)], None) == [], "an older one is merely late"
     (verdict,) = decider.stall(0, 0, [op("x", use=5)], None)
-    assert isinstance(verdict, Differ) and "worker 0: float32 [3]; worker 1: float32 [4]" in verdict.words
+    assert (
+        isinstance(verdict, Differ)
+        and "worker 0: float32 [3]; worker 1: float32 [4]" in verdict.words
+    )
 
 
-def answers(decider: AgreeDecider, said: list[Said], begun: dict[int, set[str]], blocked: dict[int, str]) -> list[Said]:
+def answers(
+    decider: AgreeDecider, said: list[Said], begun: dict[int, set[str]], blocked: dict[int, str]
+) -> list[Said]:
     """What the workers asked say, and what follows."""
     out: list[Said] = []
     for one in said:
@@ -60,15 +69,21 @@ def answers(decider: AgreeDecider, said: list[Said], begun: dict[int, set[str]],
 
 @pytest.mark.parametrize("workers", [2, 3, 4])
 def test_a_ring_of_waits_is_found(workers: int) -> None:
-    """Worker i has begun its own and waits for it; the next one is blocked on another and has not begun that."""
+    """Worker i has begun its own and waits for it; the next one is blocked on another and has
+    not begun that."""
     decider = AgreeDecider(workers)
     blocked = {rank: f"t{rank}" for rank in range(workers)}
-    begun = {rank: {name for other, name in blocked.items() if other != (rank - 1) % workers} for rank in blocked}
+    begun = {
+        rank: {name for other, name in blocked.items() if other != (rank - 1) % workers}
+        for rank in blocked
+    }
     found: list[Said] = []
     for _ in range(2):
         for rank, name in blocked.items():
             if not found:
-                found = answers(decider, decider.stall(rank, 0, [op(name)], op(name)), begun, blocked)
+                found = answers(
+                    decider, decider.stall(rank, 0, [op(name)], op(name)), begun, blocked
+                )
                 decider.check()
     assert len(found) == 1 and isinstance(found[0], Differ)
     for rank, name in blocked.items():
@@ -78,10 +93,13 @@ def test_a_ring_of_waits_is_found(workers: int) -> None:
 def test_who_is_late_is_no_ring() -> None:
     decider = AgreeDecider(2)
     blocked = {0: "a", 1: "b"}
-    begun = {0: {"a"}, 1: {"a", "b"}}  # worker 1 has begun a, and waits for b, which worker 0 will begin
+    # worker 1 has begun a, and waits for b, which worker 0 will begin
+    begun = {0: {"a"}, 1: {"a", "b"}}
     for _ in range(3):
         for rank, name in blocked.items():
-            assert answers(decider, decider.stall(rank, 0, [op(name)], op(name)), begun, blocked) == []
+            assert (
+                answers(decider, decider.stall(rank, 0, [op(name)], op(name)), begun, blocked) == []
+            )
     assert decider.stall(0, 0, [], None) == [], "it goes on"
     decider.check()
 
@@ -105,8 +123,8 @@ def test_asynchronous_workers_are_compared_and_wait_for_nobody() -> None:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_programs_that_are_the_same_always_end(seed: int) -> None:
-    """Whatever the speeds: workers that begin the same operations in any order, each blocked on a random one, are never
-    told that they differ."""
+    """Whatever the speeds: workers that begin the same operations in any order, each blocked on
+    a random one, are never told that they differ."""
     pick, workers = random.Random(seed), 3
     decider = AgreeDecider(workers)
     names = [f"t{i}" for i in range(6)]
@@ -121,7 +139,8 @@ def test_programs_that_are_the_same_always_end(seed: int) -> None:
             said = decider.say(rank, 0, op(left[0]))
         else:
             waits = [name for name in begun[rank] if name not in done]
-            blocked = op(pick.choice(waits)) if waits and not left else None  # all handles first, then their waits
+            # all handles first, then their waits
+            blocked = op(pick.choice(waits)) if waits and not left else None
             said = decider.stall(rank, 0, [op(name) for name in waits], blocked)
         for one in said:
             assert not isinstance(one, Differ)
@@ -129,5 +148,10 @@ def test_programs_that_are_the_same_always_end(seed: int) -> None:
                 done.add(one.operation.identity)
             if isinstance(one, Ask):
                 mine = decider._workers[one.to].blocked
-                assert decider.has(one.to, 0, one.place, one.place[0] in begun[one.to], mine and mine.place) == []
+                assert (
+                    decider.has(
+                        one.to, 0, one.place, one.place[0] in begun[one.to], mine and mine.place
+                    )
+                    == []
+                )
         decider.check()

@@ -1,4 +1,5 @@
-"""What the network's benchmarks compute rather than measure: floors, growth, what counts as a step."""
+"""What the network's benchmarks compute rather than measure: floors, growth, what counts as a
+step."""
 
 from __future__ import annotations
 
@@ -54,8 +55,16 @@ def test_a_step_is_the_mean_of_those_that_count_of_the_slowest_worker() -> None:
 
 
 def _result(**changes: Any) -> dict[str, Any]:
-    return {"parameters": 6_000_000, "blocks": 4, "kept_blocks": 4, "block_bytes": 2_000_000, "cpu": 0.1,
-            "seconds": [1.0] * 4, "received": [12_000_000] * 4, "sent": [12_000_000] * 4} | changes
+    return {
+        "parameters": 6_000_000,
+        "blocks": 4,
+        "kept_blocks": 4,
+        "block_bytes": 2_000_000,
+        "cpu": 0.1,
+        "seconds": [1.0] * 4,
+        "received": [12_000_000] * 4,
+        "sent": [12_000_000] * 4,
+    } | changes
 
 
 def test_the_goal_of_scaling_is_a_tenth_above_the_floor() -> None:
@@ -67,13 +76,24 @@ def test_the_goal_of_scaling_is_a_tenth_above_the_floor() -> None:
 
 def test_growth_of_a_worker_is_a_goal_of_the_deepest_only() -> None:
     def one(blocks: int, peak: float) -> dict[str, Any]:
-        return {"blocks": blocks, "workers": 1, "parameters": blocks, "peak": peak, "training": 100.0,
-                "bare": 1.0, "buffers": 10.0, "held": 1.0}
+        return {
+            "blocks": blocks,
+            "workers": 1,
+            "parameters": blocks,
+            "peak": peak,
+            "training": 100.0,
+            "bare": 1.0,
+            "buffers": 10.0,
+            "held": 1.0,
+        }
 
     plain = {blocks: {"peak": 200.0, "training": 200.0, "bare": 1.0} for blocks in (8, 16, 64)}
     rows = workers.compare([one(8, 100.0), one(16, 120.0), one(64, 106.0)], plain, 512, "96MiB")
-    grown = {(row.case.split(" blocks")[0][-2:], row.metric.split(": ")[1]): row
-             for row in rows if "growth" in row.metric}
+    grown = {
+        (row.case.split(" blocks")[0][-2:], row.metric.split(": ")[1]): row
+        for row in rows
+        if "growth" in row.metric
+    }
     assert grown["16", "of the peak"].met is None and grown["64", "of the peak"].met is False
     assert grown["64", "while training"].met is True and grown["64", "of the buffers"].met is True
 

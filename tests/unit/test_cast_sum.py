@@ -15,7 +15,9 @@ DTYPES = ("fp32", "bf16", "fp16")
 
 
 def data(n, dtype, seed=0):
-    return c.reference_narrow(np.random.default_rng(seed).standard_normal(n, dtype=np.float32), dtype)
+    return c.reference_narrow(
+        np.random.default_rng(seed).standard_normal(n, dtype=np.float32), dtype
+    )
 
 
 def same(a, b):
@@ -33,7 +35,9 @@ def test_every_pattern_there_and_every_rounding_back(dtype):
     assert np.array_equal(wide, theirs, equal_nan=True)
     bits = np.random.default_rng(1).integers(0, 1 << 32, 1 << 20, dtype=np.uint64).astype(np.uint32)
     edge = wide.view(np.uint32)
-    x = np.concatenate([bits, edge, edge + 1, edge - 1, edge + 0x8000, edge + 0x1000]).view(np.float32)
+    x = np.concatenate([bits, edge, edge + 1, edge - 1, edge + 0x8000, edge + 0x1000]).view(
+        np.float32
+    )
     back = np.empty(x.size, np.uint16)
     c.cast(x, "fp32", back, dtype)
     assert same(back, c.reference_narrow(x, dtype))

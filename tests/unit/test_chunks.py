@@ -33,13 +33,16 @@ SHAPES = st.one_of(
 
 @st.composite
 def models(draw):
-    """Blocks of parameters with every mixture of dtype, group and trainability, empty parameters and blocks too."""
+    """Blocks of parameters with every mixture of dtype, group and trainability, empty
+    parameters and blocks too."""
     blocks, n = [], 0
     for b in range(draw(st.integers(1, 4))):
         specs = []
         for _ in range(draw(st.integers(0, 5))):
             trainable = draw(st.booleans())
-            dtype = draw(st.sampled_from(TRAINABLE if trainable else [*TRAINABLE, "i8", "i64", "bool"]))
+            dtype = draw(
+                st.sampled_from(TRAINABLE if trainable else [*TRAINABLE, "i8", "i64", "bool"])
+            )
             group = draw(st.integers(0, 1)) if trainable else -1
             specs.append(ParamSpec(f"p{n}", draw(SHAPES), dtype, trainable, group))
             n += 1
@@ -67,9 +70,13 @@ def test_every_element_is_in_exactly_one_chunk(model, size):
             at += length
         assert at == table.params[i].numel
     assert [p for _, specs in model for p in specs] == list(table.params)
-    assert [[table.params[i] for i in b.params] for b in table.blocks] == [specs for _, specs in model]
+    assert [[table.params[i] for i in b.params] for b in table.blocks] == [
+        specs for _, specs in model
+    ]
     for block in table.blocks:
-        assert {s.param for run in block.runs for s in run.spans} == {i for i in block.params if table.params[i].numel}
+        assert {s.param for run in block.runs for s in run.spans} == {
+            i for i in block.params if table.params[i].numel
+        }
 
 
 @given(models(), SIZES)
@@ -81,18 +88,30 @@ def test_runs_and_chunks_lie_side_by_side_on_pages(model, size):
     for block in table.blocks:
         pull, push = [], []
         for run in block.runs:
-            assert run.numel % RUN_ALIGN == 0 and run.offset % PAGE == 0 and run.push_offset % PAGE == 0
+            assert (
+                run.numel % RUN_ALIGN == 0
+                and run.offset % PAGE == 0
+                and run.push_offset % PAGE == 0
+            )
             own = [c for c in block.chunks if c.index == run.index]
             assert [c.start for c in own] == list(range(0, run.numel, size))
             assert sum(c.numel for c in own) == run.numel
             for span in run.spans:
                 assert span.start % PARAM_ALIGN == 0
                 spec = table.params[span.param]
-                assert (spec.dtype, spec.group, spec.trainable) == (run.dtype, run.group, run.trainable)
+                assert (spec.dtype, spec.group, spec.trainable) == (
+                    run.dtype,
+                    run.group,
+                    run.trainable,
+                )
             assert all(a.stop <= b.start for a, b in pairwise(run.spans))
         for chunk in block.chunks:
             run = block.runs[chunk.index]
-            assert (chunk.dtype, chunk.group, chunk.trainable) == (run.dtype, run.group, run.trainable)
+            assert (chunk.dtype, chunk.group, chunk.trainable) == (
+                run.dtype,
+                run.group,
+                run.trainable,
+            )
             assert chunk.offset == run.offset + chunk.start * ITEMSIZE[run.dtype]
             assert chunk.offset % PAGE == 0 and chunk.public_nbytes <= size * ITEMSIZE[chunk.dtype]
             assert all(0 <= s.start < s.stop <= chunk.numel for s in chunk.spans)
@@ -103,12 +122,19 @@ def test_runs_and_chunks_lie_side_by_side_on_pages(model, size):
         for ranges, total in ((pull, block.pull_nbytes), (push, block.push_nbytes)):
             assert total % PAGE == 0
             assert all(a[1] <= b[0] < a[1] + PAGE for a, b in pairwise(ranges))
-            assert (ranges[-1][1] if ranges else 0) <= total < (ranges[-1][1] if ranges else 0) + PAGE
+            assert (
+                (ranges[-1][1] if ranges else 0) <= total < (ranges[-1][1] if ranges else 0) + PAGE
+            )
 
 
 def segments(table):
-    """The grid of partial sums in flat order: (block, run, param, first, last element of the run)."""
-    return [(c.block, c.index, p, c.start + a, c.start + b) for c in table.chunks for p, a, b in c.segments]
+    """The grid of partial sums in flat order: (block, run, param, first, last element of the
+    run)."""
+    return [
+        (c.block, c.index, p, c.start + a, c.start + b)
+        for c in table.chunks
+        for p, a, b in c.segments
+    ]
 
 
 @given(models(), SIZES, SIZES)
@@ -119,7 +145,11 @@ def test_another_chunk_size_is_the_same_model(model, one, two):  # Rule 1
     assert a.fingerprint() == b.fingerprint()
     assert sum(c.public_nbytes for c in a.chunks) == sum(c.public_nbytes for c in b.chunks)
     for block, other in zip(a.blocks, b.blocks):
-        assert (block.runs, block.pull_nbytes, block.push_nbytes) == (other.runs, other.pull_nbytes, other.push_nbytes)
+        assert (block.runs, block.pull_nbytes, block.push_nbytes) == (
+            other.runs,
+            other.pull_nbytes,
+            other.push_nbytes,
+        )
 
 
 @given(models(), SIZES)
@@ -133,7 +163,9 @@ def test_segments_cover_the_spans(model, size):
             assert (chunk.start + a) // SEGMENT == (chunk.start + b - 1) // SEGMENT
             assert ends.get(param, a) == a
             ends[param] = b
-        assert ends == {p: i for p, i in covered if i in {s.stop for s in chunk.spans if s.param == p}}
+        assert ends == {
+            p: i for p, i in covered if i in {s.stop for s in chunk.spans if s.param == p}
+        }
 
 
 @given(models(), SIZES)
@@ -149,13 +181,19 @@ def test_fingerprint_sees_names_shapes_and_trainability(model, size):
                 ParamSpec(p.name, (*p.shape, 1), p.dtype, p.trainable, p.group),
             ]
             if p.dtype in TRAINABLE:
-                changes.append(ParamSpec(p.name, p.shape, p.dtype, not p.trainable, -1 if p.trainable else 0))
+                changes.append(
+                    ParamSpec(p.name, p.shape, p.dtype, not p.trainable, -1 if p.trainable else 0)
+                )
             for q in changes:
-                other = [(n, [q if (b, i) == (k, j) else s for j, s in enumerate(own)])
-                         for k, (n, own) in enumerate(model)]
+                other = [
+                    (n, [q if (b, i) == (k, j) else s for j, s in enumerate(own)])
+                    for k, (n, own) in enumerate(model)
+                ]
                 assert ChunkTable.build(other, size).fingerprint() != table.fingerprint()
             if p.trainable:  # the dtype of the copy is no other model
-                q = ParamSpec(p.name, p.shape, "bf16" if p.dtype == "fp32" else "fp32", True, p.group)
+                q = ParamSpec(
+                    p.name, p.shape, "bf16" if p.dtype == "fp32" else "fp32", True, p.group
+                )
                 other = [(n, [q if s is p else s for s in own]) for n, own in model]
                 assert ChunkTable.build(other, size).fingerprint() == table.fingerprint()
 
@@ -186,8 +224,12 @@ def test_a_chunk_size_off_the_grid_is_refused(size):
 
 def test_what_cannot_be_laid_out_is_refused():
     with pytest.raises(ConfigError, match="'w' is given to two blocks"):
-        ChunkTable.build([("root", [ParamSpec("w", (1,), "fp32", True, 0)]),
-                          ("b", [ParamSpec("w", (1,), "fp32", True, 0)])])
+        ChunkTable.build(
+            [
+                ("root", [ParamSpec("w", (1,), "fp32", True, 0)]),
+                ("b", [ParamSpec("w", (1,), "fp32", True, 0)]),
+            ]
+        )
     with pytest.raises(ConfigError, match="'w' has dtype c64"):
         ChunkTable.build([("root", [ParamSpec("w", (1,), "c64", False, -1)])])
     with pytest.raises(ConfigError, match="'w' is trainable with dtype fp64"):

@@ -26,7 +26,9 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     monkeypatch.setitem(sys.modules, "recorder", module)
     for name in ("train", "verify", "status"):
         command = cli.COMMANDS[name]
-        fake = cli.Command("recorder:go", command.words, command.does, command.options, command.job_keys)
+        fake = cli.Command(
+            "recorder:go", command.words, command.does, command.options, command.job_keys
+        )
         monkeypatch.setitem(cli.COMMANDS, name, fake)
     yield calls
 
@@ -90,8 +92,14 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_help_is_instant() -> None:
-    code = "import sys, roadtrain.cli as c; c.main(['--help']); sys.exit(bool({'torch', 'rich'} & {*sys.modules}))"
-    assert subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode == 0
+    code = (
+        "import sys, roadtrain.cli as c; c.main(['--help']); sys.exit(bool({'torch', 'rich'} &"
+        " {*sys.modules}))"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode
+        == 0
+    )
 
 
 def test_bench_writes_what_it_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,13 +120,20 @@ def test_bench_writes_what_it_prints(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "job.toml").write_text('[model.config]\nmodel_type = "llama"\n[store]\ndirs = ["/a", "/b"]\n')
+    (tmp_path / "job.toml").write_text(
+        '[model.config]\nmodel_type = "llama"\n[store]\ndirs = ["/a", "/b"]\n'
+    )
     assert cli.main(["status", str(tmp_path)]) == 0
     assert "0 of 1000" in capsys.readouterr().out
     with Metrics(tmp_path / "metrics.jsonl", 0) as metrics:
         for step in (1, 2):
-            stages = {"Write": {"seconds": 0.1, "bytes": 10**12}, "Read": {"seconds": 0.1, "bytes": 5}}
-            metrics.append({"step": step, "loss": 2.0, "tokens": 50, "seconds": 0.5, "stages": stages})
+            stages = {
+                "Write": {"seconds": 0.1, "bytes": 10**12},
+                "Read": {"seconds": 0.1, "bytes": 5},
+            }
+            metrics.append(
+                {"step": step, "loss": 2.0, "tokens": 50, "seconds": 0.5, "stages": stages}
+            )
     assert cli.main(["status", str(tmp_path), "--endurance-tbw", "100"]) == 0
     out = capsys.readouterr().out
     assert "2 of 1000" in out and "100 tokens/s" in out

@@ -50,9 +50,14 @@ def test_batches_depend_on_the_step_alone(folder: Path) -> None:
     assert torch.equal(again.batch(7, 1, 4, 16)[0], x)
     assert torch.equal(x[:, 1:], y[:, :-1])
     assert x.shape == y.shape == (4, 16) and x.dtype == torch.int64
-    assert torch.equal(tokens.batch(7, 1, 2, 16)[0], x[:2])  # a row does not depend on how many there are
+    # a row does not depend on how many there are
+    assert torch.equal(tokens.batch(7, 1, 2, 16)[0], x[:2])
     reseeded = Tokens([str(folder)], seed=1)
-    for other in (tokens.batch(8, 1, 4, 16), tokens.batch(7, 0, 4, 16), reseeded.batch(7, 1, 4, 16)):
+    for other in (
+        tokens.batch(8, 1, 4, 16),
+        tokens.batch(7, 0, 4, 16),
+        reseeded.batch(7, 1, 4, 16),
+    ):
         assert not torch.equal(other[0], x)
 
 
@@ -63,7 +68,9 @@ def test_known_draws() -> None:
 
 def test_held_out_is_never_trained_on(folder: Path) -> None:
     tokens = Tokens([str(folder)], held_out=0.25)
-    assert len(tokens.train) + len(tokens.held_out) == sum(f.stat().st_size for f in tokens.files) + 2
+    assert (
+        len(tokens.train) + len(tokens.held_out) == sum(f.stat().st_size for f in tokens.files) + 2
+    )
     batches = list(tokens.held_out_batches(3, 2, 16))
     assert len(batches) == 3
     assert all(torch.equal(a[0], b[0]) for a, b in zip(batches, tokens.held_out_batches(3, 2, 16)))
@@ -86,7 +93,9 @@ def test_tokenizer_of_a_file(folder: Path, tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
     bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=["</s>"], show_progress=False)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["</s>"], show_progress=False
+    )
     bpe.train_from_iterator(["alpha bravo charlie " * 9], trainer)
     bpe.save(str(tmp_path / "tokenizer.json"))
     tokens = Tokens([str(folder)], str(tmp_path / "tokenizer.json"), held_out=0)

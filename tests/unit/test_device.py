@@ -1,4 +1,5 @@
-"""Each local worker's own device, and that streams and events are asked of it: by a torch whose cuda only records."""
+"""Each local worker's own device, and that streams and events are asked of it: by a torch whose
+cuda only records."""
 
 import ctypes
 import faulthandler
@@ -51,8 +52,8 @@ class Stream:
 
 
 class Cuda:
-    """torch.cuda of a process with `count` devices; the current one is 0 until someone sets it. `used`: what copies,
-    registrations and launches found to be the current device."""
+    """torch.cuda of a process with `count` devices; the current one is 0 until someone sets it.
+    `used`: what copies, registrations and launches found to be the current device."""
 
     Event = Event
 
@@ -144,7 +145,10 @@ def test_a_local_worker_computes_on_the_device_of_its_rank(cuda):
 def test_a_worker_on_another_ones_device_is_told(cuda):
     said = []
     assert own_device("cuda:0", said.append, launched(1, 2)) == torch.device("cuda", 0)
-    assert said[0].startswith("worker 1 of the 2 of this host computes on cuda:0, which another one may use")  # Rule 6
+    # Rule 6
+    assert said[0].startswith(
+        "worker 1 of the 2 of this host computes on cuda:0, which another one may use"
+    )
     own_device("cuda:1", said.append, launched(1, 2))
     own_device("cuda:0", said.append, launched(0, 1))
     assert len(said) == 1
@@ -155,12 +159,15 @@ def test_a_device_that_the_program_set_is_kept(cuda):
     assert own_device("cuda", environ=launched(0, 2)) == ONE
 
 
-@pytest.mark.parametrize(("asked", "environ", "says"), [
-    ("cuda", launched(2, 3), r"LOCAL_RANK is 2, torch sees 2 cuda devices"),
-    ("cuda", launched("x"), r"LOCAL_RANK or LOCAL_WORLD_SIZE is no number"),
-    ("cuda:5", launched(0), r"cuda:5 is asked for, torch sees 2"),
-    ("xpu", launched(0), r"blocks run on cuda or on the cpu"),
-])
+@pytest.mark.parametrize(
+    ("asked", "environ", "says"),
+    [
+        ("cuda", launched(2, 3), r"LOCAL_RANK is 2, torch sees 2 cuda devices"),
+        ("cuda", launched("x"), r"LOCAL_RANK or LOCAL_WORLD_SIZE is no number"),
+        ("cuda:5", launched(0), r"cuda:5 is asked for, torch sees 2"),
+        ("xpu", launched(0), r"blocks run on cuda or on the cpu"),
+    ],
+)
 def test_a_device_that_is_not_there_is_refused(cuda, asked, environ, says):
     with pytest.raises(ConfigError, match=says):  # Rule 6
         own_device(asked, environ=environ)
@@ -175,7 +182,9 @@ def test_workers_that_each_see_one_device_are_told(monkeypatch):
     monkeypatch.setattr(module, "torch", Torch(1))
     said = []
     assert own_device("cuda", said.append, launched(3, 4)) == torch.device("cuda", 0)
-    assert said == ["this host has 4 workers and each sees 1 cuda device: it computes on the one that it sees"]
+    assert said == [
+        "this host has 4 workers and each sees 1 cuda device: it computes on the one that it sees"
+    ]
 
 
 def test_a_model_on_the_cpu_beside_an_accelerator_is_one_line(cuda, monkeypatch):
@@ -186,7 +195,8 @@ def test_a_model_on_the_cpu_beside_an_accelerator_is_one_line(cuda, monkeypatch)
 
 
 def test_a_buffers_streams_and_events_are_those_of_its_device(cuda):
-    """While the thread's current device is another: that of who delivers messages, or starts the program."""
+    """While the thread's current device is another: that of who delivers messages, or starts
+    the program."""
     buffer = HostBuffer(4096, ONE)
     side = HostBuffer._copy_streams[ONE]
     assert cuda.used == [1] and side.device == ONE and cuda.current == 0
@@ -233,13 +243,17 @@ class OnDevice(torch.Tensor):
         return ONE
 
 
-def test_block_inputs_are_copied_on_their_own_device_and_waited_for_without_the_lock(cuda, monkeypatch):
+def test_block_inputs_are_copied_on_their_own_device_and_waited_for_without_the_lock(
+    cuda, monkeypatch
+):
     keep = activations.Activations(1 << 20, None, "cuda:1")
     locked = []
     monkeypatch.setattr(Event, "synchronize", lambda self: locked.append(keep._lock.locked()))
     tensor = torch.full((1 << 16,), 3.0).as_subclass(OnDevice)
     ticket = keep.save(tensor)
-    assert ticket.event.stream is keep._streams[ONE] and keep._streams[ONE].waits == [cuda.compute[1]]
+    assert ticket.event.stream is keep._streams[ONE] and keep._streams[ONE].waits == [
+        cuda.compute[1]
+    ]
     ticket.device = torch.device("cpu")  # its way back is not what is tried here
     assert torch.equal(keep.load(ticket), torch.full((1 << 16,), 3.0))
     assert locked == [False]  # others save and free while it waits
@@ -288,11 +302,13 @@ def advised(address):
 
 @pytest.mark.parametrize("nbytes", [1, 5 << 20])
 def test_a_forked_child_has_no_part_in_buffers_of_direct_io(nbytes):
-    """store/buffers.py, NOTE fork: no page is copied for the parent while a device reads into it."""
+    """store/buffers.py, NOTE fork: no page is copied for the parent while a device reads into
+    it."""
     buffer = Buffer(nbytes)
     buffer.view[:] = bytes([7]) * len(buffer.view)
     at = ctypes.addressof(ctypes.c_char.from_buffer(buffer.view))
-    assert "wf" in advised(at) and "wf" in advised(at + len(buffer.view) - 1)  # no bytes go to a forked child
+    # no bytes go to a forked child
+    assert "wf" in advised(at) and "wf" in advised(at + len(buffer.view) - 1)
     child = os.fork()
     if child == 0:
         try:
@@ -306,13 +322,17 @@ def test_a_forked_child_has_no_part_in_buffers_of_direct_io(nbytes):
 
 
 def test_a_buffer_that_ends_in_a_forked_child_ends_nothing_else_there():
-    """A DataLoader's worker collects what it inherited: what it mapped itself since then is still there."""
+    """A DataLoader's worker collects what it inherited: what it mapped itself since then is
+    still there."""
     inherited = [Buffer(1 << 20) for _ in range(20)]
     child = os.fork()
     if child == 0:
         try:
             faulthandler.disable()
-            own = [mmap.mmap(-1, 1 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for _ in range(100)]
+            own = [
+                mmap.mmap(-1, 1 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                for _ in range(100)
+            ]
             for memory in own:
                 memory[:3] = b"own"
             inherited.clear()

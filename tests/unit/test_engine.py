@@ -1,4 +1,5 @@
-"""sim/engine.py: sharing, lanes, order; a schedule computed by hand; folded workers take as long as all of them."""
+"""sim/engine.py: sharing, lanes, order; a schedule computed by hand; folded workers take as
+long as all of them."""
 
 from __future__ import annotations
 
@@ -11,11 +12,13 @@ from roadtrain.sim.engine import Engine, Resource, Task, fair_rates
 
 
 def test_ten_tasks_computed_by_hand() -> None:
-    """Two hosts compute 1 s a block and push 2 blocks of 30 B over one link of 10 B/s; a server updates each in 2 s.
+    """Two hosts compute 1 s a block and push 2 blocks of 30 B over one link of 10 B/s; a server
+    updates each in 2 s.
 
-    0-1 both compute. 1-2 two pushes of 30 B share the link, 5 B/s each, while both compute again. From 2 on four share
-    it, 2.5 B/s each: the first two have 25 left and end at 12; the others have 5 left then, at 5 B/s, and end at 13.
-    The updates of the first two follow each other: 12-14, 14-16.
+    0-1 both compute. 1-2 two pushes of 30 B share the link, 5 B/s each, while both compute again.
+    From 2 on four share it, 2.5 B/s each: the first two have 25 left and end at 12; the others have
+    5 left then, at 5 B/s, and end at 13. The updates of the first two follow each other: 12-14,
+    14-16.
     """
     engine = Engine()
     link, cpu = engine.resource("link", 10), engine.lane("cpu")
@@ -92,8 +95,8 @@ def crowds(draw: st.DrawFn) -> tuple[list[Resource], list[Task]]:
 
 @given(crowds())
 def test_rates_are_fair(crowd: tuple[list[Resource], list[Task]]) -> None:
-    """Nothing is taken that is not there, and nobody could have more without taking from one that has no more than
-    it."""
+    """Nothing is taken that is not there, and nobody could have more without taking from one
+    that has no more than it."""
     resources, tasks = crowd
     rates = fair_rates(tasks, resources)
     taken = {r: sum(rates[t] * w for t in tasks for u, w in t.uses if u is r) for r in resources}
@@ -103,16 +106,26 @@ def test_rates_are_fair(crowd: tuple[list[Resource], list[Task]]) -> None:
             continue
         full = [r for r, _ in task.uses if taken[r] >= r.capacity * (1 - 1e-6)]
         assert full, "it could run faster"
-        assert any(all(rates[other] <= rates[task] * (1 + 1e-6) or other.priority < task.priority
-                       for other in tasks if any(u is r for u, _ in other.uses)) for r in full)
+        assert any(
+            all(
+                rates[other] <= rates[task] * (1 + 1e-6) or other.priority < task.priority
+                for other in tasks
+                if any(u is r for u, _ in other.uses)
+            )
+            for r in full
+        )
 
 
 @settings(max_examples=40)
-@given(st.integers(2, 16), st.lists(st.tuples(st.floats(0.1, 3), st.floats(1, 50), st.booleans()), min_size=1,
-                                    max_size=6))
-def test_folded_workers_take_as_long_as_all(workers: int, steps: list[tuple[float, float, bool]]) -> None:
-    """n workers that do the same, each with a device and a card of its own, and one server: as one whose transfers
-    weigh n at the server."""
+@given(
+    st.integers(2, 16),
+    st.lists(st.tuples(st.floats(0.1, 3), st.floats(1, 50), st.booleans()), min_size=1, max_size=6),
+)
+def test_folded_workers_take_as_long_as_all(
+    workers: int, steps: list[tuple[float, float, bool]]
+) -> None:
+    """n workers that do the same, each with a device and a card of its own, and one server: as
+    one whose transfers weigh n at the server."""
 
     def run(count: int, weight: float) -> float:
         engine = Engine()

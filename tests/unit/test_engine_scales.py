@@ -1,5 +1,6 @@
-"""sim/engine.py at any scale of bytes and seconds: sharing is exact max-min, scaled rates give scaled times, and hosts
-with eight fast SSDs come to a step (their weights are shares of a second a byte, some 1e-12)."""
+"""sim/engine.py at any scale of bytes and seconds: sharing is exact max-min, scaled rates give
+scaled times, and hosts with eight fast SSDs come to a step (their weights are shares of a second
+a byte, some 1e-12)."""
 
 from __future__ import annotations
 
@@ -23,11 +24,13 @@ WIDE = st.builds(lambda a, e: a * 10.0**e, st.floats(1, 9.99), st.integers(-15, 
 
 @st.composite
 def sharing(draw: st.DrawFn) -> tuple[list[Resource], list[Task]]:
-    """Tasks that share resources, with capacities, weights and rates anywhere between 1e-15 and 1e16."""
+    """Tasks that share resources, with capacities, weights and rates anywhere between 1e-15 and
+    1e16."""
     resources = [Resource(f"r{i}", draw(WIDE)) for i in range(draw(st.integers(1, 4)))]
     tasks = []
     for number in range(draw(st.integers(1, 6))):
-        chosen = draw(st.lists(st.sampled_from(resources), min_size=1, max_size=4))  # one may come twice
+        # one may come twice
+        chosen = draw(st.lists(st.sampled_from(resources), min_size=1, max_size=4))
         task = Task("Push", 1.0, [(resource, draw(WIDE)) for resource in chosen], number)
         task.max_rate = draw(st.one_of(st.just(float("inf")), WIDE))
         task.priority = draw(st.sampled_from([0.0, 0.0, 1.0]))
@@ -42,8 +45,10 @@ def exact_rates(tasks: list[Task], resources: list[Resource]) -> dict[Task, Frac
     for priority in sorted({task.priority for task in tasks}):
         growing = [task for task in tasks if task.priority == priority]
         while growing:
-            taken = {r: sum((Fraction(w) for t in growing for own, w in t.uses if own is r), Fraction())
-                     for r in resources}
+            taken = {
+                r: sum((Fraction(w) for t in growing for own, w in t.uses if own is r), Fraction())
+                for r in resources
+            }
             levels = [left[r] / taken[r] for r in resources if taken[r]]
             levels += [Fraction(task.max_rate) for task in growing if task.max_rate < float("inf")]
             level = min(levels)
@@ -60,13 +65,15 @@ def exact_rates(tasks: list[Task], resources: list[Resource]) -> dict[Task, Frac
 @settings(max_examples=300, deadline=None)
 @given(sharing())
 def test_sharing_is_max_min_at_any_scale(given_: tuple[list[Resource], list[Task]]) -> None:
-    """Each resource gives what it has and no more; each task has its max-min rate, but for what rounding leaves of a
-    capacity that others take (a share of 1e-11 of it)."""
+    """Each resource gives what it has and no more; each task has its max-min rate, but for what
+    rounding leaves of a capacity that others take (a share of 1e-11 of it)."""
     resources, tasks = given_
     found, wanted = fair_rates(tasks, resources), exact_rates(tasks, resources)
     assert set(found) == set(tasks)
     for resource in resources:
-        taken = sum(found[task] * weight for task in tasks for own, weight in task.uses if own is resource)
+        taken = sum(
+            found[task] * weight for task in tasks for own, weight in task.uses if own is resource
+        )
         assert taken <= resource.capacity * (1 + 1e-9)
     for task in tasks:
         slack = max(1e-11 * resource.capacity / weight for resource, weight in task.uses)
@@ -90,7 +97,10 @@ def test_every_task_ends_at_any_scale(tasks: list[tuple[float, float]], capacity
 
 def test_what_has_no_limit_limits_nothing() -> None:
     engine = Engine()
-    wide, link = engine.resource("a way without a limit", float("inf")), engine.resource("link", 2.0)
+    wide, link = (
+        engine.resource("a way without a limit", float("inf")),
+        engine.resource("link", 2.0),
+    )
     free = engine.task("Push", 1e9, [(wide, 1.0)])
     held = engine.task("Push", 10.0, [(wide, 1.0), (link, 1.0)])
     engine.run()
@@ -99,17 +109,36 @@ def test_what_has_no_limit_limits_nothing() -> None:
 
 def cluster(scale: float, hosts: int = 2) -> Cluster:
     """Two hosts and a spare one, all rates times `scale`, all latencies over it."""
+
     def rate(gigabytes: float) -> str:
         return f"{gigabytes * 1e9 * scale:.12f}B/s"
 
     def latency(seconds: float) -> str:
         return f"{seconds / scale:.15f}s"
 
-    ssd = {"count": 8, "read": rate(7), "write": rate(5), "capacity": "8TB", "updates": rate(7), "internal": rate(7)}
+    ssd = {
+        "count": 8,
+        "read": rate(7),
+        "write": rate(5),
+        "capacity": "8TB",
+        "updates": rate(7),
+        "internal": rate(7),
+    }
     base: dict[str, Any] = {
-        "memory": "2TB", "memory_rate": rate(200), "updates": rate(120), "sums": rate(120), "uplink": rate(50),
-        "ssds": [ssd], "nics": [{"rate": rate(12.5), "latency": latency(2e-5), "relay": True}]}
-    device = {"flops": f"{100 * scale:.18f}TFLOP/s", "memory": "80GB", "memory_rate": rate(2000), "copy": rate(25)}
+        "memory": "2TB",
+        "memory_rate": rate(200),
+        "updates": rate(120),
+        "sums": rate(120),
+        "uplink": rate(50),
+        "ssds": [ssd],
+        "nics": [{"rate": rate(12.5), "latency": latency(2e-5), "relay": True}],
+    }
+    device = {
+        "flops": f"{100 * scale:.18f}TFLOP/s",
+        "memory": "80GB",
+        "memory_rate": rate(2000),
+        "copy": rate(25),
+    }
     kinds = [{**base, "name": "gpu", "count": hosts, "device": device}, {**base, "name": "spare"}]
     return make_cluster({"hosts": kinds, "switches": [{"name": "ethernet", "sums": True}]})
 
@@ -124,7 +153,10 @@ def lump(params: float) -> ModelShape:
 def test_rates_times_k_are_seconds_over_k(name: str, power: int) -> None:
     plan = Plan(placement(name), Layout(dp=2), 1, 2, buffers=8)
     of = Constants(efficiency=0.5, network=1.0)
-    seconds = [simulate(plan, cluster(scale), lump(1e9), of, checked=False).seconds for scale in (1.0, 2.0**power)]
+    seconds = [
+        simulate(plan, cluster(scale), lump(1e9), of, checked=False).seconds
+        for scale in (1.0, 2.0**power)
+    ]
     assert seconds[1] * 2.0**power == pytest.approx(seconds[0], rel=1e-6)
 
 

@@ -1,4 +1,5 @@
-"""The examples name commands and options that exist; shells and YAML parse. What runs them is not here to ask."""
+"""The examples name commands and options that exist; shells and YAML parse. What runs them is
+not here to ask."""
 
 import shlex
 import subprocess
@@ -29,14 +30,18 @@ def test_the_slurm_script_is_bash_and_calls_what_exists():
     path = EXAMPLES / "cluster" / "slurm.sbatch"
     assert subprocess.run(["bash", "-n", path], check=False).returncode == 0
     text = path.read_text().replace("\\\n", " ")
-    calls = [line for line in text.splitlines() if "roadtrain serve" in line or "roadtrain train" in line]
+    calls = [
+        line for line in text.splitlines() if "roadtrain serve" in line or "roadtrain train" in line
+    ]
     assert len(calls) == 2
     for line in calls:
         check_roadtrain(shlex.split(line.rstrip(" &")))
 
 
 def test_the_kubernetes_objects_fit_each_other():
-    service, servers, workers = yaml.safe_load_all((EXAMPLES / "cluster" / "kubernetes.yaml").read_text())
+    service, servers, workers = yaml.safe_load_all(
+        (EXAMPLES / "cluster" / "kubernetes.yaml").read_text()
+    )
     assert [o["kind"] for o in (service, servers, workers)] == ["Service", "StatefulSet", "Job"]
     for owner in (servers, workers):
         pod = owner["spec"]["template"]
@@ -44,9 +49,16 @@ def test_the_kubernetes_objects_fit_each_other():
         (container,) = pod["spec"]["containers"]
         check_roadtrain([str(word) for word in container["command"]])
         volumes = {v["name"] for v in pod["spec"]["volumes"]} | {
-            claim["metadata"]["name"] for claim in owner["spec"].get("volumeClaimTemplates", ())}
+            claim["metadata"]["name"] for claim in owner["spec"].get("volumeClaimTemplates", ())
+        }
         assert {mount["name"] for mount in container["volumeMounts"]} == volumes
-    addresses = next(w for w in workers["spec"]["template"]["spec"]["containers"][0]["command"] if "store.servers" in w)
-    wanted = [f"{servers['metadata']['name']}-{i}.{service['metadata']['name']}:7000"
-              for i in range(servers["spec"]["replicas"])]
+    addresses = next(
+        w
+        for w in workers["spec"]["template"]["spec"]["containers"][0]["command"]
+        if "store.servers" in w
+    )
+    wanted = [
+        f"{servers['metadata']['name']}-{i}.{service['metadata']['name']}:7000"
+        for i in range(servers["spec"]["replicas"])
+    ]
     assert addresses == f"--store.servers={','.join(wanted)}"

@@ -1,4 +1,5 @@
-"""The deciders, driven by a scripted world without hardware. Rule 7: these same objects drive the real nodes."""
+"""The deciders, driven by a scripted world without hardware. Rule 7: these same objects drive
+the real nodes."""
 
 import itertools
 import random
@@ -12,13 +13,21 @@ from roadtrain.flow.assign import assign
 from roadtrain.flow.history import Held, Histories, HistoryLink, Resume
 from roadtrain.flow.ledger import Ledger, added
 from roadtrain.flow.prefetch import HERE, Prefetcher
-from roadtrain.flow.queues import READ_PARAMETERS, READ_STATE, WRITE_STATE, DeviceQueue, Trial, Turns
+from roadtrain.flow.queues import (
+    READ_PARAMETERS,
+    READ_STATE,
+    WRITE_STATE,
+    DeviceQueue,
+    Trial,
+    Turns,
+)
 from roadtrain.flow.serve import ServeDecider, agreed
 from roadtrain.spec.chunks import ChunkTable, ParamSpec
 
 
 class World:
-    """Carries a server's actions out in random order and watches Rule 3: no write into the committed slot."""
+    """Carries a server's actions out in random order and watches Rule 3: no write into the
+    committed slot."""
 
     def __init__(self, decider, seed):
         self.decider, self.random = decider, random.Random(seed)
@@ -42,7 +51,10 @@ class World:
         result = ()
         match action:
             case ops.Stash(push, lane):
-                assert (push.chunk, lane) not in self.lanes, "nobody writes over what is still wanted"
+                assert (
+                    push.chunk,
+                    lane,
+                ) not in self.lanes, "nobody writes over what is still wanted"
                 self.lanes[push.chunk, lane] = push.worker
             case ops.Hold(push):
                 if isinstance(push.grad, int):
@@ -77,7 +89,11 @@ def test_steps_end_committed_whatever_the_order(seed, buffers):  # Rule 3, Rule 
             if rng.random() < 0.5 and world.todo:
                 world.run_one()
         for c in chunks:  # the next forward asks for the new version while updates run
-            world.feed(ops.Pull(c, decider.chunks[c].version + (decider.chunks[c].release is not None), None, c))
+            world.feed(
+                ops.Pull(
+                    c, decider.chunks[c].version + (decider.chunks[c].release is not None), None, c
+                )
+            )
         world.feed(ops.Seal(step))
         world.feed(ops.Commit(step, b""))
         world.drain()
@@ -90,20 +106,27 @@ def test_steps_end_committed_whatever_the_order(seed, buffers):  # Rule 3, Rule 
 
 
 @pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize(("closes", "staleness"), [(False, 0), (True, 0), (True, 1), (False, 3), (True, 3)])
+@pytest.mark.parametrize(
+    ("closes", "staleness"), [(False, 0), (True, 0), (True, 1), (False, 3), (True, 3)]
+)
 def test_several_workers_meet_in_every_step(seed, closes, staleness):
-    """Workers say their parts in random order, each as far ahead as its pulls let it; a chunk that some (or all) have
-    no gradient for still gets its version. Rule 1: an update sees every push of its step and none of another, a pull
-    gets the values after exactly the step it names, with a staleness above 1 those or newer ones."""
+    """Workers say their parts in random order, each as far ahead as its pulls let it; a chunk that
+    some (or all) have no gradient for still gets its version. Rule 1: an update sees every push of
+    its step and none of another, a pull gets the values after exactly the step it names, with a
+    staleness above 1 those or newer ones.
+    """
     rng, n = random.Random(seed), 3
     chunks, steps = range(5), 4
-    has = {(s, c, w): rng.random() < 0.6 for s in range(1, steps + 1) for c in chunks for w in range(n)}
+    has = {
+        (s, c, w): rng.random() < 0.6 for s in range(1, steps + 1) for c in chunks for w in range(n)
+    }
     kinds = {c: rng.choice([(False, False), (True, False), (False, True)]) for c in chunks}
     late = dict.fromkeys(chunks, False) if staleness == 1 else None
     decider = ServeDecider(0, kinds, 2, durable=True, workers=n, late=late)
     world = World(decider, seed)
     seen = {}
-    held = dict.fromkeys(chunks, (0, 0))  # updates in (public part, master), of the record in memory and of the file
+    # updates in (public part, master), of the record in memory and of the file
+    held = dict.fromkeys(chunks, (0, 0))
     filed = dict(held)
 
     def scripted(worker):
@@ -148,7 +171,9 @@ def test_several_workers_meet_in_every_step(seed, closes, staleness):
             held[action.chunk] = (master if staleness == 1 else master + 1, master + 1)
             step = action.release.step
             seen[step, action.chunk] = True
-            assert sorted(before[action.chunk]) == [w for w in range(n) if has[step, action.chunk, w]]
+            assert sorted(before[action.chunk]) == [
+                w for w in range(n) if has[step, action.chunk, w]
+            ]
 
     world.run_one = run_one
     running = [scripted(w) for w in range(n)]
@@ -170,7 +195,8 @@ def test_several_workers_meet_in_every_step(seed, closes, staleness):
 
 
 def test_an_early_gradient_does_not_stay_in_the_way():
-    """What the link needs for the messages behind it is freed before the turn of its step has come."""
+    """What the link needs for the messages behind it is freed before the turn of its step has
+    come."""
     decider = ServeDecider(0, {0: (False, False)}, 1, durable=True)
     world = World(decider, 0)
     world.feed(ops.Push(0, None, True, True, 1))
@@ -179,17 +205,23 @@ def test_an_early_gradient_does_not_stay_in_the_way():
     world.feed(ops.Release(0, 2, (), [1.0], 0))
     [stash] = [a for a in world.todo if isinstance(a, ops.Stash)]
     world.todo.remove(stash)
-    world.drain()  # the first step's update is through, the second's gradient is still being written away
+    # the first step's update is through, the second's gradient is still being written away
+    world.drain()
     assert decider.chunks[0].version == 1 and ops.Freed(2) not in world.sent
     world.todo.append(stash)
     world.run_one()
     assert ops.Freed(2) in world.sent
     world.drain()
-    assert decider.chunks[0].version == 2 and world.sent.count(ops.Freed(2)) == 1 and not decider.chunks[0].lanes
+    assert (
+        decider.chunks[0].version == 2
+        and world.sent.count(ops.Freed(2)) == 1
+        and not decider.chunks[0].lanes
+    )
 
 
 def test_a_gradient_is_dropped_in_its_turn():
-    """zero_grad() without step(), before the server has put the push away: the next push counts, nothing else."""
+    """zero_grad() without step(), before the server has put the push away: the next push
+    counts, nothing else."""
     decider = ServeDecider(0, {0: (True, False)}, 0, durable=False, workers=2)
     world = World(decider, 0)
     world.feed(ops.Push(0, None, True, True, 1, None, 0))
@@ -197,7 +229,9 @@ def test_a_gradient_is_dropped_in_its_turn():
     world.feed(ops.Push(0, None, True, True, 2, None, 0))
     world.feed(ops.Push(0, None, True, True, 3, None, 1))
     world.drain()
-    assert world.held == {0: [0, 1]} and [m.ticket for m in world.sent if isinstance(m, ops.Freed)] == [1]
+    assert world.held == {0: [0, 1]} and [
+        m.ticket for m in world.sent if isinstance(m, ops.Freed)
+    ] == [1]
 
 
 def test_workers_that_differ_are_told():
@@ -258,7 +292,8 @@ def test_a_waiting_pull_is_answered_before_the_write():
 
 
 def answered_order(turns, slow, n):
-    """Answers that end, each worker's at its own pace: `slow` ends one of four. How far each got, time by time."""
+    """Answers that end, each worker's at its own pace: `slow` ends one of four. How far each
+    got, time by time."""
     under_way, ended, out = [], dict.fromkeys(range(3), 0), []
     for tick in range(4 * n):
         while (pull := turns.next()) is not None:
@@ -275,8 +310,8 @@ def answered_order(turns, slow, n):
 
 
 def test_pulls_are_answered_at_one_pace():
-    """Of workers that wait at the same time none gets far ahead; one that waits alone is not held up; one that comes
-    later begins where the others are."""
+    """Of workers that wait at the same time none gets far ahead; one that waits alone is not
+    held up; one that comes later begins where the others are."""
     turns = Turns(2)
     for worker in range(3):
         for i in range(20):
@@ -295,7 +330,9 @@ def test_pulls_are_answered_at_one_pace():
     turns.ask(1, (1, 0))
     for i in range(9):
         turns.ask(2, (2, i))
-    assert len([p for p in iter(turns.next, None) if p[0] == 2]) == turns.most, "0 is not there any more"
+    assert len([p for p in iter(turns.next, None) if p[0] == 2]) == turns.most, (
+        "0 is not there any more"
+    )
 
 
 def _arrive(prefetcher, pulls):
@@ -378,7 +415,9 @@ def test_trial_tries_both_ways_and_keeps_bursts_only_where_they_are_clearly_fast
 
 def test_trial_waits_for_steps_that_move_something():
     trial = Trial()
-    assert not any(trial.stepped(False, Trial.LEAST - 1, 1.0) for _ in range(20)) and not trial.chosen
+    assert (
+        not any(trial.stepped(False, Trial.LEAST - 1, 1.0) for _ in range(20)) and not trial.chosen
+    )
 
 
 def test_ledger_commits_once_all_prepared_and_the_blob_is_known():
@@ -404,9 +443,13 @@ def test_ledger_with_replicas_gives_the_blob_to_all_before_the_commit():
     ledger = Ledger((1, 2, 4), 0, everywhere=True)
     assert [s for s, _ in ledger.seal(1)] == [1, 2, 4]
     assert ledger.blob(1, b"x") == []
-    assert ledger.missing() == "step 1 waits for server(s) [1, 2, 4]"  # nobody prepares what is not compared
+    # nobody prepares what is not compared
+    assert ledger.missing() == "step 1 waits for server(s) [1, 2, 4]"
     assert ledger.on_written(ops.Written(1, 1)) == ledger.on_written(ops.Written(2, 1)) == []
-    assert ledger.on_written(ops.Written(4, 1)) == [(2, ops.Commit(1, b"x")), (4, ops.Commit(1, b"x"))]
+    assert ledger.on_written(ops.Written(4, 1)) == [
+        (2, ops.Commit(1, b"x")),
+        (4, ops.Commit(1, b"x")),
+    ]
     assert ledger.on_prepared(ops.Prepared(2, 1)) == []
     assert ledger.missing() == "step 1 waits for server(s) [4]"
     assert ledger.on_prepared(ops.Prepared(4, 1)) == [(1, ops.Commit(1, b"x"))]
@@ -416,22 +459,30 @@ def test_ledger_with_replicas_gives_the_blob_to_all_before_the_commit():
 
 @pytest.mark.parametrize("bad", [(), (5,), (2, 7)])
 def test_a_step_that_two_servers_wrote_differently_is_not_committed(bad):  # Rule 6
-    """Three servers; the chunks of owner 1 are held by 1 and 2. One that differs is named, of several it is said."""
+    """Three servers; the chunks of owner 1 are held by 1 and 2. One that differs is named, of
+    several it is said."""
     chunks, ledger = [2, 5, 7], Ledger((0, 1, 2), 3, everywhere=True)
     sums = dict.fromkeys((1, 2), (0, 0))
     for chunk in chunks:
         for server in sums:
             flipped = server == 2 and chunk in bad
-            sums[server] = added(sums[server], chunk, (chunk * 0x9E3779B97F4A7C15 + flipped) % 2**64)
+            sums[server] = added(
+                sums[server], chunk, (chunk * 0x9E3779B97F4A7C15 + flipped) % 2**64
+            )
     ledger.seal(4)
     ledger.blob(4, b"x")
-    out = [*ledger.on_written(ops.Written(0, 4, ((0, 8, 8), (2, 9, 9)))),
-           *ledger.on_written(ops.Written(1, 4, ((0, 8, 8), (1, *sums[1])))),
-           *ledger.on_written(ops.Written(2, 4, ((1, *sums[2]), (2, 9, 9))))]
+    out = [
+        *ledger.on_written(ops.Written(0, 4, ((0, 8, 8), (2, 9, 9)))),
+        *ledger.on_written(ops.Written(1, 4, ((0, 8, 8), (1, *sums[1])))),
+        *ledger.on_written(ops.Written(2, 4, ((1, *sums[2]), (2, 9, 9)))),
+    ]
     if not bad:
         assert ledger.diverged is None and [s for s, _ in out] == [1, 2]
         return
-    assert out == [] and ledger.on_prepared(ops.Prepared(1, 4)) == ledger.on_prepared(ops.Prepared(2, 4)) == []
+    assert (
+        out == []
+        and ledger.on_prepared(ops.Prepared(1, 4)) == ledger.on_prepared(ops.Prepared(2, 4)) == []
+    )
     found = ledger.diverged
     assert (found.step, found.owner, found.servers) == (4, 1, (1, 2))
     assert found.chunk(chunks) == (bad[0] if len(bad) == 1 else None)
@@ -441,8 +492,14 @@ def test_a_server_says_what_it_wrote_before_it_prepares():
     """The sum over its chunks, of each owner, in whatever order they were updated."""
     said = []
     for seed in range(4):
-        decider = ServeDecider(1, dict.fromkeys(range(4), (True, False)), 0, durable=True, everywhere=True,
-                               owners={0: 0, 1: 1, 2: 1, 3: 0})
+        decider = ServeDecider(
+            1,
+            dict.fromkeys(range(4), (True, False)),
+            0,
+            durable=True,
+            everywhere=True,
+            owners={0: 0, 1: 1, 2: 1, 3: 0},
+        )
         world = World(decider, seed)
         world.checksum = lambda chunk: 1000 + chunk
         for chunk in range(3):
@@ -461,9 +518,10 @@ def test_a_server_says_what_it_wrote_before_it_prepares():
 
 
 class Replicas:
-    """Servers with real deciders and workers with real ledgers; records are what a disk would hold. A step's contents
-    are those before it and (session, step), so that contents of two histories never look alike. `own`: each worker has
-    a part that only it knows, server n + its number."""
+    """Servers with real deciders and workers with real ledgers; records are what a disk would
+    hold. A step's contents are those before it and (session, step), so that contents of two
+    histories never look alike. `own`: each worker has a part that only it knows, server n + its
+    number."""
 
     WORKERS = 2
 
@@ -478,11 +536,18 @@ class Replicas:
         self.away, self.stale = None, None  # who is dead; who has missed steps
 
     def start(self, alive, events):
-        """A session of `alive`, which ends after `events` events; every one of them is a kill point. True: it ran."""
-        without = () if self.stale is None else (self.stale,)  # worker 0 saw it die and told the others
-        found = {i: Held(max(self.disks[i], default=-1), self.known[i], without=without) for i in alive}
-        got = Histories(found, [f"server {i}" for i in range(self.n)], {(i, (i + 1) % self.n) for i in range(self.n)}
-                        ).resume()
+        """A session of `alive`, which ends after `events` events; every one of them is a kill
+        point. True: it ran."""
+        # worker 0 saw it die and told the others
+        without = () if self.stale is None else (self.stale,)
+        found = {
+            i: Held(max(self.disks[i], default=-1), self.known[i], without=without) for i in alive
+        }
+        got = Histories(
+            found,
+            [f"server {i}" for i in range(self.n)],
+            {(i, (i + 1) % self.n) for i in range(self.n)},
+        ).resume()
         if not isinstance(got, Resume):
             assert not self.told
             got = Resume(0, tuple(alive), ())
@@ -510,7 +575,9 @@ class Replicas:
                 return False
             self.known[i] = history
         for i in range(self.n, len(self.disks)):
-            assert self.disks[i][step][0] == records[0][0], "what only one worker has is of another step"
+            assert self.disks[i][step][0] == records[0][0], (
+                "what only one worker has is of another step"
+            )
             self.disks[i] = {s: r for s, r in self.disks[i].items() if s <= step}
         self.stale = self.away
         self.run(sorted(alive), step, number, events)
@@ -518,12 +585,31 @@ class Replicas:
 
     def run(self, alive, base, number, events):
         own = {self.n + w: w for w in range(self.WORKERS) if self.own}
-        self.ledgers = [Ledger([*alive, *(i for i in own if own[i] == w)], base, everywhere=True,
-                               own=self.n + w if own else None) for w in range(self.WORKERS)]
+        self.ledgers = [
+            Ledger(
+                [*alive, *(i for i in own if own[i] == w)],
+                base,
+                everywhere=True,
+                own=self.n + w if own else None,
+            )
+            for w in range(self.WORKERS)
+        ]
         self.deciders = {
-            i: ServeDecider(i, {0: (True, False)}, 0, durable=True, committed=base, workers=self.WORKERS,
-                            first=alive[0], everywhere=True) for i in alive}
-        self.deciders |= {i: ServeDecider(i, {0: (True, False)}, 0, durable=True, committed=base) for i in own}
+            i: ServeDecider(
+                i,
+                {0: (True, False)},
+                0,
+                durable=True,
+                committed=base,
+                workers=self.WORKERS,
+                first=alive[0],
+                everywhere=True,
+            )
+            for i in alive
+        }
+        self.deciders |= {
+            i: ServeDecider(i, {0: (True, False)}, 0, durable=True, committed=base) for i in own
+        }
         lanes = {(i, w): [] for i in alive for w in range(self.WORKERS)}  # each in order, both ways
         lanes |= {(i, w): [] for i, w in own.items()}
         back = {key: [] for key in lanes}
@@ -543,7 +629,11 @@ class Replicas:
             w = self.random.randrange(self.WORKERS)
             if kind == "worker":
                 ledger, out = self.ledgers[w], []
-                if ledger.sealed in ledger.prepared and ledger.sealed not in ledger.blobs and not self.said[w]:
+                if (
+                    ledger.sealed in ledger.prepared
+                    and ledger.sealed not in ledger.blobs
+                    and not self.said[w]
+                ):
                     self.said[w], out = True, ledger.blob(ledger.sealed, (number, ledger.sealed, w))
                 elif ledger.committed >= ledger.sealed - 1:
                     self.said[w], out = False, ledger.seal(ledger.sealed + 1)
@@ -554,31 +644,50 @@ class Replicas:
                 if work[server]:
                     action, disk = work[server].pop(0), self.disks[server]
                     before = disk[action.step - 1][0]
-                    self.disks[server] = {action.step - 1: disk[action.step - 1],
-                                          action.step: ((*before, (number, action.step)), tuple(action.blobs))}
+                    self.disks[server] = {
+                        action.step - 1: disk[action.step - 1],
+                        action.step: ((*before, (number, action.step)), tuple(action.blobs)),
+                    }
                     act(server, self.deciders[server].handle(ops.Done(action)))
-            elif full := [key for key, queue in (lanes if kind == "lane" else back).items() if queue]:
+            elif full := [
+                key for key, queue in (lanes if kind == "lane" else back).items() if queue
+            ]:
                 server, w = self.random.choice(full)
                 if kind == "lane":
                     act(server, self.deciders[server].handle(lanes[server, w].pop(0)))
                     continue
                 message, ledger = back[server, w].pop(0), self.ledgers[w]
                 done = isinstance(message, ops.CommitDone)
-                out = (ledger.on_committed(message) if done else
-                       ledger.on_written(message) if isinstance(message, ops.Written) else ledger.on_prepared(message))
+                out = (
+                    ledger.on_committed(message)
+                    if done
+                    else (
+                        ledger.on_written(message)
+                        if isinstance(message, ops.Written)
+                        else ledger.on_prepared(message)
+                    )
+                )
                 if done and message.step > self.told:
                     self.told, self.contents = message.step, self.disks[alive[0]][message.step]
                 for to, what in out:
-                    lanes[to, w].append(what if done else replace(what, worker=0 if to in own else w))
+                    lanes[to, w].append(
+                        what if done else replace(what, worker=0 if to in own else w)
+                    )
 
     def life(self):
-        """Sessions in which one server after the other dies and comes back; at most one at a time is dead or stale."""
+        """Sessions in which one server after the other dies and comes back; at most one at a
+        time is dead or stale."""
         self.said = [True] * self.WORKERS
         for _ in range(12):
             self.said = [True] * self.WORKERS
             alive = [i for i in range(self.n) if i != self.away]
-            self.start(alive, self.random.randrange(8 if self.told and self.random.random() < 0.3 else 140))
-            fate, may_die = self.random.random(), self.random.randrange(self.n) if self.stale is None else self.stale
+            self.start(
+                alive, self.random.randrange(8 if self.told and self.random.random() < 0.3 else 140)
+            )
+            fate, may_die = (
+                self.random.random(),
+                self.random.randrange(self.n) if self.stale is None else self.stale,
+            )
             if fate < 0.3:
                 self.away = None
             elif fate < 0.8 and (self.told or self.away is not None):
@@ -590,8 +699,8 @@ class Replicas:
 
 @pytest.mark.parametrize(("n", "own"), [(2, False), (3, False), (2, True)])
 def test_no_committed_step_is_lost_with_one_server_whatever_the_moment(n, own):  # Rule 3
-    """A server dies (with or without what it held) between any two events of a session or of its start. What only one
-    worker has is at the step that the others go on from."""
+    """A server dies (with or without what it held) between any two events of a session or of its
+    start. What only one worker has is at the step that the others go on from."""
     assert sum(Replicas(n, seed, own).life() for seed in range(200)) > (50 if own else 200)
 
 
@@ -606,8 +715,14 @@ def test_who_is_waited_for_is_known():
     world.feed(pull)
     world.feed(ops.Seal(1, 0))
     world.drain()
-    assert decider.waits() == ([pull], [(1, "the end of step 1"), (2, "the end of step 1"),
-                                        (1, "the gradient of chunk 1 in step 1")])
+    assert decider.waits() == (
+        [pull],
+        [
+            (1, "the end of step 1"),
+            (2, "the end of step 1"),
+            (1, "the gradient of chunk 1 in step 1"),
+        ],
+    )
     world.feed(ops.Close(1, 1, 1))
     assert [what for _, what in decider.waits()[1]] == ["the end of step 1"] * 2
 

@@ -1,4 +1,5 @@
-"""The relay's decider in a scripted world: what workers say and what is done comes in random order."""
+"""The relay's decider in a scripted world: what workers say and what is done comes in random
+order."""
 
 import random
 
@@ -72,7 +73,9 @@ def test_one_sum_a_step_of_what_that_step_pushed(seed, closes):  # Rule 1
     """Each worker goes as far ahead as it likes; some push again after forgetting."""
     rng, n, chunks, steps = random.Random(seed), 3, range(4), 4
     world = World(n, 1, seed)
-    has = {(s, c, w): rng.random() < 0.7 for s in range(1, steps + 1) for c in chunks for w in range(n)}
+    has = {
+        (s, c, w): rng.random() < 0.7 for s in range(1, steps + 1) for c in chunks for w in range(n)
+    }
 
     def scripted(worker):
         for step in range(1, steps + 1):
@@ -102,7 +105,11 @@ def test_one_sum_a_step_of_what_that_step_pushed(seed, closes):  # Rule 1
         except StopIteration:
             running.remove(script)
     for chunk in chunks:
-        mine = [m for m in world.up if (m[1] if isinstance(m, tuple) else getattr(m, "chunk", None)) == chunk]
+        mine = [
+            m
+            for m in world.up
+            if (m[1] if isinstance(m, tuple) else getattr(m, "chunk", None)) == chunk
+        ]
         for step in range(1, steps + 1):
             pushed, close, release = mine[3 * step - 3 : 3 * step]
             assert pushed == ("sum", chunk, {w: step for w in range(n) if has[step, chunk, w]})
@@ -122,7 +129,14 @@ def test_a_sum_that_is_dropped_is_dropped_there_too():
         world.feed(ops.Push(0, None, True, True, 2, None, worker))
         world.feed(ops.Release(0, 1, (), [1.0], 0, worker))
     kinds = [m if isinstance(m, tuple) else type(m).__name__ for m in world.up]
-    assert kinds == [("sum", 0, {0: 1, 1: 1}), "Close", "Forget", ("sum", 0, {0: 2, 1: 2}), "Close", "Release"]
+    assert kinds == [
+        ("sum", 0, {0: 1, 1: 1}),
+        "Close",
+        "Forget",
+        ("sum", 0, {0: 2, 1: 2}),
+        "Close",
+        "Release",
+    ]
 
 
 def test_a_worker_that_goes_in_the_middle_of_a_step_is_missed():  # Rule 5
@@ -139,6 +153,12 @@ def test_a_worker_that_goes_in_the_middle_of_a_step_is_missed():  # Rule 5
 def test_one_worker_passes_through():
     world = World(1, 2, 0)
     push = ops.Push(0, b"", True, True, 1)
-    for message in (push, ops.Close(0, 1), ops.Release(0, 1, (), [1.0], 0), ops.Forget(0), ops.Seal(1)):
+    for message in (
+        push,
+        ops.Close(0, 1),
+        ops.Release(0, 1, (), [1.0], 0),
+        ops.Forget(0),
+        ops.Seal(1),
+    ):
         world.feed(message)
         assert world.up[-1] == message

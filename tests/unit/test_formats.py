@@ -1,5 +1,5 @@
-"""Formats of gradients that travel to summers: what is decoded, what error feedback keeps, what is refused (Rules 1, 2
-and 8)."""
+"""Formats of gradients that travel to summers: what is decoded, what error feedback keeps, what
+is refused (Rules 1, 2 and 8)."""
 
 import numpy as np
 import pytest
@@ -100,9 +100,17 @@ def test_whatever_comes_is_decoded_or_refused(text, data, n):  # Rule 8
     assert (around[:32] == 7).all() and (around[32 + n :] == 7).all()
 
 
-@pytest.mark.parametrize(("text", "words"), [
-    ("topc:0.1", "did you mean topk"), ("nonsense", "bf16, dither"), ("topk:2", "between 0 and 1"), ("topk", "topk"),
-    ("dither:3", "2, 4 or 8"), ("onebit:1", "no argument")])
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("topc:0.1", "did you mean topk"),
+        ("nonsense", "bf16, dither"),
+        ("topk:2", "between 0 and 1"),
+        ("topk", "topk"),
+        ("dither:3", "2, 4 or 8"),
+        ("onebit:1", "no argument"),
+    ],
+)
 def test_unknown_ones_are_refused_with_a_hint(text, words):
     with pytest.raises(ConfigError, match=words):
         formats.format_of(text)

@@ -1,4 +1,5 @@
-"""Any elementwise torch optimizer on flat slices: the bits of torch itself; what is not elementwise is refused."""
+"""Any elementwise torch optimizer on flat slices: the bits of torch itself; what is not
+elementwise is refused."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ O = torch.optim  # noqa: E741
 
 
 class Lazy(O.Optimizer):
-    """A user's own: replaces tensors, appears late, counts in Python, keeps a setting outside its groups."""
+    """A user's own: replaces tensors, appears late, counts in Python, keeps a setting outside
+    its groups."""
 
     def __init__(self, params, power, lr=0.1):
         self.power = power
@@ -62,9 +64,15 @@ class Widened(O.SGD):
 
 
 CASES = [
-    (O.Adadelta, {}), (O.Adadelta, {"weight_decay": 0.1, "maximize": True}), (O.Adamax, {"weight_decay": 0.1}),
-    (O.ASGD, {"lr": 0.1, "t0": 3}), (O.NAdam, {}), (O.NAdam, {"weight_decay": 0.1, "decoupled_weight_decay": True}),
-    (O.RAdam, {"lr": torch.tensor(0.01), "foreach": True}), (O.Rprop, {}), (Lazy, {"power": 0.7}),
+    (O.Adadelta, {}),
+    (O.Adadelta, {"weight_decay": 0.1, "maximize": True}),
+    (O.Adamax, {"weight_decay": 0.1}),
+    (O.ASGD, {"lr": 0.1, "t0": 3}),
+    (O.NAdam, {}),
+    (O.NAdam, {"weight_decay": 0.1, "decoupled_weight_decay": True}),
+    (O.RAdam, {"lr": torch.tensor(0.01), "foreach": True}),
+    (O.Rprop, {}),
+    (Lazy, {"power": 0.7}),
     (Widened, {"lr": 0.1}),
 ]
 
@@ -88,7 +96,9 @@ def test_the_bits_of_torch_over_fifty_steps(cls, options):
         optimizer.step()
         schedule.step()
         for a, b, row in zip(cuts, cuts[1:], rows):
-            rule.apply(p[a:b], grad[a:b], "fp32", [x[a:b] for x in arrays], row, hyper, 1.0, None, None)
+            rule.apply(
+                p[a:b], grad[a:b], "fp32", [x[a:b] for x in arrays], row, hyper, 1.0, None, None
+            )
         assert np.array_equal(p, param.detach().numpy().reshape(-1)), step
     for name, array in zip(rule.arrays, arrays):
         assert np.array_equal(array, optimizer.state[param][name].numpy().reshape(-1))

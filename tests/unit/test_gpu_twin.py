@@ -1,4 +1,5 @@
-"""The Triton twins under triton's interpreter, in a process of its own (the interpreter is chosen at import)."""
+"""The Triton twins under triton's interpreter, in a process of its own (the interpreter is
+chosen at import)."""
 
 from __future__ import annotations
 
@@ -17,9 +18,11 @@ from roadtrain.kernels.rules import rules_for
 from roadtrain.kernels.sum import sum_squares
 
 CASES = [
-    (torch.optim.AdamW, {"lr": 0.01}), (torch.optim.Adam, {"lr": 0.01, "weight_decay": 0.1, "amsgrad": True}),
+    (torch.optim.AdamW, {"lr": 0.01}),
+    (torch.optim.Adam, {"lr": 0.01, "weight_decay": 0.1, "amsgrad": True}),
     (torch.optim.AdamW, {"lr": 0.01, "betas": (0.3, 0.9), "maximize": True}),
-    (torch.optim.SGD, {"lr": 0.1}), (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    (torch.optim.SGD, {"lr": 0.1}),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
     (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1}),
 ]
 KINDS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -35,13 +38,20 @@ def compare(n: int = 2500) -> None:
         for dtype, copy_dtype in (("fp32", None), ("bf16", "bf16"), ("fp16", "fp16")):
             mine = rng.standard_normal(n, dtype=np.float32)
             his = torch.from_numpy(mine.copy())
-            arrays, row = [np.zeros(n, np.float32) for _ in rule.arrays], np.zeros(len(rule.scalars))
+            arrays, row = (
+                [np.zeros(n, np.float32) for _ in rule.arrays],
+                np.zeros(len(rule.scalars)),
+            )
             held, column = [torch.zeros(n) for _ in rule.arrays], row.copy()
             copy = None if copy_dtype is None else np.zeros(n, np.uint16)
             out = None if copy_dtype is None else torch.zeros(n, dtype=KINDS[copy_dtype])
             for _ in range(3):
                 grad = torch.from_numpy(rng.standard_normal(n, dtype=np.float32)).to(KINDS[dtype])
-                bits = grad.numpy() if dtype == "fp32" else grad.view(torch.int16).numpy().view(np.uint16)
+                bits = (
+                    grad.numpy()
+                    if dtype == "fp32"
+                    else grad.view(torch.int16).numpy().view(np.uint16)
+                )
                 rule.apply(mine, bits, dtype, arrays, row, hyper, 0.37, copy, copy_dtype)
                 gpu.apply(rule, his, grad, held, column, hyper, 0.37, out)
                 case = f"{cls.__name__} {options} {dtype}"
@@ -49,7 +59,10 @@ def compare(n: int = 2500) -> None:
                 assert all(np.array_equal(a, b.numpy()) for a, b in zip(arrays, held)), case
                 if copy is not None and out is not None:
                     theirs = out.view(torch.int16).numpy().view(np.uint16)
-                    assert np.array_equal(copy, theirs), (case, reference_widen(copy, copy_dtype or ""))
+                    assert np.array_equal(copy, theirs), (
+                        case,
+                        reference_widen(copy, copy_dtype or ""),
+                    )
                 total = float(gpu.sum_squares(grad, 0.5))
                 assert abs(total - sum_squares(bits, dtype, 0.5)) <= 1e-12 * total
     print("equal")
@@ -58,7 +71,9 @@ def compare(n: int = 2500) -> None:
 @pytest.mark.skipif(gpu.triton is None, reason="triton is not installed")
 def test_twin_equals_cpu_kernel_in_the_interpreter():
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=170)
+    done = subprocess.run(
+        [sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=170
+    )
     assert done.stdout.strip() == "equal", done.stderr[-3000:]
 
 

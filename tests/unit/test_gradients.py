@@ -1,4 +1,5 @@
-"""What a server holds of its workers, against plain sums: bit for bit, whatever each push was narrowed to."""
+"""What a server holds of its workers, against plain sums: bit for bit, whatever each push was
+narrowed to."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ def chunk_of(dtype: str = "fp32", n: int = N) -> Chunk:
 def numbers(chunk: Chunk, seed: int) -> np.ndarray:
     """Also some that 16 bits hold as subnormals, as infinity, or not at all."""
     rng = np.random.default_rng(seed)
-    out = (rng.standard_normal(chunk.numel) * 10.0 ** rng.integers(-9, 4, chunk.numel)).astype(np.float32)
+    out = (rng.standard_normal(chunk.numel) * 10.0 ** rng.integers(-9, 4, chunk.numel)).astype(
+        np.float32
+    )
     out[::1001] = 1e5
     out[1::1001] = -0.0
     return out
@@ -76,7 +79,9 @@ PLACES = {"kept": (None, True), "copied": (None, False), "spilled": (Spill, Fals
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("dtypes", [("bf16",), ("fp16",), ("bf16",) * 3, ("", "bf16"), ("fp16", "", "bf16")], ids=str)
+@pytest.mark.parametrize(
+    "dtypes", [("bf16",), ("fp16",), ("bf16",) * 3, ("", "bf16"), ("fp16", "", "bf16")], ids=str
+)
 def test_passes_of_one_worker_add_up_in_fp32(place: str, dtypes: tuple[str, ...]) -> None:
     chunk, (tier, keep) = chunk_of(), PLACES[place]
     grads = Gradients({chunk.id: chunk}, tier and tier(), 2, chunk.public_nbytes, 1)
@@ -84,17 +89,25 @@ def test_passes_of_one_worker_add_up_in_fp32(place: str, dtypes: tuple[str, ...]
     for i, dtype in enumerate(dtypes):
         values = numbers(chunk, i)
         sums, kept = grads.hold(push_of(chunk, values, dtype, fresh=i == 0, keep=keep, ticket=i))
-        expected = expected + received(chunk, values, dtype) if i else received(chunk, values, dtype)
+        expected = (
+            expected + received(chunk, values, dtype) if i else received(chunk, values, dtype)
+        )
         assert sums.tobytes() == squares(chunk, expected).tobytes()
         assert kept == (keep and i == 0)
     assert grads.total_sums(chunk.id).tobytes() == squares(chunk, expected).tobytes()
     assert taken(grads, chunk).tobytes() == expected.tobytes()
-    assert len(dtypes) == 1 or expected.tobytes() != received(chunk, expected, "bf16").tobytes(), "fp32 holds more"
+    assert len(dtypes) == 1 or expected.tobytes() != received(chunk, expected, "bf16").tobytes(), (
+        "fp32 holds more"
+    )
 
 
 @pytest.mark.parametrize("local", [1, 2])
-@pytest.mark.parametrize("places", [("kept",) * 4, ("spilled",) * 4, ("kept", "spilled", "spilled", "kept")], ids=str)
-@pytest.mark.parametrize("dtypes", [("bf16",) * 4, ("fp16",) * 4, ("", "bf16", "fp16", "bf16")], ids=str)
+@pytest.mark.parametrize(
+    "places", [("kept",) * 4, ("spilled",) * 4, ("kept", "spilled", "spilled", "kept")], ids=str
+)
+@pytest.mark.parametrize(
+    "dtypes", [("bf16",) * 4, ("fp16",) * 4, ("", "bf16", "fp16", "bf16")], ids=str
+)
 @pytest.mark.parametrize("passes", [1, 2])
 def test_workers_are_summed_in_order_in_fp32(
     local: int, places: tuple[str, ...], dtypes: tuple[str, ...], passes: int
@@ -106,7 +119,9 @@ def test_workers_are_summed_in_order_in_fp32(
         mine = None
         for i in range(passes):
             values = numbers(chunk, 10 * worker + i)
-            grads.hold(push_of(chunk, values, dtype, fresh=i == 0, keep=place == "kept", worker=worker))
+            grads.hold(
+                push_of(chunk, values, dtype, fresh=i == 0, keep=place == "kept", worker=worker)
+            )
             got = received(chunk, values, dtype)
             mine = got if mine is None else mine + got
         of_workers.append(mine)
@@ -150,8 +165,10 @@ def test_gradients_of_16_bit_parameters_add_up_rounded() -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2048, SEGMENT, SEGMENT + 1, 4 * SEGMENT - 3])
-@pytest.mark.parametrize(("old", "new"), [(a, b) for a in ITEMSIZE if a in ("fp32", "bf16", "fp16")
-                                          for b in ("fp32", "bf16", "fp16")])
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [(a, b) for a in ITEMSIZE if a in ("fp32", "bf16", "fp16") for b in ("fp32", "bf16", "fp16")],
+)
 def test_recast_in_place(old: str, new: str, n: int) -> None:
     values = numbers(chunk_of(n=n), 3)[:n]
     memory = bytearray(4 * n)
@@ -163,8 +180,12 @@ def test_recast_in_place(old: str, new: str, n: int) -> None:
 
 
 def test_a_block_is_narrowed_chunk_by_chunk_and_only_where_it_is_fp32() -> None:
-    specs = [ParamSpec("a", (3 * SEGMENT,), "fp32", True, 0), ParamSpec("b", (5000,), "bf16", True, 0),
-             ParamSpec("c", (70_000,), "fp32", False, 0), ParamSpec("d", (3000,), "fp32", True, 1)]
+    specs = [
+        ParamSpec("a", (3 * SEGMENT,), "fp32", True, 0),
+        ParamSpec("b", (5000,), "bf16", True, 0),
+        ParamSpec("c", (70_000,), "fp32", False, 0),
+        ParamSpec("d", (3000,), "fp32", True, 1),
+    ]
     block = ChunkTable.build([("", specs)], SEGMENT).blocks[0]
     chunks = [c for c in block.chunks if c.trainable]
     rng = np.random.default_rng(0)
@@ -176,5 +197,7 @@ def test_a_block_is_narrowed_chunk_by_chunk_and_only_where_it_is_fp32() -> None:
         for chunk, new in zip(chunks, to):
             place = slice(chunk.push_offset, chunk.push_offset + chunk.public_nbytes)
             was = before[place]
-            expected = reference_narrow(np.frombuffer(was, np.float32), new).tobytes() if new else was
+            expected = (
+                reference_narrow(np.frombuffer(was, np.float32), new).tobytes() if new else was
+            )
             assert bytes(memory[place])[: len(expected)] == expected

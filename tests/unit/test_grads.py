@@ -77,7 +77,13 @@ def test_tensor_face():
     assert (g.shape, g.dtype, g.device) == (torch.Size((7, 5)), torch.float32, torch.device("cpu"))
     assert "p0" in repr(g) and "p0" in f"{g}"
     assert not g.is_sparse and g.numel() == 35
-    for norm in (g.norm(), g.norm(2), g.data.norm(2), g.detach().norm(), torch.linalg.vector_norm(g)):
+    for norm in (
+        g.norm(),
+        g.norm(2),
+        g.data.norm(2),
+        g.detach().norm(),
+        torch.linalg.vector_norm(g),
+    ):
         torch.testing.assert_close(norm, plain[0].grad.norm())
     g.mul_(0.5)
     g.data.mul_(torch.tensor(4.0))
@@ -92,11 +98,24 @@ def test_tensor_face():
     torch.testing.assert_close(g.norm(), plain[0].grad.norm() / 8)
 
 
-@pytest.mark.parametrize("use", [
-    lambda g: g + 1, lambda g: g.zero_(), lambda g: g.clone(), lambda g: g.abs().max(), lambda g: g.to(torch.float64),
-    lambda g: torch.isfinite(g).all(), lambda g: g.mul_(torch.ones(7, 5)), lambda g: g.add_(g), lambda g: g[0],
-    lambda g: torch.ones(7, 5).mul_(g), lambda g: g.sum(), lambda g: g.cpu().numpy(), lambda g: g.tolist(),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda g: g + 1,
+        lambda g: g.zero_(),
+        lambda g: g.clone(),
+        lambda g: g.abs().max(),
+        lambda g: g.to(torch.float64),
+        lambda g: torch.isfinite(g).all(),
+        lambda g: g.mul_(torch.ones(7, 5)),
+        lambda g: g.add_(g),
+        lambda g: g[0],
+        lambda g: torch.ones(7, 5).mul_(g),
+        lambda g: g.sum(),
+        lambda g: g.cpu().numpy(),
+        lambda g: g.tolist(),
+    ],
+)
 def test_elements_are_refused(use):
     _, mixed, _ = pair()
     with pytest.raises(LoopError, match="left to its server"):

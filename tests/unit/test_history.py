@@ -1,4 +1,5 @@
-"""Whether a start may go on from what is found: no committed step is lost, no fork is unseen (Rules 3 and 6)."""
+"""Whether a start may go on from what is found: no committed step is lost, no fork is unseen
+(Rules 3 and 6)."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ from roadtrain.errors import ForkedError, StaleError
 from roadtrain.flow.history import Doubt, Held, Histories, HistoryLink, Resume, Witness
 
 NAMES = [f"server {n} (host{n}:7000)" for n in range(5)]
-A, B, C = (HistoryLink(name, step, (0, 1), 1_790_000_000) for name, step in (("a", 0), ("b", 5), ("c", 5)))
+A, B, C = (
+    HistoryLink(name, step, (0, 1), 1_790_000_000) for name, step in (("a", 0), ("b", 5), ("c", 5))
+)
 
 
 def ring(n):
@@ -37,16 +40,24 @@ def test_a_committed_step_is_not_gone_back_behind():
     """Server 0, the first, holds a step that is committed; 1 has dropped its record of it."""
     assert histories({0: Held(8, (A,)), 1: Held(7, (A,))}).resume() == Resume(8, (0,), (A,))
     found = Histories({0: Held(8, (A,)), 1: Held(7, (A,))}, NAMES[:2], {(0,), (1,)}).resume()
-    assert isinstance(found, Doubt) and "step 8" in found.why and "not by server 1 (host1:7000)" in found.why
+    assert (
+        isinstance(found, Doubt)
+        and "step 8" in found.why
+        and "not by server 1 (host1:7000)" in found.why
+    )
 
 
 def test_one_of_two_does_not_go_on_alone_without_a_witness():
     """It cannot tell whether the other died, or went on alone while it was away itself."""
     one = {1: Held(8, (A,))}
     doubt = histories(one).resume()
-    assert isinstance(doubt, Doubt) and "server 1 (host1:7000) is at step 8; server 0 (host0:7000) may" in doubt.why
+    assert (
+        isinstance(doubt, Doubt)
+        and "server 1 (host1:7000) is at step 8; server 0 (host0:7000) may" in doubt.why
+    )
     assert "give_up" in doubt.hint and "step 8" in doubt.hint
-    assert isinstance(histories({**one, 0: Held()}).resume(), Doubt)  # an empty disk is not the other's word
+    # an empty disk is not the other's word
+    assert isinstance(histories({**one, 0: Held()}).resume(), Doubt)
     assert histories({1: Held(8, (A,), without=(0,))}).resume() == Resume(8, (1,), (A,))
     assert histories(one).resume(Witness("", "a", (0, 1))) == Resume(8, (1,), (A,))
     assert histories(one).resume(given_up=[0]) == Resume(8, (1,), (A,))
@@ -59,10 +70,12 @@ def test_who_lagged_does_not_go_on_alone():
     doubt = histories(lagged).resume(began)
     assert isinstance(doubt, Doubt) and "the run's last session was with server 1" in doubt.why
     assert isinstance(histories(lagged).resume(Witness("b", "c", (1,))), Doubt)
-    elsewhere = {1: Held(8, (A, B))}  # by a start of another run directory, after the last of this one
+    # by a start of another run directory, after the last of this one
+    elsewhere = {1: Held(8, (A, B))}
     assert isinstance(histories(elsewhere).resume(Witness("", "a", (0, 1))), Doubt)
     met = histories({**lagged, 1: Held(9, (A, alone(B, 1)))})
-    assert met.resume() == met.resume(began) == Resume(9, (1,), (A, alone(B, 1)))  # server 0 is filled up
+    # server 0 is filled up
+    assert met.resume() == met.resume(began) == Resume(9, (1,), (A, alone(B, 1)))
 
 
 def test_a_session_that_one_of_its_servers_never_began_has_no_step():
@@ -79,10 +92,14 @@ def test_two_that_went_on_without_each_other_are_refused_by_name():
     with pytest.raises(ForkedError) as raised:
         histories(found)
     first, _, hint = str(raised.value).partition("\n")
-    assert "server 0 (host0:7000) is at step 9 on a history of its own since step 5, begun at 2026-09-21" in first
+    assert (
+        "server 0 (host0:7000) is at step 9 on a history of its own since step 5, begun at"
+        " 2026-09-21" in first
+    )
     assert "server 1 (host1:7000) is at step 7 on a history of its own since step 5" in first
     assert "give_up" in hint
-    same_link = {0: Held(9, (A, alone(B, 0))), 1: Held(8, (A,))}  # steps 6 and 7 of the same link are committed there
+    # steps 6 and 7 of the same link are committed there
+    same_link = {0: Held(9, (A, alone(B, 0))), 1: Held(8, (A,))}
     with pytest.raises(ForkedError):
         histories(same_link)
 
@@ -110,13 +127,16 @@ def test_an_older_copy_is_refused_by_the_run():
 def test_stores_of_the_first_edition():
     def at(**found):
         return Histories(
-            {int(n[1:]): Held(step, sessions=sessions) for n, (step, sessions) in found.items()}, NAMES[:3], ring(3)
+            {int(n[1:]): Held(step, sessions=sessions) for n, (step, sessions) in found.items()},
+            NAMES[:3],
+            ring(3),
         ).resume()
 
     assert at(s0=(7, (4, 4, 4)), s1=(8, (4, 4, 4)), s2=(8, (4, 4, 4))).step == 7
     assert at(s1=(8, (4, 4, 4)), s2=(8, (4, 4, 4))).members == (1, 2)
     assert at(s0=(7, (4, 4, 4)), s1=(8, (0, 5, 5)), s2=(9, (0, 5, 5))).members == (1, 2)
-    assert at(s0=(8, (4, 4, 4)), s1=(8, (5, 5, 5)), s2=(8, (4, 4, 4))).members == (0, 1, 2)  # it died while it began
+    # it died while it began
+    assert at(s0=(8, (4, 4, 4)), s1=(8, (5, 5, 5)), s2=(8, (4, 4, 4))).members == (0, 1, 2)
     with pytest.raises(ForkedError):
         histories({0: Held(9, sessions=(5, 0)), 1: Held(7, sessions=(0, 5))})
     with pytest.raises(ForkedError):
@@ -132,8 +152,9 @@ def test_a_witness_is_what_it_says():
 
 
 class World:
-    """Servers whose disks hold a history and the two newest steps; a step's contents name every session and step that
-    they were made in. `told`: the contents of the last step that somebody was told is committed."""
+    """Servers whose disks hold a history and the two newest steps; a step's contents name every
+    session and step that they were made in. `told`: the contents of the last step that somebody
+    was told is committed."""
 
     def __init__(self, draw, n, marked):
         self.draw, self.n, self.marked = draw, n, marked
@@ -154,17 +175,24 @@ class World:
 
     def held(self, i):
         disk = self.disks[i]
-        return Held() if disk is None else Held(max(disk["records"]), disk["history"], -1, disk["without"])
+        return (
+            Held()
+            if disk is None
+            else Held(max(disk["records"]), disk["history"], -1, disk["without"])
+        )
 
     def start(self, alive):
-        """One start of those that answer, which may end at any point. Whatever it goes on from has what was told."""
+        """One start of those that answer, which may end at any point. Whatever it goes on from
+        has what was told."""
         found, given_up = {i: self.held(i) for i in alive}, ()
         try:
             got = Histories(found, NAMES[: self.n], ring(self.n)).resume(self.witness)
             if isinstance(got, Doubt):
                 if self.draw(st.integers(0, 9)):
                     return
-                given_up = tuple(i for i in range(self.n) if self.disks[i] is None or i not in alive)
+                given_up = tuple(
+                    i for i in range(self.n) if self.disks[i] is None or i not in alive
+                )
                 found = {i: held for i, held in found.items() if i not in given_up}
                 got = Histories(found, NAMES[: self.n], ring(self.n)).resume(self.witness, given_up)
         except (ForkedError, StaleError):
@@ -180,7 +208,9 @@ class World:
             both = [step for step, other in zip(self.told, base) if step == other]
             self.told = tuple(both)
             self.given_up = set() if self.marked else set(given_up)
-        assert base[: len(self.told)] == self.told, "a committed step is lost, or the run has forked unseen"
+        assert base[: len(self.told)] == self.told, (
+            "a committed step is lost, or the run has forked unseen"
+        )
         self.starts += 1
         self.begin(sorted(alive), got, base)
 
@@ -215,13 +245,15 @@ class World:
                     self.testify(link, alive, alive)
                     return
                 records = self.disks[i]["records"]
-                self.disks[i]["records"] = {s: r for s, r in records.items() if s == step - 1} | {step: base}
+                self.disks[i]["records"] = {s: r for s, r in records.items() if s == step - 1} | {
+                    step: base
+                }
             self.told = base
         self.testify(link, alive, alive)
 
     def testify(self, link, alive, ready):
-        """Worker 0 sees one of two servers die (or believes that), or ends well, and says to the other that it may go
-        on; or dies as well."""
+        """Worker 0 sees one of two servers die (or believes that), or ends well, and says to the
+        other that it may go on; or dies as well."""
         if self.n != 2 or self.marked or len(alive) != 2 or not self.draw(st.booleans()):
             return
         dead = self.draw(st.sampled_from(alive))
@@ -241,21 +273,24 @@ class World:
                     self.disks[victim] = dict(self.copies[victim])
             late = self.draw(st.sets(st.integers(0, self.n - 1), max_size=self.n - 1))
             alive = {i for i in range(self.n) if i not in late}
-            if not alive <= self.given_up:  # no other start knows of it, if there is no mark: the person does
+            # no other start knows of it, if there is no mark: the person does
+            if not alive <= self.given_up:
                 self.start(alive)
 
 
 @settings(max_examples=600, deadline=None, derandomize=True)
 @given(st.data(), st.integers(2, 5), st.booleans())
 def test_no_step_is_lost_and_no_fork_unseen(data, n, marked):
-    """Whatever order of starts, deaths, late answers and wiped disks, of one server or of several at once."""
+    """Whatever order of starts, deaths, late answers and wiped disks, of one server or of
+    several at once."""
     World(data.draw, n, marked).live()
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.data(), st.integers(2, 5), st.booleans())
 def test_one_server_may_die_with_its_disk(data, n, marked):
-    """Any one, while the run trains: the others go on by themselves, from the last committed step."""
+    """Any one, while the run trains: the others go on by themselves, from the last committed
+    step."""
     world = World(data.draw, n, marked)
     for _ in range(4):
         dead, starts = data.draw(st.integers(0, n - 1)), world.starts

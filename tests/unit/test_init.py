@@ -24,7 +24,11 @@ def take(model, seed=0, init=None, blocks=None):
     values = {}
     for part in (s.root, *s.blocks):
         materialize(part, s, init)
-        alive = {n for n, p in model.named_parameters() if not p.is_meta and p.untyped_storage().nbytes() > 8}
+        alive = {
+            n
+            for n, p in model.named_parameters()
+            if not p.is_meta and p.untyped_storage().nbytes() > 8
+        }
         assert alive <= {n for n, _ in part.params}
         for n, p in part.params:
             values[n] = p.detach().clone()
@@ -35,26 +39,46 @@ def take(model, seed=0, init=None, blocks=None):
 
 def llama(device):
     with torch.device(device):
-        return transformers.LlamaForCausalLM(transformers.LlamaConfig(
-            num_hidden_layers=3, hidden_size=64, intermediate_size=128, num_attention_heads=4, vocab_size=96,
-            tie_word_embeddings=True, initializer_range=0.05))
+        return transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
+                num_hidden_layers=3,
+                hidden_size=64,
+                intermediate_size=128,
+                num_attention_heads=4,
+                vocab_size=96,
+                tie_word_embeddings=True,
+                initializer_range=0.05,
+            )
+        )
 
 
 def bert(device):
     with torch.device(device):
-        return transformers.BertForMaskedLM(transformers.BertConfig(
-            hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128, vocab_size=96))
+        return transformers.BertForMaskedLM(
+            transformers.BertConfig(
+                hidden_size=64,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                intermediate_size=128,
+                vocab_size=96,
+            )
+        )
 
 
 def gpt2(device):
     with torch.device(device):
-        return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=3, n_embd=64, n_head=4, vocab_size=96))
+        return transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(n_layer=3, n_embd=64, n_head=4, vocab_size=96)
+        )
 
 
 def t5(device):
     with torch.device(device):
-        return transformers.T5ForConditionalGeneration(transformers.T5Config(
-            d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4, vocab_size=96))
+        return transformers.T5ForConditionalGeneration(
+            transformers.T5Config(
+                d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4, vocab_size=96
+            )
+        )
 
 
 @pytest.mark.parametrize("make", [llama, bert, gpt2, t5])
@@ -77,7 +101,9 @@ def test_hugging_face(make):
             std = float(p.std())
             assert values[n].shape == p.shape and values[n].dtype == p.dtype
             assert float(values[n].std()) == pytest.approx(std, rel=0.3, abs=1e-7)
-            assert float(values[n].mean()) == pytest.approx(float(p.mean()), abs=6 * std / p.numel() ** 0.5 + 1e-7)
+            assert float(values[n].mean()) == pytest.approx(
+                float(p.mean()), abs=6 * std / p.numel() ** 0.5 + 1e-7
+            )
 
 
 def test_trains_after_meta():
@@ -110,10 +136,18 @@ def test_optimizer_keeps_its_parameters():
 class Net(nn.Module):
     def __init__(self, extra=None):
         super().__init__()
-        self.layers = nn.ModuleList([
-            nn.ModuleDict({"lin": nn.Linear(32, 32), "bn": nn.BatchNorm1d(32), "att": nn.MultiheadAttention(32, 2)})
-            for _ in range(2)
-        ])
+        self.layers = nn.ModuleList(
+            [
+                nn.ModuleDict(
+                    {
+                        "lin": nn.Linear(32, 32),
+                        "bn": nn.BatchNorm1d(32),
+                        "att": nn.MultiheadAttention(32, 2),
+                    }
+                )
+                for _ in range(2)
+            ]
+        )
         self.head = nn.Linear(32, 1)
         self.extra = extra() if extra is not None else None
 
@@ -123,8 +157,12 @@ def test_plain_torch():
         model = Net()
     values = take(model, blocks=["layers.*.lin", "layers.*.att"])
     assert values["layers.0.lin.weight"].abs().max() <= 32**-0.5
-    assert (values["layers.1.bn.weight"] == 1).all() and (values["layers.1.att.out_proj.bias"] == 0).all()
-    assert (model.layers[0]["bn"].running_var == 1).all() and int(model.layers[0]["bn"].num_batches_tracked) == 0
+    assert (values["layers.1.bn.weight"] == 1).all() and (
+        values["layers.1.att.out_proj.bias"] == 0
+    ).all()
+    assert (model.layers[0]["bn"].running_var == 1).all() and int(
+        model.layers[0]["bn"].num_batches_tracked
+    ) == 0
 
 
 class Custom(nn.Module):
@@ -141,7 +179,10 @@ def test_left_without_a_value():
         model = Net(Custom)
     with pytest.raises(ModelError) as error:
         take(model)
-    assert "extra.scale, extra.steps (buffer), extra.mask (buffer), extra.freq (buffer)\nhint:" in str(error.value)
+    assert (
+        "extra.scale, extra.steps (buffer), extra.mask (buffer), extra.freq (buffer)\nhint:"
+        in str(error.value)
+    )
 
 
 def test_users_init():
@@ -169,7 +210,9 @@ def test_users_init():
 
 def test_shared_and_loaded_parameters_are_not_touched():
     with torch.device("meta"):
-        model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])})
+        model = nn.ModuleDict(
+            {"a": nn.Linear(4, 4), "b": nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])}
+        )
     model["b"][0].weight = model["a"].weight
     model["b"][1].bias = nn.Parameter(torch.full((4,), 9.0))
     s = split(model)

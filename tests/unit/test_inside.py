@@ -1,4 +1,5 @@
-"""Which devices of a host sum for the others: the cases of Jiang et al. (BytePS, OSDI 2020), section 4.2."""
+"""Which devices of a host sum for the others: the cases of Jiang et al. (BytePS, OSDI 2020),
+section 4.2."""
 
 from __future__ import annotations
 
@@ -11,9 +12,11 @@ PAIRS = [(0, 1), (2, 3), (4, 5), (6, 7)]
 
 
 def test_pcie_only_two_switches_and_a_card_of_its_own() -> None:
-    """Figure 6: four devices a switch, the card on its own lanes: reduce-scatter, the processor sums over switches."""
+    """Figure 6: four devices a switch, the card on its own lanes: reduce-scatter, the processor
+    sums over switches."""
     assert choose([Switch((0, 1, 2, 3)), Switch((4, 5, 6, 7)), Switch((), nic=True)]) == Inside(
-        "scatter", tuple(range(8)), True)
+        "scatter", tuple(range(8)), True
+    )
 
 
 def test_one_switch_needs_no_sum_over_switches() -> None:
@@ -45,9 +48,14 @@ def test_devices_that_cannot_be(switches: list[Switch]) -> None:
 
 
 def test_the_machine_is_read_from_where_linux_puts_its_devices() -> None:
-    gpus = ["/sys/devices/pci0000:00/0000:00:01.0/0000:01:00.0/0000:02:00.0/0000:03:00.0",
-            "/sys/devices/pci0000:00/0000:00:01.0/0000:01:00.0/0000:02:04.0/0000:04:00.0",
-            "/sys/devices/pci0000:80/0000:80:01.0/0000:81:00.0"]
-    nics = ["/sys/devices/pci0000:80/0000:80:01.0/0000:82:00.0/net/eth0", "/sys/devices/virtual/net/lo"]
+    gpus = [
+        "/sys/devices/pci0000:00/0000:00:01.0/0000:01:00.0/0000:02:00.0/0000:03:00.0",
+        "/sys/devices/pci0000:00/0000:00:01.0/0000:01:00.0/0000:02:04.0/0000:04:00.0",
+        "/sys/devices/pci0000:80/0000:80:01.0/0000:81:00.0",
+    ]
+    nics = [
+        "/sys/devices/pci0000:80/0000:80:01.0/0000:82:00.0/net/eth0",
+        "/sys/devices/virtual/net/lo",
+    ]
     assert switches_of(gpus, nics) == [Switch((0, 1)), Switch((2,), nic=True)]
     assert choose(switches_of(gpus, nics)).roots == (0, 1)

@@ -84,7 +84,10 @@ def test_mistakes_of_the_file(tmp_path: Path) -> None:
         (["--store.dirs", "a,b"], {"store.dirs": ["a", "b"]}),
         (["--store.dirs", ""], {"store.dirs": []}),
         (["--data.paths", '["a b", "c"]'], {"data.paths": ["a b", "c"]}),
-        (["--compress.error_feedback", "--compress.topk", "2"], {"compress.error_feedback": True, "compress.topk": 2}),
+        (
+            ["--compress.error_feedback", "--compress.topk", "2"],
+            {"compress.error_feedback": True, "compress.topk": 2},
+        ),
         (["--model.config.n_layer", "3"], {"model.config.n_layer": 3}),
         (["--optimizer.options", '{"amsgrad": true}'], {"optimizer.options": {"amsgrad": True}}),
         (["--optimizer.clip_norm", "null"], {"optimizer.clip_norm": None}),

@@ -1,4 +1,5 @@
-"""spec/layout.py and flow/pipeline.py: groups as in Yang et al. (Holmes), balanced stages, one forward one backward."""
+"""spec/layout.py and flow/pipeline.py: groups as in Yang et al. (Holmes), balanced stages, one
+forward one backward."""
 
 from __future__ import annotations
 
@@ -28,15 +29,36 @@ def test_the_papers_groups() -> None:
         return [{rank + 1 for rank in group} for group in groups]
 
     assert printed(layout.tensor_groups()) == [{i, i + 1} for i in range(1, 16, 2)]
-    assert printed(layout.pipeline_groups()) == [{1, 5, 9, 13}, {2, 6, 10, 14}, {3, 7, 11, 15}, {4, 8, 12, 16}]
-    assert printed(layout.data_groups()) == [{1, 3}, {2, 4}, {5, 7}, {6, 8}, {9, 11}, {10, 12}, {13, 15}, {14, 16}]
+    assert printed(layout.pipeline_groups()) == [
+        {1, 5, 9, 13},
+        {2, 6, 10, 14},
+        {3, 7, 11, 15},
+        {4, 8, 12, 16},
+    ]
+    assert printed(layout.data_groups()) == [
+        {1, 3},
+        {2, 4},
+        {5, 7},
+        {6, 8},
+        {9, 11},
+        {10, 12},
+        {13, 15},
+        {14, 16},
+    ]
 
 
-@given(st.integers(1, 8), st.integers(1, 4), st.integers(1, 8), st.integers(1, 4), st.integers(1, 4))
+@given(
+    st.integers(1, 8), st.integers(1, 4), st.integers(1, 8), st.integers(1, 4), st.integers(1, 4)
+)
 def test_each_family_has_every_device_once(dp: int, tp: int, pp: int, cp: int, ep: int) -> None:
     layout = Layout(dp * ep, tp, pp, cp=cp, ep=ep)
-    for groups in (layout.tensor_groups(), layout.pipeline_groups(), layout.data_groups(), layout.context_groups(),
-                   layout.expert_groups()):
+    for groups in (
+        layout.tensor_groups(),
+        layout.pipeline_groups(),
+        layout.data_groups(),
+        layout.context_groups(),
+        layout.expert_groups(),
+    ):
         assert sorted(rank for group in groups for rank in group) == list(range(layout.devices))
     assert {len(group) for group in layout.context_groups()} == {cp}
     assert {len(group) for group in layout.expert_groups()} == {ep}
@@ -52,7 +74,10 @@ def test_context_and_expert_ranks() -> None:
 
 def test_layers_of_stages() -> None:
     assert even(10, 3) == (4, 3, 3)
-    with pytest.raises(ConfigError, match="stages of 4, 5 layers are 2 with 9 layers in all, the model has 10 for 2"):
+    with pytest.raises(
+        ConfigError,
+        match="stages of 4, 5 layers are 2 with 9 layers in all, the model has 10 for 2",
+    ):
         Layout(pp=2, stages=(4, 5)).layers(10)
     with pytest.raises(ConfigError, match="2 layers cannot be 3 stages"):
         even(2, 3)
@@ -65,8 +90,8 @@ def test_one_forward_one_backward() -> None:
 
 
 def test_interleaved_is_the_papers() -> None:
-    """Narayanan et al. (2021), Figure 4, below: 4 stages of 2 parts, 8 micro-batches (from 1; the second part's
-    marked); the last stage."""
+    """Narayanan et al. (2021), Figure 4, below: 4 stages of 2 parts, 8 micro-batches (from 1;
+    the second part's marked); the last stage."""
     order = one_forward_one_backward(3, 4, 8, 2)
     text = " ".join(run.what[0] + str(run.micro + 1) + "'" * run.part for run in order)
     assert text.startswith("F1 F2 F3 F4 F1' B1' F2' B2' F3' B3' F4' B4' F5 B1 F6 B2")
@@ -78,7 +103,9 @@ def test_interleaved_is_the_papers() -> None:
 def talk(stages: int, micros: int, parts: int, pick: Callable[[int], int]) -> list[tuple[int, Run]]:
     """Everything that runs, of deciders whose messages arrive in any order."""
     deciders = [StageDecider(s, stages, micros, parts) for s in range(stages)]
-    todo: list[tuple[int, Run]] = [(s, run) for s, decider in enumerate(deciders) for run in decider.start()]
+    todo: list[tuple[int, Run]] = [
+        (s, run) for s, decider in enumerate(deciders) for run in decider.start()
+    ]
     done: list[tuple[int, Run]] = []
     while todo:
         stage, run = todo.pop(pick(len(todo)))
@@ -86,7 +113,9 @@ def talk(stages: int, micros: int, parts: int, pick: Callable[[int], int]) -> li
         to = deciders[stage].goes(run)
         todo += [(stage, other) for other in deciders[stage].ended(run)]
         if to is not None:
-            todo += [(to[0], other) for other in deciders[to[0]].arrived(run.what, run.micro, to[1])]
+            todo += [
+                (to[0], other) for other in deciders[to[0]].arrived(run.what, run.micro, to[1])
+            ]
         for decider in deciders:
             decider.check()
     assert all(decider.finished for decider in deciders)
@@ -96,21 +125,32 @@ def talk(stages: int, micros: int, parts: int, pick: Callable[[int], int]) -> li
 @settings(deadline=None)
 @given(st.integers(1, 6), st.integers(1, 8), st.integers(1, 4), st.randoms(use_true_random=False))
 def test_stages_that_talk_finish(stages: int, micros: int, parts: int, random: Random) -> None:
-    """However messages arrive, every part of every stage runs every micro-batch once each way, the gradients of each
-    are whole once, and no stage holds more than its depth."""
+    """However messages arrive, every part of every stage runs every micro-batch once each way,
+    the gradients of each are whole once, and no stage holds more than its depth."""
     micros = micros * stages if parts > 1 else micros
     done = talk(stages, micros, parts, random.randrange)
     assert sorted((s, r.what, r.micro, r.part) for s, r in done) == sorted(
-        (s, what, m, k) for s in range(stages) for what in (FORWARD, BACKWARD) for m in range(micros)
-        for k in range(parts))
-    assert sorted((s, r.part) for s, r in done if r.last) == [(s, k) for s in range(stages) for k in range(parts)]
+        (s, what, m, k)
+        for s in range(stages)
+        for what in (FORWARD, BACKWARD)
+        for m in range(micros)
+        for k in range(parts)
+    )
+    assert sorted((s, r.part) for s, r in done if r.last) == [
+        (s, k) for s in range(stages) for k in range(parts)
+    ]
 
 
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 5))
 def test_the_bubble_is_the_papers(stages: int, turns: int, parts: int) -> None:
-    """Equal stages, a forward of 1 / v and a backward of 2 / v, messages that take no time: a step is
-    3 m + 3 (p - 1) / v long (Narayanan et al., 2021, section 2.2)."""
-    micros, now, ends, numbers = turns * stages, Fraction(), list[tuple[Fraction, int, int, Run]](), itertools.count()
+    """Equal stages, a forward of 1 / v and a backward of 2 / v, messages that take no time: a
+    step is 3 m + 3 (p - 1) / v long (Narayanan et al., 2021, section 2.2)."""
+    micros, now, ends, numbers = (
+        turns * stages,
+        Fraction(),
+        list[tuple[Fraction, int, int, Run]](),
+        itertools.count(),
+    )
     deciders = [StageDecider(s, stages, micros, parts) for s in range(stages)]
 
     def begin(stage: int, runs: list[Run]) -> None:
@@ -136,7 +176,10 @@ def test_balanced_stages_are_the_best_of_all(seed: int) -> None:
     layers = rng.randint(2, 8)
     n = rng.randint(1, min(4, layers))
     weights = [rng.choice([1.0, 1.0, 2.0, 3.5]) for _ in range(layers)]
-    speeds, room = [rng.choice([1.0, 2.0, 3.0]) for _ in range(n)], [rng.choice([3.0, 6.0, 20.0]) for _ in range(n)]
+    speeds, room = (
+        [rng.choice([1.0, 2.0, 3.0]) for _ in range(n)],
+        [rng.choice([3.0, 6.0, 20.0]) for _ in range(n)],
+    )
     ends = (rng.choice([0.0, 0.5]), rng.choice([0.0, 2.4]))
 
     def fits(stage: int, begin: int, stop: int) -> bool:
@@ -147,9 +190,14 @@ def test_balanced_stages_are_the_best_of_all(seed: int) -> None:
         parts = [(i, stop - stages[i], stop) for i, stop in enumerate(stops)]
         if not all(fits(*part) for part in parts):
             return float("inf")
-        return max((sum(weights[a:b]) + ends[0] * (i == 0) + ends[1] * (i == n - 1)) / speeds[i] for i, a, b in parts)
+        return max(
+            (sum(weights[a:b]) + ends[0] * (i == 0) + ends[1] * (i == n - 1)) / speeds[i]
+            for i, a, b in parts
+        )
 
-    best = min(slowest(s) for s in itertools.product(range(1, layers + 1), repeat=n) if sum(s) == layers)
+    best = min(
+        slowest(s) for s in itertools.product(range(1, layers + 1), repeat=n) if sum(s) == layers
+    )
     found = balanced(weights, speeds, ends=ends, fits=fits)
     assert (best == float("inf")) if found is None else slowest(found) == pytest.approx(best)
 
@@ -179,27 +227,38 @@ print(solver.objective_value / 2)
 
 @pytest.mark.parametrize(("layers", "n"), [(48, 8), (31, 7)])
 def test_balanced_stages_are_those_of_a_solver(layers: int, n: int) -> None:
-    """OR-Tools' CP-SAT on sizes that cannot be tried one by one; in a process of its own, as a process that has both it
-    and NIXL (wire/rdma.py) crashes."""
+    """OR-Tools' CP-SAT on sizes that cannot be tried one by one; in a process of its own, as a
+    process that has both it and NIXL (wire/rdma.py) crashes."""
     rng = Random(layers)
     weights = [rng.choice([3, 4, 5]) for _ in range(layers)]
     speeds, end = [rng.choice([1, 2]) for _ in range(n)], rng.randint(0, 20)
-    best = subprocess.run([sys.executable, "-c", SOLVED], input=json.dumps([weights, speeds, end]), text=True,
-                          capture_output=True, check=True, timeout=100).stdout
+    best = subprocess.run(
+        [sys.executable, "-c", SOLVED],
+        input=json.dumps([weights, speeds, end]),
+        text=True,
+        capture_output=True,
+        check=True,
+        timeout=100,
+    ).stdout
     stages = balanced(weights, speeds, ends=(0, end))
     assert stages is not None
     before, stops = [0, *itertools.accumulate(weights)], [0, *itertools.accumulate(stages)]
-    took = max((before[b] - before[a] + end * (i == n - 1)) / speeds[i]
-               for i, (a, b) in enumerate(itertools.pairwise(stops)))
+    took = max(
+        (before[b] - before[a] + end * (i == n - 1)) / speeds[i]
+        for i, (a, b) in enumerate(itertools.pairwise(stops))
+    )
     assert took == pytest.approx(float(best))
 
 
 def test_balanced_stages_are_no_slower_than_the_papers() -> None:
-    """Yang et al. (Holmes), equation 4 with alpha = 1.05 and the speeds of Table 3, gives 17, 13 and 19, 17."""
+    """Yang et al. (Holmes), equation 4 with alpha = 1.05 and the speeds of Table 3, gives 17,
+    13 and 19, 17."""
     for layers, speeds, printed in ((30, (197.0, 160.0), (17, 13)), (36, (189.0, 185.0), (19, 17))):
         found = balanced([1.0] * layers, speeds)
         assert found is not None
-        assert max(n / s for n, s in zip(found, speeds)) <= max(n / s for n, s in zip(printed, speeds))
+        assert max(n / s for n, s in zip(found, speeds)) <= max(
+            n / s for n, s in zip(printed, speeds)
+        )
 
 
 def test_even_stages_where_they_are_as_fast() -> None:

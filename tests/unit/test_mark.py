@@ -1,4 +1,5 @@
-"""What a run directory knows of its store: no other store, no older one, and no empty directory is taken for it."""
+"""What a run directory knows of its store: no other store, no older one, and no empty directory
+is taken for it."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def test_a_new_run_takes_what_is_there(tmp_path: Path) -> None:
         (JOB, 0, StaleError, "the store is at step 0, this run has committed step 5"),
     ],
 )
-def test_what_is_refused(tmp_path: Path, job: str, step: int, error: type[Exception], words: str) -> None:
+def test_what_is_refused(
+    tmp_path: Path, job: str, step: int, error: type[Exception], words: str
+) -> None:
     marked(tmp_path, 5)
     before = (tmp_path / module.NAME).read_bytes()
     with pytest.raises(error, match=words) as raised:
@@ -46,7 +49,8 @@ def test_what_is_refused(tmp_path: Path, job: str, step: int, error: type[Except
     anyway = Mark(tmp_path, new_store=True, report=said.append)
     anyway.check(job, step, "/mnt/ssd")
     assert anyway.fresh == (job != JOB) and "--new-store" in said[0]
-    Mark(tmp_path).check(job, step, "/mnt/ssd")  # it need not be said again, whatever ends this start
+    # it need not be said again, whatever ends this start
+    Mark(tmp_path).check(job, step, "/mnt/ssd")
 
 
 def test_the_same_store_or_a_later_step(tmp_path: Path) -> None:
@@ -60,7 +64,8 @@ def test_metrics_are_a_witness(tmp_path: Path) -> None:
     marked(tmp_path, 5)
     with pytest.raises(StaleError, match="at step 8, this run has committed step 9"):
         Mark(tmp_path, witness=9).check(JOB, 8, "there")
-    (tmp_path / module.NAME).unlink()  # also where the mark is lost, or the first edition has trained
+    # also where the mark is lost, or the first edition has trained
+    (tmp_path / module.NAME).unlink()
     with pytest.raises(StaleError, match="at step 8, this run has committed step 9"):
         Mark(tmp_path, witness=9).check(OTHER, 8, "there")
     with pytest.raises(GoneError, match="this run has committed step 9"):
@@ -69,8 +74,8 @@ def test_metrics_are_a_witness(tmp_path: Path) -> None:
 
 
 def test_a_start_that_goes_back(tmp_path: Path) -> None:
-    """State in RAM goes back to its snapshot: known before it does; the lines of metrics.jsonl count again only once
-    they have been brought to the same step."""
+    """State in RAM goes back to its snapshot: known before it does; the lines of metrics.jsonl
+    count again only once they have been brought to the same step."""
     marked(tmp_path, 9)
     mark = Mark(tmp_path, witness=9)
     with pytest.raises(ForeignError):
@@ -117,7 +122,9 @@ def test_state_in_ram_has_no_store(tmp_path: Path) -> None:
 
 def test_it_is_not_written_at_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[int] = []
-    monkeypatch.setattr(module, "replace_file", lambda path, content, doing: written.append(len(content)))
+    monkeypatch.setattr(
+        module, "replace_file", lambda path, content, doing: written.append(len(content))
+    )
     mark = Mark(tmp_path)
     mark.adopt(JOB, 0)
     mark.advance(0)

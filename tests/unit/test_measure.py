@@ -23,7 +23,9 @@ class Layer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv(self.norms[0](x)).view(*x.shape[:2], 3, 8, -1).permute(2, 0, 3, 1, 4)
-        x = x + self.out(((q @ k.transpose(-1, -2)).softmax(-1) @ v).transpose(1, 2).reshape(x.shape))
+        x = x + self.out(
+            ((q @ k.transpose(-1, -2)).softmax(-1) @ v).transpose(1, 2).reshape(x.shape)
+        )
         return x + self.down(self.up(self.norms[1](x)).relu())
 
 
@@ -69,10 +71,16 @@ def test_a_forward_that_fails_is_said() -> None:
         shape_of(model, torch.zeros(4, 32), samples=4)
 
 
-def test_simulate_takes_a_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-                                   ) -> None:
+def test_simulate_takes_a_function(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    assert cli.main(["simulate", "workstation", "--model", "test_measure:on_meta", "--placement", "ddp"]) == 0
+    assert (
+        cli.main(
+            ["simulate", "workstation", "--model", "test_measure:on_meta", "--placement", "ddp"]
+        )
+        == 0
+    )
     assert "on_meta (0.00 B parameters)" in capsys.readouterr().out
     assert cli.main(["simulate", "workstation", "--model", "test_measure:nothing"]) == 2
     assert "gives no model and arguments" in capsys.readouterr().err

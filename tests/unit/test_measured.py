@@ -1,4 +1,5 @@
-"""bench/measured.py: rows become plans; the constants in the package keep their accuracy on public runs."""
+"""bench/measured.py: rows become plans; the constants in the package keep their accuracy on
+public runs."""
 
 from __future__ import annotations
 
@@ -25,17 +26,42 @@ from roadtrain.sim.compute import constants
 def test_every_run_has_its_plan() -> None:
     found = {family: [one for one in runs() if one.family == family] for family in FAMILIES}
     assert {family: len(own) for family, own in found.items()} == {
-        "vtrain-multi": 24, "vtrain-single": 14, "foundry-a100": 29, "foundry-h100": 16, "torchtitan-h100": 7,
-        "torchtitan-a100": 2, "simumax-b200": 9, "megatron-gb300": 12, "megatron-gb200": 10, "megatron-h100": 1,
-        "megatron-b200": 0, "megatron-b300": 0, "sailor-gh200": 2, "sailor-hetero": 1, "deepspeed-offload": 3}
+        "vtrain-multi": 24,
+        "vtrain-single": 14,
+        "foundry-a100": 29,
+        "foundry-h100": 16,
+        "torchtitan-h100": 7,
+        "torchtitan-a100": 2,
+        "simumax-b200": 9,
+        "megatron-gb300": 12,
+        "megatron-gb200": 10,
+        "megatron-h100": 1,
+        "megatron-b200": 0,
+        "megatron-b300": 0,
+        "sailor-gh200": 2,
+        "sailor-hetero": 1,
+        "deepspeed-offload": 3,
+    }
     one = next(one for one in runs() if one.id == "vtrain-multi-0049")
-    assert (one.plan.layout.dp, one.plan.layout.tp, one.plan.layout.pp, one.plan.micros) == (8, 4, 16, 96)
+    assert (one.plan.layout.dp, one.plan.layout.tp, one.plan.layout.pp, one.plan.micros) == (
+        8,
+        4,
+        16,
+        96,
+    )
     assert one.model.tokens == 2048 and one.model.params / 1e9 == pytest.approx(39.1, rel=0.01)
     assert one.plan.layout.devices == one.cluster.device_count == 512
 
 
-@pytest.mark.parametrize(("family", "most"), [("foundry-h100", 0.045), ("vtrain-single", 0.055),
-                                             ("torchtitan-h100", 0.068), ("simumax-b200", 0.029)])
+@pytest.mark.parametrize(
+    ("family", "most"),
+    [
+        ("foundry-h100", 0.045),
+        ("vtrain-single", 0.055),
+        ("torchtitan-h100", 0.068),
+        ("simumax-b200", 0.029),
+    ],
+)
 def test_public_runs(family: str, most: float) -> None:
     """What README states, with half a per cent to spare; and never worse than the baselines."""
     own = [one for one in runs() if one.family == family]
@@ -54,15 +80,24 @@ def test_runs_that_nothing_was_fitted_to(family: str, most: float) -> None:
 
 
 def test_rows_of_somebody_else() -> None:
-    """Models that no row here has are told by their names; what cannot be told is left out with a reason."""
+    """Models that no row here has are told by their names; what cannot be told is left out with
+    a reason."""
     rows = loads(files("roadtrain.bench").joinpath("measured.json").read_text())
     row = next(row for row in rows if row["group"] == "simumax-b200")
-    found, refused = runs_of([{**row, "id": "a", "model": "mixtral_8x7b_l8 (reduced-layer)"},
-                              {**row, "id": "b", "model": "unheard_of"}, {**row, "id": "c", "metric": "reduce_time"},
-                              {**row, "id": "d", "parallelism": {}}, {**row, "id": "e", "group": "nobody"}])
+    found, refused = runs_of(
+        [
+            {**row, "id": "a", "model": "mixtral_8x7b_l8 (reduced-layer)"},
+            {**row, "id": "b", "model": "unheard_of"},
+            {**row, "id": "c", "metric": "reduce_time"},
+            {**row, "id": "d", "parallelism": {}},
+            {**row, "id": "e", "group": "nobody"},
+        ]
+    )
     assert [one.id for one in found] == ["a"] and found[0].model.layers == 8
     assert set(refused) == {"b", "c", "d", "e"} and "unheard_of" in refused["b"]
-    assert named("LLAMA3.1_405B").name == "LLaMA-3-405B" and named("Llama-2-13B").name == "LLaMA-2-13B"
+    assert (
+        named("LLAMA3.1_405B").name == "LLaMA-3-405B" and named("Llama-2-13B").name == "LLaMA-2-13B"
+    )
     said = told([{**row, "id": "a"}, {**row, "id": "e", "group": "nobody"}])
     assert "a: " in said and "e is left out" in said and "MAPE" in said
 
@@ -71,20 +106,33 @@ def test_measured_memory() -> None:
     """The goal: 5 % in the mean, and none under by more."""
     rows = memory_rows()
     assert {row.case.partition(",")[0] for row in rows} == {
-        "sailor-gh200", "sailor-hetero", "simumax-b200", "torchtitan-h100"}
-    assert all(row.met for row in rows), [(row.case, row.metric, row.ours) for row in rows if not row.met]
+        "sailor-gh200",
+        "sailor-hetero",
+        "simumax-b200",
+        "torchtitan-h100",
+    }
+    assert all(row.met for row in rows), [
+        (row.case, row.metric, row.ours) for row in rows if not row.met
+    ]
 
 
 def test_plans_of_frameworks() -> None:
-    """Ranks of each report's layout are all its devices; 405B in 128 parts has its embedding and loss alone."""
+    """Ranks of each report's layout are all its devices; 405B in 128 parts has its embedding
+    and loss alone."""
     for one in all_runs():
         if one.family != "sailor-hetero":
             assert one.plan.layout.devices <= one.cluster.device_count, one.id
     plan = next(one for one in all_runs() if one.id == "megatron-bridge-0005").plan
-    assert plan.layout.stages == (0, *[1] * 126, 0) and plan.precision == "nvfp4" and plan.micros == 384
+    assert (
+        plan.layout.stages == (0, *[1] * 126, 0)
+        and plan.precision == "nvfp4"
+        and plan.micros == 384
+    )
     mixed = next(one for one in all_runs() if one.id == "sailor-hetero-0003").cluster
     assert [(host.devices, host.device and host.device.kind) for host in mixed.hosts] == [
-        (2, "Titan-RTX"), (2, "RTX-3090")]
+        (2, "Titan-RTX"),
+        (2, "RTX-3090"),
+    ]
 
 
 def test_errors() -> None:
@@ -92,11 +140,20 @@ def test_errors() -> None:
     assert found == pytest.approx({"MAPE": 0.1, "median": 0.1, "P90": 0.2, "bias": 0.05})
 
 
-@pytest.mark.parametrize(("more", "name"), [
-    ({"offload_optimizer": None}, "zero1"), ({"offload_optimizer": "none"}, "zero1"),
-    ({"offload": None, "zero": 3}, "zero3"), ({"offload": False, "zero": 0}, "ddp"),
-    ({"offload_optimizer": "cpu"}, "zero-offload"), ({"zenflow": True}, "zero-offload")])
-def test_what_is_not_offloaded_has_no_plan_that_offloads(more: dict[str, object], name: str) -> None:
+@pytest.mark.parametrize(
+    ("more", "name"),
+    [
+        ({"offload_optimizer": None}, "zero1"),
+        ({"offload_optimizer": "none"}, "zero1"),
+        ({"offload": None, "zero": 3}, "zero3"),
+        ({"offload": False, "zero": 0}, "ddp"),
+        ({"offload_optimizer": "cpu"}, "zero-offload"),
+        ({"zenflow": True}, "zero-offload"),
+    ],
+)
+def test_what_is_not_offloaded_has_no_plan_that_offloads(
+    more: dict[str, object], name: str
+) -> None:
     rows = loads(files("roadtrain.bench").joinpath("measured.json").read_text())
     row = next(row for row in rows if row["group"] == "deepspeed-offload")
     (one,), refused = runs_of([{**row, "parallelism": {"zero": 2, **more}}])
@@ -104,16 +161,34 @@ def test_what_is_not_offloaded_has_no_plan_that_offloads(more: dict[str, object]
 
 
 def test_offload_that_no_plan_has_is_left_out() -> None:
-    """Neither said nor elsewhere than on the processors, nor where a family is not known to offload."""
+    """Neither said nor elsewhere than on the processors, nor where a family is not known to
+    offload."""
     rows = loads(files("roadtrain.bench").joinpath("measured.json").read_text())
-    deepspeed, foundry, vtrain = (next(row for row in rows if row["group"] == group) for group in (
-        "deepspeed-offload", "llm-foundry-fsdp", "vtrain-multi"))
-    more = [(deepspeed, {}), (deepspeed, {"offload_optimizer": "nvme"}), (vtrain, {"offload_optimizer": "cpu"}),
-            (vtrain, {"cpu_offload_act": True})]
-    wrong = [{**row, "id": str(i), "parallelism": {**{k: v for k, v in row["parallelism"].items()
-                                                      if not k.startswith("offload")}, **own}}
-             for i, (row, own) in enumerate(more)]
+    deepspeed, foundry, vtrain = (
+        next(row for row in rows if row["group"] == group)
+        for group in ("deepspeed-offload", "llm-foundry-fsdp", "vtrain-multi")
+    )
+    more = [
+        (deepspeed, {}),
+        (deepspeed, {"offload_optimizer": "nvme"}),
+        (vtrain, {"offload_optimizer": "cpu"}),
+        (vtrain, {"cpu_offload_act": True}),
+    ]
+    wrong = [
+        {
+            **row,
+            "id": str(i),
+            "parallelism": {
+                **{k: v for k, v in row["parallelism"].items() if not k.startswith("offload")},
+                **own,
+            },
+        }
+        for i, (row, own) in enumerate(more)
+    ]
     found, refused = runs_of(wrong)
     assert not found and set(refused) == {"0", "1", "2", "3"}
-    acts = [{**foundry, "parallelism": {**foundry["parallelism"], "cpu_offload_act": act}} for act in (None, True)]
+    acts = [
+        {**foundry, "parallelism": {**foundry["parallelism"], "cpu_offload_act": act}}
+        for act in (None, True)
+    ]
     assert [one.plan.offload for one in runs_of(acts)[0]] == [False, True]

@@ -19,14 +19,26 @@ from roadtrain.node.serve import Seat
 from roadtrain.spec.chunks import PAGE, Chunk, ChunkTable, ParamSpec
 from roadtrain.units import round_up
 
-CHUNKS = ChunkTable.build([("", [ParamSpec(f"p{i}", (5000,), dtype, trainable, 0)
-                                 for i, (dtype, trainable) in enumerate([("fp32", True), ("bf16", True),
-                                                                         ("fp32", False)])])]).chunks
+CHUNKS = ChunkTable.build(
+    [
+        (
+            "",
+            [
+                ParamSpec(f"p{i}", (5000,), dtype, trainable, 0)
+                for i, (dtype, trainable) in enumerate(
+                    [("fp32", True), ("bf16", True), ("fp32", False)]
+                )
+            ],
+        )
+    ]
+).chunks
 
 
 def seat(local: int = 1) -> tuple[Seat, list[Any]]:
     told: list[Any] = []
-    session = SimpleNamespace(chunk=lambda number: CHUNKS[number], local=local, tell=told.append, end=told.append)
+    session = SimpleNamespace(
+        chunk=lambda number: CHUNKS[number], local=local, tell=told.append, end=told.append
+    )
     made = Seat(session, 3, "", None)  # type: ignore[arg-type]
     made.pool = Pool(4, max(4 * c.numel for c in CHUNKS))
     return made, told
@@ -48,14 +60,21 @@ def arrive(at: Seat, message: ops.Push) -> bytes:
 
 @pytest.mark.parametrize("dtype", ["", "bf16", "fp16"])
 def test_a_narrowed_gradient_is_half_as_many_bytes(dtype: str) -> None:
-    """From a worker through a relay, which passes it on as it is, to a server, which has room for its fp32 sum."""
+    """From a worker through a relay, which passes it on as it is, to a server, which has room
+    for its fp32 sum."""
     chunk, (relay, passing), (server, got) = CHUNKS[0], seat(), seat()
     grad = whole(chunk)
     sent = arrive(relay, ops.Push(chunk.id, grad, True, True, 7, dtype=dtype))
     assert sent == bytes(grad[: chunk.numel * (2 if dtype else 4)])
     assert arrive(server, passing[0]) == sent
     (push,) = got
-    assert (push.chunk, push.fresh, push.ticket, push.worker, push.dtype) == (chunk.id, True, 7, 3, dtype)
+    assert (push.chunk, push.fresh, push.ticket, push.worker, push.dtype) == (
+        chunk.id,
+        True,
+        7,
+        3,
+        dtype,
+    )
     assert push.sent == sent and len(push.grad) == chunk.public_nbytes
     push.grad[:] = bytes(chunk.public_nbytes)  # it may be written to, and is the seat's own buffer
     assert server.pool is not None and server.pool.spare == 3
@@ -66,8 +85,14 @@ def test_a_narrowed_gradient_is_half_as_many_bytes(dtype: str) -> None:
 def test_gradients_follow_each_other_into_their_own_buffers() -> None:
     """Room is asked for ahead of what arrives."""
     chunk, (server, got) = CHUNKS[0], seat()
-    frames = [m.frame(ops.Push(chunk.id, memoryview(bytes([i]) * chunk.public_nbytes), True, True, i, dtype=dtype))
-              for i, dtype in enumerate(("bf16", "", "fp16"))]
+    frames = [
+        m.frame(
+            ops.Push(
+                chunk.id, memoryview(bytes([i]) * chunk.public_nbytes), True, True, i, dtype=dtype
+            )
+        )
+        for i, dtype in enumerate(("bf16", "", "fp16"))
+    ]
     rooms = [server.room(kind, header, sum(map(len, parts))) for kind, header, parts in frames]
     for room, (kind, header, parts) in zip(rooms, frames):
         room[:] = b"".join(parts)
@@ -78,10 +103,15 @@ def test_gradients_follow_each_other_into_their_own_buffers() -> None:
 @pytest.mark.parametrize(
     ("chunk", "dtype", "nbytes", "words"),
     [
-        (0, "bf16", 4, "expected"), (0, "bf16", 1, "expected"), (0, "", 2, "expected"),
-        (0, "fp32", 4, "came as 'fp32'"), (0, "16", 2, "came as '16'"),
-        (0, "i8", 1, "came as 'i8'"), (1, "bf16", 2, "which is bf16, came as 'bf16'"),
-        (1, "fp16", 2, "which is bf16, came as 'fp16'"), (2, "bf16", 2, "-1 expected"),
+        (0, "bf16", 4, "expected"),
+        (0, "bf16", 1, "expected"),
+        (0, "", 2, "expected"),
+        (0, "fp32", 4, "came as 'fp32'"),
+        (0, "16", 2, "came as '16'"),
+        (0, "i8", 1, "came as 'i8'"),
+        (1, "bf16", 2, "which is bf16, came as 'bf16'"),
+        (1, "fp16", 2, "which is bf16, came as 'fp16'"),
+        (2, "bf16", 2, "-1 expected"),
     ],
 )
 def test_what_does_not_fit_is_refused(chunk: int, dtype: str, nbytes: int, words: str) -> None:
@@ -95,7 +125,9 @@ def test_what_does_not_fit_is_refused(chunk: int, dtype: str, nbytes: int, words
 def test_a_push_without_a_gradient_is_refused(dtype: str) -> None:
     at, told = seat()
     at.arrived(m.PUSH, m.encode((0, True, 1, -1, dtype)), memoryview(b""))
-    assert len(told) == 1 and isinstance(told[0], WireError) and "without a gradient" in str(told[0])
+    assert (
+        len(told) == 1 and isinstance(told[0], WireError) and "without a gradient" in str(told[0])
+    )
 
 
 dtypes = st.one_of(st.sampled_from(["", "bf16", "fp16", "fp32", "16"]), st.text(max_size=20))
@@ -103,7 +135,9 @@ things = st.one_of(st.integers(), st.booleans(), dtypes, st.none(), st.floats())
 
 
 @given(st.integers(0, 2), st.integers(-3, (1 << 63) - 1), dtypes)
-def test_any_push_header_has_a_size_that_fits_or_is_refused(number: int, k: int, dtype: str) -> None:
+def test_any_push_header_has_a_size_that_fits_or_is_refused(
+    number: int, k: int, dtype: str
+) -> None:
     chunk = CHUNKS[number]
     with contextlib.suppress(WireError):
         fields = m.header(m.PUSH, m.encode((number, True, 1, k, dtype)))
@@ -122,10 +156,14 @@ def encoded(values: list[Any]) -> bytes:
         return b""
 
 
-pushes = st.tuples(st.integers(0, 2), st.booleans(), st.integers(0, 9), st.integers(-2, 4), dtypes).map(list)
+pushes = st.tuples(
+    st.integers(0, 2), st.booleans(), st.integers(0, 9), st.integers(-2, 4), dtypes
+).map(list)
 
 
-@given(st.one_of(st.binary(max_size=60), st.one_of(st.lists(things, max_size=7), pushes).map(encoded)))
+@given(
+    st.one_of(st.binary(max_size=60), st.one_of(st.lists(things, max_size=7), pushes).map(encoded))
+)
 def test_any_bytes_as_a_header_are_a_header_or_a_wire_error(raw: bytes) -> None:
     at, told = seat()
     with contextlib.suppress(WireError):
@@ -135,4 +173,3 @@ def test_any_bytes_as_a_header_are_a_header_or_a_wire_error(raw: bytes) -> None:
             room = at.room(m.PUSH, raw, CHUNKS[fields[0]].numel * 2)
             at.arrived(m.PUSH, raw, room)
             assert len(told) == 1
-

@@ -42,7 +42,10 @@ def test_lines_that_were_not_committed_are_cut(path: Path, done: int) -> None:
 def test_a_file_of_another_store_is_renamed(path: Path) -> None:
     content = path.read_bytes()
     with Metrics(path, 3, fresh=True) as metrics:
-        assert metrics.aside == path.with_name("metrics.before-1.jsonl") and metrics.aside.read_bytes() == content
+        assert (
+            metrics.aside == path.with_name("metrics.before-1.jsonl")
+            and metrics.aside.read_bytes() == content
+        )
         metrics.append({"step": 4, "loss": 0.5})
     with Metrics(path, 0) as metrics:
         assert metrics.aside == path.with_name("metrics.before-2.jsonl")

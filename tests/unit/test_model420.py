@@ -1,4 +1,5 @@
-"""What the out-of-core benchmark compares: one model, seed and data, and the same losses when ours trains it."""
+"""What the out-of-core benchmark compares: one model, seed and data, and the same losses when
+ours trains it."""
 
 from __future__ import annotations
 
@@ -25,7 +26,11 @@ def test_the_model_has_420_million_parameters() -> None:
 
 def test_batches_follow_the_step_number_alone() -> None:
     x = model420.batch(7, 2, 16)
-    assert x.shape == (2, 16) and x.dtype is torch.int64 and 0 <= x.min() <= x.max() < model420.VOCABULARY
+    assert (
+        x.shape == (2, 16)
+        and x.dtype is torch.int64
+        and 0 <= x.min() <= x.max() < model420.VOCABULARY
+    )
     assert torch.equal(x, model420.batch(7, 2, 16)) and not torch.equal(x, model420.batch(8, 2, 16))
 
 
@@ -41,15 +46,29 @@ def test_a_wide_product_is_a_linear_layer_with_rounded_gradient() -> None:
     y.requires_grad_()
     plain(x).square().sum().backward()
     wide(y).square().sum().backward()
-    assert plain.weight.grad is not None and wide.weight.grad is not None and x.grad is not None and y.grad is not None
-    assert torch.equal(x.grad, y.grad) and torch.equal(plain.weight.grad.bfloat16(), wide.weight.grad)
+    assert (
+        plain.weight.grad is not None
+        and wide.weight.grad is not None
+        and x.grad is not None
+        and y.grad is not None
+    )
+    assert torch.equal(x.grad, y.grad) and torch.equal(
+        plain.weight.grad.bfloat16(), wide.weight.grad
+    )
 
 
 def test_ours_has_the_losses_of_plain_training(tmp_path: Path) -> None:
     plain = model420.plain_losses(6, 2, 32, "fp32", **SMALL)
     model = model420.build("fp32", **SMALL)
-    optimizer = roadtrain.place(model, model420.adamw(model.parameters()), store=tmp_path, dtype=torch.bfloat16,
-                                budget="200MiB", backwards_per_step=1, report=lambda line: None)
+    optimizer = roadtrain.place(
+        model,
+        model420.adamw(model.parameters()),
+        store=tmp_path,
+        dtype=torch.bfloat16,
+        budget="200MiB",
+        backwards_per_step=1,
+        report=lambda line: None,
+    )
     losses = model420.training(model, optimizer, range(6), 2, 32)[0]
     optimizer.close()
     assert losses == pytest.approx(plain, abs=1e-3) and losses[0] == plain[0]

@@ -1,4 +1,5 @@
-"""What place() refuses before anything is changed, because it would silently be something else (Rule 6)."""
+"""What place() refuses before anything is changed, because it would silently be something else
+(Rule 6)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The state of a job as bytes: what goes in comes out, all else is a typed error, nothing is executed (Rule 8)."""
+"""The state of a job as bytes: what goes in comes out, all else is a typed error, nothing is
+executed (Rule 8)."""
 
 from __future__ import annotations
 
@@ -20,15 +21,30 @@ from roadtrain.model import plain
 
 FUZZ = settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 
-scalars = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.binary(max_size=8))
+scalars = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.binary(max_size=8)
+)
 keys = st.one_of(st.text(max_size=5), st.integers(), st.tuples(st.integers(), st.text(max_size=2)))
-values = st.recursive(scalars, lambda inner: st.one_of(
-    st.lists(inner, max_size=4), st.lists(inner, max_size=4).map(tuple), st.dictionaries(keys, inner, max_size=4),
-    st.dictionaries(keys, inner, max_size=4).map(OrderedDict)), max_leaves=20)
+values = st.recursive(
+    scalars,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.lists(inner, max_size=4).map(tuple),
+        st.dictionaries(keys, inner, max_size=4),
+        st.dictionaries(keys, inner, max_size=4).map(OrderedDict),
+    ),
+    max_leaves=20,
+)
 
 
 def raw_of(tensor) -> bytes:
-    return bytes(torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor).reshape(-1).view(torch.uint8).numpy())
+    return bytes(
+        torch.empty(tensor.shape, dtype=tensor.dtype)
+        .copy_(tensor)
+        .reshape(-1)
+        .view(torch.uint8)
+        .numpy()
+    )
 
 
 def same(a, b) -> bool:
@@ -44,7 +60,11 @@ def same(a, b) -> bool:
         return a.dtype == b.dtype and a.shape == b.shape and raw_of(a) == raw_of(b)
     if isinstance(a, np.ndarray):
         return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
-    return (a == b and math.copysign(1, a) == math.copysign(1, b)) or a != a if isinstance(a, float) else a == b
+    return (
+        (a == b and math.copysign(1, a) == math.copysign(1, b)) or a != a
+        if isinstance(a, float)
+        else a == b
+    )
 
 
 @FUZZ
@@ -56,8 +76,13 @@ def test_values_come_back_with_their_types(value):
 @pytest.mark.parametrize("dtype", plain.DTYPES.values(), ids=str)
 def test_tensors_of_every_dtype_come_back_bit_for_bit(dtype):
     raw = torch.randint(0, 2, (24 * dtype.itemsize,), dtype=torch.uint8)
-    for tensor in (raw.view(dtype).reshape(2, 3, 4), raw.view(dtype)[:1].reshape(()), raw.view(dtype)[:0],
-                   raw.view(dtype).reshape(4, 6).t()[1::2], raw.view(dtype)[:1].as_strided((1,), (0,))):
+    for tensor in (
+        raw.view(dtype).reshape(2, 3, 4),
+        raw.view(dtype)[:1].reshape(()),
+        raw.view(dtype)[:0],
+        raw.view(dtype).reshape(4, 6).t()[1::2],
+        raw.view(dtype)[:1].as_strided((1,), (0,)),
+    ):
         assert same(plain.decode(plain.encode([tensor, "behind"])), [tensor.contiguous(), "behind"])
 
 
@@ -67,20 +92,44 @@ def test_what_a_job_commits_comes_back():
     optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1))
     model(torch.randn(5, 3)).sum().backward()
     optimizer.step()
-    schedulers = [torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 5, 5]),  # holds a Counter
-                  torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1)),
-                  torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)]
-    state = {"python": random.getstate(), "torch": torch.get_rng_state(), "buffers": dict(model.named_buffers()),
-             "extra": {"model": model.state_dict(), "optimizer": optimizer.state_dict(),
-                       **{str(i): one.state_dict() for i, one in enumerate(schedulers)}},
-             "numpy": list(np.random.get_state()), "scalar": np.float64(0.1), "count": np.int64(7),
-             "odd": [Counter("abca"), torch.Size([2, 3]), torch.bfloat16, torch.device("cpu"), 2j, {1, 2}, 1 << 200]}
+    schedulers = [
+        torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 5, 5]),  # holds a Counter
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1)),
+        torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer),
+    ]
+    state = {
+        "python": random.getstate(),
+        "torch": torch.get_rng_state(),
+        "buffers": dict(model.named_buffers()),
+        "extra": {
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            **{str(i): one.state_dict() for i, one in enumerate(schedulers)},
+        },
+        "numpy": list(np.random.get_state()),
+        "scalar": np.float64(0.1),
+        "count": np.int64(7),
+        "odd": [
+            Counter("abca"),
+            torch.Size([2, 3]),
+            torch.bfloat16,
+            torch.device("cpu"),
+            2j,
+            {1, 2},
+            1 << 200,
+        ],
+    }
     back = plain.decode(plain.encode(state))
     assert same(back["odd"], state["odd"]) and back["count"] == 7 and same(back["scalar"], 0.1)
     assert back["python"] == state["python"]
     random.setstate(back["python"])
     np.random.set_state(back["numpy"])
-    for name, thing in (("model", model), ("optimizer", optimizer), ("0", schedulers[0]), ("2", schedulers[2])):
+    for name, thing in (
+        ("model", model),
+        ("optimizer", optimizer),
+        ("0", schedulers[0]),
+        ("2", schedulers[2]),
+    ):
         thing.load_state_dict(back["extra"][name])
     assert type(back["extra"]["0"]["milestones"]) is Counter
     assert back["extra"]["model"]._metadata == model.state_dict()._metadata
@@ -90,14 +139,17 @@ class Odd:
     pass
 
 
-@pytest.mark.parametrize(("value", "words"), [
-    ({"a": [1, Odd()]}, r"extra\['a'\]\[1\] is a .*Odd, which has no plain form"),
-    ({"f": len}, r"extra\['f'\] is a builtins.builtin_function_or_method"),
-    ([torch.ones(2, device="meta")], r"extra\[0\] is a tensor .* on meta"),
-    ([torch.eye(2).to_sparse()], r"extra\[0\] is a tensor of .* torch.sparse_coo"),
-    ([np.array([Odd()])], "numpy.ndarray"),
-    ([np.datetime64("2026-11-23")], "datetime.date"),
-])
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ({"a": [1, Odd()]}, r"extra\['a'\]\[1\] is a .*Odd, which has no plain form"),
+        ({"f": len}, r"extra\['f'\] is a builtins.builtin_function_or_method"),
+        ([torch.ones(2, device="meta")], r"extra\[0\] is a tensor .* on meta"),
+        ([torch.eye(2).to_sparse()], r"extra\[0\] is a tensor of .* torch.sparse_coo"),
+        ([np.array([Odd()])], "numpy.ndarray"),
+        ([np.datetime64("2026-11-23")], "datetime.date"),
+    ],
+)
 def test_other_types_are_refused_when_they_are_saved(value, words):
     with pytest.raises(ConfigError, match=words):
         plain.encode(value, "extra")
@@ -110,7 +162,9 @@ def test_what_holds_itself_is_refused():
         plain.encode(value)
 
 
-GOOD = plain.encode({"a": [1, "text", (None, 2.5)], "t": torch.arange(6.0).reshape(2, 3), "b": torch.ones(3).bool()})
+GOOD = plain.encode(
+    {"a": [1, "text", (None, 2.5)], "t": torch.arange(6.0).reshape(2, 3), "b": torch.ones(3).bool()}
+)
 
 
 def test_every_cut_of_a_state_is_an_error():
@@ -124,19 +178,39 @@ def test_every_cut_of_a_state_is_an_error():
 @FUZZ
 @given(st.integers(0, len(GOOD) - 1), st.integers(0, 255), st.binary(max_size=20))
 def test_spoiled_bytes_give_a_value_or_a_typed_error(at, byte, more):
-    for raw in (GOOD[:at] + bytes([byte]) + GOOD[at + 1 :], GOOD[:at] + more + GOOD[at:], more, plain.MAGIC + more,
-                plain.MAGIC + plain.LENGTH.pack(len(more)) + more):
+    for raw in (
+        GOOD[:at] + bytes([byte]) + GOOD[at + 1 :],
+        GOOD[:at] + more + GOOD[at:],
+        more,
+        plain.MAGIC + more,
+        plain.MAGIC + plain.LENGTH.pack(len(more)) + more,
+    ):
         try:
             plain.decode(raw)
         except StoreError:
             pass
 
 
-@pytest.mark.parametrize("told", [
-    ["tensor", "float32", [1 << 60]], ["tensor", "float32", [-1]], ["tensor", "no", [1]], ["tensor"], ["run", "x"], [],
-    ["dict", 1], ["dict", ["list"], 1], ["set", ["list"]], ["array", "O", [0]], ["array", "<f4", [9]], [["list"]],
-    ["device", "x:y"], ["dtype", "q"], ["int", "x"],
-])
+@pytest.mark.parametrize(
+    "told",
+    [
+        ["tensor", "float32", [1 << 60]],
+        ["tensor", "float32", [-1]],
+        ["tensor", "no", [1]],
+        ["tensor"],
+        ["run", "x"],
+        [],
+        ["dict", 1],
+        ["dict", ["list"], 1],
+        ["set", ["list"]],
+        ["array", "O", [0]],
+        ["array", "<f4", [9]],
+        [["list"]],
+        ["device", "x:y"],
+        ["dtype", "q"],
+        ["int", "x"],
+    ],
+)
 def test_a_header_that_says_what_no_state_says(told):
     header = plain.msgspec.msgpack.encode(told)
     with pytest.raises(DamagedError):
@@ -164,17 +238,62 @@ def test_what_torch_save_wrote_is_read_as_torch_reads_it(monkeypatch):
     model(torch.randn(5, 3)).sum().backward()
     optimizer.step()
     state = {
-        "torch": torch.get_rng_state(), "cuda": [], "python": random.getstate(),
-        "numpy": ["MT19937", torch.arange(624), 3, 0, 0.0], "buffers": dict(model.named_buffers()),
+        "torch": torch.get_rng_state(),
+        "cuda": [],
+        "python": random.getstate(),
+        "numpy": ["MT19937", torch.arange(624), 3, 0, 0.0],
+        "buffers": dict(model.named_buffers()),
         "groups": [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups],
-        "extra": {"s": torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 5, 5]).state_dict(),
-                  "model": model.state_dict(), "optimizer": optimizer.state_dict(),
-                  "dtypes": [torch.ones(3, dtype=dtype) for dtype in (
-                      torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.uint8, torch.int16, torch.int32,
-                      torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.uint16)]},
-        "views": [base[3:9], base.reshape(4, 6).t(), base[:1].expand(5), torch.empty(0), torch.tensor(2.5)],
-        "odd": [torch.Size([2]), torch.float32, torch.device("cpu"), {1, 2}, OrderedDict(a=1), b"by\xfftes", -5,
-                300, 1 << 40, -(1 << 70), 1e300, math.inf, "ü", None, True, (), (1,), (1, 2), (1, 2, 3, 4)],
+        "extra": {
+            "s": torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 5, 5]).state_dict(),
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "dtypes": [
+                torch.ones(3, dtype=dtype)
+                for dtype in (
+                    torch.bfloat16,
+                    torch.float16,
+                    torch.float64,
+                    torch.int8,
+                    torch.uint8,
+                    torch.int16,
+                    torch.int32,
+                    torch.int64,
+                    torch.bool,
+                    torch.complex64,
+                    torch.float8_e4m3fn,
+                    torch.uint16,
+                )
+            ],
+        },
+        "views": [
+            base[3:9],
+            base.reshape(4, 6).t(),
+            base[:1].expand(5),
+            torch.empty(0),
+            torch.tensor(2.5),
+        ],
+        "odd": [
+            torch.Size([2]),
+            torch.float32,
+            torch.device("cpu"),
+            {1, 2},
+            OrderedDict(a=1),
+            b"by\xfftes",
+            -5,
+            300,
+            1 << 40,
+            -(1 << 70),
+            1e300,
+            math.inf,
+            "ü",
+            None,
+            True,
+            (),
+            (1,),
+            (1, 2),
+            (1, 2, 3, 4),
+        ],
     }
     raw, wanted = saved(state), torch.load(io.BytesIO(saved(state)), weights_only=True)
     monkeypatch.setattr(torch, "load", None)

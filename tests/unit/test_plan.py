@@ -1,4 +1,5 @@
-"""spec.plan: no split gives out more than the budget (Rule 4), and the least budget that is named is one that does."""
+"""spec.plan: no split gives out more than the budget (Rule 4), and the least budget that is
+named is one that does."""
 
 from __future__ import annotations
 
@@ -19,27 +20,39 @@ ARRAYS, SCALARS = 2, 1
 
 @st.composite
 def jobs(draw):
-    """(table, records, owners, the options of derive): models of a few MB, with and without compression's twins."""
+    """(table, records, owners, the options of derive): models of a few MB, with and without
+    compression's twins."""
     dtype = draw(st.sampled_from(["fp32", "bf16"]))
     blocks = []
     for b in range(draw(st.integers(1, 7))):
         sizes = draw(st.lists(st.sampled_from([0, 7, 5000, SEGMENT, 300_000, 1 << 20]), max_size=3))
         trains = draw(st.booleans())
-        specs = [ParamSpec(f"b{b}.{i}", (n,), dtype, trains, 0 if trains else -1) for i, n in enumerate(sizes)]
+        specs = [
+            ParamSpec(f"b{b}.{i}", (n,), dtype, trains, 0 if trains else -1)
+            for i, n in enumerate(sizes)
+        ]
         blocks.append((f"b{b}", specs))
     twins, root_twin, n = set(), 0, len(blocks)
     if draw(st.booleans()):
         for i, (name, specs) in enumerate(blocks[:n]):
-            mine = [ParamSpec(f"residual:{p.name}", p.shape, "fp32", True, 1) for p in specs if p.trainable and p.numel]
+            mine = [
+                ParamSpec(f"residual:{p.name}", p.shape, "fp32", True, 1)
+                for p in specs
+                if p.trainable and p.numel
+            ]
             if mine:
                 twins.add(len(blocks))
                 root_twin = len(blocks) if i == 0 else root_twin
                 blocks.append((f"residual:{name}", mine))
     table = ChunkTable.build(blocks, draw(st.sampled_from([SEGMENT, 4 * SEGMENT, 16 * SEGMENT])))
-    records = {c.id: record(c, 0 if c.group else ARRAYS, 0 if c.group else SCALARS) for c in table.chunks}
+    records = {
+        c.id: record(c, 0 if c.group else ARRAYS, 0 if c.group else SCALARS) for c in table.chunks
+    }
     owners = assign(table, [1.0] * draw(st.integers(1, 5)))
     options = {
-        "on_files": draw(st.booleans()), "holds_gradients": draw(st.booleans()), "twins": frozenset(twins),
+        "on_files": draw(st.booleans()),
+        "holds_gradients": draw(st.booleans()),
+        "twins": frozenset(twins),
         "root_twin": root_twin,
     }
     return table, records, owners, options
@@ -88,7 +101,9 @@ def test_every_buffer_holds_what_goes_into_it(job, extra):
     got = derive(table, records, owners, least_of(job) + extra, **options)
     streamed = [b for b in table.blocks[1:] if b.index != options["root_twin"]]
     assert got.slots >= 2 and got.push_buffers >= 3
-    assert all(b.pull_nbytes <= got.slot_bytes and b.push_nbytes <= got.push_bytes for b in streamed)
+    assert all(
+        b.pull_nbytes <= got.slot_bytes and b.push_nbytes <= got.push_bytes for b in streamed
+    )
     root = table.blocks[0]
     permanent = root.pull_nbytes + 2 * root.push_nbytes
     permanent += table.blocks[options["root_twin"]].pull_nbytes if options["root_twin"] else 0
@@ -100,7 +115,9 @@ def test_every_buffer_holds_what_goes_into_it(job, extra):
         assert all(r.nbytes <= got.record_bytes for r in records.values())
         assert all(round_up(c.public_nbytes, 4096) <= got.scratch_bytes for c in table.trainable)
         assert not got.resident & got.public_resident
-        kept = sum(records[c].nbytes for c in got.resident) + sum(records[c].public_nbytes for c in got.public_resident)
+        kept = sum(records[c].nbytes for c in got.resident) + sum(
+            records[c].public_nbytes for c in got.public_resident
+        )
         assert kept <= got.resident_bytes
     else:
         assert got.resident == frozenset(records)
@@ -116,7 +133,10 @@ def test_more_memory_never_means_less_of_anything_needed(job):
     least = least_of(job)
     small, large = (derive(table, records, owners, n, **options) for n in (least, least + 4 * GIB))
     assert small.slots <= large.slots and small.push_buffers <= large.push_buffers
-    assert small.record_buffers <= large.record_buffers and small.activation_bytes <= large.activation_bytes
+    assert (
+        small.record_buffers <= large.record_buffers
+        and small.activation_bytes <= large.activation_bytes
+    )
     assert small.resident <= large.resident
     if options["on_files"]:
         assert large.resident == frozenset(c.id for c in table.trainable)
@@ -127,7 +147,9 @@ def test_the_refusal_names_the_largest_block_and_a_way_out():
     specs = [ParamSpec("w", (1 << 20,), "fp32", True, 0)]
     table = ChunkTable.build([("root", []), ("small", []), ("large", specs)])
     records = {c.id: record(c, ARRAYS, SCALARS) for c in table.chunks}
-    with pytest.raises(BudgetError, match=r"(?s)the budget is 1.0 MiB.*'large'.*at least .* smaller chunks") as caught:
+    with pytest.raises(
+        BudgetError, match=r"(?s)the budget is 1.0 MiB.*'large'.*at least .* smaller chunks"
+    ) as caught:
         derive(table, records, (0,), MIB, on_files=True, holds_gradients=True)
     assert parse_bytes(re.findall(r"needs at least (\d+ MiB)", str(caught.value))[0]) > MIB
     with pytest.raises(BudgetError, match="place the state on files"):
@@ -148,5 +170,7 @@ def test_blocks_are_kept_until_backward_as_asked():
     assert slots(2 * GIB, buffering="none")[1] == 0 and slots(2 * GIB, buffering="none")[0] < 8
     few = 80 * MIB
     assert 0 <= slots(few)[1] < 8
-    with pytest.raises(BudgetError, match=rf"{slots(few)[0]} of 8 blocks of 4.0 MiB can be kept.*80.0 MiB"):
+    with pytest.raises(
+        BudgetError, match=rf"{slots(few)[0]} of 8 blocks of 4.0 MiB can be kept.*80.0 MiB"
+    ):
         slots(few, buffering="all")

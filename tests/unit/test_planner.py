@@ -1,4 +1,5 @@
-"""planner.py: the pick is the best of all candidates on random clusters; what it tells; nothing fits; no torch."""
+"""planner.py: the pick is the best of all candidates on random clusters; what it tells; nothing
+fits; no torch."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ OF = Constants()
 
 
 def some_cluster(seed: int) -> tuple[Cluster, ModelShape]:
-    """One to four small hosts, perhaps of two kinds, perhaps with spare hosts, SSDs and a switch that sums."""
+    """One to four small hosts, perhaps of two kinds, perhaps with spare hosts, SSDs and a
+    switch that sums."""
     rng = random.Random(seed)
 
     def rate(low: float, high: float) -> str:
@@ -36,25 +38,48 @@ def some_cluster(seed: int) -> tuple[Cluster, ModelShape]:
 
     def host(name: str, devices: bool) -> dict[str, Any]:
         out: dict[str, Any] = {
-            "name": name, "count": rng.choice([1, 2]), "memory": f"{rng.choice([16, 64, 256])}GB",
-            "memory_rate": rate(10, 200), "updates": rate(5, 100), "sums": rate(5, 100),
-            "nics": [{"rate": rate(0.5, 25), "latency": "20us"}], "price_per_hour": rng.uniform(0.1, 4),
+            "name": name,
+            "count": rng.choice([1, 2]),
+            "memory": f"{rng.choice([16, 64, 256])}GB",
+            "memory_rate": rate(10, 200),
+            "updates": rate(5, 100),
+            "sums": rate(5, 100),
+            "nics": [{"rate": rate(0.5, 25), "latency": "20us"}],
+            "price_per_hour": rng.uniform(0.1, 4),
             "idle_watts": 100,
         }
         if devices:
-            out |= {"devices": rng.choice([1, 2]), "fabric": rate(5, 200), "device": {
-                "flops": f"{rng.choice([20, 60, 120])}TFLOP/s", "memory": f"{rng.choice([6, 12, 24])}GB",
-                "memory_rate": "900GB/s", "copy": rate(4, 25), "peak_watts": 300, "idle_watts": 30}}
+            out |= {
+                "devices": rng.choice([1, 2]),
+                "fabric": rate(5, 200),
+                "device": {
+                    "flops": f"{rng.choice([20, 60, 120])}TFLOP/s",
+                    "memory": f"{rng.choice([6, 12, 24])}GB",
+                    "memory_rate": "900GB/s",
+                    "copy": rate(4, 25),
+                    "peak_watts": 300,
+                    "idle_watts": 30,
+                },
+            }
         if rng.random() < 0.7:
-            ssd = {"count": rng.choice([1, 4]), "read": rate(1, 6), "write": rate(1, 4), "capacity": "2TB"}
-            out |= {"ssds": [ssd | ({"updates": "7GB/s"} if rng.random() < 0.3 else {})], "uplink": rate(6, 25)}
+            ssd = {
+                "count": rng.choice([1, 4]),
+                "read": rate(1, 6),
+                "write": rate(1, 4),
+                "capacity": "2TB",
+            }
+            out |= {
+                "ssds": [ssd | ({"updates": "7GB/s"} if rng.random() < 0.3 else {})],
+                "uplink": rate(6, 25),
+            }
         return out
 
     hosts = [host("a", True)] + ([host("b", True)] if rng.random() < 0.4 else [])
     hosts += [host("spare", False)] if rng.random() < 0.6 else []
     switch = {"name": "ethernet", "sums": rng.random() < 0.4, "multicasts": rng.random() < 0.4}
-    return make_cluster({"hosts": hosts, "switches": [switch]}), gpt(4, rng.choice([1024, 2048]), 16,
-                                                                     vocab=32000, seq_len=512)
+    return make_cluster({"hosts": hosts, "switches": [switch]}), gpt(
+        4, rng.choice([1024, 2048]), 16, vocab=32000, seq_len=512
+    )
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -73,7 +98,10 @@ def test_the_pick_is_the_best_of_all(seed: int) -> None:
             assert least <= result.seconds * (1 + 1e-5), plan  # but for how exactly steps repeat
         except RoadtrainError:
             continue
-        scores.append({"time": result.seconds, "cost": result.price, "energy": result.joules}[goal] / plan.samples)
+        scores.append(
+            {"time": result.seconds, "cost": result.price, "energy": result.joules}[goal]
+            / plan.samples
+        )
     if not scores:
         assert answer.pick is None and least_change(answer) is not None
         return
@@ -101,11 +129,33 @@ def test_late_plans_only_where_they_are_asked_for() -> None:  # Rule 2
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plan, out, html, job = (str(tmp_path / name) for name in ("plan.toml", "plan.json", "plan.html", "job.toml"))
-    words = ["--model", "LLaMA-7B", "--batch", "8", "--out", plan, "--json", out, "--html", html, "--job-file", job]
+    plan, out, html, job = (
+        str(tmp_path / name) for name in ("plan.toml", "plan.json", "plan.html", "job.toml")
+    )
+    words = [
+        "--model",
+        "LLaMA-7B",
+        "--batch",
+        "8",
+        "--out",
+        plan,
+        "--json",
+        out,
+        "--html",
+        html,
+        "--job-file",
+        job,
+    ]
     assert cli.main(["plan", "workstation", *words]) == 0
     told = capsys.readouterr().out
-    for word in ("pick    files", "why  ", "10 % more of", "second  ", "refused", "assumed hosts.workstation.updates"):
+    for word in (
+        "pick    files",
+        "why  ",
+        "10 % more of",
+        "second  ",
+        "refused",
+        "assumed hosts.workstation.updates",
+    ):
         assert word in told
     tree = json.loads(Path(out).read_text())
     assert tree["schema"] == 1 and tree["pick"]["plan"]["placement"] == "files" and tree["families"]
@@ -113,39 +163,67 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert page.count("<svg") >= 3 and "http" not in page.replace("http://www.w3.org", "")
     assert "[store]" in Path(job).read_text()
     assert load_plan(plan).placement.name == "files"
-    assert cli.main(["simulate", "workstation", "--model", "LLaMA-7B", "--plan", plan,
-                     "--trace", str(tmp_path / "t.json")]) == 0
+    assert (
+        cli.main(
+            [
+                "simulate",
+                "workstation",
+                "--model",
+                "LLaMA-7B",
+                "--plan",
+                plan,
+                "--trace",
+                str(tmp_path / "t.json"),
+            ]
+        )
+        == 0
+    )
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     assert {"Forward", "Backward", "Read", "Update", "Write"} <= {event["name"] for event in events}
 
 
 def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", "workstation", "--model", "GPT-3-175B", "--out", str(tmp_path / "plan.toml")]) == 1
+    assert (
+        cli.main(
+            ["plan", "workstation", "--model", "GPT-3-175B", "--out", str(tmp_path / "plan.toml")]
+        )
+        == 1
+    )
     told = capsys.readouterr().out
     assert "no plan fits" in told and "least change: 1.4 TiB more for stage 0 SSDs" in told
     assert not (tmp_path / "plan.toml").exists()
 
 
-@pytest.mark.parametrize(("words", "said"), [
-    (["plan", "servers"], "no model"),
-    (["plan", "servers", "--model", "GPT-5"], "no model is called 'GPT-5'"),
-    (["plan", "nowhere.toml", "--model", "GPT-2"], "cannot read cluster file"),
-    (["plan", "servers", "--model", "GPT-2", "--goal", "fun"], "goal 'fun'"),
-    (["plan", "servers", "--model", "GPT-2", "--goal", "cost"], "no host has a price"),
-    (["plan", "servers", "--model", "GPT-2", "--placements", "zero9"], "no placement is called 'zero9'"),
-    (["simulate", "servers", "--model", "GPT-2", "--tp", "3"], "does not divide the cluster's 32 devices"),
-    (["reproduce", "luwwu"], "no paper is called 'luwwu'"),
-])
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["plan", "servers"], "no model"),
+        (["plan", "servers", "--model", "GPT-5"], "no model is called 'GPT-5'"),
+        (["plan", "nowhere.toml", "--model", "GPT-2"], "cannot read cluster file"),
+        (["plan", "servers", "--model", "GPT-2", "--goal", "fun"], "goal 'fun'"),
+        (["plan", "servers", "--model", "GPT-2", "--goal", "cost"], "no host has a price"),
+        (
+            ["plan", "servers", "--model", "GPT-2", "--placements", "zero9"],
+            "no placement is called 'zero9'",
+        ),
+        (
+            ["simulate", "servers", "--model", "GPT-2", "--tp", "3"],
+            "does not divide the cluster's 32 devices",
+        ),
+        (["reproduce", "luwwu"], "no paper is called 'luwwu'"),
+    ],
+)
 def test_bad_input(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(words) == 2
     assert said in capsys.readouterr().err
 
 
 def test_without_torch(tmp_path: Path) -> None:
-    code = ("import sys; from roadtrain.cli import main; "
-            f"assert main(['plan', 'workstation', '--model', 'GPT-2', '--batch', '4', '--placements', 'ddp,files', "
-            f"'--out', {str(tmp_path / 'p')!r}]) == 0; "
-            "assert 'torch' not in sys.modules")
+    code = (
+        "import sys; from roadtrain.cli import main; assert main(['plan', 'workstation',"
+        " '--model', 'GPT-2', '--batch', '4', '--placements', 'ddp,files', '--out',"
+        f" {str(tmp_path / 'p')!r}]) == 0; assert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, stdout=subprocess.DEVNULL)
 
 
@@ -154,20 +232,46 @@ def test_a_cluster_without_devices() -> None:
         search(make_cluster({"hosts": [{"name": "a", "memory": "1GB"}]}), gpt(2, 64, 2), OF)
 
 
-def eight_ssds(hosts: int = 2, ssds: int = 8, devices: int = 8, memory: str = "2TB", rate: str = "7GB/s",
-               **more: Any) -> Cluster:
+def eight_ssds(
+    hosts: int = 2,
+    ssds: int = 8,
+    devices: int = 8,
+    memory: str = "2TB",
+    rate: str = "7GB/s",
+    **more: Any,
+) -> Cluster:
     ssd = {"count": ssds, "read": rate, "write": rate, "capacity": "7.68TB"}
-    return make_cluster({"hosts": [{
-        "name": "gpu", "count": hosts, "devices": devices, "device": "H100-80GB", "memory": memory,
-        "nics": [{"rate": "100Gbit/s"}], "ssds": [ssd] if ssds else [], **more}]})
+    return make_cluster(
+        {
+            "hosts": [
+                {
+                    "name": "gpu",
+                    "count": hosts,
+                    "devices": devices,
+                    "device": "H100-80GB",
+                    "memory": memory,
+                    "nics": [{"rate": "100Gbit/s"}],
+                    "ssds": [ssd] if ssds else [],
+                    **more,
+                }
+            ]
+        }
+    )
 
 
 @pytest.mark.parametrize("name", ["OPT-125M", "LLaMA-7B", "LLaMA-3-70B", "DeepSeek-V3"])
 @pytest.mark.parametrize("hosts", [1, 32])
 def test_hosts_with_eight_fast_ssds(name: str, hosts: int) -> None:
-    """A byte of theirs takes a share of 1e-12 of a second: too little for a tolerance in seconds or bytes."""
-    answer = search(eight_ssds(hosts), shape(name, seq_len=2048), OF, batch=8 * hosts, explain=False,
-                    placements=("zero-infinity", "raid0", "files"))
+    """A byte of theirs takes a share of 1e-12 of a second: too little for a tolerance in
+    seconds or bytes."""
+    answer = search(
+        eight_ssds(hosts),
+        shape(name, seq_len=2048),
+        OF,
+        batch=8 * hosts,
+        explain=False,
+        placements=("zero-infinity", "raid0", "files"),
+    )
     if answer.pick is None:
         assert name == "DeepSeek-V3" and least_change(answer) is not None
     else:
@@ -175,13 +279,30 @@ def test_hosts_with_eight_fast_ssds(name: str, hosts: int) -> None:
 
 
 @settings(max_examples=15, deadline=None)
-@given(hosts=st.integers(1, 5), ssds=st.integers(0, 8), devices=st.integers(1, 8),
-       memory=st.sampled_from(["1GB", "64GB", "2TB"]), rate=st.sampled_from(["1B/s", "1MB/s", "7GB/s", "999GB/s"]),
-       model=st.sampled_from(["OPT-125M", "LLaMA-7B", "LLaMA-3-70B", "DeepSeek-V3", "ResNet-50", "DLRM-Kaggle"]),
-       batch=st.sampled_from([None, 1, 7, 64]), names=st.lists(st.sampled_from([*PLACEMENTS]), min_size=1, max_size=2),
-       nics=st.sampled_from([[], [{"rate": "1B/s"}], [{"rate": "900GB/s", "relay": True}]]))
-def test_a_plan_or_a_sentence(hosts: int, ssds: int, devices: int, memory: str, rate: str, model: str,
-                              batch: int | None, names: list[str], nics: list[dict[str, Any]]) -> None:
+@given(
+    hosts=st.integers(1, 5),
+    ssds=st.integers(0, 8),
+    devices=st.integers(1, 8),
+    memory=st.sampled_from(["1GB", "64GB", "2TB"]),
+    rate=st.sampled_from(["1B/s", "1MB/s", "7GB/s", "999GB/s"]),
+    model=st.sampled_from(
+        ["OPT-125M", "LLaMA-7B", "LLaMA-3-70B", "DeepSeek-V3", "ResNet-50", "DLRM-Kaggle"]
+    ),
+    batch=st.sampled_from([None, 1, 7, 64]),
+    names=st.lists(st.sampled_from([*PLACEMENTS]), min_size=1, max_size=2),
+    nics=st.sampled_from([[], [{"rate": "1B/s"}], [{"rate": "900GB/s", "relay": True}]]),
+)
+def test_a_plan_or_a_sentence(
+    hosts: int,
+    ssds: int,
+    devices: int,
+    memory: str,
+    rate: str,
+    model: str,
+    batch: int | None,
+    names: list[str],
+    nics: list[dict[str, Any]],
+) -> None:
     """Whatever the cluster: an answer with or without a pick, or an error made on purpose."""
     cluster = eight_ssds(hosts, ssds, devices, memory, rate, nics=nics, memory_rate=rate)
     try:
@@ -190,24 +311,32 @@ def test_a_plan_or_a_sentence(hosts: int, ssds: int, devices: int, memory: str, 
         assert "takes a batch of" in str(error)
         return
     if answer.pick is not None:
-        assert 0 < answer.pick.result.seconds < float("inf") and answer.batch == answer.pick.plan.samples
+        assert (
+            0 < answer.pick.result.seconds < float("inf")
+            and answer.batch == answer.pick.plan.samples
+        )
         assert all(need.fits for need in answer.pick.result.needs)
 
 
 def test_memory_is_kept_free() -> None:  # Rule 4
-    """A plan that needs 0.97 of a device's memory fits without headroom, not with what is kept where nobody says."""
+    """A plan that needs 0.97 of a device's memory fits without headroom, not with what is kept
+    where nobody says."""
     model = gpt(4, 1024, 16, vocab=32000, seq_len=512)
     plan = Plan(placement("ddp"))
     need = Scene(plan, eight_ssds(1, devices=1), model, OF).needs[0].nbytes
     device = {"flops": "100TFLOP/s", "memory": f"{need / 0.97:.0f}B"}
     cluster = eight_ssds(1, devices=1, device=device)
-    picks = [search(cluster, model, OF, batch=1, placements=["ddp"], headroom=headroom, explain=False).pick
-             for headroom in (0.0, 0.02, 0.05)]
+    picks = [
+        search(
+            cluster, model, OF, batch=1, placements=["ddp"], headroom=headroom, explain=False
+        ).pick
+        for headroom in (0.0, 0.02, 0.05)
+    ]
     assert [pick is not None and not pick.plan.recompute for pick in picks] == [True, True, False]
     assert search(cluster, model, OF, batch=1, placements=["ddp"], explain=False).pick == picks[2]
     assert picks[1] is not None and picks[1].plan.headroom == 0.02
     assert make_plan({"placement": "ddp"}).headroom == 0.05
-    (_, host, *_) = Scene(plan.changed(headroom=0.5), cluster, model, OF).needs
+    _, host, *_ = Scene(plan.changed(headroom=0.5), cluster, model, OF).needs
     assert host.room == pytest.approx(0.5 * 0.9 * 2e12)
     for wrong in (-0.1, 1.0):
         with pytest.raises(ConfigError, match="headroom"):
@@ -218,10 +347,14 @@ def test_a_relay_only_where_a_card_has_one() -> None:
     model = gpt(4, 1024, 16, vocab=32000, seq_len=512)
     for relay in (False, True):
         nics = [{"rate": "100Gbit/s"}, {"kind": "roce", "rate": "50Gbit/s", "relay": relay}]
-        answer = search(eight_ssds(nics=nics), model, OF, batch=16, placements=["smartnic"], explain=False)
+        answer = search(
+            eight_ssds(nics=nics), model, OF, batch=16, placements=["smartnic"], explain=False
+        )
         assert (answer.pick is not None) == relay
         if answer.pick is None:
-            assert any("no card with a processor" in why for why in answer.families["smartnic"].refused)
+            assert any(
+                "no card with a processor" in why for why in answer.families["smartnic"].refused
+            )
         else:  # its traffic takes that card, though another is faster
             scene = Scene(answer.pick.plan, eight_ssds(nics=nics), model, OF)
             scene.build(Engine())
@@ -229,7 +362,8 @@ def test_a_relay_only_where_a_card_has_one() -> None:
 
 
 def test_without_a_batch_accumulation_is_searched() -> None:
-    """Slow updates are shared by many micro-batches; a batch is the least that is near the best of them."""
+    """Slow updates are shared by many micro-batches; a batch is the least that is near the best
+    of them."""
     cluster = eight_ssds(1, devices=1, updates="120GB/s", memory_rate="200GB/s")
     model = gpt(8, 2048, 16, vocab=32000, seq_len=512)
     answer = search(cluster, model, OF, placements=["zero-offload"], explain=False)
@@ -237,7 +371,9 @@ def test_without_a_batch_accumulation_is_searched() -> None:
     assert answer.batch == answer.pick.plan.samples and "no batch was given" in answer.chosen
     scores = {}
     for batch in (answer.batch // 2, answer.batch, 64 * MOST_MICROS):
-        pick = search(cluster, model, OF, batch=batch, placements=["zero-offload"], explain=False).pick
+        pick = search(
+            cluster, model, OF, batch=batch, placements=["zero-offload"], explain=False
+        ).pick
         assert pick is not None
         scores[batch] = pick.score
     half, own, most = scores.values()
@@ -246,36 +382,60 @@ def test_without_a_batch_accumulation_is_searched() -> None:
     assert (given.batch, given.chosen) == (4, "")
 
 
-@pytest.mark.parametrize(("batch", "said"), [(0, "a batch of 0"), (-8, "a batch of -8"), (7, "takes a batch of 7")])
+@pytest.mark.parametrize(
+    ("batch", "said"), [(0, "a batch of 0"), (-8, "a batch of -8"), (7, "takes a batch of 7")]
+)
 def test_a_batch_that_cannot_be(batch: int, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         search(eight_ssds(2), gpt(4, 1024, 16, seq_len=512), OF, batch=batch, placements=["zero3"])
 
 
 def test_groups_of_uneven_hosts_use_the_network() -> None:
-    """Three hosts of eight devices in two stages of twelve: each stage is on two hosts; and a stage on hosts of two
-    kinds has of each thing the least."""
+    """Three hosts of eight devices in two stages of twelve: each stage is on two hosts; and a
+    stage on hosts of two kinds has of each thing the least."""
     model = gpt(4, 1024, 16, vocab=32000, seq_len=512)
     plan = Plan(placement("zero1"), Layout(dp=12, pp=2), micros=2)
     result = simulate(plan, eight_ssds(3), model, OF, checked=False)
     assert result.bytes["stage 0 out"] > 0 and result.bytes["stage 1 out"] > 0
-    kinds = [{"name": name, "count": 1, "devices": n, "device": "A100-80GB", "memory": memory, "memory_rate": "9GB/s",
-              "nics": [{"rate": "10GB/s"}]} for name, n, memory in (("a", 8, "64GB"), ("b", 2, "8GB"))]
+    kinds = [
+        {
+            "name": name,
+            "count": 1,
+            "devices": n,
+            "device": "A100-80GB",
+            "memory": memory,
+            "memory_rate": "9GB/s",
+            "nics": [{"rate": "10GB/s"}],
+        }
+        for name, n, memory in (("a", 8, "64GB"), ("b", 2, "8GB"))
+    ]
     mixed = make_cluster({"hosts": kinds})
     scene = Scene(Plan(placement("zero-offload"), Layout(dp=10)), mixed, model, OF)
     scene.build(Engine())
     assert (scene.groups[0].hosts, scene.groups[0].dp) == (2, 10)
-    assert next(n for n in scene.needs if n.where == "stage 0 memory").room == pytest.approx(0.9 * 8e9)
+    assert next(n for n in scene.needs if n.where == "stage 0 memory").room == pytest.approx(
+        0.9 * 8e9
+    )
 
 
 def test_stages_on_one_host_share_its_memory() -> None:
     model = gpt(4, 1024, 16, vocab=32000, seq_len=512)
-    rooms = [next(n.room for n in Scene(Plan(placement("zero-offload"), Layout(dp=8 // pp, pp=pp)), eight_ssds(1),
-                                        model, OF).needs if n.where == "stage 0 memory") for pp in (1, 4)]
+    rooms = [
+        next(
+            n.room
+            for n in Scene(
+                Plan(placement("zero-offload"), Layout(dp=8 // pp, pp=pp)), eight_ssds(1), model, OF
+            ).needs
+            if n.where == "stage 0 memory"
+        )
+        for pp in (1, 4)
+    ]
     assert rooms[1] == pytest.approx(rooms[0] / 4)
 
 
-def test_all_that_is_assumed_is_told_with_its_value(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_that_is_assumed_is_told_with_its_value(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "cluster.toml").write_text("""[[hosts]]
 name = "gpu"
 devices = 2
@@ -284,13 +444,25 @@ memory = "128GB"
 """)
     plan, out = str(tmp_path / "plan.toml"), tmp_path / "out.json"
     words = [str(tmp_path / "cluster.toml"), "--model", "OPT-1.3B", "--json", str(out)]
-    assert cli.main(["plan", *words, "--batch", "4", "--placements", "ddp,zero-offload", "--out", plan]) == 0
+    assert (
+        cli.main(
+            ["plan", *words, "--batch", "4", "--placements", "ddp,zero-offload", "--out", plan]
+        )
+        == 0
+    )
     told = capsys.readouterr().out
     assert cli.main(["simulate", *words, "--placement", "zero-offload"]) == 0
     for text in (told, capsys.readouterr().out):
-        for said in ("hosts.gpu.memory_rate 20.00 GB/s", "hosts.gpu.updates 12.00 GB/s", "hosts.gpu.fabric 25.00 GB/s",
-                     "efficiency 0.5 of a device's peak", "network 0.9 of a card's rate", "step inside a host 2 us",
-                     "assumed samples of 1024 tokens (as published", "5% of devices' and hosts' memory is kept free"):
+        for said in (
+            "hosts.gpu.memory_rate 20.00 GB/s",
+            "hosts.gpu.updates 12.00 GB/s",
+            "hosts.gpu.fabric 25.00 GB/s",
+            "efficiency 0.5 of a device's peak",
+            "network 0.9 of a card's rate",
+            "step inside a host 2 us",
+            "assumed samples of 1024 tokens (as published",
+            "5% of devices' and hosts' memory is kept free",
+        ):
             assert said in text, said
     assert "batch   4 samples (4096 tokens) a step: as given" in told
     values = json.loads(out.read_text())["assumed_values"]
@@ -310,6 +482,23 @@ price_per_hour = 1.0
 name = "spare"
 memory = "64GB"
 """)
-    assert cli.main(["plan", str(tmp_path / "c.toml"), "--model", "GPT-2", "--batch", "1", "--goal", "cost",
-                     "--placements", "ddp", "--out", str(tmp_path / "p.toml")]) == 0
+    assert (
+        cli.main(
+            [
+                "plan",
+                str(tmp_path / "c.toml"),
+                "--model",
+                "GPT-2",
+                "--batch",
+                "1",
+                "--goal",
+                "cost",
+                "--placements",
+                "ddp",
+                "--out",
+                str(tmp_path / "p.toml"),
+            ]
+        )
+        == 0
+    )
     assert "assumed hosts.spare.price_per_hour 0" in capsys.readouterr().out

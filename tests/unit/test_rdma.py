@@ -1,4 +1,5 @@
-"""The RDMA link over a NIXL whose READs land and end late: no byte is handed on, no place given back, before that."""
+"""The RDMA link over a NIXL whose READs land and end late: no byte is handed on, no place given
+back, before that."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ ASKED = 5  # times until a READ has ended
 
 
 class LateAgent:
-    """Posting spoils the place that is read into, half of the bytes land on the way, the others with the end."""
+    """Posting spoils the place that is read into, half of the bytes land on the way, the others
+    with the end."""
 
     def __init__(self, name, config) -> None:
         self.under_way = None
@@ -66,9 +68,19 @@ class LateAgent:
 
 @pytest.fixture
 def ends(monkeypatch):
-    monkeypatch.setitem(sys.modules, "nixl_cu12._bindings", SimpleNamespace(
-        nixlAgent=LateAgent, nixlAgentConfig=SimpleNamespace, DRAM_SEG=0, NIXL_READ="READ", NIXL_IN_PROG=IN_PROGRESS,
-        nixlRegDList=lambda kind, regions: regions, nixlXferDList=lambda kind, regions: regions))
+    monkeypatch.setitem(
+        sys.modules,
+        "nixl_cu12._bindings",
+        SimpleNamespace(
+            nixlAgent=LateAgent,
+            nixlAgentConfig=SimpleNamespace,
+            DRAM_SEG=0,
+            NIXL_READ="READ",
+            NIXL_IN_PROG=IN_PROGRESS,
+            nixlRegDList=lambda kind, regions: regions,
+            nixlXferDList=lambda kind, regions: regions,
+        ),
+    )
     with socket.create_server(("127.0.0.1", 0)) as server:
         socks = [socket.create_connection(server.getsockname()), server.accept()[0]]
     made = {}
@@ -103,7 +115,8 @@ def test_bytes_are_handed_on_and_their_place_given_back_only_when_their_read_has
 
 
 def test_an_interface_means_tcp_alone_and_all_else_rdma_alone(ends):
-    assert rdma._agent("lo").settings == "TLS=tcp,NET_DEVICES=lo"  # not the kernel's copy between processes
+    # not the kernel's copy between processes
+    assert rdma._agent("lo").settings == "TLS=tcp,NET_DEVICES=lo"
     assert rdma._agent("mlx5_0:1").settings == "TLS=ib,NET_DEVICES=mlx5_0:1"
     assert rdma._agent("").settings == "TLS=ib,NET_DEVICES=all"
 

@@ -1,4 +1,5 @@
-"""A worker that ends because of one server says so to the others, for the sentences of their workers (Rule 5)."""
+"""A worker that ends because of one server says so to the others, for the sentences of their
+workers (Rule 5)."""
 
 import pytest
 

@@ -1,6 +1,6 @@
-"""A sum that one worker has and another lacks: who has it may go on at once, the other gets the right one (Rule 1).
-Found by `roadtrain soak --sums`: the answer was sent from memory that the first one's next part was already coming
-into."""
+"""A sum that one worker has and another lacks: who has it may go on at once, the other gets the
+right one (Rule 1). Found by `roadtrain soak --sums`: the answer was sent from memory that the
+first one's next part was already coming into."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ class Heard:
     def __init__(self) -> None:
         self.frames: list[tuple[Any, Any]] = []
 
-    def send(self, kind: int, header: bytes, parts: Any = (), sent: Any = None, *, urgent: bool = False) -> None:
+    def send(
+        self, kind: int, header: bytes, parts: Any = (), sent: Any = None, *, urgent: bool = False
+    ) -> None:
         self.frames.append((m.header(kind, header), parts[0] if parts else None))
 
     def close(self) -> None: ...
@@ -44,18 +46,22 @@ def test_the_answer_is_the_sum_also_when_the_next_round_comes_first() -> None:
     summer = Summer("sum", 2, lambda nbytes: None, lambda one: None)
     seats = [summer.join(rank, link) for rank, link in enumerate(links)]  # type: ignore[arg-type]
     try:
-        push(seats[0], 3, np.full(100, 5.0, np.float32), summed=4)  # worker 0 has the sum of round 3
+        # worker 0 has the sum of round 3
+        push(seats[0], 3, np.full(100, 5.0, np.float32), summed=4)
         push(seats[1], 3, np.full(100, 1.0, np.float32), summed=0)
         wait(links[1].frames, 1)
         wait(links[0].frames, 1)
-        assert [(tuple(header), content) for header, content in links[0].frames] == [((7, 0, 3, True), None)]
+        assert [(tuple(header), content) for header, content in links[0].frames] == [
+            ((7, 0, 3, True), None)
+        ]
         push(seats[0], 4, np.full(100, 9.0, np.float32), summed=0)  # before the answer has left
         assert (np.frombuffer(links[1].frames[0][1], np.float32) == 5.0).all()
         push(seats[1], 4, np.full(100, 2.0, np.float32), summed=0)
         wait(links[1].frames, 2)
         assert (np.frombuffer(links[1].frames[1][1], np.float32) == 11.0).all()
         push(seats[0], 5, np.full(100, 1.0, np.float32), summed=0)  # meant for this summer
-        push(seats[0], 4, np.full(100, 11.0, np.float32), summed=4, start=~0)  # and apart from it the one before, not
+        # and apart from it the one before, not
+        push(seats[0], 4, np.full(100, 11.0, np.float32), summed=4, start=~0)
         push(seats[1], 4, np.full(100, 2.0, np.float32), summed=0, start=~0)
         wait(links[1].frames, 3)
         assert (np.frombuffer(links[1].frames[2][1], np.float32) == 11.0).all()

@@ -31,8 +31,12 @@ def released(request):
 def test_tells_what_needs_no_values(released):
     p = released
     assert isinstance(p, nn.Parameter) and is_released(p) and is_hollow(p)
-    assert p.shape == (3, 2) and p.numel() == 6 and p.dtype == torch.float32 and p.device.type == "cpu"
-    assert p.requires_grad and p.is_leaf and p.grad is None and not p.is_meta and p.is_floating_point()
+    assert (
+        p.shape == (3, 2) and p.numel() == 6 and p.dtype == torch.float32 and p.device.type == "cpu"
+    )
+    assert (
+        p.requires_grad and p.is_leaf and p.grad is None and not p.is_meta and p.is_floating_point()
+    )
     assert torch.numel(p) == 6 and torch.is_floating_point(p) and len(p) == 3
     assert p in {p} and p in [p] and "released parameter" in repr(p) and "(3, 2)" in f"{p}"
 

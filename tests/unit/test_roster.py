@@ -1,4 +1,5 @@
-"""Spare hosts that come and go: all workers agree on the place of every part of every round, at every moment."""
+"""Spare hosts that come and go: all workers agree on the place of every part of every round, at
+every moment."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ KEYS, PARTS = (1, 2, 99), 23
 
 
 class World:
-    """`n` workers, their maps and rounds, and what is on its way to them, with every order of arrival possible."""
+    """`n` workers, their maps and rounds, and what is on its way to them, with every order of
+    arrival possible."""
 
     def __init__(self, n: int, k: int, rng: random.Random) -> None:
         self.n, self.rng = n, rng
@@ -28,7 +30,8 @@ class World:
         self.inbox: list[list[Ask | Change]] = [[] for _ in range(n)]
         self.states: list[tuple[int, int, dict[int, tuple[int, bool]]]] = []
         self.held = [False] * n
-        self.pushed: dict[tuple[int, int, int], dict[int, int]] = {}  # key, round, part -> worker -> site
+        # key, round, part -> worker -> site
+        self.pushed: dict[tuple[int, int, int], dict[int, int]] = {}
         self.names = 0
 
     def say(self, messages: list[Ask | Change]) -> None:
@@ -63,19 +66,31 @@ class World:
         message = self.inbox[worker].pop(0)
         if isinstance(message, Ask):
             self.held[worker] = True
-            both = {key: (number, self.done[worker][key]) for key, number in self.rounds[worker].items() if number}
+            both = {
+                key: (number, self.done[worker][key])
+                for key, number in self.rounds[worker].items()
+                if number
+            }
             self.states.append((worker, message.number, both))
             return
-        before = {(key, number): self.maps[worker].sites(key, PARTS, number)
-                  for key in KEYS for number in (self.rounds[worker][key] - 1, self.rounds[worker][key]) if number > 0}
+        before = {
+            (key, number): self.maps[worker].sites(key, PARTS, number)
+            for key in KEYS
+            for number in (self.rounds[worker][key] - 1, self.rounds[worker][key])
+            if number > 0
+        }
         self.maps[worker].change(message)
         for (key, number), old in before.items():
             new = self.maps[worker].sites(key, PARTS, number)
             lacked = message.rounds.get(key, (0, 1))[1]
             if number >= lacked:  # earlier ones nobody needs any more
-                assert all(a == b or a in message.gone for a, b in zip(old, new)), "only what is gone moves"
+                assert all(a == b or a in message.gone for a, b in zip(old, new)), (
+                    "only what is gone moves"
+                )
         for key, number in self.rounds[worker].items():
-            assert self.maps[worker].gone.isdisjoint(self.maps[worker].sites(key, PARTS, number + 1))
+            assert self.maps[worker].gone.isdisjoint(
+                self.maps[worker].sites(key, PARTS, number + 1)
+            )
         self.held[worker] = False
         for key in KEYS:  # again, where they moved: its own, or for those who lack it the sum
             for number in range(message.rounds.get(key, (0, 1))[1], self.rounds[worker][key] + 1):
@@ -84,8 +99,11 @@ class World:
     def answer(self) -> None:
         if self.states:
             worker, number, state = self.states.pop(self.rng.randrange(len(self.states)))
-            refused = [site for site, _, _ in self.coordinator.asked.added if self.rng.random() < 0.2] \
-                if self.coordinator.asked is not None else []
+            refused = (
+                [site for site, _, _ in self.coordinator.asked.added if self.rng.random() < 0.2]
+                if self.coordinator.asked is not None
+                else []
+            )
             self.say(self.coordinator.state(worker, number, state, refused))
 
     def trouble(self) -> None:
@@ -123,7 +141,9 @@ def test_all_agree_and_every_round_ends(n: int, k: int, seed: int) -> None:
         for key in KEYS:
             for worker in range(n):
                 world.finish(worker)
-                if world.done[worker][key] and world.rounds[worker][key] < max(r[key] for r in world.rounds):
+                if world.done[worker][key] and world.rounds[worker][key] < max(
+                    r[key] for r in world.rounds
+                ):
                     world.rounds[worker][key] += 1
                     world.done[worker][key] = False
                     world.push(worker, key, world.rounds[worker][key])
@@ -145,7 +165,9 @@ def test_who_is_not_reached_by_all_is_not_used() -> None:
     assert change == Change(1, (), (), {5: (3, 1)}) and again == Ask(2, ((3, "b:1", 1.0),))
     assert not coordinator.spares and coordinator.state(0, 1, {}, []) == [], "an old answer"
     coordinator.state(0, 2, {}, [])
-    assert isinstance(coordinator.state(1, 2, {}, [])[0], Change) and coordinator.spares == {3: ("b:1", 1.0)}
+    assert isinstance(coordinator.state(1, 2, {}, [])[0], Change) and coordinator.spares == {
+        3: ("b:1", 1.0)
+    }
     assert coordinator.offered("b:1", 1.0) == [] == coordinator.gone(7)
     (ask,) = coordinator.gone(3)
     assert ask == Ask(3, ())
@@ -163,9 +185,13 @@ def test_what_a_worker_says_before_it_knows_its_coordinator_is_said_then() -> No
     failed: list[BaseException] = []
     delegate, link = Delegate(lambda added: [], dict, lambda change: None, failed.append), Heard()
     delegate.gone(3, "s3 died")
-    delegate.arrived(m.ASK, m.encode((1, [])), memoryview(b""))  # as soon as the link is there, before we are told
+    # as soon as the link is there, before we are told
+    delegate.arrived(m.ASK, m.encode((1, [])), memoryview(b""))
     delegate.linked(link)  # type: ignore[arg-type]
     delegate.gone(4, "s4 died")
     assert link.frames == [
-        (m.GONE, m.encode((3, "s3 died"))), (m.STATE, m.encode((1, []))), (m.GONE, m.encode((4, "s4 died")))]
+        (m.GONE, m.encode((3, "s3 died"))),
+        (m.STATE, m.encode((1, []))),
+        (m.GONE, m.encode((4, "s4 died"))),
+    ]
     assert not failed

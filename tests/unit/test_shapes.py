@@ -11,11 +11,31 @@ from roadtrain.errors import ConfigError
 from roadtrain.spec.shapes import NAMES, chosen_length, from_config, gpt, named_shape, shape
 
 PUBLISHED = {  # billions
-    "OPT-125M": 0.125, "OPT-1.3B": 1.316, "OPT-13B": 12.85, "OPT-175B": 175, "OPT-1.0T": 1000, "GPT-2": 0.124,
-    "GPT-2-XL": 1.558, "GPT-3-175B": 175, "LLaMA-7B": 6.738, "LLaMA-65B": 65.2, "LLaMA-2-70B": 68.98,
-    "LLaMA-3-8B": 8.03, "LLaMA-3-405B": 405.9, "BLOOM-176B": 176.2, "BERT-large": 0.335, "ViT-B": 0.0864,
-    "Mixtral-8x7B": 46.7, "Mixtral-8x22B": 140.6, "Qwen2.5-0.5B": 0.494, "Qwen2.5-3B": 3.09, "Qwen2.5-7B": 7.61,
-    "Qwen2.5-72B": 72.7, "VGG-16": 0.1384, "ResNet-50": 0.0255, "DLRM-Kaggle": 0.540,
+    "OPT-125M": 0.125,
+    "OPT-1.3B": 1.316,
+    "OPT-13B": 12.85,
+    "OPT-175B": 175,
+    "OPT-1.0T": 1000,
+    "GPT-2": 0.124,
+    "GPT-2-XL": 1.558,
+    "GPT-3-175B": 175,
+    "LLaMA-7B": 6.738,
+    "LLaMA-65B": 65.2,
+    "LLaMA-2-70B": 68.98,
+    "LLaMA-3-8B": 8.03,
+    "LLaMA-3-405B": 405.9,
+    "BLOOM-176B": 176.2,
+    "BERT-large": 0.335,
+    "ViT-B": 0.0864,
+    "Mixtral-8x7B": 46.7,
+    "Mixtral-8x22B": 140.6,
+    "Qwen2.5-0.5B": 0.494,
+    "Qwen2.5-3B": 3.09,
+    "Qwen2.5-7B": 7.61,
+    "Qwen2.5-72B": 72.7,
+    "VGG-16": 0.1384,
+    "ResNet-50": 0.0255,
+    "DLRM-Kaggle": 0.540,
 }
 
 
@@ -27,14 +47,20 @@ def test_parameters_are_the_published(name: str) -> None:
 def test_every_name_has_a_shape() -> None:
     for name in NAMES:
         one = shape(name)
-        assert one.params > 0 and one.flops > 0 and all(b.params >= 0 and b.saved > 0 for b in one.blocks), name
+        assert (
+            one.params > 0
+            and one.flops > 0
+            and all(b.params >= 0 and b.saved > 0 for b in one.blocks)
+        ), name
 
 
 def test_flops_are_megatrons() -> None:
     """Narayanan et al. (2021), equation 3: with recompute."""
     layers, h, s, v = 30, 3072, 2048, 51200
     published = 96 * s * layers * h * h * (1 + s / (6 * h) + v / (16 * layers * h))
-    assert gpt(layers, h, 32, vocab=v, seq_len=s).step_flops(recompute=True) == pytest.approx(published)
+    assert gpt(layers, h, 32, vocab=v, seq_len=s).step_flops(recompute=True) == pytest.approx(
+        published
+    )
 
 
 def test_a_transformer_layer_is_torchs() -> None:
@@ -54,20 +80,41 @@ def test_a_transformer_layer_is_torchs() -> None:
 
 
 def test_vgg_and_resnet_flops() -> None:
-    """Per image of 224 x 224: 15.5 and 4.1 G multiply-adds (He et al., 2015, and its follow-ups)."""
+    """Per image of 224 x 224: 15.5 and 4.1 G multiply-adds (He et al., 2015, and its
+    follow-ups)."""
     assert shape("VGG-16").flops / 2e9 == pytest.approx(15.5, rel=0.01)
     assert shape("ResNet-50").flops / 2e9 == pytest.approx(4.1, rel=0.02)
 
 
 def test_a_hugging_face_config() -> None:
-    llama = {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
-             "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256,
-             "max_position_embeddings": 8192}
+    llama = {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+    }
     assert from_config(llama).params == shape("LLaMA-3-8B").params
     assert from_config(llama, seq_len=1024).tokens == 1024
-    gpt2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "vocab_size": 50257}
+    gpt2 = {
+        "model_type": "gpt2",
+        "n_embd": 768,
+        "n_layer": 12,
+        "n_head": 12,
+        "n_positions": 1024,
+        "vocab_size": 50257,
+    }
     assert from_config(gpt2).params == shape("GPT-2").params
-    mixtral = {**llama, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "vocab_size": 32000}
+    mixtral = {
+        **llama,
+        "model_type": "mixtral",
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "vocab_size": 32000,
+    }
     assert from_config(mixtral).params / 1e9 == pytest.approx(46.7, rel=0.01)
 
 
@@ -77,25 +124,39 @@ def test_what_cannot_be_a_model() -> None:
     assert "OPT-175B" in caught.value.hint
     with pytest.raises(ConfigError, match=r"has none of num_hidden_layers"):
         from_config({"model_type": "llama", "hidden_size": 4096})
-    whole = {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 1, "num_attention_heads": 32,
-             "vocab_size": 100, "intermediate_size": 100}
+    whole = {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 32,
+        "vocab_size": 100,
+        "intermediate_size": 100,
+    }
     assert from_config(whole).params > 0
-    for more, said in (({"hidden_size": 4097}, "4097 does not divide into 32 heads"),
-                       ({"head_dim": 256}, "has heads of 128, the config says 256"),
-                       ({"attention_bias": True}, "does not count `attention_bias`"),
-                       ({"model_type": "qwen3"}, "of a `qwen3` are not known by formula"),
-                       ({"model_type": "mixtral"}, "of 0 experts, of which a token takes 0"),
-                       ({"model_type": ""}, "model without model_type"),
-                       ({"vocab_size": None}, "has none of vocab_size")):
+    for more, said in (
+        ({"hidden_size": 4097}, "4097 does not divide into 32 heads"),
+        ({"head_dim": 256}, "has heads of 128, the config says 256"),
+        ({"attention_bias": True}, "does not count `attention_bias`"),
+        ({"model_type": "qwen3"}, "of a `qwen3` are not known by formula"),
+        ({"model_type": "mixtral"}, "of 0 experts, of which a token takes 0"),
+        ({"model_type": ""}, "model without model_type"),
+        ({"vocab_size": None}, "has none of vocab_size"),
+    ):
         with pytest.raises(ConfigError, match=said):
             from_config({**whole, **more})
 
 
 def test_the_length_of_samples_is_given_or_said() -> None:
-    assert named_shape("GPT-2").notes == ("samples of 1024 tokens (as published; --seq-len says otherwise)",)
+    assert named_shape("GPT-2").notes == (
+        "samples of 1024 tokens (as published; --seq-len says otherwise)",
+    )
     assert named_shape("GPT-2", 512).tokens == 512 and not named_shape("GPT-2", 512).notes
-    for name, length, said in (("GPT-2", 2048, "the model's longest is 1024"), ("GPT-2", -1, "samples of -1 tokens"),
-                               ("ResNet-50", 5, "have no tokens"), ("LLaMA-7B", 0, "samples of 0 tokens")):
+    for name, length, said in (
+        ("GPT-2", 2048, "the model's longest is 1024"),
+        ("GPT-2", -1, "samples of -1 tokens"),
+        ("ResNet-50", 5, "have no tokens"),
+        ("LLaMA-7B", 0, "samples of 0 tokens"),
+    ):
         with pytest.raises(ConfigError, match=said):
             named_shape(name, length)
     assert chosen_length(None, 131072)[0] == chosen_length(None, None)[0] == 4096

@@ -1,5 +1,5 @@
-"""Where parts are summed: the closed form against the published one and against a search; parts that all workers cut
-alike."""
+"""Where parts are summed: the closed form against the published one and against a search; parts
+that all workers cut alike."""
 
 from __future__ import annotations
 
@@ -37,8 +37,14 @@ rates = st.integers(1, 20).map(Fraction)
 
 
 @settings(deadline=None)
-@given(st.lists(rates, min_size=1, max_size=6), st.lists(rates, max_size=5), st.randoms(use_true_random=False))
-def test_no_other_shares_are_better(workers: list[Fraction], spares: list[Fraction], rng: random.Random) -> None:
+@given(
+    st.lists(rates, min_size=1, max_size=6),
+    st.lists(rates, max_size=5),
+    st.randoms(use_true_random=False),
+)
+def test_no_other_shares_are_better(
+    workers: list[Fraction], spares: list[Fraction], rng: random.Random
+) -> None:
     found = optimum(workers, spares)
     assert sum(found.all) == 1 and all(share >= 0 for share in found.all)
     if len(workers) > 1:
@@ -62,15 +68,22 @@ def test_one_slow_worker_holds_up_all_whatever_is_summed_where() -> None:
     assert optimum([8 * ONE, 8 * ONE, 8 * ONE, ONE]).workers[3] == 0
 
 
-@pytest.mark.parametrize(("workers", "spares"), [([], []), ([1.0, 0.0], []), ([1.0], [-1.0]), ([float("nan")], [])])
+@pytest.mark.parametrize(
+    ("workers", "spares"), [([], []), ([1.0, 0.0], []), ([1.0], [-1.0]), ([float("nan")], [])]
+)
 def test_rates_that_cannot_be(workers: list[float], spares: list[float]) -> None:
     with pytest.raises(ConfigError, match="bytes a second"):
         optimum(workers, spares)
 
 
 @settings(deadline=None)
-@given(st.integers(0, 1 << 60), st.integers(0, 3_000_000), st.lists(rates, min_size=1, max_size=6),
-       st.lists(rates, max_size=4), st.sampled_from([ALIGN, 1 << 16, 1 << 20]))
+@given(
+    st.integers(0, 1 << 60),
+    st.integers(0, 3_000_000),
+    st.lists(rates, min_size=1, max_size=6),
+    st.lists(rates, max_size=4),
+    st.sampled_from([ALIGN, 1 << 16, 1 << 20]),
+)
 def test_parts_cover_a_tensor_once(
     key: int, elements: int, workers: list[Fraction], spares: list[Fraction], most: int
 ) -> None:
@@ -97,7 +110,10 @@ def test_over_many_tensors_every_site_gets_its_share() -> None:
         for key in range(keys):
             for site in sites(key, parts, shares):
                 counts[site] += 1
-        assert all(abs(count / (keys * parts) - share) < 0.01 for count, share in zip(counts, shares.values()))
+        assert all(
+            abs(count / (keys * parts) - share) < 0.01
+            for count, share in zip(counts, shares.values())
+        )
 
 
 def test_all_sites_get_theirs_at_the_pace_of_their_shares_and_workers_begin_apart() -> None:

@@ -1,4 +1,5 @@
-"""sim/: plans on the virtual clock against closed forms, the deciders' order, memory, energy, and what cannot be."""
+"""sim/: plans on the virtual clock against closed forms, the deciders' order, memory, energy,
+and what cannot be."""
 
 from __future__ import annotations
 
@@ -26,18 +27,57 @@ RATE = 10e9
 WHOLE = Constants(efficiency=0.5, network=1.0)
 
 
-def cluster(hosts: int = 4, spares: int = 0, *, devices: int = 1, sums: bool = False, **more: Any) -> Cluster:
-    device = {"flops": "100TFLOP/s", "memory": "80GB", "memory_rate": "100000GB/s", "copy": "1000GB/s",
-              "idle_watts": 100, "peak_watts": 300}
-    ssd = {"count": 2, "read": "3GB/s", "write": "3GB/s", "mixed": 2, "capacity": "8TB", "updates": "100GB/s",
-           "internal": "100GB/s"}
-    base = {"memory": "1TB", "memory_rate": "2000GB/s", "updates": "1000GB/s", "sums": "1000GB/s", "uplink": "100GB/s",
-            "nics": [{"kind": "roce", "rate": "10GB/s", "latency": "1us", "relay": True}], "idle_watts": 50,
-            "peak_watts": 250}
-    kinds = [{**base, "name": "gpu", "count": hosts, "devices": devices, "device": device, "ssds": [ssd],
-              "price_per_hour": 3.6, "fabric": "100GB/s", **more}]
-    kinds += [{**base, "name": "spare", "count": spares, "ssds": [ssd], "price_per_hour": 0.36}] if spares else []
-    return make_cluster({"hosts": kinds, "switches": [{"name": "roce", "sums": sums, "multicasts": sums}]})
+def cluster(
+    hosts: int = 4, spares: int = 0, *, devices: int = 1, sums: bool = False, **more: Any
+) -> Cluster:
+    device = {
+        "flops": "100TFLOP/s",
+        "memory": "80GB",
+        "memory_rate": "100000GB/s",
+        "copy": "1000GB/s",
+        "idle_watts": 100,
+        "peak_watts": 300,
+    }
+    ssd = {
+        "count": 2,
+        "read": "3GB/s",
+        "write": "3GB/s",
+        "mixed": 2,
+        "capacity": "8TB",
+        "updates": "100GB/s",
+        "internal": "100GB/s",
+    }
+    base = {
+        "memory": "1TB",
+        "memory_rate": "2000GB/s",
+        "updates": "1000GB/s",
+        "sums": "1000GB/s",
+        "uplink": "100GB/s",
+        "nics": [{"kind": "roce", "rate": "10GB/s", "latency": "1us", "relay": True}],
+        "idle_watts": 50,
+        "peak_watts": 250,
+    }
+    kinds = [
+        {
+            **base,
+            "name": "gpu",
+            "count": hosts,
+            "devices": devices,
+            "device": device,
+            "ssds": [ssd],
+            "price_per_hour": 3.6,
+            "fabric": "100GB/s",
+            **more,
+        }
+    ]
+    kinds += (
+        [{**base, "name": "spare", "count": spares, "ssds": [ssd], "price_per_hour": 0.36}]
+        if spares
+        else []
+    )
+    return make_cluster(
+        {"hosts": kinds, "switches": [{"name": "roce", "sums": sums, "multicasts": sums}]}
+    )
 
 
 def lump(params: float, flops: float = 0.0, blocks: int = 8) -> ModelShape:
@@ -46,7 +86,9 @@ def lump(params: float, flops: float = 0.0, blocks: int = 8) -> ModelShape:
 
 
 def run(name: str, where: Cluster, model: ModelShape, **plan: Any) -> Result:
-    given = Plan(placement(name), Layout(dp=sum(h.count * h.devices for h in where.workers)), **plan)
+    given = Plan(
+        placement(name), Layout(dp=sum(h.count * h.devices for h in where.workers)), **plan
+    )
     return simulate(given, where, model, WHOLE, checked=False)
 
 
@@ -56,12 +98,17 @@ def traffic(result: Result, what: str) -> float:
 
 @pytest.mark.parametrize("n", [2, 4, 8])
 def test_traffic_is_the_closed_form(n: int) -> None:
-    """docs/design.md, where the time should go. S: 16-bit parameters, and gradients of as many bytes."""
+    """docs/design.md, where the time should go. S: 16-bit parameters, and gradients of as many
+    bytes."""
     model, s = lump(1e9), 2e9
     assert traffic(run("ddp", cluster(n), model), "out") == pytest.approx(2 * (n - 1) / n * s)
-    assert traffic(run("zero3", cluster(n), model, slots=2), "out") == pytest.approx(3 * (n - 1) / n * s, rel=0.15)
+    assert traffic(run("zero3", cluster(n), model, slots=2), "out") == pytest.approx(
+        3 * (n - 1) / n * s, rel=0.15
+    )
     shares = optimum([1.0] * n, [1.0] * n)
-    assert traffic(run("summation", cluster(n, n), model), "out") == pytest.approx(shares.seconds * s)
+    assert traffic(run("summation", cluster(n, n), model), "out") == pytest.approx(
+        shares.seconds * s
+    )
     switched = run("switch-sum", cluster(n, sums=True), model)
     assert traffic(switched, "out") == traffic(switched, "in") == pytest.approx(s)
     node = run("optimizer-node", cluster(n, 1, sums=True), model, slots=2)
@@ -72,7 +119,8 @@ def test_traffic_is_the_closed_form(n: int) -> None:
 
 
 def test_a_step_costs_the_slowest_part_not_the_sum() -> None:
-    """Computing hides what is sent meanwhile: but for the first and last block a step takes the longer of both."""
+    """Computing hides what is sent meanwhile: but for the first and last block a step takes the
+    longer of both."""
     s = 2e9
     comm = 1.5 * s / RATE
     for flops, floor in ((1e11, comm), (8e13, 3 * 8e13 / 50e12)):
@@ -81,13 +129,34 @@ def test_a_step_costs_the_slowest_part_not_the_sum() -> None:
 
 
 def test_ssds_or_devices_bound_a_step() -> None:
-    """Sun et al. (LuWu), Figure 15: with few SSDs the step is theirs, whatever the batch; with many it is the
-    devices'."""
+    """Sun et al. (LuWu), Figure 15: with few SSDs the step is theirs, whatever the batch; with
+    many it is the devices'."""
     where = cluster(4, 1, sums=True)
-    few = [run("optimizer-node", where, lump(4e9, 2e12), micro_batch=mb, update_at="gradient", buffers=16, slots=2)
-           for mb in (1, 4)]
-    assert few[0].seconds == pytest.approx(few[1].seconds, rel=0.1) and few[0].busy["server ssd read"] > 0.85
-    many = run("optimizer-node", where, lump(4e9, 2e12), micro_batch=400, update_at="gradient", buffers=16, slots=2)
+    few = [
+        run(
+            "optimizer-node",
+            where,
+            lump(4e9, 2e12),
+            micro_batch=mb,
+            update_at="gradient",
+            buffers=16,
+            slots=2,
+        )
+        for mb in (1, 4)
+    ]
+    assert (
+        few[0].seconds == pytest.approx(few[1].seconds, rel=0.1)
+        and few[0].busy["server ssd read"] > 0.85
+    )
+    many = run(
+        "optimizer-node",
+        where,
+        lump(4e9, 2e12),
+        micro_batch=400,
+        update_at="gradient",
+        buffers=16,
+        slots=2,
+    )
     assert many.busy["stage 0 device"] > 0.95
 
 
@@ -95,7 +164,11 @@ def test_near_storage_moves_what_is_printed() -> None:
     """Jang et al. (Smart-Infinity), Table I, in units of 16-bit parameters."""
     model = lump(1e9)
     base = Plan(placement("raid0"), upstream_bytes=4, file_slots=1)
-    for name, topk, up, down in (("raid0", None, 8, 8), ("near-storage", None, 2, 2), ("near-storage", 2.0, 2, 0.04)):
+    for name, topk, up, down in (
+        ("raid0", None, 8, 8),
+        ("near-storage", None, 2, 2),
+        ("near-storage", 2.0, 2, 0.04),
+    ):
         plan = base.changed(placement=placement(name), topk=topk)
         result = simulate(plan, cluster(1), model, WHOLE)
         assert traffic(result, "uplink in") == pytest.approx(up * 2e9)
@@ -113,26 +186,42 @@ def test_reads_and_writes_in_the_order_of_arrival_need_two_buffers_only() -> Non
     """Where they share the rate instead, both buffers are read, then both written."""
     plan = Plan(placement("files"), buffers=2, update_at="gradient")
     ssd = {"read": "3GB/s", "write": "3GB/s", "mixed": 2, "capacity": "8TB"}
-    shared, ordered = (simulate(plan, cluster(1, ssds=[{**ssd, "depth": n}]), lump(2e9, blocks=16), WHOLE).seconds
-                       for n in (2, 1))
+    shared, ordered = (
+        simulate(plan, cluster(1, ssds=[{**ssd, "depth": n}]), lump(2e9, blocks=16), WHOLE).seconds
+        for n in (2, 1)
+    )
     assert ordered < 1.1 * 2e9 * 12 / 3e9 < 1.6 * 2e9 * 12 / 3e9 < shared
 
 
 def test_the_next_forward_begins_while_gradients_travel() -> None:
-    """A server's links are full both ways: a step with all blocks kept is its parameters' bytes once, not twice."""
+    """A server's links are full both ways: a step with all blocks kept is its parameters' bytes
+    once, not twice."""
     model, s = lump(1e9, 1e10, blocks=16), 2e9
     plan, where = {"slots": 16, "update_at": "gradient"}, cluster(1, 1)
-    where = where.model_copy(update={"hosts": tuple(host.model_copy(update={"ssds": ()}) for host in where.hosts)})
+    where = where.model_copy(
+        update={"hosts": tuple(host.model_copy(update={"ssds": ()}) for host in where.hosts)}
+    )
     kept = run("server", where, model, **plan)
-    assert s / RATE <= kept.seconds <= 1.15 * s / RATE and kept.bytes["server out"] == pytest.approx(s)
+    assert s / RATE <= kept.seconds <= 1.15 * s / RATE and kept.bytes[
+        "server out"
+    ] == pytest.approx(s)
     assert run("server", where, model, **{**plan, "update_at": "step"}).seconds > 1.8 * s / RATE
 
 
 @pytest.mark.parametrize("in_turn", [True, False])
 def test_updates_are_in_the_order_asked_for(in_turn: bool) -> None:
-    """SSDs are the limit, so updates wait: for the last layers first, as their gradients came, or for the first."""
-    plan = Plan(placement("optimizer-node"), Layout(dp=4), recompute=True, update_at="gradient", buffers=2, slots=2,
-                root=False, in_turn=in_turn)
+    """SSDs are the limit, so updates wait: for the last layers first, as their gradients came,
+    or for the first."""
+    plan = Plan(
+        placement("optimizer-node"),
+        Layout(dp=4),
+        recompute=True,
+        update_at="gradient",
+        buffers=2,
+        slots=2,
+        root=False,
+        in_turn=in_turn,
+    )
     logs: list[list[Any]] = []
     simulate(plan, cluster(4, 1, sums=True), lump(8e9), WHOLE, checked=False, logs=logs)
     seen = [chunk for _, what, chunk in logs[0] if what == "Update"]
@@ -154,16 +243,25 @@ def test_all_collectives_keep_devices_waiting() -> None:
 
 def test_embeddings_take_no_slot_and_travel_once() -> None:
     model = lump(1e9, 1e10, blocks=4)
-    ends = (BlockShape("embedding", 10**9, 0.0, 0.0, 0.0), BlockShape("output", 10**9, 0.0, 0.0, 0.0))
+    ends = (
+        BlockShape("embedding", 10**9, 0.0, 0.0, 0.0),
+        BlockShape("output", 10**9, 0.0, 0.0, 0.0),
+    )
     model = ModelShape("ends", (ends[0], *model.blocks, ends[1]), 1)
-    own, streamed = (run("server", cluster(1, 1), model, slots=2, root=root) for root in (True, False))
+    own, streamed = (
+        run("server", cluster(1, 1), model, slots=2, root=root) for root in (True, False)
+    )
     assert own.bytes["server out"] == pytest.approx(2 * 3e9 + 2 * 0.5e9)  # two of four layers twice
     assert streamed.bytes["server out"] == pytest.approx(2 * 3e9 + 3 * 0.5e9 + 2e9)
 
 
 def test_servers_share_what_they_serve() -> None:
-    one, two = (run("server", cluster(2, n), lump(1e9, 1e10), slots=8, update_at="gradient") for n in (1, 2))
-    assert two.seconds < 0.6 * one.seconds and two.bytes["server out"] == pytest.approx(one.bytes["server out"])
+    one, two = (
+        run("server", cluster(2, n), lump(1e9, 1e10), slots=8, update_at="gradient") for n in (1, 2)
+    )
+    assert two.seconds < 0.6 * one.seconds and two.bytes["server out"] == pytest.approx(
+        one.bytes["server out"]
+    )
 
 
 def test_a_relay_keeps_parameters_for_backward() -> None:
@@ -192,12 +290,15 @@ def test_a_pipeline_has_its_bubble(micros: int) -> None:
     plan = Plan(placement("ddp"), Layout(dp=1, pp=4), micros=micros)
     model = lump(1e6, 5e12, blocks=8)
     work = 3 * 5e12 / 50e12 / 4 * micros
-    assert simulate(plan, where, model, WHOLE).seconds == pytest.approx(work * (1 + 3 / micros), rel=1e-3)
+    assert simulate(plan, where, model, WHOLE).seconds == pytest.approx(
+        work * (1 + 3 / micros), rel=1e-3
+    )
 
 
 def test_rows_of_tables_go_all_to_all() -> None:
-    """DLRM: tables are spread over the devices; what is looked up crosses the network once in forward and once, as
-    gradients, in backward. Nothing of tables is summed, and a device keeps its part."""
+    """DLRM: tables are spread over the devices; what is looked up crosses the network once in
+    forward and once, as gradients, in backward. Nothing of tables is summed, and a device keeps
+    its part."""
     model = shape("DLRM-Kaggle")
     tables = model.blocks[0]
     for n in (2, 8):
@@ -211,12 +312,18 @@ def test_rows_of_tables_go_all_to_all() -> None:
 
 def test_a_link_between_switches_is_the_limit() -> None:
     """Two kinds of hosts that meet over a slow link: a ring is as slow as it."""
+
     def host(name: str) -> dict[str, Any]:
         nic = {"kind": "roce", "rate": "10GB/s", "switch": name}
         return {"name": name, "device": "A100-80GB", "memory": "1TB", "nics": [nic]}
 
-    where = make_cluster({"hosts": [host("x"), host("y")], "switches": [{"name": "x"}, {"name": "y"}],
-                          "links": [{"between": ["x", "y"], "rate": "1GB/s"}]})
+    where = make_cluster(
+        {
+            "hosts": [host("x"), host("y")],
+            "switches": [{"name": "x"}, {"name": "y"}],
+            "links": [{"between": ["x", "y"], "rate": "1GB/s"}],
+        }
+    )
     assert run("ddp", where, lump(1e9)).seconds >= 2e9 / 1e9
 
 
@@ -224,8 +331,12 @@ def test_a_server_behind_a_link_is_as_slow_as_it() -> None:
     tree = cluster(2, 1).model_dump(mode="json", by_alias=True)
     for host, switch in zip(tree["hosts"], "xy"):
         host["nics"] = [{"kind": "roce", "rate": "10GB/s", "switch": switch}]
-    tree |= {"switches": [{"name": "x"}, {"name": "y"}], "links": [{"between": ["x", "y"], "rate": "1GB/s"}]}
-    assert run("server", make_cluster(tree), lump(1e9)).seconds >= 2 * 2e9 / 1e9  # both hosts' gradients
+    tree |= {
+        "switches": [{"name": "x"}, {"name": "y"}],
+        "links": [{"between": ["x", "y"], "rate": "1GB/s"}],
+    }
+    # both hosts' gradients
+    assert run("server", make_cluster(tree), lump(1e9)).seconds >= 2 * 2e9 / 1e9
 
 
 def test_spare_hosts_that_cannot_be_reached_are_said() -> None:
@@ -236,13 +347,27 @@ def test_spare_hosts_that_cannot_be_reached_are_said() -> None:
 
 
 def test_uneven_stages_help_unequal_devices() -> None:
-    fast = {"name": "fast", "devices": 2, "memory": "1TB", "device": "A100-80GB", "nics": [{"rate": "100GB/s"}]}
+    fast = {
+        "name": "fast",
+        "devices": 2,
+        "memory": "1TB",
+        "device": "A100-80GB",
+        "nics": [{"rate": "100GB/s"}],
+    }
     slow = {**fast, "name": "slow", "device": "V100-32GB"}
     where = make_cluster({"hosts": [fast, slow]})
     model = gpt(14, 2048, 16)
     plan = Plan(placement("ddp"), Layout(dp=2, pp=2), micros=8, recompute=True)
-    even, uneven = (simulate(plan.changed(layout=Layout(dp=2, pp=2, stages=stages)), where, model, WHOLE, checked=False)
-                    for stages in ((7, 7), (10, 4)))
+    even, uneven = (
+        simulate(
+            plan.changed(layout=Layout(dp=2, pp=2, stages=stages)),
+            where,
+            model,
+            WHOLE,
+            checked=False,
+        )
+        for stages in ((7, 7), (10, 4))
+    )
     assert uneven.seconds < 0.8 * even.seconds
 
 
@@ -252,17 +377,40 @@ def test_every_placement_comes_to_a_steady_state() -> None:
         result = run(name, where, gpt(6, 1024, 8), recompute=True)
         assert result.differ <= 1e-5 * result.seconds and result.steps < 12, name
         assert all(0 <= share <= 1 + 1e-9 for share in result.busy.values()), name
-        assert run(name, where, gpt(6, 1024, 8), recompute=True).seconds == result.seconds  # the same every time
+        # the same every time
+        assert run(name, where, gpt(6, 1024, 8), recompute=True).seconds == result.seconds
 
 
 def test_the_order_is_the_deciders() -> None:  # Rule 7
-    """Two blocks on files, the second step: what the worker runs and what the server's decider says."""
+    """Two blocks on files, the second step: what the worker runs and what the server's decider
+    says."""
     logs: list[list[Any]] = []
-    simulate(Plan(placement("files"), slots=2, buffers=2), cluster(1), lump(2e6, 1e9, blocks=2), WHOLE, logs=logs)
-    step = [what if number is None else f"{what} {number}" for at, what, number in logs[0] if at == 2]
-    assert step == ["Update 0", "Update 1", "Answer 0", "Write 0", "Forward 0", "Answer 1", "Write 1", "Forward 1",
-                    "Backward 1", "Hold 1", "Backward 0", "Hold 0"]
-    assert [what for at, what, _ in logs[0] if at == 1][-2:] == ["Read", "Read"]  # released at the end of the first
+    simulate(
+        Plan(placement("files"), slots=2, buffers=2),
+        cluster(1),
+        lump(2e6, 1e9, blocks=2),
+        WHOLE,
+        logs=logs,
+    )
+    step = [
+        what if number is None else f"{what} {number}" for at, what, number in logs[0] if at == 2
+    ]
+    assert step == [
+        "Update 0",
+        "Update 1",
+        "Answer 0",
+        "Write 0",
+        "Forward 0",
+        "Answer 1",
+        "Write 1",
+        "Forward 1",
+        "Backward 1",
+        "Hold 1",
+        "Backward 0",
+        "Hold 0",
+    ]
+    # released at the end of the first
+    assert [what for at, what, _ in logs[0] if at == 1][-2:] == ["Read", "Read"]
 
 
 def test_energy_and_cost_add_up() -> None:
@@ -273,51 +421,76 @@ def test_energy_and_cost_add_up() -> None:
     assert result.joules == pytest.approx(result.watts * result.seconds)
     assert result.price == pytest.approx(4 * 3.6 / 3600 * result.seconds)
     wired = cluster(4, 1).model_copy(update={"price_per_kwh": 0.3})
-    assert run("ddp", wired, lump(1e9, 8e13)).price == pytest.approx(result.price + result.joules / 3.6e6 * 0.3)
+    assert run("ddp", wired, lump(1e9, 8e13)).price == pytest.approx(
+        result.price + result.joules / 3.6e6 * 0.3
+    )
     with_spares = run("summation", cluster(4, 2), lump(1e9, 8e13))
     assert with_spares.price == pytest.approx((4 * 3.6 + 2 * 0.36) / 3600 * with_spares.seconds)
 
 
 def test_memory_is_counted_and_what_does_not_fit_is_refused() -> None:  # Rule 4
     model, where = gpt(24, 8192, 64), cluster(4, 1)
-    with pytest.raises(BudgetError, match=r"stage 0 device: the plan needs .* GiB, there are 74.5 GiB") as caught:
+    with pytest.raises(
+        BudgetError, match=r"stage 0 device: the plan needs .* GiB, there are 74.5 GiB"
+    ) as caught:
         simulate(Plan(placement("ddp"), Layout(dp=4)), where, model, WHOLE)
     assert "recompute" in caught.value.hint
     fits = simulate(Plan(placement("server"), Layout(dp=4), recompute=True), where, model, WHOLE)
     assert all(need.fits for need in fits.needs)
-    assert fits.peaks["stage 0 device"] <= next(n.nbytes for n in fits.needs if n.where == "stage 0 device") * 1.001
+    assert (
+        fits.peaks["stage 0 device"]
+        <= next(n.nbytes for n in fits.needs if n.where == "stage 0 device") * 1.001
+    )
     plan = Plan(placement("ddp"), Layout(dp=4), state_bytes=12)
     assert device_bytes(plan, model.blocks) == pytest.approx(model.params * 16)
 
 
-@pytest.mark.parametrize(("name", "where", "said"), [
-    ("optimizer-node", cluster(2), "needs a host without devices"),
-    ("parameter-server", cluster(2), "sums on hosts without devices"),
-    ("switch-sum", cluster(2), "no switch of cluster sums"),
-    ("near-storage", cluster(2, ssds=[{"read": "1GB/s", "write": "1GB/s"}]), "have no processor"),
-    ("files", cluster(2, ssds=[]), "has none"),
-])
+@pytest.mark.parametrize(
+    ("name", "where", "said"),
+    [
+        ("optimizer-node", cluster(2), "needs a host without devices"),
+        ("parameter-server", cluster(2), "sums on hosts without devices"),
+        ("switch-sum", cluster(2), "no switch of cluster sums"),
+        (
+            "near-storage",
+            cluster(2, ssds=[{"read": "1GB/s", "write": "1GB/s"}]),
+            "have no processor",
+        ),
+        ("files", cluster(2, ssds=[]), "has none"),
+    ],
+)
 def test_what_a_placement_lacks_is_said(name: str, where: Cluster, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         run(name, where, lump(1e6))
 
 
 def test_plans_are_read_back() -> None:
-    plan = Plan(placement("smartnic"), Layout(8, 2, 2, (5, 7)), micro_batch=4, topk=2.0, networks={"pp": "ethernet"})
+    plan = Plan(
+        placement("smartnic"),
+        Layout(8, 2, 2, (5, 7)),
+        micro_batch=4,
+        topk=2.0,
+        networks={"pp": "ethernet"},
+    )
     assert make_plan(tomllib.loads(plan.to_toml())) == plan
-    for tree, said in (({}, "`placement` is missing"), ({"placement": "zero4"}, "no placement is called 'zero4'"),
-                       ({"placement": "ddp", "micro_bach": 2}, "unknown key `micro_bach`"),
-                       ({"placement": "ddp", "micro_batch": 0}, "`micro_batch` is 0"),
-                       ({"placement": "ddp", "layout": {"dpp": 1}}, "layout"),
-                       ({"placement": "ddp", "layout": {"ep": 0}}, "`ep` has 0"),
-                       ({"placement": "ddp", "overlap": 1}, "`overlap` is 1"),
-                       ({"placement": "ddp", "fragmentation": "1.1"}, "`fragmentation` is '1.1'"),
-                       ({"placement": "ddp", "host_bytes": -1}, "`host_bytes` is -1")):
+    for tree, said in (
+        ({}, "`placement` is missing"),
+        ({"placement": "zero4"}, "no placement is called 'zero4'"),
+        ({"placement": "ddp", "micro_bach": 2}, "unknown key `micro_bach`"),
+        ({"placement": "ddp", "micro_batch": 0}, "`micro_batch` is 0"),
+        ({"placement": "ddp", "layout": {"dpp": 1}}, "layout"),
+        ({"placement": "ddp", "layout": {"ep": 0}}, "`ep` has 0"),
+        ({"placement": "ddp", "overlap": 1}, "`overlap` is 1"),
+        ({"placement": "ddp", "fragmentation": "1.1"}, "`fragmentation` is '1.1'"),
+        ({"placement": "ddp", "host_bytes": -1}, "`host_bytes` is -1"),
+    ):
         with pytest.raises(ConfigError, match=said):
             make_plan(tree)
 
 
-@pytest.mark.parametrize("wrong", ["x", -1, 0.5, True, [], {"dp": "q"}, {"stages": 5}, None, float("nan")])
+@pytest.mark.parametrize(
+    "wrong", ["x", -1, 0.5, True, [], {"dp": "q"}, {"stages": 5}, None, float("nan")]
+)
 def test_no_key_of_a_plan_takes_what_it_cannot_be(wrong: Any) -> None:
     """It is read, or ConfigError says what is wrong."""
     for own in fields(Plan):
@@ -336,37 +509,79 @@ def test_more_devices_than_there_are() -> None:
 
 def test_an_engine_that_traces_has_every_stage() -> None:
     result = simulate(Plan(placement("files")), cluster(1), lump(2e6, 1e9), WHOLE, traced=True)
-    assert {task.stage for task in result.trace} == {"Fetch", "Forward", "Backward", "Push", "Read", "Update", "Write",
-                                                    "Commit"}
+    assert {task.stage for task in result.trace} == {
+        "Fetch",
+        "Forward",
+        "Backward",
+        "Push",
+        "Read",
+        "Update",
+        "Write",
+        "Commit",
+    }
     assert isinstance(Engine().now, float)
 
 
 def transformer(**more: Any) -> ModelShape:
-    return Transformer(8, 1024, 8, 32000, 2048, 4096, 256, gated=True, tied=False, fused=True, biases=False, norms=2,
-                       **more).shape("small")
+    return Transformer(
+        8,
+        1024,
+        8,
+        32000,
+        2048,
+        4096,
+        256,
+        gated=True,
+        tied=False,
+        fused=True,
+        biases=False,
+        norms=2,
+        **more,
+    ).shape("small")
 
 
 def test_parts_shrink_the_bubble() -> None:
-    """Narayanan et al. (2021), section 2.2: of p stages with m micro-batches, (p - 1) / v of one's time is idle."""
+    """Narayanan et al. (2021), section 2.2: of p stages with m micro-batches, (p - 1) / v of
+    one's time is idle."""
     own = lump(8e6, 8e12)
     one = 3 * 8e12 / 4 / 50e12
     for parts in (1, 2):
         plan = Plan(placement("ddp"), Layout(pp=4, vp=parts), micros=8)
         result = simulate(plan, cluster(1, devices=4), own, WHOLE, checked=False)
         assert result.seconds == pytest.approx(one * (8 + 3 / parts), rel=0.01)
-    with pytest.raises(ConfigError, match="placement zero3 streams parameters in the order of one part a stage"):
-        simulate(Plan(placement("zero3"), Layout(pp=4, vp=2), micros=8), cluster(1, devices=4), own, WHOLE)
+    with pytest.raises(
+        ConfigError, match="placement zero3 streams parameters in the order of one part a stage"
+    ):
+        simulate(
+            Plan(placement("zero3"), Layout(pp=4, vp=2), micros=8),
+            cluster(1, devices=4),
+            own,
+            WHOLE,
+        )
 
 
 def test_context_ranks_split_a_sequence() -> None:
-    """Compute and activations are halved; keys and values hide behind attention on a fast link, not on a slow one."""
+    """Compute and activations are halved; keys and values hide behind attention on a fast link,
+    not on a slow one."""
     model = transformer()
     one = simulate(Plan(placement("zero1"), Layout()), cluster(1), model, WHOLE, checked=False)
-    two = [simulate(Plan(placement("zero1"), Layout(cp=2)), cluster(1, devices=2, fabric=fabric), model, WHOLE,
-                    checked=False) for fabric in ("1000GB/s", "100MB/s")]
+    two = [
+        simulate(
+            Plan(placement("zero1"), Layout(cp=2)),
+            cluster(1, devices=2, fabric=fabric),
+            model,
+            WHOLE,
+            checked=False,
+        )
+        for fabric in ("1000GB/s", "100MB/s")
+    ]
     assert two[0].busy["stage 0 device"] * two[0].seconds == pytest.approx(
-        one.busy["stage 0 device"] * one.seconds / 2, rel=0.01)
-    assert two[1].busy["stage 0 device"] * two[1].seconds > 2 * two[0].busy["stage 0 device"] * two[0].seconds
+        one.busy["stage 0 device"] * one.seconds / 2, rel=0.01
+    )
+    assert (
+        two[1].busy["stage 0 device"] * two[1].seconds
+        > 2 * two[0].busy["stage 0 device"] * two[0].seconds
+    )
     plans = [Plan(placement("zero1"), Layout(cp=cp)) for cp in (1, 2)]
     assert saved_bytes(plans[1], model.blocks) == saved_bytes(plans[0], model.blocks) / 2
     assert device_bytes(plans[0], model.blocks) == pytest.approx(16 * model.params)
@@ -379,10 +594,12 @@ def test_experts_are_spread_and_tokens_go_to_them() -> None:
     experts = 8 * 8 * 3 * 1024 * 4096
     assert sum(block.experts for block in model.blocks) == experts
     assert device_bytes(plan, model.blocks) == pytest.approx(
-        4 * (model.params - experts + experts / 8) + 12 * model.params / 8)
+        4 * (model.params - experts + experts / 8) + 12 * model.params / 8
+    )
     alone = simulate(plan, cluster(1, devices=8), model, WHOLE, checked=False)
     slow = simulate(plan, cluster(1, devices=8, fabric="10GB/s"), model, WHOLE, checked=False)
-    moved = 8 * 4 * 2 * 7 / 8 * 2048 * 2 * 1024 * 2 / 2  # layers, passes, a token's 2 experts; one direction
+    # layers, passes, a token's 2 experts; one direction
+    moved = 8 * 4 * 2 * 7 / 8 * 2048 * 2 * 1024 * 2 / 2
     busy = [r.busy["stage 0 device"] * r.seconds for r in (alone, slow)]
     assert busy[1] - busy[0] == pytest.approx(moved * (1 / 10e9 - 1 / 100e9), rel=0.01)
 
@@ -392,8 +609,13 @@ def test_tensor_ranks_of_two_hosts_use_their_cards() -> None:
     model = transformer()
     busy = []
     for hosts, devices in ((1, 4), (2, 2)):
-        result = simulate(Plan(placement("ddp"), Layout(tp=4)), cluster(hosts, devices=devices), model, WHOLE,
-                          checked=False)
+        result = simulate(
+            Plan(placement("ddp"), Layout(tp=4)),
+            cluster(hosts, devices=devices),
+            model,
+            WHOLE,
+            checked=False,
+        )
         busy.append(result.busy["stage 0 device"] * result.seconds)
     bytes_s = 8 * 2 * 2 * 2 * 3 / 4 * 2 * 2048 * 1024
     assert busy[1] - busy[0] == pytest.approx(bytes_s * (1 / RATE - 1 / 100e9), rel=0.02)
@@ -401,12 +623,28 @@ def test_tensor_ranks_of_two_hosts_use_their_cards() -> None:
 
 def test_precision_is_of_the_layers_products() -> None:
     model = transformer()
-    device = {"flops": "100TFLOP/s", "peaks": {"fp8": "200TFLOP/s"}, "memory": "80GB", "memory_rate": "100000GB/s"}
-    busy = [simulate(Plan(placement("ddp"), precision=precision), cluster(1, device=device), model, WHOLE,
-                     checked=False).busy["stage 0 device"] for precision in ("", "fp8")]
+    device = {
+        "flops": "100TFLOP/s",
+        "peaks": {"fp8": "200TFLOP/s"},
+        "memory": "80GB",
+        "memory_rate": "100000GB/s",
+    }
+    busy = [
+        simulate(
+            Plan(placement("ddp"), precision=precision),
+            cluster(1, device=device),
+            model,
+            WHOLE,
+            checked=False,
+        ).busy["stage 0 device"]
+        for precision in ("", "fp8")
+    ]
     assert busy[1] < busy[0]
     layers = [block for block in model.blocks if "." in block.name]
-    forward = [sum(WHOLE.forward(b, 1, 1, Device.model_validate(device), p) for b in layers) for p in ("", "fp8")]
+    forward = [
+        sum(WHOLE.forward(b, 1, 1, Device.model_validate(device), p) for b in layers)
+        for p in ("", "fp8")
+    ]
     half = sum(b.flops - b.attention for b in layers) / 2 / 50e12
     assert forward[0] - forward[1] == pytest.approx(half)
     with pytest.raises(ConfigError, match="device device has no peak for 'nvfp4'"):
@@ -416,12 +654,19 @@ def test_precision_is_of_the_layers_products() -> None:
 def test_selective_is_between_all_and_nothing() -> None:
     model = transformer()
     seconds, saved = {}, {}
-    for name, given in (("none", {}), ("products", {"selective": "products"}), ("layers", {"selective": "layers"}),
-                        ("all", {"recompute": True})):
+    for name, given in (
+        ("none", {}),
+        ("products", {"selective": "products"}),
+        ("layers", {"selective": "layers"}),
+        ("all", {"recompute": True}),
+    ):
         plan = Plan(placement("ddp"), Layout(), **given)  # type: ignore[arg-type]
         seconds[name] = simulate(plan, cluster(1), model, WHOLE, checked=False).seconds
         saved[name] = saved_bytes(plan, model.blocks)
-    assert seconds["none"] < seconds["products"] < seconds["all"] and seconds["layers"] < seconds["all"]
+    assert (
+        seconds["none"] < seconds["products"] < seconds["all"]
+        and seconds["layers"] < seconds["all"]
+    )
     assert saved["all"] < saved["products"] < saved["none"] and saved["layers"] < saved["none"]
 
 
@@ -430,34 +675,59 @@ def test_micro_batches_that_repeat_are_counted_not_simulated(seed: int) -> None:
     """All that a result says is the same as of every micro-batch."""
     rng = Random(seed)
     where, model = cluster(rng.choice([2, 4]), 1), gpt(4, 1024, 16, vocab=32000, seq_len=512)
-    one = placement(rng.choice(["zero1", "zero3", "zero-offload", "files", "smartnic", "server", "raid0"]))
+    one = placement(
+        rng.choice(["zero1", "zero3", "zero-offload", "files", "smartnic", "server", "raid0"])
+    )
     pp = 1 if one.streamed else rng.choice([1, 2])
-    plan = Plan(one, Layout(dp=where.device_count // pp, pp=pp), rng.choice([1, 2]), rng.choice([24, 33, 40]),
-                recompute=rng.random() < 0.5, slots=rng.choice([2, 3, 1000]), buffers=8, kept=rng.choice([0, 4]),
-                update_at=rng.choice(["step", "gradient"]))
+    plan = Plan(
+        one,
+        Layout(dp=where.device_count // pp, pp=pp),
+        rng.choice([1, 2]),
+        rng.choice([24, 33, 40]),
+        recompute=rng.random() < 0.5,
+        slots=rng.choice([2, 3, 1000]),
+        buffers=8,
+        kept=rng.choice([0, 4]),
+        update_at=rng.choice(["step", "gradient"]),
+    )
     short = simulate(plan, where, model, WHOLE, checked=False)
-    whole = simulate(plan, where, model, WHOLE, checked=False, logs=[])  # what is logged is simulated in full
+    # what is logged is simulated in full
+    whole = simulate(plan, where, model, WHOLE, checked=False, logs=[])
     assert short.tasks < whole.tasks / 2 or seed not in (4, 7, 9, 10)  # where all of it repeats
     assert short.seconds == pytest.approx(whole.seconds, rel=1e-6)
     assert short.bytes == pytest.approx(whole.bytes, rel=1e-6)
     assert short.busy == pytest.approx(whole.busy, rel=1e-5, abs=1e-9)
     for key, (seconds, work) in whole.stages.items():
-        assert short.stages[key] == pytest.approx((seconds, work), rel=1e-5, abs=1e-6 * whole.seconds)
+        assert short.stages[key] == pytest.approx(
+            (seconds, work), rel=1e-5, abs=1e-6 * whole.seconds
+        )
     assert short.peaks == pytest.approx(whole.peaks)
 
 
 class Alone(Fabric):
-    """What one of several workers costs that are simulated apart; the server's work is spread over them all."""
+    """What one of several workers costs that are simulated apart; the server's work is spread
+    over them all."""
 
-    def __init__(self, whole: Fabric, engine: Engine, cluster: Cluster, site: Site, workers: int) -> None:
-        super().__init__(engine, cluster, whole.plan, Group(site, 1, whole.group.ranks, 1, (1.0,)), whole.constants,
-                         whole.server, ())
+    def __init__(
+        self, whole: Fabric, engine: Engine, cluster: Cluster, site: Site, workers: int
+    ) -> None:
+        super().__init__(
+            engine,
+            cluster,
+            whole.plan,
+            Group(site, 1, whole.group.ranks, 1, (1.0,)),
+            whole.constants,
+            whole.server,
+            (),
+        )
         self.workers = workers
 
     def answer(self, params: float, kept: bool = False) -> Cost:
         cost = super().answer(params, kept)
         memory = self.server.memory if self.server is not None else None
-        return cost._replace(uses=[(r, w / self.workers if r is memory else w) for r, w in cost.uses])
+        return cost._replace(
+            uses=[(r, w / self.workers if r is memory else w) for r, w in cost.uses]
+        )
 
     def push(self, params: float) -> Cost:
         cost = super().push(params)
@@ -482,28 +752,65 @@ class Alone(Fabric):
 
 @pytest.mark.parametrize("seed", range(10))
 def test_folded_equals_unfolded(seed: int) -> None:
-    """Workers that do the same are one with a multiplicity: a step takes as long as where each is simulated, and the
-    server carries the same bytes."""
+    """Workers that do the same are one with a multiplicity: a step takes as long as where each
+    is simulated, and the server carries the same bytes."""
     rng = Random(seed)
     n, model = rng.randint(2, 16), gpt(4, 512, 8, vocab=8000, seq_len=256)
-    ssds = [{"count": 1, "read": f"{rng.choice([1, 3])}GB/s", "write": "1GB/s", "mixed": rng.choice([1, 2]),
-             "capacity": "1TB"}]
-    drive = make_cluster({"hosts": [{"name": "x", "memory": "1GB", "ssds": ssds, "uplink": "9GB/s"}]}).hosts[0]
-    where = cluster(n, 1, memory_rate=f"{rng.choice([5, 2000])}GB/s", updates=f"{rng.choice([2, 1000])}GB/s",
-                    nics=[{"kind": "roce", "rate": f"{rng.choice([0.5, 10])}GB/s", "latency": "10us"}])
+    ssds = [
+        {
+            "count": 1,
+            "read": f"{rng.choice([1, 3])}GB/s",
+            "write": "1GB/s",
+            "mixed": rng.choice([1, 2]),
+            "capacity": "1TB",
+        }
+    ]
+    drive = make_cluster(
+        {"hosts": [{"name": "x", "memory": "1GB", "ssds": ssds, "uplink": "9GB/s"}]}
+    ).hosts[0]
+    where = cluster(
+        n,
+        1,
+        memory_rate=f"{rng.choice([5, 2000])}GB/s",
+        updates=f"{rng.choice([2, 1000])}GB/s",
+        nics=[{"kind": "roce", "rate": f"{rng.choice([0.5, 10])}GB/s", "latency": "10us"}],
+    )
     spare = where.hosts[1].model_copy(update={"ssds": drive.ssds if rng.random() < 0.5 else ()})
     where = where.model_copy(update={"hosts": (where.hosts[0], spare)})
-    plan = Plan(placement("server"), Layout(dp=n), 1, rng.choice([1, 3]), slots=rng.choice([2, 3, 1000]), buffers=4,
-                update_at=rng.choice(["step", "gradient"]), staleness=rng.choice([0, 0, 1]))
+    plan = Plan(
+        placement("server"),
+        Layout(dp=n),
+        1,
+        rng.choice([1, 3]),
+        slots=rng.choice([2, 3, 1000]),
+        buffers=4,
+        update_at=rng.choice(["step", "gradient"]),
+        staleness=rng.choice([0, 0, 1]),
+    )
     folded = simulate(plan, where, model, WHOLE, checked=False, logs=[])
     engine, scene = Engine(), Scene(plan, where, model, WHOLE)
     scene.build(engine)
     (one,) = scene.stages
-    sites = [Site(engine, where.hosts[0], where.hosts[0].nics[0], WHOLE, "stage 0") for _ in range(n)]
-    scene.stages = [Stage(engine, Alone(one.fabric, engine, where, site, n), plan, [one.blocks], one.device, WHOLE, 0,
-                          one.send) for site in sites]
+    sites = [
+        Site(engine, where.hosts[0], where.hosts[0].nics[0], WHOLE, "stage 0") for _ in range(n)
+    ]
+    scene.stages = [
+        Stage(
+            engine,
+            Alone(one.fabric, engine, where, site, n),
+            plan,
+            [one.blocks],
+            one.device,
+            WHOLE,
+            0,
+            one.send,
+        )
+        for site in sites
+    ]
     counts = _Steps(scene).steady(plan.micros)
     assert counts["seconds"] == pytest.approx(folded.seconds, rel=1e-6)
     for resource in engine.resources:
         if resource.name.startswith("server") and counts[resource]:
-            assert counts[resource] == pytest.approx(folded.bytes[resource.name], rel=1e-6), resource.name
+            assert counts[resource] == pytest.approx(folded.bytes[resource.name], rel=1e-6), (
+                resource.name
+            )

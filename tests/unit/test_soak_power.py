@@ -1,5 +1,5 @@
-"""The power cut of `roadtrain soak` keeps what was synced, and loses what POSIX lets a cut lose. Rule 3 is tried with
-it, so it must neither save what was not synced nor lose what was."""
+"""The power cut of `roadtrain soak` keeps what was synced, and loses what POSIX lets a cut lose.
+Rule 3 is tried with it, so it must neither save what was not synced nor lose what was."""
 
 import errno
 import os
@@ -77,8 +77,8 @@ def test_names_count_from_the_sync_of_their_directory_on(disk, synced):
 
 @pytest.mark.parametrize("again", [False, True])
 def test_what_a_failed_sync_lost_no_later_sync_saves(disk, again):
-    """The kernel holds the pages for clean: they come back from memory, also in the next process, and are not there
-    after a cut, unless they are written once more."""
+    """The kernel holds the pages for clean: they come back from memory, also in the next
+    process, and are not there after a cut, unless they are written once more."""
     root, shadow = disk
     power = Power(shadow, [root], [Strike("sync", 0, "EIO", "old")])
     fd = written(power, root / "old", b"b" * SECTOR)

@@ -37,7 +37,10 @@ def check(model, s):
 def test_outermost_lists():
     model = nn.ModuleDict({"encoder": Coder(2, experts=3), "decoder": Coder(3)})
     s = split(model)
-    assert names(s) == [*(f"encoder.layers.{i}" for i in range(2)), *(f"decoder.layers.{i}" for i in range(3))]
+    assert names(s) == [
+        *(f"encoder.layers.{i}" for i in range(2)),
+        *(f"decoder.layers.{i}" for i in range(3)),
+    ]
     assert len(s.blocks[0].params) == 8
     assert [n for n, _ in s.root.params][:1] == ["encoder.embed.weight"]
     check(model, s)
@@ -51,7 +54,9 @@ def test_short_lists_are_looked_into():
 
 
 def test_sequential():
-    big = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+    big = nn.Sequential(
+        nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    )
     model = nn.ModuleDict({"small": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "big": big})
     assert names(split(model)) == ["big.0", "big.2", "big.3"]
     check(model, split(model))
@@ -68,7 +73,11 @@ def test_nothing_found():
 def test_named():
     model = nn.ModuleDict({"model": Coder(12)})
     assert names(split(model, ["model.layers.*"])) == [f"model.layers.{i}" for i in range(12)]
-    assert names(split(model, ["model.layers.1*"])) == ["model.layers.1", "model.layers.10", "model.layers.11"]
+    assert names(split(model, ["model.layers.1*"])) == [
+        "model.layers.1",
+        "model.layers.10",
+        "model.layers.11",
+    ]
     assert names(split(model, ["model.layers.3", "model.norm"])) == ["model.layers.3", "model.norm"]
     assert names(split(model, "model.layers.3.a")) == ["model.layers.3.a"]
     with pytest.raises(ConfigError, match=r"hint: did you mean 'model.layers.0'"):
@@ -108,7 +117,11 @@ def test_table():
     t = table(s, groups, torch.bfloat16, SEGMENT)
     assert [b.name for b in t.blocks] == ["root", "layers.0", "layers.1"]
     spec = {p.name: p for p in t.params}
-    assert spec["norm.bias"].group == 1 and spec["norm.bias"].trainable and spec["norm.bias"].dtype == "bf16"
+    assert (
+        spec["norm.bias"].group == 1
+        and spec["norm.bias"].trainable
+        and spec["norm.bias"].dtype == "bf16"
+    )
     assert not spec["layers.0.a.bias"].trainable and spec["layers.0.a.bias"].group == -1
     assert not spec["layers.1.a.bias"].trainable
     assert table(s, groups, None, SEGMENT).params[0].dtype == "fp32"

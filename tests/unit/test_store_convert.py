@@ -1,5 +1,5 @@
-"""store.convert: another number of directories, chunk size, dtype of the copy: exact, in bounded memory, and a kill in
-the middle leaves the old store."""
+"""store.convert: another number of directories, chunk size, dtype of the copy: exact, in bounded
+memory, and a kill in the middle leaves the old store."""
 
 from __future__ import annotations
 
@@ -30,7 +30,13 @@ STATE = {0: ("m", "v", "t", "beta_t"), 1: ()}
 def table(dtype: str, frozen: str = "bf16", chunk_elements: int = 1 << 20) -> ChunkTable:
     return ChunkTable.build(
         [
-            ("root", [ParamSpec("emb", (300, 500), dtype, True, 0), ParamSpec("scalar", (), dtype, True, 1)]),
+            (
+                "root",
+                [
+                    ParamSpec("emb", (300, 500), dtype, True, 0),
+                    ParamSpec("scalar", (), dtype, True, 1),
+                ],
+            ),
             (
                 "b0",
                 [
@@ -111,7 +117,9 @@ MATRIX = list(itertools.product((1, 3), (1 << 20, 1 << 16), ("fp32", "bf16", "fp
 @pytest.mark.parametrize("before", [MATRIX[1], MATRIX[8], MATRIX[9]], ids=str)
 def test_conversion_is_exact(tmp_path: Path, before: tuple, after: tuple) -> None:
     n, chunk_elements, dtype = before
-    made([tmp_path / f"old{i}" for i in range(n)], table(dtype, chunk_elements=chunk_elements)).close()
+    made(
+        [tmp_path / f"old{i}" for i in range(n)], table(dtype, chunk_elements=chunk_elements)
+    ).close()
     n, chunk_elements, dtype = after
     tab = table(dtype, chunk_elements=chunk_elements)
     directories = [tmp_path / "old0", *[tmp_path / f"new{i}" for i in range(1, n)]]
@@ -150,13 +158,17 @@ def test_a_public_part_that_is_not_stored_is_cast_from_the_master(tmp_path: Path
     copy = np.empty(p.numel, np.uint16)
     cast(value(p, "master"), "fp32", copy, "bf16")
     assert read_param(store, p.name, "public").tobytes() == copy.tobytes()
-    new = convert_store(store, StoreMeta.of(table("fp16"), GROUPS), [tmp_path], owners(table("fp16"), 1))
+    new = convert_store(
+        store, StoreMeta.of(table("fp16"), GROUPS), [tmp_path], owners(table("fp16"), 1)
+    )
     assert read_param(new, p.name).tobytes() == value(p, "master").tobytes()
     new.close()
 
 
 @pytest.mark.parametrize("moment", ["creating", "writing", "committing", "publishing", "removing"])
-def test_a_kill_while_converting(tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_while_converting(
+    tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Killed(BaseException):
         pass
 
@@ -179,7 +191,9 @@ def test_a_kill_while_converting(tmp_path: Path, moment: str, monkeypatch: pytes
             convert_store(old, StoreMeta.of(tab, GROUPS), directories, owners(tab, 2))
     old.close()
     for fd in os.listdir("/proc/self/fd"):  # what the kernel does for a killed process
-        if (link := Path("/proc/self/fd", fd)).is_symlink() and str(link.readlink()).startswith(str(tmp_path)):
+        if (link := Path("/proc/self/fd", fd)).is_symlink() and str(link.readlink()).startswith(
+            str(tmp_path)
+        ):
             os.close(int(fd))
     store = open_store(directories, also=[tmp_path / "b"])
     assert store is not None
@@ -188,10 +202,14 @@ def test_a_kill_while_converting(tmp_path: Path, moment: str, monkeypatch: pytes
     store.close()
     kept = {"removing": {"c", "a"}}.get(moment, {"a", "b"})
     assert {p.parent.name for p in tmp_path.glob("*/gen-*")} == kept, "leftovers are removed"
-    assert [p.parent.name for p in tmp_path.glob("*/CURRENT*")] == (["c"] if moment == "removing" else ["a"])
+    assert [p.parent.name for p in tmp_path.glob("*/CURRENT*")] == (
+        ["c"] if moment == "removing" else ["a"]
+    )
 
 
-def test_a_full_disk_while_converting_keeps_the_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_while_converting_keeps_the_old(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Tiny:
         f_bavail, f_frsize = 3, 4096
 
@@ -199,21 +217,29 @@ def test_a_full_disk_while_converting_keeps_the_old(tmp_path: Path, monkeypatch:
     with monkeypatch.context() as patch:
         patch.setattr(os, "statvfs", lambda _: Tiny)
         with pytest.raises(FullError):
-            convert_store(old, StoreMeta.of(table("fp32"), GROUPS), [tmp_path], owners(table("fp32"), 1))
+            convert_store(
+                old, StoreMeta.of(table("fp32"), GROUPS), [tmp_path], owners(table("fp32"), 1)
+            )
     check(old)
     old.close()
 
 
 def test_refusals(tmp_path: Path) -> None:
     old = made([tmp_path], table("bf16", "fp32"))
-    with pytest.raises(ConfigError, match=r"frozen parameter 'b0.frozen' rests in fp32; in bf16 it would lose bits"):
-        convert_store(old, StoreMeta.of(table("bf16"), GROUPS), [tmp_path], owners(table("bf16"), 1))
+    with pytest.raises(
+        ConfigError, match=r"frozen parameter 'b0.frozen' rests in fp32; in bf16 it would lose bits"
+    ):
+        convert_store(
+            old, StoreMeta.of(table("bf16"), GROUPS), [tmp_path], owners(table("bf16"), 1)
+        )
     other = ChunkTable.build([("root", [ParamSpec("emb", (2,), "fp32", True, 0)])])
     with pytest.raises(ForeignError, match=r"the store holds model"):
         convert_store(old, StoreMeta.of(other, GROUPS), [tmp_path], [0])
     lion = (GroupRule("lion", ("m",)), GROUPS[1])
     with pytest.raises(ForeignError, match=r"parameter 'emb' has state .*adamw.*lion"):
-        convert_store(old, StoreMeta.of(table("bf16", "fp32"), lion), [tmp_path], owners(table("bf16"), 1))
+        convert_store(
+            old, StoreMeta.of(table("bf16", "fp32"), lion), [tmp_path], owners(table("bf16"), 1)
+        )
     with pytest.raises(ConfigError, match=r"no parameter is named 'x'"):
         read_param(old, "x")
     with pytest.raises(ConfigError, match=r"'scalar' has no 'm'"):
@@ -234,9 +260,16 @@ def test_a_frozen_parameter_is_widened(tmp_path: Path, wide: str) -> None:
 
 def test_import_into_a_store_keeps_what_the_source_does_not_give(tmp_path: Path) -> None:
     store = made([tmp_path], table("bf16", chunk_elements=1 << 16))
-    write_params(store, lambda p, what, a, b: np.full(b - a, 2, "f4") if (p.name, what) == ("emb", "master") else None)
+    write_params(
+        store,
+        lambda p, what, a, b: (
+            np.full(b - a, 2, "f4") if (p.name, what) == ("emb", "master") else None
+        ),
+    )
     store.commit(42, b"")
-    assert set(read_param(store, "emb").ravel()) == {2} and set(read_param(store, "emb", "public").ravel()) == {0x4000}
+    assert set(read_param(store, "emb").ravel()) == {2} and set(
+        read_param(store, "emb", "public").ravel()
+    ) == {0x4000}
     params = {p.name: p for p in store.table.params}
     for name, what in (("emb", "m"), ("emb", "t"), ("b0.w", "master"), ("b0.frozen", "master")):
         assert read_param(store, name, what).tobytes() == value(params[name], what).tobytes()

@@ -1,5 +1,5 @@
-"""store.file, store.ledger, store.generation: after any crash the last committed step is there (Rule 3), and every
-fault is a typed error that names file, chunk and step."""
+"""store.file, store.ledger, store.generation: after any crash the last committed step is there
+(Rule 3), and every fault is a typed error that names file, chunk and step."""
 
 from __future__ import annotations
 
@@ -24,14 +24,30 @@ from roadtrain.spec.chunks import PAGE, ChunkTable, ParamSpec
 from roadtrain.store import lock as lock_module
 from roadtrain.store.buffers import HUGE, Buffer, array_in
 from roadtrain.store.file import FileTier
-from roadtrain.store.generation import OpenedStore, create_part, create_store, open_part, open_store, publish_part
+from roadtrain.store.generation import (
+    OpenedStore,
+    create_part,
+    create_store,
+    open_part,
+    open_store,
+    publish_part,
+)
 from roadtrain.store.ledger import GroupRule, StoreMeta
 from roadtrain.store.tier import PRIVATE, PUBLIC, RECORD, part_range
 
 TABLE = ChunkTable.build(
     [
-        ("root", [ParamSpec("emb", (10, 20), "bf16", True, 0), ParamSpec("head", (9,), "fp32", True, 1)]),
-        ("b0", [ParamSpec("w", (66, 1000), "fp16", True, 0), ParamSpec("f", (500,), "bf16", False, -1)]),
+        (
+            "root",
+            [ParamSpec("emb", (10, 20), "bf16", True, 0), ParamSpec("head", (9,), "fp32", True, 1)],
+        ),
+        (
+            "b0",
+            [
+                ParamSpec("w", (66, 1000), "fp16", True, 0),
+                ParamSpec("f", (500,), "bf16", False, -1),
+            ],
+        ),
     ],
     chunk_elements=1 << 16,
 )
@@ -90,7 +106,8 @@ def step_of(store: OpenedStore, step: int) -> None:
 
 
 class Model:
-    """The dict that the store is compared with: committed and newest bytes of every part; None: absent."""
+    """The dict that the store is compared with: committed and newest bytes of every part; None:
+    absent."""
 
     def __init__(self, directories: list[Path]) -> None:
         self.directories, self.store, self.step = directories, made(directories), 0
@@ -119,8 +136,8 @@ class Model:
         self.committed, self.written = dict(self.newest), set()
 
     def crash(self, prepared: int, garbage: bool, torn_at: float | None) -> None:
-        """A kill or power cut: some directories hold the next step's record, slots that were being written hold
-        anything, directory 0's new record may be torn."""
+        """A kill or power cut: some directories hold the next step's record, slots that were
+        being written hold anything, directory 0's new record may be torn."""
         tiers = self.store.tiers
         for tier in [*tiers[1:], tiers[0]][:prepared]:
             tier.prepare(self.step + 1, b"lost" * 50)
@@ -138,7 +155,8 @@ class Model:
             with open(path, "r+b") as file:
                 file.seek(int(torn_at * 400))
                 file.write(os.urandom(300))
-        if lost:  # the record of directory 0 is there: the step is committed, although nobody was told
+        # the record of directory 0 is there: the step is committed, although nobody was told
+        if lost:
             self.step, self.blob, self.committed = self.step + 1, b"lost" * 50, dict(self.newest)
         self.reopen()
 
@@ -160,10 +178,14 @@ class Model:
 
 OPS = st.lists(
     st.one_of(
-        st.tuples(st.just("write"), st.sampled_from(TRAINABLE), st.sampled_from([PUBLIC, PRIVATE, RECORD])),
+        st.tuples(
+            st.just("write"), st.sampled_from(TRAINABLE), st.sampled_from([PUBLIC, PRIVATE, RECORD])
+        ),
         st.tuples(st.just("commit")),
         st.tuples(st.just("reopen")),
-        st.tuples(st.just("crash"), st.integers(0, 2), st.booleans(), st.none() | st.floats(0, 0.4)),
+        st.tuples(
+            st.just("crash"), st.integers(0, 2), st.booleans(), st.none() | st.floats(0, 0.4)
+        ),
     ),
     max_size=25,
 )
@@ -186,7 +208,9 @@ def test_after_any_crash_the_store_equals_the_last_committed_step(ops: list[tupl
 
 def test_buffer_is_aligned_zero_and_tolerates_arrays_that_outlive_it() -> None:
     buffer = Buffer(3 * HUGE + 5)
-    assert buffer.nbytes == 3 * HUGE + PAGE and buffer.view.format == "B" and not buffer.view.readonly
+    assert (
+        buffer.nbytes == 3 * HUGE + PAGE and buffer.view.format == "B" and not buffer.view.readonly
+    )
     array = array_in(buffer.view, "bf16", PAGE, 10)
     assert array.dtype == np.uint16 and array_in(buffer.view, "fp32", 0, 4).ctypes.data % HUGE == 0
     buffer.view[PAGE] = 7
@@ -257,11 +281,13 @@ def test_a_vanished_directory(tmp_path: Path) -> None:
     with pytest.raises(GoneError, match=r"b: holds step 1"):
         open_store(directories)
     assert (tmp_path / "b" / "gen-1" / "slot0.bin").exists()  # nothing was cleaned away
-    for given_ in ([tmp_path / "hidden", tmp_path / "b"], [tmp_path / "b", tmp_path / "hidden"]):  # moved, other order
+    # moved, other order
+    for given_ in ([tmp_path / "hidden", tmp_path / "b"], [tmp_path / "b", tmp_path / "hidden"]):
         store = opened(given_)
         assert store.step == 1 and store.directories == (tmp_path / "hidden", tmp_path / "b")
         store.close()
-    with pytest.raises(GoneError, match=r"directory 1 of the 2 .* none of the given ones"):  # also where it was made
+    # also where it was made
+    with pytest.raises(GoneError, match=r"directory 1 of the 2 .* none of the given ones"):
         open_store([tmp_path / "hidden"])
 
 
@@ -276,7 +302,9 @@ def test_foreign_stores(tmp_path: Path) -> None:
     with pytest.raises(ForeignError, match=r"holds a store already"):
         create_store([tmp_path / "a"], other, [0] * len(OWNERS))
     for i in range(2):  # another job's ledger under this job's description
-        shutil.copy(tmp_path / "c" / "gen-1" / f"ledger.{i}", tmp_path / "a" / "gen-1" / f"ledger.{i}")
+        shutil.copy(
+            tmp_path / "c" / "gen-1" / f"ledger.{i}", tmp_path / "a" / "gen-1" / f"ledger.{i}"
+        )
     with pytest.raises(ForeignError, match=r"ledger.0"):
         open_store(directories)
     path = tmp_path / "a" / "gen-1" / "store.json"
@@ -320,8 +348,11 @@ def test_nothing_there_and_half_made_generations(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "a") == ["mine.txt"] and os.listdir(tmp_path / "b") == []
 
 
-def test_a_new_stores_files_are_durable_with_their_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slot 1 is not written before the first step: without its size, a cut before that would leave no store at all."""
+def test_a_new_stores_files_are_durable_with_their_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slot 1 is not written before the first step: without its size, a cut before that would
+    leave no store at all."""
     synced, fsync = {}, os.fsync
 
     def noted(fd: int) -> None:
@@ -335,7 +366,9 @@ def test_a_new_stores_files_are_durable_with_their_size(tmp_path: Path, monkeypa
     assert all(synced[path.stat().st_ino] == path.stat().st_size > 0 for path in files)
 
 
-def test_two_processes_cannot_write_one_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes_cannot_write_one_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(lock_module, "LOCK_WAIT_S", 0.1)
     store = made([tmp_path])
     with pytest.raises(StoreError, match=r"in use by another process"):
@@ -343,7 +376,9 @@ def test_two_processes_cannot_write_one_store(tmp_path: Path, monkeypatch: pytes
     store.close()
 
 
-def test_a_write_error_midway_keeps_the_committed_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_error_midway_keeps_the_committed_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = made([tmp_path])
     want = {c: read(store, c, RECORD) for c in RECORDS}
 
@@ -357,11 +392,16 @@ def test_a_write_error_midway_keeps_the_committed_step(tmp_path: Path, monkeypat
 
         return call
 
-    for code, kind in ((errno.ENOSPC, FullError), (errno.EIO, StoreError), (errno.ENODEV, GoneError)):
+    for code, kind in (
+        (errno.ENOSPC, FullError),
+        (errno.EIO, StoreError),
+        (errno.ENODEV, GoneError),
+    ):
         for name, path, what in (
-            ("pwritev", "slot1.bin", "writing chunk 0 after step 0"), ("fdatasync", "slot1.bin", "fdatasync at step 1"),
+            ("pwritev", "slot1.bin", "writing chunk 0 after step 0"),
+            ("fdatasync", "slot1.bin", "fdatasync at step 1"),
             ("pwritev", "ledger.1", "writing the record of step 1"),
-        ):  # fmt: skip
+        ):
             with monkeypatch.context() as patch:
                 patch.setattr(os, name, refuse(name, path, code))
                 with pytest.raises(kind, match=rf"{path}: .*{what}"):
@@ -381,13 +421,16 @@ def test_a_write_error_midway_keeps_the_committed_step(tmp_path: Path, monkeypat
     assert store.step == 1
     store.close()
     store = opened([tmp_path])
-    assert store.step == 1  # nobody was told that it is committed, and the disk may not have the record
+    # nobody was told that it is committed, and the disk may not have the record
+    assert store.step == 1
     for chunk in RECORDS:
         read(store, chunk, RECORD)
     store.close()
 
 
-def test_short_transfers_and_refused_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_transfers_and_refused_direct_io(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = made([tmp_path])
     data = random_bytes(0, RECORD)
     pwritev, preadv = os.pwritev, os.preadv
@@ -433,7 +476,9 @@ def test_spill(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_disk_too_small_is_refused_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_too_small_is_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Tiny:
         f_bavail, f_frsize = 3, PAGE
 
@@ -461,12 +506,17 @@ def test_a_full_disk(tmp_path: Path) -> None:
     store = made([tmp_path / "roomy"])
     store.close()
     need = sum(f.stat().st_size for f in (tmp_path / "roomy" / "gen-1").iterdir())
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={need + (64 << 10)}", "tmpfs", str(disk)]).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={need + (64 << 10)}", "tmpfs", str(disk)]
+    ).returncode:
         pytest.skip("cannot mount a tmpfs here")
     try:
         store = made([disk])
         want = {c: read(store, c, RECORD) for c in RECORDS}
-        with open(disk / "filler", "wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
+        with (
+            open(disk / "filler", "wb", buffering=0) as file,
+            pytest.raises(OSError, match="No space"),
+        ):
             while True:
                 file.write(bytes(PAGE))
         with pytest.raises(FullError, match=r"spill.bin: allocating needs .* 0 B are free"):
@@ -501,7 +551,9 @@ def test_a_tier_stands_alone(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_a_step_that_was_prepared_only_is_withdrawn_where_the_one_before_is_opened(tmp_path: Path) -> None:
+def test_a_step_that_was_prepared_only_is_withdrawn_where_the_one_before_is_opened(
+    tmp_path: Path,
+) -> None:
     directories = [tmp_path / "a", tmp_path / "b"]
     store = made(directories)
     store.tiers[1].prepare(1, b"")
@@ -513,10 +565,17 @@ def test_a_step_that_was_prepared_only_is_withdrawn_where_the_one_before_is_open
 
 
 def test_a_part_that_has_missed_steps_is_replaced(tmp_path: Path) -> None:
-    """With replicas: that of another job never is; the old copy counts until the new one is whole."""
+    """With replicas: that of another job never is; the old copy counts until the new one is
+    whole."""
     names = ("x", "y", "z")
-    meta = replace(META, owners=tuple(c % 3 for c in RECORDS), directories=names, index=1, replicas=2)
-    assert {c for c in RECORDS if 1 in meta.holders(c)} == set(meta.owned(1)) == {c for c in RECORDS if c % 3 != 2}
+    meta = replace(
+        META, owners=tuple(c % 3 for c in RECORDS), directories=names, index=1, replicas=2
+    )
+    assert (
+        {c for c in RECORDS if 1 in meta.holders(c)}
+        == set(meta.owned(1))
+        == {c for c in RECORDS if c % 3 != 2}
+    )
 
     def part(meta: StoreMeta, step: int) -> None:
         tier = create_part(tmp_path, meta)
@@ -555,7 +614,9 @@ def generations_in(directory: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
-def test_directory_0_commits_last(tmp_path: Path, failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directory_0_commits_last(
+    tmp_path: Path, failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     directories = [tmp_path / name for name in "abc"]
     store = made(directories)
 

@@ -25,7 +25,8 @@ def test_a_forked_child_does_not_keep_it(tmp_path: Path, monkeypatch: pytest.Mon
         os._exit(0)
     try:
         assert os.read(read, 1) == b"x"
-        with pytest.raises(StoreError, match="in use by another process"):  # the child's letting go is not ours
+        # the child's letting go is not ours
+        with pytest.raises(StoreError, match="in use by another process"):
             Locks([tmp_path])
         held.close()
         Locks([tmp_path]).close()

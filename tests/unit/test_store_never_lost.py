@@ -1,4 +1,5 @@
-"""Nothing that has trained is deleted, only given directories are touched, and what counts is durable (Rule 3)."""
+"""Nothing that has trained is deleted, only given directories are touched, and what counts is
+durable (Rule 3)."""
 
 from __future__ import annotations
 
@@ -12,7 +13,17 @@ from pathlib import Path
 
 import pytest
 from power import Disk
-from test_store_file import META, OWNERS, RECORDS, TRAINABLE, made, opened, random_bytes, read, step_of
+from test_store_file import (
+    META,
+    OWNERS,
+    RECORDS,
+    TRAINABLE,
+    made,
+    opened,
+    random_bytes,
+    read,
+    step_of,
+)
 
 from roadtrain.errors import DamagedError, ForeignError, GoneError, StoreError
 from roadtrain.spec.chunks import PAGE
@@ -20,7 +31,13 @@ from roadtrain.store import generation
 from roadtrain.store import lock as lock_module
 from roadtrain.store.convert import convert, read_param
 from roadtrain.store.file import FileTier
-from roadtrain.store.generation import create_part, create_store, open_part, open_store, publish_part
+from roadtrain.store.generation import (
+    create_part,
+    create_store,
+    open_part,
+    open_store,
+    publish_part,
+)
 from roadtrain.store.ledger import HEADER, StoreMeta
 from roadtrain.store.sealed import unsealed
 from roadtrain.store.snapshot import held_in
@@ -66,14 +83,18 @@ def names(directory: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("first_edition", [False, True])
-def test_any_flipped_bit_in_current_is_recovered(part: Path, tmp_path: Path, first_edition: bool) -> None:
-    """"1" to "0" once deleted the generation. Its records prove which one counts, and that is said."""
+def test_any_flipped_bit_in_current_is_recovered(
+    part: Path, tmp_path: Path, first_edition: bool
+) -> None:
+    """ "1" to "0" once deleted the generation. Its records prove which one counts, and that is
+    said."""
     shutil.copytree(part, home := tmp_path / "home")
     whole = b"1\n" if first_edition else (home / "CURRENT").read_bytes()
     for bit in range(8 * len(whole)):
         (home / "CURRENT").write_bytes(whole)
         flipped(home / "CURRENT", bit)
-        silent = first_edition and (home / "CURRENT").read_bytes().strip() == b"1"  # a blank became another
+        # a blank became another
+        silent = first_edition and (home / "CURRENT").read_bytes().strip() == b"1"
         assert held_in(home)[0] == (3,)
         tier = open_part(home)
         assert tier is not None and tier.step == 3
@@ -113,7 +134,8 @@ def test_what_cannot_be_proven_is_an_error_and_is_left_alone(part: Path, tmp_pat
 
 @pytest.mark.parametrize("name", ["ledger.0", "ledger.1", "store.json"])
 def test_flipped_bits_beside_it(tmp_path: Path, name: str) -> None:
-    """In what describes and commits a generation: found, or the other record counts and that is said; never removed."""
+    """In what describes and commits a generation: found, or the other record counts and that is
+    said; never removed."""
     store = made([tmp_path / "s"])
     step_of(store, 1)
     step_of(store, 2)
@@ -131,7 +153,11 @@ def test_flipped_bits_beside_it(tmp_path: Path, name: str) -> None:
             found = opened([tmp_path / "s"])
         except StoreError as error:
             assert name == "store.json", bit
-            assert isinstance(error, DamagedError) and "store.json" in str(error) and "hint" in str(error)
+            assert (
+                isinstance(error, DamagedError)
+                and "store.json" in str(error)
+                and "hint" in str(error)
+            )
         else:
             assert name != "store.json" and found.step == (1 if name == "ledger.0" else 2)
             assert any("dropped" in note for note in found.notes)
@@ -140,20 +166,27 @@ def test_flipped_bits_beside_it(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_damaged_record_is_left_alone_where_the_one_before_is_not_whole(tmp_path: Path, count: int) -> None:  # Rule 3
-    """The next step has begun to overwrite what the older record names: only mending the newer one helps."""
+# Rule 3
+def test_a_damaged_record_is_left_alone_where_the_one_before_is_not_whole(
+    tmp_path: Path, count: int
+) -> None:
+    """The next step has begun to overwrite what the older record names: only mending the newer
+    one helps."""
     directories = [tmp_path / str(i) for i in range(count)]
     store = made(directories)
     step_of(store, 1)
     step_of(store, 2)
     file = store.tiers[0]._ledger.entry.file
     for chunk in TRAINABLE:
-        store.tier_of(chunk).write(chunk, RECORD, random_bytes(chunk, RECORD))  # of step 3, then it is killed
+        # of step 3, then it is killed
+        store.tier_of(chunk).write(chunk, RECORD, random_bytes(chunk, RECORD))
     store.close()
     path = directories[0] / "gen-1" / f"ledger.{file}"
     before = {p: p.read_bytes() for d in directories for p in sorted(d.rglob("*")) if p.is_file()}
     flipped(path, 8 * 70)
-    with pytest.raises(DamagedError, match="step 1, of the record before, is not whole any more") as error:
+    with pytest.raises(
+        DamagedError, match="step 1, of the record before, is not whole any more"
+    ) as error:
         opened(directories)
     assert "nothing was changed" in str(error.value)
     flipped(path, 8 * 70)
@@ -236,7 +269,9 @@ def test_a_kill_between_the_first_commit_and_current(tmp_path: Path) -> None:
         store.tier_of(chunk).write(chunk, RECORD, random_bytes(chunk, RECORD))
     store.tiers[1].prepare(0, b"")
     store.close()
-    with pytest.raises(GoneError, match="holds step 0 of a store whose first directory is not here"):
+    with pytest.raises(
+        GoneError, match="holds step 0 of a store whose first directory is not here"
+    ):
         open_store([tmp_path / "b"])  # its disk is not mounted
     assert (tmp_path / "b" / "gen-1" / "slot0.bin").exists()
     assert open_store([tmp_path / "a", tmp_path / "b"]) is None  # never finished
@@ -255,15 +290,23 @@ def test_a_kill_between_the_first_commit_and_current(tmp_path: Path) -> None:
 
 
 def test_a_copy_does_not_touch_the_original(tmp_path: Path) -> None:
-    """The recorded paths are the original's. One directory of the copy is damaged, missing, or not named."""
+    """The recorded paths are the original's. One directory of the copy is damaged, missing, or
+    not named."""
     original = [tmp_path / "a", tmp_path / "b"]
     made(original).close()
     (tmp_path / "copy").mkdir()
     copy = [Path(shutil.copytree(d, tmp_path / "copy" / d.name)) for d in original]
     locked = opened(original)  # also while it is in use
-    before = {p: (p.read_bytes(), p.stat().st_mtime_ns) for d in original for p in d.rglob("*") if p.is_file()}
+    before = {
+        p: (p.read_bytes(), p.stat().st_mtime_ns)
+        for d in original
+        for p in d.rglob("*")
+        if p.is_file()
+    }
     for given in ([copy[0]], [copy[0], tmp_path / "nowhere"]):
-        with pytest.raises(GoneError, match=r"directory 1 of the 2 of job .* is none of the given ones") as raised:
+        with pytest.raises(
+            GoneError, match=r"directory 1 of the 2 of job .* is none of the given ones"
+        ) as raised:
             open_store(given)
         assert "moved_from" in str(raised.value)
     with pytest.raises(GoneError, match="first directory is not here"):
@@ -286,7 +329,11 @@ def test_a_copy_does_not_touch_the_original(tmp_path: Path) -> None:
 def test_a_second_one_is_refused_at_once_and_deletes_nothing(tmp_path: Path) -> None:
     first = create_store([tmp_path / "a", tmp_path / "b"], META, OWNERS)  # it fills, for hours
     there = set(tmp_path.rglob("*"))
-    for given in ([tmp_path / "a", tmp_path / "b"], [tmp_path / "b"], [tmp_path / "c", tmp_path / "a"]):
+    for given in (
+        [tmp_path / "a", tmp_path / "b"],
+        [tmp_path / "b"],
+        [tmp_path / "c", tmp_path / "a"],
+    ):
         with pytest.raises(StoreError, match="in use by another process"):
             open_store(given)
         with pytest.raises(StoreError, match="in use by another process"):
@@ -366,7 +413,8 @@ def test_a_power_cut_after_each_step(tmp_path: Path, disk: Disk) -> None:
 def test_a_record_that_was_never_synced(
     tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch, then: str
 ) -> None:
-    """Killed between write and fdatasync, or that failed; then a start, steps, and a power cut at any moment."""
+    """Killed between write and fdatasync, or that failed; then a start, steps, and a power cut
+    at any moment."""
     tier = part_at(disk.root / "s", 2)
     if then == "failed":
         disk.fail = "ledger."
@@ -375,7 +423,11 @@ def test_a_record_that_was_never_synced(
         disk.fail = ""
     else:
         with monkeypatch.context() as patch:
-            patch.setattr(os, "fdatasync", lambda fd: disk._synced(fd, "fdatasync") if "slot" in name_of(fd) else None)
+            patch.setattr(
+                os,
+                "fdatasync",
+                lambda fd: disk._synced(fd, "fdatasync") if "slot" in name_of(fd) else None,
+            )
             written(tier, 3)
     tier.close()
     survives(disk, tmp_path / "0", 2)
@@ -405,8 +457,8 @@ def test_a_disk_that_still_fails_ends_the_next_start(tmp_path: Path, disk: Disk)
 
 
 def test_a_power_cut_at_any_sync(tmp_path: Path, disk: Disk) -> None:
-    """A store of two directories is made, trained, opened again, trained, and moved into one: whatever was committed is
-    there, with every bit, or nothing was yet."""
+    """A store of two directories is made, trained, opened again, trained, and moved into one:
+    whatever was committed is there, with every bit, or nothing was yet."""
     cuts: list[tuple[Path, int]] = []
     committed = -1
     disk.synced = lambda: cuts.append((disk.cut(tmp_path / str(len(cuts))), committed))
@@ -424,7 +476,10 @@ def test_a_power_cut_at_any_sync(tmp_path: Path, disk: Disk) -> None:
     assert len(cuts) > 40
     for number, (home, least) in enumerate(cuts):
         found = open_store([home / "a", home / "b"])
-        assert (found is None and least < 0) or (found is not None and found.step >= least), (number, least)
+        assert (found is None and least < 0) or (found is not None and found.step >= least), (
+            number,
+            least,
+        )
         for chunk in RECORDS if found is not None else ():
             read(found, chunk, RECORD)
         if found is not None:
@@ -450,14 +505,17 @@ def test_a_spilled_gradient_is_checked(tmp_path: Path) -> None:
     assert tier._spill is not None
     with open(f"/proc/self/fd/{tier._spill.fd}", "r+b", buffering=0) as file:
         os.pwrite(file.fileno(), bytes([data[7] ^ 16]), 7)
-    with pytest.raises(DamagedError, match=f"spilled gradient of chunk {chunk} .* does not match its checksum"):
+    with pytest.raises(
+        DamagedError, match=f"spilled gradient of chunk {chunk} .* does not match its checksum"
+    ):
         tier.spill_read(chunk, into)
     assert read(store, chunk, RECORD)
     store.close()
 
 
 def test_a_directory_is_left_where_that_is_said(tmp_path: Path) -> None:
-    """`moved_from`: the part that is left is read and, once the store counts elsewhere, removed; nothing else is."""
+    """`moved_from`: the part that is left is read and, once the store counts elsewhere,
+    removed; nothing else is."""
     made([tmp_path / "a", tmp_path / "b"]).close()
     (tmp_path / "b" / "mine.txt").write_text("keep")
     old = open_store([tmp_path / "a"], also=[tmp_path / "b"])
@@ -465,7 +523,8 @@ def test_a_directory_is_left_where_that_is_said(tmp_path: Path) -> None:
     want = {p.name: read_param(old, p.name).tobytes() for p in META.table.params}
     new = convert(old, replace(META, job=old.meta.job), [tmp_path / "a"], [0] * len(OWNERS))
     assert names(tmp_path / "b") == {"mine.txt"} and names(tmp_path / "a") == {"CURRENT", "gen-2"}
-    with pytest.raises(StoreError, match="in use by another process"):  # still locked by whoever has converted it
+    # still locked by whoever has converted it
+    with pytest.raises(StoreError, match="in use by another process"):
         open_store([tmp_path / "a"])
     new.close()
     again = opened([tmp_path / "a"])
@@ -475,8 +534,11 @@ def test_a_directory_is_left_where_that_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("moment", ["switch", "remove"])
-def test_a_conversion_that_was_killed(tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Original and copy are both whole: the one that counts stays, the other goes, and neither is renamed."""
+def test_a_conversion_that_was_killed(
+    tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Original and copy are both whole: the one that counts stays, the other goes, and neither
+    is renamed."""
     made([tmp_path]).close()
     old = opened([tmp_path])
 
@@ -485,14 +547,21 @@ def test_a_conversion_that_was_killed(tmp_path: Path, moment: str, monkeypatch: 
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(generation, moment, die)
-        convert(old, replace(META, job=old.meta.job, chunk_elements=1 << 16), [tmp_path], [0] * len(OWNERS))
+        convert(
+            old,
+            replace(META, job=old.meta.job, chunk_elements=1 << 16),
+            [tmp_path],
+            [0] * len(OWNERS),
+        )
     assert names(tmp_path) == {"CURRENT", "gen-1", "gen-2"}
     gc.collect()
     for fd in list(old.locks._held.values()):
         os.close(fd)
     old.locks._held.clear()
     for fd in os.listdir("/proc/self/fd"):  # what the kernel does for a killed process
-        if (link := Path("/proc/self/fd", fd)).is_symlink() and str(link.readlink()).startswith(str(tmp_path)):
+        if (link := Path("/proc/self/fd", fd)).is_symlink() and str(link.readlink()).startswith(
+            str(tmp_path)
+        ):
             os.close(int(fd))
     store = opened([tmp_path])
     assert store.step == 0 and not store.said

@@ -18,9 +18,17 @@ from roadtrain.spec.chunks import NUMPY
 from roadtrain.store.safetensors_io import export_dir, open_dir
 
 TORCH = {
-    "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64, "i8": torch.int8,
-    "u8": torch.uint8, "i16": torch.int16, "i32": torch.int32, "i64": torch.int64, "bool": torch.bool,
-}  # fmt: skip
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+    "i8": torch.int8,
+    "u8": torch.uint8,
+    "i16": torch.int16,
+    "i32": torch.int32,
+    "i64": torch.int64,
+    "bool": torch.bool,
+}
 
 
 def arrays() -> dict[str, tuple[str, np.ndarray]]:
@@ -31,7 +39,10 @@ def arrays() -> dict[str, tuple[str, np.ndarray]]:
             numel = int(np.prod(shape))
             nbytes = numel * np.dtype(NUMPY[dtype]).itemsize
             raw = rng.integers(0, 2, numel, np.uint8) if dtype == "bool" else rng.bytes(nbytes)
-            out[f"layer.{i}.{dtype}.{j}"] = (dtype, np.frombuffer(bytes(raw), NUMPY[dtype]).reshape(shape))
+            out[f"layer.{i}.{dtype}.{j}"] = (
+                dtype,
+                np.frombuffer(bytes(raw), NUMPY[dtype]).reshape(shape),
+            )
     return out
 
 
@@ -60,7 +71,10 @@ def test_round_trip_and_the_library_reads_it(tmp_path: Path, limit: int, files: 
                 dtype, array = tensors[name]
                 tensor = file.get_tensor(name)
                 assert tensor.dtype == TORCH[dtype] and tuple(tensor.shape) == array.shape
-                assert tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() == array.tobytes()
+                assert (
+                    tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+                    == array.tobytes()
+                )
                 seen.add(name)
     assert seen == tensors.keys()
     for given in [tmp_path / "out", *([made[0]] if files == 1 else [])]:
@@ -70,7 +84,11 @@ def test_round_trip_and_the_library_reads_it(tmp_path: Path, limit: int, files: 
             assert back[name].dtype == dtype and back[name].shape == array.shape
             got = back[name].read()
             assert got.shape == array.shape and got.tobytes() == array.tobytes()
-            assert back[name].read(1, array.size).tobytes() == array.ravel()[1:].tobytes() if array.size else True
+            assert (
+                back[name].read(1, array.size).tobytes() == array.ravel()[1:].tobytes()
+                if array.size
+                else True
+            )
 
 
 def test_reading_what_the_library_wrote(tmp_path: Path) -> None:
@@ -91,10 +109,16 @@ def test_a_second_export_replaces_the_first_and_a_failing_one_does_not(tmp_path:
         raise RuntimeError("reader")
 
     with pytest.raises(RuntimeError, match="reader"):
-        export_dir([("x", "fp32", (3,), lambda: np.zeros(3, "f4")), ("y", "fp32", (3,), fail)], tmp_path, 12)
+        export_dir(
+            [("x", "fp32", (3,), lambda: np.zeros(3, "f4")), ("y", "fp32", (3,), fail)],
+            tmp_path,
+            12,
+        )
     assert sorted(tmp_path.iterdir()) == before and open_dir(tmp_path).keys() == tensors.keys()
     export_dir(items({"only": tensors["layer.0.fp32.0"]}), tmp_path)
-    assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"] and list(open_dir(tmp_path)) == ["only"]
+    assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"] and list(
+        open_dir(tmp_path)
+    ) == ["only"]
 
 
 def test_faults(tmp_path: Path) -> None:
@@ -114,7 +138,9 @@ def test_faults(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(GoneError):
         tensor.read()
-    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "missing.safetensors"}}')
+    (tmp_path / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"a": "missing.safetensors"}}'
+    )
     with pytest.raises(GoneError, match=r"missing.safetensors"):
         open_dir(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text("[]")
@@ -125,7 +151,9 @@ def test_faults(tmp_path: Path) -> None:
 def test_one_tensor_in_memory_at_a_time(tmp_path: Path) -> None:
     n = 1 << 20
     tracemalloc.start()
-    export_dir(((f"t{i}", "fp32", (n,), lambda: np.ones(n, "f4")) for i in range(16)), tmp_path, n * 16)
+    export_dir(
+        ((f"t{i}", "fp32", (n,), lambda: np.ones(n, "f4")) for i in range(16)), tmp_path, n * 16
+    )
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 3 * 4 * n

@@ -1,5 +1,6 @@
-"""Snapshots of a part (store/snapshot.py): each holds its step's bytes whatever is written meanwhile; a crash in the
-middle of one leaves the one before. The model is a dict from step to the bytes of all parts."""
+"""Snapshots of a part (store/snapshot.py): each holds its step's bytes whatever is written
+meanwhile; a crash in the middle of one leaves the one before. The model is a dict from step to
+the bytes of all parts."""
 
 from __future__ import annotations
 
@@ -22,8 +23,16 @@ from roadtrain.store.snapshot import Snapshots, held_in, open_snapshot, restore,
 from roadtrain.store.tier import PRIVATE, PUBLIC, RECORD, part_range
 
 TABLE = ChunkTable.build(
-    [("root", [ParamSpec("emb", (150, 1000), "bf16", True, 0)]),
-     ("b0", [ParamSpec("w", (100, 1000), "fp32", True, 0), ParamSpec("f", (5000,), "bf16", False, -1)])],
+    [
+        ("root", [ParamSpec("emb", (150, 1000), "bf16", True, 0)]),
+        (
+            "b0",
+            [
+                ParamSpec("w", (100, 1000), "fp32", True, 0),
+                ParamSpec("f", (5000,), "bf16", False, -1),
+            ],
+        ),
+    ],
     chunk_elements=1 << 16,
 )
 META = StoreMeta.of(TABLE, [GroupRule("adamw", ("m", "v"), ("t",))])
@@ -41,7 +50,9 @@ def parts(tier: FileTier) -> dict[tuple[int, str], bytes]:
             if last > first and (part == PRIVATE or tier.has_public(chunk)):
                 buffer = Buffer(last - first)
                 tier.read(chunk, part, buffer.view[: last - first])
-                found[chunk, part] = bytes(buffer.view[: last - first]) + bytes([tier.written_in(chunk)])
+                found[chunk, part] = bytes(buffer.view[: last - first]) + bytes(
+                    [tier.written_in(chunk)]
+                )
     return found
 
 
@@ -52,7 +63,9 @@ def step(tier: FileTier, number: int, seen: Seen) -> None:
             part = PRIVATE if number and record.master and RNG.random() < 0.5 else RECORD
             first, last = part_range(record, part)
             data = Buffer(last - first)
-            data.view[: last - first] = np.random.default_rng(RNG.randrange(1 << 30)).bytes(last - first)
+            data.view[: last - first] = np.random.default_rng(RNG.randrange(1 << 30)).bytes(
+                last - first
+            )
             tier.write(chunk, part, data.view[: last - first])
     tier.prepare(number, b"blob %d" % number)
     tier.committed(number)
@@ -60,7 +73,9 @@ def step(tier: FileTier, number: int, seen: Seen) -> None:
 
 
 @pytest.mark.parametrize("slow", [False, True])
-def test_every_snapshot_is_of_its_step(slow: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_snapshot_is_of_its_step(
+    slow: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: Seen = {}
     copy = FileTier.copy
 
@@ -85,16 +100,24 @@ def test_every_snapshot_is_of_its_step(slow: bool, tmp_path: Path, monkeypatch: 
             kept.check()
         snapshots.close()
         kept.close()
-        assert len(lines) == len([n for n in range(begin + 1, begin + 9) if n % 3 == 0]) + first, lines
+        assert len(lines) == len([n for n in range(begin + 1, begin + 9) if n % 3 == 0]) + first, (
+            lines
+        )
         kept = open_part(tmp_path / "files")
-        assert kept is not None and kept.step == tier.step // 3 * 3 and kept.blob == b"blob %d" % kept.step
+        assert (
+            kept is not None
+            and kept.step == tier.step // 3 * 3
+            and kept.blob == b"blob %d" % kept.step
+        )
         assert parts(kept) == seen[kept.step]
         newest = kept.step
         kept.close()
     tier.close()
 
 
-def test_a_crash_leaves_the_snapshot_before_and_it_is_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_leaves_the_snapshot_before_and_it_is_restored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: Seen = {}
     tier, kept = create_part(tmp_path / "ram", META), open_snapshot(tmp_path / "files", META, -1)
     step(tier, 0, seen)
@@ -121,7 +144,8 @@ def test_a_crash_leaves_the_snapshot_before_and_it_is_restored(tmp_path: Path, m
         again = create_part(tmp_path / "ram", META)
         if wanted == 4:  # killed here: what is half restored is nothing
             again.close()
-            assert sorted(held_in(tmp_path / "ram")[0]) == [5, 6]  # what it was to replace is still there
+            # what it was to replace is still there
+            assert sorted(held_in(tmp_path / "ram")[0]) == [5, 6]
             again = create_part(tmp_path / "ram", META)
             restore(kept, again)
             assert parts(again) == seen[wanted] and again.blob == kept.blob
@@ -131,7 +155,8 @@ def test_a_crash_leaves_the_snapshot_before_and_it_is_restored(tmp_path: Path, m
             again.close()
         kept.close()
     assert held_in(tmp_path / "files") == ((2,), replace(META, generation=1))
-    again = open_snapshot(tmp_path / "files", META, -1)  # nobody goes on from it: a new one, which holds nothing yet
+    # nobody goes on from it: a new one, which holds nothing yet
+    again = open_snapshot(tmp_path / "files", META, -1)
     again.close()
     assert held_in(tmp_path / "files") == ((), None)
 
@@ -146,7 +171,10 @@ def test_of_another_job(tmp_path: Path) -> None:
     snapshots.close()
     kept.close()
     tier.close()
-    for other in (replace(META, job="6ba7b810-9dad-11d1-80b4-00c04fd430c8"), replace(META, index=1)):
+    for other in (
+        replace(META, job="6ba7b810-9dad-11d1-80b4-00c04fd430c8"),
+        replace(META, index=1),
+    ):
         with pytest.raises(ForeignError, match="holds a snapshot of server 0 of job"):
             open_snapshot(tmp_path / "files", other, 0)
 

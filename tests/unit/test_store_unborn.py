@@ -1,4 +1,5 @@
-"""A store that was never finished is begun anew after any power cut while what is left of it is removed (Rule 3)."""
+"""A store that was never finished is begun anew after any power cut while what is left of it is
+removed (Rule 3)."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def half_made(directories: list[Path]) -> None:
         store.close()
 
 
-def test_a_power_cut_at_any_sync_while_it_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_power_cut_at_any_sync_while_it_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def die() -> None:
         power.roots = ()  # what is cleaned up on the way out is nothing that a killed process does
         raise Killed

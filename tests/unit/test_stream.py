@@ -22,16 +22,27 @@ IDS = torch.randint(0, 96, (2, 24), generator=torch.Generator().manual_seed(5))
 
 def gpt2(**kw):
     torch.manual_seed(1)
-    config = transformers.GPT2Config(n_layer=3, n_embd=32, n_head=4, vocab_size=96, n_positions=64, **kw)
+    config = transformers.GPT2Config(
+        n_layer=3, n_embd=32, n_head=4, vocab_size=96, n_positions=64, **kw
+    )
     return transformers.GPT2LMHeadModel(config).train()
 
 
 def llama(**kw):
     torch.manual_seed(1)
     kw = {"attention_dropout": 0.1, "tie_word_embeddings": False, **kw}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        num_hidden_layers=3, hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=96, max_position_embeddings=64, **kw)).train()
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            num_hidden_layers=3,
+            hidden_size=32,
+            intermediate_size=64,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=96,
+            max_position_embeddings=64,
+            **kw,
+        )
+    ).train()
 
 
 def lm_loss(model, ids=IDS, **kw):
@@ -53,8 +64,10 @@ def same_grads(plain, s, rtol=0.0):
 
 
 def compare(make, loss_of, steps=3, micro=1, lr=0.1, rtol=0.0, **kw):
-    """`steps` SGD steps of `micro` backwards each, plain and streamed. Equal bit for bit, but for `rtol` where plain
-    autograd adds up the same terms in another order: where a block's input has other readers than that block."""
+    """`steps` SGD steps of `micro` backwards each, plain and streamed. Equal bit for bit, but for
+    `rtol` where plain autograd adds up the same terms in another order: where a block's input has
+    other readers than that block.
+    """
     plain, s = make(), Streamed(make(), **kw)
     for step in range(steps):
         got = []
@@ -195,10 +208,16 @@ class Mlp(nn.Module):
         torch.manual_seed(2)
         super().__init__()
         self.inn = nn.Linear(6, 8)
-        self.layers = nn.ModuleList([
-            nn.Sequential(nn.Linear(8, 8), nn.GELU(), *([copy.deepcopy(extra)] if extra is not None else []))
-            for _ in range(n)
-        ])
+        self.layers = nn.ModuleList(
+            [
+                nn.Sequential(
+                    nn.Linear(8, 8),
+                    nn.GELU(),
+                    *([copy.deepcopy(extra)] if extra is not None else []),
+                )
+                for _ in range(n)
+            ]
+        )
         self.out = nn.Linear(8, 1)
 
     def forward(self, x):
@@ -336,9 +355,17 @@ def test_reused_block():
 
     def albert():
         torch.manual_seed(0)
-        return transformers.AlbertForMaskedLM(transformers.AlbertConfig(
-            hidden_size=32, embedding_size=16, num_attention_heads=4, intermediate_size=64, vocab_size=96,
-            num_hidden_layers=4, num_hidden_groups=2)).train()
+        return transformers.AlbertForMaskedLM(
+            transformers.AlbertConfig(
+                hidden_size=32,
+                embedding_size=16,
+                num_attention_heads=4,
+                intermediate_size=64,
+                vocab_size=96,
+                num_hidden_layers=4,
+                num_hidden_groups=2,
+            )
+        ).train()
 
     assert len(compare(albert, lm_loss).split.blocks) == 2
 
@@ -360,7 +387,10 @@ def test_lora():
         def __init__(self, base):
             super().__init__()
             self.base = base.requires_grad_(False)
-            self.a, self.b = nn.Linear(base.in_features, 2, bias=False), nn.Linear(2, base.out_features, bias=False)
+            self.a, self.b = (
+                nn.Linear(base.in_features, 2, bias=False),
+                nn.Linear(2, base.out_features, bias=False),
+            )
 
         def forward(self, x):
             return self.base(x) + self.b(self.a(x))
@@ -424,13 +454,35 @@ def test_encoder_decoder(kind):
     def make():
         torch.manual_seed(0)
         if kind == "t5":
-            return transformers.T5ForConditionalGeneration(transformers.T5Config(
-                d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=96,
-                decoder_start_token_id=0)).train()
-        return transformers.BartForConditionalGeneration(transformers.BartConfig(
-            d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
-            encoder_ffn_dim=64, decoder_ffn_dim=64, vocab_size=96, max_position_embeddings=64, encoder_layerdrop=0.3,
-            pad_token_id=1, bos_token_id=0, eos_token_id=2, decoder_start_token_id=2)).train()
+            return transformers.T5ForConditionalGeneration(
+                transformers.T5Config(
+                    d_model=32,
+                    d_kv=8,
+                    d_ff=64,
+                    num_layers=2,
+                    num_heads=4,
+                    vocab_size=96,
+                    decoder_start_token_id=0,
+                )
+            ).train()
+        return transformers.BartForConditionalGeneration(
+            transformers.BartConfig(
+                d_model=32,
+                encoder_layers=2,
+                decoder_layers=2,
+                encoder_attention_heads=4,
+                decoder_attention_heads=4,
+                encoder_ffn_dim=64,
+                decoder_ffn_dim=64,
+                vocab_size=96,
+                max_position_embeddings=64,
+                encoder_layerdrop=0.3,
+                pad_token_id=1,
+                bos_token_id=0,
+                eos_token_id=2,
+                decoder_start_token_id=2,
+            )
+        ).train()
 
     s = compare(make, lm_loss, steps=1, rtol=3e-5)
     assert len(s.split.blocks) == 4
@@ -447,8 +499,17 @@ class Odd(nn.Module):
         x, mask = state["x"], state["mask"]
         y = self.lin(x) * mask + options[1][0]
         return {
-            "y": y, "again": y, "x": x, "none": None, "n": 3, "name": "odd", "argmax": y.argmax(-1), "mask": mask,
-            "pair": (y.sum(), [y[:, :2]]), "weight": self.lin.weight, "plain": torch.ones(3),
+            "y": y,
+            "again": y,
+            "x": x,
+            "none": None,
+            "n": 3,
+            "name": "odd",
+            "argmax": y.argmax(-1),
+            "mask": mask,
+            "pair": (y.sum(), [y[:, :2]]),
+            "weight": self.lin.weight,
+            "plain": torch.ones(3),
         }
 
 
@@ -466,7 +527,12 @@ class OddNet(nn.Module):
         for layer in self.layers:
             out = layer(state, options=("a", (torch.tensor(0.5), None), 4))
             self.outs.append(out)
-            assert out["y"] is out["again"] and out["none"] is None and out["n"] == 3 and out["name"] == "odd"
+            assert (
+                out["y"] is out["again"]
+                and out["none"] is None
+                and out["n"] == 3
+                and out["name"] == "odd"
+            )
             assert not any(out[k].requires_grad for k in ("argmax", "mask", "plain"))
             assert out["argmax"].dtype == torch.int64
             total = total + out["pair"][0] + out["pair"][1][0].square().sum() + out["weight"].sum()
@@ -491,7 +557,8 @@ def test_model_outputs_and_unused_outputs():
 
         def forward(self, x):
             return transformers.modeling_outputs.BaseModelOutput(
-                last_hidden_state=self.lin(x), hidden_states=(self.other(x), x))
+                last_hidden_state=self.lin(x), hidden_states=(self.other(x), x)
+            )
 
     class Net(Mlp):
         def __init__(self):
@@ -569,7 +636,9 @@ def test_mode_and_rng_are_replayed():
 
 
 def test_encoder_layer_fast_path():
-    """torch's TransformerEncoderLayer takes another kernel when gradients are off: note SAME GRAPH."""
+    """torch's TransformerEncoderLayer takes another kernel when gradients are off: note SAME
+    GRAPH."""
+
     def make():
         torch.manual_seed(0)
         layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.1, batch_first=True)
@@ -583,7 +652,9 @@ def test_version_check():
     s = Streamed(Mlp())
     loss = sq(s.model)
     s.lender.version[2] += 1
-    with pytest.raises(LoopError, match=r"parameters changed between forward and backward of block 'layers.1'"):
+    with pytest.raises(
+        LoopError, match=r"parameters changed between forward and backward of block 'layers.1'"
+    ):
         loss.backward()
     assert not any(s.lender.out.values())
 
@@ -617,14 +688,18 @@ def test_input_changed_in_place():
             return self.layers[0](self.inn(x) * 1)
 
     s = Streamed(Net())
-    with pytest.raises((ModelError, RuntimeError), match=r"changes one of its inputs in place|leaf Variable"):
+    with pytest.raises(
+        (ModelError, RuntimeError), match=r"changes one of its inputs in place|leaf Variable"
+    ):
         s.model(X)
     s = Streamed(Mlp())
     h = s.model.inn(X)
     out = s.model.layers[0](h)
     h.data.add_(1)  # torch does not count this one either
     h.detach().add_(1)
-    with pytest.raises(ModelError, match=r"block 'layers.0': an input of shape \(10, 8\) was changed in place"):
+    with pytest.raises(
+        ModelError, match=r"block 'layers.0': an input of shape \(10, 8\) was changed in place"
+    ):
         out.sum().backward()
 
 
@@ -761,9 +836,13 @@ def test_handles():
     sq(s.model).backward()
     p = s.model.layers[0][0].weight
     assert isinstance(p.grad, PlacedGrad) and p.grad.param == s.names.index("layers.0.0.weight")
-    assert isinstance(s.model.inn.weight.grad, torch.Tensor) and not isinstance(s.model.inn.weight.grad, PlacedGrad)
+    assert isinstance(s.model.inn.weight.grad, torch.Tensor) and not isinstance(
+        s.model.inn.weight.grad, PlacedGrad
+    )
     want = nn.utils.clip_grad_norm_(plain.parameters(), 1e-3)
-    torch.testing.assert_close(nn.utils.clip_grad_norm_(s.model.parameters(), 1e-3), want, rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        nn.utils.clip_grad_norm_(s.model.parameters(), 1e-3), want, rtol=1e-6, atol=0
+    )
     with pytest.raises(LoopError, match=r"was set or scaled"):
         sq(s.model).backward()
     assert not any(s.lender.out.values())
@@ -772,7 +851,10 @@ def test_handles():
 def test_error_inside_a_block_gives_it_back():
     s = Streamed(Mlp())
     for grad in (True, False):
-        with torch.set_grad_enabled(grad), pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        with (
+            torch.set_grad_enabled(grad),
+            pytest.raises(RuntimeError, match="shapes cannot be multiplied"),
+        ):
             s.model.layers[0](torch.ones(2, 5))
     gc.collect()
     s.finish()
@@ -820,6 +902,7 @@ def test_copying_is_refused():
 
 def test_inputs_are_all_that_is_kept():
     """Between forward and backward a block costs its input: nothing inside it stays alive."""
+
     class Wide(nn.Module):
         def __init__(self):
             super().__init__()

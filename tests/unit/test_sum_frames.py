@@ -1,5 +1,5 @@
-"""Whatever a summer, a coordinator or a worker of a summation hears is taken, or ends it with a typed error (Rule
-8)."""
+"""Whatever a summer, a coordinator or a worker of a summation hears is taken, or ends it with a
+typed error (Rule 8)."""
 
 from __future__ import annotations
 
@@ -19,13 +19,19 @@ LIMIT = 1 << 16
 PART = m.encode((0, 0, 0, 2, "\0" * 6, 4))
 
 small = st.integers(-2, 3) | st.integers(-(1 << 63), (1 << 64) - 1)
-texts = st.sampled_from(["fp32", "bf16", "topk:0.5", "topk:0", "onebit", "dither:4", "", "x" * 99, "topk:1e-300"])
+texts = st.sampled_from(
+    ["fp32", "bf16", "topk:0.5", "topk:0", "onebit", "dither:4", "", "x" * 99, "topk:1e-300"]
+)
 fields = st.lists(small | texts | st.booleans() | st.lists(small, max_size=3), max_size=7)
-headers = fields.map(lambda one: m.encode(tuple(one))) | st.binary(max_size=20) | st.builds(
-    lambda *one: m.encode(one), small, small, small, small, texts, st.integers(-1, 4))
-kinds = st.sampled_from([m.PART, m.MOVED, m.SUM, m.GONE, m.STATE, m.ASK, m.CHANGE, m.FAILED, 0, 999])
-frames = st.tuples(kinds, headers,
-                   st.sampled_from([0, 1, 2, 4, 8, 36]) | st.integers(0, 300))
+headers = (
+    fields.map(lambda one: m.encode(tuple(one)))
+    | st.binary(max_size=20)
+    | st.builds(lambda *one: m.encode(one), small, small, small, small, texts, st.integers(-1, 4))
+)
+kinds = st.sampled_from(
+    [m.PART, m.MOVED, m.SUM, m.GONE, m.STATE, m.ASK, m.CHANGE, m.FAILED, 0, 999]
+)
+frames = st.tuples(kinds, headers, st.sampled_from([0, 1, 2, 4, 8, 36]) | st.integers(0, 300))
 
 
 class Mute:
@@ -37,7 +43,8 @@ class Mute:
 
 
 def hear(receiver: Any, frame: tuple[int, bytes, int]) -> bool:
-    """Whether the link goes on. What a receiver raises ends it; anything but a typed error is a defect."""
+    """Whether the link goes on. What a receiver raises ends it; anything but a typed error is a
+    defect."""
     kind, header, nbytes = frame
     try:
         room = receiver.room(kind, header, nbytes) if nbytes else memoryview(b"")
@@ -52,7 +59,8 @@ def hear(receiver: Any, frame: tuple[int, bytes, int]) -> bool:
 
 @settings(deadline=None, max_examples=150)
 @given(st.lists(st.tuples(st.integers(0, 1), frames), max_size=12))
-@example([(0, (m.PART, b"\x90", 0)), (0, (m.PART, PART, 8)), (1, (m.SUM, PART, 8))])  # frames after the end
+# frames after the end
+@example([(0, (m.PART, b"\x90", 0)), (0, (m.PART, PART, 8)), (1, (m.SUM, PART, 8))])
 def test_a_summer(heard: list[tuple[int, tuple[int, bytes, int]]]) -> None:
     used = [0]
 
@@ -89,7 +97,12 @@ def test_a_coordinator(heard: list[tuple[int, bytes, int]]) -> None:
 @settings(deadline=None, max_examples=100)
 @given(st.lists(frames, max_size=12))
 def test_a_worker_that_hears_a_coordinator(heard: list[tuple[int, bytes, int]]) -> None:
-    delegate = Delegate(lambda added: [number for number, _, _ in added], dict, lambda change: None, lambda error: None)
+    delegate = Delegate(
+        lambda added: [number for number, _, _ in added],
+        dict,
+        lambda change: None,
+        lambda error: None,
+    )
     delegate.linked(Mute())  # type: ignore[arg-type]
     for frame in heard:
         with contextlib.suppress(StopIteration):
@@ -97,9 +110,13 @@ def test_a_worker_that_hears_a_coordinator(heard: list[tuple[int, bytes, int]]) 
                 break
 
 
-@pytest.mark.parametrize(("ended", "heard"), [
-    (WireError("no format 'doubled'"), WireError), (LostError("worker 1 has gone"), BusyError)])
-def test_a_worker_that_comes_when_the_summer_has_just_ended_hears_why(ended: Any, heard: type[RoadtrainError]) -> None:
+@pytest.mark.parametrize(
+    ("ended", "heard"),
+    [(WireError("no format 'doubled'"), WireError), (LostError("worker 1 has gone"), BusyError)],
+)
+def test_a_worker_that_comes_when_the_summer_has_just_ended_hears_why(
+    ended: Any, heard: type[RoadtrainError]
+) -> None:
     """Unless it is as if the host had died: then it goes on without."""
     summer = Summer("sum", 2, lambda nbytes: None, lambda _: None)
     summer.join(0, Mute())  # type: ignore[arg-type]

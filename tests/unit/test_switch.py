@@ -89,7 +89,8 @@ def test_parameters_go_to_all_and_heartbeats_are_merged() -> None:
     assert switch.from_worker(Heartbeat(5, 8, 0)) == Heartbeat(0, 3)
     switch.from_worker(Heartbeat(4, 7, 1))
     assert switch.from_worker(Heartbeat(6, 9, 2)) == Heartbeat(4, 7)
-    assert switch.from_worker(Heartbeat(3, 6, 1)) == Heartbeat(4, 7)  # a late one moves nothing back
+    # a late one moves nothing back
+    assert switch.from_worker(Heartbeat(3, 6, 1)) == Heartbeat(4, 7)
 
 
 def test_credit_bounds_what_is_under_way() -> None:

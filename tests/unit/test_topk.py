@@ -25,7 +25,8 @@ def data(kind, dtype, n=N):
     elif kind == "special":
         x[::1000], x[1::1500], x[5::900] = np.nan, -np.inf, np.inf
         x[7::800] *= np.float32(1e-42)
-    elif kind == "front":  # all that is large stands in one place: a sample and a range see it unevenly
+    # all that is large stands in one place: a sample and a range see it unevenly
+    elif kind == "front":
         x[: n // 50] *= 1e6
     elif kind == "periodic":
         x *= (np.arange(n) % 64 == 3) * 1000 + 1
@@ -39,7 +40,9 @@ def run(function, x, dtype, k):
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("kind", ["normal", "ties", "sparse", "constant", "special", "front", "periodic"])
+@pytest.mark.parametrize(
+    "kind", ["normal", "ties", "sparse", "constant", "special", "front", "periodic"]
+)
 @pytest.mark.parametrize("k", [0, 1, 700, 35_000, N])
 def test_equals_a_stable_sort(dtype, kind, k):
     x = data(kind, dtype)
@@ -52,7 +55,9 @@ def test_equals_a_stable_sort(dtype, kind, k):
 def test_small_arrays(n):
     x = data("normal", "fp32", n)
     for k in {0, 1, n // 2, n}:
-        assert all(map(np.array_equal, run(topk.top_k, x, "fp32", k), run(reference_top_k, x, "fp32", k)))
+        assert all(
+            map(np.array_equal, run(topk.top_k, x, "fp32", k), run(reference_top_k, x, "fp32", k))
+        )
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -75,7 +80,9 @@ def test_scatter_brings_back_what_was_selected(dtype):
 def test_error_feedback_keeps_what_was_not_sent(dtype):
     mine, plain = np.zeros(N, np.float32), np.zeros(N, np.float32)
     for step in range(5):
-        grad = data("normal", dtype) if step % 2 else data("special" if step == 4 else "ties", dtype)
+        grad = (
+            data("normal", dtype) if step % 2 else data("special" if step == 4 else "ties", dtype)
+        )
         a, b = np.zeros(300, np.uint32), np.zeros(300, np.uint32)
         x, y = np.zeros(300, np.float32), np.zeros(300, np.float32)
         topk.select_with_residual(grad, dtype, mine, 300, a, x)

@@ -32,11 +32,19 @@ class Tree:
 
     def node(self, number: int, cores: str, kib: int) -> None:
         self.write(f"devices/system/node/node{number}/cpulist", cores)
-        self.write(f"devices/system/node/node{number}/meminfo",
-                   f"Node {number} MemTotal:       {kib} kB\nNode {number} MemFree: 1 kB")
+        self.write(
+            f"devices/system/node/node{number}/meminfo",
+            f"Node {number} MemTotal:       {kib} kB\nNode {number} MemFree: 1 kB",
+        )
 
     def function(
-        self, place: str, of: str, vendor: str, node: int, now: tuple[str, int], most: tuple[str, int]
+        self,
+        place: str,
+        of: str,
+        vendor: str,
+        node: int,
+        now: tuple[str, int],
+        most: tuple[str, int],
     ) -> None:
         self.link(f"bus/pci/devices/{place.rsplit('/', 1)[-1]}", f"devices/{place}")
         said = {"class": of, "vendor": vendor, "numa_node": node}
@@ -80,8 +88,14 @@ def test_two_nodes_a_gpu_a_card_and_an_ssd(server: Tree, tmp_path: Path) -> None
     assert lines == [
         "NUMA node 0: cores 0-15,32-47, memory 264.0 GiB",
         "NUMA node 1: cores 16-31,48-63, memory 128.0 GiB",
-        "GPU 0000:41:00.0: NUMA node 0, 0000:40:01.1 > 0000:41:00.0, link 2.5 GT/s x16 of at most 32.0 GT/s x16",
-        "network card ens1: NUMA node 1, 0000:80:03.1 > 0000:82:00.0, link 16.0 GT/s x8 of at most 16.0 GT/s x16",
+        (
+            "GPU 0000:41:00.0: NUMA node 0, 0000:40:01.1 > 0000:41:00.0, link 2.5 GT/s x16 of at"
+            " most 32.0 GT/s x16"
+        ),
+        (
+            "network card ens1: NUMA node 1, 0000:80:03.1 > 0000:82:00.0, link 16.0 GT/s x8 of at"
+            " most 16.0 GT/s x16"
+        ),
         "note: network card ens1 uses 8 of its 16 PCIe lanes",
         "note: between network card ens1 and GPU 0000:41:00.0 lies the link of two NUMA nodes",
         f"{tmp_path} on nvme0n1: NUMA node 0, 0000:40:03.2 > 0000:44:00.0, link 16.0 GT/s x4",
@@ -92,12 +106,18 @@ def test_two_nodes_a_gpu_a_card_and_an_ssd(server: Tree, tmp_path: Path) -> None
 
 def test_who_sums_reads_the_same(server: Tree) -> None:
     server.function(GPU_2, "0x030200", NVIDIA, 1, ("32.0 GT/s PCIe", 16), ("32.0 GT/s PCIe", 16))
-    server.function("pci0000:00/0000:00:02.0", "0x030000", "0x1a03", 0, ("", 0), ("", 0))  # a screen's: not NVIDIA's
+    # a screen's: not NVIDIA's
+    server.function("pci0000:00/0000:00:02.0", "0x030000", "0x1a03", 0, ("", 0), ("", 0))
     found = functions(ACCELERATORS, NVIDIA, server.root)
     assert [Path(place).name for place in found] == ["0000:41:00.0", "0000:c1:00.0"]
     assert switches_of(found, functions(CARDS, root=server.root)) == [Switch((0,)), Switch((1,))]
-    server.function("pci0000:c0/0000:c0:01.1/0000:c1:00.1", "0x020700", "0x15b3", 1, ("", 0), ("", 0))
-    assert switches_of(found, functions(CARDS, root=server.root)) == [Switch((0,)), Switch((1,), nic=True)]
+    server.function(
+        "pci0000:c0/0000:c0:01.1/0000:c1:00.1", "0x020700", "0x15b3", 1, ("", 0), ("", 0)
+    )
+    assert switches_of(found, functions(CARDS, root=server.root)) == [
+        Switch((0,)),
+        Switch((1,), nic=True),
+    ]
 
 
 def test_an_array_is_its_disks(server: Tree, tmp_path: Path) -> None:
@@ -105,10 +125,15 @@ def test_an_array_is_its_disks(server: Tree, tmp_path: Path) -> None:
     block.unlink()
     server.under(tmp_path, "virtual/block/dm-0")
     server.link("devices/virtual/block/dm-0/slaves/md0", "devices/virtual/block/md0")
-    server.link("devices/virtual/block/md0/slaves/nvme0n1p1", f"devices/{SSD}/nvme/nvme0/nvme0n1/nvme0n1p1")
+    server.link(
+        "devices/virtual/block/md0/slaves/nvme0n1p1", f"devices/{SSD}/nvme/nvme0/nvme0n1/nvme0n1p1"
+    )
     server.link("devices/virtual/block/md0/slaves/loop0", "devices/virtual/block/loop0")
     lines, missing = topology([tmp_path], server.root)
-    assert f"{tmp_path} on nvme0n1p1: NUMA node 0, 0000:40:03.2 > 0000:44:00.0, link 16.0 GT/s x4" in lines
+    assert (
+        f"{tmp_path} on nvme0n1p1: NUMA node 0, 0000:40:03.2 > 0000:44:00.0, link 16.0 GT/s x4"
+        in lines
+    )
     assert f"{tmp_path} on loop0: NUMA node unknown, unknown, link unknown" in lines
     assert missing == [f"NUMA node, PCIe place, PCIe link of {tmp_path} on loop0"]
 
@@ -120,32 +145,48 @@ def test_a_virtual_machine(tree: Tree, tmp_path: Path) -> None:
     tree.write("devices/pci0000:00/0000:00:03.0/numa_node", "-1")
     tree.card("eth0", "pci0000:00/0000:00:03.0/virtio2", "-1")
     lines, missing = topology([tmp_path], tree.root)
-    assert lines == ["NUMA node 0: cores 0-1, memory 8.0 GiB",
-                     "network card eth0: NUMA node 0, 0000:00:03.0, link unknown"]
-    assert missing == [f"the device under {tmp_path}: its file system does not say it",
-                       "PCIe link of network card eth0"]
+    assert lines == [
+        "NUMA node 0: cores 0-1, memory 8.0 GiB",
+        "network card eth0: NUMA node 0, 0000:00:03.0, link unknown",
+    ]
+    assert missing == [
+        f"the device under {tmp_path}: its file system does not say it",
+        "PCIe link of network card eth0",
+    ]
     assert cards(tree.root) == ([], ["the rate that network card eth0 is made for"])
 
 
 def test_nothing_at_all(tmp_path: Path) -> None:
     lines, missing = topology([tmp_path], tmp_path / "none")
-    assert lines == [] and missing == ["NUMA nodes", "network cards: there are none",
-                                       f"the device under {tmp_path}: its file system does not say it"]
-    assert cards(tmp_path / "none") == ([], []) and functions(ACCELERATORS, NVIDIA, tmp_path / "none") == []
+    assert lines == [] and missing == [
+        "NUMA nodes",
+        "network cards: there are none",
+        f"the device under {tmp_path}: its file system does not say it",
+    ]
+    assert (
+        cards(tmp_path / "none") == ([], [])
+        and functions(ACCELERATORS, NVIDIA, tmp_path / "none") == []
+    )
 
 
-@pytest.mark.parametrize(("file", "gap"), [
-    ("devices/system/node/node1/cpulist", "cores or memory of NUMA node 1"),
-    ("devices/system/node/node1/meminfo", "cores or memory of NUMA node 1"),
-    (f"devices/{GPU}/numa_node", "NUMA node of GPU 0000:41:00.0"),
-    (f"devices/{GPU}/max_link_speed", "PCIe link of GPU 0000:41:00.0"),
-    (f"devices/{CARD}/current_link_width", "PCIe link of network card ens1"),
-    (f"devices/{CARD}/current_link_speed", "PCIe link of network card ens1"),
-    (f"devices/{SSD}/numa_node", "NUMA node of {} on nvme0n1"),
-])
+@pytest.mark.parametrize(
+    ("file", "gap"),
+    [
+        ("devices/system/node/node1/cpulist", "cores or memory of NUMA node 1"),
+        ("devices/system/node/node1/meminfo", "cores or memory of NUMA node 1"),
+        (f"devices/{GPU}/numa_node", "NUMA node of GPU 0000:41:00.0"),
+        (f"devices/{GPU}/max_link_speed", "PCIe link of GPU 0000:41:00.0"),
+        (f"devices/{CARD}/current_link_width", "PCIe link of network card ens1"),
+        (f"devices/{CARD}/current_link_speed", "PCIe link of network card ens1"),
+        (f"devices/{SSD}/numa_node", "NUMA node of {} on nvme0n1"),
+    ],
+)
 @pytest.mark.parametrize("content", [None, b"\xff\xfe not text", b"Unknown\n", b"63\n"])
-def test_a_file_that_says_nothing(server: Tree, tmp_path: Path, file: str, gap: str, content: bytes | None) -> None:
-    """One that cannot be read (as a directory in its place), is no text, or says that it does not know."""
+def test_a_file_that_says_nothing(
+    server: Tree, tmp_path: Path, file: str, gap: str, content: bytes | None
+) -> None:
+    """One that cannot be read (as a directory in its place), is no text, or says that it does
+    not know."""
     if file.endswith("cpulist") and content in (b"Unknown\n", b"63\n"):
         content = None  # of cores the one is never said, the other is an answer
     (server.root / file).unlink()

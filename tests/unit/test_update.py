@@ -28,7 +28,16 @@ CASES = [
     (O.AdamW, {"lr": 0.01, "weight_decay": 0.0, "maximize": True}),
     (O.AdamW, {"lr": 0.01, "amsgrad": True, "eps": 1e-3}),
     (O.Adagrad, {"lr": 0.1}),
-    (O.Adagrad, {"lr": 0.1, "lr_decay": 0.1, "weight_decay": 0.1, "initial_accumulator_value": 0.5, "maximize": True}),
+    (
+        O.Adagrad,
+        {
+            "lr": 0.1,
+            "lr_decay": 0.1,
+            "weight_decay": 0.1,
+            "initial_accumulator_value": 0.5,
+            "maximize": True,
+        },
+    ),
     (O.RMSprop, {"lr": 0.01}),
     (O.RMSprop, {"lr": 0.01, "centered": True, "momentum": 0.5, "eps": 1e-3}),
     (O.RMSprop, {"lr": 0.01, "weight_decay": 0.1, "momentum": 0.5, "alpha": 0.4, "maximize": True}),
@@ -56,7 +65,8 @@ def test_kernel_equals_reference_in_any_cut(cls, options):
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_a_copy_written_past_the_cache_has_the_same_bits(dtype):  # Rule 1
-    """Aligned copies take that way, others do not; any length, so that the vector loop's rest is met."""
+    """Aligned copies take that way, others do not; any length, so that the vector loop's rest
+    is met."""
     for n in (1, 31, 1003):
         raw = np.zeros(2 * n + 64, np.uint8)
         first = -raw.ctypes.data % 32
@@ -65,15 +75,25 @@ def test_a_copy_written_past_the_cache_has_the_same_bits(dtype):  # Rule 1
         for copy in copies:
             (rule,) = rules_for(make(O.SGD, {"lr": 0.1}, n)[1])
             values, grad = np.linspace(-3, 3, n, dtype=np.float32), np.ones(n, np.float32)
-            rule.apply(values, grad, "fp32", [], np.zeros(len(rule.scalars)), (0.1, 0.0, 0.0, 0.0, 0.0, 0.0), 1.0, copy,
-                       dtype)
+            rule.apply(
+                values,
+                grad,
+                "fp32",
+                [],
+                np.zeros(len(rule.scalars)),
+                (0.1, 0.0, 0.0, 0.0, 0.0, 0.0),
+                1.0,
+                copy,
+                dtype,
+            )
             assert np.array_equal(copy, reference_narrow(values, dtype))
 
 
 @pytest.mark.parametrize(("cls", "options"), CASES, ids=IDS)
 def test_torch_parity_two_ulp_a_step(cls, options):
-    """Each step starts from torch's own state. Nothing cancels here (one sign, parameters far from zero): where sums
-    cancel, an ulp of what enters is many ulp of what comes out, for torch as for us."""
+    """Each step starts from torch's own state. Nothing cancels here (one sign, parameters far
+    from zero): where sums cancel, an ulp of what enters is many ulp of what comes out, for torch
+    as for us."""
     param, optimizer, generator = make(cls, {**options, "lr": options["lr"] * 0.1})
     sign = -1 if options.get("maximize") else 1
     param.data.abs_().add_(8)
@@ -84,7 +104,10 @@ def test_torch_parity_two_ulp_a_step(cls, options):
     for _ in range(50):
         p = param.detach().numpy().copy()
         state = optimizer.state[param]
-        old = [begin[i] if state.get(n) is None else state[n].numpy() for i, n in enumerate(rule.arrays)]
+        old = [
+            begin[i] if state.get(n) is None else state[n].numpy()
+            for i, n in enumerate(rule.arrays)
+        ]
         arrays = [a.copy() for a in old]
         param.grad = torch.randn(param.shape, generator=generator).abs_() * sign
         grad = param.grad.numpy().copy()
@@ -94,7 +117,8 @@ def test_torch_parity_two_ulp_a_step(cls, options):
         rule.apply(p, grad, "fp32", arrays, row, hyper, 1.0, None, None)
         theirs = [param.detach().numpy(), *(optimizer.state[param][n].numpy() for n in rule.arrays)]
         for name, mine, his, was in zip(["p", *rule.arrays], [p, *arrays], theirs, before):
-            if name in ("exp_avg_sq", "max_exp_avg_sq", "sum", "square_avg"):  # squares: by what enters the update
+            # squares: by what enters the update
+            if name in ("exp_avg_sq", "max_exp_avg_sq", "sum", "square_avg"):
                 mine, his, was = np.sqrt(mine), np.sqrt(his), np.sqrt(was)
             ulp = np.max(np.abs([mine, his, was]), axis=0) * np.float32(2**-23)
             assert (np.abs(mine - his) / ulp).max() <= 2, name
@@ -111,7 +135,17 @@ def test_torch_parity_over_fifty_free_steps(cls, options):
     rule.start(p, arrays, row, rule.hyper(optimizer.param_groups[0]))
     for _ in range(50):
         param.grad = torch.randn(param.shape, generator=generator)
-        rule.apply(p, param.grad.numpy(), "fp32", arrays, row, rule.hyper(optimizer.param_groups[0]), 1.0, None, None)
+        rule.apply(
+            p,
+            param.grad.numpy(),
+            "fp32",
+            arrays,
+            row,
+            rule.hyper(optimizer.param_groups[0]),
+            1.0,
+            None,
+            None,
+        )
         optimizer.step()
     np.testing.assert_allclose(p, param.detach().numpy(), rtol=2e-5, atol=2e-5)
     assert (cls is Lion) <= np.array_equal(p, param.detach().numpy())

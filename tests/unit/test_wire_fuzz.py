@@ -1,4 +1,5 @@
-"""Whatever bytes come over the wire: only typed errors, in time, and no memory beyond the frame limit (Rule 8)."""
+"""Whatever bytes come over the wire: only typed errors, in time, and no memory beyond the frame
+limit (Rule 8)."""
 
 from __future__ import annotations
 
@@ -14,7 +15,16 @@ from hypothesis import strategies as st
 from roadtrain.errors import PeerError, WireError
 from roadtrain.units import KIB
 from roadtrain.wire import handshake, tcp
-from roadtrain.wire.link import HEAD_NBYTES, LAST, SUMMED, Head, digest, pack_head, parse_head, sealed
+from roadtrain.wire.link import (
+    HEAD_NBYTES,
+    LAST,
+    SUMMED,
+    Head,
+    digest,
+    pack_head,
+    parse_head,
+    sealed,
+)
 from roadtrain.wire.stream import Stream
 
 LIMIT = 64 * KIB
@@ -23,9 +33,14 @@ WAIT_S = 5.0
 FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 
 heads = st.builds(
-    Head, st.sampled_from([0, 0, 0, SUMMED, LAST, 255]), st.integers(0, 65535),
-    st.one_of(st.integers(0, 40), st.integers(0, 2**32 - 1)), st.one_of(st.integers(0, 40), st.integers(0, 2**64 - 1)),
-    st.one_of(st.integers(0, 4), st.integers(0, 2**64 - 1)), st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1),
+    Head,
+    st.sampled_from([0, 0, 0, SUMMED, LAST, 255]),
+    st.integers(0, 65535),
+    st.one_of(st.integers(0, 40), st.integers(0, 2**32 - 1)),
+    st.one_of(st.integers(0, 40), st.integers(0, 2**64 - 1)),
+    st.one_of(st.integers(0, 4), st.integers(0, 2**64 - 1)),
+    st.integers(0, 2**64 - 1),
+    st.integers(0, 2**64 - 1),
 )
 
 
@@ -64,8 +79,13 @@ def spoiled(draw, streams) -> bytes:
     return bytes(data)
 
 
-anything = st.one_of(st.binary(max_size=300), heads.map(pack_head), valid_streams(), spoiled(valid_streams()),
-                     st.lists(heads.map(pack_head), max_size=4).map(b"".join))
+anything = st.one_of(
+    st.binary(max_size=300),
+    heads.map(pack_head),
+    valid_streams(),
+    spoiled(valid_streams()),
+    st.lists(heads.map(pack_head), max_size=4).map(b"".join),
+)
 
 
 class Bytes:
@@ -141,9 +161,15 @@ def test_any_bytes_on_three_connections_end_in_a_typed_error(a, b, c):
 
 
 @FUZZ
-@given(st.lists(st.tuples(st.binary(max_size=60), st.binary(max_size=200)), max_size=5), st.booleans(), st.booleans())
+@given(
+    st.lists(st.tuples(st.binary(max_size=60), st.binary(max_size=200)), max_size=5),
+    st.booleans(),
+    st.booleans(),
+)
 def test_good_frames_arrive_before_the_end(frames, goodbye, summed):
-    data = b"".join(packed(i, header, payload, summed) for i, (header, payload) in enumerate(frames))
+    data = b"".join(
+        packed(i, header, payload, summed) for i, (header, payload) in enumerate(frames)
+    )
     last = pack_head(Head(LAST | (SUMMED if summed else 0), 0, 0, 0, len(frames)))
     got = run(data + (last if goodbye else b""), summed=summed)
     assert got.kinds == list(range(len(frames)))
@@ -151,12 +177,21 @@ def test_good_frames_arrive_before_the_end(frames, goodbye, summed):
 
 
 @FUZZ
-@given(st.lists(st.tuples(st.binary(max_size=60), st.binary(max_size=200)), min_size=1, max_size=5), st.data())
+@given(
+    st.lists(st.tuples(st.binary(max_size=60), st.binary(max_size=200)), min_size=1, max_size=5),
+    st.data(),
+)
 def test_of_frames_with_flipped_bits_those_before_arrive_and_no_other(frames, data):
     whole = [packed(i, header, payload, True) for i, (header, payload) in enumerate(frames)]
     sent = bytearray(b"".join(whole))
-    flips = data.draw(st.lists(st.tuples(st.integers(0, len(sent) - 1), st.integers(0, 7)), min_size=1, max_size=3,
-                               unique=True))
+    flips = data.draw(
+        st.lists(
+            st.tuples(st.integers(0, len(sent) - 1), st.integers(0, 7)),
+            min_size=1,
+            max_size=3,
+            unique=True,
+        )
+    )
     for at, bit in flips:
         sent[at] ^= 1 << bit
     first = min(at for at, _ in flips)
@@ -191,16 +226,32 @@ def listener():
 
 def greetings() -> st.SearchStrategy[bytes]:
     good = st.builds(
-        handshake.Greeting, st.just(handshake.MAGIC), st.sampled_from([0, 1, 2, 2, 2, 3]), st.booleans(), st.booleans(),
-        st.integers(0, 65535), st.integers(0, 65535), st.integers(0, 2**64 - 1), st.binary(min_size=16, max_size=16),
-        st.binary(min_size=32, max_size=32), st.sampled_from([handshake.NO_LANGUAGE, b"x" * 16]),
-        st.integers(0, 2**32 - 1), st.binary(min_size=32, max_size=32))
+        handshake.Greeting,
+        st.just(handshake.MAGIC),
+        st.sampled_from([0, 1, 2, 2, 2, 3]),
+        st.booleans(),
+        st.booleans(),
+        st.integers(0, 65535),
+        st.integers(0, 65535),
+        st.integers(0, 2**64 - 1),
+        st.binary(min_size=16, max_size=16),
+        st.binary(min_size=32, max_size=32),
+        st.sampled_from([handshake.NO_LANGUAGE, b"x" * 16]),
+        st.integers(0, 2**32 - 1),
+        st.binary(min_size=32, max_size=32),
+    )
     return good.map(lambda greeting: sealed(handshake.GREETING.pack(*greeting)))
 
 
 @settings(FUZZ, max_examples=100)
-@given(st.one_of(st.binary(max_size=400), greetings(), spoiled(greetings()),
-                 st.tuples(greetings(), st.binary(max_size=200)).map(b"".join)))
+@given(
+    st.one_of(
+        st.binary(max_size=400),
+        greetings(),
+        spoiled(greetings()),
+        st.tuples(greetings(), st.binary(max_size=200)).map(b"".join),
+    )
+)
 def test_any_bytes_instead_of_a_client_are_hung_up_on(listener, data):
     with socket.create_connection(listener.address) as sock:
         sock.settimeout(WAIT_S)
@@ -214,8 +265,15 @@ def test_any_bytes_instead_of_a_client_are_hung_up_on(listener, data):
 
 
 @settings(FUZZ, max_examples=100)
-@given(st.one_of(st.binary(max_size=400), greetings(), spoiled(greetings()),
-                 st.tuples(greetings(), st.binary(max_size=100)).map(b"".join)), st.booleans())
+@given(
+    st.one_of(
+        st.binary(max_size=400),
+        greetings(),
+        spoiled(greetings()),
+        st.tuples(greetings(), st.binary(max_size=100)).map(b"".join),
+    ),
+    st.booleans(),
+)
 def test_any_bytes_instead_of_a_server_are_a_typed_error(data, with_token):
     ours, theirs = socket.socketpair()
     token, deadline = TOKEN if with_token else None, time.monotonic() + WAIT_S

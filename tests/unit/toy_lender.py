@@ -1,4 +1,5 @@
-"""A lender in memory: keeps every block as bytes, checks who uses them when, sums gradients in push order."""
+"""A lender in memory: keeps every block as bytes, checks who uses them when, sums gradients in
+push order."""
 
 import numpy as np
 import torch
@@ -32,7 +33,11 @@ class ToyLender:
                     dtype = DTYPES[run.dtype]
                     flat = buffer[run.offset : run.offset + run.numel * dtype.itemsize].view(dtype)
                     for span in run.spans:
-                        yield span.param, run, flat[span.start : span.stop].view(self.table.params[span.param].shape)
+                        yield (
+                            span.param,
+                            run,
+                            flat[span.start : span.stop].view(self.table.params[span.param].shape),
+                        )
 
     def borrow(self, block):
         buffer = torch.from_numpy(self.bytes[block]).clone()  # aligned: MKL rounds by alignment
@@ -53,7 +58,9 @@ class ToyLender:
             if not run.trainable:
                 continue
             dtype = DTYPES[run.dtype]
-            flat = buffer[run.push_offset : run.push_offset + run.numel * dtype.itemsize].view(dtype)
+            flat = buffer[run.push_offset : run.push_offset + run.numel * dtype.itemsize].view(
+                dtype
+            )
             covered = torch.zeros(run.numel, dtype=torch.bool)
             for span in run.spans:
                 if span.param in present:
@@ -86,7 +93,9 @@ class Streamed:
         self.lender = ToyLender(self.table, self.params)
         self.activations = Activations(budget, scratch, "cpu")
         self.ends = 0
-        self.stream = Stream(model, self.split, self.table, self.lender, self.activations, "cpu", self.ended)
+        self.stream = Stream(
+            model, self.split, self.table, self.lender, self.activations, "cpu", self.ended
+        )
         self.stream.attach()
         self.root = torch.from_numpy(self.lender.bytes[0])
         self.stream.root_views(self.root)
@@ -96,7 +105,11 @@ class Streamed:
 
     def grad(self, name):
         index = self.names.index(name)
-        return self.params[index].grad if index < len(self.split.root.params) else self.lender.grads.get(index)
+        return (
+            self.params[index].grad
+            if index < len(self.split.root.params)
+            else self.lender.grads.get(index)
+        )
 
     def value(self, name):
         return next(v for i, _, v in self.lender.views(None) if self.names[i] == name)

@@ -1,1 +1,2 @@
-"""roadtrain under the interfaces of others: DDP's communication hook, Horovod's optimizer and calls."""
+"""roadtrain under the interfaces of others: DDP's communication hook, Horovod's optimizer and
+calls."""

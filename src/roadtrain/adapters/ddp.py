@@ -1,12 +1,14 @@
-"""DDP over the summation service: the user's model, loop and optimizer stay; gradients meet at CPUs.
+"""DDP over the summation service: the user's model, loop and optimizer stay; gradients meet at
+CPUs.
 
     model = torch.nn.parallel.DistributedDataParallel(model)
     model.register_comm_hook(roadtrain.Summation(spares=["10.0.0.9:7000"]), roadtrain.sum_hook)
 
-Each worker runs a summer for the others in its own process; `spares` are hosts that run `roadtrain serve HOST:PORT
---sum`. Workers of one host sum through shared memory first. Gradients are divided by the number of workers, then summed
-in their order: with two workers the bits of DDP's own all-reduce, with more equal to rounding. Assumes an initialized
-process group, used at the start, for addresses.
+Each worker runs a summer for the others in its own process; `spares` are hosts that run `roadtrain
+serve HOST:PORT --sum`. Workers of one host sum through shared memory first. Gradients are divided
+by the number of workers, then summed in their order: with two workers the bits of DDP's own
+all-reduce, with more equal to rounding. Assumes an initialized process group, used at the start,
+for addresses.
 """
 
 from __future__ import annotations
@@ -41,41 +43,73 @@ from roadtrain.wire.tcp import Tls
 
 
 class Summation:
-    """The state of `sum_hook`. spares: HOST:PORT of spare hosts, or the path of a file with one a line (and its rate,
-    if any), which worker 0 looks at while training goes on: a host that is added there is used, one that is removed is
-    left out. One that dies is gone round, and used again when it is back. rates, spare_rates: of the links of the
-    workers' hosts (by rank) and of the spare ones, in any unit (None: all equal); parts are placed by them. format: how
-    fp32 travels between hosts ("": as it is; bf16, fp16, topk:0.01, onebit, dither:4 or one of your own, see
-    node/formats.py). local: whether the workers of a host sum through shared memory first; roots: which of them do, by
-    their place on the host (None: as its topology says). rule: "sum", or "accumulate" for asynchronous training.
-    address: of this host as the others reach it (None: the one that reaches MASTER_ADDR). token_file: the token of the
-    spare hosts, and what the workers of several hosts know each other by; needed beyond this host. tls: this host's
-    certificate, its key, and who signs the others' (wire/tcp.py): to spare hosts and to workers on other hosts. budget:
-    bytes of memory for this process's summers (None: half of what is free). deadline_s: how long a sum may take. Raises
-    ConfigError, PeerError. `close` it before the process group ends."""
+    """The state of `sum_hook`. spares: HOST:PORT of spare hosts, or the path of a file with one
+    a line (and its rate, if any), which worker 0 looks at while training goes on: a host that is
+    added there is used, one that is removed is left out. One that dies is gone round, and used
+    again when it is back. rates, spare_rates: of the links of the workers' hosts (by rank) and
+    of the spare ones, in any unit (None: all equal); parts are placed by them. format: how fp32
+    travels between hosts ("": as it is; bf16, fp16, topk:0.01, onebit, dither:4 or one of your
+    own, see node/formats.py). local: whether the workers of a host sum through shared memory
+    first; roots: which of them do, by their place on the host (None: as its topology says).
+    rule: "sum", or "accumulate" for asynchronous training. address: of this host as the others
+    reach it (None: the one that reaches MASTER_ADDR). token_file: the token of the spare hosts,
+    and what the workers of several hosts know each other by; needed beyond this host. tls: this
+    host's certificate, its key, and who signs the others' (wire/tcp.py): to spare hosts and to
+    workers on other hosts. budget: bytes of memory for this process's summers (None: half of
+    what is free). deadline_s: how long a sum may take. Raises ConfigError, PeerError. `close` it
+    before the process group ends."""
 
     def __init__(
-        self, *, spares: Sequence[str] | str = (), rates: Sequence[float] | None = None,
-        spare_rates: Sequence[float] | None = None, format: str = "", local: bool = True,
-        roots: Sequence[int] | None = None, rule: str = "sum", address: str | None = None,
-        token_file: str | None = None, budget: str | int | None = None, deadline_s: float = 600.0,
+        self,
+        *,
+        spares: Sequence[str] | str = (),
+        rates: Sequence[float] | None = None,
+        spare_rates: Sequence[float] | None = None,
+        format: str = "",
+        local: bool = True,
+        roots: Sequence[int] | None = None,
+        rule: str = "sum",
+        address: str | None = None,
+        token_file: str | None = None,
+        budget: str | int | None = None,
+        deadline_s: float = 600.0,
         tls: Tls | None = None,
     ) -> None:
         if not dist.is_initialized():
-            raise ConfigError("no process group", hint="torch.distributed.init_process_group() comes first")
-        self.rank, self.workers, self.format, self.rule = dist.get_rank(), dist.get_world_size(), format, rule
+            raise ConfigError(
+                "no process group", hint="torch.distributed.init_process_group() comes first"
+            )
+        self.rank, self.workers, self.format, self.rule = (
+            dist.get_rank(),
+            dist.get_world_size(),
+            format,
+            rule,
+        )
         if format:
             format_of(format)
         if rule not in RULES or (format and rule == "accumulate"):
-            raise ConfigError(f"rule={rule!r} with format={format!r}",
-                              hint="sum, or accumulate without a format: what stays at a summer would be rounded")
+            raise ConfigError(
+                f"rule={rule!r} with format={format!r}",
+                hint="sum, or accumulate without a format: what stays at a summer would be rounded",
+            )
         wanted = Wanted(spares, spare_rates, token_of(token_file), tls)
         nbytes = parse_bytes(psutil.virtual_memory().available // 2 if budget is None else budget)
         self._ends: list[Callable[[], None]] = []
         try:
             sums = connect(
-                wanted, rates, roots, tell_all, self._ends, rank=self.rank, workers=self.workers, inside=local,
-                rule=rule, address=address or _address_here(), nbytes=nbytes, deadline_s=deadline_s)
+                wanted,
+                rates,
+                roots,
+                tell_all,
+                self._ends,
+                rank=self.rank,
+                workers=self.workers,
+                inside=local,
+                rule=rule,
+                address=address or _address_here(),
+                nbytes=nbytes,
+                deadline_s=deadline_s,
+            )
         except BaseException:
             _close(self._ends)
             raise
@@ -91,14 +125,17 @@ class Summation:
     def sum(
         self, key: int | Named, tensor: torch.Tensor, *, priority: int = 0, format: str = ""
     ) -> torch.futures.Future[torch.Tensor]:
-        """A future of the sum over all workers of `tensor` (fp32, bf16 or fp16, contiguous; not to be changed before).
-        It is valid until the same key is summed again, and not to be written to: others may need it. `format`: instead
-        of that of all, for fp32. The future raises DifferError, soon and on all workers, where they mean different
-        things by it; other sums may follow."""
+        """A future of the sum over all workers of `tensor` (fp32, bf16 or fp16, contiguous; not
+        to be changed before). It is valid until the same key is summed again, and not to be
+        written to: others may need it. `format`: instead of that of all, for fp32. The future
+        raises DifferError, soon and on all workers, where they mean different things by it;
+        other sums may follow."""
         dtype = NAMES.get(tensor.dtype, str(tensor.dtype))
         named = key if isinstance(key, Named) else Named(key, f"tensor {key}")
         if dtype not in TRAINABLE:
-            raise ConfigError(f"{named.identity} is {tensor.dtype}, summed are {', '.join(TRAINABLE)}")
+            raise ConfigError(
+                f"{named.identity} is {tensor.dtype}, summed are {', '.join(TRAINABLE)}"
+            )
         if self._sums.error is not None:
             raise self._sums.error
         signature = f"{described(tensor)}{named.says}{f', as {format}' if format else ''}"
@@ -109,17 +146,27 @@ class Summation:
             self._host.clear()
         key = _key(f"{named.number} {signature} {ticket.epoch}")
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
-            devices=[tensor.device] if tensor.is_cuda else None)
+            devices=[tensor.device] if tensor.is_cuda else None
+        )
         flat = tensor.detach().reshape(-1)
         how = priority, (format or self.format) if dtype == "fp32" else ""
         result = self._buffer(self._results, key, flat, pinned=tensor.is_cuda)
         if not tensor.is_cuda:
-            self._begin(ticket, key, flat, result, dtype, how, lambda: future.set_result(result.view_as(tensor)))
+            self._begin(
+                ticket,
+                key,
+                flat,
+                result,
+                dtype,
+                how,
+                lambda: future.set_result(result.view_as(tensor)),
+            )
             return future.then(partial(self._checked, ticket))
         host = self._buffer(self._host, key, flat, pinned=True)
         host.copy_(flat, non_blocking=True)
         event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(tensor.device))  # where `copy_` ran, whatever the current device is
+        # where `copy_` ran, whatever the current device is
+        event.record(torch.cuda.current_stream(tensor.device))
         stream = torch.cuda.Stream(tensor.device)
 
         def back() -> None:
@@ -135,12 +182,13 @@ class Summation:
         return future.then(partial(self._checked, ticket))
 
     def agree(self, identity: str, signature: str) -> None:
-        """Waits until all workers have come to this. Raises DifferError on all where they do not mean the same by it,
-        DeadlineError, LostError."""
+        """Waits until all workers have come to this. Raises DifferError on all where they do not
+        mean the same by it, DeadlineError, LostError."""
         self._agreement.agree(identity, signature)
 
     def begins_anew(self) -> None:
-        """Where nobody waits by `waiting`: the program knows of a disagreement that there was before."""
+        """Where nobody waits by `waiting`: the program knows of a disagreement that there was
+        before."""
         self._agreement.program_goes_on()
 
     def waiting(self, ticket: Ticket) -> contextlib.AbstractContextManager[None]:
@@ -148,7 +196,8 @@ class Summation:
         return self._agreement.waiting(ticket)
 
     def _checked(self, ticket: Ticket, future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-        """What is raised here, whoever waits gets; DDP takes an exception that is set for a value."""
+        """What is raised here, whoever waits gets; DDP takes an exception that is set for a
+        value."""
         if ticket.error is not None:
             raise ticket.error
         if self._sums.error is not None:
@@ -166,7 +215,13 @@ class Summation:
                 words[-1]()  # `_checked` tells whoever waits
 
     def _begin(
-        self, ticket: Ticket, key: int, grad: torch.Tensor, result: torch.Tensor, dtype: str, how: tuple[int, str],
+        self,
+        ticket: Ticket,
+        key: int,
+        grad: torch.Tensor,
+        result: torch.Tensor,
+        dtype: str,
+        how: tuple[int, str],
         done: Callable[[], None],
     ) -> None:
         """Once all workers agree about it."""
@@ -186,7 +241,9 @@ class Summation:
         self._agreement.run(ticket, ready, lambda error: done())  # `_checked` tells whoever waits
 
     @staticmethod
-    def _buffer(kept: dict[int, torch.Tensor], key: int, like: torch.Tensor, *, pinned: bool) -> torch.Tensor:
+    def _buffer(
+        kept: dict[int, torch.Tensor], key: int, like: torch.Tensor, *, pinned: bool
+    ) -> torch.Tensor:
         """Made once and used again."""
         if key not in kept or kept[key].numel() != like.numel() or kept[key].dtype != like.dtype:
             kept[key] = torch.empty(like.numel(), dtype=like.dtype, pin_memory=pinned)
@@ -213,8 +270,10 @@ class Summation:
 
 @dataclass
 class Named:
-    """What `Summation.sum` may be asked for instead of a number alone. `identity`: what the workers must mean the same
-    by, in words; `says`: beside type and shape; `ticket`: of the agreement about it, from `sum` on."""
+    """What `Summation.sum` may be asked for instead of a number alone. `identity`: what the workers
+    must mean the same by, in words; `says`: beside type and shape; `ticket`: of the agreement about
+    it, from `sum` on.
+    """
 
     number: int
     identity: str
@@ -242,9 +301,13 @@ def _close(ends: list[Callable[[], None]]) -> None:
 
 
 def sum_hook(state: Summation, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """For `register_comm_hook`. What DDP gives last is nearest the input, and wanted first by the next forward."""
+    """For `register_comm_hook`. What DDP gives last is nearest the input, and wanted first by
+    the next forward."""
     if state.rule != "sum":
-        raise ConfigError(f"DDP's gradients under rule={state.rule!r}", hint="asynchronous training: roadtrain.hvd")
+        raise ConfigError(
+            f"DDP's gradients under rule={state.rule!r}",
+            hint="asynchronous training: roadtrain.hvd",
+        )
     if bucket.index() == 0:  # of another backward than one that has failed
         state.begins_anew()
     grads = bucket.buffer()
@@ -252,7 +315,9 @@ def sum_hook(state: Summation, bucket: dist.GradBucket) -> torch.futures.Future[
     key = bucket.index() << 40 | grads.numel()  # another after DDP has grouped anew
     shapes = _shapes(bucket.gradients())
     says = f" of gradients {shapes}{', the last' * bucket.is_last()}"
-    return state.sum(Named(key, f"DDP's bucket {bucket.index()}", says), grads, priority=-bucket.index())
+    return state.sum(
+        Named(key, f"DDP's bucket {bucket.index()}", says), grads, priority=-bucket.index()
+    )
 
 
 # DDP compares them with the classes themselves

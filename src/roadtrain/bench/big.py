@@ -1,8 +1,9 @@
-"""A model of more than 1.5 billion parameters trains real steps in at most 3 GB, all processes together.
+"""A model of more than 1.5 billion parameters trains real steps in at most 3 GB, all processes
+together.
 
-A Llama of transformers (30 layers x 2048, byte vocabulary), built on `meta`, first values made block by block, bf16
-parameters, fp32 master and AdamW: 14 bytes a parameter in two slots. Text, wide compute and loop are model420's. The
-directory is made under the current one and removed.
+A Llama of transformers (30 layers x 2048, byte vocabulary), built on `meta`, first values made
+block by block, bf16 parameters, fp32 master and AdamW: 14 bytes a parameter in two slots. Text,
+wide compute and loop are model420's. The directory is made under the current one and removed.
 
     python -m roadtrain.bench.big --child DIR --layers 30 --width 2048 --steps 3 --json OUT
 """
@@ -32,31 +33,115 @@ BYTES = 14  # a parameter, in each of two slots
 
 
 def run(quick: bool = False) -> Report:
-    layers, width, inner, budget, steps = (6, 1024, 2816, "400MiB", 2) if quick else (LAYERS, WIDTH, INNER, BUDGET, 3)
+    layers, width, inner, budget, steps = (
+        (6, 1024, 2816, "400MiB", 2) if quick else (LAYERS, WIDTH, INNER, BUDGET, 3)
+    )
     parameters = layers * width * (4 * width + 3 * inner)
     with tempfile.TemporaryDirectory(prefix="roadtrain-bench-", dir=Path.cwd()) as name:
         need_disk(Path(name), 2 * BYTES * parameters + 2 * 10**9)
-        got = apart("roadtrain.bench.big", "--child", name, "--layers", layers, "--width", width, "--inner", inner,
-                    "--budget", budget, "--steps", steps)
-    case, resident = f"Llama {layers} x {width}, {got['compute']} compute, budget {budget}", got["peak_bytes"]
+        got = apart(
+            "roadtrain.bench.big",
+            "--child",
+            name,
+            "--layers",
+            layers,
+            "--width",
+            width,
+            "--inner",
+            inner,
+            "--budget",
+            budget,
+            "--steps",
+            steps,
+        )
+    case, resident = (
+        f"Llama {layers} x {width}, {got['compute']} compute, budget {budget}",
+        got["peak_bytes"],
+    )
     total, plain = resident + peak_bytes(), got["memory"]["plain"]
     rows = [
-        Row(case, "parameters", "millions", got["parameters"] / 1e6, None, None, None, None, ">= 1500",
-            None if quick else got["parameters"] >= GOAL_PARAMETERS),
-        Row(case, "peak resident, the process that trains", "MB", resident / 1e6, plain / 1e6,
-            "parameters, gradients, state of plain training", plain / resident, None, None, None),
-        Row(case, "peak resident, all processes (sum of peaks)", "MB", total / 1e6, GOAL_BYTES / 1e6, "limit",
-            GOAL_BYTES / total, None, "ours <= 3000", total <= GOAL_BYTES),
-        Row(case, "held by roadtrain's buffers", "MB", got["memory"]["resident"] / 1e6, parse_bytes(budget) / 1e6,
-            "budget", parse_bytes(budget) / got["memory"]["resident"], None, None, None),
-        Row(case, "make the first values, write them", "s", got["place_s"], None, None, None, None, None, None),
+        Row(
+            case,
+            "parameters",
+            "millions",
+            got["parameters"] / 1e6,
+            None,
+            None,
+            None,
+            None,
+            ">= 1500",
+            None if quick else got["parameters"] >= GOAL_PARAMETERS,
+        ),
+        Row(
+            case,
+            "peak resident, the process that trains",
+            "MB",
+            resident / 1e6,
+            plain / 1e6,
+            "parameters, gradients, state of plain training",
+            plain / resident,
+            None,
+            None,
+            None,
+        ),
+        Row(
+            case,
+            "peak resident, all processes (sum of peaks)",
+            "MB",
+            total / 1e6,
+            GOAL_BYTES / 1e6,
+            "limit",
+            GOAL_BYTES / total,
+            None,
+            "ours <= 3000",
+            total <= GOAL_BYTES,
+        ),
+        Row(
+            case,
+            "held by roadtrain's buffers",
+            "MB",
+            got["memory"]["resident"] / 1e6,
+            parse_bytes(budget) / 1e6,
+            "budget",
+            parse_bytes(budget) / got["memory"]["resident"],
+            None,
+            None,
+            None,
+        ),
+        Row(
+            case,
+            "make the first values, write them",
+            "s",
+            got["place_s"],
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,
+        ),
     ]
     for number, (loss, step) in enumerate(zip(got["losses"], got["steps"]), 1):
-        for metric, unit, value in (("loss", "nats", loss), ("time", "s", step["step_s"]),
-                                    ("read", "GB", step["read_bytes"] / 1e9),
-                                    ("written", "GB", step["written_bytes"] / 1e9)):
-            rows.append(Row(f"step {number}, {ROWS} x {SEQ} bytes of text", metric, unit, value, None, None, None, None,
-                            None, None))
+        for metric, unit, value in (
+            ("loss", "nats", loss),
+            ("time", "s", step["step_s"]),
+            ("read", "GB", step["read_bytes"] / 1e9),
+            ("written", "GB", step["written_bytes"] / 1e9),
+        ):
+            rows.append(
+                Row(
+                    f"step {number}, {ROWS} x {SEQ} bytes of text",
+                    metric,
+                    unit,
+                    value,
+                    None,
+                    None,
+                    None,
+                    None,
+                    None,
+                    None,
+                )
+            )
     return Report("big", rows)
 
 
@@ -66,8 +151,15 @@ def child(args: argparse.Namespace) -> dict[str, Any]:
     with torch.device("meta"):
         model = model420.build(compute, layers=args.layers, width=args.width, inner=args.inner)
     parameters = sum(p.numel() for p in model.parameters())
-    optimizer = roadtrain.place(model, model420.adamw(model.parameters()), store=Path(args.child) / "store",
-                                dtype=torch.bfloat16, budget=args.budget, backwards_per_step=1, device="cpu")
+    optimizer = roadtrain.place(
+        model,
+        model420.adamw(model.parameters()),
+        store=Path(args.child) / "store",
+        dtype=torch.bfloat16,
+        budget=args.budget,
+        backwards_per_step=1,
+        device="cpu",
+    )
     place_s = time.perf_counter() - began
     losses, steps = model420.training(model, optimizer, range(args.steps), ROWS, SEQ)
     (read, written), began = model420.disk_bytes(), time.perf_counter()
@@ -77,8 +169,15 @@ def child(args: argparse.Namespace) -> dict[str, Any]:
     steps[-1]["step_s"] += time.perf_counter() - began
     steps[-1]["read_bytes"] += read_after - read
     steps[-1]["written_bytes"] += written_after - written
-    return {"parameters": parameters, "losses": losses, "steps": steps, "memory": memory, "place_s": place_s,
-            "compute": compute, "peak_bytes": peak_bytes()}
+    return {
+        "parameters": parameters,
+        "losses": losses,
+        "steps": steps,
+        "memory": memory,
+        "place_s": place_s,
+        "compute": compute,
+        "peak_bytes": peak_bytes(),
+    }
 
 
 def main(argv: list[str]) -> None:

@@ -1,10 +1,11 @@
-"""Training steps of several worker hosts over emulated links: ours in two placements against FSDP2 over gloo.
+"""Training steps of several worker hosts over emulated links: ours in two placements against FSDP2
+over gloo.
 
-`host`: every worker's host serves its share of the chunks. `network`: as many spare hosts serve. State rests in memory
-(/dev/shm). S: bytes of the bf16 parameters, B: the links' rate each way. The floor of a step is what must cross the
-busier direction of a link at B: 1.5 S at four workers in `host`, S in `network`. At staleness 0 a step waits for all of
-the last one; at 1 parameters come while gradients leave.
-Needs root. Does NOT emulate latency.
+`host`: every worker's host serves its share of the chunks. `network`: as many spare hosts serve.
+State rests in memory (/dev/shm). S: bytes of the bf16 parameters, B: the links' rate each way. The
+floor of a step is what must cross the busier direction of a link at B: 1.5 S at four workers in
+`host`, S in `network`. At staleness 0 a step waits for all of the last one; at 1 parameters come
+while gradients leave. Needs root. Does NOT emulate latency.
 """
 
 from __future__ import annotations
@@ -32,11 +33,17 @@ TIMEOUT_S = 300.0
 
 
 class Cluster:
-    """`workers` hosts w0.. and as many spare ones s0.., each with one NIC of `rate` bytes a second each way. `workers`
-    may be lowered later: the rest idle. With `placing_rate` links have that rate until all workers have placed."""
+    """`workers` hosts w0.. and as many spare ones s0.., each with one NIC of `rate` bytes a second
+    each way. `workers` may be lowered later: the rest idle. With `placing_rate` links have that
+    rate until all workers have placed.
+    """
 
     def __init__(
-        self, home: Path, workers: int = WORKERS, rate: float = LINK, placing_rate: float | None = None
+        self,
+        home: Path,
+        workers: int = WORKERS,
+        rate: float = LINK,
+        placing_rate: float | None = None,
     ) -> None:
         self.home, self.workers, self.rate, self.placing_rate = home, workers, rate, placing_rate
         names = [f"{kind}{i}" for kind in "ws" for i in range(workers)]
@@ -50,10 +57,25 @@ class Cluster:
         for host in hosts:
             store = Path(tempfile.mkdtemp(prefix="roadtrain-bench-", dir="/dev/shm"))
             shutil.rmtree(store)
-            made.append(host.run(
-                [sys.executable, "-m", "roadtrain.cli", "serve", f"{host.address}:7000", "--store", str(store),
-                 "--budget", "700MiB", "--token-file", str(self.token)],
-                stdout=(self.home / f"{host.name}.log").open("w"), stderr=subprocess.STDOUT))
+            made.append(
+                host.run(
+                    [
+                        sys.executable,
+                        "-m",
+                        "roadtrain.cli",
+                        "serve",
+                        f"{host.address}:7000",
+                        "--store",
+                        str(store),
+                        "--budget",
+                        "700MiB",
+                        "--token-file",
+                        str(self.token),
+                    ],
+                    stdout=(self.home / f"{host.name}.log").open("w"),
+                    stderr=subprocess.STDOUT,
+                )
+            )
             made[-1].store = store  # type: ignore[attr-defined]
             where.append(f"{host.address}:7000")
         return made, where
@@ -68,15 +90,26 @@ class Cluster:
             host = self.network.hosts[f"w{rank}"]
             out, log = self.home / f"w{rank}.json", self.home / f"w{rank}.train.log"
             out.unlink(missing_ok=True)
-            command = [sys.executable, "-m", "roadtrain.bench.cluster_worker", *words, "--json", str(out)]
+            command = [
+                sys.executable,
+                "-m",
+                "roadtrain.bench.cluster_worker",
+                *words,
+                "--json",
+                str(out),
+            ]
             environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(self.workers), **env}
-            process = host.run(command, env=environment, stdout=log.open("w"), stderr=subprocess.STDOUT)
+            process = host.run(
+                command, env=environment, stdout=log.open("w"), stderr=subprocess.STDOUT
+            )
             running.append((process, out, log))
         if self.placing_rate is not None:
             self._open(Path(words[-1]), [process for process, _, _ in running])
         for process, _, log in running:
             if process.wait(TIMEOUT_S):
-                raise RoadtrainError(f"a worker ended with {process.returncode}: {log.read_text()[-2000:]}")
+                raise RoadtrainError(
+                    f"a worker ended with {process.returncode}: {log.read_text()[-2000:]}"
+                )
         return [json.loads(out.read_text()) for _, out, _ in running]
 
     def set_rate(self, rate: float) -> None:
@@ -97,8 +130,18 @@ class Cluster:
         hosts = [self.network.hosts[f"{kind}{i}"] for i in range(self.workers)]
         servers, where = self.serve(hosts)
         try:
-            return self.train("--servers", ",".join(where), "--token", str(self.token), "--steps", str(steps),
-                              "--budget", "700MiB", *words, MASTER_PORT="1")
+            return self.train(
+                "--servers",
+                ",".join(where),
+                "--token",
+                str(self.token),
+                "--steps",
+                str(steps),
+                "--budget",
+                "700MiB",
+                *words,
+                MASTER_PORT="1",
+            )
         finally:
             for server in servers:
                 server.terminate()
@@ -106,8 +149,15 @@ class Cluster:
                 shutil.rmtree(server.store, ignore_errors=True)  # type: ignore[attr-defined]
 
     def fsdp(self, steps: int, *words: str) -> list[dict[str, Any]]:
-        return self.train("--fsdp", "--steps", str(steps), *words, MASTER_PORT="29511", GLOO_SOCKET_IFNAME="eth0",
-                          MASTER_ADDR=self.network.hosts["w0"].address)
+        return self.train(
+            "--fsdp",
+            "--steps",
+            str(steps),
+            *words,
+            MASTER_PORT="29511",
+            GLOO_SOCKET_IFNAME="eth0",
+            MASTER_ADDR=self.network.hosts["w0"].address,
+        )
 
 
 def step_seconds(results: list[dict[str, Any]]) -> float:
@@ -122,37 +172,127 @@ def run(quick: bool = False) -> Report:
         cluster = Cluster(Path(name))
         with cluster.network:
             late = ("--staleness", "1", *words)
-            found = {"host": cluster.ours("w", steps, *words), "network": cluster.ours("s", steps, *words),
-                     "late": cluster.ours("s", steps, *late), "fsdp": cluster.fsdp(steps, *words),
-                     "relay": cluster.ours("s", steps, *words, "--relay", RELAY),
-                     "late, relay": cluster.ours("s", steps, *late, "--relay", RELAY)}
+            found = {
+                "host": cluster.ours("w", steps, *words),
+                "network": cluster.ours("s", steps, *words),
+                "late": cluster.ours("s", steps, *late),
+                "fsdp": cluster.fsdp(steps, *words),
+                "relay": cluster.ours("s", steps, *words, "--relay", RELAY),
+                "late, relay": cluster.ours("s", steps, *late, "--relay", RELAY),
+            }
     parameters = found["host"][0]["parameters"]
     unit = 2 * parameters / LINK
     seconds = {kind: step_seconds(results) for kind, results in found.items()}
     rows = []
-    cases = (("host", "host", 0, 1.5, 1.15 * 1.5, 1.8), ("network", "network", 0, 1.0, None, None),
-             ("relay", "network with a relay", 0, 1.0, None, None),
-             ("late", "network", 1, 1.0, 1.15, 2.5), ("late, relay", "network with a relay", 1, 1.0, None, None))
+    cases = (
+        ("host", "host", 0, 1.5, 1.15 * 1.5, 1.8),
+        ("network", "network", 0, 1.0, None, None),
+        ("relay", "network with a relay", 0, 1.0, None, None),
+        ("late", "network", 1, 1.0, 1.15, 2.5),
+        ("late, relay", "network with a relay", 1, 1.0, None, None),
+    )
     for kind, placement, stale, floor, goal, ratio_goal in cases:
-        case = f"{placement}, {WORKERS} workers, {parameters / 1e6:.1f} M parameters, 400 Mbit/s, staleness {stale}"
+        case = (
+            f"{placement}, {WORKERS} workers, {parameters / 1e6:.1f} M parameters, 400 Mbit/s,"
+            f" staleness {stale}"
+        )
         ratio = seconds["fsdp"] / seconds[kind]
-        rows.append(Row(case, "step", "s", seconds[kind], seconds["fsdp"], "FSDP2, bf16", ratio, None,
-                        None if ratio_goal is None else f"ratio >= {ratio_goal}",
-                        None if ratio_goal is None else ratio >= ratio_goal))
-        rows.append(Row(case, "step", "S/B", seconds[kind] / unit, seconds["fsdp"] / unit, "FSDP2, bf16", ratio,
-                        floor * unit / seconds[kind], None if goal is None else f"ours <= {goal:.3f}",
-                        None if goal is None else seconds[kind] / unit <= goal))
-        carried = {of: median(max(median(r[way][WARM_UP:]) for way in ("received", "sent")) for r in found[of])
-                   for of in (kind, "fsdp")}
-        rows.append(Row(case, "carried by the busier direction of a worker's link, a step", "S", carried[kind] / (
-            2 * parameters), carried["fsdp"] / (2 * parameters), "FSDP2, bf16", None, None, None, None))
-        mine = {of: median(r["cpu"] / len(r["seconds"]) for r in found[of]) for of in (kind, "fsdp")}
-        rows.append(Row(case, "processor time of a worker's process, a step", "s", mine[kind], mine["fsdp"],
-                        "FSDP2, bf16", None, None, None, None))
-        rows.append(Row(case, "peak resident of a worker", "MB", max(r["peak"] for r in found[kind]) / 1e6,
-                        max(r["peak"] for r in found["fsdp"]) / 1e6, "FSDP2, bf16", None, None, None, None))
+        rows.append(
+            Row(
+                case,
+                "step",
+                "s",
+                seconds[kind],
+                seconds["fsdp"],
+                "FSDP2, bf16",
+                ratio,
+                None,
+                None if ratio_goal is None else f"ratio >= {ratio_goal}",
+                None if ratio_goal is None else ratio >= ratio_goal,
+            )
+        )
+        rows.append(
+            Row(
+                case,
+                "step",
+                "S/B",
+                seconds[kind] / unit,
+                seconds["fsdp"] / unit,
+                "FSDP2, bf16",
+                ratio,
+                floor * unit / seconds[kind],
+                None if goal is None else f"ours <= {goal:.3f}",
+                None if goal is None else seconds[kind] / unit <= goal,
+            )
+        )
+        carried = {
+            of: median(
+                max(median(r[way][WARM_UP:]) for way in ("received", "sent")) for r in found[of]
+            )
+            for of in (kind, "fsdp")
+        }
+        rows.append(
+            Row(
+                case,
+                "carried by the busier direction of a worker's link, a step",
+                "S",
+                carried[kind] / (2 * parameters),
+                carried["fsdp"] / (2 * parameters),
+                "FSDP2, bf16",
+                None,
+                None,
+                None,
+                None,
+            )
+        )
+        mine = {
+            of: median(r["cpu"] / len(r["seconds"]) for r in found[of]) for of in (kind, "fsdp")
+        }
+        rows.append(
+            Row(
+                case,
+                "processor time of a worker's process, a step",
+                "s",
+                mine[kind],
+                mine["fsdp"],
+                "FSDP2, bf16",
+                None,
+                None,
+                None,
+                None,
+            )
+        )
+        rows.append(
+            Row(
+                case,
+                "peak resident of a worker",
+                "MB",
+                max(r["peak"] for r in found[kind]) / 1e6,
+                max(r["peak"] for r in found["fsdp"]) / 1e6,
+                "FSDP2, bf16",
+                None,
+                None,
+                None,
+                None,
+            )
+        )
     for kinds in (("host", "network", "relay"), ("late", "late, relay")):
-        same = all([r["losses"] for r in found[kind]] == [r["losses"] for r in found[kinds[0]]] for kind in kinds)
-        rows.append(Row(", ".join(kinds), "losses are the same bits", "", float(same), None, None, None, None,
-                        "ours == 1", same))
+        same = all(
+            [r["losses"] for r in found[kind]] == [r["losses"] for r in found[kinds[0]]]
+            for kind in kinds
+        )
+        rows.append(
+            Row(
+                ", ".join(kinds),
+                "losses are the same bits",
+                "",
+                float(same),
+                None,
+                None,
+                None,
+                None,
+                "ours == 1",
+                same,
+            )
+        )
     return Report("cluster", rows)

@@ -1,10 +1,13 @@
-"""One worker of `bench cluster`: trains the decoder, ours or FSDP2's, and writes its step times and losses.
+"""One worker of `bench cluster`: trains the decoder, ours or FSDP2's, and writes its step times and
+losses.
 
-    RANK=0 WORLD_SIZE=4 python -m roadtrain.bench.cluster_worker --servers H:P,... --steps N --json OUT        ours
-    RANK=0 WORLD_SIZE=4 MASTER_ADDR=A MASTER_PORT=P ... --fsdp                                                 torch
+    ours:
+    RANK=0 WORLD_SIZE=4 python -m roadtrain.bench.cluster_worker --servers H:P --steps N --json OUT
+    torch's:
+    RANK=0 WORLD_SIZE=4 MASTER_ADDR=A MASTER_PORT=P ... --fsdp
 
-Both: bf16 parameters and gradients on the wire, products as bench/model420.py says. FSDP2 keeps bf16 parameters, as its
-users do who save traffic; ours keeps fp32 masters, on the servers.
+Both: bf16 parameters and gradients on the wire, products as bench/model420.py says. FSDP2 keeps
+bf16 parameters, as its users do who save traffic; ours keeps fp32 masters, on the servers.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ WAIT_S = 300.0
 
 
 def carried() -> tuple[int, int]:
-    """Bytes that came in and went out by this host's NIC so far, whole frames; zeros where it has no `eth0`."""
+    """Bytes that came in and went out by this host's NIC so far, whole frames; zeros where it
+    has no `eth0`."""
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, counts = line.partition(":")
         if name.strip() == "eth0":
@@ -46,7 +50,9 @@ def wait_at(gate: Path, rank: int) -> None:
     until = time.monotonic() + WAIT_S
     while not (gate / "open").exists():
         if time.monotonic() > until:
-            raise DeadlineError(f"waited {WAIT_S:.0f} s for the gate to open", hint="another worker does not place")
+            raise DeadlineError(
+                f"waited {WAIT_S:.0f} s for the gate to open", hint="another worker does not place"
+            )
         time.sleep(0.01)
 
 
@@ -54,8 +60,16 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     for name in ("servers", "token", "json", "budget", "gate"):
         parser.add_argument(f"--{name}", default="")
-    for name, value in (("steps", 8), ("layers", 10), ("width", 512), ("inner", 1536), ("rows", 1), ("seq", 32),
-                        ("staleness", 0), ("chunk", 1 << 20)):
+    for name, value in (
+        ("steps", 8),
+        ("layers", 10),
+        ("width", 512),
+        ("inner", 1536),
+        ("rows", 1),
+        ("seq", 32),
+        ("staleness", 0),
+        ("chunk", 1 << 20),
+    ):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--fsdp", action="store_true")
     parser.add_argument("--relay", default=None)
@@ -70,12 +84,20 @@ def main() -> None:
         for layer in layers:
             fully_shard(layer)
         fully_shard(model)
-        optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5, foreach=False)
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(
+            model.parameters(), lr=2e-5, foreach=False
+        )
     else:
         optimizer = roadtrain.place(
-            model, adamw(model.parameters()), servers=args.servers.split(","), budget=args.budget or None,
-            link=Options(token=token_of(args.token), retry_s=60), backwards_per_step=1, staleness=args.staleness,
-            chunk_elements=args.chunk, relay=args.relay,
+            model,
+            adamw(model.parameters()),
+            servers=args.servers.split(","),
+            budget=args.budget or None,
+            link=Options(token=token_of(args.token), retry_s=60),
+            backwards_per_step=1,
+            staleness=args.staleness,
+            chunk_elements=args.chunk,
+            relay=args.relay,
             report=lambda line: print(line, flush=True),
         )
     if args.gate:
@@ -100,11 +122,23 @@ def main() -> None:
     if isinstance(optimizer, roadtrain.PlacedOptimizer):
         kept = len(optimizer._worker._slots)
         optimizer.close()
-    Path(args.json).write_text(json.dumps(
-        {"seconds": seconds, "losses": losses, "parts": parts, "peak": peak_bytes(), "cpu": time.process_time() - cpu,
-         "received": [b[0] - a[0] for a, b in pairwise(moved)], "sent": [b[1] - a[1] for a, b in pairwise(moved)],
-         "kept_blocks": kept, "blocks": args.layers, "block_bytes": block,
-         "parameters": sum(p.numel() for p in model.parameters())}))
+    Path(args.json).write_text(
+        json.dumps(
+            {
+                "seconds": seconds,
+                "losses": losses,
+                "parts": parts,
+                "peak": peak_bytes(),
+                "cpu": time.process_time() - cpu,
+                "received": [b[0] - a[0] for a, b in pairwise(moved)],
+                "sent": [b[1] - a[1] for a, b in pairwise(moved)],
+                "kept_blocks": kept,
+                "blocks": args.layers,
+                "block_bytes": block,
+                "parameters": sum(p.numel() for p in model.parameters()),
+            }
+        )
+    )
     if args.fsdp:
         distributed.barrier()
         distributed.destroy_process_group()

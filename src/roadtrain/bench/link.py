@@ -1,13 +1,14 @@
-"""Links: 4 MiB chunks over loopback TCP and shared memory between two processes, beside gloo in the same rounds; the
-RDMA link too where NIXL is installed, over UCX's TCP mode, which says what the link costs and nothing of RDMA; and,
-where root can make network namespaces, both directions at once over an emulated link of a set rate.
+"""Links: 4 MiB chunks over loopback TCP and shared memory between two processes, beside gloo in the
+same rounds; the RDMA link too where NIXL is installed, over UCX's TCP mode, which says what the
+link costs and nothing of RDMA; and, where root can make network namespaces, both directions at once
+over an emulated link of a set rate.
 
-Frames carry checksums, as they do by default; the same rounds without them say what those cost. The floor of TCP is a
-bare socket with the same calls, that of shared memory one copy; both in the same rounds. With one
-buffer a side the bytes stay in the cache; with several in turn, as in training, memory bandwidth counts.
-CPU seconds are of both processes together. Over the emulated link the rate is that of what arrives, between the first
-chunk and the last; its floor is the link's rate less the headers that Ethernet, IP and TCP put before each 1448
-bytes.
+Frames carry checksums, as they do by default; the same rounds without them say what those cost. The
+floor of TCP is a bare socket with the same calls, that of shared memory one copy; both in the same
+rounds. With one buffer a side the bytes stay in the cache; with several in turn, as in training,
+memory bandwidth counts. CPU seconds are of both processes together. Over the emulated link the rate
+is that of what arrives, between the first chunk and the last; its floor is the link's rate less the
+headers that Ethernet, IP and TCP put before each 1448 bytes.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ CHUNK, WINDOW = 4 * MIB, 8  # bytes; chunks that a sender has under way
 CHUNK_KIND, LAST_KIND, ACK_KIND = 1, 2, 3
 WAIT_S = 60.0
 TOKEN = b"only for this measurement"
-RATES = {"400mbit": (50e6, 0.95), "1gbit": (125e6, 0.95), "4gbit": (500e6, 0.90)}  # bytes a second, goal of the rate
+# bytes a second, goal of the rate
+RATES = {"400mbit": (50e6, 0.95), "1gbit": (125e6, 0.95), "4gbit": (500e6, 0.90)}
 CLONE_NEWNET = 0x40000000
 LINKS = ("tcp", "shm", "rdma") if importlib.util.find_spec("nixl_cu12") else ("tcp", "shm")
 CALLED = {"tcp": "tcp", "shm": "shm", "rdma": "rdma (UCX's TCP mode)"}
@@ -115,7 +117,8 @@ class _Node:
             self.link = tcp.connect(address, self, _options(transport, connections))
 
     def transfer(self, sends: int, receives: int) -> tuple[float, float, float]:
-        """Seconds until the other side has all, bytes a second arriving here, CPU seconds of this process."""
+        """Seconds until the other side has all, bytes a second arriving here, CPU seconds of
+        this process."""
         assert self.link is not None
         self.there.clear()
         self.acked.clear()
@@ -123,7 +126,12 @@ class _Node:
         free, begin, cpu = threading.Semaphore(WINDOW), perf_counter(), process_time()
         for i in range(sends):
             free.acquire()
-            self.link.send(LAST_KIND if i == sends - 1 else CHUNK_KIND, b"", [self.out[i % self.count]], free.release)
+            self.link.send(
+                LAST_KIND if i == sends - 1 else CHUNK_KIND,
+                b"",
+                [self.out[i % self.count]],
+                free.release,
+            )
         for event, wanted in ((self.acked, sends), (self.there, receives)):
             if (wanted and not event.wait(WAIT_S)) or self.error is not None:
                 raise TimeoutError(f"no end of {wanted} chunks: {self.error}")
@@ -143,7 +151,8 @@ class _Node:
         self.count = buffers
 
     def copy_transfer(self, sends: int, receives: int) -> tuple[float, float, float]:
-        """The floor of shared memory: one copy, as two processes can copy in and out at the same time."""
+        """The floor of shared memory: one copy, as two processes can copy in and out at the
+        same time."""
         begin, cpu = perf_counter(), process_time()
         for i in range(sends):
             copy(self.buffers[i % self.count], self.out[i % self.count])
@@ -178,8 +187,13 @@ class _Node:
             return perf_counter() - begin, 0.0, process_time() - cpu
 
     def gloo(self, rank: int, file: str) -> None:
-        dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2,
-                                timeout=timedelta(seconds=WAIT_S))
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{file}",
+            rank=rank,
+            world_size=2,
+            timeout=timedelta(seconds=WAIT_S),
+        )
 
     def gloo_transfer(self, sends: int, receives: int) -> tuple[float, float, float]:
         tensors = [torch.frombuffer(view, dtype=torch.uint8) for view in self.buffers]
@@ -201,7 +215,10 @@ class _Node:
 
 def _serve(pipe: Connection, namespace: str) -> None:
     if namespace:
-        libc, fd = ctypes.CDLL(None, use_errno=True), os.open(f"/run/netns/{namespace}", os.O_RDONLY)
+        libc, fd = (
+            ctypes.CDLL(None, use_errno=True),
+            os.open(f"/run/netns/{namespace}", os.O_RDONLY),
+        )
         if libc.setns(fd, CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), "setns")
         os.close(fd)
@@ -264,8 +281,16 @@ def _loopback(buffers: int, quick: bool) -> list[Row]:
         two.ask(("gloo", 0, f"{folder}/gloo"), ("gloo", 1, f"{folder}/gloo"))
         two.ask(("use", buffers), ("use", buffers))
         for _ in range(rounds + 1):  # the first is to warm up
-            for way in ("tcp", "tcp" + UNSUMMED, "plain", "gloo", "shm", "shm" + UNSUMMED, "copy", *(
-                    way for way in WAYS if way.startswith("rdma"))):
+            for way in (
+                "tcp",
+                "tcp" + UNSUMMED,
+                "plain",
+                "gloo",
+                "shm",
+                "shm" + UNSUMMED,
+                "copy",
+                *(way for way in WAYS if way.startswith("rdma")),
+            ):
                 if way in WAYS:
                     where = f"{folder}/shm" if way.startswith("shm") else "127.0.0.1"
                     (address,) = two.ask(None, ("listen", way, where))
@@ -274,8 +299,9 @@ def _loopback(buffers: int, quick: bool) -> list[Row]:
                     (address,) = two.ask(None, ("listen_plain",))
                     two.ask(("connect_plain", address), None)
                 name = "transfer" if way in WAYS else f"{way}_transfer"
-                a, b = two.ask((name, chunks, 0), None if way == "copy" else (name, 0, chunks)) + [(0.0, 0.0, 0.0)] * (
-                    way == "copy")
+                a, b = two.ask((name, chunks, 0), None if way == "copy" else (name, 0, chunks)) + [
+                    (0.0, 0.0, 0.0)
+                ] * (way == "copy")
                 rates.setdefault(way, []).append(chunks * CHUNK / a[0] / 1e9)
                 cpu.setdefault(way, []).append((a[2] + b[2]) / (chunks * CHUNK / 1e9))
                 if way in WAYS:
@@ -287,23 +313,68 @@ def _loopback(buffers: int, quick: bool) -> list[Row]:
     rate = {way: median(values[1:]) for way, values in rates.items()}
     spent = {way: median(values[1:]) for way, values in cpu.items()}
     rows = []
-    for way, floor, goal in (("tcp", "plain", 4.0), ("shm", "copy", 10.0), ("rdma", "plain", None))[: len(LINKS)]:
-        where = "one buffer a side, in the cache" if buffers == 1 else f"{buffers} buffers a side in turn"
+    for way, floor, goal in (("tcp", "plain", 4.0), ("shm", "copy", 10.0), ("rdma", "plain", None))[
+        : len(LINKS)
+    ]:
+        where = (
+            "one buffer a side, in the cache"
+            if buffers == 1
+            else f"{buffers} buffers a side in turn"
+        )
         case = f"{CALLED[way]}, 4 MiB chunks, {where}, two processes, {cores()} cores"
         judged = goal if buffers == 1 else None
         rows += [
-            Row(case, "one way", "GB/s", rate[way], rate["gloo"], "gloo isend/irecv", rate[way] / rate["gloo"],
-                rate[way] / rate[floor], None if judged is None else f">= {judged:g} GB/s",
-                None if judged is None else rate[way] >= judged),
-            Row(case, "CPU of both sides", "s/GB", spent[way], spent["gloo"], "gloo isend/irecv",
-                spent["gloo"] / spent[way], spent[floor] / spent[way] if floor == "plain" else None, None, None),
+            Row(
+                case,
+                "one way",
+                "GB/s",
+                rate[way],
+                rate["gloo"],
+                "gloo isend/irecv",
+                rate[way] / rate["gloo"],
+                rate[way] / rate[floor],
+                None if judged is None else f">= {judged:g} GB/s",
+                None if judged is None else rate[way] >= judged,
+            ),
+            Row(
+                case,
+                "CPU of both sides",
+                "s/GB",
+                spent[way],
+                spent["gloo"],
+                "gloo isend/irecv",
+                spent["gloo"] / spent[way],
+                spent[floor] / spent[way] if floor == "plain" else None,
+                None,
+                None,
+            ),
         ]
         bare = way + UNSUMMED
         rows += [
-            Row(case + UNSUMMED, "one way", "GB/s", rate[bare], rate[way], "with checksums", rate[bare] / rate[way],
-                rate[bare] / rate[floor], None, None),
-            Row(case + UNSUMMED, "CPU of both sides", "s/GB", spent[bare], spent[way], "with checksums",
-                spent[way] / spent[bare], None, None, None),
+            Row(
+                case + UNSUMMED,
+                "one way",
+                "GB/s",
+                rate[bare],
+                rate[way],
+                "with checksums",
+                rate[bare] / rate[way],
+                rate[bare] / rate[floor],
+                None,
+                None,
+            ),
+            Row(
+                case + UNSUMMED,
+                "CPU of both sides",
+                "s/GB",
+                spent[bare],
+                spent[way],
+                "with checksums",
+                spent[way] / spent[bare],
+                None,
+                None,
+                None,
+            ),
         ]
     return rows
 
@@ -314,18 +385,48 @@ def _run(*words: str) -> None:
 
 @contextlib.contextmanager
 def _emulated(rate: str) -> Iterator[tuple[str, str]]:
-    """Two namespaces joined by a link of that rate each way, 10.99.0.1 and .2; removed whatever happens."""
+    """Two namespaces joined by a link of that rate each way, 10.99.0.1 and .2; removed whatever
+    happens."""
     names = [f"roadtrain-link-{os.getpid()}-{side}" for side in "ab"]
     try:
         for name in names:
             _run("ip", "netns", "add", name)
             _run("ip", "-n", name, "link", "set", "lo", "up")
-        _run("ip", "link", "add", "v0", "netns", names[0], "type", "veth", "peer", "name", "v0", "netns", names[1])
+        _run(
+            "ip",
+            "link",
+            "add",
+            "v0",
+            "netns",
+            names[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "v0",
+            "netns",
+            names[1],
+        )
         for i, name in enumerate(names):
             _run("ip", "-n", name, "address", "add", f"10.99.0.{i + 1}/24", "dev", "v0")
             _run("ip", "-n", name, "link", "set", "v0", "up")
-            _run("tc", "-n", name, "qdisc", "add", "dev", "v0", "root", "tbf", "rate", rate, "burst", "256kb",
-                 "latency", "20ms")
+            _run(
+                "tc",
+                "-n",
+                name,
+                "qdisc",
+                "add",
+                "dev",
+                "v0",
+                "root",
+                "tbf",
+                "rate",
+                rate,
+                "burst",
+                "256kb",
+                "latency",
+                "20ms",
+            )
         yield names[0], names[1]
     finally:
         for name in names:
@@ -351,8 +452,18 @@ def _shaped(rate: str, bytes_per_s: float, goal: float, quick: bool) -> list[Row
     slower, cpu = (median(values) for values in zip(*found))
     case, share = f"pull and push at once, {rate} each way, one connection", slower / bytes_per_s
     return [
-        Row(case, "the slower direction", "MB/s", slower / 1e6, bytes_per_s / 1e6, "the link", share,
-            slower / (bytes_per_s * 1448 / 1514), f"ratio >= {goal:g}", share >= goal),
+        Row(
+            case,
+            "the slower direction",
+            "MB/s",
+            slower / 1e6,
+            bytes_per_s / 1e6,
+            "the link",
+            share,
+            slower / (bytes_per_s * 1448 / 1514),
+            f"ratio >= {goal:g}",
+            share >= goal,
+        ),
         Row(case, "CPU of both sides", "s/GB", cpu, None, None, None, None, None, None),
     ]
 
@@ -363,7 +474,10 @@ def run(quick: bool = False) -> Report:
         for rate, (bytes_per_s, goal) in RATES.items():
             rows += _shaped(rate, bytes_per_s, goal, quick)
     else:
-        print("no network namespaces here (root, ip and tc are needed): the emulated links are left out")
+        print(
+            "no network namespaces here (root, ip and tc are needed): the emulated links are"
+            " left out"
+        )
     return Report("link", rows)
 
 
@@ -372,4 +486,7 @@ def _can_make_namespaces() -> bool:
         return False
     name = f"roadtrain-link-{os.getpid()}"
     made = subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode == 0
-    return made and subprocess.run(["ip", "netns", "delete", name], capture_output=True).returncode == 0
+    return (
+        made
+        and subprocess.run(["ip", "netns", "delete", name], capture_output=True).returncode == 0
+    )

@@ -1,7 +1,7 @@
 """Row, Report: the one form of all benchmark results; interleaved medians; what the machine is.
 
-`ratio` above 1 means ours is better, `of_floor` 1 is the physical limit, `goal` is what an issue asked of that row.
-Assumes Linux for the processor's name. Does NOT measure anything by itself.
+`ratio` above 1 means ours is better, `of_floor` 1 is the physical limit, `goal` is what an issue
+asked of that row. Assumes Linux for the processor's name. Does NOT measure anything by itself.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ def machine() -> str:
     """Processor, cores, memory; no host name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+        name = next(
+            line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")
+        )
     except (OSError, StopIteration):
         name = platform.machine()
     return f"{name}, {cores()} cores, {show_bytes(psutil.virtual_memory().total)}"
@@ -69,9 +71,15 @@ class Report:
             parts = [f"{_show(row.ours)} {row.unit}"]
             if row.peer is not None:
                 parts.append(f"{row.peer_name}: {_show(row.peer)}")
-            parts += [f"{name} {_show(x)}" for name, x in (("ratio", row.ratio), ("of floor", row.of_floor)) if x]
+            parts += [
+                f"{name} {_show(x)}"
+                for name, x in (("ratio", row.ratio), ("of floor", row.of_floor))
+                if x
+            ]
             if row.goal:
-                parts.append({True: "MET", False: "NOT MET", None: "goal"}[row.met] + f" ({row.goal})")
+                parts.append(
+                    {True: "MET", False: "NOT MET", None: "goal"}[row.met] + f" ({row.goal})"
+                )
             print_line(f"  {row.metric}: {'; '.join(parts)}")
 
 
@@ -82,8 +90,8 @@ def _show(x: float | None) -> str:
 
 
 def interleave(fns: dict[str, Callable[[], None]], reps: int) -> dict[str, float]:
-    """Seconds of each, as medians: all once to warm up, then `reps` rounds of all of them in turn, every other round
-    backwards, so that a slow minute of the machine is shared."""
+    """Seconds of each, as medians: all once to warm up, then `reps` rounds of all of them in
+    turn, every other round backwards, so that a slow minute of the machine is shared."""
     for fn in fns.values():
         fn()
     seconds: dict[str, list[float]] = {name: [] for name in fns}

@@ -1,14 +1,15 @@
-"""`roadtrain soak`: scripted faults against a small job of two servers and two workers, or against one trainer with a
-store of its own: real processes, real sockets, real files.
+"""`roadtrain soak`: scripted faults against a small job of two servers and two workers, or against
+one trainer with a store of its own: real processes, real sockets, real files.
 
-Each fault must end in one of two ways: the run goes on, with the losses of a run that nothing happened to, bit for bit,
-no committed step repeated, within RECOVERY_S of the restart; or, where a person made a mistake or a device failed, with
-a sentence that says which, and the run goes on once that is mended. At the end the state is that of the undisturbed
-run, and there is one history. Whatever ends by itself says a sentence with role, host, and the step or what was
-expected, or with the file. Nothing hangs. Fault K of a seed is always the same fault, and can be run alone.
+Each fault must end in one of two ways: the run goes on, with the losses of a run that nothing
+happened to, bit for bit, no committed step repeated, within RECOVERY_S of the restart; or, where a
+person made a mistake or a device failed, with a sentence that says which, and the run goes on once
+that is mended. At the end the state is that of the undisturbed run, and there is one history.
+Whatever ends by itself says a sentence with role, host, and the step or what was expected, or with
+the file. Nothing hangs. Fault K of a seed is always the same fault, and can be run alone.
 
-A new kind is a function of a Scene and a Fault under `@kind` (soak_alone.py, soak_servers.py, here), and a place in
-CYCLE. Does NOT emulate lost packets or latency.
+A new kind is a function of a Scene and a Fault under `@kind` (soak_alone.py, soak_servers.py,
+here), and a place in CYCLE. Does NOT emulate lost packets or latency.
 """
 
 from __future__ import annotations
@@ -28,11 +29,7 @@ from typing import Any
 
 import psutil
 
-from roadtrain.bench import (
-    soak_alone,
-    soak_servers,  # noqa: F401  its kinds
-    soak_sums,
-)
+from roadtrain.bench import soak_alone, soak_servers, soak_sums  # noqa: F401  its kinds
 from roadtrain.bench.report import machine
 from roadtrain.bench.soak_fault import (
     ALONE,
@@ -58,17 +55,51 @@ SHORT_S = 3.0  # the job's own deadline where passing it is the point
 RATE = 20e6  # bytes a second, of a link that is slowed
 LEFT = 64 << 10  # bytes that a full disk has
 WHO = re.compile(r"(server|worker) \d \((127\.0\.0\.1:\d+|/)")  # role and host; a relay's socket
-WHAT = re.compile(r"step \d|wait(ed|ing) (\d+ s )?for|refused|another model|asked for")  # the step, what was expected
+# the step, what was expected
+WHAT = re.compile(r"step \d|wait(ed|ing) (\d+ s )?for|refused|another model|asked for")
 
 
 CYCLE = (  # every kind is among any so many faults; a kind that has many moments comes more often
-    "worker killed", "server killed", "link cut", "power cut", "bit flipped on a link", "all killed", "server moved",
-    "device fails", "another model", "killed and power cut", "disk full", "server's power cut", "killed twice",
-    "second trainer", "link slowed", "flipped bit", "wrong token", "worker killed", "store copied", "server killed",
-    "bit flipped on a link", "server's bit flipped", "link cut", "run directory full", "process stopped", "power cut",
-    "disk full at the start", "stale replica", "another dtype", "killed and power cut", "link stalled",
-    "store unmounted", "state outgrows the disk", "server's device fails", "server killed", "second servers",
-    "flipped bit", "relay killed", "server unmounted", "server's power cut",
+    "worker killed",
+    "server killed",
+    "link cut",
+    "power cut",
+    "bit flipped on a link",
+    "all killed",
+    "server moved",
+    "device fails",
+    "another model",
+    "killed and power cut",
+    "disk full",
+    "server's power cut",
+    "killed twice",
+    "second trainer",
+    "link slowed",
+    "flipped bit",
+    "wrong token",
+    "worker killed",
+    "store copied",
+    "server killed",
+    "bit flipped on a link",
+    "server's bit flipped",
+    "link cut",
+    "run directory full",
+    "process stopped",
+    "power cut",
+    "disk full at the start",
+    "stale replica",
+    "another dtype",
+    "killed and power cut",
+    "link stalled",
+    "store unmounted",
+    "state outgrows the disk",
+    "server's device fails",
+    "server killed",
+    "second servers",
+    "flipped bit",
+    "relay killed",
+    "server unmounted",
+    "server's power cut",
 )
 
 
@@ -76,7 +107,9 @@ def drawn(seed: int, number: int) -> Fault:
     """Fault `number` of a seed."""
     name, rng = CYCLE[number % len(CYCLE)], random.Random(f"{seed}/{number}")
     link = rng.randrange(WORKERS), rng.randrange(SERVERS)
-    workers, servers = ([f"{role} {i}" for i in range(n)] for role, n in (("worker", WORKERS), ("server", SERVERS)))
+    workers, servers = (
+        [f"{role} {i}" for i in range(n)] for role, n in (("worker", WORKERS), ("server", SERVERS))
+    )
     if name == "all killed":
         victims = rng.choice([workers, servers, workers + servers, workers + servers])
     elif name in ("killed twice", "process stopped"):
@@ -95,8 +128,17 @@ def drawn(seed: int, number: int) -> Fault:
     flavour = rng.choice(list(FLAVOURS))
     if KINDS[name].alone:
         victims, flavour = ["trainer"], ALONE
-    return Fault(number, name, tuple(victims), flavour, link, way, rng.uniform(0, 0.9),
-                 rng.random() < 0.5, rng.randrange(1 << 16))
+    return Fault(
+        number,
+        name,
+        tuple(victims),
+        flavour,
+        link,
+        way,
+        rng.uniform(0, 0.9),
+        rng.random() < 0.5,
+        rng.randrange(1 << 16),
+    )
 
 
 # the kinds
@@ -120,7 +162,11 @@ def killed_twice(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
     scene.struck.clear()
     scene.start()
     link = scene.links[fault.link]
-    link.at(link.nbytes[fault.way] + fault.choice % 40_000, fault.way, lambda: kill(scene, fault.victims[1:]))
+    link.at(
+        link.nbytes[fault.way] + fault.choice % 40_000,
+        fault.way,
+        lambda: kill(scene, fault.victims[1:]),
+    )
     said += scene.wait_workers()
     if not all(w.process.exitcode == 0 for w in scene.workers):
         scene.finish()
@@ -129,10 +175,13 @@ def killed_twice(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
 
 @kind("relay killed")
 def relay_killed(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
-    """The process that communicates for both workers. Its links carry less than half of what the workers' do."""
+    """The process that communicates for both workers. Its links carry less than half of what
+    the workers' do."""
+
     def kill() -> None:
         for child in psutil.Process(scene.workers[0].process.pid).children():
             child.kill()
+
     scene.relay = True
     scene.start()
     strike_at(scene, replace(fault, moment=fault.moment / 3), reference, kill)
@@ -141,7 +190,8 @@ def relay_killed(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
 
 @kind("server moved")
 def moved(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
-    """Killed, and started again on another address with the same store; the workers are given the new one."""
+    """Killed, and started again on another address with the same store; the workers are given
+    the new one."""
     scene.start()
     strike_at(scene, fault, reference, lambda: kill(scene, fault.victims))
     scene.wait_struck()
@@ -158,7 +208,10 @@ def moved(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
 def cut(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
     """After exactly so many bytes, most likely in the middle of a frame."""
     scene.start()
-    link, moment = scene.links[fault.link], int(fault.moment * reference.nbytes[fault.link][fault.way])
+    link, moment = (
+        scene.links[fault.link],
+        int(fault.moment * reference.nbytes[fault.link][fault.way]),
+    )
     link.cut(max(1, moment - link.nbytes[fault.way]), fault.way)
     said = scene.wait_workers()
     if not said:
@@ -193,7 +246,8 @@ def stalled(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
 
 @kind("process stopped")
 def stopped(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
-    """SIGSTOP: it is there and does nothing. Afterwards it is killed, or goes on and finds the others gone."""
+    """SIGSTOP: it is there and does nothing. Afterwards it is killed, or goes on and finds the
+    others gone."""
     (victim,) = fault.victims
     scene.start(deadline_s=SHORT_S)
     role, _, number = victim.partition(" ")
@@ -259,11 +313,14 @@ def foreign(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
     """One worker is not like the others, at the first start or, if `prompt`, at a later one."""
     change = fault.kind.rpartition(" ")[2]
     rank = int(fault.victims[0][-1])
-    if fault.prompt or (rank == 0 and change != "token"):  # worker 0 alone says what a new store holds
+    # worker 0 alone says what a new store holds
+    if fault.prompt or (rank == 0 and change != "token"):
         scene.start(steps=1 + fault.choice % (STEPS - 2))
         scene.finished()
     scene.start(deadline_s=SHORT_S, wrong={rank: {"change": change}})
-    said = refused(scene, "the token does not match" if change == "token" else "another model|dtype")
+    said = refused(
+        scene, "the token does not match" if change == "token" else "another model|dtype"
+    )
     scene.finish()
     return said
 
@@ -286,7 +343,9 @@ def play(fault: Fault, references: dict[str, Reference]) -> Ended:
     reference = references[fault.flavour]
     begin = time.monotonic()
     rate = RATE if fault.kind == "link slowed" else float("inf")
-    with soak_alone.AloneScene(ALONE, HARD_S) if of.alone else Scene(fault.flavour, HARD_S, rate) as scene:
+    with (
+        soak_alone.AloneScene(ALONE, HARD_S) if of.alone else Scene(fault.flavour, HARD_S, rate)
+    ) as scene:
         said: list[str] = []
         try:
             try:
@@ -297,13 +356,22 @@ def play(fault: Fault, references: dict[str, Reference]) -> Ended:
             _check_said(scene, said)
             recovery = scene.recovery_s() if scene.attempt else None
             if recovery is not None and recovery > RECOVERY_S:
-                raise Wrong(f"the first new step came {recovery:.1f} s after the restart, {RECOVERY_S:.0f} are allowed")
+                raise Wrong(
+                    f"the first new step came {recovery:.1f} s after the restart, {RECOVERY_S:.0f}"
+                    " are allowed"
+                )
             how, why = of.ends if of.ends != "any" else "sentence" if said else "went on", ""
         except Hung as error:
             how, why, recovery = "hung", str(error), None
         except Wrong as error:
-            how, why, recovery = "failed", str(error), scene.recovery_s() if scene.attempt > 0 else None
-        return Ended(fault, how, tuple(said), recovery, scene.lasted_s(), time.monotonic() - begin, why)
+            how, why, recovery = (
+                "failed",
+                str(error),
+                scene.recovery_s() if scene.attempt > 0 else None,
+            )
+        return Ended(
+            fault, how, tuple(said), recovery, scene.lasted_s(), time.monotonic() - begin, why
+        )
 
 
 def _check_said(scene: Scene, said: Sequence[str]) -> None:
@@ -324,7 +392,9 @@ def undisturbed(flavour: str) -> Reference:
         told = tuple(scene.told())
         if any(len(one.steps) != STEPS for one in told):
             raise Wrong(f"the undisturbed run did not train {STEPS} steps: {told}")
-        return Reference(told, {link: dict(relay.nbytes) for link, relay in scene.links.items()}, {})
+        return Reference(
+            told, {link: dict(relay.nbytes) for link, relay in scene.links.items()}, {}
+        )
 
 
 def _undisturbed_alone() -> Reference:
@@ -332,15 +402,23 @@ def _undisturbed_alone() -> Reference:
         scene.start()
         scene.finished()
         (told,) = scene.told()
-        calls = re.search(r"^0 calls (\d+) (\d+) (\d+)$", text := scene.log(0).read_text(), re.MULTILINE)
+        calls = re.search(
+            r"^0 calls (\d+) (\d+) (\d+)$", text := scene.log(0).read_text(), re.MULTILINE
+        )
         if len(told.steps) != STEPS or not told.end or calls is None:
             raise Wrong(f"the undisturbed trainer did not train {STEPS} steps: {text}")
-        return Reference((told,), {}, dict(zip(("sync", "write", "ledger"), map(int, calls.groups()))))
+        return Reference(
+            (told,), {}, dict(zip(("sync", "write", "ledger"), map(int, calls.groups())))
+        )
 
 
 def no_llama() -> str:
     """Why nobody can train alone here; empty where somebody can."""
-    return "" if find_spec("transformers") else "transformers is not installed (pip install 'roadtrain[hf]')"
+    return (
+        ""
+        if find_spec("transformers")
+        else "transformers is not installed (pip install 'roadtrain[hf]')"
+    )
 
 
 def no_disks() -> str:
@@ -354,7 +432,10 @@ def no_disks() -> str:
 
 
 def soak(
-    numbers: Sequence[int], seed: int, say: Callable[[str], None] = print, keep: Callable[[Ended], None] | None = None
+    numbers: Sequence[int],
+    seed: int,
+    say: Callable[[str], None] = print,
+    keep: Callable[[Ended], None] | None = None,
 ) -> list[Ended]:
     """`keep` is given each fault as it ends."""
     faults = [drawn(seed, number) for number in numbers]
@@ -375,27 +456,48 @@ def soak(
 
 def table(ends: Sequence[Ended]) -> list[str]:
     """A row per kind, and one of all."""
-    columns = ("count", "went on", "sentence", "failed", "hung", "skipped", "worst recovery s", "worst end s")
+    columns = (
+        "count",
+        "went on",
+        "sentence",
+        "failed",
+        "hung",
+        "skipped",
+        "worst recovery s",
+        "worst end s",
+    )
     lines = [f"{'kind':26}" + "".join(f"{name:>{max(9, len(name) + 2)}}" for name in columns)]
     kinds = [name for name in KINDS if any(end.fault.kind == name for end in ends)]
     for name in [*kinds, "all"]:
         these = [end for end in ends if name in (end.fault.kind, "all")]
-        cells = [str(len(these))] + [str(sum(e.how == how for e in these) or "") for how in columns[1:6]]
+        cells = [str(len(these))] + [
+            str(sum(e.how == how for e in these) or "") for how in columns[1:6]
+        ]
         cells[4] = cells[4] or "0"
         for values in ([e.recovery_s for e in these], [e.lasted_s for e in these]):
             known = [value for value in values if value is not None]
             cells.append(f"{max(known):.1f}" if known else "")
-        lines.append(f"{name:26}" + "".join(f"{c:>{max(9, len(n) + 2)}}" for c, n in zip(cells, columns)))
+        lines.append(
+            f"{name:26}" + "".join(f"{c:>{max(9, len(n) + 2)}}" for c, n in zip(cells, columns))
+        )
     return lines
 
 
 def command(
-    faults: int | None = None, seed: int = 0, only: str | None = None, json: str | None = None, sums: bool = False
+    faults: int | None = None,
+    seed: int = 0,
+    only: str | None = None,
+    json: str | None = None,
+    sums: bool = False,
 ) -> int:
-    """`roadtrain soak`. 1 where anything hung, a loss or a sum differs, or an end had no sentence."""
+    """`roadtrain soak`. 1 where anything hung, a loss or a sum differs, or an end had no
+    sentence."""
     if sums:
         if only is not None:
-            raise ConfigError("--sums with --only", hint="its faults strike one after another; --faults says how many")
+            raise ConfigError(
+                "--sums with --only",
+                hint="its faults strike one after another; --faults says how many",
+            )
         return soak_sums.command(faults or 100, seed, json)
     faults = faults or 300
     numbers = list(range(faults)) if only is None else _numbers(only)
@@ -426,6 +528,12 @@ def _keep(path: Path, end: Ended, seed: int) -> None:
     rows[end.fault.number] = asdict(end)
     ordered = [rows[number] for number in sorted(rows)]
     whole = [Ended(**row | {"fault": Fault(**row["fault"])}) for row in ordered]
-    body = {"name": "soak", "machine": machine(), "date": date.today().isoformat(), "seed": seed,
-            "table": table(whole), "faults": ordered}
+    body = {
+        "name": "soak",
+        "machine": machine(),
+        "date": date.today().isoformat(),
+        "seed": seed,
+        "table": table(whole),
+        "faults": ordered,
+    }
     path.write_text(dumps(body, indent=1) + "\n")

@@ -1,8 +1,9 @@
-"""The faults of `roadtrain soak` that strike who trains alone, with a store of two directories: a power cut, a failing
-device, a full run directory, an unmounted or copied store, a second trainer, a flipped bit in a file.
+"""The faults of `roadtrain soak` that strike who trains alone, with a store of two directories: a
+power cut, a failing device, a full run directory, an unmounted or copied store, a second trainer, a
+flipped bit in a file.
 
-A power cut is one of the process's syncs or writes at which it is killed; then only what was synced is left of its
-directories, and of the rest all, nothing or some sectors (soak_power).
+A power cut is one of the process's syncs or writes at which it is killed; then only what was synced
+is left of its directories, and of the rest all, nothing or some sectors (soak_power).
 """
 
 from __future__ import annotations
@@ -23,18 +24,24 @@ from roadtrain.bench.soak_scene import STEPS, Node, Scene, Told, Wrong
 from roadtrain.bench.soak_train import TEXT, Alone, train_alone
 from roadtrain.metrics import read_metrics
 
-ASIDE = "set aside"  # a record that is damaged is dropped with these words, and its step is trained again
+# a record that is damaged is dropped with these words, and its step is trained again
+ASIDE = "set aside"
 FLIPPED = ("CURRENT", "store.json", "ledger.0", "ledger.1", "slot0.bin", "slot1.bin", "mark.json")
 
 
 class AloneScene(Scene):
-    """One trainer, no servers and links. `dirs`: of its store; `shadow`: what is durable of them and of `run`."""
+    """One trainer, no servers and links. `dirs`: of its store; `shadow`: what is durable of
+    them and of `run`."""
 
     run: Path
 
     def __enter__(self) -> AloneScene:
         super().__enter__()
-        self.dirs, self.run, self.shadow = [self.home / "a", self.home / "b"], self.home / "run", self.home / "shadow"
+        self.dirs, self.run, self.shadow = (
+            [self.home / "a", self.home / "b"],
+            self.home / "run",
+            self.home / "shadow",
+        )
         for path in (*self.dirs, self.run):
             path.mkdir()
         (self.home / "text").write_text(TEXT)
@@ -47,21 +54,43 @@ class AloneScene(Scene):
         return [*self.dirs, self.run]
 
     def start(  # type: ignore[override]
-        self, *strikes: Strike, steps: int = STEPS, dirs: Sequence[Path] | None = None, run: Path | None = None
+        self,
+        *strikes: Strike,
+        steps: int = STEPS,
+        dirs: Sequence[Path] | None = None,
+        run: Path | None = None,
     ) -> Node:
         self.restarted = time.monotonic()
         self.attempt += 1
         for name in ("paused", "go"):
             (self.shadow / name).unlink(missing_ok=True)
-        self.workers = [self.trainer(self.attempt, self.log(0), dirs or self.dirs, run or self.run, steps, strikes)]
+        self.workers = [
+            self.trainer(
+                self.attempt, self.log(0), dirs or self.dirs, run or self.run, steps, strikes
+            )
+        ]
         return self.workers[0]
 
     def trainer(
-        self, attempt: int, log: Path, dirs: Sequence[Path], run: Path, steps: int = STEPS,
+        self,
+        attempt: int,
+        log: Path,
+        dirs: Sequence[Path],
+        run: Path,
+        steps: int = STEPS,
         strikes: Sequence[Strike] = (),
     ) -> Node:
-        errand = Alone(str(self.home), str(run), tuple(map(str, dirs)), attempt, steps, str(log), str(self.shadow),
-                       tuple(map(str, self.roots)), tuple(strikes))
+        errand = Alone(
+            str(self.home),
+            str(run),
+            tuple(map(str, dirs)),
+            attempt,
+            steps,
+            str(log),
+            str(self.shadow),
+            tuple(map(str, self.roots)),
+            tuple(strikes),
+        )
         return self._started(train_alone, (errand,), log)
 
     def beside(self, dirs: Sequence[Path], run: Path) -> Told:
@@ -77,7 +106,9 @@ class AloneScene(Scene):
     def wait_paused(self) -> None:
         while not (self.shadow / "paused").exists():
             if self.workers[0].ended or time.monotonic() > self.until:
-                raise Wrong(f"the run ended before the fault: {self.workers[0].log.read_text()[-1000:]}")
+                raise Wrong(
+                    f"the run ended before the fault: {self.workers[0].log.read_text()[-1000:]}"
+                )
             time.sleep(0.005)
 
     def wait_workers(self) -> list[str]:
@@ -93,11 +124,14 @@ class AloneScene(Scene):
         return [Told.read(self.log(0))]
 
     def check(self, reference: Sequence[Told]) -> None:
-        """Also: metrics.jsonl has each step once; once a step was committed, it is one store's for ever."""
+        """Also: metrics.jsonl has each step once; once a step was committed, it is one store's
+        for ever."""
         super().check(reference)
         expected = {step: line for (_, step), (line, _, _) in reference[0].steps.items()}
-        lines = [(line["step"], f"{float(line['loss']).hex()} {float(line['grad_norm']).hex()}")
-                 for line in read_metrics(self.run / "metrics.jsonl")]
+        lines = [
+            (line["step"], f"{float(line['loss']).hex()} {float(line['grad_norm']).hex()}")
+            for line in read_metrics(self.run / "metrics.jsonl")
+        ]
         if lines != sorted(expected.items()):
             raise Wrong(f"metrics.jsonl has {lines}, undisturbed {expected}")
         whose, known = "", 0
@@ -108,7 +142,10 @@ class AloneScene(Scene):
             if match := re.fullmatch(r"(\d+) job (\S+) (\d+)", line):
                 attempt, job, step = int(match[1]), match[2], int(match[3])
                 if known and (job != whose or (step < known and not self.repeats())):
-                    raise Wrong(f"start {attempt} is of store {job} at step {step}; store {whose} was at {known}")
+                    raise Wrong(
+                        f"start {attempt} is of store {job} at step {step}; store {whose} was at"
+                        f" {known}"
+                    )
                 whose, known = job, max(known, committed.get(attempt, 0))
 
     def repeats(self) -> bool:
@@ -119,7 +156,9 @@ def _steps(fault: Fault) -> int:
     return 1 + fault.choice % (STEPS - 2)
 
 
-def _strike(fault: Fault, reference: Reference, actions: Sequence[Action], first: float = 0.0) -> Strike:
+def _strike(
+    fault: Fault, reference: Reference, actions: Sequence[Action], first: float = 0.0
+) -> Strike:
     """At the fault's moment of all syncs, or all writes."""
     action = actions[fault.choice % len(actions)]
     of = "write" if action == "kill half" or fault.prompt else "sync"
@@ -135,7 +174,9 @@ def _soon(rng: random.Random) -> Strike:
 
 def _refused(scene: AloneScene, words: str, said: Sequence[str]) -> list[str]:
     if len(said) != 1 or not re.search(words, said[0]):
-        raise Wrong(f"nobody says {words!r}: {' | '.join(said)}; {scene.log(0).read_text()[-1500:]}")
+        raise Wrong(
+            f"nobody says {words!r}: {' | '.join(said)}; {scene.log(0).read_text()[-1500:]}"
+        )
     return list(said)
 
 
@@ -150,7 +191,8 @@ def power_cut(scene: AloneScene, fault: Fault, reference: Reference) -> list[str
 
 @kind("killed and power cut", alone=True)
 def killed_and_cut(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
-    """Killed between a write and its sync; the next start goes on from what it finds, and soon the power is cut."""
+    """Killed between a write and its sync; the next start goes on from what it finds, and soon
+    the power is cut."""
     rng = random.Random(fault.choice)
     where = rng.choice(("", "ledger"))
     calls = reference.calls["ledger" if where else "sync"]
@@ -165,8 +207,8 @@ def killed_and_cut(scene: AloneScene, fault: Fault, reference: Reference) -> lis
 
 @kind("device fails", ends="any", alone=True)
 def fails(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
-    """One sync or write ends with EIO, and what the sync was to save never reaches the device. Then, or a little later,
-    the power is cut."""
+    """One sync or write ends with EIO, and what the sync was to save never reaches the device.
+    Then, or a little later, the power is cut."""
     rng = random.Random(fault.choice)
     strike = _strike(fault, reference, ("EIO",))
     if fault.choice % 3 == 0:  # of the file that commits
@@ -225,8 +267,8 @@ def unmounted(scene: AloneScene, fault: Fault, reference: Reference) -> list[str
 
 @kind("store copied", ends="sentence", alone=True)
 def copied(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
-    """The run goes on with a copy, one directory of which is not named at first; the original stays as it is, and is
-    refused afterwards: it is behind."""
+    """The run goes on with a copy, one directory of which is not named at first; the original
+    stays as it is, and is refused afterwards: it is behind."""
     scene.start(steps=_steps(fault))
     scene.finished()
     copies = [path.with_name(f"{path.name}-copy") for path in scene.dirs]
@@ -235,7 +277,9 @@ def copied(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
     before = contents(scene.dirs)
     one = copies[fault.choice % 2]
     if fault.prompt:  # the other one's place is named, and holds nothing
-        scene.start(dirs=[one if path == one else scene.home / f"{path.name}-new" for path in copies])
+        scene.start(
+            dirs=[one if path == one else scene.home / f"{path.name}-new" for path in copies]
+        )
     else:
         scene.start(dirs=[one])
     said = _refused(scene, "GoneError|ForeignError|DamagedError|ConfigError", scene.wait_workers())
@@ -254,8 +298,10 @@ def copied(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
 
 @kind("second trainer", alone=True)
 def second(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
-    """On the same store, from the same run directory or another, while the first makes, fills or trains it."""
-    moment = fault.moment / 4 if fault.choice % 2 else fault.moment  # a quarter of all syncs make the store
+    """On the same store, from the same run directory or another, while the first makes, fills
+    or trains it."""
+    # a quarter of all syncs make the store
+    moment = fault.moment / 4 if fault.choice % 2 else fault.moment
     scene.start(Strike("sync", int(moment * reference.calls["sync"]), "pause"))
     scene.wait_paused()
     told = scene.beside(scene.dirs, scene.run if fault.prompt else scene.home / "run2")
@@ -272,7 +318,9 @@ def flipped(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
     rng = random.Random(fault.choice)
     scene.start(_until(fault, reference), steps=_steps(fault) if fault.prompt else STEPS)
     scene.wait_workers()
-    there = [p for root in scene.roots for p in root.rglob("*") if p.name in FLIPPED and p.stat().st_size]
+    there = [
+        p for root in scene.roots for p in root.rglob("*") if p.name in FLIPPED and p.stat().st_size
+    ]
     name = rng.choice(sorted({path.name for path in there}) or [""])
     if not name or not _trained(scene):
         scene.finish()
@@ -308,8 +356,12 @@ def _fill(disk: Path) -> Path:
 
 
 def contents(roots: Sequence[Path]) -> dict[str, str]:
-    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for root in roots for path in root.rglob("*")
-            if path.is_file()}
+    return {
+        str(path): hashlib.sha256(path.read_bytes()).hexdigest()
+        for root in roots
+        for path in root.rglob("*")
+        if path.is_file()
+    }
 
 
 def place_in(path: Path, rng: random.Random) -> int:

@@ -1,4 +1,5 @@
-"""A fault of `roadtrain soak`, how one ends, and the table of kinds that the modules with the kinds fill."""
+"""A fault of `roadtrain soak`, how one ends, and the table of kinds that the modules with the
+kinds fill."""
 
 from __future__ import annotations
 
@@ -16,10 +17,11 @@ ALONE = "alone"  # the flavour of who trains by itself
 
 @dataclass(frozen=True)
 class Fault:
-    """It strikes when `moment` (of all bytes that an undisturbed run sends there) went over the link of worker
-    `link[0]` and server `link[1]` in direction `way`; of who trains alone, at that part of its syncs or writes.
-    `prompt`: what was killed is started again at once, not when all others have ended. `choice`: what the kind draws
-    besides."""
+    """It strikes when `moment` (of all bytes that an undisturbed run sends there) went over the
+    link of worker `link[0]` and server `link[1]` in direction `way`; of who trains alone, at that
+    part of its syncs or writes.
+    `prompt`: what was killed is started again at once, not when all others have ended. `choice`:
+    what the kind draws besides."""
 
     number: int
     kind: str
@@ -33,15 +35,21 @@ class Fault:
 
     def __str__(self) -> str:
         if self.flavour == ALONE:
-            return f"{self.number}: {self.kind}, at {self.moment:.3f}, {self.choice}{', prompt' if self.prompt else ''}"
-        return (f"{self.number}: {self.kind} ({', '.join(self.victims)}), {self.flavour}, at {self.moment:.3f} of "
-                f"worker {self.link[0]}, server {self.link[1]}, {self.way}{', prompt' if self.prompt else ''}")
+            return (
+                f"{self.number}: {self.kind}, at {self.moment:.3f},"
+                f" {self.choice}{', prompt' if self.prompt else ''}"
+            )
+        return (
+            f"{self.number}: {self.kind} ({', '.join(self.victims)}), {self.flavour}, at"
+            f" {self.moment:.3f} of worker {self.link[0]}, server {self.link[1]},"
+            f" {self.way}{', prompt' if self.prompt else ''}"
+        )
 
 
 @dataclass(frozen=True)
 class Ended:
-    """`how`: went on, sentence, failed, hung, skipped. `sentences`: of processes that ended by themselves; `lasted_s`:
-    from the fault to the end of the last of them."""
+    """`how`: went on, sentence, failed, hung, skipped. `sentences`: of processes that ended by
+    themselves; `lasted_s`: from the fault to the end of the last of them."""
 
     fault: Fault
     how: str
@@ -54,8 +62,8 @@ class Ended:
 
 @dataclass(frozen=True)
 class Reference:
-    """The run that nothing happened to. `nbytes`: over each link and way; `calls`: syncs and writes of who trains
-    alone."""
+    """The run that nothing happened to. `nbytes`: over each link and way; `calls`: syncs and
+    writes of who trains alone."""
 
     told: tuple[Told, ...]
     nbytes: dict[tuple[int, int], dict[Way, int]]
@@ -71,8 +79,8 @@ Play = Callable[[Any, Fault, Reference], list[str]]  # of a Scene, or an AloneSc
 
 @dataclass(frozen=True)
 class Kind:
-    """`ends`: how it must end, or with "any" in one of both ways. `alone`: its scene is that of one trainer. `mounts`:
-    it needs a file system of its own."""
+    """`ends`: how it must end, or with "any" in one of both ways. `alone`: its scene is that of
+    one trainer. `mounts`: it needs a file system of its own."""
 
     play: Play
     ends: str
@@ -83,25 +91,36 @@ class Kind:
 KINDS: dict[str, Kind] = {}
 
 
-def kind(name: str, *, ends: str = "went on", alone: bool = False, mounts: bool = False) -> Callable[[Play], Play]:
-    """`ends="sentence"`: a mistake that the run cannot go on with; the function mends it. It returns what was said."""
+def kind(
+    name: str, *, ends: str = "went on", alone: bool = False, mounts: bool = False
+) -> Callable[[Play], Play]:
+    """`ends="sentence"`: a mistake that the run cannot go on with; the function mends it. It
+    returns what was said."""
+
     def known(play: Play) -> Play:
         KINDS[name] = Kind(play, ends, alone, mounts)
         return play
+
     return known
 
 
 # what many kinds do
 
 
-def strike_at(scene: Scene, fault: Fault, reference: Reference, do: Callable[[], None], first: float = 0.0) -> None:
+def strike_at(
+    scene: Scene, fault: Fault, reference: Reference, do: Callable[[], None], first: float = 0.0
+) -> None:
     """`do`, in the relay's thread, at the fault's moment; not before `first` of all bytes."""
+
     def strike() -> None:
         do()
         scene.struck_at = time.monotonic()
         scene.struck.set()
+
     moment = first + fault.moment * (1 - first)
-    scene.links[fault.link].at(int(moment * reference.nbytes[fault.link][fault.way]), fault.way, strike)
+    scene.links[fault.link].at(
+        int(moment * reference.nbytes[fault.link][fault.way]), fault.way, strike
+    )
 
 
 def kill(scene: Scene, victims: Iterable[str]) -> None:
@@ -111,7 +130,8 @@ def kill(scene: Scene, victims: Iterable[str]) -> None:
 
 
 def supervised(scene: Scene, fault: Fault, *, last: bool = True) -> list[str]:
-    """What torchrun does for workers, and whatever starts servers for these, after somebody was killed."""
+    """What torchrun does for workers, and whatever starts servers for these, after somebody was
+    killed."""
     scene.wait_struck()
     if fault.prompt:
         for number, server in enumerate(scene.servers):

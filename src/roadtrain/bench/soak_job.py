@@ -1,4 +1,5 @@
-"""The processes of `roadtrain soak`: a server, and a worker that trains a tiny model and writes every loss down.
+"""The processes of `roadtrain soak`: a server, and a worker that trains a tiny model and writes
+every loss down.
 
 Both say everything into one file each; SIGUSR1 makes them add the stacks of all their threads.
 """
@@ -43,7 +44,8 @@ GROWN = 1 << 20  # bytes: more than a ledger has spare
 
 @dataclass(frozen=True)
 class Flavour:
-    """How the job trains. `clip` waits for the norm of all workers' mean; without it updates begin in backward."""
+    """How the job trains. `clip` waits for the norm of all workers' mean; without it updates
+    begin in backward."""
 
     clip: float | None = None
     staleness: int = 0
@@ -54,9 +56,9 @@ FLAVOURS = {"plain": Flavour(), "clipped": Flavour(clip=0.5), "late": Flavour(st
 
 @dataclass(frozen=True)
 class Errand:
-    """What one worker of one start is told. `relay`: all are of one host, and one communicates for them. `change`: what
-    is wrong with it. `grows_at`: from this step on its own
-    state needs room on the disk."""
+    """What one worker of one start is told. `relay`: all are of one host, and one communicates
+    for them. `change`: what is wrong with it. `grows_at`: from this step on its own state needs
+    room on the disk."""
 
     flavour: str
     servers: tuple[str, ...]
@@ -78,7 +80,9 @@ class Model(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, 0.1, batch_first=True) for _ in range(LAYERS))
+            nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, 0.1, batch_first=True)
+            for _ in range(LAYERS)
+        )
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -102,9 +106,16 @@ class Growing:
 
 
 def serve(
-    directory: str, port: int, token: bytes, log: str, ready: Connection, shadow: str, strikes: Sequence[Strike]
+    directory: str,
+    port: int,
+    token: bytes,
+    log: str,
+    ready: Connection,
+    shadow: str,
+    strikes: Sequence[Strike],
 ) -> None:
-    """As `roadtrain serve`. `shadow`: of its directory's durable bytes, "" where they are not watched (soak_power)."""
+    """As `roadtrain serve`. `shadow`: of its directory's durable bytes, "" where they are not
+    watched (soak_power)."""
     _speak_into(log)
     torch.set_num_threads(1)
     if shadow:
@@ -115,29 +126,37 @@ def serve(
 
 
 def work(errand: Errand, token: bytes) -> None:
-    """Trains; a line a step: attempt, step, loss, norm, committed step, monotonic seconds. Then `end` and `error`."""
+    """Trains; a line a step: attempt, step, loss, norm, committed step, monotonic seconds. Then
+    `end` and `error`."""
     _speak_into(errand.log)
     torch.set_num_threads(1)
     os.environ |= {
-        "RANK": str(errand.rank), "WORLD_SIZE": str(errand.workers), "MASTER_PORT": "1",
-        "LOCAL_WORLD_SIZE": str(errand.workers if errand.relay else 1), "TORCHELASTIC_RUN_ID": "soak",
+        "RANK": str(errand.rank),
+        "WORLD_SIZE": str(errand.workers),
+        "MASTER_PORT": "1",
+        "LOCAL_WORLD_SIZE": str(errand.workers if errand.relay else 1),
+        "TORCHELASTIC_RUN_ID": "soak",
         "TORCHELASTIC_RESTART_COUNT": str(errand.attempt),
     }
     try:
         _train(errand, token)
     except RoadtrainError as error:
         print(errand.attempt, "error", f"{type(error).__name__}: {error}".replace("\n", "; "))
-        os._exit(REFUSED)  # as a killed process: no atexit, so that what hangs is seen while it ends
+        # as a killed process: no atexit, so that what hangs is seen while it ends
+        os._exit(REFUSED)
 
 
 def warm() -> None:
-    """For the process that all others are forked from: what each of them would load and compile for itself."""
+    """For the process that all others are forked from: what each of them would load and compile
+    for itself."""
     optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], foreach=False)
     rule = rules_for(optimizer)[0]
     a, b, c, d = np.zeros((4, 64), np.float32)
     sum_k(a, [b, c], "fp32")
     sum_squares(a, "fp32")
-    rule.apply(a, b, "fp32", [c, d], np.zeros(1), rule.hyper(optimizer.param_groups[0]), 1.0, None, "fp32")
+    rule.apply(
+        a, b, "fp32", [c, d], np.zeros(1), rule.hyper(optimizer.param_groups[0]), 1.0, None, "fp32"
+    )
 
 
 def _train(errand: Errand, token: bytes) -> None:
@@ -151,17 +170,31 @@ def _train(errand: Errand, token: bytes) -> None:
     if errand.run:
         mark = Mark(Path(errand.run), witness=committed_by(Path(errand.run) / "metrics.jsonl"))
     placed = place(
-        model, optimizer, servers=errand.servers,
-        replicas=errand.replicas, mark=mark,  # type: ignore[arg-type]
-        relay=BUDGET if errand.relay else None, budget=BUDGET,
+        model,
+        optimizer,
+        servers=errand.servers,
+        replicas=errand.replicas,  # type: ignore[arg-type]
+        mark=mark,
+        relay=BUDGET if errand.relay else None,
+        budget=BUDGET,
         chunk_elements=CHUNK,
-        link=Options(token=b"another secret of it" if errand.change == "token" else token, retry_s=errand.deadline_s,
-                     close_s=errand.deadline_s / 3),
-        dtype=torch.bfloat16 if errand.change == "dtype" else None, staleness=flavour.staleness,  # type: ignore[arg-type]
-        backwards_per_step=None if flavour.clip else 1, extra={"growing": growing}, deadline_s=errand.deadline_s,
+        link=Options(
+            token=b"another secret of it" if errand.change == "token" else token,
+            retry_s=errand.deadline_s,
+            close_s=errand.deadline_s / 3,
+        ),
+        dtype=torch.bfloat16 if errand.change == "dtype" else None,
+        staleness=flavour.staleness,  # type: ignore[arg-type]
+        backwards_per_step=None if flavour.clip else 1,
+        extra={"growing": growing},
+        deadline_s=errand.deadline_s,
         report=lambda _: None,
     )
-    lines = Metrics(Path(errand.run) / "metrics.jsonl", placed.steps_done, fresh=mark.fresh) if mark else nullcontext()
+    lines = (
+        Metrics(Path(errand.run) / "metrics.jsonl", placed.steps_done, fresh=mark.fresh)
+        if mark
+        else nullcontext()
+    )
     with placed, lines as metrics:
         while placed.steps_done < errand.steps:
             number = placed.steps_done
@@ -177,21 +210,33 @@ def _train(errand: Errand, token: bytes) -> None:
             if mark is not None and metrics is not None:
                 metrics.append({"step": placed.steps_done, "loss": float(loss)})
                 mark.advance(placed.committed_step)
-            print(errand.attempt, placed.steps_done, float(loss).hex(), placed.grad_norm().hex(),
-                  placed.committed_step, time.monotonic())
+            print(
+                errand.attempt,
+                placed.steps_done,
+                float(loss).hex(),
+                placed.grad_norm().hex(),
+                placed.committed_step,
+                time.monotonic(),
+            )
         placed.flush()
         if mark is not None:
             mark.advance(placed.committed_step, now=True)
         if errand.rank == 0:
-            names = [name for name, _ in model.named_parameters() if name.endswith("in_proj_weight")]
-            whole = b"".join(placed.read(name, what).tobytes() for name in names for what in ("master", "exp_avg"))
+            names = [
+                name for name, _ in model.named_parameters() if name.endswith("in_proj_weight")
+            ]
+            whole = b"".join(
+                placed.read(name, what).tobytes()
+                for name in names
+                for what in ("master", "exp_avg")
+            )
             print(errand.attempt, "end", hashlib.sha256(whole).hexdigest())
     print(errand.attempt, "closed")
 
 
 def _speak_into(log: str) -> None:
-    """Everything that this process says, also from below Python, goes to the end of `log`, a line at once. It dies with
-    the soak."""
+    """Everything that this process says, also from below Python, goes to the end of `log`, a
+    line at once. It dies with the soak."""
     threading.Thread(target=_die_with_parent, daemon=True).start()
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(out, 1)

@@ -1,14 +1,16 @@
-"""A power cut without cutting the power: what of some directories is durable, and what is left of them after a cut.
+"""A power cut without cutting the power: what of some directories is durable, and what is left of
+them after a cut.
 
-`Power.install` in a process under test makes every fsync and fdatasync that returns copy what is durable from then on
-(a file's bytes, a directory's names) to a shadow directory; whoever kills that process calls `cut`, and the directories
-hold what was synced and, of the rest, all, nothing, or any 512-byte sectors of it. A script says at which sync or write
-of the process something happens: it is killed just before or after, half of the write is there, or the device fails.
-After a failed sync the kernel holds pages for clean that never reached the device, so a later sync does not save them:
+`Power.install` in a process under test makes every fsync and fdatasync that returns copy what is
+durable from then on (a file's bytes, a directory's names) to a shadow directory; whoever kills that
+process calls `cut`, and the directories hold what was synced and, of the rest, all, nothing, or any
+512-byte sectors of it. A script says at which sync or write of the process something happens: it is
+killed just before or after, half of the write is there, or the device fails. After a failed sync
+the kernel holds pages for clean that never reached the device, so a later sync does not save them:
 neither does it here, unless they are written again.
 
-Assumes small files (all are copied at each sync), and that each process installs it once. A synced file whose
-directory was never synced is lost by a cut, as POSIX allows. Does NOT know stores.
+Assumes small files (all are copied at each sync), and that each process installs it once. A synced
+file whose directory was never synced is lost by a cut, as POSIX allows. Does NOT know stores.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ Real = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Strike:
-    """What happens at call `number` (from 0) of its `kind` in the process. `where`: counted are only calls on files
-    whose path contains it."""
+    """What happens at call `number` (from 0) of its `kind` in the process. `where`: counted are
+    only calls on files whose path contains it."""
 
     kind: Literal["sync", "write"]
     number: int
@@ -46,14 +48,21 @@ class Strike:
 
 
 class Power:
-    """Of one process. `roots`: the directories that lose their power together. `counts`: calls so far, by kind."""
+    """Of one process. `roots`: the directories that lose their power together. `counts`: calls
+    so far, by kind."""
 
     def __init__(self, shadow: Path, roots: Sequence[Path], strikes: Iterable[Strike] = ()) -> None:
-        self.shadow, self.roots, self.strikes = shadow, tuple(str(root) for root in roots), tuple(strikes)
+        self.shadow, self.roots, self.strikes = (
+            shadow,
+            tuple(str(root) for root in roots),
+            tuple(strikes),
+        )
         self.counts = dict.fromkeys(self.strikes, 0)
         self.totals = {"sync": 0, "write": 0}
         self._lock = threading.RLock()
-        self._real: dict[str, Real] = {name: getattr(os, name) for name in ("fsync", "fdatasync", "pwritev", "write")}
+        self._real: dict[str, Real] = {
+            name: getattr(os, name) for name in ("fsync", "fdatasync", "pwritev", "write")
+        }
 
     def install(self) -> None:
         os.fsync = lambda fd: self._sync(fd, "fsync")  # type: ignore[assignment, arg-type]
@@ -149,7 +158,10 @@ class Power:
     def _record(self, fd: int, path: str) -> None:
         status = os.fstat(fd)
         if stat.S_ISDIR(status.st_mode):
-            names = {entry.name: (entry.inode(), entry.is_dir(follow_symlinks=False)) for entry in os.scandir(path)}
+            names = {
+                entry.name: (entry.inode(), entry.is_dir(follow_symlinks=False))
+                for entry in os.scandir(path)
+            }
             self._keep(f"names-{status.st_ino}", json.dumps(names).encode())
         else:
             now = _content(fd)
@@ -165,7 +177,8 @@ class Power:
         new.rename(self.shadow / name)
 
     def _fail(self, fd: int) -> None:
-        """The sync of `fd` fails: what it holds counts as clean from now on, and is not on the device."""
+        """The sync of `fd` fails: what it holds counts as clean from now on, and is not on the
+        device."""
         status = os.fstat(fd)
         if not stat.S_ISDIR(status.st_mode):
             self._keep(f"failed-{status.st_ino}", _content(fd))
@@ -179,7 +192,8 @@ class Power:
                 file.write(f"{offset} {offset + nbytes}\n")
 
     def _without_lost(self, number: int, now: bytes, failed: bytes) -> bytes:
-        """`now`, but for sectors that a failed sync has lost and nobody wrote since: they are as on the device."""
+        """`now`, but for sectors that a failed sync has lost and nobody wrote since: they are
+        as on the device."""
         device, again = (_read(self.shadow / f"{what}-{number}") for what in ("bytes", "again"))
         written = [tuple(map(int, line.split())) for line in again.decode().splitlines()]
         out = bytearray(now)
@@ -205,14 +219,17 @@ def begin(shadow: Path, roots: Sequence[Path]) -> None:
 
 
 def cut(shadow: Path, roots: Sequence[Path], rng: random.Random) -> str:
-    """After every process that uses `roots` is dead: they hold what a power cut leaves. Returns what became of bytes
-    and names that were not synced."""
+    """After every process that uses `roots` is dead: they hold what a power cut leaves. Returns
+    what became of bytes and names that were not synced."""
     bytes_left = rng.choice(("none", "any", "all"))
     names_left = rng.choice(("none", "all"))
     for root in roots:
         here = {path.stat().st_ino: path for path in root.rglob("*") if path.is_file()}
         tree = _tree(shadow, root, here, names_left == "all")
-        after = {path: _mixed(shadow, number, here.get(number), bytes_left, rng) for path, number in tree.items()}
+        after = {
+            path: _mixed(shadow, number, here.get(number), bytes_left, rng)
+            for path, number in tree.items()
+        }
         directories = [path for path, number in tree.items() if number < 0]
         for path in root.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -235,7 +252,9 @@ def _tree(shadow: Path, directory: Path, here: dict[int, Path], current: bool) -
 
 def _durable(shadow: Path, directory: Path, number: int) -> dict[Path, int]:
     out: dict[Path, int] = {}
-    for name, (inode, is_directory) in json.loads(_read(shadow / f"names-{number}") or b"{}").items():
+    for name, (inode, is_directory) in json.loads(
+        _read(shadow / f"names-{number}") or b"{}"
+    ).items():
         out[directory / name] = -1 if is_directory else inode
         if is_directory:
             out |= _durable(shadow, directory / name, inode)
@@ -246,7 +265,9 @@ def _mixed(shadow: Path, number: int, now: Path | None, left: str, rng: random.R
     durable = _read(shadow / f"bytes-{number}")
     current = durable if now is None else now.read_bytes()
     if (shadow / f"failed-{number}").exists() and now is not None:
-        current = Power(shadow, ())._without_lost(number, current, _read(shadow / f"failed-{number}"))
+        current = Power(shadow, ())._without_lost(
+            number, current, _read(shadow / f"failed-{number}")
+        )
     if left == "none" or durable == current:
         return durable
     if left == "all":

@@ -1,8 +1,9 @@
-"""The stage of `roadtrain soak`: the processes, links and files of one fault, and what they wrote down.
+"""The stage of `roadtrain soak`: the processes, links and files of one fault, and what they wrote
+down.
 
-Each worker reaches each server through a relay of its own, so a moment is a number of bytes that went over one of these
-links, and a link can be cut after exactly so many. A scene has one deadline for everything; who is not done by then
-hangs, and says where it stands.
+Each worker reaches each server through a relay of its own, so a moment is a number of bytes that
+went over one of these links, and a link can be cut after exactly so many. A scene has one deadline
+for everything; who is not done by then hangs, and says where it stands.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class Wrong(RoadtrainError):
 
 
 class Counted(Relay):
-    """A relay that calls `do`, from its own thread, in the moment before byte `nbytes` of a way is passed on.
+    """A relay that calls `do`, from its own thread, in the moment before byte `nbytes` of a way is
+    passed on.
     `cut_at`: when it was cut."""
 
     def __init__(self, target: tuple[str, int], bytes_per_s: float = float("inf")) -> None:
@@ -103,7 +105,8 @@ class Node:
 
 @dataclass
 class Told:
-    """What a worker wrote down. `steps`: (attempt, step) -> (loss and norm, committed step it knew of, seconds)."""
+    """What a worker wrote down. `steps`: (attempt, step) -> (loss and norm, committed step it
+    knew of, seconds)."""
 
     steps: dict[tuple[int, int], tuple[str, int, float]] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)  # attempt -> sentence
@@ -122,19 +125,25 @@ class Told:
             elif what == "end":
                 told.end = more
             elif len(words := more.split()) == 4:  # a killed process may leave half a line
-                told.steps[int(first), int(what)] = (" ".join(words[:2]), int(words[2]), float(words[3]))
+                told.steps[int(first), int(what)] = (
+                    " ".join(words[:2]),
+                    int(words[2]),
+                    float(words[3]),
+                )
         return told
 
 
 class Scene:
-    """Inside its context. `began`: when the last start of workers began; `struck`: set when the fault has happened."""
+    """Inside its context. `began`: when the last start of workers began; `struck`: set when the
+    fault has happened."""
 
     def __init__(self, flavour: str, hard_s: float, rate: float = float("inf")) -> None:
         self.flavour, self.rate = flavour, rate
         self.relay = False  # workers start with one, over worker 0's links
         self.replicas = 1
         self.run: Path | None = None  # worker 0's run directory, where it has one
-        self.shadows: dict[int, Path] = {}  # server -> what is durable of its directory, where that is watched
+        # server -> what is durable of its directory, where that is watched
+        self.shadows: dict[int, Path] = {}
         self.strikes: dict[int, list[Strike]] = {}  # server -> what its next start is told
         self.until = time.monotonic() + hard_s
         self.servers: list[Node] = []
@@ -148,7 +157,9 @@ class Scene:
         self._undo = ExitStack()
 
     def __enter__(self) -> Scene:
-        self.home = Path(self._undo.enter_context(tempfile.TemporaryDirectory(prefix="roadtrain-soak-")))
+        self.home = Path(
+            self._undo.enter_context(tempfile.TemporaryDirectory(prefix="roadtrain-soak-"))
+        )
         self.stores = [self.home / f"server{s}" for s in range(SERVERS)]
         return self
 
@@ -164,11 +175,15 @@ class Scene:
     # what happens
 
     def start(
-        self, *, steps: int = STEPS, deadline_s: float = PATIENCE_S, wrong: Mapping[int, Mapping[str, Any]] = NOTHING,
+        self,
+        *,
+        steps: int = STEPS,
+        deadline_s: float = PATIENCE_S,
+        wrong: Mapping[int, Mapping[str, Any]] = NOTHING,
         without: int = -1,
     ) -> None:
-        """Starts what does not run, as supervisors do, but for server `without`. `wrong`: rank -> what else its Errand
-        says."""
+        """Starts what does not run, as supervisors do, but for server `without`. `wrong`: rank
+        -> what else its Errand says."""
         self.restarted = time.monotonic()
         for number in range(SERVERS):
             if number != without and (len(self.servers) <= number or self.servers[number].gone()):
@@ -180,18 +195,39 @@ class Scene:
             where = tuple("{}:{}".format(*self.links[by, s].address) for s in range(SERVERS))
             log = self.log(rank)
             run = "" if rank or self.run is None else str(self.run)
-            errand = Errand(self.flavour, where, rank, WORKERS, self.attempt, steps, str(log), deadline_s,
-                            self.relay, replicas=self.replicas, run=run, **wrong.get(rank, {}))
+            errand = Errand(
+                self.flavour,
+                where,
+                rank,
+                WORKERS,
+                self.attempt,
+                steps,
+                str(log),
+                deadline_s,
+                self.relay,
+                replicas=self.replicas,
+                run=run,
+                **wrong.get(rank, {}),
+            )
             self.workers.append(self._started(work, (errand, TOKEN), log))
 
     def serve(self, number: int, *, moved: bool = False) -> None:
-        """Server `number`, with its directory: where it was, or `moved` to another address that workers are given."""
+        """Server `number`, with its directory: where it was, or `moved` to another address that
+        workers are given."""
         old = self.servers[number] if len(self.servers) > number else None
         port = int(old.where.rpartition(":")[2]) if old is not None and not moved else 0
         here, there = FORK.Pipe()
         log = self.home / f"server{number}.log"
         shadow = str(self.shadows.get(number, ""))
-        words = str(self.stores[number]), port, TOKEN, str(log), there, shadow, self.strikes.pop(number, [])
+        words = (
+            str(self.stores[number]),
+            port,
+            TOKEN,
+            str(log),
+            there,
+            shadow,
+            self.strikes.pop(number, []),
+        )
         node = self._started(serve, words, log)
         there.close()
         if not here.poll(max(0.0, self.until - time.monotonic())):
@@ -202,7 +238,7 @@ class Scene:
             raise Wrong(f"server {number} did not start: {log.read_text()[-2000:]}") from None
         finally:
             here.close()
-        self.servers[number:number + 1] = [node]
+        self.servers[number : number + 1] = [node]
         if old is None or moved:
             host, _, port_text = node.where.rpartition(":")
             for rank in range(WORKERS):
@@ -214,13 +250,16 @@ class Scene:
         """Until the fault has happened. Wrong where the run ended before."""
         while not self.struck.wait(0.02):
             if all(w.ended for w in self.workers) and not self.struck.is_set():
-                raise Wrong(f"the run ended before the fault: {[w.process.exitcode for w in self.workers]}, "
-                            f"{[told.errors for told in self.told()]}")
+                raise Wrong(
+                    f"the run ended before the fault: {[w.process.exitcode for w in self.workers]},"
+                    f" {[told.errors for told in self.told()]}"
+                )
             if time.monotonic() > self.until:
                 self.hung("the moment of the fault")
 
     def wait_workers(self) -> list[str]:
-        """Until all workers have ended; the sentences of those that ended by themselves before they were done."""
+        """Until all workers have ended; the sentences of those that ended by themselves before
+        they were done."""
         for rank, worker in enumerate(self.workers):
             worker.process.join(max(0.0, self.until - time.monotonic()))
             if not worker.ended:
@@ -232,7 +271,10 @@ class Scene:
             if worker.killed or code == 0:
                 continue
             if code != REFUSED or self.attempt not in told.errors:
-                raise Wrong(f"worker {rank} ended with {code} and no sentence: {worker.log.read_text()[-2000:]}")
+                raise Wrong(
+                    f"worker {rank} ended with {code} and no sentence:"
+                    f" {worker.log.read_text()[-2000:]}"
+                )
             sentences.append(told.errors[self.attempt])
         return sentences
 
@@ -263,41 +305,56 @@ class Scene:
         return [Told.read(self.log(rank)) for rank in range(WORKERS)]
 
     def recovery_s(self) -> float | None:
-        """From the last start to its first step on the last of the workers. None where no step was left to do."""
-        firsts = [[at for (attempt, _), (_, _, at) in told.steps.items() if attempt == self.attempt]
-                  for told in self.told()]
+        """From the last start to its first step on the last of the workers. None where no step
+        was left to do."""
+        firsts = [
+            [at for (attempt, _), (_, _, at) in told.steps.items() if attempt == self.attempt]
+            for told in self.told()
+        ]
         return max(min(f) for f in firsts) - self.restarted if all(firsts) else None
 
     def lasted_s(self) -> float | None:
-        """From the fault to the end of all workers of that start; None where that end was not the fault's."""
+        """From the fault to the end of all workers of that start; None where that end was not
+        the fault's."""
         return self._last - self.struck_at if self.struck_at and self.attempt else None
 
     def check(self, reference: Sequence[Told]) -> None:
-        """Every loss that any start saw is that of the undisturbed run; no step is missing, none known as committed was
-        repeated; the parameters and the optimizer's state are the same at the end."""
+        """Every loss that any start saw is that of the undisturbed run; no step is missing, none
+        known as committed was repeated; the parameters and the optimizer's state are the same at
+        the end."""
         for rank, (told, whole) in enumerate(zip(self.told(), reference)):
             expected = {step: line for (_, step), (line, _, _) in whole.steps.items()}
             for (attempt, step), (line, _, _) in told.steps.items():
                 if expected.get(step) != line:
-                    raise Wrong(f"worker {rank}, start {attempt}, step {step}: loss and norm {line}, "
-                                f"undisturbed {expected.get(step)}")
+                    raise Wrong(
+                        f"worker {rank}, start {attempt}, step {step}: loss and norm {line}, "
+                        f"undisturbed {expected.get(step)}"
+                    )
             if missing := set(expected) - {step for _, step in told.steps}:
                 raise Wrong(f"worker {rank}: step(s) {sorted(missing)} are missing")
             if told.end != whole.end:
-                raise Wrong(f"worker {rank}: the state at the end is {told.end}, undisturbed {whole.end}")
+                raise Wrong(
+                    f"worker {rank}: the state at the end is {told.end}, undisturbed {whole.end}"
+                )
         known = -1
         for attempt in range(self.attempt + 1):
-            of = [(step, committed) for told in self.told() for (a, step), (_, committed, _) in told.steps.items()
-                  if a == attempt]
+            of = [
+                (step, committed)
+                for told in self.told()
+                for (a, step), (_, committed, _) in told.steps.items()
+                if a == attempt
+            ]
             if of and min(step for step, _ in of) <= known:
-                raise Wrong(f"start {attempt} repeats step {min(of)[0]}, step {known} was committed")
+                raise Wrong(
+                    f"start {attempt} repeats step {min(of)[0]}, step {known} was committed"
+                )
             known = max([known, *(committed for _, committed in of)])
         for number, server in enumerate(self.servers):
             if server.ended and not server.killed:
                 raise Wrong(f"server {number} ended with {server.process.exitcode}")
         for log in self.home.glob("*.log"):
             if "Traceback" in (text := log.read_text(errors="replace")):
-                raise Wrong(f"a traceback in {log.name}: {text[text.index('Traceback'):][:3000]}")
+                raise Wrong(f"a traceback in {log.name}: {text[text.index('Traceback') :][:3000]}")
 
     def note(self, text: str) -> None:
         """For people, into worker 0's log."""
@@ -318,15 +375,23 @@ class Scene:
         with open(self.home / "soak.log", "w") as file:
             faulthandler.dump_traceback(file)
         time.sleep(1.0)
-        said = [f"--- {log.name}\n{log.read_text(errors='replace')}" for log in sorted(self.home.glob("*.log"))]
+        said = [
+            f"--- {log.name}\n{log.read_text(errors='replace')}"
+            for log in sorted(self.home.glob("*.log"))
+        ]
         raise Hung(f"waited in vain for {what}\n" + "\n".join(said))
 
     def disk(self, number: int) -> Path:
-        """Gives server `number` a small file system of its own. RoadtrainError where that is not allowed."""
+        """Gives server `number` a small file system of its own. RoadtrainError where that is
+        not allowed."""
         where = self.home / f"disk{number}"
         where.mkdir()
-        done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK}", "none", str(where)], capture_output=True,
-                              text=True, check=False)
+        done = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={DISK}", "none", str(where)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         if done.returncode:
             raise RoadtrainError(f"no file system can be mounted: {done.stderr.strip()}")
         self._undo.callback(subprocess.run, ["umount", "-l", str(where)], check=False)

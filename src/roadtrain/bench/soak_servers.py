@@ -1,5 +1,6 @@
-"""The faults of `roadtrain soak` that strike the servers' stores, and the bytes on their links: an unmounted store, a
-replica that lags and starts alone, a second server on the same directory, a flipped bit, a power cut, a failing device.
+"""The faults of `roadtrain soak` that strike the servers' stores, and the bytes on their links: an
+unmounted store, a replica that lags and starts alone, a second server on the same directory, a
+flipped bit, a power cut, a failing device.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ def _run_directory(scene: Scene) -> None:
 
 
 def _until(scene: Scene, fault: Fault, reference: Reference) -> None:
-    """Some steps are trained, and no server runs any more: all are killed at the moment or, if `prompt`, after the
-    last of these steps. Raises Nothing where no step was committed."""
+    """Some steps are trained, and no server runs any more: all are killed at the moment or, if
+    `prompt`, after the last of these steps. Raises Nothing where no step was committed."""
     if fault.prompt:
         scene.start(steps=1 + fault.choice % (STEPS - 2))
         scene.finished()
@@ -52,7 +53,10 @@ def _until(scene: Scene, fault: Fault, reference: Reference) -> None:
 @kind("bit flipped on a link", ends="any")
 def flipped_on_link(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
     scene.start()
-    link, moment = scene.links[fault.link], int(fault.moment * reference.nbytes[fault.link][fault.way])
+    link, moment = (
+        scene.links[fault.link],
+        int(fault.moment * reference.nbytes[fault.link][fault.way]),
+    )
     link.flip(max(0, moment - link.nbytes[fault.way]), fault.way, fault.choice % 8)
     said = scene.wait_workers()
     if not link.flipped:
@@ -89,8 +93,8 @@ def unmounted(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
 
 @kind("stale replica", ends="any")
 def stale(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
-    """One of two replicas is killed and misses some steps. Then it is there alone, and the other comes late or, if
-    `prompt`, while the workers still wait."""
+    """One of two replicas is killed and misses some steps. Then it is there alone, and the other
+    comes late or, if `prompt`, while the workers still wait."""
     scene.replicas = 2
     _run_directory(scene)
     old = fault.choice % SERVERS
@@ -100,7 +104,8 @@ def stale(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
     said = scene.wait_workers()
     scene.servers[old].process.join()
     scene.start(steps=STEPS - 1, without=old)
-    if refusal := scene.wait_workers():  # so early that the one that is left cannot know whether the other went on
+    # so early that the one that is left cannot know whether the other went on
+    if refusal := scene.wait_workers():
         before_all = "a new store needs all its servers"  # nothing was committed when it was killed
         if not any("give_up=" in sentence or before_all in sentence for sentence in refusal):
             raise Wrong(f"one of two replicas does not go on alone: {' | '.join(refusal)}")
@@ -116,7 +121,12 @@ def stale(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
     else:
         scene.start(without=1 - old, deadline_s=SHORT_S)
         said += scene.wait_workers()
-        steps = [step for told in scene.told() for attempt, step in told.steps if attempt == scene.attempt]
+        steps = [
+            step
+            for told in scene.told()
+            for attempt, step in told.steps
+            if attempt == scene.attempt
+        ]
         if steps or len(scene.told()[0].errors) < 1:
             raise Wrong(f"the replica that lagged trained steps {steps} alone")
         scene.finish()
@@ -130,7 +140,11 @@ def _same(scene: Scene) -> None:
     tiers = [open_part(path) for path in scene.stores]
     try:
         assert all(tier is not None for tier in tiers)
-        rows = [[(int(row["chunk"]), int(row["private_sum"])) for row in tier.entry.rows] for tier in tiers if tier]
+        rows = [
+            [(int(row["chunk"]), int(row["private_sum"])) for row in tier.entry.rows]
+            for tier in tiers
+            if tier
+        ]
         if rows[0] != rows[1] or len({tier.step for tier in tiers if tier}) != 1:
             raise Wrong(f"the replicas differ: {rows}")
     finally:
@@ -141,14 +155,18 @@ def _same(scene: Scene) -> None:
 
 @kind("second servers")
 def second(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
-    """Another job starts while the first fills or trains: on servers of its own with the same directories or, if
-    `prompt`, on the same servers."""
+    """Another job starts while the first fills or trains: on servers of its own with the same
+    directories or, if `prompt`, on the same servers."""
     scene.start(deadline_s=LONG_S)
     link = scene.links[fault.link]
-    strike_at(scene, fault, reference, link._going.clear)  # in the link's own thread: nothing more passes
+    # in the link's own thread: nothing more passes
+    strike_at(scene, fault, reference, link._going.clear)
     scene.wait_struck()
-    where = [server.where for server in scene.servers] if fault.prompt else [
-        _beside(scene, number) for number in range(SERVERS)]
+    where = (
+        [server.where for server in scene.servers]
+        if fault.prompt
+        else [_beside(scene, number) for number in range(SERVERS)]
+    )
     log = scene.home / "other.log"
     errand = Errand(scene.flavour, tuple(where), 0, 1, 7, STEPS, str(log), SHORT_S)
     node = scene._started(work, (errand, TOKEN), log)
@@ -202,7 +220,9 @@ def flipped(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
 
 @kind("server's power cut", ends="any")
 def power_cut(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
-    return _with_power(scene, fault, ("kill before", "kill after", "kill half"), again=bool(fault.choice % 2))
+    return _with_power(
+        scene, fault, ("kill before", "kill after", "kill half"), again=bool(fault.choice % 2)
+    )
 
 
 @kind("server's device fails", ends="any")
@@ -211,8 +231,8 @@ def fails(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
 
 
 def _with_power(scene: Scene, fault: Fault, actions: Sequence[Action], *, again: bool) -> list[str]:
-    """One server is struck at one of its syncs or writes, goes on from there `again` and is killed once more; then its
-    power is cut, and with every second fault the other's too."""
+    """One server is struck at one of its syncs or writes, goes on from there `again` and is
+    killed once more; then its power is cut, and with every second fault the other's too."""
     rng = random.Random(fault.choice)
     victim = int(fault.victims[0][-1])
     for number, path in enumerate(scene.stores):
@@ -221,7 +241,9 @@ def _with_power(scene: Scene, fault: Fault, actions: Sequence[Action], *, again:
         begin(scene.shadows[number], [path])
     action = rng.choice(actions)
     of: Any = "write" if action == "kill half" or rng.random() < 0.4 else "sync"
-    scene.strikes[victim] = [Strike(of, int(fault.moment * SYNCS), action, rng.choice(("", "", "ledger")))]
+    scene.strikes[victim] = [
+        Strike(of, int(fault.moment * SYNCS), action, rng.choice(("", "", "ledger")))
+    ]
     scene.start(steps=STEPS - 1)  # so that a step is left, which all workers come together for
     said = scene.ended_workers()
     if again:
@@ -236,4 +258,3 @@ def _with_power(scene: Scene, fault: Fault, actions: Sequence[Action], *, again:
         scene.note(f"power cut of server {number}: {left}")
     scene.finish()
     return said
-

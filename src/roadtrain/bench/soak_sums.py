@@ -1,10 +1,11 @@
-"""`roadtrain soak --sums`: scripted faults of spare hosts against workers that sum without a pause, in real processes.
+"""`roadtrain soak --sums`: scripted faults of spare hosts against workers that sum without a pause,
+in real processes.
 
-A scene has two to four workers and two spare hosts (`roadtrain serve --sum`), and FAULTS_A_SCENE faults one after
-another while the workers go on. Every sum of every round is compared with the right one by every worker. A fault is
-over when all workers are ROUNDS_ON rounds further; a round that takes more than GAP_S, besides the time for which a
-process was stopped, is a failure. Fault K of a seed is always the same. Does NOT kill workers: DDP ends then (tests say
-with what words).
+A scene has two to four workers and two spare hosts (`roadtrain serve --sum`), and FAULTS_A_SCENE
+faults one after another while the workers go on. Every sum of every round is compared with the
+right one by every worker. A fault is over when all workers are ROUNDS_ON rounds further; a round
+that takes more than GAP_S, besides the time for which a process was stopped, is a failure. Fault K
+of a seed is always the same. Does NOT kill workers: DDP ends then (tests say with what words).
 
     python -m roadtrain.bench.soak_sums HOME RANK WORKERS [ADDRESS TOKEN_FILE]: one worker
 """
@@ -41,8 +42,18 @@ from roadtrain.wire.tcp import Options
 
 FAULTS_A_SCENE, ROUNDS_ON, GAP_S, HARD_S = 10, 5, 5.0, 60.0
 SIZES = {1: 300_000, 2: 50_001, 3: 10}  # tensor -> elements; 0 says whether to stop
-KINDS = ("killed", "added", "slowed", "killed and back", "stopped", "not wanted", "killed with another", "all killed",
-         "added and killed at once", "killed")
+KINDS = (
+    "killed",
+    "added",
+    "slowed",
+    "killed and back",
+    "stopped",
+    "not wanted",
+    "killed with another",
+    "all killed",
+    "added and killed at once",
+    "killed",
+)
 
 
 @dataclass(frozen=True)
@@ -61,7 +72,9 @@ class Ended:
 # a worker
 
 
-def worker(home: Path, rank: int, workers: int, address: str = "127.0.0.1", token: str | None = None) -> None:
+def worker(
+    home: Path, rank: int, workers: int, address: str = "127.0.0.1", token: str | None = None
+) -> None:
     ends: list[Callable[[], None]] = []
     told = iter(range(1 << 30))
 
@@ -74,10 +87,24 @@ def worker(home: Path, rank: int, workers: int, address: str = "127.0.0.1", toke
             time.sleep(0.01)
         return [path.read_bytes() for path in paths]
 
-    sums = connect(Wanted(str(home / "spares"), None, token_of(token)), None, None, tell, ends, rank=rank,
-                   workers=workers, inside=False, rule="sum", address=address, nbytes=1 << 28, deadline_s=HARD_S).near
+    sums = connect(
+        Wanted(str(home / "spares"), None, token_of(token)),
+        None,
+        None,
+        tell,
+        ends,
+        rank=rank,
+        workers=workers,
+        inside=False,
+        rule="sum",
+        address=address,
+        nbytes=1 << 28,
+        deadline_s=HARD_S,
+    ).near
     pattern = {key: np.arange(size, dtype=np.float32) % 97 for key, size in SIZES.items()}
-    grads, outs = ({key: np.zeros(size, np.float32) for key, size in {0: 1, **SIZES}.items()} for _ in range(2))
+    grads, outs = (
+        {key: np.zeros(size, np.float32) for key, size in {0: 1, **SIZES}.items()} for _ in range(2)
+    )
     number = 0
     with open(home / f"rounds {rank}", "w") as log:
         while not outs[0][0]:
@@ -85,7 +112,14 @@ def worker(home: Path, rank: int, workers: int, address: str = "127.0.0.1", toke
             for key, one in pattern.items():
                 np.add(one * (rank + 1), number % 13, out=grads[key])
             for key in grads:
-                sums.sum(key, m.as_bytes(grads[key]), outs[key].view(np.uint8).data, "fp32", lambda: None, priority=key)
+                sums.sum(
+                    key,
+                    m.as_bytes(grads[key]),
+                    outs[key].view(np.uint8).data,
+                    "fp32",
+                    lambda: None,
+                    priority=key,
+                )
             sums.wait()
             for key, one in pattern.items():  # of small integers, so exact
                 wanted = one * (workers * (workers + 1) // 2) + workers * (number % 13)
@@ -105,8 +139,21 @@ class Spare:
 
     def __init__(self, port: int = 0) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-u", "-m", "roadtrain.cli", "serve", f"127.0.0.1:{port}", "--sum", "--budget", "64MiB"],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            [
+                sys.executable,
+                "-u",
+                "-m",
+                "roadtrain.cli",
+                "serve",
+                f"127.0.0.1:{port}",
+                "--sum",
+                "--budget",
+                "64MiB",
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         found = re.search(r"summing at (\S+),", line)
@@ -141,7 +188,14 @@ class Scene:
             self.add()
         self.processes = []
         for rank in range(workers):
-            words = [sys.executable, "-m", "roadtrain.bench.soak_sums", str(self.home), str(rank), str(workers)]
+            words = [
+                sys.executable,
+                "-m",
+                "roadtrain.bench.soak_sums",
+                str(self.home),
+                str(rank),
+                str(workers),
+            ]
             with open(self.home / f"worker {rank}", "w") as log:
                 process = subprocess.Popen(words, stdout=log, stderr=log)
             stack.callback(process.wait)
@@ -184,7 +238,8 @@ class Scene:
         return out
 
     def further(self, rounds: int, since: float) -> None:
-        """Until all workers are so many further than at `since`. Raises RoadtrainError: hung, or what a worker said."""
+        """Until all workers are so many further than at `since`. Raises RoadtrainError: hung,
+        or what a worker said."""
         deadline = time.monotonic() + HARD_S
         while True:
             done = self.rounds()
@@ -210,7 +265,9 @@ class Scene:
         for rank, process in enumerate(self.processes):
             if process.poll() is not None:
                 words = (self.home / f"worker {rank}").read_text().splitlines()
-                raise RoadtrainError(f"worker {rank} ended: {words[-1] if words else process.returncode}")
+                raise RoadtrainError(
+                    f"worker {rank} ended: {words[-1] if words else process.returncode}"
+                )
 
     def finish(self) -> None:
         (self.home / "stop").touch()
@@ -238,8 +295,12 @@ def strike(scene: Scene, kind: str) -> None:
         spare.kill()
         scene.drop(spare)
     else:
-        chosen = {"all killed": scene.spares, "killed with another": scene.rng.sample(scene.spares, 2)
-                  if len(scene.spares) > 1 else scene.spares}.get(kind) or [scene.one()]
+        chosen = {
+            "all killed": scene.spares,
+            "killed with another": (
+                scene.rng.sample(scene.spares, 2) if len(scene.spares) > 1 else scene.spares
+            ),
+        }.get(kind) or [scene.one()]
         for spare in [*chosen]:
             spare.kill()
         back = kind == "killed and back"
@@ -270,7 +331,10 @@ def play(first: int, count: int, seed: int, say: Callable[[str], None]) -> list[
                 scene.further(ROUNDS_ON, time.monotonic())
             except (RoadtrainError, TimeoutError) as error:
                 how, why = "hung" if isinstance(error, TimeoutError) else "failed", str(error)
-            gap = max((b - a for one in scene.rounds() for (_, a), (_, b) in pairwise(one) if b > begin), default=0.0)
+            gap = max(
+                (b - a for one in scene.rounds() for (_, a), (_, b) in pairwise(one) if b > begin),
+                default=0.0,
+            )
             if not why and gap > GAP_S + scene.paused_s:
                 how, why = "failed", f"a round took {gap:.1f} s"
             out.append(Ended(first + i, kind, workers, how, gap, time.monotonic() - begin, why))
@@ -282,18 +346,29 @@ def play(first: int, count: int, seed: int, say: Callable[[str], None]) -> list[
 
 
 def soak(count: int, seed: int, say: Callable[[str], None] = print) -> list[Ended]:
-    return [end for first in range(0, count, FAULTS_A_SCENE)
-            for end in play(first, min(FAULTS_A_SCENE, count - first), seed, say)]
+    return [
+        end
+        for first in range(0, count, FAULTS_A_SCENE)
+        for end in play(first, min(FAULTS_A_SCENE, count - first), seed, say)
+    ]
 
 
 def command(count: int, seed: int, json: str | None) -> int:
     ends = soak(count, seed)
     gaps = sorted(end.gap_s for end in ends if end.kind not in ("slowed", "stopped"))
-    print(f"{len(ends)} of {count} faults, {sum(end.how == 'went on' for end in ends)} went on, "
-          f"{sum(end.how == 'hung' for end in ends)} hung; longest round, but for stopped hosts: {gaps[-1]:.2f} s")
+    print(
+        f"{len(ends)} of {count} faults, {sum(end.how == 'went on' for end in ends)} went on,"
+        f" {sum(end.how == 'hung' for end in ends)} hung; longest round, but for stopped hosts:"
+        f" {gaps[-1]:.2f} s"
+    )
     if json is not None:
-        body: dict[str, Any] = {"soak": "sums", "seed": seed, "date": f"{date.today():%Y-%m-%d}", "machine": machine(),
-                                "faults": [asdict(end) for end in ends]}
+        body: dict[str, Any] = {
+            "soak": "sums",
+            "seed": seed,
+            "date": f"{date.today():%Y-%m-%d}",
+            "machine": machine(),
+            "faults": [asdict(end) for end in ends],
+        }
         Path(json).write_text(dumps(body, indent=1) + "\n")
     return int(len(ends) < count or any(end.how != "went on" for end in ends))
 

@@ -1,5 +1,6 @@
-"""The process of `roadtrain soak` that trains alone: `roadtrain train` with a store of two directories, whose syncs and
-writes are watched (soak_power). It writes down every step as the workers of soak_job do, and what is durable of it.
+"""The process of `roadtrain soak` that trains alone: `roadtrain train` with a store of two
+directories, whose syncs and writes are watched (soak_power). It writes down every step as the
+workers of soak_job do, and what is durable of it.
 """
 
 from __future__ import annotations
@@ -45,32 +46,56 @@ class Alone:
 
 
 def job_of(errand: Alone) -> Job:
-    llama = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
-             "num_attention_heads": 2, "num_key_value_heads": 2}
-    return Job.model_validate({
-        "run": {"dir": errand.run, "steps": errand.steps, "device": "cpu", "new_store": errand.new_store},
-        "model": {"config": llama},
-        "data": {"paths": [f"{errand.home}/text"], "seq_len": 16, "batch_size": 4, "held_out": 0},
-        "optimizer": {"lr": 1e-2},
-        "store": {"dirs": list(errand.stores), "chunk_elements": 1 << 16},
-        "budget": {"host": "96MiB"},
-    })
+    llama = {
+        "model_type": "llama",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
+    return Job.model_validate(
+        {
+            "run": {
+                "dir": errand.run,
+                "steps": errand.steps,
+                "device": "cpu",
+                "new_store": errand.new_store,
+            },
+            "model": {"config": llama},
+            "data": {
+                "paths": [f"{errand.home}/text"],
+                "seq_len": 16,
+                "batch_size": 4,
+                "held_out": 0,
+            },
+            "optimizer": {"lr": 1e-2},
+            "store": {"dirs": list(errand.stores), "chunk_elements": 1 << 16},
+            "budget": {"host": "96MiB"},
+        }
+    )
 
 
 def train_alone(errand: Alone) -> None:
-    """A line a step: attempt, step, loss, norm, committed step, monotonic seconds. Then `end`, `error`."""
+    """A line a step: attempt, step, loss, norm, committed step, monotonic seconds. Then `end`,
+    `error`."""
     _speak_into(errand.log)
     torch.set_num_threads(1)
     counted = Strike("sync", NEVER, "kill before", "ledger")
-    power = Power(Path(errand.shadow), [Path(root) for root in errand.roots], (*errand.strikes, counted))
+    power = Power(
+        Path(errand.shadow), [Path(root) for root in errand.roots], (*errand.strikes, counted)
+    )
     _write_down(errand.attempt)
     power.install()
     try:
         train(job_of(errand))
     except RoadtrainError as error:
         print(errand.attempt, "error", f"{type(error).__name__}: {error}".replace("\n", "; "))
-        os._exit(REFUSED)  # as a killed process: no atexit, so that what hangs is seen while it ends
-    print(errand.attempt, "calls", power.totals["sync"], power.totals["write"], power.counts[counted])
+        # as a killed process: no atexit, so that what hangs is seen while it ends
+        os._exit(REFUSED)
+    print(
+        errand.attempt, "calls", power.totals["sync"], power.totals["write"], power.counts[counted]
+    )
     print(errand.attempt, "end", digest_of(errand.stores))
     print(errand.attempt, "closed")
 
@@ -91,7 +116,8 @@ def digest_of(stores: tuple[str, ...]) -> str:
 
 
 def _write_down(attempt: int) -> None:
-    """Each step's line as soon as it is in metrics.jsonl, and again with each step that is known to be committed."""
+    """Each step's line as soon as it is in metrics.jsonl, and again with each step that is
+    known to be committed."""
     last: dict[str, Any] = {}
     append, advance, adopt = Metrics.append, Mark.advance, Mark.adopt
 

@@ -1,4 +1,5 @@
-"""Imported by the fork server of `roadtrain soak` only: its children find torch and the kernels loaded."""
+"""Imported by the fork server of `roadtrain soak` only: its children find torch and the kernels
+loaded."""
 
 import contextlib
 

@@ -1,9 +1,11 @@
-"""A whole out-of-core update against a bare read/write loop over the same files, interleaved in one run.
+"""A whole out-of-core update against a bare read/write loop over the same files, interleaved in one
+run.
 
-State of 14 bytes a parameter (bf16 copy, fp32 master and two moments) rests in two slot files. Ours: gradients are
-pushed, every record is read, checked, updated, written, checksummed, made durable and committed. The bare loop reads
-the same bytes of the records (all but the copy) from one slot file and writes whole records to the other, nothing
-else; it is run mixed and in bursts, with several thread counts, and its best counts.
+State of 14 bytes a parameter (bf16 copy, fp32 master and two moments) rests in two slot files.
+Ours: gradients are pushed, every record is read, checked, updated, written, checksummed, made
+durable and committed. The bare loop reads the same bytes of the records (all but the copy) from one
+slot file and writes whole records to the other, nothing else; it is run mixed and in bursts, with
+several thread counts, and its best counts.
 """
 
 from __future__ import annotations
@@ -32,13 +34,18 @@ from roadtrain.spec.plan import Budgets, derive
 from roadtrain.store.buffers import Buffer
 from roadtrain.units import GIB, MIB
 
-WARM_UP = 6  # the first touches every page and extent, the next five are the server's own trial of mix and bursts
-CASES = {"mixed, 2+2 threads": (2, 0), "mixed, 4+4 threads": (4, 0), "bursts of 16": (2, 16)}  # threads, burst
+# the first touches every page and extent, the next five are the server's own trial of mix and
+# bursts
+WARM_UP = 6
+# threads, burst
+CASES = {"mixed, 2+2 threads": (2, 0), "mixed, 4+4 threads": (4, 0), "bursts of 16": (2, 16)}
 
 
 def _rss() -> int:
     text = Path("/proc/self/status").read_text()
-    return int(next(line for line in text.splitlines() if line.startswith("VmRSS")).split()[1]) * 1024
+    return (
+        int(next(line for line in text.splitlines() if line.startswith("VmRSS")).split()[1]) * 1024
+    )
 
 
 class _Peak:
@@ -59,10 +66,16 @@ class _Peak:
         self._thread.join()
 
 
-def bare_loop(source: Path, target: Path, nbytes: int, size: int, skip: int, threads: int, burst: int) -> float:
-    """Seconds to read `source` and write `target` in pieces of `size`, without the first `skip` bytes of each when
-    reading, `threads` a direction. `burst` > 0: that many reads, then as many writes."""
-    src, dst = os.open(source, os.O_RDONLY | os.O_DIRECT), os.open(target, os.O_WRONLY | os.O_DIRECT)
+def bare_loop(
+    source: Path, target: Path, nbytes: int, size: int, skip: int, threads: int, burst: int
+) -> float:
+    """Seconds to read `source` and write `target` in pieces of `size`, without the first `skip`
+    bytes of each when reading, `threads` a direction. `burst` > 0: that many reads, then as many
+    writes."""
+    src, dst = (
+        os.open(source, os.O_RDONLY | os.O_DIRECT),
+        os.open(target, os.O_WRONLY | os.O_DIRECT),
+    )
     offsets = list(range(0, nbytes - size + 1, size))
     buffers = [Buffer(size) for _ in range(max(2 * threads + 2, 2 * burst))]
     start = time.perf_counter()
@@ -137,23 +150,44 @@ def run(quick: bool = False, directory: str | None = None) -> Report:
     block_elements = 16 << 20
     count = -(-state // (14 * block_elements))
     table = ChunkTable.build(
-        [("root", []), *((f"b{i}", [ParamSpec(f"b{i}.w", (block_elements,), "bf16", True, 0)]) for i in range(count))]
+        [
+            ("root", []),
+            *(
+                (f"b{i}", [ParamSpec(f"b{i}.w", (block_elements,), "bf16", True, 0)])
+                for i in range(count)
+            ),
+        ]
     )
-    home = Path(directory) if directory else Path(tempfile.mkdtemp(prefix="roadtrain-bench-", dir=Path.cwd()))
+    home = (
+        Path(directory)
+        if directory
+        else Path(tempfile.mkdtemp(prefix="roadtrain-bench-", dir=Path.cwd()))
+    )
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(4))], lr=1e-3)
     rules = rules_for(optimizer)
     layout = Layout(table, rules, (home / "store",))
     host = 512 * MIB
-    budgets = derive(table, layout.meta().records, layout.owners, host, on_files=True, holds_gradients=False)
+    budgets = derive(
+        table, layout.meta().records, layout.owners, host, on_files=True, holds_gradients=False
+    )
     budgets = _without_cache(budgets)
     before = _rss()
-    engine = Engine(layout, budgets, None, torch.device("cpu"), compute_blocks=(), compressor=None,
-                    deadline_s=600)
+    engine = Engine(
+        layout,
+        budgets,
+        None,
+        torch.device("cpu"),
+        compute_blocks=(),
+        compressor=None,
+        deadline_s=600,
+    )
     engine.worker.keep_always = True
     values = np.random.default_rng(0).standard_normal(block_elements, dtype=np.float32)
     hyper = rules[0].hyper(optimizer.param_groups[0])
     for block in table.blocks:
-        engine.fill(block, lambda spec, what, a, b: values[a:b] if what == "master" else None, [hyper])
+        engine.fill(
+            block, lambda spec, what, a, b: values[a:b] if what == "master" else None, [hyper]
+        )
     engine.start(b"")
     assert engine.store is not None
     slots = [engine.store.tiers[0].directory / f"slot{i}.bin" for i in range(2)]
@@ -161,7 +195,9 @@ def run(quick: bool = False, directory: str | None = None) -> Report:
     total = len(table.chunks) * record
     skip = engine.meta.records[0].public_nbytes
     for buffer in engine.worker._push_all:
-        buffer.tensor[: 2 * block_elements].view(torch.bfloat16).copy_(torch.linspace(-1, 1, block_elements))
+        buffer.tensor[: 2 * block_elements].view(torch.bfloat16).copy_(
+            torch.linspace(-1, 1, block_elements)
+        )
     ours: list[float] = []
     bare: dict[str, list[float]] = {}
     fractions: list[float] = []
@@ -177,7 +213,9 @@ def run(quick: bool = False, directory: str | None = None) -> Report:
             ours.append(seconds)
             source, target = (slots[(rep + 1) % 2], slots[rep % 2])
             for name, (threads, burst) in CASES.items():
-                bare.setdefault(name, []).append(bare_loop(source, target, total, record, skip, threads, burst))
+                bare.setdefault(name, []).append(
+                    bare_loop(source, target, total, record, skip, threads, burst)
+                )
             fractions.append(min(b[-1] for b in bare.values()) / ours[-1])
         stages = engine.stages.take()
     finally:
@@ -186,15 +224,50 @@ def run(quick: bool = False, directory: str | None = None) -> Report:
     best_name = min(bare, key=lambda n: median(bare[n]))
     moved = 2 * total - len(table.chunks) * skip
     ours_rate, best_rate = moved / median(ours) / 1e9, moved / median(bare[best_name]) / 1e9
-    report = Report("store", [
-        Row(f"update of {total / 1e9:.1f} GB of state", "bytes moved per second", "GB/s", ours_rate, best_rate,
-            f"bare loop ({best_name})", median(fractions), median(fractions), "of_floor >= 0.9",
-            median(fractions) >= 0.9),
-        Row("the same", "memory above the start", "MB", used / 1e6, host / 1e6, "budget", host / used, None,
-            "ours <= budget", used <= host),
-    ])
+    report = Report(
+        "store",
+        [
+            Row(
+                f"update of {total / 1e9:.1f} GB of state",
+                "bytes moved per second",
+                "GB/s",
+                ours_rate,
+                best_rate,
+                f"bare loop ({best_name})",
+                median(fractions),
+                median(fractions),
+                "of_floor >= 0.9",
+                median(fractions) >= 0.9,
+            ),
+            Row(
+                "the same",
+                "memory above the start",
+                "MB",
+                used / 1e6,
+                host / 1e6,
+                "budget",
+                host / used,
+                None,
+                "ours <= budget",
+                used <= host,
+            ),
+        ],
+    )
     for name, stage in sorted(stages.items()):
-        report.rows.append(Row("stage (thread seconds)", name, "s", stage.seconds, None, None, None, None, None, None))
+        report.rows.append(
+            Row(
+                "stage (thread seconds)",
+                name,
+                "s",
+                stage.seconds,
+                None,
+                None,
+                None,
+                None,
+                None,
+                None,
+            )
+        )
     return report
 
 

@@ -1,8 +1,9 @@
-"""The kernel of a summer: BUFFERS arriving bf16 gradients into one in fp32, in one pass, beside torch.add into fp32.
+"""The kernel of a summer: BUFFERS arriving bf16 gradients into one in fp32, in one pass, beside
+torch.add into fp32.
 
-All in turn on the same memory with as many threads. Memory speed is the faster of two: a kernel that reads every
-element of the buffers and writes the sum's memory, but adds nothing; and numpy's copy of as many bytes as are read and
-written."""
+All in turn on the same memory with as many threads. Memory speed is the faster of two: a kernel
+that reads every element of the buffers and writes the sum's memory, but adds nothing; and
+numpy's copy of as many bytes as are read and written."""
 
 from __future__ import annotations
 
@@ -56,24 +57,74 @@ def run(quick: bool = False) -> Report:
         np.copyto(total[at : at + half], total[at + half : at + PART])
 
     with ThreadPoolExecutor(cores()) as pool:
+
         def each(work: Callable[[int], None]) -> Callable[[], None]:
             return lambda: deque(pool.map(work, range(0, elements, PART)), maxlen=0).clear()
 
-        seconds = interleave({
-            "ours": each(lambda at: sum_k(total[at : at + PART], [b[at : at + PART] for b in buffers], "bf16")),
-            "torch": torch_sum,
-            "read": each(lambda at: _touch(total[at : at + PART], tuple(b[at : at + PART] for b in buffers))),
-            "copy": each(copy_over),
-        }, 3 if quick else 9)
+        seconds = interleave(
+            {
+                "ours": each(
+                    lambda at: sum_k(
+                        total[at : at + PART], [b[at : at + PART] for b in buffers], "bf16"
+                    )
+                ),
+                "torch": torch_sum,
+                "read": each(
+                    lambda at: _touch(
+                        total[at : at + PART], tuple(b[at : at + PART] for b in buffers)
+                    )
+                ),
+                "copy": each(copy_over),
+            },
+            3 if quick else 9,
+        )
     each_rate = {name: elements * (2 * BUFFERS + 4) / s / 1e9 for name, s in seconds.items()}
     sum_k(total, buffers, "bf16")
     torch_sum()
     same = bool((torch.from_numpy(total) == theirs).all())
     case = f"{BUFFERS} bf16 buffers of {elements / 1e6:.0f} M elements into one, {cores()} threads"
-    ratio, of_floor = seconds["torch"] / seconds["ours"], min(seconds["read"], seconds["copy"]) / seconds["ours"]
-    return Report("sum", [
-        Row(case, "read and written", "GB/s", each_rate["ours"], each_rate["torch"], "torch.add into fp32", ratio,
-            of_floor, "ratio >= 5", ratio >= 5),
-        Row(case, "of memory speed", "", of_floor, None, None, None, of_floor, "ours >= 0.8", of_floor >= 0.8),
-        Row(case, "the same bits as torch.add", "", float(same), None, None, None, None, "ours == 1", same),
-    ])
+    ratio, of_floor = (
+        seconds["torch"] / seconds["ours"],
+        min(seconds["read"], seconds["copy"]) / seconds["ours"],
+    )
+    return Report(
+        "sum",
+        [
+            Row(
+                case,
+                "read and written",
+                "GB/s",
+                each_rate["ours"],
+                each_rate["torch"],
+                "torch.add into fp32",
+                ratio,
+                of_floor,
+                "ratio >= 5",
+                ratio >= 5,
+            ),
+            Row(
+                case,
+                "of memory speed",
+                "",
+                of_floor,
+                None,
+                None,
+                None,
+                of_floor,
+                "ours >= 0.8",
+                of_floor >= 0.8,
+            ),
+            Row(
+                case,
+                "the same bits as torch.add",
+                "",
+                float(same),
+                None,
+                None,
+                None,
+                None,
+                "ours == 1",
+                same,
+            ),
+        ],
+    )

@@ -1,11 +1,13 @@
-"""Whole training steps with the summation service: DDP's own all-reduce (gloo) against the hook, and the next forward
-begun while gradients still travel, with priorities and without. For `bench summation`; links are emulated (root).
+"""Whole training steps with the summation service: DDP's own all-reduce (gloo) against the hook,
+and the next forward begun while gradients still travel, with priorities and without. For `bench
+summation`; links are emulated (root).
 
-Two models: one heavy in parameters (linear layers), one in compute (the same layers many times over the batch). Every
-way trains the same data; the losses must be the same to rounding. A step's time is that of the slowest worker, the
-median of STEPS.
+Two models: one heavy in parameters (linear layers), one in compute (the same layers many times over
+the batch). Every way trains the same data; the losses must be the same to rounding. A step's time
+is that of the slowest worker, the median of STEPS.
 
-    python -m roadtrain.bench.summation_steps --rank 0 --workers 4 --master A --spares A:P,.. --token F --how ddp ..
+    python -m roadtrain.bench.summation_steps --rank 0 --workers 4 --master A --spares A:P,..
+    --token F --how ddp ..
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ from roadtrain.node.dial import write_token
 PORT, TIMEOUT_S, STEPS = 7400, 300, 4
 WAYS = ("ddp", "hook", "hvd", "later", "later, no priorities")
 MODELS = {  # width, layers, batch, times; bytes a second of the links
-    "heavy in parameters": (2048, 4, 64, 1, 50e6), "heavy in compute": (512, 4, 512, 8, 50e6),
+    "heavy in parameters": (2048, 4, 64, 1, 50e6),
+    "heavy in compute": (512, 4, 512, 8, 50e6),
     "heavy in both": (1024, 8, 1024, 1, 12.5e6),  # where the next forward has something to hide
 }
 
@@ -75,17 +78,45 @@ def rows(n: int, k: int, quick: bool) -> list[Row]:
         if any(abs(loss / losses["ddp"] - 1) > 1e-4 for loss in losses.values()):
             raise RoadtrainError(f"the losses differ: {losses}")
         took = {way: one["seconds"] for way, one in found.items()}
-        case = (f"{n} workers, {k} spare hosts, {8 * rate / 1e6:g} Mbit/s, {name} ({nbytes / 1e6:.0f} MB, "
-                f"{layers} layers {times} times, batch {batch})")
-        floor, alone = optimum([rate] * n, [rate] * k).seconds * nbytes / CARRIED, found["ddp"]["alone"]
-        print(f"{case}: " + ", ".join(f"{way} {seconds:.2f} s" for way, seconds in took.items())
-              + f"; an exchange at least {floor:.2f} s, a step without it {alone:.2f} s", flush=True)
+        case = (
+            f"{n} workers, {k} spare hosts, {8 * rate / 1e6:g} Mbit/s, {name} ({nbytes / 1e6:.0f}"
+            f" MB, {layers} layers {times} times, batch {batch})"
+        )
+        floor, alone = (
+            optimum([rate] * n, [rate] * k).seconds * nbytes / CARRIED,
+            found["ddp"]["alone"],
+        )
+        print(
+            f"{case}: "
+            + ", ".join(f"{way} {seconds:.2f} s" for way, seconds in took.items())
+            + f"; an exchange at least {floor:.2f} s, a step without it {alone:.2f} s",
+            flush=True,
+        )
         gloo = "DDP's all-reduce over gloo"
-        peers = [("hook", "ddp", gloo), ("hvd", "ddp", gloo), ("later", "ddp", gloo),
-                 ("later", "later, no priorities", "the same without priorities")]
-        out += [Row(case, f"a step, {way}", "s", took[way], took[peer], words, took[peer] / took[way], None, None, None)
-                for way, peer, words in peers]
-        out.append(Row(case, "a step without any exchange", "s", alone, None, None, None, None, None, None))
+        peers = [
+            ("hook", "ddp", gloo),
+            ("hvd", "ddp", gloo),
+            ("later", "ddp", gloo),
+            ("later", "later, no priorities", "the same without priorities"),
+        ]
+        out += [
+            Row(
+                case,
+                f"a step, {way}",
+                "s",
+                took[way],
+                took[peer],
+                words,
+                took[peer] / took[way],
+                None,
+                None,
+                None,
+            )
+            for way, peer, words in peers
+        ]
+        out.append(
+            Row(case, "a step without any exchange", "s", alone, None, None, None, None, None, None)
+        )
     return out
 
 
@@ -98,25 +129,68 @@ def _steps(network: Network, n: int, k: int, way: str, model: str, steps: int) -
         for i in range(k if way != "ddp" else 0):
             host = network.hosts[f"s{i}"]
             spares.append(f"{host.address}:{PORT}")
-            _run(stack, host, ["roadtrain.cli", "serve", spares[-1], "--sum", "--budget", "1GiB", "--token-file",
-                               str(home / "token")], stdout=subprocess.DEVNULL)
-        workers = [_run(stack, network.hosts[f"w{rank}"], [
-            "roadtrain.bench.summation_steps", "--rank", str(rank), "--workers", str(n), "--master", addresses[0],
-            "--spares", ",".join(spares), "--token", str(home / "token"), "--how", way, "--model", model, "--steps",
-            str(steps), "--json", str(home / f"{rank}.json")]) for rank in range(n)]
+            _run(
+                stack,
+                host,
+                [
+                    "roadtrain.cli",
+                    "serve",
+                    spares[-1],
+                    "--sum",
+                    "--budget",
+                    "1GiB",
+                    "--token-file",
+                    str(home / "token"),
+                ],
+                stdout=subprocess.DEVNULL,
+            )
+        workers = [
+            _run(
+                stack,
+                network.hosts[f"w{rank}"],
+                [
+                    "roadtrain.bench.summation_steps",
+                    "--rank",
+                    str(rank),
+                    "--workers",
+                    str(n),
+                    "--master",
+                    addresses[0],
+                    "--spares",
+                    ",".join(spares),
+                    "--token",
+                    str(home / "token"),
+                    "--how",
+                    way,
+                    "--model",
+                    model,
+                    "--steps",
+                    str(steps),
+                    "--json",
+                    str(home / f"{rank}.json"),
+                ],
+            )
+            for rank in range(n)
+        ]
         for process in workers:
             if process.wait(TIMEOUT_S):
                 raise RoadtrainError(f"a worker ({way}) ended with {process.returncode}")
         found = [json.loads((home / f"{rank}.json").read_text()) for rank in range(n)]
-    return {"seconds": median(max(one["seconds"][i] for one in found) for i in range(steps)),
-            "alone": median(max(one["alone"][i] for one in found) for i in range(steps)),
-            "loss": sum(one["loss"] for one in found) / n}
+    return {
+        "seconds": median(max(one["seconds"][i] for one in found) for i in range(steps)),
+        "alone": median(max(one["alone"][i] for one in found) for i in range(steps)),
+        "loss": sum(one["loss"] for one in found) / n,
+    }
 
 
-def _run(stack: ExitStack, host: Any, words: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+def _run(
+    stack: ExitStack, host: Any, words: Sequence[str], **options: Any
+) -> subprocess.Popen[Any]:
     process: subprocess.Popen[Any] = host.run(
-        [sys.executable, "-m", *words], env={**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"},
-        **options)
+        [sys.executable, "-m", *words],
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"},
+        **options,
+    )
     stack.callback(process.wait)
     stack.callback(process.kill)
     return process
@@ -126,8 +200,14 @@ def _run(stack: ExitStack, host: Any, words: Sequence[str], **options: Any) -> s
 
 
 def worker(args: argparse.Namespace) -> dict[str, Any]:
-    os.environ |= {"MASTER_ADDR": args.master, "MASTER_PORT": "29544", "RANK": str(args.rank),
-                   "WORLD_SIZE": str(args.workers), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    os.environ |= {
+        "MASTER_ADDR": args.master,
+        "MASTER_PORT": "29544",
+        "RANK": str(args.rank),
+        "WORLD_SIZE": str(args.workers),
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+    }
     torch.set_num_threads(1)
     width, layers, batch, times, _ = MODELS[args.model]
     dist.init_process_group("gloo")
@@ -146,8 +226,11 @@ def worker(args: argparse.Namespace) -> dict[str, Any]:
         if args.how.endswith("no priorities"):
             hvd.Summation = _Level  # type: ignore[misc]
         hvd.init(**options)
-        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(),
-                                             model=model if args.how.startswith("later") else None)
+        optimizer = hvd.DistributedOptimizer(
+            optimizer,
+            model.named_parameters(),
+            model=model if args.how.startswith("later") else None,
+        )
     try:
         return _train(model, optimizer, args, (batch, width))
     finally:
@@ -158,7 +241,9 @@ def worker(args: argparse.Namespace) -> dict[str, Any]:
             dist.destroy_process_group()
 
 
-def _train(model: nn.Module, optimizer: Any, args: argparse.Namespace, shape: tuple[int, int]) -> dict[str, Any]:
+def _train(
+    model: nn.Module, optimizer: Any, args: argparse.Namespace, shape: tuple[int, int]
+) -> dict[str, Any]:
     torch.manual_seed(1 + args.rank)
     x, y = torch.randn(shape), torch.randn(shape)
     seconds, loss = [], torch.zeros(())
@@ -181,8 +266,17 @@ def _train(model: nn.Module, optimizer: Any, args: argparse.Namespace, shape: tu
 
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    for name, kind in (("rank", int), ("workers", int), ("master", str), ("spares", str), ("token", str),
-                       ("how", str), ("model", str), ("steps", int), ("json", str)):
+    for name, kind in (
+        ("rank", int),
+        ("workers", int),
+        ("master", str),
+        ("spares", str),
+        ("token", str),
+        ("how", str),
+        ("model", str),
+        ("steps", int),
+        ("json", str),
+    ):
         parser.add_argument(f"--{name}", type=kind, required=True)
     args = parser.parse_args(argv)
     Path(args.json).write_text(json.dumps(worker(args)))

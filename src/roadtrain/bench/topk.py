@@ -1,5 +1,7 @@
-"""Exact top 1 % by magnitude and its scatter back, against torch.topk and torch's scatter; the floor is one reading of
-the input (for the scatter: one writing of the output). One thread, as in a step; on a large block and on one chunk."""
+"""Exact top 1 % by magnitude and its scatter back, against torch.topk and torch's scatter; the
+floor is one reading of the input (for the scatter: one writing of the output). One thread, as in a
+step; on a large block and on one chunk.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ def _rows(x: np.ndarray, reps: int, peer_reps: int, case: str, goal: float | Non
     top_k(x, "fp32", k, idx, val)
     index, value = torch.from_numpy(idx.astype(np.int64)), torch.from_numpy(val)
     found = np.sort(torch.topk(tensor.abs(), k, sorted=False).indices.numpy())
-    assert np.array_equal(np.sort(np.abs(x[found])), np.sort(np.abs(val)))  # the same magnitudes as torch's
+    # the same magnitudes as torch's
+    assert np.array_equal(np.sort(np.abs(x[found])), np.sort(np.abs(val)))
 
     def torch_topk() -> None:
         torch.topk(tensor.abs(), k, sorted=False)
@@ -38,23 +41,45 @@ def _rows(x: np.ndarray, reps: int, peer_reps: int, case: str, goal: float | Non
         there.zero_()
         there[index] = value
 
-    peer = interleave({
-        "ours": lambda: top_k(x, "fp32", k, idx, val),
-        "torch": torch_topk,
-    }, peer_reps)
-    own = interleave({
-        "ours": lambda: top_k(x, "fp32", k, idx, val),
-        "read": lambda: _read(bits),
-        "scatter": lambda: scatter(idx, val, out), "torch": torch_scatter, "fill": lambda: out.fill(0),
-    }, reps)
+    peer = interleave(
+        {"ours": lambda: top_k(x, "fp32", k, idx, val), "torch": torch_topk}, peer_reps
+    )
+    own = interleave(
+        {
+            "ours": lambda: top_k(x, "fp32", k, idx, val),
+            "read": lambda: _read(bits),
+            "scatter": lambda: scatter(idx, val, out),
+            "torch": torch_scatter,
+            "fill": lambda: out.fill(0),
+        },
+        reps,
+    )
     ratio, back = peer["torch"] / peer["ours"], own["fill"] / own["scatter"]
     return [
-        Row(f"exact top 1 % of {case}", "time", "ms", peer["ours"] * 1e3, peer["torch"] * 1e3, "torch.topk", ratio,
-            own["read"] / own["ours"], None if goal is None else f"ratio >= {goal:g}",
-            None if goal is None else ratio >= goal),
-        Row(f"scatter back into {case}", "time", "ms", own["scatter"] * 1e3, own["torch"] * 1e3,
-            "torch zero_ and indexed write", own["torch"] / own["scatter"], back,
-            None if goal is None else "memory speed: of_floor >= 0.8", None if goal is None else back >= 0.8),
+        Row(
+            f"exact top 1 % of {case}",
+            "time",
+            "ms",
+            peer["ours"] * 1e3,
+            peer["torch"] * 1e3,
+            "torch.topk",
+            ratio,
+            own["read"] / own["ours"],
+            None if goal is None else f"ratio >= {goal:g}",
+            None if goal is None else ratio >= goal,
+        ),
+        Row(
+            f"scatter back into {case}",
+            "time",
+            "ms",
+            own["scatter"] * 1e3,
+            own["torch"] * 1e3,
+            "torch zero_ and indexed write",
+            own["torch"] / own["scatter"],
+            back,
+            None if goal is None else "memory speed: of_floor >= 0.8",
+            None if goal is None else back >= 0.8,
+        ),
     ]
 
 

@@ -1,7 +1,9 @@
-"""Optimizer updates with a bf16 gradient in and a bf16 copy out, against torch's with the two casts.
+"""Optimizer updates with a bf16 gradient in and a bf16 copy out, against torch's with the two
+casts.
 
-Ours runs chunk by chunk over threads, as a server does. The floor is the bytes a second of a plain read-modify-write of
-three fp32 arrays by as many threads. All run in turn on arrays of the same size. Does NOT touch storage.
+Ours runs chunk by chunk over threads, as a server does. The floor is the bytes a second of a plain
+read-modify-write of three fp32 arrays by as many threads. All run in turn on arrays of the same
+size. Does NOT touch storage.
 """
 
 from __future__ import annotations
@@ -38,14 +40,17 @@ def _buffer(n: int, dtype: str) -> np.ndarray:
 class _Ours:
     """A rule over flat arrays, cut into chunks."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, grad: np.ndarray, pool: ThreadPoolExecutor) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, grad: np.ndarray, pool: ThreadPoolExecutor
+    ) -> None:
         (self.rule,), n = rules_for(optimizer), grad.size
         self.hyper, self.grad, self.pool = self.rule.hyper(optimizer.param_groups[0]), grad, pool
         self.p, self.copy = _buffer(n, "fp32"), _buffer(n, "bf16")
         self.p[:] = 1
         self.arrays = [_buffer(n, "fp32") for _ in self.rule.arrays]
         self.rows = np.zeros((-(-n // MAX_CHUNK), len(self.rule.scalars)))
-        self.nbytes = n * (8 + 8 * len(self.arrays) + 4)  # parameters and state both ways, gradient in, copy out
+        # parameters and state both ways, gradient in, copy out
+        self.nbytes = n * (8 + 8 * len(self.arrays) + 4)
 
     def __call__(self) -> None:
         list(self.pool.map(self._chunk, range(len(self.rows))))
@@ -53,8 +58,17 @@ class _Ours:
     def _chunk(self, i: int) -> None:
         part = slice(i * MAX_CHUNK, (i + 1) * MAX_CHUNK)
         arrays = [a[part] for a in self.arrays]
-        self.rule.apply(self.p[part], self.grad[part], "bf16", arrays, self.rows[i], self.hyper, 1.0, self.copy[part],
-                        "bf16")
+        self.rule.apply(
+            self.p[part],
+            self.grad[part],
+            "bf16",
+            arrays,
+            self.rows[i],
+            self.hyper,
+            1.0,
+            self.copy[part],
+            "bf16",
+        )
 
 
 def _torch_fused(cls: type, options: dict[str, Any], grad: torch.Tensor) -> Callable[[], None]:
@@ -73,7 +87,8 @@ def _torch_fused(cls: type, options: dict[str, Any], grad: torch.Tensor) -> Call
 
 
 def _foreach_lion(grad: torch.Tensor) -> Callable[[], None]:
-    """Lion as torch's foreach operators do it, on tensors of a chunk's size: torch has no fused one."""
+    """Lion as torch's foreach operators do it, on tensors of a chunk's size: torch has no fused
+    one."""
     flat = {name: torch.ones(grad.numel()) for name in ("p", "m", "g", "u")}
     p, m, g, u = (list(x.split(MAX_CHUNK)) for x in flat.values())
     copy = torch.zeros_like(grad)
@@ -103,14 +118,31 @@ def run(quick: bool = False) -> Report:
     adamw: dict[str, Any] = {"lr": 1e-3}
     sgd: dict[str, Any] = {"lr": 1e-3, "momentum": 0.9}
     with ThreadPoolExecutor(threads) as pool:
+
         def floor() -> None:
-            list(pool.map(lambda s: _read_modify_write(a[s : s + MAX_CHUNK], b[s : s + MAX_CHUNK],
-                                                       c[s : s + MAX_CHUNK]), range(0, n, MAX_CHUNK)))
+            list(
+                pool.map(
+                    lambda s: _read_modify_write(
+                        a[s : s + MAX_CHUNK], b[s : s + MAX_CHUNK], c[s : s + MAX_CHUNK]
+                    ),
+                    range(0, n, MAX_CHUNK),
+                )
+            )
 
         a, b, c = (_buffer(n, "fp32") for _ in range(3))
         cases: list[tuple[str, torch.optim.Optimizer, Callable[[], None], str]] = [
-            ("AdamW", torch.optim.AdamW(one, **adamw), _torch_fused(torch.optim.AdamW, adamw, grad), "torch fused"),
-            ("SGD, momentum", torch.optim.SGD(one, **sgd), _torch_fused(torch.optim.SGD, sgd, grad), "torch fused"),
+            (
+                "AdamW",
+                torch.optim.AdamW(one, **adamw),
+                _torch_fused(torch.optim.AdamW, adamw, grad),
+                "torch fused",
+            ),
+            (
+                "SGD, momentum",
+                torch.optim.SGD(one, **sgd),
+                _torch_fused(torch.optim.SGD, sgd, grad),
+                "torch fused",
+            ),
             ("Lion", Lion(one), _foreach_lion(grad), "torch foreach"),
         ]
         rows = []
@@ -120,8 +152,32 @@ def run(quick: bool = False) -> Report:
             rate, limit = ours.nbytes / seconds["ours"], n * 24 / seconds["floor"]
             ratio, of_floor = seconds["peer"] / seconds["ours"], rate / limit
             case = f"{name}, bf16 in and out, {n // MIB} Mi, {threads} threads"
-            rows.append(Row(case, "update", "ns/element", seconds["ours"] / n * 1e9, seconds["peer"] / n * 1e9,
-                            f"{peer_name} + 2 casts", ratio, None, "ratio >= 1.5", ratio >= 1.5))
-            rows.append(Row(case, "bytes per second", "GB/s", rate / 1e9, limit / 1e9, "read-modify-write of 3 arrays",
-                            of_floor, of_floor, "of_floor >= 0.9", of_floor >= 0.9))
+            rows.append(
+                Row(
+                    case,
+                    "update",
+                    "ns/element",
+                    seconds["ours"] / n * 1e9,
+                    seconds["peer"] / n * 1e9,
+                    f"{peer_name} + 2 casts",
+                    ratio,
+                    None,
+                    "ratio >= 1.5",
+                    ratio >= 1.5,
+                )
+            )
+            rows.append(
+                Row(
+                    case,
+                    "bytes per second",
+                    "GB/s",
+                    rate / 1e9,
+                    limit / 1e9,
+                    "read-modify-write of 3 arrays",
+                    of_floor,
+                    of_floor,
+                    "of_floor >= 0.9",
+                    of_floor >= 0.9,
+                )
+            )
     return Report("update", rows)

@@ -1,16 +1,19 @@
-"""Whether all workers mean the same by an operation: what the coordinator (at worker 0) makes of what they say.
+"""Whether all workers mean the same by an operation: what the coordinator (at worker 0) makes of
+what they say.
 
     Say (an operation is new to a worker) ------> Agreed, to all: all have said the same
-    Stall (it waits since a second, for this) --> Differ, to all: two said different things, or wait for each other
+    Stall (it waits since a second, for this) --> Differ, to all: two said different things, or wait
+    for each other
     Ask, Has: whether a worker that is blocked has begun what another one waits for
 
-An operation is the `use`-th of an identity (a name, or "an unnamed sum"), with a signature: type, shape, what is done.
-Those of an identity and signature that all have said once need no word any more, but for those that are agreed each
-time. A Differ begins a new epoch: what is not complete is given up by all, all numbers begin anew.
+An operation is the `use`-th of an identity (a name, or "an unnamed sum"), with a signature: type,
+shape, what is done. Those of an identity and signature that all have said once need no word any
+more, but for those that are agreed each time. A Differ begins a new epoch: what is not complete is
+given up by all, all numbers begin anew.
 
-NOTE cycles. Worker A is blocked on X; worker B, blocked on Y, had not begun X when it was asked: it cannot begin X
-before Y is done. A ring of such facts can never be undone, whenever each of them was true: an operation has one number,
-and who is blocked begins nothing. So no common moment is needed.
+NOTE cycles. Worker A is blocked on X; worker B, blocked on Y, had not begun X when it was asked: it
+cannot begin X before Y is done. A ring of such facts can never be undone, whenever each of them was
+true: an operation has one number, and who is blocked begins nothing. So no common moment is needed.
 
 Pure. Assumes that a worker which says it is blocked begins nothing until that operation is done.
 """
@@ -64,7 +67,8 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """What waits for a worker that has gone never comes. To all workers, or to the one that asks for it."""
+    """What waits for a worker that has gone never comes. To all workers, or to the one that
+    asks for it."""
 
     words: str
     to: int | None = None
@@ -80,12 +84,16 @@ class _Worker:
 
     pending: Sequence[Operation] = ()
     blocked: Operation | None = None
-    lacks: set[tuple[str, int]] = field(default_factory=set)  # had not begun these when blocked on that
+    # had not begun these when blocked on that
+    lacks: set[tuple[str, int]] = field(default_factory=set)
 
 
 class AgreeDecider:
-    """`waits` False: asynchronous training, nobody waits for others but where an operation is agreed each time.
-    Invariants (`check`): said by fewer than all workers, with one signature; nobody is blocked in another epoch."""
+    """`waits` False: asynchronous training, nobody waits for others but where an operation is
+    agreed each time.
+    Invariants (`check`): said by fewer than all workers, with one signature; nobody is blocked in
+    another epoch.
+    """
 
     def __init__(self, workers: int, waits: bool = True) -> None:
         self.workers, self.waits, self.epoch = workers, waits, 0
@@ -118,7 +126,8 @@ class AgreeDecider:
     def stall(
         self, worker: int, epoch: int, pending: Sequence[Operation], blocked: Operation | None
     ) -> list[Said]:
-        """`pending`: what this worker has waited for since a second; `blocked`: what its thread waits for."""
+        """`pending`: what this worker has waited for since a second; `blocked`: what its thread
+        waits for."""
         if epoch != self.epoch or not self.waits:
             return []
         mine = self._workers[worker]
@@ -128,13 +137,22 @@ class AgreeDecider:
         for operation in pending:
             if found := self._differ(operation.place):
                 return found
-        others = [(rank, one) for rank, one in enumerate(self._workers) if rank != worker and one.blocked is not None]
+        others = [
+            (rank, one)
+            for rank, one in enumerate(self._workers)
+            if rank != worker and one.blocked is not None
+        ]
         if blocked is None:
             return []
         return [Ask(rank, blocked.place) for rank, one in others if blocked.place not in one.lacks]
 
     def has(
-        self, worker: int, epoch: int, place: tuple[str, int], began: bool, blocked: tuple[str, int] | None
+        self,
+        worker: int,
+        epoch: int,
+        place: tuple[str, int],
+        began: bool,
+        blocked: tuple[str, int] | None,
     ) -> list[Said]:
         mine = self._workers[worker]
         if epoch != self.epoch or began or mine.blocked is None or mine.blocked.place != blocked:
@@ -143,8 +161,11 @@ class AgreeDecider:
         ring = self._ring(worker, [])
         if not ring:
             return []
-        parts = [f"worker {rank} waits for {self._workers[rank].blocked}, which worker {ring[(i + 1) % len(ring)]} has "
-                 "not begun" for i, rank in enumerate(ring)]
+        parts = [
+            f"worker {rank} waits for {self._workers[rank].blocked}, which worker"
+            f" {ring[(i + 1) % len(ring)]} has not begun"
+            for i, rank in enumerate(ring)
+        ]
         return self._verdict("workers wait for each other: " + "; ".join(parts))
 
     def left(self, worker: int, why: str) -> list[Said]:
@@ -172,8 +193,10 @@ class AgreeDecider:
         ranks: dict[str, list[int]] = {}
         for rank in sorted(meant):
             ranks.setdefault(meant[rank], []).append(rank)
-        parts = [f"worker{'s' * (len(own) > 1)} {', '.join(map(str, own))}: {signature}"
-                 for signature, own in ranks.items()]
+        parts = [
+            f"worker{'s' * (len(own) > 1)} {', '.join(map(str, own))}: {signature}"
+            for signature, own in ranks.items()
+        ]
         return self._verdict(f"workers differ about {place[0]!r}: " + "; ".join(parts))
 
     def _ring(self, worker: int, path: list[int]) -> list[int]:
@@ -184,7 +207,11 @@ class AgreeDecider:
         if mine.blocked is None or worker in path:
             return []
         for rank, other in enumerate(self._workers):
-            if rank != worker and mine.blocked.place in other.lacks and (ring := self._ring(rank, [*path, worker])):
+            if (
+                rank != worker
+                and mine.blocked.place in other.lacks
+                and (ring := self._ring(rank, [*path, worker]))
+            ):
                 return ring
         return []
 

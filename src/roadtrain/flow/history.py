@@ -1,21 +1,26 @@
-"""History: which sessions a store has been through, and whether what is found of it may be gone on from. Pure.
+"""History: which sessions a store has been through, and whether what is found of it may be gone on
+from. Pure.
 
-Every session that begins to train gives the history one more link, with an identity of its own. Each server that takes
-part has the link durably before the session's first commit, and a step is committed only when all of them hold it. So:
+Every session that begins to train gives the history one more link, with an identity of its own.
+Each server that takes part has the link durably before the session's first commit, and a step is
+committed only when all of them hold it. So:
 
-Note "empty links": a server that takes part in a link and holds no step after it proves that the link has no step; so
-does one that should have taken part and never wrote the link down. Such links at the end of a history do not count.
+Note "empty links": a server that takes part in a link and holds no step after it proves that the
+link has no step; so does one that should have taken part and never wrote the link down. Such links
+at the end of a history do not count.
 
-Note "forked": of two histories that count, one is a part of the other, else both went on from the same step without
-each other. Nobody can say which one is meant, so a start that sees both is refused.
+Note "forked": of two histories that count, one is a part of the other, else both went on from the
+same step without each other. Nobody can say which one is meant, so a start that sees both is
+refused.
 
-Note "who may hold more": later steps than those that are found can only have been made with a server that took part in
-the last link known here. So a start is safe when all of these are here. With three or more servers a majority that
-has a history is enough too: every session had one, and two majorities share a server. With two servers somebody else
-must know that the other one did not go on alone: the witness of the last link. That is whoever began it: the mark of
-its run directory, or, where there is none, its worker 0 while it lives, which says to one server at most that it may
-go on without the other (`Held.without`). Without a witness the two cases "the other died" and "the other went on
-alone" look the same, and only a person knows (`given_up`).
+Note "who may hold more": later steps than those that are found can only have been made with a
+server that took part in the last link known here. So a start is safe when all of these are here.
+With three or more servers a majority that has a history is enough too: every session had one, and
+two majorities share a server. With two servers somebody else must know that the other one did not
+go on alone: the witness of the last link. That is whoever began it: the mark of its run directory,
+or, where there is none, its worker 0 while it lives, which says to one server at most that it may
+go on without the other (`Held.without`). Without a witness the two cases "the other died" and "the
+other went on alone" look the same, and only a person knows (`given_up`).
 
 Assumes: what a server says of itself is whole. Does NOT know how it was asked, and changes nothing.
 """
@@ -31,7 +36,8 @@ from roadtrain.errors import ForkedError, StaleError
 
 @dataclass(frozen=True)
 class HistoryLink:
-    """A session that began to train. With the sessions of the first edition only the number is known."""
+    """A session that began to train. With the sessions of the first edition only the number is
+    known."""
 
     id: str  # random
     step: int  # from which it went on; -1: not known
@@ -56,7 +62,8 @@ class Held:
 
 @dataclass(frozen=True)
 class Witness:
-    """What a run directory knows: the last link that a start of this run began, and the one before it."""
+    """What a run directory knows: the last link that a start of this run began, and the one
+    before it."""
 
     before: str
     last: str
@@ -76,7 +83,8 @@ class Witness:
 
 @dataclass(frozen=True)
 class Resume:
-    """A start may go on from `step`, which each of `members` holds; the other servers are filled up from these."""
+    """A start may go on from `step`, which each of `members` holds; the other servers are
+    filled up from these."""
 
     step: int
     members: tuple[int, ...]
@@ -93,7 +101,8 @@ class Doubt:
 
 
 class Histories:
-    """What the servers in `found` (number -> what it says) have been through. `names`: of all servers of the job;
+    """What the servers in `found` (number -> what it says) have been through. `names`: of all
+    servers of the job;
     `holders`: for every chunk the servers that hold it. Raises ForkedError."""
 
     def __init__(
@@ -117,8 +126,10 @@ class Histories:
     def resume(
         self, witness: Witness | None = None, given_up: Collection[int] = ()
     ) -> Resume | Doubt:
-        """Whether and where a start goes on. `given_up`: servers that are not in `found`, since what they hold is not
-        to count. Raises StaleError where the run directory knows of a session that nobody here knows of."""
+        """Whether and where a start goes on. `given_up`: servers that are not in `found`, since
+        what they hold is not to count. Raises StaleError where the run directory knows of a session
+        that nobody here knows of.
+        """
         members = tuple(n for n in sorted(self.at_end) if self.found[n].newest >= self.committed)
         if lost := lost_chunks(self.holders, members):
             return self._not_held(members, lost)
@@ -164,8 +175,9 @@ class Histories:
         )
 
     def _committed(self, number: int) -> int:
-        """The highest step that the server knows to be committed: a step is prepared after the commit of the one
-        before, the first server commits, and what a session goes on from counts."""
+        """The highest step that the server knows to be committed: a step is prepared after the
+        commit of the one before, the first server commits, and what a session goes on from
+        counts."""
         held, links = self.found[number], _links(self.found[number])
         first, base = (links[-1].members[:1], links[-1].step) if links else ((0,), -1)
         surely = held.newest if held.newest <= base or number in first else held.newest - 1
@@ -180,10 +192,14 @@ class Histories:
                     self._goes_on_from(one, other) or self._goes_on_from(other, one)
                 ):
                     raise ForkedError(
-                        f"{self._told(one, other)}; {self._told(other, one)}: neither goes on from the other",
-                        hint=f"nothing was changed. Give one of them up: give_up=[...] (--store.give_up) with the "
-                        f"address of {self.names[one]} or of {self.names[other]}; what that holds is moved aside and "
-                        "it is filled up from the others",
+                        f"{self._told(one, other)}; {self._told(other, one)}: neither goes on from"
+                        " the other",
+                        hint=(
+                            "nothing was changed. Give one of them up: give_up=[...]"
+                            f" (--store.give_up) with the address of {self.names[one]} or of"
+                            f" {self.names[other]}; what that holds is moved aside and it is filled"
+                            " up from the others"
+                        ),
                     )
 
     def _goes_on_from(self, later: int, earlier: int) -> bool:
@@ -205,7 +221,10 @@ class Histories:
             else f" on a history of its own since step {link.step}"
         )
         when = "" if link is None or not link.at else f", begun at {_utc(link.at)}"
-        return f"{self.names[number]} is at step {max(self.found[number].newest, self.found[number].kept)}{since}{when}"
+        return (
+            f"{self.names[number]} is at step"
+            f" {max(self.found[number].newest, self.found[number].kept)}{since}{when}"
+        )
 
     def _complete(self, given_up: Collection[int]) -> bool:
         """See Note "who may hold more"."""
@@ -224,7 +243,8 @@ class Histories:
         return set(self.found[number].without) if len(self.names) == 2 else set()
 
     def _witnessed(self, witness: Witness | None) -> bool:
-        """Whether the run directory knows that nobody went on after what one of two servers holds."""
+        """Whether the run directory knows that nobody went on after what one of two servers
+        holds."""
         if witness is None or len(self.names) > 2:
             return False
         for number in self.at_end:
@@ -237,7 +257,8 @@ class Histories:
         return False
 
     def _unknown(self, witness: Witness, members: Sequence[int]) -> Doubt | None:
-        """Where the run's last session is in no history here, and nobody here can say that it has no step."""
+        """Where the run's last session is in no history here, and nobody here can say that it
+        has no step."""
         if any(witness.last == link.id for held in self.found.values() for link in _links(held)):
             return None
         if any(n in witness.members and witness.before in self._ends(n) for n in self.at_end):
@@ -247,10 +268,12 @@ class Histories:
                 members, f"the run's last session was with {self._names(witness.members)}"
             )
         raise StaleError(
-            f"the run's last session, with {self._names(witness.members)}, is in the history of nobody here: they are "
-            f"at step {max(held.newest for held in self.found.values())}",
-            hint="was an older copy put back? Name the servers that hold the run; give_up=[...] or --new-store goes on "
-            "with what is there",
+            f"the run's last session, with {self._names(witness.members)}, is in the history of"
+            f" nobody here: they are at step {max(held.newest for held in self.found.values())}",
+            hint=(
+                "was an older copy put back? Name the servers that hold the run; give_up=[...] or"
+                " --new-store goes on with what is there"
+            ),
         )
 
     def _ends(self, number: int) -> set[str]:
@@ -269,12 +292,17 @@ class Histories:
     def _alone(self, members: Sequence[int], why: str) -> Doubt:
         others = [n for n in range(len(self.names)) if n not in self.at_end]
         if len(self.names) > 2:
-            why = f"{len(members)} of {len(self.names)} servers hold the last step known, a majority is needed"
+            why = (
+                f"{len(members)} of {len(self.names)} servers hold the last step known, a majority"
+                " is needed"
+            )
         newest = max((self.found[n].newest for n in members), default=-1)
         return Doubt(
-            f"{self._names(members)} is at step {newest}; {self._names(others)} may hold a later one: {why}",
-            f"start what is missing, with what it held; if that is lost for good: give_up=[...] (--store.give_up) with "
-            f"the address of {self._names(others)} goes on from step {newest}",
+            f"{self._names(members)} is at step {newest}; {self._names(others)} may hold a later"
+            f" one: {why}",
+            "start what is missing, with what it held; if that is lost for good: give_up=[...]"
+            f" (--store.give_up) with the address of {self._names(others)} goes on from step"
+            f" {newest}",
         )
 
     def _names(self, numbers: Collection[int]) -> str:
@@ -299,7 +327,8 @@ def _same(mine: Sequence[HistoryLink], its: Sequence[HistoryLink]) -> bool:
 
 
 def _links(held: Held) -> tuple[HistoryLink, ...]:
-    """A history; of a store of the first edition a link for each of its sessions, whose identity is the number."""
+    """A history; of a store of the first edition a link for each of its sessions, whose
+    identity is the number."""
     last = max(held.sessions, default=0)
     if held.history or not last:
         return held.history
@@ -311,8 +340,8 @@ def _links(held: Held) -> tuple[HistoryLink, ...]:
 
 
 def _numbers_forked(mine: Held, its: Held, me: int, it: int) -> bool:
-    """Two stores of the first edition that cannot be of one history: two sessions have the same number, or each of two
-    servers went on without the other."""
+    """Two stores of the first edition that cannot be of one history: two sessions have the same
+    number, or each of two servers went on without the other."""
     if mine.history or its.history or not mine.sessions or not its.sessions:
         return False
     last, other = max(mine.sessions), max(its.sessions)

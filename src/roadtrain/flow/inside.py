@@ -1,10 +1,12 @@
-"""Inside a host: which of its workers' devices sum for the others, by where devices and network cards hang.
+"""Inside a host: which of its workers' devices sum for the others, by where devices and network
+cards hang.
 
-Jiang et al. (BytePS, OSDI 2020), section 4.2. A device's way to the processor's memory is its switch's link. Where some
-switches with devices have a network card and others do not, the cards' links are left to the network: all gradients
-meet at devices on the others (reduce and broadcast, roots in turn). Where all are alike, each device meets the others
-for its own piece (reduce-scatter, all-gather), and pieces of several switches meet in the processor's memory unless
-a faster fabric joins the devices (NVLink). Never from device to device across switches. Pure.
+Jiang et al. (BytePS, OSDI 2020), section 4.2. A device's way to the processor's memory is its
+switch's link. Where some switches with devices have a network card and others do not, the cards'
+links are left to the network: all gradients meet at devices on the others (reduce and broadcast,
+roots in turn). Where all are alike, each device meets the others for its own piece (reduce-scatter,
+all-gather), and pieces of several switches meet in the processor's memory unless a faster fabric
+joins the devices (NVLink). Never from device to device across switches. Pure.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from roadtrain.errors import ConfigError
 
 @dataclass(frozen=True)
 class Switch:
-    """What hangs on one PCIe switch or root port: local numbers of devices, whether a network card."""
+    """What hangs on one PCIe switch or root port: local numbers of devices, whether a network
+    card."""
 
     devices: tuple[int, ...]
     nic: bool = False
@@ -25,8 +28,8 @@ class Switch:
 
 @dataclass(frozen=True)
 class Inside:
-    """`roots`: devices (of the local workers of the same number) that sum. `on_cpu`: pieces of several switches meet in
-    the processor's memory."""
+    """`roots`: devices (of the local workers of the same number) that sum. `on_cpu`: pieces of
+    several switches meet in the processor's memory."""
 
     how: str  # "scatter": reduce-scatter and all-gather, or "reduce": reduce and broadcast
     roots: tuple[int, ...]
@@ -37,17 +40,24 @@ def choose(switches: Sequence[Switch], *, nvlink: bool = False) -> Inside:
     """Raises ConfigError where a device is named twice or none is."""
     devices = sorted(device for switch in switches for device in switch.devices)
     if not devices or devices != [*range(len(devices))]:
-        raise ConfigError(f"switches with devices {devices}", hint="every device once, numbered from 0")
+        raise ConfigError(
+            f"switches with devices {devices}", hint="every device once, numbered from 0"
+        )
     with_nic = [switch for switch in switches if switch.devices and switch.nic]
     without = [switch for switch in switches if switch.devices and not switch.nic]
     if with_nic and without:
-        return Inside("reduce", tuple(sorted(device for switch in without for device in switch.devices)), False)
+        return Inside(
+            "reduce",
+            tuple(sorted(device for switch in without for device in switch.devices)),
+            False,
+        )
     return Inside("scatter", tuple(devices), not nvlink and len(with_nic or without) > 1)
 
 
 def switches_of(devices: Sequence[str], nics: Sequence[str]) -> list[Switch]:
-    """From the places of PCI functions as Linux names them (/sys/devices/pci0000:40/0000:40:01.1/0000:41:00.0): those
-    that share the port nearest the processor share a link."""
+    """From the places of PCI functions as Linux names them
+    (/sys/devices/pci0000:40/0000:40:01.1/0000:41:00.0): those that share the port nearest the
+    processor share a link."""
     ports: dict[tuple[str, ...], list[int]] = {}
     for number, place in enumerate(devices):
         ports.setdefault(_port(place), []).append(number)

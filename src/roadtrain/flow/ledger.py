@@ -1,19 +1,22 @@
-"""When a step is committed: every server prepared it, the job's own state after it is known, the first server commits,
-all are told. Pure; the worker feeds it.
+"""When a step is committed: every server prepared it, the job's own state after it is known, the
+first server commits, all are told. Pure; the worker feeds it.
 
-sealed(s) -> Seal to all servers.  the others answer Prepared(s);  blob(s) is captured when the next step begins.
+sealed(s) -> Seal to all servers.  the others answer Prepared(s);  blob(s) is captured when the next
+                                                                   step begins.
 Both there -> Commit(s, blob) to the first, which answers CommitDone(s) -> CommitDone to the others.
 
-With replicas (`everywhere`) all get Commit(s, blob) and prepare with it: then no server holds anything that no other
-holds. Before that each says what it has written (Written). The two servers of a chunk apply the same pushes in the same
-order to the same bytes, whatever the staleness, so they write the same; where they did not, no server prepares the
-step. flow/history.py says what is left of all that when somebody died.
+With replicas (`everywhere`) all get Commit(s, blob) and prepare with it: then no server holds
+anything that no other holds. Before that each says what it has written (Written). The two servers
+of a chunk apply the same pushes in the same order to the same bytes, whatever the staleness, so
+they write the same; where they did not, no server prepares the step. flow/history.py says what is
+left of all that when somebody died.
 
-Note "two sums": of the chunks of one owner both servers say the sum of their checksums and the sum weighted by the
-chunks' numbers, modulo 2^64. Where one chunk differs, the second difference is the first times its number plus one.
+Note "two sums": of the chunks of one owner both servers say the sum of their checksums and the sum
+weighted by the chunks' numbers, modulo 2^64. Where one chunk differs, the second difference is the
+first times its number plus one.
 
-A part that only this worker has (`own`, node/residuals.py) is one of the others, and no commit is sent that it has not
-prepared: whichever step the job goes on from, this part has it.
+A part that only this worker has (`own`, node/residuals.py) is one of the others, and no commit is
+sent that it has not prepared: whichever step the job goes on from, this part has it.
 """
 
 from __future__ import annotations
@@ -48,18 +51,31 @@ def added(sums: tuple[int, int], chunk: int, checksum: int) -> tuple[int, int]:
 
 
 class Ledger:
-    """`servers`: their numbers; the first commits. `diverged`: once two servers wrote different bytes; no step is
-    committed from then on. Invariants (`check`): committed <= sealed; a blob is kept only until its commit."""
+    """`servers`: their numbers; the first commits. `diverged`: once two servers wrote different
+    bytes; no step is committed from then on. Invariants (`check`): committed <= sealed; a blob is
+    kept only until its commit.
+    """
 
     def __init__(
-        self, servers: Sequence[int], committed: int, *, everywhere: bool = False, own: int | None = None
+        self,
+        servers: Sequence[int],
+        committed: int,
+        *,
+        everywhere: bool = False,
+        own: int | None = None,
     ) -> None:
-        self.first, self.others, self.everywhere, self.own = servers[0], tuple(servers[1:]), everywhere, own
+        self.first, self.others, self.everywhere, self.own = (
+            servers[0],
+            tuple(servers[1:]),
+            everywhere,
+            own,
+        )
         self.sealed = committed
         self.committed = committed
         self.blobs: dict[int, Any] = {}
         self.prepared: dict[int, set[int]] = {}  # step -> servers other than the first
-        self.written: dict[int, dict[int, ops.Written]] = {}  # with replicas: step -> server -> what it said
+        # with replicas: step -> server -> what it said
+        self.written: dict[int, dict[int, ops.Written]] = {}
         self.told: set[int] = set()  # steps whose blob the others have, with replicas
         self.diverged: Diverged | None = None
 
@@ -100,7 +116,11 @@ class Ledger:
 
     def _unwritten(self, step: int) -> list[int]:
         """With replicas: the servers that have not said what they wrote."""
-        servers = [server for server in (self.first, *self.others) if self.everywhere and server != self.own]
+        servers = [
+            server
+            for server in (self.first, *self.others)
+            if self.everywhere and server != self.own
+        ]
         return [server for server in servers if server not in self.written[step]]
 
     def _move(self, step: int) -> list[tuple[int, Any]]:
@@ -110,7 +130,11 @@ class Ledger:
         out: list[tuple[int, Any]] = []
         if self.everywhere and step not in self.told and self.own in (None, *self.prepared[step]):
             self.told.add(step)
-            out += [(other, ops.Commit(step, self.blobs[step])) for other in self.others if other != self.own]
+            out += [
+                (other, ops.Commit(step, self.blobs[step]))
+                for other in self.others
+                if other != self.own
+            ]
         if len(self.prepared[step]) == len(self.others):
             out.append((self.first, ops.Commit(step, self.blobs.pop(step))))
         return out
@@ -120,11 +144,18 @@ class Ledger:
         step = self.committed + 1
         late = sorted(set(self.others) - self.prepared.get(step, set()))
         late = (self._unwritten(step) if step in self.written else []) or late
-        return f"step {step} waits for server(s) {late or [self.first]}" if step <= self.sealed else "nothing"
+        return (
+            f"step {step} waits for server(s) {late or [self.first]}"
+            if step <= self.sealed
+            else "nothing"
+        )
 
     def check(self) -> None:
         assert self.committed <= self.sealed
-        assert set(self.prepared) == set(self.written) == set(range(self.committed + 1, self.sealed + 1))
+        assert (
+            set(self.prepared)
+            == set(self.written)
+            == set(range(self.committed + 1, self.sealed + 1))
+        )
         assert self.told <= set(self.prepared)
         assert set(self.blobs) <= set(self.prepared)
-

@@ -1,12 +1,15 @@
-"""The words that deciders speak: messages between worker and server, what a server's doers report, what it tells them.
+"""The words that deciders speak: messages between worker and server, what a server's doers report,
+what it tells them.
 
-Messages travel over a link; events come from the server's own doers; actions go to them. All are frozen values, so a
-schedule can be written down, compared and simulated. `into`, `grad` and `blob` are opaque here (a memoryview in the
-real run, None in a simulated one). `worker` is who sent a message: the server's end of the link sets it.
+Messages travel over a link; events come from the server's own doers; actions go to them. All are
+frozen values, so a schedule can be written down, compared and simulated. `into`, `grad` and `blob`
+are opaque here (a memoryview in the real run, None in a simulated one). `worker` is who sent a
+message: the server's end of the link sets it.
 
-With one worker a server reports the sum of squares of each push (Held), and acts on each Release. With several it
-waits until every worker has closed a chunk's gradient (by Close, or by Release), sums in worker order and tells all; an
-update begins when every worker has released it. Then a trainable chunk gets one version a step, gradient or not.
+With one worker a server reports the sum of squares of each push (Held), and acts on each Release.
+With several it waits until every worker has closed a chunk's gradient (by Close, or by Release),
+sums in worker order and tells all; an update begins when every worker has released it. Then a
+trainable chunk gets one version a step, gradient or not.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """Worker -> server: copy chunk's public part into `into` as soon as at least `version` updates were applied."""
+    """Worker -> server: copy chunk's public part into `into` as soon as at least `version`
+    updates were applied."""
 
     chunk: int
     version: int
@@ -29,11 +33,12 @@ class Pull:
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """Worker -> server: a gradient (dense: `grad` in the chunk's dtype; sparse: `grad` = (indices, values), sums of
-    squares taken before compression; put away: `grad` = its lane, see Stash). `fresh`: first of its step, so it
-    replaces what is held. `keep`: the server may keep `grad` where it lies until the update; else it moves it to its
-    own place. Freed(ticket) says when. `dtype`: of a dense gradient that was narrowed from the chunk's; its values are
-    the first half of `grad` then."""
+    """Worker -> server: a gradient (dense: `grad` in the chunk's dtype; sparse: `grad` =
+    (indices, values), sums of squares taken before compression; put away: `grad` = its lane, see
+    Stash). `fresh`: first of its step, so it replaces what is held. `keep`: the server may keep
+    `grad` where it lies until the update; else it moves it to its own place. Freed(ticket) says
+    when. `dtype`: of a dense gradient that was narrowed from the chunk's; its values are the
+    first half of `grad` then."""
 
     chunk: int
     grad: Any
@@ -52,7 +57,8 @@ class Push:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Worker -> server, only where there are several: my gradient of `chunk` for `step` is whole (or there is none)."""
+    """Worker -> server, only where there are several: my gradient of `chunk` for `step` is
+    whole (or there is none)."""
 
     chunk: int
     step: int
@@ -61,8 +67,9 @@ class Close:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Worker -> server: apply the rule to the held gradient as part of `step`. `scales`: one a span of the chunk, None
-    where the parameter has no gradient in this step. `order`: smaller is wanted sooner."""
+    """Worker -> server: apply the rule to the held gradient as part of `step`. `scales`: one a
+    span of the chunk, None where the parameter has no gradient in this step. `order`: smaller is
+    wanted sooner."""
 
     chunk: int
     step: int
@@ -90,8 +97,10 @@ class Seal:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Worker -> first server: all others are prepared; `blob` is the job's own state after `step`, this worker's part.
-    With replicas to the others too, before they prepare and once all are known to have written the same."""
+    """Worker -> first server: all others are prepared; `blob` is the job's own state after `step`,
+    this worker's part. With replicas to the others too, before they prepare and once all are known
+    to have written the same.
+    """
 
     step: int
     blob: Any
@@ -128,7 +137,8 @@ class Freed:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Server -> worker: all of `step` is written here (and durable, except on the first, which still has to commit)."""
+    """Server -> worker: all of `step` is written here (and durable, except on the first, which
+    still has to commit)."""
 
     server: int
     step: int
@@ -136,9 +146,9 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Server -> worker, only with replicas and before it prepares: all of `step` is written here. `sums`: for every
-    owner of chunks held here, (owner, sum, weighted sum) of the checksums of what the step made of them (flow/ledger.py
-    compares them)."""
+    """Server -> worker, only with replicas and before it prepares: all of `step` is written
+    here. `sums`: for every owner of chunks held here, (owner, sum, weighted sum) of the
+    checksums of what the step made of them (flow/ledger.py compares them)."""
 
     server: int
     step: int
@@ -158,9 +168,10 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A doer has carried `action` out. `result`: of Hold (sums of squares of the worker's gradient, whether the pushed
-    memory is in use until the update), of Total (sums of squares of the sum over workers), a segment each; of Update
-    (with replicas the checksum of what it made)."""
+    """A doer has carried `action` out. `result`: of Hold (sums of squares of the worker's
+    gradient, whether the pushed memory is in use until the update), of Total (sums of squares of
+    the sum over workers), a segment each; of Update (with replicas the checksum of what it
+    made)."""
 
     action: Any
     result: tuple[Any, ...] = ()
@@ -184,7 +195,8 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class Stash:
-    """Write what was pushed to `lane` of the spill file (those of the workers come first), until its step's turn."""
+    """Write what was pushed to `lane` of the spill file (those of the workers come first),
+    until its step's turn."""
 
     push: Push
     lane: int
@@ -211,8 +223,9 @@ class Total:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Copy the public part to `pull.into`: from the record buffer or cache (`memory`), else from the file. `newest`:
-    cast from the master instead, which is one update ahead of it (staleness 1)."""
+    """Copy the public part to `pull.into`: from the record buffer or cache (`memory`), else from
+    the file. `newest`: cast from the master instead, which is one update ahead of it (staleness
+    1)."""
 
     pull: Pull
     memory: bool
@@ -240,7 +253,8 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Prepare:
-    """Make everything written so far durable as `step`; `blobs`, one a worker, are given where this is the commit."""
+    """Make everything written so far durable as `step`; `blobs`, one a worker, are given where
+    this is the commit."""
 
     step: int
     blobs: Sequence[Any]

@@ -1,12 +1,15 @@
-"""In which order a pipeline stage runs its micro-batches: one forward, one backward, with a flush at the step's end.
+"""In which order a pipeline stage runs its micro-batches: one forward, one backward, with a flush
+at the step's end.
 
-Stage s of p: min(m, p - 1 - s) forwards, then a forward and a backward in turn, then the backwards that are left
-(PipeDream-Flush; Narayanan et al., 2021). At most p - s micro-batches' activations are held.
+Stage s of p: min(m, p - 1 - s) forwards, then a forward and a backward in turn, then the backwards
+that are left (PipeDream-Flush; Narayanan et al., 2021). At most p - s micro-batches' activations
+are held.
 
-A stage may have v parts of the model, part k of stage s after all of parts k - 1 (interleaved; the same paper, section
-2.2): the idle time (p - 1) (f + b) of a step shrinks to 1 / v of it. Forwards go p micro-batches at a time through a
-stage's parts, backwards the same with its last part first; 2 (p - 1 - s) + (v - 1) p forwards come before the first
-backward. m is a multiple of p then. Pure: events in, actions out; the runtime and the simulator drive the same decider.
+A stage may have v parts of the model, part k of stage s after all of parts k - 1 (interleaved; the
+same paper, section 2.2): the idle time (p - 1) (f + b) of a step shrinks to 1 / v of it. Forwards
+go p micro-batches at a time through a stage's parts, backwards the same with its last part first; 2
+(p - 1 - s) + (v - 1) p forwards come before the first backward. m is a multiple of p then. Pure:
+events in, actions out; the runtime and the simulator drive the same decider.
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ FORWARD, BACKWARD = "Forward", "Backward"
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Run the blocks of the stage's `part` for `micro`. `last`: their gradients are whole after this."""
+    """Run the blocks of the stage's `part` for `micro`. `last`: their gradients are whole after
+    this."""
 
     what: str
     micro: int
@@ -40,14 +44,27 @@ def ahead(stage: int, stages: int, micros: int, parts: int = 1) -> int:
 
 
 def one_forward_one_backward(stage: int, stages: int, micros: int, parts: int = 1) -> list[Run]:
-    """The whole order of one step. Raises ConfigError where parts take turns and micro-batches do not divide."""
+    """The whole order of one step. Raises ConfigError where parts take turns and micro-batches
+    do not divide."""
     if parts > 1 and micros % stages:
-        raise ConfigError(f"{micros} micro-batches go through {stages} stages of {parts} parts each",
-                          hint="with vp above 1 micro-batches are a multiple of the stages")
-    turns = [range(first, first + stages) for first in range(0, micros, stages)] if parts > 1 else [range(micros)]
-    forwards = [Run(FORWARD, i, False, part) for turn in turns for part in range(parts) for i in turn]
-    backwards = [Run(BACKWARD, i, i == micros - 1, part) for turn in turns for part in reversed(range(parts))
-                 for i in turn]
+        raise ConfigError(
+            f"{micros} micro-batches go through {stages} stages of {parts} parts each",
+            hint="with vp above 1 micro-batches are a multiple of the stages",
+        )
+    turns = (
+        [range(first, first + stages) for first in range(0, micros, stages)]
+        if parts > 1
+        else [range(micros)]
+    )
+    forwards = [
+        Run(FORWARD, i, False, part) for turn in turns for part in range(parts) for i in turn
+    ]
+    backwards = [
+        Run(BACKWARD, i, i == micros - 1, part)
+        for turn in turns
+        for part in reversed(range(parts))
+        for i in turn
+    ]
     warm = first_forwards(stage, stages, micros, parts)
     out = forwards[:warm]
     for forward, backward in zip(forwards[warm:], backwards):
@@ -56,21 +73,23 @@ def one_forward_one_backward(stage: int, stages: int, micros: int, parts: int = 
 
 
 class StageDecider:
-    """Invariants (`check`): forwards begun are at most `ahead` of backwards ended; each runs once, after what it needs
-    has come. `parts`: of the model, that each stage has."""
+    """Invariants (`check`): forwards begun are at most `ahead` of backwards ended; each runs
+    once, after what it needs has come. `parts`: of the model, that each stage has."""
 
     def __init__(self, stage: int, stages: int, micros: int, parts: int = 1) -> None:
         self.stage, self.stages, self.micros, self.parts = stage, stages, micros, parts
         self.order = one_forward_one_backward(stage, stages, micros, parts)
         self.at = 0
         self.running: Run | None = None
-        self.here: dict[str, set[tuple[int, int]]] = {FORWARD: set(), BACKWARD: set()}  # (micro, part)
+        # (micro, part)
+        self.here: dict[str, set[tuple[int, int]]] = {FORWARD: set(), BACKWARD: set()}
         if stage == 0:
             self.here[FORWARD] = {(i, 0) for i in range(micros)}
         self.ran: dict[str, int] = {FORWARD: 0, BACKWARD: 0}
 
     def arrived(self, what: str, micro: int, part: int = 0) -> list[Run]:
-        """The activations (for FORWARD) or the gradient of them (for BACKWARD) of `micro` are here for `part`."""
+        """The activations (for FORWARD) or the gradient of them (for BACKWARD) of `micro` are
+        here for `part`."""
         self.here[what].add((micro, part))
         return self._next()
 
@@ -78,7 +97,8 @@ class StageDecider:
         return self._next()
 
     def goes(self, run: Run) -> tuple[int, int] | None:
-        """(stage, part) that needs what `run` leaves; None: nobody, or this stage's own backward of the loss."""
+        """(stage, part) that needs what `run` leaves; None: nobody, or this stage's own
+        backward of the loss."""
         step = 1 if run.what == FORWARD else -1
         turns, stage = divmod(self.stage + step, self.stages)
         part = run.part + turns
@@ -109,6 +129,12 @@ class StageDecider:
 
     def check(self) -> None:
         begun = sum(run.what == FORWARD for run in self.order[: self.at])
-        assert 0 <= begun - self.ran[BACKWARD] <= ahead(self.stage, self.stages, self.micros, self.parts)
-        assert all(0 <= micro < self.micros and 0 <= part < self.parts
-                   for micro, part in self.here[FORWARD] | self.here[BACKWARD])
+        assert (
+            0
+            <= begun - self.ran[BACKWARD]
+            <= ahead(self.stage, self.stages, self.micros, self.parts)
+        )
+        assert all(
+            0 <= micro < self.micros and 0 <= part < self.parts
+            for micro, part in self.here[FORWARD] | self.here[BACKWARD]
+        )

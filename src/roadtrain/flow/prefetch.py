@@ -1,9 +1,11 @@
-"""Which blocks a worker holds, fetches ahead and drops: the order of the last step is the prediction for this one, and
-what is needed last is dropped first (Belady's rule). Backward follows forward in that order, so at the turn the last
-blocks stay for free, and with room for the whole model nothing is fetched twice.
+"""Which blocks a worker holds, fetches ahead and drops: the order of the last step is the
+prediction for this one, and what is needed last is dropped first (Belady's rule). Backward follows
+forward in that order, so at the turn the last blocks stay for free, and with room for the whole
+model nothing is fetched twice.
 
 Pure: events in, actions out. Slots are equal and hold one block each.
-FREE: 0 bytes in use. COMING: a pull is under way. HERE: may be dropped. USED: a forward or backward runs on it.
+FREE: 0 bytes in use. COMING: a pull is under way. HERE: may be dropped. USED: a forward or backward
+runs on it.
 """
 
 from __future__ import annotations
@@ -32,17 +34,20 @@ class Slot:
 
 
 class Prefetcher:
-    """Invariants (`check`): a block is in at most one slot that is not stale; `where` is that map."""
+    """Invariants (`check`): a block is in at most one slot that is not stale; `where` is that
+    map."""
 
     def __init__(self, slots: int, blocks: Sequence[int]) -> None:
         assert slots >= 2
         self.slots = [Slot() for _ in range(slots)]
         self.where: dict[int, int] = {}
-        self.past: list[int] = [*blocks, *reversed(blocks)]  # a first guess: forward in order, backward in reverse
+        # a first guess: forward in order, backward in reverse
+        self.past: list[int] = [*blocks, *reversed(blocks)]
         self.known = {*blocks}  # of `past`
         self.now: list[int] = []
         self.cursor = 0  # next index of `past`
-        self.wanted: int | None = None  # asked for and not yet used: it keeps or gets a slot before all others
+        # asked for and not yet used: it keeps or gets a slot before all others
+        self.wanted: int | None = None
 
     def shrink(self, slots: int) -> None:
         """Before anything is pulled: fewer slots."""
@@ -114,10 +119,13 @@ class Prefetcher:
             self.cursor = (follows or matches)[0] + 1
 
     def _upcoming(self) -> list[int]:
-        """Distinct blocks in the order of their next use, the wanted one first; the next step follows this one, so what
-        backward has updated is fetched again while the rest of it runs."""
+        """Distinct blocks in the order of their next use, the wanted one first; the next step
+        follows this one, so what backward has updated is fetched again while the rest of it
+        runs."""
         seen: dict[int, None] = {} if self.wanted is None else {self.wanted: None}
-        enough = min(2 * len(self.slots) + 1, len(self.known) + (len(seen) and self.wanted not in self.known))
+        enough = min(
+            2 * len(self.slots) + 1, len(self.known) + (len(seen) and self.wanted not in self.known)
+        )
         for block in chain(islice(self.past, self.cursor, None), self.past):
             if len(seen) >= enough:
                 break
@@ -143,7 +151,8 @@ class Prefetcher:
         return out
 
     def _room(self, rank: dict[int, int], needed_at: int) -> int | None:
-        """A free slot, else the one whose block is needed last, if that is later than `needed_at`."""
+        """A free slot, else the one whose block is needed last, if that is later than
+        `needed_at`."""
         best, best_rank = None, needed_at
         for i, held in enumerate(self.slots):
             if held.state == FREE:

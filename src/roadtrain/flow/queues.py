@@ -1,8 +1,9 @@
-"""Which operation a storage device does next: read parameters before read state before write state. And whose pull a
-server answers next.
+"""Which operation a storage device does next: read parameters before read state before write state.
+And whose pull a server answers next.
 
-`mix`: reads and writes run side by side. `burst`: one direction at a time, switched after `burst_ops` operations of
-state or when the other side has nothing. Some devices give more that way: `Trial` tries both, and keeps the better.
+`mix`: reads and writes run side by side. `burst`: one direction at a time, switched after
+`burst_ops` operations of state or when the other side has nothing. Some devices give more that way:
+`Trial` tries both, and keeps the better.
 Pure: the doer asks `next()` under its own lock.
 """
 
@@ -19,20 +20,24 @@ READ_PARAMETERS, READ_STATE, WRITE_STATE = 0, 1, 2
 
 @dataclass
 class DeviceQueue:
-    """`limit`: how many of one priority run at once. Invariants: `running` counts what `next` gave out and `done` did
-    not take back; in burst mode reads and writes of state never run at once."""
+    """`limit`: how many of one priority run at once. Invariants: `running` counts what `next`
+    gave out and `done` did not take back; in burst mode reads and writes of state never run at
+    once."""
 
     burst: bool = False
     burst_ops: int = 8
     limit: int = 2
-    waiting: dict[int, list[tuple[int, int, Any]]] = field(default_factory=lambda: {0: [], 1: [], 2: []})
+    waiting: dict[int, list[tuple[int, int, Any]]] = field(
+        default_factory=lambda: {0: [], 1: [], 2: []}
+    )
     running: dict[int, int] = field(default_factory=lambda: {0: 0, 1: 0, 2: 0})
     _direction: int = READ_STATE
     _left: int = 0
     _count: int = 0
 
     def push(self, priority: int, order: int, item: Any) -> None:
-        """`order`: smaller goes first within one priority; equal orders keep their arrival order."""
+        """`order`: smaller goes first within one priority; equal orders keep their arrival
+        order."""
         self._count += 1
         heapq.heappush(self.waiting[priority], (order, self._count, item))
 
@@ -69,7 +74,8 @@ class DeviceQueue:
 
 @dataclass
 class Trial:
-    """Mix or burst, from what a device moved in each of the first steps: one to warm up, then TRIED of each in turn."""
+    """Mix or burst, from what a device moved in each of the first steps: one to warm up, then
+    TRIED of each in turn."""
 
     TRIED = 2
     MARGIN = 1.1  # bursts must be that much faster: mixing is kinder to who waits for parameters
@@ -79,7 +85,8 @@ class Trial:
     rates: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})
 
     def stepped(self, burst: bool, nbytes: int, busy_s: float) -> bool:
-        """A step ended that moved `nbytes` in `busy_s`, in that mode. Returns the mode of the next one."""
+        """A step ended that moved `nbytes` in `busy_s`, in that mode. Returns the mode of the
+        next one."""
         if self.chosen or nbytes < self.LEAST or busy_s <= 0:
             return burst
         self.steps += 1
@@ -94,9 +101,11 @@ class Trial:
 
 
 class Turns:
-    """Whose pull is answered next: a worker has at most `most` answers under way, and of those that wait at the same
-    time none is as many further than another: workers that drift apart would use their links in turn, and each step
-    ends with the last of them. Who comes anew begins where the last of the others is. Invariant: `done <= begun`."""
+    """Whose pull is answered next: a worker has at most `most` answers under way, and of those that
+    wait at the same time none is as many further than another: workers that drift apart would use
+    their links in turn, and each step ends with the last of them. Who comes anew begins where the
+    last of the others is. Invariant: `done <= begun`.
+    """
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -125,4 +134,6 @@ class Turns:
         return (done for other, done in self.done.items() if other != worker and self._wants(other))
 
     def _wants(self, worker: int) -> bool:
-        return bool(self.waiting.get(worker)) or self.begun.get(worker, 0) > self.done.get(worker, 0)
+        return bool(self.waiting.get(worker)) or self.begun.get(worker, 0) > self.done.get(
+            worker, 0
+        )

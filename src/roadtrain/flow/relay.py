@@ -1,9 +1,13 @@
-"""What a relay does next: it stands between the workers of one host and one server. Events in, actions out; pure.
+"""What a relay does next: it stands between the workers of one host and one server. Events in,
+actions out; pure.
 
 To its workers it is the server, to the server it is one worker:
-    Pull      asked for once whoever wants it; kept in one of `buffers` until the room is needed (the least recently
-              used goes first), so a block that was pulled for the forward is still there for the backward
-    Push ..   one worker: goes on as it is. Several: held until all have closed the chunk, then their sum goes on
+    Pull      asked for once whoever wants it; kept in one of `buffers` until the room is needed
+              (the least recently used goes first), so a block that was pulled for the forward is
+              still there for the
+              backward
+    Push ..   one worker: goes on as it is. Several: held until all have closed the chunk, then
+              their sum goes on
     Seal ..   goes on once all have said it
 
 Assumes the workers' messages in their order. Does NOT know what a step computes.
@@ -39,14 +43,16 @@ class Give:
 
 @dataclass(frozen=True, slots=True)
 class PushSum:
-    """Add up what is held of `chunk`, in the workers' order; where there is anything, it goes to the server."""
+    """Add up what is held of `chunk`, in the workers' order; where there is anything, it goes
+    to the server."""
 
     chunk: int
 
 
 @dataclass(slots=True)
 class Copy:
-    """Parameters in `buffer`: COMING (`here` false; `pulls` wait for them) or HERE, read by `readers` sends."""
+    """Parameters in `buffer`: COMING (`here` false; `pulls` wait for them) or HERE, read by
+    `readers` sends."""
 
     buffer: int
     here: bool = False
@@ -56,7 +62,8 @@ class Copy:
 
 @dataclass(slots=True)
 class Meeting:
-    """Of a chunk, where there are several workers. `closed`: whose gradient is whole; `summed`: the sum has gone on;
+    """Of a chunk, where there are several workers. `closed`: whose gradient is whole; `summed`: the
+    sum has gone on;
     `said`: who released it; what those say of the next step waits in `early` until all have."""
 
     closed: set[int] = field(default_factory=set)
@@ -66,8 +73,9 @@ class Meeting:
 
 
 class RelayDecider:
-    """Invariants (`check`): free buffers and those of copies are disjoint and together all buffers; `asked` names the
-    copies that are coming; a pull waits in `queue` only while no buffer can be had."""
+    """Invariants (`check`): free buffers and those of copies are disjoint and together all
+    buffers; `asked` names the copies that are coming; a pull waits in `queue` only while no
+    buffer can be had."""
 
     def __init__(self, workers: int, buffers: int) -> None:
         self.workers, self.n_buffers = workers, buffers
@@ -83,7 +91,8 @@ class RelayDecider:
         self._ticket = 0
 
     def handle(self, event: Any) -> list[Any]:
-        """Next actions. Raises LostError where a step needs a worker that has gone, LoopError where they differ."""
+        """Next actions. Raises LostError where a step needs a worker that has gone, LoopError
+        where they differ."""
         if isinstance(event, ops.Done):
             return self._given(event.action)
         return getattr(self, "_on_" + type(event).__name__)(event)  # type: ignore[no-any-return]
@@ -166,7 +175,9 @@ class RelayDecider:
         meeting.said[event.worker] = event
         out = [] if meeting.summed else self._close(meeting, event)
         if len(meeting.said) == self.workers:
-            out.append(Up(replace(agreed([meeting.said[w] for w in range(self.workers)]), worker=0)))
+            out.append(
+                Up(replace(agreed([meeting.said[w] for w in range(self.workers)]), worker=0))
+            )
             meeting.said, meeting.summed = {}, False
             early, meeting.early = meeting.early, []
             out += [action for later in early for action in self._chunk(later)]
@@ -188,7 +199,11 @@ class RelayDecider:
             raise LostError(self.gone)
         sealed = self.seals.setdefault(event.step, set())
         sealed.add(event.worker)
-        return [Up(ops.Seal(event.step))] if len(sealed) == self.workers and self.seals.pop(event.step) else []
+        return (
+            [Up(ops.Seal(event.step))]
+            if len(sealed) == self.workers and self.seals.pop(event.step)
+            else []
+        )
 
     def _on_Commit(self, event: ops.Commit) -> list[Any]:
         blobs = self.commits.setdefault(event.step, {})
@@ -203,9 +218,14 @@ class RelayDecider:
         return [Up(event)] if first else []
 
     def _on_PeerLost(self, event: ops.PeerLost) -> list[Any]:
-        """Nothing is lost where no step is open and none of the others begins one: they may be leaving too."""
+        """Nothing is lost where no step is open and none of the others begins one: they may be
+        leaving too."""
         self.gone = f"worker {event.worker} of this host has gone: {event.why}"
-        if self.seals or self.commits or any(m.closed or m.said or m.summed for m in self.meetings.values()):
+        if (
+            self.seals
+            or self.commits
+            or any(m.closed or m.said or m.summed for m in self.meetings.values())
+        ):
             raise LostError(self.gone)
         return []
 
@@ -213,8 +233,12 @@ class RelayDecider:
         """Assert every invariant."""
         used = [copy.buffer for copy in self.copies.values()]
         assert sorted(used + self.free) == list(range(self.n_buffers))
-        assert set(self.asked.values()) == {key for key, copy in self.copies.items() if not copy.here}
+        assert set(self.asked.values()) == {
+            key for key, copy in self.copies.items() if not copy.here
+        }
         for copy in self.copies.values():
             assert copy.readers >= 0 and (not copy.here or not copy.pulls)
         if self.queue:
-            assert not self.free and all(copy.readers or not copy.here for copy in self.copies.values())
+            assert not self.free and all(
+                copy.readers or not copy.here for copy in self.copies.values()
+            )

@@ -1,12 +1,15 @@
-"""Spare hosts that come, go and die while workers sum: who is told what, and which host sums a part in which round.
+"""Spare hosts that come, go and die while workers sum: who is told what, and which host sums a part
+in which round.
 
-    lost, offered, left --> Coordinator (at worker 0) -- Ask --> all workers: dial what is new, hold, say your rounds
+    lost, offered, left --> Coordinator (at worker 0) -- Ask --> all workers: dial what is new,
+    hold, say your rounds
                                                      <- state --
                                                      -- Change -> all workers: their Map, then go on
 
-Held is for one message there and back. A Change says of each tensor how far any worker had begun: later rounds go by
-the new shares, earlier ones where they went, but for parts whose host is gone: those go where the first map after says
-whose host is there. So all workers agree on every part of every round. Pure.
+Held is for one message there and back. A Change says of each tensor how far any worker had begun:
+later rounds go by the new shares, earlier ones where they went, but for parts whose host is gone:
+those go where the first map after says whose host is there. So all workers agree on every part of
+every round. Pure.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ class Ask:
 
 @dataclass(frozen=True)
 class Change:
-    """`rounds`: tensor -> (the last round that any worker has begun, the first that any lacks the sum of)."""
+    """`rounds`: tensor -> (the last round that any worker has begun, the first that any lacks
+    the sum of)."""
 
     number: int
     gone: tuple[int, ...]
@@ -37,10 +41,14 @@ class Change:
 
 
 class Coordinator:
-    """Invariants (`check`): `states` only while something is asked; nothing is lost that is not there."""
+    """Invariants (`check`): `states` only while something is asked; nothing is lost that is not
+    there."""
 
     def __init__(self, workers: int, spares: Spares) -> None:
-        self.workers, self.spares = workers, {number: (address, rate) for number, address, rate in spares}
+        self.workers, self.spares = (
+            workers,
+            {number: (address, rate) for number, address, rate in spares},
+        )
         self.number, self._next_site = 0, workers + len(spares)
         self.asked: Ask | None = None
         self.states: dict[int, tuple[Mapping[int, tuple[int, bool]], set[int]]] = {}
@@ -59,10 +67,14 @@ class Coordinator:
         return self._ask()
 
     def state(
-        self, worker: int, number: int, rounds: Mapping[int, tuple[int, bool]], refused: Sequence[int]
+        self,
+        worker: int,
+        number: int,
+        rounds: Mapping[int, tuple[int, bool]],
+        refused: Sequence[int],
     ) -> list[Ask | Change]:
-        """`rounds`: tensor -> (the last one begun, whether its sum is there). `refused`: new hosts it does not
-        reach."""
+        """`rounds`: tensor -> (the last one begun, whether its sum is there). `refused`: new
+        hosts it does not reach."""
         if self.asked is None or number != self.asked.number:
             return []
         self.states[worker] = rounds, set(refused)
@@ -101,12 +113,13 @@ class Coordinator:
 @dataclass
 class _Epoch:
     shares: Mapping[int, float]
-    after: Mapping[int, tuple[int, int]] = field(default_factory=dict)  # rounds beyond these go by the shares
+    # rounds beyond these go by the shares
+    after: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
 
 class Map:
-    """Which site sums a part. `rates` of the workers' links; all sites that are or were there have a number. `roots`:
-    only these sum, in equal shares, and nobody comes or goes."""
+    """Which site sums a part. `rates` of the workers' links; all sites that are or were there
+    have a number. `roots`: only these sum, in equal shares, and nobody comes or goes."""
 
     def __init__(self, rates: Sequence[float], spares: Spares, roots: Sequence[int] = ()) -> None:
         self.rates, self.spares = tuple(rates), {number: rate for number, _, rate in spares}
@@ -122,8 +135,8 @@ class Map:
         return self._known(key, parts, round)[1]
 
     def moved(self, key: int, parts: int, round: int) -> list[bool]:
-        """Which parts of this round go to another site than was meant, as that is gone. A summer keeps those apart: it
-        may have the part's next round already, which was meant for it."""
+        """Which parts of this round go to another site than was meant, as that is gone. A summer
+        keeps those apart: it may have the part's next round already, which was meant for it."""
         return self._known(key, parts, round)[2]
 
     def _known(self, key: int, parts: int, round: int) -> tuple[int, list[int], list[bool]]:
@@ -144,7 +157,10 @@ class Map:
         for epoch in self._epochs[base + 1 :]:
             if self.gone.isdisjoint(out):
                 break
-            out = [new if old in self.gone else old for old, new in zip(out, sites(key, parts, epoch.shares))]
+            out = [
+                new if old in self.gone else old
+                for old, new in zip(out, sites(key, parts, epoch.shares))
+            ]
         return out
 
     def change(self, change: Change) -> None:

@@ -2,21 +2,26 @@
 
 A chunk's way through one step:
     Push -> Hold -> Done                the gradient rests here (HELD)
-    Release                             wanted: queued by (step, order) until a record buffer is free
+    Release                             wanted: queued by (step, order) until a record buffer is
+                                        free
     Read -> Done                        READING  (skipped where the record is kept in memory)
-    Update -> Done                      UPDATING; the new version exists: waiting pulls are answered at once
+    Update -> Done                      UPDATING; the new version exists: waiting pulls are answered
+                                        at once
     Write -> Done                       WRITING  (skipped where nothing rests on files)
-When a step is sealed and all its releases are written, the step is prepared (first server: committed when told).
-With replicas a server first says what it has written (Written), and prepares when the workers have compared that.
-With several workers Release, Seal and Commit count once all have sent theirs (`_meet`); what they push is summed first:
+When a step is sealed and all its releases are written, the step is prepared (first server:
+committed when told). With replicas a server first says what it has written (Written), and prepares
+when the workers have compared that. With several workers Release, Seal and Commit count once all
+have sent theirs (`_meet`); what they push is summed first:
     Close or Release of all -> Total -> Done      all are told the sum's norm (Held)
 
-With staleness 1 the public part of a record is one update behind its master: a pull gets the one or the other, so the
-next step computes while this one's updates run. What is said of the next step before then waits in `early`; gradients
-that cannot wait where they lie are written away (Push -> Stash -> Done), for what this step needs may come behind them.
+With staleness 1 the public part of a record is one update behind its master: a pull gets the one or
+the other, so the next step computes while this one's updates run. What is said of the next step
+before then waits in `early`; gradients that cannot wait where they lie are written away (Push ->
+Stash -> Done), for what this step needs may come behind them.
 
-Rule 3: a chunk is written for step s only when step s-1 is committed, so the slot that is overwritten is never the
-committed one. Rule 4: at most `buffers` records are away from their files at once.
+Rule 3: a chunk is written for step s only when step s-1 is committed, so the slot that is
+overwritten is never the committed one. Rule 4: at most `buffers` records are away from their files
+at once.
 """
 
 from __future__ import annotations
@@ -34,33 +39,42 @@ from roadtrain.flow.ledger import added
 from roadtrain.flow.queues import Turns
 
 IDLE, READING, UPDATING, WRITING = "idle", "reading", "updating", "writing"
-AT_ONCE = 2  # updates of resident chunks that are begun: pulls of those that are not begun go on being answered
+# updates of resident chunks that are begun: pulls of those that are not begun go on being answered
+AT_ONCE = 2
 
 
 @dataclass(slots=True)
 class ChunkState:
-    """`resident`: the record (or, if `public_resident`, its public part) is kept in memory for good: 0 buffers.
-    READING, UPDATING, WRITING hold one record buffer unless resident. `release` waits in the queue; `active` is being
-    carried out (the next step's release may arrive while this step's record is still being written)."""
+    """`resident`: the record (or, if `public_resident`, its public part) is kept in memory for
+    good: 0 buffers. READING, UPDATING, WRITING hold one record buffer unless resident. `release`
+    waits in the queue; `active` is being carried out (the next step's release may arrive while this
+    step's record is still being written).
+    """
 
     resident: bool
     public_resident: bool
     version: int = 0
     phase: str = IDLE
     buffer: int | None = None
-    holds: deque[ops.Push | ops.Forget] = field(default_factory=deque)  # the first is a Push that is being carried out
-    kept: list[tuple[int, int]] = field(default_factory=list)  # (worker, ticket) of pushes whose memory is in use
-    closed: dict[int, set[int]] = field(default_factory=dict)  # step -> workers whose gradient of it is whole
+    # the first is a Push that is being carried out
+    holds: deque[ops.Push | ops.Forget] = field(default_factory=deque)
+    # (worker, ticket) of pushes whose memory is in use
+    kept: list[tuple[int, int]] = field(default_factory=list)
+    # step -> workers whose gradient of it is whole
+    closed: dict[int, set[int]] = field(default_factory=dict)
     totalled: int = -1  # the last step whose sum was taken
-    said: dict[int, dict[int, ops.Release]] = field(default_factory=dict)  # step -> what workers released so far
+    # step -> what workers released so far
+    said: dict[int, dict[int, ops.Release]] = field(default_factory=dict)
     release: ops.Release | None = None
     active: ops.Release | None = None
     answering: int = 0  # pulls being answered, from the file or from memory
     read: bool = False  # the record is in its buffer, the update waits for `answering` to end
-    pulls: list[ops.Pull] = field(default_factory=list)  # each waits for a newer version, or for the update to end
+    # each waits for a newer version, or for the update to end
+    pulls: list[ops.Pull] = field(default_factory=list)
     late: bool = False  # the public part is that before the update to version `updated`
     updated: int = -1
-    early: list[Any] = field(default_factory=list)  # messages about a step whose turn has not come; a Stash under way
+    # messages about a step whose turn has not come; a Stash under way
+    early: list[Any] = field(default_factory=list)
     lanes: set[int] = field(default_factory=set)  # of what was stashed and is not yet held
 
     @property
@@ -69,21 +83,35 @@ class ChunkState:
 
 
 class ServeDecider:
-    """One server's decisions. `chunks`: chunk -> (record resident, public resident). `durable`: records rest on files.
-    `base`: the step at which this session of `workers` workers began. `alone`: one worker that is no relay. `late`:
-    chunks whose public part is one update behind -> whether the last update was in step `base`. `first`: the server
-    that commits. `everywhere`: the job's own state is kept by all servers (replicas), not by the first alone. `owners`:
-    with replicas, the owner of each chunk.
+    """One server's decisions. `chunks`: chunk -> (record resident, public resident). `durable`:
+    records rest on files.
+    `base`: the step at which this session of `workers` workers began. `alone`: one worker that is
+    no relay. `late`: chunks whose public part is one update behind -> whether the last update was
+    in step `base`. `first`: the server that commits. `everywhere`: the job's own state is kept by
+    all servers (replicas), not by the first alone. `owners`: with replicas, the owner of each
+    chunk.
     `answers`: how many of a worker's pulls are answered at once.
 
-    Invariants (asserted by `check`): free buffers and the buffers of chunks are disjoint and together all buffers; a
-    chunk in `queue` has a release; `open_releases[s]` are the chunks that any worker released in step s, until written.
+    Invariants (asserted by `check`): free buffers and the buffers of chunks are disjoint and
+    together all buffers; a chunk in `queue` has a release; `open_releases[s]` are the chunks that
+    any worker released in step s, until written.
     """
 
     def __init__(
-        self, server: int, chunks: Mapping[int, tuple[bool, bool]], buffers: int, *, durable: bool, committed: int = 0,
-        workers: int = 1, alone: bool | None = None, late: Mapping[int, bool] | None = None, first: int = 0,
-        everywhere: bool = False, answers: int = 1 << 30, owners: Mapping[int, int] | None = None,
+        self,
+        server: int,
+        chunks: Mapping[int, tuple[bool, bool]],
+        buffers: int,
+        *,
+        durable: bool,
+        committed: int = 0,
+        workers: int = 1,
+        alone: bool | None = None,
+        late: Mapping[int, bool] | None = None,
+        first: int = 0,
+        everywhere: bool = False,
+        answers: int = 1 << 30,
+        owners: Mapping[int, int] | None = None,
     ) -> None:
         self.commits_here, self.keeps_blobs = server == first, server == first or everywhere
         self.server, self.workers, self.base = server, workers, committed
@@ -94,7 +122,8 @@ class ServeDecider:
             self.chunks[number].late, self.chunks[number].updated = True, -(not updated)
         self.n_buffers = buffers
         self.free = list(range(buffers))
-        self.queue: list[tuple[int, int, int]] = []  # heap of (step, order, chunk); those that are resident apart
+        # heap of (step, order, chunk); those that are resident apart
+        self.queue: list[tuple[int, int, int]] = []
         self.resident_queue: list[tuple[int, int, int]] = []
         self.updating = 0  # resident chunks whose update was begun
         self.gated: deque[int] = deque()  # updated chunks whose write waits for the commit before
@@ -106,27 +135,33 @@ class ServeDecider:
         self.committed = committed
         self.everywhere, self.owners = everywhere, owners or {}
         self.told = committed  # the last step that was said to be written
-        self.sums: dict[int, dict[int, tuple[int, int]]] = {}  # step -> owner -> the sums of Written, so far
+        # step -> owner -> the sums of Written, so far
+        self.sums: dict[int, dict[int, tuple[int, int]]] = {}
         self.turns = Turns(answers)
         self.gone = ""  # which worker has, and why
 
     def handle(self, event: Any) -> list[Any]:
-        """Next actions. Asserts on what a correct doer cannot report. Raises LostError where a step needs a worker that
-        has gone, LoopError where workers do different things."""
+        """Next actions. Asserts on what a correct doer cannot report. Raises LostError where a
+        step needs a worker that has gone, LoopError where workers do different things."""
         if self.gone and isinstance(event, (ops.Push, ops.Close, ops.Release, ops.Seal)):
             raise LostError(self.gone)
         if isinstance(event, ops.Release):
             self.open_releases.setdefault(event.step, set()).add(event.chunk)
-        if isinstance(event, (ops.Push, ops.Close, ops.Release, ops.Forget)) and self._too_early(event):
+        if isinstance(event, (ops.Push, ops.Close, ops.Release, ops.Forget)) and self._too_early(
+            event
+        ):
             return self._set_aside(event)
         if isinstance(event, ops.Done):
-            return getattr(self, "_done_" + type(event.action).__name__)(event.action, *event.result)  # type: ignore[no-any-return]
+            return getattr(self, "_done_" + type(event.action).__name__)(
+                event.action, *event.result
+            )  # type: ignore[no-any-return]
         return getattr(self, "_on_" + type(event).__name__)(event)  # type: ignore[no-any-return]
 
     # messages
 
     def _too_early(self, event: ops.Push | ops.Close | ops.Release | ops.Forget) -> bool:
-        """Whether its sender has released the chunk's step before, whose gradient is still needed."""
+        """Whether its sender has released the chunk's step before, whose gradient is still
+        needed."""
         chunk = self.chunks[event.chunk]
         pending = chunk.release is not None or chunk.phase in (READING, UPDATING)
         before = any(event.worker == other.worker for other in chunk.early)
@@ -134,11 +169,20 @@ class ServeDecider:
 
     def _set_aside(self, event: ops.Push | ops.Close | ops.Release | ops.Forget) -> list[Any]:
         chunk = self.chunks[event.chunk]
-        if not isinstance(event, ops.Push) or event.keep or not self.durable or (
-                event.sums is not None or isinstance(event.grad, int)):  # compressed, or put away already
+        if (
+            not isinstance(event, ops.Push)
+            or event.keep
+            or not self.durable
+            or (
+                # compressed, or put away already
+                event.sums is not None or isinstance(event.grad, int)
+            )
+        ):
             chunk.early.append(event)
             return []
-        stash = ops.Stash(event, next(lane for lane in itertools.count(self.workers) if lane not in chunk.lanes))
+        stash = ops.Stash(
+            event, next(lane for lane in itertools.count(self.workers) if lane not in chunk.lanes)
+        )
         chunk.lanes.add(stash.lane)
         chunk.early.append(stash)
         return [stash]
@@ -158,10 +202,17 @@ class ServeDecider:
         return out
 
     def _on_PeerLost(self, event: ops.PeerLost) -> list[Any]:
-        """Nothing is lost where no step is open and none of the others begins one: they may be leaving too."""
+        """Nothing is lost where no step is open and none of the others begins one: they may be
+        leaving too."""
         step = self.committed + 1
         self.gone = f"worker {event.worker} has gone before step {step} was committed: {event.why}"
-        busy = self.seals or self.sealed or self.commits or self.preparing is not None or self.open_releases
+        busy = (
+            self.seals
+            or self.sealed
+            or self.commits
+            or self.preparing is not None
+            or self.open_releases
+        )
         if busy or any(c.closed or c.said or c.holds or c.early for c in self.chunks.values()):
             raise LostError(self.gone)
         return []
@@ -189,14 +240,19 @@ class ServeDecider:
     def _answer(self, chunk: ChunkState, pull: ops.Pull) -> ops.Answer:
         chunk.answering += 1
         newest = chunk.late and pull.version >= chunk.updated
-        return ops.Answer(pull, (chunk.resident if newest else chunk.in_memory) or chunk.phase == WRITING, newest)
+        return ops.Answer(
+            pull, (chunk.resident if newest else chunk.in_memory) or chunk.phase == WRITING, newest
+        )
 
     def _done_Answer(self, answer: ops.Answer) -> list[Any]:
         pull = answer.pull
         chunk = self.chunks[pull.chunk]
         chunk.answering -= 1
         self.turns.answered(pull.worker)
-        out: list[Any] = [ops.Send(ops.Pulled(pull.ticket, pull.chunk), pull.worker), *self._answers()]
+        out: list[Any] = [
+            ops.Send(ops.Pulled(pull.ticket, pull.chunk), pull.worker),
+            *self._answers(),
+        ]
         if chunk.answering == 0 and chunk.read:
             out += self._update(pull.chunk, chunk)
         self._finish_write(chunk)
@@ -254,8 +310,10 @@ class ServeDecider:
         return []
 
     def _meet(self, number: int) -> list[Any]:
-        """With several workers: the chunk's next step goes on once all have said the same. What they say of a later
-        one waits until this one's update is done, so that no gradient is taken for another step's."""
+        """With several workers: the chunk's next step goes on once all have said the same. What
+        they say of a later one waits until this one's update is done, so that no gradient is taken
+        for another step's.
+        """
         chunk = self.chunks[number]
         step = self.base + chunk.version + 1
         out: list[Any] = []
@@ -272,7 +330,11 @@ class ServeDecider:
                 return out + self._released(release)
             chunk.version += 1  # nobody has a gradient: the step passes
             self.open_releases[step].discard(number)
-            out += [ops.Discard(number, None), *self._free_kept(chunk), *self._answer_waiting(chunk)]
+            out += [
+                ops.Discard(number, None),
+                *self._free_kept(chunk),
+                *self._answer_waiting(chunk),
+            ]
             return out + self._meet(number) + self._in_turn(chunk) + self._prepare()
         return out
 
@@ -340,7 +402,12 @@ class ServeDecider:
         chunk.updated = chunk.version
         self.updating -= chunk.resident
         chunk.phase = WRITING
-        out = [*self._free_kept(chunk), *self._answer_waiting(chunk), *self._meet(number), *self._in_turn(chunk)]
+        out = [
+            *self._free_kept(chunk),
+            *self._answer_waiting(chunk),
+            *self._meet(number),
+            *self._in_turn(chunk),
+        ]
         if not self.durable:
             return out + self._done_Write(ops.Write(number))
         self.gated.append(number)
@@ -381,7 +448,8 @@ class ServeDecider:
     # decisions
 
     def _prepare(self) -> list[Any]:
-        """The oldest sealed step, once all its writes are done; who keeps the job's own state also waits for that."""
+        """The oldest sealed step, once all its writes are done; who keeps the job's own state
+        also waits for that."""
         if not self.sealed or self.preparing is not None or self.open_releases[self.sealed[0]]:
             return []
         step = self.sealed[0]
@@ -401,7 +469,8 @@ class ServeDecider:
         return [*out, ops.Prepare(step, [blobs[worker] for worker in sorted(blobs)])]
 
     def _advance(self) -> list[Any]:
-        """Start what can start: writes past the gate, then reads or updates of the most wanted chunks."""
+        """Start what can start: writes past the gate, then reads or updates of the most wanted
+        chunks."""
         out: list[Any] = []
         for _ in range(len(self.gated)):
             number = self.gated.popleft()
@@ -413,7 +482,9 @@ class ServeDecider:
                 self.gated.append(number)
         for queue in (self.resident_queue, self.queue):
             later: list[tuple[int, int, int]] = []
-            while queue and (self.updating < AT_ONCE if queue is self.resident_queue else self.free):
+            while queue and (
+                self.updating < AT_ONCE if queue is self.resident_queue else self.free
+            ):
                 entry = heapq.heappop(queue)
                 chunk = self.chunks[entry[2]]
                 if chunk.phase != IDLE or chunk.holds or (chunk.answering and chunk.resident):
@@ -436,12 +507,23 @@ class ServeDecider:
         owed = [(step, said, f"the end of step {step}") for step, said in self.seals.items()]
         for number, chunk in self.chunks.items():
             step = self.base + chunk.version + 1
-            for said, what in ((chunk.closed.get(step), "gradient"), (chunk.said.get(step), "release")):
-                owed += [(step, set(said), f"the {what} of chunk {number} in step {step}")] if said else []
+            for said, what in (
+                (chunk.closed.get(step), "gradient"),
+                (chunk.said.get(step), "release"),
+            ):
+                owed += (
+                    [(step, set(said), f"the {what} of chunk {number} in step {step}")]
+                    if said
+                    else []
+                )
         pulls = [pull for chunk in self.chunks.values() for pull in chunk.pulls]
         pulls += [pull for waiting in self.turns.waiting.values() for pull in waiting]
-        return pulls, [(w, what) for _, said, what in sorted(owed, key=lambda one: one[0])
-                       for w in range(self.workers) if w not in said]
+        return pulls, [
+            (w, what)
+            for _, said, what in sorted(owed, key=lambda one: one[0])
+            for w in range(self.workers)
+            if w not in said
+        ]
 
     def check(self) -> None:
         """Assert every invariant."""
@@ -449,35 +531,53 @@ class ServeDecider:
         assert sorted(used + self.free) == list(range(self.n_buffers))
         for _, _, number in (*self.queue, *self.resident_queue):
             assert self.chunks[number].release is not None
-        assert self.updating == sum(c.resident and c.phase == UPDATING for c in self.chunks.values()) <= AT_ONCE
+        assert (
+            self.updating
+            == sum(c.resident and c.phase == UPDATING for c in self.chunks.values())
+            <= AT_ONCE
+        )
         for chunk in self.chunks.values():
             assert all(p.version > chunk.version or chunk.phase == UPDATING for p in chunk.pulls)
             assert chunk.answering >= 0
-            aside = [getattr(e, "lane", getattr(e, "grad", None)) for e in (*chunk.early, *chunk.holds)]
+            aside = [
+                getattr(e, "lane", getattr(e, "grad", None)) for e in (*chunk.early, *chunk.holds)
+            ]
             assert {lane for lane in aside if isinstance(lane, int)} == chunk.lanes
             if chunk.phase in (READING, UPDATING) and not chunk.resident:
                 assert chunk.buffer is not None
         for step, numbers in self.open_releases.items():
-            open_now = {n for n, c in self.chunks.items() for r in (c.release, c.active, *c.early)
-                        if (isinstance(r, ops.Release) and r.step == step) or step in c.said}
+            open_now = {
+                n
+                for n, c in self.chunks.items()
+                for r in (c.release, c.active, *c.early)
+                if (isinstance(r, ops.Release) and r.step == step) or step in c.said
+            }
             assert numbers == open_now, (step, numbers, open_now)
 
 
 def agreed(releases: list[ops.Release]) -> ops.Release:
-    """What all workers released, in their order. A parameter without a gradient on some of them is scaled as the others
-    say. Raises LoopError where they say different things: their models or loops differ."""
+    """What all workers released, in their order. A parameter without a gradient on some of them
+    is scaled as the others say. Raises LoopError where they say different things: their models
+    or loops differ."""
     scales: list[float | None] = list(releases[0].scales)
     for other in releases[1:]:
         if len(other.scales) != len(scales) or other.hyper != releases[0].hyper:
             raise LoopError(
-                f"workers 0 and {other.worker} differ in step {other.step}, chunk {other.chunk}: hyperparameters "
-                f"{releases[0].hyper} and {other.hyper}", hint="every worker runs the same loop with the same optimizer"
+                f"workers 0 and {other.worker} differ in step {other.step}, chunk {other.chunk}:"
+                f" hyperparameters {releases[0].hyper} and {other.hyper}",
+                hint="every worker runs the same loop with the same optimizer",
             )
         for i, scale in enumerate(other.scales):
             mine = scales[i]
-            if mine is not None and scale is not None and scale != mine and not (mine != mine and scale != scale):
+            if (
+                mine is not None
+                and scale is not None
+                and scale != mine
+                and not (mine != mine and scale != scale)
+            ):
                 raise LoopError(
-                    f"workers 0 and {other.worker} scale a gradient of step {other.step} by {scales[i]} and {scale}",
+                    f"workers 0 and {other.worker} scale a gradient of step {other.step} by"
+                    f" {scales[i]} and {scale}",
                     hint="clip by the norm that roadtrain gives: it is that of the workers' mean",
                 )
             scales[i] = scale if scales[i] is None else scales[i]

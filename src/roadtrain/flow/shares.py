@@ -1,24 +1,29 @@
-"""Which host sums how much of a gradient, so that the busiest link is as little busy as can be. Exact, in closed form.
+"""Which host sums how much of a gradient, so that the busiest link is as little busy as can be.
+Exact, in closed form.
 
-n worker hosts, host i with a full-duplex link of rate b_i, and spare hosts j of rate c_j. Host i sums the share x_i of
-M bytes, spare host j the share y_j; together 1. In one exchange a worker host sends what others sum, M (1 - x_i), and
-returns its sums to the n - 1 others, (n - 1) x_i M; a spare host returns each of its sums n times; what arrives is the
-same. So an exchange cannot be shorter than
+n worker hosts, host i with a full-duplex link of rate b_i, and spare hosts j of rate c_j. Host i
+sums the share x_i of M bytes, spare host j the share y_j; together 1. In one exchange a worker host
+sends what others sum, M (1 - x_i), and returns its sums to the n - 1 others, (n - 1) x_i M; a spare
+host returns each of its sums n times; what arrives is the same. So an exchange cannot be shorter
+than
 
     T M = max( M (1 + (n - 2) x_i) / b_i,  n y_j M / c_j )
 
-Proof that `optimum` is the least T. For a given T the shares are bounded: x_i <= (T b_i - 1) / (n - 2) and
-y_j <= T c_j / n; x_i >= 0 needs T >= 1 / b_i for every i. Both bounds grow with T, so T is feasible exactly where
-T >= max 1/b_i =: T0 and the bounds add up to 1 or more:
+Proof that `optimum` is the least T. For a given T the shares are bounded: x_i <= (T b_i - 1) / (n -
+2) and y_j <= T c_j / n; x_i >= 0 needs T >= 1 / b_i for every i. Both bounds grow with T, so T is
+feasible exactly where T >= max 1/b_i =: T0 and the bounds add up to 1 or more:
 
-    T (sum b / (n - 2) + sum c / n) - n / (n - 2) >= 1    =>    T1 = (1 + n/(n-2)) / (sum b / (n-2) + sum c / n)
+    T (sum b / (n - 2) + sum c / n) - n / (n - 2) >= 1    =>    T1 = (1 + n/(n-2)) / (sum b / (n-2)
+                                                                + sum c / n)
 
-The least is max(T0, T1). At T1 the bounds are the shares; at T0 > T1 (one slow worker holds up all, whatever is summed
-where) any shares below the bounds do, here the bounds scaled to 1. For n = 2 a worker's link carries M each way
-whatever it sums: T0. With b = 1 and k spares of rate 1 this is Jiang et al. (BytePS, OSDI 2020), section 4.1,
-t_opt = 2 n (n - 1) / (n^2 + k n - 2 k); k = 0 is the ring's 2 (n - 1) / n, k = n the parameter server's 1.
+The least is max(T0, T1). At T1 the bounds are the shares; at T0 > T1 (one slow worker holds up all,
+whatever is summed where) any shares below the bounds do, here the bounds scaled to 1. For n = 2 a
+worker's link carries M each way whatever it sums: T0. With b = 1 and k spares of rate 1 this is
+Jiang et al. (BytePS, OSDI 2020), section 4.1, t_opt = 2 n (n - 1) / (n^2 + k n - 2 k); k = 0 is the
+ring's 2 (n - 1) / n, k = n the parameter server's 1.
 
-Pure; also exact with fractions.Fraction. Does NOT know links that are shared, or that carry other things.
+Pure; also exact with fractions.Fraction. Does NOT know links that are shared, or that carry other
+things.
 """
 
 from __future__ import annotations
@@ -35,8 +40,8 @@ ALIGN = 1024  # elements: parts begin on a page of a 4-byte dtype
 
 @dataclass(frozen=True)
 class Shares:
-    """`workers`, `spares`: the share of each host. `seconds`: of an exchange of one byte of gradient, at the rates
-    given in bytes a second."""
+    """`workers`, `spares`: the share of each host. `seconds`: of an exchange of one byte of
+    gradient, at the rates given in bytes a second."""
 
     workers: tuple[float, ...]
     spares: tuple[float, ...]
@@ -49,18 +54,24 @@ class Shares:
 
 
 def optimum(workers: Sequence[float], spares: Sequence[float] = ()) -> Shares:
-    """The best shares for hosts with links of these rates (bytes a second each way). Raises ConfigError for a rate
-    that is not above 0."""
+    """The best shares for hosts with links of these rates (bytes a second each way). Raises
+    ConfigError for a rate that is not above 0."""
     n = len(workers)
     if not n or any(not rate > 0 for rate in (*workers, *spares)):
-        raise ConfigError(f"links of {[*workers]} and spare ones of {[*spares]} bytes a second",
-                          hint="one worker host or more, every rate above 0")
+        raise ConfigError(
+            f"links of {[*workers]} and spare ones of {[*spares]} bytes a second",
+            hint="one worker host or more, every rate above 0",
+        )
     if n == 1:
         return Shares((1,), (0,) * len(spares), 0)
     least = max(1 / rate for rate in workers)
     if n == 2:
         return _scaled([_one(least)] * n, [least * rate / n for rate in spares], least)
-    seconds = max(least, (1 + n * _one(least) / (n - 2)) / (sum(workers) / (n - 2) + sum(rate / n for rate in spares)))
+    seconds = max(
+        least,
+        (1 + n * _one(least) / (n - 2))
+        / (sum(workers) / (n - 2) + sum(rate / n for rate in spares)),
+    )
     bounds = [(seconds * rate - 1) / (n - 2) for rate in workers]
     return _scaled(bounds, [seconds * rate / n for rate in spares], seconds)
 
@@ -90,7 +101,8 @@ class Part(NamedTuple):
 
 
 def cut(elements: int, part_elements: int) -> tuple[Part, ...]:
-    """The parts of a tensor, of equal size but for the last: whoever sums them, the same for ever."""
+    """The parts of a tensor, of equal size but for the last: whoever sums them, the same for
+    ever."""
     if not elements:
         return ()
     size = round_up(-(-elements // -(-elements // part_elements)), ALIGN)
@@ -98,9 +110,11 @@ def cut(elements: int, part_elements: int) -> tuple[Part, ...]:
 
 
 def sites(key: int, parts: int, shares: Mapping[int, float]) -> list[int]:
-    """The site that sums each of `parts` parts of tensor `key`, the same for all workers, who need not talk: each site
-    has as many as its share says, or one more (systematic sampling from a start that the key's hash picks), so
-    over many tensors the shares exactly, and a tensor of one part goes to a site with its share's probability."""
+    """The site that sums each of `parts` parts of tensor `key`, the same for all workers, who need
+    not talk: each site has as many as its share says, or one more (systematic sampling from a start
+    that the key's hash picks), so over many tensors the shares exactly, and a tensor of one part
+    goes to a site with its share's probability.
+    """
     total, at, out = sum(shares.values()), _hash(key), []
     left = [(site, share / total * parts) for site, share in sorted(shares.items()) if share]
     until, i = left[0][1], 0
@@ -122,16 +136,17 @@ def _hash(key: int) -> float:
 
 
 def order(of: Sequence[int], rank: int) -> list[int]:
-    """In which a worker sends the parts whose sites are `of`. All sites get theirs at the pace of their shares, so that
-    no link is idle early and none is crowded late; and workers begin each turn with another site, so that they do not
-    meet at one."""
+    """In which a worker sends the parts whose sites are `of`. All sites get theirs at the pace
+    of their shares, so that no link is idle early and none is crowded late; and workers begin
+    each turn with another site, so that they do not meet at one."""
     own: dict[int, list[int]] = {}
     for number, site in enumerate(of):
         own.setdefault(site, []).append(number)
     most = max(map(len, own.values()), default=0)
     turns: list[list[int]] = [[] for _ in range(most)]
     for j, numbers in enumerate(own.values()):
-        phase = (2 * j + 1) / (2 * len(own))  # sites with few parts do not all have their turn at once
+        # sites with few parts do not all have their turn at once
+        phase = (2 * j + 1) / (2 * len(own))
         for i, number in enumerate(numbers):
             turns[int((i + phase) * most / len(numbers))].append(number)
     return [n for turn in turns for n in [*turn[rank % len(turn) :], *turn[: rank % len(turn)]]]

@@ -1,12 +1,14 @@
-"""What a summer does with a part that arrives: waits for all workers' of the round, has them summed, begins again.
+"""What a summer does with a part that arrives: waits for all workers' of the round, has them
+summed, begins again.
 
-Rule `sum`: the sum of one round's parts, in the order of the workers, goes to all of them. Rule `accumulate`: every
-part is added to what is there, and the new value goes back to its sender alone; nobody waits (asynchronous training).
-A spare host that dies leaves parts to another: every worker pushes such a part of the round again, or, if it has that
-sum already, the sum. One sum among them is the answer to those who lack it: as it was added up once, it stays.
+Rule `sum`: the sum of one round's parts, in the order of the workers, goes to all of them. Rule
+`accumulate`: every part is added to what is there, and the new value goes back to its sender alone;
+nobody waits (asynchronous training). A spare host that dies leaves parts to another: every worker
+pushes such a part of the round again, or, if it has that sum already, the sum. One sum among them
+is the answer to those who lack it: as it was added up once, it stays.
 
-Pure. A worker pushes round r of a part after it has the sum of round r - 1, or has been told that all who lack that
-have it, so a part is in one round at a time.
+Pure. A worker pushes round r of a part after it has the sum of round r - 1, or has been told that
+all who lack that have it, so a part is in one round at a time.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ RULES = ("sum", "accumulate")
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """Worker -> summer. `key`, `start` name the part; `elements` that travel as `format`. `summed`: 0, or of an element
-    of the sum, which this is instead, the bytes."""
+    """Worker -> summer. `key`, `start` name the part; `elements` that travel as `format`.
+    `summed`: 0, or of an element of the sum, which this is instead, the bytes."""
 
     key: int
     start: int
@@ -51,23 +53,36 @@ class SumDecider:
         self.meetings: dict[tuple[int, int], Meeting] = {}
 
     def arrived(self, worker: int, part: Arrived) -> Meeting | None:
-        """What is to be added up now, if anything. Raises LoopError where workers do not do the same."""
+        """What is to be added up now, if anything. Raises LoopError where workers do not do the
+        same."""
         where = part.key, part.start
         meeting = self.meetings.get(where)
         if meeting is None or (meeting.round < part.round and not meeting.here):
-            if meeting is not None and (meeting.elements, meeting.format) != (part.elements, part.format):
-                raise LoopError(f"tensor {part.key} had {meeting.elements} elements of {meeting.format} from "
-                                f"{part.start} on, and has {part.elements} of {part.format} in round {part.round}",
-                                hint="give a tensor of another size or format another name")
+            if meeting is not None and (meeting.elements, meeting.format) != (
+                part.elements,
+                part.format,
+            ):
+                raise LoopError(
+                    f"tensor {part.key} had {meeting.elements} elements of {meeting.format} from"
+                    f" {part.start} on, and has {part.elements} of {part.format} in round"
+                    f" {part.round}",
+                    hint="give a tensor of another size or format another name",
+                )
             meeting = self.meetings[where] = Meeting(part.round, part.elements, part.format)
         if self.rule == "accumulate":
             meeting.round = max(meeting.round, part.round)
             return meeting
-        if (meeting.round, meeting.elements, meeting.format) != (part.round, part.elements, part.format):
+        if (meeting.round, meeting.elements, meeting.format) != (
+            part.round,
+            part.elements,
+            part.format,
+        ):
             raise LoopError(
-                f"worker {worker} pushes {part.elements} elements of {part.format} of tensor {part.key} in round "
-                f"{part.round}; worker(s) {sorted(meeting.here)} {meeting.elements} of {meeting.format} in round "
-                f"{meeting.round}", hint="every worker runs the same loop over the same model")
+                f"worker {worker} pushes {part.elements} elements of {part.format} of tensor"
+                f" {part.key} in round {part.round}; worker(s) {sorted(meeting.here)}"
+                f" {meeting.elements} of {meeting.format} in round {meeting.round}",
+                hint="every worker runs the same loop over the same model",
+            )
         if worker in meeting.here:
             raise LoopError(f"worker {worker} pushes round {part.round} of tensor {part.key} twice")
         meeting.here.add(worker)
@@ -79,16 +94,19 @@ class SumDecider:
         return meeting
 
     def given_up(self, worker: int) -> None:
-        """It waits for no sum of what it has pushed. So do all soon, and go on with other keys; worker 0's word is also
-        that for what is complete."""
+        """It waits for no sum of what it has pushed. So do all soon, and go on with other keys;
+        worker 0's word is also that for what is complete."""
         for where, meeting in list(self.meetings.items()):
             if worker in meeting.here or (worker == 0 and not meeting.here):
                 del self.meetings[where]
 
     def missing(self) -> dict[tuple[int, int, int], list[int]]:
         """(key, start, round) that some have pushed -> the workers that have not."""
-        return {(key, start, m.round): [w for w in range(self.workers) if w not in m.here]
-                for (key, start), m in self.meetings.items() if m.here}
+        return {
+            (key, start, m.round): [w for w in range(self.workers) if w not in m.here]
+            for (key, start), m in self.meetings.items()
+            if m.here
+        }
 
     def check(self) -> None:
         assert all(len(meeting.here) < self.workers for meeting in self.meetings.values())

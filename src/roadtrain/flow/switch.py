@@ -1,10 +1,12 @@
-"""What a switch does that sums gradients and multicasts parameters; the ends' go-back-n. Pure: packets in, packets out.
+"""What a switch does that sums gradients and multicasts parameters; the ends' go-back-n. Pure:
+packets in, packets out.
 
-Sun et al. (LuWu), section 3.2.3: gradient packets carry a running number; an entry of the switch's window adds up those
-of all workers and sends the sum on; heartbeats carry what is acknowledged and how far a receiver's buffer reaches, and
-those of workers are merged to their minimum. As printed, an entry is cleared when it is complete though resends are
-answered from it, and a late resend can poison the number that takes its slot (L10 in the paper's inconsistencies). Here
-an entry keeps its number and its sum until a greater number takes the slot, and the switch reads the acknowledgements
+Sun et al. (LuWu), section 3.2.3: gradient packets carry a running number; an entry of the switch's
+window adds up those of all workers and sends the sum on; heartbeats carry what is acknowledged and
+how far a receiver's buffer reaches, and those of workers are merged to their minimum. As printed,
+an entry is cleared when it is complete though resends are answered from it, and a late resend can
+poison the number that takes its slot (L10 in the paper's inconsistencies). Here an entry keeps its
+number and its sum until a greater number takes the slot, and the switch reads the acknowledgements
 that pass, so that a late packet is dropped. `data` is opaque but for `add`.
 """
 
@@ -26,7 +28,8 @@ class Packet:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """`ack`: the next number that its sender expects; `credit`: the greatest that its buffer takes."""
+    """`ack`: the next number that its sender expects; `credit`: the greatest that its buffer
+    takes."""
 
     ack: int
     credit: int
@@ -42,9 +45,12 @@ class Entry:
 
 
 class SwitchDecider:
-    """Invariants (`check`): an entry that is not done lacks a worker; nothing acknowledged is summed again."""
+    """Invariants (`check`): an entry that is not done lacks a worker; nothing acknowledged is
+    summed again."""
 
-    def __init__(self, workers: int, window: int, depth: int, add: Callable[[Any, Any], Any]) -> None:
+    def __init__(
+        self, workers: int, window: int, depth: int, add: Callable[[Any, Any], Any]
+    ) -> None:
         assert depth <= window, "the receiver's buffer must not exceed the window"
         self.workers, self.window, self.add = workers, window, add
         self.table = [Entry() for _ in range(window)]
@@ -79,7 +85,9 @@ class SwitchDecider:
     def from_worker(self, beat: Heartbeat) -> Heartbeat:
         """A heartbeat about parameters: the minimum of all workers' goes to the server."""
         last = self.beats[beat.worker]
-        self.beats[beat.worker] = Heartbeat(max(last.ack, beat.ack), max(last.credit, beat.credit), beat.worker)
+        self.beats[beat.worker] = Heartbeat(
+            max(last.ack, beat.ack), max(last.credit, beat.credit), beat.worker
+        )
         return Heartbeat(min(b.ack for b in self.beats), min(b.credit for b in self.beats))
 
     def check(self) -> None:
@@ -89,8 +97,8 @@ class SwitchDecider:
 
 
 class Sender:
-    """One end's go-back-n: it sends up to its credit, and from the acknowledged number again when told that time has
-    passed without progress."""
+    """One end's go-back-n: it sends up to its credit, and from the acknowledged number again
+    when told that time has passed without progress."""
 
     def __init__(self, depth: int) -> None:
         self.next, self.ack, self.credit = 0, 0, depth - 1
@@ -112,7 +120,8 @@ class Sender:
 
 
 class Receiver:
-    """The other end: takes numbers in order, drops others. `depth`: packets that its buffer holds."""
+    """The other end: takes numbers in order, drops others. `depth`: packets that its buffer
+    holds."""
 
     def __init__(self, depth: int, worker: int = 0) -> None:
         self.ack, self.consumed, self.depth, self.worker = 0, 0, depth, worker

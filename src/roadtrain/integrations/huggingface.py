@@ -1,9 +1,11 @@
 """Hugging Face's Trainer (and those of TRL, which are one) on a placed model:
 
-    Trainer(..., optimizer_cls_and_kwargs=(Placed, dict(optimizer=torch.optim.AdamW, lr=1e-3, store=DIR)))
+    Trainer(..., optimizer_cls_and_kwargs=(Placed, dict(optimizer=torch.optim.AdamW, lr=1e-3,
+    store=DIR)))
 
-Assumes: transformers 5, whose Trainer calls `cls()(model, **kwargs)` for a class that is no torch Optimizer.
-Does NOT start workers or touch the Trainer: checkpoints, clipping and accumulation are its own (docs/integrations.md).
+Assumes: transformers 5, whose Trainer calls `cls()(model, **kwargs)` for a class that is no torch
+Optimizer. Does NOT start workers or touch the Trainer: checkpoints, clipping and accumulation are
+its own (docs/integrations.md).
 """
 
 from __future__ import annotations
@@ -21,17 +23,19 @@ from roadtrain.errors import ConfigError
 from roadtrain.optimizer import PlacedOptimizer
 from roadtrain.placing import place
 
-NOT_DECAYED = ("bias", "layernorm", "rmsnorm")  # in a name, as the Trainer has it; norms by their class too
+# in a name, as the Trainer has it; norms by their class too
+NOT_DECAYED = ("bias", "layernorm", "rmsnorm")
 OPTIONS = frozenset(inspect.signature(place).parameters) - {"model", "optimizer"}
 
 
 class Placed:
     """What the Trainer makes its optimizer of.
 
-    The parameter groups are those that the Trainer made for its own optimizer: weight decay (`args.weight_decay`) for
-    all but biases and norms. `lr`, and for Adam and AdamW `betas` and `eps`, are those of the TrainingArguments unless
-    they are given. Called by something else than the Trainer, `weight_decay` (0 unless given) holds for the same
-    parameters, and `lr` must be given where the optimizer has no default of its own.
+    The parameter groups are those that the Trainer made for its own optimizer: weight decay
+    (`args.weight_decay`) for all but biases and norms. `lr`, and for Adam and AdamW `betas` and
+    `eps`, are those of the TrainingArguments unless they are given. Called by something else than
+    the Trainer, `weight_decay` (0 unless given) holds for the same parameters, and `lr` must be
+    given where the optimizer has no default of its own.
     """
 
     def __call__(
@@ -42,12 +46,15 @@ class Placed:
         whole_checkpoints: bool | None = None,
         **kwargs: Any,
     ) -> PlacedOptimizer:
-        """`optimizer`: torch's class, or another that can run next to the storage. `whole_checkpoints`: optimizer.pt
-        holds the whole state, so that the checkpoint is complete without the store (None: where the state is in
-        RAM); else a reference to the store's step. `kwargs`: options of `place`, all others are the optimizer's.
-        Raises what `place` raises."""
+        """`optimizer`: torch's class, or another that can run next to the storage.
+        `whole_checkpoints`: optimizer.pt holds the whole state, so that the checkpoint is
+        complete without the store (None: where the state is in RAM); else a reference to the
+        store's step. `kwargs`: options of `place`, all others are the optimizer's. Raises what
+        `place` raises."""
         if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
-            raise ConfigError(f"optimizer = {optimizer!r}", hint="a class, such as torch.optim.AdamW")
+            raise ConfigError(
+                f"optimizer = {optimizer!r}", hint="a class, such as torch.optim.AdamW"
+            )
         options = {key: value for key, value in kwargs.items() if key in OPTIONS}
         own = {key: value for key, value in kwargs.items() if key not in OPTIONS}
         frame = sys._getframe(1)
@@ -60,8 +67,9 @@ class Placed:
         placed.whole_states = in_ram if whole_checkpoints is None else whole_checkpoints
         if placed.steps_done:
             options.get("report", print)(
-                f"the store is at step {placed.steps_done}: a Trainer that does not resume from the checkpoint of that "
-                "step begins its own count, schedule and data at step 0, with the store's values"
+                f"the store is at step {placed.steps_done}: a Trainer that does not resume from the"
+                " checkpoint of that step begins its own count, schedule and data at step 0, with"
+                " the store's values"
             )
         return placed
 
@@ -69,8 +77,14 @@ class Placed:
 def groups_of(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Two parameter groups: with `weight_decay`, and biases and norms without."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    norms = {id(p) for m in model.modules() if "norm" in type(m).__name__.lower() for p in m.parameters()}
-    plain = {id(p) for name, p in named if id(p) in norms or any(word in name.lower() for word in NOT_DECAYED)}
+    norms = {
+        id(p) for m in model.modules() if "norm" in type(m).__name__.lower() for p in m.parameters()
+    }
+    plain = {
+        id(p)
+        for name, p in named
+        if id(p) in norms or any(word in name.lower() for word in NOT_DECAYED)
+    }
     return [
         {"params": [p for _, p in named if id(p) not in plain], "weight_decay": weight_decay},
         {"params": [p for _, p in named if id(p) in plain], "weight_decay": 0.0},
@@ -84,12 +98,19 @@ def _of_trainer(frame: FrameType, name: str) -> Any:
 
 
 def _trainers_groups(frame: FrameType, model: nn.Module) -> list[dict[str, Any]] | None:
-    """The parameter groups that the Trainer has just made, which it hands to classes of torch only."""
+    """The parameter groups that the Trainer has just made, which it hands to classes of torch
+    only."""
     groups = _of_trainer(frame, "optimizer_grouped_parameters")
     wanted = {id(p) for p in model.parameters() if p.requires_grad}
-    if not isinstance(groups, Sequence) or not all(isinstance(g, dict) and "params" in g for g in groups):
+    if not isinstance(groups, Sequence) or not all(
+        isinstance(g, dict) and "params" in g for g in groups
+    ):
         return None
-    return [dict(g) for g in groups] if {id(p) for g in groups for p in g["params"]} == wanted else None
+    return (
+        [dict(g) for g in groups]
+        if {id(p) for g in groups for p in g["params"]} == wanted
+        else None
+    )
 
 
 def _arguments(frame: FrameType, optimizer: type[torch.optim.Optimizer]) -> dict[str, Any]:
@@ -99,5 +120,8 @@ def _arguments(frame: FrameType, optimizer: type[torch.optim.Optimizer]) -> dict
         return {}
     out = {"lr": arguments.learning_rate}
     if optimizer in (torch.optim.Adam, torch.optim.AdamW):
-        out |= {"betas": (arguments.adam_beta1, arguments.adam_beta2), "eps": arguments.adam_epsilon}
+        out |= {
+            "betas": (arguments.adam_beta1, arguments.adam_beta2),
+            "eps": arguments.adam_epsilon,
+        }
     return out

@@ -1,13 +1,14 @@
 """Conversions between fp32 and the two 16-bit formats, alone and inside other kernels' loops.
 
-Flat contiguous arrays. 16-bit values travel as uint16 in the interface. Inside the kernels the *array's type* says
-the format, so that one kernel source compiles to one loop per format: float32 = fp32, uint16 = bf16, int16 = fp16
-(`typed`), and a second dimension of one says that it is written past the cache (`uncached`: nobody reads it soon, and
-its lines need not be fetched first). Rounding is to nearest even, overflow goes to infinity, subnormals are exact, a
-NaN stays a NaN (its payload is dropped).
+Flat contiguous arrays. 16-bit values travel as uint16 in the interface. Inside the kernels the
+*array's type* says the format, so that one kernel source compiles to one loop per format: float32 =
+fp32, uint16 = bf16, int16 = fp16 (`typed`), and a second dimension of one says that it is written
+past the cache (`uncached`: nobody reads it soon, and its lines need not be fetched first). Rounding
+is to nearest even, overflow goes to infinity, subnormals are exact, a NaN stays a NaN (its payload
+is dropped).
 
-Assumes little endian. Does NOT allocate, start threads or hold the GIL. numba's cache notices a change of a kernel's
-own file only: after editing `widen` or `put` here, remove `__pycache__`.
+Assumes little endian. Does NOT allocate, start threads or hold the GIL. numba's cache notices a
+change of a kernel's own file only: after editing `widen` or `put` here, remove `__pycache__`.
 """
 
 from __future__ import annotations
@@ -25,31 +26,38 @@ NUMPY_OF = {"fp32": np.float32, "bf16": np.uint16, "fp16": np.uint16}
 
 
 def kernel(function: Any) -> Any:
-    """Compile for the host: no GIL, cached on disk, IEEE rules (no fast math, no contraction, x/0 = inf)."""
+    """Compile for the host: no GIL, cached on disk, IEEE rules (no fast math, no contraction,
+    x/0 = inf)."""
     return njit(nogil=True, cache=True, error_model="numpy", boundscheck=False)(function)
 
 
 def typed(array: np.ndarray, dtype: str) -> np.ndarray:
     """The same memory under the type that names its format to the kernels (no copy)."""
     if dtype not in NUMPY_OF or array.dtype != NUMPY_OF[dtype]:
-        raise RuleError(f"an array of {array.dtype} does not hold {dtype}", hint="float32 is fp32, uint16 the others")
+        raise RuleError(
+            f"an array of {array.dtype} does not hold {dtype}",
+            hint="float32 is fp32, uint16 the others",
+        )
     return array.view(np.int16) if dtype == "fp16" else array
 
 
 def uncached(array: np.ndarray) -> np.ndarray:
-    """A typed 16-bit array [N] as [N, 1] for `put`, where its alignment allows; `fence` when all of it is written."""
+    """A typed 16-bit array [N] as [N, 1] for `put`, where its alignment allows; `fence` when
+    all of it is written."""
     return array.reshape(-1, 1) if array.ctypes.data % 32 == 0 and array.itemsize == 2 else array
 
 
 @intrinsic
 def _store_uncached(typing, out, i, x):
-    """A 16-bit store with LLVM's nontemporal mark. The alignment stated is that of the vectors that the loop becomes;
-    in its scalar rest the store is an ordinary one, which needs none."""
+    """A 16-bit store with LLVM's nontemporal mark. The alignment stated is that of the vectors
+    that the loop becomes; in its scalar rest the store is an ordinary one, which needs none."""
 
     def generate(context, builder, signature, args):
         array = context.make_array(signature.args[0])(context, builder, args[0])
         store = builder.store(args[2], builder.gep(array.data, [args[1]]), align=32)
-        store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+        store.set_metadata(
+            "nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
+        )
         return context.get_dummy_value()
 
     return types.void(out, types.intp, out.dtype), generate
@@ -97,8 +105,13 @@ def _from_fp16(h):
     exponent = np.uint32(body & np.uint32(0x0F800000))
     normal = np.uint32(body + np.uint32(112 << 23))
     special = np.uint32(body + np.uint32(224 << 23))  # infinity and NaN
-    small = _bits(_f32(np.uint32(body + np.uint32(113 << 23))) - _f32(np.uint32(113 << 23)))  # subnormal, exact
-    magnitude = special if exponent == np.uint32(0x0F800000) else (small if exponent == np.uint32(0) else normal)
+    # subnormal, exact
+    small = _bits(_f32(np.uint32(body + np.uint32(113 << 23))) - _f32(np.uint32(113 << 23)))
+    magnitude = (
+        special
+        if exponent == np.uint32(0x0F800000)
+        else (small if exponent == np.uint32(0) else normal)
+    )
     return _f32(np.uint32(magnitude | sign))
 
 
@@ -108,8 +121,10 @@ def _to_fp16(x):
     sign = np.uint32(np.uint32(bits & np.uint32(0x80000000)) >> np.uint32(16))
     u = np.uint32(bits & np.uint32(0x7FFFFFFF))
     odd = np.uint32(np.uint32(u >> np.uint32(13)) & np.uint32(1))
-    normal = np.uint32(np.uint32(u + np.uint32(np.uint32(0xC8000FFF) + odd)) >> np.uint32(13))  # rounded
-    small = np.uint32(_bits(_f32(u) + _f32(np.uint32(126 << 23))) - np.uint32(126 << 23))  # the adder rounds for us
+    # rounded
+    normal = np.uint32(np.uint32(u + np.uint32(np.uint32(0xC8000FFF) + odd)) >> np.uint32(13))
+    # the adder rounds for us
+    small = np.uint32(_bits(_f32(u) + _f32(np.uint32(126 << 23))) - np.uint32(126 << 23))
     special = np.uint32(0x7E00) if u > np.uint32(0x7F800000) else np.uint32(0x7C00)
     finite = small if u < np.uint32(113 << 23) else normal
     magnitude = special if u >= np.uint32(143 << 23) else finite
@@ -156,7 +171,8 @@ def _cast(src, dst):
 
 
 def cast(src: np.ndarray, src_dtype: str, dst: np.ndarray, dst_dtype: str) -> None:
-    """dst = src, element by element. src, dst: [N]. Raises RuleError where array and name disagree."""
+    """dst = src, element by element. src, dst: [N]. Raises RuleError where array and name
+    disagree."""
     if src.size != dst.size:
         raise RuleError(f"cast of {src.size} elements into {dst.size}")
     _cast(typed(src, src_dtype), typed(dst, dst_dtype))
@@ -169,7 +185,11 @@ def reference_widen(array: np.ndarray, dtype: str) -> np.ndarray:
     if dtype == "bf16":
         return (array.astype(np.uint32) << 16).view(np.float32)
     wide = array.view(np.float16).astype(np.float32)
-    quiet = (array.astype(np.uint32) & 0x8000) << 16 | 0x7F800000 | (array.astype(np.uint32) & 0x3FF) << 13
+    quiet = (
+        (array.astype(np.uint32) & 0x8000) << 16
+        | 0x7F800000
+        | (array.astype(np.uint32) & 0x3FF) << 13
+    )
     return np.where(np.isnan(wide), quiet.view(np.float32), wide)
 
 

@@ -1,12 +1,15 @@
-"""TorchRule: any other elementwise torch optimizer, run on flat slices; and the checks of rules that we did not write.
+"""TorchRule: any other elementwise torch optimizer, run on flat slices; and the checks of rules
+that we did not write.
 
-The user's optimizer class is rebuilt around one flat parameter that is a view of the slice, its state are views of the
-state arrays, its scalars are restored from the row; `step()` runs; what it replaced instead of changing is copied back.
-Which state there is, is found by running it on a small parameter for some steps.
+The user's optimizer class is rebuilt around one flat parameter that is a view of the slice, its
+state are views of the state arrays, its scalars are restored from the row; `step()` runs; what it
+replaced instead of changing is copied back. Which state there is, is found by running it on a small
+parameter for some steps.
 
-Assumes: state lives in `optimizer.state[p]` as fp32 tensors shaped like p and as single numbers. That the class is
-elementwise is not assumed but checked, bit for bit: whole shaped parameters in one optimizer against flat pieces.
-Does NOT run closures, sparse or complex parameters, or 8-bit state.
+Assumes: state lives in `optimizer.state[p]` as fp32 tensors shaped like p and as single numbers.
+That the class is elementwise is not assumed but checked, bit for bit: whole shaped parameters in
+one optimizer against flat pieces. Does NOT run closures, sparse or complex parameters, or 8-bit
+state.
 """
 
 from __future__ import annotations
@@ -29,9 +32,11 @@ from roadtrain.kernels.rule import Rule
 from roadtrain.units import show_rate
 
 HINT = "use one of torch's elementwise optimizers, or write a Rule (roadtrain check-rule)"
-SPEED_ONLY = ("foreach", "fused", "capturable", "differentiable")  # options that do not change the numbers meant
+# options that do not change the numbers meant
+SPEED_ONLY = ("foreach", "fused", "capturable", "differentiable")
 NOT_OPTIONS = ("params", "param_names")
-NOT_ATTRIBUTES = ("defaults", "state", "param_groups", "step", "_opt_called", "_step_count")  # the last: schedulers'
+# the last: schedulers'
+NOT_ATTRIBUTES = ("defaults", "state", "param_groups", "step", "_opt_called", "_step_count")
 PROBE_STEPS = 8
 SAMPLE = 1 << 18  # elements of the slice that the speed of a generic rule is measured on
 
@@ -48,15 +53,20 @@ class Field:
 
 
 class TorchRule(Rule):
-    """`cls` with the options `defaults`; `attributes` are what else its `__init__` kept on the instance. The last
-    scalar, "present", has a bit for each state entry that exists by now (0: the first step is yet to come)."""
+    """`cls` with the options `defaults`; `attributes` are what else its `__init__` kept on the
+    instance. The last scalar, "present", has a bit for each state entry that exists by now (0: the
+    first step is yet to come).
+    """
 
     name = ""  # this and the next two: what a probe of the class finds
     arrays: tuple[str, ...] = ()
     scalars: tuple[str, ...] = ()
 
     def __init__(
-        self, cls: type[torch.optim.Optimizer], defaults: Mapping[str, Any], attributes: Mapping[str, Any] | None = None
+        self,
+        cls: type[torch.optim.Optimizer],
+        defaults: Mapping[str, Any],
+        attributes: Mapping[str, Any] | None = None,
     ) -> None:
         options = {key: value for key, value in defaults.items() if key not in NOT_OPTIONS}
         self.cls, self.attributes = cls, dict(attributes or {})
@@ -71,8 +81,10 @@ class TorchRule(Rule):
     def of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> TorchRule:
         """The rule of one group of the user's optimizer."""
         kept = {
-            key: value for key, value in vars(optimizer).items()
-            if key not in NOT_ATTRIBUTES and not key.startswith(("_optimizer_", "_warned", "_zero_grad", "_hook"))
+            key: value
+            for key, value in vars(optimizer).items()
+            if key not in NOT_ATTRIBUTES
+            and not key.startswith(("_optimizer_", "_warned", "_zero_grad", "_hook"))
         }
         return TorchRule(type(optimizer), group, kept)
 
@@ -81,19 +93,27 @@ class TorchRule(Rule):
         for key, value in self.options.items():
             now = _plain(group[key]) if key not in SPEED_ONLY else value
             if len(_numbers(now)) != len(_numbers(value)) or (not _numbers(value) and now != value):
-                raise RuleError(f"{self.cls.__name__}: {key} was {value!r} at the start, now {now!r}", hint="keep it")
+                raise RuleError(
+                    f"{self.cls.__name__}: {key} was {value!r} at the start, now {now!r}",
+                    hint="keep it",
+                )
             out.extend(_numbers(now))
         return tuple(out)
 
-    def build(self, params: Sequence[torch.Tensor], hyper: Sequence[float]) -> torch.optim.Optimizer:
-        """An instance with the user's options, made as unpickling makes one: what `__init__` wants is unknown."""
+    def build(
+        self, params: Sequence[torch.Tensor], hyper: Sequence[float]
+    ) -> torch.optim.Optimizer:
+        """An instance with the user's options, made as unpickling makes one: what `__init__`
+        wants is unknown."""
         group: dict[str, Any] = {"params": list(params)}
         at = iter(hyper)
         for key, value in self.options.items():
             group[key] = _filled(value, at)
         optimizer = self.cls.__new__(self.cls)
         optimizer.__dict__.update(copying.deepcopy(self.attributes))
-        optimizer.__setstate__({"defaults": dict(self.options), "state": defaultdict(dict), "param_groups": [group]})
+        optimizer.__setstate__(
+            {"defaults": dict(self.options), "state": defaultdict(dict), "param_groups": [group]}
+        )
         return optimizer
 
     def apply(self, p, grad, grad_dtype, arrays, row, hyper, grad_scale, copy, copy_dtype) -> None:
@@ -105,7 +125,9 @@ class TorchRule(Rule):
         if copy is not None:
             cast(p, "fp32", copy, copy_dtype or "bf16")
 
-    def reference(self, p, grad, grad_dtype, arrays, row, hyper, grad_scale, copy, copy_dtype) -> None:
+    def reference(
+        self, p, grad, grad_dtype, arrays, row, hyper, grad_scale, copy, copy_dtype
+    ) -> None:
         wide = reference_widen(grad, grad_dtype) * np.float32(grad_scale)
         start = row.copy()
         for i in range(0, max(p.size, 1), 1000):  # the rule is its own reference: in other pieces
@@ -116,7 +138,12 @@ class TorchRule(Rule):
             copy[:] = reference_narrow(p, copy_dtype or "bf16")
 
     def _step(
-        self, p: np.ndarray, grad: np.ndarray, arrays: Sequence[np.ndarray], row: np.ndarray, hyper: Sequence[float]
+        self,
+        p: np.ndarray,
+        grad: np.ndarray,
+        arrays: Sequence[np.ndarray],
+        row: np.ndarray,
+        hyper: Sequence[float],
     ) -> None:
         param = torch.nn.Parameter(torch.from_numpy(p))
         param.grad = torch.from_numpy(grad)
@@ -126,7 +153,9 @@ class TorchRule(Rule):
         present = int(row[-1])
         for bit, f in enumerate(self.fields):
             if present >> bit & 1:
-                optimizer.state[param][f.key] = held[f.key] if f.kind == "array" else _number(f, numbers[f.key])
+                optimizer.state[param][f.key] = (
+                    held[f.key] if f.kind == "array" else _number(f, numbers[f.key])
+                )
             elif present and f.nullable:
                 optimizer.state[param][f.key] = None
         with torch.no_grad():
@@ -135,12 +164,17 @@ class TorchRule(Rule):
             p[:] = param.detach().numpy()
         self._keep(optimizer.state[param], held, row)
 
-    def _keep(self, state: Mapping[str, Any], held: Mapping[str, torch.Tensor], row: np.ndarray) -> None:
+    def _keep(
+        self, state: Mapping[str, Any], held: Mapping[str, torch.Tensor], row: np.ndarray
+    ) -> None:
         """Bring the state that the step left behind back into arrays and row."""
         present = 0
         for key in state.keys() - {f.key for f in self.fields}:
             if state[key] is not None:
-                raise RuleError(f"{self.cls.__name__} began to keep {key!r} after {PROBE_STEPS} steps", hint=HINT)
+                raise RuleError(
+                    f"{self.cls.__name__} began to keep {key!r} after {PROBE_STEPS} steps",
+                    hint=HINT,
+                )
         for bit, f in enumerate(self.fields):
             value = state.get(f.key)
             if value is None:
@@ -172,24 +206,44 @@ class TorchRule(Rule):
         except RuleError:
             raise
         except Exception as error:
-            raise RuleError(f"{self.cls.__name__} does not run on a flat slice: {error}", hint=HINT) from error
+            raise RuleError(
+                f"{self.cls.__name__} does not run on a flat slice: {error}", hint=HINT
+            ) from error
         if set(optimizer.state) - {param} or _print_of(optimizer, self.attributes) != before:
-            raise RuleError(f"{self.cls.__name__} keeps state outside optimizer.state[parameter]", hint=HINT)
+            raise RuleError(
+                f"{self.cls.__name__} keeps state outside optimizer.state[parameter]", hint=HINT
+            )
         if torch.equal(begin, param) and self.options.get("lr") != 0:
-            raise RuleError(f"{self.cls.__name__} did not change a parameter in {PROBE_STEPS} steps", hint=HINT)
+            raise RuleError(
+                f"{self.cls.__name__} did not change a parameter in {PROBE_STEPS} steps", hint=HINT
+            )
         if len(seen) > 50:
-            raise RuleError(f"{self.cls.__name__} keeps {len(seen)} state entries a parameter, 50 are held", hint=HINT)
+            raise RuleError(
+                f"{self.cls.__name__} keeps {len(seen)} state entries a parameter, 50 are held",
+                hint=HINT,
+            )
         return tuple(self._field(key, value, key in absent) for key, value in seen.items())
 
     def _field(self, key: str, value: Any, nullable: bool) -> Field:
-        if isinstance(value, torch.Tensor) and tuple(value.shape) == (12,) and value.dtype == torch.float32:
+        if (
+            isinstance(value, torch.Tensor)
+            and tuple(value.shape) == (12,)
+            and value.dtype == torch.float32
+        ):
             return Field(key, "array", value.dtype, (12,), nullable)
         if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
             return Field(key, "tensor", value.dtype, tuple(value.shape), nullable)
         if isinstance(value, (bool, int, float)):
             return Field(key, "number", type(value), (), nullable)
-        what = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-        raise RuleError(f"{self.cls.__name__} keeps {key!r} as {what}; fp32 arrays and numbers can be kept", hint=HINT)
+        what = (
+            f"{value.dtype} {tuple(value.shape)}"
+            if isinstance(value, torch.Tensor)
+            else type(value).__name__
+        )
+        raise RuleError(
+            f"{self.cls.__name__} keeps {key!r} as {what}; fp32 arrays and numbers can be kept",
+            hint=HINT,
+        )
 
 
 def _plain(value: Any) -> Any:
@@ -206,7 +260,8 @@ def _numbers(value: Any) -> list[float]:
 
 
 def _filled(value: Any, numbers: Any) -> Any:
-    """`value` with its numbers replaced by the next ones, whole ones staying int where they were."""
+    """`value` with its numbers replaced by the next ones, whole ones staying int where they
+    were."""
     if isinstance(value, tuple):
         return tuple(_filled(v, numbers) for v in value)
     if not _numbers(value):
@@ -216,11 +271,14 @@ def _filled(value: Any, numbers: Any) -> Any:
 
 
 def _number(f: Field, value: float) -> Any:
-    return torch.full(f.shape, float(value), dtype=f.dtype) if f.kind == "tensor" else f.dtype(value)
+    return (
+        torch.full(f.shape, float(value), dtype=f.dtype) if f.kind == "tensor" else f.dtype(value)
+    )
 
 
 def _print_of(optimizer: torch.optim.Optimizer, attributes: Mapping[str, Any]) -> bytes:
-    """Something that changes when a step changes the optimizer itself: its attributes or its options."""
+    """Something that changes when a step changes the optimizer itself: its attributes or its
+    options."""
     group = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
     try:
         return pickle.dumps(({key: vars(optimizer).get(key) for key in attributes}, group))
@@ -229,7 +287,8 @@ def _print_of(optimizer: torch.optim.Optimizer, attributes: Mapping[str, Any]) -
 
 
 def check_elementwise(rule: TorchRule, steps: int = PROBE_STEPS) -> None:
-    """Shaped parameters together in one optimizer against the rule on flat pieces, bit for bit. Raises RuleError."""
+    """Shaped parameters together in one optimizer against the rule on flat pieces, bit for bit.
+    Raises RuleError."""
     generator = torch.Generator().manual_seed(2)
     shapes = [(29, 67), (131,), (5, 3, 11)]
     whole = [torch.nn.Parameter(torch.randn(s, generator=generator)) for s in shapes]
@@ -246,21 +305,26 @@ def check_elementwise(rule: TorchRule, steps: int = PROBE_STEPS) -> None:
             for p, grad, mine in zip(whole, grads, sides):
                 cuts = sorted({0, min(77, grad.size), grad.size // 2, grad.size})
                 mine.step(rule.apply, grad, "fp32", 1.0, None, cuts)
-                if not np.array_equal(p.detach().numpy().reshape(-1).view(np.uint32), mine.p.view(np.uint32)):
+                if not np.array_equal(
+                    p.detach().numpy().reshape(-1).view(np.uint32), mine.p.view(np.uint32)
+                ):
                     raise RuleError(
-                        f"{rule.cls.__name__} is not elementwise: flat pieces differ from the whole at step {step + 1}",
+                        f"{rule.cls.__name__} is not elementwise: flat pieces differ from the whole"
+                        f" at step {step + 1}",
                         hint=HINT,
                     )
     except RuleError:
         raise
     except Exception as error:
-        raise RuleError(f"{rule.cls.__name__} does not run on flat slices: {error}", hint=HINT) from error
+        raise RuleError(
+            f"{rule.cls.__name__} does not run on flat slices: {error}", hint=HINT
+        ) from error
 
 
 @dataclass(frozen=True)
 class CheckReport:
-    """`failures` names each case that differs from the reference; `bytes_per_s` counts all that a step reads and
-    writes with a bf16 gradient and a bf16 copy, on one thread."""
+    """`failures` names each case that differs from the reference; `bytes_per_s` counts all that
+    a step reads and writes with a bf16 gradient and a bf16 copy, on one thread."""
 
     name: str
     cases: int
@@ -269,7 +333,8 @@ class CheckReport:
 
 
 def check_rule(rule: Rule, hyper: Sequence[float], elements: int = 1 << 20) -> CheckReport:
-    """Run `rule` beside its reference on random data of awkward sizes, in whole and in pieces, then time it."""
+    """Run `rule` beside its reference on random data of awkward sizes, in whole and in pieces,
+    then time it."""
     rng = np.random.default_rng(3)
     failures, cases = [], 0
     for n in (1, 7, 64, 1000, 4099):
@@ -282,7 +347,9 @@ def check_rule(rule: Rule, hyper: Sequence[float], elements: int = 1 << 20) -> C
                     grad = reference_narrow(rng.standard_normal(n, dtype=np.float32), grad_dtype)
                     sides[0].step(rule.apply, grad, grad_dtype, scale, copy_dtype, [0, n])
                     sides[1].step(rule.reference, grad, grad_dtype, scale, copy_dtype, [0, n])
-                    sides[2].step(rule.apply, grad, grad_dtype, scale, copy_dtype, sorted({0, n // 3, n}))
+                    sides[2].step(
+                        rule.apply, grad, grad_dtype, scale, copy_dtype, sorted({0, n // 3, n})
+                    )
                 case = f"{n} elements, gradient {grad_dtype}, copy {copy_dtype}"
                 if sides[0] != sides[1]:
                     failures.append(f"{case}: differs from its reference")
@@ -292,7 +359,8 @@ def check_rule(rule: Rule, hyper: Sequence[float], elements: int = 1 << 20) -> C
 
 
 def bytes_per_s(rule: Rule, hyper: Sequence[float], elements: int, times: int = 5) -> float:
-    """As CheckReport counts them: the median of so many steps of one slice of that many elements."""
+    """As CheckReport counts them: the median of so many steps of one slice of that many
+    elements."""
     side = _Side(rule, np.random.default_rng(4).standard_normal(elements, dtype=np.float32), hyper)
     grad = reference_narrow(side.p, "bf16")
     seconds = []
@@ -305,12 +373,16 @@ def bytes_per_s(rule: Rule, hyper: Sequence[float], elements: int, times: int = 
 
 
 def say_generic(rules: Sequence[Rule], report: Callable[[str], None]) -> None:
-    """One line for each optimizer class whose updates are not compiled (Rule 6), with what they cost here."""
+    """One line for each optimizer class whose updates are not compiled (Rule 6), with what they
+    cost here."""
     generic = {rule.cls.__name__: rule for rule in rules if isinstance(rule, TorchRule)}
     for name, rule in generic.items():
         rate = bytes_per_s(rule, rule.hyper(rule.options), SAMPLE, times=3)
-        report(f"{name} has no compiled rule: its speed class is generic, torch's own step runs on every slice "
-               f"(measured {show_rate(rate)} on one thread; compiled rules run as fast as memory)")
+        report(
+            f"{name} has no compiled rule: its speed class is generic, torch's own step runs on"
+            f" every slice (measured {show_rate(rate)} on one thread; compiled rules run as fast as"
+            " memory)"
+        )
 
 
 class _Side:
@@ -323,16 +395,34 @@ class _Side:
         rule.start(self.p, self.arrays, self.row, hyper)
 
     def step(
-        self, function: Any, grad: np.ndarray, grad_dtype: str, scale: float, copy_dtype: str | None, cuts: list[int]
+        self,
+        function: Any,
+        grad: np.ndarray,
+        grad_dtype: str,
+        scale: float,
+        copy_dtype: str | None,
+        cuts: list[int],
     ) -> None:
         row = self.row.copy()
         for a, b in pairwise(cuts):
             self.row[:] = row
             out = self.copy[a:b] if copy_dtype else None
             held = [array[a:b] for array in self.arrays]
-            function(self.p[a:b], grad[a:b], grad_dtype, held, self.row, self.hyper, scale, out, copy_dtype)
+            function(
+                self.p[a:b],
+                grad[a:b],
+                grad_dtype,
+                held,
+                self.row,
+                self.hyper,
+                scale,
+                out,
+                copy_dtype,
+            )
 
     def __eq__(self, other: object) -> bool:
         assert isinstance(other, _Side)
         mine, theirs = ([s.p, *s.arrays, s.row, s.copy] for s in (self, other))
-        return all(np.array_equal(a, b, equal_nan=a.dtype.kind == "f") for a, b in zip(mine, theirs))
+        return all(
+            np.array_equal(a, b, equal_nan=a.dtype.kind == "f") for a, b in zip(mine, theirs)
+        )

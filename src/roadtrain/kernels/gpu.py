@@ -1,10 +1,12 @@
-"""Triton twins of the AdamW and SGD updates and of the sum of squares, for CUDA tensors, in one pass.
+"""Triton twins of the AdamW and SGD updates and of the sum of squares, for CUDA tensors, in one
+pass.
 
-The same operations in the same order as `update.py`, with IEEE division and root and without contraction, so that an
-update has the bits of the CPU kernel. The sum of squares is fixed for one kind of device, not across kinds (Rule 1).
+The same operations in the same order as `update.py`, with IEEE division and root and without
+contraction, so that an update has the bits of the CPU kernel. The sum of squares is fixed for one
+kind of device, not across kinds (Rule 1).
 
-Assumes contiguous flat tensors on one device; triton is not a dependency: RuleError where it is missing. Tested with
-triton's interpreter. Does NOT choose between CPU and GPU.
+Assumes contiguous flat tensors on one device; triton is not a dependency: RuleError where it is
+missing. Tested with triton's interpreter. Does NOT choose between CPU and GPU.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ def _jit(function: Any) -> Any:
 
 
 @_jit
-def _rounded(x, kind: tl.constexpr):  # to nearest even by hand for bf16: the interpreter would cut off
+# to nearest even by hand for bf16: the interpreter would cut off
+def _rounded(x, kind: tl.constexpr):
     if kind == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
@@ -41,7 +44,9 @@ def _rounded(x, kind: tl.constexpr):  # to nearest even by hand for bf16: the in
 
 
 @_jit
-def _sgd(n, p, grad, buf, copy, scale, coupled, keep, intake, lookahead, step_size, BLOCK: tl.constexpr):
+def _sgd(
+    n, p, grad, buf, copy, scale, coupled, keep, intake, lookahead, step_size, BLOCK: tl.constexpr
+):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = at < n
     x = tl.load(p + at, mask=here)
@@ -66,7 +71,23 @@ def _sgd(n, p, grad, buf, copy, scale, coupled, keep, intake, lookahead, step_si
 
 @_jit
 def _adam(
-    n, p, grad, m, v, top, copy, scale, decay, coupled, intake, rest, keep2, intake2, root, step_size, eps,
+    n,
+    p,
+    grad,
+    m,
+    v,
+    top,
+    copy,
+    scale,
+    decay,
+    coupled,
+    intake,
+    rest,
+    keep2,
+    intake2,
+    root,
+    step_size,
+    eps,
     BLOCK: tl.constexpr,
 ):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -104,25 +125,45 @@ def _squares(n, x, scale, partial, BLOCK: tl.constexpr):
 
 def _programs(n: int) -> tuple[int]:
     if triton is None:
-        raise RuleError("updates on a GPU need triton, which is not installed", hint="pip install triton")
+        raise RuleError(
+            "updates on a GPU need triton, which is not installed", hint="pip install triton"
+        )
     return (max(1, -(-n // TILE)),)
 
 
 def apply(
-    rule: Rule, p: torch.Tensor, grad: torch.Tensor, arrays: Sequence[torch.Tensor], row: np.ndarray,
-    hyper: Sequence[float], grad_scale: float = 1.0, copy: torch.Tensor | None = None,
+    rule: Rule,
+    p: torch.Tensor,
+    grad: torch.Tensor,
+    arrays: Sequence[torch.Tensor],
+    row: np.ndarray,
+    hyper: Sequence[float],
+    grad_scale: float = 1.0,
+    copy: torch.Tensor | None = None,
 ) -> None:
-    """`rule.apply` on tensors. p, arrays: fp32 [N] in place; grad: fp32, bf16 or fp16 [N]; row: float64, on the host;
-    copy: bf16 or fp16 [N]. Raises RuleError for a rule without a twin."""
+    """`rule.apply` on tensors. p, arrays: fp32 [N] in place; grad: fp32, bf16 or fp16 [N]; row:
+    float64, on the host; copy: bf16 or fp16 [N]. Raises RuleError for a rule without a twin."""
     if not isinstance(rule, (AdamRule, SgdRule)):
-        raise RuleError(f"{rule.name} has no GPU kernel", hint="use AdamW, Adam or SGD, or update on the host")
+        raise RuleError(
+            f"{rule.name} has no GPU kernel", hint="use AdamW, Adam or SGD, or update on the host"
+        )
     grid = _programs(p.numel())
     held, sign, scalars = rule.scaled(arrays, row, hyper)  # type: ignore[arg-type]
     narrow = [None if s is None else float(np.float32(s)) for s in scalars]
     kernel = _adam if isinstance(rule, AdamRule) else _sgd
-    with torch.cuda.device_of(p):  # triton launches on the current device, whatever its arguments are on
-        kernel[grid](p.numel(), p, grad, *held, copy, float(np.float32(sign * grad_scale)), *narrow, BLOCK=TILE,
-                     enable_fp_fusion=False)
+    # triton launches on the current device, whatever its arguments are on
+    with torch.cuda.device_of(p):
+        kernel[grid](
+            p.numel(),
+            p,
+            grad,
+            *held,
+            copy,
+            float(np.float32(sign * grad_scale)),
+            *narrow,
+            BLOCK=TILE,
+            enable_fp_fusion=False,
+        )
 
 
 def sum_squares(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
@@ -130,5 +171,7 @@ def sum_squares(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
     grid = _programs(x.numel())
     partial = torch.zeros(grid[0], dtype=torch.float64, device=x.device)
     with torch.cuda.device_of(x):
-        _squares[grid](x.numel(), x, float(np.float32(scale)), partial, BLOCK=TILE, enable_fp_fusion=False)
+        _squares[grid](
+            x.numel(), x, float(np.float32(scale)), partial, BLOCK=TILE, enable_fp_fusion=False
+        )
     return partial.sum()

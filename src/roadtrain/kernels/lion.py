@@ -1,7 +1,8 @@
-"""Lion (Chen et al. 2023, arXiv 2302.06675, algorithm 2) as a plain torch optimizer: torch has none.
+"""Lion (Chen et al. 2023, arXiv 2302.06675, algorithm 2) as a plain torch optimizer: torch has
+none.
 
-One state array instead of Adam's two. Its products are rounded before they are added, so the compiled rule gives the
-same bits. Does NOT take sparse or complex parameters.
+One state array instead of Adam's two. Its products are rounded before they are added, so the
+compiled rule gives the same bits. Does NOT take sparse or complex parameters.
 """
 
 from __future__ import annotations
@@ -13,15 +14,26 @@ import torch
 
 
 class Lion(torch.optim.Optimizer):
-    """p <- p (1 - lr weight_decay) - lr sign(beta1 m + (1 - beta1) g);  m <- beta2 m + (1 - beta2) g."""
+    """p <- p (1 - lr weight_decay) - lr sign(beta1 m + (1 - beta1) g);  m <- beta2 m + (1 -
+    beta2) g."""
 
     def __init__(
-        self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0,
-        *, maximize: bool = False,
+        self,
+        params: Any,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
     ) -> None:
         if lr < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"lr {lr}, betas {betas}, weight_decay {weight_decay}: lr, decay >= 0, betas in [0, 1)")
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})
+            raise ValueError(
+                f"lr {lr}, betas {betas}, weight_decay {weight_decay}: lr, decay >= 0, betas in"
+                " [0, 1)"
+            )
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]

@@ -1,11 +1,13 @@
 """Rule: what turns a gradient into new parameters, next to wherever the state rests.
 
-A rule is a small value: it says which fp32 arrays (as long as the parameters) and which float64 scalars (a row per
-parameter) it keeps, reads hyperparameters from a torch parameter group at each step, and updates one contiguous range
-in place. Users write their own by subclassing; `roadtrain check-rule` checks it (`generic.check_rule`).
+A rule is a small value: it says which fp32 arrays (as long as the parameters) and which float64
+scalars (a row per parameter) it keeps, reads hyperparameters from a torch parameter group at each
+step, and updates one contiguous range in place. Users write their own by subclassing; `roadtrain
+check-rule` checks it (`generic.check_rule`).
 
-Assumes: `apply` is elementwise, so that a range may be cut anywhere, each piece with its own copy of the row. A rule is
-picklable and keeps nothing between calls. Does NOT hold state, read files or thread.
+Assumes: `apply` is elementwise, so that a range may be cut anywhere, each piece with its own copy
+of the row. A rule is picklable and keeps nothing between calls. Does NOT hold state, read files or
+thread.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ import numpy as np
 
 
 class Rule(ABC):
-    """Arrays and scalars carry torch's own state names ("exp_avg", "step"), so that checkpoints read alike.
+    """Arrays and scalars carry torch's own state names ("exp_avg", "step"), so that checkpoints
+    read alike.
     `reads_state`: the update needs what was there; else the server does not read it."""
 
     reads_state: bool = True
@@ -34,30 +37,51 @@ class Rule(ABC):
 
     @property
     def scalars(self) -> tuple[str, ...]:
-        """Names of the float64 scalars that a parameter has. They start as zeros; `apply` advances them."""
+        """Names of the float64 scalars that a parameter has. They start as zeros; `apply`
+        advances them."""
         return ()
 
     @abstractmethod
     def hyper(self, group: Mapping[str, Any]) -> tuple[float, ...]:
-        """Plain floats from a torch parameter group, read at each step. Raises RuleError on what cannot be honoured."""
+        """Plain floats from a torch parameter group, read at each step. Raises RuleError on
+        what cannot be honoured."""
 
     def start(
         self, p: np.ndarray, arrays: Sequence[np.ndarray], row: np.ndarray, hyper: Sequence[float]
     ) -> None:
-        """Fill zeroed arrays and row where the rule's state does not start as zeros. p: float32 [N]."""
+        """Fill zeroed arrays and row where the rule's state does not start as zeros. p: float32
+        [N]."""
         return
 
     @abstractmethod
     def apply(
-        self, p: np.ndarray, grad: np.ndarray, grad_dtype: str, arrays: Sequence[np.ndarray], row: np.ndarray,
-        hyper: Sequence[float], grad_scale: float, copy: np.ndarray | None, copy_dtype: str | None,
+        self,
+        p: np.ndarray,
+        grad: np.ndarray,
+        grad_dtype: str,
+        arrays: Sequence[np.ndarray],
+        row: np.ndarray,
+        hyper: Sequence[float],
+        grad_scale: float,
+        copy: np.ndarray | None,
+        copy_dtype: str | None,
     ) -> None:
-        """One step. p, arrays: float32 [N] in place. grad: float32 [N], or uint16 [N] holding "bf16" or "fp16"; it is
-        multiplied by grad_scale. row: float64 [len(scalars)] in place. copy: uint16 [N], gets p as "bf16" or "fp16"."""
+        """One step. p, arrays: float32 [N] in place. grad: float32 [N], or uint16 [N] holding
+        "bf16" or "fp16"; it is multiplied by grad_scale. row: float64 [len(scalars)] in place.
+        copy: uint16 [N], gets p as "bf16" or "fp16".
+        """
 
     @abstractmethod
     def reference(
-        self, p: np.ndarray, grad: np.ndarray, grad_dtype: str, arrays: Sequence[np.ndarray], row: np.ndarray,
-        hyper: Sequence[float], grad_scale: float, copy: np.ndarray | None, copy_dtype: str | None,
+        self,
+        p: np.ndarray,
+        grad: np.ndarray,
+        grad_dtype: str,
+        arrays: Sequence[np.ndarray],
+        row: np.ndarray,
+        hyper: Sequence[float],
+        grad_scale: float,
+        copy: np.ndarray | None,
+        copy_dtype: str | None,
     ) -> None:
         """The same step, written plainly: `apply` must give the same bits."""

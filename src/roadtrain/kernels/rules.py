@@ -1,10 +1,12 @@
-"""The rules that run as compiled kernels, and `rules_for`: a torch optimizer's groups -> their rules.
+"""The rules that run as compiled kernels, and `rules_for`: a torch optimizer's groups -> their
+rules.
 
-Structure (which arrays exist) is fixed when a rule is made; everything else is read from the group at each step, so
-schedulers work. Scalars are computed in float64 as torch does, then rounded once to float32.
+Structure (which arrays exist) is fixed when a rule is made; everything else is read from the group
+at each step, so schedulers work. Scalars are computed in float64 as torch does, then rounded once
+to float32.
 
-Assumes: torch's option names; `foreach`, `fused`, `capturable`, `differentiable` do not change the numbers meant.
-Does NOT copy state out of a torch optimizer.
+Assumes: torch's option names; `foreach`, `fused`, `capturable`, `differentiable` do not change the
+numbers meant. Does NOT copy state out of a torch optimizer.
 """
 
 from __future__ import annotations
@@ -29,7 +31,10 @@ __all__ = ["AdagradRule", "AdamRule", "LionRule", "RmspropRule", "Rule", "SgdRul
 IMPOSSIBLE = {
     "LBFGS": ("needs all parameters and several passes at once", "use AdamW or SGD"),
     "SparseAdam": ("wants sparse gradients", "use Adam with dense gradients"),
-    "Adafactor": ("keeps row and column statistics of whole matrices", "use AdamW, or Lion with one state array"),
+    "Adafactor": (
+        "keeps row and column statistics of whole matrices",
+        "use AdamW, or Lion with one state array",
+    ),
     "Muon": ("orthogonalises whole matrices", "use AdamW, or Lion with one state array"),
 }
 
@@ -39,7 +44,8 @@ def _floats(group: Mapping[str, Any], *names: str) -> tuple[float, ...]:
 
 
 class _Native(Rule):
-    """A rule made of one of update's formulas, compiled or plainly, called with the same scalars."""
+    """A rule made of one of update's formulas, compiled or plainly, called with the same
+    scalars."""
 
     formula: Any
 
@@ -47,7 +53,8 @@ class _Native(Rule):
     def scaled(
         self, arrays: Sequence[np.ndarray], row: np.ndarray, hyper: Sequence[float]
     ) -> tuple[list[np.ndarray | None], float, list[float | None]]:
-        """Advance the row; the kernel's arrays (None where it has one that we do not keep), sign, scalars."""
+        """Advance the row; the kernel's arrays (None where it has one that we do not keep),
+        sign, scalars."""
 
     def _rounded(self, arrays, row, hyper, grad_scale):
         """The formula's three arrays; what multiplies the gradient and the scalars, as float32."""
@@ -62,7 +69,9 @@ class _Native(Rule):
         if out is not None:
             fence()
 
-    def reference(self, p, grad, grad_dtype, arrays, row, hyper, grad_scale, copy, copy_dtype) -> None:
+    def reference(
+        self, p, grad, grad_dtype, arrays, row, hyper, grad_scale, copy, copy_dtype
+    ) -> None:
         held, scale, scalars = self._rounded(arrays, row, hyper, grad_scale)
         with np.errstate(all="ignore"):
             p[:], *new = self.formula(p, reference_widen(grad, grad_dtype) * scale, *held, *scalars)
@@ -93,7 +102,9 @@ class SgdRule(_Native):
 
     def hyper(self, group: Mapping[str, Any]) -> tuple[float, ...]:
         if group["momentum"] and not self.momentum:
-            raise RuleError("momentum was 0 when training began", hint="start with a momentum above 0")
+            raise RuleError(
+                "momentum was 0 when training began", hint="start with a momentum above 0"
+            )
         return _floats(group, "lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
 
     def scaled(self, arrays, row, hyper):
@@ -123,12 +134,21 @@ class AdamRule(_Native):
 
     @property
     def arrays(self) -> tuple[str, ...]:
-        return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if self.amsgrad else ("exp_avg", "exp_avg_sq")
+        return (
+            ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+            if self.amsgrad
+            else ("exp_avg", "exp_avg_sq")
+        )
 
     def hyper(self, group: Mapping[str, Any]) -> tuple[float, ...]:
         if bool(group["amsgrad"]) != self.amsgrad:
-            raise RuleError("amsgrad changed after training began", hint="keep amsgrad as it was at the start")
-        return (*_floats(group, "lr", "weight_decay", "eps", "maximize"), *map(float, group["betas"]))
+            raise RuleError(
+                "amsgrad changed after training began", hint="keep amsgrad as it was at the start"
+            )
+        return (
+            *_floats(group, "lr", "weight_decay", "eps", "maximize"),
+            *map(float, group["betas"]),
+        )
 
     def scaled(self, arrays, row, hyper):
         lr, weight_decay, eps, maximize, beta1, beta2 = hyper
@@ -150,7 +170,9 @@ class AdagradRule(_Native):
     scalars = ("step",)
 
     def hyper(self, group: Mapping[str, Any]) -> tuple[float, ...]:
-        return _floats(group, "lr", "lr_decay", "weight_decay", "eps", "initial_accumulator_value", "maximize")
+        return _floats(
+            group, "lr", "lr_decay", "weight_decay", "eps", "initial_accumulator_value", "maximize"
+        )
 
     def start(self, p, arrays, row, hyper) -> None:
         arrays[0][:] = hyper[4]
@@ -158,7 +180,11 @@ class AdagradRule(_Native):
     def scaled(self, arrays, row, hyper):
         lr, lr_decay, weight_decay, eps, _, maximize = hyper
         row[0] += 1
-        return list(arrays), _sign(maximize), [weight_decay or None, -(lr / (1 + (row[0] - 1) * lr_decay)), eps]
+        return (
+            list(arrays),
+            _sign(maximize),
+            [weight_decay or None, -(lr / (1 + (row[0] - 1) * lr_decay)), eps],
+        )
 
 
 @dataclass(frozen=True)
@@ -171,11 +197,18 @@ class RmspropRule(_Native):
 
     @property
     def arrays(self) -> tuple[str, ...]:
-        return ("square_avg", *(("grad_avg",) * self.centered), *(("momentum_buffer",) * self.momentum))
+        return (
+            "square_avg",
+            *(("grad_avg",) * self.centered),
+            *(("momentum_buffer",) * self.momentum),
+        )
 
     def hyper(self, group: Mapping[str, Any]) -> tuple[float, ...]:
         if bool(group["centered"]) != self.centered or (group["momentum"] and not self.momentum):
-            raise RuleError("centered or momentum changed after training began", hint="keep both as at the start")
+            raise RuleError(
+                "centered or momentum changed after training began",
+                hint="keep both as at the start",
+            )
         return _floats(group, "lr", "alpha", "eps", "weight_decay", "momentum", "maximize")
 
     def scaled(self, arrays, row, hyper):
@@ -204,7 +237,8 @@ class LionRule(_Native):
 
 
 def _native(cls: type, group: Mapping[str, Any]) -> Rule | None:
-    """The rule of exactly this class; a subclass may have changed the step, so it goes the general way."""
+    """The rule of exactly this class; a subclass may have changed the step, so it goes the
+    general way."""
     if cls is torch.optim.SGD:
         return SgdRule(group["momentum"] != 0)
     if cls in (torch.optim.Adam, torch.optim.AdamW):
@@ -217,14 +251,20 @@ def _native(cls: type, group: Mapping[str, Any]) -> Rule | None:
     return LionRule() if cls is Lion else None
 
 
-NATIVE: dict[str, type[Rule]] = {r.__name__: r for r in (SgdRule, AdamRule, AdagradRule, RmspropRule, LionRule)}
+NATIVE: dict[str, type[Rule]] = {
+    r.__name__: r for r in (SgdRule, AdamRule, AdagradRule, RmspropRule, LionRule)
+}
 
 
 def described(rule: Rule) -> list[Any]:
-    """A native rule as plain data: [class, fields]. Raises RuleError for others: code does not travel (Rule 8)."""
+    """A native rule as plain data: [class, fields]. Raises RuleError for others: code does not
+    travel (Rule 8)."""
     if type(rule).__name__ not in NATIVE:
-        raise RuleError(f"{rule.name} cannot run on a server of another process: only roadtrain's own rules can",
-                        hint=f"use one of {', '.join(sorted(NATIVE))}, or place the state on this host")
+        raise RuleError(
+            f"{rule.name} cannot run on a server of another process: only roadtrain's own"
+            " rules can",
+            hint=f"use one of {', '.join(sorted(NATIVE))}, or place the state on this host",
+        )
     return [type(rule).__name__, vars(rule)]
 
 

@@ -1,8 +1,10 @@
-"""Sums: one gradient into an fp32 accumulator, k arriving buffers in one pass, the sum of squares for a norm.
+"""Sums: one gradient into an fp32 accumulator, k arriving buffers in one pass, the sum of squares
+for a norm.
 
-Element-wise sums add in the order of their arguments, in float32. `sum_squares` adds in float64 into LANES interleaved
-partial sums (element i goes to lane i mod LANES) that are combined in one fixed order: the same bits wherever it runs.
-The caller fixes the ranges (`Chunk.segments`) and adds their results in flat order, so threads do not matter (Rule 1).
+Element-wise sums add in the order of their arguments, in float32. `sum_squares` adds in float64
+into LANES interleaved partial sums (element i goes to lane i mod LANES) that are combined in one
+fixed order: the same bits wherever it runs. The caller fixes the ranges (`Chunk.segments`) and adds
+their results in flat order, so threads do not matter (Rule 1).
 
 Assumes contiguous arrays of one length. Does NOT thread or allocate.
 """
@@ -67,8 +69,8 @@ def _sum_k(total, buffers):  # buffers: a tuple of arrays of one type
 
 
 def sum_k(total: np.ndarray, buffers: Sequence[np.ndarray], dtype: str) -> None:
-    """total = buffers[0] + buffers[1] + ..., left to right, in one pass over memory. total: float32 [N]; buffers: [N]
-    of `dtype`; `total` may be buffers[0]."""
+    """total = buffers[0] + buffers[1] + ..., left to right, in one pass over memory. total:
+    float32 [N]; buffers: [N] of `dtype`; `total` may be buffers[0]."""
     if not buffers or any(b.size != total.size for b in buffers):
         raise RuleError(f"sum of {[b.size for b in buffers]} elements into {total.size}")
     _sum_k(total, tuple(typed(b, dtype) for b in buffers))

@@ -1,9 +1,11 @@
-"""Top-k by magnitude: exact count, deterministic, indices ascending; scatter back; selection with error feedback.
+"""Top-k by magnitude: exact count, deterministic, indices ascending; scatter back; selection with
+error feedback.
 
-The bits of a float without its sign order as its magnitude does, so all is done on integers. A sample guesses a
-threshold somewhat below the k-th magnitude; one pass keeps what reaches it (a few per cent more than k, "candidates");
-the exact k-th magnitude is then found by two histograms over the candidates alone. Where the guess is bad (many ties,
-k near N) the same histograms run over the whole array: never wrong, only slower.
+The bits of a float without its sign order as its magnitude does, so all is done on integers. A
+sample guesses a threshold somewhat below the k-th magnitude; one pass keeps what reaches it (a few
+per cent more than k, "candidates"); the exact k-th magnitude is then found by two histograms over
+the candidates alone. Where the guess is bad (many ties, k near N) the same histograms run over the
+whole array: never wrong, only slower.
 
 Ties: lowest index first. NaNs are equal to each other and larger than infinity.
 
@@ -32,7 +34,9 @@ def magnitude(x):
 @overload(magnitude, inline="never")
 def _magnitude(x):
     if x == types.float32:
-        return lambda x: min(np.uint32(np.float32(x).view(np.uint32) & np.uint32(0x7FFFFFFF)), np.uint32(0x7F800001))
+        return lambda x: min(
+            np.uint32(np.float32(x).view(np.uint32) & np.uint32(0x7FFFFFFF)), np.uint32(0x7F800001)
+        )
     if x == types.uint16:
         return lambda x: min(np.uint32(np.uint32(x) & np.uint32(0x7FFF)), np.uint32(0x7F81))
     return lambda x: min(np.uint32(np.uint32(np.uint16(x)) & np.uint32(0x7FFF)), np.uint32(0x7C01))
@@ -42,20 +46,23 @@ def _magnitude(x):
 def _sample(x, keys):
     stride = x.size // keys.size
     hashed = np.uint32(1)
-    for i in range(keys.size):  # one element of each stretch, at a hashed place: no pattern in x can hide
+    # one element of each stretch, at a hashed place: no pattern in x can hide
+    for i in range(keys.size):
         hashed = np.uint32(hashed * np.uint32(1664525) + np.uint32(1013904223))
         keys[i] = magnitude(x[i * stride + np.int64(hashed >> np.uint32(8)) % stride])
 
 
 @kernel
 def _collect(x, threshold, index, value):
-    """Keep what reaches the threshold, in order. Returns how many are kept, and how many came when it was full."""
+    """Keep what reaches the threshold, in order. Returns how many are kept, and how many came
+    when it was full."""
     kept = np.uint64(0)
     missed = 0
     for at in range(0, x.size, STRIP):
         strip = x[at : min(at + STRIP, x.size)]
         if kept + np.uint64(STRIP) <= np.uint64(index.size):
-            for i in range(strip.size):  # stores always, advances sometimes: no branch to mispredict
+            # stores always, advances sometimes: no branch to mispredict
+            for i in range(strip.size):
                 index[kept] = np.uint32(at + i)
                 value[kept] = strip[i]
                 kept += np.uint64(magnitude(strip[i]) >= threshold)
@@ -67,7 +74,8 @@ def _collect(x, threshold, index, value):
 
 @kernel
 def _histogram(x, shift, only, counts):
-    """Count magnitudes >> shift; with `only` >= 0 the low bits of those whose high bits are `only`."""
+    """Count magnitudes >> shift; with `only` >= 0 the low bits of those whose high bits are
+    `only`."""
     for i in range(x.size):
         key = magnitude(x[i])
         if only < 0:
@@ -78,7 +86,8 @@ def _histogram(x, shift, only, counts):
 
 @kernel
 def _select(x, candidates, kth, ties, index, value):
-    """Write all above the k-th magnitude and the first `ties` equal to it. candidates: indices of x, or None."""
+    """Write all above the k-th magnitude and the first `ties` equal to it. candidates: indices
+    of x, or None."""
     at = 0
     for i in range(x.size):
         key = magnitude(x[i])
@@ -104,9 +113,13 @@ def _scatter(index, value, out):
 
 
 def top_k(x: np.ndarray, dtype: str, k: int, idx_out: np.ndarray, val_out: np.ndarray) -> None:
-    """The k largest magnitudes of x [N]. idx_out: uint32 [k], ascending; val_out: [k] in the dtype of x."""
+    """The k largest magnitudes of x [N]. idx_out: uint32 [k], ascending; val_out: [k] in the
+    dtype of x."""
     if not 0 <= k <= x.size or idx_out.size != k or val_out.size != k or idx_out.dtype != np.uint32:
-        raise RuleError(f"top {k} of {x.size} elements into {idx_out.size} {idx_out.dtype} and {val_out.size} values")
+        raise RuleError(
+            f"top {k} of {x.size} elements into {idx_out.size} {idx_out.dtype} and {val_out.size}"
+            " values"
+        )
     if k == 0:
         return
     flat = typed(x, dtype)
@@ -120,7 +133,8 @@ def top_k(x: np.ndarray, dtype: str, k: int, idx_out: np.ndarray, val_out: np.nd
 
 
 def _candidates(x: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """Indices and values that hold all of the top k and not much else; None where a sample cannot tell."""
+    """Indices and values that hold all of the top k and not much else; None where a sample
+    cannot tell."""
     size = min(max(x.size // 64, 4096), 1 << 16)
     rank = int(k / x.size * size + 4 * (k / x.size * size) ** 0.5 + 4)
     if x.size < 4 * size or rank > size // 4:
@@ -136,7 +150,8 @@ def _candidates(x: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray] | None:
             return None
         if not missed:
             return index[:kept], value[:kept]
-        room = kept + missed + STRIP  # more than the sample said: now it is known how much room it takes
+        # more than the sample said: now it is known how much room it takes
+        room = kept + missed + STRIP
 
 
 def _bin(x: np.ndarray, k: int, shift: int, only: int) -> tuple[int, int]:
@@ -160,8 +175,9 @@ def scatter(idx: np.ndarray, val: np.ndarray, out: np.ndarray) -> None:
 def select_with_residual(
     grad: np.ndarray, dtype: str, residual: np.ndarray, k: int, idx: np.ndarray, val: np.ndarray
 ) -> None:
-    """Error feedback (Karimireddy et al. 2019): residual += grad; the top k of it go out in val (float32) and leave
-    the residual, the rest stays for the next step. residual: float32 [N] in place."""
+    """Error feedback (Karimireddy et al. 2019): residual += grad; the top k of it go out in val
+    (float32) and leave the residual, the rest stays for the next step. residual: float32 [N] in
+    place."""
     accumulate(residual, grad, dtype)
     top_k(residual, "fp32", k, idx, val)
     residual[idx] = 0

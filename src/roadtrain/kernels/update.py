@@ -1,16 +1,20 @@
-"""One pass of an optimizer over flat arrays: gradient in (fp32, bf16, fp16), state in place, optional 16-bit copy out.
+"""One pass of an optimizer over flat arrays: gradient in (fp32, bf16, fp16), state in place,
+optional 16-bit copy out.
 
-Each optimizer is one formula, written once: an element (parameter x, gradient g, state, scalars) to its new values. The
-kernel runs it element by element, compiled; the reference runs it plainly on whole numpy arrays. Its order is that of
-torch's single-tensor paths. An argument that is None removes its part at compile time, so no loop branches.
-Element i depends on elements i only: the result depends neither on how a range is cut nor on threads.
+Each optimizer is one formula, written once: an element (parameter x, gradient g, state, scalars) to
+its new values. The kernel runs it element by element, compiled; the reference runs it plainly on
+whole numpy arrays. Its order is that of torch's single-tensor paths. An argument that is None
+removes its part at compile time, so no loop branches. Element i depends on elements i only: the
+result depends neither on how a range is cut nor on threads.
 
-Names: x parameter, g gradient x scale, `coupled` weight decay added to the gradient, `decay` = 1 - lr x decoupled
-weight decay, `keep`/`intake` = beta / 1 - beta, `step_size` is negative. `rest` is None while intake < 0.5 (see `mix`).
-Scalars are float32, computed in float64 by the caller. Note one-divide: 1 / sqrt(bias correction 2) is multiplied;
-torch divides: the divider bounds AdamW on an AVX2 core, and the difference stays below 2 ulp of the update.
+Names: x parameter, g gradient x scale, `coupled` weight decay added to the gradient, `decay` = 1 -
+lr x decoupled weight decay, `keep`/`intake` = beta / 1 - beta, `step_size` is negative. `rest` is
+None while intake < 0.5 (see `mix`). Scalars are float32, computed in float64 by the caller. Note
+one-divide: 1 / sqrt(bias correction 2) is multiplied; torch divides: the divider bounds AdamW on an
+AVX2 core, and the difference stays below 2 ulp of the update.
 
-Assumes: contiguous arrays of one length that do not overlap. Does NOT count steps, choose hyperparameters or thread.
+Assumes: contiguous arrays of one length that do not overlap. Does NOT count steps, choose
+hyperparameters or thread.
 """
 
 from __future__ import annotations
@@ -33,7 +37,8 @@ def _moved(average, x, intake, rest):
 
 
 def mix(intake: float) -> tuple[float, float | None]:
-    """(intake, rest) of `_moved`. From 0.5 on torch's lerp comes from the other end: exact at intake 1."""
+    """(intake, rest) of `_moved`. From 0.5 on torch's lerp comes from the other end: exact at
+    intake 1."""
     return (intake, None) if intake < 0.5 else (intake, 1 - intake)
 
 

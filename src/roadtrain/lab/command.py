@@ -1,7 +1,8 @@
-"""`roadtrain lab up | run | down`: a lab from a file, held by one process that removes it when it ends.
+"""`roadtrain lab up | run | down`: a lab from a file, held by one process that removes it when it
+ends.
 
-What `run` and `down` need to know of a lab that is up is in `lab.json`, in the `up` directory of the process that
-holds it. The lab is named by its file. Does NOT start anything on the hosts.
+What `run` and `down` need to know of a lab that is up is in `lab.json`, in the `up` directory of
+the process that holds it. The lab is named by its file. Does NOT start anything on the hosts.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def up(path: str, detach: bool = False) -> None:
-    """Makes the lab, prints its hosts, and returns when a signal has ended it; `detach`: when it is up."""
+    """Makes the lab, prints its hosts, and returns when a signal has ended it; `detach`: when
+    it is up."""
     lab = load_lab(path)
     storage = any(host.storage for host in lab.hosts)
     if why := network_available() or (lab_available() if storage else None):
@@ -57,7 +59,8 @@ def up(path: str, detach: bool = False) -> None:
 
 
 def run(path: str, host: str, argv: list[str]) -> None:
-    """Becomes the command, on the host and under its storage's rates. Its exit code is the command's."""
+    """Becomes the command, on the host and under its storage's rates. Its exit code is the
+    command's."""
     _, _, hosts = _up(path)
     if host not in hosts:
         raise ConfigError(f"{path} has no host {host!r}", hint=f"hosts: {', '.join(hosts)}")
@@ -77,7 +80,9 @@ def down(path: str) -> None:
     deadline = time.monotonic() + DOWN_TIMEOUT_S
     while home.exists() and start_time(pid):
         if time.monotonic() > deadline:
-            raise DeadlineError(f"lab {path}: process {pid} has not removed it within {DOWN_TIMEOUT_S:.0f} s")
+            raise DeadlineError(
+                f"lab {path}: process {pid} has not removed it within {DOWN_TIMEOUT_S:.0f} s"
+            )
         time.sleep(0.05)
     sweep()
 
@@ -86,12 +91,18 @@ def _make(lab: LabFile, path: str, made: contextlib.ExitStack) -> dict[str, dict
     home = folder("up")
     made.callback(shutil.rmtree, home)  # the last to go: `down` waits for it
     sections = {name: section for section in lab.hosts for name in section.names}
-    network = Network({name: lab.nics(section) for name, section in sections.items()}, lab.link_rates())
+    network = Network(
+        {name: lab.nics(section) for name, section in sections.items()}, lab.link_rates()
+    )
     hosts: dict[str, dict[str, Any]] = {name: {"dir": "", "group": ""} for name in sections}
     for name, section in sections.items():
         if want := section.storage:
-            device = made.enter_context(LoopDevice(Path(want.dir or home, f"{name}.img"), parse_bytes(want.size)))
-            rates = made.enter_context(Throttle([device], parse_rate(want.read), parse_rate(want.write)))
+            device = made.enter_context(
+                LoopDevice(Path(want.dir or home, f"{name}.img"), parse_bytes(want.size))
+            )
+            rates = made.enter_context(
+                Throttle([device], parse_rate(want.read), parse_rate(want.write))
+            )
             hosts[name] = {"dir": str(device.mount), "group": str(rates.group)}
     made.enter_context(network)  # undone first: its processes keep storage busy
     for name, host in network.hosts.items():
@@ -104,17 +115,27 @@ def _make(lab: LabFile, path: str, made: contextlib.ExitStack) -> dict[str, dict
 def _show(lab: LabFile, hosts: dict[str, dict[str, Any]]) -> None:
     rows = [("host", "address", "NIC", "directory", "read, write")]
     for section in lab.hosts:
-        rates = ", ".join(nic.rate + (f" (in {nic.in_rate})" if nic.in_rate else "") for nic in section.nics)
+        rates = ", ".join(
+            nic.rate + (f" (in {nic.in_rate})" if nic.in_rate else "") for nic in section.nics
+        )
         storage = f"{section.storage.read}, {section.storage.write}" if section.storage else ""
-        rows += [(name, ", ".join(hosts[name]["addresses"]), rates, hosts[name]["dir"], storage)
-                 for name in section.names]
+        rows += [
+            (name, ", ".join(hosts[name]["addresses"]), rates, hosts[name]["dir"], storage)
+            for name in section.names
+        ]
     show_table(rows, print)
 
 
 def _detached(path: str) -> None:
     argv = [sys.executable, "-m", "roadtrain.cli", "lab", "up", path]
-    process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                               text=True, start_new_session=True)
+    process = subprocess.Popen(
+        argv,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
     assert process.stdout is not None
     try:
         for line in process.stdout:
@@ -133,7 +154,9 @@ def _found(path: str) -> tuple[Path, int, dict[str, dict[str, Any]]] | None:
         raise ConfigError("labs belong to root, and this is not root")
     for home, kind, pid, alive in folders():
         with contextlib.suppress(FileNotFoundError):  # it is not up yet, or no longer
-            known: dict[str, Any] = json.loads((home / "lab.json").read_text()) if kind == "up" and alive else {}
+            known: dict[str, Any] = (
+                json.loads((home / "lab.json").read_text()) if kind == "up" and alive else {}
+            )
             if known.get("file") == str(Path(path).resolve()):
                 return home, pid, known["hosts"]
     return None

@@ -1,4 +1,5 @@
-"""LabFile: what a lab is made of, as LAB.toml says it. Unknown keys and wrong types raise ConfigError.
+"""LabFile: what a lab is made of, as LAB.toml says it. Unknown keys and wrong types raise
+ConfigError.
 
 Rates and sizes are checked and stay as they were written, for people. Does NOT make anything.
 """
@@ -15,7 +16,8 @@ from roadtrain.lab.network import Nic
 from roadtrain.spec.job import Section, did_you_mean, read_toml
 from roadtrain.units import parse_bytes, parse_rate
 
-Rate = Annotated[str, AfterValidator(lambda text: parse_rate(text) and text)]  # as `400Mbit/s` or `50MB/s`
+# as `400Mbit/s` or `50MB/s`
+Rate = Annotated[str, AfterValidator(lambda text: parse_rate(text) and text)]
 Size = Annotated[str, AfterValidator(lambda text: parse_bytes(text) and text)]
 
 
@@ -29,7 +31,9 @@ class StorageSection(Section):
     size: Size = Field(description="taken from the disk at once")
     read: Rate = Field(description="of direct I/O")
     write: Rate
-    dir: str = Field(default="", description="where the image file goes; default: the temporary directory")
+    dir: str = Field(
+        default="", description="where the image file goes; default: the temporary directory"
+    )
 
 
 class HostSection(Section):
@@ -65,8 +69,14 @@ class LabFile(Section):
         return self
 
     def nics(self, host: HostSection) -> list[Nic]:
-        return [Nic(parse_rate(nic.rate), nic.switch or self.switches[0], parse_rate(nic.in_rate or nic.rate))
-                for nic in host.nics]
+        return [
+            Nic(
+                parse_rate(nic.rate),
+                nic.switch or self.switches[0],
+                parse_rate(nic.in_rate or nic.rate),
+            )
+            for nic in host.nics
+        ]
 
     def link_rates(self) -> dict[tuple[str, str], float]:
         return {link.between: parse_rate(link.rate) for link in self.links}
@@ -77,11 +87,17 @@ def load_lab(path: str | Path) -> LabFile:
     try:
         return LabFile.model_validate(read_toml(path, "lab file"))
     except ValidationError as cause:
-        error = min(cause.errors(), key=lambda error: error["type"] != "extra_forbidden")  # it explains what is missing
+        # it explains what is missing
+        error = min(cause.errors(), key=lambda error: error["type"] != "extra_forbidden")
         key = ".".join(map(str, error["loc"])) or path
         if error["type"] == "extra_forbidden":
-            known = {name for section in (LabFile, HostSection, NicSection, StorageSection, LinkSection)
-                     for name in section.model_fields}
-            hint = did_you_mean(str(error["loc"][-1]), known) or f"known: {', '.join(sorted(known))}"
+            known = {
+                name
+                for section in (LabFile, HostSection, NicSection, StorageSection, LinkSection)
+                for name in section.model_fields
+            }
+            hint = (
+                did_you_mean(str(error["loc"][-1]), known) or f"known: {', '.join(sorted(known))}"
+            )
             raise ConfigError(f"unknown key `{key}`", hint=hint) from cause
         raise ConfigError(f"`{key}`: {str(error['msg']).removeprefix('Value error, ')}") from cause

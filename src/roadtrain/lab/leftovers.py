@@ -1,4 +1,5 @@
-"""What labs whose process no longer lives have left. Does NOT touch what belongs to a living process."""
+"""What labs whose process no longer lives have left. Does NOT touch what belongs to a living
+process."""
 
 from __future__ import annotations
 
@@ -10,14 +11,22 @@ from roadtrain.lab.made import folders
 from roadtrain.lab.network import undo_network
 from roadtrain.lab.storage import blkio_root, undo_group, undo_loop
 
-UNDO: dict[str, Callable[[Path], None]] = {"loop": undo_loop, "net": undo_network, "up": shutil.rmtree}
+UNDO: dict[str, Callable[[Path], None]] = {
+    "loop": undo_loop,
+    "net": undo_network,
+    "up": shutil.rmtree,
+}
 
 
 def sweep() -> list[str]:
-    """Removes what lab processes that no longer live have left; returns what it removed, for printing."""
+    """Removes what lab processes that no longer live have left; returns what it removed, for
+    printing."""
     homes = [(path, kind) for path, kind, _, alive in folders() if not alive]
-    groups = [path for path, _, _, alive in folders(root) if not alive] if (root := blkio_root()) else []
-    for path, kind in sorted(homes, key=lambda home: home[1] != "net"):  # processes on a network keep storage busy
+    groups = (
+        [path for path, _, _, alive in folders(root) if not alive] if (root := blkio_root()) else []
+    )
+    # processes on a network keep storage busy
+    for path, kind in sorted(homes, key=lambda home: home[1] != "net"):
         UNDO[kind](path)
     for group in groups:
         undo_group(group, group.parent)

@@ -1,8 +1,9 @@
-"""What a lab has made: names that say who made it, and undoing it once, whatever happens. Does NOT know what it is.
+"""What a lab has made: names that say who made it, and undoing it once, whatever happens. Does NOT
+know what it is.
 
-Note: names of the lab. Directories and groups are called `roadtrain-lab-PID-START-KIND-...`, START being the kernel's
-start time of PID, so that a later process with that PID is not taken for the maker. What is in a directory is all that
-is needed to undo from outside what it stands for.
+Note: names of the lab. Directories and groups are called `roadtrain-lab-PID-START-KIND-...`, START
+being the kernel's start time of PID, so that a later process with that PID is not taken for the
+maker. What is in a directory is all that is needed to undo from outside what it stands for.
 """
 
 from __future__ import annotations
@@ -24,12 +25,18 @@ UNDO_TIMEOUT_S = 10.0
 
 
 def folder(kind: str, inside: Path | None = None) -> Path:
-    """A new directory of this process (in the temporary directory, unless said otherwise), named as the note says."""
-    return Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-{start_time(os.getpid())}-{kind}-", dir=inside))
+    """A new directory of this process (in the temporary directory, unless said otherwise),
+    named as the note says."""
+    return Path(
+        tempfile.mkdtemp(
+            prefix=f"{PREFIX}{os.getpid()}-{start_time(os.getpid())}-{kind}-", dir=inside
+        )
+    )
 
 
 def folders(inside: Path | None = None) -> Iterator[tuple[Path, str, int, bool]]:
-    """Every such directory, in the order of its name: (path, kind, PID of its maker, whether the maker lives)."""
+    """Every such directory, in the order of its name: (path, kind, PID of its maker, whether
+    the maker lives)."""
     for path in sorted((inside or Path(tempfile.gettempdir())).glob(f"{PREFIX}*-*-*")):
         pid, start, kind = path.name.removeprefix(PREFIX).split("-")[:3]
         if pid.isdecimal():
@@ -37,8 +44,8 @@ def folders(inside: Path | None = None) -> Iterator[tuple[Path, str, int, bool]]
 
 
 class Made:
-    """What exists inside its context. It is undone once: at the end of the context, by an error while it is made, else
-    at the end of the interpreter. A forked child does not own it."""
+    """What exists inside its context. It is undone once: at the end of the context, by an error
+    while it is made, else at the end of the interpreter. A forked child does not own it."""
 
     def __enter__(self) -> Self:
         undo, maker = self._begin(), os.getpid()
@@ -54,7 +61,8 @@ class Made:
         self._undo()
 
     def _begin(self) -> Callable[[], None]:
-        """Makes the directory or group by whose name it is found; what undoes it does not hold `self`."""
+        """Makes the directory or group by whose name it is found; what undoes it does not hold
+        `self`."""
         raise NotImplementedError
 
     def _make(self) -> None:
@@ -69,7 +77,8 @@ def lacking(*tools: str) -> str | None:
 
 
 def insist(undo: Callable[[], object]) -> object:
-    """A dying process keeps its group and its open files for a moment, and a member may fork while it is moved."""
+    """A dying process keeps its group and its open files for a moment, and a member may fork
+    while it is moved."""
     return retry(undo, (OSError, RoadtrainError), UNDO_TIMEOUT_S)
 
 
@@ -82,7 +91,8 @@ def command(*words: str, text: str | None = None) -> str:
 
 
 def start_time(pid: int | str) -> str:
-    """Clock ticks after boot at which the process began (proc(5), stat, field 22); "" when there is no such process."""
+    """Clock ticks after boot at which the process began (proc(5), stat, field 22); "" when
+    there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (FileNotFoundError, ProcessLookupError):

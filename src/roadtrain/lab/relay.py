@@ -1,14 +1,16 @@
-"""A TCP relay that makes a link bad on purpose: slow, late, stalled, cut, flipping bits. In user space: no root needed.
+"""A TCP relay that makes a link bad on purpose: slow, late, stalled, cut, flipping bits. In user
+space: no root needed.
 
-Stands before one target; peers connect to the relay instead. Runs in a thread of its own, or as a process, also on a
-host of the lab: `python -m roadtrain.lab.relay LISTEN:PORT TARGET:PORT` prints its address, then each line of its input
-is a method with its arguments, answered by `done`: `set_rate 1e6`, `cut 1000 back`, `flip 5000 there 7`; it ends with
-its input. Assumes TCP. Does NOT lose or reorder bytes, changes none but those that `flip` asks for, and does NOT look
-into them.
+Stands before one target; peers connect to the relay instead. Runs in a thread of its own, or as a
+process, also on a host of the lab: `python -m roadtrain.lab.relay LISTEN:PORT TARGET:PORT` prints
+its address, then each line of its input is a method with its arguments, answered by `done`:
+`set_rate 1e6`, `cut 1000 back`, `flip 5000 there 7`; it ends with its input. Assumes TCP. Does NOT
+lose or reorder bytes, changes none but those that `flip` asks for, and does NOT look into them.
 
-Note: two ways. `there` is from the peer to the target, `back` the other. Each has its own rate, which all connections
-share; a piece leaves no earlier than the delay after its arrival. What is on the way is bounded: QUEUE pieces a
-connection and way, so at a long delay the rate is at most QUEUE * PIECE / delay.
+Note: two ways. `there` is from the peer to the target, `back` the other. Each has its own rate,
+which all connections share; a piece leaves no earlier than the delay after its arrival. What is on
+the way is bounded: QUEUE pieces a connection and way, so at a long delay the rate is at most QUEUE
+* PIECE / delay.
 """
 
 from __future__ import annotations
@@ -22,32 +24,46 @@ from typing import Literal
 
 PIECE, QUEUE = 1 << 16, 256
 SLICE_S = 0.02  # the longest piece in time: a new rate, a stall or a cut takes effect within it
-CREDIT_S = 0.01  # asyncio wakes up to some ms late; a direction that was busy may catch up with that
+# asyncio wakes up to some ms late; a direction that was busy may catch up with that
+CREDIT_S = 0.01
 Way = Literal["there", "back"]
 
 
 class Relay:
-    """Inside the context `.address` is where it listens; port 0: any free one. `nbytes` counts what it passed on,
-    `flipped` the bits that it changed.
+    """Inside the context `.address` is where it listens; port 0: any free one. `nbytes` counts what
+    it passed on, `flipped` the bits that it changed.
 
     The methods may be called from any thread at any time and have taken effect when they return.
     """
 
-    def __init__(self, target: tuple[str, int], bytes_per_s: float = float("inf"), delay_s: float = 0.0,
-                 listen: tuple[str, int] = ("127.0.0.1", 0)) -> None:
+    def __init__(
+        self,
+        target: tuple[str, int],
+        bytes_per_s: float = float("inf"),
+        delay_s: float = 0.0,
+        listen: tuple[str, int] = ("127.0.0.1", 0),
+    ) -> None:
         self.target, self.delay_s, self.listen = target, delay_s, listen
         self.nbytes: dict[Way, int] = {"there": 0, "back": 0}
         self._rate: dict[Way, float] = {"there": bytes_per_s, "back": bytes_per_s}
-        self._free_at: dict[Way, float] = {"there": 0.0, "back": 0.0}  # when the last piece will have crossed
-        self._left: dict[Way, float] = {"there": float("inf"), "back": float("inf")}  # bytes until the cut
+        # when the last piece will have crossed
+        self._free_at: dict[Way, float] = {"there": 0.0, "back": 0.0}
+        # bytes until the cut
+        self._left: dict[Way, float] = {"there": float("inf"), "back": float("inf")}
         self.flipped = 0
-        self._flips: list[tuple[Way, int, int]] = []  # way, place among the bytes that go that way, bit
+        # way, place among the bytes that go that way, bit
+        self._flips: list[tuple[Way, int, int]] = []
         self._refusing = False
-        self._open: dict[asyncio.Task[None], list[asyncio.StreamWriter]] = {}  # every living connection and its sides
+        # every living connection and its sides
+        self._open: dict[asyncio.Task[None], list[asyncio.StreamWriter]] = {}
 
     def set_rate(self, bytes_per_s: float, back_bytes_per_s: float | None = None) -> None:
         """`there`, and `back` (the same, unless said otherwise)."""
-        self._do(lambda: self._rate.update({"there": bytes_per_s, "back": back_bytes_per_s or bytes_per_s}))
+        self._do(
+            lambda: self._rate.update(
+                {"there": bytes_per_s, "back": back_bytes_per_s or bytes_per_s}
+            )
+        )
 
     def set_delay(self, delay_s: float) -> None:
         """Of each direction, for what arrives from now on."""
@@ -58,32 +74,42 @@ class Relay:
         self._do(self._going.clear)
 
     def cut(self, after_nbytes: int = 0, way: Way = "there", *, refuse: bool = False) -> None:
-        """Closes both sides of every connection, at once or as soon as exactly so many more bytes went that way.
+        """Closes both sides of every connection, at once or as soon as exactly so many more bytes
+        went that way.
         `refuse`: connections that come later are closed, too, until `resume`."""
+
         def begin() -> None:
             self._refusing, self._left[way] = refuse, after_nbytes
             if not after_nbytes:
                 self._cut(way)
+
         self._do(begin)
 
     def flip(self, after_nbytes: int = 0, way: Way = "there", bit: int = 0) -> None:
-        """Changes one bit (0 to 7) of the byte that goes that way after so many more, of all connections together. Any
-        number may be asked for. What waits here (for its rate, a delay, a stall) has yet to go."""
+        """Changes one bit (0 to 7) of the byte that goes that way after so many more, of all
+        connections together. Any number may be asked for. What waits here (for its rate, a
+        delay, a stall) has yet to go."""
+
         def begin() -> None:
             self._flips.append((way, self.nbytes[way] + int(after_nbytes), int(bit)))
+
         self._do(begin)
 
     def resume(self) -> None:
         """No stall, no cut or flip that waits for its bytes, no refusing."""
+
         def begin() -> None:
             self._flips.clear()
             self._refusing, self._left = False, {"there": float("inf"), "back": float("inf")}
             self._going.set()
+
         self._do(begin)
 
     def __enter__(self) -> Relay:
         started: Future[None] = Future()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(started)), name="lab relay", daemon=True)
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._serve(started)), name="lab relay", daemon=True
+        )
         self._thread.start()
         if cause := started.exception():
             self._thread.join()
@@ -97,10 +123,15 @@ class Relay:
     def _do(self, change: Callable[[], object]) -> None:
         async def in_the_loop() -> None:
             change()
+
         asyncio.run_coroutine_threadsafe(in_the_loop(), self._loop).result()
 
     async def _serve(self, started: Future[None]) -> None:
-        self._loop, self._ended, self._going = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+        self._loop, self._ended, self._going = (
+            asyncio.get_running_loop(),
+            asyncio.Event(),
+            asyncio.Event(),
+        )
         self._going.set()
         try:
             server = await asyncio.start_server(self._accept, *self.listen)
@@ -114,11 +145,14 @@ class Relay:
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         sides = [writer]
-        task = self._loop.create_task(self._connect(reader, sides))  # asyncio's own logs when it is cancelled
+        # asyncio's own logs when it is cancelled
+        task = self._loop.create_task(self._connect(reader, sides))
         self._open[task] = sides
         task.add_done_callback(self._close)
 
-    async def _connect(self, reader: asyncio.StreamReader, sides: list[asyncio.StreamWriter]) -> None:
+    async def _connect(
+        self, reader: asyncio.StreamReader, sides: list[asyncio.StreamWriter]
+    ) -> None:
         try:
             if self._refusing:
                 return
@@ -129,7 +163,8 @@ class Relay:
             async with asyncio.TaskGroup() as tasks:
                 for way, source, sink in ways:
                     queue: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(QUEUE)
-                    sink.transport.set_write_buffer_limits(0)  # after drain() all is with the kernel, also before a cut
+                    # after drain() all is with the kernel, also before a cut
+                    sink.transport.set_write_buffer_limits(0)
                     tasks.create_task(self._read(source, queue))
                     tasks.create_task(self._write(way, queue, sink))
         except* OSError:  # one side broke: so does the other, in _close
@@ -139,13 +174,17 @@ class Relay:
         for side in self._open.pop(task):
             side.transport.abort()
 
-    async def _read(self, reader: asyncio.StreamReader, queue: asyncio.Queue[tuple[float, bytes]]) -> None:
+    async def _read(
+        self, reader: asyncio.StreamReader, queue: asyncio.Queue[tuple[float, bytes]]
+    ) -> None:
         piece = b"x"
         while piece:  # the last one is empty: the end of the stream, which is as late as the rest
             piece = await reader.read(PIECE)
             await queue.put((self._loop.time() + self.delay_s, piece))
 
-    async def _write(self, way: Way, queue: asyncio.Queue[tuple[float, bytes]], writer: asyncio.StreamWriter) -> None:
+    async def _write(
+        self, way: Way, queue: asyncio.Queue[tuple[float, bytes]], writer: asyncio.StreamWriter
+    ) -> None:
         while True:
             due, piece = await queue.get()
             await asyncio.sleep(due - self._loop.time())
@@ -154,7 +193,8 @@ class Relay:
                 return writer.write_eof()
             while piece:
                 await self._going.wait()
-                while not self._left[way]:  # another connection passes on the last bytes before the cut
+                # another connection passes on the last bytes before the cut
+                while not self._left[way]:
                     await asyncio.sleep(CREDIT_S)
                 size = int(max(1, min(len(piece), self._left[way], self._rate[way] * SLICE_S)))
                 self._left[way] -= size
@@ -172,8 +212,11 @@ class Relay:
                     return self._cut(way)
 
     def _spoiled(self, way: Way, begin: int, piece: bytes) -> bytes:
-        """`piece`, which goes as bytes `begin`, ... of its way, with the bits changed that `flip` asked for."""
-        due = [flip for flip in self._flips if flip[0] == way and begin <= flip[1] < begin + len(piece)]
+        """`piece`, which goes as bytes `begin`, ... of its way, with the bits changed that
+        `flip` asked for."""
+        due = [
+            flip for flip in self._flips if flip[0] == way and begin <= flip[1] < begin + len(piece)
+        ]
         if not due:
             return piece
         spoiled = bytearray(piece)

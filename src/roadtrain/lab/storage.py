@@ -1,9 +1,10 @@
 """Storage of a lab: files as SSDs with set rates.
 
-Assumes Linux, root, cgroup v1 blkio: `lab_available()` says what is missing. Rates hold for direct I/O only, buffered
-writes escape blkio. Latency is NOT emulated. Everything made is undone when its context ends, also by an error, else
-when the process ends; what a SIGKILL left is found by its name and removed by `sweep()`. The directory of a LoopDevice
-holds `mount/` and `backing`, a file with the path of the image.
+Assumes Linux, root, cgroup v1 blkio: `lab_available()` says what is missing. Rates hold for direct
+I/O only, buffered writes escape blkio. Latency is NOT emulated. Everything made is undone when its
+context ends, also by an error, else when the process ends; what a SIGKILL left is found by its name
+and removed by `sweep()`. The directory of a LoopDevice holds `mount/` and `backing`, a file with
+the path of the image.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from roadtrain.errors import ConfigError
 from roadtrain.lab.made import Made, command, folder, insist, lacking
 from roadtrain.units import show_bytes
 
-MKFS = ("-q", "-F", "-m", "0", "-E", "nodiscard,lazy_itable_init=0,lazy_journal_init=0")  # a discard frees the blocks
+# a discard frees the blocks
+MKFS = ("-q", "-F", "-m", "0", "-E", "nodiscard,lazy_itable_init=0,lazy_journal_init=0")
 
 
 def lab_available() -> str | None:
@@ -34,11 +36,12 @@ def lab_available() -> str | None:
 
 
 class LoopDevice(Made):
-    """A preallocated file of `nbytes` at `path` behind a loop device with direct I/O, formatted and mounted noatime.
+    """A preallocated file of `nbytes` at `path` behind a loop device with direct I/O, formatted and
+    mounted noatime.
 
-    Inside the context `.mount` is the directory to write into and `.major_minor` names the device for a Throttle. The
-    file must not exist before and must fit (ConfigError), and is removed with the rest. RoadtrainError has a failed
-    command's words.
+    Inside the context `.mount` is the directory to write into and `.major_minor` names the device
+    for a Throttle. The file must not exist before and must fit (ConfigError), and is removed with
+    the rest. RoadtrainError has a failed command's words.
     """
 
     def __init__(self, path: str | Path, nbytes: int) -> None:
@@ -46,20 +49,25 @@ class LoopDevice(Made):
 
     def _begin(self) -> Callable[[], None]:
         if self.path.exists():
-            raise ConfigError(f"{self.path} exists", hint="name a file that does not: it is removed at the end")
+            raise ConfigError(
+                f"{self.path} exists", hint="name a file that does not: it is removed at the end"
+            )
         self.home = folder("loop")
         return partial(undo_loop, self.home)
 
     def _make(self) -> None:
         self.mount = self.home / "mount"
         self.mount.mkdir()
-        (self.home / "backing").write_text(str(self.path))  # before the file: sweep() needs no more than this
+        # before the file: sweep() needs no more than this
+        (self.home / "backing").write_text(str(self.path))
         try:
             with self.path.open("xb") as image:
                 os.posix_fallocate(image.fileno(), 0, self.nbytes)
         except OSError as cause:
-            raise ConfigError(f"{self.path} of {show_bytes(self.nbytes)}: {cause.strerror}",
-                              hint="a smaller device, or a directory with more room") from cause
+            raise ConfigError(
+                f"{self.path} of {show_bytes(self.nbytes)}: {cause.strerror}",
+                hint="a smaller device, or a directory with more room",
+            ) from cause
         device = command("losetup", "-f", "--show", "--direct-io=on", str(self.path)).strip()
         self.major_minor = Path(f"/sys/block/{Path(device).name}/dev").read_text().strip()
         command("mkfs.ext4", *MKFS, device)
@@ -67,12 +75,15 @@ class LoopDevice(Made):
 
 
 class Throttle(Made):
-    """A control group that holds its members, all together, to these rates on each of the devices (or "MAJ:MIN"s).
+    """A control group that holds its members, all together, to these rates on each of the devices
+    (or "MAJ:MIN"s).
 
     On exit its members go to the group of the process that made it, and the group is removed.
     """
 
-    def __init__(self, devices: Sequence[LoopDevice | str], read_bytes_per_s: float, write_bytes_per_s: float) -> None:
+    def __init__(
+        self, devices: Sequence[LoopDevice | str], read_bytes_per_s: float, write_bytes_per_s: float
+    ) -> None:
         names = [device if isinstance(device, str) else device.major_minor for device in devices]
         rates = ("read", int(read_bytes_per_s)), ("write", int(write_bytes_per_s))
         self.limits = [(way, f"{name} {rate}") for name in names for way, rate in rates]
@@ -88,7 +99,8 @@ class Throttle(Made):
             (self.group / f"blkio.throttle.{way}_bps_device").write_text(limit)
 
     def enter_process(self, pid: int) -> None:
-        """Moves the process with all its threads; threads and processes that it starts later follow it."""
+        """Moves the process with all its threads; threads and processes that it starts later
+        follow it."""
         (self.group / "cgroup.procs").write_text(str(pid))
 
 
@@ -115,10 +127,20 @@ def undo_group(group: Path, back: Path) -> None:
 
 def blkio_root() -> Path | None:
     lines = (line.split() for line in Path("/proc/mounts").read_text().splitlines())
-    return next((Path(at) for _, at, kind, how, *_ in lines if kind == "cgroup" and "blkio" in how.split(",")), None)
+    return next(
+        (
+            Path(at)
+            for _, at, kind, how, *_ in lines
+            if kind == "cgroup" and "blkio" in how.split(",")
+        ),
+        None,
+    )
 
 
 def _blkio_group() -> Path | None:
     root = blkio_root()
     lines = (line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines())
-    return next((root / at.lstrip("/") for _, kinds, at in lines if root and "blkio" in kinds.split(",")), None)
+    return next(
+        (root / at.lstrip("/") for _, kinds, at in lines if root and "blkio" in kinds.split(",")),
+        None,
+    )

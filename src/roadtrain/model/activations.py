@@ -1,13 +1,16 @@
-"""What the forward keeps for the backward: block inputs, in host memory under a byte budget, in a file beyond it.
+"""What the forward keeps for the backward: block inputs, in host memory under a byte budget, in a
+file beyond it.
 
 A kept tensor is in one of these states (cost in host bytes, against the budget):
-    HERE     n bytes: a reference on the CPU; a pinned copy of a CUDA tensor, which also holds the tensor until copied
+    HERE     n bytes: a reference on the CPU; a pinned copy of a CUDA tensor, which also holds the
+             tensor until copied
     LEAVING  n bytes: being written to the scratch file
     AWAY     0 bytes: in the file
     COMING   n bytes: being read ahead of its use
-Backward runs last in, first out, so the oldest is sent away first, and loading one reads the one before it ahead.
-A tensor object kept for several blocks (a mask, position embeddings) is kept once. Tensors under SMALL and expanded
-ones are references and never leave. One thread does the file's writes and reads; it starts with the first write.
+Backward runs last in, first out, so the oldest is sent away first, and loading one reads the one
+before it ahead. A tensor object kept for several blocks (a mask, position embeddings) is kept once.
+Tensors under SMALL and expanded ones are references and never leave. One thread does the file's
+writes and reads; it starts with the first write.
 
 Assumes: nobody changes a kept tensor in place; who does gets a ModelError at load.
 Does NOT keep the autograd graph of a tensor, or anything after close().
@@ -36,16 +39,23 @@ HERE, LEAVING, AWAY, COMING, GONE = "here", "leaving", "away", "coming", "gone"
 
 
 class Ticket:
-    """A kept tensor. All fields are guarded by the Activations' lock. `users`: saves minus frees."""
+    """A kept tensor. All fields are guarded by the Activations' lock. `users`: saves minus
+    frees."""
 
     def __init__(self, tensor: torch.Tensor, serial: int) -> None:
-        self.shape, self.stride, self.dtype, self.device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+        self.shape, self.stride, self.dtype, self.device = (
+            tensor.shape,
+            tensor.stride(),
+            tensor.dtype,
+            tensor.device,
+        )
         self.nbytes = min(tensor.nbytes, tensor.untyped_storage().nbytes())
         self.movable = tensor.nbytes >= SMALL and 0 not in self.stride
         self.serial, self.users, self.state, self.at = serial, 1, HERE, -1
         self.sum = 0  # xxh3 of what is in the file
         self.data: torch.Tensor | None = None  # CPU, None while AWAY
-        self.source: torch.Tensor | None = None  # what was saved, while its version can still matter
+        # what was saved, while its version can still matter
+        self.source: torch.Tensor | None = None
         self.version, self.was_changed = version_of(tensor), False
         self.event: Any = None  # torch.cuda.Event of the device-to-host copy
 
@@ -55,7 +65,9 @@ class Ticket:
         self.source = None
 
     def is_changed(self) -> bool:
-        return self.was_changed or (self.source is not None and version_of(self.source) != self.version)
+        return self.was_changed or (
+            self.source is not None and version_of(self.source) != self.version
+        )
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -64,21 +76,27 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 class Activations:
-    """`budget_bytes`: host bytes of kept tensors. `scratch_dir`: where the overflow goes, None to refuse it. `device`:
-    where blocks run. Counters: bytes_held, peak_bytes (host), bytes_spilled (written, in all)."""
+    """`budget_bytes`: host bytes of kept tensors. `scratch_dir`: where the overflow goes, None
+    to refuse it. `device`: where blocks run. Counters: bytes_held, peak_bytes (host),
+    bytes_spilled (written, in all)."""
 
     def __init__(
-        self, budget_bytes: int, scratch_dir: str | os.PathLike[str] | None, device: torch.device | str
+        self,
+        budget_bytes: int,
+        scratch_dir: str | os.PathLike[str] | None,
+        device: torch.device | str,
     ) -> None:
         self.budget_bytes = budget_bytes
         self.scratch_dir = None if scratch_dir is None else Path(scratch_dir)
         self.device = torch.device(device)
         self.bytes_held = self.peak_bytes = self.bytes_spilled = 0
-        self._lock = threading.Lock()  # free() never blocks on it: the garbage collector may call that anywhere
+        # free() never blocks on it: the garbage collector may call that anywhere
+        self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._dead: deque[Ticket] = deque()  # freed, not yet swept
         self._live: dict[int, Ticket] = {}  # serial -> ticket with users > 0, oldest first
-        self._shared: dict[int, tuple[weakref.ref[torch.Tensor], Ticket]] = {}  # id(tensor) -> while both live
+        # id(tensor) -> while both live
+        self._shared: dict[int, tuple[weakref.ref[torch.Tensor], Ticket]] = {}
         self._jobs: deque[Ticket] = deque()  # LEAVING: to be written; COMING: to be read
         self._serial = 0
         self._file: Any = None
@@ -87,16 +105,22 @@ class Activations:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._closed = False
-        self._streams: dict[torch.device, Any] = {}  # of each device that a kept tensor was on: where its copies run
+        # of each device that a kept tensor was on: where its copies run
+        self._streams: dict[torch.device, Any] = {}
 
-    # -- save, load, free ---------------------------------------------------------------------------------------------
+    # -- save, load, free
 
     def save(self, tensor: torch.Tensor) -> Ticket:
-        """Keep `tensor`. Waits for room. Raises BudgetError where it cannot be kept, FullError for a full disk."""
+        """Keep `tensor`. Waits for room. Raises BudgetError where it cannot be kept, FullError
+        for a full disk."""
         with self._lock:
             self._sweep()
             known = self._shared.get(id(tensor))
-            if known is not None and known[0]() is tensor and known[1].version == version_of(tensor):
+            if (
+                known is not None
+                and known[0]() is tensor
+                and known[1].version == version_of(tensor)
+            ):
                 known[1].users += 1
                 return known[1]
             ticket = Ticket(tensor, self._serial)
@@ -107,12 +131,14 @@ class Activations:
             self._live[ticket.serial] = ticket
             self._shared[id(tensor)] = (weakref.ref(tensor), ticket)
             self._count(ticket.nbytes)
-            if ticket.movable and self.scratch_dir is not None:  # begin early: the next is probably as large
+            # begin early: the next is probably as large
+            if ticket.movable and self.scratch_dir is not None:
                 self._send_away(self.bytes_held + ticket.nbytes - self.budget_bytes)
             return ticket
 
     def load(self, ticket: Ticket) -> torch.Tensor:
-        """The kept values on the tensor's own device. Do not write into them. The ticket stays until freed."""
+        """The kept values on the tensor's own device. Do not write into them. The ticket stays
+        until freed."""
         with self._lock:
             self._sweep()
             self._check_failure()
@@ -128,7 +154,8 @@ class Activations:
             self._settle(ticket)
             if ticket.is_changed():
                 raise ModelError(
-                    f"an input of shape {tuple(ticket.shape)} was changed in place between forward and backward",
+                    f"an input of shape {tuple(ticket.shape)} was changed in place between forward"
+                    " and backward",
                     hint="make the change out of place (x = x + y instead of x += y)",
                 )
             data = ticket.data
@@ -172,7 +199,7 @@ class Activations:
             assert all(t.users > 0 or t.state in (LEAVING, COMING) for t in self._live.values())
             assert list(self._live) == sorted(self._live)
 
-    # -- under the lock -----------------------------------------------------------------------------------------------
+    # -- under the lock
 
     def _sweep(self) -> None:
         while self._dead:
@@ -205,7 +232,9 @@ class Activations:
         stream = self._stream_of(tensor.device)
         stream.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(stream):
-            ticket.data = torch.empty_strided(ticket.shape, ticket.stride, dtype=ticket.dtype, pin_memory=True)
+            ticket.data = torch.empty_strided(
+                ticket.shape, ticket.stride, dtype=ticket.dtype, pin_memory=True
+            )
             ticket.data.copy_(tensor, non_blocking=True)
             ticket.event = stream.record_event()
         for other in list(self._live.values()):  # let go of device tensors whose copies are done
@@ -218,22 +247,27 @@ class Activations:
         return self._streams[device]
 
     def _settle(self, ticket: Ticket) -> None:
-        """The copy off the device is complete, which the caller knows: from here the source may change."""
+        """The copy off the device is complete, which the caller knows: from here the source may
+        change."""
         if ticket.event is None:
             return
         ticket.event = None
         ticket.let_go()
 
     def _make_room(self, nbytes: int) -> None:
-        """Wait until `nbytes` fit the budget; one tensor alone may exceed it where it can leave at once."""
+        """Wait until `nbytes` fit the budget; one tensor alone may exceed it where it can leave
+        at once."""
         while self.bytes_held + nbytes > self.budget_bytes:
             self._check_failure()
             if self.scratch_dir is None:
                 raise BudgetError(
                     f"block inputs need {show_bytes(self.bytes_held + nbytes)} on the host, "
                     f"the budget is {show_bytes(self.budget_bytes)}",
-                    hint=f"raise the activation budget by {show_bytes(self.bytes_held + nbytes - self.budget_bytes)}, "
-                    "give a scratch directory, or use a smaller batch",
+                    hint=(
+                        "raise the activation budget by"
+                        f" {show_bytes(self.bytes_held + nbytes - self.budget_bytes)}, give a"
+                        " scratch directory, or use a smaller batch"
+                    ),
                 )
             self._send_away(self.bytes_held + nbytes - self.budget_bytes)
             if not any(t.state in (LEAVING, COMING) for t in self._live.values()):
@@ -243,7 +277,8 @@ class Activations:
     def _send_away(self, nbytes: int) -> None:
         nbytes -= sum(t.nbytes for t in self._live.values() if t.state == LEAVING)
         here = [t for t in self._live.values() if t.state == HERE and t.movable]
-        for ticket in sorted(here, key=lambda t: (t.users > 1, t.serial)):  # what several blocks use goes last
+        # what several blocks use goes last
+        for ticket in sorted(here, key=lambda t: (t.users > 1, t.serial)):
             if nbytes <= 0:
                 return
             nbytes -= ticket.nbytes
@@ -258,7 +293,9 @@ class Activations:
         """Have `ticket` written (LEAVING) or read (COMING)."""
         if self._thread is None:
             self._open()
-            self._thread = threading.Thread(target=self._work, name="roadtrain-activations", daemon=True)
+            self._thread = threading.Thread(
+                target=self._work, name="roadtrain-activations", daemon=True
+            )
             self._thread.start()
         ticket.state = state
         if state == COMING:
@@ -274,7 +311,9 @@ class Activations:
             self.scratch_dir.mkdir(parents=True, exist_ok=True)
             self._file = tempfile.TemporaryFile(dir=self.scratch_dir, buffering=0)  # noqa: SIM115
         except OSError as error:
-            raise GoneError(f"no scratch file for block inputs in {self.scratch_dir}: {error}") from error
+            raise GoneError(
+                f"no scratch file for block inputs in {self.scratch_dir}: {error}"
+            ) from error
 
     def _wait(self, what: str) -> None:
         if not self._changed.wait(timeout=300):
@@ -284,12 +323,16 @@ class Activations:
 
     def _check_failure(self) -> None:
         if isinstance(self._failure, OSError) and self._failure.errno == 28:
-            raise FullError(f"no space for block inputs in {self.scratch_dir} ({show_bytes(self._end)} used)",
-                            hint="raise the activation budget, or choose another scratch directory") from self._failure
+            raise FullError(
+                f"no space for block inputs in {self.scratch_dir} ({show_bytes(self._end)} used)",
+                hint="raise the activation budget, or choose another scratch directory",
+            ) from self._failure
         if self._failure is not None:
-            raise StoreError(f"block inputs in {self.scratch_dir}: {self._failure}") from self._failure
+            raise StoreError(
+                f"block inputs in {self.scratch_dir}: {self._failure}"
+            ) from self._failure
 
-    # -- the thread ---------------------------------------------------------------------------------------------------
+    # -- the thread
 
     def _work(self) -> None:
         while True:
@@ -329,9 +372,17 @@ class Activations:
             self._moved(ticket, AWAY)
 
     def _read(self, ticket: Ticket) -> None:
-        data = torch.empty(ticket.shape, dtype=ticket.dtype, pin_memory=ticket.device.type == "cuda")
-        if self._move(lambda file, left, at: os.preadv(file, [left], at), data, ticket.at) != ticket.sum:
-            raise DamagedError(f"{ticket.nbytes} bytes at {ticket.at} of the scratch file do not match their checksum")
+        data = torch.empty(
+            ticket.shape, dtype=ticket.dtype, pin_memory=ticket.device.type == "cuda"
+        )
+        if (
+            self._move(lambda file, left, at: os.preadv(file, [left], at), data, ticket.at)
+            != ticket.sum
+        ):
+            raise DamagedError(
+                f"{ticket.nbytes} bytes at {ticket.at} of the scratch file do not match their"
+                " checksum"
+            )
         if data.stride() != ticket.stride:  # kernels may round differently by stride (Rule 1)
             data = torch.empty_strided(
                 ticket.shape, ticket.stride, dtype=ticket.dtype, pin_memory=data.is_pinned()
@@ -340,7 +391,9 @@ class Activations:
             ticket.data = data
             self._moved(ticket, HERE)
 
-    def _move(self, transfer: Callable[[int, memoryview, int], int], tensor: torch.Tensor, at: int) -> int:
+    def _move(
+        self, transfer: Callable[[int, memoryview, int], int], tensor: torch.Tensor, at: int
+    ) -> int:
         """Returns the xxh3 of what was moved."""
         left = whole = memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
         while left:
@@ -360,7 +413,9 @@ class Activations:
     def _to_device(self, ticket: Ticket, data: torch.Tensor) -> torch.Tensor:
         stream = self._stream_of(ticket.device)
         with torch.cuda.stream(stream):
-            out = torch.empty_strided(ticket.shape, ticket.stride, dtype=ticket.dtype, device=ticket.device)
+            out = torch.empty_strided(
+                ticket.shape, ticket.stride, dtype=ticket.dtype, device=ticket.device
+            )
             out.copy_(data, non_blocking=True)
         current = torch.cuda.current_stream(ticket.device)
         current.wait_stream(stream)

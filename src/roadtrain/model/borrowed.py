@@ -1,8 +1,10 @@
-"""The parameters of one block on memory that is not theirs: pointed at a lent buffer, dropped, gradients laid out flat.
+"""The parameters of one block on memory that is not theirs: pointed at a lent buffer, dropped,
+gradients laid out flat.
 
-Dropped parameters keep shape, dtype and device, take 0 bytes and refuse to be read (model/released.py); code that reads
-their memory all the same finds NaN (integers: their least value), never stale values. A Parameter keeps its identity
-throughout, also one that was made on `meta`: optimizers hold it.
+Dropped parameters keep shape, dtype and device, take 0 bytes and refuse to be read
+(model/released.py); code that reads their memory all the same finds NaN (integers: their least
+value), never stale values. A Parameter keeps its identity throughout, also one that was made on
+`meta`: optimizers hold it.
 
 Assumes: the buffer holds the block as ChunkTable lays it out and outlives its views.
 Does NOT know who lends, or when.
@@ -23,7 +25,8 @@ from roadtrain.spec.chunks import Block, ChunkTable, Run
 
 @dataclass(frozen=True)
 class _Place:
-    """Where parameter `index` lies: elements [start, stop) of `run`. `hollow`: what it reads as when dropped."""
+    """Where parameter `index` lies: elements [start, stop) of `run`. `hollow`: what it reads as
+    when dropped."""
 
     index: int
     param: nn.Parameter
@@ -34,11 +37,15 @@ class _Place:
 
 
 class Borrowed:
-    """Parameters of `block`, `params[i]` being table.params[first + i]. `trainable`: (index, parameter) of those whose
-    gradients the lender takes."""
+    """Parameters of `block`, `params[i]` being table.params[first + i]. `trainable`: (index,
+    parameter) of those whose gradients the lender takes."""
 
     def __init__(
-        self, table: ChunkTable, block: Block, params: Mapping[int, nn.Parameter], device: torch.device
+        self,
+        table: ChunkTable,
+        block: Block,
+        params: Mapping[int, nn.Parameter],
+        device: torch.device,
     ) -> None:
         self.block, self.device = block, device
         self.places: list[_Place] = []
@@ -46,11 +53,16 @@ class Borrowed:
             for span in run.spans:
                 spec = table.params[span.param]
                 empty = hollow(spec.shape, DTYPES[spec.dtype], device)
-                self.places.append(_Place(span.param, params[span.param], run, span.start, span.stop, empty))
+                self.places.append(
+                    _Place(span.param, params[span.param], run, span.start, span.stop, empty)
+                )
         self.trainable = [(p.index, p.param) for p in self.places if p.run.trainable]
-        self.frozen = [p.param for p in self.places if not p.run.trainable and not p.param.requires_grad]
+        self.frozen = [
+            p.param for p in self.places if not p.run.trainable and not p.param.requires_grad
+        ]
         placed = {p.index for p in self.places}
-        self.empty = [p for i, p in params.items() if i not in placed]  # 0 elements: nothing to lend
+        # 0 elements: nothing to lend
+        self.empty = [p for i, p in params.items() if i not in placed]
         self._gaps = {run.index: _gaps(run) for run in block.runs if run.trainable}
 
     def settle(self) -> None:
@@ -67,7 +79,10 @@ class Borrowed:
         flat = {run.index: _flat(buffer, run.offset, run) for run in self.block.runs}
         for place in self.places:
             set_fetched(place.param)
-            settle(place.param, flat[place.run.index][place.start : place.stop].view(place.hollow.shape))
+            settle(
+                place.param,
+                flat[place.run.index][place.start : place.stop].view(place.hollow.shape),
+            )
 
     @torch.inference_mode(False)
     def drop(self) -> None:
@@ -77,7 +92,8 @@ class Borrowed:
 
     @torch.no_grad()
     def lay_out(self, buffer: torch.Tensor, grads: Mapping[int, torch.Tensor]) -> None:
-        """Write `grads` (by index) into the flat push `buffer`; what has none, and padding, becomes zero."""
+        """Write `grads` (by index) into the flat push `buffer`; what has none, and padding,
+        becomes zero."""
         for run in self.block.runs:
             if not run.trainable:
                 continue
@@ -102,11 +118,17 @@ def hollow(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> to
 
 def is_hollow(p: torch.Tensor) -> bool:
     """Dropped, and not taken over by anything since."""
-    return not p.is_meta and p.numel() > 1 and not any(p.stride()) and p.untyped_storage().nbytes() == p.element_size()
+    return (
+        not p.is_meta
+        and p.numel() > 1
+        and not any(p.stride())
+        and p.untyped_storage().nbytes() == p.element_size()
+    )
 
 
 def settle(p: nn.Parameter, data: torch.Tensor) -> None:
-    """`p.data = data`, also for a parameter on `meta`, which torch refuses to move by assignment."""
+    """`p.data = data`, also for a parameter on `meta`, which torch refuses to move by
+    assignment."""
     if p.is_meta:
         new = nn.Parameter(data, requires_grad=p.requires_grad)
         new.__class__ = p.__class__

@@ -1,10 +1,12 @@
 """PlacedGrad: what stands in `p.grad` once a gradient has left for its server.
 
-It has the parameter's shape, dtype and device and costs 0 bytes. Gradient clipping, norms, scaling by a number and
-`torch.amp.GradScaler` work on it as on a tensor, also in lists mixed with ordinary gradients: a norm asks the server
-for the sum of squares, a product changes `scale`, by which the server multiplies when it updates.
+It has the parameter's shape, dtype and device and costs 0 bytes. Gradient clipping, norms, scaling
+by a number and `torch.amp.GradScaler` work on it as on a tensor, also in lists mixed with ordinary
+gradients: a norm asks the server for the sum of squares, a product changes `scale`, by which the
+server multiplies when it updates.
 
-Assumes: the book's sum is of the step's accumulated gradient before `scale`, and is inf or nan where any element is.
+Assumes: the book's sum is of the step's accumulated gradient before `scale`, and is inf or nan
+where any element is.
 Does NOT give back elements: whatever needs them raises LoopError.
 """
 
@@ -24,12 +26,13 @@ aten = torch.ops.aten
 
 class GradBook(Protocol):
     def sum_squares(self, param: int) -> float:
-        """Sum of squares of the step's accumulated, unscaled gradient of ChunkTable.params[param]. Waits for it."""
+        """Sum of squares of the step's accumulated, unscaled gradient of
+        ChunkTable.params[param]. Waits for it."""
 
 
 class PlacedGrad(torch.Tensor):
-    """Handle of a gradient that has left. `param` indexes ChunkTable.params; `scale` starts at 1.0. `shared` holds the
-    scale: aliases (`detach()`, `.data`) have the same list."""
+    """Handle of a gradient that has left. `param` indexes ChunkTable.params; `scale` starts at
+    1.0. `shared` holds the scale: aliases (`detach()`, `.data`) have the same list."""
 
     param: int
     book: GradBook
@@ -38,9 +41,16 @@ class PlacedGrad(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls, like: torch.Tensor, param: int, book: GradBook, label: str = "", shared: list[float] | None = None
+        cls,
+        like: torch.Tensor,
+        param: int,
+        book: GradBook,
+        label: str = "",
+        shared: list[float] | None = None,
     ) -> PlacedGrad:
-        self = torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, dtype=like.dtype, device=like.device
+        )
         self.param, self.book, self.label, self.shared = param, book, label, shared or [1.0]
         return self
 
@@ -56,8 +66,10 @@ class PlacedGrad(torch.Tensor):
         self.shared[0] = float(value)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return (f"PlacedGrad({self.label or self.param}, shape={tuple(self.shape)}, dtype={self.dtype}, "
-                f"device={self.device}, scale={self.scale})")
+        return (
+            f"PlacedGrad({self.label or self.param}, shape={tuple(self.shape)}, dtype={self.dtype},"
+            f" device={self.device}, scale={self.scale})"
+        )
 
     def numpy(self, *, force: bool = False) -> Any:
         raise _left("numpy", (self,))
@@ -81,8 +93,10 @@ def _left(func: Any, args: Any, why: str = "") -> LoopError:
     return LoopError(
         f"{getattr(func, '__name__', func)} needs the elements of the gradient of {name!r}, "
         f"which has left to its server{why}",
-        hint="norms of order 2, clip_grad_norm_, GradScaler and scaling by a number work on it; "
-        "zero_grad needs set_to_none=True",
+        hint=(
+            "norms of order 2, clip_grad_norm_, GradScaler and scaling by a number work on it; "
+            "zero_grad needs set_to_none=True"
+        ),
     )
 
 
@@ -92,7 +106,8 @@ def _detach(func: Any, args: Any, kwargs: Any) -> PlacedGrad:
 
 
 def _norm_of(grad: PlacedGrad) -> torch.Tensor:
-    """0-dim, in fp32 also where the gradient is narrower: the square of a half would not fit a half."""
+    """0-dim, in fp32 also where the gradient is narrower: the square of a half would not fit a
+    half."""
     dtype = grad.dtype if grad.dtype == torch.float64 else torch.float32
     value = abs(grad.scale) * math.sqrt(grad.book.sum_squares(grad.param))
     return torch.tensor(value, dtype=dtype, device=grad.device)
@@ -101,7 +116,11 @@ def _norm_of(grad: PlacedGrad) -> torch.Tensor:
 def _norm(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
     order = kwargs.get("ord", args[1] if len(args) > 1 else 2)
     whole = not any(args[2:4]) and not kwargs.get("dim") and not kwargs.get("keepdim")
-    if not isinstance(args[0], PlacedGrad) or (order is not None and float(order) != 2.0) or not whole:
+    if (
+        not isinstance(args[0], PlacedGrad)
+        or (order is not None and float(order) != 2.0)
+        or not whole
+    ):
         raise _left(func, args, f" (order {order}; its server knows the whole norm of order 2)")
     value = _norm_of(args[0])
     return value if kwargs.get("dtype") is None else value.to(kwargs["dtype"])
@@ -141,7 +160,9 @@ def _times(combine: Callable[[float, float], float]) -> Callable[[Any, Any, Any]
 def _foreach_times(method: str) -> Callable[[Any, Any, Any], None]:
     def scale(func: Any, args: Any, kwargs: Any) -> None:
         grads, by = args
-        for grad, factor in zip(grads, by if isinstance(by, list | tuple) else [by] * len(grads), strict=True):
+        for grad, factor in zip(
+            grads, by if isinstance(by, list | tuple) else [by] * len(grads), strict=True
+        ):
             getattr(grad, method)(factor)
 
     return scale

@@ -1,17 +1,21 @@
-"""First values of a model that was built on `meta`, one part at a time, so that it never exists whole.
+"""First values of a model that was built on `meta`, one part at a time, so that it never exists
+whole.
 
     for part in (split.root, *split.blocks):  # the root first, see below
-        materialize(part, split, init)        # init: the user's function of a module, None: the model's own
+        materialize(part, split, init)        # init: the user's function of a module, None: the
+                                              model's own
         ...take the values of part.params (CPU, the parameter's own dtype)...
         release(part.params)
 
-The model's own: what the model's authors wrote: for Hugging Face models `_initialize_weights` of the nearest enclosing
-model, for others each module's `reset_parameters()`. Buffers are computed too, and stay. What is left without a value
-is an error, never garbage. The same `torch.manual_seed` gives the same values.
+The model's own: what the model's authors wrote: for Hugging Face models `_initialize_weights` of
+the nearest enclosing model, for others each module's `reset_parameters()`. Buffers are computed
+too, and stay. What is left without a value is an error, never garbage. The same `torch.manual_seed`
+gives the same values.
 
-Assumes: an init that writes into parameters of other parts finds them on `meta` (no effect) or dropped, so it writes
-only into its own: hence the root first, whose modules may reach into the blocks; shared parameters are protected.
-Does NOT give the values that building on the CPU gives under the same seed: the order of drawing differs.
+Assumes: an init that writes into parameters of other parts finds them on `meta` (no effect) or
+dropped, so it writes only into its own: hence the root first, whose modules may reach into the
+blocks; shared parameters are protected. Does NOT give the values that building on the CPU gives
+under the same seed: the order of drawing differs.
 """
 
 from __future__ import annotations
@@ -30,7 +34,8 @@ Named = Sequence[tuple[str, nn.Parameter]]
 
 
 def own_init(model: nn.Module) -> Init:
-    """The model's own initialisation, to be called on each of its modules, children before parents."""
+    """The model's own initialisation, to be called on each of its modules, children before
+    parents."""
     families: dict[int, Init] = {}
 
     def walk(module: nn.Module, family: Init | None) -> None:
@@ -55,11 +60,16 @@ def own_init(model: nn.Module) -> Init:
 
 
 def materialize(
-    part: Part, split: Split, init: Init | None = None, *, values: bool = True, given: Collection[str] = ()
+    part: Part,
+    split: Split,
+    init: Init | None = None,
+    *,
+    values: bool = True,
+    given: Collection[str] = (),
 ) -> None:
-    """Give those parameters and buffers of `part` that are on `meta` their first values, on the CPU. Parameters named
-    in `given`, or all of them without `values`, come from elsewhere and stay on `meta`. Raises ModelError naming what
-    is left without a value."""
+    """Give those parameters and buffers of `part` that are on `meta` their first values, on the
+    CPU. Parameters named in `given`, or all of them without `values`, come from elsewhere and
+    stay on `meta`. Raises ModelError naming what is left without a value."""
     fresh = [(name, p) for name, p in part.params if values and name not in given and p.is_meta]
     init = init or own_init(split.root.module)
     modules = list(_post_order(part.module, {id(b.module) for b in split.blocks if b is not part}))
@@ -70,8 +80,12 @@ def materialize(
     buffers = list(_blank_buffers(modules))
     blanks = (*(p for _, p in fresh), *(m._buffers[k] for m, k in buffers))
     started = {id(t): t._version for t in blanks if t is not None}
-    kept = {id(p): (p, p.detach().clone()) for m in modules for p in m.parameters(recurse=False)
-            if id(p) not in mine and not p.is_meta}
+    kept = {
+        id(p): (p, p.detach().clone())
+        for m in modules
+        for p in m.parameters(recurse=False)
+        if id(p) not in mine and not p.is_meta
+    }
     needed = {id(m) for m in modules if any(id(p) in mine for p in m.parameters(recurse=False))}
     needed |= {id(m) for m, _ in buffers}
     if fresh or buffers:
@@ -88,8 +102,12 @@ def materialize(
         left += [f"{names[id(m)]}.{k} (buffer)" for m, k in lost]
     if left:
         raise ModelError(
-            f"no first value for {', '.join(left[:5])}{f' and {len(left) - 5} more' if len(left) > 5 else ''}",
-            hint="give the module a reset_parameters(), pass init=, load weights, or build the model on the CPU",
+            "no first value for"
+            f" {', '.join(left[:5])}{f' and {len(left) - 5} more' if len(left) > 5 else ''}",
+            hint=(
+                "give the module a reset_parameters(), pass init=, load weights, or build the model"
+                " on the CPU"
+            ),
         )
 
 
@@ -101,8 +119,8 @@ def release(params: Named) -> None:
 
 
 def _post_order(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
-    """The modules of a part, children before parents, each once. `seen` begins as those of the other parts: of the
-    root's, what is left are those outside of all blocks."""
+    """The modules of a part, children before parents, each once. `seen` begins as those of the
+    other parts: of the root's, what is left are those outside of all blocks."""
     if id(module) in seen:
         return
     seen.add(id(module))
@@ -130,7 +148,9 @@ def _starts_nan(tensor: torch.Tensor) -> bool:
 
 def _blank(tensor: torch.Tensor) -> torch.Tensor:
     """On the CPU, of values that no init writes: NaN, the least integer."""
-    return hollow(tensor.shape, tensor.dtype, torch.device("cpu")).clone(memory_format=torch.contiguous_format)
+    return hollow(tensor.shape, tensor.dtype, torch.device("cpu")).clone(
+        memory_format=torch.contiguous_format
+    )
 
 
 def _blank_buffers(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str]]:
@@ -151,4 +171,6 @@ def _unset(tensor: torch.Tensor | None, started: dict[int, int]) -> bool:
     if tensor.is_floating_point() or tensor.is_complex():
         return bool(tensor.isnan().any())
     untouched = started.get(id(tensor)) == tensor._version
-    return untouched and (tensor.dtype == torch.bool or bool((tensor == torch.iinfo(tensor.dtype).min).all()))
+    return untouched and (
+        tensor.dtype == torch.bool or bool((tensor == torch.iinfo(tensor.dtype).min).all())
+    )

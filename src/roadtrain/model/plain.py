@@ -1,12 +1,16 @@
-"""The state of a job as plain bytes and back: nested values and tensors of known types, nothing else (Rule 8).
+"""The state of a job as plain bytes and back: nested values and tensors of known types, nothing
+else (Rule 8).
 
-    b"RTstate\\1" | length of the header (u64) | header: msgpack | the tensors' bytes, one after the other
+    b"RTstate\\1" | length of the header (u64) | header: msgpack | the tensors' bytes, one after the
+    other
 
-The header is one value. None, bool, int, float, str and bytes stand for themselves; all else is [tag, ...]: containers
-hold their items, a tensor its dtype and shape. So reading runs no code, and every length is checked before it is used.
+The header is one value. None, bool, int, float, str and bytes stand for themselves; all else is
+[tag, ...]: containers hold their items, a tensor its dtype and shape. So reading runs no code, and
+every length is checked before it is used.
 
-What the first edition committed was written by torch.save; model/torch_saved.py reads that, as data too. Tensors come
-back on the host and contiguous; that several shared memory is forgotten. Does NOT know what the values mean.
+What the first edition committed was written by torch.save; model/torch_saved.py reads that, as data
+too. Tensors come back on the host and contiguous; that several shared memory is forgotten. Does NOT
+know what the values mean.
 """
 
 from __future__ import annotations
@@ -32,7 +36,10 @@ MAPPINGS: dict[str, type[Any]] = {"dict": dict, "ordered": OrderedDict, "counter
 TAGS: dict[type[Any], str] = {kind: tag for tag, kind in (SEQUENCES | MAPPINGS).items()}
 METADATA = "_metadata"  # the one attribute that an OrderedDict may have
 ARRAYS = "biufc"  # kinds of numpy arrays that are nothing but numbers
-HINT = "numbers, text, bytes, None, tensors and arrays of numbers; dicts, lists, tuples and sets of them"
+HINT = (
+    "numbers, text, bytes, None, tensors and arrays of numbers; dicts, lists, tuples and sets of"
+    " them"
+)
 
 
 def encode(value: Any, what: str = "the state") -> bytes:
@@ -43,24 +50,35 @@ def encode(value: Any, what: str = "the state") -> bytes:
 
 
 def decode(raw: bytes | memoryview) -> Any:
-    """What `encode` was given, or what torch.save was. DamagedError for what is neither whole nor of known types,
-    ForeignError for what is neither."""
+    """What `encode` was given, or what torch.save was. DamagedError for what is neither whole
+    nor of known types, ForeignError for what is neither."""
     view = memoryview(raw)
     if view[:2] == b"PK":
         return read_saved(view)
     if view[: len(MAGIC)] != MAGIC:
-        raise ForeignError(f"the state of a job begins with {bytes(view[:8])!r}, not with {MAGIC!r}",
-                           hint="a newer roadtrain may have written it")
+        raise ForeignError(
+            f"the state of a job begins with {bytes(view[:8])!r}, not with {MAGIC!r}",
+            hint="a newer roadtrain may have written it",
+        )
     at = len(MAGIC) + LENGTH.size
     if len(view) < at:
         raise DamagedError(f"the state of a job has {len(view)} bytes, its beginning alone is {at}")
     (length,) = LENGTH.unpack(view[len(MAGIC) : at])
     if length > len(view) - at:
-        raise DamagedError(f"the header of a job's state is {length} bytes, {len(view) - at} are there")
+        raise DamagedError(
+            f"the header of a job's state is {length} bytes, {len(view) - at} are there"
+        )
     rest = _Rest(view[at + length :])
     try:
         value = _made(msgspec.msgpack.decode(view[at : at + length]), rest)
-    except (msgspec.DecodeError, KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+    except (
+        msgspec.DecodeError,
+        KeyError,
+        TypeError,
+        ValueError,
+        OverflowError,
+        RuntimeError,
+    ) as error:
         raise DamagedError(f"the state of a job is of another form: {error}") from error
     if rest.nbytes:
         raise DamagedError(f"{rest.nbytes} bytes stand behind the state of a job")
@@ -78,15 +96,31 @@ def _told(value: Any, pieces: list[memoryview], where: str, depth: int) -> Any:
     if isinstance(value, np.generic):
         return _told(value.item(), pieces, where, depth + 1)
     if kind in SEQUENCES.values():
-        return [TAGS[kind], *(_told(one, pieces, f"{where}[{i}]", depth + 1) for i, one in enumerate(value))]
+        return [
+            TAGS[kind],
+            *(_told(one, pieces, f"{where}[{i}]", depth + 1) for i, one in enumerate(value)),
+        ]
     if kind in MAPPINGS.values():
-        if kind is OrderedDict and vars(value):  # a module's state_dict says the versions of its modules so
+        # a module's state_dict says the versions of its modules so
+        if kind is OrderedDict and vars(value):
             if list(vars(value)) != [METADATA]:
-                raise ConfigError(f"{where} is an OrderedDict with attributes: {', '.join(vars(value))}", hint=HINT)
+                raise ConfigError(
+                    f"{where} is an OrderedDict with attributes: {', '.join(vars(value))}",
+                    hint=HINT,
+                )
             bare = _told(OrderedDict(value), pieces, where, depth)
-            return [METADATA, bare, _told(vars(value)[METADATA], pieces, f"{where}.{METADATA}", depth + 1)]
-        told = ((_told(key, pieces, where, depth + 1), _told(one, pieces, f"{where}[{key!r}]", depth + 1))
-                for key, one in value.items())
+            return [
+                METADATA,
+                bare,
+                _told(vars(value)[METADATA], pieces, f"{where}.{METADATA}", depth + 1),
+            ]
+        told = (
+            (
+                _told(key, pieces, where, depth + 1),
+                _told(one, pieces, f"{where}[{key!r}]", depth + 1),
+            )
+            for key, one in value.items()
+        )
         return [TAGS[kind], *(part for pair in told for part in pair)]
     return _told_leaf(value, pieces, where)
 
@@ -97,7 +131,8 @@ def _told_leaf(value: Any, pieces: list[memoryview], where: str) -> list[Any]:
             what = f"a tensor of {value.dtype} that is {value.layout} on {value.device}"
             raise ConfigError(f"{where} is {what}, which has no plain form", hint=HINT)
         flat = value.detach().cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
-        if flat.stride() != (1,):  # one element of another stride is contiguous to torch, and cannot be seen as bytes
+        # one element of another stride is contiguous to torch, and cannot be seen as bytes
+        if flat.stride() != (1,):
             flat = flat.new_empty(flat.shape).copy_(flat)
         pieces.append(flat.view(torch.uint8).numpy().data)
         return ["tensor", str(value.dtype).removeprefix("torch."), list(value.shape)]
@@ -111,8 +146,11 @@ def _told_leaf(value: Any, pieces: list[memoryview], where: str) -> list[Any]:
         return ["dtype", str(value).removeprefix("torch.")]
     if type(value) is torch.device:
         return ["device", str(value)]
-    raise ConfigError(f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which has no plain form: "
-                      "it could not be committed with a step", hint=HINT)
+    raise ConfigError(
+        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which has no plain"
+        " form: it could not be committed with a step",
+        hint=HINT,
+    )
 
 
 class _Rest:
@@ -126,7 +164,8 @@ class _Rest:
         return len(self._view)
 
     def take(self, shape: list[int], itemsize: int) -> bytearray:
-        """Bytes of the next tensor. ValueError where there are too few; nothing is allocated then."""
+        """Bytes of the next tensor. ValueError where there are too few; nothing is allocated
+        then."""
         if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
             raise ValueError(f"{shape!r} is no shape")
         nbytes = itemsize
@@ -167,7 +206,11 @@ def _made(told: Any, rest: _Rest) -> Any:
 
 def _tensor(rest: _Rest, dtype: str, shape: list[int]) -> torch.Tensor:
     raw = rest.take(shape, DTYPES[dtype].itemsize)
-    return torch.frombuffer(raw, dtype=DTYPES[dtype]).reshape(shape) if raw else torch.empty(shape, dtype=DTYPES[dtype])
+    return (
+        torch.frombuffer(raw, dtype=DTYPES[dtype]).reshape(shape)
+        if raw
+        else torch.empty(shape, dtype=DTYPES[dtype])
+    )
 
 
 def _array(rest: _Rest, dtype: str, shape: list[int]) -> np.ndarray:

@@ -1,13 +1,16 @@
-"""What a parameter is while its values are elsewhere: one that refuses to be read, or that fetches its values first.
+"""What a parameter is while its values are elsewhere: one that refuses to be read, or that fetches
+its values first.
 
-A released parameter has its shape, dtype, device and gradient, takes no memory and has no values. Whoever computes with
-it would compute with NaN, without a word (Rule 6). So its class is changed while it is released: metadata is answered,
-any other use raises LoopError. `detach()` and `.data` give a tensor that refuses in the same way.
+A released parameter has its shape, dtype, device and gradient, takes no memory and has no values.
+Whoever computes with it would compute with NaN, without a word (Rule 6). So its class is changed
+while it is released: metadata is answered, any other use raises LoopError. `detach()` and `.data`
+give a tensor that refuses in the same way.
 
-A parameter that is behind (of the root block, after an update) has old values in its memory: its first use fetches the
-new ones, for all that are behind, by what `set_behind` was given.
+A parameter that is behind (of the root block, after an update) has old values in its memory: its
+first use fetches the new ones, for all that are behind, by what `set_behind` was given.
 
-Assumes: uses go through torch's Python functions. Does NOT see code in C++ that reads memory; it reads NaN there.
+Assumes: uses go through torch's Python functions. Does NOT see code in C++ that reads memory; it
+reads NaN there.
 """
 
 from __future__ import annotations
@@ -24,14 +27,54 @@ from roadtrain.errors import LoopError
 
 # Methods of torch.Tensor that need no values.
 _TOLD = {
-    "__hash__", "__len__", "_is_view", "_is_zerotensor", "_has_symbolic_sizes_strides", "_typed_storage", "data_ptr",
-    "dim", "dim_order", "element_size", "get_device", "has_names", "is_coalesced", "is_complex", "is_conj",
-    "is_contiguous", "is_distributed", "is_floating_point", "is_inference", "is_neg", "is_pinned", "is_same_size",
-    "is_set_to", "is_shared", "is_signed", "ndimension", "nelement", "numel", "register_hook",
-    "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "size", "storage_offset", "storage_type",
-    "stride", "sym_size", "untyped_storage",
-}  # fmt: skip
-_TOLD_FUNCTIONS = {"numel", "is_complex", "is_floating_point", "is_signed", "is_tensor", "is_storage", "typename"}
+    "__hash__",
+    "__len__",
+    "_is_view",
+    "_is_zerotensor",
+    "_has_symbolic_sizes_strides",
+    "_typed_storage",
+    "data_ptr",
+    "dim",
+    "dim_order",
+    "element_size",
+    "get_device",
+    "has_names",
+    "is_coalesced",
+    "is_complex",
+    "is_conj",
+    "is_contiguous",
+    "is_distributed",
+    "is_floating_point",
+    "is_inference",
+    "is_neg",
+    "is_pinned",
+    "is_same_size",
+    "is_set_to",
+    "is_shared",
+    "is_signed",
+    "ndimension",
+    "nelement",
+    "numel",
+    "register_hook",
+    "register_post_accumulate_grad_hook",
+    "requires_grad_",
+    "retain_grad",
+    "size",
+    "storage_offset",
+    "storage_type",
+    "stride",
+    "sym_size",
+    "untyped_storage",
+}
+_TOLD_FUNCTIONS = {
+    "numel",
+    "is_complex",
+    "is_floating_point",
+    "is_signed",
+    "is_tensor",
+    "is_storage",
+    "typename",
+}
 _VIEWS = {"T", "H", "mT", "mH", "real", "imag"}  # attributes that are views of the values
 _HELD = {"data", "detach"}  # what gives a tensor with the same missing values
 
@@ -41,18 +84,27 @@ class _Refusing:
 
     @classmethod
     def __torch_function__(
-        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        function: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         name = _name_of(function)
         if name is None:
             raise _refusal(args)
         with torch._C.DisableTorchFunctionSubclass():
             result = function(*args, **(kwargs or {}))
-        return result.as_subclass(ReleasedTensor) if name in _HELD and result is not None else result
+        return (
+            result.as_subclass(ReleasedTensor) if name in _HELD and result is not None else result
+        )
 
     def __repr__(self, **_: Any) -> str:
         tensor: Any = self
-        return f"released parameter(shape={tuple(tensor.shape)}, dtype={tensor.dtype}, device={tensor.device})"
+        return (
+            f"released parameter(shape={tuple(tensor.shape)}, dtype={tensor.dtype},"
+            f" device={tensor.device})"
+        )
 
     def __format__(self, _: str) -> str:
         return repr(self)
@@ -65,10 +117,16 @@ class _Behind:
 
     @classmethod
     def __torch_function__(
-        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        function: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         name = _name_of(function)
-        found = next((a for a in _flat((args, *(kwargs or {}).values())) if isinstance(a, _Behind)), None)
+        found = next(
+            (a for a in _flat((args, *(kwargs or {}).values())) if isinstance(a, _Behind)), None
+        )
         if found is not None and (name is None or name in _HELD):
             found._fetch()
         with torch._C.DisableTorchFunctionSubclass():
@@ -97,7 +155,10 @@ def _refusal(args: tuple[Any, ...]) -> LoopError:
     which = "" if found is None else f" of shape {tuple(found.shape)}"  # type: ignore[attr-defined]
     return LoopError(
         f"a parameter{which} is read while its block is not fetched: its values are elsewhere",
-        hint="model.state_dict() and optimizer.read(name) give values; a block's own forward has them while it runs",
+        hint=(
+            "model.state_dict() and optimizer.read(name) give values; a block's own forward has"
+            " them while it runs"
+        ),
     )
 
 
@@ -141,7 +202,8 @@ def set_fetched(p: nn.Parameter) -> None:
 
 
 def is_called_by_dynamo() -> bool:
-    """Whether torch.compile runs the caller: what it compiled is guarded by the classes of parameters."""
+    """Whether torch.compile runs the caller: what it compiled is guarded by the classes of
+    parameters."""
     frame = sys._getframe(1)
     while frame is not None:
         disables = frame.f_code.co_qualname.startswith("DisableContext.")  # torch.compiler.disable
@@ -152,10 +214,12 @@ def is_called_by_dynamo() -> bool:
 
 
 def check_unchanged(params: Iterable[tuple[str, nn.Parameter]], versions: Iterable[int]) -> None:
-    """LoopError where one was written in place since its `_version` was as given: its server would not hear of it."""
+    """LoopError where one was written in place since its `_version` was as given: its server
+    would not hear of it."""
     for (name, p), version in zip(params, versions, strict=True):
         if p._version != version:
             raise LoopError(
-                f"parameter {name!r} was changed in place: its values are elsewhere, and the change would be lost",
+                f"parameter {name!r} was changed in place: its values are elsewhere, and the change"
+                " would be lost",
                 hint="model.load_state_dict() changes them; or change the model before place()",
             )

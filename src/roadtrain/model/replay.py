@@ -1,8 +1,10 @@
-"""What a block's forward depends on beside its arguments and parameters, taken before it and replayed for backward.
+"""What a block's forward depends on beside its arguments and parameters, taken before it and
+replayed for backward.
 
-RNG state (CPU and the compute device), autocast, the choice of attention kernels, training flags of its modules, and
-its buffers: the recomputation sees them as they were before the forward and leaves them as it found them, so that a
-batch norm counts every batch once. Buffers are compared by value: batch norm's kernel does not count its changes.
+RNG state (CPU and the compute device), autocast, the choice of attention kernels, training flags of
+its modules, and its buffers: the recomputation sees them as they were before the forward and leaves
+them as it found them, so that a batch norm counts every batch once. Buffers are compared by value:
+batch norm's kernel does not count its changes.
 
 Assumes: what else a block reads does not change between its forward and its backward.
 Does NOT replay Python's or numpy's random numbers, or attributes that a module sets on itself.
@@ -19,18 +21,23 @@ from torch.nn.attention import _cur_sdpa_kernel_backends, sdpa_kernel
 
 
 class Circumstances:
-    """Made just before a forward, `forward_ended` just after it. `last`: the latest copies of the block's buffers,
-    shared between calls that saw the same values."""
+    """Made just before a forward, `forward_ended` just after it. `last`: the latest copies of
+    the block's buffers, shared between calls that saw the same values."""
 
     def __init__(
-        self, modules: Sequence[nn.Module], device: torch.device, last: dict[tuple[int, str], torch.Tensor]
+        self,
+        modules: Sequence[nn.Module],
+        device: torch.device,
+        last: dict[tuple[int, str], torch.Tensor],
     ) -> None:
         self.modules, self.device = modules, device
         self.training = [m.training for m in modules]
         self.cpu_rng = torch.get_rng_state()
         self.cuda_rng = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         kinds = dict.fromkeys(("cpu", device.type))
-        self.autocast = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
+        self.autocast = [
+            (k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds
+        ]
         self.attention = _cur_sdpa_kernel_backends() if device.type == "cuda" else []
         self.before: dict[tuple[int, str], torch.Tensor | None] = {}
         for i, module in enumerate(modules):
@@ -46,9 +53,12 @@ class Circumstances:
 
     @contextmanager
     def replay(self) -> Iterator[None]:
-        """Everything but autocast as it was before the forward; afterwards everything as it is now."""
+        """Everything but autocast as it was before the forward; afterwards everything as it is
+        now."""
         with ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng([] if self.cuda_rng is None else [self.device]))
+            stack.enter_context(
+                torch.random.fork_rng([] if self.cuda_rng is None else [self.device])
+            )
             torch.set_rng_state(self.cpu_rng)
             if self.cuda_rng is not None:
                 torch.cuda.set_rng_state(self.cuda_rng, self.device)
@@ -63,11 +73,14 @@ class Circumstances:
 
     @contextmanager
     def replay_autocast(self) -> Iterator[None]:
-        """The forward's autocast, for the recomputation only: the gradient's own arithmetic runs outside of it."""
+        """The forward's autocast, for the recomputation only: the gradient's own arithmetic
+        runs outside of it."""
         with ExitStack() as stack:
             for kind, enabled, dtype in self.autocast:
                 if enabled or torch.is_autocast_enabled(kind):
-                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
+                    stack.enter_context(
+                        torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False)
+                    )
             yield
 
     def _replay_buffers(self, stack: ExitStack) -> None:
@@ -81,8 +94,10 @@ class Circumstances:
 
 @contextmanager
 def keeping_nothing(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Autocast keeps casts of parameters by their identity, and here the same Parameter holds other values later. The
-    block is recomputed as a whole: a transformers layer that also checkpoints itself would do it twice."""
+    """Autocast keeps casts of parameters by their identity, and here the same Parameter holds other
+    values later. The block is recomputed as a whole: a transformers layer that also checkpoints
+    itself would do it twice.
+    """
     was = torch.is_autocast_cache_enabled()
     on = [m for m in modules if m.__dict__.get("gradient_checkpointing") is True]
     torch.set_autocast_cache_enabled(False)
@@ -96,7 +111,9 @@ def keeping_nothing(modules: Sequence[nn.Module]) -> Iterator[None]:
             module.__dict__["gradient_checkpointing"] = True
 
 
-def _copy(buffer: torch.Tensor, last: dict[tuple[int, str], torch.Tensor], at: tuple[int, str]) -> torch.Tensor:
+def _copy(
+    buffer: torch.Tensor, last: dict[tuple[int, str], torch.Tensor], at: tuple[int, str]
+) -> torch.Tensor:
     known = last.get(at)
     if known is None or not _same(buffer, known):
         known = last[at] = buffer.detach().clone()

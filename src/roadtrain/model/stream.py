@@ -1,17 +1,19 @@
 """The block stream: a model's blocks run on borrowed parameters, forward and backward.
 
-Each block module gets an instance-level `forward`. Without gradients: borrow, run, drop, give back. With gradients the
-block becomes one node of the autograd graph that keeps only its inputs; backward borrows again, recomputes, pushes the
-block's gradients as one flat piece, drops, gives back. Parameters of the root stay ordinary; where a block uses one
-(tied weights) it is an input of the block's node, so that autograd sums its gradient as ever.
+Each block module gets an instance-level `forward`. Without gradients: borrow, run, drop, give back.
+With gradients the block becomes one node of the autograd graph that keeps only its inputs; backward
+borrows again, recomputes, pushes the block's gradients as one flat piece, drops, gives back.
+Parameters of the root stay ordinary; where a block uses one (tied weights) it is an input of the
+block's node, so that autograd sums its gradient as ever.
 
-Note SAME GRAPH. The first run is made with gradients on, in a graph whose saved tensors are thrown away at once: so the
-same kernels run as in backward and in plain training, it is known which outputs need gradients, and a gradient that
-would flow past the block's arguments is found (an error) rather than lost.
+Note SAME GRAPH. The first run is made with gradients on, in a graph whose saved tensors are thrown
+away at once: so the same kernels run as in backward and in plain training, it is known which
+outputs need gradients, and a gradient that would flow past the block's arguments is found (an
+error) rather than lost.
 
-Assumes: blocks are called, are functions of arguments, parameters, buffers and RNG, and return tensors in tuples,
-lists, dicts or types that torch.utils._pytree knows.
-Does NOT differentiate twice through a block, or average over workers.
+Assumes: blocks are called, are functions of arguments, parameters, buffers and RNG, and return
+tensors in tuples, lists, dicts or types that torch.utils._pytree knows. Does NOT differentiate
+twice through a block, or average over workers.
 """
 
 from __future__ import annotations
@@ -43,24 +45,36 @@ class Lender(GradBook, Protocol):
     """Who has the parameters and takes the gradients. Blocks are indices of the ChunkTable."""
 
     def borrow(self, block: int) -> tuple[torch.Tensor, int]:
-        """Waits. A uint8 tensor on the compute device laid out as the ChunkTable says, and its version."""
+        """Waits. A uint8 tensor on the compute device laid out as the ChunkTable says, and its
+        version."""
 
     def give_back(self, block: int) -> None:
-        """This use is over: no view of the tensor is left; it is free once the current stream is through."""
+        """This use is over: no view of the tensor is left; it is free once the current stream
+        is through."""
 
     def gradient_buffer(self, block: int) -> torch.Tensor:
         """Waits. uint8, push_nbytes, on the compute device, any content."""
 
     def push(self, block: int, buffer: torch.Tensor, present: Sequence[int]) -> None:
-        """All gradients of one backward of `block`; `present`: indices of the parameters that got one, others zero.
-        Called before their p.grad is set, and after this backward no longer counts as pending."""
+        """All gradients of one backward of `block`; `present`: indices of the parameters that
+        got one, others zero. Called before their p.grad is set, and after this backward no
+        longer counts as pending."""
 
 
 class _Block:
-    """`depth`: > 0 while its parameters are pointed at a buffer. `open`: recorded calls whose backward is to come."""
+    """`depth`: > 0 while its parameters are pointed at a buffer. `open`: recorded calls whose
+    backward is to come."""
 
-    def __init__(self, index: int, part: Part, borrowed: Borrowed, shared: list[nn.Parameter]) -> None:
-        self.index, self.name, self.module, self.borrowed, self.shared = index, part.name, part.module, borrowed, shared
+    def __init__(
+        self, index: int, part: Part, borrowed: Borrowed, shared: list[nn.Parameter]
+    ) -> None:
+        self.index, self.name, self.module, self.borrowed, self.shared = (
+            index,
+            part.name,
+            part.module,
+            borrowed,
+            shared,
+        )
         self.modules = list(part.module.modules())
         self.params = part.params
         self.original = part.module.forward
@@ -75,43 +89,66 @@ class _Block:
         return self.original(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise LoopError("a placed model cannot be copied or pickled: its parameters are elsewhere",
-                        hint="read parameters from the optimizer, or export the store")
+        raise LoopError(
+            "a placed model cannot be copied or pickled: its parameters are elsewhere",
+            hint="read parameters from the optimizer, or export the store",
+        )
 
 
 class Stream:
     def __init__(
-        self, model: nn.Module, split: Split, table: ChunkTable, lender: Lender, activations: Activations,
-        device: torch.device | str, on_pass_end: Callable[[], None] | None = None,
+        self,
+        model: nn.Module,
+        split: Split,
+        table: ChunkTable,
+        lender: Lender,
+        activations: Activations,
+        device: torch.device | str,
+        on_pass_end: Callable[[], None] | None = None,
     ) -> None:
         self.model, self.split, self.table, self.lender = model, split, table, lender
-        self.activations, self.device, self.on_pass_end = activations, torch.device(device), on_pass_end
+        self.activations, self.device, self.on_pass_end = (
+            activations,
+            torch.device(device),
+            on_pass_end,
+        )
         parts = (split.root, *split.blocks)
         first = list(itertools.accumulate((len(part.params) for part in parts), initial=0))
         lots = [
-            Borrowed(table, table.blocks[i], {first[i] + k: p for k, (_, p) in enumerate(part.params)}, self.device)
+            Borrowed(
+                table,
+                table.blocks[i],
+                {first[i] + k: p for k, (_, p) in enumerate(part.params)},
+                self.device,
+            )
             for i, part in enumerate(parts)
         ]
         self.root = lots[0]
         mine = {id(p) for _, p in self.root.trainable}
         self._blocks = {
             i: _Block(i, part, lots[i], [p for p in part.module.parameters() if id(p) in mine])
-            for i, part in enumerate(parts) if i > 0
+            for i, part in enumerate(parts)
+            if i > 0
         }
         self._serial = itertools.count()
         self._pass = -1  # the autograd pass whose end is awaited
         self._hooks: dict[int, Any] = {}
-        self.gate = torch.empty(0, requires_grad=True)  # an input of every node: blocks are recorded, whatever comes in
+        # an input of every node: blocks are recorded, whatever comes in
+        self.gate = torch.empty(0, requires_grad=True)
         self.gate_node = torch.autograd.graph.get_gradient_edge(self.gate).node
 
-    # -- the face -----------------------------------------------------------------------------------------------------
+    # -- the face
 
     def attach(self) -> None:
-        """Take over the blocks' forwards and drop their parameters: their values must be with the lender."""
-        forward = torch.compiler.disable(self._forward)  # what is traced once would keep borrowed memory
+        """Take over the blocks' forwards and drop their parameters: their values must be with
+        the lender."""
+        # what is traced once would keep borrowed memory
+        forward = torch.compiler.disable(self._forward)
         for block in self._blocks.values():
             block.borrowed.settle()
-            block.module.forward = functools.wraps(block.original)(functools.partial(forward, block))
+            block.module.forward = functools.wraps(block.original)(
+                functools.partial(forward, block)
+            )
         self._watch_root()
 
     def detach(self) -> None:
@@ -134,7 +171,7 @@ class Stream:
         self.root.point(buffer)
         self._watch_root()
 
-    # -- a pass -------------------------------------------------------------------------------------------------------
+    # -- a pass
 
     def _watch_root(self) -> None:
         for index, p in self.root.trainable:
@@ -149,7 +186,7 @@ class Stream:
             self._pass = now
             torch.autograd.Variable._execution_engine.queue_callback(self.on_pass_end)
 
-    # -- a block ------------------------------------------------------------------------------------------------------
+    # -- a block
 
     @contextmanager
     def lent(self, block: _Block) -> Iterator[tuple[torch.Tensor, int]]:
@@ -176,19 +213,31 @@ class Stream:
             inputs, slots = _distinct(leaves)
             wants = [t for t in (*inputs, *block.shared) if t.requires_grad]
             if wants or any(p.requires_grad for _, p in block.borrowed.trainable):
-                call = _Call(self, block, inputs, [(i, _pristine(leaf, block.name)) for i, leaf in slots], spec)
+                call = _Call(
+                    self,
+                    block,
+                    inputs,
+                    [(i, _pristine(leaf, block.name)) for i, leaf in slots],
+                    spec,
+                )
                 outputs = _Node.apply(call, self.gate, *wants)  # type: ignore[no-untyped-call]
                 return call.returned(outputs)
         with self.lent(block) as (buffer, _), torch.no_grad():
             out = block.original(*args, **kwargs)
             leaves, spec = pytree.tree_flatten(out, is_leaf=_is_cache)
             owned = [_own(x, buffer=buffer) if isinstance(x, torch.Tensor) else x for x in leaves]
-            return out if all(a is b for a, b in zip(owned, leaves)) else pytree.tree_unflatten(owned, spec)
+            return (
+                out
+                if all(a is b for a, b in zip(owned, leaves))
+                else pytree.tree_unflatten(owned, spec)
+            )
 
 
 class _Node(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: _Call, gate: torch.Tensor, *wants: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, call: _Call, gate: torch.Tensor, *wants: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
         outputs, differentiable = call.forward()
@@ -202,19 +251,27 @@ class _Node(torch.autograd.Function):
 
 
 class _Call:
-    """One recorded run of a block. Lives as long as its node in the graph; what it keeps is freed with it.
+    """One recorded run of a block. Lives as long as its node in the graph; what it keeps is freed
+    with it.
 
-    `inputs`: the tensors of (args, kwargs), kept in `tickets` in that order. `slots`: its leaves (see `_distinct`).
+    `inputs`: the tensors of (args, kwargs), kept in `tickets` in that order. `slots`: its leaves
+    (see `_distinct`).
     """
 
     def __init__(
-        self, stream: Stream, block: _Block, inputs: list[torch.Tensor], slots: list[tuple[int, Any]], spec: Any
+        self,
+        stream: Stream,
+        block: _Block,
+        inputs: list[torch.Tensor],
+        slots: list[tuple[int, Any]],
+        spec: Any,
     ) -> None:
         self.stream, self.block, self.slots, self.spec = stream, block, slots, spec
         self.serial = next(stream._serial)
         self.tickets: list[Ticket] = []
         self.closed = False
-        self.inside = torch._C._current_graph_task_id() != -1  # recorded by a checkpoint's recomputation, in backward
+        # recorded by a checkpoint's recomputation, in backward
+        self.inside = torch._C._current_graph_task_id() != -1
         if self.inside:
             stream.pass_runs()
         self.needs = [t.requires_grad for t in inputs]
@@ -223,7 +280,8 @@ class _Call:
         self.trained = [(i, p) for i, p in block.borrowed.trainable if p.requires_grad]
         self.inputs = inputs  # until the forward has run
         self.version = -1
-        self.out: tuple[list[tuple[int, Any]], Any] | None = None  # the form of what it returned, until it is returned
+        # the form of what it returned, until it is returned
+        self.out: tuple[list[tuple[int, Any]], Any] | None = None
         self.n_outputs = 0
 
     def __del__(self) -> None:
@@ -246,12 +304,21 @@ class _Call:
             self.when = Circumstances(block.modules, self.stream.device, block.buffers)
             leaves, tensors = self._leaves(inputs)
             refuse = functools.partial(_refuse, block.name)
-            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda _: None, refuse):  # SAME GRAPH
+            # SAME GRAPH
+            with (
+                torch.enable_grad(),
+                torch.autograd.graph.saved_tensors_hooks(lambda _: None, refuse),
+            ):
                 out = block.run(leaves, self.spec)
             self.when.forward_ended()
             if [version_of(t) for t in inputs] != versions:
-                raise ModelError(f"block {block.name!r} changes one of its inputs in place",
-                                 hint="make the change out of place inside the block (x = x + y instead of x += y)")
+                raise ModelError(
+                    f"block {block.name!r} changes one of its inputs in place",
+                    hint=(
+                        "make the change out of place inside the block (x = x + y instead of x"
+                        " += y)"
+                    ),
+                )
             of_out, spec = pytree.tree_flatten(out, is_leaf=_is_cache)
             outputs, form = _distinct(of_out)
             for i, leaf in form:
@@ -272,7 +339,9 @@ class _Call:
     def _leaves(self, inputs: Sequence[torch.Tensor]) -> tuple[list[Any], list[torch.Tensor]]:
         """The leaves with `inputs` cut off from the graph before them."""
         tensors = [t.detach().requires_grad_(needs) for t, needs in zip(inputs, self.needs)]
-        return [tensors[i] if i >= 0 else _pristine(leaf, self.block.name) for i, leaf in self.slots], tensors
+        return [
+            tensors[i] if i >= 0 else _pristine(leaf, self.block.name) for i, leaf in self.slots
+        ], tensors
 
     def returned(self, outputs: tuple[torch.Tensor, ...]) -> Any:
         assert self.out is not None
@@ -280,7 +349,8 @@ class _Call:
         return pytree.tree_unflatten([outputs[i] if i >= 0 else leaf for i, leaf in form], spec)
 
     def _check_graph(self, outputs: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
-        """Gradients must end in arguments, the block's parameters or shared ones: others would be lost."""
+        """Gradients must end in arguments, the block's parameters or shared ones: others would
+        be lost."""
         known = {id(t) for t in (*tensors, *self.block.module.parameters())}
         todo: list[Any] = [o.grad_fn for o in outputs if o.grad_fn is not None]
         seen = set(todo)
@@ -288,8 +358,9 @@ class _Call:
             node = todo.pop()
             if hasattr(node, "variable") and id(node.variable) not in known:
                 raise ModelError(
-                    f"block {self.block.name!r} uses a tensor of shape {tuple(node.variable.shape)} that needs "
-                    "gradients and is neither an argument nor a parameter of the block",
+                    f"block {self.block.name!r} uses a tensor of shape {tuple(node.variable.shape)}"
+                    " that needs gradients and is neither an argument nor a parameter of the"
+                    " block",
                     hint="pass it as an argument, or name larger blocks",
                 )
             for above, _ in node.next_functions:
@@ -305,7 +376,10 @@ class _Call:
             stream.pass_runs()
         keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         if self.closed:
-            raise LoopError(f"backward through block {block.name!r} a second time", hint="backward(retain_graph=True)")
+            raise LoopError(
+                f"backward through block {block.name!r} a second time",
+                hint="backward(retain_graph=True)",
+            )
         if [p._version for p in self.shared] != self.shared_versions:
             raise self._changed()
         trained = self.trained if torch._C._will_engine_execute_node(stream.gate_node) else []
@@ -332,7 +406,8 @@ class _Call:
     def _differentiate(
         self, grads: tuple[torch.Tensor | None, ...], trained: list[tuple[int, nn.Parameter]]
     ) -> tuple[Sequence[torch.Tensor | None], int]:
-        """Gradients of the wanted inputs, then the shared parameters (together `n`), then `trained`; and n."""
+        """Gradients of the wanted inputs, then the shared parameters (together `n`), then
+        `trained`; and n."""
         try:
             inputs = [self.stream.activations.load(t) for t in self.tickets]
         except ModelError as error:
@@ -340,10 +415,15 @@ class _Call:
         with self.when.replay():
             leaves, tensors = self._leaves(inputs)
             with torch.enable_grad(), self.when.replay_autocast():
-                outputs, _ = _distinct(pytree.tree_leaves(self.block.run(leaves, self.spec), is_leaf=_is_cache))
+                outputs, _ = _distinct(
+                    pytree.tree_leaves(self.block.run(leaves, self.spec), is_leaf=_is_cache)
+                )
             if len(outputs) != self.n_outputs:
-                raise ModelError(f"block {self.block.name!r} returned {self.n_outputs} tensors in forward and "
-                                 f"{len(outputs)} when it was recomputed", hint="it depends on something not replayed")
+                raise ModelError(
+                    f"block {self.block.name!r} returned {self.n_outputs} tensors in forward and "
+                    f"{len(outputs)} when it was recomputed",
+                    hint="it depends on something not replayed",
+                )
             ends = [(o, g) for o, g in zip(outputs, grads) if g is not None and o.requires_grad]
             wants = [t for t in tensors if t.requires_grad] + self.shared
             targets = [*wants, *(p for _, p in trained)]
@@ -353,16 +433,21 @@ class _Call:
             return torch.autograd.grad(ys, targets, gs, allow_unused=True), len(wants)
 
     def _changed(self) -> LoopError:
-        return LoopError(f"parameters changed between forward and backward of block {self.block.name!r}",
-                         hint="run backward before step(), or the forward again after it")
+        return LoopError(
+            f"parameters changed between forward and backward of block {self.block.name!r}",
+            hint="run backward before step(), or the forward again after it",
+        )
 
     def _check_handles(self, trained: list[tuple[int, nn.Parameter]]) -> None:
         for index, p in trained:
             if p.grad is not None and (not isinstance(p.grad, PlacedGrad) or p.grad.scale != 1.0):
                 raise LoopError(
-                    f"the gradient of {self.stream.table.params[index].name!r} was set or scaled (clipped, unscaled) "
-                    "and then got another backward pass",
-                    hint="clip or unscale once, after the last backward pass of a step; then zero_grad()",
+                    f"the gradient of {self.stream.table.params[index].name!r} was set or scaled"
+                    " (clipped, unscaled) and then got another backward pass",
+                    hint=(
+                        "clip or unscale once, after the last backward pass of a step; then"
+                        " zero_grad()"
+                    ),
                 )
 
     def _leave_handles(self, present: set[int]) -> None:
@@ -373,10 +458,13 @@ class _Call:
 
 
 def _distinct(leaves: Sequence[Any]) -> tuple[list[torch.Tensor], list[tuple[int, Any]]]:
-    """The distinct tensors among `leaves`; for each leaf the index of its tensor, or (-1, the leaf itself)."""
+    """The distinct tensors among `leaves`; for each leaf the index of its tensor, or (-1, the
+    leaf itself)."""
     tensors = {id(x): x for x in leaves if isinstance(x, torch.Tensor)}
     at = {key: i for i, key in enumerate(tensors)}
-    return list(tensors.values()), [(at[id(x)], None) if isinstance(x, torch.Tensor) else (-1, x) for x in leaves]
+    return list(tensors.values()), [
+        (at[id(x)], None) if isinstance(x, torch.Tensor) else (-1, x) for x in leaves
+    ]
 
 
 def _refuse(name: str, _: None) -> Any:
@@ -391,17 +479,22 @@ def _is_cache(leaf: Any) -> bool:
 
 
 def _pristine(leaf: Any, name: str) -> Any:
-    """A block appends to its key-value cache, and recomputing it would append twice. So every run gets an empty one of
-    its own (not none at all: it lays keys out in memory as in plain training, where kernels round by stride)."""
+    """A block appends to its key-value cache, and recomputing it would append twice. So every run
+    gets an empty one of its own (not none at all: it lays keys out in memory as in plain training,
+    where kernels round by stride).
+    """
     if not _is_cache(leaf):
         return leaf
     if int(leaf.get_seq_length()) > 0:
-        raise ModelError(f"block {name!r} is trained with a filled {type(leaf).__name__}", hint="use_cache=False")
+        raise ModelError(
+            f"block {name!r} is trained with a filled {type(leaf).__name__}", hint="use_cache=False"
+        )
     return copy.deepcopy(leaf)
 
 
 def _own(tensor: torch.Tensor, *, buffer: torch.Tensor) -> torch.Tensor:
-    """A copy where `tensor` lies in `buffer` (a block that returns its weight): that memory goes back."""
+    """A copy where `tensor` lies in `buffer` (a block that returns its weight): that memory
+    goes back."""
     if tensor.device == buffer.device and tensor.layout == torch.strided:
         at = tensor.untyped_storage().data_ptr()
         if at and at == buffer.untyped_storage().data_ptr():
@@ -410,15 +503,26 @@ def _own(tensor: torch.Tensor, *, buffer: torch.Tensor) -> torch.Tensor:
 
 
 def _check_opaque(leaf: Any, name: str) -> None:
-    fields = getattr(leaf, "__dict__", {}).values() if not isinstance(leaf, type | nn.Module) else ()
+    fields = (
+        getattr(leaf, "__dict__", {}).values() if not isinstance(leaf, type | nn.Module) else ()
+    )
     if any(isinstance(x, torch.Tensor) and x.requires_grad for x in fields):
-        way = "torch.utils._pytree.register_dataclass" if dataclasses.is_dataclass(leaf) else "register_pytree_node"
-        raise ModelError(f"block {name!r} returns a {type(leaf).__name__}, whose tensors autograd cannot see",
-                         hint=f"return a tuple or dict, or register the type ({way})")
+        way = (
+            "torch.utils._pytree.register_dataclass"
+            if dataclasses.is_dataclass(leaf)
+            else "register_pytree_node"
+        )
+        raise ModelError(
+            f"block {name!r} returns a {type(leaf).__name__}, whose tensors autograd cannot see",
+            hint=f"return a tuple or dict, or register the type ({way})",
+        )
 
 
 def _check_frozen(block: _Block) -> None:
     for p in block.borrowed.frozen:
         if p.requires_grad:
-            raise LoopError(f"a parameter of block {block.name!r} was frozen when it was placed and is trainable now",
-                            hint="place the model again, with the parameter in the optimizer")
+            raise LoopError(
+                f"a parameter of block {block.name!r} was frozen when it was placed and is"
+                " trainable now",
+                hint="place the model again, with the parameter in the optimizer",
+            )

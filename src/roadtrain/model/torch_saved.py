@@ -1,11 +1,13 @@
 """Reads what torch.save wrote, as data: for the states of jobs that the first edition committed.
 
-A file of torch.save is a zip archive: a pickle that says how values are nested, and the bytes of the tensors. A pickle
-is a program for a small machine. The one here knows only the instructions that build dicts, lists, tuples, numbers and
-text, and the dozen names below; it imports nothing and calls nothing that the bytes name. So it may read what came over
-a wire (Rule 8), where torch.load, `weights_only` too, may not.
+A file of torch.save is a zip archive: a pickle that says how values are nested, and the bytes of
+the tensors. A pickle is a program for a small machine. The one here knows only the instructions
+that build dicts, lists, tuples, numbers and text, and the dozen names below; it imports nothing and
+calls nothing that the bytes name. So it may read what came over a wire (Rule 8), where torch.load,
+`weights_only` too, may not.
 
-Assumes little-endian bytes, as torch.save writes here. Does NOT write, and does NOT read classes of anybody's own.
+Assumes little-endian bytes, as torch.save writes here. Does NOT write, and does NOT read classes of
+anybody's own.
 """
 
 from __future__ import annotations
@@ -22,16 +24,44 @@ import torch
 from roadtrain.errors import DamagedError
 
 NUMBERS = [
-    "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32",
-    "float64", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz",
+    "bool",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+    "complex64",
+    "complex128",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "float8_e4m3fnuz",
+    "float8_e5m2fnuz",
     "float8_e8m0fnu",
 ]
-DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in NUMBERS if hasattr(torch, name)}
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name) for name in NUMBERS if hasattr(torch, name)
+}
 STORAGES = {
-    "DoubleStorage": torch.float64, "FloatStorage": torch.float32, "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64, "IntStorage": torch.int32,
-    "ShortStorage": torch.int16, "CharStorage": torch.int8, "ByteStorage": torch.uint8, "BoolStorage": torch.bool,
-    "ComplexFloatStorage": torch.complex64, "ComplexDoubleStorage": torch.complex128, "UntypedStorage": torch.uint8,
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+    "ComplexFloatStorage": torch.complex64,
+    "ComplexDoubleStorage": torch.complex128,
+    "UntypedStorage": torch.uint8,
 }
 MAX_STEPS = 20_000_000  # instructions of one pickle
 
@@ -64,12 +94,24 @@ CALLS: dict[str, Callable[..., Any]] = {
     "collections OrderedDict": OrderedDict,
     "collections Counter": lambda counts=(): Counter(dict(counts)),
     "__builtin__ set": lambda values=(): set(values),
-    "_codecs encode": lambda text, how: text.encode("latin1") if how == "latin1" else _refuse(f"bytes in {how!r}"),
+    "_codecs encode": lambda text, how: (
+        text.encode("latin1") if how == "latin1" else _refuse(f"bytes in {how!r}")
+    ),
 }
 CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 EMPTY: dict[str, Callable[[], Any]] = {"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_TUPLE": tuple}
 TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
-VALUES = {"BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT", "BINUNICODE", "SHORT_BINSTRING", "BINSTRING"}
+VALUES = {
+    "BININT",
+    "BININT1",
+    "BININT2",
+    "LONG1",
+    "LONG4",
+    "BINFLOAT",
+    "BINUNICODE",
+    "SHORT_BINSTRING",
+    "BINSTRING",
+}
 
 
 def _refuse(what: str) -> Any:
@@ -82,9 +124,21 @@ def read_saved(raw: bytes | memoryview) -> Any:
         with zipfile.ZipFile(io.BytesIO(raw)) as archive:
             (name,) = [one for one in archive.namelist() if one.endswith("/data.pkl")]
             return _Machine(archive, name.removesuffix("data.pkl")).run(_member(archive, name))
-    except (zipfile.BadZipFile, ValueError, TypeError, KeyError, IndexError, AttributeError, EOFError, OverflowError,
-            RuntimeError, NotImplementedError) as error:
-        raise DamagedError(f"the state of a job, as torch.save wrote it, cannot be read: {error}") from error
+    except (
+        zipfile.BadZipFile,
+        ValueError,
+        TypeError,
+        KeyError,
+        IndexError,
+        AttributeError,
+        EOFError,
+        OverflowError,
+        RuntimeError,
+        NotImplementedError,
+    ) as error:
+        raise DamagedError(
+            f"the state of a job, as torch.save wrote it, cannot be read: {error}"
+        ) from error
 
 
 def _member(archive: zipfile.ZipFile, name: str) -> bytes:
@@ -95,7 +149,8 @@ def _member(archive: zipfile.ZipFile, name: str) -> bytes:
 
 
 class _Machine:
-    """`stack`: values under construction; `marks`: how many there were at each mark; `memo`: values named by number."""
+    """`stack`: values under construction; `marks`: how many there were at each mark; `memo`:
+    values named by number."""
 
     def __init__(self, archive: zipfile.ZipFile, prefix: str) -> None:
         self._archive, self._prefix = archive, prefix
@@ -150,8 +205,14 @@ class _Machine:
                 self._top(dict).update(zip(items[::2], items[1::2], strict=True))
             case "REDUCE":
                 words, called = stack.pop(), stack.pop()
-                if not isinstance(called, _Name) or called.text not in CALLS or not isinstance(words, tuple):
-                    raise ValueError(f"a call of {called.text if isinstance(called, _Name) else called!r}")
+                if (
+                    not isinstance(called, _Name)
+                    or called.text not in CALLS
+                    or not isinstance(words, tuple)
+                ):
+                    raise ValueError(
+                        f"a call of {called.text if isinstance(called, _Name) else called!r}"
+                    )
                 stack.append(CALLS[called.text](*words))
             case "BINPERSID":
                 stack.append(self._storage(*stack.pop()))
@@ -159,7 +220,8 @@ class _Machine:
                 attributes = stack.pop()
                 if type(stack[-1]) is not OrderedDict or not {*attributes} <= {"_metadata"}:
                     raise ValueError(f"attributes of a {type(stack[-1]).__name__}")
-                vars(stack[-1]).update(attributes)  # a module's state_dict says the versions of its modules so
+                # a module's state_dict says the versions of its modules so
+                vars(stack[-1]).update(attributes)
             case _:
                 raise ValueError(f"an instruction {name}")
 
@@ -187,8 +249,15 @@ class _Machine:
         if kind != "storage" or name not in STORAGES:
             raise ValueError(f"a {kind} of {name!r}")
         if key not in self._storages:
-            raw, dtype = bytearray(_member(self._archive, f"{self._prefix}data/{key}")), STORAGES[name]
+            raw, dtype = (
+                bytearray(_member(self._archive, f"{self._prefix}data/{key}")),
+                STORAGES[name],
+            )
             if len(raw) != numel * dtype.itemsize:
-                raise ValueError(f"a storage of {len(raw)} bytes, {numel} elements of {dtype} were said")
-            self._storages[key] = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+                raise ValueError(
+                    f"a storage of {len(raw)} bytes, {numel} elements of {dtype} were said"
+                )
+            self._storages[key] = (
+                torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+            )
         return self._storages[key]

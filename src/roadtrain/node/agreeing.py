@@ -1,11 +1,14 @@
-"""Agreement: every worker's side of what flow/agreeing.py decides, and the coordinator's beside worker 0.
+"""Agreement: every worker's side of what flow/agreeing.py decides, and the coordinator's beside
+worker 0.
 
     ticket = agreement.begin("gradient of x", "fp32 [4, 4]")
-    agreement.run(ticket, ready, dropped)     ready: at once, where all have agreed about that before
+    agreement.run(ticket, ready, dropped)     ready: at once, where all have agreed about that
+                                              before
     agreement.done(ticket)
 
-What is known costs no message. Links of their own, for few and small frames. A thread looks at what waits: after a
-second it says so, after the deadline it ends all (Rule 5). Assumes that `dropped` returns soon. Does NOT sum.
+What is known costs no message. Links of their own, for few and small frames. A thread looks at what
+waits: after a second it says so, after the deadline it ends all (Rule 5). Assumes that `dropped`
+returns soon. Does NOT sum.
 """
 
 from __future__ import annotations
@@ -49,7 +52,9 @@ class _Seat:
 
     def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
         if kind != m.STALL or nbytes > WORDS_LIMIT:
-            raise WireError(f"a frame of kind {kind} with {nbytes} bytes came to who sees that workers agree")
+            raise WireError(
+                f"a frame of kind {kind} with {nbytes} bytes came to who sees that workers agree"
+            )
         return memoryview(bytearray(nbytes))
 
     def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
@@ -69,7 +74,11 @@ class Coordinator:
 
     def join(self, session: str, rank: int, link: Link) -> _Seat:
         with self._lock:
-            if session != self.session or not 0 <= rank < self._decider.workers or rank in self._seats:
+            if (
+                session != self.session
+                or not 0 <= rank < self._decider.workers
+                or rank in self._seats
+            ):
                 raise BusyError("busy with another start of this job")
             seat = self._seats[rank] = _Seat(self, rank, link)
         return seat
@@ -78,14 +87,24 @@ class Coordinator:
         with self._lock:
             if kind == m.SAY:
                 epoch, identity, use, signature, each = fields
-                self._tell(self._decider.say(rank, epoch, Operation(identity, use, signature, each)))
+                self._tell(
+                    self._decider.say(rank, epoch, Operation(identity, use, signature, each))
+                )
             elif kind == m.STALL:
                 pending, blocked = m.stalled(payload)
-                self._tell(self._decider.stall(rank, fields[0], [Operation(*one) for one in pending],
-                                               Operation(*blocked[0]) if blocked else None))
+                self._tell(
+                    self._decider.stall(
+                        rank,
+                        fields[0],
+                        [Operation(*one) for one in pending],
+                        Operation(*blocked[0]) if blocked else None,
+                    )
+                )
             elif kind == m.HAS:
                 epoch, place, began, blocked = fields
-                self._tell(self._decider.has(rank, epoch, place, began, blocked[0] if blocked else None))
+                self._tell(
+                    self._decider.has(rank, epoch, place, began, blocked[0] if blocked else None)
+                )
             else:
                 raise WireError(f"a frame of kind {kind} came to who sees that workers agree")
 
@@ -99,7 +118,11 @@ class Coordinator:
         for one in said:
             match one:
                 case Agreed(operation, to):
-                    self._send(to, m.AGREED, (epoch, operation.identity, operation.use, operation.signature))
+                    self._send(
+                        to,
+                        m.AGREED,
+                        (epoch, operation.identity, operation.use, operation.signature),
+                    )
                 case Ask(to, place):
                     self._send(to, m.ASKED, (epoch, place))
                 case Differ(number, words):
@@ -134,8 +157,9 @@ class Ticket:
 
 
 class Agreement:
-    """A worker's end: the Receiver of its link to the coordinator. `waits`: as the decider has it. Every program here
-    meets a disagreement once: in a wait for what was given up, else in what it begins next.
+    """A worker's end: the Receiver of its link to the coordinator. `waits`: as the decider has it.
+    Every program here meets a disagreement once: in a wait for what was given up, else in what it
+    begins next.
 
     Invariants, under `order`: an open ticket is of this epoch; one with `_ready` is not agreed."""
 
@@ -148,17 +172,19 @@ class Agreement:
         self._known: set[tuple[str, str]] = set()  # identity, signature: all have agreed
         self._threads: dict[int, Ticket] = {}  # that wait -> for what
         self._begun = 0.0  # when the last operation was
-        self._untold: DifferError | None = None  # the program here has not met it yet: what it begins is given up, too
+        # the program here has not met it yet: what it begins is given up, too
+        self._untold: DifferError | None = None
         self._given_up = False  # something was, of which it will hear
-        # A verdict that waits, until when: all may have begun what is agreed here, and the others may have ended it.
+        # A verdict that waits, until when: all may have begun what is agreed here, and the others
+        # may have ended it.
         self._verdict: tuple[float, tuple[int, str]] | None = None
         self._error: BaseException | None = None
         self._link: Link | None = None
         self._closed, self._watcher = threading.Event(), threading.Thread()
 
     def leads(self, give_up: Callable[[], None], failed: Callable[[BaseException], None]) -> None:
-        """Before all else. `give_up`: all sums that are under way, before their `dropped` are called; `failed`: of what
-        ends all."""
+        """Before all else. `give_up`: all sums that are under way, before their `dropped` are
+        called; `failed`: of what ends all."""
         self._give_up, self._failed = give_up, failed
 
     def linked(self, link: Link) -> None:
@@ -168,8 +194,8 @@ class Agreement:
         self._watcher.start()
 
     def begin(self, identity: str, signature: str, each: bool = False) -> Ticket:
-        """Raises DifferError, once, where the others have disagreed while nothing was under way here; what has ended
-        all."""
+        """Raises DifferError, once, where the others have disagreed while nothing was under way
+        here; what has ended all."""
         with self.order:
             if self._error is not None:
                 raise self._error
@@ -184,7 +210,9 @@ class Agreement:
             self._counts[identity] += 1
             ticket = Ticket(operation, self.epoch)
             self._begun = ticket.began
-            known = self._link is None or (not each and (identity, operation.signature) in self._known)
+            known = self._link is None or (
+                not each and (identity, operation.signature) in self._known
+            )
             if not known:
                 self._say(m.SAY, (self.epoch, identity, operation.use, operation.signature, each))
             self._open[id(ticket)] = ticket
@@ -208,8 +236,11 @@ class Agreement:
         if self._given_up:
             self.told()
 
-    def run(self, ticket: Ticket, ready: Callable[[], None], dropped: Callable[[BaseException], None]) -> None:
-        """`ready` as soon as all agree, inside `order`; or `dropped`, also after `ready` while the ticket is open."""
+    def run(
+        self, ticket: Ticket, ready: Callable[[], None], dropped: Callable[[BaseException], None]
+    ) -> None:
+        """`ready` as soon as all agree, inside `order`; or `dropped`, also after `ready` while
+        the ticket is open."""
         with self.order:
             ticket._dropped = dropped
             if ticket.error is None and not ticket.agreed.is_set():
@@ -237,7 +268,8 @@ class Agreement:
             self._open.pop(id(ticket), None)
 
     def agree(self, identity: str, signature: str) -> None:
-        """Waits until all workers have come to this operation. Raises DifferError, DeadlineError, LostError."""
+        """Waits until all workers have come to this operation. Raises DifferError,
+        DeadlineError, LostError."""
         ticket = self.begin(identity, signature, each=True)
         with self.waiting(ticket):
             ticket.agreed.wait()
@@ -292,7 +324,9 @@ class Agreement:
                 case m.ASKED if fields[0] == self.epoch:
                     (identity, use), blocked = fields[1], self._blocked()
                     place = [] if blocked is None else [blocked.operation.place]
-                    self._say(m.HAS, (self.epoch, (identity, use), self._counts[identity] > use, place))
+                    self._say(
+                        m.HAS, (self.epoch, (identity, use), self._counts[identity] > use, place)
+                    )
                 case m.AGREED | m.ASKED:
                     pass
                 case _:
@@ -358,20 +392,32 @@ class Agreement:
                 now = time.monotonic()
                 self._meet_verdict(now)
                 late = [ticket for ticket in self._open.values() if now - ticket.began >= STALL_S]
-                over = [ticket for ticket in late if not ticket.agreed.is_set()
-                        and now - ticket.began >= self._deadline_s]
+                over = [
+                    ticket
+                    for ticket in late
+                    if not ticket.agreed.is_set() and now - ticket.began >= self._deadline_s
+                ]
                 if late and self._waits and now - said >= STALL_S:
                     said = now
                     self._say_stalled(late[:MOST])
             if over:
-                self.fail(DeadlineError(
-                    f"worker {self.rank} waited {self._deadline_s:.0f} s for all workers to begin {over[0].operation}",
-                    hint="is another worker late, or has it ended?"))
+                self.fail(
+                    DeadlineError(
+                        f"worker {self.rank} waited {self._deadline_s:.0f} s for all workers to"
+                        f" begin {over[0].operation}",
+                        hint="is another worker late, or has it ended?",
+                    )
+                )
 
     def _say_stalled(self, late: Sequence[Ticket]) -> None:
         blocked = self._blocked()
-        words, mine = ([(one.operation.identity, one.operation.use, one.operation.signature) for one in tickets]
-                       for tickets in (late, [] if blocked is None else [blocked]))
+        words, mine = (
+            [
+                (one.operation.identity, one.operation.use, one.operation.signature)
+                for one in tickets
+            ]
+            for tickets in (late, [] if blocked is None else [blocked])
+        )
         with suppress(PeerError):
             self._say(m.STALL, (self.epoch,), msgspec.msgpack.encode((words, mine)))
 

@@ -1,5 +1,5 @@
-"""What a worker knows of each block while a step is open, and the links that it speaks by. Does NOT send or wait:
-node/worker.py does."""
+"""What a worker knows of each block while a step is open, and the links that it speaks by. Does
+NOT send or wait: node/worker.py does."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 
 class MessageLink(Protocol):
-    """To one server: a Server of this process, or the end of a link to one elsewhere. Bulk bytes are named by messages
-    as memoryviews (`into`, `grad`)."""
+    """To one server: a Server of this process, or the end of a link to one elsewhere. Bulk bytes
+    are named by messages as memoryviews (`into`, `grad`)."""
 
     peer: str  # for messages to people: "server 0 (/mnt/ssd0/run)"
 
@@ -20,8 +20,9 @@ class MessageLink(Protocol):
 
 @dataclass
 class Sums:
-    """Of squares, of one step's gradients of a block: chunk -> a segment each. `due`: chunk -> Held messages to come;
-    a chunk's come in the order of its pushes, also from one step to the next."""
+    """Of squares, of one step's gradients of a block: chunk -> a segment each. `due`: chunk ->
+    Held messages to come; a chunk's come in the order of its pushes, also from one step to the
+    next."""
 
     due: dict[int, int] = field(default_factory=dict)
     values: dict[int, Any] = field(default_factory=dict)
@@ -35,10 +36,11 @@ class Sums:
 
 @dataclass
 class BlockState:
-    """`version`: updates released so far. `held`: a gradient of the open step rests at the servers; `present`: the
-    parameters that have one. `released_in`: the last step whose update of this block has begun. `sums`: of the open
-    step, `sealed`: of those before, the last one and those that are not all here. `closed`: (several workers) all were
-    told that it is whole."""
+    """`version`: updates released so far. `held`: a gradient of the open step rests at the
+    servers; `present`: the parameters that have one. `released_in`: the last step whose update
+    of this block has begun. `sums`: of the open step, `sealed`: of those before, the last one
+    and those that are not all here. `closed`: (several workers) all were told that it is
+    whole."""
 
     version: int = 0
     held: bool = False

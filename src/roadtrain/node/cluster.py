@@ -1,14 +1,18 @@
-"""Cluster: the servers of a job on other hosts, as an Engine is the one in this process; and which worker this is.
+"""Cluster: the servers of a job on other hosts, as an Engine is the one in this process; and which
+worker this is.
 
-Worker 0 makes the store or opens it, and fills a new one; the others wait until it is there. From then on all workers
-do the same, and the servers wait for all of them. A lost server or worker is an error here: whoever started this
-process (torchrun) starts it again, and it goes on at the last committed step.
+Worker 0 makes the store or opens it, and fills a new one; the others wait until it is there. From
+then on all workers do the same, and the servers wait for all of them. A lost server or worker is an
+error here: whoever started this process (torchrun) starts it again, and it goes on at the last
+committed step.
 
-With replicas worker 0 then leaves out a server that does not answer, and fills one that has missed steps up again from
-those that have not; the others go by what it did. Where all that is left in the servers' stores is not the newest step,
-it sends all of them back to a snapshot, if they have one. flow/history.py says what may be gone on from, and who knows.
+With replicas worker 0 then leaves out a server that does not answer, and fills one that has missed
+steps up again from those that have not; the others go by what it did. Where all that is left in the
+servers' stores is not the newest step, it sends all of them back to a snapshot, if they have one.
+flow/history.py says what may be gone on from, and who knows.
 
-Does NOT convert a store to another number of servers, chunk size or dtype: that is refused, with what is there.
+Does NOT convert a store to another number of servers, chunk size or dtype: that is refused, with
+what is there.
 """
 
 from __future__ import annotations
@@ -42,7 +46,16 @@ from roadtrain.errors import (
     WireError,
 )
 from roadtrain.flow import ops
-from roadtrain.flow.history import Doubt, Held, Histories, HistoryLink, Resume, Witness, back_to, lost_chunks
+from roadtrain.flow.history import (
+    Doubt,
+    Held,
+    Histories,
+    HistoryLink,
+    Resume,
+    Witness,
+    back_to,
+    lost_chunks,
+)
 from roadtrain.kernels.rules import described
 from roadtrain.node import messages as m
 from roadtrain.node import relay as relays
@@ -75,8 +88,9 @@ SAY_S = 10.0  # between two lines about what all wait for
 
 @dataclass(frozen=True)
 class Group:
-    """Which worker this is. `session`: the same for all workers of one start, another after each restart. `local`: how
-    many workers this host has, and each other; 1 where they have different numbers."""
+    """Which worker this is. `session`: the same for all workers of one start, another after each
+    restart. `local`: how many workers this host has, and each other; 1 where they have different
+    numbers."""
 
     rank: int = 0
     workers: int = 1
@@ -91,9 +105,13 @@ class Group:
             local = int(environ.get("LOCAL_WORLD_SIZE", "1"))
             hosts = int(environ.get("GROUP_WORLD_SIZE", workers // max(local, 1)))
         except ValueError as error:
-            raise ConfigError(f"RANK, WORLD_SIZE or LOCAL_WORLD_SIZE is no number: {error}") from error
+            raise ConfigError(
+                f"RANK, WORLD_SIZE or LOCAL_WORLD_SIZE is no number: {error}"
+            ) from error
         if not 0 <= rank < workers:
-            raise ConfigError(f"RANK is {rank} and WORLD_SIZE {workers}", hint="start the workers with torchrun")
+            raise ConfigError(
+                f"RANK is {rank} and WORLD_SIZE {workers}", hint="start the workers with torchrun"
+            )
         parts = [environ.get(f"TORCHELASTIC_{key}", "") for key in ("RUN_ID", "RESTART_COUNT")]
         alone = uuid.uuid4().hex if workers == 1 else ""
         session = ":".join([*parts, environ.get("MASTER_PORT", ""), alone])
@@ -102,15 +120,18 @@ class Group:
 
 class RemoteServer:
     """The worker's end of the link to one server: a MessageLink, and the Receiver of its frames.
-    `all`: the job's servers by number; whoever waits for any of them hears of the first that fails."""
+    `all`: the job's servers by number; whoever waits for any of them hears of the first that fails.
+    """
 
     def __init__(self, number: int, peer: str, all: Mapping[int, RemoteServer]) -> None:
         self.number, self.peer, self._all = number, peer, all
         self.link: Link | None = None
         self.deliver: Callable[[Any], None] = lambda message: None  # until there is a worker
-        self._into: dict[int, tuple[int, memoryview]] = {}  # ticket -> chunk, where its parameters go
+        # ticket -> chunk, where its parameters go
+        self._into: dict[int, tuple[int, memoryview]] = {}
         self._inbox: queue.SimpleQueue[tuple[int, Any, bytes | memoryview]] = queue.SimpleQueue()
-        self.progress: tuple[str, int, int] = "", 0, 0  # what is under way there, how much of how much is done
+        # what is under way there, how much of how much is done
+        self.progress: tuple[str, int, int] = "", 0, 0
         self.moved = -math.inf  # when that changed
         self._error: BaseException | None = None
         self._told = False  # it said itself that it ends
@@ -120,25 +141,35 @@ class RemoteServer:
         if isinstance(message, ops.Pull):
             self._into[message.ticket] = (message.chunk, message.into)
         kind, header, parts = m.frame(message)
-        sent = (lambda: self.deliver(ops.Freed(message.ticket))) if isinstance(message, ops.Push) else None
+        sent = (
+            (lambda: self.deliver(ops.Freed(message.ticket)))
+            if isinstance(message, ops.Push)
+            else None
+        )
         self._post(kind, header, parts, sent)
 
     def say(self, kind: int, fields: tuple[Any, ...], payload: bytes | memoryview = b"") -> None:
         self._post(kind, m.encode(fields), [memoryview(payload)])
 
     def _post(
-        self, kind: int, header: bytes, parts: Sequence[memoryview], sent: Callable[[], None] | None = None
+        self,
+        kind: int,
+        header: bytes,
+        parts: Sequence[memoryview],
+        sent: Callable[[], None] | None = None,
     ) -> None:
         assert self.link is not None
         try:
             # a pull names the version that it needs: it may overtake the pushes that give it
             self.link.send(kind, header, parts, sent, urgent=kind == m.PULL)
         except LostError:
-            if self._error is None:  # else whoever waits next hears what the server said before it hung up
+            # else whoever waits next hears what the server said before it hung up
+            if self._error is None:
                 raise
 
     def wait(self, kind: int, what: str, deadline_s: float) -> tuple[Any, Any]:
-        """The next session frame, which must be of `kind`: (fields, payload). The deadline is for no progress."""
+        """The next session frame, which must be of `kind`: (fields, payload). The deadline is
+        for no progress."""
         begin = time.monotonic()
         while True:
             left_s = max(begin, self.moved) + deadline_s - time.monotonic()
@@ -148,9 +179,12 @@ class RemoteServer:
             except queue.Empty:
                 if time.monotonic() >= max(begin, self.moved) + deadline_s:
                     raise DeadlineError(
-                        f"waited {deadline_s:.0f} s for {what} from {self.peer}{self.how_far()}") from None
+                        f"waited {deadline_s:.0f} s for {what} from {self.peer}{self.how_far()}"
+                    ) from None
         if got == m.FAILED:
-            raise LostError(f"waiting for {what}: {self._error or f'{self.peer} ended'}") from self._error
+            raise LostError(
+                f"waiting for {what}: {self._error or f'{self.peer} ended'}"
+            ) from self._error
         if got != kind:
             raise WireError(f"{self.peer} sent a frame of kind {got} instead of {what}")
         return fields, payload
@@ -171,12 +205,15 @@ class RemoteServer:
         return not self._inbox.empty()
 
     def close(self) -> None:
-        """Where this worker ends because of a server, the others hear of it, for the sentences of their workers."""
+        """Where this worker ends because of a server, the others hear of it, for the sentences
+        of their workers."""
         if self.link is None:
             return
         if self._error is not None:
             with suppress(PeerError):
-                self.link.send(m.FAILED, m.encode((type(self._error).__name__, str(self._error))), urgent=True)
+                self.link.send(
+                    m.FAILED, m.encode((type(self._error).__name__, str(self._error))), urgent=True
+                )
         self.link.close()
 
     # the Receiver of its link
@@ -187,7 +224,10 @@ class RemoteServer:
             ticket, chunk = fields
             expected, into = self._into.get(ticket, (-1, memoryview(b"")))
             if expected != chunk or len(into) != nbytes:
-                raise WireError(f"{nbytes} bytes of chunk {chunk} came for ticket {ticket}, {len(into)} were asked for")
+                raise WireError(
+                    f"{nbytes} bytes of chunk {chunk} came for ticket {ticket}, {len(into)} were"
+                    " asked for"
+                )
             return into
         if kind not in (m.WELCOME, m.READY, m.HELD, m.RECORD):
             raise WireError(f"a frame of kind {kind} has no payload, {nbytes} bytes came")
@@ -233,33 +273,51 @@ class RemoteServer:
 
 
 class Cluster:
-    """What an Engine is, with its servers elsewhere. `step`: the last committed one when it was opened. Raises
-    ForeignError where the servers hold another job, LostError, DeadlineError."""
+    """What an Engine is, with its servers elsewhere. `step`: the last committed one when it was
+    opened. Raises ForeignError where the servers hold another job, LostError, DeadlineError."""
 
     store = None
 
     def __init__(
-        self, layout: Layout, budgets: Budgets, servers: Sequence[Address], options: Options, group: Group,
-        device: torch.device, *, compute_blocks: Sequence[int], compressor: Compressor | None, deadline_s: float,
-        holds_gradients: bool, relay: RelayBudgets | None = None, residuals: Residuals | None = None,
-        mark: Mark | None = None, give_up: Sequence[int] = (), report: Callable[[str], None] = print,
+        self,
+        layout: Layout,
+        budgets: Budgets,
+        servers: Sequence[Address],
+        options: Options,
+        group: Group,
+        device: torch.device,
+        *,
+        compute_blocks: Sequence[int],
+        compressor: Compressor | None,
+        deadline_s: float,
+        holds_gradients: bool,
+        relay: RelayBudgets | None = None,
+        residuals: Residuals | None = None,
+        mark: Mark | None = None,
+        give_up: Sequence[int] = (),
+        report: Callable[[str], None] = print,
     ) -> None:
         self.layout, self.group, self.stages, self._deadline_s = layout, group, Stages(), deadline_s
-        self.names = tuple(f"server {number} ({host}:{port})" for number, (host, port) in enumerate(servers))
+        self.names = tuple(
+            f"server {number} ({host}:{port})" for number, (host, port) in enumerate(servers)
+        )
         self.meta = replace(layout.meta(), owners=layout.owners, directories=self.names)
         self.new, self.step, self.blob = False, 0, b""
         self.servers: dict[int, RemoteServer] = {}  # those that take part
-        self._found: dict[int, tuple[int, StoreMeta | None]] = {}  # newest step, description; -1, None: holds nothing
+        # newest step, description; -1, None: holds nothing
+        self._found: dict[int, tuple[int, StoreMeta | None]] = {}
         self._welcomes: dict[int, tuple[int, tuple[int, ...], int, str]] = {}
         self._said: dict[int, tuple[Any, Any]] = {}  # Ready, of whom it has come
         self._covered_since: float | None = None
         self._decided: Resume | Doubt | None = None  # of `_found`; None: not known yet
-        self._give_up = tuple(give_up)  # servers whose contents are not to count where that is in doubt
+        # servers whose contents are not to count where that is in doubt
+        self._give_up = tuple(give_up)
         self._given_up: tuple[int, ...] = ()  # those of them for which it was
         self._addresses, self._options = servers, options
         self._begun: set[int] = set()  # servers that have written down that this session began
         self._unfilled = dict.fromkeys(range(len(servers)), 0)
-        self._behind: dict[int, bytes] = {}  # which are filled up again -> what was committed with the last step
+        # which are filled up again -> what was committed with the last step
+        self._behind: dict[int, bytes] = {}
         self._mark = mark  # what the run directory knows of the store
         self.history = ""  # what this run is a witness of, from when its session has begun
         self._relay: Popen[bytes] | None = None  # that this worker started
@@ -268,33 +326,63 @@ class Cluster:
         if relay is not None:
             self._sockets = relays.sockets_of(group.session, host, servers)
             if group.rank % group.local == 0:
-                self._relay = relays.start(relays.Orders(
-                    str(self._sockets), servers, options, group.session, host, group.workers // group.local,
-                    group.local, self.meta.to_json(), relay, deadline_s))
+                self._relay = relays.start(
+                    relays.Orders(
+                        str(self._sockets),
+                        servers,
+                        options,
+                        group.session,
+                        host,
+                        group.workers // group.local,
+                        group.local,
+                        self.meta.to_json(),
+                        relay,
+                        deadline_s,
+                    )
+                )
         self._over = threading.Event()
         self._beats = threading.Thread(target=self._beat, name="beats", daemon=True)
         self._beats.start()
         self._report = report
         try:
             missing = self._reach(servers, options)
-            self.rests = "; ".join(dict.fromkeys(rests for _, _, _, rests in self._welcomes.values()))
+            self.rests = "; ".join(
+                dict.fromkeys(rests for _, _, _, rests in self._welcomes.values())
+            )
             if group.rank == 0:
                 self._open(missing, [described(r) for r in layout.rules], holds_gradients, report)
-            self._own_tier = None if residuals is None else residuals.open(self.meta.job, self.step, report)
-            holders = [tuple(s for s in self.meta.holders(c.id) if s in self.servers) for c in layout.table.chunks]
+            self._own_tier = (
+                None if residuals is None else residuals.open(self.meta.job, self.step, report)
+            )
+            holders = [
+                tuple(s for s in self.meta.holders(c.id) if s in self.servers)
+                for c in layout.table.chunks
+            ]
             table, own = layout.table, None
             if residuals is not None:
                 table, own = residuals.table, residuals.number
                 holders += [(own,)] * (len(table.chunks) - residuals.base)
             self.worker = Worker(
-                table, budgets, holders, device, self.stages, committed=self.step,
-                servers=[*sorted(self.servers), *([] if own is None else [own])], own=own,
-                deadline_s=deadline_s, compute_blocks=compute_blocks, compressor=compressor, workers=group.workers,
-                staleness=layout.staleness, replicas=layout.replicas,
+                table,
+                budgets,
+                holders,
+                device,
+                self.stages,
+                committed=self.step,
+                servers=[*sorted(self.servers), *([] if own is None else [own])],
+                own=own,
+                deadline_s=deadline_s,
+                compute_blocks=compute_blocks,
+                compressor=compressor,
+                workers=group.workers,
+                staleness=layout.staleness,
+                replicas=layout.replicas,
             )
             self._own: Server | None = None  # whose chunks are this worker's residuals
             if residuals is not None and self._own_tier is not None:
-                self._own = residuals.server(self._own_tier, budgets, self.worker.deliver, self.stages, report)
+                self._own = residuals.server(
+                    self._own_tier, budgets, self.worker.deliver, self.stages, report
+                )
                 self.worker.links[residuals.number] = self._own
             for server in self.servers.values():
                 server.deliver = self.worker.deliver
@@ -310,7 +398,8 @@ class Cluster:
             raise
 
     def _beat(self) -> None:
-        """This process runs, whatever its main thread does: servers end the session of one that is stopped."""
+        """This process runs, whatever its main thread does: servers end the session of one that
+        is stopped."""
         while not self._over.wait(BEAT_S):
             for server in list(self.servers.values()):
                 server.beat()
@@ -322,10 +411,16 @@ class Cluster:
     # who takes part
 
     def _reach(self, addresses: Sequence[Address], options: Options) -> dict[int, PeerError | None]:
-        """Connects to the servers until `_enough`. Returns the missing ones, with what was wrong last. Tries again for
-        `retry_s` while nobody listens, or while a server is busy with workers that may be leaving."""
+        """Connects to the servers until `_enough`. Returns the missing ones, with what was wrong
+        last. Tries again for `retry_s` while nobody listens, or while a server is busy with workers
+        that may be leaving.
+        """
         spare = self.meta.replicas > 1
-        once = replace(options, retry_s=0.0, connect_s=min(options.connect_s, DIAL_S)) if spare else options
+        once = (
+            replace(options, retry_s=0.0, connect_s=min(options.connect_s, DIAL_S))
+            if spare
+            else options
+        )
         missing: dict[int, PeerError | None] = dict.fromkeys(range(len(addresses)))
         begin = said = time.monotonic()
         while True:
@@ -334,12 +429,15 @@ class Cluster:
                     self._join(number, addresses[number], once)
                     del missing[number]
                 except (LostError, DeadlineError, WireError) as error:
-                    if not isinstance(error, BusyError) and (not spare or isinstance(error, WireError)):
+                    if not isinstance(error, BusyError) and (
+                        not spare or isinstance(error, WireError)
+                    ):
                         raise
                     missing[number] = error
             if self._enough(missing):
                 return missing
-            waiting = not missing or (self.group.rank > 0 and len(self.servers) > 0)  # for worker 0 to begin
+            # for worker 0 to begin
+            waiting = not missing or (self.group.rank > 0 and len(self.servers) > 0)
             limit_s = (options.retry_s or 0.0) + self._deadline_s * waiting
             moved = max([begin, *(server.moved for server in self.servers.values())], default=begin)
             if time.monotonic() - (moved if waiting else begin) > limit_s:
@@ -348,7 +446,9 @@ class Cluster:
                 said = self._say_how_far()
             time.sleep(0.05)
         if waiting:
-            raise DeadlineError(f"waited {limit_s:.0f} s for worker 0 to begin with {self._names(self.servers)}")
+            raise DeadlineError(
+                f"waited {limit_s:.0f} s for worker 0 to begin with {self._names(self.servers)}"
+            )
         why = next(e for e in missing.values() if e is not None)
         if not spare:
             raise why
@@ -357,7 +457,8 @@ class Cluster:
         raise LostError(
             f"no answer for {limit_s:.0f} s from {self._names(missing)}{which}: {why}",
             hint=(doubt.hint if isinstance(doubt, Doubt) else "")
-            or "a new store needs all its servers, later each chunk needs one of its two") from why
+            or "a new store needs all its servers, later each chunk needs one of its two",
+        ) from why
 
     def _say_how_far(self) -> float:
         for server in self.servers.values():
@@ -371,11 +472,19 @@ class Cluster:
         g, name = self.group, f"server {number}"
         hello = m.encode((g.session, g.rank, g.workers, g.local, number, self.meta.signature))
         if self._sockets is None:
-            server.link = connect(address, server, options, hello=hello, name=name, language=m.LANGUAGE)
+            server.link = connect(
+                address, server, options, hello=hello, name=name, language=m.LANGUAGE
+            )
         else:
             near = local_options(options)
-            server.link = shm.connect(self._sockets / str(number), server, near, hello=hello,
-                                      name=f"relay to {name}", language=m.LANGUAGE)
+            server.link = shm.connect(
+                self._sockets / str(number),
+                server,
+                near,
+                hello=hello,
+                name=f"relay to {name}",
+                language=m.LANGUAGE,
+            )
         try:
             fields, description = server.wait(m.WELCOME, "a welcome", self._deadline_s)
         except BaseException:
@@ -383,22 +492,30 @@ class Cluster:
             raise
         self.servers[number], self._welcomes[number] = server, fields
         if self.group.rank == 0:
-            self._found[number] = fields[0], StoreMeta.from_json(description, server.peer) if description else None
+            self._found[number] = (
+                fields[0],
+                StoreMeta.from_json(description, server.peer) if description else None,
+            )
             self._decided = None
 
     def _enough(self, missing: Mapping[int, PeerError | None]) -> bool:
-        """Worker 0: whether all are here, or for GRACE_S those that hold every chunk, nobody being busy. Another
-        worker: whether all of whom worker 0 took are here and ready; it leaves the rest."""
+        """Worker 0: whether all are here, or for GRACE_S those that hold every chunk, nobody
+        being busy. Another worker: whether all of whom worker 0 took are here and ready; it
+        leaves the rest."""
         if self.group.rank == 0:
             busy = any(isinstance(error, WireError) for error in missing.values())
             covered = not busy and self.meta.replicas > 1 and isinstance(self._decide(), Resume)
             now = time.monotonic()
             self._covered_since = (self._covered_since or now) if covered else None
-            return not missing or (self._covered_since is not None and now - self._covered_since >= GRACE_S)
+            return not missing or (
+                self._covered_since is not None and now - self._covered_since >= GRACE_S
+            )
         for number, server in self.servers.items():
             if number not in self._said and server.has_spoken():
-                self._said[number] = server.wait(m.READY, "word that worker 0 has opened the store", self._deadline_s)
-        members = next(((members for (_, members, _), _ in self._said.values())), ())
+                self._said[number] = server.wait(
+                    m.READY, "word that worker 0 has opened the store", self._deadline_s
+                )
+        members = next((members for (_, members, _), _ in self._said.values()), ())
         if not members or not self._said.keys() >= set(members):
             return False
         for number in self.servers.keys() - set(members):
@@ -440,7 +557,8 @@ class Cluster:
         return Witness.of(known.history) if known is not None and known.job in jobs else None
 
     def _snapshot(self) -> tuple[int, tuple[int, ...]]:
-        """The newest step of which those who are here have every chunk in snapshots, -1 for none, and who has it."""
+        """The newest step of which those who are here have every chunk in snapshots, -1 for
+        none, and who has it."""
         kept = {number: steps for number, (_, steps, _, _) in sorted(self._welcomes.items())}
         for step in sorted({step for steps in kept.values() for step in steps}, reverse=True):
             having = tuple(number for number, steps in kept.items() if step in steps)
@@ -460,13 +578,22 @@ class Cluster:
 
     # the store
 
-    def _open(self, missing: Iterable[int], rules: Any, holds_gradients: bool, report: Callable[[str], None]) -> None:
-        """Worker 0: the servers make a store, or open the one that they hold, or go back to a snapshot."""
+    def _open(
+        self,
+        missing: Iterable[int],
+        rules: Any,
+        holds_gradients: bool,
+        report: Callable[[str], None],
+    ) -> None:
+        """Worker 0: the servers make a store, or open the one that they hold, or go back to a
+        snapshot."""
         names = self.names
         newest = [step for _, (step, _) in sorted(self._found.items())]
         if len(every := sorted({every for _, _, every, _ in self._welcomes.values()})) > 1:
-            raise ConfigError(f"the servers take snapshots every {every} steps (0: never)",
-                              hint="give all servers of a job the same --snapshot-every")
+            raise ConfigError(
+                f"the servers take snapshots every {every} steps (0: never)",
+                hint="give all servers of a job the same --snapshot-every",
+            )
         decided = self._decide()
         kept, having = self._snapshot()
         back = kept >= 0 and isinstance(decided, Doubt) and bool(decided.lost)
@@ -474,17 +601,28 @@ class Cluster:
         if isinstance(decided, Resume):
             self.step, members, history = decided.step, decided.members, decided.history
         elif back:
-            self.step, members, history = kept, having, back_to(self._histories(self._given_up).history, kept)
+            self.step, members, history = (
+                kept,
+                having,
+                back_to(self._histories(self._given_up).history, kept),
+            )
             again = max(newest) - kept if max(newest) >= kept else f"fewer than {2 * every[0]}"
-            report(f"memory was lost: the servers hold steps {', '.join(map(str, newest))} (-1: none). All go back to "
-                   f"the snapshot of step {kept}, {again} steps are trained again")
+            report(
+                f"memory was lost: the servers hold steps {', '.join(map(str, newest))} (-1: none)."
+                f" All go back to the snapshot of step {kept}, {again} steps are trained again"
+            )
         elif self.new:
             if self._mark is not None:
                 self._mark.check("", -1, self._names(self.servers))
             self.step, members, history = 0, tuple(self.servers), ()
         elif decided.lost:
-            raise ForeignError(decided.why, hint="name the servers in the order in which they were named first; where "
-                               "memory was lost before there was a snapshot of all, begin anew in empty directories")
+            raise ForeignError(
+                decided.why,
+                hint=(
+                    "name the servers in the order in which they were named first; where memory was"
+                    " lost before there was a snapshot of all, begin anew in empty directories"
+                ),
+            )
         else:
             raise StaleError(decided.why, hint=decided.hint)
         if not self.new:
@@ -493,39 +631,53 @@ class Cluster:
             check_same(names[members[0]], held, self.layout)
             if held.signature != self.meta.signature or len(held.directories) != len(names):
                 raise ConfigError(
-                    f"{names[members[0]]} holds a store of {len(held.directories)} servers and chunks of "
-                    f"{held.chunk_elements} elements; asked for are {len(names)} and {self.meta.chunk_elements}, or "
-                    "another dtype", hint="name the same servers, chunk size and dtype as when the store was made")
+                    f"{names[members[0]]} holds a store of {len(held.directories)} servers and"
+                    f" chunks of {held.chunk_elements} elements; asked for are {len(names)} and"
+                    f" {self.meta.chunk_elements}, or another dtype",
+                    hint="name the same servers, chunk size and dtype as when the store was made",
+                )
             if self._mark is not None:
-                self._mark.check(held.job, self.step, self._names(members), back=back or bool(self._given_up))
+                self._mark.check(
+                    held.job, self.step, self._names(members), back=back or bool(self._given_up)
+                )
             self.meta = held
             behind = sorted(self.servers.keys() - set(members))
             self._behind = dict.fromkeys(self.servers if back else behind, b"")
         if self._given_up:
             report(f"given up: what {self._names(self._given_up)} may hold beyond step {self.step}")
-        link = HistoryLink(uuid.uuid4().hex[:16], self.step, tuple(sorted(self.servers)), int(time.time()))
+        link = HistoryLink(
+            uuid.uuid4().hex[:16], self.step, tuple(sorted(self.servers)), int(time.time())
+        )
         self.meta = replace(self.meta, history=(*history, link), sessions=(), without=())
         self.history = str(Witness(history[-1].id if history else "", link.id, link.members))
         for number, server in self.servers.items():
-            body = msgspec.json.encode({"meta": replace(self.meta, index=number).to_json(), "rules": rules})
+            body = msgspec.json.encode(
+                {"meta": replace(self.meta, index=number).to_json(), "rules": rules}
+            )
             new = self.new or number in self._behind
-            ours = kept if number in having and (back or not new) else -1  # what was kept elsewhere may be another's
+            # what was kept elsewhere may be another's
+            ours = kept if number in having and (back or not new) else -1
             given_up = new and number in self._given_up
             server.say(m.OPEN, (new, self.step, len(names), holds_gradients, ours, given_up), body)
         if missing:
-            report(f"replicas: no answer from {self._names(missing)}: left out, its chunks have one copy until a start "
-                   "finds it again")
+            report(
+                f"replicas: no answer from {self._names(missing)}: left out, its chunks have one"
+                " copy until a start finds it again"
+            )
         for number in self._behind:
             if not back or number not in having:  # else it restores that itself
                 report(f"replicas: {names[number]} is filled up again at step {self.step}")
                 self._fill_up(number, members)
 
     def _unborn(self) -> bool:
-        """Whether no session has begun on what is here: a store that was never finished is made anew."""
+        """Whether no session has begun on what is here: a store that was never finished is made
+        anew."""
         steps, metas = zip(*self._found.values())
         if max(steps) > 0 or min(steps) >= 0:
             return False
-        return self.meta.replicas == 1 or not any(meta is not None and meta.history for meta in metas)
+        return self.meta.replicas == 1 or not any(
+            meta is not None and meta.history for meta in metas
+        )
 
     def _fill_up(self, number: int, members: Sequence[int]) -> None:
         """All that server `number` is to hold, from `members`, whose contents count."""
@@ -552,8 +704,8 @@ class Cluster:
         self._unfilled[number] -= 1
 
     def start(self, blob: bytes) -> None:
-        """Worker 0: step 0 of a new store is committed with `blob`, server 0 last; then the servers write down that
-        this session begins, and serve."""
+        """Worker 0: step 0 of a new store is committed with `blob`, server 0 last; then the
+        servers write down that this session begins, and serve."""
         if self._own is not None:
             self._own.start()
         if self.group.rank:
@@ -580,7 +732,8 @@ class Cluster:
         return gather_param(self.meta, name, what, self._record_of)
 
     def pieces(self, name: str, what: str) -> Iterator[tuple[int, np.ndarray]]:
-        """As Engine.pieces; of the public part without waiting for a commit, which needs all workers."""
+        """As Engine.pieces; of the public part without waiting for a commit, which needs all
+        workers."""
         if what != PUBLIC:
             yield from param_pieces(self.meta, name, what, self._record_of)
             return
@@ -611,8 +764,10 @@ class Cluster:
         relays.end(self._relay)
 
     def _bear_witness(self) -> None:
-        """Worker 0 of two servers, without a run directory: one of them at most is told that it may go on without the
-        other, the one that is left or else the first. Whoever has not begun this session cannot know of it."""
+        """Worker 0 of two servers, without a run directory: one of them at most is told that it may
+        go on without the other, the one that is left or else the first. Whoever has not begun this
+        session cannot know of it.
+        """
         pair = self.meta.replicas > 1 and len(self.names) == len(self.servers) == 2
         if self.group.rank or self._mark is not None or not pair:
             return

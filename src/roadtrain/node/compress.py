@@ -1,12 +1,15 @@
-"""Gradient compression on its way out: the largest k by magnitude, as indices and values (Smart-Infinity's SmartComp).
+"""Gradient compression on its way out: the largest k by magnitude, as indices and values
+(Smart-Infinity's SmartComp).
 
-`keep` is the fraction of elements kept; what is communicated counts indices too (keep 1 % of 4-byte values = 2 %).
-With error feedback, what was not sent is remembered: the residual of block b is a *twin* block that a server stores
-under the rule `replace`, so it is pulled, pushed, committed and resumed like everything else (Rule 3).
+`keep` is the fraction of elements kept; what is communicated counts indices too (keep 1 % of 4-byte
+values = 2 %). With error feedback, what was not sent is remembered: the residual of block b is a
+*twin* block that a server stores under the rule `replace`, so it is pulled, pushed, committed and
+resumed like everything else (Rule 3).
 
 Whole gradients of fp32 parameters may travel in 16 bits instead (`narrowed`).
 
-Assumes one dtype among the trainable runs of a block when `per_block`. Lossy: off by default (Rule 2).
+Assumes one dtype among the trainable runs of a block when `per_block`. Lossy: off by default (Rule
+2).
 """
 
 from __future__ import annotations
@@ -36,7 +39,15 @@ class Replace(Rule):
         return ()
 
     def apply(
-        self, p: Any, grad: Any, grad_dtype: str, arrays: Any, row: Any, hyper: Any, grad_scale: float, copy: Any,
+        self,
+        p: Any,
+        grad: Any,
+        grad_dtype: str,
+        arrays: Any,
+        row: Any,
+        hyper: Any,
+        grad_scale: float,
+        copy: Any,
         copy_dtype: str | None,
     ) -> None:
         p[:] = grad
@@ -46,8 +57,9 @@ class Replace(Rule):
 
 
 def twins(table: ChunkTable, groups: int) -> list[tuple[str, list[ParamSpec]]]:
-    """A block of fp32 residuals for every block that trains anything. Each trainable run becomes a run of the twin,
-    with the same element offsets; group `groups + i` belongs to the i-th run."""
+    """A block of fp32 residuals for every block that trains anything. Each trainable run becomes
+    a run of the twin, with the same element offsets; group `groups + i` belongs to the i-th
+    run."""
     out = []
     for block in table.blocks:
         specs = []
@@ -63,21 +75,29 @@ def twins(table: ChunkTable, groups: int) -> list[tuple[str, list[ParamSpec]]]:
 class Compressor:
     """`twin`: block -> the block of its residuals, with error feedback."""
 
-    def __init__(self, table: ChunkTable, keep: float, *, per_block: bool, error_feedback: bool) -> None:
+    def __init__(
+        self, table: ChunkTable, keep: float, *, per_block: bool, error_feedback: bool
+    ) -> None:
         if not 0 < keep < 1:
             raise ConfigError(f"top-k keeps a fraction between 0 and 1, not {keep}")
         self.keep, self.per_block = keep, per_block
         self.sent_bytes = 0
         names = {b.name: b.index for b in table.blocks if b.index}
-        self.twin = {
-            b.index: names[f"residual:{b.name}"] for b in table.blocks if f"residual:{b.name}" in names
-        } if error_feedback else {}
+        self.twin = (
+            {
+                b.index: names[f"residual:{b.name}"]
+                for b in table.blocks
+                if f"residual:{b.name}" in names
+            }
+            if error_feedback
+            else {}
+        )
 
     def compress(
         self, chunks: Sequence[Chunk], view: memoryview, residual: np.ndarray | None
     ) -> Iterator[tuple[Chunk, Any, Any]]:
-        """(chunk, (indices, values), sums of squares before compression) of a block's trainable `chunks`. `residual`:
-        fp32, with the same element offsets, changed in place."""
+        """(chunk, (indices, values), sums of squares before compression) of a block's trainable
+        `chunks`. `residual`: fp32, with the same element offsets, changed in place."""
         for cut in [chunks] if self.per_block and chunks else [[c] for c in chunks]:
             yield from self._select(cut, view, residual)
 
@@ -86,7 +106,9 @@ class Compressor:
     ) -> Iterator[tuple[Chunk, Any, Any]]:
         dtype = chunks[0].dtype
         if any(c.dtype != dtype for c in chunks):
-            raise ConfigError("top-k per block needs one dtype among a block's trainable parameters")
+            raise ConfigError(
+                "top-k per block needs one dtype among a block's trainable parameters"
+            )
         size = ITEMSIZE[dtype]
         first = chunks[0].push_offset // size
         n = chunks[-1].push_offset // size + chunks[-1].numel - first
@@ -113,8 +135,8 @@ class Compressor:
 
 
 def narrowed(chunks: Sequence[Chunk], view: memoryview, dtype: str) -> list[str]:
-    """What the gradient of each of `chunks` travels as ("": as it is). With a `dtype`, fp32 ones become that: each lies
-    in the first half of its place in the flat `view` then."""
+    """What the gradient of each of `chunks` travels as ("": as it is). With a `dtype`, fp32 ones
+    become that: each lies in the first half of its place in the flat `view` then."""
     to = [dtype if chunk.dtype == "fp32" else "" for chunk in chunks]
     for chunk, new in zip(chunks, to):
         if new:
@@ -123,8 +145,8 @@ def narrowed(chunks: Sequence[Chunk], view: memoryview, dtype: str) -> list[str]
 
 
 def recast(view: memoryview, numel: int, old: str, new: str) -> np.ndarray:
-    """The `numel` values at the start of `view`, which has room for both dtypes, in place; returns them. Piece by piece
-    in the order in which none is overwritten before it was read."""
+    """The `numel` values at the start of `view`, which has room for both dtypes, in place;
+    returns them. Piece by piece in the order in which none is overwritten before it was read."""
     src, dst = array_in(view, old, 0, numel), array_in(view, new, 0, numel)
     pieces = range(0, numel, SEGMENT)
     for at in pieces if ITEMSIZE[new] <= ITEMSIZE[old] else reversed(pieces):

@@ -1,12 +1,14 @@
-"""Which device a worker computes on, and HostBuffer: bytes that a server writes or reads, and their twin on it.
+"""Which device a worker computes on, and HostBuffer: bytes that a server writes or reads, and their
+twin on it.
 
-On the CPU the two are the same memory. On CUDA the host side is registered as pinned memory of exactly its size
-(torch's pinned allocator rounds up to powers of two), copies run on one side stream a device, and events order them
-against compute. Every stream and event is asked of the buffer's own device: threads that deliver messages have another
-current device than the one that trains.
+On the CPU the two are the same memory. On CUDA the host side is registered as pinned memory of
+exactly its size (torch's pinned allocator rounds up to powers of two), copies run on one side
+stream a device, and events order them against compute. Every stream and event is asked of the
+buffer's own device: threads that deliver messages have another current device than the one that
+trains.
 
-Does NOT wait for an event, but in `wait_unused`, `copy_rate` and `close`, and on the threads of AfterCopies: the rest
-may be called with a lock.
+Does NOT wait for an event, but in `wait_unused`, `copy_rate` and `close`, and on the threads of
+AfterCopies: the rest may be called with a lock.
 """
 
 from __future__ import annotations
@@ -32,26 +34,37 @@ def own_device(
     report: Callable[[str], None] = lambda _: None,
     environ: Mapping[str, str] = os.environ,
 ) -> torch.device:
-    """`asked` with its index. `cuda` without one is this process's own device: the current one where the program chose
-    it (torch.cuda.set_device), else that of LOCAL_RANK, which becomes the current one. Raises ConfigError for a device
-    that is not there."""
+    """`asked` with its index. `cuda` without one is this process's own device: the current one
+    where the program chose it (torch.cuda.set_device), else that of LOCAL_RANK, which becomes
+    the current one. Raises ConfigError for a device that is not there."""
     device = torch.device(asked)
     if device.type in ("cpu", "meta"):
         return torch.device("cpu")
     if device.type != "cuda":
-        raise ConfigError(f"device {device}: blocks run on cuda or on the cpu", hint="device='cuda' or device='cpu'")
+        raise ConfigError(
+            f"device {device}: blocks run on cuda or on the cpu",
+            hint="device='cuda' or device='cpu'",
+        )
     count = torch.accelerator.device_count() if torch.cuda.is_available() else 0
-    index = _own_index(count, report, environ) if device.index is None and count else device.index or 0
+    index = (
+        _own_index(count, report, environ) if device.index is None and count else device.index or 0
+    )
     if index >= count:
-        raise ConfigError(f"device cuda:{index} is asked for, torch sees {count} cuda device(s) here",
-                          hint="CUDA_VISIBLE_DEVICES hides devices; device='cpu' computes on the processors")
+        raise ConfigError(
+            f"device cuda:{index} is asked for, torch sees {count} cuda device(s) here",
+            hint="CUDA_VISIBLE_DEVICES hides devices; device='cpu' computes on the processors",
+        )
     if device.index is None:
         torch.accelerator.set_device_index(index)
     elif count > 1:
         rank, workers = _local_rank(environ)
-        if workers > 1 and rank != index:  # as where a script says model.cuda() in each of its processes
-            report(f"worker {rank} of the {workers} of this host computes on cuda:{index}, which another one may use: "
-                   f"device='cuda' gives each its own, torch.cuda.set_device({rank}) does for the whole program")
+        # as where a script says model.cuda() in each of its processes
+        if workers > 1 and rank != index:
+            report(
+                f"worker {rank} of the {workers} of this host computes on cuda:{index}, which"
+                " another one may use: device='cuda' gives each its own,"
+                f" torch.cuda.set_device({rank}) does for the whole program"
+            )
     return torch.device("cuda", index)
 
 
@@ -69,27 +82,39 @@ def _own_index(count: int, report: Callable[[str], None], environ: Mapping[str, 
         return chosen
     if count == 1:  # a launcher may show each worker a device of its own
         if workers > 1:
-            report(f"this host has {workers} workers and each sees 1 cuda device: it computes on the one that it sees")
+            report(
+                f"this host has {workers} workers and each sees 1 cuda device: it computes on the"
+                " one that it sees"
+            )
         return 0
     if not 0 <= rank < count:
-        raise ConfigError(f"LOCAL_RANK is {rank}, torch sees {count} cuda devices here",
-                          hint="start as many workers a host as it has devices, or name a device (device='cuda:0')")
+        raise ConfigError(
+            f"LOCAL_RANK is {rank}, torch sees {count} cuda devices here",
+            hint=(
+                "start as many workers a host as it has devices, or name a device (device='cuda:0')"
+            ),
+        )
     return rank
 
 
 def beside_accelerator(device: torch.device) -> str:
-    """A line for people where a model computes on the CPU of a host that has an accelerator, else nothing."""
+    """A line for people where a model computes on the CPU of a host that has an accelerator,
+    else nothing."""
     if device.type != "cpu" or not torch.accelerator.is_available():
         return ""
     kind, count = torch.accelerator.current_accelerator(), torch.accelerator.device_count()
-    return (f"the model computes on the CPU, and this host has {count} {kind} device(s): "
-            "place(..., device='cuda') or model.to('cuda') uses them, device='cpu' says that the CPU is meant")
+    return (
+        f"the model computes on the CPU, and this host has {count} {kind} device(s): place(...,"
+        " device='cuda') or model.to('cuda') uses them, device='cpu' says that the CPU is meant"
+    )
 
 
 class HostBuffer:
-    """`view`: host bytes, page-aligned. `tensor`: uint8 on the compute device. On CPU `tensor` is `view`."""
+    """`view`: host bytes, page-aligned. `tensor`: uint8 on the compute device. On CPU `tensor`
+    is `view`."""
 
-    _copy_streams: dict[torch.device, Any] = {}  # one side stream a device, made at its first buffer
+    # one side stream a device, made at its first buffer
+    _copy_streams: dict[torch.device, Any] = {}
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.view = Buffer(nbytes).view
@@ -106,15 +131,17 @@ class HostBuffer:
             cudart: Any = torch.cuda.cudart()
             code = cudart.cudaHostRegister(self._host.data_ptr(), self.nbytes, PORTABLE)
             if int(code) != 0:
-                raise RuntimeError(f"cudaHostRegister of {self.nbytes} bytes failed with code {int(code)}")
+                raise RuntimeError(
+                    f"cudaHostRegister of {self.nbytes} bytes failed with code {int(code)}"
+                )
             self.tensor = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
             if device not in HostBuffer._copy_streams:
                 HostBuffer._copy_streams[device] = torch.cuda.Stream(device)
         self.record_use()  # the memory may be one that compute still reads, freed a moment ago
 
     def wait_unused(self) -> None:
-        """Before the host side is written: the last copy to the device must have read it. Not to be called with a lock:
-        `copying` says what to wait for."""
+        """Before the host side is written: the last copy to the device must have read it. Not to
+        be called with a lock: `copying` says what to wait for."""
         if self._copied is not None:
             self._copied.synchronize()
 
@@ -134,7 +161,8 @@ class HostBuffer:
                 self._copied.record(stream)
 
     def copy_rate(self) -> float:
-        """Bytes a second from host to device, measured now; infinite where the two sides are one."""
+        """Bytes a second from host to device, measured now; infinite where the two sides are
+        one."""
         if not self._cuda:
             return math.inf
         self.wait_unused()
@@ -156,8 +184,9 @@ class HostBuffer:
             self._used.record(torch.cuda.current_stream(self._device))
 
     def from_device(self, nbytes: int) -> Any:
-        """Device -> host on the side stream, after what the caller's stream has launched. Returns an event to
-        synchronise on before the host side is read, None where the two sides are one."""
+        """Device -> host on the side stream, after what the caller's stream has launched.
+        Returns an event to synchronise on before the host side is read, None where the two sides
+        are one."""
         if not self._cuda:
             return None
         stream = HostBuffer._copy_streams[self._device]
@@ -177,8 +206,9 @@ class HostBuffer:
 
 
 class AfterCopies:
-    """A thread that waits for events of a device, one after the other, and does after each what was to come after it:
-    so that nobody waits for a device with a lock. `failed` hears what goes wrong."""
+    """A thread that waits for events of a device, one after the other, and does after each what
+    was to come after it: so that nobody waits for a device with a lock. `failed` hears what goes
+    wrong."""
 
     def __init__(self, name: str, failed: Callable[[BaseException], None]) -> None:
         self._todo: queue.SimpleQueue[tuple[Any, Callable[[], None]] | None] = queue.SimpleQueue()

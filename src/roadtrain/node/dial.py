@@ -24,8 +24,12 @@ def address_of(text: str) -> Address:
 
 def local_options(options: Options) -> shm.Options:
     """Of a link inside a host, as patient as `options`."""
-    return shm.Options(frame_limit=options.frame_limit, checksums=options.checksums, close_s=options.close_s,
-                       retry_s=(options.retry_s or 0.0) + 30)
+    return shm.Options(
+        frame_limit=options.frame_limit,
+        checksums=options.checksums,
+        close_s=options.close_s,
+        retry_s=(options.retry_s or 0.0) + 30,
+    )
 
 
 def token_of(path: str | None) -> bytes | None:
@@ -38,11 +42,16 @@ def token_of(path: str | None) -> bytes | None:
     except OSError as error:
         raise ConfigError(f"cannot read the token in {path}: {error.strerror}") from error
     if mode & 0o077:
-        raise ConfigError(f"the token in {path} can be read or changed by others (mode {mode:03o}, 600 is the most)",
-                          hint=f"chmod 600 {path}")
+        raise ConfigError(
+            f"the token in {path} can be read or changed by others (mode {mode:03o}, 600 is the"
+            " most)",
+            hint=f"chmod 600 {path}",
+        )
     if not MIN_TOKEN <= len(token) <= MAX_TOKEN:
-        raise ConfigError(f"the token in {path} has {len(token)} bytes, {MIN_TOKEN} to {MAX_TOKEN} are possible",
-                          hint=f"(umask 077; head -c 32 /dev/urandom | base64 > {path}) makes one")
+        raise ConfigError(
+            f"the token in {path} has {len(token)} bytes, {MIN_TOKEN} to {MAX_TOKEN} are possible",
+            hint=f"(umask 077; head -c 32 /dev/urandom | base64 > {path}) makes one",
+        )
     return token
 
 
@@ -54,13 +63,17 @@ def write_token(path: Path, token: bytes | None = None) -> None:
 
 
 def tls_of(cert: str | None, key: str | None, ca: str | None) -> Tls | None:
-    """Of paths, None without any. Raises ConfigError where a file or a half of the pair is absent."""
+    """Of paths, None without any. Raises ConfigError where a file or a half of the pair is
+    absent."""
     if not (cert or key or ca):
         return None
     if key and not cert:
         raise ConfigError(f"a key ({key}) without its certificate", hint="name both")
     for path in filter(None, (cert, key, ca)):
         if not os.access(path, os.R_OK):
-            raise ConfigError(f"TLS: {path} cannot be read", hint="PEM files: the certificate, its key, the signers'")
+            raise ConfigError(
+                f"TLS: {path} cannot be read",
+                hint="PEM files: the certificate, its key, the signers'",
+            )
     ours, secret, theirs = (None if path is None else Path(path) for path in (cert, key, ca))
     return Tls(ours, secret, theirs)

@@ -1,9 +1,12 @@
-"""Formats: how fp32 gradients travel to a summer and back. A registry; `register` takes the user's own.
+"""Formats: how fp32 gradients travel to a summer and back. A registry; `register` takes the user's
+own.
 
-    fp32 gradient + residual -> encode -> (network) -> decode -> sum in fp32 + residual -> encode -> (network) -> decode
+    fp32 gradient + residual -> encode -> (network) -> decode -> sum in fp32 + residual -> encode ->
+    (network) -> decode
 
-With `feedback`, what one encoding loses is kept, and added to the next gradient of the same tensor (error feedback,
-Karimireddy et al. 2019), at the worker and at the summer. Does NOT know tensors, rounds or links.
+With `feedback`, what one encoding loses is kept, and added to the next gradient of the same tensor
+(error feedback, Karimireddy et al. 2019), at the worker and at the summer. Does NOT know tensors,
+rounds or links.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ from roadtrain.kernels.topk import scatter, top_k
 
 
 class Format:
-    """One way to write n values, from NAME or NAME:ARGUMENT. All hosts must know it. A new one needs these three."""
+    """One way to write n values, from NAME or NAME:ARGUMENT. All hosts must know it. A new one
+    needs these three."""
 
     name = ""
     feedback = True
@@ -36,12 +40,13 @@ class Format:
         raise TypeError(f"the format {self.name} says no nbytes")
 
     def encode(self, values: np.ndarray, out: np.ndarray, seed: int) -> None:
-        """values: float32 [n]. out: uint8 [nbytes(n)], all of it is sent. `seed`: other for every call."""
+        """values: float32 [n]. out: uint8 [nbytes(n)], all of it is sent. `seed`: other for
+        every call."""
         raise TypeError(f"the format {self.name} has no encode")
 
     def decode(self, raw: np.ndarray, out: np.ndarray) -> None:
-        """raw: uint8 [nbytes(n)], from the network: anything may stand in it, ValueError if it cannot be. out: float32
-        [n]."""
+        """raw: uint8 [nbytes(n)], from the network: anything may stand in it, ValueError if it
+        cannot be. out: float32 [n]."""
         raise TypeError(f"the format {self.name} has no decode")
 
 
@@ -93,7 +98,9 @@ class TopK(Format):
         indices = raw[: 4 * k].view(np.uint32)
         if indices.size and int(indices.max()) >= out.size:
             raise ValueError(f"an index {int(indices.max())} of {out.size} values")
-        scatter(np.sort(indices), raw[4 * k :].view(np.float32)[np.argsort(indices, kind="stable")], out)
+        scatter(
+            np.sort(indices), raw[4 * k :].view(np.float32)[np.argsort(indices, kind="stable")], out
+        )
 
 
 class OneBit(Format):
@@ -112,7 +119,8 @@ class OneBit(Format):
 
 
 class Dither(Format):
-    """dither:BITS (2, 4, 8): a level below or above the value, at random, so that the mean is exact."""
+    """dither:BITS (2, 4, 8): a level below or above the value, at random, so that the mean is
+    exact."""
 
     name = "dither"
 
@@ -149,9 +157,17 @@ def format_of(text: str) -> Format:
     name, _, argument = text.partition(":")
     if name not in FORMATS:
         near = get_close_matches(name, FORMATS, n=1, cutoff=0.5)
-        raise ConfigError(f"no format {text!r}, there are {', '.join(sorted(FORMATS))}",
-                          hint=f"did you mean {near[0]}?" if near else "a class of your own is made known by "
-                               "register, on every host (roadtrain serve --sum --formats MODULE)")
+        raise ConfigError(
+            f"no format {text!r}, there are {', '.join(sorted(FORMATS))}",
+            hint=(
+                f"did you mean {near[0]}?"
+                if near
+                else (
+                    "a class of your own is made known by "
+                    "register, on every host (roadtrain serve --sum --formats MODULE)"
+                )
+            ),
+        )
     try:
         return FORMATS[name](argument)
     except ValueError as error:
@@ -171,7 +187,8 @@ def decode(text: str, raw: memoryview, out: np.ndarray) -> None:
 
 
 def encode(text: str, values: np.ndarray, residual: np.ndarray | None, out: Any, seed: int) -> None:
-    """values: float32 [n]; with a residual (float32 [n], changed in place) it is added first. out: nbytes(n) bytes."""
+    """values: float32 [n]; with a residual (float32 [n], changed in place) it is added first.
+    out: nbytes(n) bytes."""
     form, into = format_of(text), np.frombuffer(out, np.uint8)
     if residual is None:
         form.encode(values, into, seed)

@@ -1,9 +1,9 @@
 """Gradients: what workers pushed for one server's chunks, until the update takes it.
 
-A push is kept where it lies, copied, written to the spill file, or (top-k) a list of indices and values. With several
-workers the sum is taken when it is asked for, into fp32 (Rule 1: hosts in order, the workers inside a host in order
-first): for the norm, and for the update. What one worker pushes in several passes adds up in the chunk's dtype, also
-where it was narrowed on its way.
+A push is kept where it lies, copied, written to the spill file, or (top-k) a list of indices and
+values. With several workers the sum is taken when it is asked for, into fp32 (Rule 1: hosts in
+order, the workers inside a host in order first): for the norm, and for the update. What one worker
+pushes in several passes adds up in the chunk's dtype, also where it was narrowed on its way.
 
 Assumes: one thread at a time for one chunk. Does NOT know steps or who waits.
 """
@@ -29,22 +29,31 @@ from roadtrain.units import round_up
 
 
 class Gradients:
-    """`scratch`: buffers of `scratch_bytes`, at least two; a sum, a spilled gradient and an expanded one take one.
+    """`scratch`: buffers of `scratch_bytes`, at least two; a sum, a spilled gradient and an
+    expanded one take one.
     `local`: workers of a host; negative where each push is the fp32 sum of one."""
 
     def __init__(
-        self, chunks: Mapping[int, Chunk], tier: FileTier | None, buffers: int, scratch_bytes: int, workers: int,
+        self,
+        chunks: Mapping[int, Chunk],
+        tier: FileTier | None,
+        buffers: int,
+        scratch_bytes: int,
+        workers: int,
         local: int = 1,
     ) -> None:
         self.chunks, self.tier, self.alone, self.local = chunks, tier, workers == local == 1, local
         self._at_once = 2 + (1 < local < workers)  # scratch buffers of one sum
         self.scratch = Pool(max(self._at_once, buffers), scratch_bytes)
-        # chunk -> worker -> (memory with room for the chunk's dtype, dtype) | dtype if spilled | [(indices, values)...]
+        # chunk -> worker -> (memory with room for the chunk's dtype, dtype) | dtype if spilled |
+        # [(indices, values)...]
         self._held: dict[int, dict[int, Any]] = {}
-        self._totals: dict[int, tuple[Buffer, np.ndarray]] = {}  # sums that were just taken, kept for the update
+        # sums that were just taken, kept for the update
+        self._totals: dict[int, tuple[Buffer, np.ndarray]] = {}
 
     def hold(self, push: ops.Push) -> tuple[Any, bool]:
-        """(sums of squares of the worker's gradient so far, a segment each; whether the pushed memory is in use)."""
+        """(sums of squares of the worker's gradient so far, a segment each; whether the pushed
+        memory is in use)."""
         chunk, held = self.chunks[push.chunk], self._held.setdefault(push.chunk, {})
         if not isinstance(push.grad, tuple):
             return self._hold_dense(chunk, held, push)
@@ -53,7 +62,8 @@ class Gradients:
             return push.sums, False
         held[push.worker].append(push.grad)
         scratch, dense, dtype = self._dense(chunk, held[push.worker], push.worker)
-        sums = self._sums(chunk, dense, dtype)  # of what was sent: what was left out of several passes is unknown here
+        # of what was sent: what was left out of several passes is unknown here
+        sums = self._sums(chunk, dense, dtype)
         self.done(scratch)
         return sums, False
 
@@ -98,7 +108,8 @@ class Gradients:
         return bool(self._held.get(number))
 
     def total_sums(self, number: int) -> Any:
-        """Sums of squares of the sum over workers; the sum itself stays where there is room, for `take`."""
+        """Sums of squares of the sum over workers; the sum itself stays where there is room,
+        for `take`."""
         chunk = self.chunks[number]
         scratch, total, dtype = self._total(chunk, self._held.get(number, {}))
         sums = self._sums(chunk, total, dtype)
@@ -109,7 +120,8 @@ class Gradients:
         return sums
 
     def take(self, number: int) -> tuple[Buffer | None, np.ndarray, str]:
-        """The gradient to update with and its dtype; it is forgotten here. Give the buffer back by `done`."""
+        """The gradient to update with and its dtype; it is forgotten here. Give the buffer back
+        by `done`."""
         held = self._held.pop(number)
         if number in self._totals:
             return *self._totals.pop(number), "fp32"
@@ -137,13 +149,18 @@ class Gradients:
     def _sums(self, chunk: Chunk, grad: np.ndarray, dtype: str) -> np.ndarray:
         return np.array([sum_squares(grad[a:b], dtype) for _, a, b in chunk.segments])
 
-    def _total(self, chunk: Chunk, held: Mapping[int, Any]) -> tuple[Buffer | None, np.ndarray, str]:
+    def _total(
+        self, chunk: Chunk, held: Mapping[int, Any]
+    ) -> tuple[Buffer | None, np.ndarray, str]:
         parts = [(worker, held[worker]) for worker in sorted(held)]
         if self.alone:
             return self._dense(chunk, parts[0][1], parts[0][0])
         hosts = [parts]
         if self.local > 1 and parts:
-            hosts = [list(host) for _, host in itertools.groupby(parts, lambda part: part[0] // self.local)]
+            hosts = [
+                list(host)
+                for _, host in itertools.groupby(parts, lambda part: part[0] // self.local)
+            ]
         scratch = self.scratch.get()
         total = array_in(scratch.view, "fp32", 0, chunk.numel)
         self._add_up(chunk, total, hosts[0])
@@ -159,7 +176,11 @@ class Gradients:
         """total = the sum of `parts`, left to right in fp32."""
         here = [part for _, part in parts if isinstance(part, tuple)]
         if len(here) == len(parts) and len({dtype for _, dtype in here}) == 1:
-            sum_k(total, [array_in(memory, dtype, 0, chunk.numel) for memory, dtype in here], here[0][1])
+            sum_k(
+                total,
+                [array_in(memory, dtype, 0, chunk.numel) for memory, dtype in here],
+                here[0][1],
+            )
             return
         total[:] = -0.0 if parts else 0.0  # -0.0 + x is x, for every x
         for worker, part in parts:
@@ -168,8 +189,8 @@ class Gradients:
             self.done(other)
 
     def _dense(self, chunk: Chunk, part: Any, worker: int) -> tuple[Buffer | None, np.ndarray, str]:
-        """What is held of a worker, as one array, and its dtype: where it lies, or (spilled, compressed) in a scratch
-        buffer."""
+        """What is held of a worker, as one array, and its dtype: where it lies, or (spilled,
+        compressed) in a scratch buffer."""
         if isinstance(part, tuple):
             memory, dtype = part
             return None, array_in(memory, dtype, 0, chunk.numel), dtype
@@ -192,7 +213,9 @@ class Gradients:
     def _spilled(self, chunk: Chunk, lane: int, dtype: str) -> Buffer:
         assert self.tier is not None
         scratch = self.scratch.get()
-        self.tier.spill_read(chunk.id, scratch.view[: round_up(chunk.numel * ITEMSIZE[dtype], PAGE)], lane)
+        self.tier.spill_read(
+            chunk.id, scratch.view[: round_up(chunk.numel * ITEMSIZE[dtype], PAGE)], lane
+        )
         return scratch
 
 

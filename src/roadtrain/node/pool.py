@@ -1,4 +1,5 @@
-"""Buffers of one size, allocated once: for what comes over a link, for sums. Does NOT know what is in them."""
+"""Buffers of one size, allocated once: for what comes over a link, for sums. Does NOT know what
+is in them."""
 
 from __future__ import annotations
 
@@ -27,8 +28,11 @@ class Pool:
             if self._closed:
                 raise LostError("the session has ended")
             if not there:
-                raise DeadlineError(f"a server waited {POOL_S:.0f} s for one of {len(self.buffers)} buffers to be free",
-                                    hint="a worker or a device hangs")
+                raise DeadlineError(
+                    f"a server waited {POOL_S:.0f} s for one of {len(self.buffers)} buffers to be"
+                    " free",
+                    hint="a worker or a device hangs",
+                )
             return self._free.pop()
 
     def put(self, buffer: Buffer) -> None:

@@ -3,12 +3,13 @@
     worker --ring--+
     worker --ring--+-- relay --TCP-- every server        one link a server, however many workers
 
-So a trainer's interpreter lock and processor time stay its own. Parameters are pulled once for all and kept while the
-budget lasts; one worker's gradients go on as they come, several workers' as their sum (fp32, in order: Rule 1). To the
-servers the relay is one worker. Each server has a Lane here: threads of links around flow/relay.py, no others.
+So a trainer's interpreter lock and processor time stay its own. Parameters are pulled once for all
+and kept while the budget lasts; one worker's gradients go on as they come, several workers' as
+their sum (fp32, in order: Rule 1). To the servers the relay is one worker. Each server has a Lane
+here: threads of links around flow/relay.py, no others.
 
-Worker 0 of the host starts it and says on its standard input what to do; it ends when the workers have left.
-Does NOT import torch, decide, or keep anything that a restart needs.
+Worker 0 of the host starts it and says on its standard input what to do; it ends when the workers
+have left. Does NOT import torch, decide, or keep anything that a restart needs.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ SILENT_S = 30.0  # after which a worker here is taken for stopped: the server he
 
 @dataclass(frozen=True)
 class Orders:
-    """What a relay is told. `session`: as node/cluster.py's Group has it; `directory`: of the sockets it listens on."""
+    """What a relay is told. `session`: as node/cluster.py's Group has it; `directory`: of the
+    sockets it listens on."""
 
     directory: str
     servers: Sequence[Address]
@@ -84,7 +86,9 @@ def sockets_of(session: str, host: int, servers: Sequence[Address]) -> Path:
 
 
 def start(orders: Orders) -> subprocess.Popen[bytes]:
-    process = subprocess.Popen([sys.executable, "-m", "roadtrain.node.relay"], stdin=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "roadtrain.node.relay"], stdin=subprocess.PIPE
+    )
     assert process.stdin is not None
     process.stdin.write(msgspec.json.encode(orders, enc_hook=str))
     process.stdin.close()
@@ -102,10 +106,12 @@ def end(process: subprocess.Popen[bytes] | None) -> None:
 
 
 class Lane:
-    """What goes between the workers here and one server: to their Seats what a Session is, to the server's link its
-    Receiver."""
+    """What goes between the workers here and one server: to their Seats what a Session is, to
+    the server's link its Receiver."""
 
-    def __init__(self, orders: Orders, number: int, meta: StoreMeta, ended: Callable[[], None]) -> None:
+    def __init__(
+        self, orders: Orders, number: int, meta: StoreMeta, ended: Callable[[], None]
+    ) -> None:
         budgets, table = orders.budgets, meta.table
         self.orders, self.number, self.local, self._ended = orders, number, 1, ended
         self.seats: dict[int, Seat] = {}
@@ -113,13 +119,15 @@ class Lane:
         self._lock = threading.RLock()
         self._connected = threading.Event()
         self._up: Link
-        self._said: list[tuple[int, bytes, bytes]] = []  # welcome and ready, for those who come later
+        # welcome and ready, for those who come later
+        self._said: list[tuple[int, bytes, bytes]] = []
         self._readers: deque[Seat] = deque()
         self._tickets = itertools.count(1)  # of sums: the server knows a push's buffer by it
         self._left, self._over = 0, False
         self.decider = RelayDecider(orders.local, budgets.copies)
         self._copies = [Buffer(budgets.piece_bytes) for _ in range(budgets.copies)]
-        self._kept: dict[tuple[int, int], list[int]] = {}  # (chunk, worker) -> tickets of what is held
+        # (chunk, worker) -> tickets of what is held
+        self._kept: dict[tuple[int, int], list[int]] = {}
         self._grads: Any = None  # Gradients, where there are several workers
         if orders.local > 1:
             trainable = {c.id: c for c in table.trainable}
@@ -131,8 +139,13 @@ class Lane:
         summed = 1 if o.local == 1 else -o.local
         hello = m.encode((o.session, o.host, o.hosts, summed, self.number, self._signature))
         name = f"server {self.number}"
-        self._up = retry(lambda: connect(o.servers[self.number], self, o.options, hello=hello, name=name,
-                                         language=m.LANGUAGE), BusyError, o.options.retry_s)
+        self._up = retry(
+            lambda: connect(
+                o.servers[self.number], self, o.options, hello=hello, name=name, language=m.LANGUAGE
+            ),
+            BusyError,
+            o.options.retry_s,
+        )
         self._connected.set()
 
     def accept(self, link: Link, hello: bytes) -> Seat:
@@ -142,10 +155,15 @@ class Lane:
             if self._over or self._left or name != self.orders.session or index in self.seats:
                 raise BusyError("busy with another start of this job")
             if not 0 <= index < self.orders.local:
-                raise WireError(f"worker {rank} is none of the {self.orders.local} of host {self.orders.host}")
+                raise WireError(
+                    f"worker {rank} is none of the {self.orders.local} of host {self.orders.host}"
+                )
             if signature != self._signature:
-                raise ForeignError(f"worker {rank} has another model, dtype, chunk size or optimizer than worker 0 of "
-                                   f"its host", hint="every worker runs the same job")
+                raise ForeignError(
+                    f"worker {rank} has another model, dtype, chunk size or optimizer than worker 0"
+                    " of its host",
+                    hint="every worker runs the same job",
+                )
             seat = self.seats[index] = Seat(self, index, signature, link)
             seat.pool = Pool(self.orders.budgets.pool, self.orders.budgets.piece_bytes)
             link.peer = f"worker {rank} ({link.peer})"
@@ -226,8 +244,13 @@ class Lane:
         with self._lock:
             asked, _ = self.decider.asked.get(ticket, (-1, 0))
             if asked != number or nbytes != round_up(self.chunk(number).public_nbytes, PAGE):
-                raise WireError(f"{nbytes} bytes of chunk {number} came for ticket {ticket}, which asked for {asked}")
-            return self._copies[self.decider.copies[self.decider.asked[ticket]].buffer].view[:nbytes]
+                raise WireError(
+                    f"{nbytes} bytes of chunk {number} came for ticket {ticket}, which asked for"
+                    f" {asked}"
+                )
+            return self._copies[self.decider.copies[self.decider.asked[ticket]].buffer].view[
+                :nbytes
+            ]
 
     def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
         fields = m.header(kind, header)
@@ -292,7 +315,9 @@ class Lane:
         for worker in self.seats:
             self._free(number, worker)
         whole = scratch.view[: round_up(4 * self._chunks[number].numel, PAGE)]
-        self._send(ops.Push(number, whole, True, False, next(self._tickets)), lambda: grads.done(scratch))
+        self._send(
+            ops.Push(number, whole, True, False, next(self._tickets)), lambda: grads.done(scratch)
+        )
 
     def _free(self, chunk: int, worker: int) -> None:
         for ticket in self._kept.pop((chunk, worker), ()):
@@ -320,8 +345,10 @@ def run(orders: Orders) -> None:
         for _ in lanes:
             while not over.acquire(timeout=orders.deadline_s):
                 if not all(lane.seats for lane in lanes):
-                    raise DeadlineError(f"no worker came to the relay of host {orders.host} within "
-                                        f"{orders.deadline_s:.0f} s")
+                    raise DeadlineError(
+                        f"no worker came to the relay of host {orders.host} within "
+                        f"{orders.deadline_s:.0f} s"
+                    )
     finally:
         for listener in listeners:
             listener.close()
@@ -334,15 +361,24 @@ def run(orders: Orders) -> None:
 def _listen(path: Path, lane: Lane, options: Options) -> Listener:
     """The relay of the start before may be about to leave."""
     near = local_options(options)
-    return retry(lambda: shm.listen(path, lane.accept, near, language=m.LANGUAGE), ConfigError, 10.0)
+    return retry(
+        lambda: shm.listen(path, lane.accept, near, language=m.LANGUAGE), ConfigError, 10.0
+    )
 
 
 def main() -> None:
-    orders = msgspec.json.decode(sys.stdin.buffer.read(), type=Orders, dec_hook=lambda kind, value: kind(value))
+    orders = msgspec.json.decode(
+        sys.stdin.buffer.read(), type=Orders, dec_hook=lambda kind, value: kind(value)
+    )
     b = orders.budgets
-    nbytes = (b.copies + orders.local * b.pool) * b.piece_bytes + (2 * b.scratch_bytes if orders.local > 1 else 0)
-    print(f"relay of host {orders.host}: {orders.local} worker(s), {len(orders.servers)} server(s), "
-          f"{show_bytes(len(orders.servers) * nbytes)} of buffers", flush=True)
+    nbytes = (b.copies + orders.local * b.pool) * b.piece_bytes + (
+        2 * b.scratch_bytes if orders.local > 1 else 0
+    )
+    print(
+        f"relay of host {orders.host}: {orders.local} worker(s), {len(orders.servers)} server(s), "
+        f"{show_bytes(len(orders.servers) * nbytes)} of buffers",
+        flush=True,
+    )
     run(orders)
 
 

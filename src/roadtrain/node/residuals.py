@@ -1,9 +1,10 @@
-"""Residuals of error feedback where the servers are elsewhere: what this worker has not sent rests on its own host.
+"""Residuals of error feedback where the servers are elsewhere: what this worker has not sent rests
+on its own host.
 
-They are the part of one more server, which only this worker knows and which runs in its process. It prepares each step
-before the others commit it (flow/ledger.py), so after a kill it is at the step that the job goes on from (Rule 3).
-Where it is not (the worker is on another host now, or all went back to a snapshot), residuals begin at zero, and that
-is said.
+They are the part of one more server, which only this worker knows and which runs in its process. It
+prepares each step before the others commit it (flow/ledger.py), so after a kill it is at the step
+that the job goes on from (Rule 3). Where it is not (the worker is on another host now, or all went
+back to a snapshot), residuals begin at zero, and that is said.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Residuals:
-    """`layout`: the model's blocks and behind them their twins (node/compress.py), with one directory. `base`: the
-    chunks of the model; all others are this part's. `number`: of its server, one more than the last of the job's."""
+    """`layout`: the model's blocks and behind them their twins (node/compress.py), with one
+    directory. `base`: the chunks of the model; all others are this part's. `number`: of its server,
+    one more than the last of the job's.
+    """
 
     layout: Layout
     base: int
@@ -49,13 +52,22 @@ class Residuals:
 
     def meta(self, job: str = "") -> StoreMeta:
         owners = tuple(self.number if chunk.id >= self.base else -1 for chunk in self.table.chunks)
-        return replace(self.layout.meta(job), owners=owners, directories=("",) * (self.number + 1), index=self.number)
+        return replace(
+            self.layout.meta(job),
+            owners=owners,
+            directories=("",) * (self.number + 1),
+            index=self.number,
+        )
 
     def open(self, job: str, step: int, report: Report) -> FileTier:
-        """At `step` of `job`. Raises ForeignError where the directory holds another job's, StoreError."""
+        """At `step` of `job`. Raises ForeignError where the directory holds another job's,
+        StoreError."""
         meta, steps = self.meta(job), tuple[int, ...]()
         if (found := open_part(self.directory, direct=self.layout.direct)) is not None:
-            same, steps = (found.meta.job, found.meta.signature) == (job, meta.signature), found.found
+            same, steps = (
+                (found.meta.job, found.meta.signature) == (job, meta.signature),
+                found.found,
+            )
             found.close()
             if same and step in steps:
                 part = open_part(self.directory, step, direct=self.layout.direct)
@@ -75,11 +87,27 @@ class Residuals:
             tier.close()
             raise
         if step:
-            report(f"lossy: {self.directory} has residuals of step(s) {', '.join(map(str, steps)) or 'none'}, not of "
-                   f"{step}: they begin at zero")
+            report(
+                f"lossy: {self.directory} has residuals of step(s)"
+                f" {', '.join(map(str, steps)) or 'none'}, not of {step}: they begin at zero"
+            )
         return tier
 
-    def server(self, tier: FileTier, budgets: Budgets, deliver: Callable[[Any], None], stages: Stages,
-               report: Report) -> Server:
-        setup = Setup(self.number, f"residuals ({self.directory})", tier.meta, self.layout.rules, tier, budgets, report)
+    def server(
+        self,
+        tier: FileTier,
+        budgets: Budgets,
+        deliver: Callable[[Any], None],
+        stages: Stages,
+        report: Report,
+    ) -> Server:
+        setup = Setup(
+            self.number,
+            f"residuals ({self.directory})",
+            tier.meta,
+            self.layout.rules,
+            tier,
+            budgets,
+            report,
+        )
         return Server(setup, lambda message, _: deliver(message), stages, tier.step)

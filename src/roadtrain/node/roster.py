@@ -1,7 +1,9 @@
-"""Roster: the coordinator of spare hosts, which runs beside worker 0, and every worker's link to it.
+"""Roster: the coordinator of spare hosts, which runs beside worker 0, and every worker's link to
+it.
 
-A link of its own for few and small frames, so that no gradient stands before them. What is decided is in
-flow/roster.py; what a worker does when asked, in node/summation.py. Frames go out in the order of the decisions.
+A link of its own for few and small frames, so that no gradient stands before them. What is decided
+is in flow/roster.py; what a worker does when asked, in node/summation.py. Frames go out in the
+order of the decisions.
 """
 
 from __future__ import annotations
@@ -46,14 +48,20 @@ class _Seat:
 class Control:
     """Of one start of a job. `report`: what a person is told."""
 
-    def __init__(self, session: str, workers: int, spares: Spares, report: Callable[[str], None]) -> None:
+    def __init__(
+        self, session: str, workers: int, spares: Spares, report: Callable[[str], None]
+    ) -> None:
         self.session, self.report = session, report
         self._decider, self._lock = Coordinator(workers, spares), threading.Lock()
         self._seats: dict[int, _Seat] = {}
 
     def join(self, session: str, rank: int, link: Link) -> _Seat:
         with self._lock:
-            if session != self.session or not 0 <= rank < self._decider.workers or rank in self._seats:
+            if (
+                session != self.session
+                or not 0 <= rank < self._decider.workers
+                or rank in self._seats
+            ):
                 raise BusyError("busy with another start of this job")
             seat = self._seats[rank] = _Seat(self, rank, link)
             if self._decider.asked is not None:
@@ -76,7 +84,9 @@ class Control:
         with self._lock:
             self._say_all(self._decider.offered(address, rate))
 
-    def state(self, rank: int, number: int, refused: Sequence[int], rounds: dict[int, tuple[int, bool]]) -> None:
+    def state(
+        self, rank: int, number: int, refused: Sequence[int], rounds: dict[int, tuple[int, bool]]
+    ) -> None:
         with self._lock:
             for change in (said := self._decider.state(rank, number, rounds, refused)):
                 if isinstance(change, Change):
@@ -100,16 +110,20 @@ class Control:
 
 
 class Delegate:
-    """A worker's end: its Receiver. `dial` (new hosts -> those not reached) and `hold` (-> rounds) when asked, then
-    `change`; `failed` when the coordinator is lost."""
+    """A worker's end: its Receiver. `dial` (new hosts -> those not reached) and `hold` (->
+    rounds) when asked, then `change`; `failed` when the coordinator is lost."""
 
     def __init__(
-        self, dial: Callable[[Spares], list[int]], hold: Callable[[], dict[int, tuple[int, bool]]],
-        change: Callable[[Change], None], failed: Callable[[BaseException], None],
+        self,
+        dial: Callable[[Spares], list[int]],
+        hold: Callable[[], dict[int, tuple[int, bool]]],
+        change: Callable[[Change], None],
+        failed: Callable[[BaseException], None],
     ) -> None:
         self._dial, self._hold, self._change, self._failed = dial, hold, change, failed
         self._link, self._lock = list[Link](), threading.Lock()
-        self._early: list[tuple[int, bytes, Sequence[memoryview]]] = []  # said before the link was known here
+        # said before the link was known here
+        self._early: list[tuple[int, bytes, Sequence[memoryview]]] = []
 
     def linked(self, link: Link) -> None:
         """Once. Raises PeerError."""

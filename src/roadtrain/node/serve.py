@@ -1,15 +1,19 @@
-"""Host: what `roadtrain serve` runs. One storage directory, one session of workers at a time, one Server beside it.
+"""Host: what `roadtrain serve` runs. One storage directory, one session of workers at a time, one
+Server beside it.
 
     listening -> a worker joins -> Session: Open, Begin -> serving -> the workers leave -> listening
-                                            Open, Fill, Settle, Begin: a new store, or one that is filled up
+                                            Open, Fill, Settle, Begin: a new store, or one that is
+                                            filled up
 
-Worker 0 opens the store and fills a new one; all others wait for Ready, and hear how far it is. With Begin the server
-writes down that it takes part in this session, before the session's first step (flow/history.py). Workers beat: one
-whose process has stopped ends the session after SILENT_S. A worker that is lost ends the session: what
-was not committed is dropped, the others are told, and the next session begins at the last committed step (Rule 3). So
-does this process when it is started again with the same directory.
+Worker 0 opens the store and fills a new one; all others wait for Ready, and hear how far it is.
+With Begin the server writes down that it takes part in this session, before the session's first
+step (flow/history.py). Workers beat: one whose process has stopped ends the session after SILENT_S.
+A worker that is lost ends the session: what was not committed is dropped, the others are told, and
+the next session begins at the last committed step (Rule 3). So does this process when it is started
+again with the same directory.
 
-Assumes: all workers of a session run the same job (checked). Does NOT restart workers: torchrun does.
+Assumes: all workers of a session run the same job (checked). Does NOT restart workers: torchrun
+does.
 """
 
 from __future__ import annotations
@@ -60,7 +64,8 @@ from roadtrain.wire.tcp import Address, Options, listen
 
 Report = Callable[[str], None]
 END_S = 10.0  # for a session's threads to end
-SILENT_S = 60.0  # after which a worker that does not beat is taken for stopped, and the session ends
+# after which a worker that does not beat is taken for stopped, and the session ends
+SILENT_S = 60.0
 COMING_S = 600.0  # instead, while a frame of it is on its way: one link may be that slow
 LOOK_S = 1.0  # between two looks at the session
 LOCK_S = 5.0  # for the store to be free of the session before
@@ -68,22 +73,48 @@ EVERY = 100  # steps between two snapshots
 
 
 def command(
-    address: str, store: str | None = None, budget: str | None = None, token_file: str | None = None,
-    cert: str | None = None, key: str | None = None, ca: str | None = None, snapshot: str | None = None,
-    snapshot_every: int | None = None, sum: bool = False, formats: str | None = None, client_ca: str | None = None,
+    address: str,
+    store: str | None = None,
+    budget: str | None = None,
+    token_file: str | None = None,
+    cert: str | None = None,
+    key: str | None = None,
+    ca: str | None = None,
+    snapshot: str | None = None,
+    snapshot_every: int | None = None,
+    sum: bool = False,
+    formats: str | None = None,
+    client_ca: str | None = None,
 ) -> int:
     """`roadtrain serve HOST:PORT --store DIR`, or `--sum`."""
-    if (store is None) != sum or (sum and snapshot is not None) or (formats is not None and not sum):
-        raise ConfigError(f"--store {store}, --sum {sum}, --snapshot {snapshot}, --formats {formats}",
-                          hint="--store names a directory on the device that the state shall rest on (one in /dev/shm "
-                          "rests in memory and outlives this process, not the machine); --sum keeps no state")
+    if (
+        (store is None) != sum
+        or (sum and snapshot is not None)
+        or (formats is not None and not sum)
+    ):
+        raise ConfigError(
+            f"--store {store}, --sum {sum}, --snapshot {snapshot}, --formats {formats}",
+            hint=(
+                "--store names a directory on the device that the state shall rest on (one in"
+                " /dev/shm rests in memory and outlives this process, not the machine); --sum keeps"
+                " no state"
+            ),
+        )
     twice = snapshot is not None and snapshot == store
     if twice or (snapshot_every is not None and (snapshot is None or snapshot_every < 1)):
-        raise ConfigError(f"--snapshot {snapshot}, --snapshot-every {snapshot_every}, --store {store}",
-                          hint="--snapshot names a directory of its own on files, --snapshot-every steps, 1 or more")
+        raise ConfigError(
+            f"--snapshot {snapshot}, --snapshot-every {snapshot_every}, --store {store}",
+            hint=(
+                "--snapshot names a directory of its own on files, --snapshot-every steps, 1 or"
+                " more"
+            ),
+        )
     every = 0 if snapshot is None else snapshot_every or EVERY
     if ca and client_ca:
-        raise ConfigError(f"--ca {ca} and --client-ca {client_ca}", hint="--ca is the older name: --client-ca alone")
+        raise ConfigError(
+            f"--ca {ca} and --client-ca {client_ca}",
+            hint="--ca is the older name: --client-ca alone",
+        )
     tls = tls_of(cert, key, client_ca or ca)
     if tls is not None and cert is None:
         raise ConfigError("TLS: a server needs --cert and --key")
@@ -91,8 +122,18 @@ def command(
     options = Options(token=token_of(token_file), tls=tls)
     if store is None:
         return serve_sums(address_of(address), nbytes, options, formats)
-    with Host(address_of(address), Path(store), nbytes, options, snapshot=Path(snapshot or ""), every=every) as host:
-        print(f"serving {store} at {host.where}, at most {show_bytes(nbytes)}; the state rests {host.rests}")
+    with Host(
+        address_of(address),
+        Path(store),
+        nbytes,
+        options,
+        snapshot=Path(snapshot or ""),
+        every=every,
+    ) as host:
+        print(
+            f"serving {store} at {host.where}, at most {show_bytes(nbytes)}; the state rests"
+            f" {host.rests}"
+        )
         host.run()
     return 0
 
@@ -116,20 +157,23 @@ class _Reply:
             done()
 
         with suppress(PeerError):  # a lost worker ends the session where it is noticed
-            self.seat.link.send(m.PULLED, m.encode((self.ticket, self.chunk.id)), [view[: self.nbytes]], sent)
+            self.seat.link.send(
+                m.PULLED, m.encode((self.ticket, self.chunk.id)), [view[: self.nbytes]], sent
+            )
         return self.nbytes
 
 
 class Seat:
-    """One worker's place in a session (or at a relay, which has the same methods): the Receiver of its link. Gradients
-    arrive in buffers of `pool`, in order."""
+    """One worker's place in a session (or at a relay, which has the same methods): the Receiver
+    of its link. Gradients arrive in buffers of `pool`, in order."""
 
     def __init__(self, session: Any, rank: int, signature: str, link: Link) -> None:
         self.session, self.rank, self.signature, self.link = session, rank, signature, link
         self.pool: Pool | None = None
         self.heard = time.monotonic()  # when its last message came
         self._roomed, self._taken = 0, 0  # frames with a payload: that got room, and that arrived
-        self._finding, self._taking = False, False  # room for a frame, a frame: meanwhile its silence is not its own
+        # room for a frame, a frame: meanwhile its silence is not its own
+        self._finding, self._taking = False, False
         self._coming: deque[Buffer] = deque()
         self._kept: dict[int, Buffer] = {}  # ticket -> buffer, until the server has let go of it
         self._reason: LostError | None = None  # why it ends, where it said so before
@@ -139,10 +183,14 @@ class Seat:
             self.link.send(kind, m.encode(fields), [memoryview(payload)], urgent=True)
 
     def silent_for(self, limit_s: float) -> float:
-        """Seconds without a word from its process where those are more than `limit_s` (COMING_S while a frame of it is
-        on its way), else 0."""
+        """Seconds without a word from its process where those are more than `limit_s` (COMING_S
+        while a frame of it is on its way), else 0."""
         silent_s = 0.0 if self._finding or self._taking else time.monotonic() - self.heard
-        return silent_s if silent_s > (max(limit_s, COMING_S) if self._roomed != self._taken else limit_s) else 0.0
+        return (
+            silent_s
+            if silent_s > (max(limit_s, COMING_S) if self._roomed != self._taken else limit_s)
+            else 0.0
+        )
 
     def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
         self._finding = True
@@ -156,10 +204,14 @@ class Seat:
         fields = m.header(kind, header)
         if kind == m.PUSH:
             chunk = self.session.chunk(fields[0])
-            dense = round_up(4 * chunk.numel if self.session.local < 0 else chunk.public_nbytes, PAGE)
+            dense = round_up(
+                4 * chunk.numel if self.session.local < 0 else chunk.public_nbytes, PAGE
+            )
             expected = m.push_nbytes(fields, chunk, dense) if chunk.trainable else -1
             if nbytes != expected:
-                raise WireError(f"a push of chunk {chunk.id} with {nbytes} bytes, {expected} expected")
+                raise WireError(
+                    f"a push of chunk {chunk.id} with {nbytes} bytes, {expected} expected"
+                )
             if fields[3] < 0:
                 assert self.pool is not None
                 self._coming.append(self.pool.get())
@@ -207,7 +259,8 @@ class Seat:
                 chunk = session.chunk(fields[0])
                 if fields[3] < 0 and not payload:
                     raise WireError(f"a push of chunk {chunk.id} without a gradient")
-                if fields[3] < 0 and fields[4]:  # narrowed: with the room for the fp32 sum that it may become
+                # narrowed: with the room for the fp32 sum that it may become
+                if fields[3] < 0 and fields[4]:
                     payload = self._coming[0].view[: chunk.public_nbytes]
                 push = m.push(fields, payload, chunk, self.pool.spare >= 2, me)
                 if fields[3] < 0:
@@ -242,12 +295,21 @@ class Seat:
 
 
 class Session:
-    """Workers `0..workers-1` of one incarnation of a job. `server` runs from `begin` on. Links' threads come in by the
-    methods that Seat calls, the server's loop thread by `deliver`; the host is told once that it is over.
-    `local`: how many workers of each host are summed first (Rule 1); negative where their relay has done that."""
+    """Workers `0..workers-1` of one incarnation of a job. `server` runs from `begin` on. Links'
+    threads come in by the methods that Seat calls, the server's loop thread by `deliver`; the host
+    is told once that it is over.
+    `local`: how many workers of each host are summed first (Rule 1); negative where their relay has
+    done that.
+    """
 
     def __init__(self, name: str, workers: int, local: int, number: int, host: Host) -> None:
-        self.name, self.workers, self.local, self.number, self.host = name, workers, local, number, host
+        self.name, self.workers, self.local, self.number, self.host = (
+            name,
+            workers,
+            local,
+            number,
+            host,
+        )
         self.seats: dict[int, Seat] = {}
         self.stages, self.began = Stages(), time.monotonic()
         self.server: Server | None = None
@@ -265,7 +327,8 @@ class Session:
         self._over = False
         self._storing = threading.RLock()  # whoever works with the tiers before the server does
         self._closed = False  # under `_storing`: the tiers are closed, or would be
-        self._doing, self._done, self._all = "worker 0 to open the store", 0, 0  # until `ready`, for who waits
+        # until `ready`, for who waits
+        self._doing, self._done, self._all = "worker 0 to open the store", 0, 0
 
     def join(self, seat: Seat) -> None:
         with self._lock:
@@ -285,9 +348,14 @@ class Session:
             self.end(error)
 
     def _welcome(self, seat: Seat) -> None:
-        # only worker 0 goes by what is held: the others do not wait while a large store is being made
+        # only worker 0 goes by what is held: the others do not wait while a large store is being
+        # made
         step, kept, meta = self.host.held() if seat.rank == 0 else (-1, (), None)
-        seat.say(m.WELCOME, (step, kept, self.host.every, self.host.rests), meta.to_json().encode() if meta else b"")
+        seat.say(
+            m.WELCOME,
+            (step, kept, self.host.every, self.host.rests),
+            meta.to_json().encode() if meta else b"",
+        )
         if self.ready and (error := self._greet(seat)) is not None:
             raise error
 
@@ -301,7 +369,11 @@ class Session:
 
     def chunk(self, number: int) -> Chunk:
         meta = self.meta
-        if meta is None or not 0 <= number < len(meta.owners) or self.number not in meta.holders(number):
+        if (
+            meta is None
+            or not 0 <= number < len(meta.owners)
+            or self.number not in meta.holders(number)
+        ):
             raise WireError(f"chunk {number} is not of server {self.number}")
         return meta.table.chunks[number]
 
@@ -323,35 +395,60 @@ class Session:
             unbegun = replace(meta, history=meta.history[:-1])
             if self.host.every:
                 self.kept = open_snapshot(self.host.snapshot, unbegun, kept)
-            self.tier = create_part(directory, unbegun, keep=given_up) if new else open_part(directory, step)
+            self.tier = (
+                create_part(directory, unbegun, keep=given_up)
+                if new
+                else open_part(directory, step)
+            )
             if new and kept == step and self.kept is not None and self.tier is not None:
-                counted, self.tier.on_write = self.tier.on_write, lambda chunk: self._count(meta.records[chunk].nbytes)
+                counted, self.tier.on_write = (
+                    self.tier.on_write,
+                    lambda chunk: self._count(meta.records[chunk].nbytes),
+                )
                 self._doing = "the snapshot to be copied back"
                 restore(self.kept, self.tier)
                 self.tier.on_write = counted
-                self.host.report(f"{directory}: back to step {kept}, from the snapshot in {self.host.snapshot}")
+                self.host.report(
+                    f"{directory}: back to step {kept}, from the snapshot in {self.host.snapshot}"
+                )
         self._doing, self._done = "worker 0 to fill the store", 0
         held = None if self.tier is None else self.tier.meta
         if self.tier is None or held is None or (held.job, held.index) != (meta.job, self.number):
-            there = "nothing" if held is None else f"the part of server {held.index} of job {held.job}"
-            raise ForeignError(f"{directory}: holds {there}, asked for is server {self.number} of job {meta.job}",
-                               hint="name the servers in the order in which they were named first")
+            there = (
+                "nothing" if held is None else f"the part of server {held.index} of job {held.job}"
+            )
+            raise ForeignError(
+                f"{directory}: holds {there}, asked for is server {self.number} of job {meta.job}",
+                hint="name the servers in the order in which they were named first",
+            )
         self.meta = replace(held, history=meta.history, sessions=(), without=())
         if self.kept is not None:
             self.snapshots = Snapshots(self.tier, self.kept, self.host.every, self.host.report)
         budgets = derive_server(
-            self.meta.table, meta.owned(self.number),
-            self.host.nbytes - (self.snapshots.nbytes if self.snapshots else 0), workers=self.workers,
-            holds_gradients=holds_gradients, wide=self.local < 0,
+            self.meta.table,
+            meta.owned(self.number),
+            self.host.nbytes - (self.snapshots.nbytes if self.snapshots else 0),
+            workers=self.workers,
+            holds_gradients=holds_gradients,
+            wide=self.local < 0,
         )
         self.tier.spill_workers = self.workers
         self.answers = Pool(budgets.answers, budgets.piece_bytes)
         self.pools = [Pool(budgets.pool, budgets.piece_bytes) for _ in range(self.workers)]
         self.setup = Setup(
-            self.number, f"server {self.number} ({self.host.where}, {directory})", self.meta, self._rules, self.tier,
-            budgets, self.host.report, self.workers, self.local,
+            self.number,
+            f"server {self.number} ({self.host.where}, {directory})",
+            self.meta,
+            self._rules,
+            self.tier,
+            budgets,
+            self.host.report,
+            self.workers,
+            self.local,
         )
-        for note in [tier.note for tier in (self.tier, self.kept) if tier is not None and tier.note]:
+        for note in [
+            tier.note for tier in (self.tier, self.kept) if tier is not None and tier.note
+        ]:
             self.host.report(note)
 
     def fill(self, seat: Seat, number: int, payload: memoryview) -> None:
@@ -384,7 +481,9 @@ class Session:
 
     def begin(self, seat: Seat) -> None:
         if seat.rank or self.tier is None or self.meta is None or self.tier.step < 0 or self.ready:
-            raise WireError("worker 0 begins, once, after it has opened a store and settled a new one")
+            raise WireError(
+                "worker 0 begins, once, after it has opened a store and settled a new one"
+            )
         with self._stored():
             self._begin(self.tier, self.meta)
 
@@ -392,7 +491,9 @@ class Session:
         self.tier, self.meta = own, meta
         with self.host.storing():  # before its first step: whoever is not here misses that
             for tier in filter(None, (self.tier, self.kept)):
-                replace(tier.meta, history=meta.history, sessions=(), without=()).write(tier.directory)
+                replace(tier.meta, history=meta.history, sessions=(), without=()).write(
+                    tier.directory
+                )
         if self.snapshots is not None:
             self.snapshots.start()
         self._doing, self._done = "the server to load what it keeps in memory", 0
@@ -402,18 +503,23 @@ class Session:
         with self._lock:
             self.ready = True
             seats = list(self.seats.values())
-        self.host.report(f"{self.setup.name}: step {self.tier.step}, {self.workers} worker(s), "
-                         f"{len(self.server.chunks)} chunks, {show_bytes(self.server.nbytes())} of buffers")
+        self.host.report(
+            f"{self.setup.name}: step {self.tier.step}, {self.workers} worker(s), "
+            f"{len(self.server.chunks)} chunks, {show_bytes(self.server.nbytes())} of buffers"
+        )
         for other in seats:
             self._greet(other)
 
     def _greet(self, seat: Seat) -> ForeignError | None:
-        """Ready: what the worker needs to go on from here. A worker of another job ends the session."""
+        """Ready: what the worker needs to go on from here. A worker of another job ends the
+        session."""
         assert self.meta is not None and self.tier is not None
         if seat.signature != self.meta.signature:
             error = ForeignError(
-                f"{seat.link.peer} has another model, dtype, chunk size or optimizer than the store "
-                f"({seat.signature} and {self.meta.signature})", hint="every worker runs the same job")
+                f"{seat.link.peer} has another model, dtype, chunk size or optimizer than the store"
+                f" ({seat.signature} and {self.meta.signature})",
+                hint="every worker runs the same job",
+            )
             self.end(error)
             return error
         seat.pool = self.pools[seat.rank]
@@ -434,8 +540,13 @@ class Session:
         record = Buffer(self.meta.records[chunk.id].nbytes).view
         with self._stored():
             self.tier.read(chunk.id, "record", record)
-        # with staleness 1 the public part is that before step s, as the master is where s updated nothing of the chunk
-        unchanged = self.meta.staleness and chunk.trainable and self.tier.written_in(chunk.id) < self.tier.step
+        # with staleness 1 the public part is that before step s, as the master is where s updated
+        # nothing of the chunk
+        unchanged = (
+            self.meta.staleness
+            and chunk.trainable
+            and self.tier.written_in(chunk.id) < self.tier.step
+        )
         if unchanged or not self.tier.has_public(chunk.id):
             RecordView(self.meta, chunk, record).cast_public()
         seat.say(m.RECORD, (chunk.id,), record)
@@ -449,7 +560,8 @@ class Session:
             try:
                 yield
             finally:
-                if self._closed:  # it took too long: nobody waited, and nobody else ends what was begun
+                # it took too long: nobody waited, and nobody else ends what was begun
+                if self._closed:
                     self._close_tiers()
 
     def _close_tiers(self) -> None:
@@ -464,17 +576,29 @@ class Session:
         self._done += done
 
     def look(self, silent_s: float) -> None:
-        """Once in a while: tells who waits how far it is; a worker whose process has stopped ends the session."""
+        """Once in a while: tells who waits how far it is; a worker whose process has stopped
+        ends the session."""
         with self._lock:
-            seats = [] if self._over else [seat for rank, seat in self.seats.items() if rank not in self._gone]
+            seats = (
+                []
+                if self._over
+                else [seat for rank, seat in self.seats.items() if rank not in self._gone]
+            )
         if not self.ready:
             for seat in seats:
-                seat.say(m.PROGRESS, (self._doing, self._done or self.host.made(self.tier is None), self._all))
+                seat.say(
+                    m.PROGRESS,
+                    (self._doing, self._done or self.host.made(self.tier is None), self._all),
+                )
         for seat in seats:
             if for_s := seat.silent_for(silent_s):
-                self.end(DeadlineError(
-                    f"worker {seat.rank} has been silent for {for_s:.0f} s: its process is stopped, or its host hangs",
-                    hint="end it; the next start goes on at the last committed step"))
+                self.end(
+                    DeadlineError(
+                        f"worker {seat.rank} has been silent for {for_s:.0f} s: its process is"
+                        " stopped, or its host hangs",
+                        hint="end it; the next start goes on at the last committed step",
+                    )
+                )
 
     def beat(self) -> None:
         """A worker's process runs."""
@@ -506,7 +630,8 @@ class Session:
                 self.end(error)
 
     def left(self, seat: Seat, error: PeerError) -> None:
-        """A link has ended. Where nothing is under way the others may be leaving too; else the session is over."""
+        """A link has ended. Where nothing is under way the others may be leaving too; else the
+        session is over."""
         with self._lock:
             self._gone.add(seat.rank)
             all_gone = len(self._gone) == len(self.seats)
@@ -519,16 +644,30 @@ class Session:
         """What this server does, and what its workers (or their relays) wait for."""
         with self._lock:
             seats, now = dict(self.seats), time.monotonic()
-        names = {rank: f"{'worker' if self.local > 0 else 'relay of host'} {rank}" for rank in range(self.workers)}
-        names |= {r: f"{names[r]} ({s.link.peer.partition('(')[2].rpartition(':')[0]})" for r, s in seats.items()}
+        names = {
+            rank: f"{'worker' if self.local > 0 else 'relay of host'} {rank}"
+            for rank in range(self.workers)
+        }
+        names |= {
+            r: f"{names[r]} ({s.link.peer.partition('(')[2].rpartition(':')[0]})"
+            for r, s in seats.items()
+        }
         pulls, owed = self.server.waits() if self.server else ([], [(0, "the opened store")])
-        late = [(now - (seats[rank].heard if rank in seats else self.began), rank, what) for rank, what in owed]
-        text, waits = f"step {self.step}, {self.workers} worker(s)", {names[rank]: (0.0, "") for rank in seats}
+        late = [
+            (now - (seats[rank].heard if rank in seats else self.began), rank, what)
+            for rank, what in owed
+        ]
+        text, waits = (
+            f"step {self.step}, {self.workers} worker(s)",
+            {names[rank]: (0.0, "") for rank in seats},
+        )
         if late:
             seconds, rank, what = max(late)
             text += f"; waits since {seconds:.1f} s for {what} of {names[rank]}"
         for pull in pulls:
-            waits[names[pull.worker]] = max(waits[names[pull.worker]], (now - pull.into.asked, f"chunk {pull.chunk}"))
+            waits[names[pull.worker]] = max(
+                waits[names[pull.worker]], (now - pull.into.asked, f"chunk {pull.chunk}")
+            )
         return text, waits, self.stages.seconds()
 
     def end(self, error: BaseException | None) -> None:
@@ -538,8 +677,13 @@ class Session:
             self.host.ended.put((self, error))
 
     def tear_down(self, error: BaseException | None) -> None:
-        """From the host's own thread. What was not committed is dropped when the store is opened again."""
-        words = (type(error).__name__, str(error)) if error is not None else ("LostError", "the server stops")
+        """From the host's own thread. What was not committed is dropped when the store is
+        opened again."""
+        words = (
+            (type(error).__name__, str(error))
+            if error is not None
+            else ("LostError", "the server stops")
+        )
         with self._lock:
             seats = list(self.seats.values())
         for seat in seats:
@@ -564,17 +708,28 @@ class Session:
 
 
 class Host:
-    """Listens; one session at a time. `run` returns after `stop`. `rests`: where the state does, and how durable."""
+    """Listens; one session at a time. `run` returns after `stop`. `rests`: where the state
+    does, and how durable."""
 
     def __init__(
-        self, address: Address, directory: Path, nbytes: int, options: Options, report: Report = print,
-        snapshot: Path = Path(), every: int = 0, silent_s: float = SILENT_S,
+        self,
+        address: Address,
+        directory: Path,
+        nbytes: int,
+        options: Options,
+        report: Report = print,
+        snapshot: Path = Path(),
+        every: int = 0,
+        silent_s: float = SILENT_S,
     ) -> None:
         self.directory, self.nbytes, self.report = directory, nbytes, report
         self.silent_s = silent_s  # how long a worker may be silent
-        self.snapshot, self.every = snapshot, every  # where snapshots go, steps between two; 0: none are taken
+        # where snapshots go, steps between two; 0: none are taken
+        self.snapshot, self.every = snapshot, every
         self.rests = where_it_rests(directory, snapshot, every)
-        self.ended: queue.SimpleQueue[tuple[Session | None, BaseException | None]] = queue.SimpleQueue()
+        self.ended: queue.SimpleQueue[tuple[Session | None, BaseException | None]] = (
+            queue.SimpleQueue()
+        )
         self.session: Session | None = None
         self._store_lock = threading.Lock()  # over opening and making the store
         self._lock = threading.Lock()
@@ -583,7 +738,8 @@ class Host:
 
     @contextmanager
     def storing(self) -> Iterator[None]:
-        """Alone with the directory. BusyError while the session before is not done with it: a device hangs."""
+        """Alone with the directory. BusyError while the session before is not done with it: a
+        device hangs."""
         if not self._store_lock.acquire(timeout=LOCK_S):
             raise BusyError(f"{self.directory}: the session before is still at work there")
         try:
@@ -594,7 +750,9 @@ class Host:
     def made(self, making: bool) -> int:
         """Bytes that its files have by now, while they are being made."""
         with suppress(OSError):
-            return sum(path.stat().st_size for path in self.directory.glob("gen-*/*")) if making else 0
+            return (
+                sum(path.stat().st_size for path in self.directory.glob("gen-*/*")) if making else 0
+            )
         return 0
 
     def held(self) -> tuple[int, tuple[int, ...], StoreMeta | None]:
@@ -604,12 +762,15 @@ class Host:
                 return tier.step, (), tier.meta
             steps, meta = held_in(self.directory)
             kept, of = held_in(self.snapshot) if self.every else ((), None)
-        ours = meta is None or of is None or meta.job == of.job  # another job's is refused when it is opened
+        # another job's is refused when it is opened
+        ours = meta is None or of is None or meta.job == of.job
         return max(steps, default=-1), kept if ours else (), meta or of
 
     def go_on_without(self, job: str, link: str, servers: tuple[int, ...]) -> bool:
-        """The witness of the session `link` says that it has ended, and that this server may go on without the others:
-        nobody else is told so. Durable on return; False where that was not the last session here."""
+        """The witness of the session `link` says that it has ended, and that this server may go on
+        without the others: nobody else is told so. Durable on return; False where that was not the
+        last session here.
+        """
         with self.storing():
             tier = None if self.session is None else self.session.tier
             opened = open_part(self.directory, look=True) if tier is None else None
@@ -617,22 +778,33 @@ class Host:
             if opened is not None:
                 opened.close()
             meta = None if home is None else StoreMeta.load(home)
-            if home is None or meta is None or meta.job != job or [one.id for one in meta.history[-1:]] != [link]:
+            if (
+                home is None
+                or meta is None
+                or meta.job != job
+                or [one.id for one in meta.history[-1:]] != [link]
+            ):
                 return False
             replace(meta, without=servers).write(home)
-        self.report(f"server {meta.index}: may go on without server(s) {', '.join(map(str, servers))}")
+        self.report(
+            f"server {meta.index}: may go on without server(s) {', '.join(map(str, servers))}"
+        )
         return True
 
     def _accept(self, link: Link, hello: bytes) -> Receiver:
         """Called by the listener for a link whose other side has proven the token."""
         if hello == watch.HELLO:
-            said: watch.Said = self.session.status() if self.session else ("no session: waits for workers", {}, {})
+            said: watch.Said = (
+                self.session.status() if self.session else ("no session: waits for workers", {}, {})
+            )
             return watch.answer(link, (f"state {self.rests}; {said[0]}", *said[1:]))
         if hello.startswith(m.WITHOUT):
             rest = hello[len(m.WITHOUT) :]
             done = self.go_on_without(*m.decoded(m.WITHOUT_REST, rest, "no word of a witness"))
             return watch.answer(link, ("noted" if done else "not the last session here", {}, {}))
-        name, rank, workers, local, number, signature = m.decoded(m.HELLO, hello, "no greeting of a worker")
+        name, rank, workers, local, number, signature = m.decoded(
+            m.HELLO, hello, "no greeting of a worker"
+        )
         if not 0 <= rank < workers <= 1 << 16:
             raise WireError(f"worker {rank} of {workers}")
         with self._lock:
@@ -640,7 +812,9 @@ class Host:
             if session is None:
                 session = self.session = Session(name, workers, local, number, self)
             elif not session.takes(name, rank, workers, local):
-                raise BusyError(f"busy with a session of {session.workers} worker(s), at step {session.step}")
+                raise BusyError(
+                    f"busy with a session of {session.workers} worker(s), at step {session.step}"
+                )
             seat = Seat(session, rank, signature, link)
             link.peer = f"worker {rank} ({link.peer})"
             session.join(seat)
@@ -660,7 +834,9 @@ class Host:
             try:
                 session.tear_down(error)
             except Exception as failed:  # whatever it was, the next one finds a server that is free
-                self.report(f"ending the session: {type(failed).__name__}: {failed}".replace("\n", "; "))
+                self.report(
+                    f"ending the session: {type(failed).__name__}: {failed}".replace("\n", "; ")
+                )
             self.report(f"session over at step {step}: {error}".replace("\n", "; "))
             with self._lock:
                 self.session = None
@@ -680,5 +856,3 @@ class Host:
         self._listener.close()
         if self.session is not None:
             self.session.tear_down(None)
-
-

@@ -1,10 +1,12 @@
-"""A server: owns chunks, holds their gradients, updates them next to their storage. Threads around flow/serve.py.
+"""A server: owns chunks, holds their gradients, updates them next to their storage. Threads around
+flow/serve.py.
 
-One loop thread feeds the decider; I/O threads serve the device's queue; update threads run kernels and copies. All
-heavy work (preadv/pwritev, hashing, numba kernels, numpy copies) releases the GIL. Memory: record buffers and scratch
-are allocated once; what is kept from files lies in one arena.
+One loop thread feeds the decider; I/O threads serve the device's queue; update threads run kernels
+and copies. All heavy work (preadv/pwritev, hashing, numba kernels, numpy copies) releases the GIL.
+Memory: record buffers and scratch are allocated once; what is kept from files lies in one arena.
 
-Any failure ends the server: the worker gets Failed with the cause, and the last committed step stays as it is.
+Any failure ends the server: the worker gets Failed with the cause, and the last committed step
+stays as it is.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ LOOK_S = 2.0  # for the loop to come to a question
 
 @dataclass(frozen=True)
 class Setup:
-    """What one server is made of. `meta`: of the whole store. `tier` None: everything rests in memory."""
+    """What one server is made of. `meta`: of the whole store. `tier` None: everything rests in
+    memory."""
 
     number: int
     name: str
@@ -62,19 +65,30 @@ class Server:
     """`deliver(message, worker)`: to one worker, or (None) to all."""
 
     def __init__(
-        self, setup: Setup, deliver: Callable[[Any, int | None], None], stages: Stages, committed: int
+        self,
+        setup: Setup,
+        deliver: Callable[[Any, int | None], None],
+        stages: Stages,
+        committed: int,
     ) -> None:
         self.setup, self.peer, self._deliver, self._stages = setup, setup.name, deliver, stages
         self.tier, meta, budgets = setup.tier, setup.meta, setup.budgets
         self.records = meta.owned(setup.number)
         self.chunks = {number: meta.table.chunks[number] for number in self.records}
         self._resident = budgets.resident if self.tier else frozenset(self.chunks)
-        buffers, scratch_bytes = (budgets.record_buffers, budgets.scratch_bytes) if self.chunks else (0, 0)
+        buffers, scratch_bytes = (
+            (budgets.record_buffers, budgets.scratch_bytes) if self.chunks else (0, 0)
+        )
         self._buffers = [Buffer(budgets.record_bytes) for _ in range(buffers)]
         self.memory = self._keep()
-        self._grads = Gradients(self.chunks, self.tier, buffers, scratch_bytes, setup.workers, setup.local)
-        self._sums: dict[int, dict[str, int]] = {}  # chunk -> checksums of what is updated and not yet written
-        self._late = frozenset(c for c, chunk in self.chunks.items() if meta.staleness and chunk.trainable)
+        self._grads = Gradients(
+            self.chunks, self.tier, buffers, scratch_bytes, setup.workers, setup.local
+        )
+        # chunk -> checksums of what is updated and not yet written
+        self._sums: dict[int, dict[str, int]] = {}
+        self._late = frozenset(
+            c for c, chunk in self.chunks.items() if meta.staleness and chunk.trainable
+        )
         self.decider = self._decide(committed)
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._device = DeviceQueue(limit=setup.io_threads)
@@ -90,13 +104,23 @@ class Server:
         setup, budgets, meta = self.setup, self.setup.budgets, self.setup.meta
         where = {c: (c in self._resident, c in budgets.public_resident) for c in self.chunks}
         return ServeDecider(
-            setup.number, where, len(self._buffers) - bool(self.memory),
-            durable=self.tier is not None, committed=committed,
-            workers=setup.workers, alone=setup.workers == setup.local == 1, first=meta.members[0],
+            setup.number,
+            where,
+            len(self._buffers) - bool(self.memory),
+            durable=self.tier is not None,
+            committed=committed,
+            workers=setup.workers,
+            alone=setup.workers == setup.local == 1,
+            first=meta.members[0],
             everywhere=meta.replicas > 1,
             owners={c: meta.owners[c] for c in self.chunks} if meta.replicas > 1 else None,
-            answers=budgets.answers // setup.workers if isinstance(budgets, ServerBudgets) else 1 << 30,
-            late={c: self.tier is not None and self.tier.written_in(c) == committed > 0 for c in self._late},
+            answers=(
+                budgets.answers // setup.workers if isinstance(budgets, ServerBudgets) else 1 << 30
+            ),
+            late={
+                c: self.tier is not None and self.tier.written_in(c) == committed > 0
+                for c in self._late
+            },
         )
 
     def nbytes(self) -> int:
@@ -105,8 +129,11 @@ class Server:
 
     def _keep(self) -> dict[int, memoryview]:
         """One more buffer for everything that is kept in memory, and each chunk's view into it."""
-        sizes = {c: r.nbytes if c in self._resident else r.public_nbytes for c, r in self.records.items()
-                 if c in self._resident | self.setup.budgets.public_resident}
+        sizes = {
+            c: r.nbytes if c in self._resident else r.public_nbytes
+            for c, r in self.records.items()
+            if c in self._resident | self.setup.budgets.public_resident
+        }
         if not sizes:
             return {}
         self._buffers.append(Buffer(sum(sizes.values())))
@@ -114,11 +141,15 @@ class Server:
         return {c: self._buffers[-1].view[at : at + sizes[c]] for c, at in zip(sizes, starts)}
 
     def start(self, loaded: Callable[[int], None] = lambda nbytes: None) -> None:
-        """Loads what is kept in memory (`loaded` hears of each chunk's bytes), then serves. Raises StoreError when the
-        files are damaged."""
+        """Loads what is kept in memory (`loaded` hears of each chunk's bytes), then serves.
+        Raises StoreError when the files are damaged."""
         self._load(loaded)
         n_io = 2 * self.setup.io_threads if self.tier is not None else 0
-        jobs = [(self._loop, "loop"), (self._compute, "update"), *[(self._io, f"io{i}") for i in range(n_io)]]
+        jobs = [
+            (self._loop, "loop"),
+            (self._compute, "update"),
+            *[(self._io, f"io{i}") for i in range(n_io)],
+        ]
         for target, name in jobs:
             thread = threading.Thread(target=target, name=f"{self.setup.name} {name}", daemon=True)
             thread.start()
@@ -143,9 +174,12 @@ class Server:
         except queue.Empty:
             raise DeadlineError(f"{self.setup.name} is too busy to say what it does") from None
 
-    def begin_again(self, meta: StoreMeta, tier: FileTier | None, step: int, deadline_s: float) -> None:
-        """Between steps, nothing being under way: its records are now those of `tier` (None: what was written into its
-        memory) at `step`. Raises StoreError when the files are damaged, DeadlineError."""
+    def begin_again(
+        self, meta: StoreMeta, tier: FileTier | None, step: int, deadline_s: float
+    ) -> None:
+        """Between steps, nothing being under way: its records are now those of `tier` (None:
+        what was written into its memory) at `step`. Raises StoreError when the files are
+        damaged, DeadlineError."""
         said: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
         def change() -> None:
@@ -164,14 +198,16 @@ class Server:
         try:
             error = said.get(timeout=deadline_s)
         except queue.Empty:
-            raise DeadlineError(f"waited {deadline_s:.0f} s for {self.setup.name} to read its records anew") from None
+            raise DeadlineError(
+                f"waited {deadline_s:.0f} s for {self.setup.name} to read its records anew"
+            ) from None
         if error is not None:
             raise error
 
     def stop(self, deadline_s: float) -> list[str]:
-        """Ends all threads; does not wait for unfinished steps (the caller flushes first if it wants them). Returns the
-        names of those that hang beyond the deadline; the memory that they use stays until they let go. The tier is
-        closed by whoever opened it."""
+        """Ends all threads; does not wait for unfinished steps (the caller flushes first if it
+        wants them). Returns the names of those that hang beyond the deadline; the memory that
+        they use stays until they let go. The tier is closed by whoever opened it."""
         self._stopping = True
         self._inbox.put(None)
         with self._device_ready:
@@ -207,7 +243,11 @@ class Server:
                 if callable(event):
                     event()
                     continue
-                if isinstance(event, ops.CommitDone) and self.tier and event.step > self.decider.committed:
+                if (
+                    isinstance(event, ops.CommitDone)
+                    and self.tier
+                    and event.step > self.decider.committed
+                ):
                     self.tier.committed(event.step)
                 for action in self.decider.handle(event):
                     self._carry_out(action)
@@ -220,17 +260,35 @@ class Server:
             case ops.Send(message, to):
                 self._deliver(message, to)
             case ops.Answer(pull, True, newest):
-                self._kernel(0, "Fetch", action, lambda: self._answer_memory(action, pull.chunk, newest))
+                self._kernel(
+                    0, "Fetch", action, lambda: self._answer_memory(action, pull.chunk, newest)
+                )
             case ops.Answer(pull, False, newest):
-                self._io_push(READ_PARAMETERS, pull.ticket, "Fetch", action, lambda: self._answer(
-                    action, lambda into: self._read_public(pull.chunk, into, newest)))
+                self._io_push(
+                    READ_PARAMETERS,
+                    pull.ticket,
+                    "Fetch",
+                    action,
+                    lambda: self._answer(
+                        action, lambda into: self._read_public(pull.chunk, into, newest)
+                    ),
+                )
             case ops.Hold(push):
-                self._kernel(1, "Sum", action, lambda: (self.chunks[push.chunk].public_nbytes, self._grads.hold(push)))
+                self._kernel(
+                    1,
+                    "Sum",
+                    action,
+                    lambda: (self.chunks[push.chunk].public_nbytes, self._grads.hold(push)),
+                )
             case ops.Stash(push, lane):
                 self._kernel(1, "Sum", action, lambda: (self._grads.stash(push, lane), ()))
             case ops.Total(chunk):
-                self._kernel(1, "Sum", action, lambda: (
-                    self.chunks[chunk].public_nbytes, (self._grads.total_sums(chunk),)))
+                self._kernel(
+                    1,
+                    "Sum",
+                    action,
+                    lambda: (self.chunks[chunk].public_nbytes, (self._grads.total_sums(chunk),)),
+                )
             case ops.Update(chunk, release):
                 self._kernel(2, "Update", action, lambda: self._update(chunk, release))
             case ops.Read(chunk, buffer):
@@ -241,7 +299,9 @@ class Server:
                 if self.tier is None:
                     self.receive(ops.Done(action))
                 else:
-                    self._io_push(WRITE_STATE, -1, "Commit", action, lambda: self._prepare(step, blobs))
+                    self._io_push(
+                        WRITE_STATE, -1, "Commit", action, lambda: self._prepare(step, blobs)
+                    )
             case ops.Discard(chunk, worker):
                 self._grads.discard(chunk, worker)
 
@@ -301,7 +361,8 @@ class Server:
             error = wrapped
         self._deliver(ops.Failed(self.setup.number, error), None)
 
-    # doers: each returns its bytes and the action's result; None where somebody else reports it later
+    # doers: each returns its bytes and the action's result; None where somebody else reports it
+    # later
 
     def _load(self, loaded: Callable[[int], None] = lambda nbytes: None) -> None:
         tier = self.tier
@@ -317,7 +378,8 @@ class Server:
                 self._cast_public(number, view, view)
 
     def _read_public(self, number: int, into: memoryview, newest: bool = False) -> None:
-        """The public part from the file; cast from the master where the file does not hold it, or that is `newest`."""
+        """The public part from the file; cast from the master where the file does not hold it,
+        or that is `newest`."""
         tier, record = self.tier, self.records[number]
         assert tier is not None
         if tier.has_public(number) and not newest:
@@ -350,7 +412,8 @@ class Server:
     def _answer(
         self, answer: ops.Answer, put: Callable[[memoryview], None], view: memoryview | None = None
     ) -> Outcome:
-        """What `put` writes goes to the worker. `view`: where it lies already, for a link to send it from there."""
+        """What `put` writes goes to the worker. `view`: where it lies already, for a link to
+        send it from there."""
         into = answer.pull.into
         if isinstance(into, memoryview):
             put(into)
@@ -375,8 +438,13 @@ class Server:
         view = self._record_view(number)
         scratch, grad, dtype = self._grads.take(number)
         public, tier = self.memory.get(number, view), self.tier
-        if tier is not None and number not in self._resident and self.setup.rules[chunk.group].reads_state:
-            first = record.public_nbytes if record.master else 0  # checked here: then it lies in the cache
+        if (
+            tier is not None
+            and number not in self._resident
+            and self.setup.rules[chunk.group].reads_state
+        ):
+            # checked here: then it lies in the cache
+            first = record.public_nbytes if record.master else 0
             tier.check_sums(number, "private" if first else "record", view[first : record.nbytes])
         late = number in self._late  # the public part gets what the master was before
         if late:
@@ -393,21 +461,28 @@ class Server:
         return record.nbytes, (checksum,)
 
     def _checksum(self, chunk: Chunk, public: memoryview) -> int:
-        """Of what an update made, whether or not all of it is written: the state, and what a pull returns. The padding
-        behind a 16-bit copy is nobody's."""
+        """Of what an update made, whether or not all of it is written: the state, and what a
+        pull returns. The padding behind a 16-bit copy is nobody's."""
         sums = self._sums[chunk.id]
-        copied = digest(public[: chunk.public_nbytes]) if self.records[chunk.id].master else sums.get("public", 0)
+        copied = (
+            digest(public[: chunk.public_nbytes])
+            if self.records[chunk.id].master
+            else sums.get("public", 0)
+        )
         return digest(struct.pack("<QQ", copied, sums.get("private", 0)))
 
     def _write(self, number: int) -> Outcome:
         chunk, record, tier = self.chunks[number], self.records[number], self.tier
         assert tier is not None
         part, first = self._written_part(chunk)
-        tier.write(number, part, self._record_view(number)[first : record.nbytes], self._sums.pop(number))
+        tier.write(
+            number, part, self._record_view(number)[first : record.nbytes], self._sums.pop(number)
+        )
         return record.nbytes - first, ()
 
     def _written_part(self, chunk: Chunk) -> tuple[str, int]:
-        """What of a record is written, and its first byte: not the copy where that is kept, and can be cast again."""
+        """What of a record is written, and its first byte: not the copy where that is kept, and
+        can be cast again."""
         derived = chunk.dtype != "fp32" and chunk.id in self.memory and chunk.id not in self._late
         return ("private", self.records[chunk.id].public_nbytes) if derived else ("record", 0)
 
@@ -428,27 +503,41 @@ class Server:
             self._moved, self._busy_s, self._began = 0, 0.0, now
         if self.trial.chosen and not known:
             mix, bursts = (show_rate(max(self.trial.rates[way])) for way in (False, True))
-            self.setup.report(f"{self.setup.name}: reads and writes {'in bursts' if self._device.burst else 'mixed'} "
-                              f"(measured: mixed {mix}, bursts {bursts})")
+            self.setup.report(
+                f"{self.setup.name}: reads and writes"
+                f" {'in bursts' if self._device.burst else 'mixed'} (measured: mixed {mix}, bursts"
+                f" {bursts})"
+            )
 
 
 def apply_rule(
-    rule: Rule, chunk: Chunk, record: Record, view: memoryview, public: memoryview | None, grad: np.ndarray,
-    dtype: str, release: ops.Release,
+    rule: Rule,
+    chunk: Chunk,
+    record: Record,
+    view: memoryview,
+    public: memoryview | None,
+    grad: np.ndarray,
+    dtype: str,
+    release: ops.Release,
 ) -> None:
-    """Runs `rule` on every span of the record in `view` that has a gradient; neighbours with equal scalars and scale
-    run as one range, padding included. The 16-bit copy, where one is wanted, goes to the start of `public`."""
+    """Runs `rule` on every span of the record in `view` that has a gradient; neighbours with equal
+    scalars and scale run as one range, padding included. The 16-bit copy, where one is wanted, goes
+    to the start of `public`.
+    """
     n = chunk.numel
     p = np.frombuffer(view, np.float32, n, record.master)
     arrays = [np.frombuffer(view, np.float32, n, at) for at in record.arrays]
     copy = None if public is None else np.frombuffer(public, np.uint16, n)
     width = len(rule.scalars)
-    rows = np.frombuffer(view, np.float64, width * len(chunk.spans), record.scalars).reshape(len(chunk.spans), width)
+    rows = np.frombuffer(view, np.float64, width * len(chunk.spans), record.scalars).reshape(
+        len(chunk.spans), width
+    )
     first = 0
     while first < len(chunk.spans):
         last = first + 1
         while (
-            last < len(chunk.spans) and release.scales[last] == release.scales[first]
+            last < len(chunk.spans)
+            and release.scales[last] == release.scales[first]
             and np.array_equal(rows[last], rows[first])
         ):
             last += 1
@@ -459,11 +548,17 @@ def apply_rule(
         if scale is not None:
             row = rows[first].copy()
             rule.apply(
-                p[cut], grad[cut], dtype, [a[cut] for a in arrays], row, release.hyper, scale,
-                None if copy is None else copy[cut], chunk.dtype,
+                p[cut],
+                grad[cut],
+                dtype,
+                [a[cut] for a in arrays],
+                row,
+                release.hyper,
+                scale,
+                None if copy is None else copy[cut],
+                chunk.dtype,
             )
             rows[first:last] = row
         elif copy is not None:
             cast(p[cut], "fp32", copy[cut], chunk.dtype)
         first = last
-

@@ -1,12 +1,14 @@
-"""Summation: a worker's side of the summation service. Cuts tensors into parts, sends each to the host that sums it,
-the most wanted first, and puts what comes back where it belongs.
+"""Summation: a worker's side of the summation service. Cuts tensors into parts, sends each to the
+host that sums it, the most wanted first, and puts what comes back where it belongs.
 
-    sum(key, grad, out) -> parts (flow/shares.py) -> queue by priority -> links, few parts ahead -> out, then `done`
+    sum(key, grad, out) -> parts (flow/shares.py) -> queue by priority -> links, few parts ahead ->
+    out, then `done`
 
-The worker's own summer is one of the hosts; its parts cross no network. Bytes leave from `grad` and land in `out`
-without a copy in between, but for those that are encoded. Spare hosts may come and go (flow/roster.py): what a host
-that is gone had not answered is pushed again elsewhere, from `grad` or, by who has the sum, from `out`: the last two
-rounds' are kept for that. Every wait has a deadline (Rule 5). Does NOT divide, and does NOT know torch.
+The worker's own summer is one of the hosts; its parts cross no network. Bytes leave from `grad` and
+land in `out` without a copy in between, but for those that are encoded. Spare hosts may come and go
+(flow/roster.py): what a host that is gone had not answered is pushed again elsewhere, from `grad`
+or, by who has the sum, from `out`: the last two rounds' are kept for that. Every wait has a
+deadline (Rule 5). Does NOT divide, and does NOT know torch.
 """
 
 from __future__ import annotations
@@ -20,7 +22,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from roadtrain.errors import BusyError, ConfigError, DeadlineError, LostError, PeerError, RoadtrainError, WireError
+from roadtrain.errors import (
+    BusyError,
+    ConfigError,
+    DeadlineError,
+    LostError,
+    PeerError,
+    RoadtrainError,
+    WireError,
+)
 from roadtrain.flow.roster import Change, Map, Spares
 from roadtrain.flow.shares import cut, order
 from roadtrain.node import formats
@@ -45,7 +55,8 @@ Done = Callable[[], None]
 
 
 class _Codec:
-    """Of one tensor that travels encoded: what it has lost so far, and its parts' bytes of the last round."""
+    """Of one tensor that travels encoded: what it has lost so far, and its parts' bytes of the
+    last round."""
 
     def __init__(self, format: str, elements: int) -> None:
         self.format, form = format, formats.format_of(format)
@@ -64,12 +75,27 @@ class _Codec:
 
 
 class _Tensor:
-    """One round of a tensor. `waits`: parts whose sum has not come; `sent`: part -> the site it was pushed to."""
+    """One round of a tensor. `waits`: parts whose sum has not come; `sent`: part -> the site it
+    was pushed to."""
 
     def __init__(
-        self, key: int, round: int, grad: memoryview, out: memoryview, dtype: str, done: Done, urgency: tuple[int, int]
+        self,
+        key: int,
+        round: int,
+        grad: memoryview,
+        out: memoryview,
+        dtype: str,
+        done: Done,
+        urgency: tuple[int, int],
     ) -> None:
-        self.key, self.round, self.grad, self.out, self.dtype, self.done = key, round, grad, out, dtype, done
+        self.key, self.round, self.grad, self.out, self.dtype, self.done = (
+            key,
+            round,
+            grad,
+            out,
+            dtype,
+            done,
+        )
         self.urgency = urgency  # priority, number of the call
         self.codec: _Codec | None = None
         self.parts: Sequence[tuple[int, int]] = ()
@@ -78,7 +104,8 @@ class _Tensor:
         self.began = time.monotonic()
 
     def number(self, start: int) -> int:
-        """Of the part that begins there; -1: none does. ~start: of one that went elsewhere (Map.moved)."""
+        """Of the part that begins there; -1: none does. ~start: of one that went elsewhere
+        (Map.moved)."""
         start = max(start, ~start)
         size = self.parts[0][1] if self.parts else 1
         return start // size if start % size == 0 and start // size < len(self.parts) else -1
@@ -131,16 +158,29 @@ class _Site:
 
 
 class Summation:
-    """`sites`: of every worker's summer its address (a path: shared memory); None: the one of this process, `own`.
-    `spares`: the spare hosts; `rates`: of all workers' links; `roots`: instead, which workers' summers sum. `session`:
-    the same for all workers of one start. `spare`: how spare hosts are reached, where not by `options`. `control`:
-    whether worker 0's summers have a coordinator, so that spare hosts may come and go. Raises LostError, AuthError,
-    WireError, DeadlineError."""
+    """`sites`: of every worker's summer its address (a path: shared memory); None: the one of this
+    process, `own`.
+    `spares`: the spare hosts; `rates`: of all workers' links; `roots`: instead, which workers'
+    summers sum. `session`: the same for all workers of one start. `spare`: how spare hosts are
+    reached, where not by `options`. `control`: whether worker 0's summers have a coordinator, so
+    that spare hosts may come and go. Raises LostError, AuthError, WireError, DeadlineError."""
 
     def __init__(
-        self, rank: int, sites: Sequence[Address | str | None], rates: Sequence[float], spares: Spares,
-        own: Summers | None, *, session: str, options: Options, spare: Options | None = None, rule: str = "sum",
-        deadline_s: float = 600.0, part_bytes: int = PART_BYTES, control: bool = False, roots: Sequence[int] = (),
+        self,
+        rank: int,
+        sites: Sequence[Address | str | None],
+        rates: Sequence[float],
+        spares: Spares,
+        own: Summers | None,
+        *,
+        session: str,
+        options: Options,
+        spare: Options | None = None,
+        rule: str = "sum",
+        deadline_s: float = 600.0,
+        part_bytes: int = PART_BYTES,
+        control: bool = False,
+        roots: Sequence[int] = (),
     ) -> None:
         self.rank, self.workers, self.deadline_s = rank, len(sites), deadline_s
         self._part_bytes, self.sent_bytes = part_bytes, 0
@@ -154,24 +194,34 @@ class Summation:
         self._codecs: dict[tuple[int, str, int], _Codec] = {}
         # priority, call, place in its order, key, round, part, whether it is the sum
         self._queue: list[tuple[int, int, int, int, int, int, bool]] = []
-        # key, round, part's start: sums that others lack -> whether in the queue still; what waits until they have them
+        # key, round, part's start: sums that others lack -> whether in the queue still; what waits
+        # until they have them
         self._owed: dict[tuple[int, int, int], bool] = {}
         self._after: dict[tuple[int, int, int], tuple[int, int, int, int, int, int, bool]] = {}
         self._calls = itertools.count()
-        self._given_up: set[int] = set()  # keys that are not used again, of which sums may still come
+        # keys that are not used again, of which sums may still come
+        self._given_up: set[int] = set()
         self._held = False
         self.error: BaseException | None = None  # what has ended it
         self._sites: dict[int, _Site] = {}
         self._dialed: dict[int, _Site] = {}
-        self._delegate = Delegate(self._dial, self._hold, self._change, self.fail) if control else None
+        self._delegate = (
+            Delegate(self._dial, self._hold, self._change, self.fail) if control else None
+        )
         self._closed, self._watcher = threading.Event(), threading.Thread()
         try:
             for number, address in enumerate(sites):
-                self._sites[number] = self._reach(number, address, own, f"the summer of worker {number}")
+                self._sites[number] = self._reach(
+                    number, address, own, f"the summer of worker {number}"
+                )
             for number, text, _ in spares:
-                self._sites[number] = self._reach(number, address_of(text), None, f"spare host {text}")
+                self._sites[number] = self._reach(
+                    number, address_of(text), None, f"spare host {text}"
+                )
             if self._delegate is not None:
-                self._delegate.linked(link_to(self._delegate, sites[0], own, (session, rank, len(sites), ""), options))
+                self._delegate.linked(
+                    link_to(self._delegate, sites[0], own, (session, rank, len(sites), ""), options)
+                )
         except BaseException:
             self.close()
             raise
@@ -179,7 +229,12 @@ class Summation:
         self._watcher.start()
 
     def _reach(
-        self, number: int, address: Address | str | None, own: Summers | None, name: str, options: Options | None = None
+        self,
+        number: int,
+        address: Address | str | None,
+        own: Summers | None,
+        name: str,
+        options: Options | None = None,
     ) -> _Site:
         site = _Site(self, number, name)
         how = options or (self._options if number < self.workers else self._spare)
@@ -188,28 +243,43 @@ class Summation:
         except (LostError, DeadlineError, BusyError) as error:
             if self._delegate is None or number not in self._map.spares:
                 raise
-            site.link = Stream(name, how.frame_limit, False, 0.0)  # leads nowhere: the host died before all began
+            # leads nowhere: the host died before all began
+            site.link = Stream(name, how.frame_limit, False, 0.0)
             self.lost(site, error)
         return site
 
     def sum(
-        self, key: int, grad: memoryview, out: memoryview, dtype: str, done: Done, *, priority: int = 0,
+        self,
+        key: int,
+        grad: memoryview,
+        out: memoryview,
+        dtype: str,
+        done: Done,
+        *,
+        priority: int = 0,
         format: str = "",
     ) -> None:
-        """Begins; `done` is called when `out` (as many bytes as `grad`, not the same memory) holds the sum, from a
-        thread of a link. `grad` must not change before, and `out` not until the key's next sum is done. Smaller
-        priorities go first. All workers call it with the same keys; a key's calls follow each other. `format`: how fp32
-        travels (node/formats.py). Raises ConfigError, and what has ended it."""
+        """Begins; `done` is called when `out` (as many bytes as `grad`, not the same memory)
+        holds the sum, from a thread of a link. `grad` must not change before, and `out` not
+        until the key's next sum is done. Smaller priorities go first. All workers call it with
+        the same keys; a key's calls follow each other. `format`: how fp32 travels
+        (node/formats.py). Raises ConfigError, and what has ended it."""
         if format and dtype != "fp32":
-            raise ConfigError(f"tensor {key} is {dtype} and should travel as {format}", hint="formats are of fp32")
+            raise ConfigError(
+                f"tensor {key} is {dtype} and should travel as {format}", hint="formats are of fp32"
+            )
         elements = len(grad) // ITEMSIZE[dtype]
         codec = format and self._codec(key, format, elements)
         with self._lock:
-            free = self._lock.wait_for(lambda: not self._held or self.error is not None, self.deadline_s)
+            free = self._lock.wait_for(
+                lambda: not self._held or self.error is not None, self.deadline_s
+            )
             self._check()
             if not free:
-                raise DeadlineError(f"worker {self.rank} waited {self.deadline_s:.0f} s for all to agree on spares",
-                                    hint="is another worker stopped?")
+                raise DeadlineError(
+                    f"worker {self.rank} waited {self.deadline_s:.0f} s for all to agree on spares",
+                    hint="is another worker stopped?",
+                )
             if key in self._tensors:
                 raise RuntimeError(f"tensor {key} is still being summed")
             self._rounds[key] = number = self._rounds.get(key, 0) + 1
@@ -233,8 +303,10 @@ class Summation:
         return self._codecs[key, format, elements]
 
     def _next(self) -> list[tuple[_Site, _Tensor, int, int, int]]:
-        """Under the lock: what may leave now, with its place, and of the sum itself its round. In order also where only
-        the first's link is full: its pace is that of all, else links with a small share would be done early."""
+        """Under the lock: what may leave now, with its place, and of the sum itself its round. In
+        order also where only the first's link is full: its pace is that of all, else links with a
+        small share would be done early.
+        """
         out = []
         while self._queue:
             *_, key, number, part, summed = self._queue[0]
@@ -262,7 +334,9 @@ class Summation:
 
     def _of(self, key: int, number: int) -> _Tensor | None:
         both = (self._tensors.get(key), self._last.get(key))
-        return next((tensor for tensor in both if tensor is not None and tensor.round == number), None)
+        return next(
+            (tensor for tensor in both if tensor is not None and tensor.round == number), None
+        )
 
     def _post(self, posts: Sequence[tuple[_Site, _Tensor, int, int, int]]) -> None:
         for site, tensor, number, where, summed in posts:
@@ -273,9 +347,13 @@ class Summation:
                 format = tensor.codec.format
                 if not summed:
                     seed = seed_of(self.rank, tensor.key, start, tensor.round)
-                    view = tensor.codec.encode(tensor.values(tensor.grad, number), start, tensor.round, seed)
+                    view = tensor.codec.encode(
+                        tensor.values(tensor.grad, number), start, tensor.round, seed
+                    )
             itemsize = ITEMSIZE[tensor.dtype] if summed else 0
-            header = m.encode((tensor.key, where, summed or tensor.round, stop - start, format, itemsize))
+            header = m.encode(
+                (tensor.key, where, summed or tensor.round, stop - start, format, itemsize)
+            )
             try:
                 site.link.send(m.PART, header, [view], lambda site=site: self._sent(site))  # type: ignore[misc]
                 self.sent_bytes += len(view) * (site.number != self.rank)
@@ -288,20 +366,30 @@ class Summation:
             posts = self._next() if self.error is None else []
         self._post(posts)
 
-    def place_of(self, key: int, start: int, number: int, summed: bool, nbytes: int) -> memoryview | None:
-        """Where a sum goes that comes; None where it is still to be decoded, or given up. Raises WireError."""
+    def place_of(
+        self, key: int, start: int, number: int, summed: bool, nbytes: int
+    ) -> memoryview | None:
+        """Where a sum goes that comes; None where it is still to be decoded, or given up.
+        Raises WireError."""
         with self._lock:
             tensor = self._tensors.get(key)
             if key in self._given_up:
                 return None
         part = -1 if tensor is None or tensor.round != number else tensor.number(start)
         if tensor is None or part not in tensor.waits:
-            raise WireError(f"a sum of round {number} of tensor {key} from {start} on came, which is not under way")
+            raise WireError(
+                f"a sum of round {number} of tensor {key} from {start} on came, which is not"
+                " under way"
+            )
         place = tensor.of(tensor.out, part)
         codec = None if summed else tensor.codec
-        wanted = len(place) if codec is None else formats.format_of(codec.format).nbytes(len(place) // 4)
+        wanted = (
+            len(place) if codec is None else formats.format_of(codec.format).nbytes(len(place) // 4)
+        )
         if nbytes != wanted:
-            raise WireError(f"{nbytes} bytes of tensor {key} from {start} on came, {wanted} expected")
+            raise WireError(
+                f"{nbytes} bytes of tensor {key} from {start} on came, {wanted} expected"
+            )
         return place if codec is None else None
 
     def came(self, key: int, start: int, number: int, summed: bool, payload: memoryview) -> None:
@@ -332,18 +420,27 @@ class Summation:
             if key in self._given_up:
                 return
             if self._owed.pop(owed, True):
-                raise WireError(f"an answer about round {number} of tensor {key} came, which nobody asked for")
+                raise WireError(
+                    f"an answer about round {number} of tensor {key} came, which nobody asked for"
+                )
             if (words := self._after.pop(owed, None)) is not None:
                 heapq.heappush(self._queue, words)
             posts = self._next() if self.error is None else []
         self._post(posts)
 
     def give_up(self) -> None:
-        """All sums under way, without a word to who waits for them (`done` is not called). All workers do; all keys are
-        other ones then, and rounds begin anew."""
+        """All sums under way, without a word to who waits for them (`done` is not called). All
+        workers do; all keys are other ones then, and rounds begin anew."""
         with self._lock:
             self._given_up |= self._rounds.keys()
-            for kept in (self._tensors, self._last, self._rounds, self._codecs, self._owed, self._after):
+            for kept in (
+                self._tensors,
+                self._last,
+                self._rounds,
+                self._codecs,
+                self._owed,
+                self._after,
+            ):
                 kept.clear()
             self._queue.clear()
             self._lock.notify_all()
@@ -371,7 +468,9 @@ class Summation:
         for number, text, _ in added:
             try:
                 how = replace(self._spare, retry_s=0.0, connect_s=DIAL_S)
-                self._dialed[number] = self._reach(number, address_of(text), None, f"spare host {text}", how)
+                self._dialed[number] = self._reach(
+                    number, address_of(text), None, f"spare host {text}", how
+                )
             except RoadtrainError:
                 refused.append(number)
         return refused
@@ -383,13 +482,19 @@ class Summation:
             return {key: (number, key not in self._tensors) for key, number in self._rounds.items()}
 
     def _change(self, change: Change) -> None:
-        gone = [site for site in (self._sites.get(number) for number in change.gone) if site is not None]
+        gone = [
+            site for site in (self._sites.get(number) for number in change.gone) if site is not None
+        ]
         for site in gone:
             site.link.close()  # nothing comes from it any more
         with self._lock:
-            again = [words for key, (_, lacked) in change.rounds.items() for tensor in (self._tensors.get(key),
-                     self._last.get(key)) if tensor is not None
-                     for words in self._to_push_again(tensor, set(change.gone), lacked)]
+            again = [
+                words
+                for key, (_, lacked) in change.rounds.items()
+                for tensor in (self._tensors.get(key), self._last.get(key))
+                if tensor is not None
+                for words in self._to_push_again(tensor, set(change.gone), lacked)
+            ]
             for owed in self._settled(change):
                 del self._owed[owed]
                 if owed in self._after:
@@ -424,8 +529,8 @@ class Summation:
     def _to_push_again(
         self, tensor: _Tensor, gone: set[int], lacked: int
     ) -> list[tuple[int, int, int, int, int, int, bool]]:
-        """Entries of the queue: parts that went to a host that is gone, those of `lacked` also where their sum has
-        come."""
+        """Entries of the queue: parts that went to a host that is gone, those of `lacked` also
+        where their sum has come."""
         out = []
         key, number = tensor.key, tensor.round
         for part, site in enumerate(self._map.sites(key, len(tensor.parts), number)):
@@ -434,7 +539,9 @@ class Summation:
             if part in tensor.waits:
                 if tensor.sent.pop(part, None) is not None:
                     out.append((*tensor.urgency, part, key, number, part, False))
-            elif number == lacked and not self._owed.get((key, number, tensor.parts[part][0]), False):
+            elif number == lacked and not self._owed.get(
+                (key, number, tensor.parts[part][0]), False
+            ):
                 self._owed[key, number, tensor.parts[part][0]] = True
                 out.append((AGAIN, 0, part, key, number, part, True))
         return out
@@ -444,7 +551,8 @@ class Summation:
     def wait(self) -> None:
         """Until nothing is under way. Raises what has failed."""
         with self._lock:
-            self._lock.wait_for(lambda: not self._tensors or self.error is not None)  # _watch ends it
+            # _watch ends it
+            self._lock.wait_for(lambda: not self._tensors or self.error is not None)
             self._check()
 
     def _watch(self) -> None:
@@ -454,12 +562,18 @@ class Summation:
                 tensor = next(iter(self._tensors.values()), None)  # the oldest
                 if tensor is None or time.monotonic() - tensor.began < self.deadline_s:
                     continue
-                waited = {tensor.sent[part] for part in tensor.waits if part in tensor.sent} & set(self._sites)
+                waited = {tensor.sent[part] for part in tensor.waits if part in tensor.sent} & set(
+                    self._sites
+                )
                 names = [self._sites[site].name for site in sorted(waited)]
-            self.fail(DeadlineError(
-                f"worker {self.rank} waited {self.deadline_s:.0f} s for {len(tensor.waits)} part(s) of tensor "
-                f"{tensor.key}, round {tensor.round}, from {', '.join(names)}",
-                hint="is another worker late, or a link slow?"))
+            self.fail(
+                DeadlineError(
+                    f"worker {self.rank} waited {self.deadline_s:.0f} s for {len(tensor.waits)}"
+                    f" part(s) of tensor {tensor.key}, round {tensor.round}, from"
+                    f" {', '.join(names)}",
+                    hint="is another worker late, or a link slow?",
+                )
+            )
 
     def _check(self) -> None:
         if self.error is not None:
@@ -485,14 +599,26 @@ class Summation:
 
 
 def link_to(
-    receiver: Receiver, address: Address | str | None, own: Summers | None, hello: tuple[str, int, int, str],
-    options: Options, name: str = "the coordinator",
+    receiver: Receiver,
+    address: Address | str | None,
+    own: Summers | None,
+    hello: tuple[str, int, int, str],
+    options: Options,
+    name: str = "the coordinator",
 ) -> Link:
     """To a summer or its coordinator; without an address to those of this process."""
     if isinstance(address, str):
-        return shm.connect(address, receiver, local_options(options), hello=m.encode(hello), name=name,
-                           language=m.LANGUAGE)
+        return shm.connect(
+            address,
+            receiver,
+            local_options(options),
+            hello=m.encode(hello),
+            name=name,
+            language=m.LANGUAGE,
+        )
     if address is not None:
-        return connect(address, receiver, options, hello=m.encode(hello), name=name, language=m.LANGUAGE)
+        return connect(
+            address, receiver, options, hello=m.encode(hello), name=name, language=m.LANGUAGE
+        )
     assert own is not None
     return local.connect(own.accept, receiver, hello=m.encode(hello), name=name)

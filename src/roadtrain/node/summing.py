@@ -1,12 +1,13 @@
-"""Summer: adds up what the workers push and gives it back, on a worker's own host or on a spare one (BytePS's
-summation service). It keeps no parameters, no optimizer, nothing on files.
+"""Summer: adds up what the workers push and gives it back, on a worker's own host or on a spare one
+(BytePS's summation service). It keeps no parameters, no optimizer, nothing on files.
 
     part of worker 0 --+                                              +--> all workers
     part of worker 1 --+--> buffers of their own --> one pass, fp32 --+--> (accumulate: the sender)
 
-Buffers are made when a part comes for the first time and used again in every round, until parts go elsewhere. Encoded
-parts (node/formats.py) are decoded one by one, their sum is encoded. One thread adds; links have theirs. Assumes what
-flow/summing.py says. Does NOT know layers, models or who divides by the number of workers.
+Buffers are made when a part comes for the first time and used again in every round, until parts go
+elsewhere. Encoded parts (node/formats.py) are decoded one by one, their sum is encoded. One thread
+adds; links have theirs. Assumes what flow/summing.py says. Does NOT know layers, models or who
+divides by the number of workers.
 """
 
 from __future__ import annotations
@@ -21,7 +22,15 @@ from typing import Any
 
 import numpy as np
 
-from roadtrain.errors import BudgetError, BusyError, ConfigError, LostError, PeerError, RoadtrainError, WireError
+from roadtrain.errors import (
+    BudgetError,
+    BusyError,
+    ConfigError,
+    LostError,
+    PeerError,
+    RoadtrainError,
+    WireError,
+)
 from roadtrain.flow.summing import RULES, Arrived, Meeting, SumDecider
 from roadtrain.kernels.sum import accumulate, sum_k
 from roadtrain.node import agreeing, formats, watch
@@ -38,7 +47,9 @@ from roadtrain.wire.tcp import Address, Options, listen
 END_S = 10.0  # for threads to end
 Where = tuple[int, int]  # tensor, first element
 # its place, dtype, bytes, who takes the whole sum, who takes an error
-Above = Callable[[Where, str, memoryview, Callable[[memoryview], None], Callable[[BaseException], None]], None]
+Above = Callable[
+    [Where, str, memoryview, Callable[[memoryview], None], Callable[[BaseException], None]], None
+]
 
 
 def _nbytes(elements: int, format: str, summed: int) -> int:
@@ -64,7 +75,9 @@ class _Seat:
         try:
             fields = m.header(kind, header)
             if kind != m.PART or nbytes != _nbytes(*fields[3:]):
-                raise WireError(f"a frame of kind {kind} with {nbytes} bytes {fields[3:]} came to a summer")
+                raise WireError(
+                    f"a frame of kind {kind} with {nbytes} bytes {fields[3:]} came to a summer"
+                )
             buffer = self.buffers.get(fields[:2])
             if buffer is None or buffer.nbytes < nbytes:
                 buffer = self.buffers[fields[:2]] = self.summer.buffer(nbytes, buffer)
@@ -82,7 +95,10 @@ class _Seat:
             else:
                 part = Arrived(*m.header(m.PART, header))
                 if not payload or len(payload) != _nbytes(part.elements, part.format, part.summed):
-                    raise WireError(f"a part of {part.elements} elements of {part.format} came as {len(payload)} bytes")
+                    raise WireError(
+                        f"a part of {part.elements} elements of {part.format} came as"
+                        f" {len(payload)} bytes"
+                    )
                 self.coming.discard((part.key, part.start))
                 self.summer.arrived(self, part)
         except RoadtrainError as error:
@@ -93,14 +109,24 @@ class _Seat:
 
 
 class Summer:
-    """Of one job. `above`: who adds other hosts' sums before the workers here get theirs. `ended` is called once, when
-    the last worker has left or something failed."""
+    """Of one job. `above`: who adds other hosts' sums before the workers here get theirs.
+    `ended` is called once, when the last worker has left or something failed."""
 
     def __init__(
-        self, rule: str, workers: int, reserve: Callable[[int], None], ended: Callable[[Summer], None],
+        self,
+        rule: str,
+        workers: int,
+        reserve: Callable[[int], None],
+        ended: Callable[[Summer], None],
         above: Above | None = None,
     ) -> None:
-        self.rule, self.workers, self._reserve, self._ended, self._above = rule, workers, reserve, ended, above
+        self.rule, self.workers, self._reserve, self._ended, self._above = (
+            rule,
+            workers,
+            reserve,
+            ended,
+            above,
+        )
         self.seats: dict[int, _Seat] = {}
         self.reserved = 0  # bytes
         self._decider = SumDecider(workers, rule)
@@ -136,16 +162,30 @@ class Summer:
     def arrived(self, seat: _Seat, part: Arrived) -> None:
         with self._lock:
             if not self._over and (meeting := self._decider.arrived(seat.rank, part)) is not None:
-                seats = [seat] if self.rule == "accumulate" else [self.seats[rank] for rank in range(self.workers)]
-                self._work.put((seats, [one.buffers[part.key, part.start].view for one in seats], part, meeting))
+                seats = (
+                    [seat]
+                    if self.rule == "accumulate"
+                    else [self.seats[rank] for rank in range(self.workers)]
+                )
+                self._work.put(
+                    (
+                        seats,
+                        [one.buffers[part.key, part.start].view for one in seats],
+                        part,
+                        meeting,
+                    )
+                )
 
     def moved(self, seat: _Seat, given_up: bool = False) -> None:
-        """Parts go elsewhere from now on, or have other keys (`given_up`, with what is not summed): the memory of those
-        that nobody waits for is given back. What is still in use lives as long as that."""
+        """Parts go elsewhere from now on, or have other keys (`given_up`, with what is not
+        summed): the memory of those that nobody waits for is given back. What is still in use
+        lives as long as that."""
         with self._lock:
             if given_up:
                 self._decider.given_up(seat.rank)
-            busy = seat.coming | {where for where, meeting in self._decider.meetings.items() if meeting.here}
+            busy = seat.coming | {
+                where for where, meeting in self._decider.meetings.items() if meeting.here
+            }
             dropped = [seat.buffers.pop(where) for where in [*seat.buffers] if where not in busy]
             if seat.rank == 0:
                 dropped += [self._results.pop(where) for where in [*self._results]]
@@ -158,12 +198,17 @@ class Summer:
         with self._lock:
             missing, now = self._decider.missing(), time.monotonic()
         late = {rank: key for key, ranks in reversed(missing.items()) for rank in ranks}
-        return {f"worker {rank}": (now - self.seats[rank].heard if rank in self.seats else 0.0,
-                                   f"its part of tensor {key}, round {number}")
-                for rank, (key, _, number) in late.items()}
+        return {
+            f"worker {rank}": (
+                now - self.seats[rank].heard if rank in self.seats else 0.0,
+                f"its part of tensor {key}, round {number}",
+            )
+            for rank, (key, _, number) in late.items()
+        }
 
     def left(self, seat: _Seat, error: PeerError) -> None:
-        """Others may be leaving too: it is over where somebody waits for this one, or when all have gone."""
+        """Others may be leaving too: it is over where somebody waits for this one, or when all
+        have gone."""
         with self._lock:
             self._left += 1
             late = {key: gone for key, gone in self._decider.missing().items() if seat.rank in gone}
@@ -190,16 +235,28 @@ class Summer:
             try:
                 self._add(*work)
             except BaseException as error:
-                self.end(error if isinstance(error, RoadtrainError) else LostError(f"a summer stopped: {error!r}"))
+                self.end(
+                    error
+                    if isinstance(error, RoadtrainError)
+                    else LostError(f"a summer stopped: {error!r}")
+                )
                 return
 
-    def _add(self, seats: list[_Seat], views: list[memoryview], part: Arrived, meeting: Meeting) -> None:
+    def _add(
+        self, seats: list[_Seat], views: list[memoryview], part: Arrived, meeting: Meeting
+    ) -> None:
         n, raw = part.elements, part.format if part.format in TRAINABLE else ""
         result = self._result((part.key, part.start), 4 * n)
         if meeting.summed:
             rank, itemsize = next(iter(meeting.summed.items()))
-            result[: n * itemsize] = views[rank][: n * itemsize]  # who has it goes on, and fills its buffer anew
-            self._send([seat for seat in seats if seat.rank not in meeting.summed], part, result[: n * itemsize], True)
+            # who has it goes on, and fills its buffer anew
+            result[: n * itemsize] = views[rank][: n * itemsize]
+            self._send(
+                [seat for seat in seats if seat.rank not in meeting.summed],
+                part,
+                result[: n * itemsize],
+                True,
+            )
             self._send([seat for seat in seats if seat.rank in meeting.summed], part, None, True)
             return
         total = array_in(result, "fp32", 0, n)
@@ -219,7 +276,13 @@ class Summer:
         if self._above is None:
             self._send(seats, part, payload, False)
         else:
-            self._above((part.key, part.start), raw, payload, lambda sum: self._send(seats, part, sum, False), self.end)
+            self._above(
+                (part.key, part.start),
+                raw,
+                payload,
+                lambda sum: self._send(seats, part, sum, False),
+                self.end,
+            )
 
     def _result(self, where: Where, nbytes: int) -> memoryview:
         with self._lock:
@@ -244,10 +307,14 @@ class Summer:
                 kept = self.buffer(4 * part.elements)
                 self._residuals[where] = kept, array_in(kept.view, "fp32", 0, part.elements)
             residual = self._residuals[where][1]
-        formats.encode(part.format, total, residual, out, seed_of(-1, part.key, part.start, part.round))
+        formats.encode(
+            part.format, total, residual, out, seed_of(-1, part.key, part.start, part.round)
+        )
         return out
 
-    def _send(self, seats: list[_Seat], part: Arrived, payload: memoryview | None, summed: bool) -> None:
+    def _send(
+        self, seats: list[_Seat], part: Arrived, payload: memoryview | None, summed: bool
+    ) -> None:
         """Without a payload: that all have the sum."""
         header = m.encode((part.key, part.start, part.round, summed))
         for seat in seats:
@@ -278,11 +345,13 @@ class Summers:
         self._ending: list[threading.Thread] = []
 
     def accept(self, link: Link, hello: bytes) -> Receiver:
-        """A worker's link: the first of a job makes its summer. Or who asks for the status. Raises WireError,
-        BusyError."""
+        """A worker's link: the first of a job makes its summer. Or who asks for the status.
+        Raises WireError, BusyError."""
         if hello == watch.HELLO:
             return watch.answer(link, self.status())
-        session, rank, workers, rule = m.decoded(m.SUM_HELLO, hello, "no greeting of a worker of a summation")
+        session, rank, workers, rule = m.decoded(
+            m.SUM_HELLO, hello, "no greeting of a worker of a summation"
+        )
         if rule == agreeing.HELLO and self.agreeing is not None:
             return self.agreeing.join(session, rank, link)
         if not rule and self.control is not None:
@@ -292,11 +361,15 @@ class Summers:
         with self._lock:
             summer = self.jobs.get(session)
             if summer is None:
-                summer = Summer(rule, workers, self._reserve, lambda one: self._forget(session, one), self.above)
+                summer = Summer(
+                    rule, workers, self._reserve, lambda one: self._forget(session, one), self.above
+                )
                 self.jobs[session] = summer
         if (summer.workers, summer.rule) != (workers, rule):
-            raise WireError(f"worker {rank} of {workers} with rule {rule}, the others are {summer.workers} with "
-                            f"{summer.rule}")
+            raise WireError(
+                f"worker {rank} of {workers} with rule {rule}, the others are {summer.workers} with"
+                f" {summer.rule}"
+            )
         link.peer = f"worker {rank} ({link.peer})"
         return summer.join(rank, link)
 
@@ -304,14 +377,20 @@ class Summers:
         with self._lock:
             jobs, used = list(self.jobs.values()), self._used
         waits = {name: what for job in jobs for name, what in job.waits().items()}
-        return f"sums for {len(jobs)} job(s), {show_bytes(used)} of {show_bytes(self.nbytes)}", waits, {}
+        return (
+            f"sums for {len(jobs)} job(s), {show_bytes(used)} of {show_bytes(self.nbytes)}",
+            waits,
+            {},
+        )
 
     def _reserve(self, nbytes: int) -> None:
         with self._lock:
             if self._used + nbytes > self.nbytes:
                 raise BudgetError(
-                    f"a summer needs {show_bytes(self._used + nbytes)} for buffers of {len(self.jobs)} job(s), its "
-                    f"budget is {show_bytes(self.nbytes)}", hint="raise its budget, or give the job more spare hosts")
+                    f"a summer needs {show_bytes(self._used + nbytes)} for buffers of"
+                    f" {len(self.jobs)} job(s), its budget is {show_bytes(self.nbytes)}",
+                    hint="raise its budget, or give the job more spare hosts",
+                )
             self._used += nbytes
 
     def _forget(self, session: str, summer: Summer) -> None:
@@ -319,7 +398,10 @@ class Summers:
             if self.jobs.get(session) is summer:
                 del self.jobs[session]
             self._used -= summer.reserved
-            self._ending = [*(thread for thread in self._ending if thread.is_alive()), *summer.threads]
+            self._ending = [
+                *(thread for thread in self._ending if thread.is_alive()),
+                *summer.threads,
+            ]
             self._lock.notify_all()
 
     def close(self, wait_s: float = 0.0) -> None:
@@ -336,18 +418,28 @@ class Summers:
 
 
 def serve_sums(
-    address: Address, nbytes: int, options: Options, module: str | None, report: Callable[[str], None] = print
+    address: Address,
+    nbytes: int,
+    options: Options,
+    module: str | None,
+    report: Callable[[str], None] = print,
 ) -> int:
     """`roadtrain serve HOST:PORT --sum`: until it is ended. `module`: of the user's own formats."""
     if module is not None:
         try:
             importlib.import_module(module)
         except ImportError as error:
-            raise ConfigError(f"--formats {module}: {error}", hint="PYTHONPATH says where Python looks") from error
+            raise ConfigError(
+                f"--formats {module}: {error}", hint="PYTHONPATH says where Python looks"
+            ) from error
     summers = Summers(nbytes)
     listener = listen(address, summers.accept, options, report, language=m.LANGUAGE)
     try:
-        report("summing at {}:{}, at most {}; nothing rests here".format(*listener.address, show_bytes(nbytes)))
+        report(
+            "summing at {}:{}, at most {}; nothing rests here".format(
+                *listener.address, show_bytes(nbytes)
+            )
+        )
         threading.Event().wait()
     finally:
         summers.close()

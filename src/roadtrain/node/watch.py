@@ -1,7 +1,9 @@
-"""Watch: what every server of a job does, who waits for what and since when; asked over a link of its own.
+"""Watch: what every server of a job does, who waits for what and since when; asked over a link of
+its own.
 
-A server answers whoever proves the token with one frame of JSON, also while it is busy with a session or hangs in one.
-Workers and relays are seen through the servers: what they asked for and what they owe. Does NOT disturb training.
+A server answers whoever proves the token with one frame of JSON, also while it is busy with a
+session or hangs in one. Workers and relays are seen through the servers: what they asked for and
+what they owe. Does NOT disturb training.
 """
 
 from __future__ import annotations
@@ -69,7 +71,8 @@ def ask_all(addresses: Sequence[Address], options: Options) -> list[Said | PeerE
 
 
 def rows(names: Sequence[str], found: Sequence[Said | PeerError]) -> list[tuple[str, str]]:
-    """(node, what it waits for and since when), servers first; of a worker the longest wait that a server knows of."""
+    """(node, what it waits for and since when), servers first; of a worker the longest wait
+    that a server knows of."""
     out, workers = [], dict[str, tuple[float, str]]()
     for number, (name, one) in enumerate(zip(names, found)):
         if isinstance(one, PeerError):
@@ -77,6 +80,10 @@ def rows(names: Sequence[str], found: Sequence[Said | PeerError]) -> list[tuple[
             continue
         out.append((f"server {number}", f"{name}, {one[0]}"))
         for worker, (seconds, what) in one[1].items():
-            workers[worker] = max(workers.get(worker, (0.0, "")), (seconds, f"waits since {seconds:.1f} s for {what}"
-                                  f" of {name}" if what else ""))
-    return out + [(worker, text or "waits for no server") for worker, (_, text) in sorted(workers.items())]
+            workers[worker] = max(
+                workers.get(worker, (0.0, "")),
+                (seconds, f"waits since {seconds:.1f} s for {what} of {name}" if what else ""),
+            )
+    return out + [
+        (worker, text or "waits for no server") for worker, (_, text) in sorted(workers.items())
+    ]

@@ -1,9 +1,9 @@
-"""How long a device computes: from a measured table, else a curve of efficiency by size, else one efficiency.
+"""How long a device computes: from a measured table, else a curve of efficiency by size, else one
+efficiency.
 
-A block's forward of F FLOPs takes (F + half) / (peak x efficiency) seconds (n half where n experts are side by side),
-and no less than it takes to launch.
-`Constants` are at most six figures a kind of hardware; spec/constants.toml holds those that were fitted, with where
-they come from.
+A block's forward of F FLOPs takes (F + half) / (peak x efficiency) seconds (n half where n experts
+are side by side), and no less than it takes to launch. `Constants` are at most six figures a kind
+of hardware; spec/constants.toml holds those that were fitted, with where they come from.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from roadtrain.spec.shapes import BlockShape
 
 @dataclass(frozen=True)
 class Constants:
-    """`efficiency`: of the device's peak, where a block is large; `half`: FLOPs of a block at which half of it is
-    reached; `attention`: efficiency of its FLOPs, over that of others; `launch`: seconds that a block takes at least,
-    as its kernels are launched; `network`: the share of a card's rate that data has; `tax`: the share of the network's
-    time in which devices that communicate do not compute; `fixed`: seconds a step besides; `traffic`: how often what
+    """`efficiency`: of the device's peak, where a block is large; `half`: FLOPs of a block at
+    which half of it is reached; `attention`: efficiency of its FLOPs, over that of others;
+    `launch`: seconds that a block takes at least, as its kernels are launched; `network`: the
+    share of a card's rate that data has; `tax`: the share of the network's time in which devices
+    that communicate do not compute; `fixed`: seconds a step besides; `traffic`: how often what
     backward needs of a block crosses the device's memory in a forward, besides."""
 
     efficiency: float = 0.5
@@ -38,16 +39,34 @@ class Constants:
     source: str = "assumed"
     table: Mapping[tuple[str, int], float] = field(default_factory=dict)
 
-    def forward(self, block: BlockShape, samples: float, ranks: int, device: Device, precision: str = "",
-                spread: int = 1, passes: float = 1.0) -> float:
-        """Seconds of a block's forward on one of `ranks` tensor- and context-parallel devices, with its experts over
-        `spread`. `precision`: of a layer's products; attention, and what is no layer, is computed in 16 bits.
+    def forward(
+        self,
+        block: BlockShape,
+        samples: float,
+        ranks: int,
+        device: Device,
+        precision: str = "",
+        spread: int = 1,
+        passes: float = 1.0,
+    ) -> float:
+        """Seconds of a block's forward on one of `ranks` tensor- and context-parallel devices, with
+        its experts over
+        `spread`. `precision`: of a layer's products; attention, and what is no layer, is computed
+        in 16 bits.
         `passes`: as in Plan."""
         if (known := self.table.get((block.name.partition(".")[0], int(samples)))) is not None:
             return known
         slower = device.flops / device.peak(precision) if "." in block.name else 1.0
-        flops = ((block.flops - block.attention) * slower + block.attention / self.attention) * samples / ranks
-        moved = passes * self.traffic * block.saved * samples / ranks / device.memory_rate if self.traffic else 0.0
+        flops = (
+            ((block.flops - block.attention) * slower + block.attention / self.attention)
+            * samples
+            / ranks
+        )
+        moved = (
+            passes * self.traffic * block.saved * samples / ranks / device.memory_rate
+            if self.traffic
+            else 0.0
+        )
         small = self.half * (flops > 0) * max(1.0, block.matrices / spread)
         return max((flops + small) / (device.flops * self.efficiency) + moved, self.launch)
 
@@ -75,4 +94,7 @@ def constants(name: str) -> Constants:
 def _known() -> dict[str, Constants]:
     tree = tomllib.loads(files("roadtrain.spec").joinpath("constants.toml").read_text())
     names = {f.name for f in fields(Constants)}
-    return {name: Constants(**{k: v for k, v in values.items() if k in names}) for name, values in tree.items()}
+    return {
+        name: Constants(**{k: v for k, v in values.items() if k in names})
+        for name, values in tree.items()
+    }

@@ -1,13 +1,16 @@
-"""Tasks on a virtual clock. A task needs some of what has a capacity; tasks that run at once share it.
+"""Tasks on a virtual clock. A task needs some of what has a capacity; tasks that run at once share
+it.
 
-A *resource* has a capacity a second: a link's direction, an SSD's reads, the bandwidth of memory. A *task* has `work`
-and `uses`: one unit of its progress takes `weight` of each resource at once. Running tasks share by weighted max-min
-(progressive filling): the rates of all grow alike until a resource is full or a task runs at its `max_rate`; smaller
-`priority` is filled first. A *lane* (a CUDA stream, a pool of processors) runs one task at a time, in the order of
-priority, then arrival.
+A *resource* has a capacity a second: a link's direction, an SSD's reads, the bandwidth of memory. A
+*task* has `work` and `uses`: one unit of its progress takes `weight` of each resource at once.
+Running tasks share by weighted max-min
+(progressive filling): the rates of all grow alike until a resource is full or a task runs at its
+`max_rate`; smaller `priority` is filled first. A *lane* (a CUDA stream, a pool of processors) runs
+one task at a time, in the order of priority, then arrival.
 
-On a change only the tasks that share resources with what changed get new rates. Ties are broken by the order of
-creation, so a run is the same every time. Does NOT know models, plans or bytes. Seconds throughout.
+On a change only the tasks that share resources with what changed get new rates. Ties are broken by
+the order of creation, so a run is the same every time. Does NOT know models, plans or bytes.
+Seconds throughout.
 
     engine = Engine()
     link = engine.resource("host 0 out", 12.5e9)
@@ -33,7 +36,8 @@ class Resource:
     def __init__(self, name: str, capacity: float) -> None:
         assert capacity > 0, f"{name} has no capacity"  # infinite: it never limits anything
         self.name, self.capacity = name, capacity
-        self.running: dict[Task, float] = {}  # that use it now, and how much a unit of progress takes
+        # that use it now, and how much a unit of progress takes
+        self.running: dict[Task, float] = {}
         self.used = 0.0  # of what has ended
 
 
@@ -52,10 +56,30 @@ class Lane:
 class Task:
     """`begin`, `end`: seconds, of when it had its lane and of its end; -1 before."""
 
-    __slots__ = ("after", "begin", "end", "lane", "latency", "left", "max_rate", "number", "priority", "rate", "since",
-                 "stage", "stamp", "then", "uses", "waited_by", "where", "work")
+    __slots__ = (
+        "after",
+        "begin",
+        "end",
+        "lane",
+        "latency",
+        "left",
+        "max_rate",
+        "number",
+        "priority",
+        "rate",
+        "since",
+        "stage",
+        "stamp",
+        "then",
+        "uses",
+        "waited_by",
+        "where",
+        "work",
+    )
 
-    def __init__(self, stage: str, work: float, uses: Sequence[tuple[Resource, float]], number: int) -> None:
+    def __init__(
+        self, stage: str, work: float, uses: Sequence[tuple[Resource, float]], number: int
+    ) -> None:
         self.stage, self.work, self.uses, self.number = stage, work, uses, number
         self.where = ""
         self.lane: Lane | None = None
@@ -72,7 +96,8 @@ class Task:
 
 @dataclass
 class Pool:
-    """Memory of one device or tier. `changes`: (second, bytes held from then on), the last of each moment."""
+    """Memory of one device or tier. `changes`: (second, bytes held from then on), the last of
+    each moment."""
 
     name: str
     held: float = 0.0
@@ -81,7 +106,8 @@ class Pool:
 
 
 class Engine:
-    """Invariant (`check`): no resource gives more than its capacity; a lane's running task has begun and not ended."""
+    """Invariant (`check`): no resource gives more than its capacity; a lane's running task has
+    begun and not ended."""
 
     def __init__(self, traced: bool = False) -> None:
         self.now = 0.0
@@ -89,7 +115,8 @@ class Engine:
         self.lanes: list[Lane] = []
         self.pools: dict[str, Pool] = {}
         self.trace: list[Task] | None = [] if traced else None
-        self.stages: dict[tuple[str, str], list[float]] = {}  # (where, stage) -> [seconds, work], of ended tasks
+        # (where, stage) -> [seconds, work], of ended tasks
+        self.stages: dict[tuple[str, str], list[float]] = {}
         self._open: dict[Task, None] = {}
         self._events: list[tuple[float, int, int, Task]] = []  # (second, number, stamp, task)
         self._dirty: dict[Resource, None] = {}
@@ -118,18 +145,33 @@ class Engine:
     # tasks
 
     def task(
-        self, stage: str, work: float, uses: Sequence[tuple[Resource, float]] = (), *, lane: Lane | None = None,
-        after: Iterable[Task] = (), then: Callable[[], None] | None = None, max_rate: float | None = None,
-        latency: float = 0.0, priority: float = 0.0, where: str = "",
+        self,
+        stage: str,
+        work: float,
+        uses: Sequence[tuple[Resource, float]] = (),
+        *,
+        lane: Lane | None = None,
+        after: Iterable[Task] = (),
+        then: Callable[[], None] | None = None,
+        max_rate: float | None = None,
+        latency: float = 0.0,
+        priority: float = 0.0,
+        where: str = "",
     ) -> Task:
-        """Begins when all of `after` have ended and its lane is free, then `latency` seconds later it takes what it
-        uses. `max_rate`: units a second at most (1 where it uses nothing: `work` is seconds). `then` is called at its
-        end and may make tasks."""
+        """Begins when all of `after` have ended and its lane is free, then `latency` seconds
+        later it takes what it uses. `max_rate`: units a second at most (1 where it uses nothing:
+        `work` is seconds). `then` is called at its end and may make tasks."""
         self.made += 1
         asked = [use for use in uses if use[1] > 0]
         limits = [use for use in asked if use[0].capacity < float("inf")]
         task = Task(stage, max(work, 0.0), limits, self.made)
-        task.lane, task.then, task.latency, task.priority, task.where = lane, then, latency, priority, where
+        task.lane, task.then, task.latency, task.priority, task.where = (
+            lane,
+            then,
+            latency,
+            priority,
+            where,
+        )
         task.max_rate = (float("inf") if asked else 1.0) if max_rate is None else max_rate
         for other in after:
             if not other.ended:
@@ -158,7 +200,10 @@ class Engine:
         elif task.uses and task.work > 0:
             self._run(task)
         else:
-            heapq.heappush(self._events, (self.now + task.latency + task.work / task.max_rate, task.number, 0, task))
+            heapq.heappush(
+                self._events,
+                (self.now + task.latency + task.work / task.max_rate, task.number, 0, task),
+            )
 
     def _run(self, task: Task) -> None:
         task.rate, task.since = 0.0, self.now
@@ -194,8 +239,8 @@ class Engine:
     # the clock
 
     def run(self, until: Callable[[], bool] | None = None) -> None:
-        """Until nothing is left to do, or `until()` holds after an event. Raises LoopError where tasks are left that
-        nothing will ever begin (Rule 5)."""
+        """Until nothing is left to do, or `until()` holds after an event. Raises LoopError where
+        tasks are left that nothing will ever begin (Rule 5)."""
         events = self._events
         while True:
             if self._dirty and not (events and events[0][0] <= self.now):
@@ -214,8 +259,10 @@ class Engine:
                 return
         if self._open and until is None:
             left = ", ".join(f"{t.stage} of {t.where or 'nobody'}" for t in list(self._open)[:3])
-            raise LoopError(f"the simulated step stands still at {self.now:.3f} s: {len(self._open)} tasks wait for "
-                            f"what never comes ({left})")
+            raise LoopError(
+                f"the simulated step stands still at {self.now:.3f} s: {len(self._open)} tasks wait"
+                f" for what never comes ({left})"
+            )
 
     def _share(self) -> None:
         """New rates for all that share something with what has changed."""
@@ -240,35 +287,47 @@ class Engine:
             task.left = max(0.0, task.left - task.rate * (self.now - task.since))
             task.rate, task.since, task.stamp = rate, self.now, task.stamp + 1
             if rate > 0:
-                heapq.heappush(self._events, (self.now + task.left / rate, task.number, task.stamp, task))
+                heapq.heappush(
+                    self._events, (self.now + task.left / rate, task.number, task.stamp, task)
+                )
 
     def used(self, resource: Resource) -> float:
         """How much of it was taken so far; also by what still runs."""
         return resource.used + sum(
-            (task.work - task.left + task.rate * (self.now - task.since)) * w for task, w in resource.running.items())
+            (task.work - task.left + task.rate * (self.now - task.since)) * w
+            for task, w in resource.running.items()
+        )
 
     def check(self) -> None:
         for resource in self.resources:
             taken = sum(task.rate * weight for task, weight in resource.running.items())
-            assert taken <= resource.capacity * (1 + 1e-9), (resource.name, taken, resource.capacity)
+            assert taken <= resource.capacity * (1 + 1e-9), (
+                resource.name,
+                taken,
+                resource.capacity,
+            )
         for lane in self.lanes:
             assert lane.running is None or (lane.running.begin >= 0 and not lane.running.ended)
 
 
 def fair_rates(tasks: Iterable[Task], resources: Iterable[Resource]) -> dict[Task, float]:
-    """Weighted max-min, the most urgent priority first: the rates of its tasks grow alike until one of them runs at its
-    `max_rate` or a resource is full, whose tasks then stay; the rest grows on.
+    """Weighted max-min, the most urgent priority first: the rates of its tasks grow alike until one
+    of them runs at its `max_rate` or a resource is full, whose tasks then stay; the rest grows on.
 
-    Capacities, weights and rates may be of any size: what is full is told by levels, each relative to the least, and
-    what a resource gives to tasks that still grow is added up anew, so no small weight is lost behind a large one."""
+    Capacities, weights and rates may be of any size: what is full is told by levels, each relative
+    to the least, and what a resource gives to tasks that still grow is added up anew, so no small
+    weight is lost behind a large one.
+    """
     rates: dict[Task, float] = {}
-    left = {resource: resource.capacity for resource in resources}  # what tasks that stay do not take
+    # what tasks that stay do not take
+    left = {resource: resource.capacity for resource in resources}
     todo = sorted(tasks, key=lambda task: (task.priority, task.number))
     while todo:
         priority = todo[0].priority
         growing = dict.fromkeys(task for task in todo if task.priority == priority)
         todo = todo[len(growing) :]
-        users: dict[Resource, dict[Task, float]] = {}  # tasks that still grow, and what a unit of their rate takes
+        # tasks that still grow, and what a unit of their rate takes
+        users: dict[Resource, dict[Task, float]] = {}
         for task in growing:
             for resource, weight in task.uses:
                 own = users.setdefault(resource, {})

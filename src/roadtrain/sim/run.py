@@ -1,7 +1,7 @@
 """A plan on a cluster, on the virtual clock: step time, what was busy, memory, energy and cost.
 
-    result = simulate(plan, cluster, shape("OPT-175B"), constants("vtrain"))
-    result.seconds, result.busy["stage 0 out"], result.peaks
+result = simulate(plan, cluster, shape("OPT-175B"), constants("vtrain"))
+result.seconds, result.busy["stage 0 out"], result.peaks
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ from roadtrain.spec.placement import Plan
 from roadtrain.spec.shapes import ModelShape
 
 MOST_STEPS, SAME = 12, 1e-6
-Counts = dict[Any, float]  # of what was counted: "seconds", a resource, a lane, (stage's key, 0 or 1)
+# of what was counted: "seconds", a resource, a lane, (stage's key, 0 or 1)
+Counts = dict[Any, float]
 
 
 @dataclass(frozen=True)
 class Result:
-    """`seconds`: of a step in the steady state; `differ`: by how much the last two differ. `busy`: share of the time
-    that each resource or device is taken. `stages`: (where, stage) ->
-    seconds and bytes a step. `peaks`: bytes of each memory. `bytes`: a step, through each resource."""
+    """`seconds`: of a step in the steady state; `differ`: by how much the last two differ. `busy`:
+    share of the time that each resource or device is taken. `stages`: (where, stage) -> seconds and
+    bytes a step. `peaks`: bytes of each memory. `bytes`: a step, through each resource.
+    """
 
     plan: Plan
     seconds: float
@@ -59,12 +61,19 @@ class Result:
 
 
 def simulate(
-    plan: Plan, cluster: Cluster, model: ModelShape, constants: Constants, *, traced: bool = False,
-    logs: list[list[Any]] | None = None, checked: bool = True,
+    plan: Plan,
+    cluster: Cluster,
+    model: ModelShape,
+    constants: Constants,
+    *,
+    traced: bool = False,
+    logs: list[list[Any]] | None = None,
+    checked: bool = True,
 ) -> Result:
-    """Steps until two in a row take the same time. Of many micro-batches those that repeat are counted, not simulated,
-    unless it is `traced` or logged. Raises ConfigError for a plan that this cluster cannot carry out, BudgetError
-    (unless not `checked`) for one that does not fit its memories."""
+    """Steps until two in a row take the same time. Of many micro-batches those that repeat are
+    counted, not simulated, unless it is `traced` or logged. Raises ConfigError for a plan that
+    this cluster cannot carry out, BudgetError (unless not `checked`) for one that does not fit
+    its memories."""
     engine = Engine(traced)
     scene, layout = Scene(plan, cluster, model, constants), plan.layout
     if checked:
@@ -75,26 +84,48 @@ def simulate(
     counts = None
     for times in (2, 6):
         few = times * turn * layout.vp + plan.micros % turn
-        if counts is None and not traced and logs is None and 3 * plan.micros > 2 * (5 * few + 3 * turn):
+        if (
+            counts is None
+            and not traced
+            and logs is None
+            and 3 * plan.micros > 2 * (5 * few + 3 * turn)
+        ):
             counts = steps.counted(few, turn, plan.micros)
     counts = counts or steps.steady(plan.micros)
-    seconds = max(counts["seconds"], scene.bound()[0])  # work that piles up has to be done in the end
-    busy = {r.name: counts[r] / counts["seconds"] / r.capacity for r in engine.resources if counts[r] > 0}
+    # work that piles up has to be done in the end
+    seconds = max(counts["seconds"], scene.bound()[0])
+    busy = {
+        r.name: counts[r] / counts["seconds"] / r.capacity
+        for r in engine.resources
+        if counts[r] > 0
+    }
     busy |= {lane.name: counts[lane] / counts["seconds"] for lane in engine.lanes}
     stages = {key: (counts[key, 0], counts[key, 1]) for key in engine.stages}
     engine.check()
     watts = scene.watts(busy)
     price = scene.price_per_s() * seconds + watts * seconds / 3.6e6 * cluster.price_per_kwh
     return Result(
-        plan, seconds, steps.differ, len(steps.marks) - 1, busy, stages,
-        {p.name: p.peak for p in engine.pools.values()}, {r.name: counts[r] for r in engine.resources}, engine.made,
-        watts, price, engine.trace or [], scene.needs,
-        {p.name: p.changes for p in engine.pools.values()})
+        plan,
+        seconds,
+        steps.differ,
+        len(steps.marks) - 1,
+        busy,
+        stages,
+        {p.name: p.peak for p in engine.pools.values()},
+        {r.name: counts[r] for r in engine.resources},
+        engine.made,
+        watts,
+        price,
+        engine.trace or [],
+        scene.needs,
+        {p.name: p.changes for p in engine.pools.values()},
+    )
 
 
 class _Steps:
-    """Runs steps. `marks`: after each, all that was counted until then: seconds, what each resource gave, what each
-    lane and stage took. `differ`: seconds by which the last two steady steps differ."""
+    """Runs steps. `marks`: after each, all that was counted until then: seconds, what each
+    resource gave, what each lane and stage took. `differ`: seconds by which the last two steady
+    steps differ."""
 
     def __init__(self, scene: Scene) -> None:
         self.scene, self.marks, self.differ = scene, [_mark(scene.engine)], 0.0
@@ -123,21 +154,26 @@ class _Steps:
         return {key: n / half for key, n in _less(self.marks[-1], self.marks[-1 - half]).items()}
 
     def counted(self, few: int, turn: int, micros: int) -> Counts | None:
-        """Of a step of `micros`, by what `turn` more do to steps of a few. None where that is not always the same."""
+        """Of a step of `micros`, by what `turn` more do to steps of a few. None where that is
+        not always the same."""
         base, one, two = self.steady(few), self.one(few + turn), self.one(few + 2 * turn)
         more = _less(two, one)
         for stage in self.scene.stages:
             stage.micros = micros
         before, took = _less(one, base), {(key, 0) for key in self.scene.engine.stages}
         if not self._same(before, more, self.marks[-1]) or any(
-                abs(before.get(key, 0.0) - n) > SAME * two["seconds"] for key, n in more.items() if key in took):
+            abs(before.get(key, 0.0) - n) > SAME * two["seconds"]
+            for key, n in more.items()
+            if key in took
+        ):
             return None
         return {key: n + more[key] * ((micros - few) / turn - 2) for key, n in two.items()}
 
     def _same(self, one: Counts, other: Counts, whole: Counts) -> bool:
         """`whole`: counts so far, of which it is a small part by which resources may differ."""
         return abs(one["seconds"] - other["seconds"]) <= SAME * other["seconds"] and all(
-            abs(one[r] - other[r]) <= SAME * whole[r] for r in self.scene.engine.resources)
+            abs(one[r] - other[r]) <= SAME * whole[r] for r in self.scene.engine.resources
+        )
 
 
 def _mark(engine: Engine) -> Counts:
@@ -151,36 +187,57 @@ def _less(after: Counts, before: Counts) -> Counts:
 
 
 class Scene:
-    """A plan on a cluster: `needs`, what it takes of every memory; once built, the stages on their hosts, the server,
-    and what goes between stages. Raises ConfigError for a plan that this cluster cannot carry out."""
+    """A plan on a cluster: `needs`, what it takes of every memory; once built, the stages on their
+    hosts, the server, and what goes between stages. Raises ConfigError for a plan that this cluster
+    cannot carry out.
+    """
 
-    def __init__(self, plan: Plan, cluster: Cluster, model: ModelShape, constants: Constants) -> None:
+    def __init__(
+        self, plan: Plan, cluster: Cluster, model: ModelShape, constants: Constants
+    ) -> None:
         self.plan, self.cluster, self.model, self.constants = plan, cluster, model, constants
         layout = plan.layout
         hosts = [host for host in cluster.workers for _ in range(host.count)]
         slots = [i for i, host in enumerate(hosts) for _ in range(host.devices)]
         self.hosts, self.slots = hosts, slots
         if layout.devices > len(slots):
-            raise ConfigError(f"{layout} is {layout.devices} devices, the cluster has {len(slots)}",
-                              hint="smaller groups, or more hosts")
+            raise ConfigError(
+                f"{layout} is {layout.devices} devices, the cluster has {len(slots)}",
+                hint="smaller groups, or more hosts",
+            )
         if layout.vp > 1 and plan.placement.streamed:
-            raise ConfigError(f"placement {plan.placement.name} streams parameters in the order of one part a stage, "
-                              f"vp is {layout.vp}", hint="vp = 1, or parameters that stay on the device")
+            raise ConfigError(
+                f"placement {plan.placement.name} streams parameters in the order of one part a"
+                f" stage, vp is {layout.vp}",
+                hint="vp = 1, or parameters that stay on the device",
+            )
         self.used_hosts = [hosts[i] for i in dict.fromkeys(slots[: layout.devices])]
         check_placement(plan.placement, cluster, self.used_hosts)
         n = layout.tp * layout.replicas
-        self.groups_of = [[hosts[i] for i in dict.fromkeys(slots[k * n : (k + 1) * n])] for k in range(layout.pp)]
+        self.groups_of = [
+            [hosts[i] for i in dict.fromkeys(slots[k * n : (k + 1) * n])] for k in range(layout.pp)
+        ]
         self.cuts = cut(model.blocks, plan)
         self.least = [least_of(group) for group in self.groups_of]
         stages: dict[int, set[int]] = {}  # of each host
         for i, slot in enumerate(slots[: layout.devices]):
             stages.setdefault(slot, set()).add(i // n)
-        sharing = [max(len(stages[slot]) for slot in set(slots[k * n : (k + 1) * n])) for k in range(layout.pp)]
-        self.needs = needs(plan, cluster, model, [[b for part in parts for b in part] for parts in self.cuts],
-                           self.least, sharing)
+        sharing = [
+            max(len(stages[slot]) for slot in set(slots[k * n : (k + 1) * n]))
+            for k in range(layout.pp)
+        ]
+        self.needs = needs(
+            plan,
+            cluster,
+            model,
+            [[b for part in parts for b in part] for parts in self.cuts],
+            self.least,
+            sharing,
+        )
 
     def build(self, engine: Engine, logs: list[list[Any]] | None = None) -> None:
-        """Raises ConfigError where hosts have no network in common, or a tensor group does not fit them."""
+        """Raises ConfigError where hosts have no network in common, or a tensor group does not
+        fit them."""
         plan, cluster, constants, layout = self.plan, self.cluster, self.constants, self.plan.layout
         self.engine, per_stage = engine, layout.tp * layout.replicas
         server = None
@@ -195,13 +252,17 @@ class Scene:
             first = self.least[number]  # the slowest sets the pace
             fewest = min(host.devices for host in mine)
             if (layout.tp % fewest or fewest < first.devices) and fewest % layout.tp:
-                raise ConfigError(f"a tensor group of {layout.tp} does not fit a host of {fewest} devices",
-                                  hint="tp divides the devices of a host, or is a multiple of them")
+                raise ConfigError(
+                    f"a tensor group of {layout.tp} does not fit a host of {fewest} devices",
+                    hint="tp divides the devices of a host, or is a multiple of them",
+                )
             nics = self._nics(mine, "dp")
             slowest = min(nics, key=lambda n: n.total) if nics else None
-            if slowest is not None and (most := cluster.between(nics)) < slowest.total:  # they meet over a link
+            # they meet over a link
+            if slowest is not None and (most := cluster.between(nics)) < slowest.total:
                 slowest = slowest.model_copy(update={"rate": most, "count": 1})
-            devices = Counter(self.slots[number * per_stage : (number + 1) * per_stage]).values()  # of each host
+            # of each host
+            devices = Counter(self.slots[number * per_stage : (number + 1) * per_stage]).values()
             ranks = min(layout.replicas, max(devices) // layout.tp or 1)
             many = len(devices) if layout.tp <= first.devices else layout.replicas // ranks
             rates = tuple((n.total if n else 1.0) * constants.network for n in nics)
@@ -212,25 +273,43 @@ class Scene:
             if logs is not None:
                 logs.append([])
             self.groups.append(group)
-            self.stages.append(Stage(engine, fabric, plan, parts, first.device, constants, number, self._send,
-                                     log=None if logs is None else logs[-1]))
+            self.stages.append(
+                Stage(
+                    engine,
+                    fabric,
+                    plan,
+                    parts,
+                    first.device,
+                    constants,
+                    number,
+                    self._send,
+                    log=None if logs is None else logs[-1],
+                )
+            )
         ends = [(i * per_stage - 1, i * per_stage) for i in range(1, layout.pp)]
-        ends += [(layout.devices - 1, 0)] if layout.vp > 1 and layout.pp > 1 else []  # the next part begins
+        # the next part begins
+        ends += [(layout.devices - 1, 0)] if layout.vp > 1 and layout.pp > 1 else []
         self.between = [self._boundary(*pair) for pair in ends]
 
     def _nics(self, hosts: Sequence[Host], group: str) -> list[Nic]:
         """The card of each host that the group's data takes."""
         wanted = self.plan.networks.get(group)
         if self.plan.placement.sum == "relay" and group == "dp":
-            hosts = [h.model_copy(update={"nics": tuple(n for n in h.nics if n.relay)}) for h in hosts]
+            hosts = [
+                h.model_copy(update={"nics": tuple(n for n in h.nics if n.relay)}) for h in hosts
+            ]
         if wanted is not None:
-            hosts = [h.model_copy(update={"nics": tuple(n for n in h.nics if n.kind == wanted)}) for h in hosts]
+            hosts = [
+                h.model_copy(update={"nics": tuple(n for n in h.nics if n.kind == wanted)})
+                for h in hosts
+            ]
         if len({h.name for h in hosts}) == 1 and len(hosts) == 1:
             return [max(hosts[0].nics, key=lambda n: n.total)] if hosts[0].nics else []
         return list(self.cluster.common(hosts))
 
     def _boundary(self, last: int, at: int) -> tuple[Resource, Resource, float] | None:
-        """(forward, backward, latency) from the stage of device `last` to that of `at`; None: inside a host."""
+        """(forward, backward, latency) from the stage of device `last` to that of `at`; None:
+        inside a host."""
         hosts, a, b = self.hosts, self.slots[last], self.slots[at]
         if a == b:
             return None
@@ -239,8 +318,11 @@ class Scene:
         flows = self.groups[0].ranks  # that each host sends side by side
         name = f"between {at}"
         each = rate * self.constants.network / flows
-        return (self.engine.resource(name + " forth", each), self.engine.resource(name + " back", each),
-                max(n.latency for n in nics))
+        return (
+            self.engine.resource(name + " forth", each),
+            self.engine.resource(name + " back", each),
+            max(n.latency for n in nics),
+        )
 
     def _send(self, stage: Stage, run: Run) -> None:
         assert stage.decider is not None
@@ -249,15 +331,28 @@ class Scene:
         to, part = goes
         forth = run.what == FORWARD
         way = self.between[stage.number if forth else to] if self.between else None
-        nbytes = 2.0 * self.model.hidden * self.model.tokens * self.plan.micro_batch / self.plan.layout.cp
+        nbytes = (
+            2.0
+            * self.model.hidden
+            * self.model.tokens
+            * self.plan.micro_batch
+            / self.plan.layout.cp
+        )
         uses = [] if way is None else [(way[0] if forth else way[1], 1.0)]
-        self.engine.task("Activations", nbytes if uses else 0.0, uses, latency=way[2] if way else 0.0,
-                         then=lambda: self.stages[to].arrived(run.what, run.micro, part), where=stage.name)
+        self.engine.task(
+            "Activations",
+            nbytes if uses else 0.0,
+            uses,
+            latency=way[2] if way else 0.0,
+            then=lambda: self.stages[to].arrived(run.what, run.micro, part),
+            where=stage.name,
+        )
 
     def bound(self) -> tuple[float, str]:
         """Seconds that a step takes at least, and what takes them."""
         bounds, before = [stage.bound() for stage in self.stages], 0.0
-        for stage in self.stages:  # its first micro-batch comes through all stages before it, its last goes back
+        # its first micro-batch comes through all stages before it, its last goes back
+        for stage in self.stages:
             bounds.append((before + self.plan.micros * stage.pass_s, f"{stage.name} device"))
             before += stage.first_s
         seconds, what = max(bounds)
@@ -271,7 +366,9 @@ class Scene:
             share = busy.get(stage.lane.name, 0.0)
             devices = self.plan.layout.replicas * self.plan.layout.tp
             total += devices * _watts(device, share)
-            work = max(busy.get(f"stage {stage.number} {what}", 0.0) for what in ("updates", "sums", "out"))
+            work = max(
+                busy.get(f"stage {stage.number} {what}", 0.0) for what in ("updates", "sums", "out")
+            )
             total += len(self.used_hosts) / n * _watts(host, work)
         if self.plan.placement.served or self.plan.placement.sum in ("spares", "separate"):
             for host in self.cluster.spares:

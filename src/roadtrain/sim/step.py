@@ -1,14 +1,16 @@
-"""One pipeline stage's workers and servers on the virtual clock: the deciders of `flow` drive it, as they drive the
-nodes.
+"""One pipeline stage's workers and servers on the virtual clock: the deciders of `flow` drive it,
+as they drive the nodes.
 
     StageDecider -> which micro-batch's forward or backward is next
     Prefetcher   -> Pull       what a block needs, ahead of it
     (RelayDecider -> Give      where a card beside the worker communicates)
-    ServeDecider -> Answer, Hold, Read, Update, Write, Prepare: each becomes a task of what fabric.py says it costs
+    ServeDecider -> Answer, Hold, Read, Update, Write, Prepare: each becomes a task of what
+    fabric.py says it costs
 
-Workers that do the same are one here. A block's parameters are `pieces` chunks, so that its transfers, reads and
-updates follow each other as chunks do. Where all parameters stay on the device, all but the first forward and the last
-backward of a step run as one task. Does NOT know numbers: gradients are None.
+Workers that do the same are one here. A block's parameters are `pieces` chunks, so that its
+transfers, reads and updates follow each other as chunks do. Where all parameters stay on the
+device, all but the first forward and the last backward of a step run as one task. Does NOT know
+numbers: gradients are None.
 """
 
 from __future__ import annotations
@@ -38,12 +40,21 @@ SMALLEST = 8 << 20  # parameters of a piece, where there are several
 
 
 class Stage:
-    """`parts`: the blocks of each part of the model that it has. `send(stage, run)`: what a run leaves goes to the
-    stage that needs it."""
+    """`parts`: the blocks of each part of the model that it has. `send(stage, run)`: what a run
+    leaves goes to the stage that needs it."""
 
     def __init__(
-        self, engine: Engine, fabric: Fabric, plan: Plan, parts: Sequence[Sequence[BlockShape]], device: Device,
-        constants: Constants, number: int, send: Callable[[Stage, Run], None], *, log: list[Any] | None = None,
+        self,
+        engine: Engine,
+        fabric: Fabric,
+        plan: Plan,
+        parts: Sequence[Sequence[BlockShape]],
+        device: Device,
+        constants: Constants,
+        number: int,
+        send: Callable[[Stage, Run], None],
+        *,
+        log: list[Any] | None = None,
     ) -> None:
         blocks = [block for part in parts for block in part]
         ends = itertools.accumulate(map(len, parts), initial=0)
@@ -54,37 +65,72 @@ class Stage:
         self.lane = engine.lane(f"{self.name} device")
         layout, size = plan.layout, plan.micro_batch / plan.layout.cp
         self.micros, tp, split = plan.micros, layout.tp, layout.tp * layout.cp
-        e, n = layout.replicas // layout.ep, layout.replicas  # that sum an expert, that sum all else
+        # that sum an expert, that sum all else
+        e, n = layout.replicas // layout.ep, layout.replicas
         summed = (1 - 1 / e) / (1 - 1 / n) / layout.ep if n > 1 else 1.0
-        self.params = [(block.params - block.tables - block.experts * (1 - summed)) / tp for block in blocks]
+        self.params = [
+            (block.params - block.tables - block.experts * (1 - summed)) / tp for block in blocks
+        ]
         here = 1.0 if plan.placement.state == "split" else 1 / layout.ep
-        self.updated = [(block.params - block.tables - block.experts * (1 - here)) / tp for block in blocks]
-        self.forward_s = [constants.forward(block, plan.micro_batch, split, device, plan.precision, layout.ep,
-                                            plan.passes) for block in blocks]
-        self.tensor_s = [fabric.tensor(block.input * size) if "." in block.name else 0.0 for block in blocks]
+        self.updated = [
+            (block.params - block.tables - block.experts * (1 - here)) / tp for block in blocks
+        ]
+        self.forward_s = [
+            constants.forward(
+                block, plan.micro_batch, split, device, plan.precision, layout.ep, plan.passes
+            )
+            for block in blocks
+        ]
+        self.tensor_s = [
+            fabric.tensor(block.input * size) if "." in block.name else 0.0 for block in blocks
+        ]
         self.routed_s = [fabric.experts(block.routed * size / tp) for block in blocks]
-        self.ring_s = [max(0.0, fabric.context(block.kv * size / tp) - constants.scores(
-            block, plan.micro_batch, split, device)) for block in blocks]  # that attention does not hide
+        self.ring_s = [
+            max(
+                0.0,
+                fabric.context(block.kv * size / tp)
+                - constants.scores(
+                    # that attention does not hide
+                    block,
+                    plan.micro_batch,
+                    split,
+                    device,
+                ),
+            )
+            for block in blocks
+        ]
         n = len(blocks)
         most = max(self.params, default=0.0)
-        self.pieces = max(1, min(4, int(most // SMALLEST)) if not plan.chunk else ceil(most / plan.chunk))
+        self.pieces = max(
+            1, min(4, int(most // SMALLEST)) if not plan.chunk else ceil(most / plan.chunk)
+        )
         streamed = plan.placement.streamed
-        layers = [i for i, block in enumerate(blocks) if "." in block.name or not plan.root] or list(range(n))
+        layers = [
+            i for i, block in enumerate(blocks) if "." in block.name or not plan.root
+        ] or list(range(n))
         self.slots = max(2, min(plan.slots, len(layers)) if streamed else n)
-        stay = sorted({*range(n)} - {*layers})  # what comes before the layers and after: once a step
+        # what comes before the layers and after: once a step
+        stay = sorted({*range(n)} - {*layers})
         prefetch, root = Prefetcher(self.slots, layers), Prefetcher(max(2, len(stay)), stay)
-        self.streams, self.prefetch = prefetch, [prefetch if i in layers else root for i in range(n)]
+        self.streams, self.prefetch = (
+            prefetch,
+            [prefetch if i in layers else root for i in range(n)],
+        )
         self.disk = DeviceQueue(limit=fabric.depth)
         self.updates = engine.lane(f"{self.name} updates")
-        self.lanes: dict[str, Lane] = {}  # transfers that follow each other: collectives on a stream, a server's links
+        # transfers that follow each other: collectives on a stream, a server's links
+        self.lanes: dict[str, Lane] = {}
         if plan.placement.sum == "ring" and fabric.group.dp > 1:
             self.lanes = dict.fromkeys(("Fetch", "Push"), engine.lane(f"{self.name} collectives"))
         elif plan.placement.served:
-            self.lanes = {what: engine.lane(f"{self.name} {what.lower()}") for what in ("Fetch", "Push")}
+            self.lanes = {
+                what: engine.lane(f"{self.name} {what.lower()}") for what in ("Fetch", "Push")
+            }
         self.relay: RelayDecider | None = None
         if plan.placement.sum == "relay":
             self.relay = RelayDecider(1, (2 + min(plan.kept, n)) * self.pieces)
-        self.tickets, self.pulls = itertools.count(1), dict[int, tuple[int, int]]()  # ticket -> (block, slot)
+        # ticket -> (block, slot)
+        self.tickets, self.pulls = itertools.count(1), dict[int, tuple[int, int]]()
         self.coming: dict[int, int] = {}  # block -> its chunks on their way
         self.version = [0] * n
         self.upstream: dict[int, Task] = {}
@@ -111,21 +157,36 @@ class Stage:
         late = dict.fromkeys(range(chunks), False) if plan.staleness else None
         kept = round(plan.resident * chunks)  # the first, which the next forward wants first
         public = round(self.fabric.public_share(sum(self.params)) * chunks)
-        return ServeDecider(0, {c: (not durable or c < kept, c < public) for c in range(chunks)},
-                            plan.buffers if durable else 0, durable=durable, late=late)
+        return ServeDecider(
+            0,
+            {c: (not durable or c < kept, c < public) for c in range(chunks)},
+            plan.buffers if durable else 0,
+            durable=durable,
+            late=late,
+        )
 
     def bound(self) -> tuple[float, str]:
-        """Seconds that a step takes at least, and what takes them: each resource's bytes over its capacity, the
-        device's time. Nothing is waited for."""
+        """Seconds that a step takes at least, and what takes them: each resource's bytes over
+        its capacity, the device's time. Nothing is waited for."""
         plan, fabric, total, n = self.plan, self.fabric, sum(self.params), len(self.blocks)
         streamed = plan.placement.streamed
         passes = self.micros if streamed else 1
-        layers = sorted(params for params, prefetch in zip(self.params, self.prefetch) if prefetch is self.streams)
+        layers = sorted(
+            params
+            for params, prefetch in zip(self.params, self.prefetch)
+            if prefetch is self.streams
+        )
         stay = self.slots + (min(plan.kept, n) if self.relay is not None else 0)
-        again = sum(layers[: max(0, len(layers) - stay)])  # the largest may be here still at every turn
-        costs = [(fabric.answer(total), 1.0 if streamed else 0.0), (fabric.answer(again), 2.0 * passes - 1),
-                 (fabric.push(total), float(passes)), (fabric.hold(total), float(passes)), (fabric.update(total), 1.0),
-                 (fabric.upstream(total), 1.0)]
+        # the largest may be here still at every turn
+        again = sum(layers[: max(0, len(layers) - stay)])
+        costs = [
+            (fabric.answer(total), 1.0 if streamed else 0.0),
+            (fabric.answer(again), 2.0 * passes - 1),
+            (fabric.push(total), float(passes)),
+            (fabric.hold(total), float(passes)),
+            (fabric.update(total), 1.0),
+            (fabric.upstream(total), 1.0),
+        ]
         if fabric.on_files:
             costs += [(fabric.read(total), 1.0 - plan.resident), (fabric.write(total), 1.0)]
         used: dict[Resource, float] = {}
@@ -140,7 +201,9 @@ class Stage:
     @property
     def pass_s(self) -> float:
         """Seconds that a micro-batch computes here, both ways."""
-        return sum(self._of(i, what) for i in range(len(self.blocks)) for what in (FORWARD, BACKWARD))
+        return sum(
+            self._of(i, what) for i in range(len(self.blocks)) for what in (FORWARD, BACKWARD)
+        )
 
     @property
     def first_s(self) -> float:
@@ -150,8 +213,12 @@ class Stage:
     def _hold_fixed(self) -> None:
         """What stays; activations come and go."""
         plan, group = self.plan, self.fabric.group
-        self.engine.hold(self.pool, plan.context_bytes + plan.fragmentation * (
-            device_bytes(plan, self.blocks) + working_bytes(plan, self.blocks)))
+        self.engine.hold(
+            self.pool,
+            plan.context_bytes
+            + plan.fragmentation
+            * (device_bytes(plan, self.blocks) + working_bytes(plan, self.blocks)),
+        )
         self.engine.hold(f"{self.name} memory", host_bytes(plan, self.blocks, group.ranks))
 
     # the worker
@@ -159,7 +226,9 @@ class Stage:
     def begin_step(self) -> None:
         self.step += 1
         self.pushing[self.step] = 0
-        self.decider = StageDecider(self.number, self.plan.layout.pp, self.micros, self.plan.layout.vp)
+        self.decider = StageDecider(
+            self.number, self.plan.layout.pp, self.micros, self.plan.layout.vp
+        )
         self._go(self.decider.start())
 
     def arrived(self, what: str, micro: int, part: int) -> None:
@@ -173,7 +242,9 @@ class Stage:
             self.todo = deque(order if run.what == FORWARD else reversed(order))
             if run.what == FORWARD:
                 self.engine.hold(self.pool, self.saved[run.part])
-            whole = not self.plan.placement.streamed and (run.micro if run.what == FORWARD else not run.last)
+            whole = not self.plan.placement.streamed and (
+                run.micro if run.what == FORWARD else not run.last
+            )
             if whole:  # all parameters are here and nothing is pushed
                 self.todo.clear()
                 self._compute(sum(self._of(i, run.what) for i in order), self._run_ended)
@@ -181,9 +252,13 @@ class Stage:
                 self._next_block()
 
     def _of(self, block: int, what: str) -> float:
-        """Seconds; with recompute a backward is a forward more, but for the output layer's. Keys and values go round
-        again, with their gradients."""
-        forward, tensor, ring = self.forward_s[block], self.tensor_s[block] + self.routed_s[block], self.ring_s[block]
+        """Seconds; with recompute a backward is a forward more, but for the output layer's. Keys
+        and values go round again, with their gradients."""
+        forward, tensor, ring = (
+            self.forward_s[block],
+            self.tensor_s[block] + self.routed_s[block],
+            self.ring_s[block],
+        )
         if what == FORWARD:
             return forward + tensor + ring
         shape, plan, again = self.blocks[block], self.plan, 0.0
@@ -201,9 +276,18 @@ class Stage:
         assert self.run is not None
         cores, rate = self.fabric.site.cores, 1.0
         if cores is not None:
-            rate = self.fabric.site.updates.capacity  # in an update's unit, so that both get the same share
+            # in an update's unit, so that both get the same share
+            rate = self.fabric.site.updates.capacity
         uses = [] if cores is None else [(cores, 1.0 / rate)]
-        self.engine.task(self.run.what, seconds * rate, uses, max_rate=rate, lane=self.lane, then=then, where=self.name)
+        self.engine.task(
+            self.run.what,
+            seconds * rate,
+            uses,
+            max_rate=rate,
+            lane=self.lane,
+            then=then,
+            where=self.name,
+        )
 
     def _next_block(self) -> None:
         if not self.todo:
@@ -259,7 +343,8 @@ class Stage:
             for block, last in later:
                 self._push(block, last)
             self.computed.add(self.step)
-            if self.plan.update_at == "gradient":  # all is released: the next forward waits for what it pulls
+            # all is released: the next forward waits for what it pulls
+            if self.plan.update_at == "gradient":
                 self._step_ended()
             self._seal(self.step)
 
@@ -269,7 +354,9 @@ class Stage:
         for pull in pulls:
             self._tax(self.fabric.answer(self.params[pull.block]))
             self.coming[pull.block] = self.pieces
-            version = self.version[pull.block] - (1 if self.plan.staleness and self.version[pull.block] else 0)
+            version = self.version[pull.block] - (
+                1 if self.plan.staleness and self.version[pull.block] else 0
+            )
             for piece in range(self.pieces):
                 ticket = next(self.tickets)
                 self.pulls[ticket] = pull.block, pull.slot
@@ -316,7 +403,12 @@ class Stage:
             cost = self._rows(block)._replace(work=self._rows(block).work / self.pieces)
         for chunk in range(block * self.pieces, (block + 1) * self.pieces):
             self.pushing[self.step] += 1
-            self._cost("Push", cost, partial(self._pushed, chunk, fresh, last, self.step), lane=self.lanes.get("Push"))
+            self._cost(
+                "Push",
+                cost,
+                partial(self._pushed, chunk, fresh, last, self.step),
+                lane=self.lanes.get("Push"),
+            )
         if last and self.plan.update_at == "gradient":
             self._updated_in(block, self.step)
 
@@ -367,13 +459,30 @@ class Stage:
                 self._carry_out(action)
         self.busy = False
 
-    def _cost(self, stage: str, cost: Cost, then: Callable[[], None] | None, *, after: Sequence[Task] = (),
-              lane: Lane | None = None) -> Task:
+    def _cost(
+        self,
+        stage: str,
+        cost: Cost,
+        then: Callable[[], None] | None,
+        *,
+        after: Sequence[Task] = (),
+        lane: Lane | None = None,
+    ) -> Task:
         work = cost.work if cost.uses else 0.0
-        return self.engine.task(stage, work, cost.uses, latency=cost.latency, then=then, after=after, lane=lane,
-                                where=self.name)
+        return self.engine.task(
+            stage,
+            work,
+            cost.uses,
+            latency=cost.latency,
+            then=then,
+            after=after,
+            lane=lane,
+            where=self.name,
+        )
 
-    def _on_disk(self, priority: int, stage: str, cost: Cost, then: Callable[[], None], order: int = 0) -> None:
+    def _on_disk(
+        self, priority: int, stage: str, cost: Cost, then: Callable[[], None], order: int = 0
+    ) -> None:
         """In the order of the device's queue; at once where nothing rests on files."""
         if not cost.uses:
             self._cost(stage, cost, then)
@@ -403,7 +512,13 @@ class Stage:
                 after = [self.upstream[pull.chunk]] if pull.chunk in self.upstream else []
 
                 def give() -> None:
-                    self._cost("Fetch", self.fabric.answer(size), done(), after=after, lane=self.lanes.get("Fetch"))
+                    self._cost(
+                        "Fetch",
+                        self.fabric.answer(size),
+                        done(),
+                        after=after,
+                        lane=self.lanes.get("Fetch"),
+                    )
 
                 if memory:
                     give()

@@ -1,16 +1,19 @@
-"""Block, Run, Chunk, ChunkTable: how a model's parameters become flat runs that travel and rest in chunks.
+"""Block, Run, Chunk, ChunkTable: how a model's parameters become flat runs that travel and rest in
+chunks.
 
-A block's parameters are laid out flat. Parameters that share dtype, trainability and parameter group form one *run*;
-each starts at a multiple of PARAM_ALIGN elements, the run is padded to RUN_ALIGN. A chunk is a contiguous piece of one
-run, so one chunk has one dtype and one set of hyperparameters. Chunks are cut on a grid that does not depend on the
-chunk size (SEGMENT divides every chunk size), which is why sums over segments are the same for every chunk size
-(Rule 1). Padding holds zeros and its gradients are zero.
+A block's parameters are laid out flat. Parameters that share dtype, trainability and parameter
+group form one *run*; each starts at a multiple of PARAM_ALIGN elements, the run is padded to
+RUN_ALIGN. A chunk is a contiguous piece of one run, so one chunk has one dtype and one set of
+hyperparameters. Chunks are cut on a grid that does not depend on the chunk size (SEGMENT divides
+every chunk size), which is why sums over segments are the same for every chunk size (Rule 1).
+Padding holds zeros and its gradients are zero.
 
-A chunk rests as one *record*: [public | private]. Public is what a pull returns. Private is all else that the rule
-needs: the fp32 master where public is not fp32, the state arrays, the scalars (float64, a row per parameter span).
-A frozen chunk has no private part.
+A chunk rests as one *record*: [public | private]. Public is what a pull returns. Private is all
+else that the rule needs: the fp32 master where public is not fp32, the state arrays, the scalars
+(float64, a row per parameter span). A frozen chunk has no private part.
 
-Assumes: names are unique, a parameter belongs to one block. Does NOT know files, tensors or devices.
+Assumes: names are unique, a parameter belongs to one block. Does NOT know files, tensors or
+devices.
 """
 
 from __future__ import annotations
@@ -26,20 +29,33 @@ from roadtrain.errors import ConfigError
 from roadtrain.units import round_up
 
 PARAM_ALIGN = 32  # elements: 64 bytes in bf16, so that vector kernels see aligned rows
-RUN_ALIGN = 2048  # elements: one page of a 2-byte dtype, so that direct I/O reaches into the middle of a block
+# elements: one page of a 2-byte dtype, so that direct I/O reaches into the middle of a block
+RUN_ALIGN = 2048
 SEGMENT = 1 << 16  # elements: the grid of partial sums; every chunk size is a multiple
 MAX_CHUNK = 1 << 20  # elements
 PAGE = 4096  # bytes: what direct I/O wants offsets, lengths and addresses to be multiples of
 
-NUMPY = {"fp32": "f4", "bf16": "u2", "fp16": "u2", "fp64": "f8", "i8": "i1", "u8": "u1", "i16": "i2", "i32": "i4",
-         "i64": "i8", "bool": "u1"}  # what numpy holds each dtype as; 16-bit floats travel as uint16
+NUMPY = {
+    "fp32": "f4",
+    "bf16": "u2",
+    "fp16": "u2",
+    "fp64": "f8",
+    "i8": "i1",
+    "u8": "u1",
+    "i16": "i2",
+    "i32": "i4",
+    # what numpy holds each dtype as; 16-bit floats travel as uint16
+    "i64": "i8",
+    "bool": "u1",
+}
 ITEMSIZE = {dtype: int(code[1:]) for dtype, code in NUMPY.items()}
 TRAINABLE = ("fp32", "bf16", "fp16")
 
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One parameter as the model names it. `group` indexes the optimizer's parameter groups (-1: in none)."""
+    """One parameter as the model names it. `group` indexes the optimizer's parameter groups
+    (-1: in none)."""
 
     name: str
     shape: tuple[int, ...]
@@ -54,8 +70,8 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class Span:
-    """Elements [start, stop) of a run or chunk are elements [origin, origin + stop - start) of parameter `param`
-    (an index into ChunkTable.params)."""
+    """Elements [start, stop) of a run or chunk are elements [origin, origin + stop - start) of
+    parameter `param` (an index into ChunkTable.params)."""
 
     param: int
     start: int
@@ -65,8 +81,9 @@ class Span:
 
 @dataclass(frozen=True)
 class Run:
-    """Parameters of one block with one dtype, group and trainability. `offset` is the run's first byte in the block's
-    pull buffer (and in its push buffer where trainable: there `push_offset`)."""
+    """Parameters of one block with one dtype, group and trainability. `offset` is the run's
+    first byte in the block's pull buffer (and in its push buffer where trainable: there
+    `push_offset`)."""
 
     block: int
     index: int  # among the block's runs
@@ -81,7 +98,8 @@ class Run:
 
 @dataclass(frozen=True)
 class Chunk(Run):
-    """A piece of the run with its `index`, all fields being the piece's own. `start`: its first element in that run."""
+    """A piece of the run with its `index`, all fields being the piece's own. `start`: its first
+    element in that run."""
 
     id: int
     start: int
@@ -92,7 +110,8 @@ class Chunk(Run):
 
     @cached_property
     def segments(self) -> tuple[tuple[int, int, int], ...]:
-        """(param, start, stop) pieces cut at every SEGMENT of the run: the grid of partial sums, in flat order."""
+        """(param, start, stop) pieces cut at every SEGMENT of the run: the grid of partial
+        sums, in flat order."""
         out = []
         for span in self.spans:
             at = span.start
@@ -106,7 +125,9 @@ class Chunk(Run):
 @dataclass(frozen=True)
 class Block:
     """`params`: which of ChunkTable.params are its own, those without elements (in no run) too.
-    `pull_nbytes`/`push_nbytes`: the flat buffers of its parameters and of its gradients, page-padded."""
+    `pull_nbytes`/`push_nbytes`: the flat buffers of its parameters and of its gradients,
+    page-padded.
+    """
 
     index: int
     name: str
@@ -119,7 +140,8 @@ class Block:
 
 @dataclass(frozen=True)
 class Record:
-    """Byte offsets of a chunk's record. All parts start on a page. `master` is 0 where the public part serves as it."""
+    """Byte offsets of a chunk's record. All parts start on a page. `master` is 0 where the
+    public part serves as it."""
 
     public_nbytes: int  # padded
     private_nbytes: int  # padded
@@ -133,8 +155,10 @@ class Record:
 
 
 def record(chunk: Chunk, n_arrays: int, n_scalars: int, staleness: int = 0) -> Record:
-    """The record of `chunk` under a rule with that many state arrays and scalars a parameter span. With staleness 1
-    the public part is one update behind the master, so that both of the last two versions can be pulled."""
+    """The record of `chunk` under a rule with that many state arrays and scalars a parameter span.
+    With staleness 1 the public part is one update behind the master, so that both of the last two
+    versions can be pulled.
+    """
     public = round_up(chunk.public_nbytes, PAGE)
     if not chunk.trainable:
         return Record(public, 0, 0, (), 0)
@@ -148,7 +172,8 @@ def record(chunk: Chunk, n_arrays: int, n_scalars: int, staleness: int = 0) -> R
 
 @dataclass(frozen=True)
 class ChunkTable:
-    """All blocks of a model. Block 0 is the root block (it may be empty), then the others in module order."""
+    """All blocks of a model. Block 0 is the root block (it may be empty), then the others in
+    module order."""
 
     blocks: tuple[Block, ...]
     params: tuple[ParamSpec, ...]
@@ -156,9 +181,12 @@ class ChunkTable:
     chunk_elements: int
 
     @staticmethod
-    def build(blocks: Iterable[tuple[str, Sequence[ParamSpec]]], chunk_elements: int = MAX_CHUNK) -> ChunkTable:
-        """Lay out `blocks` (name, parameters), the root block first. Raises ConfigError for a chunk size off the grid,
-        a trainable parameter of a dtype that no rule updates, or a name given twice."""
+    def build(
+        blocks: Iterable[tuple[str, Sequence[ParamSpec]]], chunk_elements: int = MAX_CHUNK
+    ) -> ChunkTable:
+        """Lay out `blocks` (name, parameters), the root block first. Raises ConfigError for a
+        chunk size off the grid, a trainable parameter of a dtype that no rule updates, or a name
+        given twice."""
         if not 0 < chunk_elements <= MAX_CHUNK or chunk_elements % SEGMENT:
             raise ConfigError(
                 f"a chunk of {chunk_elements} elements is off the grid of {SEGMENT}",
@@ -183,22 +211,34 @@ class ChunkTable:
         return tuple(c for c in self.chunks if c.trainable)
 
     def fingerprint(self) -> str:
-        """Same for every chunk size, dtype of the copy and number of directories: names, shapes and trainability."""
+        """Same for every chunk size, dtype of the copy and number of directories: names, shapes
+        and trainability."""
         params = [[self.params[s.param] for run in b.runs for s in run.spans] for b in self.blocks]
-        body = [[b.name, sorted([p.name, *p.shape, p.trainable] for p in own)] for b, own in zip(self.blocks, params)]
+        body = [
+            [b.name, sorted([p.name, *p.shape, p.trainable] for p in own)]
+            for b, own in zip(self.blocks, params)
+        ]
         return hashlib.sha256(json.dumps(body).encode()).hexdigest()[:32]
 
 
 def _lay_out(
-    index: int, name: str, specs: Sequence[ParamSpec], first_param: int, first_chunk: int, chunk_elements: int
+    index: int,
+    name: str,
+    specs: Sequence[ParamSpec],
+    first_param: int,
+    first_chunk: int,
+    chunk_elements: int,
 ) -> Block:
     members: dict[tuple[bool, str, int], list[int]] = {}
     for i, spec in enumerate(specs):
         if spec.dtype not in ITEMSIZE:
-            raise ConfigError(f"parameter {spec.name!r} has dtype {spec.dtype}, known are {', '.join(ITEMSIZE)}")
+            raise ConfigError(
+                f"parameter {spec.name!r} has dtype {spec.dtype}, known are {', '.join(ITEMSIZE)}"
+            )
         if spec.trainable and spec.dtype not in TRAINABLE:
             raise ConfigError(
-                f"parameter {spec.name!r} is trainable with dtype {spec.dtype}, rules update {', '.join(TRAINABLE)}",
+                f"parameter {spec.name!r} is trainable with dtype {spec.dtype}, rules update"
+                f" {', '.join(TRAINABLE)}",
                 hint="cast the parameter, or freeze it",
             )
         members.setdefault((spec.trainable, spec.dtype, spec.group), []).append(i)
@@ -221,8 +261,17 @@ def _lay_out(
             length = min(chunk_elements, numel - start)
             chunks.append(
                 Chunk(
-                    index, run.index, dtype, group, trainable, length, pull_at + start * size, push_at + start * size,
-                    _cut(spans, start, start + length), first_chunk + len(chunks), start,
+                    index,
+                    run.index,
+                    dtype,
+                    group,
+                    trainable,
+                    length,
+                    pull_at + start * size,
+                    push_at + start * size,
+                    _cut(spans, start, start + length),
+                    first_chunk + len(chunks),
+                    start,
                 )
             )
         pull_at += round_up(numel * size, PAGE)
@@ -234,7 +283,12 @@ def _lay_out(
 def _cut(spans: Sequence[Span], start: int, stop: int) -> tuple[Span, ...]:
     """The parts of `spans` inside [start, stop), relative to `start`."""
     return tuple(
-        Span(s.param, max(s.start, start) - start, min(s.stop, stop) - start, s.origin + max(0, start - s.start))
+        Span(
+            s.param,
+            max(s.start, start) - start,
+            min(s.stop, stop) - start,
+            s.origin + max(0, start - s.start),
+        )
         for s in spans
         if s.start < stop and s.stop > start
     )

@@ -1,4 +1,5 @@
-"""Cluster: what machines and links there are, with measured, stated or assumed rates. <-> cluster.toml
+"""Cluster: what machines and links there are, with measured, stated or assumed rates. <->
+cluster.toml
 
     name = "two servers and a spare host"
     [[hosts]]
@@ -14,11 +15,12 @@
     memory = "128GB"
     nics = [{ kind = "ethernet", rate = "25Gbit/s" }]
 
-Every rate is of one direction and bytes (or bits) a second. An SSD has three limits: its media (`read`, `write`, and
-`mixed`: 1 where reads and writes share one, 2 where they do not touch), the `internal` link to a processor of its own,
-and the host's `uplink`, which all SSDs of a host share. NICs of one kind meet at one switch, unless they name others.
-What the file leaves out is filled in and listed in `assumed` (`guesses` has the values); what was measured, in
-`measured`. Arithmetic only.
+Every rate is of one direction and bytes (or bits) a second. An SSD has three limits: its media
+(`read`, `write`, and
+`mixed`: 1 where reads and writes share one, 2 where they do not touch), the `internal` link to a
+processor of its own, and the host's `uplink`, which all SSDs of a host share. NICs of one kind meet
+at one switch, unless they name others. What the file leaves out is filled in and listed in
+`assumed` (`guesses` has the values); what was measured, in `measured`. Arithmetic only.
 """
 
 from __future__ import annotations
@@ -35,7 +37,14 @@ from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError, m
 
 from roadtrain.errors import ConfigError, RoadtrainError
 from roadtrain.spec.job import Section, did_you_mean, read_toml
-from roadtrain.units import parse_bytes, parse_flops, parse_rate, parse_seconds, show_rate, show_seconds
+from roadtrain.units import (
+    parse_bytes,
+    parse_flops,
+    parse_rate,
+    parse_seconds,
+    show_rate,
+    show_seconds,
+)
 
 KINDS = ("infiniband", "roce", "ethernet")  # the fastest first, where rates are the same
 
@@ -57,16 +66,29 @@ def _digits(value: float) -> str:
     return f"{value:.0f}" if value >= 1e3 else f"{value:.12f}".rstrip("0").rstrip(".")
 
 
-Rate = Annotated[float, _with_unit(parse_rate), PlainSerializer(lambda v: f"{_digits(v)}B/s" if v else 0)]
-Bytes = Annotated[float, _with_unit(parse_bytes), PlainSerializer(lambda v: f"{v:.0f}B" if v else 0)]
-Flops = Annotated[float, _with_unit(parse_flops), PlainSerializer(
-    lambda v: (f"{v / 1e12:.6f}TFLOP/s" if v >= 1e9 else f"{_digits(v / 1e9)}GFLOP/s") if v else 0)]
-Seconds = Annotated[float, _with_unit(parse_seconds), PlainSerializer(lambda v: f"{_digits(v * 1e9)}ns" if v else 0)]
+Rate = Annotated[
+    float, _with_unit(parse_rate), PlainSerializer(lambda v: f"{_digits(v)}B/s" if v else 0)
+]
+Bytes = Annotated[
+    float, _with_unit(parse_bytes), PlainSerializer(lambda v: f"{v:.0f}B" if v else 0)
+]
+Flops = Annotated[
+    float,
+    _with_unit(parse_flops),
+    PlainSerializer(
+        lambda v: (
+            (f"{v / 1e12:.6f}TFLOP/s" if v >= 1e9 else f"{_digits(v / 1e9)}GFLOP/s") if v else 0
+        )
+    ),
+]
+Seconds = Annotated[
+    float, _with_unit(parse_seconds), PlainSerializer(lambda v: f"{_digits(v * 1e9)}ns" if v else 0)
+]
 
 
 class Device(Section):
-    """One accelerator. `flops`: peak of the 16-bit dtype that is computed in, `peaks`: of others by name ("fp8",
-    "nvfp4"); `copy`: to and from its host (PCIe)."""
+    """One accelerator. `flops`: peak of the 16-bit dtype that is computed in, `peaks`: of others
+    by name ("fp8", "nvfp4"); `copy`: to and from its host (PCIe)."""
 
     kind: str = "device"
     flops: Flops = Field(gt=0)
@@ -80,14 +102,17 @@ class Device(Section):
     def peak(self, precision: str) -> float:
         """FLOP/s; "" is the 16-bit dtype. Raises ConfigError for one that it has no peak of."""
         if precision and precision not in self.peaks:
-            raise ConfigError(f"device {self.kind} has no peak for {precision!r}",
-                              hint=f"known are {', '.join(self.peaks) or 'none'}; give it in `peaks`")
+            raise ConfigError(
+                f"device {self.kind} has no peak for {precision!r}",
+                hint=f"known are {', '.join(self.peaks) or 'none'}; give it in `peaks`",
+            )
         return self.peaks[precision] if precision else self.flops
 
 
 class Ssd(Section):
-    """`updates`: state bytes a second that a processor beside it updates (near-storage), over `internal`. `depth`: how
-    many reads, and writes, share its rate at once; 1: in the order of arrival."""
+    """`updates`: state bytes a second that a processor beside it updates (near-storage), over
+    `internal`. `depth`: how many reads, and writes, share its rate at once; 1: in the order of
+    arrival."""
 
     count: int = Field(default=1, ge=1)
     read: Rate = Field(gt=0)
@@ -101,7 +126,8 @@ class Ssd(Section):
 
 
 class Nic(Section):
-    """`count` cards of `rate` each. `relay`: it has a processor and memory of its own (SmartNIC)."""
+    """`count` cards of `rate` each. `relay`: it has a processor and memory of its own
+    (SmartNIC)."""
 
     kind: Literal["infiniband", "roce", "ethernet"] = "ethernet"
     rate: Rate = Field(gt=0)
@@ -122,8 +148,10 @@ class Switch(Section):
 
 
 class Host(Section):
-    """`count` machines alike. `updates`: bytes of state and gradient a second that its processors update; `sums`: bytes
-    of arriving gradient that they add up. `fabric`: between its devices, of one device's direction (NVLink)."""
+    """`count` machines alike. `updates`: bytes of state and gradient a second that its processors
+    update; `sums`: bytes of arriving gradient that they add up. `fabric`: between its devices, of
+    one device's direction (NVLink).
+    """
 
     name: str
     count: int = Field(default=1, ge=1)
@@ -148,15 +176,21 @@ class Host(Section):
         if not isinstance(tree, Mapping) or tree.get("device") is None:
             return tree
         device = tree["device"]
-        return {"devices": 1, **tree, "device": template("device", device) if isinstance(device, str) else device}
+        return {
+            "devices": 1,
+            **tree,
+            "device": template("device", device) if isinstance(device, str) else device,
+        }
 
     @property
     def together(self) -> Self:
         """One machine that has what all `count` have."""
         names = ("memory", "memory_rate", "updates", "sums", "uplink")
         more = {name: getattr(self, name) * self.count for name in names}
-        ssds, nics = (tuple(one.model_copy(update={"count": one.count * self.count}) for one in every)
-                      for every in (self.ssds, self.nics))
+        ssds, nics = (
+            tuple(one.model_copy(update={"count": one.count * self.count}) for one in every)
+            for every in (self.ssds, self.nics)
+        )
         return self.model_copy(update={**more, "count": 1, "ssds": ssds, "nics": nics})
 
     @model_validator(mode="after")
@@ -165,8 +199,10 @@ class Host(Section):
             raise ValueError(f"host {self.name!r} has {self.devices} devices but no `device`")
         for what in (self, *([self.device] if self.device else ())):
             if 0 < what.peak_watts < what.idle_watts:
-                raise ValueError(f"host {self.name!r}: {what.peak_watts:g} W at most are less than {what.idle_watts:g} "
-                                 "W idle")
+                raise ValueError(
+                    f"host {self.name!r}: {what.peak_watts:g} W at most are less than"
+                    f" {what.idle_watts:g} W idle"
+                )
         return self
 
 
@@ -193,12 +229,19 @@ class Cluster(Section):
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise ValueError(f"two kinds of hosts are called {twice!r}")
         known = {switch.name for switch in self.switches}
-        ends = [(f"a card of host {host.name!r}", nic.switch) for host in self.hosts for nic in host.nics if nic.switch]
+        ends = [
+            (f"a card of host {host.name!r}", nic.switch)
+            for host in self.hosts
+            for nic in host.nics
+            if nic.switch
+        ]
         ends += [("a link", end) for link in self.links for end in link.between]
         for what, end in ends:
             if end not in known:
-                raise ValueError(f"{what} leads to a switch {end!r} that is not there; there are "
-                                 f"{len(known)} ({', '.join(sorted(known)) or 'none'})")
+                raise ValueError(
+                    f"{what} leads to a switch {end!r} that is not there; there are "
+                    f"{len(known)} ({', '.join(sorted(known)) or 'none'})"
+                )
         return self
 
     @property
@@ -214,17 +257,30 @@ class Cluster(Section):
         return sum(host.count * host.devices for host in self.hosts)
 
     def switch_of(self, nic: Nic) -> str:
-        """The name of the switch where `nic` meets others; cards that name none meet those of their kind."""
+        """The name of the switch where `nic` meets others; cards that name none meet those of
+        their kind."""
         return nic.switch or nic.kind
 
     def common(self, hosts: Sequence[Host]) -> tuple[Nic, ...]:
-        """The cards (one a host, in order) by which all of `hosts` reach each other fastest: of one kind and one switch
-        (Yang et al. (Holmes), section 3.2, the general case), else of different kinds over links between switches,
-        with what the link leaves of their rate and with its latency. Raises ConfigError where there are none."""
+        """The cards (one a host, in order) by which all of `hosts` reach each other fastest: of one
+        kind and one switch (Yang et al. (Holmes), section 3.2, the general case), else of different
+        kinds over links between switches, with what the link leaves of their rate and with its
+        latency. Raises ConfigError where there are none.
+        """
         ways = []
         for nic in hosts[0].nics:
-            nics = [max((n for n in host.nics if n.kind == nic.kind and self.switch_of(n) == self.switch_of(nic)),
-                        key=lambda n: n.total, default=None) for host in hosts]
+            nics = [
+                max(
+                    (
+                        n
+                        for n in host.nics
+                        if n.kind == nic.kind and self.switch_of(n) == self.switch_of(nic)
+                    ),
+                    key=lambda n: n.total,
+                    default=None,
+                )
+                for host in hosts
+            ]
             own = [n for n in nics if n is not None]
             if len(own) == len(hosts):
                 ways.append((min(n.total for n in own), -KINDS.index(nic.kind), tuple(own)))
@@ -232,27 +288,45 @@ class Cluster(Section):
             return max(ways, key=lambda way: way[:2])[2]
         best = tuple(max(host.nics, key=lambda n: n.total) for host in hosts if host.nics)
         ends = frozenset(self.switch_of(nic) for nic in best)
-        link = min((link for link in self.links if frozenset(link.between) == ends), key=lambda one: one.rate,
-                   default=None)
+        link = min(
+            (link for link in self.links if frozenset(link.between) == ends),
+            key=lambda one: one.rate,
+            default=None,
+        )
         if len(best) == len(hosts) and len(ends) == 2 and link is not None:
-            return tuple(nic.model_copy(update={"rate": min(nic.total, link.rate), "count": 1,
-                                                "latency": nic.latency + link.latency}) for nic in best)
+            return tuple(
+                nic.model_copy(
+                    update={
+                        "rate": min(nic.total, link.rate),
+                        "count": 1,
+                        "latency": nic.latency + link.latency,
+                    }
+                )
+                for nic in best
+            )
         raise ConfigError(
             f"hosts {', '.join(dict.fromkeys(h.name for h in hosts))} have no network in common",
-            hint="give them cards of one kind, or a [[links]] between their switches")
+            hint="give them cards of one kind, or a [[links]] between their switches",
+        )
 
     def between(self, nics: Sequence[Nic]) -> float:
-        """Bytes a second of the link between the switches of these cards; infinite where it is one switch."""
+        """Bytes a second of the link between the switches of these cards; infinite where it is
+        one switch."""
         ends = frozenset(self.switch_of(nic) for nic in nics)
-        return min((link.rate for link in self.links if frozenset(link.between) == ends), default=float("inf"))
+        return min(
+            (link.rate for link in self.links if frozenset(link.between) == ends),
+            default=float("inf"),
+        )
 
     def to_toml(self) -> str:
-        return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True, exclude_defaults=True, by_alias=True))
+        return tomli_w.dumps(
+            self.model_dump(mode="json", exclude_none=True, exclude_defaults=True, by_alias=True)
+        )
 
 
 def load_cluster(path: str | Path) -> Cluster:
-    """Raises ConfigError: what is wrong, with both numbers, in one sentence. A path that is no file may be the name of
-    a template."""
+    """Raises ConfigError: what is wrong, with both numbers, in one sentence. A path that is no
+    file may be the name of a template."""
     if not Path(path).suffix and str(path) in _templates()["cluster"]:
         return make_cluster(template("cluster", str(path)))
     return make_cluster(read_toml(path, "cluster file"))
@@ -272,34 +346,55 @@ def _filled(cluster: Cluster) -> Cluster:
     assumed, hosts = list(cluster.assumed), []
     for host in cluster.hosts:
         guesses: dict[str, Any] = {}
-        for name, value in (("memory_rate", 20e9), ("updates", 0.6 * (host.memory_rate or 20e9)),
-                            ("sums", 0.6 * (host.memory_rate or 20e9)), ("uplink", 12e9)):
+        for name, value in (
+            ("memory_rate", 20e9),
+            ("updates", 0.6 * (host.memory_rate or 20e9)),
+            ("sums", 0.6 * (host.memory_rate or 20e9)),
+            ("uplink", 12e9),
+        ):
             if not getattr(host, name) and (name != "uplink" or host.ssds):
                 guesses[name] = value
         names = [*guesses]
         if (device := host.device) is not None:
-            own = {"copy_rate": device.copy_rate or 12e9, "memory_rate": device.memory_rate or device.flops / 200}
-            names += [f"device.{name}" for name, key in (("copy", "copy_rate"), ("memory_rate", "memory_rate"))
-                      if not getattr(device, key)]
+            own = {
+                "copy_rate": device.copy_rate or 12e9,
+                "memory_rate": device.memory_rate or device.flops / 200,
+            }
+            names += [
+                f"device.{name}"
+                for name, key in (("copy", "copy_rate"), ("memory_rate", "memory_rate"))
+                if not getattr(device, key)
+            ]
             guesses["device"] = device.model_copy(update=own)
             if host.devices > 1 and not host.fabric:
-                guesses["fabric"] = own["copy_rate"]  # they reach each other as they reach their host
+                # they reach each other as they reach their host
+                guesses["fabric"] = own["copy_rate"]
                 names.append("fabric")
         if any(not nic.latency for nic in host.nics):
-            guesses["nics"] = tuple(nic.model_copy(update={"latency": nic.latency or (
-                30e-6 if nic.kind == "ethernet" else 5e-6)}) for nic in host.nics)
+            guesses["nics"] = tuple(
+                nic.model_copy(
+                    update={"latency": nic.latency or (30e-6 if nic.kind == "ethernet" else 5e-6)}
+                )
+                for nic in host.nics
+            )
             names.append("nics.latency")
-        names += [f"ssds.{name}" for name in ("mixed", "depth")
-                  if any(name not in ssd.model_fields_set for ssd in host.ssds)]
+        names += [
+            f"ssds.{name}"
+            for name in ("mixed", "depth")
+            if any(name not in ssd.model_fields_set for ssd in host.ssds)
+        ]
         if any(ssd.updates and not ssd.internal for ssd in host.ssds):
             names.append("ssds.internal")  # as fast as its reads
         assumed += [f"hosts.{host.name}.{name}" for name in names]
         hosts.append(host.model_copy(update=guesses))
-    return cluster.model_copy(update={"hosts": tuple(hosts), "assumed": tuple(dict.fromkeys(assumed))})
+    return cluster.model_copy(
+        update={"hosts": tuple(hosts), "assumed": tuple(dict.fromkeys(assumed))}
+    )
 
 
 def guesses(cluster: Cluster) -> dict[str, tuple[float, str]]:
-    """Of all that is assumed: its value (bytes a second, seconds, a number) and how people say it."""
+    """Of all that is assumed: its value (bytes a second, seconds, a number) and how people say
+    it."""
     out = {}
     for host in cluster.hosts:
         prefix = f"hosts.{host.name}."
@@ -310,27 +405,36 @@ def guesses(cluster: Cluster) -> dict[str, tuple[float, str]]:
 
 
 def _values(host: Host, what: str) -> list[tuple[str, float, str]]:
-    """What is called so of a host, with its value; `nics` and `device` are all that could be left out of them."""
+    """What is called so of a host, with its value; `nics` and `device` are all that could be
+    left out of them."""
     device = host.device
     if what in ("nics", "nics.latency"):
         return [("nics.latency", nic.latency, show_seconds(nic.latency)) for nic in host.nics][:1]
     if what == "device":
         return [*_values(host, "device.copy"), *_values(host, "device.memory_rate")]
     if what == "ssds.mixed":
-        words = "reads and writes share one rate" if host.ssds and host.ssds[0].mixed == 1 else "of at most 2"
+        words = (
+            "reads and writes share one rate"
+            if host.ssds and host.ssds[0].mixed == 1
+            else "of at most 2"
+        )
         return [(what, ssd.mixed, f"{ssd.mixed:g} ({words})") for ssd in host.ssds][:1]
     if what == "ssds.depth":
-        return [(what, float(ssd.depth), f"{ssd.depth} reads at once, and writes") for ssd in host.ssds][:1]
-    values = {"device.copy": device.copy_rate if device else 0.0,
-              "device.memory_rate": device.memory_rate if device else 0.0,
-              "ssds.internal": max((ssd.internal or ssd.read for ssd in host.ssds), default=0.0)}
+        return [
+            (what, float(ssd.depth), f"{ssd.depth} reads at once, and writes") for ssd in host.ssds
+        ][:1]
+    values = {
+        "device.copy": device.copy_rate if device else 0.0,
+        "device.memory_rate": device.memory_rate if device else 0.0,
+        "ssds.internal": max((ssd.internal or ssd.read for ssd in host.ssds), default=0.0),
+    }
     value = values[what] if what in values else float(getattr(host, what, 0.0) or 0.0)
     return [(what, value, show_rate(value))]
 
 
 def least_of(hosts: Sequence[Host]) -> Host:
-    """One host that has of each thing what the one with least has: what a group of them can rely on. Its cards are the
-    first host's."""
+    """One host that has of each thing what the one with least has: what a group of them can rely
+    on. Its cards are the first host's."""
     first = hosts[0]
     if all(host is first or host == first for host in hosts):
         return first
@@ -340,23 +444,41 @@ def least_of(hosts: Sequence[Host]) -> Host:
     devices = [host.device for host in hosts if host.device is not None]
     if devices:
         slowest = min(devices, key=lambda device: device.flops)
-        own = {name: min(getattr(device, name) for device in devices)
-               for name in ("memory", "memory_rate", "copy_rate")}
-        peaks = {name: min(device.peaks[name] for device in devices) for name in slowest.peaks
-                 if all(name in device.peaks for device in devices)}
-        changes |= {"device": slowest.model_copy(update={**own, "peaks": peaks}),
-                    "devices": max(host.devices for host in hosts)}  # of which each takes of its host's memory
+        own = {
+            name: min(getattr(device, name) for device in devices)
+            for name in ("memory", "memory_rate", "copy_rate")
+        }
+        peaks = {
+            name: min(device.peaks[name] for device in devices)
+            for name in slowest.peaks
+            if all(name in device.peaks for device in devices)
+        }
+        changes |= {
+            "device": slowest.model_copy(update={**own, "peaks": peaks}),
+            # of which each takes of its host's memory
+            "devices": max(host.devices for host in hosts),
+        }
     if all(host.ssds for host in hosts):
+
         def least(of: Callable[[Ssd], float]) -> float:
             return min(sum(ssd.count * of(ssd) for ssd in host.ssds) for host in hosts)
 
         every = [ssd for host in hosts for ssd in host.ssds]
         beside = all(ssd.updates for ssd in every)
-        changes["ssds"] = (every[0].model_copy(update={
-            "count": 1, "read": least(lambda ssd: ssd.read), "write": least(lambda ssd: ssd.write),
-            "capacity": least(lambda ssd: ssd.capacity), "mixed": min(ssd.mixed for ssd in every),
-            "depth": min(ssd.depth for ssd in every), "internal": least(lambda ssd: ssd.internal or ssd.read),
-            "updates": least(lambda ssd: ssd.updates) if beside else 0.0}),)
+        changes["ssds"] = (
+            every[0].model_copy(
+                update={
+                    "count": 1,
+                    "read": least(lambda ssd: ssd.read),
+                    "write": least(lambda ssd: ssd.write),
+                    "capacity": least(lambda ssd: ssd.capacity),
+                    "mixed": min(ssd.mixed for ssd in every),
+                    "depth": min(ssd.depth for ssd in every),
+                    "internal": least(lambda ssd: ssd.internal or ssd.read),
+                    "updates": least(lambda ssd: ssd.updates) if beside else 0.0,
+                }
+            ),
+        )
     return first.model_copy(update=changes)
 
 
@@ -364,10 +486,13 @@ def template(kind: str, name: str) -> dict[str, Any]:
     """Of templates.toml: a `device` or a `cluster`, without its `source`. Raises ConfigError."""
     known = _templates()[kind]
     if name not in known:
-        raise ConfigError(f"no {kind} is called {name!r}", hint=did_you_mean(name, known) or
-                          f"known are {', '.join(known)}; or give its figures")
+        raise ConfigError(
+            f"no {kind} is called {name!r}",
+            hint=did_you_mean(name, known) or f"known are {', '.join(known)}; or give its figures",
+        )
     return {key: value for key, value in known[name].items() if key != "source"} | (
-        {"kind": name} if kind == "device" else {})
+        {"kind": name} if kind == "device" else {}
+    )
 
 
 @cache
@@ -382,12 +507,24 @@ def _explained(cause: ValidationError) -> ConfigError:
     if error["type"] == "extra_forbidden":
         inside: Any = Cluster
         for part in where[:-1]:
-            names = {"hosts": Host, "device": Device, "ssds": Ssd, "nics": Nic, "switches": Switch, "links": Link}
+            names = {
+                "hosts": Host,
+                "device": Device,
+                "ssds": Ssd,
+                "nics": Nic,
+                "switches": Switch,
+                "links": Link,
+            }
             inside = names.get(str(part), inside)
         known = [field.alias or name for name, field in inside.model_fields.items()]
-        return ConfigError(f"unknown key `{key}` in the cluster file",
-                           hint=did_you_mean(str(where[-1]), known) or f"keys here are {', '.join(known)}")
+        return ConfigError(
+            f"unknown key `{key}` in the cluster file",
+            hint=did_you_mean(str(where[-1]), known) or f"keys here are {', '.join(known)}",
+        )
     if error["type"] == "missing":
         return ConfigError(f"`{key}` is missing in the cluster file")
-    return ConfigError(f"`{key}`: {str(error['msg']).removeprefix('Value error, ')}" if key else
-                       str(error["msg"]).removeprefix("Value error, "))
+    return ConfigError(
+        f"`{key}`: {str(error['msg']).removeprefix('Value error, ')}"
+        if key
+        else str(error["msg"]).removeprefix("Value error, ")
+    )

@@ -1,7 +1,8 @@
 """Job: what the user asks for, one training run. One schema for the TOML file and the command line.
 
-Order: default < file < command line. Unknown keys and wrong types raise ConfigError with the nearest valid name.
-Relative paths are relative to where the command runs; `{run}` in a store directory stands for the run directory.
+Order: default < file < command line. Unknown keys and wrong types raise ConfigError with the
+nearest valid name. Relative paths are relative to where the command runs; `{run}` in a store
+directory stands for the run directory.
 Does NOT know torch: names of optimizers and dtypes stay text here.
 """
 
@@ -32,21 +33,38 @@ class Section(BaseModel):
 class RunSection(Section):
     dir: str = Field(default="", description="run directory; default runs/NAME-OF-THE-JOB-FILE")
     steps: int = Field(default=1000, ge=0, description="train up to this step")
-    minutes: float | None = Field(default=None, gt=0, description="stop after so long; the same command goes on")
+    minutes: float | None = Field(
+        default=None, gt=0, description="stop after so long; the same command goes on"
+    )
     device: str = Field(
-        default="", description="cpu, cuda (each worker's own one) or cuda:N; default: cuda where there is one"
+        default="",
+        description="cpu, cuda (each worker's own one) or cuda:N; default: cuda where there is one",
     )
     seed: int = Field(default=0, description="of initial parameters, data order and dropout")
     new_store: bool = Field(
-        default=False, description="go on with the store that is there, or a new one, whatever the run has trained")
-    log_every: int = Field(default=1, ge=1, description="a line every so many steps where no progress bar can be drawn")
+        default=False,
+        description=(
+            "go on with the store that is there, or a new one, whatever the run has trained"
+        ),
+    )
+    log_every: int = Field(
+        default=1, ge=1, description="a line every so many steps where no progress bar can be drawn"
+    )
 
 
 class ModelSection(Section):
-    config: dict[str, Any] = Field(default={}, description="a transformers config: model_type and its own keys")
-    pretrained: str | None = Field(default=None, description="folder of config.json and safetensors")
-    dtype: Literal["fp32", "bf16", "fp16"] = Field(default="fp32", description="of parameters in compute")
-    blocks: list[str] | None = Field(default=None, description="names of the modules to stream; default: found")
+    config: dict[str, Any] = Field(
+        default={}, description="a transformers config: model_type and its own keys"
+    )
+    pretrained: str | None = Field(
+        default=None, description="folder of config.json and safetensors"
+    )
+    dtype: Literal["fp32", "bf16", "fp16"] = Field(
+        default="fp32", description="of parameters in compute"
+    )
+    blocks: list[str] | None = Field(
+        default=None, description="names of the modules to stream; default: found"
+    )
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -60,54 +78,97 @@ class ModelSection(Section):
 class DataSection(Section):
     paths: list[str] = Field(
         default=[f"{sysconfig.get_path('stdlib')}/**/*.py"],
-        description="files, folders or globs; default: the source of this Python's standard library",
+        description=(
+            "files, folders or globs; default: the source of this Python's standard library"
+        ),
     )
     seq_len: int = Field(default=256, ge=1)
     batch_size: int = Field(default=8, ge=1, description="rows of one forward pass")
-    held_out: float = Field(default=0.01, ge=0, lt=1, description="fraction of the tokens never trained on")
+    held_out: float = Field(
+        default=0.01, ge=0, lt=1, description="fraction of the tokens never trained on"
+    )
     tokenizer: str = Field(default="bytes", description="`bytes`, or the path of a tokenizer.json")
 
 
 class OptimizerSection(Section):
     name: str = Field(default="adamw", description=f"{', '.join(OPTIMIZERS)}, or MODULE:CLASS")
     lr: float = Field(default=3e-4, ge=0)
-    weight_decay: float | None = Field(default=None, description="default: the optimizer's own, as all below")
+    weight_decay: float | None = Field(
+        default=None, description="default: the optimizer's own, as all below"
+    )
     betas: tuple[float, float] | None = None
     eps: float | None = None
     momentum: float | None = None
-    options: dict[str, Any] = Field(default={}, description="any other argument of the optimizer's class")
-    schedule: Literal["constant", "cosine", "linear"] = Field(default="constant", description="of lr over run.steps")
+    options: dict[str, Any] = Field(
+        default={}, description="any other argument of the optimizer's class"
+    )
+    schedule: Literal["constant", "cosine", "linear"] = Field(
+        default="constant", description="of lr over run.steps"
+    )
     warmup_steps: int = Field(default=0, ge=0)
-    clip_norm: float | None = Field(default=None, gt=0, description="clip the gradient's global norm")
+    clip_norm: float | None = Field(
+        default=None, gt=0, description="clip the gradient's global norm"
+    )
     accumulate: int = Field(default=1, ge=1, description="forward and backward passes a step")
     staleness: Annotated[int, Field(ge=0)] | Literal["none"] = Field(
-        default=0, description="1: a step computes while the last one's updates run; more, or none: see place()")
+        default=0,
+        description=(
+            "1: a step computes while the last one's updates run; more, or none: see place()"
+        ),
+    )
 
     @field_validator("name")
     @classmethod
     def _known(cls, name: str) -> str:
         if name not in OPTIMIZERS and ":" not in name:
-            raise ValueError(f"unknown optimizer {name!r}; {did_you_mean(name, OPTIMIZERS) or 'or give MODULE:CLASS'}")
+            raise ValueError(
+                f"unknown optimizer {name!r};"
+                f" {did_you_mean(name, OPTIMIZERS) or 'or give MODULE:CLASS'}"
+            )
         return name
 
 
 class StoreSection(Section):
-    dirs: list[str] = Field(default=["{run}/store"], description="one server each; [] keeps all in RAM")
-    servers: list[str] = Field(default=[], description="HOST:PORT of each `roadtrain serve`, instead of dirs")
-    moved_from: list[str] = Field(default=[], description="directories that the store rested in and shall leave")
-    relay: str | None = Field(default=None, description="host bytes for a process that communicates for the workers")
+    dirs: list[str] = Field(
+        default=["{run}/store"], description="one server each; [] keeps all in RAM"
+    )
+    servers: list[str] = Field(
+        default=[], description="HOST:PORT of each `roadtrain serve`, instead of dirs"
+    )
+    moved_from: list[str] = Field(
+        default=[], description="directories that the store rested in and shall leave"
+    )
+    relay: str | None = Field(
+        default=None, description="host bytes for a process that communicates for the workers"
+    )
     buffering: Literal["auto", "all", "none"] = Field(
-        default="auto", description="blocks kept from forward to backward: what fits and pays, all, none")
-    replicas: Literal[1, 2] = Field(default=1, description="2: two servers hold each chunk, any one may die")
+        default="auto",
+        description="blocks kept from forward to backward: what fits and pays, all, none",
+    )
+    replicas: Literal[1, 2] = Field(
+        default=1, description="2: two servers hold each chunk, any one may die"
+    )
     give_up: list[str] = Field(
-        default=[], description="HOST:PORT of servers whose contents do not count at a start that is in doubt")
-    token_file: str | None = Field(default=None, description="file (mode 600) with the servers' token")
-    ca: str | None = Field(default=None, description="TLS: PEM file that the servers' certificates are known by")
-    cert: str | None = Field(default=None, description="TLS: PEM file of this worker's certificate, if demanded")
+        default=[],
+        description="HOST:PORT of servers whose contents do not count at a start that is in doubt",
+    )
+    token_file: str | None = Field(
+        default=None, description="file (mode 600) with the servers' token"
+    )
+    ca: str | None = Field(
+        default=None, description="TLS: PEM file that the servers' certificates are known by"
+    )
+    cert: str | None = Field(
+        default=None, description="TLS: PEM file of this worker's certificate, if demanded"
+    )
     key: str | None = Field(default=None, description="TLS: PEM file of its key")
     connections: int = Field(default=1, ge=1, description="TCP connections to each server")
     rates: list[float] | Literal["measured"] | None = Field(
-        default=None, description="relative rates of the directories, or `measured`: a new store is spread by them")
+        default=None,
+        description=(
+            "relative rates of the directories, or `measured`: a new store is spread by them"
+        ),
+    )
     chunk_elements: int = Field(default=MAX_CHUNK, ge=1)
     direct: bool = Field(default=True, description="direct I/O where the file system takes it")
 
@@ -118,7 +179,9 @@ class StoreSection(Section):
 
 
 class BudgetSection(Section):
-    host: str | None = Field(default=None, description="bytes of host memory, as `900MiB`; default: no limit")
+    host: str | None = Field(
+        default=None, description="bytes of host memory, as `900MiB`; default: no limit"
+    )
 
     @field_validator("host", mode="before")
     @classmethod
@@ -130,10 +193,16 @@ class BudgetSection(Section):
 
 
 class CompressSection(Section):
-    topk: float | None = Field(default=None, gt=0, le=100, description="percent communicated: 2 keeps 1 %")
-    error_feedback: bool = Field(default=False, description="add to the next gradient what was not sent")
+    topk: float | None = Field(
+        default=None, gt=0, le=100, description="percent communicated: 2 keeps 1 %"
+    )
+    error_feedback: bool = Field(
+        default=False, description="add to the next gradient what was not sent"
+    )
     gradients: Literal["bf16", "fp16"] | None = Field(
-        default=None, description="what gradients of fp32 parameters travel to servers in; default: fp32")
+        default=None,
+        description="what gradients of fp32 parameters travel to servers in; default: fp32",
+    )
 
 
 class Job(Section):
@@ -166,7 +235,8 @@ class Job(Section):
         return make_job(_merged(self.model_dump(exclude_none=True), overrides))
 
     def to_toml(self) -> str:
-        """Directories inside the run directory are written as `{run}`, so that a copy of it means its own."""
+        """Directories inside the run directory are written as `{run}`, so that a copy of it
+        means its own."""
         tree = self.model_dump(mode="json", exclude_none=True)
         for key in ("dirs", "moved_from"):
             tree["store"][key] = [moved(d, self.run.dir, "{run}") for d in tree["store"][key]]
@@ -180,11 +250,13 @@ def moved(directory: str, run: str, to: str) -> str:
 
 
 def job_of_run(run: str) -> Job:
-    """The job that a run directory was trained with. Of a copy, or one that was moved, the job in this directory.
-    Raises ConfigError where `run` is not a run directory."""
+    """The job that a run directory was trained with. Of a copy, or one that was moved, the job
+    in this directory. Raises ConfigError where `run` is not a run directory."""
     path = Path(run, "job.toml")
     if not path.is_file():
-        raise ConfigError(f"{run} is not a run directory: it has no job.toml", hint="it is the job's --run.dir")
+        raise ConfigError(
+            f"{run} is not a run directory: it has no job.toml", hint="it is the job's --run.dir"
+        )
     job = load_job(path)
     if job.run_dir.resolve() == Path(run).resolve():
         return job
@@ -193,22 +265,31 @@ def job_of_run(run: str) -> Job:
 
 
 def check_own(path: str, job: Job) -> None:
-    """ConfigError where `path` is the job.toml of a run directory that was copied or moved, and `job`, made of it,
-    would train in the directories of the run that it was written for."""
+    """ConfigError where `path` is the job.toml of a run directory that was copied or moved, and
+    `job`, made of it, would train in the directories of the run that it was written for."""
     home = Path(path).parent
-    if Path(path).name != "job.toml" or not any((home / name).exists() for name in ("mark.json", "metrics.jsonl")):
+    if Path(path).name != "job.toml" or not any(
+        (home / name).exists() for name in ("mark.json", "metrics.jsonl")
+    ):
         return
     named = load_job(path).run_dir
     there = [job.run.dir, *job.store.dirs]
-    if named.resolve() == home.resolve() or not any(Path(d).resolve().is_relative_to(named.resolve()) for d in there):
+    if named.resolve() == home.resolve() or not any(
+        Path(d).resolve().is_relative_to(named.resolve()) for d in there
+    ):
         return
     raise ConfigError(
         f"{path} is of the run in {named}, and lies in {home}: {', '.join(there)} are of that run",
-        hint=f"to go on with the copy: --run.dir {home} --store.dirs {','.join(job_of_run(str(home)).store.dirs)}")
+        hint=(
+            f"to go on with the copy: --run.dir {home} --store.dirs"
+            f" {','.join(job_of_run(str(home)).store.dirs)}"
+        ),
+    )
 
 
 def load_job(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Job:
-    """Read a job file, put `overrides` (dotted key -> value) over it, resolve. Raises ConfigError."""
+    """Read a job file, put `overrides` (dotted key -> value) over it, resolve. Raises
+    ConfigError."""
     tree = _merged(read_toml(path, "job file"), overrides or {})
     run = tree.setdefault("run", {})
     if isinstance(run, dict) and not run.get("dir"):
@@ -227,20 +308,23 @@ def read_toml(path: str | Path, what: str) -> dict[str, Any]:
 
 
 def make_job(tree: Mapping[str, Any]) -> Job:
-    """Validate nested plain data into a Job. Raises ConfigError naming the key and the nearest valid one."""
+    """Validate nested plain data into a Job. Raises ConfigError naming the key and the nearest
+    valid one."""
     try:
         job = Job.model_validate(tree)
     except ValidationError as cause:
         raise _explained(cause) from cause
     dirs = [] if job.store.servers else [d.replace("{run}", job.run.dir) for d in job.store.dirs]
     left = [d.replace("{run}", job.run.dir) for d in job.store.moved_from]
-    return job.model_copy(update={"store": job.store.model_copy(update={"dirs": dirs, "moved_from": left})})
+    return job.model_copy(
+        update={"store": job.store.model_copy(update={"dirs": dirs, "moved_from": left})}
+    )
 
 
 def parse_overrides(args: Iterable[str]) -> dict[str, Any]:
-    """`--run.steps 20 --optimizer.lr=1e-4 --compress.error_feedback` -> dotted key -> value. Values are TOML or JSON
-    literals (`null`: back to the default); what is neither is text, a text field takes its value as it stands.
-    Raises ConfigError."""
+    """`--run.steps 20 --optimizer.lr=1e-4 --compress.error_feedback` -> dotted key -> value.
+    Values are TOML or JSON literals (`null`: back to the default); what is neither is text, a
+    text field takes its value as it stands. Raises ConfigError."""
     out: dict[str, Any] = {}
     pending: str | None = None
     for arg in args:
@@ -256,7 +340,9 @@ def parse_overrides(args: Iterable[str]) -> dict[str, Any]:
             out[pending] = _value(pending, arg)
             pending = None
         else:
-            raise ConfigError(f"unexpected argument {arg!r}", hint="options look like --run.steps 20")
+            raise ConfigError(
+                f"unexpected argument {arg!r}", hint="options look like --run.steps 20"
+            )
     if pending is not None:
         out[pending] = _flag(pending)
     return out
@@ -269,7 +355,11 @@ def all_keys() -> Iterator[tuple[str, str, str]]:
         assert isinstance(kind, type) and issubclass(kind, BaseModel)
         for name, sub in kind.model_fields.items():
             default = sub.get_default(call_default_factory=True, validated_data={})
-            yield f"{section}.{name}", "" if default is None else str(default), sub.description or ""
+            yield (
+                f"{section}.{name}",
+                "" if default is None else str(default),
+                sub.description or "",
+            )
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -285,10 +375,26 @@ def unknown_key(key: str) -> ConfigError:
     return ConfigError(f"unknown key `{key}`", hint=near or f"sections are {', '.join(sections)}")
 
 
-_TEXT_KEYS = frozenset({"run.dir", "run.device", "model.pretrained", "model.dtype", "data.tokenizer", "optimizer.name",
-                        "optimizer.schedule", "budget.host", "store.token_file", "store.ca", "store.cert", "store.key"})
+_TEXT_KEYS = frozenset(
+    {
+        "run.dir",
+        "run.device",
+        "model.pretrained",
+        "model.dtype",
+        "data.tokenizer",
+        "optimizer.name",
+        "optimizer.schedule",
+        "budget.host",
+        "store.token_file",
+        "store.ca",
+        "store.cert",
+        "store.key",
+    }
+)
 _FREE_KEYS = ("model.config.", "optimizer.options.")
-_LIST_KEYS = frozenset({"model.blocks", "data.paths", "store.dirs", "store.servers", "store.moved_from"})
+_LIST_KEYS = frozenset(
+    {"model.blocks", "data.paths", "store.dirs", "store.servers", "store.moved_from"}
+)
 
 
 def _check_key(key: str) -> None:
@@ -298,7 +404,11 @@ def _check_key(key: str) -> None:
 
 def _flag(key: str) -> bool:
     """The value of an option given without one."""
-    if key not in ("compress.error_feedback", "store.direct", "run.new_store") and not key.startswith(_FREE_KEYS):
+    if key not in (
+        "compress.error_feedback",
+        "store.direct",
+        "run.new_store",
+    ) and not key.startswith(_FREE_KEYS):
         raise ConfigError(f"--{key} needs a value")
     return True
 
@@ -326,7 +436,9 @@ def _merged(tree: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, 
         for i, part in enumerate(path):
             inner = at.get(part, {})
             if not isinstance(inner, Mapping):
-                raise ConfigError(f"`{'.'.join(path[: i + 1])}` is not a table, so `{key}` cannot be set")
+                raise ConfigError(
+                    f"`{'.'.join(path[: i + 1])}` is not a table, so `{key}` cannot be set"
+                )
             at[part] = dict(inner)
             at = at[part]
         if value is None:
@@ -345,5 +457,7 @@ def _explained(cause: ValidationError) -> ConfigError:
         return ConfigError(f"`{key}` is missing", hint=f"add a [{key}] table to the job file")
     message = str(error["msg"]).removeprefix("Value error, ")
     given = error["input"]
-    shown = "" if isinstance(given, (dict, BaseModel)) or repr(given) in message else f", not {given!r}"
+    shown = (
+        "" if isinstance(given, (dict, BaseModel)) or repr(given) in message else f", not {given!r}"
+    )
     return ConfigError(f"`{key}`: {message}{shown}")

@@ -1,14 +1,17 @@
-"""Layout: which devices form which parallel groups, and which layers each pipeline stage has. Arithmetic only.
+"""Layout: which devices form which parallel groups, and which layers each pipeline stage has.
+Arithmetic only.
 
-Devices are numbered host by host, from 0, in the order of the clusters. With t tensor-, p pipeline- and d data-parallel
-ranks (d p t = N), as in Yang et al. (Holmes), equations 1 to 3, here from 0:
+Devices are numbered host by host, from 0, in the order of the clusters. With t tensor-, p pipeline-
+and d data-parallel ranks (d p t = N), as in Yang et al. (Holmes), equations 1 to 3, here from 0:
 
     tensor group i     i t + j                                   j < t     inside one host
-    pipeline group i   i + j t d                                 j < p     a stage is t d devices that follow each other
+    pipeline group i   i + j t d                                 j < p     a stage is t d devices
+                                                                 that follow each other
     data group i       i mod t + (i div t) d t + j t             j < d     inside one stage
 
-Context-parallel ranks have a part of each sequence, and the same parameters: d here is dp x cp, and the ranks of a
-context group follow each other in a data group. So do those of an expert group, which has each expert once.
+Context-parallel ranks have a part of each sequence, and the same parameters: d here is dp x cp, and
+the ranks of a context group follow each other in a data group. So do those of an expert group,
+which has each expert once.
 """
 
 from __future__ import annotations
@@ -22,9 +25,10 @@ from roadtrain.errors import ConfigError
 
 @dataclass(frozen=True)
 class Layout:
-    """Data-, tensor-, pipeline-, context- and expert-parallel ranks (`ep` divides dp x cp). `vp`: parts of the model
-    that a pipeline stage has, part k of all stages before part k + 1 of any. `stages`: layers of each pipeline stage,
-    with vp of each part in the model's order; empty: as even as can be."""
+    """Data-, tensor-, pipeline-, context- and expert-parallel ranks (`ep` divides dp x cp).
+    `vp`: parts of the model that a pipeline stage has, part k of all stages before part k + 1 of
+    any. `stages`: layers of each pipeline stage, with vp of each part in the model's order;
+    empty: as even as can be."""
 
     dp: int = 1
     tp: int = 1
@@ -35,13 +39,17 @@ class Layout:
     vp: int = 1
 
     def __post_init__(self) -> None:
-        for name, n in (*((name, getattr(self, name)) for name in ("dp", "tp", "pp", "cp", "ep", "vp")),
-                        *(("stages", n) for n in self.stages)):
+        for name, n in (
+            *((name, getattr(self, name)) for name in ("dp", "tp", "pp", "cp", "ep", "vp")),
+            *(("stages", n) for n in self.stages),
+        ):
             if not isinstance(n, int) or n < (name != "stages"):
                 raise ConfigError(f"layout: `{name}` has {n!r}", hint="a whole number, 1 or more")
         if self.replicas % self.ep:
-            raise ConfigError(f"ep {self.ep} does not divide dp {self.dp} x cp {self.cp}",
-                              hint="every expert group is a part of a data group")
+            raise ConfigError(
+                f"ep {self.ep} does not divide dp {self.dp} x cp {self.cp}",
+                hint="every expert group is a part of a data group",
+            )
 
     @property
     def replicas(self) -> int:
@@ -53,7 +61,11 @@ class Layout:
         return self.replicas * self.tp * self.pp
 
     def __str__(self) -> str:
-        more = "".join(f" x {name} {n}" for name, n in (("cp", self.cp), ("ep", self.ep), ("vp", self.vp)) if n > 1)
+        more = "".join(
+            f" x {name} {n}"
+            for name, n in (("cp", self.cp), ("ep", self.ep), ("vp", self.vp))
+            if n > 1
+        )
         return f"dp {self.dp} x tp {self.tp} x pp {self.pp}{more}"
 
     def tensor_groups(self) -> list[list[int]]:
@@ -68,42 +80,61 @@ class Layout:
         return [[i % t + (i // t * d + j) * t for j in range(d)] for i in range(self.pp * t)]
 
     def context_groups(self) -> list[list[int]]:
-        return [group[i : i + self.cp] for group in self.data_groups() for i in range(0, self.replicas, self.cp)]
+        return [
+            group[i : i + self.cp]
+            for group in self.data_groups()
+            for i in range(0, self.replicas, self.cp)
+        ]
 
     def expert_groups(self) -> list[list[int]]:
-        return [group[i : i + self.ep] for group in self.data_groups() for i in range(0, self.replicas, self.ep)]
+        return [
+            group[i : i + self.ep]
+            for group in self.data_groups()
+            for i in range(0, self.replicas, self.ep)
+        ]
 
     def layers(self, layers: int) -> tuple[int, ...]:
-        """Of each stage, or of each part in the model's order (the first and the last of which may have only what
-        comes before and after the layers). Raises ConfigError where they do not add up."""
+        """Of each stage, or of each part in the model's order (the first and the last of which
+        may have only what comes before and after the layers). Raises ConfigError where they do
+        not add up."""
         if not self.stages:
             return even(layers, self.pp * self.vp)
         inner = self.stages if self.vp == 1 else self.stages[1:-1]
         if len(self.stages) != self.pp * self.vp or sum(self.stages) != layers or min(inner) < 1:
-            raise ConfigError(f"stages of {', '.join(map(str, self.stages))} layers are {len(self.stages)} with "
-                              f"{sum(self.stages)} layers in all, the model has {layers} for {self.pp * self.vp} "
-                              "stages", hint="one number a stage, each 1 or more, adding up to the model's layers")
+            raise ConfigError(
+                f"stages of {', '.join(map(str, self.stages))} layers are {len(self.stages)} with "
+                f"{sum(self.stages)} layers in all, the model has {layers} for {self.pp * self.vp} "
+                "stages",
+                hint="one number a stage, each 1 or more, adding up to the model's layers",
+            )
         return self.stages
 
 
 def even(layers: int, stages: int) -> tuple[int, ...]:
-    """Layers of each stage, the first ones one more where it does not divide. Raises ConfigError for more stages than
-    layers."""
+    """Layers of each stage, the first ones one more where it does not divide. Raises ConfigError
+    for more stages than layers."""
     if not 0 < stages <= layers:
-        raise ConfigError(f"{layers} layers cannot be {stages} stages", hint="pp is at most the number of layers")
+        raise ConfigError(
+            f"{layers} layers cannot be {stages} stages", hint="pp is at most the number of layers"
+        )
     return tuple(layers // stages + (i < layers % stages) for i in range(stages))
 
 
 def balanced(
-    weights: Sequence[float], speeds: Sequence[float], *, ends: tuple[float, float] = (0.0, 0.0),
+    weights: Sequence[float],
+    speeds: Sequence[float],
+    *,
+    ends: tuple[float, float] = (0.0, 0.0),
     fits: Callable[[int, int, int], bool] = lambda stage, begin, stop: True,
 ) -> tuple[int, ...] | None:
-    """Layers of each stage, so that the slowest takes as short as can be: `weights` (FLOPs) of each layer over `speeds`
-    of each stage. `ends`: of what comes before the first layer and after the last. `fits(stage, begin, stop)`: whether
-    these layers fit its memory (and so do fewer). None where they fit nowhere.
+    """Layers of each stage, so that the slowest takes as short as can be: `weights` (FLOPs) of each
+    layer over `speeds` of each stage. `ends`: of what comes before the first layer and after the
+    last. `fits(stage, begin, stop)`: whether these layers fit its memory (and so do fewer). None
+    where they fit nowhere.
 
-    Exact: the best of all first stages up to each layer, stage after stage; those slower than a bound are left out,
-    which grows until there is an answer. Even stages are taken where they are as fast."""
+    Exact: the best of all first stages up to each layer, stage after stage; those slower than a
+    bound are left out, which grows until there is an answer. Even stages are taken where they
+    are as fast."""
     before = [0.0, *itertools.accumulate(weights)]
     total, n = len(weights), len(speeds)
 
@@ -112,12 +143,17 @@ def balanced(
         return own / speeds[stage]
 
     def within(bound: float) -> tuple[float, tuple[int, ...]] | None:
-        best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}  # stop -> slowest, squares, stages
+        # stop -> slowest, squares, stages
+        best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
         for stage in range(n):
             following: dict[int, tuple[float, float, tuple[int, ...]]] = {}
-            for stop in range(stage + 1, total - (n - 1 - stage) + 1) if stage < n - 1 else (total,):
+            for stop in (
+                range(stage + 1, total - (n - 1 - stage) + 1) if stage < n - 1 else (total,)
+            ):
                 for begin in range(stop - 1, stage - 1, -1):
-                    if (seconds := took(stage, begin, stop)) > bound or not fits(stage, begin, stop):
+                    if (seconds := took(stage, begin, stop)) > bound or not fits(
+                        stage, begin, stop
+                    ):
                         break
                     if begin in best:
                         slowest, squares, stages = best[begin]
@@ -126,12 +162,21 @@ def balanced(
             best = following
         return (best[total][0], best[total][2]) if total in best else None
 
-    bound, most = 1.1 * (before[-1] + sum(ends)) / sum(speeds), (before[-1] + sum(ends)) / min(speeds)
+    bound, most = (
+        1.1 * (before[-1] + sum(ends)) / sum(speeds),
+        (before[-1] + sum(ends)) / min(speeds),
+    )
     while (found := within(bound)) is None:
         if n > total or bound >= most:
             return None
         bound *= 1.5
     flat = even(total, n)
     stops = [*itertools.accumulate(flat)]
-    same = max(took(i, stop - flat[i], stop) for i, stop in enumerate(stops)) <= found[0] * (1 + 1e-9)
-    return flat if same and all(fits(i, stop - flat[i], stop) for i, stop in enumerate(stops)) else found[1]
+    same = max(took(i, stop - flat[i], stop) for i, stop in enumerate(stops)) <= found[0] * (
+        1 + 1e-9
+    )
+    return (
+        flat
+        if same and all(fits(i, stop - flat[i], stop) for i, stop in enumerate(stops))
+        else found[1]
+    )

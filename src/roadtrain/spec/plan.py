@@ -1,8 +1,9 @@
 """Budget -> how many buffers of each kind, and what stays in memory (Rule 4).
 
-One number is asked for: host bytes. It covers everything that roadtrain allocates: the root block, block buffers,
-gradient buffers, record buffers, saved block inputs, and memory copies of what rests on files. It does not cover the
-interpreter, torch itself and what a block's own forward and backward allocate for a moment.
+One number is asked for: host bytes. It covers everything that roadtrain allocates: the root block,
+block buffers, gradient buffers, record buffers, saved block inputs, and memory copies of what rests
+on files. It does not cover the interpreter, torch itself and what a block's own forward and
+backward allocate for a moment.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ HUGE = 2 * MIB  # buffers are whole huge pages
 
 @dataclass(frozen=True)
 class Budgets:
-    """`resident` / `public_resident`: chunks whose record / public part is kept in memory. Bytes are upper limits."""
+    """`resident` / `public_resident`: chunks whose record / public part is kept in memory.
+    Bytes are upper limits."""
 
     root_bytes: int
     slots: int
@@ -40,9 +42,13 @@ class Budgets:
     def total(self) -> int:
         """Bytes that may be in use at once."""
         return (
-            self.root_bytes + self.slots * self.slot_bytes + self.push_buffers * self.push_bytes
-            + self.record_buffers * (self.record_bytes + self.scratch_bytes) + self.activation_bytes
-            + self.compressed_bytes + self.resident_bytes
+            self.root_bytes
+            + self.slots * self.slot_bytes
+            + self.push_buffers * self.push_bytes
+            + self.record_buffers * (self.record_bytes + self.scratch_bytes)
+            + self.activation_bytes
+            + self.compressed_bytes
+            + self.resident_bytes
         )
 
 
@@ -60,15 +66,18 @@ def derive(
     compressed_bytes: int = 0,
     buffering: str = "auto",
 ) -> Budgets:
-    """Split `host_bytes`. `records`: of what servers in this process keep. `serves`: all servers are in it; else the
-    worker, and at most one for its residuals. `holds_gradients`:
-    updates wait for step(), so gradients of all blocks pile up (beyond the buffers they go to files). `twins`:
-    blocks that hold the compression's residuals; the root's has its own buffer. `compressed_bytes`: what compressed
-    gradients of one step take. `buffering`: whether blocks are kept from forward to backward ("auto": as many as fit
-    where they come over a network; "all", "none"). Raises BudgetError with the least number of bytes that would do."""
+    """Split `host_bytes`. `records`: of what servers in this process keep. `serves`: all servers
+    are in it; else the worker, and at most one for its residuals. `holds_gradients`: updates wait
+    for step(), so gradients of all blocks pile up (beyond the buffers they go to files). `twins`:
+    blocks that hold the compression's residuals; the root's has its own buffer. `compressed_bytes`:
+    what compressed gradients of one step take. `buffering`: whether blocks are kept from forward to
+    backward ("auto": as many as fit where they come over a network; "all", "none"). Raises
+    BudgetError with the least number of bytes that would do.
+    """
     root, blocks = table.blocks[0], [b for b in table.blocks[1:] if b.index != root_twin]
     slot = max((round_up(b.pull_nbytes, HUGE) for b in blocks), default=0) or HUGE
-    push = max((round_up(b.push_nbytes, HUGE) for b in blocks), default=0) or HUGE  # also where no block trains
+    # also where no block trains
+    push = max((round_up(b.push_nbytes, HUGE) for b in blocks), default=0) or HUGE
     record = max((round_up(r.nbytes, HUGE) for r in records.values()), default=HUGE)
     scratch = max((round_up(c.numel * 4, HUGE) for c in table.trainable), default=0)
     # parameters, torch's own p.grad, and the flat piece that is pushed
@@ -78,7 +87,12 @@ def derive(
     servers = max(owners, default=0) + 1
     all_records = sum(round_up(r.nbytes, 4096) for r in records.values())
     compute = len(blocks) - len(twins - {root_twin})
-    slots, pushes, per_server, activations = 2, 3, (2 if on_files and (serves or records) else 0), 8 * HUGE
+    slots, pushes, per_server, activations = (
+        2,
+        3,
+        (2 if on_files and (serves or records) else 0),
+        8 * HUGE,
+    )
     if not on_files and holds_gradients:
         pushes += len(blocks)
 
@@ -89,8 +103,10 @@ def derive(
     def check_kept() -> None:
         if buffering == "all" and slots < compute:
             raise BudgetError(
-                f"{slots} of {compute} blocks of {show_bytes(slot)} can be kept from forward to backward, the "
-                f"budget is {show_bytes(host_bytes)}", hint="buffering='auto' keeps what fits (with staleness 0 or 1)")
+                f"{slots} of {compute} blocks of {show_bytes(slot)} can be kept from forward to"
+                f" backward, the budget is {show_bytes(host_bytes)}",
+                hint="buffering='auto' keeps what fits (with staleness 0 or 1)",
+            )
 
     least = used() + (0 if on_files else all_records + servers * scratch)
     if host_bytes < least:
@@ -111,10 +127,22 @@ def derive(
         slots += min(len(blocks), left // 4 // slot)
         check_kept()
         return Budgets(
-            root_bytes, slots, slot, pushes, push, 0, 0, scratch, activations, compressed_bytes,
-            frozenset(records), frozenset(), all_records + servers * scratch,
+            root_bytes,
+            slots,
+            slot,
+            pushes,
+            push,
+            0,
+            0,
+            scratch,
+            activations,
+            compressed_bytes,
+            frozenset(records),
+            frozenset(),
+            all_records + servers * scratch,
         )
-    # The order in which more memory pays: overlap first, then inputs, then gradients that wait, then what is kept.
+    # The order in which more memory pays: overlap first, then inputs, then gradients that wait,
+    # then what is kept.
     before = ("record", "slot", "push") if records else ("slot", "push", "slot")
     for name in (*before, *["record"] * 9) if serves else before:
         cost = {"record": servers * (record + scratch), "slot": slot, "push": push}[name]
@@ -124,28 +152,42 @@ def derive(
             per_server += name == "record"
     activations += left // 4
     left -= left // 4
-    # Gradients that wait: for step(), or (updates begin in backward) for a device that is slower than backward, so that
-    # what is left of the updates hides behind the next forward.
+    # Gradients that wait: for step(), or (updates begin in backward) for a device that is slower
+    # than backward, so that what is left of the updates hides behind the next forward.
     more = min(compute if serves else 4, left // (2 if holds_gradients else 3) // push)
     pushes, left = pushes + more, left - more * push
     keep = 0
-    if buffering == "all" or (not serves and buffering == "auto"):  # then backward pulls nothing again
+    # then backward pulls nothing again
+    if buffering == "all" or (not serves and buffering == "auto"):
         keep = min(compute, left // slot)
         slots, left = slots + keep, left - keep * slot
         check_kept()
     resident, public, kept = _kept([c for c in table.chunks if c.id in records], records, left)
     return Budgets(
-        root_bytes, slots, slot, pushes, push, servers * per_server, record, scratch, activations,
-        compressed_bytes, resident, public, kept, keep,
+        root_bytes,
+        slots,
+        slot,
+        pushes,
+        push,
+        servers * per_server,
+        record,
+        scratch,
+        activations,
+        compressed_bytes,
+        resident,
+        public,
+        kept,
+        keep,
     )
 
 
 def _kept(
     chunks: Sequence[Chunk], records: Mapping[int, Record], nbytes: int
 ) -> tuple[frozenset[int], frozenset[int], int]:
-    """Chunks of which the record, and of which the public part, is kept in `nbytes` of memory, and what that takes.
-    Parameters first (read twice a step, 2 bytes each), the root's and the first blocks' before the others (the next
-    forward wants them soonest), then records (read once a step, 12 bytes and more)."""
+    """Chunks of which the record, and of which the public part, is kept in `nbytes` of memory,
+    and what that takes. Parameters first (read twice a step, 2 bytes each), the root's and the
+    first blocks' before the others (the next forward wants them soonest), then records (read
+    once a step, 12 bytes and more)."""
     public, resident, kept = set(), set(), 0
     for chunk in chunks:
         if kept + records[chunk.id].public_nbytes > nbytes:
@@ -163,24 +205,31 @@ def _kept(
 
 @dataclass(frozen=True)
 class ServerBudgets:
-    """Of a server in a process of its own. `pool`: gradient buffers a worker; what they cannot hold goes to files."""
+    """Of a server in a process of its own. `pool`: gradient buffers a worker; what they cannot
+    hold goes to files."""
 
     record_buffers: int
     record_bytes: int
     scratch_bytes: int
     pool: int
-    answers: int  # buffers for parameters on their way from a file, or cast from masters, to the workers
+    # buffers for parameters on their way from a file, or cast from masters, to the workers
+    answers: int
     piece_bytes: int
     resident: frozenset[int]
     public_resident: frozenset[int]
 
 
 def derive_server(
-    table: ChunkTable, records: Mapping[int, Record], host_bytes: int, *, workers: int, holds_gradients: bool,
+    table: ChunkTable,
+    records: Mapping[int, Record],
+    host_bytes: int,
+    *,
+    workers: int,
+    holds_gradients: bool,
     wide: bool = False,
 ) -> ServerBudgets:
-    """Split a server's `host_bytes`; `records` are its own. `wide`: gradients come in fp32. Raises BudgetError with the
-    least that would do."""
+    """Split a server's `host_bytes`; `records` are its own. `wide`: gradients come in fp32.
+    Raises BudgetError with the least that would do."""
     mine = [table.chunks[number] for number in sorted(records)]
     trainable = [c for c in mine if c.trainable]
     record = max((round_up(r.nbytes, HUGE) for r in records.values()), default=HUGE)
@@ -191,8 +240,9 @@ def derive_server(
     least = buffers * (record + scratch) + (workers * pool + answers) * piece
     if host_bytes < least:
         raise BudgetError(
-            f"a server of {len(mine)} chunks and {workers} workers needs at least {-(-least // MIB)} MiB, its budget "
-            f"is {show_bytes(host_bytes)}", hint="raise --budget, or choose smaller chunks (chunk_elements)"
+            f"a server of {len(mine)} chunks and {workers} workers needs at least"
+            f" {-(-least // MIB)} MiB, its budget is {show_bytes(host_bytes)}",
+            hint="raise --budget, or choose smaller chunks (chunk_elements)",
         )
     left = host_bytes - least
     while buffers < 8 and left > 8 * (record + scratch):
@@ -206,7 +256,8 @@ def derive_server(
 
 @dataclass(frozen=True)
 class RelayBudgets:
-    """Of a relay, for each server. `copies`: buffers of parameters; `pool`: of gradients, a worker."""
+    """Of a relay, for each server. `copies`: buffers of parameters; `pool`: of gradients, a
+    worker."""
 
     copies: int
     pool: int
@@ -217,16 +268,25 @@ class RelayBudgets:
 def derive_relay(
     table: ChunkTable, host_bytes: int, *, servers: int, local: int, holds_gradients: bool
 ) -> RelayBudgets:
-    """Split a relay's `host_bytes`. One worker's gradients pass through; those of several rest here until all have
-    them, the whole model's if they wait for step(). Raises BudgetError with the least that would do."""
+    """Split a relay's `host_bytes`. One worker's gradients pass through; those of several rest here
+    until all have them, the whole model's if they wait for step(). Raises BudgetError with the
+    least that would do.
+    """
     share = -(-len(table.trainable) // servers) + 2  # chunks of a server
     piece = max((round_up(c.public_nbytes, HUGE) for c in table.chunks), default=HUGE)
-    scratch = max((round_up(c.numel * 4, HUGE) for c in table.trainable), default=HUGE) if local > 1 else 0
+    scratch = (
+        max((round_up(c.numel * 4, HUGE) for c in table.trainable), default=HUGE)
+        if local > 1
+        else 0
+    )
     pool = min(share, 8) if local == 1 or not holds_gradients else share
     least = servers * ((local * pool + 4) * piece + 2 * scratch)
     if host_bytes < least:
-        raise BudgetError(f"a relay of {local} worker(s) and {servers} server(s) needs at least {-(-least // MIB)} "
-                          f"MiB, it has {show_bytes(host_bytes)}", hint="raise relay, or choose smaller chunks")
+        raise BudgetError(
+            f"a relay of {local} worker(s) and {servers} server(s) needs at least"
+            f" {-(-least // MIB)} MiB, it has {show_bytes(host_bytes)}",
+            hint="raise relay, or choose smaller chunks",
+        )
     more = (host_bytes - least) // (servers * piece)
     return RelayBudgets(4 + min(more, len(table.chunks)), pool, piece, scratch)
 

@@ -1,14 +1,16 @@
 """Buffer: anonymous memory that direct I/O is fast on.
 
-Huge pages decide the rate that direct I/O reaches, so a buffer starts on a 2 MiB boundary and asks for huge pages; only
-for the whole ones inside it, so that a small buffer does not cost 2 MiB. Memory is counted by `nbytes`.
+Huge pages decide the rate that direct I/O reaches, so a buffer starts on a 2 MiB boundary and asks
+for huge pages; only for the whole ones inside it, so that a small buffer does not cost 2 MiB.
+Memory is counted by `nbytes`.
 
-NOTE fork. A forked process (a DataLoader's worker) does not get the bytes of the buffers: shared with it until one side
-writes, a page would be copied for that writer while a device still reads or writes the old one, and what a device read
-would be lost. The child keeps the addresses, which nobody may touch there: who does gets SIGSEGV, and no wrong bytes.
-(Without the addresses, as MADV_DONTFORK leaves it, the child would map something else there, and the end of a buffer
-that it inherited would unmap that.)
-Does NOT pin memory for a device, and does NOT pool: whoever allocates keeps.
+NOTE fork. A forked process (a DataLoader's worker) does not get the bytes of the buffers: shared
+with it until one side writes, a page would be copied for that writer while a device still reads or
+writes the old one, and what a device read would be lost. The child keeps the addresses, which
+nobody may touch there: who does gets SIGSEGV, and no wrong bytes. (Without the addresses, as
+MADV_DONTFORK leaves it, the child would map something else there, and the end of a buffer that it
+inherited would unmap that.) Does NOT pin memory for a device, and does NOT pool: whoever allocates
+keeps.
 """
 
 from __future__ import annotations
@@ -54,10 +56,12 @@ class Buffer:
         start = -np.frombuffer(memory, np.uint8, 1).ctypes.data % HUGE
         if whole := self.nbytes // HUGE * HUGE:
             memory.madvise(mmap.MADV_HUGEPAGE, start, whole)
-        self.view = memoryview(memory)[start : start + self.nbytes]  # the memory lives as long as any view of it
+        # the memory lives as long as any view of it
+        self.view = memoryview(memory)[start : start + self.nbytes]
 
     def close(self) -> None:
-        """Give the memory back; where an array or view of it is still alive, with the last of them."""
+        """Give the memory back; where an array or view of it is still alive, with the last of
+        them."""
         self.view = memoryview(bytearray())
 
 
@@ -67,12 +71,14 @@ def array_in(view: memoryview, dtype: str, offset: int, count: int) -> np.ndarra
 
 
 class Heap:
-    """Keeps what torch's own temporaries leave behind in the C heap from growing with the number of blocks (Rule 4).
+    """Keeps what torch's own temporaries leave behind in the C heap from growing with the number of
+    blocks (Rule 4).
 
-    Each block leaves a few small objects between its freed temporaries, so that glibc's heap grows by some megabytes a
-    block and gives nothing back (measured: 700 MB at 128 blocks of width 512). `trim`, called after each block, gives
-    free pages back once the process has grown by `slack` bytes since the last time; where that is what one block
-    needs, and no waste, `slack` doubles. Without glibc or /proc it does nothing.
+    Each block leaves a few small objects between its freed temporaries, so that glibc's heap grows
+    by some megabytes a block and gives nothing back (measured: 700 MB at 128 blocks of width 512).
+    `trim`, called after each block, gives free pages back once the process has grown by `slack`
+    bytes since the last time; where that is what one block needs, and no waste, `slack` doubles.
+    Without glibc or /proc it does nothing.
     """
 
     def __init__(self, slack: int = 16 * MIB) -> None:

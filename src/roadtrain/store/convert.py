@@ -1,8 +1,10 @@
-"""Records by parameter name: read one parameter, fill chunks from a source, convert a store to another layout.
+"""Records by parameter name: read one parameter, fill chunks from a source, convert a store to
+another layout.
 
-A *source* gives elements [start, stop) of one of a parameter's things: "master" (fp32; a frozen parameter's own dtype),
-a state array (fp32) or a scalar (one float64), or None for "keep what is there" (zero in a new store). The public part
-of a trainable chunk is cast from the master, so a conversion is exact (Rule 1). 16-bit floats travel as uint16.
+A *source* gives elements [start, stop) of one of a parameter's things: "master" (fp32; a frozen
+parameter's own dtype), a state array (fp32) or a scalar (one float64), or None for "keep what is
+there" (zero in a new store). The public part of a trainable chunk is cast from the master, so a
+conversion is exact (Rule 1). 16-bit floats travel as uint16.
 
 Memory: one record, and a few more while converting. Does NOT know optimizers or file formats.
 """
@@ -52,11 +54,14 @@ class RecordView:
         if what in offsets:
             return array_in(self.view, "fp32", offsets[what], numel)
         width = len(self.rule.scalars)
-        rows = array_in(self.view, "fp64", self.record.scalars, width * len(chunk.spans)).reshape(-1, width)
+        rows = array_in(self.view, "fp64", self.record.scalars, width * len(chunk.spans)).reshape(
+            -1, width
+        )
         return rows[:, self.rule.scalars.index(what)]
 
     def piece(self, what: str, span: int) -> Array:
-        """The part of `what` that belongs to the chunk's span number `span`; one element for a scalar."""
+        """The part of `what` that belongs to the chunk's span number `span`; one element for a
+        scalar."""
         if what in self.rule.scalars:
             return self.array(what)[span : span + 1]
         at = self.chunk.spans[span]
@@ -66,7 +71,9 @@ class RecordView:
         """Take what `source` gives, then cast the public part from the master."""
         for i, span in enumerate(self.chunk.spans):
             for what in self.whats:
-                given = source(params[span.param], what, span.origin, span.origin + span.stop - span.start)
+                given = source(
+                    params[span.param], what, span.origin, span.origin + span.stop - span.start
+                )
                 if given is not None:
                     self.piece(what, i)[...] = given
         self.cast_public()
@@ -77,9 +84,12 @@ class RecordView:
 
 
 def read_record(store: OpenedStore, chunk: Chunk, buffer: Buffer, what: str = "") -> RecordView:
-    """The newest record of `chunk`, or the part of it in which `what` lies; an absent public part is cast."""
+    """The newest record of `chunk`, or the part of it in which `what` lies; an absent public
+    part is cast."""
     view, tier = RecordView(store.meta, chunk, buffer.view), store.tier_of(chunk.id)
-    parts = (PUBLIC, MASTER) if not view.record.master else () if store.meta.staleness else (PUBLIC,)
+    parts = (
+        (PUBLIC, MASTER) if not view.record.master else () if store.meta.staleness else (PUBLIC,)
+    )
     if tier.has_public(chunk.id) and what in parts:
         tier.read(chunk.id, PUBLIC, buffer.view[: view.record.public_nbytes])
         return view
@@ -90,19 +100,29 @@ def read_record(store: OpenedStore, chunk: Chunk, buffer: Buffer, what: str = ""
 
 
 def read_param(store: OpenedStore, name: str, what: str = MASTER) -> Array:
-    """One parameter's master, "public" copy or state array, in its shape; of a scalar a float64 array of one."""
+    """One parameter's master, "public" copy or state array, in its shape; of a scalar a float64
+    array of one."""
     return gather_param(
-        store.meta, name, what, lambda c: read_record(store, c, Buffer(store.meta.records[c.id].nbytes), what))
+        store.meta,
+        name,
+        what,
+        lambda c: read_record(store, c, Buffer(store.meta.records[c.id].nbytes), what),
+    )
 
 
-def gather_param(meta: StoreMeta, name: str, what: str, record_of: Callable[[Chunk], RecordView]) -> Array:
+def gather_param(
+    meta: StoreMeta, name: str, what: str, record_of: Callable[[Chunk], RecordView]
+) -> Array:
     """The same from wherever `record_of` finds a chunk."""
     param = next((p for p in meta.table.params if p.name == name), None)
     if param is None:
         raise ConfigError(f"no parameter is named {name!r}")
     rule = meta.groups[param.group] if param.trainable else GroupRule("")
     if what not in (PUBLIC, MASTER, *rule.arrays, *rule.scalars):
-        raise ConfigError(f"parameter {name!r} has no {what!r}, it has master, public, {rule.arrays}, {rule.scalars}")
+        raise ConfigError(
+            f"parameter {name!r} has no {what!r}, it has master, public, {rule.arrays},"
+            f" {rule.scalars}"
+        )
     out = _gather(meta, param, what, record_of, 0, param.numel)
     return out if what in rule.scalars and param.numel else out.reshape(param.shape)
 
@@ -118,11 +138,20 @@ def param_pieces(
 
 
 def _gather(
-    meta: StoreMeta, param: ParamSpec, what: str, record_of: Callable[[Chunk], RecordView], start: int, stop: int
+    meta: StoreMeta,
+    param: ParamSpec,
+    what: str,
+    record_of: Callable[[Chunk], RecordView],
+    start: int,
+    stop: int,
 ) -> Array:
-    """Elements [start, stop) of what the store of `meta` holds of `param`; of a scalar an array of one."""
-    late = meta.staleness and param.trainable and what == PUBLIC  # that part is one update behind: cast from the master
-    out = np.empty(stop - start, NUMPY[param.dtype if what == PUBLIC or not param.trainable else "fp32"])
+    """Elements [start, stop) of what the store of `meta` holds of `param`; of a scalar an array
+    of one."""
+    # that part is one update behind: cast from the master
+    late = meta.staleness and param.trainable and what == PUBLIC
+    out = np.empty(
+        stop - start, NUMPY[param.dtype if what == PUBLIC or not param.trainable else "fp32"]
+    )
     for chunk, i, span in meta.where.get(param.name, ()):
         first, last = max(start, span.origin), min(stop, span.origin + span.stop - span.start)
         if first >= last:
@@ -131,29 +160,44 @@ def _gather(
         piece = view.piece(MASTER if late else what, i)
         if what in view.rule.scalars:
             return piece.copy()
-        piece, target = piece[first - span.origin : last - span.origin], out[first - start : last - start]
+        piece, target = (
+            piece[first - span.origin : last - span.origin],
+            out[first - start : last - start],
+        )
         cast(piece, "fp32", target, param.dtype) if late else np.copyto(target, piece)
     return out
 
 
 def write_params(store: OpenedStore, source: Source) -> None:
-    """Every chunk is written with what `source` gives: a new store's first contents, or an import into a store that
-    holds some (frozen chunks stay as they are there). The caller commits."""
+    """Every chunk is written with what `source` gives: a new store's first contents, or an
+    import into a store that holds some (frozen chunks stay as they are there). The caller
+    commits."""
     fresh = store.step < 0
     for chunk in store.table.chunks:
         if not fresh and not chunk.trainable:
             continue
         buffer = Buffer(store.meta.records[chunk.id].nbytes)
-        view = RecordView(store.meta, chunk, buffer.view) if fresh else read_record(store, chunk, buffer)
+        view = (
+            RecordView(store.meta, chunk, buffer.view)
+            if fresh
+            else read_record(store, chunk, buffer)
+        )
         view.fill(store.table.params, source)
         store.tier_of(chunk.id).write(chunk.id, RECORD, buffer.view[: view.record.nbytes])
 
 
 def rewritten(
-    old: OpenedStore, change: Callable[[RecordView], None], step: int, blob: bytes, *, direct: bool = True
+    old: OpenedStore,
+    change: Callable[[RecordView], None],
+    step: int,
+    blob: bytes,
+    *,
+    direct: bool = True,
 ) -> OpenedStore:
-    """`old` with its records changed, as the contents of `step`: all at once or, where this raises, not at all. `old`
-    is closed and removed. Takes as much room again while it is made: FullError with both numbers."""
+    """`old` with its records changed, as the contents of `step`: all at once or, where this raises,
+    not at all. `old` is closed and removed. Takes as much room again while it is made: FullError
+    with both numbers.
+    """
     new = create_store(old.directories, old.meta, old.meta.owners, direct=direct, former=old)
     try:
         for chunk in old.table.chunks:
@@ -170,21 +214,35 @@ def rewritten(
 
 
 def needs_conversion(old: OpenedStore, meta: StoreMeta, directories: Sequence[str | Path]) -> bool:
-    """Whether `old` rests otherwise than wanted: blocks, chunk size, dtypes, rules or directories. Chunks spread
-    otherwise over the same directories (their rates were measured anew) are left where they are."""
+    """Whether `old` rests otherwise than wanted: blocks, chunk size, dtypes, rules or
+    directories. Chunks spread otherwise over the same directories (their rates were measured
+    anew) are left where they are."""
     want = (meta.blocks, meta.chunk_elements, meta.groups, [Path(d).resolve() for d in directories])
     have = old.meta
-    return want != (have.blocks, have.chunk_elements, have.groups, [d.resolve() for d in old.directories])
+    return want != (
+        have.blocks,
+        have.chunk_elements,
+        have.groups,
+        [d.resolve() for d in old.directories],
+    )
 
 
 def convert(
-    old: OpenedStore, meta: StoreMeta, directories: Sequence[str | Path], owners: Sequence[int], *, direct: bool = True
+    old: OpenedStore,
+    meta: StoreMeta,
+    directories: Sequence[str | Path],
+    owners: Sequence[int],
+    *,
+    direct: bool = True,
 ) -> OpenedStore:
-    """`old` in the layout of `meta` and `directories`, at the same step, exactly. `old` is closed and removed once the
-    new one counts; until then, also after a kill, it is what `open_store` opens. ForeignError for another model or
-    other state, ConfigError where a frozen parameter would lose bits."""
+    """`old` in the layout of `meta` and `directories`, at the same step, exactly. `old` is
+    closed and removed once the new one counts; until then, also after a kill, it is what
+    `open_store` opens. ForeignError for another model or other state, ConfigError where a frozen
+    parameter would lose bits."""
     _check_same_model(old.meta, meta)
-    new = create_store(directories, replace(meta, job=old.meta.job), owners, direct=direct, former=old)
+    new = create_store(
+        directories, replace(meta, job=old.meta.job), owners, direct=direct, former=old
+    )
     try:
         write_params(new, _from_store(old))
         new.commit(old.step, old.blob)
@@ -198,22 +256,29 @@ def convert(
 def _check_same_model(old: StoreMeta, new: StoreMeta) -> None:
     if old.table.fingerprint() != new.table.fingerprint():
         raise ForeignError(
-            f"the store holds model {old.table.fingerprint()}, the job's model is {new.table.fingerprint()}",
+            f"the store holds model {old.table.fingerprint()}, the job's model is"
+            f" {new.table.fingerprint()}",
             hint="names, shapes or frozen parameters differ; start a new store",
         )
     before = {p.name: p for p in old.table.params}
     for param in new.table.params:
         was = before.get(param.name, param)
-        if param.trainable and set(old.groups[was.group].arrays + old.groups[was.group].scalars) != set(
-            new.groups[param.group].arrays + new.groups[param.group].scalars
-        ):
+        if param.trainable and set(
+            old.groups[was.group].arrays + old.groups[was.group].scalars
+        ) != set(new.groups[param.group].arrays + new.groups[param.group].scalars):
             raise ForeignError(
-                f"parameter {param.name!r} has state {old.groups[was.group]}, the job's is {new.groups[param.group]}",
+                f"parameter {param.name!r} has state {old.groups[was.group]}, the job's is"
+                f" {new.groups[param.group]}",
                 hint="the optimizer changed; export the parameters and start a new store",
             )
-        if not param.trainable and was.dtype != param.dtype and (was.dtype, param.dtype) not in _WIDENS:
+        if (
+            not param.trainable
+            and was.dtype != param.dtype
+            and (was.dtype, param.dtype) not in _WIDENS
+        ):
             raise ConfigError(
-                f"frozen parameter {param.name!r} rests in {was.dtype}; in {param.dtype} it would lose bits",
+                f"frozen parameter {param.name!r} rests in {was.dtype}; in {param.dtype} it would"
+                " lose bits",
                 hint="it has no fp32 master: keep its dtype, or start a new store",
             )
 

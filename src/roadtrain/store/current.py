@@ -1,14 +1,16 @@
 """Which generation of a directory counts, and what becomes of the others.
 
-`CURRENT` names N of the `gen-N` that counts, and carries a checksum. A generation is whole once it has a record, since
-the first one is written after everything else; so where CURRENT is damaged, lost, or names nothing, the records say
-which one counts, and that is said.
+`CURRENT` names N of the `gen-N` that counts, and carries a checksum. A generation is whole once it
+has a record, since the first one is written after everything else; so where CURRENT is damaged,
+lost, or names nothing, the records say which one counts, and that is said.
 
-Note "never delete what has trained": a generation is removed where it has no record, or where it and the one that
-counts are original and copy (a conversion or a refill made the one from the other) and it is at no later step, or lies
-in RAM, which has no room for it. Any other one that has a record is renamed, with a line.
+Note "never delete what has trained": a generation is removed where it has no record, or where it
+and the one that counts are original and copy (a conversion or a refill made the one from the other)
+and it is at no later step, or lies in RAM, which has no room for it. Any other one that has a
+record is renamed, with a line.
 
-Assumes: the directory is locked, or nothing is written. Does NOT know how several directories make one store.
+Assumes: the directory is locked, or nothing is written. Does NOT know how several directories make
+one store.
 """
 
 from __future__ import annotations
@@ -45,12 +47,17 @@ class Generation:
     def of(self, other: Generation) -> bool:
         """Whether both hold the same part of the same store."""
         mine, theirs = self.brief, other.brief
-        return mine is not None and theirs is not None and (mine.job, mine.index) == (theirs.job, theirs.index)
+        return (
+            mine is not None
+            and theirs is not None
+            and (mine.job, mine.index) == (theirs.job, theirs.index)
+        )
 
 
 @dataclass(frozen=True)
 class Counting:
-    """The generation of a directory that counts; `note`: why, where CURRENT does not say so by itself."""
+    """The generation of a directory that counts; `note`: why, where CURRENT does not say so by
+    itself."""
 
     generation: Generation
     note: str = ""
@@ -63,11 +70,11 @@ def generations(directory: Path) -> list[Generation]:
 
 
 def counting(directory: Path) -> Counting | None:
-    """None where CURRENT is absent, or says that nothing counts (one without a checksum: and nothing has a record).
-    Nothing is written.
+    """None where CURRENT is absent, or says that nothing counts (one without a checksum: and
+    nothing has a record). Nothing is written.
 
-    Raises DamagedError where CURRENT is damaged and the records do not prove which one counts, GoneError where it names
-    one that is not there and there is no other."""
+    Raises DamagedError where CURRENT is damaged and the records do not prove which one counts,
+    GoneError where it names one that is not there and there is no other."""
     content = read_or_none(directory / NAME)
     if content is None:
         return None
@@ -82,18 +89,28 @@ def counting(directory: Path) -> Counting | None:
         best = max(later, key=lambda g: (g.step, g.number), default=None)
         if best is None:
             return Counting(here)
-        return Counting(best, f"{directory}: {best.home.name} is at step {best.step} and counts, {NAME} names "
-                        f"{here.home.name}, at step {here.step}")  # fmt: skip
-    why = damage or ("says that nothing counts" if named == 0 else f"names gen-{named}, which is not there")
+        return Counting(
+            best,
+            f"{directory}: {best.home.name} is at step {best.step} and counts, {NAME} names "
+            f"{here.home.name}, at step {here.step}",
+        )
+    why = damage or (
+        "says that nothing counts" if named == 0 else f"names gen-{named}, which is not there"
+    )
     best = max(whole, key=lambda g: (g.step, g.number), default=None)
     if best is not None and all(g.of(best) for g in whole):
-        return Counting(best, f"{directory / NAME} {why}: {best.home.name}, at step {best.step}, counts")
+        return Counting(
+            best, f"{directory / NAME} {why}: {best.home.name}, at step {best.step}, counts"
+        )
     if not damage and not whole:
         if named:
-            raise GoneError(f"{directory / NAME} {why}", hint="is its disk mounted? Else remove this file")
+            raise GoneError(
+                f"{directory / NAME} {why}", hint="is its disk mounted? Else remove this file"
+            )
         return None
     raise DamagedError(
-        f"{directory / NAME} {why}; what lies beside it: {[g.home.name for g in found] or 'nothing'}",
+        f"{directory / NAME} {why}; what lies beside it:"
+        f" {[g.home.name for g in found] or 'nothing'}",
         hint="write the N of the gen-N that counts into it, or restore it from a copy",
     )
 
@@ -104,7 +121,8 @@ def switch(directory: Path, generation: int) -> None:
 
 
 def repair(directory: Path, generation: int) -> None:
-    """CURRENT names `generation`, with a checksum; what it says is durable (it may have been read before it was)."""
+    """CURRENT names `generation`, with a checksum; what it says is durable (it may have been
+    read before it was)."""
     if read_or_none(directory / NAME) != sealed(str(generation).encode()):
         switch(directory, generation)
     else:
@@ -112,14 +130,16 @@ def repair(directory: Path, generation: int) -> None:
 
 
 def clear(directory: Path, counts: Generation, copy_of: int) -> list[str]:
-    """Only `counts`, a copy of generation `copy_of`, is left of what lies in the directory (Note "never delete what has
-    trained"). Lines about what was renamed."""
+    """Only `counts`, a copy of generation `copy_of`, is left of what lies in the directory (Note
+    "never delete what has trained"). Lines about what was renamed."""
     said = []
     for other in generations(directory):
         if other.home == counts.home:
             continue
         related = other.job is not None and other.job == counts.job
-        pair = other.number == copy_of or (other.brief is not None and other.brief.copy_of == counts.number)
+        pair = other.number == copy_of or (
+            other.brief is not None and other.brief.copy_of == counts.number
+        )
         older = other.step == 0 or (related and 0 < other.step <= counts.step)
         if not other.recorded or (pair and (older or in_ram(directory))):
             remove(other.home)
@@ -130,7 +150,8 @@ def clear(directory: Path, counts: Generation, copy_of: int) -> list[str]:
 
 
 def set_aside(generation: Generation) -> str:
-    """Renames it, so that it counts for nothing and is lost to nobody. Returns the line that says so."""
+    """Renames it, so that it counts for nothing and is lost to nobody. Returns the line that
+    says so."""
     home = generation.home
     names = (f"{home.name}.aside{'' if n == 1 else f'-{n}'}" for n in itertools.count(1))
     aside = next(home.with_name(name) for name in names if not home.with_name(name).exists())
@@ -138,17 +159,22 @@ def set_aside(generation: Generation) -> str:
         home.rename(aside)
     sync_directory(home.parent)
     step = f"step {generation.step}" if generation.step >= 0 else "a record"
-    return f"{home} holds {step} and does not count: it is {aside.name} now, remove it if nobody needs it"
+    return (
+        f"{home} holds {step} and does not count: it is {aside.name} now, remove it if nobody"
+        " needs it"
+    )
 
 
 def remove(home: Path) -> None:
-    """Delete a generation directory: the files that we make, then the directory where nothing else is in it."""
+    """Delete a generation directory: the files that we make, then the directory where nothing
+    else is in it."""
     with typed_errors(home, "removing"):
         for name in (*FILES, "spill.bin"):
             (home / name).unlink(missing_ok=True)
         if home.is_dir() and not any(home.iterdir()):
             home.rmdir()
-            sync_directory(home.parent)  # gone before what comes in its place: a power cut cannot bring it back
+            # gone before what comes in its place: a power cut cannot bring it back
+            sync_directory(home.parent)
 
 
 def read_or_none(path: Path) -> bytes | None:
@@ -161,8 +187,8 @@ def read_or_none(path: Path) -> bytes | None:
 
 
 def _named(content: bytes) -> tuple[int, str, bool]:
-    """(N, 0 for none; what is wrong with it, or nothing; whether a checksum vouches for it, which the first edition did
-    not write)."""
+    """(N, 0 for none; what is wrong with it, or nothing; whether a checksum vouches for it,
+    which the first edition did not write)."""
     try:
         body, vouched = unsealed(content)
     except ValueError as error:

@@ -1,8 +1,10 @@
-"""DirectFile: one file that threads read and write in whole pages, past the page cache where the file system lets us.
+"""DirectFile: one file that threads read and write in whole pages, past the page cache where the
+file system lets us.
 
-Where O_DIRECT is refused the file is used buffered, pages are dropped after use, and `note` says so: the caller prints
-it once. Views that are not page-aligned go through a private copy. Errors of the system become typed errors that name
-the file and what was done. Does NOT know chunks, slots or checksums.
+Where O_DIRECT is refused the file is used buffered, pages are dropped after use, and `note` says
+so: the caller prints it once. Views that are not page-aligned go through a private copy. Errors of
+the system become typed errors that name the file and what was done. Does NOT know chunks, slots or
+checksums.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ _Call = Callable[[int, list[memoryview], int], int]
 
 @contextmanager
 def typed_errors(path: Path, doing: str, nbytes: int = 0) -> Iterator[None]:
-    """What the system refuses inside, `doing` with `nbytes` of `path`, is a FullError, GoneError or StoreError."""
+    """What the system refuses inside, `doing` with `nbytes` of `path`, is a FullError,
+    GoneError or StoreError."""
     try:
         yield
     except OSError as error:
@@ -41,11 +44,14 @@ def typed_errors(path: Path, doing: str, nbytes: int = 0) -> Iterator[None]:
 def _typed(error: OSError, path: Path, doing: str, nbytes: int = 0) -> StoreError:
     if error.errno in _FULL:
         return FullError(
-            f"{path}: {doing} needs {show_bytes(nbytes)}, {show_bytes(free_nbytes(path.parent))} are free",
+            f"{path}: {doing} needs {show_bytes(nbytes)}, {show_bytes(free_nbytes(path.parent))}"
+            " are free",
             hint="free space there, or name another directory",
         )
     if error.errno in _GONE:
-        return GoneError(f"{path}: gone ({doing}: {error.strerror})", hint="is its disk still mounted?")
+        return GoneError(
+            f"{path}: gone ({doing}: {error.strerror})", hint="is its disk still mounted?"
+        )
     return StoreError(f"{path}: {doing}: {error.strerror or error}")
 
 
@@ -71,7 +77,8 @@ def write_all(fd: int, data: bytes) -> None:
 
 
 def replace_file(path: Path, content: bytes, doing: str) -> None:
-    """`path` holds what it held, or all of `content`, whatever happens; on return the latter, durably."""
+    """`path` holds what it held, or all of `content`, whatever happens; on return the latter,
+    durably."""
     temporary = path.with_name(f"{path.name}.new")
     try:
         write_file(temporary, [content], doing)
@@ -95,7 +102,9 @@ def free_nbytes(directory: Path) -> int:
 def in_ram(path: Path) -> bool:
     """Whether it lies on a RAM disk (where Linux says so)."""
     table = Path("/proc/self/mounts")
-    mounts = [line.split()[1:3] for line in table.read_text().splitlines()] if table.exists() else []
+    mounts = (
+        [line.split()[1:3] for line in table.read_text().splitlines()] if table.exists() else []
+    )
     kinds = [(len(at), kind) for at, kind in mounts if path.absolute().is_relative_to(at)]
     return max(kinds, default=(0, ""))[1] in ("tmpfs", "ramfs")
 
@@ -129,20 +138,25 @@ class DirectFile:
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if create is not None else 0)
         self.fd = -1
         try:
-            # created without O_DIRECT: a refused open would leave the file behind and fail the second time
+            # created without O_DIRECT: a refused open would leave the file behind and fail the
+            # second time
             self.fd = os.open(path, flags, 0o600)
             if create:
                 for start in range(0, create, PIECE):  # its size tells others how far it is
                     os.posix_fallocate(self.fd, start, min(PIECE, create - start))
                 os.fsync(self.fd)  # its size: a part of the store may not be written for many steps
             if self._direct:
-                fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) | os.O_DIRECT)
+                fcntl.fcntl(
+                    self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) | os.O_DIRECT
+                )
         except OSError as error:
             if error.errno == errno.EINVAL and self.fd >= 0:
                 self._go_buffered()
                 return
             self.close()
-            raise _typed(error, path, "allocating" if create is not None else "opening", create or 0) from error
+            raise _typed(
+                error, path, "allocating" if create is not None else "opening", create or 0
+            ) from error
         if not self._direct:
             self.note = f"{path.parent}: buffered I/O, direct I/O was not asked for"
 
@@ -201,8 +215,8 @@ class DirectFile:
                 n -= n % PAGE  # a short transfer goes on at a page
             if n == 0:
                 raise DamagedError(
-                    f"{self.path}: truncated: {doing} wants bytes {offset} to {offset + len(view)}, "
-                    f"the file has {self.nbytes}"
+                    f"{self.path}: truncated: {doing} wants bytes {offset} to {offset + len(view)},"
+                    f" the file has {self.nbytes}"
                 )
             done += n
 
@@ -210,4 +224,6 @@ class DirectFile:
         with self._lock:
             fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) & ~os.O_DIRECT)
             self._direct = False
-            self.note = f"{self.path.parent}: the file system refuses direct I/O, buffered I/O is used"
+            self.note = (
+                f"{self.path.parent}: the file system refuses direct I/O, buffered I/O is used"
+            )

@@ -1,11 +1,13 @@
-"""FileTier: one directory's records in two slot files, with direct I/O, checksums and a commit record a step.
+"""FileTier: one directory's records in two slot files, with direct I/O, checksums and a commit
+record a step.
 
-Note "two slots": both files have the same offsets. A part is written into the slot that does not hold its committed
-bytes; the ledger record of a step says which slot counts. So the step before is whole until the commit, and after it
-until the next step writes. Frozen chunks come last and exist in slot 0 only.
+Note "two slots": both files have the same offsets. A part is written into the slot that does not
+hold its committed bytes; the ledger record of a step says which slot counts. So the step before is
+whole until the commit, and after it until the next step writes. Frozen chunks come last and exist
+in slot 0 only.
 
-Assumes: what store.tier says; one process writes a directory (the ledger's lock). Does NOT decide when to commit, and
-does NOT know the other directories (store.generation does).
+Assumes: what store.tier says; one process writes a directory (the ledger's lock). Does NOT decide
+when to commit, and does NOT know the other directories (store.generation does).
 """
 
 from __future__ import annotations
@@ -41,27 +43,37 @@ class Place:
 
 
 class FileTier:
-    """The generation directory `directory` at the record of exactly `step`, or the newest; with `create`, files of the
-    full size, empty. `note`: say it once. Without `settle` nothing is written before that is called. Raises FullError
-    with both numbers, GoneError, DamagedError, ForeignError.
+    """The generation directory `directory` at the record of exactly `step`, or the newest; with
+    `create`, files of the full size, empty. `note`: say it once. Without `settle` nothing is
+    written before that is called. Raises FullError with both numbers, GoneError, DamagedError,
+    ForeignError.
 
-    `on_write`, `on_prepare`, `on_commit`: of whoever copies what is committed (store.snapshot); told before a chunk is
-    written and a step prepared, and after its commit."""
+    `on_write`, `on_prepare`, `on_commit`: of whoever copies what is committed (store.snapshot);
+    told before a chunk is written and a step prepared, and after its commit."""
 
     def __init__(
-        self, directory: Path, meta: StoreMeta, step: int | None = None, *, direct: bool = True, create: bool = False,
+        self,
+        directory: Path,
+        meta: StoreMeta,
+        step: int | None = None,
+        *,
+        direct: bool = True,
+        create: bool = False,
         settle: bool = True,
     ) -> None:
         self.directory, self.meta, self._direct = directory, meta, direct
         self._places, sizes = _lay_out(meta)
         self._spill_nbytes = sizes[2]
         self._spill: DirectFile | None = None
-        self._spill_sums = dict[tuple[int, int], tuple[int, int]]()  # (chunk, lane) -> bytes written, their checksum
+        # (chunk, lane) -> bytes written, their checksum
+        self._spill_sums = dict[tuple[int, int], tuple[int, int]]()
         self.spill_workers = 1  # whose gradients the spill file has room for
         self._lock = threading.Lock()  # the making of the spill file
-        self._now: Rows = np.zeros(len(self._places), ROW)  # the newest; as last committed but for chunks of _written
+        # the newest; as last committed but for chunks of _written
+        self._now: Rows = np.zeros(len(self._places), ROW)
         self._now["chunk"] = list(self._places)
-        self._now["public_slot"] = self._now["private_slot"] = 1  # so that the first write goes to slot 0
+        # so that the first write goes to slot 0
+        self._now["public_slot"] = self._now["private_slot"] = 1
         self._written: set[tuple[int, str]] = set()  # parts written since the last commit
         self._dirty: set[int] = set()  # slots written since their last sync
         self._slots: list[DirectFile] = []
@@ -76,10 +88,13 @@ class FileTier:
             if create:
                 _check_room(directory, sizes[0] + sizes[1])
             for name, nbytes in zip(SLOTS, sizes[:2]):
-                self._slots.append(DirectFile(directory / name, direct=direct, create=nbytes if create else None))
+                self._slots.append(
+                    DirectFile(directory / name, direct=direct, create=nbytes if create else None)
+                )
                 if self._slots[-1].nbytes < nbytes:
                     raise DamagedError(
-                        f"{directory / name}: truncated: {self._slots[-1].nbytes} bytes, {nbytes} are needed"
+                        f"{directory / name}: truncated: {self._slots[-1].nbytes} bytes, {nbytes}"
+                        " are needed"
                     )
             if create:
                 sync_directory(directory)
@@ -129,8 +144,10 @@ class FileTier:
                     self.read(chunk, part, buffer[: stop - start])
 
     def settle(self) -> None:
-        """What was found when it was opened is durable, and what does not count is gone, before anything is written."""
-        sync_directory(self.directory)  # of its description: it may have been read before its name was durable
+        """What was found when it was opened is durable, and what does not count is gone, before
+        anything is written."""
+        # of its description: it may have been read before its name was durable
+        sync_directory(self.directory)
         self._ledger.settle()
 
     def written_in(self, chunk: int) -> int:
@@ -141,9 +158,16 @@ class FileTier:
         return bool(self._now[self._places[chunk].row]["public_sum"])
 
     def read(
-        self, chunk: int, part: str, into: memoryview, *, check: bool = True, rows: Rows | None = None
+        self,
+        chunk: int,
+        part: str,
+        into: memoryview,
+        *,
+        check: bool = True,
+        rows: Rows | None = None,
     ) -> None:
-        """`check`: else the caller does, before it uses what was read. `rows`: of an older step, else the newest."""
+        """`check`: else the caller does, before it uses what was read. `rows`: of an older
+        step, else the newest."""
         place, rows = self._places[chunk], self._now if rows is None else rows
         row = rows[place.row].copy()
         start, stop = part_range(place.record, part)
@@ -162,7 +186,12 @@ class FileTier:
         part = RECORD if row["public_sum"] else PRIVATE
         start, stop = part_range(place.record, part)
         self.read(chunk, part, buffer[: stop - start], rows=rows)
-        to.write(chunk, part, buffer[: stop - start], {p: int(row[f"{p}_sum"]) for p in _parts(place, part)})
+        to.write(
+            chunk,
+            part,
+            buffer[: stop - start],
+            {p: int(row[f"{p}_sum"]) for p in _parts(place, part)},
+        )
         return stop - start
 
     def check_sums(self, chunk: int, part: str, data: memoryview, rows: Rows | None = None) -> None:
@@ -171,30 +200,41 @@ class FileTier:
         for p, found in self.sums(chunk, part, data).items():
             if row[f"{p}_sum"] not in (0, found):
                 raise DamagedError(
-                    f"{self._slots[row[f'{p}_slot']].path}: chunk {chunk}: its {p} part does not match its checksum, "
-                    f"written at step {row['step']}, last committed step {self.step}",
+                    f"{self._slots[row[f'{p}_slot']].path}: chunk {chunk}: its {p} part does not"
+                    f" match its checksum, written at step {row['step']}, last committed step"
+                    f" {self.step}",
                     hint="restore the store from a copy; the disk may be failing",
                 )
 
     def sums(self, chunk: int, part: str, data: memoryview) -> dict[str, int]:
-        """The checksums that `write` will want: cheapest where `data` was just made and lies in the cache."""
+        """The checksums that `write` will want: cheapest where `data` was just made and lies in
+        the cache."""
         place = self._places[chunk]
         start, _ = part_range(place.record, part)
         ranges = {p: part_range(place.record, p) for p in _parts(place, part)}
-        return {p: digest(data[first - start : last - start]) for p, (first, last) in ranges.items()}
+        return {
+            p: digest(data[first - start : last - start]) for p, (first, last) in ranges.items()
+        }
 
-    def write(self, chunk: int, part: str, data: memoryview, sums: dict[str, int] | None = None) -> None:
+    def write(
+        self, chunk: int, part: str, data: memoryview, sums: dict[str, int] | None = None
+    ) -> None:
         self.on_write(chunk)
         place = self._places[chunk]
         start, stop = part_range(place.record, part)
         assert len(data) == stop - start, (chunk, part, len(data), stop - start)
         assert self._ledger.pending is None, "a write between prepare and committed"
         parts = _parts(place, part)
-        assert not any((chunk, p) in self._written for p in parts), f"chunk {chunk} is written twice before a commit"
+        assert not any((chunk, p) in self._written for p in parts), (
+            f"chunk {chunk} is written twice before a commit"
+        )
         base = self._ledger.entry.rows[place.row]
         assert not (place.frozen and base["public_sum"]), f"chunk {chunk} is frozen"
-        # a public part that is absent may go to either slot: beside the private part, so that one read gets both
-        slots = {p: 1 - int(base[f"{p}_slot" if base["public_sum"] else "private_slot"]) for p in parts}
+        # a public part that is absent may go to either slot: beside the private part, so that one
+        # read gets both
+        slots = {
+            p: 1 - int(base[f"{p}_slot" if base["public_sum"] else "private_slot"]) for p in parts
+        }
         sums = sums or self.sums(chunk, part, data)
         for slot, first, last in _extents(place, list(slots.items())):
             self._dirty.add(slot)
@@ -208,10 +248,13 @@ class FileTier:
             row["public_sum"] = 0
 
     def prepare(self, step: int, blob: bytes, steps: Rows | None = None) -> None:
-        """`steps`: those in which each chunk was written last, where it was copied from elsewhere."""
+        """`steps`: those in which each chunk was written last, where it was copied from
+        elsewhere."""
         self.on_prepare(step)
         assert step > self.step and self._ledger.pending is None, (step, self.step)
-        lacking = [c for c, p in self._places.items() if not self._whole(p)] if self.step < 0 else []
+        lacking = (
+            [c for c, p in self._places.items() if not self._whole(p)] if self.step < 0 else []
+        )
         assert not lacking, f"chunks {lacking[:3]} were never written"
         for file in self._slots:
             file.check_linked(f"at step {step}")
@@ -231,20 +274,25 @@ class FileTier:
         self.on_commit(step)
 
     def spill_write(self, chunk: int, data: memoryview, lane: int = 0) -> None:
-        """Scratch bytes of a chunk (a worker's gradient): not durable. FullError at the first call, and beyond the
-        lanes of `spill_workers`."""
+        """Scratch bytes of a chunk (a worker's gradient): not durable. FullError at the first
+        call, and beyond the lanes of `spill_workers`."""
         self._spill_sums[chunk, lane] = len(data), digest(data)
         self._spill_file().write(data, *self._spilled(chunk, data, lane))
 
     def spill_read(self, chunk: int, into: memoryview, lane: int = 0) -> None:
-        """What was written last, and zeros or older bytes behind it. DamagedError where it is something else."""
+        """What was written last, and zeros or older bytes behind it. DamagedError where it is
+        something else."""
         offset, what = self._spilled(chunk, into, lane)
         file, (nbytes, sum_) = self._spill_file(), self._spill_sums[chunk, lane]
         assert len(into) >= nbytes, (chunk, len(into), nbytes)
         file.read(into, offset, what)
         if digest(into[:nbytes]) != sum_:
-            raise DamagedError(f"{file.path}: {what} does not match its checksum",
-                               hint="the same command goes on from the last committed step; the disk may be failing")
+            raise DamagedError(
+                f"{file.path}: {what} does not match its checksum",
+                hint=(
+                    "the same command goes on from the last committed step; the disk may be failing"
+                ),
+            )
 
     def _spilled(self, chunk: int, view: memoryview, lane: int) -> tuple[int, str]:
         """Where it lies in the spill file, and what it is."""
@@ -286,7 +334,9 @@ class FileTier:
                 path = self.directory / "spill.bin"
                 path.unlink(missing_ok=True)
                 try:
-                    self._spill = DirectFile(path, direct=self._direct, create=self._spill_nbytes * self.spill_workers)
+                    self._spill = DirectFile(
+                        path, direct=self._direct, create=self._spill_nbytes * self.spill_workers
+                    )
                 finally:
                     path.unlink(missing_ok=True)
             return self._spill
@@ -313,7 +363,8 @@ def _parts(place: Place, part: str) -> list[str]:
 
 
 def _extents(place: Place, parts: list[tuple[str, int]]) -> list[tuple[int, int, int]]:
-    """(slot, first byte, last byte) inside the record: one where the parts lie side by side in one slot."""
+    """(slot, first byte, last byte) inside the record: one where the parts lie side by side in
+    one slot."""
     out = [(slot, *part_range(place.record, p)) for p, slot in parts]
     if len(out) == 2 and out[0][0] == out[1][0]:
         return [(out[0][0], out[0][1], out[1][2])]

@@ -1,12 +1,14 @@
-"""OpenedStore: all directories of a store together; open_store, create_store. And one server's part of a store that
-rests on several hosts: open_part, create_part, publish_part.
+"""OpenedStore: all directories of a store together; open_store, create_store. And one server's part
+of a store that rests on several hosts: open_part, create_part, publish_part.
 
-A store rests in `DIR/gen-N/` of each of its directories; `DIR[0]/CURRENT` names N (store/current.py). A generation that
-was half written (a kill while creating or converting) is nothing, and is removed. A step is committed by directory 0's
-record, written after all others hold theirs.
+A store rests in `DIR/gen-N/` of each of its directories; `DIR[0]/CURRENT` names N
+(store/current.py). A generation that was half written (a kill while creating or converting) is
+nothing, and is removed. A step is committed by directory 0's record, written after all others hold
+theirs.
 
-Only directories that were given are read, written or cleaned, each under a lock from opening or creating to `close`;
-where a store was made is written in it for people, and is not followed. Deletes only files that it makes.
+Only directories that were given are read, written or cleaned, each under a lock from opening or
+creating to `close`; where a store was made is written in it for people, and is not followed.
+Deletes only files that it makes.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ class OpenedStore:
     tiers: list[FileTier]
     former: OpenedStore | None = None  # what `publish` replaces; until then the locks are its
     locks: Locks = field(default_factory=Locks)
-    said: list[str] = field(default_factory=list)  # what happened to the directories when it was opened
+    # what happened to the directories when it was opened
+    said: list[str] = field(default_factory=list)
 
     @property
     def table(self) -> ChunkTable:
@@ -68,14 +71,16 @@ class OpenedStore:
         return self.tiers[self.meta.owners[chunk]]
 
     def commit(self, step: int, blob: bytes) -> None:
-        """All that was written counts, or nothing: the other directories first, directory 0 is the commit."""
+        """All that was written counts, or nothing: the other directories first, directory 0 is
+        the commit."""
         for tier in [*self.tiers[1:], self.tiers[0]]:
             tier.prepare(step, blob if tier is self.tiers[0] else b"")
         for tier in self.tiers:
             tier.committed(step)
 
     def publish(self) -> None:
-        """This generation counts from now on; the former one is removed. Only after the first commit."""
+        """This generation counts from now on; the former one is removed. Only after the first
+        commit."""
         assert self.step >= 0
         switch(self.directories[0], self.meta.generation)
         if self.former is not None:
@@ -109,11 +114,14 @@ def create_store(
     direct: bool = True,
     former: OpenedStore | None = None,
 ) -> OpenedStore:
-    """Empty files for every chunk, chunk c in `directories[owners[c]]`. The caller writes all, commits, publishes.
-    FullError with both numbers before anything is written; ForeignError where a store is there already, StoreError
-    where another process is at work in one of the directories."""
+    """Empty files for every chunk, chunk c in `directories[owners[c]]`. The caller writes all,
+    commits, publishes. FullError with both numbers before anything is written; ForeignError
+    where a store is there already, StoreError where another process is at work in one of the
+    directories."""
     paths = tuple(Path(d).absolute() for d in directories)
-    assert len(owners) == len(meta.table.chunks) and all(0 <= o < len(paths) for o in owners), "owners do not fit"
+    assert len(owners) == len(meta.table.chunks) and all(0 <= o < len(paths) for o in owners), (
+        "owners do not fit"
+    )
     for path in paths:
         make_directory(path)
     locks = Locks() if former else Locks(paths)
@@ -122,11 +130,17 @@ def create_store(
             former.locks.take(paths)
         else:
             _check_free(paths)
-        there = [g.number for p in paths for g in generations(p)] + ([former.meta.generation] if former else [])
+        there = [g.number for p in paths for g in generations(p)] + (
+            [former.meta.generation] if former else []
+        )
         meta = replace(
-            meta, owners=tuple(owners), directories=tuple(map(str, paths)), generation=max(there, default=0) + 1,
-            index=0, copy_of=former.meta.generation if former else 0,
-        )  # fmt: skip
+            meta,
+            owners=tuple(owners),
+            directories=tuple(map(str, paths)),
+            generation=max(there, default=0) + 1,
+            index=0,
+            copy_of=former.meta.generation if former else 0,
+        )
         store = OpenedStore(paths, meta, [], former, locks)
         try:
             for index, path in enumerate(paths):
@@ -144,7 +158,9 @@ def _check_free(paths: Sequence[Path]) -> None:
     """No store is in `paths`; what a killed process half made is removed."""
     for path in paths:
         if (path / NAME).exists():
-            raise ForeignError(f"{path}: holds a store already", hint="open it, or name another directory")
+            raise ForeignError(
+                f"{path}: holds a store already", hint="open it, or name another directory"
+            )
     _check_unborn(paths)
     _remove_unborn(paths)
 
@@ -156,9 +172,11 @@ def open_store(
     direct: bool = True,
     accept: Accept = lambda job, step: None,
 ) -> OpenedStore | None:
-    """The store that counts among `directories` and `also`, whichever of them hold its parts. None where nothing is.
-    `accept` is told its job and step ("", -1: nothing is there) before anything is written or removed, and raises where
-    that is not to be gone on with. GoneError, ForeignError, DamagedError; StoreError where it is in use."""
+    """The store that counts among `directories` and `also`, whichever of them hold its parts. None
+    where nothing is. `accept` is told its job and step ("", -1: nothing is there) before anything
+    is written or removed, and raises where that is not to be gone on with. GoneError, ForeignError,
+    DamagedError; StoreError where it is in use.
+    """
     given = list(dict.fromkeys(Path(d).absolute() for d in (*directories, *also)))
     locks = Locks(given)
     try:
@@ -174,10 +192,11 @@ def open_store(
 
 
 def _check_fallback(tiers: Sequence[FileTier]) -> None:
-    """A record that is torn belongs to a step that never counted, and the step before it is whole. One that counted and
-    is damaged since does not: the next step may have begun to overwrite what the older record names. Then nothing is
-    written, so that the record can still be mended. It costs a read of the store, where a record is damaged only.
-    Raises DamagedError."""
+    """A record that is torn belongs to a step that never counted, and the step before it is
+    whole. One that counted and is damaged since does not: the next step may have begun to
+    overwrite what the older record names. Then nothing is written, so that the record can still
+    be mended. It costs a read of the store, where a record is damaged only. Raises
+    DamagedError."""
     damaged = [path for tier in tiers for path in tier.damaged]
     if not damaged:
         return
@@ -186,9 +205,12 @@ def _check_fallback(tiers: Sequence[FileTier]) -> None:
             tier.check_all()
     except DamagedError as error:
         raise DamagedError(
-            f"{damaged[0]}: its record is damaged, and step {tiers[0].step}, of the record before, is not whole any "
-            f"more: {error}".partition("\nhint:")[0],
-            hint=f"nothing was changed: restore {damaged[0].name}, or the store, from a copy; the disk may be failing",
+            f"{damaged[0]}: its record is damaged, and step {tiers[0].step}, of the record before,"
+            f" is not whole any more: {error}".partition("\nhint:")[0],
+            hint=(
+                f"nothing was changed: restore {damaged[0].name}, or the store, from a copy; the"
+                " disk may be failing"
+            ),
         ) from error
 
 
@@ -207,7 +229,9 @@ def _open(given: Sequence[Path], direct: bool, accept: Accept) -> OpenedStore | 
     try:
         for path in paths:
             home, step = path / f"gen-{meta.generation}", store.step if store.tiers else None
-            store.tiers.append(FileTier(home, StoreMeta.load(home), step, direct=direct, settle=False))
+            store.tiers.append(
+                FileTier(home, StoreMeta.load(home), step, direct=direct, settle=False)
+            )
         accept(meta.job, store.step)
         _check_fallback(store.tiers)
         repair(paths[0], meta.generation)
@@ -223,8 +247,8 @@ def _open(given: Sequence[Path], direct: bool, accept: Accept) -> OpenedStore | 
 def open_part(
     directory: str | Path, step: int | None = None, *, direct: bool = True, look: bool = False
 ) -> FileTier | None:
-    """One server's part of a store that rests on several hosts: at `step`, or the newest. None where none is. `look`:
-    only to see what it is; nothing is written or removed."""
+    """One server's part of a store that rests on several hosts: at `step`, or the newest. None
+    where none is. `look`: only to see what it is; nothing is written or removed."""
     path = Path(directory).absolute()
     locks = Locks(() if look else [path])
     try:
@@ -254,22 +278,33 @@ def open_part(
 
 
 def create_part(
-    directory: str | Path, meta: StoreMeta, *, direct: bool = True, anew: bool = False, keep: bool = False
+    directory: str | Path,
+    meta: StoreMeta,
+    *,
+    direct: bool = True,
+    anew: bool = False,
+    keep: bool = False,
 ) -> FileTier:
-    """Empty files for the chunks of server `meta.index`. It counts from `publish_part` on; until then what is there
-    does (`anew`: nothing), and takes its room beside it; in RAM, where that is too little, it goes first. ForeignError
-    where another part has trained; this one (it has missed steps that its replicas have), or one that has not trained
-    (its store was never finished elsewhere), is replaced; `keep`: what is replaced is renamed, whatever its step."""
+    """Empty files for the chunks of server `meta.index`. It counts from `publish_part` on; until
+    then what is there does (`anew`: nothing), and takes its room beside it; in RAM, where that is
+    too little, it goes first. ForeignError where another part has trained; this one (it has missed
+    steps that its replicas have), or one that has not trained (its store was never finished
+    elsewhere), is replaced; `keep`: what is replaced is renamed, whatever its step.
+    """
     path = Path(directory).absolute()
     make_directory(path)
     locks = Locks([path])
     try:
         now, said = _counting_part(path), list[str]()
         old = None if now is None else now.generation
-        if old is not None and old.step > 0 and (
-            old.brief is None or (old.brief.job, old.brief.index) != (meta.job, meta.index)
+        if (
+            old is not None
+            and old.step > 0
+            and (old.brief is None or (old.brief.job, old.brief.index) != (meta.job, meta.index))
         ):
-            raise ForeignError(f"{path}: holds step {old.step} of a store already", hint="name another directory")
+            raise ForeignError(
+                f"{path}: holds step {old.step} of a store already", hint="name another directory"
+            )
         for other in generations(path):
             if old is not None and other.home == old.home:
                 continue
@@ -288,7 +323,10 @@ def create_part(
                 raise
             (path / NAME).unlink(missing_ok=True)
             remove(old.home)
-            said.append(f"{path}: no room in RAM for two copies: that of step {old.step} goes before the new one comes")
+            said.append(
+                f"{path}: no room in RAM for two copies: that of step {old.step} goes before the"
+                " new one comes"
+            )
             tier = _create(path, meta, direct)
     except BaseException:
         locks.close()
@@ -299,8 +337,8 @@ def create_part(
 
 
 def publish_part(directory: str | Path) -> list[str]:
-    """What `create_part` has made there counts, after its first commit; then what it replaces is removed, or renamed
-    where it is at a later step. Lines that say so."""
+    """What `create_part` has made there counts, after its first commit; then what it replaces is
+    removed, or renamed where it is at a later step. Lines that say so."""
     path = Path(directory).absolute()
     newest = generations(path)[-1]
     assert newest.step >= 0 and newest.brief is not None, newest
@@ -321,7 +359,8 @@ def _create(path: Path, meta: StoreMeta, direct: bool) -> FileTier:
 
 
 def _counting_part(path: Path) -> Counting | None:
-    """What counts in the directory of one server; also without CURRENT, once it has a record. DamagedError."""
+    """What counts in the directory of one server; also without CURRENT, once it has a record.
+    DamagedError."""
     if (path / NAME).exists():
         return counting(path)
     whole = [g for g in generations(path) if g.step >= 0]
@@ -330,18 +369,29 @@ def _counting_part(path: Path) -> Counting | None:
     best = max(whole, key=lambda g: (g.step, g.number))
     if not all(g.of(best) for g in whole):
         raise DamagedError(
-            f"{path}: {[g.home.name for g in whole]} hold parts of several stores, and there is no {NAME}",
+            f"{path}: {[g.home.name for g in whole]} hold parts of several stores, and there is no"
+            f" {NAME}",
             hint=f"write the N of the gen-N that counts into {NAME}",
         )
-    return Counting(best, f"{path}: there is no {NAME}; {best.home.name}, at step {best.step}, counts")
+    return Counting(
+        best, f"{path}: there is no {NAME}; {best.home.name}, at step {best.step}, counts"
+    )
 
 
 def _roots(given: Iterable[Path]) -> list[Counting]:
-    """Where no CURRENT says what counts (a kill before it was written, or it was lost): first directories that have a
-    record. All others have theirs by then."""
+    """Where no CURRENT says what counts (a kill before it was written, or it was lost): first
+    directories that have a record. All others have theirs by then."""
     unnamed = [d for d in given if not (d / NAME).exists()]
-    roots = [g for d in unnamed for g in generations(d) if g.step >= 0 and g.brief is not None and g.brief.index == 0]
-    return [Counting(g, f"{g.home.parent}: there is no {NAME}; {g.home.name}, at step {g.step}, counts") for g in roots]
+    roots = [
+        g
+        for d in unnamed
+        for g in generations(d)
+        if g.step >= 0 and g.brief is not None and g.brief.index == 0
+    ]
+    return [
+        Counting(g, f"{g.home.parent}: there is no {NAME}; {g.home.name}, at step {g.step}, counts")
+        for g in roots
+    ]
 
 
 def _member(index: int, meta: StoreMeta, given: Sequence[Path]) -> Path:
@@ -350,21 +400,26 @@ def _member(index: int, meta: StoreMeta, given: Sequence[Path]) -> Path:
     for path in given:
         if not (path / name).is_dir():
             continue
-        if (brief_of(path / name) or StoreMeta.load(path / name)).index == index:  # what is damaged says so
+        # what is damaged says so
+        if (brief_of(path / name) or StoreMeta.load(path / name)).index == index:
             return path
     raise GoneError(
-        f"{Path(meta.directories[index]) / name}: gone: directory {index} of the {len(meta.directories)} of job "
-        f"{meta.job} is none of the given ones ({', '.join(map(str, given))})",
+        f"{Path(meta.directories[index]) / name}: gone: directory {index} of the"
+        f" {len(meta.directories)} of job {meta.job} is none of the given ones"
+        f" ({', '.join(map(str, given))})",
         hint="is its disk mounted? Name its place in `store`; to leave it, name it in `moved_from`",
     )
 
 
 def _check_jobs(given: Iterable[Path], meta: StoreMeta) -> None:
     """ForeignError for what another job has recorded in a given directory."""
-    for generation in [g for d in given for g in generations(d) if g.recorded or g.number == meta.generation]:
+    for generation in [
+        g for d in given for g in generations(d) if g.recorded or g.number == meta.generation
+    ]:
         if generation.job is not None and generation.job != meta.job:
             raise ForeignError(
-                f"{generation.home.parent}: holds job {generation.job}, the store is job {meta.job}",
+                f"{generation.home.parent}: holds job {generation.job}, the store is job"
+                f" {meta.job}",
                 hint="name the directories of one store",
             )
 
@@ -376,7 +431,9 @@ def _clean(given: Iterable[Path], store: OpenedStore) -> list[str]:
         brief, home = store.meta, path / f"gen-{store.meta.generation}"
         if path not in store.directories:
             home = store.directories[0] / home.name
-        said += clear(path, next(g for g in generations(home.parent) if g.home == home), brief.copy_of)
+        said += clear(
+            path, next(g for g in generations(home.parent) if g.home == home), brief.copy_of
+        )
         if path != store.directories[0] and (path / NAME).exists():
             (path / NAME).unlink()  # of a generation that another one has replaced
             sync_directory(path)
@@ -388,16 +445,20 @@ def _check_unborn(given: Iterable[Path]) -> None:
     found = [g for d in given for g in generations(d)]
     begun = {(g.job, g.number) for g in found if g.brief is not None and g.brief.index == 0}
     for generation in found:
-        if generation.step > 0 or (generation.step == 0 and (generation.job, generation.number) not in begun):
+        if generation.step > 0 or (
+            generation.step == 0 and (generation.job, generation.number) not in begun
+        ):
             raise GoneError(
-                f"{generation.home.parent}: holds step {generation.step} of a store whose first directory is not here",
+                f"{generation.home.parent}: holds step {generation.step} of a store whose first"
+                " directory is not here",
                 hint="is its disk still mounted? Name all directories of the store",
             )
 
 
 def _remove_unborn(given: Iterable[Path]) -> None:
-    """Nothing counts: generations that were never finished are removed, first directories last: one that holds step 0
-    of a store without them is taken for one that may have trained (`_check_unborn`)."""
+    """Nothing counts: generations that were never finished are removed, first directories last:
+    one that holds step 0 of a store without them is taken for one that may have trained
+    (`_check_unborn`)."""
     found = [g for d in given for g in generations(d)]
     for generation in sorted(found, key=lambda g: g.brief is None or g.brief.index == 0):
         if generation.recorded and generation.step < 0:

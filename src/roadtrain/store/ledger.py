@@ -1,13 +1,15 @@
 """StoreMeta and Ledger: what a store is, and which slots hold its last committed step.
 
-`store.json` in every generation directory says what the store holds. The ledger has two files; a record of a step is
-[header | a row per owned chunk | blob | xxh3 of all that], written to the file that does not hold the last committed
-step and then fsynced. So a torn record never costs the last commit.
+`store.json` in every generation directory says what the store holds. The ledger has two files; a
+record of a step is [header | a row per owned chunk | blob | xxh3 of all that], written to the file
+that does not hold the last committed step and then fsynced. So a torn record never costs the last
+commit.
 
-Note "what the disk has": a record that is read may lie in the system's memory only: its writer was killed before it
-synced it, or the sync failed. A step that was built on it would overwrite the slots of the step before, and a power cut
-would then cost both. So `settle` writes again what counts, wipes what does not, and syncs both, before anything else is
-written; a record whose sync fails is wiped at once, and its step never counts.
+Note "what the disk has": a record that is read may lie in the system's memory only: its writer was
+killed before it synced it, or the sync failed. A step that was built on it would overwrite the
+slots of the step before, and a power cut would then cost both. So `settle` writes again what
+counts, wipes what does not, and syncs both, before anything else is written; a record whose sync
+fails is wiped at once, and its step never counts.
 
 Assumes: one writer (a lock on the ledger says so). Does NOT touch slots.
 """
@@ -40,7 +42,8 @@ from roadtrain.store.sealed import sealed, unsealed
 FORMAT = 1
 MAGIC = b"roadtrn\0"
 BLOBS = b"roadtrain blobs\0"
-HEADER = struct.Struct("<8sII16sIIQQ")  # magic, format, generation, job, directory, rows, step, blob bytes
+# magic, format, generation, job, directory, rows, step, blob bytes
+HEADER = struct.Struct("<8sII16sIIQQ")
 ROW = np.dtype(
     [
         ("chunk", "<u4"),
@@ -53,7 +56,8 @@ ROW = np.dtype(
     ]
 )
 _RESTORE = "restore this file from a copy of the store; the disk may be failing"
-_SPARE = 1 << 16  # bytes allocated beyond the rows, so that a blob of usual size commits on a full disk
+# bytes allocated beyond the rows, so that a blob of usual size commits on a full disk
+_SPARE = 1 << 16
 
 Rows = np.ndarray[Any, Any]
 
@@ -67,11 +71,14 @@ def pack(blobs: Sequence[bytes]) -> bytes:
     """What several workers commit with a step, as one blob; that of one worker is itself."""
     if len(blobs) <= 1:
         return b"".join(blobs)
-    return b"".join([BLOBS, struct.pack(f"<{len(blobs) + 1}Q", len(blobs), *map(len, blobs)), *blobs])
+    return b"".join(
+        [BLOBS, struct.pack(f"<{len(blobs) + 1}Q", len(blobs), *map(len, blobs)), *blobs]
+    )
 
 
 def unpack(blob: bytes) -> list[bytes]:
-    """The workers' blobs, in their order; what a relay has packed for its host's is in one of them."""
+    """The workers' blobs, in their order; what a relay has packed for its host's is in one of
+    them."""
     if not blob.startswith(BLOBS):
         return [blob]
     (count,) = struct.unpack_from("<Q", blob, len(BLOBS))
@@ -82,7 +89,8 @@ def unpack(blob: bytes) -> list[bytes]:
 
 @dataclass(frozen=True)
 class GroupRule:
-    """What one parameter group's rule keeps: its state arrays (fp32) and scalars (float64, a row a parameter)."""
+    """What one parameter group's rule keeps: its state arrays (fp32) and scalars (float64, a
+    row a parameter)."""
 
     rule: str
     arrays: tuple[str, ...] = ()
@@ -110,24 +118,34 @@ class StoreMeta:
     groups: tuple[GroupRule, ...]
     owners: tuple[int, ...] = ()  # of each chunk: an index into `directories`
     directories: tuple[str, ...] = ()
-    former: tuple[str, ...] = ()  # not used: the first edition wrote the directories of the generation before
+    # not used: the first edition wrote the directories of the generation before
+    former: tuple[str, ...] = ()
     generation: int = 0
     index: int = 0  # of this directory
     staleness: int = 0
     replicas: int = 1  # directories that hold each chunk
     copy_of: int = 0  # the generation that this one was made from, to replace it; 0: from none
-    sessions: tuple[int, ...] = ()  # with replicas, in the first edition: the last session of each server, 0: not there
-    history: tuple[HistoryLink, ...] = ()  # of a store on servers: every session that began to train (flow/history.py)
-    without: tuple[int, ...] = ()  # servers of the last of them that this one may go on without, as a witness said
+    # with replicas, in the first edition: the last session of each server, 0: not there
+    sessions: tuple[int, ...] = ()
+    # of a store on servers: every session that began to train (flow/history.py)
+    history: tuple[HistoryLink, ...] = ()
+    # servers of the last of them that this one may go on without, as a witness said
+    without: tuple[int, ...] = ()
     format: int = FORMAT
 
     @staticmethod
     def of(
-        table: ChunkTable, groups: Sequence[GroupRule], job: str = "", staleness: int = 0, replicas: int = 1
+        table: ChunkTable,
+        groups: Sequence[GroupRule],
+        job: str = "",
+        staleness: int = 0,
+        replicas: int = 1,
     ) -> StoreMeta:
         blocks = tuple((b.name, tuple(table.params[i] for i in b.params)) for b in table.blocks)
         job = job or str(uuid.uuid4())
-        return StoreMeta(job, blocks, table.chunk_elements, tuple(groups), staleness=staleness, replicas=replicas)
+        return StoreMeta(
+            job, blocks, table.chunk_elements, tuple(groups), staleness=staleness, replicas=replicas
+        )
 
     @cached_property
     def table(self) -> ChunkTable:
@@ -152,7 +170,8 @@ class StoreMeta:
         return out
 
     def holders(self, chunk: int) -> tuple[int, ...]:
-        """The directories (or servers) that hold `chunk`: its owner, then the next ones in order."""
+        """The directories (or servers) that hold `chunk`: its owner, then the next ones in
+        order."""
         owner, n = self.owners[chunk], len(self.directories)
         return (owner, *((owner + i) % n for i in range(1, self.replicas)))
 
@@ -166,7 +185,9 @@ class StoreMeta:
         if self.history:
             return self.history[-1].members
         last = max(self.sessions, default=0)
-        return tuple(i for i in range(len(self.directories)) if not self.sessions or self.sessions[i] == last)
+        return tuple(
+            i for i in range(len(self.directories)) if not self.sessions or self.sessions[i] == last
+        )
 
     def write(self, directory: Path) -> None:
         """Atomically and durably."""
@@ -200,11 +221,17 @@ class StoreMeta:
         try:
             brief = msgspec.json.decode(text, type=Brief)
             if brief.format != FORMAT:
-                raise ForeignError(f"{where}: store format {brief.format}, this version reads {FORMAT}")
+                raise ForeignError(
+                    f"{where}: store format {brief.format}, this version reads {FORMAT}"
+                )
             meta = msgspec.json.decode(text, type=StoreMeta)
         except ValueError as error:
-            raise DamagedError(f"{where}: not a store description ({error})", hint=_RESTORE) from error
-        if meta.table.fingerprint() != brief.fingerprint or len(meta.owners) != len(meta.table.chunks):
+            raise DamagedError(
+                f"{where}: not a store description ({error})", hint=_RESTORE
+            ) from error
+        if meta.table.fingerprint() != brief.fingerprint or len(meta.owners) != len(
+            meta.table.chunks
+        ):
             raise DamagedError(f"{where}: does not match its fingerprint", hint=_RESTORE)
         return meta
 
@@ -218,11 +245,13 @@ class Entry:
 
 
 class Ledger:
-    """The two ledger files of one generation directory. `entry`: the last committed record, before the first one of
-    step -1 with the rows given; `pending`: what is appended and not confirmed; `dropped`: lines about records that do
-    not count."""
+    """The two ledger files of one generation directory. `entry`: the last committed record,
+    before the first one of step -1 with the rows given; `pending`: what is appended and not
+    confirmed; `dropped`: lines about records that do not count."""
 
-    def __init__(self, directory: Path, meta: StoreMeta, rows: Rows, *, create: bool = False) -> None:
+    def __init__(
+        self, directory: Path, meta: StoreMeta, rows: Rows, *, create: bool = False
+    ) -> None:
         self._meta, self._files = meta, list[DirectFile]()
         self.entry = Entry(-1, rows, b"", 1)
         self.pending: Entry | None = None
@@ -240,26 +269,30 @@ class Ledger:
             raise
 
     def load(self, step: int | None) -> tuple[int, ...]:
-        """The record of exactly `step`, or the newest; nothing is written before `settle`. A newer one than `step` is
-        not to count. Returns the steps there were records of. DamagedError where there is none, ForeignError for
-        another's."""
+        """The record of exactly `step`, or the newest; nothing is written before `settle`. A
+        newer one than `step` is not to count. Returns the steps there were records of.
+        DamagedError where there is none, ForeignError for another's."""
         found = [e for e in (self._parse(i) for i in range(2)) if e is not None]
         fit = [e for e in found if step is None or e.step == step]
         if not fit:
             raise DamagedError(
-                f"{self._files[0].path.parent}: no valid ledger record" + ("" if step is None else f" of step {step}")
+                f"{self._files[0].path.parent}: no valid ledger record"
+                + ("" if step is None else f" of step {step}")
                 + f", there are {[e.step for e in found]}"
             )
         self.entry = max(fit, key=lambda e: e.step)
         for entry in found:
             if entry.step > self.entry.step:
                 self._loaded[entry.file] = b""
-                self.dropped.append(f"{self._files[entry.file].path}: the record of step {entry.step} was not "
-                                    f"committed, step {self.entry.step} counts")
+                self.dropped.append(
+                    f"{self._files[entry.file].path}: the record of step {entry.step} was not "
+                    f"committed, step {self.entry.step} counts"
+                )
         return tuple(e.step for e in found)
 
     def settle(self) -> None:
-        """What was loaded is durable, and what does not count is gone for good (Note "what the disk has")."""
+        """What was loaded is durable, and what does not count is gone for good (Note "what the
+        disk has")."""
         for number in (self.entry.file, 1 - self.entry.file):
             data, self._loaded[number] = self._loaded[number] or bytes(HEADER.size), b""
             self._files[number].write(memoryview(data), 0, what := "a record that was found")
@@ -269,7 +302,14 @@ class Ledger:
         """Durable on return; the committed record is not touched."""
         m, number = self._meta, 1 - self.entry.file
         head = HEADER.pack(
-            MAGIC, m.format, m.generation, uuid.UUID(m.job).bytes, m.index, len(rows), step, len(blob)
+            MAGIC,
+            m.format,
+            m.generation,
+            uuid.UUID(m.job).bytes,
+            m.index,
+            len(rows),
+            step,
+            len(blob),
         )
         body = head + rows.tobytes() + blob
         self.pending = Entry(step, rows.copy(), blob, number)
@@ -280,7 +320,8 @@ class Ledger:
             file.check_linked(f"after {what}")
         except StoreError:
             self.pending = None
-            with contextlib.suppress(StoreError):  # else `settle` finds it, and makes it durable or fails too
+            # else `settle` finds it, and makes it durable or fails too
+            with contextlib.suppress(StoreError):
                 file.write(memoryview(bytes(HEADER.size)), 0, "a record that may not be durable")
                 file.sync("of a record that may not be durable")
             raise
@@ -309,15 +350,16 @@ class Ledger:
         ours = (m.format, m.generation, m.job, m.index, len(self.entry.rows))
         if is_ != ours:
             raise ForeignError(
-                f"{path}: a record of (format, generation, job, directory, chunks) {is_}, not {ours}"
+                f"{path}: a record of (format, generation, job, directory, chunks) {is_}, not"
+                f" {ours}"
             )
         rows = np.frombuffer(data, ROW, count, HEADER.size).copy()
         return Entry(step, rows, data[end - blob : end], file)
 
 
 def record_in(path: Path) -> bytes | None:
-    """The whole record of a ledger file, checksum included; b"" where none was ever written, None where one is torn or
-    damaged."""
+    """The whole record of a ledger file, checksum included; b"" where none was ever written,
+    None where one is torn or damaged."""
     with typed_errors(path, "reading"):
         data = path.read_bytes()
     if not any(data[: HEADER.size]):
@@ -325,14 +367,20 @@ def record_in(path: Path) -> bytes | None:
     magic, _, _, _, _, count, _, blob = HEADER.unpack_from(data.ljust(HEADER.size, b"\0"))
     end = HEADER.size + count * ROW.itemsize + blob
     whole = magic == MAGIC and len(data) >= end + 8
-    return data[: end + 8] if whole and digest(data[:end]) == int.from_bytes(data[end : end + 8], "little") else None
+    return (
+        data[: end + 8]
+        if whole and digest(data[:end]) == int.from_bytes(data[end : end + 8], "little")
+        else None
+    )
 
 
 def steps_in(directory: Path) -> list[int | None]:
-    """The steps of the records in a generation directory, None for a record that is torn or damaged; unchecked is
-    whether they are of the store that its description tells of."""
+    """The steps of the records in a generation directory, None for a record that is torn or
+    damaged; unchecked is whether they are of the store that its description tells of."""
     records = []
     for name in ("ledger.0", "ledger.1"):
         with contextlib.suppress(GoneError):
             records.append(record_in(directory / name))
-    return [None if data is None else HEADER.unpack_from(data)[6] for data in records if data != b""]
+    return [
+        None if data is None else HEADER.unpack_from(data)[6] for data in records if data != b""
+    ]

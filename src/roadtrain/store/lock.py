@@ -1,8 +1,8 @@
 """Locks: directories that this process alone opens, fills, converts and cleans, until `close`.
 
-A lock is on the directory itself, so nothing lies in it that could be left over; where the file system locks no
-directories (NFS), on a file `lock` in it. It ends with the process: forked children, such as a DataLoader's, do not
-keep it. Does NOT wait for longer than LOCK_WAIT_S.
+A lock is on the directory itself, so nothing lies in it that could be left over; where the file
+system locks no directories (NFS), on a file `lock` in it. It ends with the process: forked
+children, such as a DataLoader's, do not keep it. Does NOT wait for longer than LOCK_WAIT_S.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ os.register_at_fork(after_in_child=_let_go)
 
 
 def _locked(fd: int, directory: Path) -> int:
-    """The descriptor that holds the lock: `fd`, or that of a file in the directory. `fd` is closed otherwise."""
+    """The descriptor that holds the lock: `fd`, or that of a file in the directory. `fd` is
+    closed otherwise."""
     try:
         lock(fd, directory)
         return fd
@@ -82,7 +83,8 @@ def _locked(fd: int, directory: Path) -> int:
 
 
 def lock(fd: int, directory: Path) -> None:
-    """StoreError where another process holds it, OSError where the file system has no locks on it."""
+    """StoreError where another process holds it, OSError where the file system has no locks on
+    it."""
     try:
         retry(lambda: fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB), BlockingIOError, LOCK_WAIT_S)
     except BlockingIOError:

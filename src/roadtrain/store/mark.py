@@ -1,12 +1,14 @@
-"""Mark: what a run directory knows of its store, so that no other one and no older one is taken for it (Rule 3).
+"""Mark: what a run directory knows of its store, so that no other one and no older one is taken for
+it (Rule 3).
 
-`mark.json` names the store (its job's uuid) and the highest step that is known to be committed. It is replaced now and
-then only, not at every step: the lines of metrics.jsonl, each durable before its step can be committed, give the rest
-(`witness`). A store that is absent, another one or below that step is refused before anything is made, moved or
-removed; `new_store` says that the store that is there, or a new one, is meant.
+`mark.json` names the store (its job's uuid) and the highest step that is known to be committed. It
+is replaced now and then only, not at every step: the lines of metrics.jsonl, each durable before
+its step can be committed, give the rest (`witness`). A store that is absent, another one or below
+that step is refused before anything is made, moved or removed; `new_store` says that the store that
+is there, or a new one, is meant.
 
-Note "settled": a start that is allowed to go back says so here before it does; from then on, until metrics.jsonl has
-been brought to the same step, its lines are no witness.
+Note "settled": a start that is allowed to go back says so here before it does; from then on, until
+metrics.jsonl has been brought to the same step, its lines are no witness.
 
 Assumes: one process, worker 0, writes it. Does NOT read metrics.jsonl, and does NOT know replicas.
 """
@@ -42,10 +44,10 @@ class Known(msgspec.Struct, frozen=True):
 
 
 class Mark:
-    """Of the run directory `directory`. `witness`: the step that metrics.jsonl proves committed, -1 for none. `reads`:
-    a store that is there is wanted, none shall be made.
-    `known`: what was known when it was opened, then what was written last. `fresh`: whether `check` has let another
-    store in than the one that metrics.jsonl tells of."""
+    """Of the run directory `directory`. `witness`: the step that metrics.jsonl proves committed, -1
+    for none. `reads`: a store that is there is wanted, none shall be made.
+    `known`: what was known when it was opened, then what was written last. `fresh`: whether
+    `check` has let another store in than the one that metrics.jsonl tells of."""
 
     def __init__(
         self,
@@ -65,8 +67,9 @@ class Mark:
         self.known = self._load(witness)
 
     def check(self, job: str, step: int, where: str, *, back: bool = False) -> None:
-        """Whether the store at `where`, of `job` and at `step` (-1: none is there), may be gone on with. Called before
-        anything is changed. `back`: going back is within what was promised, and is said (state in RAM with snapshots).
+        """Whether the store at `where`, of `job` and at `step` (-1: none is there), may be gone on
+        with. Called before anything is changed. `back`: going back is within what was promised, and
+        is said (state in RAM with snapshots).
 
         Raises GoneError (none is there), ForeignError (another one), StaleError (it is behind)."""
         refusal = self._refusal(job, step, where)
@@ -81,14 +84,16 @@ class Mark:
         self._write(Known(job if step >= 0 else "", step, settled=False))
 
     def adopt(self, job: str, step: int, history: str = "") -> None:
-        """The store of `job` at `step` is this run's from now on; `job` "": its state rests in this process."""
+        """The store of `job` at `step` is this run's from now on; `job` "": its state rests in
+        this process."""
         if step >= 0 and job and self.known.job != job and self.known.step > 0:
             self._report(f"{self.path}: the store of job {job} at step {step} is this run's")
         self.fresh |= self.known.job not in ("", job)
         self._write(Known(job, step if job else -1, history, settled=False))
 
     def advance(self, step: int, *, now: bool = False) -> None:
-        """`step` is committed, and metrics.jsonl is this store's. Written once in EVERY_S, or `now`."""
+        """`step` is committed, and metrics.jsonl is this store's. Written once in EVERY_S, or
+        `now`."""
         if not self.known.job or (self.known.settled and step <= self.known.step):
             return
         if now or not self.known.settled or time.monotonic() - self._written > EVERY_S:
@@ -113,8 +118,10 @@ class Mark:
         if known.job not in ("", job):
             return ForeignError(f"{where}: holds step {step} of store {job}, {ours}", hint=_ANYWAY)
         if step < known.step:
-            return StaleError(f"{where}: the store is at step {step}, {ours}",
-                              hint=f"name the store that holds it; {_ANYWAY}: step {step}")  # fmt: skip
+            return StaleError(
+                f"{where}: the store is at step {step}, {ours}",
+                hint=f"name the store that holds it; {_ANYWAY}: step {step}",
+            )
         return None
 
     def _load(self, witness: int) -> Known:
@@ -132,11 +139,14 @@ class Mark:
         except ValueError as error:
             if metrics.step < 0 and not self._new_store:
                 raise DamagedError(
-                    f"{self.path}: damaged ({error}): which store is this run's, at which step, is not known",
+                    f"{self.path}: damaged ({error}): which store is this run's, at which step, is"
+                    " not known",
                     hint=_ANYWAY,
                 ) from error
-            self._report(f"{self.path}: damaged ({error}); metrics.jsonl proves step {witness}, a store at that step "
-                         "or after it is taken for this run's")  # fmt: skip
+            self._report(
+                f"{self.path}: damaged ({error}); metrics.jsonl proves step {witness}, a store at"
+                " that step or after it is taken for this run's"
+            )
             return metrics
         if known.format != 1:
             raise ForeignError(f"{self.path}: format {known.format}, this version reads 1")

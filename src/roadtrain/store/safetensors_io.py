@@ -1,7 +1,9 @@
-"""safetensors, tensor by tensor: export in Hugging Face's layout (shards and an index), read any of its layouts.
+"""safetensors, tensor by tensor: export in Hugging Face's layout (shards and an index), read any of
+its layouts.
 
-The file is 8 bytes of header length, a JSON header, the data. Own writer: the library's wants all tensors at once.
-Assumes a little-endian machine; bf16 and fp16 are uint16 arrays, a dtype name beside them. Does NOT hold files open.
+The file is 8 bytes of header length, a JSON header, the data. Own writer: the library's wants all
+tensors at once. Assumes a little-endian machine; bf16 and fp16 are uint16 arrays, a dtype name
+beside them. Does NOT hold files open.
 """
 
 from __future__ import annotations
@@ -54,9 +56,11 @@ class Tensor:
         return out.reshape(self.shape) if whole else out
 
 
-def export_dir(items: Iterable[Item], directory: str | Path, max_shard_nbytes: int = SHARD_NBYTES) -> list[Path]:
-    """Write `items` into `directory`, one tensor in memory at a time; the files it made. An existing export there is
-    replaced once the new one is complete on the disk. FullError."""
+def export_dir(
+    items: Iterable[Item], directory: str | Path, max_shard_nbytes: int = SHARD_NBYTES
+) -> list[Path]:
+    """Write `items` into `directory`, one tensor in memory at a time; the files it made. An
+    existing export there is replaced once the new one is complete on the disk. FullError."""
     home = Path(directory)
     home.mkdir(parents=True, exist_ok=True)
     shards: list[list[Item]] = [[]]
@@ -69,7 +73,11 @@ def export_dir(items: Iterable[Item], directory: str | Path, max_shard_nbytes: i
         shards[-1].append(item)
         filled, total = filled + nbytes, total + nbytes
     count = len(shards)
-    names = [_SINGLE] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+    names = (
+        [_SINGLE]
+        if count == 1
+        else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+    )
     made: list[Path] = []
     try:
         for name, shard in zip(names, shards):
@@ -92,25 +100,34 @@ def export_dir(items: Iterable[Item], directory: str | Path, max_shard_nbytes: i
 
 
 def open_dir(path: str | Path) -> Mapping[str, Tensor]:
-    """The tensors of a safetensors file, or of a directory with `model.safetensors`, an index, or any safetensors
-    files. GoneError, ForeignError (not safetensors), DamagedError (truncated)."""
+    """The tensors of a safetensors file, or of a directory with `model.safetensors`, an index,
+    or any safetensors files. GoneError, ForeignError (not safetensors), DamagedError
+    (truncated)."""
     home = Path(path)
     if home.is_file():
         return dict(_read_header(home))
     if (home / _INDEX).is_file():
         try:
-            files = sorted({home / name for name in json.loads((home / _INDEX).read_bytes())["weight_map"].values()})
+            files = sorted(
+                {
+                    home / name
+                    for name in json.loads((home / _INDEX).read_bytes())["weight_map"].values()
+                }
+            )
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise ForeignError(f"{home / _INDEX}: not a safetensors index ({error})") from error
     else:
-        files = [home / _SINGLE] if (home / _SINGLE).is_file() else sorted(home.glob("*.safetensors"))
+        files = (
+            [home / _SINGLE] if (home / _SINGLE).is_file() else sorted(home.glob("*.safetensors"))
+        )
     if not files:
         raise GoneError(f"{home}: no safetensors file there")
     return {name: tensor for file in files for name, tensor in _read_header(file)}
 
 
 def _write_file(path: Path, shard: list[Item]) -> None:
-    shard = sorted(shard, key=lambda item: -ITEMSIZE[item[1]])  # so that every tensor is aligned to its elements
+    # so that every tensor is aligned to its elements
+    shard = sorted(shard, key=lambda item: -ITEMSIZE[item[1]])
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, dtype, shape, _ in shard:
@@ -136,7 +153,9 @@ def _read_header(path: Path) -> Iterator[tuple[str, Tensor]]:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         if length > min(_MAX_HEADER, size - 8):
-            raise ForeignError(f"{path}: not a safetensors file, or truncated: header of {length} bytes in {size}")
+            raise ForeignError(
+                f"{path}: not a safetensors file, or truncated: header of {length} bytes in {size}"
+            )
         text = file.read(length)
     try:
         header = json.loads(text)
@@ -146,8 +165,14 @@ def _read_header(path: Path) -> Iterator[tuple[str, Tensor]]:
     for name, entry in header.items():
         start, stop = entry["data_offsets"]
         if entry["dtype"] not in _DTYPES:
-            raise ForeignError(f"{path}: tensor {name!r} has dtype {entry['dtype']}, known are {', '.join(_DTYPES)}")
+            raise ForeignError(
+                f"{path}: tensor {name!r} has dtype {entry['dtype']}, known are"
+                f" {', '.join(_DTYPES)}"
+            )
         dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
         if stop - start != prod(shape) * ITEMSIZE[dtype] or start < 0 or 8 + length + stop > size:
-            raise DamagedError(f"{path}: tensor {name!r} at bytes {start} to {stop} does not fit, the file has {size}")
+            raise DamagedError(
+                f"{path}: tensor {name!r} at bytes {start} to {stop} does not fit, the file has"
+                f" {size}"
+            )
         yield name, Tensor(name, dtype, shape, path, 8 + length + start)

@@ -1,6 +1,8 @@
-"""Scratch: a file without a name, mapped into memory, for values that are handed out and too many to hold.
+"""Scratch: a file without a name, mapped into memory, for values that are handed out and too many
+to hold.
 
-What is written here is page cache: the kernel takes it back when memory is short, and it counts as nobody's own memory.
+What is written here is page cache: the kernel takes it back when memory is short, and it counts as
+nobody's own memory.
 Assumes: offsets are whole pages. Does NOT sync, check or outlive its last view.
 """
 

@@ -17,8 +17,8 @@ def sealed(body: bytes) -> bytes:
 
 
 def unsealed(content: bytes) -> tuple[bytes, bool]:
-    """(the body, whether a checksum vouches for it): files of the first edition have none. Raises ValueError where the
-    checksum does not match."""
+    """(the body, whether a checksum vouches for it): files of the first edition have none.
+    Raises ValueError where the checksum does not match."""
     body, tag, digest = content.rpartition(_TAG)
     if not tag:
         return content, False

@@ -1,24 +1,27 @@
 """Handshake: two strangers become the ends of a link, within a deadline and a few hundred bytes.
 
-    client  GREETING  magic, version, has a token, checksums, number, connections, frame limit, link id, nonce,
-                      language, length and SHA-256 of hello
+    client  GREETING  magic, version, has a token, checksums, number, connections, frame limit, link
+                      id, nonce, language, length and SHA-256 of hello
     server  GREETING  its own; then either hangs up if the two do not fit, and says why on its side
     client  PROOF     HMAC-SHA256(token, "client", transcript); then hello (<= 64 KiB)
-    server  VERDICT   taken, or refused and why; HMAC-SHA256(token, "server", transcript, verdict) if the client's was
-                      right
+    server  VERDICT   taken, or refused and why; HMAC-SHA256(token, "server", transcript, verdict)
+                      if the client's was right
 
-The transcript is all that was said before: both greetings and, under TLS, the server's certificate, so that nobody
-stands between; in a verdict also the proof and hello. Both nonces are new each time and each side proves its own role:
-what was heard once proves nothing again, and what one side said proves nothing for the other. Each message ends with
-its own checksum: a flipped bit is called so, not a wrong token.
+The transcript is all that was said before: both greetings and, under TLS, the server's certificate,
+so that nobody stands between; in a verdict also the proof and hello. Both nonces are new each time
+and each side proves its own role: what was heard once proves nothing again, and what one side said
+proves nothing for the other. Each message ends with its own checksum: a flipped bit is called so,
+not a wrong token.
 
-NOTE language. A digest of what the frames of both sides can say (of node/messages.py, most often): two editions of
-roadtrain that would misunderstand each other do not begin. The first ten bytes (magic, version) stay as they are in
-every edition, so that each can say of the other that it is another one.
+NOTE language. A digest of what the frames of both sides can say (of node/messages.py, most often):
+two editions of roadtrain that would misunderstand each other do not begin. The first ten bytes
+(magic, version) stay as they are in every edition, so that each can say of the other that it is
+another one.
 
-The token is never sent; both prove it; without one both must have none. All connections of a link carry one link id;
-hello comes with the first, the verdict when all are there. Assumes what protects the bytes after it (TLS, a private
-network) is the owner's choice. Does NOT know which kind of socket it is.
+The token is never sent; both prove it; without one both must have none. All connections of a link
+carry one link id; hello comes with the first, the verdict when all are there. Assumes what protects
+the bytes after it (TLS, a private network) is the owner's choice. Does NOT know which kind of
+socket it is.
 """
 
 from __future__ import annotations
@@ -35,7 +38,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from roadtrain.errors import AuthError, BusyError, DeadlineError, LostError, PeerError, RoadtrainError, WireError
+from roadtrain.errors import (
+    AuthError,
+    BusyError,
+    DeadlineError,
+    LostError,
+    PeerError,
+    RoadtrainError,
+    WireError,
+)
 from roadtrain.units import KIB
 from roadtrain.wire.link import FRAME_LIMIT, SUM, VERSION, opened, sealed
 
@@ -50,10 +61,11 @@ TAKEN, REFUSED, NOT_PROVEN, BUSY = 0, 1, 2, 3
 
 @dataclass(frozen=True)
 class Common:
-    """What every transport asks for. `frame_limit`: the smaller of both sides counts for sending. `checksums`: xxh3
-    of every frame (None: wherever bytes leave the process, but under TLS, which authenticates them); both sides must
-    say the same. `retry_s`: how long to try again while nobody listens there; None: not at all, or as long as the
-    deadline of whoever dials, if it has one. `close_s`: how long `close` waits for the other side while nothing
+    """What every transport asks for. `frame_limit`: the smaller of both sides counts for
+    sending. `checksums`: xxh3 of every frame (None: wherever bytes leave the process, but under
+    TLS, which authenticates them); both sides must say the same. `retry_s`: how long to try
+    again while nobody listens there; None: not at all, or as long as the deadline of whoever
+    dials, if it has one. `close_s`: how long `close` waits for the other side while nothing
     moves."""
 
     frame_limit: int = FRAME_LIMIT
@@ -107,23 +119,49 @@ class Answer:
 
 
 def greeting(
-    common: Common, token: bytes | None, link: bytes, number: int = 0, connections: int = 1, *,
-    language: bytes = NO_LANGUAGE, hello: bytes = b"",
+    common: Common,
+    token: bytes | None,
+    link: bytes,
+    number: int = 0,
+    connections: int = 1,
+    *,
+    language: bytes = NO_LANGUAGE,
+    hello: bytes = b"",
 ) -> Greeting:
     """Raises WireError where hello is too long."""
     if len(hello) > MAX_HELLO:
         raise WireError(f"a hello of {len(hello)} bytes, {MAX_HELLO} are allowed")
-    return Greeting(MAGIC, VERSION, token is not None, common.summed, number, connections, common.frame_limit, link,
-                    secrets.token_bytes(32), language, len(hello), hashlib.sha256(hello).digest())
+    return Greeting(
+        MAGIC,
+        VERSION,
+        token is not None,
+        common.summed,
+        number,
+        connections,
+        common.frame_limit,
+        link,
+        secrets.token_bytes(32),
+        language,
+        len(hello),
+        hashlib.sha256(hello).digest(),
+    )
 
 
 def client_greet(
-    sock: socket.socket, ours: Greeting, token: bytes | None, hello: bytes, deadline: float, binding: bytes = b""
+    sock: socket.socket,
+    ours: Greeting,
+    token: bytes | None,
+    hello: bytes,
+    deadline: float,
+    binding: bytes = b"",
 ) -> Answer:
-    """The first three messages. `binding`: of the channel below, the same on both sides; empty without TLS."""
+    """The first three messages. `binding`: of the channel below, the same on both sides; empty
+    without TLS."""
     mine = sealed(GREETING.pack(*ours))
     send(sock, mine, deadline)
-    raw = _rest_of_greeting(sock, ours, receive(sock, BEGINNING.size, deadline, "the server's greeting"), deadline)
+    raw = _rest_of_greeting(
+        sock, ours, receive(sock, BEGINNING.size, deadline, "the server's greeting"), deadline
+    )
     theirs = _fits(ours, raw)
     transcript = mine + raw + binding
     proof = _prove(token, b"client", transcript)
@@ -141,11 +179,14 @@ def client_verdict(sock: socket.socket, answer: Answer, deadline: float) -> None
     words = receive(sock, length, deadline, what)
     opened(words + SUM.pack(text_sum), what)
     decoded = words.decode(errors="replace")
-    text = "".join(c for c in decoded if c.isprintable() or c == "\n")  # it may come from a stranger
+    # it may come from a stranger
+    text = "".join(c for c in decoded if c.isprintable() or c == "\n")
     if code == NOT_PROVEN:
         raise AuthError(f"refused by the server: {text}")
     if not hmac.compare_digest(theirs, _prove_verdict(answer, code, words)):
-        raise AuthError("the server does not prove the token", hint="give both sides the same token")
+        raise AuthError(
+            "the server does not prove the token", hint="give both sides the same token"
+        )
     if code != TAKEN:
         raise (BusyError if code == BUSY else WireError)(f"refused by the server: {text}")
 
@@ -162,11 +203,16 @@ def server_greet(
     raw = _rest_of_greeting(sock, ours, beginning, deadline)
     theirs = _fits(ours, raw)
     if not theirs.number < theirs.connections <= MAX_CONNECTIONS:
-        raise WireError(f"connection {theirs.number} of {theirs.connections}, {MAX_CONNECTIONS} are allowed")
+        raise WireError(
+            f"connection {theirs.number} of {theirs.connections}, {MAX_CONNECTIONS} are allowed"
+        )
     if theirs.hello_nbytes > MAX_HELLO:
         raise WireError(f"a hello of {theirs.hello_nbytes} bytes, {MAX_HELLO} are allowed")
     transcript = raw + mine + binding
-    proof = opened(receive(sock, PROOF.size + SUM.size, deadline, "a proof of the token"), "the proof of the token")
+    proof = opened(
+        receive(sock, PROOF.size + SUM.size, deadline, "a proof of the token"),
+        "the proof of the token",
+    )
     if not hmac.compare_digest(proof, _prove(token, b"client", transcript)):
         refusal = AuthError("the token does not match", hint="give both sides the same token")
         refuse(sock, refusal, deadline)
@@ -181,28 +227,49 @@ def take(sock: socket.socket, caller: Caller, deadline: float) -> None:
     _send_verdict(sock, TAKEN, b"", deadline, caller)
 
 
-def refuse(sock: socket.socket, error: Exception, deadline: float, caller: Caller | None = None) -> None:
-    """Tells the client why: an AuthError or BusyError there too if it is one here, else a WireError."""
-    code = NOT_PROVEN if isinstance(error, AuthError) else BUSY if isinstance(error, BusyError) else REFUSED
+def refuse(
+    sock: socket.socket, error: Exception, deadline: float, caller: Caller | None = None
+) -> None:
+    """Tells the client why: an AuthError or BusyError there too if it is one here, else a
+    WireError."""
+    code = (
+        NOT_PROVEN
+        if isinstance(error, AuthError)
+        else BUSY
+        if isinstance(error, BusyError)
+        else REFUSED
+    )
     _send_verdict(sock, code, str(error).encode()[:MAX_TEXT], deadline, caller)
 
 
-def _send_verdict(sock: socket.socket, code: int, text: bytes, deadline: float, caller: Caller | None) -> None:
+def _send_verdict(
+    sock: socket.socket, code: int, text: bytes, deadline: float, caller: Caller | None
+) -> None:
     proof = _prove_verdict(caller, code, text) if caller else bytes(32)
-    send(sock, sealed(VERDICT.pack(code, len(text), SUM.unpack(sealed(text)[-SUM.size :])[0], proof)) + text, deadline)
+    send(
+        sock,
+        sealed(VERDICT.pack(code, len(text), SUM.unpack(sealed(text)[-SUM.size :])[0], proof))
+        + text,
+        deadline,
+    )
 
 
-def _rest_of_greeting(sock: socket.socket, ours: Greeting, beginning: bytes, deadline: float) -> bytes:
+def _rest_of_greeting(
+    sock: socket.socket, ours: Greeting, beginning: bytes, deadline: float
+) -> bytes:
     """The whole greeting; WireError for one of another edition, which may be longer or shorter."""
     magic, version = BEGINNING.unpack(beginning)
     if magic != MAGIC:
         raise WireError(f"not a roadtrain peer: began with {beginning!r}")
     if version != ours.version:
-        with contextlib.suppress(OSError):  # what is unread when we hang up may take our own greeting with it
+        # what is unread when we hang up may take our own greeting with it
+        with contextlib.suppress(OSError):
             sock.settimeout(0.1)
             sock.recv(GREETING.size)
-        raise WireError(f"the peer speaks protocol version {version}, this side {ours.version}",
-                        hint="install the same version of roadtrain on both")
+        raise WireError(
+            f"the peer speaks protocol version {version}, this side {ours.version}",
+            hint="install the same version of roadtrain on both",
+        )
     left = GREETING.size + SUM.size - len(beginning)
     return beginning + receive(sock, left, deadline, "the rest of a greeting")
 
@@ -213,8 +280,11 @@ def _fits(ours: Greeting, raw: bytes) -> Greeting:
         raise WireError("our own greeting came back: something on the way sends back what it hears")
     if theirs.language != ours.language:
         raise WireError(
-            f"the peer speaks other messages ({theirs.language.hex()[:8]}) than this side ({ours.language.hex()[:8]}): "
-            "another edition of roadtrain, or a server of another kind", hint="install the same version on both")
+            f"the peer speaks other messages ({theirs.language.hex()[:8]}) than this side"
+            f" ({ours.language.hex()[:8]}): another edition of roadtrain, or a server of another"
+            " kind",
+            hint="install the same version on both",
+        )
     if theirs.has_token != ours.has_token:
         have = ("none here", "one there") if theirs.has_token else ("one here", "none there")
         raise AuthError(f"token: {have[0]}, {have[1]}", hint="give both sides the same token")
@@ -237,7 +307,9 @@ def send(sock: socket.socket, data: bytes, deadline: float) -> None:
     try:
         sock.sendall(data)
     except ConnectionError as error:
-        raise LostError(f"{error.strerror} while it waited for our part of the handshake") from error
+        raise LostError(
+            f"{error.strerror} while it waited for our part of the handshake"
+        ) from error
 
 
 def receive(sock: socket.socket, nbytes: int, deadline: float, what: str) -> bytes:
@@ -251,7 +323,9 @@ def receive(sock: socket.socket, nbytes: int, deadline: float, what: str) -> byt
         except TimeoutError:
             continue  # _timed says so
         except ConnectionError as error:
-            raise LostError(f"{error.strerror} while we waited for {what} ({have} of {nbytes} bytes)") from error
+            raise LostError(
+                f"{error.strerror} while we waited for {what} ({have} of {nbytes} bytes)"
+            ) from error
         if n == 0:
             raise LostError(f"hung up while we waited for {what} ({have} of {nbytes} bytes)")
         have += n
@@ -279,4 +353,6 @@ def as_peer_error(error: Exception, peer: str) -> PeerError:
         return DeadlineError(f"{peer}: no answer before the handshake's deadline")
     if isinstance(error, RoadtrainError):
         return WireError(f"{peer}: {error}")
-    return LostError(f"{peer}: {(error.strerror or error) if isinstance(error, OSError) else repr(error)}")
+    return LostError(
+        f"{peer}: {(error.strerror or error) if isinstance(error, OSError) else repr(error)}"
+    )

@@ -1,20 +1,22 @@
-"""Link and Receiver: how frames travel between two nodes, on one page. A frame is a `kind`, a short header and a
-payload.
+"""Link and Receiver: how frames travel between two nodes, on one page. A frame is a `kind`, a short
+header and a payload.
 
-A link is made with the Receiver of what arrives. `send` only queues; order of calls is order of arrival, also where
-several connections carry one link; but `urgent` frames go before all others that have not begun to leave. Bulk bytes
-are gathered from the sender's buffers and land in the buffer that the other side's `room` names: a transport copies
-them, this room never holds them.
+A link is made with the Receiver of what arrives. `send` only queues; order of calls is order of
+arrival, also where several connections carry one link; but `urgent` frames go before all others
+that have not begun to leave. Bulk bytes are gathered from the sender's buffers and land in the
+buffer that the other side's `room` names: a transport copies them, this room never holds them.
 
-    frame = HEAD, header (<= 64 KiB), payload (<= the frame limit); all lengths are checked before anything is allocated
+    frame = HEAD, header (<= 64 KiB), payload (<= the frame limit); all lengths are checked before
+    anything is allocated
 
-NOTE sums. Where they are on (everywhere outside this process but under TLS, which does more), HEAD ends with its own
-xxh3 and holds those of the header and of the payload. Each is checked before what it covers is used: a length before
-so many bytes are waited for, a header before `room` is asked, a payload before it arrives. So a flipped bit ends the
-link with a WireError, and the memory that the payload went to is told to nobody.
+NOTE sums. Where they are on (everywhere outside this process but under TLS, which does more), HEAD
+ends with its own xxh3 and holds those of the header and of the payload. Each is checked before what
+it covers is used: a length before so many bytes are waited for, a header before `room` is asked, a
+payload before it arrives. So a flipped bit ends the link with a WireError, and the memory that the
+payload went to is told to nobody.
 
-Assumes little-endian integers on the wire (HEAD says so). NOT here: what kinds mean, who retries (nobody: a lost peer
-is an error with a name).
+Assumes little-endian integers on the wire (HEAD says so). NOT here: what kinds mean, who retries
+(nobody: a lost peer is an error with a name).
 """
 
 from __future__ import annotations
@@ -30,27 +32,32 @@ from roadtrain.errors import PeerError, WireError
 from roadtrain.units import KIB, MIB
 
 MAGIC, VERSION = b"RTfr", 2
-# magic, version, flags, kind, header bytes, payload bytes, sequence, xxh3 of the header, of the payload
+# magic, version, flags, kind, header bytes, payload bytes, sequence, xxh3 of the header, of the
+# payload
 _HEAD = struct.Struct("<4sBBHIQQQQ")
 SUM = struct.Struct("<Q")  # xxh3_64
 HEAD_NBYTES = _HEAD.size + SUM.size
 MAX_HEADER = 64 * KIB
 FRAME_LIMIT = 64 * MIB
-SUMMED, LAST = 1, 2  # flags: the checksum counts; the goodbye, whose sequence is the number of frames sent
-COPY_ALONE = 16 * KIB  # bytes copied faster than the interpreter's lock is given away and taken again
+# flags: the checksum counts; the goodbye, whose sequence is the number of frames sent
+SUMMED, LAST = 1, 2
+# bytes copied faster than the interpreter's lock is given away and taken again
+COPY_ALONE = 16 * KIB
 EMPTY = memoryview(bytearray())
 
 
 class Receiver(Protocol):
-    """The owner's side, called from the link's threads. An exception from any of these ends the link with it."""
+    """The owner's side, called from the link's threads. An exception from any of these ends the
+    link with it."""
 
     def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
-        """Where this payload goes: exactly `nbytes` writable bytes. In the order of sending, one call at a time, and
-        not for an empty payload. May block: that is the back-pressure; must return or raise soon after the link
-        ended."""
+        """Where this payload goes: exactly `nbytes` writable bytes. In the order of sending, one
+        call at a time, and not for an empty payload. May block: that is the back-pressure; must
+        return or raise soon after the link ended."""
 
     def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
-        """In the order of sending, one call at a time. Must not block for long; may send and close."""
+        """In the order of sending, one call at a time. Must not block for long; may send and
+        close."""
 
     def lost(self, error: PeerError) -> None:
         """Once, when the link ended other than by our own close(); nothing arrives after it."""
@@ -60,16 +67,25 @@ class Link(Protocol):
     peer: str  # for people: "server 2 (10.0.0.3:7000)"
 
     def send(
-        self, kind: int, header: bytes, parts: Sequence[memoryview] = (), sent: Callable[[], None] | None = None, *,
+        self,
+        kind: int,
+        header: bytes,
+        parts: Sequence[memoryview] = (),
+        sent: Callable[[], None] | None = None,
+        *,
         urgent: bool = False,
     ) -> None:
-        """Queues, and never waits. `parts` must not change until `sent` is called: once, from a thread of the link,
-        when the transport has the bytes or when the link has ended without them. Raises LostError once the link is
-        lost or closed, WireError for a frame over the limit of either side; `sent` is not called then."""
+        """Queues, and never waits. `parts` must not change until `sent` is called: once, from a
+        thread of the link, when the transport has the bytes or when the link has ended without
+        them. Raises LostError once the link is lost or closed, WireError for a frame over the limit
+        of either side; `sent` is not called then.
+        """
 
     def close(self) -> None:
-        """What was queued is still sent, unless nothing moves for a while; nothing more arrives. Idempotent. No
-        thread or descriptor is left when it returns, or (called from a thread of the link) soon after."""
+        """What was queued is still sent, unless nothing moves for a while; nothing more arrives.
+        Idempotent. No thread or descriptor is left when it returns, or (called from a thread of the
+        link) soon after.
+        """
 
 
 class Head(NamedTuple):
@@ -121,9 +137,14 @@ def parse_head(raw: memoryview, limit: int, summed: bool) -> Head:
     if version != VERSION:
         raise WireError(f"a frame of protocol version {version}, this side speaks {VERSION}")
     if head.flags & ~(SUMMED | LAST) or bool(head.flags & SUMMED) != summed:
-        raise WireError(f"frame {head.sequence} has flags {head.flags:#x}, checksums are {'on' if summed else 'off'}")
+        raise WireError(
+            f"frame {head.sequence} has flags {head.flags:#x}, checksums are"
+            f" {'on' if summed else 'off'}"
+        )
     if head.flags & LAST and (head.kind or head.header_nbytes or head.nbytes):
-        raise WireError(f"a goodbye of {head.header_nbytes + head.nbytes} bytes and kind {head.kind}, not empty")
+        raise WireError(
+            f"a goodbye of {head.header_nbytes + head.nbytes} bytes and kind {head.kind}, not empty"
+        )
     if head.header_nbytes > MAX_HEADER:
         raise WireError(f"a header of {head.header_nbytes} bytes, {MAX_HEADER} are allowed")
     if head.nbytes > limit:
@@ -149,7 +170,9 @@ def check_sizes(peer: str, kind: int, header: bytes, nbytes: int, limit: int) ->
     if len(header) > MAX_HEADER:
         raise WireError(f"{peer}: a header of {len(header)} bytes, {MAX_HEADER} are allowed")
     if nbytes > limit:
-        raise WireError(f"{peer}: a payload of {nbytes} bytes, {limit} are allowed",
-                        hint="cut it, or raise frame_limit on both sides")
+        raise WireError(
+            f"{peer}: a payload of {nbytes} bytes, {limit} are allowed",
+            hint="cut it, or raise frame_limit on both sides",
+        )
     if not 0 <= kind < 1 << 16:
         raise WireError(f"{peer}: kind {kind} does not fit 16 bits")

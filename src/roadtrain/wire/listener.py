@@ -1,13 +1,15 @@
-"""Listener: takes connections, proves who they are, joins those of one link, hands the link to its owner.
+"""Listener: takes connections, proves who they are, joins those of one link, hands the link to its
+owner.
 
-`accept(link, hello)` is called once a link's connections are all there and have proven the token; it returns the
-Receiver of that link, or raises a typed error whose text the client gets. What is sent on the link inside `accept`
-goes out after it; `link.peer` may be given a better name there. Links live on when the listener is closed.
+`accept(link, hello)` is called once a link's connections are all there and have proven the token;
+it returns the Receiver of that link, or raises a typed error whose text the client gets. What is
+sent on the link inside `accept` goes out after it; `link.peer` may be given a better name there.
+Links live on when the listener is closed.
 
-A stranger costs a thread, a descriptor and a few hundred bytes until the deadline. Beyond MAX_PENDING the oldest one
-of the address that most come from is cut off, so that a flood from one place shuts nobody else out. Each that is not
-let in is one line to `report`, at most LINES in WINDOW_S; of the others their number is told. Does NOT know TCP from
-shm: a Carrier does.
+A stranger costs a thread, a descriptor and a few hundred bytes until the deadline. Beyond
+MAX_PENDING the oldest one of the address that most come from is cut off, so that a flood from one
+place shuts nobody else out. Each that is not let in is one line to `report`, at most LINES in
+WINDOW_S; of the others their number is told. Does NOT know TCP from shm: a Carrier does.
 """
 
 from __future__ import annotations
@@ -62,8 +64,8 @@ class Carrier(Protocol):
 
 
 class Few:
-    """Passes lines on to `report`, LINES in WINDOW_S; says how many it left out once that time is over. From any
-    thread."""
+    """Passes lines on to `report`, LINES in WINDOW_S; says how many it left out once that time
+    is over. From any thread."""
 
     def __init__(self, report: Report) -> None:
         self._report, self._lock = report, threading.Lock()
@@ -89,7 +91,10 @@ class Few:
                 return
             count, self._said, self._left_out = self._left_out, 0, 0
         if count:
-            self._report(f"{count} more such line(s) were left out within {WINDOW_S:.0f} s, the last: {self._last}")
+            self._report(
+                f"{count} more such line(s) were left out within {WINDOW_S:.0f} s, the last:"
+                f" {self._last}"
+            )
 
 
 class _Joining:
@@ -101,19 +106,32 @@ class _Joining:
 
 
 class Listener:
-    """`address`: where it listens, with the real port. Owns `sock`. Invariant, under `_lock`: a connection is in
-    `_pending` from accept until its thread has given it away or closed it, or it was cut off; a link id is in
-    `_joining` until complete or given up."""
+    """`address`: where it listens, with the real port. Owns `sock`. Invariant, under `_lock`: a
+    connection is in `_pending` from accept until its thread has given it away or closed it, or
+    it was cut off; a link id is in `_joining` until complete or given up."""
 
     def __init__(
-        self, sock: socket.socket, address: tuple[str, int] | str, accept: Accept, common: Common, token: bytes | None,
-        carrier: Carrier, report: Report, language: bytes = NO_LANGUAGE,
+        self,
+        sock: socket.socket,
+        address: tuple[str, int] | str,
+        accept: Accept,
+        common: Common,
+        token: bytes | None,
+        carrier: Carrier,
+        report: Report,
+        language: bytes = NO_LANGUAGE,
     ) -> None:
         self.address = address
         self._sock, self._accept, self._common, self._token = sock, accept, common, token
-        self._carrier, self._say, self._report, self._language = carrier, report, Few(report), language
+        self._carrier, self._say, self._report, self._language = (
+            carrier,
+            report,
+            Few(report),
+            language,
+        )
         self._lock = threading.Lock()
-        self._pending: dict[threading.Thread, tuple[socket.socket, str]] = {}  # and where it comes from
+        # and where it comes from
+        self._pending: dict[threading.Thread, tuple[socket.socket, str]] = {}
         self._joining: dict[bytes, _Joining] = {}
         self._closed = False
         self._said_short = -SHORT_S  # when that line was printed last
@@ -152,7 +170,9 @@ class Listener:
                 self._short_of(error.strerror or repr(error))
                 time.sleep(AGAIN_S)
                 continue
-            thread = threading.Thread(target=self._greet, args=(sock,), name=f"greet {self.address}", daemon=True)
+            thread = threading.Thread(
+                target=self._greet, args=(sock,), name=f"greet {self.address}", daemon=True
+            )
             with self._lock:
                 if self._closed:
                     sock.close()
@@ -162,7 +182,8 @@ class Listener:
                 self._pending[thread] = sock, where[0] if where else ""
                 try:
                     thread.start()
-                except RuntimeError as error:  # this host has no thread for it: this one is refused, others come
+                # this host has no thread for it: this one is refused, others come
+                except RuntimeError as error:
                     del self._pending[thread]
                     sock.close()
                     self._short_of(str(error))
@@ -193,7 +214,8 @@ class Listener:
             caller = server_greet(sock, ours, self._token, deadline, self._carrier.binding(sock))
             given = self._join(sock, caller, peer, deadline)
         except Exception as error:
-            if not (self._closed and isinstance(error, (OSError, LostError))):  # we cut it off ourselves
+            # we cut it off ourselves
+            if not (self._closed and isinstance(error, (OSError, LostError))):
                 self._report(f"refused: {as_peer_error(error, peer)}".replace("\n", "; "))
         finally:
             with self._lock:
@@ -202,8 +224,9 @@ class Listener:
                 sock.close()
 
     def _join(self, sock: socket.socket, caller: Caller, peer: str, deadline: float) -> bool:
-        """Adds a connection to its link. The thread of the last one makes the link, that of the first gives up on the
-        others at the deadline. True: the socket now belongs to the link or to that thread."""
+        """Adds a connection to its link. The thread of the last one makes the link, that of the
+        first gives up on the others at the deadline. True: the socket now belongs to the link or
+        to that thread."""
         theirs = caller.greeting
         with self._lock:
             first = theirs.link not in self._joining
@@ -234,8 +257,12 @@ class Listener:
 
     def _make(self, joining: _Joining, peer: str, deadline: float) -> None:
         callers = [joining.there[i] for i in sorted(joining.there)]
-        link = Stream(peer, limits(self._common, [caller.greeting for _, caller in callers]), self._common.summed,
-                      self._common.close_s)
+        link = Stream(
+            peer,
+            limits(self._common, [caller.greeting for _, caller in callers]),
+            self._common.summed,
+            self._common.close_s,
+        )
         try:
             receiver = self._accept(link, callers[0][1].hello)
         except Exception as error:
@@ -265,4 +292,5 @@ class Listener:
 
 def _cut(sock: socket.socket) -> None:
     with contextlib.suppress(OSError):
-        socket.socket.shutdown(sock, socket.SHUT_RDWR)  # an SSLSocket's own would go on in plain text
+        # an SSLSocket's own would go on in plain text
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)

@@ -1,10 +1,11 @@
 """A link inside one process: the same frames, order and end as between hosts, one copy into `room`.
 
-    link = connect(accept, receiver, hello=hello, name="server 0")  # `accept` as a listener's, called at once
+    link = connect(accept, receiver, hello=hello, name="server 0")  # `accept` as a listener's,
+                                                                    called at once
 
-A sending thread waits with its buffers until the other end's receiving thread has copied out of them: nothing is kept
-in between. Checksums are off unless they are asked for: nothing leaves the process. Does NOT serve what passes Python
-objects.
+A sending thread waits with its buffers until the other end's receiving thread has copied out of
+them: nothing is kept in between. Checksums are off unless they are asked for: nothing leaves the
+process. Does NOT serve what passes Python objects.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ from roadtrain.wire.listener import Accept
 from roadtrain.wire.stream import Stream
 
 
-def connect(accept: Accept, receiver: Receiver, options: Common = DEFAULTS, *, hello: bytes = b"", name: str) -> Link:
+def connect(
+    accept: Accept, receiver: Receiver, options: Common = DEFAULTS, *, hello: bytes = b"", name: str
+) -> Link:
     """As tcp.connect; what `accept` raises is raised here."""
     one, two = _Pipe(), _Pipe()
     here, there = (
-        Stream(peer, options.frame_limit, bool(options.checksums), options.close_s) for peer in (name, "this process")
+        Stream(peer, options.frame_limit, bool(options.checksums), options.close_s)
+        for peer in (name, "this process")
     )
     there.start(accept(there, hello), [_Ends(two, one)])
     here.start(receiver, [_Ends(one, two)])

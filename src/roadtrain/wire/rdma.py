@@ -1,18 +1,22 @@
-"""RDMA links: TCP's connections and handshake, but the bytes are fetched by NIXL's READ from the other side's memory.
+"""RDMA links: TCP's connections and handshake, but the bytes are fetched by NIXL's READ from the
+other side's memory.
 
     link = tcp.connect(("10.0.0.3", 7000), receiver, rdma.Options(token=token, device="mlx5_0:1"))
 
-Who sends copies a piece into a ring of registered memory; the socket says how many bytes were ever written there. Who
-receives READs them into registered memory of its own, one READ at a time, hands them on when it has seen that READ
-end, and says how many it ever read, which gives their place back. The socket's end is the end.
+Who sends copies a piece into a ring of registered memory; the socket says how many bytes were ever
+written there. Who receives READs them into registered memory of its own, one READ at a time, hands
+them on when it has seen that READ end, and says how many it ever read, which gives their place
+back. The socket's end is the end.
 
-Why READ. NIXL's UCX backend calls a request ended when its bytes and a flush of the endpoint have, so who fetched bytes
-knows alone that they are here. Of a WRITE the receiver knows by a notification, which leaves when the *sender* asks
-about that WRITE: those of two WRITEs may come in either order, and each must be counted.
+Why READ. NIXL's UCX backend calls a request ended when its bytes and a flush of the endpoint have,
+so who fetched bytes knows alone that they are here. Of a WRITE the receiver knows by a
+notification, which leaves when the *sender* asks about that WRITE: those of two WRITEs may come in
+either order, and each must be counted.
 
-Assumes the package nixl-cu12 (the extra `rdma`), loaded when it is first needed. Has run over UCX's TCP mode only (a
-network interface as `device`), never on RDMA hardware. UCX_* variables of the environment win over `device`. Does NOT
-encrypt, and does NOT send from the owner's buffers: two copies, as in shm.
+Assumes the package nixl-cu12 (the extra `rdma`), loaded when it is first needed. Has run over UCX's
+TCP mode only (a network interface as `device`), never on RDMA hardware. UCX_* variables of the
+environment win over `device`. Does NOT encrypt, and does NOT send from the owner's buffers: two
+copies, as in shm.
 """
 
 from __future__ import annotations
@@ -41,19 +45,22 @@ from roadtrain.wire.link import SUM, copy, opened, sealed
 from roadtrain.wire.stream import Channel
 
 MAGIC = b"roadRDMA"
-MEETING = struct.Struct("<8sQI32s")  # magic, address of the ring, bytes and SHA-256 of NIXL's metadata, which follows
-COUNTS = struct.Struct("<QQ")  # bytes ever written into one's own ring, bytes ever read from the other side's; sealed
+# magic, address of the ring, bytes and SHA-256 of NIXL's metadata, which follows
+MEETING = struct.Struct("<8sQI32s")
+# bytes ever written into one's own ring, bytes ever read from the other side's; sealed
+COUNTS = struct.Struct("<QQ")
 COUNTS_NBYTES = COUNTS.size + SUM.size
 MAX_METADATA = 64 * KIB
 RING, PIECE = 4 * MIB, MIB  # a piece is written while the one before it is read
-PROGRESS_US = 10_000  # NIXL's thread also looks without an event, this often; at NIXL's own 0 it keeps a core busy
+# NIXL's thread also looks without an event, this often; at NIXL's own 0 it keeps a core busy
+PROGRESS_US = 10_000
 POLL_S = 20e-6
 
 
 @dataclass(frozen=True)
 class Options(tcp.Options):
-    """`device`: one RDMA device and its port; empty leaves the choice among all to UCX; a network interface ("eth0")
-    means UCX's TCP mode. `silence_s` holds for a READ too."""
+    """`device`: one RDMA device and its port; empty leaves the choice among all to UCX; a
+    network interface ("eth0") means UCX's TCP mode. `silence_s` holds for a READ too."""
 
     device: str = ""
 
@@ -75,7 +82,9 @@ def _nixl() -> Any:
     try:
         return importlib.import_module("nixl_cu12._bindings")
     except ImportError as error:
-        raise ConfigError(f"RDMA links need NIXL: {error}", hint="pip install 'roadtrain[rdma]'") from error
+        raise ConfigError(
+            f"RDMA links need NIXL: {error}", hint="pip install 'roadtrain[rdma]'"
+        ) from error
 
 
 def _agent(device: str) -> Any:
@@ -83,13 +92,18 @@ def _agent(device: str) -> Any:
     config = nixl.nixlAgentConfig()
     config.useProgThread, config.pthrDelay = True, PROGRESS_US
     agent = nixl.nixlAgent(secrets.token_hex(16), config)
-    # with NET_DEVICES alone, bytes go to the same host by a system call; "ucx_devices", which NIXL lists, does nothing
+    # with NET_DEVICES alone, bytes go to the same host by a system call; "ucx_devices", which NIXL
+    # lists, does nothing
     transport = "TLS=tcp" if device and Path("/sys/class/net", device).exists() else "TLS=ib"
     try:
         agent.createBackend("UCX", {"engine_config": f"{transport},NET_DEVICES={device or 'all'}"})
     except Exception as error:
         raise ConfigError(
-            f"UCX cannot use {device!r}: {error}" if device else f"UCX finds no RDMA device here: {error}",
+            (
+                f"UCX cannot use {device!r}: {error}"
+                if device
+                else f"UCX finds no RDMA device here: {error}"
+            ),
             hint="ucx_info -d lists devices; links over plain Ethernet are faster with tcp.Options",
         ) from error
     return agent
@@ -103,13 +117,17 @@ def _used(written: int, read: int) -> int:
 
 
 class _RdmaChannel:
-    """`_written` into our ring, whose bytes the other side may READ until it says so; `_read` from its ring into
-    `_piece`, of which `_fetched` is still to be handed on; `_theirs`: its last COUNTS. Each is the count of one side
-    alone, so the other's is checked. Owns socket, agent and memory."""
+    """`_written` into our ring, whose bytes the other side may READ until it says so; `_read`
+    from its ring into `_piece`, of which `_fetched` is still to be handed on; `_theirs`: its
+    last COUNTS. Each is the count of one side alone, so the other's is checked. Owns socket,
+    agent and memory."""
 
-    def __init__(self, sock: socket.socket, channel: Callable[[socket.socket], Channel], options: Options) -> None:
+    def __init__(
+        self, sock: socket.socket, channel: Callable[[socket.socket], Channel], options: Options
+    ) -> None:
         self._sock, self._silence_s, self._nixl = sock, options.silence_s, _nixl()
-        registered = mmap.mmap(-1, RING + PIECE)  # MAP_SHARED: a fork copies no page of it while a device reads
+        # MAP_SHARED: a fork copies no page of it while a device reads
+        registered = mmap.mmap(-1, RING + PIECE)
         self._agent, memory = _agent(options.device), memoryview(registered)
         self._ring, self._piece, self._fetched = memory[:RING], memory[RING:], memory[:0]
         self._address = np.frombuffer(memory, np.uint8).ctypes.data
@@ -128,16 +146,25 @@ class _RdmaChannel:
         self._hearing.start()
 
     def _meet(self, deadline: float) -> None:
-        """The other side then reaches our ring and the piece that came from it (to write too), nothing else here."""
-        memory = self._nixl.nixlRegDList(self._nixl.DRAM_SEG, [(self._address, RING + PIECE, 0, "")])
+        """The other side then reaches our ring and the piece that came from it (to write too),
+        nothing else here."""
+        memory = self._nixl.nixlRegDList(
+            self._nixl.DRAM_SEG, [(self._address, RING + PIECE, 0, "")]
+        )
         self._call("registerMem", memory)
         metadata = bytes(self._call("getLocalPartialMD", memory, True))
-        meeting = MEETING.pack(MAGIC, self._address, len(metadata), hashlib.sha256(metadata).digest())
+        meeting = MEETING.pack(
+            MAGIC, self._address, len(metadata), hashlib.sha256(metadata).digest()
+        )
         handshake.send(self._sock, sealed(meeting) + metadata, deadline)
         raw = handshake.receive(self._sock, len(MAGIC), deadline, "the other side's ring")
         if raw != MAGIC:
-            raise WireError(f"the other side speaks no RDMA: it began with {raw!r}", hint="rdma.Options on both")
-        raw += handshake.receive(self._sock, MEETING.size + SUM.size - len(raw), deadline, "the other side's ring")
+            raise WireError(
+                f"the other side speaks no RDMA: it began with {raw!r}", hint="rdma.Options on both"
+            )
+        raw += handshake.receive(
+            self._sock, MEETING.size + SUM.size - len(raw), deadline, "the other side's ring"
+        )
         _, self._there, length, digest = MEETING.unpack(opened(raw, "the other side's ring"))
         if length > MAX_METADATA:
             raise WireError(f"metadata of {length} bytes, {MAX_METADATA} are allowed")

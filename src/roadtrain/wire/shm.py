@@ -1,16 +1,18 @@
-"""Links between processes of one host and user: a ring of shared memory each way, no system call while both are busy.
+"""Links between processes of one host and user: a ring of shared memory each way, no system call
+while both are busy.
 
     link = connect("/run/job/server0", receiver, name="server 0")
     listener = listen("/run/job/server0", accept)
 
-A Unix socket does the handshake (both sides check the other's user id), passes the descriptors, and then only tells
-by its end that the other process is gone. The rings lie in one memfd that cannot shrink under its readers. Who finds
-his ring empty or full says so in the ring and sleeps on an eventfd, which the other side rings only then.
+A Unix socket does the handshake (both sides check the other's user id), passes the descriptors, and
+then only tells by its end that the other process is gone. The rings lie in one memfd that cannot
+shrink under its readers. Who finds his ring empty or full says so in the ring and sleeps on an
+eventfd, which the other side rings only then.
 
-Assumes Linux, and of the processor: aligned 8-byte loads and stores are single, and either x86-64, where stores are
-seen in order and only a store before a load needs a fence (a lock's locked instruction), or membarrier(2), used as a
-full fence in all places that need an order. The second has run on x86-64 only. Does NOT trust the other side's
-counters.
+Assumes Linux, and of the processor: aligned 8-byte loads and stores are single, and either x86-64,
+where stores are seen in order and only a store before a load needs a fence (a lock's locked
+instruction), or membarrier(2), used as a full fence in all places that need an order. The second
+has run on x86-64 only. Does NOT trust the other side's counters.
 """
 
 from __future__ import annotations
@@ -47,9 +49,11 @@ from roadtrain.wire.link import Link, Receiver, copy
 from roadtrain.wire.listener import Accept, Listener, Report
 from roadtrain.wire.stream import Channel, Stream
 
-PIECE = MIB  # at most published at a time: the reader copies out one while the writer copies in the next
+# at most published at a time: the reader copies out one while the writer copies in the next
+PIECE = MIB
 _CONTROL = 4096  # bytes before the rings; a cache line for each word
-_HEAD, _TAIL, _READER_SLEEPS, _WRITER_SLEEPS, _WORDS = 0, 8, 16, 24, 32  # 8-byte words of one ring's control
+# 8-byte words of one ring's control
+_HEAD, _TAIL, _READER_SLEEPS, _WRITER_SLEEPS, _WORDS = 0, 8, 16, 24, 32
 _EVENTS = 4  # data and space of each ring
 _MEMBARRIER = {"x86_64": 324, "aarch64": 283}.get(platform.machine())
 _EXPEDITED, _REGISTER_EXPEDITED = 8, 16
@@ -57,17 +61,26 @@ _EXPEDITED, _REGISTER_EXPEDITED = 8, 16
 
 @dataclass(frozen=True)
 class Options(Common):
-    """`ring_bytes`: of each direction, a power of two; in the cache both copies are fast. The listener's counts."""
+    """`ring_bytes`: of each direction, a power of two; in the cache both copies are fast. The
+    listener's counts."""
 
     ring_bytes: int = 4 * MIB
 
     def __post_init__(self) -> None:
         if not 64 * KIB <= self.ring_bytes <= GIB or self.ring_bytes & (self.ring_bytes - 1):
-            raise ConfigError(f"a ring of {self.ring_bytes} bytes; a power of two from 64 KiB to 1 GiB is possible")
+            raise ConfigError(
+                f"a ring of {self.ring_bytes} bytes; a power of two from 64 KiB to 1 GiB is"
+                " possible"
+            )
 
 
 def connect(
-    path: str | Path, receiver: Receiver, options: Options = Options(), *, hello: bytes = b"", name: str = "",
+    path: str | Path,
+    receiver: Receiver,
+    options: Options = Options(),
+    *,
+    hello: bytes = b"",
+    name: str = "",
     language: bytes = NO_LANGUAGE,
 ) -> Link:
     """As tcp.connect."""
@@ -75,7 +88,11 @@ def connect(
     _start_fences()
     sock = socket.socket(socket.AF_UNIX)
     try:
-        retry(lambda: sock.connect(str(path)), (ConnectionRefusedError, FileNotFoundError), options.retry_s)
+        retry(
+            lambda: sock.connect(str(path)),
+            (ConnectionRefusedError, FileNotFoundError),
+            options.retry_s,
+        )
         _same_user(sock)
         deadline = time.monotonic() + options.handshake_s
         ours = greeting(options, None, os.urandom(16), language=language, hello=hello)
@@ -91,10 +108,15 @@ def connect(
 
 
 def listen(
-    path: str | Path, accept: Accept, options: Options = Options(), report: Report = print, *,
+    path: str | Path,
+    accept: Accept,
+    options: Options = Options(),
+    report: Report = print,
+    *,
     language: bytes = NO_LANGUAGE,
 ) -> Listener:
-    """Raises ConfigError where the path cannot be had. A socket that nobody listens on any more is replaced."""
+    """Raises ConfigError where the path cannot be had. A socket that nobody listens on any more
+    is replaced."""
     _start_fences()
     sock = socket.socket(socket.AF_UNIX)
     try:
@@ -110,7 +132,9 @@ def listen(
     except OSError as error:
         sock.close()
         raise ConfigError(f"cannot listen on {path}: {error.strerror or error}") from error
-    return _UnixListener(sock, str(path), accept, options, None, _Carrier(options), report, language)
+    return _UnixListener(
+        sock, str(path), accept, options, None, _Carrier(options), report, language
+    )
 
 
 class _UnixListener(Listener):
@@ -138,8 +162,13 @@ class _Carrier:
         size = self._options.ring_bytes
         memory = os.memfd_create("roadtrain link", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         with _closing(fds := [memory]):
-            os.posix_fallocate(memory, 0, _CONTROL + 2 * size)  # now, so that no later write finds the memory full
-            fcntl.fcntl(memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            # now, so that no later write finds the memory full
+            os.posix_fallocate(memory, 0, _CONTROL + 2 * size)
+            fcntl.fcntl(
+                memory,
+                fcntl.F_ADD_SEALS,
+                fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL,
+            )
             fds += [os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(_EVENTS)]
             socket.send_fds(sock, [struct.pack("<Q", size)], fds)
             return _ShmChannel(sock, memory, fds[1:], size, 1)
@@ -154,7 +183,10 @@ def _receive_channel(sock: socket.socket) -> Channel:
         if not raw and not fds:
             raise LostError("waited for the rings of a link: closed by peer")
         if len(raw) != 8 or len(fds) != 1 + _EVENTS:
-            raise WireError(f"{len(raw)} bytes and {len(fds)} descriptors for the rings, not 8 and {1 + _EVENTS}")
+            raise WireError(
+                f"{len(raw)} bytes and {len(fds)} descriptors for the rings, not 8 and"
+                f" {1 + _EVENTS}"
+            )
         (size,) = struct.unpack("<Q", raw)
         try:
             Options(ring_bytes=size)
@@ -162,7 +194,10 @@ def _receive_channel(sock: socket.socket) -> Channel:
         except (ConfigError, OSError) as error:
             raise WireError(f"what came is no memory for rings: {error}") from error
         if not sealed or os.fstat(fds[0]).st_size != _CONTROL + 2 * size:
-            raise WireError(f"memory of {os.fstat(fds[0]).st_size} bytes for rings of {size}, sealed: {bool(sealed)}")
+            raise WireError(
+                f"memory of {os.fstat(fds[0]).st_size} bytes for rings of {size}, sealed:"
+                f" {bool(sealed)}"
+            )
         if any(os.readlink(f"/proc/self/fd/{fd}") != "anon_inode:[eventfd]" for fd in fds[1:]):
             raise WireError("a bell that is no eventfd")
         return _ShmChannel(sock, fds[0], fds[1:], size, 0)
@@ -183,12 +218,21 @@ def _closing(fds: list[int]) -> Iterator[None]:
 
 
 class _Ring:
-    """One direction as one side sees it. The writer owns _HEAD, the reader _TAIL: bytes ever written and read, so
-    `tail <= head <= tail + size`; what the other side says is checked each time. `here` is this side's own counter."""
+    """One direction as one side sees it. The writer owns _HEAD, the reader _TAIL: bytes ever
+    written and read, so `tail <= head <= tail + size`; what the other side says is checked each
+    time. `here` is this side's own counter.
+    """
 
-    def __init__(self, words: memoryview, data: memoryview, bell: int, answer: int, sock: socket.socket) -> None:
+    def __init__(
+        self, words: memoryview, data: memoryview, bell: int, answer: int, sock: socket.socket
+    ) -> None:
         self._words, self._data, self._size = words, data, len(data)
-        self._bell, self._answer, self._here, self._piece = bell, answer, 0, min(PIECE, self._size // 4)
+        self._bell, self._answer, self._here, self._piece = (
+            bell,
+            answer,
+            0,
+            min(PIECE, self._size // 4),
+        )
         self._poll = select.poll()
         self._poll.register(bell, select.POLLIN)
         self._poll.register(sock, select.POLLRDHUP)
@@ -219,14 +263,19 @@ class _Ring:
         """0 at the end, -1 to try again."""
         there = self._used(self._words[_HEAD], self._here)
         if not there:
-            return -1 if not self._sleep(_READER_SLEEPS, lambda: self._words[_HEAD] != self._here) else 0
+            return (
+                -1
+                if not self._sleep(_READER_SLEEPS, lambda: self._words[_HEAD] != self._here)
+                else 0
+            )
         _order()
         n = min(there, len(view), self._piece)
         self._copy(view[:n], False)
         _order()
         self._words[_TAIL] = self._here
         _fence()
-        if self._words[_WRITER_SLEEPS] and self._size - there + n >= self._size // 2:  # not for every piece
+        # not for every piece
+        if self._words[_WRITER_SLEEPS] and self._size - there + n >= self._size // 2:
             self._ring(_WRITER_SLEEPS)
         return n
 
@@ -245,7 +294,8 @@ class _Ring:
         self._here += len(view)
 
     def _sleep(self, flag: int, ready: Callable[[], bool]) -> bool:
-        """Until the bell rings or the other process is gone: True if so and there is nothing to do any more."""
+        """Until the bell rings or the other process is gone: True if so and there is nothing to
+        do any more."""
         self._words[flag] = 1
         _fence()  # either we see the other side's counter, or it sees that we sleep
         if ready():
@@ -259,15 +309,19 @@ class _Ring:
         return not ready()
 
     def _ring(self, flag: int) -> None:
-        self._words[flag] = 0  # before the bell: who sets it again at this moment is woken all the same
+        # before the bell: who sets it again at this moment is woken all the same
+        self._words[flag] = 0
         with contextlib.suppress(BlockingIOError):  # full: it rings already
             os.eventfd_write(self._answer, 1)
 
 
 class _ShmChannel:
-    """`side` 0 connected, 1 listened; ring i carries what side i sends. Owns the socket and the bells."""
+    """`side` 0 connected, 1 listened; ring i carries what side i sends. Owns the socket and the
+    bells."""
 
-    def __init__(self, sock: socket.socket, memory: int, bells: Sequence[int], size: int, side: int) -> None:
+    def __init__(
+        self, sock: socket.socket, memory: int, bells: Sequence[int], size: int, side: int
+    ) -> None:
         self._sock, self._bells = sock, bells
         self._map = mmap.mmap(memory, _CONTROL + 2 * size)
         whole = memoryview(self._map)
@@ -276,7 +330,9 @@ class _ShmChannel:
         self._views = [*words, *data, whole]
         mine, theirs = side, 1 - side
         self._out = _Ring(words[mine], data[mine], bells[2 * mine + 1], bells[2 * mine], sock)
-        self._back = _Ring(words[theirs], data[theirs], bells[2 * theirs], bells[2 * theirs + 1], sock)
+        self._back = _Ring(
+            words[theirs], data[theirs], bells[2 * theirs], bells[2 * theirs + 1], sock
+        )
 
     def send(self, buffers: Sequence[memoryview | bytes]) -> int:
         while not (n := self._out.write(buffers)):
@@ -342,9 +398,13 @@ def _nothing() -> None:
 
 
 def _start_fences() -> None:
-    if _fence is _membarrier and (_MEMBARRIER is None or _libc.syscall(_MEMBARRIER, _REGISTER_EXPEDITED, 0, 0)):
-        raise ConfigError(f"shared memory links need x86-64 or membarrier(2), this is {platform.machine()}",
-                          hint="use TCP over 127.0.0.1")
+    if _fence is _membarrier and (
+        _MEMBARRIER is None or _libc.syscall(_MEMBARRIER, _REGISTER_EXPEDITED, 0, 0)
+    ):
+        raise ConfigError(
+            f"shared memory links need x86-64 or membarrier(2), this is {platform.machine()}",
+            hint="use TCP over 127.0.0.1",
+        )
 
 
 _libc = ctypes.CDLL(None, use_errno=True)

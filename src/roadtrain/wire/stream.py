@@ -1,14 +1,16 @@
 """Stream: a Link over one or more byte channels; all that tcp and shm have in common.
 
-Sending: one queue, and one for what is urgent; the thread of a channel takes the next frames as soon as it is free, so
-the least loaded channel takes most. Small frames go together in one call. Receiving: a thread per channel reads heads
-through a small buffer and payloads straight into `room`. Sequence numbers restore the order: `room` is called in it (so
-that no later frame can take the memory that an earlier one waits for), payloads of several channels then land at the
-same time, `arrived` is in order again.
+Sending: one queue, and one for what is urgent; the thread of a channel takes the next frames as
+soon as it is free, so the least loaded channel takes most. Small frames go together in one call.
+Receiving: a thread per channel reads heads through a small buffer and payloads straight into
+`room`. Sequence numbers restore the order: `room` is called in it (so that no later frame can take
+the memory that an earlier one waits for), payloads of several channels then land at the same time,
+`arrived` is in order again.
 
-End: a goodbye on every channel says how many frames there were. Whoever gets it delivers them all and then hangs up;
-whoever said it reads on, dropping what comes, until the other side hung up or the deadline passed: closing a socket
-with unread bytes would reset it under the other side's unread frames.
+End: a goodbye on every channel says how many frames there were. Whoever gets it delivers them all
+and then hangs up; whoever said it reads on, dropping what comes, until the other side hung up or
+the deadline passed: closing a socket with unread bytes would reset it under the other side's unread
+frames.
 
 Does NOT connect, authenticate or know sockets.
 """
@@ -37,22 +39,27 @@ from roadtrain.wire.link import (
     parse_head,
 )
 
-BATCH, BATCH_FRAMES = 256 * KIB, 256  # what goes into one call to the channel; a larger frame goes alone
+# what goes into one call to the channel; a larger frame goes alone
+BATCH, BATCH_FRAMES = 256 * KIB, 256
 IOV_MAX = 1024  # Linux: buffers of one sendmsg
-READ_AHEAD = 16 * KIB  # read with a head: one call for many small frames, and little of a big one is copied twice
-WINDOW = 256  # frames accepted but not yet delivered: bounds what waits for an earlier frame on a slower channel
+# read with a head: one call for many small frames, and little of a big one is copied twice
+READ_AHEAD = 16 * KIB
+# frames accepted but not yet delivered: bounds what waits for an earlier frame on a slower channel
+WINDOW = 256
 
 Sent = Callable[[], None]
 
 
 class Channel(Protocol):
-    """Bytes both ways, in order. One thread sends, one receives, any may shut down. Errors are OSError or PeerError."""
+    """Bytes both ways, in order. One thread sends, one receives, any may shut down. Errors are
+    OSError or PeerError."""
 
     def send(self, buffers: Sequence[memoryview | bytes]) -> int:
         """Blocks until some of these bytes are taken; how many. At most IOV_MAX buffers."""
 
     def recv_into(self, view: memoryview, whole: bool) -> int:
-        """Blocks until there are bytes (`whole`: all of them, if that saves calls); how many, 0 at the end."""
+        """Blocks until there are bytes (`whole`: all of them, if that saves calls); how many, 0
+        at the end."""
 
     def shutdown(self) -> None:
         """Both directions end, now: wakes the two threads. Idempotent."""
@@ -87,7 +94,9 @@ class _Reader:
             n = self._channel.recv_into(self._buffer[have:], False)
             if n == 0:
                 if have:
-                    raise LostError(f"ended in the middle of a head: {have} of {HEAD_NBYTES} bytes came")
+                    raise LostError(
+                        f"ended in the middle of a head: {have} of {HEAD_NBYTES} bytes came"
+                    )
                 return None
             self._to += n
         self._at += HEAD_NBYTES
@@ -100,7 +109,9 @@ class _Reader:
         while have < len(view):
             n = self._channel.recv_into(view[have:], True)
             if n == 0:
-                raise LostError(f"ended in the middle of {self.what}: {have} of {len(view)} bytes came")
+                raise LostError(
+                    f"ended in the middle of {self.what}: {have} of {len(view)} bytes came"
+                )
             have += n
 
     def header(self, nbytes: int) -> bytes:
@@ -119,17 +130,21 @@ class _Reader:
 
 
 class Stream:
-    """Invariants, under `_lock`: frame `_accepted` is the next to get room, `_delivered` the next to arrive;
-    `_delivered <= _accepted <= _delivered + WINDOW`; `_ready` holds frames in between, received in full; `_waiting`
-    frames whose thread has no room yet; `_delivering` is held by the one thread that calls `arrived` or `lost`, and
-    for ever after `lost`. `_reading`: channels without a goodbye; `_moved` changes when bytes have left; `_alive`:
-    threads, of which the last closes the channels."""
+    """Invariants, under `_lock`: frame `_accepted` is the next to get room, `_delivered` the
+    next to arrive; `_delivered <= _accepted <= _delivered + WINDOW`; `_ready` holds frames in
+    between, received in full; `_waiting` frames whose thread has no room yet; `_delivering` is
+    held by the one thread that calls `arrived` or `lost`, and for ever after `lost`. `_reading`:
+    channels without a goodbye; `_moved` changes when bytes have left; `_alive`: threads, of
+    which the last closes the channels."""
 
     def __init__(self, peer: str, limit: int, summed: bool, close_s: float) -> None:
         self.peer = peer
         self._limit, self._summed, self._close_s = limit, summed, close_s
         self._lock = threading.Lock()
-        self._to_send, self._turned = threading.Condition(self._lock), threading.Condition(self._lock)
+        self._to_send, self._turned = (
+            threading.Condition(self._lock),
+            threading.Condition(self._lock),
+        )
         self._queue, self._urgent = deque[_Frame](), deque[_Frame]()
         self._next = self._idle = self._moved = 0
         self._ready: dict[int, tuple[int, bytes, memoryview]] = {}
@@ -147,12 +162,19 @@ class Stream:
         self._reading, self._alive = len(channels), 2 * len(channels)
         for i, channel in enumerate(channels):
             for name, work in (("send", self._send_all), ("receive", self._receive_all)):
-                self._threads.append(threading.Thread(
-                    target=self._run, args=(work, channel), name=f"{name} {i} {self.peer}", daemon=True))
+                self._threads.append(
+                    threading.Thread(
+                        target=self._run,
+                        args=(work, channel),
+                        name=f"{name} {i} {self.peer}",
+                        daemon=True,
+                    )
+                )
         for number, thread in enumerate(self._threads):
             try:
                 thread.start()
-            except RuntimeError as error:  # this host has no more: the link ends, the owner hears it
+            # this host has no more: the link ends, the owner hears it
+            except RuntimeError as error:
                 with self._lock:
                     self._alive -= len(self._threads) - number
                     del self._threads[number:]
@@ -163,7 +185,12 @@ class Stream:
                 return
 
     def send(
-        self, kind: int, header: bytes, parts: Sequence[memoryview] = (), sent: Sent | None = None, *,
+        self,
+        kind: int,
+        header: bytes,
+        parts: Sequence[memoryview] = (),
+        sent: Sent | None = None,
+        *,
         urgent: bool = False,
     ) -> None:
         views = [flat(part) for part in parts if part.nbytes]
@@ -174,7 +201,9 @@ class Stream:
                 raise LostError(f"cannot send: {self._error}") from self._error
             if self._closing:
                 raise LostError(f"{self.peer}: this link is closed")
-            (self._urgent if urgent else self._queue).append(_Frame(kind, header, views, nbytes, sent))
+            (self._urgent if urgent else self._queue).append(
+                _Frame(kind, header, views, nbytes, sent)
+            )
             if self._idle:
                 self._to_send.notify()
 
@@ -189,7 +218,8 @@ class Stream:
             self._join()
 
     def fail(self, error: PeerError) -> None:
-        """The link is lost. The receiver is told once the call of `arrived` that may be under way has returned."""
+        """The link is lost. The receiver is told once the call of `arrived` that may be under
+        way has returned."""
         self.stop(error)
         self._deliver()
 
@@ -253,7 +283,12 @@ class Stream:
                     buffers += (self._lead(frame), *frame.parts)
                 self._put(channel, buffers)
             except OSError as error:
-                self.fail(LostError(f"{self.peer}: {error.strerror or error} while sending frame {batch[0].sequence}"))
+                self.fail(
+                    LostError(
+                        f"{self.peer}: {error.strerror or error} while sending frame"
+                        f" {batch[0].sequence}"
+                    )
+                )
             finally:
                 self._give_back(batch)
         if self._error is None:
@@ -286,8 +321,20 @@ class Stream:
             flags |= SUMMED
             header_sum = digest((frame.header,))
             payload_sum = digest(frame.parts)
-        return pack_head(Head(flags, frame.kind, len(frame.header), frame.nbytes, frame.sequence, header_sum,
-                              payload_sum)) + frame.header
+        return (
+            pack_head(
+                Head(
+                    flags,
+                    frame.kind,
+                    len(frame.header),
+                    frame.nbytes,
+                    frame.sequence,
+                    header_sum,
+                    payload_sum,
+                )
+            )
+            + frame.header
+        )
 
     def _put(self, channel: Channel, buffers: list[memoryview | bytes]) -> None:
         i = 0
@@ -321,7 +368,9 @@ class Stream:
                     return
                 self._receive(reader, head)
         except OSError as error:
-            raise LostError(f"{self.peer}: {error.strerror or error} while waiting for {reader.what}") from error
+            raise LostError(
+                f"{self.peer}: {error.strerror or error} while waiting for {reader.what}"
+            ) from error
         if not self._closing:
             raise LostError("ended without a goodbye")
 
@@ -335,7 +384,10 @@ class Stream:
         if head.nbytes:
             payload = flat(self._receiver.room(head.kind, header, head.nbytes))
             if len(payload) != head.nbytes or payload.readonly:
-                raise TypeError(f"room for {head.nbytes} bytes: got {len(payload)}, read-only: {payload.readonly}")
+                raise TypeError(
+                    f"room for {head.nbytes} bytes: got {len(payload)}, read-only:"
+                    f" {payload.readonly}"
+                )
         with self._lock:
             self._waiting.remove(head.sequence)
             self._accepted += 1
@@ -374,7 +426,8 @@ class Stream:
         self._deliver()
 
     def _deliver(self) -> None:
-        """`arrived` for all that is next, then `lost` if that is due; unless another thread is at it."""
+        """`arrived` for all that is next, then `lost` if that is due; unless another thread is
+        at it."""
         with self._lock:
             if self._delivering:
                 return
@@ -386,7 +439,11 @@ class Stream:
                     self._delivered += 1
                     if self._waiting:
                         self._turned.notify_all()
-                elif ended := self._delivered == self._end and self._error is None and not self._closing:
+                elif (
+                    ended := self._delivered == self._end
+                    and self._error is None
+                    and not self._closing
+                ):
                     pass
                 else:
                     error = None if self._closing else self._error
