@@ -1,0 +1,324 @@
+"""The trainings that the goldens keep: a model, an optimizer, and how they are placed.
+
+Each has a `variant`: the same training by plain torch, without roadtrain. Kept bits hold where the arithmetic of torch
+is the same as where they were made, and the losses of the variant say whether it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import surface
+import torch
+from torch import nn
+
+import roadtrain
+
+STEPS = 5
+VOCAB = 16
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Block(nn.Module):
+    """A residual layer of a perceptron."""
+
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        return x_BTD + self.dropout(self.down(nn.functional.gelu(self.up(self.norm(x_BTD)))))
+
+
+class Net(nn.Module):
+    """Predicts the next of VOCAB symbols. `frozen`: only biases and norms train."""
+
+    def __init__(
+        self, width: int = 8, depth: int = 2, dropout: float = 0.0, frozen: bool = False
+    ) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, width)
+        self.layers = nn.ModuleList([Block(width, dropout) for _ in range(depth)])
+        self.register_buffer("seen", torch.zeros(()))
+        self.head = nn.Linear(width, VOCAB)
+        if frozen:
+            for name, parameter in self.named_parameters():
+                parameter.requires_grad_("norm" in name or "bias" in name)
+
+    def forward(self, x_BT: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        h_BTD = self.embed(x_BT)
+        for layer in self.layers:
+            h_BTD = layer(h_BTD)
+        return self.head(h_BTD)
+
+
+# name -> how the optimizer is made, the state arrays and scalars of a parameter
+OPTIMIZERS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "adamw": (
+        lambda ps: torch.optim.AdamW(ps, lr=1e-2, foreach=False),
+        ("exp_avg", "exp_avg_sq", "step"),
+    ),
+    "adam": (
+        lambda ps: torch.optim.Adam(ps, lr=1e-2, weight_decay=0.01, amsgrad=True, foreach=False),
+        ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"),
+    ),
+    "sgd": (lambda ps: torch.optim.SGD(ps, lr=0.125, foreach=False), ()),
+    "momentum": (
+        lambda ps: torch.optim.SGD(ps, lr=0.05, momentum=0.9, nesterov=True, foreach=False),
+        ("momentum_buffer",),
+    ),
+    "lion": (lambda ps: roadtrain.Lion(ps, lr=1e-3, weight_decay=0.1), ("exp_avg",)),
+    "adagrad": (lambda ps: torch.optim.Adagrad(ps, lr=1e-2, foreach=False), ("sum", "step")),
+    "rmsprop": (
+        lambda ps: torch.optim.RMSprop(ps, lr=1e-3, momentum=0.5, centered=True, foreach=False),
+        ("square_avg", "grad_avg", "momentum_buffer"),
+    ),
+    "radam": (
+        lambda ps: torch.optim.RAdam(ps, lr=1e-2, foreach=False),
+        ("exp_avg", "exp_avg_sq", "step"),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A training as plain torch does it. Of a scaled one only the model's arithmetic: torch unscales no fp16 gradients,
+    and its Adam breaks down in fp16."""
+
+    optimizer: str = "adamw"
+    dtype: str = "fp32"
+    accumulate: int = 1
+    clip: float | None = None
+    scaled: bool = False  # by a GradScaler; step 2 finds an inf and is skipped
+    groups: bool = False  # two parameter groups
+    wide: bool = True  # blocks of several chunks; else the smallest model
+    dropout: float = 0.0
+    frozen: bool = False
+
+    @property
+    def name(self) -> str:
+        """What differs from the defaults."""
+        changed = [
+            f"{f.name} {getattr(self, f.name)}"
+            for f in fields(self)
+            if getattr(self, f.name) != f.default
+        ]
+        return ", ".join(changed) or "as default"
+
+
+@dataclass(frozen=True)
+class Case:
+    """`where`: "ram", a number of directories, or a number of servers. `options`: of place()."""
+
+    variant: Variant = Variant()
+    where: str = "ram"
+    options: dict[str, Any] = field(default_factory=dict)
+    exact: bool = True  # the bits of the same variant in RAM
+    spills: bool = False
+
+
+CHUNK = {"chunk_elements": 1 << 16}
+TIGHT = Variant(accumulate=2, clip=0.5)
+HALF = Variant(dtype="bf16")
+LOSSES: dict[str, Case] = {
+    "ram": Case(),
+    "ram, small chunks": Case(options=CHUNK),
+    "ram, eager": Case(options={"backwards_per_step": 1}),
+    "files": Case(where="1 directory"),
+    "files, eager": Case(where="1 directory", options={"backwards_per_step": 1, **CHUNK}),
+    "three directories": Case(where="3 directories", options=CHUNK),
+    "directories by rate": Case(where="2 directories", options={"store_rates": [1, 3], **CHUNK}),
+    "buffered I/O": Case(where="1 directory", options={"direct": False}),
+    "spilled": Case(TIGHT, "1 directory", {"budget": "40MiB", **CHUNK}, spills=True),
+    "accumulated, clipped": Case(TIGHT),
+    "accumulated, eager": Case(Variant(accumulate=2), "1 directory", {"backwards_per_step": 2}),
+    "accumulated": Case(Variant(accumulate=2)),
+    "groups, clipped": Case(Variant(groups=True, clip=0.5), "1 directory"),
+    "dropout": Case(Variant(dropout=0.1), "1 directory"),
+    "frozen": Case(Variant(frozen=True), "1 directory"),
+    "bf16": Case(HALF, "1 directory"),
+    "bf16, ram": Case(HALF),
+    "bf16, two servers": Case(HALF, "2 servers", CHUNK),
+    "fp16, scaled": Case(Variant(dtype="fp16", scaled=True), "1 directory"),
+    "late": Case(where="1 directory", options={"staleness": 1}, exact=False),
+    "late, ram": Case(options={"staleness": 1}, exact=False),
+    "late, bf16, eager": Case(
+        HALF, "1 directory", {"staleness": 1, "backwards_per_step": 1}, exact=False
+    ),
+    "top-k": Case(options={"topk": 0.02}, exact=False),
+    "top-k, error feedback": Case(
+        where="1 directory", options={"topk": 0.02, "error_feedback": True}, exact=False
+    ),
+    "top-k per block": Case(
+        where="1 directory", options={"topk": 0.1, "topk_per_block": True}, exact=False
+    ),
+    "one server": Case(where="1 server"),
+    "two servers": Case(where="2 servers", options=CHUNK),
+    "replicas": Case(where="2 servers", options={"replicas": 2, **CHUNK}),
+    "buffering none": Case(where="1 server", options={"buffering": "none"}),
+    "gradients in bf16": Case(
+        where="1 server", options={"grad_dtype": torch.bfloat16}, exact=False
+    ),
+    "gradients in fp16": Case(
+        where="2 servers", options={"grad_dtype": torch.float16, **CHUNK}, exact=False
+    ),
+    "server, late": Case(where="1 server", options={"staleness": 1}, exact=False),
+    "server, top-k": Case(where="2 servers", options={"topk": 0.02, **CHUNK}, exact=False),
+    "server, top-k, error feedback": Case(
+        where="1 server",
+        options={"topk": 0.02, "error_feedback": True, "store": "residuals"},
+        exact=False,
+    ),
+    "relay": Case(where="1 server", options={"relay": "64MiB"}),
+    **{
+        f"{name}, files": Case(Variant(name), "1 directory")
+        for name in OPTIMIZERS
+        if name != "adamw"
+    },
+    "sgd, ram": Case(Variant("sgd")),
+    "lion, bf16": Case(Variant("lion", dtype="bf16"), "1 directory"),
+    "momentum, server": Case(Variant("momentum"), "1 server"),
+}
+
+TINY = Variant(wide=False)
+STORED = 3  # steps that a kept store has trained
+STORES: dict[str, Case] = {
+    "one": Case(TINY, "1 directory"),
+    "two": Case(Variant(wide=False, groups=True), "2 directories"),
+    "topk": Case(TINY, "1 directory", {"topk": 0.2, "error_feedback": True}, exact=False),
+    "bf16": Case(Variant(wide=False, dtype="bf16"), "1 directory"),
+    "late": Case(TINY, "1 directory", {"staleness": 1}, exact=False),
+    "frozen": Case(Variant(wide=False, frozen=True), "1 directory"),
+    "fp16": Case(Variant(wide=False, dtype="fp16", scaled=True), "1 directory"),
+    "momentum": Case(Variant("momentum", wide=False), "1 directory"),
+    "lion": Case(Variant("lion", wide=False), "1 directory"),
+    "radam": Case(Variant("radam", wide=False), "1 directory"),
+    "first-edition": Case(
+        TINY, "1 directory"
+    ),  # without checksums of small files, the job's state by torch.save
+    "server": Case(TINY, "1 server"),
+    "servers": Case(TINY, "2 servers"),
+    "replicas": Case(TINY, "2 servers", {"replicas": 2}),
+    "server-topk": Case(
+        TINY, "1 server", {"topk": 0.2, "error_feedback": True, "store": "residuals"}, exact=False
+    ),
+}
+
+
+def build(variant: Variant) -> tuple[nn.Module, torch.optim.Optimizer, torch.amp.GradScaler]:
+    torch.manual_seed(0)
+    width, depth = (192, 3) if variant.wide else (8, 2)
+    model = Net(width, depth, variant.dropout, variant.frozen)
+    params: list[Any] = [p for p in model.parameters() if p.requires_grad]
+    if variant.groups:
+        matrices, vectors = [p for p in params if p.ndim > 1], [p for p in params if p.ndim < 2]
+        params = [
+            {"params": matrices, "weight_decay": 0.1},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+    scaler = torch.amp.GradScaler(
+        "cpu", init_scale=2.0**10, growth_interval=2, enabled=variant.scaled
+    )
+    return model, OPTIMIZERS[variant.optimizer][0](params), scaler
+
+
+def one_step(
+    variant: Variant, model: nn.Module, optimizer: Any, scaler: torch.amp.GradScaler, number: int
+) -> float:
+    """Step `number`, from 0, as a user would write it."""
+    torch.manual_seed(1000 + number)
+    total = 0.0
+    for _ in range(variant.accumulate):
+        x_BT = torch.randint(0, VOCAB, (4, 16))
+        loss = nn.functional.cross_entropy(
+            model(x_BT).float().flatten(0, 1), x_BT.roll(1, 1).flatten()
+        )
+        blown = loss * float("inf") if variant.scaled and number == 2 else loss
+        scaler.scale(blown / variant.accumulate).backward()
+        total += loss.item()
+    if variant.clip is not None:
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), variant.clip)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    return total
+
+
+@functools.cache
+def plain_losses(variant: Variant) -> tuple[str, ...]:
+    """Of as many steps as a store's training and its resumption, by torch alone, as hex."""
+    model, optimizer, scaler = build(variant)
+    model.to(DTYPES[variant.dtype])
+    if variant.scaled:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.125, foreach=False)
+        scaler, variant = torch.amp.GradScaler("cpu", enabled=False), replace(variant, scaled=False)
+    return tuple(one_step(variant, model, optimizer, scaler, i).hex() for i in range(STORED + 3))
+
+
+@contextlib.contextmanager
+def placed(case: Case, home: Path) -> Iterator[tuple[nn.Module, Any, torch.amp.GradScaler]]:
+    """The case's model on files or servers below `home`; what is there is resumed."""
+    model, optimizer, scaler = build(case.variant)
+    options = {"dtype": DTYPES[case.variant.dtype]} if case.variant.dtype != "fp32" else {}
+    if case.variant.scaled:
+        options["extra"] = {"scaler": scaler}
+    options |= case.options
+    count, _, kind = case.where.partition(" ")
+    with contextlib.ExitStack() as stack:
+        if kind.startswith("director"):
+            options["store"] = [home / f"store{i}" for i in range(int(count))]
+        elif kind.startswith("server"):
+            options["servers"] = stack.enter_context(
+                surface.serving([home / f"server{i}" for i in range(int(count))])
+            )
+            if "store" in options:
+                options["store"] = home / options["store"]
+        yield model, stack.enter_context(surface.place(model, optimizer, **options)), scaler
+
+
+def contents(case: Case, model: nn.Module, optimizer: Any) -> dict[str, str]:
+    """Name -> SHA-256 of every parameter, its state, and every buffer."""
+    out = {}
+    for name, parameter in model.named_parameters():
+        whats = (
+            ("master", *OPTIMIZERS[case.variant.optimizer][1])
+            if parameter.requires_grad
+            else ("master",)
+        )
+        for what in whats:
+            out[f"{name}:{what}"] = hashlib.sha256(
+                np.ascontiguousarray(optimizer.read(name, what)).tobytes()
+            ).hexdigest()[:16]
+    return out | {
+        name: hashlib.sha256(b.numpy().tobytes()).hexdigest()[:16]
+        for name, b in model.named_buffers()
+    }
+
+
+def digest(of: dict[str, str]) -> str:
+    return hashlib.sha256(repr(sorted(of.items())).encode()).hexdigest()
+
+
+def train(case: Case, home: Path, first: int, last: int) -> dict[str, Any]:
+    """Steps `first` to `last`: losses and norms as hex, a digest of everything that rests in the store afterwards."""
+    losses, norms = [], []
+    with surface.counting_spills() as spilled, placed(case, home) as (model, optimizer, scaler):
+        assert optimizer.steps_done == first, (optimizer.steps_done, first)
+        for i in range(first, last):
+            losses.append(one_step(case.variant, model, optimizer, scaler, i).hex())
+            norms.append(float(optimizer.grad_norm()).hex())
+        found = contents(case, model, optimizer)
+    assert bool(spilled) == case.spills, f"{len(spilled)} gradients were spilled"
+    return {"losses": losses, "norms": norms, "contents": digest(found)}
