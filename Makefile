@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: train test check
+.PHONY: train test check types bench
 .DELETE_ON_ERROR:
 
 train: $(READY)
@@ -14,12 +14,18 @@ test: $(READY)
 	$(BIN)/pytest -n 2 $(wildcard tests/unit tests/contract tests/golden) $(ARGS)
 	$(BIN)/pytest $(wildcard tests/local tests/lab) $(ARGS)
 
-check: $(READY)
+check: $(READY) types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy --strict -p roadtrain.spec -p roadtrain.flow -p roadtrain.wire -p roadtrain.store -m roadtrain.units -m roadtrain.errors -m roadtrain.retry -m roadtrain.trace
-	$(BIN)/mypy -p roadtrain
 	$(BIN)/pytest tests/unit/test_layers.py tests/unit/test_public_names.py
+
+types: $(READY)
+	$(BIN)/mypy --strict -p roadtrain.config -p roadtrain.protocol -p roadtrain.transport -p roadtrain.storage -m roadtrain.units -m roadtrain.errors -m roadtrain.chunks
+	$(BIN)/mypy -p roadtrain -p benchmarks
+
+# A benchmark beside its peer: make bench NAME=update
+bench: $(READY)
+	$(BIN)/python -m benchmarks $(NAME) $(ARGS)
 
 # torch first and pinned: left to the package's own requirement, pip may choose a build with gigabytes of CUDA.
 $(READY): pyproject.toml

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 from roadtrain.errors import RoadtrainError
 
 if TYPE_CHECKING:
-    from roadtrain.adapters.ddp import Summation, sum_hook
-    from roadtrain.adapters.fsdp import sum_fsdp
+    from roadtrain.api.optimizer import PlacedOptimizer
+    from roadtrain.api.place import place
+    from roadtrain.integrations.ddp import Summation, sum_hook
+    from roadtrain.integrations.fsdp import sum_fsdp
     from roadtrain.kernels.lion import Lion
-    from roadtrain.optimizer import PlacedOptimizer
-    from roadtrain.placing import place
 
 __all__ = [
     "Lion",
@@ -25,12 +25,12 @@ __all__ = [
 ]
 
 _HOMES = {
-    "place": "roadtrain.placing",
-    "PlacedOptimizer": "roadtrain.optimizer",
+    "place": "roadtrain.api.place",
+    "PlacedOptimizer": "roadtrain.api.optimizer",
     "Lion": "roadtrain.kernels.lion",
-    "Summation": "roadtrain.adapters.ddp",
-    "sum_hook": "roadtrain.adapters.ddp",
-    "sum_fsdp": "roadtrain.adapters.fsdp",
+    "Summation": "roadtrain.integrations.ddp",
+    "sum_hook": "roadtrain.integrations.ddp",
+    "sum_fsdp": "roadtrain.integrations.fsdp",
 }
 
 

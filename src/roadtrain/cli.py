@@ -8,10 +8,10 @@ from __future__ import annotations
 import importlib
 import io
 import os
-import pkgutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from roadtrain.errors import ConfigError, RoadtrainError
@@ -33,7 +33,7 @@ class Command:
 
 COMMANDS = {
     "train": Command(
-        "roadtrain.train:command",
+        "roadtrain.training.train:command",
         ("JOB.toml",),
         "Train a job. The same command resumes at the last committed step.",
         {
@@ -45,7 +45,7 @@ COMMANDS = {
         job_keys=True,
     ),
     "serve": Command(
-        "roadtrain.node.serve:command",
+        "roadtrain.runtime.session_host:command",
         ("HOST:PORT",),
         "Serve parameters and optimizer state to workers (store.servers of their job). The same"
         " command resumes.",
@@ -79,7 +79,7 @@ COMMANDS = {
         },
     ),
     "verify": Command(
-        "roadtrain.verify:command",
+        "roadtrain.training.verify:command",
         ("JOB.toml",),
         "Train a few steps placed, in RAM and plainly, compare every tensor bit for bit; exit code"
         " 1 if one differs.",
@@ -87,7 +87,7 @@ COMMANDS = {
         job_keys=True,
     ),
     "status": Command(
-        "roadtrain.status:command",
+        "roadtrain.training.status:command",
         ("RUN",),
         "Step, loss, rates, bytes written so far and how long the device endures it. Of a run on"
         " servers also each node, what it waits for and since when (RUN may be their HOST:PORT,..."
@@ -104,21 +104,21 @@ COMMANDS = {
         },
     ),
     "export": Command(
-        "roadtrain.export:export_run",
+        "roadtrain.training.export:export_run",
         ("RUN", "DIR"),
         "Write the parameters of a run directory as safetensors in Hugging Face layout, tensor by"
         " tensor.",
         {"masters": (bool, "the fp32 masters, instead of the dtype that the model computes in")},
     ),
     "import": Command(
-        "roadtrain.export:import_weights",
+        "roadtrain.training.export:import_weights",
         ("DIR",),
         "Start a run (--run.dir) from a Hugging Face folder, tensor by tensor, and write its"
         " job.toml.",
         job_keys=True,
     ),
     "check-rule": Command(
-        "roadtrain.verify:check_rule_command",
+        "roadtrain.training.verify:check_rule_command",
         ("MODULE:NAME",),
         "Check an update rule against its reference on random data, and its speed against the"
         " storage's.",
@@ -141,7 +141,7 @@ COMMANDS = {
         "roadtrain.lab.command:down", ("LAB.toml",), "End a lab, and remove what killed labs left."
     ),
     "probe": Command(
-        "roadtrain.probing:command",
+        "roadtrain.planner.probe:command",
         (),
         "Measure this host (memory, updates, sums, storage, devices) into a cluster.toml; name what"
         " was not measured.",
@@ -160,7 +160,7 @@ COMMANDS = {
         },
     ),
     "calibrate": Command(
-        "roadtrain.calibrate:command",
+        "roadtrain.planner.calibrate:command",
         ("CLUSTER.toml", "JOB.toml"),
         "Run a few real steps of a job here, print them beside the simulated ones, write the"
         " measured rates back.",
@@ -174,7 +174,7 @@ COMMANDS = {
         },
     ),
     "plan": Command(
-        "roadtrain.planning:command",
+        "roadtrain.planner.plan:command",
         ("CLUSTER.toml",),
         "Find the best plan for a model on a cluster, say why, and why others lost; 1 if none"
         " fits.",
@@ -209,7 +209,7 @@ COMMANDS = {
         },
     ),
     "simulate": Command(
-        "roadtrain.simulate:command",
+        "roadtrain.planner.simulate:command",
         ("CLUSTER.toml",),
         "Predict one plan on a cluster that need not be there: step time, what is busy, memory,"
         " energy and cost.",
@@ -252,7 +252,7 @@ COMMANDS = {
         },
     ),
     "reproduce": Command(
-        "roadtrain.bench.reproduce:command",
+        "benchmarks.reproduce:command",
         ("[PAPER]",),
         "What the five papers print beside what the simulator gives: luwu, smart_infinity, holmes,"
         " sgc, byteps.",
@@ -262,7 +262,7 @@ COMMANDS = {
         },
     ),
     "soak": Command(
-        "roadtrain.bench.soak:command",
+        "benchmarks.soak:command",
         (),
         "Run scripted faults (kills, power cuts, flipped bits, cut links, full disks, wrong"
         " workers) against a small job on this machine; exit code 1 if anything hangs or a loss"
@@ -287,6 +287,10 @@ COMMANDS = {
 }
 
 
+# Commands whose code is beside the package, in `benchmarks`.
+OUTSIDE = ("reproduce", "soak", "bench")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -304,20 +308,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
-def bench(name: str, json: str | None = None, quick: bool = False) -> int:
-    """Run roadtrain.bench.NAME and print its table. A missed goal is printed, it is not an
-    error."""
-    package = importlib.import_module("roadtrain.bench")
-    known = [m.name for m in pkgutil.iter_modules(package.__path__)]
-    module = importlib.import_module(f"roadtrain.bench.{name}") if name in known else None
-    if module is None or not hasattr(module, "run"):
-        raise _unknown("benchmark", name, known)
-    report = module.run(quick=quick)
-    report.print()
-    if json is not None:
-        with open(json, "w") as file:
-            file.write(report.to_json() + "\n")
-    return 0
+def bench(name: str, json: str | None = None, quick: bool = False) -> None:
+    """The name of the first edition for `python -m benchmarks NAME`."""
+    print("roadtrain bench: is `python -m benchmarks` now", file=sys.stderr)
+    importlib.import_module("benchmarks.__main__").run(name, json, quick)
+
+
+def find_benchmarks() -> None:
+    """Make `benchmarks` importable: it stands beside `src` in a clone and is not installed."""
+    clone = Path(__file__).parents[2]
+    if not (clone / "benchmarks" / "__main__.py").is_file():
+        raise ConfigError(
+            "the benchmarks are not here: they are in roadtrain's repository, not in the package",
+            hint="run this command from a clone",
+        )
+    if str(clone) not in sys.path:
+        sys.path.append(str(clone))
 
 
 def _run(args: list[str]) -> int:
@@ -338,6 +344,8 @@ def _run(args: list[str]) -> int:
         return 0
     words, keywords = _parsed(name, command, rest)
     module, _, function = command.target.partition(":")
+    if name in OUTSIDE:
+        find_benchmarks()
     return getattr(importlib.import_module(module), function)(*words, **keywords) or 0
 
 
@@ -383,7 +391,7 @@ def _parsed(name: str, command: Command, args: list[str]) -> tuple[list[Any], di
             hint=f"roadtrain {name} --help",
         )
     if command.job_keys:
-        keywords["overrides"] = importlib.import_module("roadtrain.spec.job").parse_overrides(
+        keywords["overrides"] = importlib.import_module("roadtrain.config.job").parse_overrides(
             job_args
         )
     return words, keywords
@@ -414,7 +422,7 @@ def _command_help(name: str, command: Command) -> str:
         ]
     if command.job_keys:
         lines += ["", "Keys of the job, as `--run.steps 20`; the command line goes before the file"]
-        for key, default, text in importlib.import_module("roadtrain.spec.job").all_keys():
+        for key, default, text in importlib.import_module("roadtrain.config.job").all_keys():
             lines.append(f"  --{key:26}{text}{f' [{default}]' if default else ''}")
     return "\n".join(lines)
 

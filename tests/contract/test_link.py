@@ -1,4 +1,4 @@
-"""The contract of a link (wire/link.py), for every transport: order, buffers, back-pressure,
+"""The contract of a link (transport/link.py), for every transport: order, buffers, back-pressure,
 end, loss."""
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from roadtrain.errors import (
     WireError,
 )
 from roadtrain.lab.relay import Relay
+from roadtrain.transport import handshake, local, rdma, shm, tcp
+from roadtrain.transport import listener as listeners
+from roadtrain.transport.link import HEAD_NBYTES, Head, pack_head, sealed
 from roadtrain.units import KIB, MIB
-from roadtrain.wire import handshake, local, rdma, shm, tcp
-from roadtrain.wire import listener as listeners
-from roadtrain.wire.link import HEAD_NBYTES, Head, pack_head, sealed
 
 TOKEN = b"a secret of the job"
 WAIT_S = 10.0

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from roadtrain.errors import PeerError
-from roadtrain.wire import tcp
+from roadtrain.transport import tcp
 
 START = threading.Thread.start
 

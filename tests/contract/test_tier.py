@@ -1,4 +1,4 @@
-"""The contract of a tier (store/tier.py). What is written is what is read; a part once a step."""
+"""The contract of a tier (storage/tier.py). What is written is what is read; a part once a step."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from roadtrain.spec.chunks import PAGE, ChunkTable, ParamSpec
-from roadtrain.store.buffers import Buffer
-from roadtrain.store.file import FileTier
-from roadtrain.store.generation import create_store
-from roadtrain.store.ledger import GroupRule, StoreMeta
-from roadtrain.store.tier import PRIVATE, PUBLIC, RECORD, part_range
+from roadtrain.chunks import PAGE, ChunkTable, ParamSpec
+from roadtrain.device.buffers import Buffer
+from roadtrain.storage.file import FileTier
+from roadtrain.storage.generation import create_store
+from roadtrain.storage.ledger import GroupRule, StoreMeta
+from roadtrain.storage.tier import PRIVATE, PUBLIC, RECORD, part_range
 
 TABLE = ChunkTable.build(
     [

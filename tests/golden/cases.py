@@ -1,7 +1,8 @@
 """The trainings that the goldens keep: a model, an optimizer, and how they are placed.
 
-Each has a `variant`: the same training by plain torch, without roadtrain. Kept bits hold where the arithmetic of torch
-is the same as where they were made, and the losses of the variant say whether it is.
+Each has a `variant`: the same training by plain torch, without roadtrain. Kept bits hold where the
+arithmetic of torch is the same as where they were made, and the losses of the variant say whether
+it is.
 """
 
 from __future__ import annotations
@@ -93,8 +94,8 @@ OPTIMIZERS: dict[str, tuple[Any, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class Variant:
-    """A training as plain torch does it. Of a scaled one only the model's arithmetic: torch unscales no fp16 gradients,
-    and its Adam breaks down in fp16."""
+    """A training as plain torch does it. Of a scaled one only the model's arithmetic: torch
+    unscales no fp16 gradients, and its Adam breaks down in fp16."""
 
     optimizer: str = "adamw"
     dtype: str = "fp32"
@@ -312,7 +313,8 @@ def digest(of: dict[str, str]) -> str:
 
 
 def train(case: Case, home: Path, first: int, last: int) -> dict[str, Any]:
-    """Steps `first` to `last`: losses and norms as hex, a digest of everything that rests in the store afterwards."""
+    """Steps `first` to `last`: losses and norms as hex, a digest of everything that rests in
+    the store afterwards."""
     losses, norms = [], []
     with surface.counting_spills() as spilled, placed(case, home) as (model, optimizer, scaler):
         assert optimizer.steps_done == first, (optimizer.steps_done, first)

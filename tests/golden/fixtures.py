@@ -44,7 +44,8 @@ def pack(name: str, home: Path) -> None:
 
 
 def same_arithmetic(variant: cases.Variant) -> None:
-    """Skips where torch itself, without roadtrain, trains to other bits than on the machine of the kept ones."""
+    """Skips where torch itself, without roadtrain, trains to other bits than on the machine of
+    the kept ones."""
     kept, here = load("plain.json")[variant.name], list(cases.plain_losses(variant))
     if kept != here:
         pytest.skip(

@@ -1,9 +1,10 @@
-"""Makes what is kept in `kept/` anew: `python tests/golden/make.py [PART ...]`, PART a function below.
+"""Makes what is kept in `kept/` anew: `python tests/golden/make.py [PART ...]`, PART a function
+below.
 
-When one may: never to make a test pass. A kept value says what roadtrain gave before a change that was to change
-nothing. It is made anew only where a result was meant to change, with a note in docs/decisions that says which and why,
-and then only that part. Kept stores and runs are never replaced, since users have such: a new format gets a new entry
-beside the old ones.
+When one may: never to make a test pass. A kept value says what roadtrain gave before a change that
+was to change nothing. It is made anew only where a result was meant to change, with a note in
+docs/decisions that says which and why, and then only that part. Kept stores and runs are never
+replaced, since users have such: a new format gets a new entry beside the old ones.
 """
 
 from __future__ import annotations

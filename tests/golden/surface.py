@@ -1,7 +1,8 @@
-"""What the goldens use of roadtrain: the only file of this directory that imports from inside the package.
+"""What the goldens use of roadtrain: the only file of this directory that imports from inside the
+package.
 
-When a module moves or a class gets another name, this file is mended and nothing else here: what is kept stays as it is.
-`tests/golden/README.md` says when a kept value may change.
+When a module moves or a class gets another name, this file is mended and nothing else here: what is
+kept stays as it is. `tests/golden/README.md` says when a kept value may change.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ import torch
 
 import roadtrain
 from roadtrain import cli
-from roadtrain.model import plain
-from roadtrain.node.serve import Host
-from roadtrain.store.direct import DirectFile
-from roadtrain.store.sealed import unsealed
-from roadtrain.wire.tcp import Options
+from roadtrain.runtime.session_host import Host
+from roadtrain.storage.direct import DirectFile
+from roadtrain.storage.sealed import unsealed
+from roadtrain.streaming import plain
+from roadtrain.transport.tcp import Options
 
 SERVER_BUDGET = 96 << 20  # bytes
 SPILL = "spill.bin"  # the file of gradients that wait for their update

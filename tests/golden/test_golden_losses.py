@@ -21,7 +21,8 @@ def test_the_bits_that_were(name: str, tmp_path: Path) -> None:
 
 
 def check_by_torch(case: cases.Case, losses: list[str]) -> None:
-    """Against plain torch on this machine, whatever it is; a first loss has no update behind it yet."""
+    """Against plain torch on this machine, whatever it is; a first loss has no update behind it
+    yet."""
     plain = cases.plain_losses(case.variant)[: cases.STEPS]
     assert losses[0] == plain[0]
     if not case.exact or case.variant.dtype != "fp32":

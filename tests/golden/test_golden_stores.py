@@ -1,4 +1,5 @@
-"""Stores that earlier code made open, hold what they held, and go on with the bits that they went on with (Rule 3)."""
+"""Stores that earlier code made open, hold what they held, and go on with the bits that they
+went on with (Rule 3)."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from roadtrain import cli
+from roadtrain.config.cluster import load_cluster
 from roadtrain.lab import PREFIX, lab_available, network_available
-from roadtrain.spec.cluster import load_cluster
 
 pytestmark = [
     pytest.mark.lab,

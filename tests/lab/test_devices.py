@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from roadtrain.bench import devices
+from benchmarks import devices
 from roadtrain.errors import RoadtrainError
 from roadtrain.lab import PREFIX, lab_available
 

@@ -15,17 +15,17 @@ from pathlib import Path
 
 import pytest
 
+from roadtrain.config.cluster import load_cluster
 from roadtrain.lab import Network, Nic, network_available
-from roadtrain.node.dial import write_token
-from roadtrain.spec.cluster import load_cluster
+from roadtrain.transport.address import write_token
 
 RATES = {"a": 50e6, "b": 12.5e6, "c": 50e6}
 CARRIED = 0.956  # of a link's bytes, by whole Ethernet frames
 PORT = 7100
 ASK = """
 import json, sys
-from roadtrain.probing_links import matrix
-from roadtrain.wire.tcp import Options
+from roadtrain.planner.probe_links import matrix
+from roadtrain.transport.tcp import Options
 found, missing = matrix(sys.argv[2].split(","), Options(token=open(sys.argv[1], "rb").read().strip()))
 print(json.dumps([[[*pair, *both] for pair, both in found.items()], missing]))
 """

@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 
 from roadtrain.lab import Network, Nic, network_available
-from roadtrain.node.dial import write_token
+from roadtrain.transport.address import write_token
 
 pytestmark = pytest.mark.skipif(network_available() is not None, reason=str(network_available()))
 
@@ -72,13 +72,7 @@ def test_a_host_that_vanishes(tmp_path):
             for rank in (0, 1):
                 host = network.hosts[f"w{rank}"]
                 run(
-                    host,
-                    "roadtrain.bench.soak_sums",
-                    str(tmp_path),
-                    str(rank),
-                    "2",
-                    host.address,
-                    token,
+                    host, "benchmarks.soak_sums", str(tmp_path), str(rank), "2", host.address, token
                 )
             wait(lambda: all(len(one) > 5 for one in rounds(tmp_path)))
             begin = time.monotonic()

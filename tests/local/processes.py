@@ -18,14 +18,16 @@ from models import build, new_scaler, one_step
 
 import roadtrain
 from roadtrain.errors import RoadtrainError
-from roadtrain.node import server
-from roadtrain.node.serve import Host
-from roadtrain.store.direct import DirectFile, typed_errors
-from roadtrain.store.mark import Mark
-from roadtrain.wire.tcp import Options
+from roadtrain.runtime import server
+from roadtrain.runtime.session_host import Host
+from roadtrain.storage.direct import DirectFile, typed_errors
+from roadtrain.storage.mark import Mark
+from roadtrain.transport.tcp import Options
 
 FORK = multiprocessing.get_context("forkserver")
-FORK.set_forkserver_preload(["torch", "roadtrain.placing", "roadtrain.node.serve", "processes"])
+FORK.set_forkserver_preload(
+    ["torch", "roadtrain.api.place", "roadtrain.runtime.session_host", "processes"]
+)
 BUDGET = "96MiB"
 
 

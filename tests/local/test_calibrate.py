@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from roadtrain import cli
-from roadtrain.calibrate import EXACT, learnt, stages_of
-from roadtrain.calibrate_steps import Measured, plan_of
-from roadtrain.sim.memory import buffer_bytes
-from roadtrain.sim.run import simulate
-from roadtrain.spec.cluster import Cluster, load_cluster
-from roadtrain.spec.job import load_job
-from roadtrain.spec.placement import Plan, placement
-from roadtrain.spec.shapes import from_config
-from roadtrain.train import place_job
+from roadtrain.config.cluster import Cluster, load_cluster
+from roadtrain.config.job import load_job
+from roadtrain.config.models import from_config
+from roadtrain.config.plan import Plan, placement
+from roadtrain.planner.calibrate import EXACT, learnt, stages_of
+from roadtrain.planner.calibrate_steps import Measured, plan_of
+from roadtrain.simulator.memory import buffer_bytes
+from roadtrain.simulator.run import simulate
+from roadtrain.training.train import place_job
 
 JOB = """
 [model.config]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from roadtrain.bench import depth
+from benchmarks import depth
 
 
 @pytest.mark.slow

@@ -14,8 +14,8 @@ from torch import nn
 from world import run_hvd
 
 import roadtrain.hvd as hvd
-from roadtrain.adapters.ddp import Summation, sum_hook
 from roadtrain.errors import DifferError, LoopError, TwiceError
+from roadtrain.integrations.ddp import Summation, sum_hook
 
 SOON_S = 5.0
 

@@ -11,12 +11,12 @@ import pytest
 from test_summation import DTYPES, Hosts, expected, values
 
 from roadtrain.errors import LostError, RoadtrainError
-from roadtrain.node import messages as m
-from roadtrain.node import summation
-from roadtrain.node.roster import Control
-from roadtrain.node.summation import Summation
-from roadtrain.node.summing import Summers
-from roadtrain.wire.tcp import Options, listen
+from roadtrain.runtime import frames as m
+from roadtrain.runtime import summation
+from roadtrain.runtime.membership import Control
+from roadtrain.runtime.reducer import Summers
+from roadtrain.runtime.summation import Summation
+from roadtrain.transport.tcp import Options, listen
 
 TENSORS = {
     1: (400_003, "fp32", ""),

@@ -18,7 +18,7 @@ from models import VOCAB, Case, Net, build, new_scaler, one_step, place, run
 from torch import nn
 
 import roadtrain
-from roadtrain import placing
+from roadtrain.api import place as placing
 from roadtrain.errors import (
     BudgetError,
     ConfigError,
@@ -31,8 +31,8 @@ from roadtrain.errors import (
     LostError,
     WireError,
 )
-from roadtrain.flow import ops
-from roadtrain.flow.queues import Trial
+from roadtrain.protocol import messages
+from roadtrain.protocol.queues import Trial
 from roadtrain.units import parse_bytes
 
 PLAIN = Case(clip=0.5)
@@ -783,7 +783,7 @@ def test_a_link_that_ends_is_told_with_the_step_and_what_was_waited_for(kind):
         placed,
     ):
         run(PLAIN, model, placed, scaler, 0, 1)
-        placed._worker.deliver(ops.Failed(0, kind("server 0 (there): it broke")))
+        placed._worker.deliver(messages.Failed(0, kind("server 0 (there): it broke")))
         run(PLAIN, model, placed, scaler, 1, 2)
 
 

@@ -16,14 +16,15 @@ import pytest
 from models import Case
 from processes import HostProcess, Workers, losses
 
-from roadtrain import cli, probing_links
+from roadtrain import cli
+from roadtrain.config.job import make_job
 from roadtrain.errors import AuthError, ConfigError, RoadtrainError
-from roadtrain.node import messages as m
-from roadtrain.node import serve, together, watch
-from roadtrain.node.dial import address_of, tls_of, token_of, write_token
-from roadtrain.spec.job import make_job
-from roadtrain.train import link_of
-from roadtrain.wire.tcp import Options, Tls
+from roadtrain.planner import probe_links
+from roadtrain.runtime import frames as m
+from roadtrain.runtime import health, rendezvous, session_host
+from roadtrain.training.train import link_of
+from roadtrain.transport.address import address_of, tls_of, token_of, write_token
+from roadtrain.transport.tcp import Options, Tls
 
 SECRET = b"a secret of the job"
 with_openssl = pytest.mark.skipif(
@@ -150,9 +151,9 @@ def test_the_keys_of_a_job_and_the_options_of_commands(tls, token, tmp_path, cap
         with pytest.raises(ConfigError):
             tls_of(words.get("cert"), words.get("key"), None)
     with pytest.raises(ConfigError, match="--cert and --key"):
-        serve.command("127.0.0.1:0", sum=True, client_ca=str(tls.ca))
+        session_host.command("127.0.0.1:0", sum=True, client_ca=str(tls.ca))
     with pytest.raises(ConfigError, match="older name"):
-        serve.command(
+        session_host.command(
             "127.0.0.1:0", sum=True, cert=str(tls.cert), key=str(tls.key), ca="a", client_ca="b"
         )
     words = ["--token-file", str(token), "--cert", str(tls.cert), "--key", str(tls.key)]
@@ -166,16 +167,14 @@ def test_the_keys_of_a_job_and_the_options_of_commands(tls, token, tmp_path, cap
 @with_openssl
 def test_a_probe_over_tls(tls):
     options = Options(token=SECRET, tls=tls)
-    listener = probing_links.listening(
-        "127.0.0.1:0", options, lambda: probing_links.Said(missing=["all"])
+    listener = probe_links.listening(
+        "127.0.0.1:0", options, lambda: probe_links.Said(missing=["all"])
     )
     where = "{}:{}".format(*listener.address)
     try:
-        assert probing_links.ask(where, probing_links.DESCRIBE, "", options).missing == ["all"]
+        assert probe_links.ask(where, probe_links.DESCRIBE, "", options).missing == ["all"]
         with pytest.raises(RoadtrainError):
-            probing_links.ask(
-                where, probing_links.DESCRIBE, "", Options(token=SECRET, handshake_s=1.0)
-            )
+            probe_links.ask(where, probe_links.DESCRIBE, "", Options(token=SECRET, handshake_s=1.0))
     finally:
         listener.close()
 
@@ -213,7 +212,7 @@ class Meeting:
         self.workers, self.told = len(hosts), []
         self._meet, self._said = threading.Barrier(self.workers, timeout=20), [b""] * self.workers
         here = threading.local()
-        monkeypatch.setattr(together, "_host", lambda: hosts[here.rank])
+        monkeypatch.setattr(rendezvous, "_host", lambda: hosts[here.rank])
         self._here = here
 
     def run(self, wanted, addresses=None, work=None, **options):
@@ -233,7 +232,7 @@ class Meeting:
                 return said
 
             try:
-                sums = together.connect(
+                sums = rendezvous.connect(
                     wanted[rank],
                     None,
                     None,
@@ -286,11 +285,11 @@ def test_workers_and_a_spare_host_over_tls(hosts, tls, token, monkeypatch):
         str(tls.ca),
     ]
     with spare_host(*words) as where:
-        wanted = together.Wanted([where], None, SECRET, tls)
+        wanted = rendezvous.Wanted([where], None, SECRET, tls)
         total = sum(range(1, len(hosts) + 1))
         assert meeting.run([wanted] * len(hosts), work=ones) == [(total, total)] * len(hosts)
         assert isinstance(
-            watch.ask(address_of(where), Options(token=SECRET, handshake_s=2.0)), RoadtrainError
+            health.ask(address_of(where), Options(token=SECRET, handshake_s=2.0)), RoadtrainError
         )
     told = b"".join(meeting.told)
     for secret in (SECRET, wanted.own_token(), wanted.own_token().hex().encode()):
@@ -301,22 +300,27 @@ def test_workers_and_a_spare_host_over_tls(hosts, tls, token, monkeypatch):
 
 def test_workers_of_several_hosts_need_a_token(monkeypatch):
     meeting = Meeting(monkeypatch, ["one", "two"])
-    for error in meeting.run([together.Wanted((), None, None)] * 2, {1: "192.0.2.1"}):
+    for error in meeting.run([rendezvous.Wanted((), None, None)] * 2, {1: "192.0.2.1"}):
         with pytest.raises(ConfigError, match=r"workers on 2 hosts and no token(?s:.*)token_file="):
             raise error
-    for error in meeting.run([together.Wanted((), None, SECRET), together.Wanted((), None, None)]):
+    for error in meeting.run(
+        [rendezvous.Wanted((), None, SECRET), rendezvous.Wanted((), None, None)]
+    ):
         with pytest.raises(ConfigError, match="worker 0 has a token_file, worker 1 has none"):
             raise error
-    for error in meeting.run([together.Wanted((), None, SECRET, Tls(ca="x"))] * 2):
+    for error in meeting.run([rendezvous.Wanted((), None, SECRET, Tls(ca="x"))] * 2):
         with pytest.raises(ConfigError, match="tls without cert or ca"):
             raise error
 
 
 def test_workers_with_another_token_do_not_meet(monkeypatch):
-    monkeypatch.setattr(together, "LEAVE_S", 0.1)
+    monkeypatch.setattr(rendezvous, "LEAVE_S", 0.1)
     meeting = Meeting(monkeypatch, ["one", "two"])
     found = meeting.run(
-        [together.Wanted((), None, SECRET), together.Wanted((), None, b"another secret of a job")]
+        [
+            rendezvous.Wanted((), None, SECRET),
+            rendezvous.Wanted((), None, b"another secret of a job"),
+        ]
     )
     assert any(isinstance(error, AuthError) for error in found)
 
@@ -324,6 +328,6 @@ def test_workers_with_another_token_do_not_meet(monkeypatch):
 def test_workers_of_one_host_need_no_token(monkeypatch):
     meeting = Meeting(monkeypatch, ["one", "one"])
     assert (
-        meeting.run([together.Wanted((), None, None)] * 2, {0: "192.0.2.1"}, work=ones)
+        meeting.run([rendezvous.Wanted((), None, None)] * 2, {0: "192.0.2.1"}, work=ones)
         == [(3.0, 3.0)] * 2
     )

@@ -19,8 +19,8 @@ from torch import nn
 from world import run_hvd as run
 
 import roadtrain.hvd as hvd
-from roadtrain.adapters.ddp import Summation
 from roadtrain.errors import ConfigError, DeadlineError, LoopError
+from roadtrain.integrations.ddp import Summation
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

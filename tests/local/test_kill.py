@@ -12,7 +12,7 @@ from models import Case, one_step, place
 
 STEPS = 150
 FORK = multiprocessing.get_context("forkserver")
-FORK.set_forkserver_preload(["torch", "roadtrain.placing", "models"])
+FORK.set_forkserver_preload(["torch", "roadtrain.api.place", "models"])
 
 
 def child(case, store, log, steps):

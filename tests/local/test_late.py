@@ -14,10 +14,10 @@ from processes import HostProcess, Workers
 from torch import nn
 
 import roadtrain
-from roadtrain import placing
+from roadtrain.api import place
+from roadtrain.config.budgets import derive
 from roadtrain.errors import BudgetError, ConfigError, ForeignError
-from roadtrain.spec.plan import derive
-from roadtrain.store.file import FileTier
+from roadtrain.storage.file import FileTier
 
 
 class Branchy(nn.Module):
@@ -132,7 +132,7 @@ def test_a_device_that_writes_late(tmp_path, monkeypatch):
                 public_resident=every if kept == "public_resident" else frozenset(),
             )
 
-        monkeypatch.setattr(placing, "derive", only)
+        monkeypatch.setattr(place, "derive", only)
         seen = placed([8], backwards_per_step=1, dtype=torch.bfloat16, store=tmp_path / str(i))
         assert seen[0] == ram[0], kept
         assert all(torch.equal(seen[1][name], p) for name, p in ram[1].items())

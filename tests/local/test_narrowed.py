@@ -16,14 +16,14 @@ from models import Case, build, new_scaler, one_step
 from processes import Workers, losses
 
 import roadtrain
-from roadtrain import verify
+from roadtrain.config.job import make_job
 from roadtrain.errors import ConfigError
 from roadtrain.kernels.sum import sum_squares
-from roadtrain.model.split import split, table
-from roadtrain.node import messages as m
-from roadtrain.node.cluster import RemoteServer
-from roadtrain.spec.job import make_job
-from roadtrain.train import place_job
+from roadtrain.runtime import frames as m
+from roadtrain.runtime.session import RemoteServer
+from roadtrain.streaming.split import split, table
+from roadtrain.training import verify
+from roadtrain.training.train import place_job
 
 STEPS = 4
 BF16, FP16 = torch.bfloat16, torch.float16

@@ -9,9 +9,9 @@ import torch
 from models import Case, Net, contents, new_scaler, place, run
 
 import roadtrain
-from roadtrain.flow import ops
-from roadtrain.node.device import AfterCopies, HostBuffer
-from roadtrain.node.worker import Worker
+from roadtrain.device.copies import AfterCopies, HostBuffer
+from roadtrain.protocol import messages
+from roadtrain.runtime.worker import Worker
 
 
 def test_each_chunk_is_released_right_behind_its_gradient(monkeypatch):
@@ -32,7 +32,7 @@ def test_each_chunk_is_released_right_behind_its_gradient(monkeypatch):
     spoken = [
         (type(m).__name__, m.chunk)
         for m in said
-        if isinstance(m, (ops.Push, ops.Release)) and blocks[m.chunk]
+        if isinstance(m, (messages.Push, messages.Release)) and blocks[m.chunk]
     ]
     # blocks of several chunks
     assert len({chunk for _, chunk in spoken}) > 2 * len(set(blocks.values()))

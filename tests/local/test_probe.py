@@ -14,11 +14,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from roadtrain import cli, probing, probing_links
+from roadtrain import cli
+from roadtrain.config.cluster import load_cluster, make_cluster
 from roadtrain.errors import AuthError, ConfigError, LostError, PeerError, WireError
-from roadtrain.node.dial import write_token
-from roadtrain.probing import copies, fabric, products, with_others
-from roadtrain.probing_links import (
+from roadtrain.planner import probe, probe_links
+from roadtrain.planner.probe import copies, fabric, products, with_others
+from roadtrain.planner.probe_links import (
     BACK,
     DESCRIBE,
     MEASURE,
@@ -30,9 +31,9 @@ from roadtrain.probing_links import (
     measure,
     reach,
 )
-from roadtrain.spec.cluster import load_cluster, make_cluster
+from roadtrain.transport.address import write_token
+from roadtrain.transport.tcp import Options
 from roadtrain.units import GIB, MIB
-from roadtrain.wire.tcp import Options
 
 
 def test_probe_and_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,7 +76,7 @@ def test_copies_wait_until_they_are_done(monkeypatch: pytest.MonkeyPatch) -> Non
         settled.append(devices)
         time.sleep(0.02)
 
-    monkeypatch.setattr(probing, "_settle", settle)
+    monkeypatch.setattr(probe, "_settle", settle)
     to, inside = copies(cpu, MIB)
     assert (
         0.6 * MIB / 0.02 < to <= MIB / 0.02
@@ -89,7 +90,7 @@ def test_copies_wait_until_they_are_done(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_the_slowest_of_the_devices_sets_the_fabric(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = iter([3.0, 1.0, 2.0])
-    monkeypatch.setattr(probing, "_copy", lambda source, target: next(rates))
+    monkeypatch.setattr(probe, "_copy", lambda source, target: next(rates))
     assert fabric([torch.device("cpu")] * 4, 8) == 1.0
 
 
@@ -111,9 +112,9 @@ def test_two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         ("processors", {"memory_rate": 1e11, "updates": 1e11, "sums": 1e11}),
     ):
         monkeypatch.setattr(
-            probing, name, lambda *words, answer=answer: asked.append(words) or answer
+            probe, name, lambda *words, answer=answer: asked.append(words) or answer
         )
-    said = probing.describe([], 2)
+    said = probe.describe([], 2)
     (host,) = make_cluster(said.tree).hosts
     assert host.devices == 2 and host.fabric == 2e11 and host.device is not None
     assert (host.device.kind, host.device.flops, host.device.copy_rate) == ("A", 6e14, 25e9)
@@ -163,16 +164,16 @@ def test_every_pair_is_measured(two: list[str], capsys: pytest.CaptureFixture[st
 def test_a_reverse_flood_ends_by_itself(two: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """By bytes where the link is fast, by time where it is not."""
     sizes = list[int]()
-    room = probing_links._End.room
+    room = probe_links._End.room
     monkeypatch.setattr(
-        probing_links._End, "room", lambda *words: sizes.append(words[-1]) or room(*words)
+        probe_links._End, "room", lambda *words: sizes.append(words[-1]) or room(*words)
     )
-    monkeypatch.setattr(probing_links, "FRAMES", 3)
+    monkeypatch.setattr(probe_links, "FRAMES", 3)
     ask(two[0], BACK, "", Options())
     assert sizes == [MIB] * 3
     sizes.clear()
-    monkeypatch.setattr(probing_links, "FRAMES", 1 << 40)
-    monkeypatch.setattr(probing_links, "FLOOD_S", 0.05)
+    monkeypatch.setattr(probe_links, "FRAMES", 1 << 40)
+    monkeypatch.setattr(probe_links, "FLOOD_S", 0.05)
     begin = time.monotonic()
     ask(two[0], BACK, "", Options())
     assert sizes and time.monotonic() - begin < 5
@@ -261,4 +262,4 @@ def test_wrong_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 def test_a_comment_stays_a_comment() -> None:
     """What another host says cannot become keys of the file."""
-    assert probing._line("gone:\nhint: x\x00y\r[hosts]") == "gone: hint: x y [hosts]"
+    assert probe._line("gone:\nhint: x\x00y\r[hosts]") == "gone: hint: x y [hosts]"

@@ -13,8 +13,8 @@ from processes import HostProcess, Workers, losses
 
 import roadtrain
 from roadtrain.errors import ConfigError, ForeignError
-from roadtrain.model.split import split, table
-from roadtrain.wire.tcp import Options
+from roadtrain.streaming.split import split, table
+from roadtrain.transport.tcp import Options
 
 CHUNK, KEPT = 1 << 16, 0.05
 FEEDBACK = {"topk": 2 * KEPT, "error_feedback": True}

@@ -12,17 +12,17 @@ from models import Case, Net, new_scaler, run
 from torch.optim import AdamW
 
 import roadtrain
-from roadtrain import placing
-from roadtrain.flow import ops
-from roadtrain.flow.serve import ServeDecider
-from roadtrain.sim.compute import Constants
-from roadtrain.sim.run import simulate
-from roadtrain.spec.cluster import make_cluster
-from roadtrain.spec.placement import Plan, placement
-from roadtrain.spec.shapes import BlockShape, ModelShape
+from roadtrain.api import place
+from roadtrain.config.cluster import make_cluster
+from roadtrain.config.models import BlockShape, ModelShape
+from roadtrain.config.plan import Plan, placement
+from roadtrain.protocol import messages
+from roadtrain.protocol.server import ServeDecider
+from roadtrain.simulator.compute import Constants
+from roadtrain.simulator.run import simulate
 
 DEPTH, STEPS = 5, 4
-SAID = (ops.Answer, ops.Hold, ops.Read, ops.Update, ops.Write)
+SAID = (messages.Answer, messages.Hold, messages.Read, messages.Update, messages.Write)
 
 
 def about(action):
@@ -31,7 +31,7 @@ def about(action):
 
 def real(monkeypatch, store, staleness, slots):
     """(action, block) of the layers' chunks, in the order of the decider."""
-    said, handle, derived = [], ServeDecider.handle, placing.derive
+    said, handle, derived = [], ServeDecider.handle, place.derive
 
     def logged(self, event):
         actions = handle(self, event)
@@ -45,11 +45,9 @@ def real(monkeypatch, store, staleness, slots):
 
     monkeypatch.setattr(ServeDecider, "handle", logged)
     if store is not None:
-        monkeypatch.setattr(placing, "derive", small)
+        monkeypatch.setattr(place, "derive", small)
     else:
-        monkeypatch.setattr(
-            placing, "derive", lambda *a, **k: replace(derived(*a, **k), slots=slots)
-        )
+        monkeypatch.setattr(place, "derive", lambda *a, **k: replace(derived(*a, **k), slots=slots))
     model = Net(depth=DEPTH, width=32, dropout=0.0)
     placed = roadtrain.place(
         model,

@@ -11,10 +11,10 @@ import torch
 from models import Case
 from processes import HostProcess, Workers, losses
 
+from roadtrain.device.buffers import Buffer
 from roadtrain.errors import ConfigError
-from roadtrain.node.serve import command
-from roadtrain.store.buffers import Buffer
-from roadtrain.store.generation import open_part
+from roadtrain.runtime.session_host import command
+from roadtrain.storage.generation import open_part
 
 CASE, STEPS, EVERY = Case(clip=0.5, groups=True, frozen=True), 24, 3
 LATE = Case(dtype=torch.bfloat16, eager=True, staleness=1)

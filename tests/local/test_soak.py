@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from roadtrain.bench import soak, soak_alone
-from roadtrain.bench.soak_fault import ALONE
-from roadtrain.bench.soak_scene import Hung, Scene, Told, Wrong
+from benchmarks import soak, soak_alone
+from benchmarks.soak_fault import ALONE
+from benchmarks.soak_scene import Hung, Scene, Told, Wrong
 
 WAITS = {  # for one or several deadlines of the job to pass: seconds each
     "another dtype",

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from roadtrain.bench import soak, soak_sums
+from benchmarks import soak, soak_sums
 from roadtrain.errors import ConfigError, RoadtrainError
 
 

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import roadtrain
 from roadtrain.errors import FullError, LoopError, RoadtrainError
-from roadtrain.store import convert
+from roadtrain.storage import convert
 
 BUDGET = {"budget": "128MiB"}
 KINDS = list(itertools.product(["RAM", "files"], [None, torch.bfloat16], [False, True]))
@@ -220,7 +220,7 @@ def test_a_kill_while_values_are_loaded(tmp_path, where, loaded):
         import os, sys
         sys.path.insert(0, {str(Path(__file__).parent)!r})
         from models import Case, place, run
-        from roadtrain.store import generation
+        from roadtrain.storage import generation
         model, placed, scaler = place(Case(), sys.argv[1], budget="128MiB")
         run(Case(), model, placed, scaler, 0, 1)
         model.load_state_dict({{n: v * 0 + 3 for n, v in model.state_dict().items()}})
@@ -648,7 +648,7 @@ LARGE = """
     import torch
     from torch import nn
     import roadtrain
-    from roadtrain.store.safetensors_io import open_dir
+    from roadtrain.storage.safetensors_io import open_dir
     from transformers import LlamaConfig, LlamaForCausalLM
 
     def kilobytes(key):

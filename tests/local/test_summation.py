@@ -24,12 +24,12 @@ from torch.distributed.fsdp import fully_shard
 import roadtrain
 from roadtrain.errors import BudgetError, ConfigError, DeadlineError, LostError, RoadtrainError
 from roadtrain.kernels.cast import cast
-from roadtrain.node import formats, serve, together, watch
-from roadtrain.node import messages as m
-from roadtrain.node.dial import address_of, write_token
-from roadtrain.node.summation import Summation
-from roadtrain.node.summing import Summers
-from roadtrain.wire.tcp import Options, listen
+from roadtrain.runtime import formats, health, rendezvous, session_host
+from roadtrain.runtime import frames as m
+from roadtrain.runtime.reducer import Summers
+from roadtrain.runtime.summation import Summation
+from roadtrain.transport.address import address_of, write_token
+from roadtrain.transport.tcp import Options, listen
 
 DTYPES = {"fp32": np.float32, "bf16": np.uint16}
 
@@ -289,7 +289,7 @@ def test_a_spare_host_by_its_command(tmp_path, hosts):
             sums.sum(1, m.as_bytes(grad), outs[rank].view(np.uint8).data, "fp32", lambda: None)
             if rank == 0:
                 time.sleep(0.3)
-                text, waits, _ = watch.ask(address, options)
+                text, waits, _ = health.ask(address, options)
                 assert (
                     text.startswith("sums for 1 job(s)")
                     and "tensor 1, round 1" in waits["worker 1"][1]
@@ -305,14 +305,14 @@ def test_a_spare_host_by_its_command(tmp_path, hosts):
         {"store": "x", "formats": "y"},
     ):
         with pytest.raises(ConfigError, match="--sum"):
-            serve.command("127.0.0.1:0", **wrong)
+            session_host.command("127.0.0.1:0", **wrong)
     with pytest.raises(ConfigError, match="nowhere_to_be_found"):
-        serve.command("127.0.0.1:0", sum=True, formats="nowhere_to_be_found")
+        session_host.command("127.0.0.1:0", sum=True, formats="nowhere_to_be_found")
 
 
 def test_spare_hosts_know_formats_of_the_user(tmp_path, hosts, monkeypatch):
     (tmp_path / "doubled.py").write_text(
-        "from roadtrain.node.formats import Fp16, register\n@register\nclass Doubled(Fp16):\n   "
+        "from roadtrain.runtime.formats import Fp16, register\n@register\nclass Doubled(Fp16):\n   "
         " name = 'doubled'\n    def encode(self, values, out, seed):\n        super().encode(2 *"
         " values, out, seed)\n"
     )
@@ -368,7 +368,7 @@ def ddp_child(rank, workers, port, hook, out, options=None, steps=6):
     )
     state, options = None, dict(options or {})
     per_host = options.pop("per_host", workers)
-    together._host = lambda: f"host {rank // per_host}"
+    rendezvous._host = lambda: f"host {rank // per_host}"
     if hook:
         state = roadtrain.Summation(budget="64MiB", **options)
         model.register_comm_hook(state, roadtrain.sum_hook)
@@ -457,7 +457,7 @@ def test_ddp_goes_on_when_a_spare_host_dies_and_uses_it_when_it_is_back(tmp_path
             host.kill()
             file.write_text(f"{address}  # is back some time\n{another} 0.5\n")
             deadline = time.monotonic() + 20
-            while watch.ask(address_of(another), Options())[0].startswith("sums for 0"):
+            while health.ask(address_of(another), Options())[0].startswith("sums for 0"):
                 assert time.monotonic() < deadline
                 time.sleep(0.1)
             assert found() == own
@@ -534,12 +534,12 @@ def test_spare_hosts_are_named_rightly(tmp_path):
         (str(tmp_path / "none"), None),
     ):
         with pytest.raises(ConfigError, match=r"spare host|no address"):
-            together.Wanted(spares, rates, None).now()
+            rendezvous.Wanted(spares, rates, None).now()
     (tmp_path / "file").write_text("# ours\n10.0.0.1:7000\n\n10.0.0.2:7000 0.25 # slow\n")
-    assert together.Wanted(str(tmp_path / "file"), None, None).now() == {
+    assert rendezvous.Wanted(str(tmp_path / "file"), None, None).now() == {
         "10.0.0.1:7000": 1.0,
         "10.0.0.2:7000": 0.25,
     }
     (tmp_path / "file").write_text("10.0.0.1:7000 fast\n")
     with pytest.raises(ConfigError, match="fast"):
-        together.Wanted(str(tmp_path / "file"), None, None).now()
+        rendezvous.Wanted(str(tmp_path / "file"), None, None).now()

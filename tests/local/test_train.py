@@ -18,12 +18,13 @@ import numpy as np
 import pytest
 import torch
 
-from roadtrain import cli, verify
+from roadtrain import cli
+from roadtrain.config.job import Job, job_of_run, load_job
 from roadtrain.errors import ConfigError, ForeignError, FullError, GoneError, StaleError
-from roadtrain.metrics import Metrics, read_metrics
-from roadtrain.model import plain
-from roadtrain.spec.job import Job, job_of_run, load_job
-from roadtrain.train import train
+from roadtrain.streaming import plain
+from roadtrain.training import verify
+from roadtrain.training.metrics import Metrics, read_metrics
+from roadtrain.training.train import train
 
 transformers = pytest.importorskip("transformers")
 transformers.utils.logging.disable_progress_bar()  # it leaves a thread

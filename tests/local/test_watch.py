@@ -11,7 +11,7 @@ from models import Case
 from processes import HostProcess, Workers
 
 from roadtrain import cli
-from roadtrain.node.dial import write_token
+from roadtrain.transport.address import write_token
 
 SECRET = b"a secret of the job"
 

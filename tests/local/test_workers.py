@@ -12,10 +12,10 @@ import torch
 from models import Case, build, one_step, place
 from processes import HostProcess, Workers, losses
 
-from roadtrain.flow import ops
+from roadtrain.chunks import ChunkTable, ParamSpec
 from roadtrain.lab.relay import Relay
-from roadtrain.node import messages as m
-from roadtrain.spec.chunks import ChunkTable, ParamSpec
+from roadtrain.protocol import messages
+from roadtrain.runtime import frames as m
 
 CASES = {
     "plain": Case(eager=True),
@@ -254,7 +254,7 @@ def test_a_store_of_other_servers_is_refused_and_kept(hosts, tmp_path):
 
 def test_numbers_of_a_release_travel_exactly():
     table = ChunkTable.build([("", [ParamSpec(f"p{i}", (3,), "fp32", True, 0) for i in range(4)])])
-    sent = ops.Release(0, 7, (0.1, 1e-300), (None, float("nan"), -0.0, float("inf")), 3, 2)
+    sent = messages.Release(0, 7, (0.1, 1e-300), (None, float("nan"), -0.0, float("inf")), 3, 2)
     kind, header, parts = m.frame(sent)
     got = m.release(m.header(kind, header), memoryview(b"".join(parts)), table.chunks[0], 2)
     assert got.hyper == sent.hyper and got.order == 3 and got.scales[0] is None

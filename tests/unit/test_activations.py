@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from roadtrain.errors import BudgetError, FullError, GoneError, ModelError, StoreError
-from roadtrain.model import activations as module
-from roadtrain.model.activations import Activations
+from roadtrain.streaming import activations as module
+from roadtrain.streaming.activations import Activations
 
 N = 1 << 18  # bytes of a tensor here
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from roadtrain.flow.agreeing import Agreed, AgreeDecider, Ask, Differ, Gone, Operation, Said
+from roadtrain.protocol.agreement import Agreed, AgreeDecider, Ask, Differ, Gone, Operation, Said
 
 
 def op(

@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("transformers", reason="the extra `hf` is not installed")
 
-from roadtrain.bench import delayed, scaling, workers
-from roadtrain.flow.prefetch import Prefetcher
+from benchmarks import delayed, scaling, workers
+from roadtrain.protocol.prefetch import Prefetcher
 
 
 def test_floor_with_buffering_is_one_pull_and_the_last_piece_at_staleness_0() -> None:

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roadtrain.errors import ConfigError
-from roadtrain.spec.chunks import (
+from roadtrain.chunks import (
     ITEMSIZE,
     MAX_CHUNK,
     PAGE,
@@ -21,6 +20,7 @@ from roadtrain.spec.chunks import (
     ParamSpec,
     record,
 )
+from roadtrain.errors import ConfigError
 
 SIZES = st.integers(1, MAX_CHUNK // SEGMENT).map(lambda n: n * SEGMENT)
 DIMS = st.sampled_from([0, 1, 3, 31, 32, 33, 64, 257, 1000, 2048])

@@ -14,7 +14,7 @@ import pytest
 
 from roadtrain import cli
 from roadtrain.errors import BudgetError
-from roadtrain.metrics import Metrics
+from roadtrain.training.metrics import Metrics
 
 
 @pytest.fixture
@@ -112,9 +112,9 @@ def test_bench_writes_what_it_prints(tmp_path: Path, monkeypatch: pytest.MonkeyP
         def to_json(self) -> str:
             return '{"name": "update"}'
 
-    module = types.ModuleType("roadtrain.bench.update")
+    module = types.ModuleType("benchmarks.update")
     module.run = lambda quick: Report()  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "roadtrain.bench.update", module)
+    monkeypatch.setitem(sys.modules, "benchmarks.update", module)
     assert cli.main(["bench", "update", "--quick", "--json", str(tmp_path / "r.json")]) == 0
     assert shown and json.loads((tmp_path / "r.json").read_text()) == {"name": "update"}
 

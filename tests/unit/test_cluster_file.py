@@ -1,4 +1,4 @@
-"""spec/cluster.py: cluster.toml, its units, what is assumed, which cards meet; bad input in one
+"""config/cluster.py: cluster.toml, its units, what is assumed, which cards meet; bad input in one
 sentence."""
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from roadtrain.config.cluster import Cluster, guesses, least_of, load_cluster, make_cluster
 from roadtrain.errors import ConfigError
-from roadtrain.spec.cluster import Cluster, guesses, least_of, load_cluster, make_cluster
 
 
 def host(name: str = "a", **more: Any) -> dict[str, Any]:

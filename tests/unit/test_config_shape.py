@@ -1,4 +1,4 @@
-"""model/config_shape.py: the parameters of published configs are the published ones, whatever the
+"""planner/model_config.py: the parameters of published configs are the published ones, whatever the
 architecture; FLOPs and experts are the formula's where that is exact; what is not understood is
 refused, never mis-sized.
 """
@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from roadtrain import cli, simulate
+from roadtrain import cli
+from roadtrain.config.models import ModelShape, from_config, shape
 from roadtrain.errors import ConfigError
-from roadtrain.model.config_shape import shape_of_config
-from roadtrain.simulate import load_model
-from roadtrain.spec.shapes import ModelShape, from_config, shape
+from roadtrain.planner import simulate
+from roadtrain.planner.model_config import shape_of_config
+from roadtrain.planner.simulate import load_model
 
 
 def keys(

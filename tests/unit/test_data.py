@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from roadtrain.data import Tokens, _draw, find_files
 from roadtrain.errors import ConfigError
+from roadtrain.training.data import Tokens, _draw, find_files
 
 
 @pytest.fixture

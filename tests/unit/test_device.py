@@ -10,12 +10,12 @@ import signal
 import pytest
 import torch
 
+from roadtrain.device import copies as module
+from roadtrain.device.buffers import Buffer
+from roadtrain.device.copies import HostBuffer, beside_accelerator, own_device
 from roadtrain.errors import ConfigError
 from roadtrain.kernels import gpu
-from roadtrain.model import activations
-from roadtrain.node import device as module
-from roadtrain.node.device import HostBuffer, beside_accelerator, own_device
-from roadtrain.store.buffers import Buffer
+from roadtrain.streaming import activations
 
 ONE = torch.device("cuda", 1)
 
@@ -302,7 +302,7 @@ def advised(address):
 
 @pytest.mark.parametrize("nbytes", [1, 5 << 20])
 def test_a_forked_child_has_no_part_in_buffers_of_direct_io(nbytes):
-    """store/buffers.py, NOTE fork: no page is copied for the parent while a device reads into
+    """device/buffers.py, NOTE fork: no page is copied for the parent while a device reads into
     it."""
     buffer = Buffer(nbytes)
     buffer.view[:] = bytes([7]) * len(buffer.view)

@@ -1,4 +1,4 @@
-"""sim/engine.py: sharing, lanes, order; a schedule computed by hand; folded workers take as
+"""simulator/engine.py: sharing, lanes, order; a schedule computed by hand; folded workers take as
 long as all of them."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roadtrain.errors import LoopError
-from roadtrain.sim.engine import Engine, Resource, Task, fair_rates
+from roadtrain.simulator.engine import Engine, Resource, Task, fair_rates
 
 
 def test_ten_tasks_computed_by_hand() -> None:

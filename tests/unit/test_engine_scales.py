@@ -1,6 +1,6 @@
-"""sim/engine.py at any scale of bytes and seconds: sharing is exact max-min, scaled rates give
-scaled times, and hosts with eight fast SSDs come to a step (their weights are shares of a second
-a byte, some 1e-12)."""
+"""simulator/engine.py at any scale of bytes and seconds: sharing is exact max-min, scaled rates
+give scaled times, and hosts with eight fast SSDs come to a step (their weights are shares of a
+second a byte, some 1e-12)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roadtrain.sim.compute import Constants
-from roadtrain.sim.engine import Engine, Resource, Task, fair_rates
-from roadtrain.sim.run import simulate
-from roadtrain.spec.cluster import Cluster, make_cluster
-from roadtrain.spec.layout import Layout
-from roadtrain.spec.placement import PLACEMENTS, Plan, placement
-from roadtrain.spec.shapes import BlockShape, ModelShape
+from roadtrain.config.cluster import Cluster, make_cluster
+from roadtrain.config.models import BlockShape, ModelShape
+from roadtrain.config.parallelism import Layout
+from roadtrain.config.plan import PLACEMENTS, Plan, placement
+from roadtrain.simulator.compute import Constants
+from roadtrain.simulator.engine import Engine, Resource, Task, fair_rates
+from roadtrain.simulator.run import simulate
 
 WIDE = st.builds(lambda a, e: a * 10.0**e, st.floats(1, 9.99), st.integers(-15, 15))
 

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from roadtrain import cli
-from roadtrain.spec.job import load_job
+from roadtrain.config.job import load_job
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import pytest
 
+from roadtrain.chunks import ChunkTable, ParamSpec
 from roadtrain.errors import LoopError
-from roadtrain.flow import ops
-from roadtrain.flow.assign import assign
-from roadtrain.flow.history import Held, Histories, HistoryLink, Resume
-from roadtrain.flow.ledger import Ledger, added
-from roadtrain.flow.prefetch import HERE, Prefetcher
-from roadtrain.flow.queues import (
+from roadtrain.protocol import messages
+from roadtrain.protocol.assignment import assign
+from roadtrain.protocol.commit import Ledger, added
+from roadtrain.protocol.history import Held, Histories, HistoryLink, Resume
+from roadtrain.protocol.prefetch import HERE, Prefetcher
+from roadtrain.protocol.queues import (
     READ_PARAMETERS,
     READ_STATE,
     WRITE_STATE,
@@ -21,8 +22,7 @@ from roadtrain.flow.queues import (
     Trial,
     Turns,
 )
-from roadtrain.flow.serve import ServeDecider, agreed
-from roadtrain.spec.chunks import ChunkTable, ParamSpec
+from roadtrain.protocol.server import ServeDecider, agreed
 
 
 class World:
@@ -37,9 +37,9 @@ class World:
 
     def feed(self, event):
         for action in self.decider.handle(event):
-            if isinstance(action, ops.Send):
+            if isinstance(action, messages.Send):
                 self.sent.append(action.message)
-            elif isinstance(action, ops.Discard):  # at once, as the server does
+            elif isinstance(action, messages.Discard):  # at once, as the server does
                 self.held.pop(action.chunk, None)
             else:
                 self.todo.append(action)
@@ -50,23 +50,23 @@ class World:
         self.log.append(action)
         result = ()
         match action:
-            case ops.Stash(push, lane):
+            case messages.Stash(push, lane):
                 assert (
                     push.chunk,
                     lane,
                 ) not in self.lanes, "nobody writes over what is still wanted"
                 self.lanes[push.chunk, lane] = push.worker
-            case ops.Hold(push):
+            case messages.Hold(push):
                 if isinstance(push.grad, int):
                     assert self.lanes.pop((push.chunk, push.grad)) == push.worker
                 self.held.setdefault(push.chunk, []).append(push.worker)
                 result = (None, push.keep)
-            case ops.Total(chunk):
+            case messages.Total(chunk):
                 result = (tuple(self.held.get(chunk, ())),)
-            case ops.Update(chunk, _):
+            case messages.Update(chunk, _):
                 self.held.pop(chunk, None)
                 result = (self.checksum(chunk),)
-        self.feed(ops.Done(action, result))
+        self.feed(messages.Done(action, result))
 
     def drain(self):
         while self.todo:
@@ -83,25 +83,25 @@ def test_steps_end_committed_whatever_the_order(seed, buffers):  # Rule 3, Rule 
     for step in range(1, 5):
         chunks = [c for c in decider.chunks if rng.random() < 0.8]
         for c in chunks:
-            world.feed(ops.Push(c, None, True, rng.random() < 0.5, 100 * step + c))
+            world.feed(messages.Push(c, None, True, rng.random() < 0.5, 100 * step + c))
         for c in chunks:
-            world.feed(ops.Release(c, step, (), [1.0], c))
+            world.feed(messages.Release(c, step, (), [1.0], c))
             if rng.random() < 0.5 and world.todo:
                 world.run_one()
         for c in chunks:  # the next forward asks for the new version while updates run
             world.feed(
-                ops.Pull(
+                messages.Pull(
                     c, decider.chunks[c].version + (decider.chunks[c].release is not None), None, c
                 )
             )
-        world.feed(ops.Seal(step))
-        world.feed(ops.Commit(step, b""))
+        world.feed(messages.Seal(step))
+        world.feed(messages.Commit(step, b""))
         world.drain()
         assert decider.committed == step and not (decider.gated or decider.sealed)
         assert not (decider.queue or decider.resident_queue)
-        assert [m.step for m in world.sent if isinstance(m, ops.CommitDone)][-1] == step
-    freed = [m.ticket for m in world.sent if isinstance(m, ops.Freed)]
-    pushed = [a.push.ticket for a in world.log if isinstance(a, ops.Hold)]
+        assert [m.step for m in world.sent if isinstance(m, messages.CommitDone)][-1] == step
+    freed = [m.ticket for m in world.sent if isinstance(m, messages.Freed)]
+    pushed = [a.push.ticket for a in world.log if isinstance(a, messages.Hold)]
     assert sorted(freed) == sorted(pushed)
 
 
@@ -135,23 +135,27 @@ def test_several_workers_meet_in_every_step(seed, closes, staleness):
                 if has[step, c, worker]:
                     ticket = len(seen) + 1000 * worker + 100000 * step
                     version = max(step - 1 - staleness, 0)
-                    world.feed(ops.Pull(c, version, version, ticket, worker))
-                    while ops.Pulled(ticket, c) not in world.sent:
+                    world.feed(messages.Pull(c, version, version, ticket, worker))
+                    while messages.Pulled(ticket, c) not in world.sent:
                         yield False
-                    world.feed(ops.Push(c, None, True, rng.random() < 0.5, ticket, None, worker))
+                    world.feed(
+                        messages.Push(c, None, True, rng.random() < 0.5, ticket, None, worker)
+                    )
             if closes:
                 for c in chunks:
-                    world.feed(ops.Close(c, step, worker))
+                    world.feed(messages.Close(c, step, worker))
                     yield True
                 for c in chunks:
-                    while sum(m.chunk == c for m in world.sent if isinstance(m, ops.Held)) < step:
+                    while (
+                        sum(m.chunk == c for m in world.sent if isinstance(m, messages.Held)) < step
+                    ):
                         yield False
             for c in chunks:
                 scale = 1.0 if has[step, c, worker] else None
-                world.feed(ops.Release(c, step, (0.1,), [scale], c, worker))
+                world.feed(messages.Release(c, step, (0.1,), [scale], c, worker))
                 yield True
-            world.feed(ops.Seal(step, worker))
-            world.feed(ops.Commit(step, worker, worker))
+            world.feed(messages.Seal(step, worker))
+            world.feed(messages.Commit(step, worker, worker))
 
     original = world.run_one
 
@@ -159,14 +163,14 @@ def test_several_workers_meet_in_every_step(seed, closes, staleness):
         before = {c: tuple(w) for c, w in world.held.items()}
         original()
         action = world.log[-1]
-        if isinstance(action, ops.Write):
+        if isinstance(action, messages.Write):
             filed[action.chunk] = held[action.chunk]
-        elif isinstance(action, ops.Answer):
+        elif isinstance(action, messages.Answer):
             c, version = action.pull.chunk, action.pull.into
             found = (held if action.memory else filed)[c][action.newest]
             named = sum(any(has[s, c, w] for w in range(n)) for s in range(1, version + 1))
             assert found >= named if staleness > 1 else found == named
-        elif isinstance(action, ops.Update):
+        elif isinstance(action, messages.Update):
             _, master = held[action.chunk]
             held[action.chunk] = (master if staleness == 1 else master + 1, master + 1)
             step = action.release.step
@@ -190,7 +194,7 @@ def test_several_workers_meet_in_every_step(seed, closes, staleness):
     assert not running and decider.committed == steps
     assert set(seen) == {(s, c) for s, c, w in has if has[s, c, w]}
     assert all(chunk.version == steps for chunk in decider.chunks.values())
-    prepared = [a.blobs for a in world.log if isinstance(a, ops.Prepare)]
+    prepared = [a.blobs for a in world.log if isinstance(a, messages.Prepare)]
     assert prepared == [[0, 1, 2]] * steps
 
 
@@ -199,22 +203,22 @@ def test_an_early_gradient_does_not_stay_in_the_way():
     come."""
     decider = ServeDecider(0, {0: (False, False)}, 1, durable=True)
     world = World(decider, 0)
-    world.feed(ops.Push(0, None, True, True, 1))
-    world.feed(ops.Release(0, 1, (), [1.0], 0))
-    world.feed(ops.Push(0, None, True, False, 2))
-    world.feed(ops.Release(0, 2, (), [1.0], 0))
-    [stash] = [a for a in world.todo if isinstance(a, ops.Stash)]
+    world.feed(messages.Push(0, None, True, True, 1))
+    world.feed(messages.Release(0, 1, (), [1.0], 0))
+    world.feed(messages.Push(0, None, True, False, 2))
+    world.feed(messages.Release(0, 2, (), [1.0], 0))
+    [stash] = [a for a in world.todo if isinstance(a, messages.Stash)]
     world.todo.remove(stash)
     # the first step's update is through, the second's gradient is still being written away
     world.drain()
-    assert decider.chunks[0].version == 1 and ops.Freed(2) not in world.sent
+    assert decider.chunks[0].version == 1 and messages.Freed(2) not in world.sent
     world.todo.append(stash)
     world.run_one()
-    assert ops.Freed(2) in world.sent
+    assert messages.Freed(2) in world.sent
     world.drain()
     assert (
         decider.chunks[0].version == 2
-        and world.sent.count(ops.Freed(2)) == 1
+        and world.sent.count(messages.Freed(2)) == 1
         and not decider.chunks[0].lanes
     )
 
@@ -224,18 +228,18 @@ def test_a_gradient_is_dropped_in_its_turn():
     counts, nothing else."""
     decider = ServeDecider(0, {0: (True, False)}, 0, durable=False, workers=2)
     world = World(decider, 0)
-    world.feed(ops.Push(0, None, True, True, 1, None, 0))
-    world.feed(ops.Forget(0, 0))
-    world.feed(ops.Push(0, None, True, True, 2, None, 0))
-    world.feed(ops.Push(0, None, True, True, 3, None, 1))
+    world.feed(messages.Push(0, None, True, True, 1, None, 0))
+    world.feed(messages.Forget(0, 0))
+    world.feed(messages.Push(0, None, True, True, 2, None, 0))
+    world.feed(messages.Push(0, None, True, True, 3, None, 1))
     world.drain()
     assert world.held == {0: [0, 1]} and [
-        m.ticket for m in world.sent if isinstance(m, ops.Freed)
+        m.ticket for m in world.sent if isinstance(m, messages.Freed)
     ] == [1]
 
 
 def test_workers_that_differ_are_told():
-    a = ops.Release(0, 1, (0.1,), [1.0, None], 0, 0)
+    a = messages.Release(0, 1, (0.1,), [1.0, None], 0, 0)
     assert list(agreed([a, replace(a, scales=[None, 2.0], worker=1)]).scales) == [1.0, 2.0]
     nan = replace(a, scales=[float("nan"), None])  # of a diverged run: all agree
     assert agreed([nan, replace(nan, scales=[float("nan"), None], worker=1)]).scales[0] != 0
@@ -249,46 +253,46 @@ def test_no_write_before_the_commit_of_the_step_before():  # Rule 3
     decider = ServeDecider(1, {0: (False, False)}, 2, durable=True)
     world = World(decider, 0)
     for step in (1, 2):
-        world.feed(ops.Push(0, None, True, True, step))
-        world.feed(ops.Release(0, step, (), [1.0], 0))
-        world.feed(ops.Seal(step))
+        world.feed(messages.Push(0, None, True, True, step))
+        world.feed(messages.Release(0, step, (), [1.0], 0))
+        world.feed(messages.Seal(step))
         world.drain()
     assert [type(a).__name__ for a in world.log].count("Write") == 1
-    assert ops.Prepared(1, 1) in world.sent and ops.Prepared(1, 2) not in world.sent
-    world.feed(ops.CommitDone(1))
+    assert messages.Prepared(1, 1) in world.sent and messages.Prepared(1, 2) not in world.sent
+    world.feed(messages.CommitDone(1))
     world.drain()
-    assert ops.Prepared(1, 2) in world.sent
+    assert messages.Prepared(1, 2) in world.sent
 
 
 def test_updates_run_in_the_order_the_next_forward_asks():
     decider = ServeDecider(0, dict.fromkeys(range(6), (False, False)), 1, durable=True)
     world = World(decider, 0)
     for c in range(6):
-        world.feed(ops.Push(c, None, True, True, c))
+        world.feed(messages.Push(c, None, True, True, c))
     world.drain()
     for c in reversed(range(6)):
         decider.chunks[c].phase = "busy"  # nothing may start before all are released
-        world.feed(ops.Release(c, 1, (), [1.0], c))
+        world.feed(messages.Release(c, 1, (), [1.0], c))
     for c in range(6):
         decider.chunks[c].phase = "idle"
-    world.feed(ops.Seal(1))
-    world.feed(ops.Commit(1, b""))
+    world.feed(messages.Seal(1))
+    world.feed(messages.Commit(1, b""))
     for action in decider._advance():
         world.todo.append(action)
     world.drain()
-    assert [a.chunk for a in world.log if isinstance(a, ops.Update)] == list(range(6))
+    assert [a.chunk for a in world.log if isinstance(a, messages.Update)] == list(range(6))
 
 
 def test_a_waiting_pull_is_answered_before_the_write():
     decider = ServeDecider(0, {0: (False, False)}, 1, durable=True)
     world = World(decider, 0)
-    world.feed(ops.Push(0, None, True, True, 1))
-    world.feed(ops.Pull(0, 1, None, 7))
-    world.feed(ops.Release(0, 1, (), [1.0], 0))
-    while not any(isinstance(a, ops.Answer) for a in world.todo):
+    world.feed(messages.Push(0, None, True, True, 1))
+    world.feed(messages.Pull(0, 1, None, 7))
+    world.feed(messages.Release(0, 1, (), [1.0], 0))
+    while not any(isinstance(a, messages.Answer) for a in world.todo):
         world.run_one()
-    assert not any(isinstance(a, ops.Write) for a in world.log)
-    assert next(a for a in world.todo if isinstance(a, ops.Answer)).memory
+    assert not any(isinstance(a, messages.Write) for a in world.log)
+    assert next(a for a in world.todo if isinstance(a, messages.Answer)).memory
 
 
 def answered_order(turns, slow, n):
@@ -423,10 +427,10 @@ def test_trial_waits_for_steps_that_move_something():
 def test_ledger_commits_once_all_prepared_and_the_blob_is_known():
     ledger = Ledger(range(3), 0)
     assert len(ledger.seal(1)) == 3
-    assert ledger.on_prepared(ops.Prepared(1, 1)) == []
+    assert ledger.on_prepared(messages.Prepared(1, 1)) == []
     assert ledger.blob(1, b"x") == []
-    assert ledger.on_prepared(ops.Prepared(2, 1)) == [(0, ops.Commit(1, b"x"))]
-    assert [s for s, _ in ledger.on_committed(ops.CommitDone(1))] == [1, 2]
+    assert ledger.on_prepared(messages.Prepared(2, 1)) == [(0, messages.Commit(1, b"x"))]
+    assert [s for s, _ in ledger.on_committed(messages.CommitDone(1))] == [1, 2]
     ledger.check()
 
 
@@ -445,15 +449,17 @@ def test_ledger_with_replicas_gives_the_blob_to_all_before_the_commit():
     assert ledger.blob(1, b"x") == []
     # nobody prepares what is not compared
     assert ledger.missing() == "step 1 waits for server(s) [1, 2, 4]"
-    assert ledger.on_written(ops.Written(1, 1)) == ledger.on_written(ops.Written(2, 1)) == []
-    assert ledger.on_written(ops.Written(4, 1)) == [
-        (2, ops.Commit(1, b"x")),
-        (4, ops.Commit(1, b"x")),
+    assert (
+        ledger.on_written(messages.Written(1, 1)) == ledger.on_written(messages.Written(2, 1)) == []
+    )
+    assert ledger.on_written(messages.Written(4, 1)) == [
+        (2, messages.Commit(1, b"x")),
+        (4, messages.Commit(1, b"x")),
     ]
-    assert ledger.on_prepared(ops.Prepared(2, 1)) == []
+    assert ledger.on_prepared(messages.Prepared(2, 1)) == []
     assert ledger.missing() == "step 1 waits for server(s) [4]"
-    assert ledger.on_prepared(ops.Prepared(4, 1)) == [(1, ops.Commit(1, b"x"))]
-    assert [s for s, _ in ledger.on_committed(ops.CommitDone(1))] == [2, 4]
+    assert ledger.on_prepared(messages.Prepared(4, 1)) == [(1, messages.Commit(1, b"x"))]
+    assert [s for s, _ in ledger.on_committed(messages.CommitDone(1))] == [2, 4]
     ledger.check()
 
 
@@ -472,16 +478,18 @@ def test_a_step_that_two_servers_wrote_differently_is_not_committed(bad):  # Rul
     ledger.seal(4)
     ledger.blob(4, b"x")
     out = [
-        *ledger.on_written(ops.Written(0, 4, ((0, 8, 8), (2, 9, 9)))),
-        *ledger.on_written(ops.Written(1, 4, ((0, 8, 8), (1, *sums[1])))),
-        *ledger.on_written(ops.Written(2, 4, ((1, *sums[2]), (2, 9, 9)))),
+        *ledger.on_written(messages.Written(0, 4, ((0, 8, 8), (2, 9, 9)))),
+        *ledger.on_written(messages.Written(1, 4, ((0, 8, 8), (1, *sums[1])))),
+        *ledger.on_written(messages.Written(2, 4, ((1, *sums[2]), (2, 9, 9)))),
     ]
     if not bad:
         assert ledger.diverged is None and [s for s, _ in out] == [1, 2]
         return
     assert (
         out == []
-        and ledger.on_prepared(ops.Prepared(1, 4)) == ledger.on_prepared(ops.Prepared(2, 4)) == []
+        and ledger.on_prepared(messages.Prepared(1, 4))
+        == ledger.on_prepared(messages.Prepared(2, 4))
+        == []
     )
     found = ledger.diverged
     assert (found.step, found.owner, found.servers) == (4, 1, (1, 2))
@@ -503,18 +511,18 @@ def test_a_server_says_what_it_wrote_before_it_prepares():
         world = World(decider, seed)
         world.checksum = lambda chunk: 1000 + chunk
         for chunk in range(3):
-            world.feed(ops.Push(chunk, None, True, True, chunk))
-            world.feed(ops.Release(chunk, 1, (), (1.0,), chunk))
-        world.feed(ops.Seal(1))
+            world.feed(messages.Push(chunk, None, True, True, chunk))
+            world.feed(messages.Release(chunk, 1, (), (1.0,), chunk))
+        world.feed(messages.Seal(1))
         world.drain()
-        assert not any(isinstance(a, ops.Prepare) for a in world.log)
-        said.append(next(m for m in world.sent if isinstance(m, ops.Written)))
-        world.feed(ops.Commit(1, b"x"))
+        assert not any(isinstance(a, messages.Prepare) for a in world.log)
+        said.append(next(m for m in world.sent if isinstance(m, messages.Written)))
+        world.feed(messages.Commit(1, b"x"))
         world.drain()
-        assert [a.step for a in world.log if isinstance(a, ops.Prepare)] == [1]
+        assert [a.step for a in world.log if isinstance(a, messages.Prepare)] == [1]
     first = added((0, 0), 0, 1000)
     second = added(added((0, 0), 1, 1001), 2, 1002)
-    assert set(said) == {ops.Written(1, 1, ((0, *first), (1, *second)))}
+    assert set(said) == {messages.Written(1, 1, ((0, *first), (1, *second)))}
 
 
 class Replicas:
@@ -617,11 +625,11 @@ class Replicas:
 
         def act(server, actions):
             for action in actions:
-                if isinstance(action, ops.Send):
+                if isinstance(action, messages.Send):
                     for i, w in back:
                         if i == server:
                             back[i, w].append(action.message)
-                elif isinstance(action, ops.Prepare):
+                elif isinstance(action, messages.Prepare):
                     work[server].append(action)
 
         for _ in range(events):
@@ -648,7 +656,7 @@ class Replicas:
                         action.step - 1: disk[action.step - 1],
                         action.step: ((*before, (number, action.step)), tuple(action.blobs)),
                     }
-                    act(server, self.deciders[server].handle(ops.Done(action)))
+                    act(server, self.deciders[server].handle(messages.Done(action)))
             elif full := [
                 key for key, queue in (lanes if kind == "lane" else back).items() if queue
             ]:
@@ -657,13 +665,13 @@ class Replicas:
                     act(server, self.deciders[server].handle(lanes[server, w].pop(0)))
                     continue
                 message, ledger = back[server, w].pop(0), self.ledgers[w]
-                done = isinstance(message, ops.CommitDone)
+                done = isinstance(message, messages.CommitDone)
                 out = (
                     ledger.on_committed(message)
                     if done
                     else (
                         ledger.on_written(message)
-                        if isinstance(message, ops.Written)
+                        if isinstance(message, messages.Written)
                         else ledger.on_prepared(message)
                     )
                 )
@@ -709,11 +717,11 @@ def test_who_is_waited_for_is_known():
     world = World(decider, 0)
     assert decider.waits() == ([], [])
     for worker in (0, 2):
-        world.feed(ops.Push(1, None, True, True, worker, None, worker))
-        world.feed(ops.Close(1, 1, worker))
-    pull = ops.Pull(1, 1, None, 9, 2)
+        world.feed(messages.Push(1, None, True, True, worker, None, worker))
+        world.feed(messages.Close(1, 1, worker))
+    pull = messages.Pull(1, 1, None, 9, 2)
     world.feed(pull)
-    world.feed(ops.Seal(1, 0))
+    world.feed(messages.Seal(1, 0))
     world.drain()
     assert decider.waits() == (
         [pull],
@@ -723,7 +731,7 @@ def test_who_is_waited_for_is_known():
             (1, "the gradient of chunk 1 in step 1"),
         ],
     )
-    world.feed(ops.Close(1, 1, 1))
+    world.feed(messages.Close(1, 1, 1))
     assert [what for _, what in decider.waits()[1]] == ["the end of step 1"] * 2
 
 

@@ -6,8 +6,8 @@ import random
 import pytest
 
 from roadtrain.errors import LostError
-from roadtrain.flow import ops
-from roadtrain.flow.relay import Give, PushSum, RelayDecider, Up
+from roadtrain.protocol import messages
+from roadtrain.protocol.relay import Give, PushSum, RelayDecider, Up
 
 
 class World:
@@ -22,11 +22,11 @@ class World:
             match action:
                 case Up(message):
                     self.up.append(message)
-                    if isinstance(message, ops.Pull):
+                    if isinstance(message, messages.Pull):
                         self.todo.append(message)
-                case ops.Hold(push):
+                case messages.Hold(push):
                     self.held.setdefault(push.chunk, {})[push.worker] = push.ticket
-                case ops.Discard(chunk, worker):
+                case messages.Discard(chunk, worker):
                     self.held.get(chunk, {}).pop(worker, None)
                 case PushSum(chunk):
                     self.up.append(("sum", chunk, self.held.pop(chunk, {})))
@@ -36,13 +36,13 @@ class World:
 
     def run_one(self):
         match self.todo.pop(self.random.randrange(len(self.todo))):
-            case ops.Pull(chunk, version, into, ticket):
+            case messages.Pull(chunk, version, into, ticket):
                 self.filled[into] = (chunk, version)
-                self.feed(ops.Pulled(ticket, chunk))
+                self.feed(messages.Pulled(ticket, chunk))
             case Give(pull, buffer) as give:
                 assert self.filled[buffer] == (pull.chunk, pull.version)
                 self.given.append((pull.worker, pull.ticket))
-                self.feed(ops.Done(give))
+                self.feed(messages.Done(give))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -57,14 +57,14 @@ def test_every_pull_is_given_what_it_asked(seed, buffers):  # Rule 4, Rule 5
         for i, (worker, chunk) in enumerate(pulls):
             ticket = 1000 * step + i
             asked.append((worker, ticket))
-            world.feed(ops.Pull(chunk, step, None, ticket, worker))
+            world.feed(messages.Pull(chunk, step, None, ticket, worker))
             while world.todo and rng.random() < 0.6:
                 world.run_one()
         while world.todo:
             world.run_one()
     assert sorted(world.given) == sorted(asked) and not world.decider.queue
     if buffers == 40:  # each version of a chunk comes once, whoever asks and how often
-        assert len([m for m in world.up if isinstance(m, ops.Pull)]) == 4 * 8
+        assert len([m for m in world.up if isinstance(m, messages.Pull)]) == 4 * 8
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -82,20 +82,20 @@ def test_one_sum_a_step_of_what_that_step_pushed(seed, closes):  # Rule 1
             for chunk in chunks:
                 if has[step, chunk, worker]:
                     if rng.random() < 0.2:
-                        world.feed(ops.Push(chunk, None, True, True, -1, None, worker))
+                        world.feed(messages.Push(chunk, None, True, True, -1, None, worker))
                         yield
-                        world.feed(ops.Forget(chunk, worker))
-                    world.feed(ops.Push(chunk, None, True, True, step, None, worker))
+                        world.feed(messages.Forget(chunk, worker))
+                    world.feed(messages.Push(chunk, None, True, True, step, None, worker))
                     yield
                 if closes:
-                    world.feed(ops.Close(chunk, step, worker))
+                    world.feed(messages.Close(chunk, step, worker))
                     yield
             for chunk in chunks:
                 scales = [1.0 if has[step, chunk, worker] else None]
-                world.feed(ops.Release(chunk, step, (0.1,), scales, 0, worker))
+                world.feed(messages.Release(chunk, step, (0.1,), scales, 0, worker))
                 yield
-            world.feed(ops.Seal(step, worker))
-            world.feed(ops.Commit(step, worker, worker))
+            world.feed(messages.Seal(step, worker))
+            world.feed(messages.Commit(step, worker, worker))
 
     running = [scripted(w) for w in range(n)]
     while running:
@@ -113,21 +113,21 @@ def test_one_sum_a_step_of_what_that_step_pushed(seed, closes):  # Rule 1
         for step in range(1, steps + 1):
             pushed, close, release = mine[3 * step - 3 : 3 * step]
             assert pushed == ("sum", chunk, {w: step for w in range(n) if has[step, chunk, w]})
-            assert close == ops.Close(chunk, step) and release.step == step
-    assert [m.step for m in world.up if isinstance(m, ops.Seal)] == list(range(1, steps + 1))
-    assert [m.blob for m in world.up if isinstance(m, ops.Commit)] == [[0, 1, 2]] * steps
+            assert close == messages.Close(chunk, step) and release.step == step
+    assert [m.step for m in world.up if isinstance(m, messages.Seal)] == list(range(1, steps + 1))
+    assert [m.blob for m in world.up if isinstance(m, messages.Commit)] == [[0, 1, 2]] * steps
 
 
 def test_a_sum_that_is_dropped_is_dropped_there_too():
     world = World(2, 1, 0)
     for worker in range(2):
-        world.feed(ops.Push(0, None, True, True, 1, None, worker))
-        world.feed(ops.Close(0, 1, worker))
+        world.feed(messages.Push(0, None, True, True, 1, None, worker))
+        world.feed(messages.Close(0, 1, worker))
     for worker in range(2):
-        world.feed(ops.Forget(0, worker))
+        world.feed(messages.Forget(0, worker))
     for worker in range(2):
-        world.feed(ops.Push(0, None, True, True, 2, None, worker))
-        world.feed(ops.Release(0, 1, (), [1.0], 0, worker))
+        world.feed(messages.Push(0, None, True, True, 2, None, worker))
+        world.feed(messages.Release(0, 1, (), [1.0], 0, worker))
     kinds = [m if isinstance(m, tuple) else type(m).__name__ for m in world.up]
     assert kinds == [
         ("sum", 0, {0: 1, 1: 1}),
@@ -141,24 +141,24 @@ def test_a_sum_that_is_dropped_is_dropped_there_too():
 
 def test_a_worker_that_goes_in_the_middle_of_a_step_is_missed():  # Rule 5
     world = World(2, 1, 0)
-    world.feed(ops.PeerLost(1, "killed"))  # between steps it may be leaving
+    world.feed(messages.PeerLost(1, "killed"))  # between steps it may be leaving
     with pytest.raises(LostError, match="worker 1 of this host has gone: killed"):
-        world.feed(ops.Push(0, None, True, True, 1, None, 0))
+        world.feed(messages.Push(0, None, True, True, 1, None, 0))
     world = World(2, 1, 0)
-    world.feed(ops.Close(0, 1, 0))
+    world.feed(messages.Close(0, 1, 0))
     with pytest.raises(LostError):
-        world.feed(ops.PeerLost(1, "killed"))
+        world.feed(messages.PeerLost(1, "killed"))
 
 
 def test_one_worker_passes_through():
     world = World(1, 2, 0)
-    push = ops.Push(0, b"", True, True, 1)
+    push = messages.Push(0, b"", True, True, 1)
     for message in (
         push,
-        ops.Close(0, 1),
-        ops.Release(0, 1, (), [1.0], 0),
-        ops.Forget(0),
-        ops.Seal(1),
+        messages.Close(0, 1),
+        messages.Release(0, 1, (), [1.0], 0),
+        messages.Forget(0),
+        messages.Seal(1),
     ):
         world.feed(message)
         assert world.up[-1] == message

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from roadtrain.errors import ConfigError, WireError
-from roadtrain.node import formats
+from roadtrain.runtime import formats
 
 ALL = ("bf16", "fp16", "topk:0.1", "topk:0.9", "onebit", "dither:2", "dither:4", "dither:8")
 floats = hnp.arrays(np.float32, st.integers(1, 70), elements=st.floats(-1e4, 1e4, width=32))

@@ -9,12 +9,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from roadtrain.flow import ops
+from roadtrain.chunks import ITEMSIZE, SEGMENT, Chunk, ChunkTable, ParamSpec
 from roadtrain.kernels.cast import reference_narrow, reference_widen
 from roadtrain.kernels.sum import sum_squares
-from roadtrain.node.compress import narrowed, recast
-from roadtrain.node.gradients import Gradients
-from roadtrain.spec.chunks import ITEMSIZE, SEGMENT, Chunk, ChunkTable, ParamSpec
+from roadtrain.protocol import messages
+from roadtrain.runtime.compress import narrowed, recast
+from roadtrain.runtime.gradients import Gradients
 
 N = 2 * SEGMENT + 4096 + 77
 
@@ -48,13 +48,13 @@ class Spill:
         into[:] = self.lanes[lane]
 
 
-def push_of(chunk: Chunk, values: np.ndarray, dtype: str, **more) -> ops.Push:
+def push_of(chunk: Chunk, values: np.ndarray, dtype: str, **more) -> messages.Push:
     """As it arrives: in memory of the whole gradient's size."""
     memory = memoryview(bytearray(b"\xab" * chunk.public_nbytes))
     data = reference_narrow(values, dtype or chunk.dtype).tobytes()
     memory[: len(data)] = data
     fields = {"fresh": True, "keep": False, "ticket": 1, "dtype": dtype, **more}
-    return ops.Push(chunk.id, memory, **fields)
+    return messages.Push(chunk.id, memory, **fields)
 
 
 def received(chunk: Chunk, values: np.ndarray, dtype: str) -> np.ndarray:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from roadtrain.errors import LoopError
-from roadtrain.model.grads import PlacedGrad
+from roadtrain.streaming.grads import PlacedGrad
 
 SHAPES = [(7, 5), (33,), (4, 4, 2), (64, 3)]
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roadtrain.errors import ForkedError, StaleError
-from roadtrain.flow.history import Doubt, Held, Histories, HistoryLink, Resume, Witness
+from roadtrain.protocol.history import Doubt, Held, Histories, HistoryLink, Resume, Witness
 
 NAMES = [f"server {n} (host{n}:7000)" for n in range(5)]
 A, B, C = (

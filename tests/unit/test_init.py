@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from roadtrain.errors import ModelError
-from roadtrain.model.init import materialize, release
-from roadtrain.model.split import split
+from roadtrain.streaming.init import materialize, release
+from roadtrain.streaming.split import split
 
 sys.path.insert(0, str(Path(__file__).parent))
 from toy_lender import Streamed

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from roadtrain.config.job import Job, all_keys, load_job, parse_overrides
 from roadtrain.errors import ConfigError, UnitError
-from roadtrain.spec.job import Job, all_keys, load_job, parse_overrides
 
 MODEL = '[model.config]\nmodel_type = "llama"\nhidden_size = 64\n'
 

@@ -1,5 +1,5 @@
-"""spec/layout.py and flow/pipeline.py: groups as in Yang et al. (Holmes), balanced stages, one
-forward one backward."""
+"""config/parallelism.py and protocol/pipeline.py: groups as in Yang et al. (Holmes), balanced
+stages, one forward one backward."""
 
 from __future__ import annotations
 
@@ -16,9 +16,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from roadtrain.config.parallelism import Layout, balanced, even
 from roadtrain.errors import ConfigError
-from roadtrain.flow.pipeline import BACKWARD, FORWARD, Run, StageDecider, one_forward_one_backward
-from roadtrain.spec.layout import Layout, balanced, even
+from roadtrain.protocol.pipeline import (
+    BACKWARD,
+    FORWARD,
+    Run,
+    StageDecider,
+    one_forward_one_backward,
+)
 
 
 def test_the_papers_groups() -> None:
@@ -228,7 +234,7 @@ print(solver.objective_value / 2)
 @pytest.mark.parametrize(("layers", "n"), [(48, 8), (31, 7)])
 def test_balanced_stages_are_those_of_a_solver(layers: int, n: int) -> None:
     """OR-Tools' CP-SAT on sizes that cannot be tried one by one; in a process of its own, as a
-    process that has both it and NIXL (wire/rdma.py) crashes."""
+    process that has both it and NIXL (transport/rdma.py) crashes."""
     rng = Random(layers)
     weights = [rng.choice([3, 4, 5]) for _ in range(layers)]
     speeds, end = [rng.choice([1, 2]) for _ in range(n)], rng.randint(0, 20)

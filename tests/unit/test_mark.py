@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from roadtrain.errors import DamagedError, ForeignError, GoneError, StaleError
-from roadtrain.store import mark as module
-from roadtrain.store.mark import IN_RAM, Mark
+from roadtrain.storage import mark as module
+from roadtrain.storage.mark import IN_RAM, Mark
 
 JOB, OTHER = "11111111-aaaa", "22222222-bbbb"
 

@@ -1,4 +1,4 @@
-"""model/measure.py: any module's shape from one forward on `meta`, against the arithmetic."""
+"""planner/measure.py: any module's shape from one forward on `meta`, against the arithmetic."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from roadtrain import cli
+from roadtrain.config.models import gpt
 from roadtrain.errors import ModelError
-from roadtrain.model.measure import shape_of
-from roadtrain.spec.shapes import gpt
+from roadtrain.planner.measure import shape_of
 
 
 class Layer(nn.Module):

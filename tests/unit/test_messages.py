@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from roadtrain.chunks import PAGE, Chunk, ChunkTable, ParamSpec
+from roadtrain.device.pool import Pool
 from roadtrain.errors import WireError
-from roadtrain.flow import ops
-from roadtrain.node import messages as m
-from roadtrain.node.pool import Pool
-from roadtrain.node.serve import Seat
-from roadtrain.spec.chunks import PAGE, Chunk, ChunkTable, ParamSpec
+from roadtrain.protocol import messages
+from roadtrain.runtime import frames as m
+from roadtrain.runtime.session_host import Seat
 from roadtrain.units import round_up
 
 CHUNKS = ChunkTable.build(
@@ -48,7 +48,7 @@ def whole(chunk: Chunk) -> memoryview:
     return memoryview(bytearray(i % 251 for i in range(chunk.public_nbytes)))
 
 
-def arrive(at: Seat, message: ops.Push) -> bytes:
+def arrive(at: Seat, message: messages.Push) -> bytes:
     """Returns what went over the wire."""
     kind, header, parts = m.frame(message)
     data = b"".join(parts)
@@ -64,7 +64,7 @@ def test_a_narrowed_gradient_is_half_as_many_bytes(dtype: str) -> None:
     for its fp32 sum."""
     chunk, (relay, passing), (server, got) = CHUNKS[0], seat(), seat()
     grad = whole(chunk)
-    sent = arrive(relay, ops.Push(chunk.id, grad, True, True, 7, dtype=dtype))
+    sent = arrive(relay, messages.Push(chunk.id, grad, True, True, 7, dtype=dtype))
     assert sent == bytes(grad[: chunk.numel * (2 if dtype else 4)])
     assert arrive(server, passing[0]) == sent
     (push,) = got
@@ -87,7 +87,7 @@ def test_gradients_follow_each_other_into_their_own_buffers() -> None:
     chunk, (server, got) = CHUNKS[0], seat()
     frames = [
         m.frame(
-            ops.Push(
+            messages.Push(
                 chunk.id, memoryview(bytes([i]) * chunk.public_nbytes), True, True, i, dtype=dtype
             )
         )

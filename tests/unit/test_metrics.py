@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from roadtrain.errors import DamagedError, FullError
-from roadtrain.metrics import Metrics, committed_by, read_metrics
+from roadtrain.training.metrics import Metrics, committed_by, read_metrics
 
 
 @pytest.fixture

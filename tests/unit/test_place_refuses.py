@@ -9,7 +9,7 @@ from torch import nn
 
 import roadtrain
 from roadtrain.errors import ConfigError
-from roadtrain.wire import rdma
+from roadtrain.transport import rdma
 
 
 def test_a_relay_does_not_turn_rdma_into_tcp() -> None:

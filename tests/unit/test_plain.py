@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from roadtrain.errors import ConfigError, DamagedError, ForeignError, StoreError
-from roadtrain.model import plain
+from roadtrain.streaming import plain
 
 FUZZ = settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from roadtrain.chunks import SEGMENT, ChunkTable, ParamSpec, record
+from roadtrain.config.budgets import HUGE, derive
 from roadtrain.errors import BudgetError
-from roadtrain.flow.assign import assign
-from roadtrain.spec.chunks import SEGMENT, ChunkTable, ParamSpec, record
-from roadtrain.spec.plan import HUGE, derive
+from roadtrain.protocol.assignment import assign
 from roadtrain.units import GIB, MIB, parse_bytes, round_up
 
 ARRAYS, SCALARS = 2, 1

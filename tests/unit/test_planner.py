@@ -15,15 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roadtrain import cli
+from roadtrain.config.cluster import Cluster, make_cluster
+from roadtrain.config.models import ModelShape, gpt, shape
+from roadtrain.config.parallelism import Layout
+from roadtrain.config.plan import PLACEMENTS, Plan, load_plan, make_plan, placement
 from roadtrain.errors import ConfigError, RoadtrainError
-from roadtrain.planner import CLOSE, MOST_MICROS, candidates, least_change, scaled, search
-from roadtrain.sim.compute import Constants
-from roadtrain.sim.engine import Engine
-from roadtrain.sim.run import Scene, simulate
-from roadtrain.spec.cluster import Cluster, make_cluster
-from roadtrain.spec.layout import Layout
-from roadtrain.spec.placement import PLACEMENTS, Plan, load_plan, make_plan, placement
-from roadtrain.spec.shapes import ModelShape, gpt, shape
+from roadtrain.planner.search import CLOSE, MOST_MICROS, candidates, least_change, scaled, search
+from roadtrain.simulator.compute import Constants
+from roadtrain.simulator.engine import Engine
+from roadtrain.simulator.run import Scene, simulate
 
 OF = Constants()
 

@@ -8,7 +8,7 @@ import sys
 
 import roadtrain
 from roadtrain import cli, hvd
-from roadtrain.spec import job
+from roadtrain.config import job
 
 
 def test_package() -> None:
@@ -178,6 +178,7 @@ def test_keys_of_a_job() -> None:
 
 def test_the_command_line_imports_no_torch() -> None:
     code = (
-        "import sys, roadtrain.cli, roadtrain.status, roadtrain; sys.exit('torch' in sys.modules)"
+        "import sys, roadtrain.cli, roadtrain.training.status, roadtrain; sys.exit('torch' in"
+        " sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

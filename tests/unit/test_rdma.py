@@ -13,8 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from roadtrain.transport import rdma
 from roadtrain.units import MIB
-from roadtrain.wire import rdma
 
 IN_PROGRESS, ENDED = 1, 0
 ASKED = 5  # times until a READ has ended

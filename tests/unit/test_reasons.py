@@ -4,9 +4,9 @@ workers (Rule 5)."""
 import pytest
 
 from roadtrain.errors import LostError
-from roadtrain.node import messages as m
-from roadtrain.node.cluster import RemoteServer
-from roadtrain.node.serve import Seat
+from roadtrain.runtime import frames as m
+from roadtrain.runtime.session import RemoteServer
+from roadtrain.runtime.session_host import Seat
 
 
 class Wire:

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from roadtrain.node import messages as m
-from roadtrain.node.summing import Summer
+from roadtrain.runtime import frames as m
+from roadtrain.runtime.reducer import Summer
 
 
 class Heard:

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from roadtrain.errors import LoopError
-from roadtrain.model.borrowed import hollow, is_hollow
-from roadtrain.model.released import is_released, set_fetched, set_released
+from roadtrain.streaming.fetched import hollow, is_hollow
+from roadtrain.streaming.released import is_released, set_fetched, set_released
 
 
 class Special(nn.Parameter):

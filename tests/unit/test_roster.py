@@ -9,9 +9,9 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roadtrain.flow.roster import Ask, Change, Coordinator, Map
-from roadtrain.node import messages as m
-from roadtrain.node.roster import Delegate
+from roadtrain.protocol.membership import Ask, Change, Coordinator, Map
+from roadtrain.runtime import frames as m
+from roadtrain.runtime.membership import Delegate
 
 KEYS, PARTS = (1, 2, 99), 23
 

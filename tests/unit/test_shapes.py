@@ -1,4 +1,5 @@
-"""spec/shapes.py against published parameter counts, formulas, and torch's own modules on meta."""
+"""config/models.py against published parameter counts, formulas, and torch's own modules on
+meta."""
 
 from __future__ import annotations
 
@@ -7,8 +8,8 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from roadtrain.config.models import NAMES, chosen_length, from_config, gpt, named_shape, shape
 from roadtrain.errors import ConfigError
-from roadtrain.spec.shapes import NAMES, chosen_length, from_config, gpt, named_shape, shape
 
 PUBLISHED = {  # billions
     "OPT-125M": 0.125,

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roadtrain.errors import ConfigError
-from roadtrain.flow.shares import ALIGN, busiest, cut, optimum, order, sites
+from roadtrain.protocol.shares import ALIGN, busiest, cut, optimum, order, sites
 
 ONE = Fraction(1)
 

@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 
+from roadtrain.config.cluster import Cluster, Device, make_cluster
+from roadtrain.config.models import BlockShape, ModelShape, Transformer, gpt, shape
+from roadtrain.config.parallelism import Layout
+from roadtrain.config.plan import PLACEMENTS, Plan, make_plan, placement
 from roadtrain.errors import BudgetError, ConfigError
-from roadtrain.flow.shares import optimum
-from roadtrain.sim.compute import Constants
-from roadtrain.sim.engine import Engine
-from roadtrain.sim.fabric import Cost, Fabric, Group, Site
-from roadtrain.sim.memory import device_bytes, saved_bytes
-from roadtrain.sim.run import Result, Scene, _Steps, simulate
-from roadtrain.sim.step import Stage
-from roadtrain.spec.cluster import Cluster, Device, make_cluster
-from roadtrain.spec.layout import Layout
-from roadtrain.spec.placement import PLACEMENTS, Plan, make_plan, placement
-from roadtrain.spec.shapes import BlockShape, ModelShape, Transformer, gpt, shape
+from roadtrain.protocol.shares import optimum
+from roadtrain.simulator.compute import Constants
+from roadtrain.simulator.engine import Engine
+from roadtrain.simulator.fabric import Cost, Fabric, Group, Site
+from roadtrain.simulator.memory import device_bytes, saved_bytes
+from roadtrain.simulator.run import Result, Scene, _Steps, simulate
+from roadtrain.simulator.step import Stage
 
 RATE = 10e9
 WHOLE = Constants(efficiency=0.5, network=1.0)

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from roadtrain.chunks import SEGMENT
 from roadtrain.errors import ConfigError, ModelError
-from roadtrain.model.split import split, table
-from roadtrain.spec.chunks import SEGMENT
+from roadtrain.streaming.split import split, table
 
 
 class Layer(nn.Module):

@@ -12,16 +12,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from roadtrain.chunks import ChunkTable, ParamSpec
+from roadtrain.device import buffers
+from roadtrain.device.buffers import Buffer
 from roadtrain.errors import ConfigError, ForeignError, FullError
 from roadtrain.kernels.cast import cast
-from roadtrain.spec.chunks import ChunkTable, ParamSpec
-from roadtrain.store import buffers, convert, generation
-from roadtrain.store.buffers import Buffer
-from roadtrain.store.convert import convert as convert_store
-from roadtrain.store.convert import needs_conversion, read_param, read_record, write_params
-from roadtrain.store.generation import OpenedStore, create_store, open_store
-from roadtrain.store.ledger import GroupRule, StoreMeta
-from roadtrain.store.tier import PRIVATE
+from roadtrain.storage import convert, generation
+from roadtrain.storage.convert import convert as convert_store
+from roadtrain.storage.convert import needs_conversion, read_param, read_record, write_params
+from roadtrain.storage.generation import OpenedStore, create_store, open_store
+from roadtrain.storage.ledger import GroupRule, StoreMeta
+from roadtrain.storage.tier import PRIVATE
 
 GROUPS = (GroupRule("adamw", ("m", "v"), ("t", "beta_t")), GroupRule("sgd"))
 STATE = {0: ("m", "v", "t", "beta_t"), 1: ()}

@@ -19,12 +19,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from roadtrain.chunks import PAGE, ChunkTable, ParamSpec
+from roadtrain.device.buffers import HUGE, Buffer, array_in
 from roadtrain.errors import DamagedError, ForeignError, FullError, GoneError, StoreError
-from roadtrain.spec.chunks import PAGE, ChunkTable, ParamSpec
-from roadtrain.store import lock as lock_module
-from roadtrain.store.buffers import HUGE, Buffer, array_in
-from roadtrain.store.file import FileTier
-from roadtrain.store.generation import (
+from roadtrain.storage import lock as lock_module
+from roadtrain.storage.file import FileTier
+from roadtrain.storage.generation import (
     OpenedStore,
     create_part,
     create_store,
@@ -32,8 +32,8 @@ from roadtrain.store.generation import (
     open_store,
     publish_part,
 )
-from roadtrain.store.ledger import GroupRule, StoreMeta
-from roadtrain.store.tier import PRIVATE, PUBLIC, RECORD, part_range
+from roadtrain.storage.ledger import GroupRule, StoreMeta
+from roadtrain.storage.tier import PRIVATE, PUBLIC, RECORD, part_range
 
 TABLE = ChunkTable.build(
     [

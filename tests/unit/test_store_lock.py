@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from roadtrain.errors import StoreError
-from roadtrain.store import lock
-from roadtrain.store.lock import Locks
+from roadtrain.storage import lock
+from roadtrain.storage.lock import Locks
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Python 3.12 warns of threads at a fork

@@ -25,23 +25,23 @@ from test_store_file import (
     step_of,
 )
 
+from roadtrain.chunks import PAGE
 from roadtrain.errors import DamagedError, ForeignError, GoneError, StoreError
-from roadtrain.spec.chunks import PAGE
-from roadtrain.store import generation
-from roadtrain.store import lock as lock_module
-from roadtrain.store.convert import convert, read_param
-from roadtrain.store.file import FileTier
-from roadtrain.store.generation import (
+from roadtrain.storage import generation
+from roadtrain.storage import lock as lock_module
+from roadtrain.storage.convert import convert, read_param
+from roadtrain.storage.file import FileTier
+from roadtrain.storage.generation import (
     create_part,
     create_store,
     open_part,
     open_store,
     publish_part,
 )
-from roadtrain.store.ledger import HEADER, StoreMeta
-from roadtrain.store.sealed import unsealed
-from roadtrain.store.snapshot import held_in
-from roadtrain.store.tier import RECORD
+from roadtrain.storage.ledger import HEADER, StoreMeta
+from roadtrain.storage.sealed import unsealed
+from roadtrain.storage.snapshot import held_in
+from roadtrain.storage.tier import RECORD
 
 PART = replace(META, owners=(0,) * len(OWNERS), directories=("here",))
 

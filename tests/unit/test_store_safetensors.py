@@ -13,9 +13,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from roadtrain.chunks import NUMPY
 from roadtrain.errors import DamagedError, ForeignError, GoneError
-from roadtrain.spec.chunks import NUMPY
-from roadtrain.store.safetensors_io import export_dir, open_dir
+from roadtrain.storage.safetensors_io import export_dir, open_dir
 
 TORCH = {
     "fp32": torch.float32,

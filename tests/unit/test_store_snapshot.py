@@ -1,4 +1,4 @@
-"""Snapshots of a part (store/snapshot.py): each holds its step's bytes whatever is written
+"""Snapshots of a part (storage/snapshot.py): each holds its step's bytes whatever is written
 meanwhile; a crash in the middle of one leaves the one before. The model is a dict from step to
 the bytes of all parts."""
 
@@ -12,15 +12,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from roadtrain.chunks import ChunkTable, ParamSpec
+from roadtrain.device.buffers import Buffer
 from roadtrain.errors import ForeignError, FullError
-from roadtrain.spec.chunks import ChunkTable, ParamSpec
-from roadtrain.store.buffers import Buffer
-from roadtrain.store.direct import in_ram
-from roadtrain.store.file import FileTier
-from roadtrain.store.generation import create_part, open_part, publish_part
-from roadtrain.store.ledger import GroupRule, StoreMeta
-from roadtrain.store.snapshot import Snapshots, held_in, open_snapshot, restore, where_it_rests
-from roadtrain.store.tier import PRIVATE, PUBLIC, RECORD, part_range
+from roadtrain.storage.direct import in_ram
+from roadtrain.storage.file import FileTier
+from roadtrain.storage.generation import create_part, open_part, publish_part
+from roadtrain.storage.ledger import GroupRule, StoreMeta
+from roadtrain.storage.snapshot import Snapshots, held_in, open_snapshot, restore, where_it_rests
+from roadtrain.storage.tier import PRIVATE, PUBLIC, RECORD, part_range
 
 TABLE = ChunkTable.build(
     [

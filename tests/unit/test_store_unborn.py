@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from test_store_file import META, OWNERS, RECORDS, random_bytes
 
-from roadtrain.bench import soak_power
-from roadtrain.bench.soak_power import Power, Strike, begin, cut
-from roadtrain.store.generation import create_store, open_store
-from roadtrain.store.tier import RECORD
+from benchmarks import soak_power
+from benchmarks.soak_power import Power, Strike, begin, cut
+from roadtrain.storage.generation import create_store, open_store
+from roadtrain.storage.tier import RECORD
 
 
 class Killed(BaseException):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from roadtrain.errors import BudgetError, LoopError, ModelError
-from roadtrain.model.grads import PlacedGrad
+from roadtrain.streaming.grads import PlacedGrad
 
 sys.path.insert(0, str(Path(__file__).parent))
 from toy_lender import Streamed

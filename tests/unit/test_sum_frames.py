@@ -11,9 +11,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from roadtrain.errors import BudgetError, BusyError, LostError, RoadtrainError, WireError
-from roadtrain.node import messages as m
-from roadtrain.node.roster import Control, Delegate
-from roadtrain.node.summing import Summer
+from roadtrain.runtime import frames as m
+from roadtrain.runtime.membership import Control, Delegate
+from roadtrain.runtime.reducer import Summer
 
 LIMIT = 1 << 16
 PART = m.encode((0, 0, 0, 2, "\0" * 6, 4))

@@ -1,4 +1,4 @@
-"""flow/switch.py: sums and multicast in the network, with loss, delay and repetition."""
+"""protocol/switch.py: sums and multicast in the network, with loss, delay and repetition."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from roadtrain.flow.switch import Heartbeat, Packet, Receiver, Sender, SwitchDecider
+from roadtrain.protocol.switch import Heartbeat, Packet, Receiver, Sender, SwitchDecider
 
 WINDOW, COUNT = 8, 200
 

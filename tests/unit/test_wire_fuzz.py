@@ -13,9 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from roadtrain.errors import PeerError, WireError
-from roadtrain.units import KIB
-from roadtrain.wire import handshake, tcp
-from roadtrain.wire.link import (
+from roadtrain.transport import handshake, tcp
+from roadtrain.transport.link import (
     HEAD_NBYTES,
     LAST,
     SUMMED,
@@ -25,7 +24,8 @@ from roadtrain.wire.link import (
     parse_head,
     sealed,
 )
-from roadtrain.wire.stream import Stream
+from roadtrain.transport.stream import Stream
+from roadtrain.units import KIB
 
 LIMIT = 64 * KIB
 TOKEN = b"a secret of the job"

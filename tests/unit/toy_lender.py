@@ -4,11 +4,11 @@ push order."""
 import numpy as np
 import torch
 
-from roadtrain.model.activations import Activations
-from roadtrain.model.released import is_released
-from roadtrain.model.split import DTYPES, split, table
-from roadtrain.model.stream import Stream
-from roadtrain.spec.chunks import SEGMENT
+from roadtrain.chunks import SEGMENT
+from roadtrain.streaming.activations import Activations
+from roadtrain.streaming.released import is_released
+from roadtrain.streaming.split import DTYPES, split, table
+from roadtrain.streaming.stream import Stream
 
 
 class ToyLender:

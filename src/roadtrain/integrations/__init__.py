@@ -1,1 +1,1 @@
-"""One file a framework that takes a placed optimizer with one changed line. Others need none."""
+"""One file a framework: ddp, fsdp, horovod, huggingface."""

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from roadtrain.api.optimizer import PlacedOptimizer
+from roadtrain.api.place import place
 from roadtrain.errors import ConfigError
-from roadtrain.optimizer import PlacedOptimizer
-from roadtrain.placing import place
 
 # in a name, as the Trainer has it; norms by their class too
 NOT_DECAYED = ("bias", "layernorm", "rmsnorm")

@@ -11,9 +11,10 @@ from typing import Annotated, Self
 
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
+from roadtrain.config.job import Section, read_toml
+from roadtrain.config.names import did_you_mean
 from roadtrain.errors import ConfigError
 from roadtrain.lab.network import Nic
-from roadtrain.spec.job import Section, did_you_mean, read_toml
 from roadtrain.units import parse_bytes, parse_rate
 
 # as `400Mbit/s` or `50MB/s`

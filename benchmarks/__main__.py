@@ -1,0 +1,53 @@
+"""`python -m benchmarks NAME`: runs one benchmark beside its peer and prints its table.
+
+A missed goal is printed; it is not an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import pkgutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import benchmarks
+from roadtrain.config.names import unknown_name
+from roadtrain.errors import RoadtrainError
+
+
+def names() -> list[str]:
+    """The modules here that have a `run`, read from their text: importing all takes seconds."""
+    folder = Path(benchmarks.__file__).parent
+    found = (m.name for m in pkgutil.iter_modules([str(folder)]) if not m.name.startswith("_"))
+    return [name for name in found if "\ndef run(" in (folder / f"{name}.py").read_text()]
+
+
+def run(name: str, json: str | None = None, quick: bool = False) -> None:
+    """Run benchmarks.NAME; `json`: the file that its figures go to. Raises ConfigError."""
+    known = names()
+    if name not in known:
+        raise unknown_name("benchmark", name, known)
+    report = importlib.import_module(f"benchmarks.{name}").run(quick=quick)
+    report.print()
+    if json is not None:
+        Path(json).write_text(report.to_json() + "\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("python -m benchmarks", description=__doc__)
+    parser.add_argument("name", help=f"one of {', '.join(names())}")
+    parser.add_argument("--json", help="also write the figures to this file")
+    parser.add_argument("--quick", action="store_true", help="small sizes: does it run at all")
+    args = parser.parse_args(argv)
+    try:
+        run(args.name, args.json, args.quick)
+    except RoadtrainError as error:
+        print(f"benchmarks: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

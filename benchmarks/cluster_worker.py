@@ -1,0 +1,148 @@
+"""One worker of `bench cluster`: trains the decoder, ours or FSDP2's, and writes its step times and
+losses.
+
+    ours:
+    RANK=0 WORLD_SIZE=4 python -m benchmarks.cluster_worker --servers H:P --steps N --json OUT
+    torch's:
+    RANK=0 WORLD_SIZE=4 MASTER_ADDR=A MASTER_PORT=P ... --fsdp
+
+Both: bf16 parameters and gradients on the wire, products as bench/model420.py says. FSDP2 keeps
+bf16 parameters, as its users do who save traffic; ours keeps fp32 masters, on the servers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import distributed, nn
+from torch.distributed.fsdp import fully_shard
+
+import roadtrain
+from benchmarks.apart import peak_bytes
+from benchmarks.model420 import adamw, batch, build, compute_default
+from roadtrain.errors import DeadlineError
+from roadtrain.transport.address import token_of
+from roadtrain.transport.tcp import Options
+
+WAIT_S = 300.0
+
+
+def carried() -> tuple[int, int]:
+    """Bytes that came in and went out by this host's NIC so far, whole frames; zeros where it
+    has no `eth0`."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, counts = line.partition(":")
+        if name.strip() == "eth0":
+            fields = counts.split()
+            return int(fields[0]), int(fields[8])
+    return 0, 0
+
+
+def wait_at(gate: Path, rank: int) -> None:
+    """Everything is placed; until the gate opens. DeadlineError after WAIT_S."""
+    (gate / f"here{rank}").touch()
+    until = time.monotonic() + WAIT_S
+    while not (gate / "open").exists():
+        if time.monotonic() > until:
+            raise DeadlineError(
+                f"waited {WAIT_S:.0f} s for the gate to open", hint="another worker does not place"
+            )
+        time.sleep(0.01)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    for name in ("servers", "token", "json", "budget", "gate"):
+        parser.add_argument(f"--{name}", default="")
+    for name, value in (
+        ("steps", 8),
+        ("layers", 10),
+        ("width", 512),
+        ("inner", 1536),
+        ("rows", 1),
+        ("seq", 32),
+        ("staleness", 0),
+        ("chunk", 1 << 20),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--fsdp", action="store_true")
+    parser.add_argument("--relay", default=None)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    rank, workers = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    model = build(compute_default(), layers=args.layers, width=args.width, inner=args.inner)
+    layers = next(m for m in model.modules() if isinstance(m, nn.ModuleList))
+    block = 2 * sum(p.numel() for p in layers[0].parameters())
+    if args.fsdp:
+        distributed.init_process_group("gloo")
+        for layer in layers:
+            fully_shard(layer)
+        fully_shard(model)
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(
+            model.parameters(), lr=2e-5, foreach=False
+        )
+    else:
+        optimizer = roadtrain.place(
+            model,
+            adamw(model.parameters()),
+            servers=args.servers.split(","),
+            budget=args.budget or None,
+            link=Options(token=token_of(args.token), retry_s=60),
+            backwards_per_step=1,
+            staleness=args.staleness,
+            chunk_elements=args.chunk,
+            relay=args.relay,
+            report=lambda line: print(line, flush=True),
+        )
+    if args.gate:
+        wait_at(Path(args.gate), rank)
+    seconds, losses, parts, cpu, moved = [], [], [], time.process_time(), [carried()]
+    then = time.perf_counter()
+    for step in range(args.steps):
+        x = batch(step * workers + rank, args.rows, args.seq)
+        loss = model(input_ids=x, labels=x).loss
+        forward = time.perf_counter()
+        loss.backward()
+        backward = time.perf_counter()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        now = time.perf_counter()
+        seconds.append(now - then)
+        moved.append(carried())
+        parts.append((forward - then, backward - forward, now - backward))
+        then = now
+    kept = 0
+    if isinstance(optimizer, roadtrain.PlacedOptimizer):
+        kept = len(optimizer._worker._slots)
+        optimizer.close()
+    Path(args.json).write_text(
+        json.dumps(
+            {
+                "seconds": seconds,
+                "losses": losses,
+                "parts": parts,
+                "peak": peak_bytes(),
+                "cpu": time.process_time() - cpu,
+                "received": [b[0] - a[0] for a, b in pairwise(moved)],
+                "sent": [b[1] - a[1] for a, b in pairwise(moved)],
+                "kept_blocks": kept,
+                "blocks": args.layers,
+                "block_bytes": block,
+                "parameters": sum(p.numel() for p in model.parameters()),
+            }
+        )
+    )
+    if args.fsdp:
+        distributed.barrier()
+        distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

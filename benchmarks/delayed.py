@@ -1,0 +1,466 @@
+"""Delayed update (staleness 1): does it converge like synchronous training, and does it hide the
+update?
+
+Convergence: the main job (examples/stdlib.toml: its model, text, optimizer and clipping as they
+are) for STEPS steps with staleness 0 and with 1, and plain torch from the same first values. State
+is in RAM: by Rule 1 the tier changes no bit. Compared are the mean of the last TAIL training losses
+and the held-out loss.
+
+Hiding: one worker, and a server whose device is slow: a throttled loop device (the lab's; needs
+root). Updates begin at step(), as with clipping. Three times the same loop and the same steps:
+staleness 0, staleness 1, and without the update: step() is never called, the gradients travel and
+are dropped. That one comes first, on the device unthrottled, and sets the rates: such that writing
+one step's records takes SHARE of its step, so that all of it could be hidden. Blocks that the
+worker keeps stay valid where nothing is updated, so that step is, if anything, too short. What is
+hidden: (staleness 0 - staleness 1) / (staleness 0 - without). A stage's seconds add up over
+threads.
+
+Does NOT run on a GPU, and does NOT emulate a slow processor of the server: that shares this
+machine's cores.
+
+    python -m benchmarks.delayed --child train --way late --steps 300 --json OUT  late, sync
+    python -m benchmarks.delayed --child step --way sync --dir MOUNT --device 7:0 --rate 1e8
+    --json OUT
+    python -m benchmarks.delayed --child serve --dir DIR              a line in: its stages out
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+import roadtrain
+from benchmarks import model420
+from benchmarks.apart import apart, need_disk
+from benchmarks.report import Report, Row
+from roadtrain.config.job import load_job
+from roadtrain.errors import ConfigError, RoadtrainError
+from roadtrain.lab import LoopDevice, Throttle, lab_available
+from roadtrain.runtime.session_host import Host
+from roadtrain.training.build import build_model, build_optimizer
+from roadtrain.training.train import Training, held_out_loss, place_job, step
+from roadtrain.transport.tcp import Options
+from roadtrain.units import MIB, parse_bytes, show_rate
+
+JOB = Path(roadtrain.__file__).parents[2] / "examples" / "stdlib.toml"
+STEPS, TAIL, LOSS_GOAL = 300, 20, 0.01
+WAYS = ("plain", "sync", "late")
+
+LAYERS, WIDTH, INNER, ROWS, SEQ = 6, 512, 1536, 1, 768
+# keep 4 of 6 blocks in the worker, no record in the server
+WORKER_BUDGET, SERVER_BUDGET = "96MiB", "128MiB"
+RECORD = 14  # bytes a parameter that an update writes: the 16-bit copy, fp32 master and two moments
+WARM_UP, TIMED = 3, 5
+SHARE = 0.6  # of the step without update, the time that writing takes
+HIDDEN_GOAL = 0.9
+SERVER_STAGES = ("Fetch", "Sum", "Read", "Update", "Write", "Commit")
+
+
+def run(quick: bool = False) -> Report:
+    if not JOB.exists():
+        raise ConfigError(
+            f"{JOB} is not there", hint="run it from a checkout: the main job is an example"
+        )
+    rows = converges(12 if quick else STEPS, 4 if quick else TAIL, small=quick)
+    if (why := lab_available()) is None:
+        rows += hides(quick)
+    else:
+        print(
+            f"no slow device can be emulated here ({why}): whether the update is hidden is"
+            " left out",
+            flush=True,
+        )
+    return Report("delayed", rows)
+
+
+# does it converge?
+
+
+def converges(steps: int, tail: int, small: bool) -> list[Row]:
+    found = {}
+    for way in WAYS:
+        found[way] = apart(
+            "benchmarks.delayed",
+            "--child",
+            "train",
+            "--way",
+            way,
+            "--steps",
+            steps,
+            *(["--small"] if small else []),
+            echo=True,
+        )
+        print(
+            f"{way}: loss {fmean(found[way]['losses'][-tail:]):.4f}, held out"
+            f" {found[way]['held_out']:.4f}, {fmean(found[way]['seconds']):.2f} s a step",
+            flush=True,
+        )
+    sync, late, plain = found["sync"], found["late"], found["plain"]
+    case = (
+        f"{JOB.name}, {steps} steps of {sync['tokens']} bytes of"
+        f" text{', a smaller model' if small else ''}"
+    )
+    rows = []
+    for metric, value in (
+        (f"training loss, mean of the last {tail} steps", lambda one: fmean(one["losses"][-tail:])),
+        ("held-out loss", lambda one: one["held_out"]),
+    ):
+        difference = value(late) / value(sync) - 1
+        rows += [
+            Row(
+                case,
+                f"{metric}, staleness 1",
+                "nats",
+                value(late),
+                value(sync),
+                "staleness 0",
+                None,
+                None,
+                None,
+                None,
+            ),
+            Row(
+                case,
+                f"{metric}, staleness 0",
+                "nats",
+                value(sync),
+                value(plain),
+                "plain torch",
+                None,
+                None,
+                None,
+                None,
+            ),
+            Row(
+                case,
+                f"{metric}: staleness 1 against 0",
+                "%",
+                100 * difference,
+                None,
+                None,
+                None,
+                None,
+                f"within {100 * LOSS_GOAL:g}",
+                abs(difference) <= LOSS_GOAL,
+            ),
+        ]
+    rows += [
+        Row(
+            case,
+            f"step, state in RAM, staleness {late}",
+            "s",
+            fmean(one["seconds"]),
+            fmean(plain["seconds"]),
+            "plain torch",
+            fmean(plain["seconds"]) / fmean(one["seconds"]),
+            None,
+            None,
+            None,
+        )
+        for late, one in enumerate((sync, late))
+    ]
+    return rows
+
+
+def train(way: str, steps: int, small: bool) -> dict[str, Any]:
+    """The main job, one way, in this process."""
+    with tempfile.TemporaryDirectory(prefix="roadtrain-bench-") as home:
+        job = load_job(
+            str(JOB),
+            {
+                "run.dir": home,
+                "store.dirs": [],
+                "budget.host": "4GiB",
+                "run.device": "cpu",
+                "optimizer.staleness": int(way == "late"),
+            },
+        )
+        if small:
+            job = job.changed({"data.seq_len": 32, "model.config.num_hidden_layers": 2})
+        with ExitStack() as stack:
+            training = place_job(job, lambda _: None)
+            stack.callback(training.optimizer.close)
+            if way == "plain":
+                training = plainly(training)
+                stack.close()
+            losses, seconds, begin = [], [], time.perf_counter()
+            for number in range(steps):
+                losses.append(step(training, number)[0])
+                seconds.append(time.perf_counter() - begin)
+                begin += seconds[-1]
+                if number + 1 in (3, 10) or (number + 1) % 50 == 0:
+                    print(
+                        f"{way}: step {number + 1} of {steps}, loss {losses[-1]:.3f}, about "
+                        f"{fmean(seconds) * (steps - number - 1):.0f} s to go",
+                        flush=True,
+                    )
+            held_out = held_out_loss(training)
+    tokens = job.data.batch_size * job.data.seq_len * job.optimizer.accumulate
+    return {"losses": losses, "seconds": seconds, "held_out": held_out, "tokens": tokens}
+
+
+def plainly(placed: Training) -> Training:
+    """The same job in plain torch, whole, with the values that `placed` begins with."""
+    model = build_model(placed.job, "cpu")
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(torch.from_numpy(placed.optimizer.read(name)))
+    return Training(
+        placed.job,
+        model,
+        build_optimizer(placed.job, model.parameters()),
+        placed.scaler,
+        placed.tokens,
+        placed.device,
+    )
+
+
+# does it hide the update?
+
+
+def hides(quick: bool) -> list[Row]:
+    layers, seq, timed = (2, 64, 2) if quick else (LAYERS, SEQ, TIMED)
+    found: dict[str, dict[str, Any]] = {}
+    rate = 0.0
+    for way in ("none", "sync", "late"):
+        with tempfile.TemporaryDirectory(prefix="roadtrain-bench-", dir=Path.cwd()) as name:
+            need_disk(Path(name), 2 * 10**9)
+            with LoopDevice(Path(name) / "ssd", 1536 * MIB) as device:
+                limits = ["--device", device.major_minor, "--rate", rate] if rate else []
+                one = found[way] = apart(
+                    "benchmarks.delayed",
+                    "--child",
+                    "step",
+                    "--way",
+                    way,
+                    "--layers",
+                    layers,
+                    "--seq",
+                    seq,
+                    "--steps",
+                    timed,
+                    "--dir",
+                    device.mount,
+                    *limits,
+                )
+        if way == "none":
+            rate = RECORD * one["parameters"] / (SHARE * one["step_s"])
+        print(f"slow server, {way}: {one['step_s']:.2f} s a step", flush=True)
+    none, sync, late = found["none"], found["sync"], found["late"]
+    case = (
+        f"one worker, {none['parameters'] / 1e6:.1f} M parameters, {seq} bytes of text, a server"
+        f" whose device gives {show_rate(rate)} each way"
+    )
+    exposed, left = sync["step_s"] - none["step_s"], late["step_s"] - none["step_s"]
+    rows = [
+        Row(
+            case,
+            "step, staleness 0",
+            "s",
+            sync["step_s"],
+            none["step_s"],
+            "without update",
+            None,
+            None,
+            None,
+            None,
+        ),
+        Row(
+            case,
+            "step, staleness 1",
+            "s",
+            late["step_s"],
+            none["step_s"],
+            "without update",
+            none["step_s"] / late["step_s"],
+            None,
+            None,
+            None,
+        ),
+        Row(
+            case,
+            "the update that staleness 0 waits for",
+            "s",
+            exposed,
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,
+        ),
+        Row(
+            case,
+            "of it, hidden at staleness 1",
+            "",
+            1 - left / exposed,
+            None,
+            None,
+            None,
+            None,
+            f"ours >= {HIDDEN_GOAL:g}",
+            left <= (1 - HIDDEN_GOAL) * exposed,
+        ),
+    ]
+    for stage in sorted({*none["stages"], *sync["stages"], *late["stages"]}):
+        for way, one in found.items():
+            seconds, nbytes = one["stages"].get(stage, (0.0, 0))
+            where = "server" if stage in SERVER_STAGES else "worker"
+            rows.append(
+                Row(
+                    f"{stage} ({where}), a step",
+                    {"none": "without update", "sync": "staleness 0", "late": "staleness 1"}[way]
+                    + f", {nbytes / 1e6:.0f} MB",
+                    "s",
+                    seconds,
+                    None,
+                    None,
+                    None,
+                    None,
+                    None,
+                    None,
+                )
+            )
+    return rows
+
+
+def train_beside(args: argparse.Namespace) -> dict[str, Any]:
+    """WARM_UP and then `--steps` steps beside a server of this process's, which is in the
+    throttled group."""
+    torch.set_num_threads(1)
+    compute = model420.compute_default()
+    with ExitStack() as stack:
+        address, stages_of, pid = stack.enter_context(serving_apart(args.dir))
+        if args.rate:
+            stack.enter_context(Throttle([args.device], args.rate, args.rate)).enter_process(pid)
+        model = model420.build(compute, layers=args.layers, width=WIDTH, inner=INNER)
+        optimizer = stack.enter_context(
+            roadtrain.place(
+                model,
+                model420.adamw(model.parameters()),
+                servers=[address],
+                link=Options(retry_s=60),
+                budget=WORKER_BUDGET,
+                staleness=1 if args.way == "late" else 0,
+                device="cpu",
+                chunk_elements=1 << 19,
+            )
+        )
+        forward = backward = 0.0
+        for number in range(WARM_UP + args.steps):
+            if number == WARM_UP:
+                optimizer.stages()
+                stages_of()
+                begin, forward, backward = time.perf_counter(), 0.0, 0.0
+            x = model420.batch(number, ROWS, args.seq)
+            t0 = time.perf_counter()
+            loss = model(input_ids=x, labels=x).loss
+            t1 = time.perf_counter()
+            loss.backward()
+            forward, backward = forward + t1 - t0, backward + time.perf_counter() - t1
+            if args.way != "none":
+                optimizer.step()
+            optimizer.zero_grad()
+        total = time.perf_counter() - begin
+        mine = {name: (stage.seconds, stage.nbytes) for name, stage in optimizer.stages().items()}
+        stages = mine | {"Forward": (forward, 0), "Backward": (backward, 0)} | stages_of()
+    return {
+        "step_s": total / args.steps,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "stages": {
+            name: (seconds / args.steps, nbytes / args.steps)
+            for name, (seconds, nbytes) in stages.items()
+        },
+    }
+
+
+@contextmanager
+def serving_apart(directory: str) -> Iterator[tuple[str, Callable[[], dict[str, Any]], int]]:
+    """A server in a process of its own: (address, its stages since they were last asked for,
+    its process number)."""
+    command = [sys.executable, "-m", "benchmarks.delayed", "--child", "serve", "--dir", directory]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        into, out = process.stdin, process.stdout
+
+        def line() -> Any:
+            if not (said := out.readline()):
+                raise RoadtrainError("the server has ended")
+            return json.loads(said)
+
+        def stages() -> dict[str, Any]:
+            into.write("stages\n")
+            answer: dict[str, Any] = line()
+            return answer
+
+        try:
+            yield line(), stages, process.pid
+        finally:
+            into.close()  # it ends
+            process.wait()
+
+
+def serve(directory: str) -> None:
+    """`roadtrain serve` that also tells its stages: a line of JSON for its address and for each
+    line that comes in."""
+    with Host(
+        ("127.0.0.1", 0),
+        Path(directory) / "store",
+        parse_bytes(SERVER_BUDGET),
+        Options(),
+        lambda line: print(line, file=sys.stderr),
+    ) as host:
+        running = threading.Thread(target=host.run, daemon=True)
+        running.start()
+        print(json.dumps(host.where), flush=True)
+        for _ in sys.stdin:
+            session = host.session
+            taken: Mapping[str, Any] = {} if session is None else session.stages.take()
+            print(
+                json.dumps({name: (stage.seconds, stage.nbytes) for name, stage in taken.items()}),
+                flush=True,
+            )
+        host.stop()
+        running.join(30)
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--child", choices=("train", "step", "serve"), required=True)
+    parser.add_argument("--way", choices=("none", *WAYS))
+    parser.add_argument("--small", action="store_true", help="two layers, short rows")
+    parser.add_argument("--steps", type=int, default=TIMED)
+    parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument("--seq", type=int, default=SEQ)
+    parser.add_argument("--dir", help="directory on the slow device")
+    parser.add_argument("--device", help="MAJ:MIN of the slow device")
+    parser.add_argument(
+        "--rate", type=float, default=0.0, help="bytes a second each way; 0: as fast as it is"
+    )
+    parser.add_argument("--json", help="where the result goes")
+    args = parser.parse_args(argv)
+    if args.child == "serve":
+        serve(args.dir)
+        return
+    result = (
+        train(args.way, args.steps, args.small) if args.child == "train" else train_beside(args)
+    )
+    Path(args.json).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,357 @@
+"""`roadtrain bench measured`: public training runs beside the simulator, a closed form and one
+constant efficiency.
+
+Runs of vTrain (MICRO 2024; Megatron-DeepSpeed on A100), MosaicML's LLM Foundry (FSDP on A100 and
+H100), torchtitan (FSDP2 on A100 and H100), SimuMax (Megatron-LM on B200), Megatron-Bridge (GB200,
+GB300, H100), Sailor (GH200, mixed devices) and DeepSpeed (offload), with their sources in
+measured.json and their plans in measured_rows.py. The simulator has at most six constants a family,
+in spec/fitted.toml; the closed form five, by least squares; the other baseline one efficiency:
+all fitted to the same rows. Four families are also checked with each model size left out of the fit
+(`held out`). Measured memory is compared too, where a run's report has it.
+
+    python -m benchmarks.measured --fit FAMILY      # what fitted.toml should say
+    python -m benchmarks.measured --rows FILE  # runs of your own, in the form of measured.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from benchmarks.measured_rows import Run, all_runs, device_peak, runs_of
+from benchmarks.paper_clusters import fitted as constants_table
+from benchmarks.report import Report, Row
+from roadtrain.simulator.compute import Constants, constants
+from roadtrain.simulator.run import simulate
+
+FAMILIES = {  # -> constants; another family's were not fitted to it
+    "vtrain-multi": "vtrain",
+    "vtrain-single": "vtrain-single",
+    "foundry-a100": "foundry-a100",
+    "foundry-h100": "foundry-h100",
+    "torchtitan-h100": "torchtitan-h100",
+    "torchtitan-a100": "foundry-a100",
+    "simumax-b200": "simumax-b200",
+    "megatron-gb300": "megatron-gb300",
+    "megatron-gb200": "megatron-gb200",
+    "megatron-h100": "megatron-gb300",
+    "megatron-b200": "megatron-gb200",
+    "megatron-b300": "megatron-gb300",
+    "sailor-gh200": "sailor-gh200",
+    "sailor-hetero": "sailor-hetero",
+    "deepspeed-offload": "deepspeed-offload",
+}
+MIXED = ("sailor-hetero", "deepspeed-offload")  # whose goal is 10 %
+HELD_OUT = ("vtrain-single", "foundry-h100", "simumax-b200", "torchtitan-h100")
+FORM = 5
+FITTED = ("efficiency", "half", "attention", "launch", "network", "fixed")
+START: dict[str, Any] = {
+    "efficiency": 0.65,
+    "half": 1e10,
+    "attention": 0.7,
+    "launch": 5e-4,
+    "network": 0.7,
+    "fixed": 0.05,
+    "traffic": 1.0,
+}
+# attention is counted in full, and causal ones skip half
+MOST = {"efficiency": 1.0, "network": 1.0, "attention": 2.0}
+
+
+def runs() -> tuple[Run, ...]:
+    """Those whose step was timed."""
+    return tuple(one for one in all_runs() if one.seconds)
+
+
+def predicted(run: Run, of: Constants) -> float:
+    return simulate(run.plan, run.cluster, run.model, of, checked=False).seconds
+
+
+def alike(own: Sequence[Run]) -> list[list[Run]]:
+    """Runs of one plan, measured more than once, together."""
+    found: dict[Any, list[Run]] = {}
+    for run in own:
+        found.setdefault(
+            (run.family, run.size, run.model.tokens, run.cluster.to_toml(), run.plan), []
+        ).append(run)
+    return list(found.values())
+
+
+def pairs(own: Sequence[Run], of: Constants) -> list[tuple[float, float]]:
+    """(predicted, measured), of each plan simulated once."""
+    return [
+        (seconds, run.seconds)
+        for same in alike(own)
+        for seconds in (predicted(same[0], of),)
+        for run in same
+    ]
+
+
+# baselines
+
+
+def terms(run: Run) -> list[float]:
+    """Of the closed form: computing with the pipeline's bubble, tensor-parallel bytes,
+    data-parallel bytes over the network, blocks a step, one."""
+    plan, layout, host = run.plan, run.plan.layout, run.cluster.hosts[0]
+    flops = run.model.step_flops(plan.recompute) * plan.samples / layout.devices
+    bubble = 1 + (layout.pp - 1) / plan.micros / layout.vp
+    passes = 3 if plan.recompute else 2
+    tensor = (
+        sum(b.input for b in run.model.blocks[1:-1])
+        * plan.micro_batch
+        * plan.micros
+        / layout.pp
+        * passes
+        * (2 * 2 * (layout.tp - 1) / layout.tp)
+        / layout.cp
+        / host.fabric
+    )
+    share = run.model.params / layout.tp / layout.pp * 2
+    rate = host.nics[0].total if host.nics else host.fabric
+    data = (
+        share
+        * (layout.replicas - 1)
+        / layout.replicas
+        * (3 * plan.micros if plan.placement.streamed else 2)
+        / rate
+    )
+    peak = min(host.device.peak(plan.precision) for host in run.cluster.workers if host.device)
+    return [
+        flops / peak * bubble,
+        tensor,
+        data,
+        run.model.layers / layout.pp * plan.micros * 1e-3,
+        1.0,
+    ]
+
+
+def closed_form(fit: Sequence[Run]) -> Callable[[Run], float]:
+    """Least squares of the relative error, no constant below 0 (by dropping what would be)."""
+    a = np.array([[t / run.seconds for t in terms(run)] for run in fit])
+    use = list(range(a.shape[1]))
+    while True:
+        found = np.linalg.lstsq(a[:, use], np.ones(len(fit)), rcond=None)[0]
+        if (found >= 0).all():
+            break
+        use.pop(int(found.argmin()))
+    return lambda run: float(sum(terms(run)[i] * x for i, x in zip(use, found)))
+
+
+def constant_efficiency(fit: Sequence[Run]) -> Callable[[Run], float]:
+    ratio = median(run.seconds / terms(run)[0] for run in fit)
+    return lambda run: terms(run)[0] * ratio
+
+
+# fits
+
+
+def fitted(
+    fit: Sequence[Run], start: Constants, rounds: int = 100, names: Sequence[str] = FITTED
+) -> Constants:
+    """Nelder and Mead over the logarithms of the constants called `names`, for the least mean
+    absolute error of the logarithm. Runs of one plan are simulated once."""
+    groups = alike(fit)
+
+    def of(x: Sequence[float]) -> Constants:
+        found: dict[str, Any] = {
+            name: min(MOST.get(name, math.inf), math.exp(v)) for name, v in zip(names, x)
+        }
+        return replace(start, **found)
+
+    def error(x: Sequence[float]) -> float:
+        found, total = of(x), 0.0
+        for own in groups:
+            seconds = predicted(own[0], found)
+            total += sum(abs(math.log(seconds / run.seconds)) for run in own)
+        return total / len(fit)
+
+    first = [math.log(getattr(start, name)) for name in names]
+    points = [
+        first,
+        *([v + 0.5 * (i == j) for j, v in enumerate(first)] for i in range(len(first))),
+    ]
+    simplex = sorted((error(x), x) for x in points)
+    for _ in range(rounds):
+        middle = [sum(x[j] for _, x in simplex[:-1]) / len(first) for j in range(len(first))]
+        worst = simplex[-1]
+
+        def toward(
+            by: float, middle: list[float] = middle, worst: list[float] = worst[1]
+        ) -> tuple[float, list[float]]:
+            x = [m + by * (m - w) for m, w in zip(middle, worst)]
+            return error(x), x
+
+        best = toward(1.0)
+        if best[0] < simplex[0][0]:
+            best = min(best, toward(2.0))
+        elif best[0] >= simplex[-2][0]:
+            best = min(best, toward(-0.5))
+        if best[0] < worst[0]:
+            simplex[-1] = best
+        else:
+            lowest = simplex[0][1]
+            simplex = [
+                simplex[0],
+                *(
+                    (error(x), x)
+                    for x in ([(a + b) / 2 for a, b in zip(x, lowest)] for _, x in simplex[1:])
+                ),
+            ]
+        simplex.sort()
+    return of(simplex[0][1])
+
+
+def errors(found: Sequence[tuple[float, float]]) -> dict[str, float]:
+    """Of (predicted, measured): mean and median absolute error, the 90th percentile, the signed
+    mean."""
+    signed = [p / m - 1 for p, m in found]
+    absolute = sorted(map(abs, signed))
+    return {
+        "MAPE": sum(absolute) / len(absolute),
+        "median": median(absolute),
+        "P90": absolute[math.ceil(0.9 * len(absolute)) - 1],
+        "bias": sum(signed) / len(signed),
+    }
+
+
+def held_out(own: Sequence[Run], name: str) -> list[tuple[float, float]]:
+    """Each model size predicted with constants fitted to the others."""
+    out, names = [], [key for key in constants_table(name) if key in START]
+    for size in dict.fromkeys(run.size for run in own):
+        of = fitted([run for run in own if run.size != size], constants(name), 25, names)
+        out += [(predicted(run, of), run.seconds) for run in own if run.size == size]
+    return out
+
+
+def run(quick: bool = False) -> Report:
+    rows: list[Row] = []
+    for family, name in FAMILIES.items():
+        own = [one for one in runs() if one.family == family]
+        own = own[:4] if quick else own
+        if not own:
+            continue
+        of, case = constants(name), f"{family}, {len(own)} runs"
+        mine, peer = errors(pairs(own, of)), dict[str, float]()
+        if len(own) > FORM:  # it would meet fewer exactly
+            form = closed_form(own)
+            peer = errors([(form(one), one.seconds) for one in own])
+        goals = {"MAPE": 0.10 if family in MIXED else 0.08, "median": 0.05}
+        for figure in ("MAPE", "median", "P90", "bias"):
+            goal = goals.get(figure)
+            rows.append(
+                Row(
+                    case,
+                    figure,
+                    "",
+                    mine[figure],
+                    peer.get(figure),
+                    "closed form, 5 constants",
+                    None,
+                    None,
+                    f"{goal:g}" if goal else None,
+                    mine[figure] <= goal if goal else None,
+                )
+            )
+        flat = constant_efficiency(own)
+        rows.append(
+            Row(
+                case,
+                "MAPE",
+                "",
+                mine["MAPE"],
+                errors([(flat(one), one.seconds) for one in own])["MAPE"],
+                "constant efficiency",
+                None,
+                None,
+                None,
+                None,
+            )
+        )
+        if family in HELD_OUT and not quick:
+            found = errors(held_out(own, name))
+            rows += [
+                Row(
+                    f"{family}, each model size left out of the fit",
+                    figure,
+                    "",
+                    found[figure],
+                    *[None] * 6,
+                )
+                for figure in ("MAPE", "median", "P90", "bias")
+            ]
+    return Report("measured", rows + memory_rows())
+
+
+def memory_rows() -> list[Row]:
+    """Bytes of the fullest device: mean absolute error, and the most by which one is too low."""
+    rows: list[Row] = []
+    full = [one for one in all_runs() if one.peak]
+    for family in dict.fromkeys(one.family for one in full):
+        signed = [device_peak(one) / one.peak - 1 for one in full if one.family == family]
+        case = f"{family}, memory of {len(signed)} runs"
+        for figure, value in (
+            ("MAPE", sum(map(abs, signed)) / len(signed)),
+            ("worst under", max(0.0, -min(signed))),
+        ):
+            rows.append(Row(case, figure, "", value, None, None, None, None, "0.05", value <= 0.05))
+    return rows
+
+
+def told(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Runs that no constant was fitted to: each beside what is predicted, each family's errors,
+    and what cannot be told as a plan."""
+    found, refused = runs_of(rows)
+    lines, timed = [], dict[str, list[tuple[float, float]]]()
+    for one in found:
+        if one.seconds:
+            seconds = predicted(one, constants(FAMILIES[one.family]))
+            timed.setdefault(one.family, []).append((seconds, one.seconds))
+            lines.append(
+                f"{one.id}: {seconds:.4g} s, measured {one.seconds:.4g} s,"
+                f" {seconds / one.seconds - 1:+.1%}"
+            )
+        if one.peak:
+            peak = device_peak(one)
+            timed.setdefault(f"{one.family}, memory", []).append((peak, one.peak))
+            lines.append(
+                f"{one.id}: {peak / 1e9:.4g} GB, measured {one.peak / 1e9:.4g} GB,"
+                f" {peak / one.peak - 1:+.1%}"
+            )
+    lines += [
+        f"{name}, {len(pairs)} runs: "
+        + ", ".join(f"{what} {value:.1%}" for what, value in errors(pairs).items())
+        for name, pairs in timed.items()
+    ]
+    return "\n".join(lines + [f"{name} is left out: {why}" for name, why in refused.items()])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fit")
+    parser.add_argument("--rows")
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--constants", nargs="+", default=FITTED, help="at most six")
+    args = parser.parse_args()
+    if args.rows:
+        print(told(json.loads(Path(args.rows).read_text())))
+        return
+    own = [one for one in runs() if one.family == args.fit]
+    start = Constants(**{name: value for name, value in START.items() if name in args.constants})
+    best = fitted(own, start, args.rounds, args.constants[:6])
+    print({name: float(f"{getattr(best, name):.4g}") for name in args.constants})
+    for one in own:
+        print(one.id, f"{one.seconds:.3f} {predicted(one, best) / one.seconds - 1:+.1%}")
+    print(errors([(predicted(one, best), one.seconds) for one in own]))
+
+
+if __name__ == "__main__":
+    main()

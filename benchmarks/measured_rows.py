@@ -1,0 +1,442 @@
+"""Rows of measured.json as plans on clusters: what each framework is known to do, said in fields of
+Plan.
+
+Where a report leaves something out, it is assumed here for the whole family, with the reason beside
+it; no run is treated by its id. Rates between devices of a host are what collectives reach of
+NVLink: 0.72 of a direction's peak, as NCCL's published all-reduces of 268 MB on A100 (217 of 300
+GB/s); LLM Foundry's and vTrain's are as first fitted.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from json import loads
+from typing import Any
+
+from benchmarks.paper_clusters import fitted
+from roadtrain.config.cluster import Cluster, make_cluster
+from roadtrain.config.models import NAMES, ModelShape, Transformer, gpt, shape
+from roadtrain.config.parallelism import Layout, even
+from roadtrain.config.plan import Plan, placement
+from roadtrain.errors import ConfigError, RoadtrainError
+from roadtrain.simulator.memory import cut, needs
+from roadtrain.units import parse_rate
+
+MPT = {
+    "70b": (80, 8192, 64),
+    "30b": (48, 7168, 56),
+    "13b": (40, 5120, 40),
+    "7b": (32, 4096, 32),
+    "3b": (32, 2560, 20),
+    "1b": (24, 2048, 16),
+    "760m": (24, 1536, 12),
+    "350m": (24, 1024, 16),
+    "125m": (12, 768, 12),
+}
+SAILOR = {
+    "OPT-350M": (24, 1024, 16),
+    "GPT-Neo-1.3B": (24, 2048, 16),
+    "GPT-Neo-2.7B": (32, 2560, 20),
+}
+METRICS = ("iteration_time", "tokens_per_s", "peak_alloc", "peak_memory")  # and what begins so
+UNITS = {"ms": 1e-3, "s": 1.0, "GiB": 2.0**30, "bytes": 1.0}
+
+
+@dataclass(frozen=True)
+class Run:
+    """`seconds`: measured, of a step; `peak`: measured bytes of the fullest device. One of them
+    is 0."""
+
+    id: str
+    family: str
+    size: str
+    cluster: Cluster
+    model: ModelShape
+    plan: Plan
+    seconds: float = 0.0
+    peak: float = 0.0
+
+
+@cache
+def all_runs() -> tuple[Run, ...]:
+    return tuple(
+        _run(row) for row in loads(files("benchmarks").joinpath("measured.json").read_text())
+    )
+
+
+def runs_of(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Run], dict[str, str]]:
+    """Rows as in measured.json, and why some cannot be told as a plan (id -> reason)."""
+    found, refused = [], {}
+    for i, row in enumerate(rows):
+        try:
+            found.append(_run(dict(row)))
+        except (
+            KeyError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            AssertionError,
+            ZeroDivisionError,
+            RoadtrainError,
+        ) as error:
+            refused[str(row.get("id", i))] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    return found, refused
+
+
+def named(text: str) -> ModelShape:
+    """The shape of a model that a report calls `text`: letters and digits count, and 3.1 is a
+    3. Raises ConfigError."""
+
+    def plain(name: str) -> str:
+        return re.sub(r"[^a-z0-9]", "", name.lower().replace("3.1", "3"))
+
+    return shape(next((name for name in NAMES if plain(name) == plain(text)), text))
+
+
+def device_peak(run: Run) -> float:
+    """Bytes of the fullest device, by simulator/memory.py."""
+    stages = [
+        [block for part in parts for block in part] for parts in cut(run.model.blocks, run.plan)
+    ]
+    hosts = [run.cluster.workers[0]] * len(stages)
+    found = needs(run.plan, run.cluster, run.model, stages, hosts)
+    return max(need.nbytes for need in found if need.where.endswith("device"))
+
+
+def cluster(hosts: int, devices: int, device: str, inside: str, network: str) -> Cluster:
+    nics = [{"kind": "infiniband", "rate": network}] if hosts > 1 else []
+    host = {
+        "name": "host",
+        "count": hosts,
+        "devices": devices,
+        "device": device,
+        "fabric": inside,
+        "memory": "1TB",
+        "memory_rate": "200GB/s",
+        "nics": nics,
+    }
+    return make_cluster({"name": device, "hosts": [host]})
+
+
+def _run(row: dict[str, Any]) -> Run:
+    if row["group"] not in _FAMILIES or not row["metric"].startswith(METRICS):
+        raise ConfigError(f"{row['metric']} of {row['group']} is not a step's time or memory")
+    family, size, where, model, plan = _FAMILIES[row["group"]](row)
+    acts = any(says(value) for key, value in row["parallelism"].items() if "offload_act" in key)
+    params = any(says(value) for key, value in row["parallelism"].items() if "offload_param" in key)
+    elsewhere = plan.placement.parameters == "host" or plan.placement.state == "host"
+    if (
+        (offloads(row["parallelism"]) and not elsewhere)
+        or acts != plan.offload
+        or (params and not elsewhere)
+    ):
+        raise ConfigError(f"{row['group']}: what of it is offloaded has no plan here")
+    value = row["value"] * UNITS.get(row["unit"], 1.0)
+    if "memory" in row["metric"] or "alloc" in row["metric"]:
+        return Run(row["id"], family, size, where, model, plan, peak=value)
+    if row["unit"] == "tokens/s/GPU":
+        value = plan.samples * model.tokens / plan.layout.devices / value
+    elif row["unit"].startswith("tokens/s"):
+        value = plan.samples * model.tokens / value
+    return Run(row["id"], family, size, where, model, plan, seconds=value)
+
+
+def says(value: Any) -> bool:
+    """Whether a report says yes: `offload: None`, "none", "n/a" and false do not."""
+    return str(value).strip().lower() not in ("", "none", "null", "n/a", "no", "false", "off", "0")
+
+
+def offloads(how: Mapping[str, Any]) -> str | None:
+    """Where the optimizer's state is offloaded to, "" if a report says that it is not, None if
+    it does not say."""
+    keys = [
+        key for key in how if key.startswith("offload") and "act" not in key and "param" not in key
+    ]
+    if where := [str(how[key]) for key in keys if says(how[key])]:
+        return where[0].lower()
+    return "cpu" if says(how.get("zenflow")) else "" if keys else None
+
+
+Made = tuple[str, str, Cluster, ModelShape, Plan]
+
+
+def _vtrain(row: dict[str, Any]) -> Made:
+    how, batch, n = row["parallelism"], row["batch"], row["n_gpus"]
+    h, layers, heads, s = (
+        int(_found(rf"\b{k}=(\d+)", row["model"])) for k in ("h", "L", "heads", "s")
+    )
+    micros = batch["global_batch"] // how["dp"] // batch["micro_batch"]
+    plan = Plan(
+        placement("ddp"),
+        Layout(how["dp"], how["tp"], how["pp"]),
+        batch["micro_batch"],
+        micros,
+        recompute=True,
+        overlap=False,
+    )
+    where = cluster(max(1, n // 8), min(8, n), "A100-80GB", "230GB/s", "800Gbit/s")
+    return row["group"], f"{h}x{layers}", where, gpt(layers, h, heads, seq_len=s), plan
+
+
+def _foundry(row: dict[str, Any]) -> Made:
+    """FSDP. With amp_fp8 each product's inputs are cast, transposed and searched for their
+    largest before it: kernels cross the memory three times as often (fitted, to four runs)."""
+    how, batch, n = row["parallelism"], row["batch"], row["n_gpus"]
+    size, length = re.search(r"MPT-(\w+) .*seq (\d+)", row["model"]).groups()  # type: ignore[union-attr]
+    h100, fp8 = row["hardware"].startswith("h100"), how["precision"] == "amp_fp8"
+    device = "H100-80GB" if h100 else "A100-80GB" if "80gb" in row["hardware"] else "A100-40GB"
+    where = cluster(
+        max(1, n // 8),
+        min(8, n),
+        device,
+        "400GB/s" if h100 else "230GB/s",
+        "3200Gbit/s" if h100 else "1600Gbit/s",
+    )
+    model = Transformer(*MPT[size], 50368, int(length), fused=True, biases=False).shape(
+        f"MPT-{size}"
+    )
+    plan = Plan(
+        placement("zero3"),
+        Layout(dp=n),
+        batch["micro_batch"],
+        batch["grad_accum"],
+        recompute=says(how["activation_ckpt"]),
+        slots=2,
+        offload=says(how.get("cpu_offload_act")),
+        precision="fp8" if fp8 else "",
+        passes=3 if fp8 else 1,
+    )
+    return "foundry-h100" if h100 else "foundry-a100", size, where, model, plan
+
+
+def _titan(row: dict[str, Any]) -> Made:
+    """torchtitan, FSDP2 in bf16 with fp32 parameters: 16 bytes a parameter, split. With a
+    pipeline parameters stay gathered from forward to backward, gradients pile up whole in fp32
+    (FSDP2 reduces in fp32 once a step), a stage's outputs stay until its backward, and a step
+    has as many micro-batches as stages. The loss is made in fp32: logits, their copy,
+    log-softmax and its gradient are 2 + 4 + 4 + 4 bytes; one that tensor-parallel ranks share
+    has the exponent too. Asynchronous tensor ranks show one of tp pieces of a sum. What is
+    reported is what the allocator has reserved, without the context; not compiled, 6 % more than
+    is used. Compiled kernels cross the memory half as often (norms, rotations, gates and
+    residuals are one kernel where they were two to four)."""
+    how, batch, n = row["parallelism"], row["batch"], row["n_gpus"]
+    name, length = (
+        _found(r"(Llama-[\d.]+-\d+B)", row["model"]),
+        int(_found(r"seq (\d+)", row["model"])),
+    )
+    a100 = "A100" in row["hardware"]
+    where = cluster(
+        max(1, n // 8),
+        min(8, n),
+        "A100-80GB" if a100 else "H100-96GB",
+        "230GB/s" if a100 else "325GB/s",
+        "1600Gbit/s" if a100 else "3200Gbit/s",
+    )
+    pp = how.get("pp", 1)
+    layout = Layout(
+        how["fsdp"],
+        how.get("tp", 1),
+        pp,
+        cp=how.get("cp", 1),
+        vp=2 if "Interleaved" in how.get("schedule", "") else 1,
+    )
+    compiled = "compile" in how.get("tech", "")
+    ac = how.get("ac", "")
+    plan = Plan(
+        placement("zero1" if pp > 1 else "zero3"),
+        layout,
+        batch["local"] // pp,
+        pp,
+        slots=2,
+        recompute=ac == "full",
+        selective={
+            "selective": "products",
+            "selective op": "products",
+            "selective layer": "layers",
+        }.get(ac, ""),
+        gradient_bytes=4 if pp > 1 else 2,
+        state_bytes=16 if pp > 1 else 12,
+        logit_bytes=18 if layout.tp > 1 else 14,
+        hidden=1 - 1 / layout.tp if how.get("async_tp") else 0,
+        context_bytes=0,
+        outputs=True,
+        fragmentation=1.0 if compiled else 1.06,
+        passes=0.5 if compiled else 1.0,
+        precision="fp8" if "float8" in how.get("tech", "").lower() else "",
+    )
+    return row["group"], name, where, shape(named(name).name, seq_len=length), plan
+
+
+def _simumax(row: dict[str, Any]) -> Made:
+    """Megatron-LM with its distributed optimizer and a fused loss (the case names say "cef"):
+    16-bit logits and their fp32 softmax that becomes the gradient. The output layer's gradient is
+    made in fp32 beside the one that it is added to. Measured is torch's count of allocated bytes:
+    no context. Of a reduced DeepSeek-V3 one layer is dense.
+    """
+    how, batch = row["parallelism"], row["batch"]
+    name, reduced = re.match(r"(\w+?)(?:_l(\d+))?(?: |$)", row["model"]).groups()  # type: ignore[union-attr]
+    full = named(name).name
+    model = shape(
+        full,
+        seq_len=batch["seq"],
+        layers=int(reduced) if reduced else None,
+        dense=1 if reduced and full.startswith("DeepSeek") else None,
+    )
+    layout = Layout(how["dp"], how["tp"], how["pp"], cp=how["cp"], ep=how["ep"])
+    plan = Plan(
+        placement("zero1"),
+        layout,
+        batch["micro_batch"],
+        batch["num_microbatches"],
+        gradient_bytes=4,
+        overlap=False,
+        output_bytes=4,
+        context_bytes=0,
+    )
+    return row["group"], name, cluster(1, 8, "B200-180GB", "650GB/s", ""), model, plan
+
+
+def _bridge(row: dict[str, Any]) -> Made:
+    """Megatron-Bridge: distributed optimizer or FSDP, gradients leave while backward runs. Where
+    layers do not divide, the embedding and the loss count as a layer each. A rack's NVLink joins 64
+    devices that a job takes of its 72. Where a release does not say the precision it was fp8 (763
+    TFLOP/s on H100 are not reached in bf16).
+    """
+    how, batch, n = row["parallelism"], row["batch"], row["n_gpus"]
+    kind = row["hardware"].removeprefix("DGX-")
+    device, inside, outside, most = {
+        "GB300": ("GB300-279GB", "650GB/s", 800, 64),
+        "GB200": ("GB200-186GB", "650GB/s", 400, 64),
+        "B200": ("B200-180GB", "650GB/s", 400, 8),
+        "B300": ("B300-270GB", "650GB/s", 800, 8),
+        "H100": ("H100-80GB", "325GB/s", 400, 8),
+    }[kind]
+    name = named(row["model"]).name
+    tp, pp, cp, vp, fsdp = (
+        int(how[key]) if str(how.get(key)).isdigit() else 0
+        for key in ("tp", "pp", "cp", "vp", "fsdp")
+    )
+    model, micro = shape(name, seq_len=int(batch["seq"])), int(batch["micro_batch"])
+    vp = max(1, vp if pp > 1 else 1)
+    stages = () if model.layers % (pp * vp) == 0 else even(model.layers + 2, pp * vp)
+    if stages:
+        stages = (stages[0] - 1, *stages[1:-1], stages[-1] - 1)
+    layout = Layout(n // (tp * pp * cp), tp, pp, stages, cp=cp, vp=vp)
+    said = str(how["precision"])
+    precision = "nvfp4" if said.startswith("NVFP4") else "" if said.startswith("BF16") else "fp8"
+    plan = Plan(
+        placement("zero3" if fsdp > 1 else "zero1"),
+        layout,
+        micro,
+        int(batch["global_batch"]) // micro // layout.dp,
+        gradient_bytes=2 if fsdp > 1 else 4,
+        slots=2,
+        precision=precision,
+    )
+    where = cluster(-(-n // most), min(n, most), device, inside, f"{outside * min(n, most)}Gbit/s")
+    return f"megatron-{kind.lower()}", name, where, model, plan
+
+
+def _sailor(row: dict[str, Any]) -> Made:
+    """Megatron-DeepSpeed, fp16 with fp32 copies of parameters and gradients, without sequence
+    parallelism, gradients summed after backward. Its layers count the embedding and the output.
+    Attention is not fused: softmax in fp32, its 16-bit copy, dropout's output and mask and the
+    causal mask are 4 + 2 + 2 + 1 + 1 bytes a score. Assumed, as measured memory says so: the small
+    devices of the mixed cluster compute layers again, and on GH200 2.8 GB are taken besides. A
+    stage's devices are the hosts named for it, of which the slowest sets the pace; their network
+    gave 12 MB/s.
+    """
+    how, batch = row["parallelism"], row["batch"]
+    name, length = _found(r"(\S+) ", row["model"]), int(_found(r"seq (\d+)", row["model"]))
+    if name not in SAILOR:
+        raise ConfigError(f"the layers of {name} are not known")
+    layers, h, heads = SAILOR[name]
+    tp, pp, dp = how["tp"], how["pp"], how["dp"][0]
+    stages = list(how["layers_per_stage"])
+    stages[0], stages[-1] = stages[0] - 1, stages[-1] - 1
+    model, mixed = (
+        gpt(layers, h, heads, vocab=50304, seq_len=length, score_bytes=10),
+        row["group"] == "sailor-hetero",
+    )
+    plan = Plan(
+        placement("ddp"),
+        Layout(dp, tp, pp, tuple(stages) if pp > 1 else ()),
+        batch["micro_batch"],
+        batch["global_batch"] // batch["micro_batch"] // dp,
+        overlap=False,
+        sequence=False,
+        recompute=mixed,
+        state_bytes=16,
+        logit_bytes=10,
+        context_bytes=1e9 if mixed else 2.8e9,
+    )
+    if not mixed:
+        where = cluster(
+            -(-row["n_gpus"] // 4), min(4, row["n_gpus"]), "GH200-96GB", "120GB/s", "800Gbit/s"
+        )
+        return row["group"], name, where, model, plan
+    hosts = []
+    for stage, text in enumerate(re.findall(r"stage\d+: ([^;(]*)", row["hardware"])):
+        kinds = re.findall(r"([\w-]+) x(\d+)", text)
+        for i, (kind, _) in enumerate(kinds):
+            hosts.append(
+                {
+                    "name": f"{kind} {stage}.{i}",
+                    "devices": tp * dp // len(kinds),
+                    "device": kind,
+                    "fabric": "10GB/s",
+                    "memory": "256GB",
+                    "memory_rate": "100GB/s",
+                    "nics": [{"kind": "ethernet", "rate": "100Mbit/s"}],
+                }
+            )
+    return row["group"], name, make_cluster({"name": "mixed", "hosts": hosts}), model, plan
+
+
+def _offload(row: dict[str, Any]) -> Made:
+    """DeepSpeed with the optimizer's state in the host's memory, updated by its processors;
+    ZenFlow updates every fourth step (its default) and while the next ones run. A run that says
+    it offloads nothing is plain ZeRO. The length of the samples is not printed: assumed 1024."""
+    how = row["parallelism"]
+    n, late, to = row["n_gpus"], says(how.get("zenflow")), offloads(how)
+    if to is None or to not in ("", "cpu"):
+        raise ConfigError(
+            f"{row['id']} offloads to {to or 'it does not say where'}", hint="cpu, or None"
+        )
+    plain = {0: "ddp", 1: "zero1", 2: "zero1", 3: "zero3"}.get(how.get("zero", 0), "")
+    plan = Plan(
+        placement("zero-offload" if to else plain),
+        Layout(dp=n),
+        row["batch"]["local"],
+        staleness=int(late),
+        recompute=True,
+    )
+    where = cluster(1, n, "A100-40GB", "230GB/s", "")
+    rate = parse_rate(fitted("deepspeed-offload")["updates"]) * (4 if late else 1)
+    host = where.hosts[0].model_copy(update={"updates": rate})
+    model = shape(named(row["model"]).name, seq_len=1024)
+    return row["group"], model.name, where.model_copy(update={"hosts": (host,)}), model, plan
+
+
+def _found(pattern: str, text: str) -> str:
+    found = re.search(pattern, text)
+    assert found is not None, f"{pattern} is not in {text}"
+    return found[1]
+
+
+_FAMILIES = {
+    "vtrain-multi": _vtrain,
+    "vtrain-single": _vtrain,
+    "llm-foundry-fsdp": _foundry,
+    "torchtitan-h100": _titan,
+    "torchtitan-a100": _titan,
+    "simumax-b200": _simumax,
+    "megatron-bridge": _bridge,
+    "sailor-gh200": _sailor,
+    "sailor-hetero": _sailor,
+    "deepspeed-offload": _offload,
+}

@@ -1,0 +1,303 @@
+"""The five papers' testbeds and the plans that they ran, for `roadtrain reproduce`. Fitted
+figures come from spec/fitted.toml; what a paper does not print is chosen here and says so."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import replace
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from roadtrain.config.cluster import Cluster, make_cluster
+from roadtrain.config.models import BlockShape, ModelShape
+from roadtrain.config.parallelism import Layout
+from roadtrain.config.plan import Plan, placement
+
+
+@cache
+def fitted(name: str) -> dict[str, Any]:
+    tree = tomllib.loads(files("roadtrain.config").joinpath("fitted.toml").read_text())
+    return dict(tree[name])
+
+
+# LuWu: 8 workers with one A100, an optimizer node with 12 SSDs, a switch that sums and multicasts
+
+
+def luwu(ssds: int = 12, workers: int = 8) -> Cluster:
+    """Of 1:1 mixed reads and writes, 26 GB/s a direction (printed): by 12 SSDs of the data sheet's
+    6.5 and 3.4 GB/s that share one time (mixed 1: 26.8), and by the 16 of the baselines' workers,
+    whose PCIe 3.0 is slower.
+    """
+
+    def ssd(n: int, read: str, write: str) -> list[dict[str, Any]]:
+        return [{"count": n, "read": read, "write": write, "mixed": 1, "capacity": "3.84TB"}]
+
+    own = fitted("luwu-nccl")
+    nics = [{"kind": "roce", "rate": "12GB/s"}]
+    return make_cluster(
+        {
+            "name": "LuWu",
+            "switches": [{"name": "roce", "sums": True, "multicasts": True}],
+            "hosts": [
+                {
+                    "name": "worker",
+                    "count": workers,
+                    "device": "A100-40GB",
+                    "memory": "256GB",
+                    "memory_rate": "150GB/s",
+                    "updates": own["updates"],
+                    "uplink": "26GB/s",
+                    "ssds": ssd(2, "3.25GB/s", "3.25GB/s"),
+                    "nics": nics,
+                },
+                {
+                    "name": "optimizer",
+                    "memory": "256GB",
+                    "memory_rate": "250GB/s",
+                    "updates": "150GB/s",
+                    "uplink": "78GB/s",
+                    "ssds": ssd(ssds, "6.5GB/s", "3.4GB/s"),
+                    "nics": nics,
+                },
+            ],
+        }
+    )
+
+
+def luwu_plan(which: str, model: ModelShape, micro_batch: int, workers: int = 8) -> Plan:
+    """Activations go to the host (printed for LuWu and ZeRO-Infinity); `host_bytes`: 16- and
+    32-bit gradients and pinned buffers of ZeRO-Infinity, 8 a parameter, so that 175B is the last
+    that fits 256 GB; `logit_bytes`: the loss of OPT in Hugging Face's transformers has logits, a
+    shifted copy, its log-softmax, and gradients of the first two. SwitchML trains in fp32
+    (printed), whose products PyTorch 1.9.1 makes in TF32 (`wide` gives its activations); a
+    second copy of all gradients is in the buffers of its DistributedDataParallel."""
+    base = Plan(
+        placement("optimizer-node"),
+        Layout(dp=workers),
+        micro_batch,
+        recompute=True,
+        root=False,
+        logit_bytes=10,
+    )
+    if which == "luwu":
+        return base.changed(update_at="gradient", buffers=16, slots=2, offload=True, in_turn=True)
+    if which == "zero-infinity":
+        return base.changed(
+            placement=placement(which), buffers=1, slots=2, offload=True, host_bytes=8
+        )
+    if which == "zero3":
+        return base.changed(placement=placement(which), slots=3)
+    return base.changed(
+        placement=placement("switch-sum"),
+        root=True,
+        gradient_bytes=4,
+        parameter_bytes=4,
+        state_bytes=8,
+        overlap=False,
+        precision="tf32",
+        logit_bytes=20,
+        context_bytes=1e9 + 4 * model.params,
+    )
+
+
+def wide(model: ModelShape) -> ModelShape:
+    """With activations of 4 bytes."""
+    blocks = tuple(
+        replace(block, saved=2 * block.saved, input=2 * block.input) for block in model.blocks
+    )
+    return replace(model, blocks=blocks)
+
+
+# Smart-Infinity: one host, 1 to 10 SSDs with a processor each
+
+
+def smart_infinity(ssds: int, device: str = "RTX-A5000") -> Cluster:
+    own = fitted("smart-infinity")
+    ssd = {
+        "count": ssds,
+        "read": own["read"],
+        "write": own["write"],
+        "capacity": "4TB",
+        "internal": own["internal"],
+        "updates": own["updates"],
+    }
+    return make_cluster(
+        {
+            "name": "Smart-Infinity",
+            "hosts": [
+                {
+                    "name": "host",
+                    "device": device,
+                    "memory": "1024GB",
+                    "memory_rate": "150GB/s",
+                    "updates": "90GB/s",
+                    "uplink": own["uplink"],
+                    "ssds": [ssd],
+                }
+            ],
+        }
+    )
+
+
+def smart_infinity_plan(which: str) -> Plan:
+    """`base`: ZeRO-Infinity on RAID0; `su`: SmartUpdate; `suo`: its transfer handler; `suoc`: 2
+    % of the gradient."""
+    base = Plan(
+        placement("raid0"),
+        micro_batch=4,
+        recompute=True,
+        file_slots=1,
+        buffers=2,
+        slots=2,
+        root=False,
+        upstream_bytes=4,
+    )
+    near = base.changed(placement=placement("near-storage"), buffers=1)
+    return {
+        "base": base,
+        "su": near,
+        "suo": near.changed(buffers=2),
+        "suoc": near.changed(buffers=2, topk=2.0),
+    }[which]
+
+
+# Holmes: hosts with 8 A100, InfiniBand or RoCE inside a cluster, Ethernet between
+
+
+def holmes(kind: str, nodes: int) -> Cluster:
+    own = fitted("holmes")
+
+    def host(name: str, count: int, card: str) -> dict[str, Any]:
+        cards = [{"kind": one, "rate": own[one]} for one in dict.fromkeys(("ethernet", card))]
+        return {
+            "name": name,
+            "count": count,
+            "devices": 8,
+            "device": "A100-80GB",
+            "fabric": "230GB/s",
+            "memory": "1TB",
+            "memory_rate": "200GB/s",
+            "nics": cards,
+        }
+
+    if kind == "Hybrid":
+        hosts = [host("first", nodes // 2, "infiniband"), host("second", nodes // 2, "roce")]
+    else:
+        hosts = [host("first", nodes, kind.lower())]
+    return make_cluster({"name": "Holmes", "hosts": hosts})
+
+
+def holmes_plan(batch: int, nodes: int, kind: str, micro_batch: int = 8) -> Plan:
+    """p = 2: the printed 3 divides neither 32 nor 64 devices (H3). Gradients are
+    reduce-scattered in fp32, parameters gathered in 16 bits: 3 bytes a pass of the ring. The
+    micro-batch is not printed."""
+    dp = nodes * 8 // 2
+    return Plan(
+        placement("ddp"),
+        Layout(dp=dp, pp=2),
+        micro_batch,
+        batch // dp // micro_batch,
+        recompute=True,
+        gradient_bytes=3,
+        overlap=False,
+        networks={"pp": "ethernet"} if kind == "Hybrid" else {},
+    )
+
+
+# SGC: one V100 a node, a card that computes, 100 Gbit/s
+
+
+def sgc(nodes: int) -> Cluster:
+    """Memories are not printed: a V100's 32 GB, and of the host enough for the whole model,
+    which buffering needs."""
+    own = fitted("sgc")
+    return make_cluster(
+        {
+            "name": "SGC",
+            "hosts": [
+                {
+                    "name": "node",
+                    "count": nodes,
+                    "devices": 1,
+                    "memory": "8TB",
+                    "memory_rate": "120GB/s",
+                    "updates": own["updates"],
+                    "nics": [{"kind": "roce", "rate": "100Gbit/s", "relay": True}],
+                    "device": {
+                        "kind": "V100",
+                        "flops": "125TFLOP/s",
+                        "memory": "32GiB",
+                        "memory_rate": "900GB/s",
+                        "copy": "16GB/s",
+                    },
+                }
+            ],
+        }
+    )
+
+
+def sgc_plan(which: str, nodes: int) -> Plan:
+    """`gpu`: all on the devices (FSDP), activations too; `base`: updates on the processors;
+    `sgc`: cards that prefetch and buffer. Updates of both are one step late. The batch is not
+    printed."""
+    own, layout = fitted("sgc"), Layout(dp=nodes)
+    if which == "gpu":
+        return Plan(placement("zero3"), layout, own["batch"], slots=2, root=False)
+    base = Plan(
+        placement("zero-offload"),
+        layout,
+        own["batch"],
+        recompute=True,
+        slots=2,
+        root=False,
+        offload=True,
+        staleness=1,
+    )
+    if which == "base":
+        return base
+    return base.changed(placement=placement("smartnic"), slots=3, kept=1000)
+
+
+# BytePS: 32 hosts with 8 V100, 100 Gbit/s, up to 32 hosts without
+
+
+def byteps(hosts: int, spares: int, devices: int = 8, rate: str = "100Gbit/s") -> Cluster:
+    def host(name: str, count: int, more: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "name": name,
+            "count": count,
+            "memory": "512GB",
+            "memory_rate": "128GB/s",
+            "sums": "50GB/s",
+            "nics": [{"kind": "roce", "rate": rate}],
+            **more,
+        }
+
+    kinds = [
+        host(
+            "gpu",
+            hosts,
+            {"devices": devices, "device": "V100-32GB", "fabric": "130GB/s", "price_per_hour": 25},
+        )
+    ]
+    kinds += [host("spare", spares, {"price_per_hour": 4.2})] if spares else []
+    return make_cluster({"name": "BytePS", "hosts": kinds})
+
+
+def byteps_plan(name: str, hosts: int, devices: int, batch: int) -> Plan:
+    """Gradients in fp32."""
+    return Plan(
+        placement(name),
+        Layout(dp=hosts * devices),
+        batch,
+        gradient_bytes=4,
+        parameter_bytes=4,
+        state_bytes=4,
+    )
+
+
+def lump(params: float, flops: float = 0.0, blocks: int = 1) -> ModelShape:
+    """So many parameters in equal blocks."""
+    own = BlockShape("layer", int(params / blocks), flops / blocks, 0.0, 0.0)
+    return ModelShape("lump", own.times(blocks), 1)

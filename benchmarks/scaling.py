@@ -1,0 +1,280 @@
+"""Scaling: 1, 2, 4 and 8 workers over slow emulated links, as many spare hosts serving: a step
+against its floor.
+
+Links are so slow (RATE) that what a small model computes is a small part of a step, also where this
+machine's few cores compute for sixteen processes: link-bound. How small is shown, as processor
+time. Placing runs at PLACING_RATE, the links get their rate before the first step. State rests in
+memory (/dev/shm).
+
+The floor. S: bytes of the 16-bit parameters. In a step a worker pulls S, pushes S, and pulls once
+more, for backward, what it did not keep from forward (K bytes are kept: with buffering all of S,
+and nothing comes twice):
+
+    pulled = S + (S - K)        pushed = S
+
+W workers and W servers: a server's link carries W times a W-th of that, so every link carries
+`pulled` one way and `pushed` the other way, whatever W. Links are full-duplex, and pulled >=
+pushed. At staleness 1 nothing waits for the step's own pushes: the busier direction, `pulled`, is
+all. At staleness 0 a parameter is pulled after its gradient was pushed. With K = S the two overlap
+like a pipeline, but for the last piece (P, one chunk) that a server gets from all W workers: its
+link carries it W times back, after all else. What is not kept is pulled in forward while nothing is
+pushed, and again while backward pushes. So:
+
+    floor = (S + (S - K) + (W P at staleness 0)) / rate
+
+    rate = 0.956 of the link's: what TCP carries of whole Ethernet frames (1448 of 1514 bytes); tbf
+    gives exactly that,
+           but for the 256 kB that may pass at once after a pause (4 % of S).
+
+Beside it FSDP2 over gloo, bf16, the same links. A bare socket that sends both ways at once is
+measured before. A step is the mean of those after WARM_UP. Needs root. Does NOT emulate latency.
+
+    python -m benchmarks.scaling --probe ADDRESS --nbytes N [--listen] --json OUT  a socket
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from benchmarks.cluster import WARM_UP, Cluster
+from benchmarks.report import Report, Row, cores
+from roadtrain.errors import ConfigError, RoadtrainError
+from roadtrain.lab import CARRIED, network_available
+from roadtrain.units import KIB
+
+COUNTS = (1, 2, 4, 8)
+RATE, PLACING_RATE = 25e6 / 8, 4e9 / 8  # bytes a second
+LAYERS, WIDTH, INNER, SEQ, CHUNK = 4, 256, 704, 16, 1 << 16
+STEPS, FSDP_STEPS = WARM_UP + 3, WARM_UP + 1
+FEW = "34MiB"  # a budget that keeps half of the blocks from forward to backward
+GOAL = 1.10
+
+
+def run(quick: bool = False) -> Report:
+    if (why := network_available()) is not None:
+        raise ConfigError(f"the cluster cannot be emulated here: {why}")
+    counts, layers, steps, fsdp_steps = (
+        ((1, 2), 3, WARM_UP + 1, WARM_UP + 1) if quick else (COUNTS, LAYERS, STEPS, FSDP_STEPS)
+    )
+    words = [
+        str(word)
+        for pair in (
+            ("--layers", layers),
+            ("--width", WIDTH),
+            ("--inner", INNER),
+            ("--seq", SEQ),
+            ("--chunk", CHUNK),
+        )
+        for word in pair
+    ]
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="roadtrain-bench-") as name:
+        cluster = Cluster(Path(name), max(counts), RATE, PLACING_RATE)
+        with cluster.network:
+            rows.append(bare(cluster, 1 if quick else 4))
+            for count in counts:
+                cluster.workers = count
+                peer = cluster.fsdp(fsdp_steps, *words) if count > 1 else None
+                few = [] if count != 2 else [(1, FEW)] if quick else [(0, FEW), (1, FEW)]
+                for staleness, budget in ((0, ""), (1, ""), *few):
+                    more = (
+                        "--staleness",
+                        str(staleness),
+                        *(("--budget", budget) if budget else ()),
+                    )
+                    got = cluster.ours("s", steps, *words, *more)
+                    rows += compare(count, staleness, budget, got, peer)
+                    print(
+                        f"{count} worker(s), staleness"
+                        f" {staleness}{f', budget {budget}' * bool(budget)}: {seconds_of(got):.2f}"
+                        " s a step",
+                        flush=True,
+                    )
+    return Report("scaling", rows)
+
+
+def floor_bytes(parameters: int, kept: int, piece: int, staleness: int) -> int:
+    """Bytes that must cross the busier direction of a link in a step, one after the other. All
+    in bytes: `parameters` S, `kept` K, `piece` W P of the formula above."""
+    pulled = parameters + (parameters - min(kept, parameters))
+    return pulled + (0 if staleness else min(piece, parameters))
+
+
+def kept_bytes(parameters: int, blocks: int, slots: int, block: int) -> int:
+    """What a worker with `slots` buffers keeps of `blocks` blocks of `block` bytes each; the
+    root block stays."""
+    return parameters - max(0, blocks - slots) * block
+
+
+def seconds_of(results: Sequence[dict[str, Any]]) -> float:
+    """A step: the mean of those that count, of the slowest worker."""
+    return max(fmean(result["seconds"][WARM_UP:]) for result in results)
+
+
+def compare(
+    count: int,
+    staleness: int,
+    budget: str,
+    got: Sequence[dict[str, Any]],
+    peer: Sequence[dict[str, Any]] | None,
+) -> list[Row]:
+    one = got[0]
+    total = 2 * one["parameters"]
+    kept = kept_bytes(total, one["blocks"], one["kept_blocks"], one["block_bytes"])
+    floor = floor_bytes(total, kept, count * 2 * CHUNK, staleness) / (CARRIED * RATE)
+    ours, theirs = seconds_of(got), None if peer is None else seconds_of(peer)
+    how = (
+        f"{min(one['kept_blocks'], one['blocks'])} of {one['blocks']} blocks kept from forward to"
+        " backward"
+    )
+    case = (
+        f"network, {count} worker(s) and {count} server(s), {one['parameters'] / 1e6:.1f} M"
+        f" parameters, {8 * RATE / 1e6:g} Mbit/s, staleness {staleness},"
+        f" {how}{f', budget {budget}' * bool(budget)}"
+    )
+    busy = sum(result["cpu"] / len(result["seconds"]) for result in got) / (cores() * ours)
+    rows = [
+        Row(
+            case,
+            "step",
+            "s",
+            ours,
+            theirs,
+            None if peer is None else "FSDP2, bf16",
+            None if theirs is None else theirs / ours,
+            floor / ours,
+            None if budget else f"ours <= {GOAL:.2f} x {floor:.2f}",
+            None if budget else ours <= GOAL * floor,
+        ),
+        Row(
+            case,
+            "processor time of the workers, of all cores",
+            "",
+            busy,
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,
+        ),
+    ]
+    for way, metric in (("received", "pulled"), ("sent", "pushed")):
+        mine = fmean(fmean(result[way][WARM_UP:]) for result in got) / total
+        other = (
+            None if peer is None else fmean(fmean(result[way][WARM_UP:]) for result in peer) / total
+        )
+        rows.append(
+            Row(
+                case,
+                f"{metric} by a worker a step",
+                "S",
+                mine,
+                other,
+                None if peer is None else f"FSDP2, {way}",
+                None,
+                None,
+                None,
+                None,
+            )
+        )
+    return rows
+
+
+# the bare socket
+
+
+def bare(cluster: Cluster, seconds: float) -> Row:
+    """Both directions at once between two hosts, one connection, the slower direction."""
+    cluster.set_rate(RATE)
+    hosts = [cluster.network.hosts[name] for name in ("w0", "s0")]
+    outs = [cluster.home / f"bare{i}.json" for i in range(2)]
+    processes: list[subprocess.Popen[Any]] = []
+    for host, out, more in zip(hosts, outs, (["--listen"], [])):
+        processes.append(
+            host.run(
+                [
+                    sys.executable,
+                    "-m",
+                    "benchmarks.scaling",
+                    "--probe",
+                    hosts[0].address,
+                    "--nbytes",
+                    str(int(RATE * seconds)),
+                    *more,
+                    "--json",
+                    str(out),
+                ]
+            )
+        )
+    if any(process.wait(60 + 10 * seconds) for process in processes):
+        raise RoadtrainError("the bare socket failed")
+    rate = min(json.loads(out.read_text())["rate"] for out in outs)
+    return Row(
+        f"a bare socket, both ways at once, {8 * RATE / 1e6:g} Mbit/s each",
+        "arriving, the slower way",
+        "MB/s",
+        rate / 1e6,
+        RATE / 1e6,
+        "the link",
+        rate / RATE,
+        rate / (CARRIED * RATE),
+        None,
+        None,
+    )
+
+
+def probe(address: str, nbytes: int, listens: bool) -> dict[str, float]:
+    """Sends and receives `nbytes` at once: the rate of what arrives, between the first and the
+    last of it."""
+    if listens:
+        with socket.create_server((address, 7100)) as server:
+            link, _ = server.accept()
+    else:
+        link = _connected((address, 7100))
+    with link:
+        sender = threading.Thread(target=link.sendall, args=(bytes(nbytes),))
+        sender.start()
+        room, have = bytearray(256 * KIB), link.recv_into(bytearray(1))
+        begin = time.perf_counter()
+        while have < nbytes:
+            have += link.recv_into(room)
+        rate = nbytes / (time.perf_counter() - begin)
+        sender.join()
+    return {"rate": rate}
+
+
+def _connected(address: tuple[str, int]) -> socket.socket:
+    until = time.monotonic() + 30
+    while True:
+        try:
+            return socket.create_connection(address)
+        except ConnectionRefusedError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.05)
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--probe", required=True, help="the listener's address")
+    parser.add_argument("--nbytes", type=int, required=True)
+    parser.add_argument("--listen", action="store_true")
+    parser.add_argument("--json", required=True, help="where the result goes")
+    args = parser.parse_args(argv)
+    Path(args.json).write_text(json.dumps(probe(args.probe, args.nbytes, args.listen)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

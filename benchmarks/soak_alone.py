@@ -1,0 +1,386 @@
+"""The faults of `roadtrain soak` that strike who trains alone, with a store of two directories: a
+power cut, a failing device, a full run directory, an unmounted or copied store, a second trainer, a
+flipped bit in a file.
+
+A power cut is one of the process's syncs or writes at which it is killed; then only what was synced
+is left of its directories, and of the rest all, nothing or some sectors (soak_power).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import re
+import shutil
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.soak_fault import Fault, Nothing, Reference, kind
+from benchmarks.soak_power import Action, Strike, begin, cut
+from benchmarks.soak_scene import STEPS, Node, Scene, Told, Wrong
+from benchmarks.soak_train import TEXT, Alone, train_alone
+from roadtrain.training.metrics import read_metrics
+
+# a record that is damaged is dropped with these words, and its step is trained again
+ASIDE = "set aside"
+FLIPPED = ("CURRENT", "store.json", "ledger.0", "ledger.1", "slot0.bin", "slot1.bin", "mark.json")
+
+
+class AloneScene(Scene):
+    """One trainer, no servers and links. `dirs`: of its store; `shadow`: what is durable of
+    them and of `run`."""
+
+    run: Path
+
+    def __enter__(self) -> AloneScene:
+        super().__enter__()
+        self.dirs, self.run, self.shadow = (
+            [self.home / "a", self.home / "b"],
+            self.home / "run",
+            self.home / "shadow",
+        )
+        for path in (*self.dirs, self.run):
+            path.mkdir()
+        (self.home / "text").write_text(TEXT)
+        self.others = 0  # trainers beside the first
+        begin(self.shadow, self.roots)
+        return self
+
+    @property
+    def roots(self) -> list[Path]:
+        return [*self.dirs, self.run]
+
+    def start(  # type: ignore[override]
+        self,
+        *strikes: Strike,
+        steps: int = STEPS,
+        dirs: Sequence[Path] | None = None,
+        run: Path | None = None,
+    ) -> Node:
+        self.restarted = time.monotonic()
+        self.attempt += 1
+        for name in ("paused", "go"):
+            (self.shadow / name).unlink(missing_ok=True)
+        self.workers = [
+            self.trainer(
+                self.attempt, self.log(0), dirs or self.dirs, run or self.run, steps, strikes
+            )
+        ]
+        return self.workers[0]
+
+    def trainer(
+        self,
+        attempt: int,
+        log: Path,
+        dirs: Sequence[Path],
+        run: Path,
+        steps: int = STEPS,
+        strikes: Sequence[Strike] = (),
+    ) -> Node:
+        errand = Alone(
+            str(self.home),
+            str(run),
+            tuple(map(str, dirs)),
+            attempt,
+            steps,
+            str(log),
+            str(self.shadow),
+            tuple(map(str, self.roots)),
+            tuple(strikes),
+        )
+        return self._started(train_alone, (errand,), log)
+
+    def beside(self, dirs: Sequence[Path], run: Path) -> Told:
+        """What a second trainer says, which runs to its end while the first waits."""
+        self.others += 1
+        log = self.home / f"other{self.others}.log"
+        node = self.trainer(0, log, dirs, run)
+        node.process.join(max(0.0, self.until - time.monotonic()))
+        if not node.ended:
+            self.hung("the second trainer to end")
+        return Told.read(log)
+
+    def wait_paused(self) -> None:
+        while not (self.shadow / "paused").exists():
+            if self.workers[0].ended or time.monotonic() > self.until:
+                raise Wrong(
+                    f"the run ended before the fault: {self.workers[0].log.read_text()[-1000:]}"
+                )
+            time.sleep(0.005)
+
+    def wait_workers(self) -> list[str]:
+        worker = self.workers[0]
+        worker.process.join(max(0.0, self.until - time.monotonic()))
+        worker.killed |= worker.process.exitcode == -signal.SIGKILL
+        return super().wait_workers()
+
+    def cut_power(self, rng: random.Random) -> None:
+        self.note(f"power cut: {cut(self.shadow, self.roots, rng)}")
+
+    def told(self) -> list[Told]:
+        return [Told.read(self.log(0))]
+
+    def check(self, reference: Sequence[Told]) -> None:
+        """Also: metrics.jsonl has each step once; once a step was committed, it is one store's
+        for ever."""
+        super().check(reference)
+        expected = {step: line for (_, step), (line, _, _) in reference[0].steps.items()}
+        lines = [
+            (line["step"], f"{float(line['loss']).hex()} {float(line['grad_norm']).hex()}")
+            for line in read_metrics(self.run / "metrics.jsonl")
+        ]
+        if lines != sorted(expected.items()):
+            raise Wrong(f"metrics.jsonl has {lines}, undisturbed {expected}")
+        whose, known = "", 0
+        committed: dict[int, int] = {}
+        for (attempt, _), (_, step, _) in self.told()[0].steps.items():
+            committed[attempt] = max(step, committed.get(attempt, 0))
+        for line in self.log(0).read_text(errors="replace").splitlines():
+            if match := re.fullmatch(r"(\d+) job (\S+) (\d+)", line):
+                attempt, job, step = int(match[1]), match[2], int(match[3])
+                if known and (job != whose or (step < known and not self.repeats())):
+                    raise Wrong(
+                        f"start {attempt} is of store {job} at step {step}; store {whose} was at"
+                        f" {known}"
+                    )
+                whose, known = job, max(known, committed.get(attempt, 0))
+
+    def repeats(self) -> bool:
+        return ASIDE in self.log(0).read_text(errors="replace")
+
+
+def _steps(fault: Fault) -> int:
+    return 1 + fault.choice % (STEPS - 2)
+
+
+def _strike(
+    fault: Fault, reference: Reference, actions: Sequence[Action], first: float = 0.0
+) -> Strike:
+    """At the fault's moment of all syncs, or all writes."""
+    action = actions[fault.choice % len(actions)]
+    of = "write" if action == "kill half" or fault.prompt else "sync"
+    moment = first + fault.moment * (1 - first)
+    return Strike(of, int(moment * reference.calls[of]), action)  # type: ignore[arg-type]
+
+
+def _soon(rng: random.Random) -> Strike:
+    """Killed a little after a start: most often while the next step is being committed."""
+    where, most = rng.choice((("ledger", 4), ("slot", 6), ("", 30)))
+    return Strike("sync", rng.randrange(most), "kill before", where)
+
+
+def _refused(scene: AloneScene, words: str, said: Sequence[str]) -> list[str]:
+    if len(said) != 1 or not re.search(words, said[0]):
+        raise Wrong(
+            f"nobody says {words!r}: {' | '.join(said)}; {scene.log(0).read_text()[-1500:]}"
+        )
+    return list(said)
+
+
+@kind("power cut", alone=True)
+def power_cut(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
+    scene.start(_strike(fault, reference, ("kill before", "kill after", "kill half")))
+    said = scene.wait_workers()
+    scene.cut_power(random.Random(fault.choice))
+    scene.finish()
+    return said
+
+
+@kind("killed and power cut", alone=True)
+def killed_and_cut(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
+    """Killed between a write and its sync; the next start goes on from what it finds, and soon
+    the power is cut."""
+    rng = random.Random(fault.choice)
+    where = rng.choice(("", "ledger"))
+    calls = reference.calls["ledger" if where else "sync"]
+    scene.start(Strike("sync", int(fault.moment * calls), "kill before", where))
+    said = scene.wait_workers()
+    scene.start(_soon(rng))
+    said += scene.wait_workers()
+    scene.cut_power(rng)
+    scene.finish()
+    return said
+
+
+@kind("device fails", ends="any", alone=True)
+def fails(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
+    """One sync or write ends with EIO, and what the sync was to save never reaches the device.
+    Then, or a little later, the power is cut."""
+    rng = random.Random(fault.choice)
+    strike = _strike(fault, reference, ("EIO",))
+    if fault.choice % 3 == 0:  # of the file that commits
+        strike = Strike("sync", int(fault.moment * reference.calls["ledger"]), "EIO", "ledger")
+    scene.start(strike)
+    said = scene.wait_workers()
+    if rng.random() < 0.5:
+        scene.start(_soon(rng))
+        said += scene.wait_workers()
+    if rng.random() < 0.7:
+        scene.cut_power(rng)
+    scene.finish()
+    return said
+
+
+@kind("run directory full", ends="sentence", alone=True, mounts=True)
+def run_full(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
+    scene.run = scene.disk(0)
+    begin(scene.shadow, scene.roots)
+    number = 1 + int(fault.moment * (STEPS - 1))  # each line is synced once
+    scene.start(Strike("sync", number, "pause", "metrics.jsonl"))
+    scene.wait_paused()
+    ballast = _fill(scene.run)
+    (scene.shadow / "go").touch()
+    said = _refused(scene, rf"FullError.*{scene.run}", scene.wait_workers())
+    ballast.unlink()
+    scene.finish()
+    return said
+
+
+@kind("store unmounted", ends="sentence", alone=True)
+def unmounted(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
+    """One directory of the store, or both, are empty at the next start."""
+    scene.start(_until(fault, reference), steps=_steps(fault) if fault.prompt else STEPS)
+    said = scene.wait_workers()
+    if not _trained(scene):
+        scene.finish()  # nothing was committed: to begin anew is right
+        raise Nothing
+    away = [scene.dirs[:1], scene.dirs[1:], scene.dirs][fault.choice % 3]
+    before = {path: path.read_bytes() for path in scene.run.iterdir()}
+    for path in away:
+        path.rename(path.with_suffix(".away"))
+        path.mkdir()
+    scene.start()
+    said = _refused(scene, r"GoneError|StaleError|ForeignError", scene.wait_workers())
+    if changed := [path.name for path, content in before.items() if path.read_bytes() != content]:
+        raise Wrong(f"a refused start changes {changed}")
+    for path in away:
+        if left := [str(one) for one in path.rglob("*")]:
+            raise Wrong(f"a refused start leaves {left}")
+        path.rmdir()
+        path.with_suffix(".away").rename(path)
+    scene.finish()
+    return said
+
+
+@kind("store copied", ends="sentence", alone=True)
+def copied(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
+    """The run goes on with a copy, one directory of which is not named at first; the original
+    stays as it is, and is refused afterwards: it is behind."""
+    scene.start(steps=_steps(fault))
+    scene.finished()
+    copies = [path.with_name(f"{path.name}-copy") for path in scene.dirs]
+    for path, to in zip(scene.dirs, copies):
+        shutil.copytree(path, to)
+    before = contents(scene.dirs)
+    one = copies[fault.choice % 2]
+    if fault.prompt:  # the other one's place is named, and holds nothing
+        scene.start(
+            dirs=[one if path == one else scene.home / f"{path.name}-new" for path in copies]
+        )
+    else:
+        scene.start(dirs=[one])
+    said = _refused(scene, "GoneError|ForeignError|DamagedError|ConfigError", scene.wait_workers())
+    if contents(scene.dirs) != before:
+        raise Wrong("training on a copy changes the original")
+    scene.start(dirs=copies)
+    scene.finished()
+    if contents(scene.dirs) != before:
+        raise Wrong("training on a copy changes the original")
+    scene.start()
+    said += _refused(scene, "StaleError", scene.wait_workers())
+    scene.dirs = copies
+    scene.finish()
+    return said
+
+
+@kind("second trainer", alone=True)
+def second(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
+    """On the same store, from the same run directory or another, while the first makes, fills
+    or trains it."""
+    # a quarter of all syncs make the store
+    moment = fault.moment / 4 if fault.choice % 2 else fault.moment
+    scene.start(Strike("sync", int(moment * reference.calls["sync"]), "pause"))
+    scene.wait_paused()
+    told = scene.beside(scene.dirs, scene.run if fault.prompt else scene.home / "run2")
+    (scene.shadow / "go").touch()
+    if not told.errors or told.steps:
+        raise Wrong(f"a second trainer was not refused: {told}")
+    scene.finished()
+    return [told.errors[0]]
+
+
+@kind("flipped bit", ends="any", alone=True)
+def flipped(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
+    """In any file of the store, or in what the run directory knows of it, between two starts."""
+    rng = random.Random(fault.choice)
+    scene.start(_until(fault, reference), steps=_steps(fault) if fault.prompt else STEPS)
+    scene.wait_workers()
+    there = [
+        p for root in scene.roots for p in root.rglob("*") if p.name in FLIPPED and p.stat().st_size
+    ]
+    name = rng.choice(sorted({path.name for path in there}) or [""])
+    if not name or not _trained(scene):
+        scene.finish()
+        raise Nothing
+    path = rng.choice(sorted(path for path in there if path.name == name))
+    at = place_in(path, rng)
+    flip(path, at, bit := rng.randrange(8))
+    scene.note(f"flipped: bit {bit} of byte {at} of {path}")
+    scene.start()
+    said = scene.wait_workers()
+    if said:
+        _refused(scene, re.escape(str(scene.home)), said)
+        mend(path, at, bit)
+        scene.finish()
+    return said
+
+
+def _until(fault: Fault, reference: Reference) -> Strike:
+    """Unless `prompt`, it is killed at the moment."""
+    number = int((0.6 + fault.moment * 0.4) * reference.calls["sync"])
+    return Strike("sync", 1 << 30 if fault.prompt else number, "kill before")
+
+
+def _trained(scene: AloneScene) -> bool:
+    return any(committed > 0 for _, committed, _ in scene.told()[0].steps.values())
+
+
+def _fill(disk: Path) -> Path:
+    free = os.statvfs(disk)
+    with open(disk / "ballast", "wb") as file:
+        os.posix_fallocate(file.fileno(), 0, free.f_bavail * free.f_frsize)
+    return disk / "ballast"
+
+
+def contents(roots: Sequence[Path]) -> dict[str, str]:
+    return {
+        str(path): hashlib.sha256(path.read_bytes()).hexdigest()
+        for root in roots
+        for path in root.rglob("*")
+        if path.is_file()
+    }
+
+
+def place_in(path: Path, rng: random.Random) -> int:
+    """A byte; in large files most likely one that is not zero, as what was never written is."""
+    content = path.read_bytes()
+    places = [rng.randrange(len(content)) for _ in range(16)]
+    return next((at for at in places if content[at]), places[0])
+
+
+def flip(path: Path, at: int, bit: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1 << bit
+    with open(path, "r+b") as file:
+        file.seek(at)
+        file.write(content[at : at + 1])
+
+
+def mend(path: Path, at: int, bit: int) -> None:
+    """The bit is as before. Raises Wrong where the file is gone: what was there is lost."""
+    if not path.exists():
+        raise Wrong(f"{path} is gone after a start that was refused")
+    flip(path, at, bit)

@@ -1,0 +1,255 @@
+"""The processes of `roadtrain soak`: a server, and a worker that trains a tiny model and writes
+every loss down.
+
+Both say everything into one file each; SIGUSR1 makes them add the stacks of all their threads.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import hashlib
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from benchmarks.soak_power import Power, Strike
+from roadtrain.api.place import place
+from roadtrain.errors import RoadtrainError
+from roadtrain.kernels.rules import rules_for
+from roadtrain.kernels.sum import sum_k, sum_squares
+from roadtrain.runtime.session_host import Host
+from roadtrain.storage.mark import Mark
+from roadtrain.training.metrics import Metrics, committed_by
+from roadtrain.transport.tcp import Options
+
+BUDGET = 96 << 20
+CHUNK = 1 << 16  # elements: the smallest
+VOCABULARY, WIDTH, LAYERS = 50, 64, 3
+REFUSED = 3  # exit code of a worker that ended with a sentence
+GROWN = 1 << 20  # bytes: more than a ledger has spare
+
+
+@dataclass(frozen=True)
+class Flavour:
+    """How the job trains. `clip` waits for the norm of all workers' mean; without it updates
+    begin in backward."""
+
+    clip: float | None = None
+    staleness: int = 0
+
+
+FLAVOURS = {"plain": Flavour(), "clipped": Flavour(clip=0.5), "late": Flavour(staleness=1)}
+
+
+@dataclass(frozen=True)
+class Errand:
+    """What one worker of one start is told. `relay`: all are of one host, and one communicates
+    for them. `change`: what is wrong with it. `grows_at`: from this step on its own state needs
+    room on the disk."""
+
+    flavour: str
+    servers: tuple[str, ...]
+    rank: int
+    workers: int
+    attempt: int
+    steps: int
+    log: str
+    deadline_s: float
+    relay: bool = False
+    change: str = ""
+    grows_at: int = 1 << 30
+    replicas: int = 1
+    run: str = ""  # a run directory, which knows the store; worker 0's alone
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, 0.1, batch_first=True)
+            for _ in range(LAYERS)
+        )
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.embed(x)
+        for layer in self.layers:
+            h = layer(h)
+        out: torch.Tensor = self.head(h)
+        return out
+
+
+class Growing:
+    """State of the job's own that is committed with each step."""
+
+    nbytes = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"data": torch.zeros(self.nbytes, dtype=torch.uint8)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.nbytes = 0
+
+
+def serve(
+    directory: str,
+    port: int,
+    token: bytes,
+    log: str,
+    ready: Connection,
+    shadow: str,
+    strikes: Sequence[Strike],
+) -> None:
+    """As `roadtrain serve`. `shadow`: of its directory's durable bytes, "" where they are not
+    watched (soak_power)."""
+    _speak_into(log)
+    torch.set_num_threads(1)
+    if shadow:
+        Power(Path(shadow), [Path(directory)], strikes).install()
+    with Host(("127.0.0.1", port), Path(directory), BUDGET, Options(token=token), print) as host:
+        ready.send(host.where)
+        host.run()
+
+
+def work(errand: Errand, token: bytes) -> None:
+    """Trains; a line a step: attempt, step, loss, norm, committed step, monotonic seconds. Then
+    `end` and `error`."""
+    _speak_into(errand.log)
+    torch.set_num_threads(1)
+    os.environ |= {
+        "RANK": str(errand.rank),
+        "WORLD_SIZE": str(errand.workers),
+        "MASTER_PORT": "1",
+        "LOCAL_WORLD_SIZE": str(errand.workers if errand.relay else 1),
+        "TORCHELASTIC_RUN_ID": "soak",
+        "TORCHELASTIC_RESTART_COUNT": str(errand.attempt),
+    }
+    try:
+        _train(errand, token)
+    except RoadtrainError as error:
+        print(errand.attempt, "error", f"{type(error).__name__}: {error}".replace("\n", "; "))
+        # as a killed process: no atexit, so that what hangs is seen while it ends
+        os._exit(REFUSED)
+
+
+def warm() -> None:
+    """For the process that all others are forked from: what each of them would load and compile
+    for itself."""
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], foreach=False)
+    rule = rules_for(optimizer)[0]
+    a, b, c, d = np.zeros((4, 64), np.float32)
+    sum_k(a, [b, c], "fp32")
+    sum_squares(a, "fp32")
+    rule.apply(
+        a, b, "fp32", [c, d], np.zeros(1), rule.hyper(optimizer.param_groups[0]), 1.0, None, "fp32"
+    )
+
+
+def _train(errand: Errand, token: bytes) -> None:
+    flavour, growing = FLAVOURS[errand.flavour], Growing()
+    torch.manual_seed(0)
+    model = Model()
+    if errand.change == "model":
+        model.extra = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    mark = None
+    if errand.run:
+        mark = Mark(Path(errand.run), witness=committed_by(Path(errand.run) / "metrics.jsonl"))
+    placed = place(
+        model,
+        optimizer,
+        servers=errand.servers,
+        replicas=errand.replicas,  # type: ignore[arg-type]
+        mark=mark,
+        relay=BUDGET if errand.relay else None,
+        budget=BUDGET,
+        chunk_elements=CHUNK,
+        link=Options(
+            token=b"another secret of it" if errand.change == "token" else token,
+            retry_s=errand.deadline_s,
+            close_s=errand.deadline_s / 3,
+        ),
+        dtype=torch.bfloat16 if errand.change == "dtype" else None,
+        staleness=flavour.staleness,  # type: ignore[arg-type]
+        backwards_per_step=None if flavour.clip else 1,
+        extra={"growing": growing},
+        deadline_s=errand.deadline_s,
+        report=lambda _: None,
+    )
+    lines = (
+        Metrics(Path(errand.run) / "metrics.jsonl", placed.steps_done, fresh=mark.fresh)
+        if mark
+        else nullcontext()
+    )
+    with placed, lines as metrics:
+        while placed.steps_done < errand.steps:
+            number = placed.steps_done
+            growing.nbytes = GROWN if number >= errand.grows_at else 0
+            torch.manual_seed(1000 + number * errand.workers + errand.rank)  # also dropout's
+            x = torch.randint(0, VOCABULARY, (4, 16))
+            loss = nn.functional.cross_entropy(model(x).flatten(0, 1), x.roll(1, 1).flatten())
+            loss.backward()
+            if flavour.clip:
+                nn.utils.clip_grad_norm_(model.parameters(), flavour.clip)
+            placed.step()
+            placed.zero_grad()
+            if mark is not None and metrics is not None:
+                metrics.append({"step": placed.steps_done, "loss": float(loss)})
+                mark.advance(placed.committed_step)
+            print(
+                errand.attempt,
+                placed.steps_done,
+                float(loss).hex(),
+                placed.grad_norm().hex(),
+                placed.committed_step,
+                time.monotonic(),
+            )
+        placed.flush()
+        if mark is not None:
+            mark.advance(placed.committed_step, now=True)
+        if errand.rank == 0:
+            names = [
+                name for name, _ in model.named_parameters() if name.endswith("in_proj_weight")
+            ]
+            whole = b"".join(
+                placed.read(name, what).tobytes()
+                for name in names
+                for what in ("master", "exp_avg")
+            )
+            print(errand.attempt, "end", hashlib.sha256(whole).hexdigest())
+    print(errand.attempt, "closed")
+
+
+def _speak_into(log: str) -> None:
+    """Everything that this process says, also from below Python, goes to the end of `log`, a
+    line at once. It dies with the soak."""
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    os.close(out)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
+
+
+def _die_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

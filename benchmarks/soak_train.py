@@ -1,0 +1,142 @@
+"""The process of `roadtrain soak` that trains alone: `roadtrain train` with a store of two
+directories, whose syncs and writes are watched (soak_power). It writes down every step as the
+workers of soak_job do, and what is durable of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.soak_job import REFUSED, _speak_into
+from benchmarks.soak_power import Power, Strike
+from roadtrain.config.job import Job
+from roadtrain.errors import RoadtrainError
+from roadtrain.storage.convert import MASTER, read_param
+from roadtrain.storage.generation import open_store
+from roadtrain.storage.mark import Mark
+from roadtrain.training.metrics import Metrics
+from roadtrain.training.train import train
+
+TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 150
+NEVER = 1 << 30  # a call that does not come
+PAD = 4096  # bytes that each line of metrics.jsonl is longer: it needs a page of its own
+
+
+@dataclass(frozen=True)
+class Alone:
+    """What one start is told. `roots`: what loses its power together."""
+
+    home: str
+    run: str
+    stores: tuple[str, ...]
+    attempt: int
+    steps: int
+    log: str
+    shadow: str
+    roots: tuple[str, ...]
+    strikes: tuple[Strike, ...] = ()
+    new_store: bool = False
+
+
+def job_of(errand: Alone) -> Job:
+    llama = {
+        "model_type": "llama",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
+    return Job.model_validate(
+        {
+            "run": {
+                "dir": errand.run,
+                "steps": errand.steps,
+                "device": "cpu",
+                "new_store": errand.new_store,
+            },
+            "model": {"config": llama},
+            "data": {
+                "paths": [f"{errand.home}/text"],
+                "seq_len": 16,
+                "batch_size": 4,
+                "held_out": 0,
+            },
+            "optimizer": {"lr": 1e-2},
+            "store": {"dirs": list(errand.stores), "chunk_elements": 1 << 16},
+            "budget": {"host": "96MiB"},
+        }
+    )
+
+
+def train_alone(errand: Alone) -> None:
+    """A line a step: attempt, step, loss, norm, committed step, monotonic seconds. Then `end`,
+    `error`."""
+    _speak_into(errand.log)
+    torch.set_num_threads(1)
+    counted = Strike("sync", NEVER, "kill before", "ledger")
+    power = Power(
+        Path(errand.shadow), [Path(root) for root in errand.roots], (*errand.strikes, counted)
+    )
+    _write_down(errand.attempt)
+    power.install()
+    try:
+        train(job_of(errand))
+    except RoadtrainError as error:
+        print(errand.attempt, "error", f"{type(error).__name__}: {error}".replace("\n", "; "))
+        # as a killed process: no atexit, so that what hangs is seen while it ends
+        os._exit(REFUSED)
+    print(
+        errand.attempt, "calls", power.totals["sync"], power.totals["write"], power.counts[counted]
+    )
+    print(errand.attempt, "end", digest_of(errand.stores))
+    print(errand.attempt, "closed")
+
+
+def digest_of(stores: tuple[str, ...]) -> str:
+    """Of all parameters and all state of the optimizer."""
+    opened = open_store(stores)
+    assert opened is not None
+    out = hashlib.sha256()
+    try:
+        for param in opened.table.params:
+            rule = opened.meta.groups[param.group]
+            for what in (MASTER, *rule.arrays, *rule.scalars):
+                out.update(read_param(opened, param.name, what).tobytes())
+    finally:
+        opened.close()
+    return out.hexdigest()
+
+
+def _write_down(attempt: int) -> None:
+    """Each step's line as soon as it is in metrics.jsonl, and again with each step that is
+    known to be committed."""
+    last: dict[str, Any] = {}
+    append, advance, adopt = Metrics.append, Mark.advance, Mark.adopt
+
+    def appended(self: Metrics, line: dict[str, Any]) -> None:
+        append(self, line | {"pad": "." * PAD})
+        last.update(line)
+        say(-1)
+
+    def advanced(self: Mark, step: int, **options: Any) -> None:
+        advance(self, step, **options)
+        if last:
+            say(step)
+
+    def adopted(self: Mark, job: str, step: int, history: str = "") -> None:
+        adopt(self, job, step, history)
+        print(attempt, "job", job, step)
+
+    def say(committed: int) -> None:
+        words = float(last["loss"]).hex(), float(last["grad_norm"]).hex()
+        print(attempt, last["step"], *words, committed, time.monotonic())
+
+    Metrics.append, Mark.advance, Mark.adopt = appended, advanced, adopted  # type: ignore[method-assign]

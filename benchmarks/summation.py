@@ -1,0 +1,323 @@
+"""Summation service: a gradient exchanged by n worker hosts with k spare ones over emulated links,
+beside gloo's ring.
+
+The optimum is protocol/shares.py's, at the rate that TCP carries of whole Ethernet frames (0.956):
+a round cannot be shorter. Goodput is M bytes of gradient over the seconds of a round, of the
+slowest worker; the median of ROUNDS. Every round's sums are checked against the order that they are
+promised in. Needs root. Does NOT emulate latency.
+
+    python -m benchmarks.summation --rank 0 --workers 4 --addresses A,B,.. --rates R,R,..
+    --nbytes N --json OUT
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from time import perf_counter, process_time
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from benchmarks import summation_steps
+from benchmarks.report import Report, Row, cores
+from roadtrain.errors import ConfigError, RoadtrainError
+from roadtrain.lab import CARRIED, Network, Nic, network_available
+from roadtrain.protocol.shares import busiest, optimum
+from roadtrain.runtime import frames as m
+from roadtrain.runtime.reducer import Summers
+from roadtrain.runtime.summation import Summation
+from roadtrain.transport.tcp import Options, listen
+
+RATE = 50e6  # bytes a second of a link: 400 Mbit/s
+NBYTES, ROUNDS, PORT, TIMEOUT_S = 256_000_000, 3, 7300, 180
+TOKEN = b"only for this measurement"
+
+
+def run(quick: bool = False) -> Report:
+    if (why := network_available()) is not None:
+        raise ConfigError(f"the hosts cannot be emulated here: {why}")
+    nbytes, rounds = (32_000_000, 1) if quick else (NBYTES, ROUNDS)
+    rows: list[Row] = []
+    for n, spares, goal in (
+        ((4, (0, 4), 0.95),) if quick else ((4, (0, 1, 2, 3, 4), 0.95), (8, (0, 4, 8), 0.90))
+    ):
+        rows += _equal_links(n, spares, goal, nbytes, rounds)
+    return Report(
+        "summation", rows + _unequal_links(nbytes, rounds) + summation_steps.rows(4, 4, quick)
+    )
+
+
+def _equal_links(n: int, spares: Sequence[int], goal: float, nbytes: int, rounds: int) -> list[Row]:
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="roadtrain-bench-") as name:
+        network = _network([RATE] * n, [RATE] * max(spares))
+        with network:
+            peer = _exchange(Path(name), network, n, 0, [RATE] * n, nbytes, rounds, "gloo")
+            for k in spares:
+                rates = [RATE] * (n + k)
+                got = _exchange(Path(name), network, n, k, rates, nbytes, rounds, "best")
+                least = optimum(rates[:n], rates[n:]).seconds * nbytes / CARRIED
+                case = (
+                    f"{n} workers, {k} spare hosts, {8 * RATE / 1e6:g} Mbit/s, {nbytes / 1e6:g} MB"
+                )
+                ratio = peer["seconds"] / got["seconds"]
+                wanted = {(4, 0): 0.98, (4, 4): 1.4}.get((n, k))
+                rows += [
+                    Row(
+                        case,
+                        "goodput",
+                        "MB/s",
+                        nbytes / got["seconds"] / 1e6,
+                        nbytes / peer["seconds"] / 1e6,
+                        "gloo all-reduce",
+                        ratio,
+                        least / got["seconds"],
+                        f"{goal:.2f} of the optimum",
+                        least / got["seconds"] >= goal,
+                    ),
+                    Row(
+                        case,
+                        "a round",
+                        "s",
+                        got["seconds"],
+                        peer["seconds"],
+                        "gloo all-reduce",
+                        ratio,
+                        least / got["seconds"],
+                        None if wanted is None else f"ratio >= {wanted}",
+                        None if wanted is None else ratio >= wanted,
+                    ),
+                    Row(
+                        case,
+                        "processor time of all hosts, of all cores",
+                        "",
+                        got["cpu"],
+                        peer["cpu"],
+                        "gloo all-reduce",
+                        None,
+                        None,
+                        None,
+                        None,
+                    ),
+                ]
+                print(
+                    f"{case}: {got['seconds']:.2f} s, optimum {least:.2f}, gloo"
+                    f" {peer['seconds']:.2f}",
+                    flush=True,
+                )
+    return rows
+
+
+def _unequal_links(nbytes: int, rounds: int) -> list[Row]:
+    """One worker host at half the rate, two spare ones at a quarter."""
+    workers, spares = [RATE, RATE, RATE, RATE / 2], [RATE / 4] * 2
+    with (
+        tempfile.TemporaryDirectory(prefix="roadtrain-bench-") as name,
+        _network(workers, spares) as network,
+    ):
+        got, equal = (
+            _exchange(Path(name), network, 4, 2, [*workers, *spares], nbytes, rounds, how)
+            for how in ("best", "equal")
+        )
+    seconds = [
+        shares * nbytes / CARRIED
+        for shares in (
+            optimum(workers, spares).seconds,
+            busiest(workers, spares, optimum([1.0] * 4, [1.0] * 2).all),
+        )
+    ]
+    case = (
+        f"4 workers, one at half of {8 * RATE / 1e6:g} Mbit/s, 2 spare hosts at a quarter,"
+        f" {nbytes / 1e6:g} MB"
+    )
+    print(
+        f"{case}: {got['seconds']:.2f} s, optimum {seconds[0]:.2f}; shares as if equal"
+        f" {equal['seconds']:.2f}, their floor {seconds[1]:.2f}",
+        flush=True,
+    )
+    return [
+        Row(
+            case,
+            "a round",
+            "s",
+            got["seconds"],
+            equal["seconds"],
+            "shares as if all links were equal",
+            equal["seconds"] / got["seconds"],
+            seconds[0] / got["seconds"],
+            "within 1.07 x the optimum",
+            got["seconds"] <= 1.07 * seconds[0],
+        )
+    ]
+
+
+def _network(workers: Sequence[float], spares: Sequence[float]) -> Network:
+    rates = {f"w{i}": rate for i, rate in enumerate(workers)} | {
+        f"s{i}": rate for i, rate in enumerate(spares)
+    }
+    return Network({name: [Nic(rate)] for name, rate in rates.items()})
+
+
+def _exchange(
+    home: Path,
+    network: Network,
+    n: int,
+    k: int,
+    rates: Sequence[float],
+    nbytes: int,
+    rounds: int,
+    how: str,
+) -> dict[str, float]:
+    """Seconds of a round (median, of the slowest worker) and the share of all cores that all
+    processes took."""
+    names = [*(f"w{i}" for i in range(n)), *(f"s{i}" for i in range(k))]
+    addresses = ",".join(network.hosts[name].address for name in names)
+    running = []
+    with ExitStack() as stack:
+        for i, name in enumerate(names):
+            out = home / f"{name}.json"
+            words = [
+                "--rank",
+                str(i),
+                "--workers",
+                str(n),
+                "--addresses",
+                addresses,
+                "--how",
+                how,
+                "--rates",
+                ",".join(map(str, rates)),
+                "--nbytes",
+                str(nbytes),
+                "--rounds",
+                str(rounds),
+                "--json",
+                str(out),
+            ]
+            process = network.hosts[name].run(
+                [sys.executable, "-m", "benchmarks.summation", *words],
+                stdin=subprocess.PIPE,
+                env={**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"},
+            )
+            stack.callback(process.wait)
+            stack.callback(process.terminate)
+            running.append((process, out))
+        for process, _ in running[:n]:
+            if process.wait(TIMEOUT_S + 20 * rounds):
+                raise RoadtrainError(f"a worker ended with {process.returncode}")
+        for process, _ in running[n:]:
+            process.communicate(b"", timeout=TIMEOUT_S)
+        found = [json.loads(out.read_text()) for _, out in running]
+    workers = found[:n]
+    seconds = median(max(one["seconds"][i] for one in workers) for i in range(rounds))
+    whole = sum(workers[0]["seconds"]) + workers[0]["first"]
+    return {"seconds": seconds, "cpu": sum(one["cpu"] for one in found) / (cores() * whole)}
+
+
+# one host
+
+
+def host(args: argparse.Namespace) -> dict[str, Any]:
+    addresses, rates = args.addresses.split(","), [float(rate) for rate in args.rates.split(",")]
+    if args.how == "gloo":
+        return gloo(args, addresses)
+    summers, options = Summers(4 * args.nbytes), Options(token=TOKEN, retry_s=30)
+    listener = listen((addresses[args.rank], PORT), summers.accept, options, language=m.LANGUAGE)
+    n, cpu = args.workers, process_time()
+    try:
+        if args.rank >= n:
+            sys.stdin.read()  # until the parent lets go
+            return {"cpu": process_time() - cpu}
+        like = [1.0] * len(rates) if args.how == "equal" else rates
+        sites = [
+            None if i == args.rank else (address, PORT) for i, address in enumerate(addresses[:n])
+        ]
+        spares = tuple((i, f"{addresses[i]}:{PORT}", like[i]) for i in range(n, len(like)))
+        sums = Summation(
+            args.rank,
+            sites,
+            like[:n],
+            spares,
+            summers,
+            session="bench",
+            options=options,
+            deadline_s=TIMEOUT_S,
+        )
+        try:
+            return rounds_of(sums, args)
+        finally:
+            sums.close()
+    finally:
+        summers.close(TIMEOUT_S)
+        listener.close()
+
+
+def rounds_of(sums: Summation, args: argparse.Namespace) -> dict[str, Any]:
+    elements, seconds = args.nbytes // 4, []
+    grad, out = (np.empty(elements, np.float32) for _ in range(2))
+    barrier, cpu = [np.zeros(1, np.float32) for _ in range(2)], 0.0
+    for i in range(args.rounds + 1):
+        grad[:] = np.float32(0.1) * (args.rank + 1 + i)
+        for key, (what, result) in ((0, barrier), (1, (grad, out))):
+            begin = perf_counter()
+            cpu = cpu or process_time()
+            sums.sum(
+                key, what.view(np.uint8).data, result.view(np.uint8).data, "fp32", lambda: None
+            )
+            sums.wait()
+        seconds.append(perf_counter() - begin)
+        expected = np.float32(0)
+        for rank in range(args.workers):
+            expected += np.float32(0.1) * (rank + 1 + i)
+        if not (out == expected).all():
+            raise RoadtrainError(
+                f"round {i}: a wrong sum, {out.min()} to {out.max()}, not {expected}"
+            )
+    return {"seconds": seconds[1:], "first": seconds[0], "cpu": process_time() - cpu}
+
+
+def gloo(args: argparse.Namespace, addresses: Sequence[str]) -> dict[str, Any]:
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://{addresses[0]}:29533", rank=args.rank, world_size=args.workers
+    )
+    tensor, seconds, cpu = torch.zeros(args.nbytes // 4), [], process_time()
+    for _ in range(args.rounds + 1):
+        dist.barrier()
+        begin = perf_counter()
+        dist.all_reduce(tensor)
+        seconds.append(perf_counter() - begin)
+    used = process_time() - cpu
+    dist.destroy_process_group()
+    return {"seconds": seconds[1:], "first": seconds[0], "cpu": used}
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    for name, kind in (
+        ("rank", int),
+        ("workers", int),
+        ("addresses", str),
+        ("rates", str),
+        ("nbytes", int),
+        ("rounds", int),
+        ("how", str),
+        ("json", str),
+    ):
+        parser.add_argument(f"--{name}", type=kind, required=True)
+    args = parser.parse_args(argv)
+    Path(args.json).write_text(json.dumps(host(args)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

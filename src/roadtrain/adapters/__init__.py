@@ -1,2 +1,0 @@
-"""roadtrain under the interfaces of others: DDP's communication hook, Horovod's optimizer and
-calls."""

@@ -1,0 +1,1 @@
+"""The user's face: place(), the optimizer that it returns, state dicts."""

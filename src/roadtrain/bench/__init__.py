@@ -1,1 +1,0 @@
-"""Each peer beside us. Only here are peers imported."""

@@ -1,0 +1,531 @@
+"""Cluster: what machines and links there are, with measured, stated or assumed rates. <->
+cluster.toml
+
+    name = "two servers and a spare host"
+    [[hosts]]
+    name = "gpu"
+    count = 2
+    devices = 8
+    device = "A100-80GB"                       # a template, or a table: [hosts.device]
+    memory = "512GB"
+    nics = [{ kind = "ethernet", rate = "100Gbit/s" }]
+    ssds = [{ count = 4, read = "6.5GB/s", write = "3.4GB/s", capacity = "3.84TB" }]
+    [[hosts]]
+    name = "spare"
+    memory = "128GB"
+    nics = [{ kind = "ethernet", rate = "25Gbit/s" }]
+
+Every rate is of one direction and bytes (or bits) a second. An SSD has three limits: its media
+(`read`, `write`, and
+`mixed`: 1 where reads and writes share one, 2 where they do not touch), the `internal` link to a
+processor of its own, and the host's `uplink`, which all SSDs of a host share. NICs of one kind meet
+at one switch, unless they name others. What the file leaves out is filled in and listed in
+`assumed` (`guesses` has the values); what was measured, in `measured`. Arithmetic only.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import tomli_w
+from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError, model_validator
+
+from roadtrain.config.job import Section, read_toml
+from roadtrain.config.names import did_you_mean
+from roadtrain.errors import ConfigError, RoadtrainError
+from roadtrain.units import (
+    parse_bytes,
+    parse_flops,
+    parse_rate,
+    parse_seconds,
+    show_rate,
+    show_seconds,
+)
+
+KINDS = ("infiniband", "roce", "ethernet")  # the fastest first, where rates are the same
+
+
+def _with_unit(parse: Callable[[str], float]) -> BeforeValidator:
+    def read(value: object) -> object:
+        if isinstance(value, (int, float)) and value:
+            raise ValueError(f"{value} has no unit; write a number and a unit")
+        try:
+            return parse(str(value)) if value else 0.0
+        except RoadtrainError as error:
+            raise ValueError(" ".join(str(error).replace("hint:", "").split())) from error
+
+    return BeforeValidator(read)
+
+
+def _digits(value: float) -> str:
+    """So that what is small is not written as nothing."""
+    return f"{value:.0f}" if value >= 1e3 else f"{value:.12f}".rstrip("0").rstrip(".")
+
+
+Rate = Annotated[
+    float, _with_unit(parse_rate), PlainSerializer(lambda v: f"{_digits(v)}B/s" if v else 0)
+]
+Bytes = Annotated[
+    float, _with_unit(parse_bytes), PlainSerializer(lambda v: f"{v:.0f}B" if v else 0)
+]
+Flops = Annotated[
+    float,
+    _with_unit(parse_flops),
+    PlainSerializer(
+        lambda v: (
+            (f"{v / 1e12:.6f}TFLOP/s" if v >= 1e9 else f"{_digits(v / 1e9)}GFLOP/s") if v else 0
+        )
+    ),
+]
+Seconds = Annotated[
+    float, _with_unit(parse_seconds), PlainSerializer(lambda v: f"{_digits(v * 1e9)}ns" if v else 0)
+]
+
+
+class Device(Section):
+    """One accelerator. `flops`: peak of the 16-bit dtype that is computed in, `peaks`: of others
+    by name ("fp8", "nvfp4"); `copy`: to and from its host (PCIe)."""
+
+    kind: str = "device"
+    flops: Flops = Field(gt=0)
+    peaks: dict[str, Annotated[Flops, Field(gt=0)]] = Field(default_factory=dict)
+    memory: Bytes = Field(gt=0)
+    memory_rate: Rate = 0.0
+    copy_rate: Rate = Field(default=0.0, alias="copy")
+    idle_watts: float = Field(default=0, ge=0)
+    peak_watts: float = Field(default=0, ge=0)
+
+    def peak(self, precision: str) -> float:
+        """FLOP/s; "" is the 16-bit dtype. Raises ConfigError for one that it has no peak of."""
+        if precision and precision not in self.peaks:
+            raise ConfigError(
+                f"device {self.kind} has no peak for {precision!r}",
+                hint=f"known are {', '.join(self.peaks) or 'none'}; give it in `peaks`",
+            )
+        return self.peaks[precision] if precision else self.flops
+
+
+class Ssd(Section):
+    """`updates`: state bytes a second that a processor beside it updates (near-storage), over
+    `internal`. `depth`: how many reads, and writes, share its rate at once; 1: in the order of
+    arrival."""
+
+    count: int = Field(default=1, ge=1)
+    read: Rate = Field(gt=0)
+    write: Rate = Field(gt=0)
+    mixed: float = Field(default=1.0, ge=1, le=2)
+    capacity: Bytes = 0.0
+    depth: int = Field(default=2, ge=1)
+    internal: Rate = 0.0
+    updates: Rate = 0.0
+    price: float = Field(default=0, ge=0)
+
+
+class Nic(Section):
+    """`count` cards of `rate` each. `relay`: it has a processor and memory of its own
+    (SmartNIC)."""
+
+    kind: Literal["infiniband", "roce", "ethernet"] = "ethernet"
+    rate: Rate = Field(gt=0)
+    count: int = Field(default=1, ge=1)
+    latency: Seconds = 0.0
+    switch: str = ""
+    relay: bool = False
+
+    @property
+    def total(self) -> float:
+        return self.rate * self.count
+
+
+class Switch(Section):
+    name: str
+    sums: bool = Field(default=False, description="adds gradients up on the way")
+    multicasts: bool = Field(default=False, description="sends one packet to many")
+
+
+class Host(Section):
+    """`count` machines alike. `updates`: bytes of state and gradient a second that its processors
+    update; `sums`: bytes of arriving gradient that they add up. `fabric`: between its devices, of
+    one device's direction (NVLink).
+    """
+
+    name: str
+    count: int = Field(default=1, ge=1)
+    devices: int = Field(default=0, ge=0)
+    device: Device | None = None
+    fabric: Rate = 0.0
+    memory: Bytes = Field(gt=0)
+    memory_rate: Rate = 0.0
+    updates: Rate = 0.0
+    sums: Rate = 0.0
+    ssds: tuple[Ssd, ...] = ()
+    uplink: Rate = 0.0
+    nics: tuple[Nic, ...] = ()
+    price: float = Field(default=0, ge=0, description="of buying one")
+    price_per_hour: float = Field(default=0, ge=0)
+    idle_watts: float = Field(default=0, ge=0)
+    peak_watts: float = Field(default=0, ge=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _templates(cls, tree: Any) -> Any:
+        if not isinstance(tree, Mapping) or tree.get("device") is None:
+            return tree
+        device = tree["device"]
+        return {
+            "devices": 1,
+            **tree,
+            "device": template("device", device) if isinstance(device, str) else device,
+        }
+
+    @property
+    def together(self) -> Self:
+        """One machine that has what all `count` have."""
+        names = ("memory", "memory_rate", "updates", "sums", "uplink")
+        more = {name: getattr(self, name) * self.count for name in names}
+        ssds, nics = (
+            tuple(one.model_copy(update={"count": one.count * self.count}) for one in every)
+            for every in (self.ssds, self.nics)
+        )
+        return self.model_copy(update={**more, "count": 1, "ssds": ssds, "nics": nics})
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if self.devices and self.device is None:
+            raise ValueError(f"host {self.name!r} has {self.devices} devices but no `device`")
+        for what in (self, *([self.device] if self.device else ())):
+            if 0 < what.peak_watts < what.idle_watts:
+                raise ValueError(
+                    f"host {self.name!r}: {what.peak_watts:g} W at most are less than"
+                    f" {what.idle_watts:g} W idle"
+                )
+        return self
+
+
+class Link(Section):
+    """Between two switches, all that crosses them together."""
+
+    between: tuple[str, str]
+    rate: Rate = Field(gt=0)
+    latency: Seconds = 0.0
+
+
+class Cluster(Section):
+    name: str = "cluster"
+    hosts: tuple[Host, ...] = Field(min_length=1)
+    switches: tuple[Switch, ...] = ()
+    links: tuple[Link, ...] = ()
+    measured: tuple[str, ...] = ()
+    assumed: tuple[str, ...] = ()
+    price_per_kwh: float = Field(default=0, ge=0)
+
+    @model_validator(mode="after")
+    def _meets(self) -> Self:
+        names = [host.name for host in self.hosts]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"two kinds of hosts are called {twice!r}")
+        known = {switch.name for switch in self.switches}
+        ends = [
+            (f"a card of host {host.name!r}", nic.switch)
+            for host in self.hosts
+            for nic in host.nics
+            if nic.switch
+        ]
+        ends += [("a link", end) for link in self.links for end in link.between]
+        for what, end in ends:
+            if end not in known:
+                raise ValueError(
+                    f"{what} leads to a switch {end!r} that is not there; there are "
+                    f"{len(known)} ({', '.join(sorted(known)) or 'none'})"
+                )
+        return self
+
+    @property
+    def workers(self) -> tuple[Host, ...]:
+        return tuple(host for host in self.hosts if host.devices)
+
+    @property
+    def spares(self) -> tuple[Host, ...]:
+        return tuple(host for host in self.hosts if not host.devices)
+
+    @property
+    def device_count(self) -> int:
+        return sum(host.count * host.devices for host in self.hosts)
+
+    def switch_of(self, nic: Nic) -> str:
+        """The name of the switch where `nic` meets others; cards that name none meet those of
+        their kind."""
+        return nic.switch or nic.kind
+
+    def common(self, hosts: Sequence[Host]) -> tuple[Nic, ...]:
+        """The cards (one a host, in order) by which all of `hosts` reach each other fastest: of one
+        kind and one switch (Yang et al. (Holmes), section 3.2, the general case), else of different
+        kinds over links between switches, with what the link leaves of their rate and with its
+        latency. Raises ConfigError where there are none.
+        """
+        ways = []
+        for nic in hosts[0].nics:
+            nics = [
+                max(
+                    (
+                        n
+                        for n in host.nics
+                        if n.kind == nic.kind and self.switch_of(n) == self.switch_of(nic)
+                    ),
+                    key=lambda n: n.total,
+                    default=None,
+                )
+                for host in hosts
+            ]
+            own = [n for n in nics if n is not None]
+            if len(own) == len(hosts):
+                ways.append((min(n.total for n in own), -KINDS.index(nic.kind), tuple(own)))
+        if ways:
+            return max(ways, key=lambda way: way[:2])[2]
+        best = tuple(max(host.nics, key=lambda n: n.total) for host in hosts if host.nics)
+        ends = frozenset(self.switch_of(nic) for nic in best)
+        link = min(
+            (link for link in self.links if frozenset(link.between) == ends),
+            key=lambda one: one.rate,
+            default=None,
+        )
+        if len(best) == len(hosts) and len(ends) == 2 and link is not None:
+            return tuple(
+                nic.model_copy(
+                    update={
+                        "rate": min(nic.total, link.rate),
+                        "count": 1,
+                        "latency": nic.latency + link.latency,
+                    }
+                )
+                for nic in best
+            )
+        raise ConfigError(
+            f"hosts {', '.join(dict.fromkeys(h.name for h in hosts))} have no network in common",
+            hint="give them cards of one kind, or a [[links]] between their switches",
+        )
+
+    def between(self, nics: Sequence[Nic]) -> float:
+        """Bytes a second of the link between the switches of these cards; infinite where it is
+        one switch."""
+        ends = frozenset(self.switch_of(nic) for nic in nics)
+        return min(
+            (link.rate for link in self.links if frozenset(link.between) == ends),
+            default=float("inf"),
+        )
+
+    def to_toml(self) -> str:
+        return tomli_w.dumps(
+            self.model_dump(mode="json", exclude_none=True, exclude_defaults=True, by_alias=True)
+        )
+
+
+def load_cluster(path: str | Path) -> Cluster:
+    """Raises ConfigError: what is wrong, with both numbers, in one sentence. A path that is no
+    file may be the name of a template."""
+    if not Path(path).suffix and str(path) in _templates()["cluster"]:
+        return make_cluster(template("cluster", str(path)))
+    return make_cluster(read_toml(path, "cluster file"))
+
+
+def make_cluster(tree: Mapping[str, Any]) -> Cluster:
+    """Raises ConfigError naming the key and the nearest valid one."""
+    try:
+        cluster = Cluster.model_validate(tree)
+    except ValidationError as cause:
+        raise _explained(cause) from cause
+    return _filled(cluster)
+
+
+def _filled(cluster: Cluster) -> Cluster:
+    """What was left out, by what is common; all of it listed."""
+    assumed, hosts = list(cluster.assumed), []
+    for host in cluster.hosts:
+        guesses: dict[str, Any] = {}
+        for name, value in (
+            ("memory_rate", 20e9),
+            ("updates", 0.6 * (host.memory_rate or 20e9)),
+            ("sums", 0.6 * (host.memory_rate or 20e9)),
+            ("uplink", 12e9),
+        ):
+            if not getattr(host, name) and (name != "uplink" or host.ssds):
+                guesses[name] = value
+        names = [*guesses]
+        if (device := host.device) is not None:
+            own = {
+                "copy_rate": device.copy_rate or 12e9,
+                "memory_rate": device.memory_rate or device.flops / 200,
+            }
+            names += [
+                f"device.{name}"
+                for name, key in (("copy", "copy_rate"), ("memory_rate", "memory_rate"))
+                if not getattr(device, key)
+            ]
+            guesses["device"] = device.model_copy(update=own)
+            if host.devices > 1 and not host.fabric:
+                # they reach each other as they reach their host
+                guesses["fabric"] = own["copy_rate"]
+                names.append("fabric")
+        if any(not nic.latency for nic in host.nics):
+            guesses["nics"] = tuple(
+                nic.model_copy(
+                    update={"latency": nic.latency or (30e-6 if nic.kind == "ethernet" else 5e-6)}
+                )
+                for nic in host.nics
+            )
+            names.append("nics.latency")
+        names += [
+            f"ssds.{name}"
+            for name in ("mixed", "depth")
+            if any(name not in ssd.model_fields_set for ssd in host.ssds)
+        ]
+        if any(ssd.updates and not ssd.internal for ssd in host.ssds):
+            names.append("ssds.internal")  # as fast as its reads
+        assumed += [f"hosts.{host.name}.{name}" for name in names]
+        hosts.append(host.model_copy(update=guesses))
+    return cluster.model_copy(
+        update={"hosts": tuple(hosts), "assumed": tuple(dict.fromkeys(assumed))}
+    )
+
+
+def guesses(cluster: Cluster) -> dict[str, tuple[float, str]]:
+    """Of all that is assumed: its value (bytes a second, seconds, a number) and how people say
+    it."""
+    out = {}
+    for host in cluster.hosts:
+        prefix = f"hosts.{host.name}."
+        for name in (name for name in cluster.assumed if name.startswith(prefix)):
+            for what, value, said in _values(host, name.removeprefix(prefix)):
+                out[f"{prefix}{what}"] = value, said
+    return out
+
+
+def _values(host: Host, what: str) -> list[tuple[str, float, str]]:
+    """What is called so of a host, with its value; `nics` and `device` are all that could be
+    left out of them."""
+    device = host.device
+    if what in ("nics", "nics.latency"):
+        return [("nics.latency", nic.latency, show_seconds(nic.latency)) for nic in host.nics][:1]
+    if what == "device":
+        return [*_values(host, "device.copy"), *_values(host, "device.memory_rate")]
+    if what == "ssds.mixed":
+        words = (
+            "reads and writes share one rate"
+            if host.ssds and host.ssds[0].mixed == 1
+            else "of at most 2"
+        )
+        return [(what, ssd.mixed, f"{ssd.mixed:g} ({words})") for ssd in host.ssds][:1]
+    if what == "ssds.depth":
+        return [
+            (what, float(ssd.depth), f"{ssd.depth} reads at once, and writes") for ssd in host.ssds
+        ][:1]
+    values = {
+        "device.copy": device.copy_rate if device else 0.0,
+        "device.memory_rate": device.memory_rate if device else 0.0,
+        "ssds.internal": max((ssd.internal or ssd.read for ssd in host.ssds), default=0.0),
+    }
+    value = values[what] if what in values else float(getattr(host, what, 0.0) or 0.0)
+    return [(what, value, show_rate(value))]
+
+
+def least_of(hosts: Sequence[Host]) -> Host:
+    """One host that has of each thing what the one with least has: what a group of them can rely
+    on. Its cards are the first host's."""
+    first = hosts[0]
+    if all(host is first or host == first for host in hosts):
+        return first
+    rates = ("memory", "memory_rate", "updates", "sums", "uplink", "fabric")
+    changes: dict[str, Any] = {name: min(getattr(host, name) for host in hosts) for name in rates}
+    changes |= {"name": " and ".join(dict.fromkeys(host.name for host in hosts)), "ssds": ()}
+    devices = [host.device for host in hosts if host.device is not None]
+    if devices:
+        slowest = min(devices, key=lambda device: device.flops)
+        own = {
+            name: min(getattr(device, name) for device in devices)
+            for name in ("memory", "memory_rate", "copy_rate")
+        }
+        peaks = {
+            name: min(device.peaks[name] for device in devices)
+            for name in slowest.peaks
+            if all(name in device.peaks for device in devices)
+        }
+        changes |= {
+            "device": slowest.model_copy(update={**own, "peaks": peaks}),
+            # of which each takes of its host's memory
+            "devices": max(host.devices for host in hosts),
+        }
+    if all(host.ssds for host in hosts):
+
+        def least(of: Callable[[Ssd], float]) -> float:
+            return min(sum(ssd.count * of(ssd) for ssd in host.ssds) for host in hosts)
+
+        every = [ssd for host in hosts for ssd in host.ssds]
+        beside = all(ssd.updates for ssd in every)
+        changes["ssds"] = (
+            every[0].model_copy(
+                update={
+                    "count": 1,
+                    "read": least(lambda ssd: ssd.read),
+                    "write": least(lambda ssd: ssd.write),
+                    "capacity": least(lambda ssd: ssd.capacity),
+                    "mixed": min(ssd.mixed for ssd in every),
+                    "depth": min(ssd.depth for ssd in every),
+                    "internal": least(lambda ssd: ssd.internal or ssd.read),
+                    "updates": least(lambda ssd: ssd.updates) if beside else 0.0,
+                }
+            ),
+        )
+    return first.model_copy(update=changes)
+
+
+def template(kind: str, name: str) -> dict[str, Any]:
+    """Of devices.toml: a `device` or a `cluster`, without its `source`. Raises ConfigError."""
+    known = _templates()[kind]
+    if name not in known:
+        raise ConfigError(
+            f"no {kind} is called {name!r}",
+            hint=did_you_mean(name, known) or f"known are {', '.join(known)}; or give its figures",
+        )
+    return {key: value for key, value in known[name].items() if key != "source"} | (
+        {"kind": name} if kind == "device" else {}
+    )
+
+
+@cache
+def _templates() -> dict[str, dict[str, Any]]:
+    return tomllib.loads(files("roadtrain.config").joinpath("devices.toml").read_text())
+
+
+def _explained(cause: ValidationError) -> ConfigError:
+    error = cause.errors()[0]
+    where = [*error["loc"]]
+    key = ".".join(str(part) for part in where)
+    if error["type"] == "extra_forbidden":
+        inside: Any = Cluster
+        for part in where[:-1]:
+            names = {
+                "hosts": Host,
+                "device": Device,
+                "ssds": Ssd,
+                "nics": Nic,
+                "switches": Switch,
+                "links": Link,
+            }
+            inside = names.get(str(part), inside)
+        known = [field.alias or name for name, field in inside.model_fields.items()]
+        return ConfigError(
+            f"unknown key `{key}` in the cluster file",
+            hint=did_you_mean(str(where[-1]), known) or f"keys here are {', '.join(known)}",
+        )
+    if error["type"] == "missing":
+        return ConfigError(f"`{key}` is missing in the cluster file")
+    return ConfigError(
+        f"`{key}`: {str(error['msg']).removeprefix('Value error, ')}"
+        if key
+        else str(error["msg"]).removeprefix("Value error, ")
+    )

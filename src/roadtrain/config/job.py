@@ -1,0 +1,457 @@
+"""Job: what the user asks for, one training run. One schema for the TOML file and the command line.
+
+Order: default < file < command line. Unknown keys and wrong types raise ConfigError with the
+nearest valid name. Relative paths are relative to where the command runs; `{run}` in a store
+directory stands for the run directory.
+Does NOT know torch: names of optimizers and dtypes stay text here.
+"""
+
+from __future__ import annotations
+
+import json
+import sysconfig
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from roadtrain.chunks import MAX_CHUNK
+from roadtrain.config.names import did_you_mean
+from roadtrain.errors import ConfigError
+from roadtrain.units import parse_bytes
+
+OPTIMIZERS = ("adamw", "adam", "sgd", "lion", "adagrad", "rmsprop")
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class RunSection(Section):
+    dir: str = Field(default="", description="run directory; default runs/NAME-OF-THE-JOB-FILE")
+    steps: int = Field(default=1000, ge=0, description="train up to this step")
+    minutes: float | None = Field(
+        default=None, gt=0, description="stop after so long; the same command goes on"
+    )
+    device: str = Field(
+        default="",
+        description="cpu, cuda (each worker's own one) or cuda:N; default: cuda where there is one",
+    )
+    seed: int = Field(default=0, description="of initial parameters, data order and dropout")
+    new_store: bool = Field(
+        default=False,
+        description=(
+            "go on with the store that is there, or a new one, whatever the run has trained"
+        ),
+    )
+    log_every: int = Field(
+        default=1, ge=1, description="a line every so many steps where no progress bar can be drawn"
+    )
+
+
+class ModelSection(Section):
+    config: dict[str, Any] = Field(
+        default={}, description="a transformers config: model_type and its own keys"
+    )
+    pretrained: str | None = Field(
+        default=None, description="folder of config.json and safetensors"
+    )
+    dtype: Literal["fp32", "bf16", "fp16"] = Field(
+        default="fp32", description="of parameters in compute"
+    )
+    blocks: list[str] | None = Field(
+        default=None, description="names of the modules to stream; default: found"
+    )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if self.pretrained and self.config:
+            raise ValueError("give either config or pretrained, not both")
+        if not self.pretrained and "model_type" not in self.config:
+            raise ValueError("give pretrained, or config with a model_type such as `llama`")
+        return self
+
+
+class DataSection(Section):
+    paths: list[str] = Field(
+        default=[f"{sysconfig.get_path('stdlib')}/**/*.py"],
+        description=(
+            "files, folders or globs; default: the source of this Python's standard library"
+        ),
+    )
+    seq_len: int = Field(default=256, ge=1)
+    batch_size: int = Field(default=8, ge=1, description="rows of one forward pass")
+    held_out: float = Field(
+        default=0.01, ge=0, lt=1, description="fraction of the tokens never trained on"
+    )
+    tokenizer: str = Field(default="bytes", description="`bytes`, or the path of a tokenizer.json")
+
+
+class OptimizerSection(Section):
+    name: str = Field(default="adamw", description=f"{', '.join(OPTIMIZERS)}, or MODULE:CLASS")
+    lr: float = Field(default=3e-4, ge=0)
+    weight_decay: float | None = Field(
+        default=None, description="default: the optimizer's own, as all below"
+    )
+    betas: tuple[float, float] | None = None
+    eps: float | None = None
+    momentum: float | None = None
+    options: dict[str, Any] = Field(
+        default={}, description="any other argument of the optimizer's class"
+    )
+    schedule: Literal["constant", "cosine", "linear"] = Field(
+        default="constant", description="of lr over run.steps"
+    )
+    warmup_steps: int = Field(default=0, ge=0)
+    clip_norm: float | None = Field(
+        default=None, gt=0, description="clip the gradient's global norm"
+    )
+    accumulate: int = Field(default=1, ge=1, description="forward and backward passes a step")
+    staleness: Annotated[int, Field(ge=0)] | Literal["none"] = Field(
+        default=0,
+        description=(
+            "1: a step computes while the last one's updates run; more, or none: see place()"
+        ),
+    )
+
+    @field_validator("name")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        if name not in OPTIMIZERS and ":" not in name:
+            raise ValueError(
+                f"unknown optimizer {name!r};"
+                f" {did_you_mean(name, OPTIMIZERS) or 'or give MODULE:CLASS'}"
+            )
+        return name
+
+
+class StoreSection(Section):
+    dirs: list[str] = Field(
+        default=["{run}/store"], description="one server each; [] keeps all in RAM"
+    )
+    servers: list[str] = Field(
+        default=[], description="HOST:PORT of each `roadtrain serve`, instead of dirs"
+    )
+    moved_from: list[str] = Field(
+        default=[], description="directories that the store rested in and shall leave"
+    )
+    relay: str | None = Field(
+        default=None, description="host bytes for a process that communicates for the workers"
+    )
+    buffering: Literal["auto", "all", "none"] = Field(
+        default="auto",
+        description="blocks kept from forward to backward: what fits and pays, all, none",
+    )
+    replicas: Literal[1, 2] = Field(
+        default=1, description="2: two servers hold each chunk, any one may die"
+    )
+    give_up: list[str] = Field(
+        default=[],
+        description="HOST:PORT of servers whose contents do not count at a start that is in doubt",
+    )
+    token_file: str | None = Field(
+        default=None, description="file (mode 600) with the servers' token"
+    )
+    ca: str | None = Field(
+        default=None, description="TLS: PEM file that the servers' certificates are known by"
+    )
+    cert: str | None = Field(
+        default=None, description="TLS: PEM file of this worker's certificate, if demanded"
+    )
+    key: str | None = Field(default=None, description="TLS: PEM file of its key")
+    connections: int = Field(default=1, ge=1, description="TCP connections to each server")
+    rates: list[float] | Literal["measured"] | None = Field(
+        default=None,
+        description=(
+            "relative rates of the directories, or `measured`: a new store is spread by them"
+        ),
+    )
+    chunk_elements: int = Field(default=MAX_CHUNK, ge=1)
+    direct: bool = Field(default=True, description="direct I/O where the file system takes it")
+
+    @field_validator("dirs", "servers", "moved_from", "give_up", mode="before")
+    @classmethod
+    def _list(cls, dirs: object) -> object:
+        return [dirs] if isinstance(dirs, str) and dirs else dirs or []
+
+
+class BudgetSection(Section):
+    host: str | None = Field(
+        default=None, description="bytes of host memory, as `900MiB`; default: no limit"
+    )
+
+    @field_validator("host", mode="before")
+    @classmethod
+    def _size(cls, host: object) -> object:
+        if host is not None:
+            parse_bytes(host if isinstance(host, int) else str(host))
+            return str(host)
+        return host
+
+
+class CompressSection(Section):
+    topk: float | None = Field(
+        default=None, gt=0, le=100, description="percent communicated: 2 keeps 1 %"
+    )
+    error_feedback: bool = Field(
+        default=False, description="add to the next gradient what was not sent"
+    )
+    gradients: Literal["bf16", "fp16"] | None = Field(
+        default=None,
+        description="what gradients of fp32 parameters travel to servers in; default: fp32",
+    )
+
+
+class Job(Section):
+    run: RunSection = RunSection()
+    model: ModelSection
+    data: DataSection = DataSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    store: StoreSection = StoreSection()
+    budget: BudgetSection = BudgetSection()
+    compress: CompressSection = CompressSection()
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.run.dir)
+
+    @property
+    def host_nbytes(self) -> int | None:
+        return None if self.budget.host is None else parse_bytes(self.budget.host)
+
+    @property
+    def lossy(self) -> dict[str, Any]:
+        """What is on that makes training lossy or late (Rule 2); empty by default."""
+        late = {"staleness": self.optimizer.staleness} if self.optimizer.staleness else {}
+        topk = {"topk": self.compress.topk, "error_feedback": self.compress.error_feedback}
+        narrow = {"gradients": self.compress.gradients} if self.compress.gradients else {}
+        return late | narrow | (topk if self.compress.topk is not None else {})
+
+    def changed(self, overrides: Mapping[str, Any]) -> Job:
+        """This job with dotted keys set. Raises ConfigError."""
+        return make_job(_merged(self.model_dump(exclude_none=True), overrides))
+
+    def to_toml(self) -> str:
+        """Directories inside the run directory are written as `{run}`, so that a copy of it
+        means its own."""
+        tree = self.model_dump(mode="json", exclude_none=True)
+        for key in ("dirs", "moved_from"):
+            tree["store"][key] = [moved(d, self.run.dir, "{run}") for d in tree["store"][key]]
+        return tomli_w.dumps(tree)
+
+
+def moved(directory: str, run: str, to: str) -> str:
+    """`directory` as it is called where the run directory `run` is called `to`."""
+    inside = run and Path(directory).is_relative_to(run)
+    return str(Path(to) / Path(directory).relative_to(run)) if inside else directory
+
+
+def job_of_run(run: str) -> Job:
+    """The job that a run directory was trained with. Of a copy, or one that was moved, the job
+    in this directory. Raises ConfigError where `run` is not a run directory."""
+    path = Path(run, "job.toml")
+    if not path.is_file():
+        raise ConfigError(
+            f"{run} is not a run directory: it has no job.toml", hint="it is the job's --run.dir"
+        )
+    job = load_job(path)
+    if job.run_dir.resolve() == Path(run).resolve():
+        return job
+    dirs = [moved(d, job.run.dir, str(run)) for d in job.store.dirs]
+    return job.changed({"run.dir": str(run), "store.dirs": dirs})
+
+
+def check_own(path: str, job: Job) -> None:
+    """ConfigError where `path` is the job.toml of a run directory that was copied or moved, and
+    `job`, made of it, would train in the directories of the run that it was written for."""
+    home = Path(path).parent
+    if Path(path).name != "job.toml" or not any(
+        (home / name).exists() for name in ("mark.json", "metrics.jsonl")
+    ):
+        return
+    named = load_job(path).run_dir
+    there = [job.run.dir, *job.store.dirs]
+    if named.resolve() == home.resolve() or not any(
+        Path(d).resolve().is_relative_to(named.resolve()) for d in there
+    ):
+        return
+    raise ConfigError(
+        f"{path} is of the run in {named}, and lies in {home}: {', '.join(there)} are of that run",
+        hint=(
+            f"to go on with the copy: --run.dir {home} --store.dirs"
+            f" {','.join(job_of_run(str(home)).store.dirs)}"
+        ),
+    )
+
+
+def load_job(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Job:
+    """Read a job file, put `overrides` (dotted key -> value) over it, resolve. Raises
+    ConfigError."""
+    tree = _merged(read_toml(path, "job file"), overrides or {})
+    run = tree.setdefault("run", {})
+    if isinstance(run, dict) and not run.get("dir"):
+        run["dir"] = f"runs/{Path(path).stem}"
+    return make_job(tree)
+
+
+def read_toml(path: str | Path, what: str) -> dict[str, Any]:
+    """Raises ConfigError."""
+    try:
+        return tomllib.loads(Path(path).read_text())
+    except OSError as cause:
+        raise ConfigError(f"cannot read {what} {path}: {cause.strerror}") from cause
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as cause:
+        raise ConfigError(f"{path} is not TOML: {cause}") from cause
+
+
+def make_job(tree: Mapping[str, Any]) -> Job:
+    """Validate nested plain data into a Job. Raises ConfigError naming the key and the nearest
+    valid one."""
+    try:
+        job = Job.model_validate(tree)
+    except ValidationError as cause:
+        raise _explained(cause) from cause
+    dirs = [] if job.store.servers else [d.replace("{run}", job.run.dir) for d in job.store.dirs]
+    left = [d.replace("{run}", job.run.dir) for d in job.store.moved_from]
+    return job.model_copy(
+        update={"store": job.store.model_copy(update={"dirs": dirs, "moved_from": left})}
+    )
+
+
+def parse_overrides(args: Iterable[str]) -> dict[str, Any]:
+    """`--run.steps 20 --optimizer.lr=1e-4 --compress.error_feedback` -> dotted key -> value.
+    Values are TOML or JSON literals (`null`: back to the default); what is neither is text, a
+    text field takes its value as it stands. Raises ConfigError."""
+    out: dict[str, Any] = {}
+    pending: str | None = None
+    for arg in args:
+        if arg.startswith("--") and "." in arg.partition("=")[0]:
+            if pending is not None:
+                out[pending] = _flag(pending)
+            key, has_value, text = arg[2:].partition("=")
+            _check_key(key)
+            pending = None if has_value else key
+            if has_value:
+                out[key] = _value(key, text)
+        elif pending is not None:
+            out[pending] = _value(pending, arg)
+            pending = None
+        else:
+            raise ConfigError(
+                f"unexpected argument {arg!r}", hint="options look like --run.steps 20"
+            )
+    if pending is not None:
+        out[pending] = _flag(pending)
+    return out
+
+
+def all_keys() -> Iterator[tuple[str, str, str]]:
+    """(dotted key, default as text, description) of every key of a job."""
+    for section, field in Job.model_fields.items():
+        kind = field.annotation
+        assert isinstance(kind, type) and issubclass(kind, BaseModel)
+        for name, sub in kind.model_fields.items():
+            default = sub.get_default(call_default_factory=True, validated_data={})
+            yield (
+                f"{section}.{name}",
+                "" if default is None else str(default),
+                sub.description or "",
+            )
+
+
+def unknown_key(key: str) -> ConfigError:
+    known = [k for k, _, _ in all_keys()]
+    sections = sorted({k.partition(".")[0] for k in known})
+    near = did_you_mean(key, known + sections if "." in key else sections)
+    return ConfigError(f"unknown key `{key}`", hint=near or f"sections are {', '.join(sections)}")
+
+
+_TEXT_KEYS = frozenset(
+    {
+        "run.dir",
+        "run.device",
+        "model.pretrained",
+        "model.dtype",
+        "data.tokenizer",
+        "optimizer.name",
+        "optimizer.schedule",
+        "budget.host",
+        "store.token_file",
+        "store.ca",
+        "store.cert",
+        "store.key",
+    }
+)
+_FREE_KEYS = ("model.config.", "optimizer.options.")
+_LIST_KEYS = frozenset(
+    {"model.blocks", "data.paths", "store.dirs", "store.servers", "store.moved_from"}
+)
+
+
+def _check_key(key: str) -> None:
+    if not key.startswith(_FREE_KEYS) and key not in {k for k, _, _ in all_keys()}:
+        raise unknown_key(key)
+
+
+def _flag(key: str) -> bool:
+    """The value of an option given without one."""
+    if key not in (
+        "compress.error_feedback",
+        "store.direct",
+        "run.new_store",
+    ) and not key.startswith(_FREE_KEYS):
+        raise ConfigError(f"--{key} needs a value")
+    return True
+
+
+def _value(key: str, text: str) -> Any:
+    if key in _TEXT_KEYS:
+        return text
+    try:
+        value = tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        try:
+            value = json.loads(text)
+        except json.JSONDecodeError:
+            value = text
+    if key in _LIST_KEYS and isinstance(value, str):
+        return [piece for piece in value.split(",") if piece]
+    return value
+
+
+def _merged(tree: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    out = {k: dict(v) if isinstance(v, Mapping) else v for k, v in tree.items()}
+    for key, value in overrides.items():
+        *path, last = key.split(".")
+        at = out
+        for i, part in enumerate(path):
+            inner = at.get(part, {})
+            if not isinstance(inner, Mapping):
+                raise ConfigError(
+                    f"`{'.'.join(path[: i + 1])}` is not a table, so `{key}` cannot be set"
+                )
+            at[part] = dict(inner)
+            at = at[part]
+        if value is None:
+            at.pop(last, None)
+        else:
+            at[last] = value
+    return out
+
+
+def _explained(cause: ValidationError) -> ConfigError:
+    error = cause.errors()[0]
+    key = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        return unknown_key(key)
+    if error["type"] == "missing":
+        return ConfigError(f"`{key}` is missing", hint=f"add a [{key}] table to the job file")
+    message = str(error["msg"]).removeprefix("Value error, ")
+    given = error["input"]
+    shown = (
+        "" if isinstance(given, (dict, BaseModel)) or repr(given) in message else f", not {given!r}"
+    )
+    return ConfigError(f"`{key}`: {message}{shown}")

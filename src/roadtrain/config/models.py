@@ -1,0 +1,602 @@
+"""Model shapes: of every block the parameters, the FLOPs and the activations. Arithmetic only,
+nothing is built.
+
+Per sample (a sequence, an image, a row) and block: `flops` of one forward (a multiply-add is 2;
+backward takes twice as many), `saved` bytes that backward needs of it, `input` bytes of its input,
+all that recompute keeps. Activations are of 2-byte elements; those of a transformer layer as in
+Korthikanti et al. (2022), section 4: s h (34 + 5 a s / h) bytes, without the second term where
+attention is fused (it then takes no s x s matrix). A gated layer has no dropout: two norms' inputs
+and outputs (4 h a token), queries, keys, values and what attention gives, and 3 ff. Logits are
+counted apart. Attention is counted in full, as is usual, not as half for its causal mask.
+
+    shape("OPT-175B").params                            # 174.6e9
+    shape("LLaMA-2-13B", seq_len=2048)
+    from_config({"model_type": "llama", "hidden_size": 4096, ...})
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+from roadtrain.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """`attention`: of `flops`, those of scores and values. `tables`: of `params`, rows that are
+    looked up (embeddings), of which a sample touches `touched` bytes. `experts`: of `params`, those
+    of experts, of a sample's tokens to which
+    `routed` bytes go. `kv`: bytes of keys and values. `logits`: elements of the output. `whole`:
+    of `saved`, what each tensor-parallel rank has unless the sequence is split too. `products`:
+    bytes that stay where all but attention and every second product are computed again, which
+    are `again` FLOPs. `matrices`: experts that are multiplied side by side, each with its part
+    of the tokens."""
+
+    name: str
+    params: int
+    flops: float
+    saved: float
+    input: float
+    tables: int = 0
+    touched: float = 0.0
+    attention: float = 0.0
+    experts: int = 0
+    routed: float = 0.0
+    kv: float = 0.0
+    logits: float = 0.0
+    whole: float = 0.0
+    products: float = 0.0
+    again: float = 0.0
+    matrices: int = 1
+
+    def times(self, n: int) -> tuple[BlockShape, ...]:
+        return tuple(replace(self, name=f"{self.name}.{i}") for i in range(n))
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """`tokens`: of a sample; 1 where it has none. `hidden`: width of what passes between blocks.
+    `notes`: what of it was assumed or not counted, each a line for people."""
+
+    name: str
+    blocks: tuple[BlockShape, ...]
+    tokens: int
+    hidden: int = 0
+    heads: int = 0
+    source: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def params(self) -> int:
+        return sum(block.params for block in self.blocks)
+
+    @property
+    def flops(self) -> float:
+        """Of one sample's forward."""
+        return sum(block.flops for block in self.blocks)
+
+    @property
+    def layers(self) -> int:
+        return sum("." in block.name for block in self.blocks)
+
+    def step_flops(self, recompute: bool = False) -> float:
+        """Of one sample's forward and backward; with recompute the blocks' forward runs twice,
+        the output layer's once (so Narayanan et al., 2021: 96 s l h^2 (1 + s / 6h + V /
+        16lh))."""
+        again = sum(block.flops for block in self.blocks[1:-1]) if recompute else 0.0
+        return 3 * self.flops + again
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """`kv`: width of keys, and of values. `ff`: width inside the MLP; `gated`: it has three
+    matrices. `positions`: rows of learnt positions. `fused`: attention keeps no s x s matrix, else
+    `score_bytes` a score. `biases`: linear layers have them; `norms`: vectors of normalisation a
+    layer. `dense`: so many of the first layers have no experts but an
+    MLP of `dense_ff`. `latent`: ranks of queries and of keys and values, widths of a head
+    without and with positions and of its values (DeepSeek-AI, 2024, section 2.1.2)."""
+
+    layers: int
+    hidden: int
+    heads: int
+    vocab: int
+    seq_len: int
+    ff: int = 0
+    kv: int = 0
+    gated: bool = False
+    tied: bool = True
+    positions: int = 0
+    fused: bool = False
+    biases: bool = True
+    norms: int = 4
+    experts: int = 1
+    active: int = 1  # experts that a token takes
+    shared: int = 0  # experts that every token takes besides
+    dense: int = 0
+    dense_ff: int = 0
+    latent: tuple[int, int, int, int, int] | None = None
+    score_bytes: float = 5
+
+    def layer(self) -> BlockShape:
+        h, s, a = self.hidden, self.seq_len, self.heads
+        ff, kv = self.ff or 4 * h, self.kv or h
+        matrices = 3 if self.gated else 2
+        attention, mlp, widths = 2 * h * h + 2 * h * kv, matrices * h * ff, 2 * h + 2 * kv
+        scores = 4.0 * s * s * h
+        if self.latent is not None:
+            q, latent, head, turned, value = self.latent
+            attention = h * (q + latent + turned) + a * (
+                q * (head + turned) + latent * (head + value) + value * h
+            )
+            widths = 2 * q + 2 * latent + turned + 2 * a * (head + turned + value)
+            scores, kv = 2.0 * s * s * a * (head + turned + value), latent + turned
+        biases = (2 * h + 2 * kv + (matrices - 1) * ff + h) * self.biases
+        router = h * self.experts if self.experts > 1 else 0
+        experts = mlp * self.experts if self.experts > 1 else 0
+        params = attention + mlp * (self.experts + self.shared) + router + biases + self.norms * h
+        flops = 2.0 * s * (attention + mlp * (self.active + self.shared)) + scores
+        saved = s * h * (34.0 + (not self.fused) * self.score_bytes * a * s / h)
+        inputs = h * (self.active if self.experts > 1 else 0)
+        if self.gated:
+            saved = 2.0 * s * (4 * h + widths + inputs + 3 * ff * (self.active + self.shared))
+        return BlockShape(
+            "layer",
+            params,
+            flops,
+            saved,
+            2.0 * s * h,
+            attention=scores,
+            experts=experts,
+            routed=2.0 * s * inputs,
+            kv=4.0 * s * kv,
+            whole=(8.0 if self.gated else 10.0) * s * h,
+            products=2.0 * s * (4 * h + kv + ff * self.active),
+            again=2.0 * s * h * (kv + h + ff * self.active),
+            matrices=self.experts,
+        )
+
+    def shape(self, name: str, source: str = "") -> ModelShape:
+        h, s, v = self.hidden, self.seq_len, self.vocab
+        plain = replace(self, experts=1, active=1, shared=0, ff=self.dense_ff or self.ff)
+        layers = [(plain if i < self.dense else self).layer() for i in (0, self.dense)]
+        layers = [replace(layers[i >= self.dense], name=f"layer.{i}") for i in range(self.layers)]
+        embedding = BlockShape("embedding", v * h + self.positions * h, 0.0, 2.0 * s * h, 8.0 * s)
+        final = self.norms // 2 * h + (0 if self.tied else v * h)
+        output = BlockShape(
+            "output", final, 2.0 * s * h * v, 2.0 * s * h, 2.0 * s * h, logits=1.0 * s * v
+        )
+        return ModelShape(name, (embedding, *layers, output), s, h, self.heads, source)
+
+
+def _gpt(
+    layers: int, hidden: int, heads: int, vocab: int = 50257, seq_len: int = 1024, **more: Any
+) -> Transformer:
+    return Transformer(layers, hidden, heads, vocab, seq_len, positions=seq_len, **more)
+
+
+def _opt(layers: int, hidden: int, heads: int) -> Transformer:
+    return Transformer(layers, hidden, heads, 50272, 1024, positions=2050)
+
+
+def _llama(
+    layers: int,
+    hidden: int,
+    heads: int,
+    ff: int,
+    vocab: int,
+    seq_len: int,
+    kv: int = 0,
+    experts: int = 1,
+    active: int = 1,
+    tied: bool = False,
+) -> Transformer:
+    return Transformer(
+        layers,
+        hidden,
+        heads,
+        vocab,
+        seq_len,
+        ff,
+        kv,
+        gated=True,
+        tied=tied,
+        fused=True,
+        biases=False,
+        norms=2,
+        experts=experts,
+        active=active,
+    )
+
+
+def _bert(layers: int, hidden: int, heads: int) -> Transformer:
+    return Transformer(layers, hidden, heads, 30522, 512, positions=514)
+
+
+def _vit(layers: int, hidden: int, heads: int, patch: int = 16) -> Transformer:
+    rows = (224 // patch) ** 2 + 1
+    return Transformer(layers, hidden, heads, 3 * patch * patch, rows, positions=rows)
+
+
+_QWEN = "Qwen Team (2024), Qwen2.5"
+_LUWU = "Sun et al. (LuWu), Table 2"
+_GPT2, _VIT, _BERT = "Radford et al. (2019)", "Dosovitskiy et al. (2020)", "Devlin et al. (2018)"
+_OPT = "Zhang et al., OPT (2022), Table 1"
+_TRANSFORMERS: dict[str, tuple[Transformer, str]] = {
+    "OPT-125M": (_opt(12, 768, 12), _OPT),
+    "OPT-350M": (_opt(24, 1024, 16), _OPT),
+    "OPT-1.3B": (_opt(24, 2048, 32), _OPT),
+    "OPT-2.7B": (_opt(32, 2560, 32), _OPT),
+    "OPT-6.7B": (_opt(32, 4096, 32), _OPT),
+    "OPT-13B": (_opt(40, 5120, 40), _OPT),
+    "OPT-30B": (_opt(48, 7168, 56), _OPT),
+    "OPT-66B": (_opt(64, 9216, 72), _OPT),
+    "OPT-175B": (_opt(96, 12288, 96), _OPT),
+    "OPT-276B": (_opt(112, 14336, 112), _LUWU),
+    "OPT-505B": (_opt(124, 18432, 144), _LUWU),
+    "OPT-1.0T": (_opt(172, 22016, 172), _LUWU),
+    "GPT-2": (_gpt(12, 768, 12), _GPT2),
+    "GPT-2-medium": (_gpt(24, 1024, 16), _GPT2),
+    "GPT-2-large": (_gpt(36, 1280, 20), _GPT2),
+    "GPT-2-XL": (_gpt(48, 1600, 25), _GPT2),
+    "GPT-2-1.16B": (
+        _gpt(20, 2112, 24),
+        "size of Jang et al. (2024); its layers are not printed: chosen here",
+    ),
+    "GPT-2-4.0B": (
+        _gpt(48, 2560, 32),
+        "size of Jang et al. (2024); its layers are not printed: chosen here",
+    ),
+    "GPT-2-8.4B": (
+        _gpt(50, 3712, 32),
+        "size of Jang et al. (2024); its layers are not printed: chosen here",
+    ),
+    "GPT-2-16.6B": (
+        _gpt(66, 4544, 32),
+        "size of Jang et al. (2024); its layers are not printed: chosen here",
+    ),
+    "GPT-2-33.0B": (
+        _gpt(84, 5696, 32),
+        "size of Jang et al. (2024); its layers are not printed: chosen here",
+    ),
+    "GPT-3-6.7B": (_gpt(32, 4096, 32, seq_len=2048), "Brown et al. (2020), Table 2.1"),
+    "GPT-3-13B": (_gpt(40, 5140, 40, seq_len=2048), "Brown et al. (2020), Table 2.1"),
+    "GPT-3-175B": (_gpt(96, 12288, 96, seq_len=2048), "Brown et al. (2020), Table 2.1"),
+    "LLaMA-7B": (_llama(32, 4096, 32, 11008, 32000, 2048), "Touvron et al. (2023)"),
+    "LLaMA-13B": (_llama(40, 5120, 40, 13824, 32000, 2048), "Touvron et al. (2023)"),
+    "LLaMA-33B": (_llama(60, 6656, 52, 17920, 32000, 2048), "Touvron et al. (2023)"),
+    "LLaMA-65B": (_llama(80, 8192, 64, 22016, 32000, 2048), "Touvron et al. (2023)"),
+    "LLaMA-2-7B": (_llama(32, 4096, 32, 11008, 32000, 4096), "Touvron et al. (2023), LLaMA 2"),
+    "LLaMA-2-13B": (_llama(40, 5120, 40, 13824, 32000, 4096), "Touvron et al. (2023), LLaMA 2"),
+    "LLaMA-2-70B": (
+        _llama(80, 8192, 64, 28672, 32000, 4096, 1024),
+        "Touvron et al. (2023), LLaMA 2",
+    ),
+    "LLaMA-3-8B": (_llama(32, 4096, 32, 14336, 128256, 8192, 1024), "Dubey et al. (2024)"),
+    "LLaMA-3-70B": (_llama(80, 8192, 64, 28672, 128256, 8192, 1024), "Dubey et al. (2024)"),
+    "LLaMA-3-405B": (_llama(126, 16384, 128, 53248, 128256, 8192, 1024), "Dubey et al. (2024)"),
+    "Mixtral-8x7B": (_llama(32, 4096, 32, 14336, 32000, 32768, 1024, 8, 2), "Jiang et al. (2024)"),
+    "Mixtral-8x22B": (
+        _llama(56, 6144, 48, 16384, 32768, 65536, 1024, 8, 2),
+        "Mistral AI (2024), its config",
+    ),
+    "Qwen2.5-0.5B": (_llama(24, 896, 14, 4864, 151936, 4096, 128, tied=True), _QWEN),
+    "Qwen2.5-1.5B": (_llama(28, 1536, 12, 8960, 151936, 4096, 256, tied=True), _QWEN),
+    "Qwen2.5-3B": (_llama(36, 2048, 16, 11008, 151936, 4096, 256, tied=True), _QWEN),
+    "Qwen2.5-7B": (_llama(28, 3584, 28, 18944, 152064, 4096, 512), _QWEN),
+    "Qwen2.5-14B": (_llama(48, 5120, 40, 13824, 152064, 4096, 1024), _QWEN),
+    "Qwen2.5-32B": (_llama(64, 5120, 40, 27648, 152064, 4096, 1024), _QWEN),
+    "Qwen2.5-72B": (_llama(80, 8192, 64, 29568, 152064, 4096, 1024), _QWEN),
+    "DeepSeek-V3": (
+        Transformer(
+            61,
+            7168,
+            128,
+            129280,
+            4096,
+            2048,
+            gated=True,
+            tied=False,
+            fused=True,
+            biases=False,
+            norms=2,
+            experts=256,
+            active=8,
+            shared=1,
+            dense=3,
+            dense_ff=18432,
+            latent=(1536, 512, 128, 64, 128),
+        ),
+        "DeepSeek-AI (2024), section 4.2",
+    ),
+    "BLOOM-560M": (_gpt(24, 1024, 16, 250880, 2048), "Le Scao et al. (2022)"),
+    "BLOOM-7.1B": (_gpt(30, 4096, 32, 250880, 2048), "Le Scao et al. (2022)"),
+    "BLOOM-176B": (_gpt(70, 14336, 112, 250880, 2048), "Le Scao et al. (2022)"),
+    "BERT-base": (_bert(12, 768, 12), _BERT),
+    "BERT-large": (_bert(24, 1024, 16), _BERT),
+    "ViT-B": (_vit(12, 768, 12), _VIT),
+    "ViT-L": (_vit(24, 1024, 16), _VIT),
+    "ViT-H": (_vit(32, 1280, 16, 14), _VIT),
+}
+
+
+def _layer(name: str, weights: int, outputs: int, spatial: int, inputs: float) -> BlockShape:
+    """`weights` used at `spatial` places, giving `outputs` elements (2 bytes each; the
+    activation keeps them too)."""
+    return BlockShape(name, weights, 2.0 * weights * spatial, 4.0 * outputs, 2.0 * inputs)
+
+
+def _vgg16() -> ModelShape:
+    blocks, side, channels = [], 224, 3
+    for i, (count, width) in enumerate(((2, 64), (2, 128), (3, 256), (3, 512), (3, 512))):
+        for j in range(count):
+            weights = 9 * channels * width
+            blocks.append(
+                _layer(
+                    f"conv.{i}.{j}",
+                    weights,
+                    width * side * side,
+                    side * side,
+                    channels * side * side,
+                )
+            )
+            channels = width
+        side //= 2
+    for i, (inside, outside) in enumerate(((512 * 49, 4096), (4096, 4096), (4096, 1000))):
+        blocks.append(_layer(f"linear.{i}", inside * outside, outside, 1, inside))
+    return ModelShape("VGG-16", tuple(blocks), 1, source="Simonyan and Zisserman (2014)")
+
+
+def _resnet50() -> ModelShape:
+    blocks, side, channels = (
+        [_layer("stem", 49 * 3 * 64, 64 * 112 * 112, 112 * 112, 3 * 224 * 224)],
+        56,
+        64,
+    )
+    for i, (count, width) in enumerate(((3, 64), (4, 128), (6, 256), (3, 512))):
+        for j in range(count):
+            # the first of a stage halves the side
+            before, area = channels, side * side * (4 if i and not j else 1)
+            after = side * side
+            reduce, middle, expand = before * width, 9 * width * width, 4 * width * width
+            match = before * 4 * width if not j else 0
+            flops = 2.0 * (reduce * area + (middle + expand + match) * after)
+            saved = 4.0 * (width * area + width * after + 4 * width * after * (2 if match else 1))
+            blocks.append(
+                BlockShape(
+                    f"block.{i}.{j}",
+                    reduce + middle + expand + match,
+                    flops,
+                    saved,
+                    2.0 * before * area,
+                )
+            )
+            channels = 4 * width
+        side //= 2
+    blocks.append(_layer("linear", 2048 * 1000, 1000, 1, 2048))
+    return ModelShape("ResNet-50", tuple(blocks), 1, source="He et al. (2015)")
+
+
+_CRITEO_KAGGLE = (
+    1460,
+    583,
+    10131227,
+    2202608,
+    305,
+    24,
+    12517,
+    633,
+    3,
+    93145,
+    5683,
+    8351593,
+    3194,
+    27,
+    14992,
+    5461306,
+    10,
+    5652,
+    2173,
+    4,
+    7046547,
+    18,
+    15,
+    286181,
+    105,
+    142572,
+)  # rows of its 26 tables
+
+
+def _dlrm(
+    name: str, rows: Sequence[int], width: int, bottom: Sequence[int], top: Sequence[int]
+) -> ModelShape:
+    """Each sample looks one row up in every table; rows go to where the sample is (all-to-all)."""
+    tables = BlockShape(
+        "tables",
+        sum(rows) * width,
+        0.0,
+        2.0 * len(rows) * width,
+        8.0 * len(rows),
+        sum(rows) * width,
+        2.0 * len(rows) * width,
+    )
+    pairs = (len(rows) + 1) * len(rows) // 2 + width
+    blocks = [tables]
+    for kind, widths in (("bottom", bottom), ("top", (pairs, *top))):
+        for i, (inside, outside) in enumerate(pairwise(widths)):
+            blocks.append(_layer(f"{kind}.{i}", inside * outside, outside, 1, inside))
+    return ModelShape(
+        name, tuple(blocks), 1, source="Naumov et al. (2019); rows of the Criteo Kaggle data"
+    )
+
+
+NAMES = (*_TRANSFORMERS, "VGG-16", "ResNet-50", "DLRM-Kaggle")
+
+
+def named_shape(name: str, seq_len: int | None = None) -> ModelShape:
+    """A named shape for samples of `seq_len` tokens (None: as published, which its notes say).
+    Raises ConfigError for a name that is not known, and for a length that its samples cannot
+    have."""
+    own = shape(name)
+    positions = next(
+        (t.positions for known, (t, _) in _TRANSFORMERS.items() if known == own.name), None
+    )
+    if seq_len is None:
+        return replace(
+            own,
+            notes=(
+                (f"samples of {own.tokens} tokens (as published; --seq-len says otherwise)",)
+                if own.tokens > 1
+                else ()
+            ),
+        )
+    if positions is None:
+        raise ConfigError(
+            f"samples of {own.name} have no tokens, given are {seq_len}", hint="leave --seq-len out"
+        )
+    chosen_length(seq_len, positions or None)
+    return shape(name, seq_len=seq_len)
+
+
+def shape(name: str, **changes: Any) -> ModelShape:
+    """A named shape, in the spelling of NAMES but for case and `_`. `changes`: a transformer's,
+    instead of what is published (None: as published), as `seq_len`, `layers`, `fused`: whether
+    attention keeps no s x s matrix. Raises ConfigError for a name that is not known."""
+    wanted = name.lower().replace("_", "-")
+    for known, (transformer, source) in _TRANSFORMERS.items():
+        if known.lower() == wanted:
+            given = {what: value for what, value in changes.items() if value is not None}
+            return replace(transformer, **given).shape(known, source)
+    made = {"vgg-16": _vgg16, "resnet-50": _resnet50}
+    if wanted in made:
+        return made[wanted]()
+    if wanted == "dlrm-kaggle":
+        return _dlrm("DLRM-Kaggle", _CRITEO_KAGGLE, 16, (13, 512, 256, 64, 16), (512, 256, 1))
+    near = [known for known in NAMES if wanted.split("-")[0] == known.lower().split("-")[0]]
+    raise ConfigError(
+        f"no model is called {name!r}",
+        hint=(
+            f"known are {', '.join(near or NAMES)}; or give the path of a Hugging Face config.json"
+        ),
+    )
+
+
+def gpt(
+    layers: int, hidden: int, heads: int, *, vocab: int = 51200, seq_len: int = 2048, **more: Any
+) -> ModelShape:
+    """A GPT of any size, as Megatron builds it. `more`: of Transformer."""
+    return _gpt(layers, hidden, heads, vocab, seq_len, **more).shape(f"GPT-{layers}x{hidden}")
+
+
+KEYS = {  # of a Hugging Face config, by transformers' common name
+    "num_hidden_layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
+    "hidden_size": ("hidden_size", "n_embd", "d_model"),
+    "num_attention_heads": ("num_attention_heads", "n_head", "n_heads"),
+    "intermediate_size": ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"),
+    "max_position_embeddings": (
+        "max_position_embeddings",
+        "n_positions",
+        "max_seq_len",
+        "seq_length",
+    ),
+    "vocab_size": ("vocab_size",),
+}
+TOKENS = 4096  # of a sample, where nobody says
+# -> whether embeddings are tied
+_EXACT = {"llama": False, "mistral": False, "mixtral": False, "gpt2": True}
+# keys that the formula does not count
+_NEVER = ("attention_bias", "mlp_bias", "add_cross_attention")
+
+
+def chosen_length(seq_len: int | None, longest: int | None) -> tuple[int, list[str]]:
+    """Tokens of a sample, and what of that was assumed. `longest`: positions that the model has.
+    Raises ConfigError where a sample is longer, or has no tokens."""
+    if seq_len is None:
+        tokens = min(TOKENS, longest or TOKENS)
+        most = (
+            f"the model's longest is {longest}" if longest else "the model's longest is not known"
+        )
+        return tokens, [f"samples of {tokens} tokens ({most}; --seq-len says otherwise)"]
+    if seq_len < 1 or seq_len > (longest or seq_len):
+        raise ConfigError(
+            f"samples of {seq_len} tokens, the model's longest is {longest or 'not known'}",
+            hint="--seq-len of 1 or more" + (f" and at most {longest}" if longest else ""),
+        )
+    return seq_len, []
+
+
+def from_config(config: Mapping[str, Any], *, seq_len: int | None = None) -> ModelShape:
+    """The shape of a Hugging Face config (its keys, from config.json) by formula, for the few
+    architectures that the formula is exact for; `planner/model_config.py` counts the modules of
+    all others. `seq_len`: as in `chosen_length`. Raises ConfigError for any other model type,
+    and where a key that is needed is missing."""
+    kind = str(config.get("model_type", ""))
+    if kind not in _EXACT:
+        raise ConfigError(
+            f"the parameters of a `{kind or 'model without model_type'}` are not known by formula",
+            hint=(
+                "pip install 'roadtrain[hf]' counts those of its modules; or --model"
+                " MODULE:FUNCTION"
+            ),
+        )
+    if uncounted := next((key for key in _NEVER if config.get(key)), None):
+        raise ConfigError(
+            f"the formula of a `{kind}` does not count `{uncounted}`",
+            hint="pip install 'roadtrain[hf]' counts the parameters of its modules",
+        )
+    found = {
+        name: next((int(config[key]) for key in keys if config.get(key)), 0)
+        for name, keys in KEYS.items()
+    }
+    if kind == "gpt2":
+        found["intermediate_size"] = found["intermediate_size"] or 4 * found["hidden_size"]
+    for name, value in found.items():
+        # gpt2 has a row of each
+        if not value and (kind == "gpt2" or name != "max_position_embeddings"):
+            raise ConfigError(
+                f"the config of a `{kind}` has none of {', '.join(KEYS[name])}",
+                hint="a Hugging Face config.json of a transformer has them",
+            )
+    hidden, heads = found["hidden_size"], found["num_attention_heads"]
+    if hidden % heads:
+        raise ConfigError(f"a width of {hidden} does not divide into {heads} heads")
+    if (head := int(config.get("head_dim") or hidden // heads)) * heads != hidden:
+        raise ConfigError(
+            f"the formula of a `{kind}` has heads of {hidden // heads}, the config says {head}",
+            hint="pip install 'roadtrain[hf]' counts the parameters of its modules",
+        )
+    experts, active = (
+        int(config.get("num_local_experts") or 0),
+        int(config.get("num_experts_per_tok") or 0),
+    )
+    if kind == "mixtral" and not 0 < active <= experts:
+        raise ConfigError(
+            f"a `mixtral` of {experts} experts, of which a token takes {active}",
+            hint="give num_local_experts and num_experts_per_tok",
+        )
+    longest, gated = found["max_position_embeddings"] or None, kind != "gpt2"
+    tokens, notes = chosen_length(seq_len, longest)
+    tied, positions = (
+        bool(config.get("tie_word_embeddings", _EXACT[kind])),
+        0 if gated else longest or 0,
+    )
+    transformer = Transformer(
+        found["num_hidden_layers"],
+        hidden,
+        heads,
+        found["vocab_size"],
+        tokens,
+        found["intermediate_size"],
+        int(config.get("num_key_value_heads") or heads) * head,
+        gated,
+        tied,
+        positions,
+        fused=gated,
+        biases=not gated,
+        norms=2 if gated else 4,
+        experts=experts or 1,
+        active=active or 1,
+    )
+    return replace(transformer.shape(kind, "Hugging Face config, by formula"), notes=tuple(notes))

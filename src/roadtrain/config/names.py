@@ -1,0 +1,23 @@
+"""Names that users type: a name that nobody knows is answered with the nearest one that is
+known."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+from roadtrain.errors import ConfigError
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`did you mean X?`, or nothing if no known word is near."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"did you mean `{near[0]}`?" if near else ""
+
+
+def unknown_name(kind: str, name: str, known: Iterable[str]) -> ConfigError:
+    """The error for `name`, which is no `kind` ("command", "benchmark"), with the nearest that
+    is."""
+    known = sorted(known)
+    hint = did_you_mean(name, known) or f"known: {', '.join(known) or 'none'}"
+    return ConfigError(f"unknown {kind} `{name}`", hint=hint)

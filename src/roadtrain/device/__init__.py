@@ -1,0 +1,1 @@
+"""What an accelerator does: memory under a budget, copies, pinned host memory."""

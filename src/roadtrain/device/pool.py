@@ -1,0 +1,46 @@
+"""Buffers of one size, allocated once: for what comes over a link, for sums. Does NOT know what
+is in them."""
+
+from __future__ import annotations
+
+import threading
+
+from roadtrain.device.buffers import Buffer
+from roadtrain.errors import DeadlineError, LostError
+
+POOL_S = 600.0  # for a buffer to be free
+
+
+class Pool:
+    """Buffers of one size. `get` waits for one: that is the back-pressure on whoever sends."""
+
+    def __init__(self, count: int, nbytes: int) -> None:
+        self.buffers = [Buffer(nbytes) for _ in range(count)]
+        self._free, self._ready, self._closed = list(self.buffers), threading.Condition(), False
+
+    @property
+    def spare(self) -> int:
+        return len(self._free)
+
+    def get(self) -> Buffer:
+        with self._ready:
+            there = self._ready.wait_for(lambda: self._free or self._closed, POOL_S)
+            if self._closed:
+                raise LostError("the session has ended")
+            if not there:
+                raise DeadlineError(
+                    f"a server waited {POOL_S:.0f} s for one of {len(self.buffers)} buffers to be"
+                    " free",
+                    hint="a worker or a device hangs",
+                )
+            return self._free.pop()
+
+    def put(self, buffer: Buffer) -> None:
+        with self._ready:
+            self._free.append(buffer)
+            self._ready.notify()
+
+    def close(self) -> None:
+        with self._ready:
+            self._closed = True
+            self._ready.notify_all()

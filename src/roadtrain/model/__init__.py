@@ -1,1 +1,0 @@
-"""How a block runs on borrowed parameters."""

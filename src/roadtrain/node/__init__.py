@@ -1,1 +1,0 @@
-"""The flow on real machines: the only room with threads."""

@@ -1,0 +1,1 @@
+"""Search, report, probe, calibrate."""

@@ -1,0 +1,166 @@
+"""A few real steps of a job in this process, timed: what `roadtrain calibrate` compares with the
+simulator.
+
+Steps before the first measured one are not counted. Servers, where the job has some, are asked
+before and after how long they updated, read and wrote. Does NOT start them.
+
+    python -m roadtrain.planner.calibrate_steps JOB.toml THREADS STEPS OUT
+
+OUT: one worker's `Measured` as JSON.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import msgspec
+import torch
+
+from roadtrain.chunks import ITEMSIZE
+from roadtrain.config.job import Job, load_job
+from roadtrain.config.models import ModelShape
+from roadtrain.config.parallelism import Layout
+from roadtrain.config.plan import Plan, placement
+from roadtrain.errors import PeerError, RoadtrainError
+from roadtrain.planner.model_config import shape_of_config
+from roadtrain.runtime import health
+from roadtrain.runtime.trace import Stages
+from roadtrain.training.train import Training, link_of, place_job, step
+from roadtrain.transport.address import address_of
+
+# steps before: kernels are compiled, files are grown, reads and writes tried mixed and in bursts
+WARM = 8
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Medians over steps. `compute_s`: all but waiting. `stages`: Forward and Backward without
+    waiting, which is Wait; those of servers are means, of each and a step. `memory`: bytes of
+    buffers. `plan`, `shape`: what was run.
+    """
+
+    step_s: float
+    compute_s: float
+    stages: dict[str, float]
+    memory: int
+    plan: Plan
+    shape: ModelShape
+
+
+class Net(Stages):
+    """Stages without what is waited in them, by the `other`."""
+
+    def __init__(self, other: Stages) -> None:
+        super().__init__()
+        self._other = other
+
+    @contextmanager
+    def timed(self, name: str, nbytes: int = 0) -> Iterator[None]:
+        before = self._other.seconds().get("Wait", 0.0)
+        with super().timed(name, nbytes):
+            yield
+        self.add(name, before - self._other.seconds().get("Wait", 0.0))
+
+
+def plan_of(training: Training) -> Plan:
+    """The simulator's words for a job and its workers."""
+    job, optimizer = training.job, training.optimizer
+    size = ITEMSIZE[job.model.dtype]
+    servers = [] if job.store.servers else optimizer._engine.servers
+    chunks = [
+        (server.chunks[number], state)
+        for server in servers
+        for number, state in server.decider.chunks.items()
+    ]
+    total = sum(chunk.numel for chunk, _ in chunks)
+    kept, public = (
+        sum(chunk.numel for chunk, state in chunks if which(state)) / max(1, total)
+        for which in (lambda state: state.resident, lambda state: state.in_memory)
+    )
+    # moments, and masters apart
+    own = 8 + (4 if job.model.dtype != "fp32" or job.optimizer.staleness else 0)
+    return Plan(
+        placement("server" if job.store.servers else "files" if job.store.dirs else "zero-offload"),
+        Layout(dp=training.group.workers),
+        micro_batch=job.data.batch_size,
+        micros=job.optimizer.accumulate,
+        recompute=True,
+        slots=len(optimizer._worker._slots),
+        buffers=max(1, sum(server.decider.n_buffers for server in servers)),
+        staleness=int(job.optimizer.staleness or 0),
+        topk=job.compress.topk,  # type: ignore[call-overload]
+        update_at="step" if job.optimizer.clip_norm is not None else "gradient",
+        parameter_bytes=size,
+        gradient_bytes=size,
+        held_bytes=size,
+        state_bytes=own + size,
+        resident=kept,
+        public=public if chunks else 1,
+        chunk=job.store.chunk_elements,
+        pushes=len(optimizer._worker._push_all),
+        context_bytes=0,
+    )
+
+
+def measure(job: Job, steps: int) -> Measured:
+    """Trains `job` for WARM + `steps` steps. Raises RoadtrainError."""
+    training = place_job(job, report=lambda _: None)
+    waits: Stages = training.optimizer._engine.stages
+    training = replace(training, stages=Net(waits))
+    lines: list[tuple[float, dict[str, Any]]] = []
+    before: dict[str, float] = {}
+    with training.optimizer:
+        training.tokens.begun = True
+        for number in range(WARM + steps):
+            if number == WARM:
+                before = served(job)
+            then = time.perf_counter()
+            step(training, number)
+            lines.append((time.perf_counter() - then, training.stages.take() | waits.take()))
+        after, plan, memory = (
+            served(job),
+            plan_of(training),
+            training.optimizer.memory()["resident"],
+        )
+    lines = lines[WARM:]
+    names = {name for _, stages in lines for name in stages}
+    stages = {
+        name: median(own[name].seconds if name in own else 0.0 for _, own in lines)
+        for name in names
+    }
+    stages |= {name: (seconds - before.get(name, 0.0)) / steps for name, seconds in after.items()}
+    compute = median(
+        seconds - (own["Wait"].seconds if "Wait" in own else 0.0) for seconds, own in lines
+    )
+    config: Any = training.model.config
+    shape = shape_of_config(config.to_dict(), seq_len=training.job.data.seq_len)
+    return Measured(median(seconds for seconds, _ in lines), compute, stages, memory, plan, shape)
+
+
+def served(job: Job) -> dict[str, float]:
+    """Seconds of each stage so far, the mean of the job's servers. Raises PeerError."""
+    if not job.store.servers:
+        return {}
+    said = health.ask_all([address_of(one) for one in job.store.servers], link_of(job))
+    if lost := next((one for one in said if isinstance(one, PeerError)), None):
+        raise lost
+    return {name: fmean(one[2].get(name, 0.0) for one in said) for name in said[0][2]}  # type: ignore[index]
+
+
+def main(job: str, threads: str, steps: str, out: str) -> None:
+    torch.set_num_threads(int(threads))
+    try:
+        Path(out).write_bytes(msgspec.json.encode(measure(load_job(job), int(steps))))
+    except RoadtrainError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

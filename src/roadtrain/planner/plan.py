@@ -1,0 +1,493 @@
+"""`roadtrain plan CLUSTER.toml --model M`: the best plan, why it is, what would make it faster, and
+why others lost.
+
+As text, JSON (with a schema version) and one HTML page without anything from elsewhere. Exit code 1
+where nothing fits, with the least change that would. Does NOT import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import tempfile
+import tomllib
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from html import escape
+from json import dumps, loads
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from roadtrain.config.cluster import Cluster, load_cluster
+from roadtrain.config.models import ModelShape
+from roadtrain.config.plan import HEADROOM, Plan
+from roadtrain.errors import ConfigError
+from roadtrain.planner.search import EVERY, Answer, Family, Found, least_change, search
+from roadtrain.planner.simulate import (
+    SCHEMA,
+    as_json,
+    assumed,
+    assumed_json,
+    load_model,
+    perfetto,
+    report,
+)
+from roadtrain.simulator.compute import Constants
+from roadtrain.simulator.compute import constants as named
+from roadtrain.simulator.memory import kept_free
+from roadtrain.simulator.run import simulate
+from roadtrain.storage.direct import replace_file
+from roadtrain.units import show_bytes, show_seconds
+
+UNITS = {"time": "s", "cost": "", "energy": "J"}
+
+
+def words(plan: Plan) -> str:
+    """A plan as people say it."""
+    place, layout = plan.placement, plan.layout
+    rests = {
+        "device": "on every device",
+        "split": "split over the devices",
+        "host": "in the hosts' memory",
+        "ssd": "on the hosts' SSDs",
+        "server": "at the server",
+    }
+    sums = {
+        "ring": "a ring",
+        "switch": "the switch",
+        "spares": "the summation service",
+        "separate": "the spare hosts",
+        "relay": "a relay beside each host",
+        "server": "the server",
+    }
+    parts = [
+        f"{place.name}: parameters {rests[place.parameters]}, optimizer state {rests[place.state]}"
+    ]
+    if layout.dp > 1:
+        parts.append(f"gradients summed by {sums[place.sum]}")
+    parts.append(
+        f"updates {'beside the SSDs' if place.update == 'ssd' else 'on the ' + place.update}"
+    )
+    groups = (
+        (layout.dp, "data"),
+        (layout.cp, "context"),
+        (layout.tp, "tensor"),
+        (layout.pp, "pipeline"),
+    )
+    ranks = [f"{n} {what}" for n, what in groups if n > 1]
+    parts.append(" x ".join(ranks) + "-parallel" if ranks else "one device")
+    if layout.ep > 1:
+        parts.append(f"experts spread over {layout.ep}")
+    if layout.vp > 1:
+        parts.append(f"{layout.vp} parts of the model a stage, in turn")
+    if layout.stages:
+        parts.append(f"stages of {', '.join(map(str, layout.stages))} layers")
+    parts.append(
+        f"micro-batch {plan.micro_batch} x {plan.micros}"
+        + (", recompute" if plan.recompute else "")
+    )
+    if plan.kept or (plan.placement.streamed and plan.slots >= EVERY):
+        parts.append("blocks kept from forward to backward")
+    if plan.staleness:
+        parts.append(f"updates {plan.staleness} step late (lossy)")
+    return "; ".join(parts)
+
+
+def told(answer: Answer, cluster: Cluster, model: ModelShape, goal: str, of: Constants) -> str:
+    """For people."""
+    pick, unit = answer.pick, UNITS[goal]
+    if pick is None:
+        return nothing(answer, cluster, model, of)
+    result = pick.result
+    top, share = max(result.busy.items(), key=lambda pair: pair[1])
+    scored = f"{goal} a sample {pick.score:.4g} {unit}".rstrip()
+    lines = [
+        "pick    " + words(pick.plan),
+        batch_line(answer, model),
+        report(result, cluster, model, of),
+        f"why     {top} is busy {share:.0%} of a step; {scored}",
+    ]
+    if answer.gains:
+        lines.append(
+            "10 % more of "
+            + ", ".join(f"{name} takes off {gain:.1%}" for name, gain in answer.gains.items())
+        )
+    else:
+        lines.append("10 % more of no single resource helps")
+    if (runner := answer.runner_up) is not None:
+        top, share = max(runner.result.busy.items(), key=lambda pair: pair[1])
+        lines.append(
+            f"second  {words(runner.plan)}: {runner.score / pick.score - 1:+.1%} {goal} a sample; "
+            f"{top} is busy {share:.0%}"
+        )
+        lines.append(
+            "        it would win with "
+            + (
+                " or with ".join(answer.flips)
+                if answer.flips
+                else "none of the rates halved or doubled"
+            )
+        )
+    free = unpriced(cluster, goal)
+    return "\n".join(
+        [*lines, *([f"assumed {', '.join(free)}"] if free else []), *families(answer, pick)]
+    )
+
+
+def batch_line(answer: Answer, model: ModelShape) -> str:
+    tokens = f" ({answer.batch * model.tokens} tokens)" if model.tokens > 1 else ""
+    return f"batch   {answer.batch} samples{tokens} a step: {answer.chosen or 'as given'}"
+
+
+def unpriced(cluster: Cluster, goal: str) -> list[str]:
+    """Of what the goal counts, what the cluster file has no figure of: it counts as nothing."""
+    if goal == "cost":
+        return [
+            f"hosts.{host.name}.price_per_hour 0"
+            for host in cluster.hosts
+            if not host.price_per_hour
+        ]
+    if goal == "energy":
+        return [
+            f"hosts.{host.name}.{what}peak_watts {of.idle_watts:g}"
+            for host in cluster.hosts
+            for what, of in (("", host), ("device.", host.device))
+            if of is not None and not of.peak_watts
+        ]
+    return []
+
+
+def families(answer: Answer, pick: Found | None) -> Iterable[str]:
+    for family in sorted(
+        answer.families.values(), key=lambda f: f.best.score if f.best else f.least
+    ):
+        yield f"  {family.placement:17}{family.tried:5} plans: {fate(family, pick)}"
+
+
+def fate(family: Family, pick: Found | None) -> str:
+    parts = []
+    if pick is not None and family.best is pick:
+        parts.append("the pick")
+    elif family.best is not None and pick is not None:
+        parts.append(f"best {family.best.score / pick.score - 1:+.1%}")
+    elif family.pruned and pick is not None:
+        parts.append(f"at least {family.least / pick.score - 1:+.1%} by their bound")
+    for reason, count in sorted(family.refused.items(), key=lambda pair: -pair[1]):
+        parts.append(f"{count} refused: {reason}")
+    if family.nearest is not None:
+        need, _ = family.nearest
+        parts.append(
+            f"nearest miss {show_bytes(need.nbytes)} of {show_bytes(need.room)} ({need.where})"
+        )
+    return "; ".join(parts) or "none simulated"
+
+
+def nothing(answer: Answer, cluster: Cluster, model: ModelShape, of: Constants) -> str:
+    """Where nothing fits: both numbers and the least change."""
+    lines = [
+        f"no plan fits: {model.name} ({model.params / 1e9:.2f} B parameters) on {cluster.name}"
+    ]
+    if (near := least_change(answer)) is not None:
+        need, plan = near
+        lines += [
+            (
+                f"least change: {show_bytes(need.lacking)} more for {need.where}"
+                f" ({show_bytes(need.nbytes)} instead of {show_bytes(need.room)}) makes this fit:"
+                f" {words(plan)}"
+            ),
+            f"memory  {kept_free(plan)}",
+        ]
+    lines += assumed(cluster, model, of, None if near is None else near[1])
+    return "\n".join([*lines, *families(answer, None)])
+
+
+def plain(
+    answer: Answer, cluster: Cluster, model: ModelShape, goal: str, of: Constants
+) -> dict[str, Any]:
+    def one(found: Found | None) -> dict[str, Any] | None:
+        return (
+            None
+            if found is None
+            else {
+                **as_json(found.result, cluster, model, of),
+                "score": found.score,
+                "words": words(found.plan),
+            }
+        )
+
+    near = least_change(answer)
+    return {
+        "schema": SCHEMA,
+        "goal": goal,
+        "pick": one(answer.pick),
+        "runner_up": one(answer.runner_up),
+        "gains": answer.gains,
+        "runner_up_wins_with": answer.flips,
+        "front": [one(found) for found in answer.front],
+        "families": [
+            {
+                "placement": f.placement,
+                "tried": f.tried,
+                "simulated": f.simulated,
+                "pruned": f.pruned,
+                "refused": f.refused,
+                "nearest": None if f.nearest is None else asdict(f.nearest[0]),
+                "best": None if f.best is None else f.best.score,
+            }
+            for f in answer.families.values()
+        ],
+        "least_change": None if near is None else {**asdict(near[0]), "plan": words(near[1])},
+        "batch": answer.batch,
+        "batch_chosen": answer.chosen,
+        "unpriced": unpriced(cluster, goal),
+        **assumed_json(cluster, model, of, None if answer.pick is None else answer.pick.plan),
+    }
+
+
+def job(plan: Plan) -> str | None:
+    """What `roadtrain train` needs of it, where there is a runtime for the placement."""
+    own: dict[str, Any] = {
+        "data": {"batch_size": plan.micro_batch},
+        "optimizer": {"accumulate": plan.micros},
+        "model": {"dtype": "bf16" if plan.parameter_bytes == 2 else "fp32"},
+    }
+    if plan.update_at == "step":
+        own["optimizer"]["clip_norm"] = 1.0
+    if plan.staleness:
+        own["optimizer"]["staleness"] = plan.staleness
+    if plan.topk is not None:
+        own["compress"] = {"topk": plan.topk}
+    kept = "all" if plan.slots >= EVERY else "auto"
+    store = {
+        "files": {"dirs": ["{run}/store"]},
+        "zero-offload": {"dirs": []},
+        "server": {"servers": ["HOST:PORT"], "buffering": kept},
+        "smartnic": {
+            "servers": ["HOST:PORT"],
+            "relay": "4GiB",
+            "buffering": "all" if plan.kept else "auto",
+        },
+    }
+    if plan.placement.name not in store or plan.layout.tp > 1 or plan.layout.pp > 1:
+        return None
+    return tomli_w.dumps({**own, "store": store[plan.placement.name]})
+
+
+def steps_of(cluster_file: str, model: str, plan: Plan, seq_len: int, lab: bool) -> int:
+    """Real steps of the plan, here or in the lab, beside simulated ones, as `roadtrain
+    calibrate` does. Raises ConfigError for a plan that has no runtime there, RoadtrainError."""
+    text, path = job(plan), Path(model) / "config.json" if Path(model).is_dir() else Path(model)
+    served, many = lab and plan.placement.name == "server", plan.layout.devices
+    if (
+        text is None
+        or plan.placement.name not in ("files", "zero-offload", "server")[: 2 + served]
+        or (many > (plan.layout.dp if served else 1))
+    ):
+        where = "in the lab" if lab else "by one worker of this host"
+        raise ConfigError(
+            f"placement {plan.placement.name} on {many} device(s) cannot be run {where}",
+            hint="--placements files,zero-offload on a cluster of one device"
+            + (", or --placements server" if lab else ", or --lab"),
+        )
+    if path.suffix != ".json":
+        raise ConfigError(
+            f"{model} is a shape, there is nothing to run",
+            hint="--model config.json: a model's config",
+        )
+    tree = tomllib.loads(text)
+    tree["model"]["config"] = {
+        name: value for name, value in loads(path.read_text()).items() if value is not None
+    }
+    tree["data"]["seq_len"] = seq_len
+    with tempfile.TemporaryDirectory(prefix="roadtrain-verify-") as home:
+        file = Path(home) / "job.toml"
+        file.write_text(tomli_w.dumps({**tree, "run": {"dir": f"{home}/run"}}))
+        calibrate = importlib.import_module("roadtrain.planner.calibrate")  # torch comes in
+        told: int = calibrate.command(cluster_file, str(file), lab=lab)
+    return told
+
+
+# one page
+
+COLORS = {
+    "Forward": "#4c78a8",
+    "Backward": "#1f4e79",
+    "Fetch": "#59a14f",
+    "Push": "#e15759",
+    "Update": "#b07aa1",
+    "Read": "#76b7b2",
+    "Write": "#f28e2b",
+    "Wait": "#bab0ac",
+    "Activations": "#edc948",
+    "Commit": "#9c755f",
+}
+
+
+def page(answer: Answer, cluster: Cluster, model: ModelShape, goal: str, of: Constants) -> str:
+    """One HTML page: what is told, the timeline of a step, memory by place, the front of time
+    and cost."""
+    parts = [
+        f"<h1>{escape(model.name)} on {escape(cluster.name)}</h1>",
+        f"<pre>{escape(told(answer, cluster, model, goal, of))}</pre>",
+    ]
+    if answer.pick is not None:
+        traced = simulate(answer.pick.plan, cluster, model, of, traced=True, checked=False)
+        parts += [
+            "<h2>The last step</h2>",
+            _timeline(traced.trace, traced.seconds),
+            "<h2>Memory, of what there is</h2>",
+            _bars(
+                [
+                    (
+                        need.where,
+                        need.nbytes / max(need.room, 1.0),
+                        f"{show_bytes(need.nbytes)} of {show_bytes(need.room)}",
+                    )
+                    for need in traced.needs
+                ]
+            ),
+            "<h2>Busy</h2>",
+            _bars(
+                [
+                    (name, share, f"{share:.0%}")
+                    for name, share in traced.busy.items()
+                    if share >= 0.01
+                ]
+            ),
+        ]
+    if len(answer.front) > 1:
+        parts += ["<h2>Seconds a sample, and cost (or energy) a sample</h2>", _points(answer.front)]
+    return (
+        "<!doctype html><html lang=en><meta charset=utf-8><title>roadtrain plan</title>"
+        "<style>body{font:14px sans-serif;margin:2em;max-width:70em}svg{width:100%}"
+        "pre{white-space:pre-wrap;background:#f6f6f6;padding:1em}"
+        f"</style>{''.join(parts)}</html>\n"
+    )
+
+
+def _timeline(trace: Sequence[Any], seconds: float, most: int = 4000) -> str:
+    end = max((task.end for task in trace), default=0.0)
+    begin = end - seconds
+    tasks = [t for t in trace if t.end > begin and t.end > t.begin and t.where]
+    rows = list(
+        dict.fromkeys((t.where, t.stage) for t in sorted(tasks, key=lambda t: (t.where, t.stage)))
+    )
+    tasks = sorted(tasks, key=lambda t: t.begin - t.end)[:most]
+    out = []
+    for task in tasks:
+        x, y = (
+            1000 * max(0.0, task.begin - begin) / seconds,
+            18 * rows.index((task.where, task.stage)),
+        )
+        width = max(0.3, 1000 * (task.end - max(task.begin, begin)) / seconds)
+        out.append(
+            f"<rect x={160 + x:.1f} y={y} width={width:.1f} height=14"
+            f" fill='{COLORS.get(task.stage, '#888')}'><title>{task.stage}"
+            f" {show_seconds(task.end - task.begin)}</title></rect>"
+        )
+    names = [_text(0, 18 * i + 12, f"{where} {stage}") for i, (where, stage) in enumerate(rows)]
+    return f"<svg viewBox='0 0 1170 {18 * len(rows) + 20}'>{''.join(names)}{''.join(out)}</svg>"
+
+
+def _bars(rows: Sequence[tuple[str, float, str]]) -> str:
+    out = []
+    for i, (name, share, text) in enumerate(sorted(rows, key=lambda row: -row[1])):
+        y = 18 * i
+        width = 600 * min(share, 1.2)
+        out.append(
+            f"{_text(0, y + 12, name)}<rect x=160 y={y} width={width:.1f} height=14"
+            f" fill='#4c78a8'/>{_text(170 + width, y + 12, text)}"
+        )
+    return f"<svg viewBox='0 0 1170 {18 * len(rows) + 4}'>{''.join(out)}</svg>"
+
+
+def _points(front: Sequence[Found]) -> str:
+    points = [
+        (
+            f.result.seconds / f.plan.samples,
+            (f.result.price or f.result.joules) / f.plan.samples,
+            words(f.plan),
+        )
+        for f in front
+    ]
+    right, top = max(p[0] for p in points), max(p[1] for p in points) or 1.0
+    dots = [
+        f"<circle cx={60 + 900 * x / right:.1f} cy={220 - 190 * y / top:.1f} r=5 fill='#e15759'>"
+        f"<title>{escape(text)}: {show_seconds(x)}, {y:.3g}</title></circle>"
+        for x, y, text in points
+    ]
+    return (
+        "<svg viewBox='0 0 1170 250'><path d='M60 20V220H1000' fill='none' stroke='#888'/>"
+        f"{_text(900, 240, f'{show_seconds(right)} a sample')}{_text(0, 15, f'{top:.3g} a sample')}"
+        f"{''.join(dots)}</svg>"
+    )
+
+
+def _text(x: float, y: float, what: str) -> str:
+    return f"<text x={x:.0f} y={y:.0f} font-size=11>{escape(what)}</text>"
+
+
+def command(
+    cluster_file: str,
+    *,
+    model: str = "",
+    goal: str = "time",
+    batch: int | None = None,
+    placements: str = "",
+    late: bool = False,
+    seq_len: int | None = None,
+    headroom: float = HEADROOM,
+    constants: str = "",
+    out: str = "plan.toml",
+    json: str = "",
+    html: str = "",
+    trace: str = "",
+    job_file: str = "",
+    verify: bool = False,
+    lab: bool = False,
+) -> int:
+    """Raises ConfigError."""
+    if lab and not verify:
+        raise ConfigError("--lab says where steps are run, and none are", hint="--verify --lab")
+    cluster, one = load_cluster(cluster_file), load_model(model, seq_len)
+    of = named(constants) if constants else Constants()
+    answer = search(
+        cluster,
+        one,
+        of,
+        goal=goal,
+        batch=batch,
+        late=late,
+        headroom=headroom,
+        placements=[name for name in placements.split(",") if name],
+    )
+    print(told(answer, cluster, one, goal, of))
+    if json:
+        replace_file(
+            Path(json),
+            (dumps(plain(answer, cluster, one, goal, of), indent=1) + "\n").encode(),
+            "writing",
+        )
+    if html:
+        replace_file(Path(html), page(answer, cluster, one, goal, of).encode(), "writing")
+    if answer.pick is None:
+        return 1
+    replace_file(Path(out), answer.pick.plan.to_toml().encode(), "writing")
+    print(f"plan    {out} (roadtrain simulate {cluster_file} --model {model} --plan {out})")
+    if trace:
+        traced = simulate(answer.pick.plan, cluster, one, of, traced=True, checked=False)
+        replace_file(Path(trace), (dumps(perfetto(traced)) + "\n").encode(), "writing")
+    if job_file:
+        if (text := job(answer.pick.plan)) is None:
+            print(
+                f"no job file: placement {answer.pick.plan.placement.name} in this layout has no"
+                " runtime here"
+            )
+        else:
+            replace_file(Path(job_file), text.encode(), "writing")
+            print(
+                f"job     {job_file}: add [model.config]; put your servers in where it says"
+                " HOST:PORT"
+            )
+    return steps_of(cluster_file, model, answer.pick.plan, one.tokens, lab) if verify else 0

@@ -1,0 +1,352 @@
+"""`roadtrain probe`: what this host gives, measured, as a cluster.toml. Under a minute.
+
+Measured: bandwidth of memory, the speed of an AdamW update and of sums over arriving gradients by
+all processors, reads, writes and both at once of each storage directory, matrix products and copies
+of each device (a machine without one computes on its processors, as device `cpu`). Read from the
+system: memory, network cards and their stated rates, where devices, cards and disks hang
+(runtime/host.py; comments in the file, since no plan asks for it). What could not be measured is
+named, and assumed by whoever reads the file. Links to other hosts, and back, are measured where
+these listen (probing_links.py); a host that has gone meanwhile is named, and the rest is written.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import date
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+
+from roadtrain.chunks import MAX_CHUNK
+from roadtrain.config.cluster import guesses, make_cluster
+from roadtrain.device.buffers import Buffer, array_in
+from roadtrain.errors import ConfigError, PeerError
+from roadtrain.kernels.cast import cast
+from roadtrain.kernels.rules import rules_for
+from roadtrain.kernels.sum import sum_k
+from roadtrain.planner import probe_links as links
+from roadtrain.runtime.host import cards, topology
+from roadtrain.storage.direct import replace_file
+from roadtrain.storage.rates import storage_rates
+from roadtrain.transport.address import tls_of, token_of
+from roadtrain.transport.tcp import Options
+from roadtrain.units import MIB, show_rate
+
+ELEMENTS, REPEATS = 32 * MIB, 5
+BUFFERS, PART = 4, 1 << 19
+COPIED = 256 * MIB
+SIZES = (1024, 2048, 4096, 8192)  # of square matrices, as far as they take less than a second
+
+
+def _seconds(work: Callable[[], Any], repeats: int = REPEATS) -> float:
+    work()
+    took = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        work()
+        took.append(time.perf_counter() - begin)
+    return median(took)
+
+
+def _fp32(n: int) -> np.ndarray:
+    return array_in(Buffer(n * 4).view, "fp32", 0, n)
+
+
+def processors(threads: int, elements: int = ELEMENTS) -> dict[str, float]:
+    """Bytes a second: `memory_rate` of a copy, read and written; `updates` of AdamW, 28 a
+    parameter (bf16 gradient in, bf16 copy out); `sums` of BUFFERS bf16 gradients, bytes that
+    arrive."""
+    source, target = _fp32(elements), _fp32(elements)
+    source[:] = 1e-3
+    grad = np.zeros(elements, np.uint16)
+    cast(source, "fp32", grad, "bf16")
+    (rule,) = rules_for(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1e-3))
+    hyper = rule.hyper(
+        {
+            "lr": 1e-3,
+            "betas": (0.9, 0.999),
+            "eps": 1e-8,
+            "weight_decay": 0.01,
+            "maximize": False,
+            "amsgrad": False,
+        }
+    )
+    first, second, copy = _fp32(elements), _fp32(elements), np.zeros(elements, np.uint16)
+    rows = np.zeros((-(-elements // MAX_CHUNK), len(rule.scalars)))
+    arriving = [grad, *(grad.copy() for _ in range(BUFFERS - 1))]
+
+    def move(at: int) -> None:
+        np.copyto(target[at : at + PART], source[at : at + PART])
+
+    def update(at: int) -> None:
+        part = slice(at, at + MAX_CHUNK)
+        rule.apply(
+            target[part],
+            grad[part],
+            "bf16",
+            [first[part], second[part]],
+            rows[at // MAX_CHUNK],
+            hyper,
+            1.0,
+            copy[part],
+            "bf16",
+        )
+
+    def add(at: int) -> None:
+        sum_k(target[at : at + PART], [a[at : at + PART] for a in arriving], "bf16")
+
+    with ThreadPoolExecutor(threads) as pool:
+
+        def all_of(work: Callable[[int], None], size: int) -> Callable[[], None]:
+            return lambda: list(pool.map(work, range(0, elements, size))).clear()
+
+        return {
+            "memory_rate": 8 * elements / _seconds(all_of(move, PART)),
+            "updates": 28 * elements / _seconds(all_of(update, MAX_CHUNK)),
+            "sums": 2 * BUFFERS * elements / _seconds(all_of(add, PART)),
+        }
+
+
+def products(
+    device: torch.device, dtype: torch.dtype, sizes: Sequence[int] = SIZES
+) -> dict[int, float]:
+    """size -> FLOP/s of a product of two square matrices."""
+    out: dict[int, float] = {}
+    for size in sizes:
+        a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+
+        def product(a: torch.Tensor = a, b: torch.Tensor = b) -> None:
+            torch.mm(a, b)
+            _settle(device)
+
+        seconds = _seconds(product, 3)
+        out[size] = 2.0 * size**3 / seconds
+        if seconds > 0.1:
+            break
+    return out
+
+
+def _settle(*devices: torch.device) -> None:
+    """What they were told is done."""
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> float:
+    """Bytes a second."""
+
+    def run() -> None:
+        target.copy_(source, non_blocking=True)
+        _settle(source.device, target.device)
+
+    return source.nbytes / _seconds(run)
+
+
+def copies(device: torch.device, nbytes: int = COPIED) -> tuple[float, float]:
+    """Bytes a second to and from the device, pinned; and of its own memory, read and written."""
+    host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    there = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    return min(_copy(host, there), _copy(there, host)), 2 * _copy(there, torch.empty_like(there))
+
+
+def fabric(devices: Sequence[torch.device], nbytes: int = COPIED) -> float:
+    """Bytes a second from the first to another, one at a time: the slowest, since collectives
+    wait for it."""
+    source, *targets = (torch.empty(nbytes, dtype=torch.uint8, device=device) for device in devices)
+    return min(_copy(source, target) for target in targets)
+
+
+def describe(dirs: Sequence[str], threads: int) -> links.Said:
+    """Of this host alone."""
+    name, missing = socket.gethostname().split(".")[0] or "host", list[str]()
+    ssds, uplink = [], 0.0
+    for directory in dirs:
+        storage = storage_rates(directory)
+        mixed = min(2.0, max(1.0, storage.mixed / (2 / (1 / storage.read + 1 / storage.write))))
+        ssds.append(
+            {
+                "read": f"{storage.read:.0f}B/s",
+                "write": f"{storage.write:.0f}B/s",
+                "mixed": round(mixed, 3),
+                "capacity": f"{psutil.disk_usage(directory).total}B",
+            }
+        )
+        uplink += max(storage.read, storage.mixed)
+        if storage.note:
+            missing.append(f"direct I/O in {directory}: {storage.note}")
+        print(
+            f"{directory}: read {show_rate(storage.read)}, write {show_rate(storage.write)}, both "
+            f"{show_rate(storage.mixed)}",
+            flush=True,
+        )
+    rates = processors(threads)
+    host: dict[str, Any] = {
+        "name": name,
+        "memory": f"{psutil.virtual_memory().total}B",
+        **{what: f"{rate:.0f}B/s" for what, rate in rates.items()},
+    }
+    measured = [f"hosts.{name}.{what}" for what in rates]
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count:
+        device, dtype = torch.device("cuda", 0), torch.bfloat16
+        copy, memory_rate = copies(device)
+        kind, memory = (
+            torch.cuda.get_device_name(0),
+            torch.cuda.get_device_properties(0).total_memory,
+        )
+    else:
+        device, dtype, count, kind = torch.device("cpu"), torch.float32, 1, "cpu"
+        copy, memory_rate, memory = (
+            rates["memory_rate"],
+            rates["memory_rate"],
+            psutil.virtual_memory().total,
+        )
+        missing.append("accelerators: there are none, so the processors compute (fp32)")
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        by_size = products(device, dtype)
+    finally:
+        torch.set_num_threads(before)
+    host |= {
+        "devices": count,
+        "device": {
+            "kind": kind,
+            "flops": f"{max(by_size.values()) / 1e12:.6f}TFLOP/s",
+            "memory": f"{memory}B",
+            "memory_rate": f"{memory_rate:.0f}B/s",
+            "copy": f"{copy:.0f}B/s",
+        },
+    }
+    measured.append(f"hosts.{name}.device")
+    if count > 1:
+        host["fabric"] = (
+            f"{fabric([torch.device('cuda', number) for number in range(count)]):.0f}B/s"
+        )
+        measured.append(f"hosts.{name}.fabric")
+        missing += [
+            f"device {number}, a {other}: taken to be as device 0, a {kind}"
+            for number in range(1, count)
+            if (other := torch.cuda.get_device_name(number)) != kind
+        ]
+    if ssds:
+        host |= {"ssds": ssds, "uplink": f"{uplink:.0f}B/s"}
+        measured += [f"hosts.{name}.ssds", f"hosts.{name}.uplink"]
+    found, unknown = cards()
+    if found:
+        host["nics"] = found
+    print(
+        f"memory {show_rate(rates['memory_rate'])}, updates {show_rate(rates['updates'])}, sums "
+        f"{show_rate(rates['sums'])}; {count} x {kind}: "
+        + ", ".join(f"{size} {flops / 1e12:.3g} TFLOP/s" for size, flops in by_size.items()),
+        flush=True,
+    )
+    places, gaps = topology(dirs)
+    return links.Said(
+        {"name": name, "hosts": [host], "measured": measured}, [*missing, *unknown, *gaps], places
+    )
+
+
+def with_others(own: links.Said, hosts: Sequence[str], options: Options) -> bool:
+    """Adds to `own` what the `hosts` that listen say of themselves, and measured links. False:
+    one of them, or a link, could not be measured."""
+    trees, lost = {"here": own.tree["hosts"][0]}, list[str]()
+    own.topology = [f"{trees['here']['name']}: {line}" for line in own.topology]
+    for host in hosts:
+        try:
+            said = links.ask(host, links.DESCRIBE, "", options)
+            before = make_cluster(said.tree).hosts[0].name  # what others say is looked at first
+        except (PeerError, ConfigError) as error:
+            lost.append(f"host {host}: {error}")
+            continue
+        trees[host] = said.tree["hosts"][0]
+        while trees[host]["name"] in {one["name"] for one in own.tree["hosts"]}:
+            trees[host]["name"] += "+"
+        name = trees[host]["name"]
+        own.tree["hosts"].append(trees[host])
+        own.tree["measured"] += [
+            what.replace(f"hosts.{before}.", f"hosts.{name}.", 1)
+            for what in said.tree.get("measured", ())
+        ]
+        own.missing += [f"{name}: {what}" for what in said.missing]
+        own.topology += [f"{name}: {line}" for line in said.topology]
+    found, broken = links.matrix([host for host in hosts if host in trees], options)
+    print(links.shown(found))
+    for place, tree in trees.items():
+        if mine := [both for pair, both in found.items() if place in pair]:
+            tree["nics"] = [
+                {
+                    "kind": "ethernet",
+                    "rate": f"{max(rate for rate, _ in mine):.0f}B/s",
+                    "latency": f"{1e9 * min(latency for _, latency in mine):.0f}ns",
+                }
+            ]
+            own.tree["measured"].append(f"hosts.{tree['name']}.nics")
+    own.missing += lost + broken
+    return not lost + broken
+
+
+def _line(words: str) -> str:
+    """Fit for a comment, whatever it came from."""
+    return " ".join("".join(c if c.isprintable() else " " for c in words).split())
+
+
+def command(
+    *,
+    dirs: str = "",
+    out: str = "cluster.toml",
+    listen: str = "",
+    hosts: str = "",
+    token_file: str | None = None,
+    cert: str | None = None,
+    key: str | None = None,
+    ca: str | None = None,
+) -> int:
+    """1 where another host or a link to it could not be measured. Raises ConfigError, StoreError
+    where a directory cannot be written, PeerError where a host does not listen at the start."""
+    begin, options = (
+        time.perf_counter(),
+        Options(token=token_of(token_file), tls=tls_of(cert, key, ca)),
+    )
+    directories, others = (
+        [*dict.fromkeys(filter(None, words.split(",")))] for words in (dirs, hosts)
+    )
+    if gone := next(
+        (one for one in (*directories, str(Path(out).parent)) if not Path(one).is_dir()), None
+    ):
+        raise ConfigError(
+            f"{gone} is no directory", hint="name one that is there in --dirs and --out"
+        )
+    own = partial(describe, directories, len(os.sched_getaffinity(0)))
+    if listen:
+        if others:
+            raise ConfigError("probe --listen answers, --hosts asks", hint="give one of them")
+        links.serve(listen, options, own)
+        return 0
+    for other in others:
+        links.reach(other, options)
+    found = own()
+    whole = not others or with_others(found, others, options)
+    cluster = make_cluster(found.tree)
+    told = [
+        _line(words)
+        for words in (*found.topology, *(f"not measured: {what}" for what in found.missing))
+    ]
+    head = "".join(
+        f"# {line}\n" for line in (f"roadtrain probe, {date.today().isoformat()}", *told)
+    )
+    replace_file(Path(out), (head + cluster.to_toml()).encode(), "writing")
+    print(*told, sep="\n")
+    guessed = ", ".join(f"{name} {said}" for name, (_, said) in guesses(cluster).items())
+    print(f"wrote {out} in {time.perf_counter() - begin:.0f} s; assumed: {guessed or 'nothing'}")
+    return 0 if whole else 1

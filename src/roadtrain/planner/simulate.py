@@ -1,0 +1,346 @@
+"""`roadtrain simulate CLUSTER.toml`: one plan on a cluster that need not be there: step time, why,
+memory, energy, cost.
+
+The same deciders as in the nodes, on a virtual clock (sim/). Nothing here imports torch. The trace
+has the stage names of a real run's metrics and opens in ui.perfetto.dev.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from json import dumps, loads
+from pathlib import Path
+from typing import Any
+
+from roadtrain.config.cluster import Cluster, guesses, load_cluster
+from roadtrain.config.models import ModelShape, from_config, named_shape
+from roadtrain.config.plan import HEADROOM, Plan, load_plan, make_plan
+from roadtrain.errors import ConfigError
+from roadtrain.simulator.compute import Constants
+from roadtrain.simulator.compute import constants as named
+from roadtrain.simulator.fabric import INSIDE_S, UPDATE_BYTES
+from roadtrain.simulator.memory import kept_free
+from roadtrain.simulator.run import Result, simulate
+from roadtrain.storage.direct import replace_file
+from roadtrain.units import show_bytes, show_seconds
+
+SCHEMA = 1
+
+
+def load_model(name: str, seq_len: int | None = None) -> ModelShape:
+    """A named shape, a Hugging Face config.json or a folder with one, or MODULE:FUNCTION that
+    returns a model (on `meta` if it is large) and its arguments, a batch of samples first.
+    `seq_len`: tokens of a sample; None: a default that `notes` of the shape say. Raises
+    ConfigError, ModelError."""
+    if not name:
+        raise ConfigError(
+            "no model", hint="--model NAME, or the path of a Hugging Face config.json"
+        )
+    module, _, function = name.partition(":")
+    if function and "/" not in name:
+        if seq_len is not None:
+            raise ConfigError(
+                f"{name} gives its own samples, --seq-len {seq_len} would change nothing",
+                hint="leave --seq-len out",
+            )
+        return _of_module(module, function)
+    path = Path(name)
+    if path.is_dir():
+        path = path / "config.json"
+    if path.suffix != ".json":
+        return named_shape(name, seq_len)
+    try:
+        config = loads(path.read_text())
+    except OSError as cause:
+        raise ConfigError(f"cannot read {path}: {cause.strerror}") from cause
+    except ValueError as cause:
+        raise ConfigError(f"{path} is not JSON: {cause}") from cause
+    if not isinstance(config, dict):
+        raise ConfigError(
+            f"{path} is not a model's config: {str(config)[:40]!r}",
+            hint="a Hugging Face config.json",
+        )
+    return replace(_of_config(config, seq_len), name=path.resolve().parent.name or str(path))
+
+
+def _of_config(config: dict[str, Any], seq_len: int | None) -> ModelShape:
+    """By the model's modules; without transformers by formula, where it is exact."""
+    if importlib.util.find_spec("transformers") is None:
+        return from_config(config, seq_len=seq_len)
+    counted: ModelShape = importlib.import_module("roadtrain.planner.model_config").shape_of_config(
+        config, seq_len=seq_len
+    )
+    return counted
+
+
+def _of_module(module: str, function: str) -> ModelShape:
+    """Torch comes in by this and by `_of_config` alone."""
+    try:
+        model, *args = getattr(importlib.import_module(module), function)()
+    except (ImportError, AttributeError, TypeError, ValueError) as cause:
+        raise ConfigError(
+            f"{module}:{function} gives no model and arguments: {cause}",
+            hint="a function without arguments that returns (model, batch, ...)",
+        ) from cause
+    measured: ModelShape = importlib.import_module("roadtrain.planner.measure").shape_of(
+        model, *args, samples=len(args[0]) if args else 1, name=function
+    )
+    return measured
+
+
+def default_plan(cluster: Cluster, overrides: Mapping[str, Any]) -> Plan:
+    """All devices data-parallel in the placement asked for (zero3), with `overrides`."""
+    tree = {"placement": "zero3", **overrides}
+    layout = dict(tree.pop("layout", {}))
+    ranks = int(layout.get("tp", 1)) * int(layout.get("pp", 1)) * int(layout.get("cp", 1))
+    if "dp" not in layout:
+        if cluster.device_count % ranks:
+            raise ConfigError(
+                f"tp x pp x cp = {ranks} does not divide the cluster's {cluster.device_count}"
+                " devices",
+                hint="choose others, or give dp",
+            )
+        layout["dp"] = max(1, cluster.device_count // ranks)
+    return make_plan({**tree, "layout": layout})
+
+
+def assumptions(cluster: Cluster, of: Constants, plan: Plan | None) -> dict[str, tuple[float, str]]:
+    """All that a prediction rests on and nobody gave: name -> value and how people say it.
+    Rates in bytes a second."""
+    out = guesses(cluster)
+    out |= {
+        "step inside a host": (INSIDE_S, show_seconds(INSIDE_S)),
+        "bytes a parameter's update": (UPDATE_BYTES, f"{UPDATE_BYTES:g}"),
+    }
+    if of.source == "assumed":
+        if not of.table:
+            out["efficiency"] = of.efficiency, f"{of.efficiency:g} of a device's peak"
+        out["network"] = of.network, f"{of.network:g} of a card's rate"
+    if plan is not None:
+        besides = plan.context_bytes
+        out["device memory besides"] = besides, show_bytes(besides)
+        if plan.placement.update in ("host", "server", "ssd") or plan.placement.state != "device":
+            out["optimizer state a parameter"] = plan.state_bytes, f"{plan.state_bytes:g} B"
+    return out
+
+
+def assumed(cluster: Cluster, model: ModelShape, of: Constants, plan: Plan | None) -> list[str]:
+    """Lines for people."""
+    own = guesses(cluster)
+    lines = [
+        "assumed "
+        + (
+            ", ".join(f"{name} {said}" for name, (_, said) in own.items())
+            or "nothing of the cluster"
+        )
+    ]
+    rest = [
+        f"{name} {said}"
+        for name, (_, said) in assumptions(cluster, of, plan).items()
+        if name not in own
+    ]
+    return [*lines, "assumed " + ", ".join(rest), *(f"assumed {note}" for note in model.notes)]
+
+
+def report(result: Result, cluster: Cluster, model: ModelShape, of: Constants) -> str:
+    """For people."""
+    plan, layout = result.plan, result.plan.layout
+    tflops = (
+        model.step_flops(plan.recompute) * plan.samples / result.seconds / layout.devices / 1e12
+    )
+    lines = [
+        (
+            f"{model.name} ({model.params / 1e9:.2f} B parameters) on {cluster.name}: placement"
+            f" {plan.placement.name}, {layout}, micro-batch {plan.micro_batch} x {plan.micros}"
+        ),
+        (
+            f"a step  {show_seconds(result.seconds)}, {result.samples_per_s:.3g} samples/s,"
+            f" {tflops:.1f} TFLOP/s a device (the last two steps differ by"
+            f" {show_seconds(result.differ)})"
+        ),
+    ]
+    if plan.staleness or plan.topk is not None:
+        lines.append(f"lossy or late: staleness {plan.staleness}, topk {plan.topk}")
+    lines.append(
+        "busy    "
+        + ", ".join(
+            f"{name} {share:.0%}"
+            for name, share in sorted(result.busy.items(), key=lambda pair: -pair[1])
+            if share >= 0.05
+        )
+    )
+    for stage in sorted({where for where, _ in result.stages if where}):
+        parts = {what: both for (where, what), both in result.stages.items() if where == stage}
+        idle = 1 - result.busy.get(f"{stage} device", 0.0)
+        lines.append(
+            f"{stage}: the device waits {idle:.0%}; "
+            + ", ".join(
+                f"{what} {show_seconds(seconds)}"
+                + (
+                    f" ({show_bytes(work)})"
+                    if what not in ("Forward", "Backward", "Wait") and work
+                    else ""
+                )
+                for what, (seconds, work) in parts.items()
+                if seconds > 0
+            )
+        )
+    lines += [
+        f"memory  {need.where}: {show_bytes(need.nbytes)} of {show_bytes(need.room)}"
+        for need in result.needs
+        if need.nbytes
+    ]
+    lines.append(f"memory  {kept_free(plan)}")
+    if result.watts:
+        lines.append(f"energy  {result.joules / 1e3:.3g} kJ a step, {result.watts / 1e3:.3g} kW")
+    if result.price:
+        lines.append(
+            f"cost    {result.price:.3g} a step, {plan.samples / result.price:.4g} samples for 1"
+        )
+    lines += [
+        f"computing time from {of.from_what} ({of.source})",
+        *assumed(cluster, model, of, plan),
+    ]
+    return "\n".join(lines)
+
+
+def as_json(result: Result, cluster: Cluster, model: ModelShape, of: Constants) -> dict[str, Any]:
+    return {
+        "schema": SCHEMA,
+        "model": model.name,
+        "params": model.params,
+        "cluster": cluster.name,
+        "plan": {**asdict(result.plan), "placement": result.plan.placement.name},
+        "step_s": result.seconds,
+        "differ_s": result.differ,
+        "samples_per_s": result.samples_per_s,
+        "busy": result.busy,
+        "bytes": result.bytes,
+        "stages": [
+            {"where": where, "stage": stage, "seconds": s, "work": w}
+            for (where, stage), (s, w) in result.stages.items()
+        ],
+        "memory": [asdict(need) for need in result.needs],
+        "peaks": result.peaks,
+        "joules": result.joules,
+        "price": result.price,
+        "headroom": result.plan.headroom,
+        "tokens": model.tokens,
+        **assumed_json(cluster, model, of, result.plan),
+    }
+
+
+def assumed_json(
+    cluster: Cluster, model: ModelShape, of: Constants, plan: Plan | None
+) -> dict[str, Any]:
+    """`assumed`: what of the cluster file; `assumed_values`: all that was, by name; `notes`: of
+    the model."""
+    values = {name: value for name, (value, _) in assumptions(cluster, of, plan).items()}
+    return {
+        "assumed": cluster.assumed,
+        "assumed_values": values,
+        "notes": model.notes,
+        "measured": cluster.measured,
+        "constants": of.source,
+    }
+
+
+def perfetto(result: Result) -> dict[str, Any]:
+    """Trace events: a process a stage or server, a thread a stage name; memory as counters.
+    Microseconds."""
+    events: list[dict[str, Any]] = []
+    pids: dict[str, int] = {}
+    tids: dict[tuple[str, str], int] = {}
+    for task in result.trace:
+        if task.end <= task.begin:
+            continue
+        pid = pids.setdefault(task.where, len(pids) + 1)
+        tid = tids.setdefault((task.where, task.stage), len(tids) + 1)
+        events.append(
+            {
+                "ph": "X",
+                "name": task.stage,
+                "pid": pid,
+                "tid": tid,
+                "ts": task.begin * 1e6,
+                "dur": (task.end - task.begin) * 1e6,
+                "args": {"work": task.work},
+            }
+        )
+    events += [
+        {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": where or "all"}}
+        for where, pid in pids.items()
+    ]
+    events += [
+        {"ph": "M", "name": "thread_name", "pid": pids[where], "tid": tid, "args": {"name": stage}}
+        for (where, stage), tid in tids.items()
+    ]
+    for pool, changes in result.timeline.items():
+        events += [
+            {"ph": "C", "name": pool, "pid": 0, "ts": at * 1e6, "args": {"bytes": held}}
+            for at, held in changes
+        ]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def command(
+    cluster_file: str,
+    *,
+    model: str = "",
+    plan: str = "",
+    placement: str = "",
+    dp: int = 0,
+    tp: int = 0,
+    pp: int = 0,
+    cp: int = 0,
+    ep: int = 0,
+    vp: int = 0,
+    precision: str = "",
+    micro_batch: int = 0,
+    micros: int = 0,
+    recompute: bool = False,
+    staleness: int = 0,
+    topk: float | None = None,
+    seq_len: int | None = None,
+    constants: str = "",
+    headroom: float | None = None,
+    json: str = "",
+    trace: str = "",
+) -> int:
+    """Raises ConfigError, BudgetError."""
+    cluster, one = load_cluster(cluster_file), load_model(model, seq_len)
+    if plan:
+        chosen = load_plan(plan)
+        chosen = chosen if headroom is None else chosen.changed(headroom=headroom)
+    else:
+        given = {
+            "placement": placement,
+            "micro_batch": micro_batch,
+            "micros": micros,
+            "recompute": recompute,
+            "staleness": staleness,
+            "topk": topk,
+            "precision": precision,
+        }
+        ranks = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "vp": vp}
+        layout = {name: n for name, n in ranks.items() if n}
+        kept = {"headroom": HEADROOM if headroom is None else headroom}
+        chosen = default_plan(
+            cluster, {**{k: v for k, v in given.items() if v}, **kept, "layout": layout}
+        )
+    of = named(constants) if constants else Constants()
+    result = simulate(chosen, cluster, one, of, traced=bool(trace))
+    print(report(result, cluster, one, of))
+    if json:
+        replace_file(
+            Path(json),
+            (dumps(as_json(result, cluster, one, of), indent=1) + "\n").encode(),
+            "writing",
+        )
+    if trace:
+        replace_file(Path(trace), (dumps(perfetto(result)) + "\n").encode(), "writing")
+        print(f"trace   {trace} (open it in ui.perfetto.dev)")
+    return 0

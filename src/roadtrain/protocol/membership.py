@@ -1,0 +1,174 @@
+"""Spare hosts that come, go and die while workers sum: who is told what, and which host sums a part
+in which round.
+
+    lost, offered, left --> Coordinator (at worker 0) -- Ask --> all workers: dial what is new,
+    hold, say your rounds
+                                                     <- state --
+                                                     -- Change -> all workers: their Map, then go on
+
+Held is for one message there and back. A Change says of each tensor how far any worker had begun:
+later rounds go by the new shares, earlier ones where they went, but for parts whose host is gone:
+those go where the first map after says whose host is there. So all workers agree on every part of
+every round. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from roadtrain.protocol.shares import optimum, sites
+
+Spares = tuple[tuple[int, str, float], ...]  # number of the site, address, rate
+Rounds = dict[int, tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Ask:
+    number: int
+    added: Spares
+
+
+@dataclass(frozen=True)
+class Change:
+    """`rounds`: tensor -> (the last round that any worker has begun, the first that any lacks
+    the sum of)."""
+
+    number: int
+    gone: tuple[int, ...]
+    added: Spares
+    rounds: Rounds
+
+
+class Coordinator:
+    """Invariants (`check`): `states` only while something is asked; nothing is lost that is not
+    there."""
+
+    def __init__(self, workers: int, spares: Spares) -> None:
+        self.workers, self.spares = (
+            workers,
+            {number: (address, rate) for number, address, rate in spares},
+        )
+        self.number, self._next_site = 0, workers + len(spares)
+        self.asked: Ask | None = None
+        self.states: dict[int, tuple[Mapping[int, tuple[int, bool]], set[int]]] = {}
+        self.lost: set[int] = set()
+        self.offers: dict[str, float] = {}
+
+    def gone(self, site: int) -> list[Ask | Change]:
+        """It died or is to leave."""
+        if site in self.spares:
+            self.lost.add(site)
+        return self._ask()
+
+    def offered(self, address: str, rate: float) -> list[Ask | Change]:
+        if address not in {there for there, _ in self.spares.values()}:
+            self.offers[address] = rate
+        return self._ask()
+
+    def state(
+        self,
+        worker: int,
+        number: int,
+        rounds: Mapping[int, tuple[int, bool]],
+        refused: Sequence[int],
+    ) -> list[Ask | Change]:
+        """`rounds`: tensor -> (the last one begun, whether its sum is there). `refused`: new
+        hosts it does not reach."""
+        if self.asked is None or number != self.asked.number:
+            return []
+        self.states[worker] = rounds, set(refused)
+        if len(self.states) < self.workers:
+            return []
+        refusals = set().union(*(refused for _, refused in self.states.values()))
+        added = tuple(spare for spare in self.asked.added if spare[0] not in refusals)
+        change = Change(number, tuple(sorted(self.lost)), added, self._rounds())
+        for site in self.lost:
+            del self.spares[site]
+        self.spares |= {site: (address, rate) for site, address, rate in added}
+        self.asked, self.states, self.lost = None, {}, set()
+        return [change, *self._ask()]
+
+    def _ask(self) -> list[Ask | Change]:
+        if self.asked is not None or not (self.lost or self.offers):
+            return []
+        self.number += 1
+        added = tuple((self._next_site + i, *offer) for i, offer in enumerate(self.offers.items()))
+        self._next_site, self.offers = self._next_site + len(added), {}
+        self.asked = Ask(self.number, added)
+        return [self.asked]
+
+    def _rounds(self) -> Rounds:
+        out: Rounds = {}
+        for key in {key for rounds, _ in self.states.values() for key in rounds}:
+            of_all = [rounds.get(key, (0, True)) for rounds, _ in self.states.values()]
+            out[key] = max(last for last, _ in of_all), min(last + done for last, done in of_all)
+        return out
+
+    def check(self) -> None:
+        assert self.asked is not None or not self.states
+        assert self.lost <= set(self.spares)
+
+
+@dataclass
+class _Epoch:
+    shares: Mapping[int, float]
+    # rounds beyond these go by the shares
+    after: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+
+
+class Map:
+    """Which site sums a part. `rates` of the workers' links; all sites that are or were there
+    have a number. `roots`: only these sum, in equal shares, and nobody comes or goes."""
+
+    def __init__(self, rates: Sequence[float], spares: Spares, roots: Sequence[int] = ()) -> None:
+        self.rates, self.spares = tuple(rates), {number: rate for number, _, rate in spares}
+        self.gone: set[int] = set()
+        self._epochs = [_Epoch(dict.fromkeys(roots, 1.0) or self._shares())]
+        self._found: dict[tuple[int, int], tuple[int, list[int], list[bool]]] = {}
+
+    def _shares(self) -> dict[int, float]:
+        best = optimum(self.rates, list(self.spares.values())).all
+        return dict(zip([*range(len(self.rates)), *self.spares], best))
+
+    def sites(self, key: int, parts: int, round: int) -> list[int]:
+        return self._known(key, parts, round)[1]
+
+    def moved(self, key: int, parts: int, round: int) -> list[bool]:
+        """Which parts of this round go to another site than was meant, as that is gone. A summer
+        keeps those apart: it may have the part's next round already, which was meant for it."""
+        return self._known(key, parts, round)[2]
+
+    def _known(self, key: int, parts: int, round: int) -> tuple[int, list[int], list[bool]]:
+        base = self._base(key, round)
+        known = self._found.get((key, parts))
+        if known is None or known[0] != base:
+            there = self._there(key, parts, base)
+            moved = [a != b for a, b in zip(there, sites(key, parts, self._epochs[base].shares))]
+            known = self._found[key, parts] = base, there, moved
+        return known
+
+    def _base(self, key: int, round: int) -> int:
+        epochs = range(len(self._epochs) - 1, 0, -1)
+        return next((i for i in epochs if round > self._epochs[i].after.get(key, (0, 0))[0]), 0)
+
+    def _there(self, key: int, parts: int, base: int) -> list[int]:
+        out = sites(key, parts, self._epochs[base].shares)
+        for epoch in self._epochs[base + 1 :]:
+            if self.gone.isdisjoint(out):
+                break
+            out = [
+                new if old in self.gone else old
+                for old, new in zip(out, sites(key, parts, epoch.shares))
+            ]
+        return out
+
+    def change(self, change: Change) -> None:
+        self.gone |= set(change.gone)
+        for site in change.gone:
+            self.spares.pop(site, None)
+        self.spares |= {number: rate for number, _, rate in change.added}
+        self._epochs.append(_Epoch(self._shares(), change.rounds))
+        self._found.clear()
+        oldest = min((self._base(key, min(both)) for key, both in change.rounds.items()), default=0)
+        del self._epochs[:oldest]  # no round is left that went by them

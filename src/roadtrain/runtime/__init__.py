@@ -1,0 +1,1 @@
+"""The state machines on real machines: the only room with threads."""

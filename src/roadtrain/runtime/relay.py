@@ -1,0 +1,387 @@
+"""A relay: a process beside the workers of one host that communicates for them.
+
+    worker --ring--+
+    worker --ring--+-- relay --TCP-- every server        one link a server, however many workers
+
+So a trainer's interpreter lock and processor time stay its own. Parameters are pulled once for all
+and kept while the budget lasts; one worker's gradients go on as they come, several workers' as
+their sum (fp32, in order: Rule 1). To the servers the relay is one worker. Each server has a Lane
+here: threads of links around protocol/relay.py, no others.
+
+Worker 0 of the host starts it and says on its standard input what to do; it ends when the workers
+have left. Does NOT import torch, decide, or keep anything that a restart needs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from roadtrain.chunks import PAGE, Chunk
+from roadtrain.config.budgets import RelayBudgets
+from roadtrain.device.buffers import Buffer
+from roadtrain.device.pool import Pool
+from roadtrain.errors import (
+    BusyError,
+    ConfigError,
+    DeadlineError,
+    ForeignError,
+    LostError,
+    PeerError,
+    RoadtrainError,
+    WireError,
+)
+from roadtrain.protocol import messages
+from roadtrain.protocol.relay import Give, PushSum, RelayDecider, Up
+from roadtrain.runtime import frames as m
+from roadtrain.runtime.gradients import Gradients
+from roadtrain.runtime.session_host import Seat
+from roadtrain.storage.ledger import StoreMeta, pack, unpack
+from roadtrain.transport import shm
+from roadtrain.transport.address import local_options
+from roadtrain.transport.link import Link
+from roadtrain.transport.listener import Listener
+from roadtrain.transport.retry import retry
+from roadtrain.transport.tcp import Address, Options, connect
+from roadtrain.units import round_up, show_bytes
+
+END_S = 10.0
+SILENT_S = 30.0  # after which a worker here is taken for stopped: the server hears of no life then
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What a relay is told. `session`: as runtime/session.py's Group has it; `directory`: of the
+    sockets it listens on."""
+
+    directory: str
+    servers: Sequence[Address]
+    options: Options
+    session: str
+    host: int
+    hosts: int
+    local: int
+    meta: str
+    budgets: RelayBudgets
+    deadline_s: float
+
+
+def sockets_of(session: str, host: int, servers: Sequence[Address]) -> Path:
+    """The same for all workers of a host, another for each start of a job."""
+    name = hashlib.sha256(repr((session, host, list(servers))).encode()).hexdigest()[:16]
+    return Path(tempfile.gettempdir()) / f"roadtrain-relay-{os.geteuid()}-{name}"
+
+
+def start(orders: Orders) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "roadtrain.runtime.relay"], stdin=subprocess.PIPE
+    )
+    assert process.stdin is not None
+    process.stdin.write(msgspec.json.encode(orders, enc_hook=str))
+    process.stdin.close()
+    return process
+
+
+def end(process: subprocess.Popen[bytes] | None) -> None:
+    """It leaves by itself once the workers have; not for ever."""
+    if process is not None:
+        try:
+            process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+class Lane:
+    """What goes between the workers here and one server: to their Seats what a Session is, to
+    the server's link its Receiver."""
+
+    def __init__(
+        self, orders: Orders, number: int, meta: StoreMeta, ended: Callable[[], None]
+    ) -> None:
+        budgets, table = orders.budgets, meta.table
+        self.orders, self.number, self.local, self._ended = orders, number, 1, ended
+        self.seats: dict[int, Seat] = {}
+        self._signature, self._chunks = meta.signature, table.chunks
+        self._lock = threading.RLock()
+        self._connected = threading.Event()
+        self._up: Link
+        # welcome and ready, for those who come later
+        self._said: list[tuple[int, bytes, bytes]] = []
+        self._readers: deque[Seat] = deque()
+        self._tickets = itertools.count(1)  # of sums: the server knows a push's buffer by it
+        self._left, self._over = 0, False
+        self.decider = RelayDecider(orders.local, budgets.copies)
+        self._copies = [Buffer(budgets.piece_bytes) for _ in range(budgets.copies)]
+        # (chunk, worker) -> tickets of what is held
+        self._kept: dict[tuple[int, int], list[int]] = {}
+        self._grads: Any = None  # Gradients, where there are several workers
+        if orders.local > 1:
+            trainable = {c.id: c for c in table.trainable}
+            self._grads = Gradients(trainable, None, 2, budgets.scratch_bytes, orders.local)
+
+    def connect(self) -> None:
+        """To the server, as worker `host` of `hosts`. Raises PeerError."""
+        o = self.orders
+        summed = 1 if o.local == 1 else -o.local
+        hello = m.encode((o.session, o.host, o.hosts, summed, self.number, self._signature))
+        name = f"server {self.number}"
+        self._up = retry(
+            lambda: connect(
+                o.servers[self.number], self, o.options, hello=hello, name=name, language=m.LANGUAGE
+            ),
+            BusyError,
+            o.options.retry_s,
+        )
+        self._connected.set()
+
+    def accept(self, link: Link, hello: bytes) -> Seat:
+        name, rank, _, _, _, signature = m.decoded(m.HELLO, hello, "no greeting of a worker")
+        index = rank - self.orders.host * self.orders.local
+        with self._lock:
+            if self._over or self._left or name != self.orders.session or index in self.seats:
+                raise BusyError("busy with another start of this job")
+            if not 0 <= index < self.orders.local:
+                raise WireError(
+                    f"worker {rank} is none of the {self.orders.local} of host {self.orders.host}"
+                )
+            if signature != self._signature:
+                raise ForeignError(
+                    f"worker {rank} has another model, dtype, chunk size or optimizer than worker 0"
+                    " of its host",
+                    hint="every worker runs the same job",
+                )
+            seat = self.seats[index] = Seat(self, index, signature, link)
+            seat.pool = Pool(self.orders.budgets.pool, self.orders.budgets.piece_bytes)
+            link.peer = f"worker {rank} ({link.peer})"
+            for kind, header, payload in self._said:
+                self._tell_one(seat, kind, header, payload)
+        return seat
+
+    # a Session's, called by the links of the workers
+
+    def chunk(self, number: int) -> Chunk:
+        if not 0 <= number < len(self._chunks):
+            raise WireError(f"chunk {number} of {len(self._chunks)}")
+        return self._chunks[number]
+
+    def open(self, seat: Seat, fields: Any, body: bytes) -> None:
+        self._up.send(m.OPEN, m.encode(fields), [memoryview(body)])
+
+    def fill(self, seat: Seat, number: int, payload: memoryview) -> None:
+        self._up.send(m.FILL, m.encode((number,)), [payload])
+
+    def settle(self, seat: Seat, blob: bytes) -> None:
+        self._up.send(m.SETTLE, m.encode(()), [memoryview(blob)])
+
+    def begin(self, seat: Seat) -> None:
+        self._up.send(m.BEGIN, m.encode(()))
+
+    def beat(self) -> None:
+        """A worker lives. To the server its host does, if all of them do."""
+        with self._lock:
+            silent = any(seat.silent_for(SILENT_S) for seat in self.seats.values())
+        if self._connected.is_set() and not silent:
+            with suppress(PeerError):
+                self._up.send(m.BEAT, m.encode(()), urgent=True)
+
+    def read(self, seat: Seat, number: int) -> None:
+        with self._lock:
+            self._readers.append(seat)
+            self._up.send(m.READ, m.encode((number,)))
+
+    def tell(self, message: Any) -> None:
+        try:
+            with self._lock:
+                for action in self.decider.handle(message):
+                    self._carry_out(action)
+        except RoadtrainError as error:
+            self.end(error)
+
+    def left(self, seat: Seat, error: PeerError) -> None:
+        with self._lock:
+            self._left += 1
+            last = self._left == len(self.seats)
+        if last:
+            self.end(error)
+        else:
+            self.tell(messages.PeerLost(seat.rank, str(error)))
+
+    def end(self, error: BaseException) -> None:
+        """Workers that are still there are told why; the server sees its worker leave."""
+        with self._lock:
+            first, self._over = not self._over, True
+            seats = list(self.seats.values())
+        if not first:
+            return
+        for seat in seats:
+            seat.say(m.FAILED, (type(error).__name__, str(error)))
+            seat.link.close()
+        if self._connected.is_set():
+            self._up.close()
+        self._ended()
+
+    # the Receiver's, called by the link of the server
+
+    def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
+        fields = m.header(kind, header)
+        if kind != m.PULLED:
+            return memoryview(bytearray(nbytes))
+        ticket, number = fields
+        with self._lock:
+            asked, _ = self.decider.asked.get(ticket, (-1, 0))
+            if asked != number or nbytes != round_up(self.chunk(number).public_nbytes, PAGE):
+                raise WireError(
+                    f"{nbytes} bytes of chunk {number} came for ticket {ticket}, which asked for"
+                    f" {asked}"
+                )
+            return self._copies[self.decider.copies[self.decider.asked[ticket]].buffer].view[
+                :nbytes
+            ]
+
+    def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
+        fields = m.header(kind, header)
+        if kind == m.PULLED:
+            self.tell(messages.Pulled(*fields))
+            return
+        self._connected.wait(self.orders.deadline_s)
+        with self._lock:
+            if kind in (m.WELCOME, m.READY):
+                self._said.append((kind, header, bytes(payload)))
+            if kind == m.RECORD:
+                with suppress(PeerError):
+                    self._readers.popleft().link.send(kind, header, [payload])
+                return
+            seats = [self.seats[0]] if kind in (m.FILLED, m.SETTLED) else list(self.seats.values())
+            for seat in seats:
+                self._tell_one(seat, kind, header, payload)
+        if kind == m.FAILED:
+            self.end(LostError(fields[1]))
+
+    def lost(self, error: PeerError) -> None:
+        self.end(error)
+
+    def _tell_one(self, seat: Seat, kind: int, header: bytes, payload: bytes | memoryview) -> None:
+        if kind == m.READY and self.orders.local > 1:
+            blobs = unpack(bytes(payload))
+            payload = blobs[seat.rank] if seat.rank < len(blobs) else blobs[0]
+        with suppress(PeerError):
+            seat.link.send(kind, header, [memoryview(payload)], urgent=True)
+
+    # what the decider says
+
+    def _carry_out(self, action: Any) -> None:
+        match action:
+            case Up(messages.Push() as push):
+                seat = self.seats[push.worker]
+                self._send(push, lambda: seat.freed(push.ticket))
+            case Up(messages.Commit(step, blobs)):
+                self._send(messages.Commit(step, pack(blobs)))
+            case Up(message):
+                self._send(message)
+            case Give(pull, buffer):
+                pull.into.send(self._copies[buffer].view, lambda: self.tell(messages.Done(action)))
+            case messages.Hold(push):
+                _, kept = self._grads.hold(push)
+                if kept:
+                    self._kept.setdefault((push.chunk, push.worker), []).append(push.ticket)
+                else:
+                    self.seats[push.worker].freed(push.ticket)
+            case messages.Discard(chunk, worker):
+                assert worker is not None  # that is said by a server only
+                self._grads.discard(chunk, worker)
+                self._free(chunk, worker)
+            case PushSum(chunk):
+                self._push_sum(chunk)
+
+    def _push_sum(self, number: int) -> None:
+        grads = self._grads
+        if not grads.holds(number):
+            return
+        scratch, _, _ = grads.take(number)
+        for worker in self.seats:
+            self._free(number, worker)
+        whole = scratch.view[: round_up(4 * self._chunks[number].numel, PAGE)]
+        self._send(
+            messages.Push(number, whole, True, False, next(self._tickets)),
+            lambda: grads.done(scratch),
+        )
+
+    def _free(self, chunk: int, worker: int) -> None:
+        for ticket in self._kept.pop((chunk, worker), ()):
+            self.seats[worker].freed(ticket)
+
+    def _send(self, message: Any, sent: Callable[[], None] | None = None) -> None:
+        self._up.send(*m.frame(message), sent, urgent=isinstance(message, messages.Pull))
+
+
+def run(orders: Orders) -> None:
+    """Until every worker has left, or none came."""
+    meta, over = StoreMeta.from_json(orders.meta, "the layout"), threading.Semaphore(0)
+    directory = Path(orders.directory)
+    directory.mkdir(mode=0o700, exist_ok=True)
+    lanes = [Lane(orders, number, meta, over.release) for number in range(len(orders.servers))]
+    listeners = []
+    try:
+        for lane in lanes:
+            listeners.append(_listen(directory / str(lane.number), lane, orders.options))
+        for lane in lanes:
+            try:
+                lane.connect()
+            except PeerError as error:
+                lane.end(error)
+        for _ in lanes:
+            while not over.acquire(timeout=orders.deadline_s):
+                if not all(lane.seats for lane in lanes):
+                    raise DeadlineError(
+                        f"no worker came to the relay of host {orders.host} within "
+                        f"{orders.deadline_s:.0f} s"
+                    )
+    finally:
+        for listener in listeners:
+            listener.close()
+        for lane in lanes:
+            lane.end(DeadlineError("the relay ends"))
+        with suppress(OSError):
+            directory.rmdir()
+
+
+def _listen(path: Path, lane: Lane, options: Options) -> Listener:
+    """The relay of the start before may be about to leave."""
+    near = local_options(options)
+    return retry(
+        lambda: shm.listen(path, lane.accept, near, language=m.LANGUAGE), ConfigError, 10.0
+    )
+
+
+def main() -> None:
+    orders = msgspec.json.decode(
+        sys.stdin.buffer.read(), type=Orders, dec_hook=lambda kind, value: kind(value)
+    )
+    b = orders.budgets
+    nbytes = (b.copies + orders.local * b.pool) * b.piece_bytes + (
+        2 * b.scratch_bytes if orders.local > 1 else 0
+    )
+    print(
+        f"relay of host {orders.host}: {orders.local} worker(s), {len(orders.servers)} server(s), "
+        f"{show_bytes(len(orders.servers) * nbytes)} of buffers",
+        flush=True,
+    )
+    run(orders)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,624 @@
+"""Summation: a worker's side of the summation service. Cuts tensors into parts, sends each to the
+host that sums it, the most wanted first, and puts what comes back where it belongs.
+
+    sum(key, grad, out) -> parts (protocol/shares.py) -> queue by priority -> links, few parts ahead
+    -> out, then `done`
+
+The worker's own summer is one of the hosts; its parts cross no network. Bytes leave from `grad` and
+land in `out` without a copy in between, but for those that are encoded. Spare hosts may come and go
+(protocol/membership.py): what a host that is gone had not answered is pushed again elsewhere, from
+`grad` or, by who has the sum, from `out`: the last two rounds' are kept for that. Every wait has a
+deadline (Rule 5). Does NOT divide, and does NOT know torch.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from roadtrain.chunks import ITEMSIZE
+from roadtrain.device.buffers import Buffer
+from roadtrain.errors import (
+    BusyError,
+    ConfigError,
+    DeadlineError,
+    LostError,
+    PeerError,
+    RoadtrainError,
+    WireError,
+)
+from roadtrain.protocol.membership import Change, Map, Spares
+from roadtrain.protocol.shares import cut, order
+from roadtrain.runtime import formats
+from roadtrain.runtime import frames as m
+from roadtrain.runtime.membership import Delegate
+from roadtrain.runtime.reducer import Summers, seed_of
+from roadtrain.transport import local, shm
+from roadtrain.transport.address import address_of, local_options
+from roadtrain.transport.link import Link, Receiver
+from roadtrain.transport.stream import Stream
+from roadtrain.transport.tcp import Address, Options, connect
+from roadtrain.units import KIB
+
+PART_BYTES = 128 * KIB  # of one frame; the paper's bound is 4 MB
+AHEAD = 2  # parts that wait in a link: what is more urgent goes before all others
+DIAL_S = 2.0  # for a spare host that is new
+AGAIN = -(1 << 62)  # the priority of sums that others lack
+
+Done = Callable[[], None]
+
+
+class _Codec:
+    """Of one tensor that travels encoded: what it has lost so far, and its parts' bytes of the
+    last round."""
+
+    def __init__(self, format: str, elements: int) -> None:
+        self.format, form = format, formats.format_of(format)
+        self.residual = np.zeros(elements, np.float32) if form.feedback else None
+        self.encoded: dict[int, tuple[int, memoryview]] = {}  # first element -> round, bytes
+
+    def encode(self, values: np.ndarray, start: int, number: int, seed: int) -> memoryview:
+        """Once a round: what is pushed again is the same."""
+        nbytes = formats.format_of(self.format).nbytes(values.size)
+        last, raw = self.encoded.get(start) or (0, Buffer(nbytes).view[:nbytes])
+        if last != number:
+            kept = None if self.residual is None else self.residual[start : start + values.size]
+            formats.encode(self.format, values, kept, raw, seed)
+            self.encoded[start] = number, raw
+        return raw
+
+
+class _Tensor:
+    """One round of a tensor. `waits`: parts whose sum has not come; `sent`: part -> the site it
+    was pushed to."""
+
+    def __init__(
+        self,
+        key: int,
+        round: int,
+        grad: memoryview,
+        out: memoryview,
+        dtype: str,
+        done: Done,
+        urgency: tuple[int, int],
+    ) -> None:
+        self.key, self.round, self.grad, self.out, self.dtype, self.done = (
+            key,
+            round,
+            grad,
+            out,
+            dtype,
+            done,
+        )
+        self.urgency = urgency  # priority, number of the call
+        self.codec: _Codec | None = None
+        self.parts: Sequence[tuple[int, int]] = ()
+        self.waits: set[int] = set()
+        self.sent: dict[int, int] = {}
+        self.began = time.monotonic()
+
+    def number(self, start: int) -> int:
+        """Of the part that begins there; -1: none does. ~start: of one that went elsewhere
+        (Map.moved)."""
+        start = max(start, ~start)
+        size = self.parts[0][1] if self.parts else 1
+        return start // size if start % size == 0 and start // size < len(self.parts) else -1
+
+    def of(self, memory: memoryview, number: int) -> memoryview:
+        start, stop = self.parts[number]
+        return memory[start * ITEMSIZE[self.dtype] : stop * ITEMSIZE[self.dtype]]
+
+    def values(self, memory: memoryview, number: int) -> np.ndarray:
+        """fp32 [n], where the tensor is."""
+        return np.frombuffer(self.of(memory, number), np.float32)
+
+
+class _Site:
+    """The link to one summer: its Receiver."""
+
+    def __init__(self, owner: Summation, number: int, name: str) -> None:
+        self.owner, self.number, self.name, self.ahead = owner, number, name, 0
+        self.link: Link
+        self._scratch = Buffer(1)
+
+    def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
+        if kind != m.SUM:
+            raise WireError(f"a frame of kind {kind} has no payload, {nbytes} bytes came")
+        key, start, number, summed = m.header(kind, header)
+        place = self.owner.place_of(key, start, number, summed, nbytes)
+        if place is None:
+            if self._scratch.nbytes < nbytes:
+                self._scratch = Buffer(nbytes)
+            place = self._scratch.view[:nbytes]
+        return place
+
+    def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
+        if kind == m.FAILED:
+            name, words = m.header(kind, header)
+            error = LostError(f"{self.name} ended: {words}")
+            if name in ("LostError", "BudgetError"):
+                self.owner.lost(self, error)
+            else:
+                self.owner.fail(error)  # the workers differ: nobody else could sum that either
+            return
+        key, start, number, summed = m.header(m.SUM, header)
+        if payload:
+            self.owner.came(key, start, number, summed, payload)
+        else:
+            self.owner.all_have(key, start, number)
+
+    def lost(self, error: PeerError) -> None:
+        self.owner.lost(self, error)
+
+
+class Summation:
+    """`sites`: of every worker's summer its address (a path: shared memory); None: the one of this
+    process, `own`.
+    `spares`: the spare hosts; `rates`: of all workers' links; `roots`: instead, which workers'
+    summers sum. `session`: the same for all workers of one start. `spare`: how spare hosts are
+    reached, where not by `options`. `control`: whether worker 0's summers have a coordinator, so
+    that spare hosts may come and go. Raises LostError, AuthError, WireError, DeadlineError."""
+
+    def __init__(
+        self,
+        rank: int,
+        sites: Sequence[Address | str | None],
+        rates: Sequence[float],
+        spares: Spares,
+        own: Summers | None,
+        *,
+        session: str,
+        options: Options,
+        spare: Options | None = None,
+        rule: str = "sum",
+        deadline_s: float = 600.0,
+        part_bytes: int = PART_BYTES,
+        control: bool = False,
+        roots: Sequence[int] = (),
+    ) -> None:
+        self.rank, self.workers, self.deadline_s = rank, len(sites), deadline_s
+        self._part_bytes, self.sent_bytes = part_bytes, 0
+        self._options, self._spare = options, spare or options
+        self._hello = session, rank, len(sites), rule
+        self._lock = threading.Condition()
+        self._map = Map(rates, spares, roots)
+        self._tensors: dict[int, _Tensor] = {}  # under way
+        self._last: dict[int, _Tensor] = {}  # complete
+        self._rounds: dict[int, int] = {}
+        self._codecs: dict[tuple[int, str, int], _Codec] = {}
+        # priority, call, place in its order, key, round, part, whether it is the sum
+        self._queue: list[tuple[int, int, int, int, int, int, bool]] = []
+        # key, round, part's start: sums that others lack -> whether in the queue still; what waits
+        # until they have them
+        self._owed: dict[tuple[int, int, int], bool] = {}
+        self._after: dict[tuple[int, int, int], tuple[int, int, int, int, int, int, bool]] = {}
+        self._calls = itertools.count()
+        # keys that are not used again, of which sums may still come
+        self._given_up: set[int] = set()
+        self._held = False
+        self.error: BaseException | None = None  # what has ended it
+        self._sites: dict[int, _Site] = {}
+        self._dialed: dict[int, _Site] = {}
+        self._delegate = (
+            Delegate(self._dial, self._hold, self._change, self.fail) if control else None
+        )
+        self._closed, self._watcher = threading.Event(), threading.Thread()
+        try:
+            for number, address in enumerate(sites):
+                self._sites[number] = self._reach(
+                    number, address, own, f"the summer of worker {number}"
+                )
+            for number, text, _ in spares:
+                self._sites[number] = self._reach(
+                    number, address_of(text), None, f"spare host {text}"
+                )
+            if self._delegate is not None:
+                self._delegate.linked(
+                    link_to(self._delegate, sites[0], own, (session, rank, len(sites), ""), options)
+                )
+        except BaseException:
+            self.close()
+            raise
+        self._watcher = threading.Thread(target=self._watch, name="summation", daemon=True)
+        self._watcher.start()
+
+    def _reach(
+        self,
+        number: int,
+        address: Address | str | None,
+        own: Summers | None,
+        name: str,
+        options: Options | None = None,
+    ) -> _Site:
+        site = _Site(self, number, name)
+        how = options or (self._options if number < self.workers else self._spare)
+        try:
+            site.link = link_to(site, address, own, self._hello, how, name)
+        except (LostError, DeadlineError, BusyError) as error:
+            if self._delegate is None or number not in self._map.spares:
+                raise
+            # leads nowhere: the host died before all began
+            site.link = Stream(name, how.frame_limit, False, 0.0)
+            self.lost(site, error)
+        return site
+
+    def sum(
+        self,
+        key: int,
+        grad: memoryview,
+        out: memoryview,
+        dtype: str,
+        done: Done,
+        *,
+        priority: int = 0,
+        format: str = "",
+    ) -> None:
+        """Begins; `done` is called when `out` (as many bytes as `grad`, not the same memory)
+        holds the sum, from a thread of a link. `grad` must not change before, and `out` not
+        until the key's next sum is done. Smaller priorities go first. All workers call it with
+        the same keys; a key's calls follow each other. `format`: how fp32 travels
+        (runtime/formats.py). Raises ConfigError, and what has ended it."""
+        if format and dtype != "fp32":
+            raise ConfigError(
+                f"tensor {key} is {dtype} and should travel as {format}", hint="formats are of fp32"
+            )
+        elements = len(grad) // ITEMSIZE[dtype]
+        codec = format and self._codec(key, format, elements)
+        with self._lock:
+            free = self._lock.wait_for(
+                lambda: not self._held or self.error is not None, self.deadline_s
+            )
+            self._check()
+            if not free:
+                raise DeadlineError(
+                    f"worker {self.rank} waited {self.deadline_s:.0f} s for all to agree on spares",
+                    hint="is another worker stopped?",
+                )
+            if key in self._tensors:
+                raise RuntimeError(f"tensor {key} is still being summed")
+            self._rounds[key] = number = self._rounds.get(key, 0) + 1
+            tensor = _Tensor(key, number, grad, out, dtype, done, (priority, next(self._calls)))
+            tensor.codec = codec or None
+            tensor.parts = cut(elements, self._part_bytes // ITEMSIZE[dtype])
+            tensor.waits = set(range(len(tensor.parts)))
+            if tensor.parts:
+                self._tensors[key] = tensor
+            of = self._map.sites(key, len(tensor.parts), number)
+            for place, part in enumerate(order(of, self.rank)):
+                heapq.heappush(self._queue, (*tensor.urgency, place, key, number, part, False))
+            posts = self._next()
+        if not tensor.parts:
+            done()
+        self._post(posts)
+
+    def _codec(self, key: int, format: str, elements: int) -> _Codec:
+        if (key, format, elements) not in self._codecs:
+            self._codecs[key, format, elements] = _Codec(format, elements)
+        return self._codecs[key, format, elements]
+
+    def _next(self) -> list[tuple[_Site, _Tensor, int, int, int]]:
+        """Under the lock: what may leave now, with its place, and of the sum itself its round. In
+        order also where only the first's link is full: its pace is that of all, else links with a
+        small share would be done early.
+        """
+        out = []
+        while self._queue:
+            *_, key, number, part, summed = self._queue[0]
+            # a later round is complete: nobody lacks that sum, it only has to be said so
+            tensor = self._of(key, number) or self._last[key]
+            start = tensor.parts[part][0]
+            if summed and (key, number, start) not in self._owed:
+                heapq.heappop(self._queue)
+                continue
+            if not summed and (key, number - 1, start) in self._owed:
+                self._after[key, number - 1, start] = heapq.heappop(self._queue)
+                continue
+            site = self._sites[self._map.sites(key, len(tensor.parts), number)[part]]
+            if site.ahead >= AHEAD:
+                break
+            heapq.heappop(self._queue)
+            site.ahead += 1
+            if summed:
+                self._owed[key, number, start] = False
+            else:
+                tensor.sent[part] = site.number
+            moved = self._map.moved(key, len(tensor.parts), number)[part]
+            out.append((site, tensor, part, ~start if moved else start, number if summed else 0))
+        return out
+
+    def _of(self, key: int, number: int) -> _Tensor | None:
+        both = (self._tensors.get(key), self._last.get(key))
+        return next(
+            (tensor for tensor in both if tensor is not None and tensor.round == number), None
+        )
+
+    def _post(self, posts: Sequence[tuple[_Site, _Tensor, int, int, int]]) -> None:
+        for site, tensor, number, where, summed in posts:
+            start, stop = tensor.parts[number]
+            view = tensor.of(tensor.out if summed else tensor.grad, number)
+            format = tensor.dtype
+            if tensor.codec is not None:
+                format = tensor.codec.format
+                if not summed:
+                    seed = seed_of(self.rank, tensor.key, start, tensor.round)
+                    view = tensor.codec.encode(
+                        tensor.values(tensor.grad, number), start, tensor.round, seed
+                    )
+            itemsize = ITEMSIZE[tensor.dtype] if summed else 0
+            header = m.encode(
+                (tensor.key, where, summed or tensor.round, stop - start, format, itemsize)
+            )
+            try:
+                site.link.send(m.PART, header, [view], lambda site=site: self._sent(site))  # type: ignore[misc]
+                self.sent_bytes += len(view) * (site.number != self.rank)
+            except PeerError as error:
+                self.lost(site, error)
+
+    def _sent(self, site: _Site) -> None:
+        with self._lock:
+            site.ahead -= 1
+            posts = self._next() if self.error is None else []
+        self._post(posts)
+
+    def place_of(
+        self, key: int, start: int, number: int, summed: bool, nbytes: int
+    ) -> memoryview | None:
+        """Where a sum goes that comes; None where it is still to be decoded, or given up.
+        Raises WireError."""
+        with self._lock:
+            tensor = self._tensors.get(key)
+            if key in self._given_up:
+                return None
+        part = -1 if tensor is None or tensor.round != number else tensor.number(start)
+        if tensor is None or part not in tensor.waits:
+            raise WireError(
+                f"a sum of round {number} of tensor {key} from {start} on came, which is not"
+                " under way"
+            )
+        place = tensor.of(tensor.out, part)
+        codec = None if summed else tensor.codec
+        wanted = (
+            len(place) if codec is None else formats.format_of(codec.format).nbytes(len(place) // 4)
+        )
+        if nbytes != wanted:
+            raise WireError(
+                f"{nbytes} bytes of tensor {key} from {start} on came, {wanted} expected"
+            )
+        return place if codec is None else None
+
+    def came(self, key: int, start: int, number: int, summed: bool, payload: memoryview) -> None:
+        with self._lock:
+            tensor = self._tensors.get(key)
+            if key in self._given_up:
+                return
+        part = -1 if tensor is None else tensor.number(start)
+        if tensor is None or part not in tensor.waits or tensor.round != number:
+            raise WireError(f"a sum of round {number} of tensor {key} came, which is not under way")
+        if not summed and tensor.codec is not None:
+            formats.decode(tensor.codec.format, payload, tensor.values(tensor.out, part))
+        with self._lock:
+            if key in self._given_up:
+                return
+            tensor.waits.remove(part)
+            if tensor.waits or self._tensors.pop(key, None) is None:
+                return
+            tensor.grad = memoryview(b"")  # others may need `out`
+            self._last[key] = tensor
+            self._lock.notify_all()
+        tensor.done()
+
+    def all_have(self, key: int, start: int, number: int) -> None:
+        """Of a sum that others lacked. The part's next round may go."""
+        owed = key, number, max(start, ~start)
+        with self._lock:
+            if key in self._given_up:
+                return
+            if self._owed.pop(owed, True):
+                raise WireError(
+                    f"an answer about round {number} of tensor {key} came, which nobody asked for"
+                )
+            if (words := self._after.pop(owed, None)) is not None:
+                heapq.heappush(self._queue, words)
+            posts = self._next() if self.error is None else []
+        self._post(posts)
+
+    def give_up(self) -> None:
+        """All sums under way, without a word to who waits for them (`done` is not called). All
+        workers do; all keys are other ones then, and rounds begin anew."""
+        with self._lock:
+            self._given_up |= self._rounds.keys()
+            for kept in (
+                self._tensors,
+                self._last,
+                self._rounds,
+                self._codecs,
+                self._owed,
+                self._after,
+            ):
+                kept.clear()
+            self._queue.clear()
+            self._lock.notify_all()
+            sites = list(self._sites.values())
+        self._tell(sites, m.GIVEN_UP)
+
+    def _tell(self, sites: Sequence[_Site], kind: int) -> None:
+        for site in sites:
+            try:
+                site.link.send(kind, m.encode(()))
+            except PeerError as error:
+                self.lost(site, error)
+
+    # spare hosts that come and go
+
+    def lost(self, site: _Site, error: PeerError) -> None:
+        """A link has ended. Without a worker nothing can be summed, without a spare host it can."""
+        if site.number < self.workers or self._delegate is None:
+            self.fail(error)
+        else:
+            self._delegate.gone(site.number, str(error).splitlines()[0])
+
+    def _dial(self, added: Spares) -> list[int]:
+        refused = []
+        for number, text, _ in added:
+            try:
+                how = replace(self._spare, retry_s=0.0, connect_s=DIAL_S)
+                self._dialed[number] = self._reach(
+                    number, address_of(text), None, f"spare host {text}", how
+                )
+            except RoadtrainError:
+                refused.append(number)
+        return refused
+
+    def _hold(self) -> dict[int, tuple[int, bool]]:
+        """No round begins from now on until the change."""
+        with self._lock:
+            self._held = True
+            return {key: (number, key not in self._tensors) for key, number in self._rounds.items()}
+
+    def _change(self, change: Change) -> None:
+        gone = [
+            site for site in (self._sites.get(number) for number in change.gone) if site is not None
+        ]
+        for site in gone:
+            site.link.close()  # nothing comes from it any more
+        with self._lock:
+            again = [
+                words
+                for key, (_, lacked) in change.rounds.items()
+                for tensor in (self._tensors.get(key), self._last.get(key))
+                if tensor is not None
+                for words in self._to_push_again(tensor, set(change.gone), lacked)
+            ]
+            for owed in self._settled(change):
+                del self._owed[owed]
+                if owed in self._after:
+                    again.append(self._after.pop(owed))
+            self._map.change(change)
+            for number in change.gone:
+                self._sites.pop(number, None)
+            for number, _, _ in change.added:
+                self._sites[number] = self._dialed.pop(number)
+            refused, self._dialed = list(self._dialed.values()), {}
+            for words in again:
+                heapq.heappush(self._queue, words)
+            self._held = False
+            self._lock.notify_all()
+            posts = self._next() if self.error is None else []
+            sites = list(self._sites.values())
+        for site in refused:
+            site.link.close()
+        self._tell(sites, m.MOVED)
+        self._post(posts)
+
+    def _settled(self, change: Change) -> list[tuple[int, int, int]]:
+        """Sums that all have by now, and who would have said so is gone."""
+        out = []
+        for key, number, start in self._owed:
+            tensor = self._last.get(key) or self._tensors[key]
+            of = self._map.sites(key, len(tensor.parts), number)
+            if number < change.rounds[key][1] and of[tensor.number(start)] in change.gone:
+                out.append((key, number, start))
+        return out
+
+    def _to_push_again(
+        self, tensor: _Tensor, gone: set[int], lacked: int
+    ) -> list[tuple[int, int, int, int, int, int, bool]]:
+        """Entries of the queue: parts that went to a host that is gone, those of `lacked` also
+        where their sum has come."""
+        out = []
+        key, number = tensor.key, tensor.round
+        for part, site in enumerate(self._map.sites(key, len(tensor.parts), number)):
+            if site not in gone:
+                continue
+            if part in tensor.waits:
+                if tensor.sent.pop(part, None) is not None:
+                    out.append((*tensor.urgency, part, key, number, part, False))
+            elif number == lacked and not self._owed.get(
+                (key, number, tensor.parts[part][0]), False
+            ):
+                self._owed[key, number, tensor.parts[part][0]] = True
+                out.append((AGAIN, 0, part, key, number, part, True))
+        return out
+
+    # the end
+
+    def wait(self) -> None:
+        """Until nothing is under way. Raises what has failed."""
+        with self._lock:
+            # _watch ends it
+            self._lock.wait_for(lambda: not self._tensors or self.error is not None)
+            self._check()
+
+    def _watch(self) -> None:
+        """DeadlineError names what has been missing for so long."""
+        while not self._closed.wait(min(1.0, self.deadline_s / 4)):
+            with self._lock:
+                tensor = next(iter(self._tensors.values()), None)  # the oldest
+                if tensor is None or time.monotonic() - tensor.began < self.deadline_s:
+                    continue
+                waited = {tensor.sent[part] for part in tensor.waits if part in tensor.sent} & set(
+                    self._sites
+                )
+                names = [self._sites[site].name for site in sorted(waited)]
+            self.fail(
+                DeadlineError(
+                    f"worker {self.rank} waited {self.deadline_s:.0f} s for {len(tensor.waits)}"
+                    f" part(s) of tensor {tensor.key}, round {tensor.round}, from"
+                    f" {', '.join(names)}",
+                    hint="is another worker late, or a link slow?",
+                )
+            )
+
+    def _check(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def fail(self, error: BaseException) -> None:
+        with self._lock:
+            self.error = self.error or error
+            tensors, self._tensors = list(self._tensors.values()), {}
+            self._queue.clear()
+            self._lock.notify_all()
+        for tensor in tensors:
+            tensor.done()  # who waits for it looks at `error`
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._watcher.is_alive():
+            self._watcher.join()
+        if self._delegate is not None:
+            self._delegate.close()
+        for site in [*self._sites.values(), *self._dialed.values()]:
+            site.link.close()
+
+
+def link_to(
+    receiver: Receiver,
+    address: Address | str | None,
+    own: Summers | None,
+    hello: tuple[str, int, int, str],
+    options: Options,
+    name: str = "the coordinator",
+) -> Link:
+    """To a summer or its coordinator; without an address to those of this process."""
+    if isinstance(address, str):
+        return shm.connect(
+            address,
+            receiver,
+            local_options(options),
+            hello=m.encode(hello),
+            name=name,
+            language=m.LANGUAGE,
+        )
+    if address is not None:
+        return connect(
+            address, receiver, options, hello=m.encode(hello), name=name, language=m.LANGUAGE
+        )
+    assert own is not None
+    return local.connect(own.accept, receiver, hello=m.encode(hello), name=name)

@@ -1,1 +1,0 @@
-"""The same flow on a virtual clock."""

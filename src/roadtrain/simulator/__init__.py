@@ -1,0 +1,1 @@
+"""The same state machines on a virtual clock."""

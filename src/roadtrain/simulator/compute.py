@@ -1,0 +1,100 @@
+"""How long a device computes: from a measured table, else a curve of efficiency by size, else one
+efficiency.
+
+A block's forward of F FLOPs takes (F + half) / (peak x efficiency) seconds (n half where n experts
+are side by side), and no less than it takes to launch. `Constants` are at most six figures a kind
+of hardware; spec/fitted.toml holds those that were fitted, with where they come from.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache
+from importlib.resources import files
+
+from roadtrain.config.cluster import Device
+from roadtrain.config.models import BlockShape
+from roadtrain.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Constants:
+    """`efficiency`: of the device's peak, where a block is large; `half`: FLOPs of a block at
+    which half of it is reached; `attention`: efficiency of its FLOPs, over that of others;
+    `launch`: seconds that a block takes at least, as its kernels are launched; `network`: the
+    share of a card's rate that data has; `tax`: the share of the network's time in which devices
+    that communicate do not compute; `fixed`: seconds a step besides; `traffic`: how often what
+    backward needs of a block crosses the device's memory in a forward, besides."""
+
+    efficiency: float = 0.5
+    half: float = 0.0
+    launch: float = 0.0
+    attention: float = 1.0
+    network: float = 0.9
+    tax: float = 0.0
+    fixed: float = 0.0
+    traffic: float = 0.0
+    source: str = "assumed"
+    table: Mapping[tuple[str, int], float] = field(default_factory=dict)
+
+    def forward(
+        self,
+        block: BlockShape,
+        samples: float,
+        ranks: int,
+        device: Device,
+        precision: str = "",
+        spread: int = 1,
+        passes: float = 1.0,
+    ) -> float:
+        """Seconds of a block's forward on one of `ranks` tensor- and context-parallel devices, with
+        its experts over
+        `spread`. `precision`: of a layer's products; attention, and what is no layer, is computed
+        in 16 bits.
+        `passes`: as in Plan."""
+        if (known := self.table.get((block.name.partition(".")[0], int(samples)))) is not None:
+            return known
+        slower = device.flops / device.peak(precision) if "." in block.name else 1.0
+        flops = (
+            ((block.flops - block.attention) * slower + block.attention / self.attention)
+            * samples
+            / ranks
+        )
+        moved = (
+            passes * self.traffic * block.saved * samples / ranks / device.memory_rate
+            if self.traffic
+            else 0.0
+        )
+        small = self.half * (flops > 0) * max(1.0, block.matrices / spread)
+        return max((flops + small) / (device.flops * self.efficiency) + moved, self.launch)
+
+    def scores(self, block: BlockShape, samples: float, ranks: int, device: Device) -> float:
+        """Seconds of its attention alone, in which keys and values may come."""
+        return block.attention * samples / ranks / (self.attention * self.efficiency * device.flops)
+
+    @property
+    def from_what(self) -> str:
+        """Which of the three sources is used, for people."""
+        if self.table:
+            return "a measured table"
+        return "a curve by size" if self.half or self.launch else "one efficiency"
+
+
+def constants(name: str) -> Constants:
+    """Those of spec/fitted.toml. Raises ConfigError."""
+    known = _known()
+    if name not in known:
+        raise ConfigError(f"no constants are called {name!r}", hint=f"known are {', '.join(known)}")
+    return known[name]
+
+
+@cache
+def _known() -> dict[str, Constants]:
+    tree = tomllib.loads(files("roadtrain.config").joinpath("fitted.toml").read_text())
+    names = {f.name for f in fields(Constants)}
+    return {
+        name: Constants(**{k: v for k, v in values.items() if k in names})
+        for name, values in tree.items()
+    }

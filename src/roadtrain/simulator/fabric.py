@@ -1,0 +1,457 @@
+"""What an action of the flow takes of a cluster: the traffic of each placement, a byte of a block
+at a time.
+
+Hosts that do the same are one *site* with a multiplicity: what each of `hosts` sites sends to one
+server weighs `hosts` times there. Collectives are closed-form traffic, with n ranks and M bytes, in
+each direction of a card: ring all-reduce 2 (n - 1) / n M, all-gather and reduce-scatter (n - 1) / n
+M, a sum in the switch M, the summation service (1 + (n - 2) x) M with x from protocol/shares.py,
+servers n M. A transfer takes all that it crosses at once (it is cut into pieces that follow each
+other), so its slowest part sets its pace. `latency` counts the steps of the algorithm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from roadtrain.config.cluster import Cluster, Host, Nic
+from roadtrain.config.plan import Placement, Plan
+from roadtrain.errors import ConfigError
+from roadtrain.protocol.shares import busiest, optimum
+from roadtrain.simulator.compute import Constants
+from roadtrain.simulator.engine import Engine, Resource
+
+INSIDE_S = 2e-6  # latency of a step of a collective between devices of a host
+# that one pass of AdamW moves for a parameter: gradient 2, three arrays in and out 24, copy 2
+UPDATE_BYTES = 28.0
+
+
+class Cost(NamedTuple):
+    """`work` in bytes, `uses` a byte."""
+
+    work: float
+    uses: list[tuple[Resource, float]]
+    latency: float = 0.0
+
+
+class Site:
+    """The resources of one host of a kind; those of a device are of one device, as all do the
+    same."""
+
+    def __init__(
+        self, engine: Engine, host: Host, nic: Nic | None, constants: Constants, name: str
+    ) -> None:
+        def resource(what: str, capacity: float) -> Resource:
+            return engine.resource(f"{name} {what}", capacity)
+
+        self.host, self.name, self.nic = host, name, nic
+        rate = nic.total * constants.network if nic is not None else float("inf")
+        self.out, self.into = resource("out", rate), resource("in", rate)
+        self.latency = nic.latency if nic is not None else 0.0
+        self.memory = resource("memory", host.memory_rate)
+        self.updates, self.sums = resource("updates", host.updates), resource("sums", host.sums)
+        # where processors compute, they update for a part of their time
+        self.cores: Resource | None = None
+        if host.device is not None:
+            if host.device.kind == "cpu":
+                self.cores = resource("processors", 1.0)
+            self.to_device = resource("to device", host.device.copy_rate)
+            self.from_device = resource("from device", host.device.copy_rate)
+            self.fabric = resource("fabric", host.fabric or host.device.copy_rate)
+            self.device_memory = resource("memory of the device", host.device.memory_rate)
+        if host.ssds:
+            self.read = resource("ssd read", sum(s.count * s.read for s in host.ssds))
+            self.write = resource("ssd write", sum(s.count * s.write for s in host.ssds))
+            self.mixed = resource("ssd mixed", min(s.mixed for s in host.ssds))
+            self.up, self.down = (
+                resource("uplink in", host.uplink),
+                resource("uplink out", host.uplink),
+            )
+            if all(s.updates for s in host.ssds):
+                self.inside = resource(
+                    "ssd internal", sum(s.count * (s.internal or s.read) for s in host.ssds)
+                )
+                self.beside = resource("ssd updates", sum(s.count * s.updates for s in host.ssds))
+
+    def reads(self, *, beside: bool = False) -> list[tuple[Resource, float]]:
+        """A byte from the SSDs to the host's memory, or to the processors beside them."""
+        media = [(self.read, 1.0), (self.mixed, 1.0 / self.read.capacity)]
+        return media + ([(self.inside, 1.0)] if beside else [(self.up, 1.0), (self.memory, 1.0)])
+
+    def writes(self, *, beside: bool = False) -> list[tuple[Resource, float]]:
+        media = [(self.write, 1.0), (self.mixed, 1.0 / self.write.capacity)]
+        return media + ([(self.inside, 1.0)] if beside else [(self.down, 1.0), (self.memory, 1.0)])
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks of one pipeline stage that have the same parameters. `hosts`: how many; `ranks`: on
+    each, with `tp` devices each there; `replicas`: in all, where hosts have different numbers of
+    them (`ranks` is the most).
+    """
+
+    site: Site
+    hosts: int
+    ranks: int
+    tp: int
+    rates: tuple[float, ...] = ()  # of each host's card
+    replicas: int = 0
+
+    @property
+    def dp(self) -> int:
+        return self.replicas or self.hosts * self.ranks
+
+
+def check_placement(place: Placement, cluster: Cluster, hosts: Sequence[Host]) -> None:
+    """Raises ConfigError where the placement needs what the cluster, or one of the `hosts` that
+    compute, has not."""
+    if place.served and not cluster.spares:
+        raise ConfigError(
+            f"placement {place.name} needs a host without devices, the cluster has none",
+            hint="add one to the cluster, or choose a placement on the workers' hosts",
+        )
+    if place.sum == "separate" and not cluster.spares and len(hosts) > 1:
+        raise ConfigError(
+            f"placement {place.name} sums on hosts without devices, the cluster has none",
+            hint="add a host without devices, or choose placement summation",
+        )
+    if (
+        place.sum == "switch"
+        and place.update != "server"
+        and not any(switch.sums for switch in cluster.switches)
+    ):
+        raise ConfigError(
+            f"placement {place.name} sums in the switch, and no switch of {cluster.name} sums",
+            hint="give a switch `sums = true`, or choose placement ddp",
+        )
+    for host in {host.name: host for host in hosts}.values():
+        if place.sum == "relay" and not any(nic.relay for nic in host.nics):
+            raise ConfigError(
+                f"placement {place.name} has a relay on each host's card, host {host.name} has no"
+                " card with a processor",
+                hint="give a card `relay = true`, or choose placement zero-offload",
+            )
+        if "ssd" in (place.parameters, place.state) and not host.ssds:
+            raise ConfigError(
+                f"placement {place.name} rests on SSDs, host {host.name} has none",
+                hint="give it `ssds`, or choose a placement in memory",
+            )
+        if place.update == "ssd" and not all(s.updates for s in host.ssds):
+            raise ConfigError(
+                f"placement {place.name} updates beside the SSDs, those of host {host.name} have no"
+                " processor",
+                hint="give them `updates`, or choose placement files",
+            )
+    resting = (
+        [*hosts]
+        if "ssd" in (place.parameters, place.state)
+        else [*cluster.spares[:1]]
+        if place.served
+        else []
+    )
+    for host in resting:
+        if not all(ssd.capacity for ssd in host.ssds):
+            raise ConfigError(
+                f"placement {place.name} rests on SSDs, those of host {host.name} have no"
+                " `capacity`",
+                hint="give it in the cluster file",
+            )
+
+
+class Fabric:
+    """`plan`'s costs on one stage's group, the server (if any) and the spare hosts. All sizes are
+    in parameters of a block that one device has (1 / tp of it); costs are of one device, or of one
+    host where they say so.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        cluster: Cluster,
+        plan: Plan,
+        group: Group,
+        constants: Constants,
+        server: Site | None,
+        spares: Sequence[Host],
+    ) -> None:
+        self.plan, self.group, self.site, self.server, self.constants = (
+            plan,
+            group,
+            group.site,
+            server,
+            constants,
+        )
+        self.switch_sums = any(switch.sums for switch in cluster.switches)
+        self.multicasts = any(switch.multicasts for switch in cluster.switches)
+        if plan.placement.sum in ("spares", "separate") and group.hosts > 1:
+            rates, n = list(group.rates), len(group.rates)
+            extra = [
+                cluster.common([self.site.host, host])[1].total * constants.network
+                for host in spares
+                if host.nics
+                for _ in range(host.count)
+            ]
+            if plan.placement.sum == "separate":
+                shares = [0.0] * n + [rate / sum(extra) for rate in extra]
+            else:
+                shares = list(optimum(rates, extra).all)
+            # bytes that the first card carries of each
+            self.exchange = busiest(rates, extra, shares) * rates[0]
+        copies = [(self.site.memory, float(group.ranks * group.tp))]
+        self._to_device = [(self.site.to_device, 1.0), *copies]
+        self._from_device = [(self.site.from_device, 1.0), *copies]
+
+    # the network
+
+    def _network(self, per_device: float) -> list[tuple[Resource, float]]:
+        """Uses of a byte of which each device puts `per_device` on its host's card, both ways."""
+        group, site = self.group, self.site
+        inside = [(site.fabric, per_device)] if group.ranks > 1 else []
+        if group.hosts == 1:
+            return inside
+        weight = per_device * group.tp
+        return [(site.out, weight), (site.into, weight), *inside]
+
+    def _ring(self, passes: float) -> tuple[list[tuple[Resource, float]], float]:
+        n, hosts = self.group.dp, self.group.hosts
+        if n == 1:
+            return [], 0.0
+        # between hosts, inside one
+        steps = (hosts if hosts > 1 else 0), n - (hosts if hosts > 1 else 1)
+        return self._network(passes * (n - 1) / n), passes * (
+            steps[0] * self.site.latency + steps[1] * INSIDE_S
+        )
+
+    def tensor(self, nbytes: float) -> float:
+        """Seconds of a layer's pass in which its tensor-parallel ranks add activations of
+        `nbytes` up, twice; but for the plan's share, nothing hides that. A ring that leaves the
+        host has all of its cards."""
+        t, site = self.plan.layout.tp, self.site
+        if t == 1:
+            return 0.0
+        out = t > self.group.tp
+        rate = min(site.fabric.capacity, site.out.capacity) if out else site.fabric.capacity
+        steps = 2 * (t - 1) * INSIDE_S + out * 2 * (t // self.group.tp - 1) * site.latency
+        return 2 * (2 * (t - 1) / t * nbytes / rate + steps) * (1 - self.plan.hidden)
+
+    def _side_by_side(self, ranks: int) -> tuple[float, float]:
+        """(bytes a second, latency) of a device to others among `ranks` that follow each other
+        in the group."""
+        if ranks <= self.group.ranks:
+            return self.site.fabric.capacity, INSIDE_S
+        devices = self.group.ranks * self.group.tp
+        return min(self.site.fabric.capacity, self.site.out.capacity / devices), self.site.latency
+
+    def context(self, nbytes: float) -> float:
+        """Seconds in which keys and values, a device's own of `nbytes`, go round its
+        context-parallel ranks."""
+        c = self.plan.layout.cp
+        rate, latency = self._side_by_side(c)
+        return (c - 1) * (nbytes / rate + latency)
+
+    def experts(self, nbytes: float) -> float:
+        """Seconds in which a device's tokens of `nbytes` go to their experts, and what these
+        give comes back."""
+        e = self.plan.layout.ep
+        rate, latency = self._side_by_side(e)
+        return 2 * (e - 1) * (nbytes / e / rate + latency)
+
+    # actions
+
+    def answer(self, params: float, kept: bool = False) -> Cost:
+        """Parameters to every device. `kept`: they are in this host's memory already."""
+        place, n, nbytes = self.plan.placement, self.group.dp, params * self.plan.parameter_bytes
+        if place.parameters == "device":
+            return Cost(0, [])
+        if kept:
+            return Cost(nbytes, list(self._to_device))
+        if place.parameters == "server":
+            assert self.server is not None
+            many = 1.0 if self.multicasts else float(self.group.hosts)
+            inside = [(self.site.fabric, 1.0)] if self.group.ranks > 1 else []
+            uses = [
+                (self.server.out, many * self.group.tp),
+                (self.server.memory, 1.0 * self.group.tp),
+                (self.site.into, float(self.group.tp)),
+                *self._to_device,
+                *inside,
+            ]
+            return Cost(nbytes, uses, self.site.latency)
+        uses, latency = self._ring(1)
+        if place.parameters == "split":
+            return Cost(nbytes, uses, latency)
+        own = 1.0 / n  # of a block, that each device's host memory has for it
+        # the card takes it from memory; it gives the whole to the device (`kept`)
+        if place.sum == "relay":
+            return Cost(
+                nbytes, [*uses, (self.site.memory, own * self.group.ranks * self.group.tp)], latency
+            )
+        if place.parameters == "ssd":
+            uses = uses + [
+                (r, w * own * self.group.ranks * self.group.tp) for r, w in self.site.reads()
+            ]
+        # without a card that computes, the device fetches its part and gives it to the network:
+        # PCIe carries it again
+        relayed = (
+            [(self.site.from_device, own), (self.site.to_device, 1.0)]
+            if self.group.hosts > 1
+            else []
+        )
+        plain = [(resource, weight * own) for resource, weight in self._to_device]
+        return Cost(nbytes, [*uses, *(relayed or plain)], latency)
+
+    def push(self, params: float) -> Cost:
+        """A block's gradient from every device to where it is summed and, where it rests in
+        memory, to there."""
+        plan, place, group, site = self.plan, self.plan.placement, self.group, self.site
+        nbytes, n = params * plan.gradient_bytes, group.dp
+        if plan.topk is not None:
+            nbytes = params * plan.held_bytes * plan.topk / 100
+        if place.sum == "ring":
+            back = (
+                plan.parameter_bytes / plan.gradient_bytes if place.parameters == "device" else 0.0
+            )
+            uses, latency = self._ring(2 if place.state == "device" else 1 + back)
+            if place.update in ("host", "ssd"):
+                uses = uses + [(resource, weight / n) for resource, weight in self._from_device]
+            return Cost(nbytes, uses, latency)
+        if place.sum == "relay":
+            uses, latency = self._ring(1)
+            return Cost(nbytes, [*uses, *self._from_device], latency)
+        if place.sum in ("spares", "separate"):
+            if group.hosts == 1:
+                return Cost(nbytes, self._ring(2)[0])
+            weight = self.exchange * group.tp
+            sums = [(site.sums, float(group.tp))] if place.sum == "spares" else []
+            copies = [(site.from_device, 1.0 / group.ranks), (site.to_device, 1.0 / group.ranks)]
+            inside = [(site.fabric, 2 * (group.ranks - 1) / group.ranks)] if group.ranks > 1 else []
+            return Cost(
+                nbytes,
+                [(site.out, weight), (site.into, weight), *copies, *inside, *sums],
+                2 * site.latency,
+            )
+        inside = [(site.fabric, 1.0)] if group.ranks > 1 else []
+        out = [(site.out, float(group.tp)), *inside, *self._from_device]
+        if place.update == "server":
+            assert self.server is not None
+            many = 1.0 if place.sum == "switch" and self.switch_sums else float(group.hosts)
+            sums = [(self.server.sums, many * group.tp)] if many > 1 else []
+            uses = [
+                *out,
+                (self.server.into, many * group.tp),
+                (self.server.memory, many * group.tp),
+                *sums,
+            ]
+            return Cost(nbytes, uses, site.latency)
+        return Cost(
+            nbytes, [*out, (site.into, float(group.tp)), *self._to_device], 2 * site.latency
+        )
+
+    def all_to_all(self, nbytes: float) -> Cost:
+        """All-to-all of rows of tables that are spread over all devices; of one device's share
+        of the batch."""
+        n = self.group.dp
+        return Cost(
+            nbytes,
+            self._network((n - 1) / n) if n > 1 else [],
+            (self.group.hosts - 1) * self.site.latency,
+        )
+
+    @property
+    def _own(self) -> float:
+        """Of a device's block, the part that one host's site holds the state of, all its
+        devices together."""
+        place, group = self.plan.placement, self.group
+        if place.state == "server":
+            return float(group.tp)
+        return group.tp * group.ranks / group.dp
+
+    def hold(self, params: float) -> Cost:
+        """The gradient to where it rests until the update; of one host."""
+        place = self.plan.placement
+        if place.gradients != "ssd":
+            return Cost(0, [])
+        share = 1.0 if self.plan.topk is None else self.plan.topk / 100
+        return Cost(params * self._own * self.plan.held_bytes * share, self.site.writes())
+
+    def _state_site(self) -> Site:
+        if self.plan.placement.state == "server":
+            assert self.server is not None
+            return self.server
+        return self.site
+
+    @property
+    def on_files(self) -> bool:
+        place = self.plan.placement
+        return place.state == "ssd" or (
+            place.state == "server" and bool(self._state_site().host.ssds)
+        )
+
+    def read(self, params: float) -> Cost:
+        """State, and a gradient that rests on SSDs, to where the update runs."""
+        place, nbytes = self.plan.placement, self.plan.state_bytes
+        if place.gradients == "ssd":
+            nbytes += self.plan.held_bytes * (
+                1.0 if self.plan.topk is None else self.plan.topk / 100
+            )
+        return Cost(
+            params * self._own * nbytes, self._state_site().reads(beside=place.update == "ssd")
+        )
+
+    def update(self, params: float) -> Cost:
+        place, site = self.plan.placement, self._state_site()
+        if place.update == "device":
+            share = 1.0 if place.state == "device" else 1.0 / self.group.dp
+            return Cost(params * share * UPDATE_BYTES, [(site.device_memory, 1.0)])
+        nbytes = params * self._own * UPDATE_BYTES
+        if place.update == "ssd":
+            return Cost(
+                params * self._own * (self.plan.state_bytes + self.plan.held_bytes),
+                [(site.beside, 1.0)],
+            )
+        busy = [] if site.cores is None else [(site.cores, 1.0 / site.updates.capacity)]
+        return Cost(nbytes, [(site.updates, 1.0), (site.memory, 1.0), *busy])
+
+    def upstream(self, params: float) -> Cost:
+        """Updated parameters from a processor beside an SSD to the host's memory."""
+        if self.plan.placement.update != "ssd":
+            return Cost(0, [])
+        return Cost(params * self._own * self.plan.upstream_bytes, self.site.reads())
+
+    def write(self, params: float) -> Cost:
+        place = self.plan.placement
+        copy = self.plan.parameter_bytes if place.parameters in ("ssd", "server") else 0.0
+        return Cost(
+            params * self._own * (self.plan.state_bytes + copy),
+            self._state_site().writes(beside=place.update == "ssd"),
+        )
+
+    def public(self, params: float) -> Cost:
+        """Parameters that rest on the server's files, to its memory."""
+        return Cost(params * self._own * self.plan.parameter_bytes, self._state_site().reads())
+
+    @property
+    def depth(self) -> int:
+        """How many reads, and how many writes, the SSDs do at once."""
+        return max((ssd.depth for ssd in self._state_site().host.ssds), default=1)
+
+    def public_share(self, params: float) -> float:
+        """Of the parameters of state on files, what memory keeps too; a server keeps all in
+        half of it, or none."""
+        if self.plan.placement.parameters != "server" or not self.on_files:
+            return self.plan.public
+        return params * self._own * self.plan.parameter_bytes <= self._state_site().host.memory / 2
+
+    def tax(self, cost: Cost) -> float:
+        """Seconds that the devices do not compute because they communicate."""
+        place = self.plan.placement
+        if (
+            not self.constants.tax
+            or place.sum in ("relay", "server")
+            or place.served
+            or self.group.dp == 1
+        ):
+            return 0.0
+        network = [r.capacity / w for r, w in cost.uses if r in (self.site.out, self.site.fabric)]
+        return self.constants.tax * cost.work / min(network) if network else 0.0

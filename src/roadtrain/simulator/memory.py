@@ -1,0 +1,279 @@
+"""What a plan needs of every memory, in closed form: what stays, and what a micro-batch adds. And
+whether that fits.
+
+Device: parameters (all, a part, or `slots` blocks; of tables of rows and of experts, spread over
+the devices, its part), gradients, state, activations of the micro-batches under way (with recompute
+their blocks' inputs and one block's own), the loss's logits, `context_bytes`, and all of it times
+`fragmentation`. Host and SSDs: what the placement rests there; files have two slots (Rule 3). The
+mixed precision of Megatron is `zero1` with gradient_bytes = 4: 2 + 4 bytes a parameter and 12 over
+the data-parallel ranks (Rajbhandari et al., 2020, section 5.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from roadtrain.chunks import PAGE
+from roadtrain.config.budgets import HUGE
+from roadtrain.config.cluster import Cluster, Host
+from roadtrain.config.models import BlockShape, ModelShape
+from roadtrain.config.plan import Plan
+from roadtrain.errors import BudgetError, ConfigError
+from roadtrain.protocol.pipeline import ahead
+from roadtrain.units import round_up, show_bytes
+
+USABLE = 0.9  # of a host's memory: the rest is the system's
+LARGEST = 1 / 3  # of a block: its largest tensor, whose gradient is on the device while it leaves
+
+
+@dataclass(frozen=True)
+class Need:
+    """Of one memory: `nbytes` of `room`, which is a `share` of what there is."""
+
+    where: str
+    nbytes: float
+    room: float
+    share: float = 1.0
+
+    @property
+    def fits(self) -> bool:
+        return self.nbytes <= self.room
+
+    @property
+    def lacking(self) -> float:
+        """Bytes that there would have to be more."""
+        return (self.nbytes - self.room) / self.share
+
+
+def device_bytes(plan: Plan, blocks: Sequence[BlockShape]) -> float:
+    """What stays on a device, without activations."""
+    place, layout = plan.placement, plan.layout
+    spread = [block.tables * (1 - 1 / layout.replicas) for block in blocks]
+    params = [
+        (block.params - less - block.experts * (1 - 1 / layout.ep)) / layout.tp
+        for block, less in zip(blocks, spread)
+    ]
+    total, biggest = sum(params), max(params, default=0.0)
+    split = (
+        sum(block.params - less for block, less in zip(blocks, spread))
+        / layout.tp
+        / layout.replicas
+    )
+    if place.streamed:
+        layers = [
+            n for n, block in zip(params, blocks) if "." in block.name or not plan.root
+        ] or params
+        biggest = max(layers)
+        parameters = min(max(2, plan.slots), len(layers)) * biggest + total - sum(layers)
+        gradients = biggest if place.parameters == "split" else LARGEST * biggest
+    else:
+        parameters = gradients = total
+    if place.parameters == "split":
+        parameters, gradients = parameters + split, gradients + split
+    state = {"device": total, "split": split}.get(place.state, 0.0) * plan.state_bytes
+    return parameters * plan.parameter_bytes + gradients * plan.gradient_bytes + state
+
+
+def saved_bytes(plan: Plan, blocks: Sequence[BlockShape], parts: int = 1) -> float:
+    """Activations that a micro-batch leaves on a device until its backward, in `parts` of the
+    model. `plan.offload`: they go to the host."""
+    if plan.offload:
+        return 0.0
+    nbytes = sum(_kept(plan, block) for block in blocks)
+    if plan.outputs and plan.layout.pp > 1:
+        nbytes += parts * _on_rank(plan, blocks[-1].input, blocks[-1].input)
+    return nbytes * plan.micro_batch / plan.layout.cp
+
+
+def _kept(plan: Plan, block: BlockShape) -> float:
+    """Of a sample of a block, on one tensor-parallel rank."""
+    inputs, saved = (
+        _on_rank(plan, block.input, block.input),
+        _on_rank(plan, block.saved, block.whole),
+    )
+    if plan.recompute or not block.attention:
+        return inputs if plan.recompute else saved
+    products = _on_rank(plan, block.products, block.input) if block.products else saved
+    return {"": saved, "products": products, "layers": (inputs + saved) / 2}[plan.selective]
+
+
+def _on_rank(plan: Plan, nbytes: float, whole: float) -> float:
+    """`whole` of the bytes are on every tensor-parallel rank, unless these split the sequence."""
+    whole = 0.0 if plan.sequence else whole
+    return (nbytes - whole) / plan.layout.tp + whole
+
+
+def working_bytes(plan: Plan, blocks: Sequence[BlockShape]) -> float:
+    """Of one block while it runs, besides what is saved: all of it where it is computed again,
+    the loss, and a whole input where tensor-parallel ranks split it."""
+    again = plan.recompute or plan.selective
+    inputs = max(
+        (block.input - _on_rank(plan, block.input, block.input) for block in blocks), default=0.0
+    )
+    own = (
+        max((_on_rank(plan, block.saved, block.whole) for block in blocks), default=0.0)
+        if again
+        else 0.0
+    )
+    logits = sum(block.logits for block in blocks) / plan.layout.tp * plan.logit_bytes
+    output = (
+        sum(block.params for block in blocks if block.logits) / plan.layout.tp * plan.output_bytes
+    )
+    return (max(own, logits) + inputs) * plan.micro_batch / plan.layout.cp + output
+
+
+def host_bytes(plan: Plan, blocks: Sequence[BlockShape], ranks: int) -> float:
+    """On a host with `ranks` data-parallel ranks of this stage."""
+    place, layout = plan.placement, plan.layout
+    total = sum(block.params for block in blocks)
+    own = ranks / layout.replicas
+    nbytes = plan.host_bytes * own * total
+    if place.parameters == "host":
+        nbytes += plan.public * own * total * plan.parameter_bytes
+    if place.gradients == "memory" and place.state == "ssd" and plan.update_at == "step":
+        nbytes += own * total * plan.gradient_bytes  # they wait for the last one
+    if place.state == "ssd":
+        nbytes += plan.resident * own * total * (plan.state_bytes + plan.parameter_bytes)
+    if place.state == "host":
+        nbytes += own * total * (plan.state_bytes + plan.held_bytes)
+    if plan.kept:
+        nbytes += sum(sorted(block.params for block in blocks)[-plan.kept :]) * plan.parameter_bytes
+    if plan.offload:
+        nbytes += sum(block.input for block in blocks) * plan.micro_batch * ranks
+    return nbytes
+
+
+def buffer_bytes(plan: Plan, blocks: Sequence[BlockShape]) -> float:
+    """What roadtrain's own buffers take in a process that trains under `plan`, as config/budgets.py
+    cuts them: whole huge pages. Without saved inputs of blocks."""
+    layers = [block.params for block in blocks if "." in block.name]
+    total, most = sum(block.params for block in blocks), max(layers)
+    sizes = [(plan.slots, most * plan.parameter_bytes), (plan.pushes, most * plan.gradient_bytes)]
+    rest = (total - sum(layers)) * (plan.parameter_bytes + plan.gradient_bytes)
+    if not plan.placement.served:
+        chunk, records = min(plan.chunk, most), plan.buffers if plan.placement.state == "ssd" else 0
+        rest += total * plan.resident * plan.state_bytes
+        rest += total * max(0.0, plan.public - plan.resident) * plan.parameter_bytes
+        # a page of scalars
+        sizes += [(records, chunk * plan.state_bytes + PAGE), (max(2, records), chunk * 4)]
+    return rest + sum(n * round_up(int(nbytes), HUGE) for n, nbytes in sizes)
+
+
+def file_bytes(plan: Plan, params: float) -> float:
+    """All of it, on whatever files it rests: two slots of what an update writes, and gradients
+    that wait."""
+    place = plan.placement
+    copy = plan.parameter_bytes if place.parameters in ("ssd", "server") else 0.0
+    return params * (
+        plan.file_slots * (plan.state_bytes + copy) + plan.held_bytes * (place.gradients == "ssd")
+    )
+
+
+def stage_bytes(plan: Plan, blocks: Sequence[BlockShape], number: int) -> float:
+    """On a device of a pipeline stage, at most."""
+    held = ahead(number, plan.layout.pp, plan.micros, plan.layout.vp) / plan.layout.vp
+    nbytes = (
+        device_bytes(plan, blocks)
+        + held * saved_bytes(plan, blocks, plan.layout.vp)
+        + working_bytes(plan, blocks)
+    )
+    return nbytes * plan.fragmentation + plan.context_bytes
+
+
+def needs(
+    plan: Plan,
+    cluster: Cluster,
+    model: ModelShape,
+    cuts: Sequence[Sequence[BlockShape]],
+    hosts: Sequence[Host],
+    sharing: Sequence[int] = (),
+) -> list[Need]:
+    """Of the devices and hosts of each stage (`hosts`: the least of its hosts), of SSDs and the
+    server. `sharing`: how many stages share each one's hosts."""
+    out: list[Need] = []
+    layout, place = plan.layout, plan.placement
+    free = 1 - plan.headroom
+
+    def need(where: str, nbytes: float, memory: float, share: float) -> None:
+        out.append(Need(where, nbytes, memory * share, share))
+
+    for number, (blocks, host, many) in enumerate(zip(cuts, hosts, sharing or [1] * len(cuts))):
+        assert host.device is not None
+        need(f"stage {number} device", stage_bytes(plan, blocks, number), host.device.memory, free)
+        ranks = max(1, min(host.devices // layout.tp, layout.replicas))
+        need(
+            f"stage {number} memory",
+            host_bytes(plan, blocks, ranks),
+            host.memory,
+            USABLE * free / many,
+        )
+        if place.state == "ssd":
+            share = ranks / layout.replicas
+            nbytes = file_bytes(plan, sum(block.params for block in blocks)) * share
+            need(f"stage {number} SSDs", nbytes, _room(host), 1 / many)
+    if place.served and cluster.spares:
+        server = cluster.spares[0].together
+        if server.ssds:
+            out.append(Need("server SSDs", file_bytes(plan, model.params), _room(server)))
+        else:
+            nbytes = model.params * (plan.state_bytes + plan.parameter_bytes + plan.held_bytes)
+            need("server memory", nbytes, server.memory, USABLE * free)
+    return out
+
+
+def _room(host: Host) -> float:
+    return sum(ssd.count * ssd.capacity for ssd in host.ssds)
+
+
+def check(found: Sequence[Need], plan: Plan) -> None:
+    """Raises BudgetError: both numbers, and what would help most."""
+    worst = max(found, key=lambda need: need.nbytes / max(need.room, 1.0))
+    if worst.fits:
+        return
+    if "device" in worst.where:
+        hint = (
+            "smaller micro_batch"
+            if plan.micro_batch > 1
+            else (
+                "recompute"
+                if not plan.recompute
+                else "more tensor or pipeline ranks, or a placement that streams parameters"
+            )
+        )
+    else:
+        hint = "a placement that rests its state elsewhere, more hosts, or more room there"
+    kept = f" ({kept_free(plan)})" if plan.headroom and not worst.where.endswith("SSDs") else ""
+    raise BudgetError(
+        f"{worst.where}: the plan needs {show_bytes(worst.nbytes)}, there are"
+        f" {show_bytes(worst.room)}" + kept,
+        hint=hint,
+    )
+
+
+def kept_free(plan: Plan) -> str:
+    """For people: what of memories is not the plan's."""
+    return (
+        f"{plan.headroom:.0%} of devices' and hosts' memory is kept free, and {1 - USABLE:.0%} of"
+        " hosts' is the system's"
+    )
+
+
+def cut(blocks: Sequence[BlockShape], plan: Plan) -> list[list[list[BlockShape]]]:
+    """The blocks of each part of each stage; what comes before the first layer and after the
+    last goes with the first and the last part. Raises ConfigError where stages and layers do not
+    match."""
+    pp = plan.layout.pp
+    if pp * plan.layout.vp == 1:
+        return [[list(blocks)]]
+    layers = [i for i, block in enumerate(blocks) if "." in block.name]
+    if not layers:
+        raise ConfigError("the model has no layers that follow each other", hint="pp = 1")
+    counts, at, edges = plan.layout.layers(len(layers)), 0, (*layers, layers[-1] + 1)
+    out: list[list[list[BlockShape]]] = [[] for _ in range(pp)]
+    for i, n in enumerate(counts):
+        begin = 0 if i == 0 else edges[at]
+        at += n
+        stop = len(blocks) if i == len(counts) - 1 else edges[at]
+        out[i % pp].append(list(blocks[begin:stop]))
+    return out

@@ -1,1 +1,0 @@
-"""What there is: frozen data and arithmetic. No torch, no sockets, no clock."""

@@ -1,0 +1,303 @@
+"""Records by parameter name: read one parameter, fill chunks from a source, convert a store to
+another layout.
+
+A *source* gives elements [start, stop) of one of a parameter's things: "master" (fp32; a frozen
+parameter's own dtype), a state array (fp32) or a scalar (one float64), or None for "keep what is
+there" (zero in a new store). The public part of a trainable chunk is cast from the master, so a
+conversion is exact (Rule 1). 16-bit floats travel as uint16.
+
+Memory: one record, and a few more while converting. Does NOT know optimizers or file formats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from roadtrain.chunks import NUMPY, Chunk, ParamSpec
+from roadtrain.device.buffers import Buffer, array_in
+from roadtrain.errors import ConfigError, ForeignError
+from roadtrain.kernels.cast import cast
+from roadtrain.storage.generation import OpenedStore, create_store
+from roadtrain.storage.ledger import GroupRule, StoreMeta
+from roadtrain.storage.tier import PUBLIC, RECORD
+
+Array = np.ndarray[Any, Any]
+Source = Callable[[ParamSpec, str, int, int], Array | None]  # param, what, start, stop
+MASTER = "master"
+_KEPT = 4  # old records held while converting
+_WIDENS = {("bf16", "fp32"), ("fp16", "fp32")}
+
+
+class RecordView:
+    """A chunk's record in memory, by names."""
+
+    def __init__(self, meta: StoreMeta, chunk: Chunk, view: memoryview) -> None:
+        self.chunk, self.view, self.record = chunk, view, meta.records[chunk.id]
+        self.rule = meta.groups[chunk.group] if chunk.trainable else GroupRule("")
+
+    @property
+    def whats(self) -> tuple[str, ...]:
+        return (MASTER, *self.rule.arrays, *self.rule.scalars)
+
+    def array(self, what: str) -> Array:
+        """All elements of a thing; scalars as [spans, scalars] column."""
+        numel, chunk = self.chunk.numel, self.chunk
+        if what == PUBLIC or (what == MASTER and not self.record.master):
+            return array_in(self.view, chunk.dtype, 0, numel)
+        offsets = {MASTER: self.record.master, **dict(zip(self.rule.arrays, self.record.arrays))}
+        if what in offsets:
+            return array_in(self.view, "fp32", offsets[what], numel)
+        width = len(self.rule.scalars)
+        rows = array_in(self.view, "fp64", self.record.scalars, width * len(chunk.spans)).reshape(
+            -1, width
+        )
+        return rows[:, self.rule.scalars.index(what)]
+
+    def piece(self, what: str, span: int) -> Array:
+        """The part of `what` that belongs to the chunk's span number `span`; one element for a
+        scalar."""
+        if what in self.rule.scalars:
+            return self.array(what)[span : span + 1]
+        at = self.chunk.spans[span]
+        return self.array(what)[at.start : at.stop]
+
+    def fill(self, params: Sequence[ParamSpec], source: Source) -> None:
+        """Take what `source` gives, then cast the public part from the master."""
+        for i, span in enumerate(self.chunk.spans):
+            for what in self.whats:
+                given = source(
+                    params[span.param], what, span.origin, span.origin + span.stop - span.start
+                )
+                if given is not None:
+                    self.piece(what, i)[...] = given
+        self.cast_public()
+
+    def cast_public(self) -> None:
+        if self.record.master:
+            cast(self.array(MASTER), "fp32", self.array(PUBLIC), self.chunk.dtype)
+
+
+def read_record(store: OpenedStore, chunk: Chunk, buffer: Buffer, what: str = "") -> RecordView:
+    """The newest record of `chunk`, or the part of it in which `what` lies; an absent public
+    part is cast."""
+    view, tier = RecordView(store.meta, chunk, buffer.view), store.tier_of(chunk.id)
+    parts = (
+        (PUBLIC, MASTER) if not view.record.master else () if store.meta.staleness else (PUBLIC,)
+    )
+    if tier.has_public(chunk.id) and what in parts:
+        tier.read(chunk.id, PUBLIC, buffer.view[: view.record.public_nbytes])
+        return view
+    tier.read(chunk.id, RECORD, buffer.view[: view.record.nbytes])
+    if not tier.has_public(chunk.id):
+        view.cast_public()
+    return view
+
+
+def read_param(store: OpenedStore, name: str, what: str = MASTER) -> Array:
+    """One parameter's master, "public" copy or state array, in its shape; of a scalar a float64
+    array of one."""
+    return gather_param(
+        store.meta,
+        name,
+        what,
+        lambda c: read_record(store, c, Buffer(store.meta.records[c.id].nbytes), what),
+    )
+
+
+def gather_param(
+    meta: StoreMeta, name: str, what: str, record_of: Callable[[Chunk], RecordView]
+) -> Array:
+    """The same from wherever `record_of` finds a chunk."""
+    param = next((p for p in meta.table.params if p.name == name), None)
+    if param is None:
+        raise ConfigError(f"no parameter is named {name!r}")
+    rule = meta.groups[param.group] if param.trainable else GroupRule("")
+    if what not in (PUBLIC, MASTER, *rule.arrays, *rule.scalars):
+        raise ConfigError(
+            f"parameter {name!r} has no {what!r}, it has master, public, {rule.arrays},"
+            f" {rule.scalars}"
+        )
+    out = _gather(meta, param, what, record_of, 0, param.numel)
+    return out if what in rule.scalars and param.numel else out.reshape(param.shape)
+
+
+def param_pieces(
+    meta: StoreMeta, name: str, what: str, record_of: Callable[[Chunk], RecordView]
+) -> Iterator[tuple[int, Array]]:
+    """The same flat and a chunk at a time: (its first element, values)."""
+    param = next(p for p in meta.table.params if p.name == name)
+    for _, _, span in meta.where.get(name, ()):
+        stop = span.origin + span.stop - span.start
+        yield span.origin, _gather(meta, param, what, record_of, span.origin, stop)
+
+
+def _gather(
+    meta: StoreMeta,
+    param: ParamSpec,
+    what: str,
+    record_of: Callable[[Chunk], RecordView],
+    start: int,
+    stop: int,
+) -> Array:
+    """Elements [start, stop) of what the store of `meta` holds of `param`; of a scalar an array
+    of one."""
+    # that part is one update behind: cast from the master
+    late = meta.staleness and param.trainable and what == PUBLIC
+    out = np.empty(
+        stop - start, NUMPY[param.dtype if what == PUBLIC or not param.trainable else "fp32"]
+    )
+    for chunk, i, span in meta.where.get(param.name, ()):
+        first, last = max(start, span.origin), min(stop, span.origin + span.stop - span.start)
+        if first >= last:
+            continue
+        view = record_of(chunk)
+        piece = view.piece(MASTER if late else what, i)
+        if what in view.rule.scalars:
+            return piece.copy()
+        piece, target = (
+            piece[first - span.origin : last - span.origin],
+            out[first - start : last - start],
+        )
+        cast(piece, "fp32", target, param.dtype) if late else np.copyto(target, piece)
+    return out
+
+
+def write_params(store: OpenedStore, source: Source) -> None:
+    """Every chunk is written with what `source` gives: a new store's first contents, or an
+    import into a store that holds some (frozen chunks stay as they are there). The caller
+    commits."""
+    fresh = store.step < 0
+    for chunk in store.table.chunks:
+        if not fresh and not chunk.trainable:
+            continue
+        buffer = Buffer(store.meta.records[chunk.id].nbytes)
+        view = (
+            RecordView(store.meta, chunk, buffer.view)
+            if fresh
+            else read_record(store, chunk, buffer)
+        )
+        view.fill(store.table.params, source)
+        store.tier_of(chunk.id).write(chunk.id, RECORD, buffer.view[: view.record.nbytes])
+
+
+def rewritten(
+    old: OpenedStore,
+    change: Callable[[RecordView], None],
+    step: int,
+    blob: bytes,
+    *,
+    direct: bool = True,
+) -> OpenedStore:
+    """`old` with its records changed, as the contents of `step`: all at once or, where this raises,
+    not at all. `old` is closed and removed. Takes as much room again while it is made: FullError
+    with both numbers.
+    """
+    new = create_store(old.directories, old.meta, old.meta.owners, direct=direct, former=old)
+    try:
+        for chunk in old.table.chunks:
+            buffer = Buffer(old.meta.records[chunk.id].nbytes)
+            view = read_record(old, chunk, buffer)
+            change(view)
+            new.tier_of(chunk.id).write(chunk.id, RECORD, buffer.view[: view.record.nbytes])
+        new.commit(step, blob)
+    except BaseException:
+        new.discard()
+        raise
+    new.publish()
+    return new
+
+
+def needs_conversion(old: OpenedStore, meta: StoreMeta, directories: Sequence[str | Path]) -> bool:
+    """Whether `old` rests otherwise than wanted: blocks, chunk size, dtypes, rules or
+    directories. Chunks spread otherwise over the same directories (their rates were measured
+    anew) are left where they are."""
+    want = (meta.blocks, meta.chunk_elements, meta.groups, [Path(d).resolve() for d in directories])
+    have = old.meta
+    return want != (
+        have.blocks,
+        have.chunk_elements,
+        have.groups,
+        [d.resolve() for d in old.directories],
+    )
+
+
+def convert(
+    old: OpenedStore,
+    meta: StoreMeta,
+    directories: Sequence[str | Path],
+    owners: Sequence[int],
+    *,
+    direct: bool = True,
+) -> OpenedStore:
+    """`old` in the layout of `meta` and `directories`, at the same step, exactly. `old` is
+    closed and removed once the new one counts; until then, also after a kill, it is what
+    `open_store` opens. ForeignError for another model or other state, ConfigError where a frozen
+    parameter would lose bits."""
+    _check_same_model(old.meta, meta)
+    new = create_store(
+        directories, replace(meta, job=old.meta.job), owners, direct=direct, former=old
+    )
+    try:
+        write_params(new, _from_store(old))
+        new.commit(old.step, old.blob)
+    except BaseException:
+        new.discard()
+        raise
+    new.publish()
+    return new
+
+
+def _check_same_model(old: StoreMeta, new: StoreMeta) -> None:
+    if old.table.fingerprint() != new.table.fingerprint():
+        raise ForeignError(
+            f"the store holds model {old.table.fingerprint()}, the job's model is"
+            f" {new.table.fingerprint()}",
+            hint="names, shapes or frozen parameters differ; start a new store",
+        )
+    before = {p.name: p for p in old.table.params}
+    for param in new.table.params:
+        was = before.get(param.name, param)
+        if param.trainable and set(
+            old.groups[was.group].arrays + old.groups[was.group].scalars
+        ) != set(new.groups[param.group].arrays + new.groups[param.group].scalars):
+            raise ForeignError(
+                f"parameter {param.name!r} has state {old.groups[was.group]}, the job's is"
+                f" {new.groups[param.group]}",
+                hint="the optimizer changed; export the parameters and start a new store",
+            )
+        if (
+            not param.trainable
+            and was.dtype != param.dtype
+            and (was.dtype, param.dtype) not in _WIDENS
+        ):
+            raise ConfigError(
+                f"frozen parameter {param.name!r} rests in {was.dtype}; in {param.dtype} it would"
+                " lose bits",
+                hint="it has no fp32 master: keep its dtype, or start a new store",
+            )
+
+
+def _from_store(old: OpenedStore) -> Source:
+    """A source that reads old records, the last few kept."""
+    before = {p.name: p for p in old.table.params}
+
+    @lru_cache(_KEPT)
+    def read(chunk: int) -> RecordView:
+        return read_record(old, old.table.chunks[chunk], Buffer(old.meta.records[chunk].nbytes))
+
+    def source(param: ParamSpec, what: str, start: int, stop: int) -> Array | None:
+        was = before[param.name]
+        values = _gather(old.meta, was, what, lambda chunk: read(chunk.id), start, stop)
+        if param.trainable or was.dtype == param.dtype:
+            return values
+        wide = np.empty(len(values), NUMPY[param.dtype])
+        cast(values, was.dtype, wide, param.dtype)
+        return wide
+
+    return source

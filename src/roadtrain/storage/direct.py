@@ -1,0 +1,229 @@
+"""DirectFile: one file that threads read and write in whole pages, past the page cache where the
+file system lets us.
+
+Where O_DIRECT is refused the file is used buffered, pages are dropped after use, and `note` says
+so: the caller prints it once. Views that are not page-aligned go through a private copy. Errors of
+the system become typed errors that name the file and what was done. Does NOT know chunks, slots or
+checksums.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from roadtrain.chunks import PAGE
+from roadtrain.device.buffers import Buffer
+from roadtrain.errors import DamagedError, FullError, GoneError, StoreError
+from roadtrain.units import show_bytes
+
+PIECE = 1 << 30  # bytes allocated by one call
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_GONE = (errno.ENOENT, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ENOTDIR)
+_Call = Callable[[int, list[memoryview], int], int]
+
+
+@contextmanager
+def typed_errors(path: Path, doing: str, nbytes: int = 0) -> Iterator[None]:
+    """What the system refuses inside, `doing` with `nbytes` of `path`, is a FullError,
+    GoneError or StoreError."""
+    try:
+        yield
+    except OSError as error:
+        raise _typed(error, path, doing, nbytes) from error
+
+
+def _typed(error: OSError, path: Path, doing: str, nbytes: int = 0) -> StoreError:
+    if error.errno in _FULL:
+        return FullError(
+            f"{path}: {doing} needs {show_bytes(nbytes)}, {show_bytes(free_nbytes(path.parent))}"
+            " are free",
+            hint="free space there, or name another directory",
+        )
+    if error.errno in _GONE:
+        return GoneError(
+            f"{path}: gone ({doing}: {error.strerror})", hint="is its disk still mounted?"
+        )
+    return StoreError(f"{path}: {doing}: {error.strerror or error}")
+
+
+def write_file(path: Path, pieces: Iterable[bytes | memoryview], doing: str) -> None:
+    """A new file of `pieces`, its content durable; its name is not."""
+    nbytes = 0
+    try:
+        with open(path, "wb") as file:
+            for piece in pieces:
+                nbytes += len(piece)
+                file.write(piece)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise _typed(error, path, doing, nbytes) from error
+
+
+def write_all(fd: int, data: bytes) -> None:
+    """All of `data`, or the OSError that stopped it; a short write goes on."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def replace_file(path: Path, content: bytes, doing: str) -> None:
+    """`path` holds what it held, or all of `content`, whatever happens; on return the latter,
+    durably."""
+    temporary = path.with_name(f"{path.name}.new")
+    try:
+        write_file(temporary, [content], doing)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()  # half of it is of no use, and may be what fills the disk
+        raise
+    with typed_errors(path, doing):
+        temporary.replace(path)
+    sync_directory(path.parent)
+
+
+def free_nbytes(directory: Path) -> int:
+    try:
+        free = os.statvfs(directory)
+    except OSError:
+        return 0
+    return free.f_bavail * free.f_frsize
+
+
+def in_ram(path: Path) -> bool:
+    """Whether it lies on a RAM disk (where Linux says so)."""
+    table = Path("/proc/self/mounts")
+    mounts = (
+        [line.split()[1:3] for line in table.read_text().splitlines()] if table.exists() else []
+    )
+    kinds = [(len(at), kind) for at, kind in mounts if path.absolute().is_relative_to(at)]
+    return max(kinds, default=(0, ""))[1] in ("tmpfs", "ramfs")
+
+
+def sync_directory(directory: Path) -> None:
+    """Make the names in `directory` durable."""
+    with typed_errors(directory, "fsync"):
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def make_directory(directory: Path) -> None:
+    """The directory with its parents, durable."""
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    with typed_errors(directory, "making the directory"):
+        directory.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        sync_directory(path.parent)
+
+
+class DirectFile:
+    """Opens `path`; where `create` is given, makes it with that many bytes allocated."""
+
+    def __init__(self, path: Path, *, direct: bool = True, create: int | None = None) -> None:
+        self.path, self.note = path, ""
+        self._lock = threading.Lock()
+        self._direct = direct
+        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if create is not None else 0)
+        self.fd = -1
+        try:
+            # created without O_DIRECT: a refused open would leave the file behind and fail the
+            # second time
+            self.fd = os.open(path, flags, 0o600)
+            if create:
+                for start in range(0, create, PIECE):  # its size tells others how far it is
+                    os.posix_fallocate(self.fd, start, min(PIECE, create - start))
+                os.fsync(self.fd)  # its size: a part of the store may not be written for many steps
+            if self._direct:
+                fcntl.fcntl(
+                    self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) | os.O_DIRECT
+                )
+        except OSError as error:
+            if error.errno == errno.EINVAL and self.fd >= 0:
+                self._go_buffered()
+                return
+            self.close()
+            raise _typed(
+                error, path, "allocating" if create is not None else "opening", create or 0
+            ) from error
+        if not self._direct:
+            self.note = f"{path.parent}: buffered I/O, direct I/O was not asked for"
+
+    @property
+    def nbytes(self) -> int:
+        return os.fstat(self.fd).st_size
+
+    def read(self, into: memoryview, offset: int, what: str) -> None:
+        view = self._on_page(into)
+        self._all(os.preadv, view, offset, f"reading {what}")
+        if view is not into:
+            into[:] = view
+        if not self._direct:
+            os.posix_fadvise(self.fd, offset, len(into), os.POSIX_FADV_DONTNEED)
+
+    def write(self, data: memoryview, offset: int, what: str) -> None:
+        view = self._on_page(data)
+        if view is not data:
+            view[:] = data
+        self._all(os.pwritev, view, offset, f"writing {what}")
+
+    def sync(self, when: str) -> None:
+        """All writes that returned are durable."""
+        with typed_errors(self.path, f"fdatasync {when}"):
+            os.fdatasync(self.fd)
+            if not self._direct:
+                os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def check_linked(self, when: str) -> None:
+        if os.fstat(self.fd).st_nlink == 0:
+            raise GoneError(f"{self.path}: removed while in use, {when}")
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+        self.fd = -1
+
+    def _on_page(self, view: memoryview) -> memoryview:
+        """`view` where direct I/O can use it, else as much memory that it can."""
+        if not self._direct or not view or np.frombuffer(view, np.uint8, 1).ctypes.data % PAGE == 0:
+            return view
+        return Buffer(len(view)).view[: len(view)]
+
+    def _all(self, call: _Call, view: memoryview, offset: int, doing: str) -> None:
+        done = 0
+        while done < len(view):
+            direct = self._direct
+            try:
+                n = call(self.fd, [view[done:]], offset + done)
+            except OSError as error:
+                if error.errno == errno.EINVAL and direct:
+                    self._go_buffered()
+                    continue
+                raise _typed(error, self.path, doing, len(view)) from error
+            if direct and done + n < len(view):
+                n -= n % PAGE  # a short transfer goes on at a page
+            if n == 0:
+                raise DamagedError(
+                    f"{self.path}: truncated: {doing} wants bytes {offset} to {offset + len(view)},"
+                    f" the file has {self.nbytes}"
+                )
+            done += n
+
+    def _go_buffered(self) -> None:
+        with self._lock:
+            fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+            self._direct = False
+            self.note = (
+                f"{self.path.parent}: the file system refuses direct I/O, buffered I/O is used"
+            )

@@ -1,0 +1,469 @@
+"""OpenedStore: all directories of a store together; open_store, create_store. And one server's part
+of a store that rests on several hosts: open_part, create_part, publish_part.
+
+A store rests in `DIR/gen-N/` of each of its directories; `DIR[0]/CURRENT` names N
+(storage/current.py). A generation that was half written (a kill while creating or converting) is
+nothing, and is removed. A step is committed by directory 0's record, written after all others hold
+theirs.
+
+Only directories that were given are read, written or cleaned, each under a lock from opening or
+creating to `close`; where a store was made is written in it for people, and is not followed.
+Deletes only files that it makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from roadtrain.chunks import ChunkTable
+from roadtrain.errors import DamagedError, ForeignError, FullError, GoneError
+from roadtrain.storage.current import (
+    NAME,
+    Counting,
+    brief_of,
+    clear,
+    counting,
+    generations,
+    remove,
+    repair,
+    set_aside,
+    switch,
+)
+from roadtrain.storage.direct import in_ram, make_directory, sync_directory
+from roadtrain.storage.file import FileTier
+from roadtrain.storage.ledger import StoreMeta
+from roadtrain.storage.lock import Locks
+
+Accept = Callable[[str, int], None]
+
+
+@dataclass
+class OpenedStore:
+    """`tiers[i]` is directory i. `step` -1: created and not yet committed."""
+
+    directories: tuple[Path, ...]
+    meta: StoreMeta  # of directory 0
+    tiers: list[FileTier]
+    former: OpenedStore | None = None  # what `publish` replaces; until then the locks are its
+    locks: Locks = field(default_factory=Locks)
+    # what happened to the directories when it was opened
+    said: list[str] = field(default_factory=list)
+
+    @property
+    def table(self) -> ChunkTable:
+        return self.meta.table
+
+    @property
+    def step(self) -> int:
+        return self.tiers[0].step
+
+    @property
+    def blob(self) -> bytes:
+        return self.tiers[0].blob
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return (*self.said, *(t.note for t in self.tiers if t.note))
+
+    def tier_of(self, chunk: int) -> FileTier:
+        return self.tiers[self.meta.owners[chunk]]
+
+    def commit(self, step: int, blob: bytes) -> None:
+        """All that was written counts, or nothing: the other directories first, directory 0 is
+        the commit."""
+        for tier in [*self.tiers[1:], self.tiers[0]]:
+            tier.prepare(step, blob if tier is self.tiers[0] else b"")
+        for tier in self.tiers:
+            tier.committed(step)
+
+    def publish(self) -> None:
+        """This generation counts from now on; the former one is removed. Only after the first
+        commit."""
+        assert self.step >= 0
+        switch(self.directories[0], self.meta.generation)
+        if self.former is not None:
+            old, self.former = self.former, None
+            self.locks, old.locks = old.locks, Locks()
+            old.close()
+            if old.directories[0].resolve() != self.directories[0].resolve():
+                (old.directories[0] / NAME).unlink(missing_ok=True)
+            for directory in old.directories:
+                remove(directory / f"gen-{old.meta.generation}")
+
+    def discard(self) -> None:
+        """Close and remove a generation that is not to count."""
+        for tier in self.tiers:
+            tier.close()
+        for directory in reversed(self.directories):
+            remove(directory / f"gen-{self.meta.generation}")
+        self.locks.close()
+
+    def close(self) -> None:
+        for tier in self.tiers:
+            tier.close()
+        self.locks.close()
+
+
+def create_store(
+    directories: Sequence[str | Path],
+    meta: StoreMeta,
+    owners: Sequence[int],
+    *,
+    direct: bool = True,
+    former: OpenedStore | None = None,
+) -> OpenedStore:
+    """Empty files for every chunk, chunk c in `directories[owners[c]]`. The caller writes all,
+    commits, publishes. FullError with both numbers before anything is written; ForeignError
+    where a store is there already, StoreError where another process is at work in one of the
+    directories."""
+    paths = tuple(Path(d).absolute() for d in directories)
+    assert len(owners) == len(meta.table.chunks) and all(0 <= o < len(paths) for o in owners), (
+        "owners do not fit"
+    )
+    for path in paths:
+        make_directory(path)
+    locks = Locks() if former else Locks(paths)
+    try:
+        if former is not None:
+            former.locks.take(paths)
+        else:
+            _check_free(paths)
+        there = [g.number for p in paths for g in generations(p)] + (
+            [former.meta.generation] if former else []
+        )
+        meta = replace(
+            meta,
+            owners=tuple(owners),
+            directories=tuple(map(str, paths)),
+            generation=max(there, default=0) + 1,
+            index=0,
+            copy_of=former.meta.generation if former else 0,
+        )
+        store = OpenedStore(paths, meta, [], former, locks)
+        try:
+            for index, path in enumerate(paths):
+                store.tiers.append(_create(path, replace(meta, index=index), direct))
+        except BaseException:
+            store.discard()
+            raise
+    except BaseException:
+        locks.close()
+        raise
+    return store
+
+
+def _check_free(paths: Sequence[Path]) -> None:
+    """No store is in `paths`; what a killed process half made is removed."""
+    for path in paths:
+        if (path / NAME).exists():
+            raise ForeignError(
+                f"{path}: holds a store already", hint="open it, or name another directory"
+            )
+    _check_unborn(paths)
+    _remove_unborn(paths)
+
+
+def open_store(
+    directories: Sequence[str | Path],
+    *,
+    also: Sequence[str | Path] = (),
+    direct: bool = True,
+    accept: Accept = lambda job, step: None,
+) -> OpenedStore | None:
+    """The store that counts among `directories` and `also`, whichever of them hold its parts. None
+    where nothing is. `accept` is told its job and step ("", -1: nothing is there) before anything
+    is written or removed, and raises where that is not to be gone on with. GoneError, ForeignError,
+    DamagedError; StoreError where it is in use.
+    """
+    given = list(dict.fromkeys(Path(d).absolute() for d in (*directories, *also)))
+    locks = Locks(given)
+    try:
+        store = _open(given, direct, accept)
+    except BaseException:
+        locks.close()
+        raise
+    if store is None:
+        locks.close()
+    else:
+        store.locks = locks
+    return store
+
+
+def _check_fallback(tiers: Sequence[FileTier]) -> None:
+    """A record that is torn belongs to a step that never counted, and the step before it is
+    whole. One that counted and is damaged since does not: the next step may have begun to
+    overwrite what the older record names. Then nothing is written, so that the record can still
+    be mended. It costs a read of the store, where a record is damaged only. Raises
+    DamagedError."""
+    damaged = [path for tier in tiers for path in tier.damaged]
+    if not damaged:
+        return
+    try:
+        for tier in tiers:
+            tier.check_all()
+    except DamagedError as error:
+        raise DamagedError(
+            f"{damaged[0]}: its record is damaged, and step {tiers[0].step}, of the record before,"
+            f" is not whole any more: {error}".partition("\nhint:")[0],
+            hint=(
+                f"nothing was changed: restore {damaged[0].name}, or the store, from a copy; the"
+                " disk may be failing"
+            ),
+        ) from error
+
+
+def _open(given: Sequence[Path], direct: bool, accept: Accept) -> OpenedStore | None:
+    found = [c for d in given if (c := counting(d)) is not None] or _roots(given)
+    if not found:
+        _check_unborn(given)
+        accept("", -1)
+        _remove_unborn(given)
+        return None
+    newest = max(found, key=lambda c: c.generation.number)
+    meta = StoreMeta.load(newest.generation.home)
+    _check_jobs(given, meta)
+    paths = tuple(_member(i, meta, given) for i in range(len(meta.directories)))
+    store = OpenedStore(paths, meta, [], said=[c.note for c in found if c.note])
+    try:
+        for path in paths:
+            home, step = path / f"gen-{meta.generation}", store.step if store.tiers else None
+            store.tiers.append(
+                FileTier(home, StoreMeta.load(home), step, direct=direct, settle=False)
+            )
+        accept(meta.job, store.step)
+        _check_fallback(store.tiers)
+        repair(paths[0], meta.generation)
+        for tier in store.tiers:  # directory 0, whose record decides, first
+            tier.settle()
+        store.said += _clean(given, store)
+    except BaseException:
+        store.close()
+        raise
+    return store
+
+
+def open_part(
+    directory: str | Path, step: int | None = None, *, direct: bool = True, look: bool = False
+) -> FileTier | None:
+    """One server's part of a store that rests on several hosts: at `step`, or the newest. None
+    where none is. `look`: only to see what it is; nothing is written or removed."""
+    path = Path(directory).absolute()
+    locks = Locks(() if look else [path])
+    try:
+        now = _counting_part(path)
+        if now is None:
+            for unfinished in () if look else [g for g in generations(path) if not g.recorded]:
+                remove(unfinished.home)
+            locks.close()
+            return None
+        home = now.generation.home
+        tier = FileTier(home, StoreMeta.load(home), step, direct=direct, settle=False)
+    except BaseException:
+        locks.close()
+        raise
+    tier.locks = locks
+    tier.said += [now.note] if now.note else []
+    try:
+        if not look:
+            _check_fallback([tier])
+            repair(path, now.generation.number)
+            tier.settle()
+            tier.said += clear(path, now.generation, tier.meta.copy_of)
+    except BaseException:
+        tier.close()
+        raise
+    return tier
+
+
+def create_part(
+    directory: str | Path,
+    meta: StoreMeta,
+    *,
+    direct: bool = True,
+    anew: bool = False,
+    keep: bool = False,
+) -> FileTier:
+    """Empty files for the chunks of server `meta.index`. It counts from `publish_part` on; until
+    then what is there does (`anew`: nothing), and takes its room beside it; in RAM, where that is
+    too little, it goes first. ForeignError where another part has trained; this one (it has missed
+    steps that its replicas have), or one that has not trained (its store was never finished
+    elsewhere), is replaced; `keep`: what is replaced is renamed, whatever its step.
+    """
+    path = Path(directory).absolute()
+    make_directory(path)
+    locks = Locks([path])
+    try:
+        now, said = _counting_part(path), list[str]()
+        old = None if now is None else now.generation
+        if (
+            old is not None
+            and old.step > 0
+            and (old.brief is None or (old.brief.job, old.brief.index) != (meta.job, meta.index))
+        ):
+            raise ForeignError(
+                f"{path}: holds step {old.step} of a store already", hint="name another directory"
+            )
+        for other in generations(path):
+            if old is not None and other.home == old.home:
+                continue
+            if other.recorded:
+                said.append(set_aside(other))
+            else:
+                remove(other.home)
+        if anew:
+            switch(path, 0)
+        number = 0 if old is None else old.number
+        meta = replace(meta, generation=number + 1, copy_of=0 if keep else number)
+        try:
+            tier = _create(path, meta, direct)
+        except FullError:
+            if old is None or keep or not in_ram(path):
+                raise
+            (path / NAME).unlink(missing_ok=True)
+            remove(old.home)
+            said.append(
+                f"{path}: no room in RAM for two copies: that of step {old.step} goes before the"
+                " new one comes"
+            )
+            tier = _create(path, meta, direct)
+    except BaseException:
+        locks.close()
+        raise
+    tier.locks = locks
+    tier.said += said
+    return tier
+
+
+def publish_part(directory: str | Path) -> list[str]:
+    """What `create_part` has made there counts, after its first commit; then what it replaces is
+    removed, or renamed where it is at a later step. Lines that say so."""
+    path = Path(directory).absolute()
+    newest = generations(path)[-1]
+    assert newest.step >= 0 and newest.brief is not None, newest
+    switch(path, newest.number)
+    return clear(path, newest, newest.brief.copy_of)
+
+
+def _create(path: Path, meta: StoreMeta, direct: bool) -> FileTier:
+    """Empty files for the chunks of directory `meta.index`, beside what describes them."""
+    home = path / f"gen-{meta.generation}"
+    try:
+        make_directory(home)
+        meta.write(home)
+        return FileTier(home, meta, direct=direct, create=True)
+    except BaseException:
+        remove(home)
+        raise
+
+
+def _counting_part(path: Path) -> Counting | None:
+    """What counts in the directory of one server; also without CURRENT, once it has a record.
+    DamagedError."""
+    if (path / NAME).exists():
+        return counting(path)
+    whole = [g for g in generations(path) if g.step >= 0]
+    if not whole:
+        return None
+    best = max(whole, key=lambda g: (g.step, g.number))
+    if not all(g.of(best) for g in whole):
+        raise DamagedError(
+            f"{path}: {[g.home.name for g in whole]} hold parts of several stores, and there is no"
+            f" {NAME}",
+            hint=f"write the N of the gen-N that counts into {NAME}",
+        )
+    return Counting(
+        best, f"{path}: there is no {NAME}; {best.home.name}, at step {best.step}, counts"
+    )
+
+
+def _roots(given: Iterable[Path]) -> list[Counting]:
+    """Where no CURRENT says what counts (a kill before it was written, or it was lost): first
+    directories that have a record. All others have theirs by then."""
+    unnamed = [d for d in given if not (d / NAME).exists()]
+    roots = [
+        g
+        for d in unnamed
+        for g in generations(d)
+        if g.step >= 0 and g.brief is not None and g.brief.index == 0
+    ]
+    return [
+        Counting(g, f"{g.home.parent}: there is no {NAME}; {g.home.name}, at step {g.step}, counts")
+        for g in roots
+    ]
+
+
+def _member(index: int, meta: StoreMeta, given: Sequence[Path]) -> Path:
+    """The given directory that holds directory `index` of the store."""
+    name = f"gen-{meta.generation}"
+    for path in given:
+        if not (path / name).is_dir():
+            continue
+        # what is damaged says so
+        if (brief_of(path / name) or StoreMeta.load(path / name)).index == index:
+            return path
+    raise GoneError(
+        f"{Path(meta.directories[index]) / name}: gone: directory {index} of the"
+        f" {len(meta.directories)} of job {meta.job} is none of the given ones"
+        f" ({', '.join(map(str, given))})",
+        hint="is its disk mounted? Name its place in `store`; to leave it, name it in `moved_from`",
+    )
+
+
+def _check_jobs(given: Iterable[Path], meta: StoreMeta) -> None:
+    """ForeignError for what another job has recorded in a given directory."""
+    for generation in [
+        g for d in given for g in generations(d) if g.recorded or g.number == meta.generation
+    ]:
+        if generation.job is not None and generation.job != meta.job:
+            raise ForeignError(
+                f"{generation.home.parent}: holds job {generation.job}, the store is job"
+                f" {meta.job}",
+                hint="name the directories of one store",
+            )
+
+
+def _clean(given: Iterable[Path], store: OpenedStore) -> list[str]:
+    """Nothing but `store` is left in the given directories. Lines about what was renamed."""
+    said = []
+    for path in given:
+        brief, home = store.meta, path / f"gen-{store.meta.generation}"
+        if path not in store.directories:
+            home = store.directories[0] / home.name
+        said += clear(
+            path, next(g for g in generations(home.parent) if g.home == home), brief.copy_of
+        )
+        if path != store.directories[0] and (path / NAME).exists():
+            (path / NAME).unlink()  # of a generation that another one has replaced
+            sync_directory(path)
+    return said
+
+
+def _check_unborn(given: Iterable[Path]) -> None:
+    """GoneError for a generation whose first directory is not here: it may have trained."""
+    found = [g for d in given for g in generations(d)]
+    begun = {(g.job, g.number) for g in found if g.brief is not None and g.brief.index == 0}
+    for generation in found:
+        if generation.step > 0 or (
+            generation.step == 0 and (generation.job, generation.number) not in begun
+        ):
+            raise GoneError(
+                f"{generation.home.parent}: holds step {generation.step} of a store whose first"
+                " directory is not here",
+                hint="is its disk still mounted? Name all directories of the store",
+            )
+
+
+def _remove_unborn(given: Iterable[Path]) -> None:
+    """Nothing counts: generations that were never finished are removed, first directories last:
+    one that holds step 0 of a store without them is taken for one that may have trained
+    (`_check_unborn`)."""
+    found = [g for d in given for g in generations(d)]
+    for generation in sorted(found, key=lambda g: g.brief is None or g.brief.index == 0):
+        if generation.recorded and generation.step < 0:
+            set_aside(generation)
+        else:
+            remove(generation.home)
+    for directory in given:
+        (directory / f"{NAME}.new").unlink(missing_ok=True)

@@ -1,0 +1,386 @@
+"""StoreMeta and Ledger: what a store is, and which slots hold its last committed step.
+
+`store.json` in every generation directory says what the store holds. The ledger has two files; a
+record of a step is [header | a row per owned chunk | blob | xxh3 of all that], written to the file
+that does not hold the last committed step and then fsynced. So a torn record never costs the last
+commit.
+
+Note "what the disk has": a record that is read may lie in the system's memory only: its writer was
+killed before it synced it, or the sync failed. A step that was built on it would overwrite the
+slots of the step before, and a power cut would then cost both. So `settle` writes again what
+counts, wipes what does not, and syncs both, before anything else is written; a record whose sync
+fails is wiped at once, and its step never counts.
+
+Assumes: one writer (a lock on the ledger says so). Does NOT touch slots.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import struct
+import uuid
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import xxhash
+
+from roadtrain.chunks import Chunk, ChunkTable, ParamSpec, Record, Span, record
+from roadtrain.errors import DamagedError, ForeignError, GoneError, StoreError
+from roadtrain.protocol.history import HistoryLink
+from roadtrain.storage.direct import DirectFile, replace_file, typed_errors
+from roadtrain.storage.lock import lock
+from roadtrain.storage.sealed import sealed, unsealed
+
+FORMAT = 1
+MAGIC = b"roadtrn\0"
+BLOBS = b"roadtrain blobs\0"
+# magic, format, generation, job, directory, rows, step, blob bytes
+HEADER = struct.Struct("<8sII16sIIQQ")
+ROW = np.dtype(
+    [
+        ("chunk", "<u4"),
+        ("step", "<u4"),  # the last that wrote the chunk
+        ("public_slot", "u1"),
+        ("private_slot", "u1"),
+        ("unused", "<u2"),
+        ("public_sum", "<u8"),  # xxh3_64; 0: absent
+        ("private_sum", "<u8"),
+    ]
+)
+_RESTORE = "restore this file from a copy of the store; the disk may be failing"
+# bytes allocated beyond the rows, so that a blob of usual size commits on a full disk
+_SPARE = 1 << 16
+
+Rows = np.ndarray[Any, Any]
+
+
+def digest(view: memoryview | bytes) -> int:
+    """xxh3_64, never 0."""
+    return xxhash.xxh3_64_intdigest(view) or 1
+
+
+def pack(blobs: Sequence[bytes]) -> bytes:
+    """What several workers commit with a step, as one blob; that of one worker is itself."""
+    if len(blobs) <= 1:
+        return b"".join(blobs)
+    return b"".join(
+        [BLOBS, struct.pack(f"<{len(blobs) + 1}Q", len(blobs), *map(len, blobs)), *blobs]
+    )
+
+
+def unpack(blob: bytes) -> list[bytes]:
+    """The workers' blobs, in their order; what a relay has packed for its host's is in one of
+    them."""
+    if not blob.startswith(BLOBS):
+        return [blob]
+    (count,) = struct.unpack_from("<Q", blob, len(BLOBS))
+    lengths = struct.unpack_from(f"<{count}Q", blob, len(BLOBS) + 8)
+    ends = list(itertools.accumulate(lengths, initial=len(BLOBS) + 8 * (count + 1)))
+    return [one for a, b in itertools.pairwise(ends) for one in unpack(blob[a:b])]
+
+
+@dataclass(frozen=True)
+class GroupRule:
+    """What one parameter group's rule keeps: its state arrays (fp32) and scalars (float64, a
+    row a parameter)."""
+
+    rule: str
+    arrays: tuple[str, ...] = ()
+    scalars: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Brief:
+    """What any description says, also one that is not ours."""
+
+    format: int
+    job: str
+    index: int
+    fingerprint: str = ""
+    copy_of: int = 0
+
+
+@dataclass(frozen=True)
+class StoreMeta:
+    """What a store holds. A caller gives the first four; `create_store` fills in where it rests."""
+
+    job: str  # uuid
+    blocks: tuple[tuple[str, tuple[ParamSpec, ...]], ...]
+    chunk_elements: int
+    groups: tuple[GroupRule, ...]
+    owners: tuple[int, ...] = ()  # of each chunk: an index into `directories`
+    directories: tuple[str, ...] = ()
+    # not used: the first edition wrote the directories of the generation before
+    former: tuple[str, ...] = ()
+    generation: int = 0
+    index: int = 0  # of this directory
+    staleness: int = 0
+    replicas: int = 1  # directories that hold each chunk
+    copy_of: int = 0  # the generation that this one was made from, to replace it; 0: from none
+    # with replicas, in the first edition: the last session of each server, 0: not there
+    sessions: tuple[int, ...] = ()
+    # of a store on servers: every session that began to train (protocol/history.py)
+    history: tuple[HistoryLink, ...] = ()
+    # servers of the last of them that this one may go on without, as a witness said
+    without: tuple[int, ...] = ()
+    format: int = FORMAT
+
+    @staticmethod
+    def of(
+        table: ChunkTable,
+        groups: Sequence[GroupRule],
+        job: str = "",
+        staleness: int = 0,
+        replicas: int = 1,
+    ) -> StoreMeta:
+        blocks = tuple((b.name, tuple(table.params[i] for i in b.params)) for b in table.blocks)
+        job = job or str(uuid.uuid4())
+        return StoreMeta(
+            job, blocks, table.chunk_elements, tuple(groups), staleness=staleness, replicas=replicas
+        )
+
+    @cached_property
+    def table(self) -> ChunkTable:
+        return ChunkTable.build(self.blocks, self.chunk_elements)
+
+    @cached_property
+    def records(self) -> dict[int, Record]:
+        """Of every chunk, by its id."""
+        out = {}
+        for chunk in self.table.chunks:
+            rule = self.groups[chunk.group] if chunk.trainable else GroupRule("")
+            out[chunk.id] = record(chunk, len(rule.arrays), len(rule.scalars), self.staleness)
+        return out
+
+    @cached_property
+    def where(self) -> dict[str, list[tuple[Chunk, int, Span]]]:
+        """By parameter name, its spans: (chunk, number of the span in it, span)."""
+        out: dict[str, list[tuple[Chunk, int, Span]]] = {}
+        for chunk in self.table.chunks:
+            for i, span in enumerate(chunk.spans):
+                out.setdefault(self.table.params[span.param].name, []).append((chunk, i, span))
+        return out
+
+    def holders(self, chunk: int) -> tuple[int, ...]:
+        """The directories (or servers) that hold `chunk`: its owner, then the next ones in
+        order."""
+        owner, n = self.owners[chunk], len(self.directories)
+        return (owner, *((owner + i) % n for i in range(1, self.replicas)))
+
+    def owned(self, index: int) -> dict[int, Record]:
+        """The records that directory `index` holds."""
+        return {chunk: r for chunk, r in self.records.items() if index in self.holders(chunk)}
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The servers of the last session."""
+        if self.history:
+            return self.history[-1].members
+        last = max(self.sessions, default=0)
+        return tuple(
+            i for i in range(len(self.directories)) if not self.sessions or self.sessions[i] == last
+        )
+
+    def write(self, directory: Path) -> None:
+        """Atomically and durably."""
+        replace_file(directory / "store.json", sealed(self.to_json().encode()), "writing")
+
+    @property
+    def signature(self) -> str:
+        """Same for two workers whose parameters, dtypes, chunks and rules are the same."""
+        keys = ("blocks", "chunk_elements", "groups", "staleness", "replicas")
+        body = json.dumps([asdict(self)[key] for key in keys])
+        return hashlib.sha256(body.encode()).hexdigest()[:32]
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self) | {"fingerprint": self.table.fingerprint()})
+
+    @staticmethod
+    def load(directory: Path) -> StoreMeta:
+        """Raises GoneError, DamagedError, or ForeignError for another format."""
+        path = directory / "store.json"
+        with typed_errors(path, "reading"):
+            content = path.read_bytes()
+        try:
+            body, _ = unsealed(content)
+        except ValueError as error:
+            raise DamagedError(f"{path}: {error}", hint=_RESTORE) from error
+        return StoreMeta.from_json(body, str(path))
+
+    @staticmethod
+    def from_json(text: bytes | str, where: str) -> StoreMeta:
+        """`where`: for messages. Raises DamagedError, or ForeignError for another format."""
+        try:
+            brief = msgspec.json.decode(text, type=Brief)
+            if brief.format != FORMAT:
+                raise ForeignError(
+                    f"{where}: store format {brief.format}, this version reads {FORMAT}"
+                )
+            meta = msgspec.json.decode(text, type=StoreMeta)
+        except ValueError as error:
+            raise DamagedError(
+                f"{where}: not a store description ({error})", hint=_RESTORE
+            ) from error
+        if meta.table.fingerprint() != brief.fingerprint or len(meta.owners) != len(
+            meta.table.chunks
+        ):
+            raise DamagedError(f"{where}: does not match its fingerprint", hint=_RESTORE)
+        return meta
+
+
+@dataclass(frozen=True)
+class Entry:
+    step: int
+    rows: Rows
+    blob: bytes
+    file: int  # ledger.0 or ledger.1
+
+
+class Ledger:
+    """The two ledger files of one generation directory. `entry`: the last committed record,
+    before the first one of step -1 with the rows given; `pending`: what is appended and not
+    confirmed; `dropped`: lines about records that do not count."""
+
+    def __init__(
+        self, directory: Path, meta: StoreMeta, rows: Rows, *, create: bool = False
+    ) -> None:
+        self._meta, self._files = meta, list[DirectFile]()
+        self.entry = Entry(-1, rows, b"", 1)
+        self.pending: Entry | None = None
+        self.dropped: list[str] = []
+        self.damaged: list[Path] = []  # files with a record that is torn or damaged
+        self._loaded = [b"", b""]  # what counts in each file, until it is settled
+        size = HEADER.size + rows.nbytes + _SPARE if create else None
+        try:
+            for i in range(2):
+                self._files.append(DirectFile(directory / f"ledger.{i}", direct=False, create=size))
+            with typed_errors(directory, "locking"):
+                lock(self._files[0].fd, directory)
+        except BaseException:
+            self.close()
+            raise
+
+    def load(self, step: int | None) -> tuple[int, ...]:
+        """The record of exactly `step`, or the newest; nothing is written before `settle`. A
+        newer one than `step` is not to count. Returns the steps there were records of.
+        DamagedError where there is none, ForeignError for another's."""
+        found = [e for e in (self._parse(i) for i in range(2)) if e is not None]
+        fit = [e for e in found if step is None or e.step == step]
+        if not fit:
+            raise DamagedError(
+                f"{self._files[0].path.parent}: no valid ledger record"
+                + ("" if step is None else f" of step {step}")
+                + f", there are {[e.step for e in found]}"
+            )
+        self.entry = max(fit, key=lambda e: e.step)
+        for entry in found:
+            if entry.step > self.entry.step:
+                self._loaded[entry.file] = b""
+                self.dropped.append(
+                    f"{self._files[entry.file].path}: the record of step {entry.step} was not "
+                    f"committed, step {self.entry.step} counts"
+                )
+        return tuple(e.step for e in found)
+
+    def settle(self) -> None:
+        """What was loaded is durable, and what does not count is gone for good (Note "what the
+        disk has")."""
+        for number in (self.entry.file, 1 - self.entry.file):
+            data, self._loaded[number] = self._loaded[number] or bytes(HEADER.size), b""
+            self._files[number].write(memoryview(data), 0, what := "a record that was found")
+            self._files[number].sync(f"of {what}")
+
+    def append(self, step: int, rows: Rows, blob: bytes) -> None:
+        """Durable on return; the committed record is not touched."""
+        m, number = self._meta, 1 - self.entry.file
+        head = HEADER.pack(
+            MAGIC,
+            m.format,
+            m.generation,
+            uuid.UUID(m.job).bytes,
+            m.index,
+            len(rows),
+            step,
+            len(blob),
+        )
+        body = head + rows.tobytes() + blob
+        self.pending = Entry(step, rows.copy(), blob, number)
+        file, what = self._files[number], f"the record of step {step}"
+        try:
+            file.write(memoryview(body + digest(body).to_bytes(8, "little")), 0, what)
+            file.sync(f"of {what}")
+            file.check_linked(f"after {what}")
+        except StoreError:
+            self.pending = None
+            # else `settle` finds it, and makes it durable or fails too
+            with contextlib.suppress(StoreError):
+                file.write(memoryview(bytes(HEADER.size)), 0, "a record that may not be durable")
+                file.sync("of a record that may not be durable")
+            raise
+
+    def confirm(self) -> None:
+        assert self.pending is not None
+        self.entry, self.pending = self.pending, None
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
+
+    def _parse(self, file: int) -> Entry | None:
+        path = self._files[file].path
+        data = record_in(path)
+        if data is None:
+            self.damaged.append(path)
+            self.dropped.append(f"{path}: a torn record was dropped, the newest whole one counts")
+        if not data:
+            return None
+        self._loaded[file] = data
+        _, fmt, generation, job, index, count, step, blob = HEADER.unpack_from(data)
+        end = len(data) - 8
+        m = self._meta
+        is_ = (fmt, generation, str(uuid.UUID(bytes=job)), index, count)
+        ours = (m.format, m.generation, m.job, m.index, len(self.entry.rows))
+        if is_ != ours:
+            raise ForeignError(
+                f"{path}: a record of (format, generation, job, directory, chunks) {is_}, not"
+                f" {ours}"
+            )
+        rows = np.frombuffer(data, ROW, count, HEADER.size).copy()
+        return Entry(step, rows, data[end - blob : end], file)
+
+
+def record_in(path: Path) -> bytes | None:
+    """The whole record of a ledger file, checksum included; b"" where none was ever written,
+    None where one is torn or damaged."""
+    with typed_errors(path, "reading"):
+        data = path.read_bytes()
+    if not any(data[: HEADER.size]):
+        return b""
+    magic, _, _, _, _, count, _, blob = HEADER.unpack_from(data.ljust(HEADER.size, b"\0"))
+    end = HEADER.size + count * ROW.itemsize + blob
+    whole = magic == MAGIC and len(data) >= end + 8
+    return (
+        data[: end + 8]
+        if whole and digest(data[:end]) == int.from_bytes(data[end : end + 8], "little")
+        else None
+    )
+
+
+def steps_in(directory: Path) -> list[int | None]:
+    """The steps of the records in a generation directory, None for a record that is torn or
+    damaged; unchecked is whether they are of the store that its description tells of."""
+    records = []
+    for name in ("ledger.0", "ledger.1"):
+        with contextlib.suppress(GoneError):
+            records.append(record_in(directory / name))
+    return [
+        None if data is None else HEADER.unpack_from(data)[6] for data in records if data != b""
+    ]

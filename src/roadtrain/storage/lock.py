@@ -1,0 +1,94 @@
+"""Locks: directories that this process alone opens, fills, converts and cleans, until `close`.
+
+A lock is on the directory itself, so nothing lies in it that could be left over; where the file
+system locks no directories (NFS), on a file `lock` in it. It ends with the process: forked
+children, such as a DataLoader's, do not keep it. Does NOT wait for longer than LOCK_WAIT_S.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import weakref
+from collections.abc import Iterable
+from pathlib import Path
+
+from roadtrain.errors import StoreError
+from roadtrain.storage.direct import typed_errors
+from roadtrain.transport.retry import retry
+
+LOCK_WAIT_S = 5.0  # a killed process's helpers may hold the lock for a moment longer
+
+
+class Locks:
+    """Invariant: each directory that is locked is so once, by device and inode."""
+
+    def __init__(self, directories: Iterable[Path] = ()) -> None:
+        self._held: dict[tuple[int, int], int] = {}  # (device, inode) of a directory -> descriptor
+        _ALL.add(self)
+        try:
+            self.take(directories)
+        except BaseException:
+            self.close()
+            raise
+
+    def take(self, directories: Iterable[Path]) -> None:
+        """Also these, those that exist. StoreError where another process has one of them."""
+        for directory in directories:
+            if not directory.is_dir():
+                continue
+            with typed_errors(directory, "locking"):
+                fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                about = os.fstat(fd)
+                if (about.st_dev, about.st_ino) in self._held:
+                    os.close(fd)
+                    continue
+                self._held[about.st_dev, about.st_ino] = _locked(fd, directory)
+
+    def close(self) -> None:
+        for fd in self._held.values():
+            os.close(fd)
+        self._held.clear()
+
+
+_ALL: weakref.WeakSet[Locks] = weakref.WeakSet()  # of this process
+
+
+def _let_go() -> None:
+    """In a forked child: a lock is held as long as any process has its descriptor open."""
+    for locks in list(_ALL):
+        locks.close()
+
+
+os.register_at_fork(after_in_child=_let_go)
+
+
+def _locked(fd: int, directory: Path) -> int:
+    """The descriptor that holds the lock: `fd`, or that of a file in the directory. `fd` is
+    closed otherwise."""
+    try:
+        lock(fd, directory)
+        return fd
+    except BaseException as error:
+        os.close(fd)
+        if not isinstance(error, OSError):
+            raise
+    fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        lock(fd, directory)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def lock(fd: int, directory: Path) -> None:
+    """StoreError where another process holds it, OSError where the file system has no locks on
+    it."""
+    try:
+        retry(lambda: fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB), BlockingIOError, LOCK_WAIT_S)
+    except BlockingIOError:
+        raise StoreError(
+            f"{directory}: in use by another process (waited {LOCK_WAIT_S:.0f} s)",
+            hint="end the other run of this job first",
+        ) from None

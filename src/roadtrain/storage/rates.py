@@ -1,0 +1,77 @@
+"""probe: what this machine gives, measured. So far: the rates of a storage directory.
+
+Assumes the directory takes a file of FILE_BYTES for some seconds. Does NOT write anything that
+stays.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import cycle
+from pathlib import Path
+
+from roadtrain.device.buffers import Buffer
+from roadtrain.storage.direct import DirectFile, typed_errors
+from roadtrain.units import MIB
+
+PIECE, FILE_BYTES = 8 * MIB, 256 * MIB
+THREADS = 2  # a direction; more gain little
+SECONDS = 0.7  # of each measurement
+Call = Callable[[memoryview, int, str], None]
+
+
+@dataclass(frozen=True)
+class StorageRates:
+    """Bytes a second of direct I/O (buffered where it is refused: `note` says so). `mixed`: both
+    directions at once, together."""
+
+    read: float
+    write: float
+    mixed: float
+    note: str = ""
+
+
+def storage_rates(
+    directory: str | Path, nbytes: int = FILE_BYTES, seconds: float = SECONDS
+) -> StorageRates:
+    """Writes and reads a temporary file in `directory`. Raises StoreError (FullError,
+    GoneError)."""
+    home = Path(directory).absolute()
+    while not home.is_dir():
+        home = home.parent
+    with (
+        typed_errors(home, "probing"),
+        tempfile.TemporaryDirectory(prefix="probe-", dir=home) as name,
+    ):
+        file = DirectFile(Path(name) / "rates.bin", create=nbytes)
+        try:
+            # what was never written reads too fast
+            wrote = _rate([file.write], nbytes, seconds, at_least=nbytes)
+            read = _rate([file.read], nbytes, seconds)
+            return StorageRates(
+                read, wrote, _rate([file.read, file.write], nbytes, seconds), file.note
+            )
+        finally:
+            file.close()
+
+
+def _rate(calls: list[Call], nbytes: int, seconds: float, at_least: int = 0) -> float:
+    """Bytes a second of all `calls` together, each with pieces of the file in turn, over and
+    over."""
+    start = time.perf_counter()
+
+    def work(call: Call, offsets: Iterator[int]) -> int:
+        buffer, done = Buffer(PIECE), 0
+        while time.perf_counter() < start + seconds or done * THREADS < at_least:
+            call(buffer.view, next(offsets), "a probe")
+            done += PIECE
+        buffer.close()
+        return done
+
+    jobs = [(call, cycle(range(0, nbytes, PIECE))) for call in calls] * THREADS
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        return sum(pool.map(work, *zip(*jobs))) / (time.perf_counter() - start)

@@ -1,0 +1,178 @@
+"""safetensors, tensor by tensor: export in Hugging Face's layout (shards and an index), read any of
+its layouts.
+
+The file is 8 bytes of header length, a JSON header, the data. Own writer: the library's wants all
+tensors at once. Assumes a little-endian machine; bf16 and fp16 are uint16 arrays, a dtype name
+beside them. Does NOT hold files open.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from roadtrain.chunks import ITEMSIZE, NUMPY
+from roadtrain.errors import DamagedError, ForeignError, GoneError
+from roadtrain.storage.direct import sync_directory, typed_errors, write_file
+
+TAGS = {dtype: dtype.upper().replace("FP", "F") for dtype in ITEMSIZE}  # F32, BF16, I8, BOOL
+_DTYPES = {tag: dtype for dtype, tag in TAGS.items()}
+_MAX_HEADER = 100_000_000  # bytes: the format's own limit
+SHARD_NBYTES = 5 * 10**9  # Hugging Face's usual
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+Array = np.ndarray[Any, Any]
+Item = tuple[str, str, tuple[int, ...], Callable[[], Array]]  # name, dtype, shape, reader
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor in a file; nothing is read before `read`."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    path: Path
+    offset: int
+
+    def read(self, start: int = 0, stop: int | None = None) -> Array:
+        """All of it in its shape; with bounds, those flat elements."""
+        whole = start == 0 and stop is None
+        numel = prod(self.shape)
+        last = numel if stop is None else stop
+        assert 0 <= start <= last <= numel, (start, last, numel)
+        with typed_errors(self.path, f"reading tensor {self.name!r}"):
+            at = self.offset + start * ITEMSIZE[self.dtype]
+            out: Array = np.fromfile(self.path, NUMPY[self.dtype], last - start, offset=at)
+        if out.size < last - start:
+            raise DamagedError(f"{self.path}: truncated inside tensor {self.name!r}")
+        return out.reshape(self.shape) if whole else out
+
+
+def export_dir(
+    items: Iterable[Item], directory: str | Path, max_shard_nbytes: int = SHARD_NBYTES
+) -> list[Path]:
+    """Write `items` into `directory`, one tensor in memory at a time; the files it made. An
+    existing export there is replaced once the new one is complete on the disk. FullError."""
+    home = Path(directory)
+    home.mkdir(parents=True, exist_ok=True)
+    shards: list[list[Item]] = [[]]
+    filled = total = 0
+    for item in items:
+        nbytes = prod(item[2]) * ITEMSIZE[item[1]]
+        if shards[-1] and filled + nbytes > max_shard_nbytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(item)
+        filled, total = filled + nbytes, total + nbytes
+    count = len(shards)
+    names = (
+        [_SINGLE]
+        if count == 1
+        else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+    )
+    made: list[Path] = []
+    try:
+        for name, shard in zip(names, shards):
+            made.append(home / f"{name}.new")
+            _write_file(made[-1], shard)
+        if count > 1:
+            weights = {item[0]: name for name, shard in zip(names, shards) for item in shard}
+            made.append(home / f"{_INDEX}.new")
+            body = {"metadata": {"total_size": total}, "weight_map": weights}
+            write_file(made[-1], [json.dumps(body, indent=2).encode()], "exporting")
+    except BaseException:
+        for path in made:
+            path.unlink(missing_ok=True)
+        raise
+    for stale in [*home.glob("model*.safetensors"), home / _INDEX]:
+        stale.unlink(missing_ok=True)
+    done = [path.rename(path.with_suffix("")) for path in made]
+    sync_directory(home)
+    return done
+
+
+def open_dir(path: str | Path) -> Mapping[str, Tensor]:
+    """The tensors of a safetensors file, or of a directory with `model.safetensors`, an index,
+    or any safetensors files. GoneError, ForeignError (not safetensors), DamagedError
+    (truncated)."""
+    home = Path(path)
+    if home.is_file():
+        return dict(_read_header(home))
+    if (home / _INDEX).is_file():
+        try:
+            files = sorted(
+                {
+                    home / name
+                    for name in json.loads((home / _INDEX).read_bytes())["weight_map"].values()
+                }
+            )
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ForeignError(f"{home / _INDEX}: not a safetensors index ({error})") from error
+    else:
+        files = (
+            [home / _SINGLE] if (home / _SINGLE).is_file() else sorted(home.glob("*.safetensors"))
+        )
+    if not files:
+        raise GoneError(f"{home}: no safetensors file there")
+    return {name: tensor for file in files for name, tensor in _read_header(file)}
+
+
+def _write_file(path: Path, shard: list[Item]) -> None:
+    # so that every tensor is aligned to its elements
+    shard = sorted(shard, key=lambda item: -ITEMSIZE[item[1]])
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, dtype, shape, _ in shard:
+        stop = at + prod(shape) * ITEMSIZE[dtype]
+        header[name] = {"dtype": TAGS[dtype], "shape": list(shape), "data_offsets": [at, stop]}
+        at = stop
+    head = json.dumps(header, separators=(",", ":")).encode()
+    head += b" " * (-len(head) % 8)
+
+    def pieces() -> Iterator[bytes | memoryview]:
+        yield len(head).to_bytes(8, "little") + head
+        for name, dtype, shape, reader in shard:
+            array = np.ascontiguousarray(reader())
+            fits = array.dtype.itemsize == ITEMSIZE[dtype] and array.size == prod(shape)
+            assert fits, (name, array.dtype, array.shape)
+            yield array.reshape(-1).view(np.uint8).data
+
+    write_file(path, pieces(), "exporting")
+
+
+def _read_header(path: Path) -> Iterator[tuple[str, Tensor]]:
+    with typed_errors(path, "reading"), open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(file.read(8), "little")
+        if length > min(_MAX_HEADER, size - 8):
+            raise ForeignError(
+                f"{path}: not a safetensors file, or truncated: header of {length} bytes in {size}"
+            )
+        text = file.read(length)
+    try:
+        header = json.loads(text)
+    except ValueError as error:
+        raise ForeignError(f"{path}: not a safetensors file ({error})") from error
+    header.pop("__metadata__", None)
+    for name, entry in header.items():
+        start, stop = entry["data_offsets"]
+        if entry["dtype"] not in _DTYPES:
+            raise ForeignError(
+                f"{path}: tensor {name!r} has dtype {entry['dtype']}, known are"
+                f" {', '.join(_DTYPES)}"
+            )
+        dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
+        if stop - start != prod(shape) * ITEMSIZE[dtype] or start < 0 or 8 + length + stop > size:
+            raise DamagedError(
+                f"{path}: tensor {name!r} at bytes {start} to {stop} does not fit, the file has"
+                f" {size}"
+            )
+        yield name, Tensor(name, dtype, shape, path, 8 + length + start)

@@ -1,0 +1,1 @@
+"""How a block runs on fetched parameters."""

@@ -1,0 +1,423 @@
+"""What the forward keeps for the backward: block inputs, in host memory under a byte budget, in a
+file beyond it.
+
+A kept tensor is in one of these states (cost in host bytes, against the budget):
+    HERE     n bytes: a reference on the CPU; a pinned copy of a CUDA tensor, which also holds the
+             tensor until copied
+    LEAVING  n bytes: being written to the scratch file
+    AWAY     0 bytes: in the file
+    COMING   n bytes: being read ahead of its use
+Backward runs last in, first out, so the oldest is sent away first, and loading one reads the one
+before it ahead. A tensor object kept for several blocks (a mask, position embeddings) is kept once.
+Tensors under SMALL and expanded ones are references and never leave. One thread does the file's
+writes and reads; it starts with the first write.
+
+Assumes: nobody changes a kept tensor in place; who does gets a ModelError at load.
+Does NOT keep the autograd graph of a tensor, or anything after close().
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from roadtrain.chunks import PAGE
+from roadtrain.errors import BudgetError, DamagedError, FullError, GoneError, ModelError, StoreError
+from roadtrain.units import round_up, show_bytes
+
+SMALL = 64 << 10  # bytes: below this a page of bookkeeping costs more than the tensor
+HERE, LEAVING, AWAY, COMING, GONE = "here", "leaving", "away", "coming", "gone"
+
+
+class Ticket:
+    """A kept tensor. All fields are guarded by the Activations' lock. `users`: saves minus
+    frees."""
+
+    def __init__(self, tensor: torch.Tensor, serial: int) -> None:
+        self.shape, self.stride, self.dtype, self.device = (
+            tensor.shape,
+            tensor.stride(),
+            tensor.dtype,
+            tensor.device,
+        )
+        self.nbytes = min(tensor.nbytes, tensor.untyped_storage().nbytes())
+        self.movable = tensor.nbytes >= SMALL and 0 not in self.stride
+        self.serial, self.users, self.state, self.at = serial, 1, HERE, -1
+        self.sum = 0  # xxh3 of what is in the file
+        self.data: torch.Tensor | None = None  # CPU, None while AWAY
+        # what was saved, while its version can still matter
+        self.source: torch.Tensor | None = None
+        self.version, self.was_changed = version_of(tensor), False
+        self.event: Any = None  # torch.cuda.Event of the device-to-host copy
+
+    def let_go(self) -> None:
+        """The kept values no longer need what was saved: from here that may change."""
+        self.was_changed = self.is_changed()
+        self.source = None
+
+    def is_changed(self) -> bool:
+        return self.was_changed or (
+            self.source is not None and version_of(self.source) != self.version
+        )
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Count of in-place changes; tensors made under inference_mode do not count."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+class Activations:
+    """`budget_bytes`: host bytes of kept tensors. `scratch_dir`: where the overflow goes, None
+    to refuse it. `device`: where blocks run. Counters: bytes_held, peak_bytes (host),
+    bytes_spilled (written, in all)."""
+
+    def __init__(
+        self,
+        budget_bytes: int,
+        scratch_dir: str | os.PathLike[str] | None,
+        device: torch.device | str,
+    ) -> None:
+        self.budget_bytes = budget_bytes
+        self.scratch_dir = None if scratch_dir is None else Path(scratch_dir)
+        self.device = torch.device(device)
+        self.bytes_held = self.peak_bytes = self.bytes_spilled = 0
+        # free() never blocks on it: the garbage collector may call that anywhere
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._dead: deque[Ticket] = deque()  # freed, not yet swept
+        self._live: dict[int, Ticket] = {}  # serial -> ticket with users > 0, oldest first
+        # id(tensor) -> while both live
+        self._shared: dict[int, tuple[weakref.ref[torch.Tensor], Ticket]] = {}
+        self._jobs: deque[Ticket] = deque()  # LEAVING: to be written; COMING: to be read
+        self._serial = 0
+        self._file: Any = None
+        self._end = 0  # bytes of the scratch file in use or in a free list
+        self._holes: dict[int, list[int]] = {}  # nbytes -> offsets
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._closed = False
+        # of each device that a kept tensor was on: where its copies run
+        self._streams: dict[torch.device, Any] = {}
+
+    # -- save, load, free
+
+    def save(self, tensor: torch.Tensor) -> Ticket:
+        """Keep `tensor`. Waits for room. Raises BudgetError where it cannot be kept, FullError
+        for a full disk."""
+        with self._lock:
+            self._sweep()
+            known = self._shared.get(id(tensor))
+            if (
+                known is not None
+                and known[0]() is tensor
+                and known[1].version == version_of(tensor)
+            ):
+                known[1].users += 1
+                return known[1]
+            ticket = Ticket(tensor, self._serial)
+            self._serial += 1
+            if ticket.movable:
+                self._make_room(ticket.nbytes)
+            self._take(tensor.detach(), ticket)
+            self._live[ticket.serial] = ticket
+            self._shared[id(tensor)] = (weakref.ref(tensor), ticket)
+            self._count(ticket.nbytes)
+            # begin early: the next is probably as large
+            if ticket.movable and self.scratch_dir is not None:
+                self._send_away(self.bytes_held + ticket.nbytes - self.budget_bytes)
+            return ticket
+
+    def load(self, ticket: Ticket) -> torch.Tensor:
+        """The kept values on the tensor's own device. Do not write into them. The ticket stays
+        until freed."""
+        with self._lock:
+            self._sweep()
+            self._check_failure()
+            assert ticket.users > 0, "the ticket was freed"
+            if ticket.state == AWAY:
+                self._ask(ticket, COMING)
+            while ticket.state == COMING:
+                self._wait("reading a block input back")
+            copied = ticket.event
+        if copied is not None:
+            copied.synchronize()  # without the lock: others save and free meanwhile
+        with self._lock:
+            self._settle(ticket)
+            if ticket.is_changed():
+                raise ModelError(
+                    f"an input of shape {tuple(ticket.shape)} was changed in place between forward"
+                    " and backward",
+                    hint="make the change out of place (x = x + y instead of x += y)",
+                )
+            data = ticket.data
+            assert data is not None
+            self._read_ahead(ticket)
+        return data if data.device.type == ticket.device.type else self._to_device(ticket, data)
+
+    def free(self, ticket: Ticket) -> None:
+        """One save of this ticket is over. Safe in a finaliser."""
+        self._dead.append(ticket)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._sweep()
+            finally:
+                self._lock.release()
+
+    def close(self) -> None:
+        """Drop all that is kept, end the thread, close the file."""
+        with self._lock:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+        with self._lock:
+            self._sweep()
+            for ticket in self._live.values():
+                ticket.data = ticket.source = None
+                ticket.state = GONE
+            self._live.clear()
+            self._shared.clear()
+            self.bytes_held = 0
+            if self._file is not None:
+                self._file.close()
+
+    def check(self) -> None:
+        """Assert the invariants."""
+        with self._lock:
+            self._sweep()
+            held = [t for t in self._live.values() if t.state in (HERE, LEAVING, COMING)]
+            assert self.bytes_held == sum(t.nbytes for t in held)
+            assert all(t.users > 0 or t.state in (LEAVING, COMING) for t in self._live.values())
+            assert list(self._live) == sorted(self._live)
+
+    # -- under the lock
+
+    def _sweep(self) -> None:
+        while self._dead:
+            ticket = self._dead.popleft()
+            ticket.users -= 1
+            if ticket.users == 0 and ticket.state in (HERE, AWAY):
+                self._forget(ticket)
+        for key in [k for k, (ref, t) in self._shared.items() if ref() is None or t.users == 0]:
+            del self._shared[key]
+
+    def _forget(self, ticket: Ticket) -> None:
+        del self._live[ticket.serial]
+        if ticket.state == HERE:
+            self.bytes_held -= ticket.nbytes
+        if ticket.at >= 0:
+            self._holes.setdefault(round_up(ticket.nbytes, PAGE), []).append(ticket.at)
+        ticket.data = ticket.source = ticket.event = None
+        ticket.state = GONE
+        self._changed.notify_all()
+
+    def _count(self, nbytes: int) -> None:
+        self.bytes_held += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.bytes_held)
+
+    def _take(self, tensor: torch.Tensor, ticket: Ticket) -> None:
+        ticket.source = tensor
+        if tensor.device.type != "cuda" or not ticket.movable:
+            ticket.data = tensor
+            return
+        stream = self._stream_of(tensor.device)
+        stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        with torch.cuda.stream(stream):
+            ticket.data = torch.empty_strided(
+                ticket.shape, ticket.stride, dtype=ticket.dtype, pin_memory=True
+            )
+            ticket.data.copy_(tensor, non_blocking=True)
+            ticket.event = stream.record_event()
+        for other in list(self._live.values()):  # let go of device tensors whose copies are done
+            if other.event is not None and other.event.query():
+                self._settle(other)
+
+    def _stream_of(self, device: torch.device) -> Any:
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return self._streams[device]
+
+    def _settle(self, ticket: Ticket) -> None:
+        """The copy off the device is complete, which the caller knows: from here the source may
+        change."""
+        if ticket.event is None:
+            return
+        ticket.event = None
+        ticket.let_go()
+
+    def _make_room(self, nbytes: int) -> None:
+        """Wait until `nbytes` fit the budget; one tensor alone may exceed it where it can leave
+        at once."""
+        while self.bytes_held + nbytes > self.budget_bytes:
+            self._check_failure()
+            if self.scratch_dir is None:
+                raise BudgetError(
+                    f"block inputs need {show_bytes(self.bytes_held + nbytes)} on the host, "
+                    f"the budget is {show_bytes(self.budget_bytes)}",
+                    hint=(
+                        "raise the activation budget by"
+                        f" {show_bytes(self.bytes_held + nbytes - self.budget_bytes)}, give a"
+                        " scratch directory, or use a smaller batch"
+                    ),
+                )
+            self._send_away(self.bytes_held + nbytes - self.budget_bytes)
+            if not any(t.state in (LEAVING, COMING) for t in self._live.values()):
+                return
+            self._wait("writing block inputs")
+
+    def _send_away(self, nbytes: int) -> None:
+        nbytes -= sum(t.nbytes for t in self._live.values() if t.state == LEAVING)
+        here = [t for t in self._live.values() if t.state == HERE and t.movable]
+        # what several blocks use goes last
+        for ticket in sorted(here, key=lambda t: (t.users > 1, t.serial)):
+            if nbytes <= 0:
+                return
+            nbytes -= ticket.nbytes
+            self._ask(ticket, LEAVING)
+
+    def _read_ahead(self, ticket: Ticket) -> None:
+        earlier = [t for t in self._live.values() if t.serial < ticket.serial and t.state == AWAY]
+        if earlier and self.bytes_held + earlier[-1].nbytes <= self.budget_bytes:
+            self._ask(earlier[-1], COMING)
+
+    def _ask(self, ticket: Ticket, state: str) -> None:
+        """Have `ticket` written (LEAVING) or read (COMING)."""
+        if self._thread is None:
+            self._open()
+            self._thread = threading.Thread(
+                target=self._work, name="roadtrain-activations", daemon=True
+            )
+            self._thread.start()
+        ticket.state = state
+        if state == COMING:
+            self._count(ticket.nbytes)
+            self._jobs.appendleft(ticket)  # somebody waits for a read, nobody for a write
+        else:
+            self._jobs.append(ticket)
+        self._changed.notify_all()
+
+    def _open(self) -> None:
+        assert self.scratch_dir is not None
+        try:
+            self.scratch_dir.mkdir(parents=True, exist_ok=True)
+            self._file = tempfile.TemporaryFile(dir=self.scratch_dir, buffering=0)  # noqa: SIM115
+        except OSError as error:
+            raise GoneError(
+                f"no scratch file for block inputs in {self.scratch_dir}: {error}"
+            ) from error
+
+    def _wait(self, what: str) -> None:
+        if not self._changed.wait(timeout=300):
+            raise StoreError(f"{what} in {self.scratch_dir} has not moved for 300 s")
+        self._sweep()
+        self._check_failure()
+
+    def _check_failure(self) -> None:
+        if isinstance(self._failure, OSError) and self._failure.errno == 28:
+            raise FullError(
+                f"no space for block inputs in {self.scratch_dir} ({show_bytes(self._end)} used)",
+                hint="raise the activation budget, or choose another scratch directory",
+            ) from self._failure
+        if self._failure is not None:
+            raise StoreError(
+                f"block inputs in {self.scratch_dir}: {self._failure}"
+            ) from self._failure
+
+    # -- the thread
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                while not self._jobs and not self._closed:
+                    self._changed.wait()
+                if self._closed:
+                    return
+                ticket = self._jobs.popleft()
+            try:
+                (self._write if ticket.state == LEAVING else self._read)(ticket)
+            except BaseException as error:
+                with self._lock:
+                    self._failure = error
+                    self._changed.notify_all()
+                return
+            del ticket
+
+    def _write(self, ticket: Ticket) -> None:
+        data, copied = ticket.data, ticket.event
+        assert data is not None
+        if copied is not None:
+            copied.synchronize()
+        if ticket.users > 0 and ticket.at < 0:
+            size = round_up(ticket.nbytes, PAGE)
+            with self._lock:
+                holes = self._holes.get(size)
+                ticket.at = holes.pop() if holes else self._end
+                self._end = max(self._end, ticket.at + size)
+            ticket.sum = self._move(os.pwrite, data.contiguous(), ticket.at)
+            self.bytes_spilled += ticket.nbytes
+        with self._lock:
+            self._settle(ticket)
+            ticket.let_go()
+            ticket.data = None
+            self.bytes_held -= ticket.nbytes
+            self._moved(ticket, AWAY)
+
+    def _read(self, ticket: Ticket) -> None:
+        data = torch.empty(
+            ticket.shape, dtype=ticket.dtype, pin_memory=ticket.device.type == "cuda"
+        )
+        if (
+            self._move(lambda file, left, at: os.preadv(file, [left], at), data, ticket.at)
+            != ticket.sum
+        ):
+            raise DamagedError(
+                f"{ticket.nbytes} bytes at {ticket.at} of the scratch file do not match their"
+                " checksum"
+            )
+        if data.stride() != ticket.stride:  # kernels may round differently by stride (Rule 1)
+            data = torch.empty_strided(
+                ticket.shape, ticket.stride, dtype=ticket.dtype, pin_memory=data.is_pinned()
+            ).copy_(data)
+        with self._lock:
+            ticket.data = data
+            self._moved(ticket, HERE)
+
+    def _move(
+        self, transfer: Callable[[int, memoryview, int], int], tensor: torch.Tensor, at: int
+    ) -> int:
+        """Returns the xxh3 of what was moved."""
+        left = whole = memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+        while left:
+            done = transfer(self._file.fileno(), left, at)
+            if done == 0:
+                raise OSError(f"the scratch file ends at {at}")
+            left, at = left[done:], at + done
+        return xxhash.xxh3_64_intdigest(whole)
+
+    def _moved(self, ticket: Ticket, state: str) -> None:
+        ticket.state = state
+        if ticket.users == 0:  # freed on the way
+            self._forget(ticket)
+        self._sweep()
+        self._changed.notify_all()
+
+    def _to_device(self, ticket: Ticket, data: torch.Tensor) -> torch.Tensor:
+        stream = self._stream_of(ticket.device)
+        with torch.cuda.stream(stream):
+            out = torch.empty_strided(
+                ticket.shape, ticket.stride, dtype=ticket.dtype, device=ticket.device
+            )
+            out.copy_(data, non_blocking=True)
+        current = torch.cuda.current_stream(ticket.device)
+        current.wait_stream(stream)
+        out.record_stream(current)
+        return out

@@ -1,0 +1,149 @@
+"""The parameters of one block on memory that is not theirs: pointed at a lent buffer, dropped,
+gradients laid out flat.
+
+Dropped parameters keep shape, dtype and device, take 0 bytes and refuse to be read
+(streaming/released.py); code that reads their memory all the same finds NaN (integers: their least
+value), never stale values. A Parameter keeps its identity throughout, also one that was made on
+`meta`: optimizers hold it.
+
+Assumes: the buffer holds the block as ChunkTable lays it out and outlives its views.
+Does NOT know who lends, or when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from roadtrain.chunks import Block, ChunkTable, Run
+from roadtrain.streaming.released import set_fetched, set_released
+from roadtrain.streaming.split import DTYPES
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where parameter `index` lies: elements [start, stop) of `run`. `hollow`: what it reads as
+    when dropped."""
+
+    index: int
+    param: nn.Parameter
+    run: Run
+    start: int
+    stop: int
+    hollow: torch.Tensor
+
+
+class Borrowed:
+    """Parameters of `block`, `params[i]` being table.params[first + i]. `trainable`: (index,
+    parameter) of those whose gradients the lender takes."""
+
+    def __init__(
+        self,
+        table: ChunkTable,
+        block: Block,
+        params: Mapping[int, nn.Parameter],
+        device: torch.device,
+    ) -> None:
+        self.block, self.device = block, device
+        self.places: list[_Place] = []
+        for run in block.runs:
+            for span in run.spans:
+                spec = table.params[span.param]
+                empty = hollow(spec.shape, DTYPES[spec.dtype], device)
+                self.places.append(
+                    _Place(span.param, params[span.param], run, span.start, span.stop, empty)
+                )
+        self.trainable = [(p.index, p.param) for p in self.places if p.run.trainable]
+        self.frozen = [
+            p.param for p in self.places if not p.run.trainable and not p.param.requires_grad
+        ]
+        placed = {p.index for p in self.places}
+        # 0 elements: nothing to lend
+        self.empty = [p for i, p in params.items() if i not in placed]
+        self._gaps = {run.index: _gaps(run) for run in block.runs if run.trainable}
+
+    def settle(self) -> None:
+        """Bring every parameter to the device and drop it. Its values are gone."""
+        for place in self.places:
+            settle(place.param, place.hollow)
+            set_released(place.param)
+        for p in self.empty:
+            settle(p, torch.empty(p.shape, dtype=p.dtype, device=self.device))
+
+    @torch.inference_mode(False)
+    def point(self, buffer: torch.Tensor) -> None:
+        """Parameters become views of `buffer` (uint8, at least pull_nbytes)."""
+        flat = {run.index: _flat(buffer, run.offset, run) for run in self.block.runs}
+        for place in self.places:
+            set_fetched(place.param)
+            settle(
+                place.param,
+                flat[place.run.index][place.start : place.stop].view(place.hollow.shape),
+            )
+
+    @torch.inference_mode(False)
+    def drop(self) -> None:
+        for place in self.places:
+            place.param.data = place.hollow
+            set_released(place.param)
+
+    @torch.no_grad()
+    def lay_out(self, buffer: torch.Tensor, grads: Mapping[int, torch.Tensor]) -> None:
+        """Write `grads` (by index) into the flat push `buffer`; what has none, and padding,
+        becomes zero."""
+        for run in self.block.runs:
+            if not run.trainable:
+                continue
+            flat = _flat(buffer, run.push_offset, run)
+            for start, stop in self._gaps[run.index]:
+                flat[start:stop].zero_()
+            for span in run.spans:
+                grad = grads.get(span.param)
+                part = flat[span.start : span.stop]
+                if grad is None:
+                    part.zero_()
+                else:
+                    part.view(grad.shape).copy_(grad.to_dense() if grad.is_sparse else grad)
+
+
+def hollow(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """`shape` of NaN (integers: the least value) in one element of memory."""
+    number = dtype.is_floating_point or dtype.is_complex
+    value = float("nan") if number else 0 if dtype == torch.bool else torch.iinfo(dtype).min
+    return torch.full((), value, dtype=dtype, device=device).expand(tuple(shape))
+
+
+def is_hollow(p: torch.Tensor) -> bool:
+    """Dropped, and not taken over by anything since."""
+    return (
+        not p.is_meta
+        and p.numel() > 1
+        and not any(p.stride())
+        and p.untyped_storage().nbytes() == p.element_size()
+    )
+
+
+def settle(p: nn.Parameter, data: torch.Tensor) -> None:
+    """`p.data = data`, also for a parameter on `meta`, which torch refuses to move by
+    assignment."""
+    if p.is_meta:
+        new = nn.Parameter(data, requires_grad=p.requires_grad)
+        new.__class__ = p.__class__
+        new.__dict__.update(p.__dict__)
+        torch.utils.swap_tensors(p, new)  # type: ignore[no-untyped-call]
+    else:
+        p.data = data
+
+
+def _flat(buffer: torch.Tensor, offset: int, run: Run) -> torch.Tensor:
+    """The elements of `run`, which begins at byte `offset` of `buffer`."""
+    dtype = DTYPES[run.dtype]
+    return buffer[offset : offset + run.numel * dtype.itemsize].view(dtype)
+
+
+def _gaps(run: Run) -> list[tuple[int, int]]:
+    ends, starts = [0, *(s.stop for s in run.spans)], [*(s.start for s in run.spans), run.numel]
+    return [(end, start) for end, start in zip(ends, starts) if end < start]

@@ -1,0 +1,176 @@
+"""First values of a model that was built on `meta`, one part at a time, so that it never exists
+whole.
+
+    for part in (split.root, *split.blocks):  # the root first, see below
+        materialize(part, split, init)        # init: the user's function of a module, None: the
+                                              model's own
+        ...take the values of part.params (CPU, the parameter's own dtype)...
+        release(part.params)
+
+The model's own: what the model's authors wrote: for Hugging Face models `_initialize_weights` of
+the nearest enclosing model, for others each module's `reset_parameters()`. Buffers are computed
+too, and stay. What is left without a value is an error, never garbage. The same `torch.manual_seed`
+gives the same values.
+
+Assumes: an init that writes into parameters of other parts finds them on `meta` (no effect) or
+dropped, so it writes only into its own: hence the root first, whose modules may reach into the
+blocks; shared parameters are protected. Does NOT give the values that building on the CPU gives
+under the same seed: the order of drawing differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+
+import torch
+from torch import nn
+
+from roadtrain.errors import ModelError
+from roadtrain.streaming.fetched import hollow, settle
+from roadtrain.streaming.split import Part, Split
+
+Init = Callable[[nn.Module], None]
+Named = Sequence[tuple[str, nn.Parameter]]
+
+
+def own_init(model: nn.Module) -> Init:
+    """The model's own initialisation, to be called on each of its modules, children before
+    parents."""
+    families: dict[int, Init] = {}
+
+    def walk(module: nn.Module, family: Init | None) -> None:
+        family = getattr(module, "_initialize_weights", family)
+        if id(module) not in families:
+            families[id(module)] = _reset if family is None else family
+            for child in module.children():
+                walk(child, family)
+
+    walk(model, None)
+
+    def init(module: nn.Module) -> None:
+        family = families[id(module)]
+        module.__dict__.pop("_is_hf_initialized", None)
+        family(module)
+        if family is not _reset and any(_starts_nan(t) for t in _direct(module)):
+            _reset(module)  # as its constructor did
+            module.__dict__.pop("_is_hf_initialized", None)
+            family(module)
+
+    return init
+
+
+def materialize(
+    part: Part,
+    split: Split,
+    init: Init | None = None,
+    *,
+    values: bool = True,
+    given: Collection[str] = (),
+) -> None:
+    """Give those parameters and buffers of `part` that are on `meta` their first values, on the
+    CPU. Parameters named in `given`, or all of them without `values`, come from elsewhere and
+    stay on `meta`. Raises ModelError naming what is left without a value."""
+    fresh = [(name, p) for name, p in part.params if values and name not in given and p.is_meta]
+    init = init or own_init(split.root.module)
+    modules = list(_post_order(part.module, {id(b.module) for b in split.blocks if b is not part}))
+    mine = {id(p) for _, p in fresh}
+    for _, p in fresh:
+        settle(p, _blank(p))
+        p.__dict__.pop("_is_hf_initialized", None)
+    buffers = list(_blank_buffers(modules))
+    blanks = (*(p for _, p in fresh), *(m._buffers[k] for m, k in buffers))
+    started = {id(t): t._version for t in blanks if t is not None}
+    kept = {
+        id(p): (p, p.detach().clone())
+        for m in modules
+        for p in m.parameters(recurse=False)
+        if id(p) not in mine and not p.is_meta
+    }
+    needed = {id(m) for m in modules if any(id(p) in mine for p in m.parameters(recurse=False))}
+    needed |= {id(m) for m, _ in buffers}
+    if fresh or buffers:
+        with torch.no_grad(), torch.device("cpu"):
+            for module in modules:
+                if id(module) in needed or not any(True for _ in module.parameters(recurse=False)):
+                    init(module)
+            for p, value in kept.values():
+                p.copy_(value)
+    left = [name for name, p in fresh if _unset(p, started)]
+    lost = [(m, k) for m, k in buffers if _unset(m._buffers[k], started)]
+    if lost:
+        names = {id(m): n for n, m in split.root.module.named_modules()}
+        left += [f"{names[id(m)]}.{k} (buffer)" for m, k in lost]
+    if left:
+        raise ModelError(
+            "no first value for"
+            f" {', '.join(left[:5])}{f' and {len(left) - 5} more' if len(left) > 5 else ''}",
+            hint=(
+                "give the module a reset_parameters(), pass init=, load weights, or build the model"
+                " on the CPU"
+            ),
+        )
+
+
+def release(params: Named) -> None:
+    """Drop the values: they read as NaN and take 0 bytes."""
+    for _, p in params:
+        if p.numel():
+            settle(p, hollow(p.shape, p.dtype, torch.device("cpu")))
+
+
+def _post_order(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
+    """The modules of a part, children before parents, each once. `seen` begins as those of the
+    other parts: of the root's, what is left are those outside of all blocks."""
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    for child in module.children():
+        yield from _post_order(child, seen)
+    yield module
+
+
+def _reset(module: nn.Module) -> None:
+    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    if callable(reset) and next(iter(_direct(module)), None) is not None:
+        reset()
+
+
+def _direct(module: nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters(recurse=False)
+    yield from module.buffers(recurse=False)
+
+
+def _starts_nan(tensor: torch.Tensor) -> bool:
+    if tensor.is_meta or tensor.numel() == 0 or not tensor.is_floating_point():
+        return False
+    return bool(tensor.view(-1)[0].isnan())
+
+
+def _blank(tensor: torch.Tensor) -> torch.Tensor:
+    """On the CPU, of values that no init writes: NaN, the least integer."""
+    return hollow(tensor.shape, tensor.dtype, torch.device("cpu")).clone(
+        memory_format=torch.contiguous_format
+    )
+
+
+def _blank_buffers(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str]]:
+    """(module, key) of each buffer that was on `meta`; a tensor registered twice stays one."""
+    blanks: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for module in modules:
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[key] = blanks.setdefault(id(buffer), (buffer, _blank(buffer)))[1]
+                yield module, key
+
+
+def _unset(tensor: torch.Tensor | None, started: dict[int, int]) -> bool:
+    if tensor is None or tensor.numel() == 0:
+        return False
+    if tensor.is_meta:
+        return True
+    if tensor.is_floating_point() or tensor.is_complex():
+        return bool(tensor.isnan().any())
+    untouched = started.get(id(tensor)) == tensor._version
+    return untouched and (
+        tensor.dtype == torch.bool or bool((tensor == torch.iinfo(tensor.dtype).min).all())
+    )

@@ -1,0 +1,221 @@
+"""Which modules of a model are blocks, which parameters are theirs, and how that becomes a
+ChunkTable.
+
+Blocks are found by themselves: the items of the outermost `nn.ModuleList`s (encoder and decoder
+both count); without one, the children of the largest `nn.Sequential`; else everything is the root
+block. Or the user names them: dotted names or patterns, one pattern part per name part
+(`model.layers.*`). A parameter seen in two blocks, or in a block and outside of it (tied weights),
+belongs to the root.
+
+Assumes: blocks are called (`block(x)`), not reached into (`block.weight`): between calls their
+parameters read as NaN. Does NOT move, change or hold any values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+import numpy as np
+import torch
+from torch import nn
+
+from roadtrain.chunks import MAX_CHUNK, ChunkTable, ParamSpec
+from roadtrain.errors import ConfigError, ModelError
+
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+    "i8": torch.int8,
+    "u8": torch.uint8,
+    "i16": torch.int16,
+    "i32": torch.int32,
+    "i64": torch.int64,
+    "bool": torch.bool,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+ROOT = "root"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A block as modules and parameters. `params`: canonical names (the first in
+    `model.named_parameters()`)."""
+
+    name: str
+    module: nn.Module
+    params: tuple[tuple[str, nn.Parameter], ...]
+
+
+@dataclass(frozen=True)
+class Split:
+    """`root.module` is the model, `root.params` what no block owns. `blocks` in module order,
+    disjoint, not nested."""
+
+    root: Part
+    blocks: tuple[Part, ...]
+
+
+def split(model: nn.Module, blocks: Sequence[str] | None = None) -> Split:
+    """Cut `model` into the root and its blocks. Raises ModelError for a model without
+    parameters, ConfigError for a name that matches nothing, a module that is never called (a
+    list), or a block inside a block."""
+    named = list(model.named_parameters())
+    if not named:
+        raise ModelError(
+            f"{type(model).__name__} has no parameters", hint="there is nothing to place"
+        )
+    patterns = [blocks] if isinstance(blocks, str) else blocks
+    items = dict(_found(model) if patterns is None else _named(model, patterns))
+    # id(module) -> first name; a module listed twice (shared layers) is one block
+    chosen: dict[int, str] = {}
+    for name, module in items.items():
+        chosen.setdefault(id(module), name)
+    owners = _owners(model, chosen)
+    params: dict[str, list[tuple[str, nn.Parameter]]] = {name: [] for name in chosen.values()}
+    root: list[tuple[str, nn.Parameter]] = []
+    for name, p in named:
+        own = owners[id(p)]
+        home = next(iter(own)) if len(own) == 1 else ROOT
+        (root if home == ROOT else params[home]).append((name, p))
+    parts = tuple(
+        Part(name, items[name], tuple(params[name])) for name in chosen.values() if params[name]
+    )
+    return Split(Part(ROOT, model, tuple(root)), parts)
+
+
+def table(
+    split: Split,
+    groups: Mapping[nn.Parameter, int],
+    dtype: torch.dtype | None,
+    chunk_elements: int = MAX_CHUNK,
+) -> ChunkTable:
+    """Lay `split` out. Block 0 is the root, block i + 1 is `split.blocks[i]`. `groups`: the
+    optimizer group of each parameter; one in no group, or that requires no gradient, is frozen.
+    `dtype`: what floating-point parameters travel and compute in, None for their own. Raises
+    ModelError for a dtype that no chunk can hold."""
+
+    def spec(name: str, p: nn.Parameter) -> ParamSpec:
+        held = dtype if dtype is not None and p.is_floating_point() else p.dtype
+        if held not in NAMES:
+            raise ModelError(
+                f"parameter {name!r} has dtype {held}, known are {', '.join(map(str, NAMES))}"
+            )
+        trainable = p.requires_grad and p in groups
+        return ParamSpec(
+            name, tuple(p.shape), NAMES[held], trainable, groups[p] if trainable else -1
+        )
+
+    parts = (split.root, *split.blocks)
+    return ChunkTable.build(
+        [(part.name, [spec(n, p) for n, p in part.params]) for part in parts], chunk_elements
+    )
+
+
+def as_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """The tensor's own memory (a copy where it is not contiguous on the CPU); 16-bit floats as
+    uint16."""
+    tensor = tensor.detach().cpu().contiguous()
+    return (
+        tensor.view(torch.uint16).numpy()
+        if tensor.dtype in (torch.bfloat16, torch.float16)
+        else tensor.numpy()
+    )
+
+
+def _found(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    if items := list(_list_items(model, "")):
+        return items
+    best: list[tuple[str, nn.Module]] = []
+    most = 0
+    for name, module in model.named_modules():
+        if type(module).forward is not nn.Sequential.forward:
+            continue
+        children = [(_join(name, n), c) for n, c in module.named_children() if _has_params(c)]
+        numel = sum(p.numel() for p in module.parameters())
+        if len(children) >= 2 and numel > most:
+            best, most = children, numel
+    return best
+
+
+def _list_items(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """Items of the outermost lists below `module`. Lists inside an item are the item's own
+    affair."""
+    for child_name, child in module.named_children():
+        full = _join(name, child_name)
+        if (
+            isinstance(child, nn.ModuleList)
+            and len(child) >= 2
+            and all(_is_item(item) for item in child)
+        ):
+            yield from ((_join(full, n), item) for n, item in child.named_children())
+        else:
+            yield from _list_items(child, full)
+
+
+def _is_item(module: nn.Module) -> bool:
+    return _has_params(module) and _callable(module)
+
+
+def _callable(module: nn.Module) -> bool:
+    return not isinstance(
+        module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict
+    )
+
+
+def _has_params(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _named(model: nn.Module, patterns: Iterable[str]) -> Iterator[tuple[str, nn.Module]]:
+    modules = {name: module for name, module in model.named_modules() if name}
+    wanted = set()
+    for pattern in patterns:
+        parts = pattern.split(".")
+        hits = [n for n in modules if _fits(n.split("."), parts) and _has_params(modules[n])]
+        if not hits:
+            near = get_close_matches(pattern, modules, n=1, cutoff=0.0)
+            raise ConfigError(
+                f"no module with parameters is named {pattern!r}",
+                hint=f"did you mean {near[0]!r}?" if near else "",
+            )
+        for hit in hits:
+            if not _callable(modules[hit]):
+                raise ConfigError(
+                    f"block {hit!r} is a {type(modules[hit]).__name__}, which is never called",
+                    hint=f"name its items: {hit}.*",
+                )
+        wanted.update(hits)
+    return ((name, module) for name, module in modules.items() if name in wanted)
+
+
+def _fits(name: list[str], pattern: list[str]) -> bool:
+    return len(name) == len(pattern) and all(fnmatchcase(n, p) for n, p in zip(name, pattern))
+
+
+def _owners(model: nn.Module, chosen: dict[int, str]) -> dict[int, set[str]]:
+    """id(parameter) -> names of the blocks (or ROOT) that it is seen in, by every path that
+    leads to it."""
+    owner_of = {"": ROOT}
+    owners: dict[int, set[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if name:
+            above = owner_of[name.rpartition(".")[0]]
+            here = chosen.get(id(module), above)
+            if above not in (ROOT, here):
+                raise ConfigError(
+                    f"block {here!r} is inside block {above!r}", hint="name one of the two"
+                )
+            owner_of[name] = here
+        for p in module._parameters.values():
+            if p is not None:
+                owners.setdefault(id(p), set()).add(owner_of[name])
+    return owners
+
+
+def _join(a: str, b: str) -> str:
+    return f"{a}.{b}" if a else b

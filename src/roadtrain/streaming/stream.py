@@ -1,0 +1,528 @@
+"""The block stream: a model's blocks run on borrowed parameters, forward and backward.
+
+Each block module gets an instance-level `forward`. Without gradients: borrow, run, drop, give back.
+With gradients the block becomes one node of the autograd graph that keeps only its inputs; backward
+borrows again, recomputes, pushes the block's gradients as one flat piece, drops, gives back.
+Parameters of the root stay ordinary; where a block uses one (tied weights) it is an input of the
+block's node, so that autograd sums its gradient as ever.
+
+Note SAME GRAPH. The first run is made with gradients on, in a graph whose saved tensors are thrown
+away at once: so the same kernels run as in backward and in plain training, it is known which
+outputs need gradients, and a gradient that would flow past the block's arguments is found (an
+error) rather than lost.
+
+Assumes: blocks are called, are functions of arguments, parameters, buffers and RNG, and return
+tensors in tuples, lists, dicts or types that torch.utils._pytree knows. Does NOT differentiate
+twice through a block, or average over workers.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.utils import _pytree as pytree
+
+from roadtrain.chunks import ChunkTable
+from roadtrain.errors import LoopError, ModelError
+from roadtrain.streaming.activations import Activations, Ticket, version_of
+from roadtrain.streaming.fetched import Borrowed
+from roadtrain.streaming.grads import GradBook, PlacedGrad
+from roadtrain.streaming.released import check_unchanged
+from roadtrain.streaming.replay import Circumstances, keeping_nothing
+from roadtrain.streaming.split import Part, Split
+
+
+class Lender(GradBook, Protocol):
+    """Who has the parameters and takes the gradients. Blocks are indices of the ChunkTable."""
+
+    def borrow(self, block: int) -> tuple[torch.Tensor, int]:
+        """Waits. A uint8 tensor on the compute device laid out as the ChunkTable says, and its
+        version."""
+
+    def give_back(self, block: int) -> None:
+        """This use is over: no view of the tensor is left; it is free once the current stream
+        is through."""
+
+    def gradient_buffer(self, block: int) -> torch.Tensor:
+        """Waits. uint8, push_nbytes, on the compute device, any content."""
+
+    def push(self, block: int, buffer: torch.Tensor, present: Sequence[int]) -> None:
+        """All gradients of one backward of `block`; `present`: indices of the parameters that
+        got one, others zero. Called before their p.grad is set, and after this backward no
+        longer counts as pending."""
+
+
+class _Block:
+    """`depth`: > 0 while its parameters are pointed at a buffer. `open`: recorded calls whose
+    backward is to come."""
+
+    def __init__(
+        self, index: int, part: Part, borrowed: Borrowed, shared: list[nn.Parameter]
+    ) -> None:
+        self.index, self.name, self.module, self.borrowed, self.shared = (
+            index,
+            part.name,
+            part.module,
+            borrowed,
+            shared,
+        )
+        self.modules = list(part.module.modules())
+        self.params = part.params
+        self.original = part.module.forward
+        self.own_forward = part.module.__dict__.get("forward")
+        self.depth = 0
+        self.open: set[int] = set()
+        self.graph_known = False
+        self.buffers: dict[tuple[int, str], torch.Tensor] = {}  # latest copies, for Circumstances
+
+    def run(self, leaves: list[Any], spec: Any) -> Any:
+        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        return self.original(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise LoopError(
+            "a placed model cannot be copied or pickled: its parameters are elsewhere",
+            hint="read parameters from the optimizer, or export the store",
+        )
+
+
+class Stream:
+    def __init__(
+        self,
+        model: nn.Module,
+        split: Split,
+        table: ChunkTable,
+        lender: Lender,
+        activations: Activations,
+        device: torch.device | str,
+        on_pass_end: Callable[[], None] | None = None,
+    ) -> None:
+        self.model, self.split, self.table, self.lender = model, split, table, lender
+        self.activations, self.device, self.on_pass_end = (
+            activations,
+            torch.device(device),
+            on_pass_end,
+        )
+        parts = (split.root, *split.blocks)
+        first = list(itertools.accumulate((len(part.params) for part in parts), initial=0))
+        lots = [
+            Borrowed(
+                table,
+                table.blocks[i],
+                {first[i] + k: p for k, (_, p) in enumerate(part.params)},
+                self.device,
+            )
+            for i, part in enumerate(parts)
+        ]
+        self.root = lots[0]
+        mine = {id(p) for _, p in self.root.trainable}
+        self._blocks = {
+            i: _Block(i, part, lots[i], [p for p in part.module.parameters() if id(p) in mine])
+            for i, part in enumerate(parts)
+            if i > 0
+        }
+        self._serial = itertools.count()
+        self._pass = -1  # the autograd pass whose end is awaited
+        self._hooks: dict[int, Any] = {}
+        # an input of every node: blocks are recorded, whatever comes in
+        self.gate = torch.empty(0, requires_grad=True)
+        self.gate_node = torch.autograd.graph.get_gradient_edge(self.gate).node
+
+    # -- the face
+
+    def attach(self) -> None:
+        """Take over the blocks' forwards and drop their parameters: their values must be with
+        the lender."""
+        # what is traced once would keep borrowed memory
+        forward = torch.compiler.disable(self._forward)
+        for block in self._blocks.values():
+            block.borrowed.settle()
+            block.module.forward = functools.wraps(block.original)(
+                functools.partial(forward, block)
+            )
+        self._watch_root()
+
+    def detach(self) -> None:
+        """Give the forwards back. The parameters stay dropped."""
+        for block in self._blocks.values():
+            if block.own_forward is not None:
+                block.module.forward = block.own_forward
+            else:
+                block.module.__dict__.pop("forward", None)
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
+
+    def pending(self, block: int) -> int:
+        """Recorded forwards of `block` whose backward has not run and still can."""
+        return len(self._blocks[block].open)
+
+    def root_views(self, buffer: torch.Tensor) -> None:
+        """Point the root's parameters at a permanent `buffer` (uint8, pull_nbytes)."""
+        self.root.point(buffer)
+        self._watch_root()
+
+    # -- a pass
+
+    def _watch_root(self) -> None:
+        for index, p in self.root.trainable:
+            if index not in self._hooks and p.requires_grad and not p.is_meta:
+                hook = p.register_post_accumulate_grad_hook(lambda _: self.pass_runs())  # type: ignore[no-untyped-call]
+                self._hooks[index] = hook
+
+    def pass_runs(self) -> None:
+        """Called from inside backward: ask to hear of its end, once."""
+        now = torch._C._current_graph_task_id()
+        if now != self._pass and self.on_pass_end is not None:
+            self._pass = now
+            torch.autograd.Variable._execution_engine.queue_callback(self.on_pass_end)
+
+    # -- a block
+
+    @contextmanager
+    def lent(self, block: _Block) -> Iterator[tuple[torch.Tensor, int]]:
+        """`block` has its parameters inside, and nobody has them after."""
+        buffer, version = self.lender.borrow(block.index)
+        block.depth += 1
+        try:
+            with keeping_nothing(block.modules):
+                block.borrowed.point(buffer)
+                versions = [p._version for _, p in block.params]
+                yield buffer, version
+                check_unchanged(block.params, versions)
+        finally:
+            block.depth -= 1
+            block.borrowed.drop()
+            self.lender.give_back(block.index)
+
+    def _forward(self, block: _Block, *args: Any, **kwargs: Any) -> Any:
+        if block.depth:  # a block that calls itself: it has its parameters
+            return block.original(*args, **kwargs)
+        _check_frozen(block)
+        if torch.is_grad_enabled():
+            leaves, spec = pytree.tree_flatten((args, kwargs), is_leaf=_is_cache)
+            inputs, slots = _distinct(leaves)
+            wants = [t for t in (*inputs, *block.shared) if t.requires_grad]
+            if wants or any(p.requires_grad for _, p in block.borrowed.trainable):
+                call = _Call(
+                    self,
+                    block,
+                    inputs,
+                    [(i, _pristine(leaf, block.name)) for i, leaf in slots],
+                    spec,
+                )
+                outputs = _Node.apply(call, self.gate, *wants)  # type: ignore[no-untyped-call]
+                return call.returned(outputs)
+        with self.lent(block) as (buffer, _), torch.no_grad():
+            out = block.original(*args, **kwargs)
+            leaves, spec = pytree.tree_flatten(out, is_leaf=_is_cache)
+            owned = [_own(x, buffer=buffer) if isinstance(x, torch.Tensor) else x for x in leaves]
+            return (
+                out
+                if all(a is b for a, b in zip(owned, leaves))
+                else pytree.tree_unflatten(owned, spec)
+            )
+
+
+class _Node(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, call: _Call, gate: torch.Tensor, *wants: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        outputs, differentiable = call.forward()
+        ctx.mark_non_differentiable(*(o for o, yes in zip(outputs, differentiable) if not yes))
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return None, None, *ctx.call.backward(grads)
+
+
+class _Call:
+    """One recorded run of a block. Lives as long as its node in the graph; what it keeps is freed
+    with it.
+
+    `inputs`: the tensors of (args, kwargs), kept in `tickets` in that order. `slots`: its leaves
+    (see `_distinct`).
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        block: _Block,
+        inputs: list[torch.Tensor],
+        slots: list[tuple[int, Any]],
+        spec: Any,
+    ) -> None:
+        self.stream, self.block, self.slots, self.spec = stream, block, slots, spec
+        self.serial = next(stream._serial)
+        self.tickets: list[Ticket] = []
+        self.closed = False
+        # recorded by a checkpoint's recomputation, in backward
+        self.inside = torch._C._current_graph_task_id() != -1
+        if self.inside:
+            stream.pass_runs()
+        self.needs = [t.requires_grad for t in inputs]
+        self.shared = [p for p in block.shared if p.requires_grad]
+        self.shared_versions = [p._version for p in self.shared]
+        self.trained = [(i, p) for i, p in block.borrowed.trainable if p.requires_grad]
+        self.inputs = inputs  # until the forward has run
+        self.version = -1
+        # the form of what it returned, until it is returned
+        self.out: tuple[list[tuple[int, Any]], Any] | None = None
+        self.n_outputs = 0
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.closed = True
+        self.block.open.discard(self.serial)
+        while self.tickets:
+            self.stream.activations.free(self.tickets.pop())
+
+    # forward
+
+    def forward(self) -> tuple[list[torch.Tensor], list[bool]]:
+        block, inputs = self.block, self.inputs
+        for tensor in inputs:
+            self.tickets.append(self.stream.activations.save(tensor))
+        versions = [version_of(t) for t in inputs]
+        with self.stream.lent(block) as (buffer, self.version):
+            self.when = Circumstances(block.modules, self.stream.device, block.buffers)
+            leaves, tensors = self._leaves(inputs)
+            refuse = functools.partial(_refuse, block.name)
+            # SAME GRAPH
+            with (
+                torch.enable_grad(),
+                torch.autograd.graph.saved_tensors_hooks(lambda _: None, refuse),
+            ):
+                out = block.run(leaves, self.spec)
+            self.when.forward_ended()
+            if [version_of(t) for t in inputs] != versions:
+                raise ModelError(
+                    f"block {block.name!r} changes one of its inputs in place",
+                    hint=(
+                        "make the change out of place inside the block (x = x + y instead of x"
+                        " += y)"
+                    ),
+                )
+            of_out, spec = pytree.tree_flatten(out, is_leaf=_is_cache)
+            outputs, form = _distinct(of_out)
+            for i, leaf in form:
+                if i < 0:
+                    _check_opaque(leaf, block.name)
+            self.out = (form, spec)
+            if not block.graph_known:
+                self._check_graph(outputs, tensors)
+                block.graph_known = True
+            differentiable = [o.requires_grad for o in outputs]
+            outputs = [_own(o.detach(), buffer=buffer) for o in outputs]
+            del out, of_out, leaves, tensors
+        self.inputs = []
+        self.n_outputs = len(outputs)
+        block.open.add(self.serial)
+        return outputs, differentiable
+
+    def _leaves(self, inputs: Sequence[torch.Tensor]) -> tuple[list[Any], list[torch.Tensor]]:
+        """The leaves with `inputs` cut off from the graph before them."""
+        tensors = [t.detach().requires_grad_(needs) for t, needs in zip(inputs, self.needs)]
+        return [
+            tensors[i] if i >= 0 else _pristine(leaf, self.block.name) for i, leaf in self.slots
+        ], tensors
+
+    def returned(self, outputs: tuple[torch.Tensor, ...]) -> Any:
+        assert self.out is not None
+        (form, spec), self.out = self.out, None
+        return pytree.tree_unflatten([outputs[i] if i >= 0 else leaf for i, leaf in form], spec)
+
+    def _check_graph(self, outputs: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
+        """Gradients must end in arguments, the block's parameters or shared ones: others would
+        be lost."""
+        known = {id(t) for t in (*tensors, *self.block.module.parameters())}
+        todo: list[Any] = [o.grad_fn for o in outputs if o.grad_fn is not None]
+        seen = set(todo)
+        while todo:
+            node = todo.pop()
+            if hasattr(node, "variable") and id(node.variable) not in known:
+                raise ModelError(
+                    f"block {self.block.name!r} uses a tensor of shape {tuple(node.variable.shape)}"
+                    " that needs gradients and is neither an argument nor a parameter of the"
+                    " block",
+                    hint="pass it as an argument, or name larger blocks",
+                )
+            for above, _ in node.next_functions:
+                if above is not None and above not in seen:
+                    seen.add(above)
+                    todo.append(above)
+
+    # backward
+
+    def backward(self, grads: tuple[torch.Tensor | None, ...]) -> list[torch.Tensor | None]:
+        stream, block = self.stream, self.block
+        if not self.inside:
+            stream.pass_runs()
+        keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+        if self.closed:
+            raise LoopError(
+                f"backward through block {block.name!r} a second time",
+                hint="backward(retain_graph=True)",
+            )
+        if [p._version for p in self.shared] != self.shared_versions:
+            raise self._changed()
+        trained = self.trained if torch._C._will_engine_execute_node(stream.gate_node) else []
+        self._check_handles(trained)
+        with stream.lent(block) as (_, version):
+            if version != self.version:
+                raise self._changed()
+            found, n_wants = self._differentiate(grads, trained)
+            held = {i: g for (i, _), g in zip(trained, found[n_wants:]) if g is not None}
+            flat = stream.lender.gradient_buffer(block.index) if held else None
+            if flat is not None:
+                block.borrowed.lay_out(flat, held)
+            upstream = list(found[:n_wants])
+            present = list(held)
+            del found, held
+        block.open.discard(self.serial)
+        if not keep_graph:
+            self.close()
+        if flat is not None:
+            stream.lender.push(block.index, flat, present)
+            self._leave_handles(set(present))
+        return upstream
+
+    def _differentiate(
+        self, grads: tuple[torch.Tensor | None, ...], trained: list[tuple[int, nn.Parameter]]
+    ) -> tuple[Sequence[torch.Tensor | None], int]:
+        """Gradients of the wanted inputs, then the shared parameters (together `n`), then
+        `trained`; and n."""
+        try:
+            inputs = [self.stream.activations.load(t) for t in self.tickets]
+        except ModelError as error:
+            raise ModelError(f"block {self.block.name!r}: {error}") from None
+        with self.when.replay():
+            leaves, tensors = self._leaves(inputs)
+            with torch.enable_grad(), self.when.replay_autocast():
+                outputs, _ = _distinct(
+                    pytree.tree_leaves(self.block.run(leaves, self.spec), is_leaf=_is_cache)
+                )
+            if len(outputs) != self.n_outputs:
+                raise ModelError(
+                    f"block {self.block.name!r} returned {self.n_outputs} tensors in forward and "
+                    f"{len(outputs)} when it was recomputed",
+                    hint="it depends on something not replayed",
+                )
+            ends = [(o, g) for o, g in zip(outputs, grads) if g is not None and o.requires_grad]
+            wants = [t for t in tensors if t.requires_grad] + self.shared
+            targets = [*wants, *(p for _, p in trained)]
+            if not ends or not targets:
+                return [None] * len(targets), len(wants)
+            ys, gs = zip(*ends)
+            return torch.autograd.grad(ys, targets, gs, allow_unused=True), len(wants)
+
+    def _changed(self) -> LoopError:
+        return LoopError(
+            f"parameters changed between forward and backward of block {self.block.name!r}",
+            hint="run backward before step(), or the forward again after it",
+        )
+
+    def _check_handles(self, trained: list[tuple[int, nn.Parameter]]) -> None:
+        for index, p in trained:
+            if p.grad is not None and (not isinstance(p.grad, PlacedGrad) or p.grad.scale != 1.0):
+                raise LoopError(
+                    f"the gradient of {self.stream.table.params[index].name!r} was set or scaled"
+                    " (clipped, unscaled) and then got another backward pass",
+                    hint=(
+                        "clip or unscale once, after the last backward pass of a step; then"
+                        " zero_grad()"
+                    ),
+                )
+
+    def _leave_handles(self, present: set[int]) -> None:
+        for index, p in self.trained:
+            if index in present and p.grad is None:
+                name = self.stream.table.params[index].name
+                p.grad = PlacedGrad(p, index, self.stream.lender, name)
+
+
+def _distinct(leaves: Sequence[Any]) -> tuple[list[torch.Tensor], list[tuple[int, Any]]]:
+    """The distinct tensors among `leaves`; for each leaf the index of its tensor, or (-1, the
+    leaf itself)."""
+    tensors = {id(x): x for x in leaves if isinstance(x, torch.Tensor)}
+    at = {key: i for i, key in enumerate(tensors)}
+    return list(tensors.values()), [
+        (at[id(x)], None) if isinstance(x, torch.Tensor) else (-1, x) for x in leaves
+    ]
+
+
+def _refuse(name: str, _: None) -> Any:
+    raise ModelError(
+        f"a tensor computed in block {name!r} was differentiated, but the block did not return it",
+        hint="return it from the block's forward (tuples, lists, dicts, registered pytrees)",
+    )
+
+
+def _is_cache(leaf: Any) -> bool:
+    return hasattr(leaf, "get_seq_length")
+
+
+def _pristine(leaf: Any, name: str) -> Any:
+    """A block appends to its key-value cache, and recomputing it would append twice. So every run
+    gets an empty one of its own (not none at all: it lays keys out in memory as in plain training,
+    where kernels round by stride).
+    """
+    if not _is_cache(leaf):
+        return leaf
+    if int(leaf.get_seq_length()) > 0:
+        raise ModelError(
+            f"block {name!r} is trained with a filled {type(leaf).__name__}", hint="use_cache=False"
+        )
+    return copy.deepcopy(leaf)
+
+
+def _own(tensor: torch.Tensor, *, buffer: torch.Tensor) -> torch.Tensor:
+    """A copy where `tensor` lies in `buffer` (a block that returns its weight): that memory
+    goes back."""
+    if tensor.device == buffer.device and tensor.layout == torch.strided:
+        at = tensor.untyped_storage().data_ptr()
+        if at and at == buffer.untyped_storage().data_ptr():
+            return tensor.detach().clone()
+    return tensor
+
+
+def _check_opaque(leaf: Any, name: str) -> None:
+    fields = (
+        getattr(leaf, "__dict__", {}).values() if not isinstance(leaf, type | nn.Module) else ()
+    )
+    if any(isinstance(x, torch.Tensor) and x.requires_grad for x in fields):
+        way = (
+            "torch.utils._pytree.register_dataclass"
+            if dataclasses.is_dataclass(leaf)
+            else "register_pytree_node"
+        )
+        raise ModelError(
+            f"block {name!r} returns a {type(leaf).__name__}, whose tensors autograd cannot see",
+            hint=f"return a tuple or dict, or register the type ({way})",
+        )
+
+
+def _check_frozen(block: _Block) -> None:
+    for p in block.borrowed.frozen:
+        if p.requires_grad:
+            raise LoopError(
+                f"a parameter of block {block.name!r} was frozen when it was placed and is"
+                " trainable now",
+                hint="place the model again, with the parameter in the optimizer",
+            )

@@ -1,0 +1,1 @@
+"""One training run: the step, data, metrics, progress, verify, export, status."""

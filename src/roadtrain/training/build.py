@@ -1,0 +1,110 @@
+"""From a job to what torch and transformers make of it: config, model, optimizer. Nothing is placed
+here.
+
+Assumes: the model is a `transformers` causal language model. Does NOT download anything.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from roadtrain.config.job import Job
+from roadtrain.config.names import did_you_mean
+from roadtrain.errors import ConfigError
+from roadtrain.kernels.lion import Lion
+from roadtrain.training.data import Tokens, need
+
+_OWN = (
+    torch.optim.AdamW,
+    torch.optim.Adam,
+    torch.optim.SGD,
+    Lion,
+    torch.optim.Adagrad,
+    torch.optim.RMSprop,
+)
+# the names that config/job.py lists
+CLASSES: dict[str, Any] = {cls.__name__.lower(): cls for cls in _OWN}
+# transformers takes them, but does not list them
+_OLD_CONFIG_KEYS = {"rope_theta", "rope_scaling", "torch_dtype"}
+
+
+def fitted(job: Job, tokens: Tokens) -> Job:
+    """`job` with a vocabulary, if its config gives none. Raises ConfigError where the text does
+    not fit the model."""
+    if not job.model.pretrained and "vocab_size" not in job.model.config:
+        job = job.changed({"model.config.vocab_size": tokens.vocab_size})
+    config = build_config(job)
+    places = getattr(config, "max_position_embeddings", None) or job.data.seq_len
+    if config.vocab_size < tokens.vocab_size or places < job.data.seq_len:
+        raise ConfigError(
+            f"the model takes {config.vocab_size} tokens at {places} positions, "
+            f"the data has {tokens.vocab_size} at {job.data.seq_len}",
+            hint="raise model.config.vocab_size or max_position_embeddings, or lower data.seq_len",
+        )
+    return job
+
+
+def build_config(job: Job) -> Any:
+    """The transformers config of `job`. Raises ConfigError for keys and model types that
+    transformers does not know."""
+    transformers = need("transformers", "hf")
+    if job.model.pretrained:
+        if not os.path.isfile(os.path.join(job.model.pretrained, "config.json")):
+            raise ConfigError(f"model.pretrained: no config.json in {job.model.pretrained!r}")
+        return transformers.AutoConfig.from_pretrained(job.model.pretrained)
+    given = dict(job.model.config)
+    kind = given.pop("model_type")
+    known = transformers.CONFIG_MAPPING.keys()
+    if kind not in known:
+        raise ConfigError(
+            f"transformers has no model type {kind!r}", hint=did_you_mean(str(kind), known)
+        )
+    plain = transformers.AutoConfig.for_model(kind)
+    keys = {*plain.to_dict(), *plain.attribute_map, *_OLD_CONFIG_KEYS}
+    for key in given:
+        if key not in keys:
+            raise ConfigError(f"unknown key `model.config.{key}`", hint=did_you_mean(key, keys))
+    return transformers.AutoConfig.for_model(kind, **given)
+
+
+def build_model(job: Job, device: str) -> torch.nn.Module:
+    """The model in fp32 on `device`, in training mode; on "meta" it takes no memory."""
+    config, auto = build_config(job), need("transformers", "hf").AutoModelForCausalLM
+    with torch.device(device):
+        model: torch.nn.Module = auto.from_config(config, dtype=torch.float32)
+    return model.train()
+
+
+def build_optimizer(job: Job, params: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """The user's own torch optimizer. Raises ConfigError for a class or an argument that is not
+    there."""
+    o = job.optimizer
+    cls = CLASSES.get(o.name) or named(o.name, "optimizer.name")
+    given = {
+        "weight_decay": o.weight_decay,
+        "betas": o.betas,
+        "eps": o.eps,
+        "momentum": o.momentum,
+        **o.options,
+    }
+    try:
+        optimizer: torch.optim.Optimizer = cls(
+            params, lr=o.lr, **{k: v for k, v in given.items() if v is not None}
+        )
+    except (TypeError, ValueError) as cause:
+        raise ConfigError(f"optimizer {o.name}: {cause}") from cause
+    return optimizer
+
+
+def named(text: str, where: str) -> Any:
+    """What `text`, as MODULE:NAME, names. Raises ConfigError saying `where` it was asked for."""
+    module, _, name = text.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as cause:
+        raise ConfigError(f"{where}: {cause}", hint="MODULE:NAME, importable from here") from cause

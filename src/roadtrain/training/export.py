@@ -1,0 +1,128 @@
+"""export and import: between a run directory and a folder that `transformers` loads, tensor by
+tensor.
+
+An export needs the store only, not the model: parameters in the dtype that the model computes in,
+buffers from the last commit, config.json, and the tokenizer if there is one. An import is a placed
+run at step 0, with its job.toml.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from roadtrain.api.optimizer import persistent_buffers
+from roadtrain.chunks import ParamSpec
+from roadtrain.config.job import Job, job_of_run, make_job
+from roadtrain.errors import ConfigError
+from roadtrain.storage.convert import MASTER, read_param
+from roadtrain.storage.generation import open_store
+from roadtrain.storage.safetensors_io import Item, export_dir
+from roadtrain.storage.tier import PUBLIC
+from roadtrain.streaming import plain
+from roadtrain.streaming.split import DTYPES, NAMES, as_numpy
+from roadtrain.training.build import build_config
+from roadtrain.training.data import need
+from roadtrain.training.train import mark_of, place_job, write_job
+
+
+def export_run(
+    run: str, directory: str, masters: bool = False, report: Callable[[str], None] = print
+) -> int:
+    """Write the last committed step of `run`; `masters`: in fp32. Raises ConfigError,
+    StoreError."""
+    job = job_of_run(run)
+    mark = mark_of(job, report, reads=True)
+    with ExitStack() as stack:
+        # as the only worker of the servers, which must not be at work for others
+        if job.store.servers:
+            training = place_job(job, report, mark)
+            optimizer = stack.enter_context(training.optimizer)
+            step, params, read = optimizer.steps_done, optimizer.params, optimizer.read
+            buffers = persistent_buffers(training.model)
+        else:
+            if not job.store.dirs:
+                raise ConfigError(
+                    f"{run} has no state on files (store.dirs = [])", hint="train it with a store"
+                )
+            where = ", ".join(job.store.dirs)
+            store = open_store(
+                job.store.dirs, direct=job.store.direct, accept=partial(mark.check, where=where)
+            )
+            assert store is not None  # else the mark has refused it
+            stack.callback(store.close)
+            for note in store.notes:
+                report(note)
+            step, params, read = store.step, store.table.params, partial(read_param, store)
+            state = plain.decode(store.blob) if store.blob else {}
+            buffers = state.get("buffers", {})
+        files = export_dir(_items(params, read, buffers, masters), directory)
+    _write_config(job, Path(directory), "fp32" if masters else job.model.dtype)
+    if Path(run, "tokenizer.json").is_file():
+        shutil.copyfile(Path(run, "tokenizer.json"), Path(directory, "tokenizer.json"))
+    report(f"exported step {step}: {len(files)} files in {directory}")
+    return 0
+
+
+def import_weights(
+    directory: str, overrides: Mapping[str, Any], report: Callable[[str], None] = print
+) -> int:
+    """Place the model in `directory` at step 0 of a new run. Raises ConfigError where the run
+    has begun, StoreError."""
+    if "run.dir" not in overrides:
+        raise ConfigError("where to?", hint="give --run.dir RUN")
+    tree: dict[str, Any] = {
+        "model": {"pretrained": directory},
+        "run": {"dir": overrides["run.dir"]},
+    }
+    tokenizer = Path(directory) / "tokenizer.json"
+    if tokenizer.is_file():
+        tree["data"] = {"tokenizer": str(tokenizer)}
+    job = make_job(tree).changed({**overrides, "model.pretrained": directory})
+    job.run_dir.mkdir(parents=True, exist_ok=True)
+    training = place_job(job, report, mark_of(job, report))
+    with training.optimizer as optimizer:
+        if optimizer.steps_done:
+            raise ConfigError(
+                f"{job.run.dir} has trained {optimizer.steps_done} steps",
+                hint="give another --run.dir",
+            )
+        optimizer.flush()
+        write_job(training.job)
+    report(f"imported {directory}; go on with: roadtrain train {job.run_dir / 'job.toml'}")
+    return 0
+
+
+def _items(
+    params: Sequence[ParamSpec],
+    read: Callable[[str, str], Any],
+    buffers: Mapping[str, torch.Tensor],
+    masters: bool,
+) -> list[Item]:
+    items: list[Item] = []
+    for param in params:
+        if param.name.startswith("residual:"):  # of error feedback: not the model's
+            continue
+        what, dtype = (MASTER, "fp32") if masters and param.trainable else (PUBLIC, param.dtype)
+        items.append((param.name, dtype, param.shape, partial(read, param.name, what)))
+    for name, buffer in buffers.items():
+        if buffer.dtype in NAMES:
+            items.append(
+                (name, NAMES[buffer.dtype], tuple(buffer.shape), partial(as_numpy, buffer))
+            )
+    return items
+
+
+def _write_config(job: Job, directory: Path, dtype: str) -> None:
+    config, transformers = build_config(job), need("transformers", "hf")
+    config.dtype = DTYPES[dtype]
+    known = transformers.AutoModelForCausalLM._model_mapping
+    if type(config) in known:
+        config.architectures = [known[type(config)].__name__]
+    config.save_pretrained(directory)

@@ -1,0 +1,164 @@
+"""Metrics: `metrics.jsonl` of a run directory, one line a step, every step exactly once after any
+resume.
+
+Steps count from 1: line `step` N was written when N steps were done. It is on disk before step N
+can be committed, so a resume only ever takes lines away: those of steps that were not committed,
+and a torn last one. They are moved into a file beside it, never cut; a file of another store is
+renamed. Does NOT know torch: `roadtrain status` reads it too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+from collections.abc import Iterator
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, Self
+
+from roadtrain.errors import DamagedError
+from roadtrain.storage.direct import sync_directory, typed_errors, write_all
+
+_UNCOMMITTED_AT_MOST = 16  # steps, with staleness "none": what servers put away (placing.NO_BOUND)
+
+
+class Metrics:
+    """Appends to `path`. Invariant: the file holds the lines of consecutive steps up to `done`,
+    each once."""
+
+    def __init__(self, path: Path, done: int, *, fresh: bool = False) -> None:
+        """The lines of all steps after `done` are moved to `uncommitted`; `dropped` is how many.
+        `fresh`: what the file holds is another store's, as at step 0: it is renamed, `aside` is
+        its name then, else None. Raises DamagedError where a line of a step that counts is
+        missing (an empty or absent file is a beginning), FullError."""
+        self.done, self.path = done, path
+        lines = _read(path)
+        begins = fresh or done == 0
+        kept = [] if begins else list(takewhile(lambda pair: pair[0]["step"] <= done, lines))
+        self.dropped = len(lines) - len(kept)
+        self.aside = _rename_aside(path) if begins else None
+        steps = [line["step"] for line, _ in kept]
+        if steps != list(range(done - len(steps) + 1, done + 1)) or (
+            not steps and _counts(path, done)
+        ):
+            raise DamagedError(
+                f"{path} has lines up to step {steps[-1] if steps else 0}, {done} steps are"
+                " committed, some have no line",
+                hint="move the file away; a new one begins with the next step",
+            )
+        self._nbytes = sum(nbytes for _, nbytes in kept)
+        with typed_errors(path, "opening"):
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        try:
+            sync_directory(path.parent)
+            self._move_rest()
+        except BaseException:
+            os.close(self._file)
+            raise
+
+    @property
+    def uncommitted(self) -> Path:
+        """Where the lines of steps go that were not committed."""
+        return self.path.with_name(f"{self.path.stem}.uncommitted.jsonl")
+
+    def append(self, line: dict[str, Any]) -> None:
+        """Write the next step's line and wait until it is on disk. FullError: the file is as
+        before."""
+        assert line["step"] == self.done + 1, (line["step"], self.done)
+        body = (json.dumps(line, allow_nan=False) + "\n").encode()
+        try:
+            with typed_errors(self.path, f"the line of step {line['step']}", len(body)):
+                write_all(self._file, body)
+                os.fdatasync(self._file)
+        except BaseException:
+            # else the next start does it: a torn line counts for nothing
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file, self._nbytes)
+            raise
+        self._nbytes += len(body)
+        self.done += 1
+
+    def _move_rest(self) -> None:
+        """What lies behind the lines that count goes to the file of what was not committed."""
+        rest = os.pread(self._file, os.fstat(self._file).st_size, self._nbytes)
+        if not rest:
+            return
+        aside = self.uncommitted
+        whole = rest[: rest.rfind(b"\n") + 1]
+        note = {
+            "note": f"not committed: training went on from step {self.done}",
+            "dropped": self.dropped,
+        }
+        if torn := rest[len(whole) :]:
+            note["torn"] = torn.decode(errors="replace")
+        body = json.dumps(note).encode() + b"\n" + whole
+        with typed_errors(aside, "moving lines of steps that were not committed", len(body)):
+            with open(aside, "ab", buffering=0) as file:
+                write_all(file.fileno(), body)
+                os.fsync(file.fileno())
+            sync_directory(aside.parent)
+            os.ftruncate(self._file, self._nbytes)
+            os.fsync(self._file)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._file)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All whole lines of the file, [] if there is none. A torn last line is left out."""
+    return [line for line, _ in _read(path)]
+
+
+def committed_by(path: Path) -> int:
+    """The step that the lines of a file prove committed, -1 for none: a step's line is written
+    once all steps but the last two, or but as many as its staleness allows, are committed
+    (`Worker.seal`)."""
+    lines = read_metrics(path)
+    if not lines:
+        return -1
+    staleness = lines[-1].get("lossy", {}).get("staleness", 0)
+    open_steps = _UNCOMMITTED_AT_MOST if staleness == "none" else max(2, staleness)
+    return max(0, int(lines[-1]["step"]) - open_steps)
+
+
+def _rename_aside(path: Path) -> Path | None:
+    """The file's new name; None where it holds nothing."""
+    if not path.exists() or not path.stat().st_size:
+        return None
+    names = (path.with_name(f"{path.stem}.before-{n}.jsonl") for n in itertools.count(1))
+    aside = next(name for name in names if not name.exists())
+    with typed_errors(path, "renaming"):
+        path.rename(aside)
+    sync_directory(path.parent)
+    return aside
+
+
+def _read(path: Path) -> list[tuple[dict[str, Any], int]]:
+    """(line, its bytes) of every whole line."""
+    return list(takewhile(lambda pair: pair[0], _raw(path)))  # type: ignore[arg-type]
+
+
+def _counts(path: Path, done: int) -> bool:
+    """Whether any line of the file, behind whatever is damaged, is of a step up to `done`."""
+    return any(line["step"] <= done for line, _ in _raw(path) if line)
+
+
+def _raw(path: Path) -> Iterator[tuple[dict[str, Any] | None, int]]:
+    """(line, its bytes) for every line; None for what is no line of ours, as a torn last one."""
+    if not path.exists():
+        return
+    with typed_errors(path, "reading"):
+        content = path.read_bytes()
+    for raw in content.split(b"\n")[:-1]:
+        line = None
+        with contextlib.suppress(ValueError):
+            line = json.loads(raw)
+        yield (
+            line if isinstance(line, dict) and isinstance(line.get("step"), int) else None,
+            len(raw) + 1,
+        )

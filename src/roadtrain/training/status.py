@@ -1,0 +1,119 @@
+"""status: step, loss, rates, bytes written so far, and how long the device endures it; from a run
+directory alone. Of a run on servers also each node, what it waits for and since when; they are
+asked, and say so while they train.
+
+Endurance: what the device may be written by its data sheet (TBW, decimal terabytes), over what this
+run writes. Counts what roadtrain wrote by itself, not what the device's own housekeeping multiplies
+it by. Does NOT import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from roadtrain.config.job import Job, job_of_run
+from roadtrain.errors import PeerError
+from roadtrain.runtime import health
+from roadtrain.training.metrics import read_metrics
+from roadtrain.training.progress import describe, show_table
+from roadtrain.transport.address import address_of, tls_of, token_of
+from roadtrain.transport.tcp import Options
+from roadtrain.units import show_bytes, show_rate
+
+ASSUMED_TBW = 600.0  # terabytes: what makers state for a 1 TB consumer SSD
+RECENT = 20  # steps that rates are taken from
+WRITES = ("Write", "Commit")  # stages whose bytes go to the device
+
+
+def command(
+    run: str,
+    endurance_tbw: float | None = None,
+    token_file: str | None = None,
+    ca: str | None = None,
+    cert: str | None = None,
+    key: str | None = None,
+    report: Callable[[str], None] = print,
+) -> int:
+    """`run`: a run directory, or the HOST:PORT,... of servers. 1 where a server does not answer.
+    Raises ConfigError where it is neither."""
+    if Path(run).is_dir() or ":" not in run:
+        job = job_of_run(run)
+        table, servers = (
+            rows(job, read_metrics(Path(run) / "metrics.jsonl"), endurance_tbw),
+            job.store.servers,
+        )
+        token_file, ca = token_file or job.store.token_file, ca or job.store.ca
+        cert, key = cert or job.store.cert, key or job.store.key
+    else:
+        table, servers = [], run.split(",")
+    found: list[Any] = []
+    if servers:
+        options = Options(token=token_of(token_file), tls=tls_of(cert, key, ca))
+        found = health.ask_all([address_of(server) for server in servers], options)
+        table += health.rows(servers, found)
+    show_table(table, report)
+    return int(any(isinstance(one, PeerError) for one in found))
+
+
+def rows(
+    job: Job, lines: list[dict[str, Any]], endurance_tbw: float | None
+) -> list[tuple[str, str]]:
+    if not lines:
+        return [("step", f"0 of {job.run.steps}")]
+    last, recent = lines[-1], lines[-RECENT:]
+    seconds = median(line["seconds"] for line in recent)
+    losses = [line["loss"] for line in recent if line["loss"] is not None]
+    written = sum(
+        stage["bytes"] for line in lines for name, stage in line["stages"].items() if name in WRITES
+    )
+    out = [
+        (
+            "step",
+            (
+                f"{last['step']} of {job.run.steps}, about"
+                f" {_span((job.run.steps - last['step']) * seconds)} to go"
+            ),
+        ),
+        ("last step", describe(last)),
+        (f"loss, mean of {len(losses)} steps", f"{fmean(losses):.4f}" if losses else "nan"),
+        ("tokens so far", f"{sum(line['tokens'] for line in lines):,}"),
+        ("a step takes", f"{seconds:.3f} s, {last['tokens'] / seconds:,.0f} tokens/s"),
+    ]
+    if job.lossy:
+        out.append(("lossy", ", ".join(f"{k} {v}" for k, v in job.lossy.items())))
+    if job.store.servers:
+        return [*out, ("state", f"on {', '.join(job.store.servers)}")]
+    if not job.store.dirs:
+        return [*out, ("written", "nothing: the state is in RAM, it is lost when the process ends")]
+    devices = len(job.store.dirs)
+    rate = written / sum(line["seconds"] for line in lines) if written else 0.0
+    tbw = ASSUMED_TBW if endurance_tbw is None else endurance_tbw
+    said = "assumed, --endurance-tbw sets it" if endurance_tbw is None else "as given"
+    out.append(
+        (
+            "written so far",
+            f"{show_bytes(written)} to {devices} directories, {show_rate(rate)} while training",
+        )
+    )
+    if rate:
+        share = written / devices / (tbw * 1e12)
+        out.append(
+            (
+                "endurance used",
+                f"{share:.4%} of {tbw:g} TBW a device ({said}), if each is its own device",
+            )
+        )
+        out.append(
+            ("endurance lasts", f"{_span(tbw * 1e12 * devices / rate)} of training like this")
+        )
+    return out
+
+
+def _span(seconds: float) -> str:
+    for unit, size in (("years", 365 * 86400), ("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:,.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"

@@ -1,0 +1,400 @@
+"""train(): a job's training loop. The step (`step`) fits one screen; it is the loop that any user
+would write.
+
+Batches, learning rates and dropout are functions of the step's number, so a resumed run repeats
+them. A step's line is in metrics.jsonl before that step can be committed (the commit waits for the
+next forward, or for flush). Does NOT know how parameters travel: that is `place`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from roadtrain.api.place import place
+from roadtrain.config.job import Job, check_own, load_job
+from roadtrain.device.copies import own_device
+from roadtrain.runtime.session import Group
+from roadtrain.runtime.trace import Stages
+from roadtrain.storage.direct import make_directory, replace_file
+from roadtrain.storage.mark import Mark
+from roadtrain.streaming.split import DTYPES
+from roadtrain.training.build import build_model, build_optimizer, fitted
+from roadtrain.training.data import Tokens
+from roadtrain.training.metrics import Metrics, committed_by
+from roadtrain.training.progress import progress, show_table
+from roadtrain.transport.address import tls_of, token_of
+from roadtrain.transport.tcp import Options
+from roadtrain.units import show_bytes
+
+HELD_OUT_BATCHES = 8
+RETRY_S = 120.0
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Training:
+    """A job with its model placed. `optimizer`: what place() returned."""
+
+    job: Job
+    model: torch.nn.Module
+    optimizer: Any
+    scaler: torch.amp.GradScaler
+    tokens: Tokens
+    device: torch.device
+    group: Group = field(default_factory=Group)
+    # Forward and Backward; the rest is the optimizer's
+    stages: Stages = field(default_factory=Stages)
+
+    def clip(self) -> None:
+        """Loss scaling is still on the gradients, so the limit is scaled too (torch refuses to
+        unscale fp16)."""
+        limit = self.job.optimizer.clip_norm
+        if limit is not None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit * self.scaler.get_scale())
+
+
+@dataclass(frozen=True)
+class Summary:
+    """`stopped`: why it ended before run.steps, or nothing. Losses: means over the first and
+    last steps of this run."""
+
+    steps: int
+    first_loss: float
+    last_loss: float
+    held_out_loss: float | None
+    stopped: str
+
+
+def command(path: str, overrides: Mapping[str, Any], new_store: bool = False) -> int:
+    job = load_job(path, {**overrides, "run.new_store": True} if new_store else overrides)
+    check_own(path, job)
+    return 130 if train(job).stopped == "interrupted" else 0
+
+
+def train(job: Job, report: Report = print) -> Summary:
+    """Train `job` from its last committed step up to run.steps. Raises RoadtrainError."""
+    if Group.of_environment().rank:
+        report = silent  # worker 0 speaks for all
+    stop = _Stop(job.run.minutes, report)  # its time runs from here
+    make_directory(job.run_dir)
+    mark = mark_of(job, report)
+    training = place_job(job, report, mark)
+    optimizer = training.optimizer
+    rank = optimizer.group.rank
+    # of one worker each
+    lines = job.run_dir / (f"metrics.{rank}.jsonl" if rank else "metrics.jsonl")
+    with optimizer, Metrics(lines, optimizer.steps_done, fresh=mark.fresh) as metrics, stop.heard():
+        if rank == 0:
+            write_job(training.job)  # now that nothing was refused
+            mark.advance(optimizer.steps_done)
+        if metrics.aside is not None:
+            report(f"metrics: {lines} told of another store, it is {metrics.aside} now")
+        elif metrics.dropped:
+            report(
+                f"metrics: {metrics.dropped} steps after the last committed one are dropped, their"
+                f" lines are in {metrics.uncommitted}"
+            )
+        losses: list[float] = []
+        resident = 0
+        with progress(job.run.steps, optimizer.steps_done, job.run.log_every, report) as show:
+            then = time.perf_counter()
+            training.tokens.begun = True
+            # of the step before, with staleness 1: asking waits
+            late, norms = job.optimizer.staleness, list[float]()
+            ask = lambda: norms.append(optimizer.grad_norm())  # noqa: E731
+            while optimizer.steps_done < job.run.steps and not stop.why():
+                loss, lr = step(training, optimizer.steps_done, ask if late == 1 else None)
+                if not late:
+                    ask()
+                now = time.perf_counter()
+                line = _line(training, loss, lr, norms.pop() if norms else math.nan, now - then)
+                then = now
+                try:
+                    metrics.append(line)
+                except BaseException:
+                    optimizer.abandon()  # a committed step has its line
+                    raise
+                if rank == 0:
+                    mark.advance(optimizer.committed_step)
+                show(line)
+                losses.append(loss)
+                resident = max(resident, optimizer.memory()["resident"])
+        stopped = stop.why() if optimizer.steps_done < job.run.steps else ""
+        optimizer.flush()
+        if rank == 0:
+            mark.advance(optimizer.committed_step, now=True)
+        if stopped:
+            report(
+                f"{stopped}: step {optimizer.committed_step} is committed; the same command goes on"
+                " from there"
+            )
+        return _summary(training, losses, resident, stopped, report)
+
+
+def silent(_: str) -> None: ...
+
+
+def step(
+    training: Training, number: int, before: Callable[[], None] | None = None
+) -> tuple[float, float]:
+    """Step `number` (from 0): its mean loss and its learning rate. `before`: called before the
+    optimizer's step."""
+    job, model, optimizer, scaler = (
+        training.job,
+        training.model,
+        training.optimizer,
+        training.scaler,
+    )
+    lr = learning_rate(job, number)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    group = training.group
+    torch.manual_seed((job.run.seed * 1_000_003 + number) * group.workers + group.rank)  # dropout
+    total = 0.0
+    for micro in range(job.optimizer.accumulate):
+        # the step's batches, in an order that all workers agree on
+        turn = micro * group.workers + group.rank
+        x_BT, y_BT = training.tokens.batch(number, turn, job.data.batch_size, job.data.seq_len)
+        with training.stages.timed("Forward"):
+            loss = loss_of(model, x_BT, y_BT, training.device) / job.optimizer.accumulate
+            total += loss.item()
+        with training.stages.timed("Backward"):
+            scaler.scale(loss).backward()  # type: ignore[no-untyped-call]  # gradients leave as each block finishes
+    if before is not None:
+        before()
+    training.clip()
+    scaler.step(optimizer)  # updates run, and the step is committed, while the next one computes
+    scaler.update()
+    optimizer.zero_grad()
+    return total, lr
+
+
+def loss_of(
+    model: torch.nn.Module, x_BT: torch.Tensor, y_BT: torch.Tensor, device: torch.device
+) -> torch.Tensor:
+    logits_BTV = model(input_ids=x_BT.to(device), use_cache=False).logits
+    return functional.cross_entropy(logits_BTV.float().flatten(0, 1), y_BT.to(device).flatten())
+
+
+@torch.no_grad()
+def held_out_loss(training: Training, batches: int = HELD_OUT_BATCHES) -> float | None:
+    """Mean over at most `batches` held-out batches; None where none are held out."""
+    job, model = training.job, training.model
+    if not job.data.held_out:
+        return None
+    rows = training.tokens.held_out_batches(batches, job.data.batch_size, job.data.seq_len)
+    model.eval()
+    losses = [loss_of(model, x_BT, y_BT, training.device).item() for x_BT, y_BT in rows]
+    model.train()
+    return sum(losses) / len(losses) if losses else None
+
+
+def learning_rate(job: Job, number: int) -> float:
+    """Of step `number` (from 0): linear warm-up, then the schedule down to a tenth at run.steps."""
+    o = job.optimizer
+    if number < o.warmup_steps:
+        return o.lr * (number + 1) / o.warmup_steps
+    if o.schedule == "constant":
+        return o.lr
+    part = min(1.0, (number - o.warmup_steps) / max(1, job.run.steps - o.warmup_steps))
+    fall = part if o.schedule == "linear" else (1 - math.cos(math.pi * part)) / 2
+    return o.lr * (1 - 0.9 * fall)
+
+
+def mark_of(job: Job, report: Report = print, *, reads: bool = False) -> Mark:
+    """What the job's run directory knows of its store. `reads`: none shall be made. A worker
+    that was started again has said `new_store` once before."""
+    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    witness = committed_by(job.run_dir / "metrics.jsonl")
+    return Mark(
+        job.run_dir,
+        witness=witness,
+        new_store=job.run.new_store and not again,
+        reads=reads,
+        report=report,
+    )
+
+
+def place_job(job: Job, report: Report = print, mark: Mark | None = None) -> Training:
+    """Text, model, optimizer, and the one line that places them. `mark`: of the run directory,
+    where the state that it knows of is meant. Raises RoadtrainError."""
+    tokens = Tokens(job.data.paths, job.data.tokenizer, job.data.held_out, job.run.seed)
+    report(
+        f"data: {len(tokens.train):,} tokens of {len(tokens.files):,} files,"
+        f" {len(tokens.held_out):,} held out"
+    )
+    job = fitted(job, tokens)
+    device = own_device(job.run.device or ("cuda" if torch.cuda.is_available() else "cpu"), report)
+    if (
+        device.type == "cpu"
+        and job.model.dtype != "fp32"
+        and not torch.cpu._is_avx512_bf16_supported()
+    ):
+        report(
+            f"this CPU has no {job.model.dtype} arithmetic, torch emulates it slowly: --model.dtype"
+            " fp32 is faster"
+        )
+    torch.manual_seed(job.run.seed)
+    model = build_model(job, "meta")
+    scaler = torch.amp.GradScaler(device.type, enabled=job.model.dtype == "fp16")
+    own = job.run_dir / "residuals" if job.store.servers and job.compress.error_feedback else None
+    optimizer = place(
+        model,
+        build_optimizer(job, model.parameters()),
+        store=job.store.dirs or own,
+        servers=job.store.servers,
+        replicas=job.store.replicas,
+        give_up=job.store.give_up,
+        link=link_of(job),
+        relay=job.store.relay,
+        buffering=job.store.buffering,
+        budget=job.host_nbytes,
+        dtype=DTYPES[job.model.dtype],
+        blocks=job.model.blocks,
+        backwards_per_step=_promise(job),
+        staleness=job.optimizer.staleness,
+        topk=None if job.compress.topk is None else job.compress.topk / 100,
+        grad_dtype=None if job.compress.gradients is None else DTYPES[job.compress.gradients],
+        error_feedback=job.compress.error_feedback,
+        chunk_elements=job.store.chunk_elements,
+        device=device,
+        weights=job.model.pretrained,
+        extra={"scaler": scaler, "data": tokens},
+        mark=mark,
+        moved_from=job.store.moved_from if mark is not None else (),
+        store_rates=job.store.rates,
+        direct=job.store.direct,
+        report=report,
+    )
+    return Training(job, model, optimizer, scaler, tokens, device, optimizer.group)
+
+
+def link_of(job: Job) -> Options:
+    """How the servers are reached: tried again for RETRY_S, since they may be starting too."""
+    tls = tls_of(job.store.cert, job.store.key, job.store.ca)
+    return Options(
+        retry_s=RETRY_S,
+        token=token_of(job.store.token_file),
+        tls=tls,
+        connections=job.store.connections,
+    )
+
+
+def _promise(job: Job) -> int | None:
+    """Backward passes a step, where nothing scales gradients after backward: updates then begin
+    in it."""
+    scaled = job.optimizer.clip_norm is not None or job.model.dtype == "fp16"
+    return None if scaled else job.optimizer.accumulate
+
+
+class _Stop:
+    """Why to stop early: Ctrl-C or SIGTERM (the step at work is finished; a second one ends at
+    once), or the time."""
+
+    def __init__(self, minutes: float | None, report: Report) -> None:
+        self._until = math.inf if minutes is None else time.monotonic() + 60 * minutes
+        self._minutes, self._report, self._asked = minutes, report, False
+
+    def why(self) -> str:
+        if self._asked:
+            return "interrupted"
+        return f"{self._minutes:g} minutes are over" if time.monotonic() > self._until else ""
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if self._asked:
+            raise KeyboardInterrupt
+        self._asked = True
+        self._report("stopping after this step (again: at once)")
+
+    @contextmanager
+    def heard(self) -> Iterator[None]:
+        """Signals come here, where this is the main thread; elsewhere whoever runs us handles
+        them."""
+        signals = (
+            (signal.SIGINT, signal.SIGTERM)
+            if threading.current_thread() is threading.main_thread()
+            else ()
+        )
+        before = [(number, signal.signal(number, self._ask)) for number in signals]
+        try:
+            yield
+        finally:
+            for number, handler in before:
+                signal.signal(number, handler)
+
+
+def _line(
+    training: Training, loss: float, lr: float, norm: float, seconds: float
+) -> dict[str, Any]:
+    job, optimizer = training.job, training.optimizer
+    stages = training.stages.take() | optimizer.stages()
+    line: dict[str, Any] = {
+        "step": optimizer.steps_done,
+        "loss": loss if math.isfinite(loss) else None,
+        "grad_norm": norm if math.isfinite(norm) else None,
+        "lr": lr,
+        "tokens": job.data.batch_size * job.data.seq_len * job.optimizer.accumulate,
+        "seconds": round(seconds, 6),
+        "stages": {
+            k: {"seconds": round(v.seconds, 6), "bytes": v.nbytes} for k, v in stages.items()
+        },
+    }
+    return line | ({"lossy": job.lossy} if job.lossy else {})
+
+
+def write_job(job: Job) -> None:
+    said_once = job.changed(
+        {"run.new_store": None, "store.moved_from": None, "store.give_up": None}
+    )
+    replace_file(job.run_dir / "job.toml", said_once.to_toml().encode(), "writing")
+    if job.data.tokenizer != "bytes":
+        kept = job.run_dir / "tokenizer.json"
+        if Path(job.data.tokenizer).resolve() != kept.resolve():
+            replace_file(kept, Path(job.data.tokenizer).read_bytes(), "writing")
+
+
+def _summary(
+    training: Training, losses: list[float], resident: int, stopped: str, report: Report
+) -> Summary:
+    """Reports also what roadtrain's buffers took at most, what plain training needs, and the
+    whole process."""
+    optimizer, few = training.optimizer, max(1, min(5, len(losses) // 2))
+    first, last = (
+        sum(some) / len(some) if some else math.nan for some in (losses[:few], losses[-few:])
+    )
+    held_out, memory = (
+        None if stopped == "interrupted" else held_out_loss(training),
+        optimizer.memory(),
+    )
+    plain, resident = memory["plain"], max(resident, memory["resident"])
+    rows = [("steps done", f"{optimizer.steps_done}")]
+    if math.isfinite(first):
+        rows.append(
+            ("training loss, first and last steps of this run", f"{first:.3f} -> {last:.3f}")
+        )
+    if held_out is not None:
+        rows.append(("held-out loss", f"{held_out:.3f}"))
+    rows += [
+        ("plain training needs (parameters, gradients, optimizer)", show_bytes(plain)),
+        ("roadtrain held at most", f"{show_bytes(resident)} ({resident / plain:.0%})"),
+        (
+            "peak memory of the process, torch and text included",
+            show_bytes(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024),
+        ),
+    ]
+    show_table(rows, report)
+    return Summary(optimizer.steps_done, first, last, held_out, stopped)

@@ -1,0 +1,328 @@
+"""verify(): the user's own job, a few steps in three ways, compared bit for bit: placed as the job
+says (in a temporary store beside its own), placed in RAM, and plainly: the whole model in torch,
+the same rules on whole tensors.
+
+The plain side shares the loop (`train.step`) and the rules' kernels, nothing of the stream,
+servers, stores or chunks. Beside it torch's own optimizer gets the same gradients in fp32: its
+deviation is reported, it is rounding.
+Assumes: memory for all this; refused otherwise. Does NOT compare plainly where the job is lossy.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+
+from roadtrain.api.optimizer import amp_of
+from roadtrain.chunks import SEGMENT, ParamSpec
+from roadtrain.config.job import Job, load_job
+from roadtrain.errors import BudgetError, ConfigError
+from roadtrain.kernels.generic import TorchRule, check_rule
+from roadtrain.kernels.rule import Rule
+from roadtrain.kernels.rules import rules_for
+from roadtrain.kernels.sum import sum_squares
+from roadtrain.storage.convert import MASTER
+from roadtrain.storage.rates import storage_rates
+from roadtrain.streaming.grads import PlacedGrad
+from roadtrain.streaming.split import DTYPES, as_numpy, split, table
+from roadtrain.training.build import build_model, build_optimizer, named
+from roadtrain.training.train import Training, place_job, silent, step
+from roadtrain.units import show_bytes, show_rate
+
+Report = Callable[[str], None]
+
+
+def command(path: str, overrides: Mapping[str, Any], steps: int = 3, report: Report = print) -> int:
+    return 0 if verify(load_job(path, overrides), steps, report) else 1
+
+
+def verify(job: Job, steps: int, report: Report = print) -> bool:
+    """Whether every loss and every tensor is the same, bit for bit, each way. Raises
+    BudgetError, UserError."""
+    if job.optimizer.staleness not in (0, 1):
+        raise ConfigError(
+            f"no two runs are the same with staleness {job.optimizer.staleness}",
+            hint="verify with --optimizer.staleness 1, or 0",
+        )
+    with ExitStack() as stack:
+        homes = [stack.enter_context(_beside(Path(d))) for d in job.store.dirs]
+        if job.store.servers:
+            report("the servers are left alone: verify runs on this host, in memory")
+            job = job.changed(
+                dict.fromkeys(
+                    (
+                        "store.servers",
+                        "store.relay",
+                        "store.replicas",
+                        "store.buffering",
+                        "compress.gradients",
+                    )
+                )
+            )
+        placed = place_job(job.changed({"store.dirs": homes}), report)
+        stack.enter_context(placed.optimizer)
+        _check_memory(placed.optimizer.memory()["plain"])
+        names = [p.name for p in placed.optimizer.params]
+        rule = rules_for(build_optimizer(job, [torch.nn.Parameter(torch.zeros(1))]))[0]
+        things = [(name, what) for what in (MASTER, *rule.arrays, *rule.scalars) for name in names]
+        start = {name: placed.optimizer.read(name).copy() for name in names}
+        mine = _run("placed", placed, steps)
+        resident = place_job(job.changed({"store.dirs": [], "budget.host": None}), silent)
+        with resident.optimizer:
+            same = _same(mine, _run("in RAM", resident, steps), things, report)
+        if job.compress.topk is not None:
+            report("plain torch is not compared: the job is lossy on purpose")
+            return same
+        model = build_model(placed.job, "cpu").to(placed.device)
+        plain = PlainOptimizer(placed.job, model, start)
+        scaler = torch.amp.GradScaler(placed.device.type, enabled=job.model.dtype == "fp16")
+        training = _PlainTraining(placed.job, model, plain, scaler, placed.tokens, placed.device)
+        same &= _same(mine, _run("plain", training, steps), things, report)
+        name, most = plain.deviation()
+        report(
+            f"torch's own {type(plain.torch).__name__} deviates by at most {most:.2e} (in {name})"
+        )
+        return same
+
+
+def check_rule_command(name: str, dir: str = ".", report: Report = print) -> int:
+    """MODULE:NAME of a Rule, or the class of one or of a torch optimizer. `dir`: on the device
+    to compare its rate with. 1 where it fails its check."""
+    found = named(name, repr(name))
+    group: Mapping[str, Any] = getattr(found, "example_group", {"lr": 1e-3})
+    if isinstance(found, type) and issubclass(found, torch.optim.Optimizer):
+        try:
+            optimizer = found([torch.nn.Parameter(torch.zeros(1))])  # type: ignore[call-arg]
+        except Exception as cause:
+            raise ConfigError(
+                f"{name} takes no flat parameter, or not by its defaults: {cause}"
+            ) from cause
+        rule, group = rules_for(optimizer)[0], optimizer.param_groups[0]
+    else:
+        rule = found() if isinstance(found, type) and issubclass(found, Rule) else found
+        if not isinstance(rule, Rule):
+            raise ConfigError(
+                f"{name} is no Rule and no torch optimizer",
+                hint="subclass roadtrain.kernels.rule.Rule",
+            )
+    try:
+        result = check_rule(rule, rule.hyper(group))
+    except KeyError as cause:
+        raise ConfigError(
+            f"{name} reads {cause} from its group", hint="give it `example_group = {...}`"
+        ) from cause
+    general = " (run by torch on flat slices)" if isinstance(rule, TorchRule) else ""
+    report(
+        f"{result.name}{general}: {result.cases - len(result.failures)} of {result.cases} cases"
+        " equal the reference"
+    )
+    for failure in result.failures:
+        report(f"  {failure}")
+    rates = storage_rates(dir)
+    report(
+        f"one thread updates {show_rate(result.bytes_per_s)}; the storage at {dir} reads"
+        f" {show_rate(rates.read)}, writes {show_rate(rates.write)}, both at once"
+        f" {show_rate(rates.mixed)}"
+    )
+    if result.bytes_per_s < rates.mixed:
+        report("slower than the storage: this rule is what an update waits for")
+    return 1 if result.failures else 0
+
+
+@dataclass
+class _Whole:
+    """One parameter with its rule's state. `shadow`: the same under torch's own optimizer.
+    `held`: the gradient, while a handle stands for it. `grid`: where the sum of its squares is
+    cut, as on servers."""
+
+    spec: ParamSpec
+    p: torch.nn.Parameter
+    rule: Rule
+    master: np.ndarray
+    arrays: list[np.ndarray]
+    row: np.ndarray
+    shadow: torch.nn.Parameter
+    grid: range
+    held: np.ndarray | None = None
+
+
+class PlainOptimizer(torch.optim.Optimizer):
+    """The rules on whole tensors. `read` as a placed optimizer's. Global norms are summed over the
+    same segments as on servers, since a sum's bits depend on its order; so before clipping
+    gradients become handles, as when placed.
+    """
+
+    _step_supports_amp_scaling = True
+
+    def __init__(self, job: Job, model: torch.nn.Module, start: Mapping[str, np.ndarray]) -> None:
+        own, self.staleness = build_optimizer(job, model.parameters()), job.optimizer.staleness
+        super().__init__(own.param_groups, own.defaults)
+        parts, rules = split(model, job.model.blocks), rules_for(own)
+        groups = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
+        self.table = table(parts, groups, DTYPES[job.model.dtype], job.store.chunk_elements)
+        self.root_params = len(parts.root.params)
+        at = {
+            span.param: span.start
+            for block in self.table.blocks
+            for run in block.runs
+            for span in run.spans
+        }
+        self.all: list[_Whole] = []  # in the order of table.params
+        for i, (_, p) in enumerate(
+            pair for part in (parts.root, *parts.blocks) for pair in part.params
+        ):
+            spec = self.table.params[i]
+            rule, master = rules[spec.group], start[spec.name].reshape(-1).astype(np.float32)
+            arrays, row = [np.zeros_like(master) for _ in rule.arrays], np.zeros(len(rule.scalars))
+            rule.start(master, arrays, row, rule.hyper(self.param_groups[spec.group]))
+            p.data = (
+                torch.from_numpy(master).view(p.shape).to(p.device, DTYPES[spec.dtype], copy=True)
+            )
+            shadow = torch.nn.Parameter(torch.from_numpy(master.copy()).view(p.shape))
+            grid = range(SEGMENT - at.get(i, 0) % SEGMENT, master.size, SEGMENT)
+            self.all.append(_Whole(spec, p, rule, master, arrays, row, shadow, grid))
+        self.torch = build_optimizer(job, [one.shadow for one in self.all])
+
+    def gather(self) -> None:
+        """Gradients of blocks become handles; those of the root stay tensors, as when placed."""
+        for i, one in enumerate(self.all):
+            if i >= self.root_params and one.p.grad is not None:
+                one.held = as_numpy(one.p.grad).reshape(-1).copy()
+                one.p.grad = PlacedGrad(one.p, i, self, one.spec.name)
+
+    def sum_squares(self, param: int) -> float:
+        one = self.all[param]
+        assert one.held is not None
+        return sum(sum_squares(piece, one.spec.dtype) for piece in np.split(one.held, one.grid))
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        unscale, skip = amp_of(self)
+        if self.staleness:
+            self._publish()  # the next step computes with what the masters are now
+        if skip:
+            return
+        for one in self.all:
+            one.shadow.grad, grad = None, one.p.grad
+            if grad is None:
+                continue
+            scale = (grad.scale if isinstance(grad, PlacedGrad) else 1.0) * unscale
+            flat = as_numpy(grad).reshape(-1) if one.held is None else one.held
+            one.shadow.grad = (
+                torch.from_numpy(flat).view(grad.dtype).float().mul(scale).view_as(one.p)
+            )
+            hyper = one.rule.hyper(self.param_groups[one.spec.group])
+            one.rule.apply(
+                one.master, flat, one.spec.dtype, one.arrays, one.row, hyper, scale, None, None
+            )
+        if not self.staleness:
+            self._publish()
+        for group, mine in zip(self.torch.param_groups, self.param_groups):
+            group.update({k: v for k, v in mine.items() if k != "params"})
+        self.torch.step()
+
+    def _publish(self) -> None:
+        for one in self.all:
+            one.p.data.copy_(torch.from_numpy(one.master).view_as(one.p))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for one in self.all:
+            one.p.grad = one.held = None
+
+    def read(self, name: str, what: str = MASTER) -> np.ndarray:
+        one = next(one for one in self.all if one.spec.name == name)
+        if what in one.rule.scalars:
+            return one.row[[one.rule.scalars.index(what)]]
+        return one.master if what == MASTER else one.arrays[one.rule.arrays.index(what)]
+
+    def deviation(self) -> tuple[str, float]:
+        """Where torch's own optimizer ended up farthest from the rules, and how far."""
+        far = [
+            (
+                one.spec.name,
+                float(np.abs(one.shadow.detach().numpy().reshape(-1) - one.master).max()),
+            )
+            for one in self.all
+        ]
+        return max(far, key=lambda pair: pair[1])
+
+
+class _PlainTraining(Training):
+    def clip(self) -> None:
+        self.optimizer.gather()
+        super().clip()
+
+
+@dataclass(frozen=True)
+class _Way:
+    """One way to train, and what it gave. `read`: (parameter's name, "master" or a state's
+    name) -> values."""
+
+    name: str
+    losses: list[float]
+    read: Callable[[str, str], np.ndarray]
+
+
+def _run(name: str, training: Training, steps: int) -> _Way:
+    return _Way(
+        name, [step(training, number)[0] for number in range(steps)], training.optimizer.read
+    )
+
+
+def _same(left: _Way, right: _Way, things: list[tuple[str, str]], report: Report) -> bool:
+    losses = _difference(np.array(left.losses), np.array(right.losses))
+    pairs = (
+        (f"{name} ({what})", _difference(left.read(name, what), right.read(name, what)))
+        for name, what in things
+    )
+    wrong = [f"{thing}: {difference}" for thing, difference in pairs if difference]
+    if losses:
+        report(f"{left.name} and {right.name} differ in the losses of the steps: {losses}")
+    if wrong:
+        report(
+            f"{left.name} and {right.name} differ in {len(wrong)} of {len(things)} tensors, first"
+            f" in {wrong[0]}"
+        )
+    if not losses and not wrong:
+        report(
+            f"{left.name} = {right.name}: {len(left.losses)} losses and {len(things)} tensors are"
+            " the same bits"
+        )
+    return not losses and not wrong
+
+
+def _difference(a: np.ndarray, b: np.ndarray) -> str:
+    """The first element whose bits differ, or nothing."""
+    a, b = (np.ascontiguousarray(array).reshape(-1) for array in (a, b))
+    if a.dtype == b.dtype and a.tobytes() == b.tobytes():
+        return ""
+    bits = f"u{a.itemsize}"
+    at = (
+        int(np.argmax(a.view(bits) != b.view(bits)))
+        if a.dtype == b.dtype and a.size == b.size
+        else 0
+    )
+    return f"element {at} of {a.size} is {float(a[at])!r} and {float(b[at])!r}"
+
+
+def _beside(directory: Path) -> tempfile.TemporaryDirectory[str]:
+    """A temporary directory on the device that `directory` is on, or will be."""
+    parent = next(path for path in directory.absolute().parents if path.is_dir())
+    return tempfile.TemporaryDirectory(prefix="verify-", dir=parent)
+
+
+def _check_memory(plain_nbytes: int) -> None:
+    needed, free = 4 * plain_nbytes, psutil.virtual_memory().available
+    if needed > free:
+        raise BudgetError(
+            f"verify holds the model four times: {show_bytes(needed)}, {show_bytes(free)} are free",
+            hint="verify a shallower model of the same width: --model.config.num_hidden_layers 2",
+        )

@@ -1,0 +1,79 @@
+"""How a server is reached: its address, the job's token, the files of TLS."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+from roadtrain.errors import ConfigError
+from roadtrain.transport import shm
+from roadtrain.transport.tcp import MIN_TOKEN, Address, Options, Tls
+from roadtrain.units import KIB
+
+MAX_TOKEN = 4 * KIB  # bytes of its file
+
+
+def address_of(text: str) -> Address:
+    """HOST:PORT. Raises ConfigError."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"{text!r} is no address", hint="HOST:PORT, as 10.0.0.3:7000")
+    return host.strip("[]"), int(port)
+
+
+def local_options(options: Options) -> shm.Options:
+    """Of a link inside a host, as patient as `options`."""
+    return shm.Options(
+        frame_limit=options.frame_limit,
+        checksums=options.checksums,
+        close_s=options.close_s,
+        retry_s=(options.retry_s or 0.0) + 30,
+    )
+
+
+def token_of(path: str | None) -> bytes | None:
+    """The job's token: the content of a file that its owner alone can read. Raises ConfigError."""
+    if path is None:
+        return None
+    try:
+        with open(path, "rb") as file:
+            mode, token = os.fstat(file.fileno()).st_mode & 0o777, file.read(MAX_TOKEN + 1).strip()
+    except OSError as error:
+        raise ConfigError(f"cannot read the token in {path}: {error.strerror}") from error
+    if mode & 0o077:
+        raise ConfigError(
+            f"the token in {path} can be read or changed by others (mode {mode:03o}, 600 is the"
+            " most)",
+            hint=f"chmod 600 {path}",
+        )
+    if not MIN_TOKEN <= len(token) <= MAX_TOKEN:
+        raise ConfigError(
+            f"the token in {path} has {len(token)} bytes, {MIN_TOKEN} to {MAX_TOKEN} are possible",
+            hint=f"(umask 077; head -c 32 /dev/urandom | base64 > {path}) makes one",
+        )
+    return token
+
+
+def write_token(path: Path, token: bytes | None = None) -> None:
+    """A new one (or `token`), in a file that its owner alone can read."""
+    path.unlink(missing_ok=True)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(token or secrets.token_hex().encode())
+
+
+def tls_of(cert: str | None, key: str | None, ca: str | None) -> Tls | None:
+    """Of paths, None without any. Raises ConfigError where a file or a half of the pair is
+    absent."""
+    if not (cert or key or ca):
+        return None
+    if key and not cert:
+        raise ConfigError(f"a key ({key}) without its certificate", hint="name both")
+    for path in filter(None, (cert, key, ca)):
+        if not os.access(path, os.R_OK):
+            raise ConfigError(
+                f"TLS: {path} cannot be read",
+                hint="PEM files: the certificate, its key, the signers'",
+            )
+    ours, secret, theirs = (None if path is None else Path(path) for path in (cert, key, ca))
+    return Tls(ours, secret, theirs)

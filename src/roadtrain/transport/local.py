@@ -1,0 +1,89 @@
+"""A link inside one process: the same frames, order and end as between hosts, one copy into `room`.
+
+    link = connect(accept, receiver, hello=hello, name="server 0")  # `accept` as a listener's,
+                                                                    called at once
+
+A sending thread waits with its buffers until the other end's receiving thread has copied out of
+them: nothing is kept in between. Checksums are off unless they are asked for: nothing leaves the
+process. Does NOT serve what passes Python objects.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from roadtrain.transport.handshake import DEFAULTS, Common
+from roadtrain.transport.link import Link, Receiver, copy
+from roadtrain.transport.listener import Accept
+from roadtrain.transport.stream import Stream
+
+
+def connect(
+    accept: Accept, receiver: Receiver, options: Common = DEFAULTS, *, hello: bytes = b"", name: str
+) -> Link:
+    """As tcp.connect; what `accept` raises is raised here."""
+    one, two = _Pipe(), _Pipe()
+    here, there = (
+        Stream(peer, options.frame_limit, bool(options.checksums), options.close_s)
+        for peer in (name, "this process")
+    )
+    there.start(accept(there, hello), [_Ends(two, one)])
+    here.start(receiver, [_Ends(one, two)])
+    return here
+
+
+class _Pipe:
+    """One direction. `_views`: what the sender waits with, not yet copied."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._views: list[memoryview] = []
+        self._ended = False
+
+    def put(self, buffers: Sequence[memoryview | bytes]) -> int:
+        with self._changed:
+            self._views = [memoryview(buffer) for buffer in buffers]
+            self._changed.notify_all()
+            while self._views and not self._ended:
+                self._changed.wait()
+            if self._views:
+                raise BrokenPipeError("the other end is closed")
+        return sum(map(len, buffers))
+
+    def get(self, into: memoryview) -> int:
+        with self._changed:
+            while not self._views and not self._ended:
+                self._changed.wait()
+            if self._ended:
+                return 0
+            n = min(len(self._views[0]), len(into))
+            copy(into[:n], self._views[0][:n])
+            self._views[0] = self._views[0][n:]
+            if not self._views[0]:
+                del self._views[0]
+                self._changed.notify_all()
+        return n
+
+    def end(self) -> None:
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+
+class _Ends:
+    def __init__(self, out: _Pipe, back: _Pipe) -> None:
+        self._out, self._back = out, back
+
+    def send(self, buffers: Sequence[memoryview | bytes]) -> int:
+        return self._out.put(buffers)
+
+    def recv_into(self, view: memoryview, whole: bool) -> int:
+        return self._back.get(view)
+
+    def shutdown(self) -> None:
+        self._out.end()
+        self._back.end()
+
+    def close(self) -> None:
+        self.shutdown()

@@ -1,0 +1,461 @@
+"""Stream: a Link over one or more byte channels; all that tcp and shm have in common.
+
+Sending: one queue, and one for what is urgent; the thread of a channel takes the next frames as
+soon as it is free, so the least loaded channel takes most. Small frames go together in one call.
+Receiving: a thread per channel reads heads through a small buffer and payloads straight into
+`room`. Sequence numbers restore the order: `room` is called in it (so that no later frame can take
+the memory that an earlier one waits for), payloads of several channels then land at the same time,
+`arrived` is in order again.
+
+End: a goodbye on every channel says how many frames there were. Whoever gets it delivers them all
+and then hangs up; whoever said it reads on, dropping what comes, until the other side hung up or
+the deadline passed: closing a socket with unread bytes would reset it under the other side's unread
+frames.
+
+Does NOT connect, authenticate or know sockets.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from roadtrain.errors import LostError, PeerError, WireError
+from roadtrain.transport.link import (
+    EMPTY,
+    HEAD_NBYTES,
+    LAST,
+    SUMMED,
+    Head,
+    Receiver,
+    check_sizes,
+    digest,
+    flat,
+    pack_head,
+    parse_head,
+)
+from roadtrain.units import KIB
+
+# what goes into one call to the channel; a larger frame goes alone
+BATCH, BATCH_FRAMES = 256 * KIB, 256
+IOV_MAX = 1024  # Linux: buffers of one sendmsg
+# read with a head: one call for many small frames, and little of a big one is copied twice
+READ_AHEAD = 16 * KIB
+# frames accepted but not yet delivered: bounds what waits for an earlier frame on a slower channel
+WINDOW = 256
+
+Sent = Callable[[], None]
+
+
+class Channel(Protocol):
+    """Bytes both ways, in order. One thread sends, one receives, any may shut down. Errors are
+    OSError or PeerError."""
+
+    def send(self, buffers: Sequence[memoryview | bytes]) -> int:
+        """Blocks until some of these bytes are taken; how many. At most IOV_MAX buffers."""
+
+    def recv_into(self, view: memoryview, whole: bool) -> int:
+        """Blocks until there are bytes (`whole`: all of them, if that saves calls); how many, 0
+        at the end."""
+
+    def shutdown(self) -> None:
+        """Both directions end, now: wakes the two threads. Idempotent."""
+
+    def close(self) -> None: ...
+
+
+class _Frame(NamedTuple):
+    kind: int
+    header: bytes
+    parts: Sequence[memoryview]
+    nbytes: int
+    sent: Sent | None
+    sequence: int = 0  # from when it leaves the queue
+
+
+class _Reader:
+    """Reads a channel through a small buffer. `what`: what is being waited for, for people."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel, self._buffer = channel, memoryview(bytearray(READ_AHEAD))
+        self._at = self._to = 0
+        self.what = ""
+
+    def head(self) -> memoryview | None:
+        """The next head, valid until the next call; None if the channel ended before it."""
+        self.what = "the next frame"
+        while (have := self._to - self._at) < HEAD_NBYTES:
+            if self._at:
+                self._buffer[:have] = bytes(self._buffer[self._at : self._to])
+                self._at, self._to = 0, have
+            n = self._channel.recv_into(self._buffer[have:], False)
+            if n == 0:
+                if have:
+                    raise LostError(
+                        f"ended in the middle of a head: {have} of {HEAD_NBYTES} bytes came"
+                    )
+                return None
+            self._to += n
+        self._at += HEAD_NBYTES
+        return self._buffer[self._at - HEAD_NBYTES : self._at]
+
+    def fill(self, view: memoryview) -> None:
+        have = min(self._to - self._at, len(view))
+        view[:have] = self._buffer[self._at : self._at + have]
+        self._at += have
+        while have < len(view):
+            n = self._channel.recv_into(view[have:], True)
+            if n == 0:
+                raise LostError(
+                    f"ended in the middle of {self.what}: {have} of {len(view)} bytes came"
+                )
+            have += n
+
+    def header(self, nbytes: int) -> bytes:
+        if nbytes <= self._to - self._at:
+            self._at += nbytes
+            return bytes(self._buffer[self._at - nbytes : self._at])
+        raw = bytearray(nbytes)
+        self.fill(memoryview(raw))
+        return bytes(raw)
+
+    def skip(self, nbytes: int) -> None:
+        scratch = memoryview(bytearray(min(nbytes, READ_AHEAD)))
+        while nbytes:
+            self.fill(scratch[:nbytes])
+            nbytes -= min(nbytes, READ_AHEAD)
+
+
+class Stream:
+    """Invariants, under `_lock`: frame `_accepted` is the next to get room, `_delivered` the
+    next to arrive; `_delivered <= _accepted <= _delivered + WINDOW`; `_ready` holds frames in
+    between, received in full; `_waiting` frames whose thread has no room yet; `_delivering` is
+    held by the one thread that calls `arrived` or `lost`, and for ever after `lost`. `_reading`:
+    channels without a goodbye; `_moved` changes when bytes have left; `_alive`: threads, of
+    which the last closes the channels."""
+
+    def __init__(self, peer: str, limit: int, summed: bool, close_s: float) -> None:
+        self.peer = peer
+        self._limit, self._summed, self._close_s = limit, summed, close_s
+        self._lock = threading.Lock()
+        self._to_send, self._turned = (
+            threading.Condition(self._lock),
+            threading.Condition(self._lock),
+        )
+        self._queue, self._urgent = deque[_Frame](), deque[_Frame]()
+        self._next = self._idle = self._moved = 0
+        self._ready: dict[int, tuple[int, bytes, memoryview]] = {}
+        self._waiting: set[int] = set()
+        self._accepted = self._delivered = self._reading = self._alive = 0
+        self._end: int | None = None
+        self._delivering = self._closing = False
+        self._error: PeerError | None = None
+        self._channels: Sequence[Channel] = ()
+        self._threads: list[threading.Thread] = []
+
+    def start(self, receiver: Receiver, channels: Sequence[Channel]) -> None:
+        """What was sent before goes out now."""
+        self._receiver, self._channels = receiver, channels
+        self._reading, self._alive = len(channels), 2 * len(channels)
+        for i, channel in enumerate(channels):
+            for name, work in (("send", self._send_all), ("receive", self._receive_all)):
+                self._threads.append(
+                    threading.Thread(
+                        target=self._run,
+                        args=(work, channel),
+                        name=f"{name} {i} {self.peer}",
+                        daemon=True,
+                    )
+                )
+        for number, thread in enumerate(self._threads):
+            try:
+                thread.start()
+            # this host has no more: the link ends, the owner hears it
+            except RuntimeError as error:
+                with self._lock:
+                    self._alive -= len(self._threads) - number
+                    del self._threads[number:]
+                    last = not self._alive
+                self.fail(LostError(f"{self.peer}: {error}"))
+                if last:
+                    self._close_channels()
+                return
+
+    def send(
+        self,
+        kind: int,
+        header: bytes,
+        parts: Sequence[memoryview] = (),
+        sent: Sent | None = None,
+        *,
+        urgent: bool = False,
+    ) -> None:
+        views = [flat(part) for part in parts if part.nbytes]
+        nbytes = sum(map(len, views))
+        check_sizes(self.peer, kind, header, nbytes, self._limit)
+        with self._lock:
+            if self._error is not None:
+                raise LostError(f"cannot send: {self._error}") from self._error
+            if self._closing:
+                raise LostError(f"{self.peer}: this link is closed")
+            (self._urgent if urgent else self._queue).append(
+                _Frame(kind, header, views, nbytes, sent)
+            )
+            if self._idle:
+                self._to_send.notify()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closing = True
+            self._to_send.notify_all()
+            self._turned.notify_all()
+        if threading.current_thread() in self._threads:  # it cannot wait for itself
+            threading.Thread(target=self._join, name=f"close {self.peer}", daemon=True).start()
+        else:
+            self._join()
+
+    def fail(self, error: PeerError) -> None:
+        """The link is lost. The receiver is told once the call of `arrived` that may be under
+        way has returned."""
+        self.stop(error)
+        self._deliver()
+
+    def stop(self, error: PeerError) -> None:
+        """Nothing more goes out; threads are woken, queued buffers given back."""
+        with self._lock:
+            self._error = self._error or error
+            queued = [*self._urgent, *self._queue]
+            self._urgent.clear()
+            self._queue.clear()
+            self._to_send.notify_all()
+            self._turned.notify_all()
+        for channel in self._channels:
+            channel.shutdown()
+        self._give_back(queued)
+
+    def _join(self) -> None:
+        moved, deadline = self._moved, time.monotonic() + self._close_s
+        while alive := [thread for thread in self._threads if thread.is_alive()]:
+            alive[0].join(0.1)
+            if self._moved != moved:
+                moved, deadline = self._moved, time.monotonic() + self._close_s
+            elif time.monotonic() > deadline:
+                self.stop(LostError(f"{self.peer} did not hang up within {self._close_s:g} s"))
+                for thread in alive:
+                    thread.join(self._close_s)
+                return
+
+    def _run(self, work: Callable[[Channel], None], channel: Channel) -> None:
+        try:
+            work(channel)
+        except PeerError as error:
+            self.fail(error if self.peer in str(error) else type(error)(f"{self.peer}: {error}"))
+        except Exception as error:  # the owner's code: never a thread that dies in silence
+            self.fail(self._owner_failed(error))
+        with self._lock:
+            self._alive -= 1
+            last = not self._alive
+        if last:
+            self._close_channels()
+
+    def _close_channels(self) -> None:
+        channels, self._channels = self._channels, ()
+        for each in channels:
+            each.close()
+
+    def _owner_failed(self, error: Exception) -> PeerError:
+        if isinstance(error, PeerError):
+            return error
+        lost = LostError(f"{self.peer}: given up, because this side failed: {error!r}")
+        lost.__cause__ = error
+        return lost
+
+    # Sending
+
+    def _send_all(self, channel: Channel) -> None:
+        while batch := self._take():
+            try:
+                buffers: list[memoryview | bytes] = []
+                for frame in batch:
+                    buffers += (self._lead(frame), *frame.parts)
+                self._put(channel, buffers)
+            except OSError as error:
+                self.fail(
+                    LostError(
+                        f"{self.peer}: {error.strerror or error} while sending frame"
+                        f" {batch[0].sequence}"
+                    )
+                )
+            finally:
+                self._give_back(batch)
+        if self._error is None:
+            try:
+                self._put(channel, [self._lead(_Frame(0, b"", (), 0, None, self._next), LAST)])
+            except OSError as error:
+                self.fail(LostError(f"{self.peer}: {error.strerror or error} while saying goodbye"))
+
+    def _take(self) -> list[_Frame]:
+        """The next frames for one call; none at the end."""
+        with self._lock:
+            while not self._queue and not self._urgent:
+                if self._error is not None or self._closing:
+                    return []
+                self._idle += 1
+                self._to_send.wait()
+                self._idle -= 1
+            batch, room = list[_Frame](), BATCH
+            while (queue := self._urgent or self._queue) and len(batch) < BATCH_FRAMES:
+                if batch and queue[0].nbytes > room:
+                    break
+                batch.append(queue.popleft()._replace(sequence=self._next))
+                room -= batch[-1].nbytes
+                self._next += 1
+            return batch
+
+    def _lead(self, frame: _Frame, flags: int = 0) -> bytes:
+        header_sum = payload_sum = 0
+        if self._summed:
+            flags |= SUMMED
+            header_sum = digest((frame.header,))
+            payload_sum = digest(frame.parts)
+        return (
+            pack_head(
+                Head(
+                    flags,
+                    frame.kind,
+                    len(frame.header),
+                    frame.nbytes,
+                    frame.sequence,
+                    header_sum,
+                    payload_sum,
+                )
+            )
+            + frame.header
+        )
+
+    def _put(self, channel: Channel, buffers: list[memoryview | bytes]) -> None:
+        i = 0
+        while i < len(buffers):
+            n = channel.send(buffers[i : i + IOV_MAX])
+            self._moved += 1
+            while n and n >= len(buffers[i]):
+                n -= len(buffers[i])
+                i += 1
+            if n:
+                buffers[i] = memoryview(buffers[i])[n:]
+
+    def _give_back(self, frames: Sequence[_Frame]) -> None:
+        for frame in frames:
+            if frame.sent is not None:
+                try:
+                    frame.sent()
+                except Exception as error:
+                    self.fail(self._owner_failed(error))
+
+    # Receiving
+
+    def _receive_all(self, channel: Channel) -> None:
+        reader = _Reader(channel)
+        try:
+            while (raw := reader.head()) is not None:
+                head = parse_head(raw, self._limit, self._summed)
+                reader.what = f"frame {head.sequence} (kind {head.kind})"
+                if head.flags & LAST:
+                    self._goodbye(head)
+                    return
+                self._receive(reader, head)
+        except OSError as error:
+            raise LostError(
+                f"{self.peer}: {error.strerror or error} while waiting for {reader.what}"
+            ) from error
+        if not self._closing:
+            raise LostError("ended without a goodbye")
+
+    def _receive(self, reader: _Reader, head: Head) -> None:
+        header, payload = reader.header(head.header_nbytes), EMPTY
+        if self._summed and digest((header,)) != head.header_sum:
+            raise WireError(f"the header of {reader.what} does not match its checksum")
+        if not self._wait_turn(head.sequence):
+            reader.skip(head.nbytes)
+            return
+        if head.nbytes:
+            payload = flat(self._receiver.room(head.kind, header, head.nbytes))
+            if len(payload) != head.nbytes or payload.readonly:
+                raise TypeError(
+                    f"room for {head.nbytes} bytes: got {len(payload)}, read-only:"
+                    f" {payload.readonly}"
+                )
+        with self._lock:
+            self._waiting.remove(head.sequence)
+            self._accepted += 1
+            self._turned.notify_all()
+        reader.fill(payload)
+        if self._summed and digest((payload,)) != head.payload_sum:
+            raise WireError(f"the payload of {reader.what} does not match its checksum")
+        with self._lock:
+            self._ready[head.sequence] = (head.kind, header, payload)
+        self._deliver()
+
+    def _wait_turn(self, sequence: int) -> bool:
+        """Until this frame may ask for room; False once the link ends."""
+        with self._lock:
+            if sequence < self._accepted or sequence in self._waiting:
+                raise WireError(f"frame {sequence} came twice")
+            self._waiting.add(sequence)
+            while self._error is None and not self._closing:
+                if sequence == self._accepted and sequence - self._delivered < WINDOW:
+                    return True
+                if len(self._waiting) == self._reading and self._accepted not in self._waiting:
+                    raise WireError(f"frame {self._accepted} is missing, frame {sequence} came")
+                self._turned.wait()
+            self._waiting.remove(sequence)
+            return False
+
+    def _goodbye(self, head: Head) -> None:
+        with self._lock:
+            if self._end not in (None, head.sequence):
+                raise WireError(f"goodbyes after {self._end} and after {head.sequence} frames")
+            self._end = head.sequence
+            self._reading -= 1
+            self._turned.notify_all()
+            if not self._reading and self._accepted != self._end and not self._closing:
+                raise WireError(f"a goodbye after {self._end} frames, {self._accepted} came")
+        self._deliver()
+
+    def _deliver(self) -> None:
+        """`arrived` for all that is next, then `lost` if that is due; unless another thread is
+        at it."""
+        with self._lock:
+            if self._delivering:
+                return
+            self._delivering = True
+        while True:
+            with self._lock:
+                item = None if self._closing else self._ready.pop(self._delivered, None)
+                if item is not None:
+                    self._delivered += 1
+                    if self._waiting:
+                        self._turned.notify_all()
+                elif (
+                    ended := self._delivered == self._end
+                    and self._error is None
+                    and not self._closing
+                ):
+                    pass
+                else:
+                    error = None if self._closing else self._error
+                    self._delivering = error is not None
+            if item is not None:
+                try:
+                    self._receiver.arrived(*item)
+                except Exception as failed:
+                    self.stop(self._owner_failed(failed))
+            elif ended:
+                self.stop(LostError(f"{self.peer}: closed by peer"))
+            else:
+                if error is not None:
+                    self._receiver.lost(error)
+                return

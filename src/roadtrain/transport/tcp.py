@@ -1,0 +1,416 @@
+"""TCP links: one or several connections per link, TLS if asked for, bytes straight from and to the
+owner's buffers.
+
+    link = connect(("10.0.0.3", 7000), receiver, Options(connections=4, token=token), name="server
+    2")
+    listener = listen(("10.0.0.3", 0), accept, Options(token=token))
+    listener.address                                      # has the port
+
+A vanished host is noticed by keepalive while nothing is under way (4 s), else by unanswered packets
+(`silence_s`).
+This is not TCP_USER_TIMEOUT: Linux ends a connection with it when a live peer merely does not read
+for that long, which is what back-pressure does. Assumes Linux. Does NOT encrypt without `tls`: the
+token keeps strangers out, not those on the way, and the checksums of frames find bits that flipped,
+not bytes that somebody changed on purpose.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import ipaddress
+import secrets
+import select
+import socket
+import ssl
+import struct
+import termios
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from roadtrain.errors import ConfigError, RoadtrainError
+from roadtrain.transport.handshake import (
+    MAX_CONNECTIONS,
+    NO_LANGUAGE,
+    Common,
+    as_peer_error,
+    client_greet,
+    client_verdict,
+    greeting,
+    limits,
+)
+from roadtrain.transport.link import Link, Receiver
+from roadtrain.transport.listener import Accept, Listener, Report
+from roadtrain.transport.retry import retry
+from roadtrain.transport.stream import Channel, Stream
+from roadtrain.units import KIB
+
+Address = tuple[str, int]
+TCP_RTO_MAX_MS = 44  # Linux 6.15; not in the socket module yet
+_INFO = struct.Struct("<8B24I")  # the beginning of Linux's struct tcp_info
+_RETRANSMITS, _PROBES, _LAST_ACK = 2, 3, 8 + 12
+TLS_PIECE = 256 * KIB  # of one call under the lock of a TLS connection
+TICK_S = 1
+# bytes that may wait in the kernel of a link slower than so many bytes a second
+UNSENT, SLOW = 256 * KIB, 16e6
+LOOK_S = 0.1  # over which that is measured
+MIN_TOKEN = 16  # bytes: what is shorter can be guessed
+
+
+@dataclass(frozen=True)
+class Tls:
+    """Paths of PEM files: this side's certificate and key, and who signs the other side's. A
+    client may have only `ca`; a server with `ca` demands a certificate of the client.
+    `server_name`: in the server's certificate, if not its address."""
+
+    cert: Path | None = None
+    key: Path | None = None
+    ca: Path | None = None
+    server_name: str = ""
+
+    def context(self, server: bool) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        if server and self.cert is None:
+            raise ConfigError("TLS: a server needs cert and key")
+        if not server and self.ca is None:
+            raise ConfigError("TLS: a client needs ca, to know the server by")
+        try:
+            if self.cert is not None:
+                context.load_cert_chain(self.cert, self.key)
+            if self.ca is not None:
+                context.load_verify_locations(self.ca)
+                context.verify_mode = ssl.CERT_REQUIRED
+        except OSError as error:
+            raise ConfigError(f"TLS: {error} in {self.cert}, {self.key} or {self.ca}") from error
+        return context
+
+    def binding(self) -> bytes:
+        """A server's: SHA-256 of its own certificate, the first in the file (RFC 5929,
+        tls-server-end-point)."""
+        text = Path(self.cert or "").read_text()
+        end = text.index(ssl.PEM_FOOTER) + len(ssl.PEM_FOOTER)
+        return hashlib.sha256(
+            ssl.PEM_cert_to_DER_cert(text[text.index(ssl.PEM_HEADER) : end])
+        ).digest()
+
+
+@dataclass(frozen=True)
+class Options(Common):
+    """`token`: the job's secret. `connections` of a link, from `source` (an address of this host)
+    and through
+    `interface`. `silence_s`: how long packets may stay unanswered. `send_buffer`,
+    `receive_buffer`: bytes, 0 leaves them to Linux."""
+
+    token: bytes | None = None
+    tls: Tls | None = None
+    connections: int = 1
+    source: str = ""
+    interface: str = ""
+    connect_s: float = 10.0
+    silence_s: float = 10.0
+    send_buffer: int = 0
+    receive_buffer: int = 0
+
+    def __post_init__(self) -> None:
+        if self.token is not None and len(self.token) < MIN_TOKEN:
+            raise ConfigError(
+                f"a token of {len(self.token)} bytes, {MIN_TOKEN} are the least: it could be"
+                " guessed",
+                hint="(umask 077; head -c 32 /dev/urandom | base64 > token) makes one",
+            )
+        if not 1 <= self.connections <= MAX_CONNECTIONS:
+            raise ConfigError(
+                f"{self.connections} connections per link, 1 to {MAX_CONNECTIONS} are possible"
+            )
+
+    @property
+    def summed(self) -> bool:
+        return self.tls is None if self.checksums is None else self.checksums
+
+    def check(self) -> None:
+        """Before anything is listened to or dialed. Raises ConfigError where this host cannot
+        do what is asked."""
+
+    def channel(self, sock: socket.socket) -> Channel:
+        """Of a connection that was let in. rdma.Options carries the bytes another way."""
+        tcp = socket.IPPROTO_TCP
+        sock.setsockopt(tcp, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in (
+            (socket.TCP_KEEPIDLE, 1),
+            (socket.TCP_KEEPINTVL, 1),
+            (socket.TCP_KEEPCNT, 3),
+        ):
+            sock.setsockopt(tcp, option, value)
+        # without it, long back-pressure makes probes rare and a vanished host late
+        with contextlib.suppress(OSError):
+            sock.setsockopt(tcp, TCP_RTO_MAX_MS, max(1000, int(self.silence_s * 250)))
+        if isinstance(sock, ssl.SSLSocket):
+            sock.setblocking(False)
+            return _TlsChannel(sock, self.silence_s)
+        sock.settimeout(None)
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", TICK_S, 0))
+        return _TcpChannel(sock, self.silence_s)
+
+
+def connect(
+    address: Address,
+    receiver: Receiver,
+    options: Options = Options(),
+    *,
+    hello: bytes = b"",
+    name: str = "",
+    language: bytes = NO_LANGUAGE,
+) -> Link:
+    """A link whose other end is what `accept` of the listener there returned for `hello`.
+    `language`: a digest of all that the frames of both sides can say (transport/handshake.py).
+    Raises AuthError, WireError (refused, with the server's words), LostError (nobody there),
+    DeadlineError."""
+    where = f"{address[0]}:{address[1]}"
+    peer = f"{name} ({where})" if name else where
+    context = options.tls.context(False) if options.tls else None
+    options.check()
+    link_id = secrets.token_bytes(16)
+    socks: list[socket.socket] = []
+    channels: list[Channel] = []
+    try:
+        answers = []
+        for i in range(options.connections):
+            sock = retry(lambda: _dial(address, options), ConnectionRefusedError, options.retry_s)
+            socks.append(sock)
+            deadline = time.monotonic() + options.handshake_s
+            if context is not None and options.tls is not None:
+                sock.settimeout(options.handshake_s)
+                sock = socks[-1] = context.wrap_socket(
+                    sock, server_hostname=options.tls.server_name or address[0]
+                )
+            said = b"" if i else hello
+            ours = greeting(
+                options,
+                options.token,
+                link_id,
+                i,
+                options.connections,
+                language=language,
+                hello=said,
+            )
+            answers.append(client_greet(sock, ours, options.token, said, deadline, _binding(sock)))
+        for sock, answer in zip(socks, answers):
+            client_verdict(sock, answer, deadline)
+        link = Stream(
+            peer,
+            limits(options, [answer.greeting for answer in answers]),
+            options.summed,
+            options.close_s,
+        )
+        for sock in socks:
+            channels.append(options.channel(sock))
+    except (OSError, RoadtrainError) as error:
+        for each in channels:
+            each.close()
+        for sock in socks:
+            sock.close()
+        raise as_peer_error(error, peer) from error
+    link.start(receiver, channels)
+    return link
+
+
+def listen(
+    address: Address,
+    accept: Accept,
+    options: Options = Options(),
+    report: Report = print,
+    *,
+    language: bytes = NO_LANGUAGE,
+) -> Listener:
+    """Raises ConfigError where the address cannot be had, or strangers could reach it and there
+    is no token (Rule 8)."""
+    options.check()
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
+        if options.token is None and not ipaddress.ip_address(where[0]).is_loopback:
+            raise ConfigError(
+                f"listening on {where[0]} without a token: anybody who reaches it could join",
+                hint="set a token, or listen on 127.0.0.1",
+            )
+        carrier = _Carrier(options)
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            _prepare(sock, options)
+            sock.bind(where)
+            sock.listen(128)
+        except BaseException:
+            sock.close()
+            raise
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {address[0]}:{address[1]}: {error.strerror or error}"
+        ) from error
+    real: Address = sock.getsockname()[:2]
+    return Listener(sock, real, accept, options, options.token, carrier, report, language)
+
+
+class _Carrier:
+    def __init__(self, options: Options) -> None:
+        self._options, self._context = options, options.tls.context(True) if options.tls else None
+        self._binding = options.tls.binding() if options.tls else b""
+
+    def name(self, sock: socket.socket) -> str:
+        host, port = sock.getpeername()[:2]
+        return f"{host}:{port}"
+
+    def secure(self, sock: socket.socket, deadline: float) -> socket.socket:
+        if self._context is None:
+            return sock
+        # the first read does
+        return self._context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+
+    def binding(self, sock: socket.socket) -> bytes:
+        return self._binding
+
+    def channel(self, sock: socket.socket) -> Channel:
+        return self._options.channel(sock)
+
+
+def _binding(sock: socket.socket) -> bytes:
+    """A client's: of the certificate that the server showed."""
+    if not isinstance(sock, ssl.SSLSocket):
+        return b""
+    return hashlib.sha256(sock.getpeercert(binary_form=True) or b"").digest()
+
+
+def _dial(address: Address, options: Options) -> socket.socket:
+    family, kind, protocol, _, where = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
+    sock = socket.socket(family, kind, protocol)
+    try:
+        _prepare(sock, options)
+        if options.source:
+            sock.bind((options.source, 0))
+        sock.settimeout(options.connect_s)
+        sock.connect(where)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _prepare(sock: socket.socket, options: Options) -> None:
+    """What must be set before the connection is made; accepted sockets inherit the buffers."""
+    if options.interface:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, options.interface.encode())
+    if options.send_buffer:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, options.send_buffer)
+    if options.receive_buffer:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, options.receive_buffer)
+
+
+class _TcpChannel:
+    """Blocking calls that come back every TICK_S, to see whether the other host still answers.
+    Once what the kernel holds left it slowly, little waits there, where nothing urgent can
+    overtake it; on fast links that would cost processor time."""
+
+    def __init__(self, sock: socket.socket, silence_s: float) -> None:
+        self._sock, self._silence_s, self._slow = sock, silence_s, False
+        self._since, self._given = 0.0, 0  # what the kernel held then, and was given since
+
+    def send(self, buffers: Sequence[memoryview | bytes]) -> int:
+        self._look()
+        while True:
+            try:
+                n = self._sock.sendmsg(buffers)
+                self._given += n
+                return n
+            except BlockingIOError:
+                self._check_answers()
+
+    def _look(self) -> None:
+        """Whether what is waiting in the kernel leaves it slowly."""
+        if self._slow:
+            return
+        now, waiting = (
+            time.monotonic(),
+            int.from_bytes(fcntl.ioctl(self._sock, termios.TIOCOUTQ, b"\0" * 4), "little"),
+        )
+        if waiting > UNSENT and now - self._since < LOOK_S:
+            return
+        if waiting > UNSENT and self._given - waiting < SLOW * (now - self._since):
+            self._slow = True
+            self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT)
+        self._since, self._given = now, waiting
+
+    def recv_into(self, view: memoryview, whole: bool) -> int:
+        flags = socket.MSG_WAITALL if whole else 0
+        while True:
+            try:
+                return self._sock.recv_into(view, 0, flags)
+            except BlockingIOError:
+                self._check_answers()
+
+    def shutdown(self) -> None:
+        with contextlib.suppress(OSError):
+            # an SSLSocket's own would go on in plain text
+            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._sock.close()
+
+    def _check_answers(self) -> None:
+        """TimeoutError if packets or window probes have gone unanswered. One probe may just be
+        on its way, two cannot."""
+        info = _INFO.unpack(self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size))
+        if (
+            max(info[_RETRANSMITS], info[_PROBES]) >= 2
+            and info[_LAST_ACK] >= self._silence_s * 1000
+        ):
+            raise TimeoutError(f"no answer for {info[_LAST_ACK] / 1000:.0f} s")
+
+
+class _TlsChannel(_TcpChannel):
+    """OpenSSL's connection is not for two threads at once: each call holds a lock and never
+    blocks under it."""
+
+    def __init__(self, sock: ssl.SSLSocket, silence_s: float) -> None:
+        super().__init__(sock, silence_s)
+        self._tls, self._lock = sock, threading.Lock()
+
+    def send(self, buffers: Sequence[memoryview | bytes]) -> int:
+        data: memoryview | bytes = memoryview(buffers[0])[:TLS_PIECE]
+        if len(buffers) > 1 and len(data) < TLS_PIECE:  # small ones into one record
+            few: list[memoryview | bytes] = []
+            room = TLS_PIECE
+            for buffer in buffers:
+                few.append(memoryview(buffer)[:room])
+                room -= len(few[-1])
+                if room == 0:
+                    break
+            data = b"".join(few)
+        self._look()
+        while True:
+            try:
+                with self._lock:
+                    n = self._tls.send(data)
+                self._given += n
+                return n
+            except (ssl.SSLWantWriteError, ssl.SSLWantReadError):
+                self._wait(select.POLLOUT)
+
+    def recv_into(self, view: memoryview, whole: bool) -> int:
+        while True:
+            try:
+                with self._lock:
+                    return self._tls.recv_into(view[:TLS_PIECE])
+            except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                self._wait(select.POLLIN)
+
+    def _wait(self, event: int) -> None:
+        poll = select.poll()
+        poll.register(self._tls, event)
+        if not poll.poll(TICK_S * 1000):
+            self._check_answers()
