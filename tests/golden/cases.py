@@ -10,6 +10,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import json
+import os
+import re
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -18,6 +22,8 @@ from typing import Any
 import numpy as np
 import surface
 import torch
+import transformers
+from safetensors.numpy import load_file
 from torch import nn
 
 import roadtrain
@@ -324,3 +330,383 @@ def train(case: Case, home: Path, first: int, last: int) -> dict[str, Any]:
         found = contents(case, model, optimizer)
     assert bool(spilled) == case.spills, f"{len(spilled)} gradients were spilled"
     return {"losses": losses, "norms": norms, "contents": digest(found)}
+
+
+# jobs
+
+TEXT = "".join(f"Line {i}: {i * i % 97} trailers, {i * 7 % 13} of them full.\n" for i in range(80))
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "tie_word_embeddings": True,
+}
+JOB = """[run]
+dir = "run"
+seed = 3
+device = "cpu"
+[data]
+paths = ["text.txt"]
+seq_len = 16
+batch_size = 2
+held_out = 0.1
+[optimizer]
+lr = 1e-2
+clip_norm = 1.0
+accumulate = 2
+warmup_steps = 2
+[budget]
+host = "64MiB"
+[model.config]
+""" + "".join(
+    f"{key} = {str(value).lower() if value is True else repr(value)}\n"
+    for key, value in MODEL.items()
+).replace("'", '"')
+
+
+@contextlib.contextmanager
+def inside(directory: Path) -> Iterator[None]:
+    before = Path.cwd()
+    os.chdir(directory)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+def at(home: Path, *words: str) -> str:
+    """What `roadtrain WORDS` prints in directory `home`."""
+    with inside(home):
+        code, text = surface.command(*words)
+    assert code == 0, (words, text)
+    return text
+
+
+def train_job(home: Path, steps: int, *words: str) -> list[dict[str, Any]]:
+    """`roadtrain train` in `home` up to step `steps`, where it is called "served" or has servers on two of them; the
+    lines of metrics."""
+    with served(home) as more:
+        at(home, "train", "job.toml", "--run.steps", str(steps), *more, *words)
+    return [json.loads(line) for line in (home / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+@contextlib.contextmanager
+def served(home: Path) -> Iterator[list[str]]:
+    if home.name != "served" and not (home / "server0").exists():
+        yield []
+        return
+    with surface.serving([home / "server0", home / "server1"]) as where:
+        yield ["--store.servers", json.dumps(where)]
+
+
+def exported(home: Path) -> dict[str, Any]:
+    """Of both exports of a run directory, SHA-256 of every tensor."""
+    found: dict[str, Any] = {}
+    with served(home) as more:
+        if more:  # its run directory names the ports of another time
+            path = home / "run" / "job.toml"
+            path.write_text(
+                re.sub(r"servers = \[[^]]*\]", f"servers = {more[1]}", path.read_text())
+            )
+        for name, words in (("exported", []), ("masters", ["--masters"])):
+            to = home / "out" / name
+            at(home, "export", "run", str(to), *words)
+            files = sorted(to.glob("*.safetensors"))
+            found[name] = {
+                tensor: hashlib.sha256(value.tobytes()).hexdigest()
+                for file in files
+                for tensor, value in load_file(file).items()
+            }
+    return found
+
+
+def lasting(line: dict[str, Any]) -> dict[str, Any]:
+    """What a line of metrics says that no clock has a part in."""
+    return {key: line[key] for key in ("step", "loss", "grad_norm", "lr", "tokens")}
+
+
+def types_of(value: Any) -> Any:
+    """The keys of a line of metrics and the types of what they stand for; stages as far as all lines have them."""
+    if isinstance(value, dict):
+        return {key: types_of(one) for key, one in value.items() if key not in SOMETIMES}
+    return type(value).__name__
+
+
+ALWAYS = {"Forward", "Backward", "Fetch", "Push", "Sum", "Update", "Write", "Commit"}
+SOMETIMES = {"Read", "Update", "Write", "Commit", "Wait", "Sum", "Fetch", "Push"}  # in one step
+
+
+def stages_in(lines: list[dict[str, Any]]) -> set[str]:
+    return {name for line in lines for name in line["stages"]}
+
+
+@functools.cache
+def plain_job_losses() -> tuple[str, ...]:
+    """Of the model of the kept jobs, by torch alone."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(**MODEL, vocab_size=256)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False), []
+    for _ in range(5):
+        x_BT = torch.randint(0, 256, (2, 16))
+        logits_BTV = model(input_ids=x_BT, use_cache=False).logits
+        loss = nn.functional.cross_entropy(
+            logits_BTV.float().flatten(0, 1), x_BT.roll(1, 1).flatten()
+        )
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item().hex())
+    return tuple(losses)
+
+
+# a value other than the default for every key of a job
+JOB_VALUES: dict[str, Any] = {
+    "run.dir": "here",
+    "run.steps": 7,
+    "run.minutes": 1.5,
+    "run.device": "cpu",
+    "run.seed": 5,
+    "run.new_store": True,
+    "run.log_every": 3,
+    "model.config": {"model_type": "llama", "hidden_size": 8},
+    "model.dtype": "bf16",
+    "model.blocks": ["layers.*"],
+    "data.paths": ["a.txt", "b"],
+    "data.seq_len": 32,
+    "data.batch_size": 4,
+    "data.held_out": 0.25,
+    "data.tokenizer": "tokenizer.json",
+    "optimizer.name": "lion",
+    "optimizer.lr": 0.5,
+    "optimizer.weight_decay": 0.25,
+    "optimizer.betas": [0.5, 0.75],
+    "optimizer.eps": 0.125,
+    "optimizer.momentum": 0.5,
+    "optimizer.options": {"nesterov": True},
+    "optimizer.schedule": "linear",
+    "optimizer.warmup_steps": 2,
+    "optimizer.clip_norm": 0.5,
+    "optimizer.accumulate": 2,
+    "optimizer.staleness": 1,
+    "store.dirs": ["{run}/a", "b"],
+    "store.servers": ["h:1", "h:2"],
+    "store.moved_from": ["c"],
+    "store.relay": "64MiB",
+    "store.buffering": "all",
+    "store.replicas": 2,
+    "store.give_up": ["h:1"],
+    "store.token_file": "t",
+    "store.ca": "ca",
+    "store.cert": "cert",
+    "store.key": "key",
+    "store.connections": 2,
+    "store.rates": [1.0, 2.0],
+    "store.chunk_elements": 65536,
+    "store.direct": False,
+    "budget.host": "1GiB",
+    "compress.topk": 2.0,
+    "compress.error_feedback": True,
+    "compress.gradients": "bf16",
+}
+
+# frames and sums
+
+BESIDES: dict[str, Any] = {
+    "hello": ("session", 1, 4, -2, 0, "signature"),
+    "hello of a summation": ("session", 1, 4, "sum"),
+    "without": ("job", "link", (0, 2)),
+    "rounds": {3: (4, 5), 1: (0, 0)},
+    "stalled": ([("tensor 3", 1, "fp32")], [("tensor 4", 2, "bf16")]),
+}
+CODECS = ("bf16", "fp16", "topk:0.1", "onebit", "dither:2", "dither:4", "dither:8")
+
+
+def values(n: int, seed: int) -> np.ndarray:
+    """Of many magnitudes, and both zeros."""
+    rng = np.random.default_rng(seed)
+    out = (rng.standard_normal(n) * 10.0 ** rng.integers(-6, 3, n)).astype(np.float32)
+    out[:2] = 0.0, -0.0
+    return out
+
+
+def summed() -> dict[str, Any]:
+    """What three workers are sent, in each format."""
+    arrays = [values(50, rank) for rank in range(3)]
+    out = {form: surface.summed("sum", form, arrays, 2) for form in ("fp32", *CODECS)}
+    return out | {"accumulated": surface.summed("accumulate", "fp32", arrays, 2)}
+
+
+def codecs() -> dict[str, Any]:
+    """Of each codec what is encoded, what comes back, and with a residual what is kept back."""
+    out: dict[str, Any] = {}
+    for form in CODECS:
+        raw = surface.encoded_as(form, values(101, 7), 12345)
+        sent, kept = surface.residual_after(form, values(101, 8), values(101, 9), 5)
+        back = surface.decoded_as(form, raw, 101)
+        out[form] = [raw.hex(), back.tobytes().hex(), sent.hex(), kept.tobytes().hex()]
+    return out
+
+
+# the order of operations
+
+ORDERS: dict[str, Case] = {
+    "ram": Case(TINY),
+    "files": Case(TINY, "1 directory"),
+    "accumulated, eager": Case(
+        Variant(wide=False, accumulate=2), "1 directory", {"backwards_per_step": 2}
+    ),
+    "late": Case(TINY, "1 directory", {"staleness": 1}),
+    "top-k": Case(TINY, "1 directory", {"topk": 0.2}),
+}
+# without what depends on how soon a pull comes: answers, and reads that find the record in memory
+STEADY = ("Hold", "Update", "Write", "Stash", "Discard", "Total", "Prepare")
+
+
+def real_order(name: str) -> dict[str, list[str]]:
+    """Block -> what its server does to its chunks in four steps; the order of holding over
+    all blocks but the root."""
+    case = ORDERS[name]
+    with (
+        tempfile.TemporaryDirectory() as home,
+        surface.logged_actions() as said,
+        placed(case, Path(home)) as (model, optimizer, scaler),
+    ):
+        blocks = surface.blocks_of(optimizer)
+        for i in range(4):
+            one_step(case.variant, model, optimizer, scaler, i)
+            optimizer.flush()  # else writes go on beside the next step
+    out: dict[str, list[str]] = {}
+    for what, chunk in said:
+        if what in STEADY and chunk in blocks:
+            out.setdefault(f"block {blocks[chunk]}", []).append(what)
+    out["held"] = [f"block {blocks[c]}" for what, c in said if what == "Hold" and blocks.get(c)]
+    return out
+
+
+SIMULATED_ORDERS = {
+    "files": ("files", 0, 2),
+    "ram": ("zero-offload", 0, 2),
+    "late": ("zero-offload", 1, 3),
+}
+
+
+def simulated_order(name: str) -> str:
+    return "\n".join(surface.simulated_order(*SIMULATED_ORDERS[name], depth=4)) + "\n"
+
+
+# simulated results
+
+
+def simulations() -> list[list[str]]:
+    """Words of `roadtrain simulate` and `plan`; MIXED: mixed.toml beside this file."""
+    everywhere = [
+        "ddp",
+        "zero1",
+        "zero3",
+        "zero-offload",
+        "zero-infinity",
+        "raid0",
+        "parameter-server",
+        "switch-sum",
+        "summation",
+        "files",
+        "near-storage",
+        "smartnic",
+        "optimizer-node",
+        "server",
+    ]
+    xl = ["--model", "GPT-2-XL", "--recompute"]
+    own = ["zero-offload", "zero-infinity", "raid0", "files"]
+    out = [["simulate", "workstation", *xl, "--placement", name] for name in own]
+    refused = ("switch-sum", "near-storage", "smartnic")
+    out += [
+        ["simulate", "servers", *xl, "--placement", name]
+        for name in everywhere
+        if name not in refused
+    ]
+    out += [["simulate", "MIXED", *xl, "--placement", name] for name in everywhere]
+    late = ["simulate", "workstation", *xl, "--placement"]
+    out += [
+        [*late, "zero-offload", "--staleness", "1"],
+        [*late, "files", "--topk", "2"],
+        [*late, "zero-offload", "--micros", "4", "--micro-batch", "2"],
+        ["simulate", "servers", *xl, "--tp", "4", "--pp", "2", "--micros", "4"],
+        [
+            "simulate",
+            "servers",
+            *xl,
+            "--pp",
+            "4",
+            "--vp",
+            "2",
+            "--micros",
+            "8",
+            "--placement",
+            "zero1",
+        ],
+        ["simulate", "servers", *xl, "--cp", "2", "--constants", "luwu"],
+    ]
+    out += [
+        [
+            "plan",
+            "workstation",
+            "--model",
+            "GPT-2-XL",
+            "--batch",
+            "4",
+            "--placements",
+            "zero-offload,files",
+        ],
+        [
+            "plan",
+            "MIXED",
+            "--model",
+            "GPT-2",
+            "--batch",
+            "8",
+            "--goal",
+            "energy",
+            "--placements",
+            "zero3,summation",
+        ],
+    ]
+    return out
+
+
+def simulated(words: list[str]) -> Any:
+    words = [
+        str(Path(__file__).parent / "mixed.toml") if word == "MIXED" else word for word in words
+    ]
+    with tempfile.TemporaryDirectory() as home:
+        out = Path(home) / "out.json"
+        more = ["--out", str(Path(home) / "plan.toml")] if words[0] == "plan" else []
+        assert surface.command(*words, *more, "--json", str(out))[0] == 0, words
+        tree = json.loads(out.read_text())
+    if words[0] == "simulate":
+        return surface.simulated(tree)
+    found = {
+        name: surface.simulated(tree[name]) if tree[name] else None
+        for name in ("pick", "runner_up")
+    }
+    return found | {
+        "gains": tree["gains"],
+        "front": [surface.simulated(one) for one in tree["front"]],
+        "families": [
+            [one["placement"], one["tried"], one["simulated"], one["pruned"]]
+            for one in tree["families"]
+        ],
+    }
+
+
+def reproduced(paper: str) -> dict[str, float | None]:
+    """Row -> what the simulator gives."""
+    with tempfile.TemporaryDirectory() as home:
+        out = Path(home) / "out.json"
+        assert surface.command("reproduce", paper, "--json", str(out))[0] == 0
+        return {row["id"]: row["ours"] for row in json.loads(out.read_text())}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import sysconfig
 import tarfile
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import cases
 import pytest
@@ -43,11 +45,63 @@ def pack(name: str, home: Path) -> None:
             archive.add(path, path.name, filter=bare)
 
 
+def load_packed(name: str) -> Any:
+    return json.loads(gzip.decompress((KEPT / name).read_bytes()))
+
+
+def save_packed(name: str, value: Any) -> None:
+    (KEPT / name).write_bytes(gzip.compress(json.dumps(value, sort_keys=True).encode(), mtime=0))
+
+
+def plain(value: Any) -> Any:
+    """As JSON has it: lists for tuples, text for the keys of a mapping."""
+    return json.loads(json.dumps(value))
+
+
+def without_machine(text: str) -> str:
+    """Without where this machine keeps Python's library."""
+    return text.replace(sysconfig.get_path("stdlib"), "STDLIB")
+
+
+def job_with(values: dict[str, Any]) -> str:
+    """A job file that sets dotted keys."""
+    sections: dict[str, list[str]] = {}
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        sections.setdefault(section, []).append(f"{name} = {toml(value)}")
+    return "\n".join("\n".join([f"[{name}]", *lines]) for name, lines in sections.items()) + "\n"
+
+
+def toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{k} = {toml(v)}" for k, v in value.items()) + " }"
+    return json.dumps(value)
+
+
+def example(kind: Any, count: list[int]) -> Any:
+    """A value of a type of the messages, other at every place."""
+    count[0] += 1
+    if get_origin(kind) is None:
+        n = count[0]
+        return {int: 1000 * n, bool: n % 2 == 0, str: f"text {n}", float: n + 0.125}[kind]
+    inside = get_args(kind)
+    if get_origin(kind) is tuple and inside == ((),):
+        return []
+    if get_origin(kind) is list or inside[-1:] == (...,):
+        return [example(inside[0], count) for _ in range(2)]
+    return [example(one, count) for one in inside]
+
+
 def same_arithmetic(variant: cases.Variant) -> None:
-    """Skips where torch itself, without roadtrain, trains to other bits than on the machine of
-    the kept ones."""
-    kept, here = load("plain.json")[variant.name], list(cases.plain_losses(variant))
-    if kept != here:
-        pytest.skip(
-            f"plain torch differs on this machine: {variant.name}: {here} here, {kept} kept"
-        )
+    """Skips where torch alone, without roadtrain, trains to other bits than on the kept machine."""
+    _same(variant.name, cases.plain_losses(variant))
+
+
+def same_job_arithmetic() -> None:
+    _same("job", cases.plain_job_losses())
+
+
+def _same(name: str, here: tuple[str, ...]) -> None:
+    kept = load("plain.json")[name]
+    if kept != list(here):
+        pytest.skip(f"plain torch differs on this machine: {name}: {here} here, {kept} kept")

@@ -26,9 +26,8 @@ HOME = Path("/tmp/roadtrain-golden")  # stores tell where they were made: nothin
 def plain() -> None:
     """Losses of torch alone, that say whether a machine's arithmetic is that of the kept bits."""
     variants = {case.variant for case in [*cases.LOSSES.values(), *cases.STORES.values()]}
-    fixtures.save(
-        "plain.json", {variant.name: list(cases.plain_losses(variant)) for variant in variants}
-    )
+    kept = {variant.name: list(cases.plain_losses(variant)) for variant in variants}
+    fixtures.save("plain.json", kept | {"job": list(cases.plain_job_losses())})
 
 
 def losses() -> None:
@@ -72,7 +71,112 @@ def stores() -> None:
     shutil.rmtree(HOME)
 
 
-PARTS: dict[str, Callable[[], None]] = {part.__name__: part for part in (plain, losses, stores)}
+def runs() -> None:
+    """Run directories of `roadtrain train`: one on files, one whose state two servers hold."""
+    shutil.rmtree(HOME, ignore_errors=True)
+    (HOME / "files").mkdir(parents=True)
+    (HOME / "served").mkdir()
+    kept = {}
+    for name in ("files", "served"):
+        home = HOME / name
+        (home / "text.txt").write_text(cases.TEXT)
+        (home / "job.toml").write_text(cases.JOB)
+        cases.train_job(home, 3)
+        with tempfile.TemporaryDirectory() as copy:
+            shutil.copytree(home, copy, dirs_exist_ok=True)
+            kept[name] = cases.exported(Path(copy))
+            lines = cases.train_job(Path(copy), 6)
+            kept[name] |= {"lines": [cases.lasting(line) for line in lines]}
+            kept[name] |= {
+                "types": [cases.types_of(line) for line in lines],
+                "after": cases.exported(Path(copy)),
+            }
+    kept["status"] = cases.at(HOME / "files", "status", "run")
+    fixtures.pack("runs.tar.xz", HOME)
+    fixtures.save("runs.json", kept)
+    shutil.rmtree(HOME)
+
+
+def command_line() -> None:
+    """The options of every command, as sets; the help texts for reading."""
+    shutil.rmtree(fixtures.KEPT / "help", ignore_errors=True)
+    (fixtures.KEPT / "help").mkdir()
+    kept = {}
+    for name in ["", *surface.command_names()]:
+        code, text = surface.command(*name.split(), "--help")
+        assert code == 0, name
+        text = fixtures.without_machine(text)
+        (fixtures.KEPT / "help" / f"{name.replace(' ', '-') or 'roadtrain'}.txt").write_text(text)
+        if name:
+            kept[name] = sorted(surface.options_in(text) - {"--help"})
+    fixtures.save("options.json", kept)
+
+
+def job_keys() -> None:
+    kept = {key: fixtures.without_machine(text) for key, text in surface.job_defaults().items()}
+    with tempfile.TemporaryDirectory() as home:
+        path = Path(home, "job.toml")
+        path.write_text(fixtures.job_with(cases.JOB_VALUES))
+        tree = surface.job_of(path)
+    fixtures.save("job.json", {"defaults": kept, "tree": tree, "place": surface.place_options()})
+
+
+def frames() -> None:
+    headers, besides = {}, {}
+    for name, kind in surface.kinds().items():
+        values = fixtures.example(surface.header_type(kind), [0])
+        headers[name] = {"kind": kind, "values": values, "hex": surface.encoded(values).hex()}
+    for name, values in cases.BESIDES.items():
+        besides[name] = {"values": fixtures.plain(values), "hex": surface.encoded(values).hex()}
+    messages = {
+        name: [kind, raw.hex(), b"".join(map(bytes, parts)).hex()]
+        for name, (kind, raw, parts) in surface.messages().items()
+    }
+    fixtures.save(
+        "frames.json",
+        {
+            "headers": headers,
+            "besides": besides,
+            "heads": surface.heads(),
+            "handshake": surface.handshake(),
+        },
+    )
+    fixtures.save_packed("messages.json.gz", messages)
+
+
+def sums() -> None:
+    fixtures.save_packed("sums.json.gz", {"summed": cases.summed(), "codecs": cases.codecs()})
+
+
+def order() -> None:
+    """What servers do to each chunk, in order: really, and simulated."""
+    kept = {name: cases.real_order(name) for name in cases.ORDERS}
+    fixtures.save("order.json", kept)
+    for name in cases.SIMULATED_ORDERS:
+        (fixtures.KEPT / f"order-{name}.txt").write_text(cases.simulated_order(name))
+
+
+def simulated() -> None:
+    kept = {" ".join(words): cases.simulated(words) for words in cases.simulations()}
+    kept |= {paper: cases.reproduced(paper) for paper in ("byteps", "holmes")}
+    fixtures.save_packed("simulated.json.gz", kept)
+
+
+PARTS: dict[str, Callable[[], None]] = {
+    part.__name__: part
+    for part in (
+        plain,
+        losses,
+        stores,
+        runs,
+        command_line,
+        job_keys,
+        frames,
+        sums,
+        order,
+        simulated,
+    )
+}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

@@ -1,28 +1,50 @@
-"""What the goldens use of roadtrain: the only file of this directory that imports from inside the
-package.
+"""What the goldens use of roadtrain: the only file here that imports from inside the package.
 
-When a module moves or a class gets another name, this file is mended and nothing else here: what is
-kept stays as it is. `tests/golden/README.md` says when a kept value may change.
+When a module moves or a class gets another name, this file is mended and nothing else here: what
+is kept stays as it is.
+`tests/golden/README.md` says when a kept value may change.
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import re
+import socket
 import threading
+import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import torch
 
 import roadtrain
 from roadtrain import cli
+from roadtrain.chunks import ChunkTable, ParamSpec
+from roadtrain.config import job
+from roadtrain.config.cluster import make_cluster
+from roadtrain.config.models import BlockShape, ModelShape
+from roadtrain.config.plan import Plan
+from roadtrain.config.plan import placement as named_placement
+from roadtrain.errors import RoadtrainError
+from roadtrain.protocol import messages as ops
+from roadtrain.protocol.server import ServeDecider
+from roadtrain.runtime import formats
+from roadtrain.runtime import frames as m
+from roadtrain.runtime.reducer import Summer
 from roadtrain.runtime.session_host import Host
+from roadtrain.simulator.compute import Constants
+from roadtrain.simulator.run import simulate
 from roadtrain.storage.direct import DirectFile
 from roadtrain.storage.sealed import unsealed
 from roadtrain.streaming import plain
+from roadtrain.transport import handshake as shake
+from roadtrain.transport import link as wire
 from roadtrain.transport.tcp import Options
 
 SERVER_BUDGET = 96 << 20  # bytes
@@ -81,7 +103,7 @@ def command(*words: str) -> tuple[int, str]:
 
 def options_in(text: str) -> set[str]:
     """The options that a help text names."""
-    return set(re.findall(r"(?<![\w-])--[a-z][\w.-]*", text))
+    return set(re.findall(r"(?<![\w-])--[a-z](?:[\w.-]*\w)?", text))
 
 
 @contextlib.contextmanager
@@ -104,3 +126,325 @@ def without_checksums(store: Path) -> None:
     """Only to make fixtures: the small text files of a store as the first edition wrote them."""
     for path in [store / "CURRENT", *store.glob("gen-*/store.json")]:
         path.write_bytes(unsealed(path.read_bytes())[0])
+
+
+# commands and the keys of a job
+
+
+def command_names() -> list[str]:
+    """Only to make fixtures."""
+    return list(cli.COMMANDS)
+
+
+def job_defaults() -> dict[str, str]:
+    """Every key of a job -> its default as text."""
+    return {key: default for key, default, _ in job.all_keys()}
+
+
+def job_of(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """All keys of a job file with words of the command line over it, as a tree of plain values."""
+    return job.load_job(path, job.parse_overrides(overrides)).model_dump(mode="json")
+
+
+def place_options() -> dict[str, str]:
+    """The options of place() -> their defaults as text."""
+    parameters = inspect.signature(roadtrain.place).parameters.values()
+    return {p.name: "" if p.default is p.empty else repr(p.default) for p in parameters}
+
+
+# simulated results, by the words of the first edition
+
+
+def simulated(tree: dict[str, Any]) -> dict[str, Any]:
+    """The numbers of what `simulate --json` and `plan --json` say of one plan."""
+    names = (
+        "params",
+        "step_s",
+        "differ_s",
+        "samples_per_s",
+        "busy",
+        "bytes",
+        "stages",
+        "memory",
+        "peaks",
+        "joules",
+        "price",
+        "assumed_values",
+    )
+    return {name: tree[name] for name in names}
+
+
+# frames
+
+
+def kinds() -> dict[str, int]:
+    """Only to make fixtures: the kinds of frames by name."""
+    return dict(m._KINDS)
+
+
+def header_type(kind: int) -> Any:
+    """Only to make fixtures: the type of a frame's header."""
+    return m._HEADERS[kind]
+
+
+def encoded(values: Any) -> bytes:
+    return m.encode(values)
+
+
+def header(kind: int, raw: bytes) -> Any:
+    return m.header(kind, raw)
+
+
+def besides(name: str, raw: bytes) -> Any:
+    """What is not a header but has a form, read from its bytes."""
+    decoders = {
+        "hello": m.HELLO,
+        "hello of a summation": m.SUM_HELLO,
+        "without": m.WITHOUT_REST,
+        "rounds": m.ROUNDS,
+        "stalled": m.STALLED,
+    }
+    return m.decoded(decoders[name], raw, name)
+
+
+CHUNKS = ChunkTable.build(
+    [("", [ParamSpec("p0", (2000,), "fp32", True, 0), ParamSpec("p1", (1000,), "bf16", True, 0)])]
+).chunks
+
+
+def messages() -> dict[str, Any]:
+    """A message of a worker to a server -> its frame: kind, header, payload."""
+    grad = memoryview(bytearray(i % 251 for i in range(8192)))
+    indices, sums = np.array([3, 5, 1999], np.uint32), np.array([1.5])
+    fp32, half = np.array([0.5, -2.0, 3.25], np.float32), np.array([1, 2, 0x3F80], np.uint16)
+    made = {
+        "pull": ops.Pull(1, 4, None, 9),
+        "push": ops.Push(0, grad, True, True, 7),
+        "push, more": ops.Push(0, grad, False, True, 8),
+        "push in bf16": ops.Push(0, grad, True, True, 7, dtype="bf16"),
+        "push in fp16": ops.Push(0, grad, True, True, 7, dtype="fp16"),
+        "push, sparse": ops.Push(0, (indices, fp32), True, False, 7, sums),
+        "push, sparse, 16 bits": ops.Push(1, (indices[:2], half[:2]), True, False, 7, sums),
+        "close": ops.Close(1, 5),
+        "update": ops.Release(0, 5, (1e-3, 0.9, 0.999), [0.5], 12),
+        "update without a gradient": ops.Release(1, 5, (1e-3,), [None], 3),
+        "forget": ops.Forget(1),
+        "end of step": ops.Seal(5),
+        "commit": ops.Commit(5, b"state"),
+        "committed": ops.CommitDone(5),
+    }
+    return {name: m.frame(message) for name, message in made.items()}
+
+
+def said_again(name: str, kind: int, raw: bytes, payload: bytes) -> Any:
+    """A frame that was read, as the message it is, and made a frame again."""
+    fields, view = m.header(kind, raw), memoryview(bytearray(payload))
+    if kind == m.PUSH:
+        chunk = CHUNKS[fields[0]]
+        assert m.push_nbytes(
+            fields, chunk, len(payload) if fields[3] < 0 and not fields[4] else 8192
+        ) == len(payload)
+        push = m.push(fields, view, chunk, True, 0)
+        if push.dtype:  # the frame is the first half of what the server has room for
+            push = replace(push, grad=memoryview(bytearray(payload) * 2))
+        return m.frame(push)
+    if kind == m.RELEASE:
+        return m.frame(m.release(fields, view, CHUNKS[fields[0]], 0))
+    simple = {
+        m.PULL: lambda: ops.Pull(fields[0], fields[1], None, fields[2]),
+        m.CLOSE: lambda: ops.Close(*fields),
+        m.FORGET: lambda: ops.Forget(*fields),
+        m.SEAL: lambda: ops.Seal(*fields),
+        m.COMMIT: lambda: ops.Commit(fields[0], view),
+        m.COMMITTED: lambda: ops.CommitDone(*fields),
+    }
+    return m.frame(simple[kind]())
+
+
+def heads() -> dict[str, str]:
+    """The heads of frames on a link, as hex."""
+    whole = wire.Head(0, 20, 5, 4096, 7, 123456789, 987654321)
+    return {
+        "frame": wire.pack_head(whole).hex(),
+        "frame with checksums": wire.pack_head(whole._replace(flags=wire.SUMMED)).hex(),
+        "goodbye": wire.pack_head(wire.Head(wire.LAST, 0, 0, 0, 8)).hex(),
+        "goodbye with checksums": wire.pack_head(
+            wire.Head(wire.LAST | wire.SUMMED, 0, 0, 0, 8)
+        ).hex(),
+    }
+
+
+def handshake() -> dict[str, str]:
+    """All bytes that both sides of a handshake say, with a token and without, given their nonces."""
+    said = {}
+    for name, token in (("no token", None), ("token", b"secret")):
+        for side, raw in _shaken(token).items():
+            said[f"{side}, {name}"] = bytes(raw).hex()
+    return said
+
+
+def _shaken(token: bytes | None) -> dict[str, bytearray]:
+    client, server = ends = socket.socketpair()
+    transcripts = {"client": bytearray(), "server": bytearray()}
+    link, hello, deadline = bytes(range(16)), b"hello there", time.monotonic() + 10
+    common = shake.Common(frame_limit=1 << 30)
+    mine = shake.greeting(common, token, link, hello=hello)._replace(nonce=bytes([1] * 32))
+    theirs = shake.greeting(common, token, link)._replace(nonce=bytes([2] * 32))
+
+    def serve() -> None:
+        shake.take(server, shake.server_greet(server, theirs, token, deadline), deadline)
+
+    with client, server, mock.patch.object(shake, "send", _recorded(ends, transcripts)):
+        thread = threading.Thread(target=serve)
+        thread.start()
+        shake.client_verdict(
+            client, shake.client_greet(client, mine, token, hello, deadline), deadline
+        )
+        thread.join()
+    return transcripts
+
+
+def _recorded(ends: Any, transcripts: dict[str, bytearray]) -> Any:
+    send = shake.send
+
+    def recorded(sock: Any, data: bytes, deadline: float) -> None:
+        transcripts["client" if sock is ends[0] else "server"].extend(data)
+        send(sock, data, deadline)
+
+    return recorded
+
+
+# sums
+
+
+class Heard:
+    """The worker's end of a link to a summer: frames as they are sent."""
+
+    peer = "a worker"
+
+    def __init__(self) -> None:
+        self.frames: list[list[Any]] = []
+        self.came = threading.Event()
+
+    def send(self, kind: int, raw: bytes, parts: Sequence[Any] = (), urgent: bool = False) -> None:
+        self.frames.append([kind, raw.hex(), b"".join(bytes(part) for part in parts).hex()])
+        self.came.set()
+
+    def close(self) -> None: ...
+
+
+def summed(rule: str, form: str, values: Sequence[np.ndarray], rounds: int) -> list[list[Any]]:
+    """What each worker is sent by a summer, round by round, when each gives its `values` of tensor 3."""
+    summer = Summer(rule, len(values), lambda nbytes: None, lambda _: None)
+    links = [Heard() for _ in values]
+    seats = [summer.join(rank, link) for rank, link in enumerate(links)]  # type: ignore[arg-type]
+    for number in range(rounds):
+        for rank, (seat, array) in enumerate(zip(seats, values)):
+            payload = encoded_as(form, array * np.float32(number + 1), 100 * number + rank)
+            raw = m.encode((3, 0, number, array.size, form, 0))
+            room = seat.room(m.PART, raw, len(payload))
+            room[:] = payload
+            for link in links:
+                link.came.clear()
+            seat.arrived(m.PART, raw, room)
+            if rule == "accumulate":
+                assert links[rank].came.wait(10)
+        assert rule == "accumulate" or all(link.came.wait(10) for link in links)
+    found = [link.frames[:] for link in links]
+    summer.end(RoadtrainError("over"))
+    for thread in summer.threads:
+        thread.join(10)
+    return found
+
+
+def encoded_as(form: str, values: np.ndarray, seed: int) -> bytes:
+    """Of a codec, or a dtype that gradients may have."""
+    if form == "fp32":
+        return values.tobytes()
+    out = bytearray(formats.format_of(form).nbytes(values.size))
+    formats.encode(form, values, None, memoryview(out), seed)
+    return bytes(out)
+
+
+def decoded_as(form: str, raw: bytes, n: int) -> np.ndarray:
+    out = np.empty(n, np.float32)
+    formats.decode(form, memoryview(raw), out)
+    return out
+
+
+def residual_after(
+    form: str, values: np.ndarray, residual: np.ndarray, seed: int
+) -> tuple[bytes, np.ndarray]:
+    """What is sent and what is kept back."""
+    out = bytearray(formats.format_of(form).nbytes(values.size))
+    kept = residual.copy()
+    formats.encode(form, values, kept, memoryview(out), seed)
+    return bytes(out), kept
+
+
+# the order of operations
+
+SAID = {
+    ops.Answer: "Answer",
+    ops.Hold: "Hold",
+    ops.Read: "Read",
+    ops.Update: "Update",
+    ops.Write: "Write",
+    ops.Stash: "Stash",
+    ops.Discard: "Discard",
+    ops.Total: "Total",
+    ops.Prepare: "Prepare",
+}
+
+
+def _about(action: Any) -> Any:
+    return getattr(getattr(action, "push", getattr(action, "pull", action)), "chunk", None)
+
+
+@contextlib.contextmanager
+def logged_actions() -> Iterator[list[tuple[str, Any]]]:
+    """(what a server decides to do, chunk), in order, of all servers of this process meanwhile."""
+    handle, said = ServeDecider.handle, list[tuple[str, Any]]()
+
+    def logged(self: ServeDecider, event: Any) -> Any:
+        actions = handle(self, event)
+        said.extend((SAID[type(a)], _about(a)) for a in actions if type(a) in SAID)
+        return actions
+
+    ServeDecider.handle = logged  # type: ignore[method-assign]
+    try:
+        yield said
+    finally:
+        ServeDecider.handle = handle  # type: ignore[method-assign]
+
+
+def blocks_of(placed: Any) -> dict[int, int]:
+    """Chunk -> its block."""
+    return {c.id: c.block for c in placed._table.chunks}
+
+
+def simulated_order(placement: str, staleness: int, slots: int, depth: int) -> list[str]:
+    """All that a simulated server does, in order."""
+    device = {"flops": "1TFLOP/s", "memory": "80GB", "memory_rate": "1000GB/s", "copy": "100GB/s"}
+    ssd = {"read": "3GB/s", "write": "3GB/s", "capacity": "1TB"}
+    cluster = make_cluster(
+        {
+            "hosts": [
+                {
+                    "name": "a",
+                    "devices": 1,
+                    "device": device,
+                    "memory": "80GB",
+                    "uplink": "9GB/s",
+                    "memory_rate": "100GB/s",
+                    "ssds": [ssd],
+                }
+            ]
+        }
+    )
+    logs: list[list[Any]] = []
+    shape = ModelShape("m", BlockShape("layer", 10_000, 1e9, 0.0, 0.0).times(depth), 1)
+    plan = Plan(named_placement(placement), slots=slots, staleness=staleness)
+    simulate(plan, cluster, shape, Constants(), logs=logs)
+    names = {kind.__name__: name for kind, name in SAID.items()}
+    return [f"{names.get(what, what)} {block}" for _, what, block in logs[0]]

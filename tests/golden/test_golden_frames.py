@@ -1,0 +1,63 @@
+"""Frames, handshakes and codecs are, byte for byte, what they were."""
+
+from __future__ import annotations
+
+import cases
+import fixtures
+import pytest
+import surface
+
+FRAMES = fixtures.load("frames.json")
+MESSAGES = fixtures.load_packed("messages.json.gz")
+SUMS = fixtures.load_packed("sums.json.gz")
+
+
+@pytest.mark.parametrize("name", FRAMES["headers"])
+def test_headers(name: str) -> None:
+    kept = FRAMES["headers"][name]
+    raw = bytes.fromhex(kept["hex"])
+    fields = surface.header(kept["kind"], raw)
+    assert fixtures.plain(fields) == kept["values"]
+    assert surface.encoded(fields) == raw
+
+
+@pytest.mark.parametrize("name", FRAMES["besides"])
+def test_what_is_no_header(name: str) -> None:
+    kept = FRAMES["besides"][name]
+    raw = bytes.fromhex(kept["hex"])
+    found = surface.besides(name, raw)
+    assert fixtures.plain(found) == kept["values"]
+    assert surface.encoded(found) == raw
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_messages(name: str) -> None:
+    """As they are said, and as they are said again by who has read them (a relay)."""
+    kind, header, payload = MESSAGES[name]
+    assert said(*surface.messages()[name]) == [kind, header, payload]
+    again = surface.said_again(name, kind, bytes.fromhex(header), bytes.fromhex(payload))
+    assert said(*again) == [kind, header, payload]
+
+
+def said(kind: int, header: bytes, parts: object) -> list[object]:
+    return [kind, header.hex(), b"".join(map(bytes, parts)).hex()]  # type: ignore[call-overload]
+
+
+def test_every_message_is_kept() -> None:
+    assert surface.messages().keys() == MESSAGES.keys()
+
+
+def test_heads_of_frames() -> None:
+    assert surface.heads() == FRAMES["heads"]
+
+
+def test_handshakes() -> None:
+    assert surface.handshake() == FRAMES["handshake"]
+
+
+def test_what_a_reducer_says() -> None:
+    assert cases.summed() == SUMS["summed"]
+
+
+def test_codecs() -> None:
+    assert cases.codecs() == SUMS["codecs"]

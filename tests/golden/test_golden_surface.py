@@ -1,0 +1,56 @@
+"""What the user touches is still there: options of commands, keys of a job, options of place()."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import cases
+import fixtures
+import pytest
+import surface
+
+OPTIONS = fixtures.load("options.json")
+JOB = fixtures.load("job.json")
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option_of_a_command_is_there(name: str) -> None:
+    code, text = surface.command(*name.split(), "--help")
+    assert code == 0
+    missing = set(OPTIONS[name]) - surface.options_in(text)
+    assert not missing, f"roadtrain {name}: {sorted(missing)}"
+
+
+def test_every_command_is_named() -> None:
+    code, text = surface.command("--help")
+    assert code == 0
+    assert not [name for name in OPTIONS if name not in text]
+
+
+def test_the_defaults_of_a_job() -> None:
+    now = {key: fixtures.without_machine(text) for key, text in surface.job_defaults().items()}
+    assert {key: now.get(key) for key in JOB["defaults"]} == JOB["defaults"]
+
+
+def test_a_file_with_every_key(tmp_path: Path) -> None:
+    assert cases.JOB_VALUES.keys() | {"model.pretrained"} == JOB["defaults"].keys()
+    path = tmp_path / "job.toml"
+    path.write_text(fixtures.job_with(cases.JOB_VALUES))
+    assert surface.job_of(path) == JOB["tree"]
+
+
+def test_every_key_on_the_command_line(tmp_path: Path) -> None:
+    """As it is written today, a word for text and JSON for the rest."""
+    path = tmp_path / "job.toml"
+    path.write_text('[run]\ndir = "here"\n[model.config]\nmodel_type = "llama"\n')
+    words: list[str] = []
+    for key, value in cases.JOB_VALUES.items():
+        words += [f"--{key}", value if isinstance(value, str) else json.dumps(value)]
+    assert surface.job_of(path, words) == JOB["tree"]
+
+
+def test_the_options_of_place() -> None:
+    """Each is taken, with the default that it had."""
+    now = surface.place_options()
+    assert {name: now.get(name) for name in JOB["place"]} == JOB["place"]
