@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks.report import Report, Row
 from roadtrain.errors import ConfigError, RoadtrainError
-from roadtrain.lab import Host, Network, Nic, network_available
+from roadtrain.lab import LabHost, LabNic, Network, network_available
 from roadtrain.transport.address import write_token
 
 WORKERS, LINK = 4, 400e6 / 8
@@ -47,11 +47,11 @@ class Cluster:
     ) -> None:
         self.home, self.workers, self.rate, self.placing_rate = home, workers, rate, placing_rate
         names = [f"{kind}{i}" for kind in "ws" for i in range(workers)]
-        self.network = Network({name: [Nic(rate)] for name in names})
+        self.network = Network({name: [LabNic(rate)] for name in names})
         self.token = home / "token"
         write_token(self.token)
 
-    def serve(self, hosts: list[Host]) -> tuple[list[subprocess.Popen[Any]], list[str]]:
+    def serve(self, hosts: list[LabHost]) -> tuple[list[subprocess.Popen[Any]], list[str]]:
         """A server on each of `hosts`, with its store in memory: (processes, addresses)."""
         made, where = [], []
         for host in hosts:

@@ -28,7 +28,7 @@ from benchmarks.apart import peak_bytes
 from benchmarks.model420 import adamw, batch, build, compute_default
 from roadtrain.errors import DeadlineError
 from roadtrain.transport.address import token_of
-from roadtrain.transport.tcp import Options
+from roadtrain.transport.tcp import TcpOptions
 
 WAIT_S = 300.0
 
@@ -93,7 +93,7 @@ def main() -> None:
             adamw(model.parameters()),
             servers=args.servers.split(","),
             budget=args.budget or None,
-            link=Options(token=token_of(args.token), retry_s=60),
+            link=TcpOptions(token=token_of(args.token), retry_s=60),
             backwards_per_step=1,
             staleness=args.staleness,
             chunk_elements=args.chunk,

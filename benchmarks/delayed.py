@@ -48,10 +48,10 @@ from benchmarks.report import Report, Row
 from roadtrain.config.job import load_job
 from roadtrain.errors import ConfigError, RoadtrainError
 from roadtrain.lab import LoopDevice, Throttle, lab_available
-from roadtrain.runtime.session_host import Host
+from roadtrain.runtime.session_host import SessionHost
 from roadtrain.training.build import build_model, build_optimizer
 from roadtrain.training.train import Training, held_out_loss, place_job, step
-from roadtrain.transport.tcp import Options
+from roadtrain.transport.tcp import TcpOptions
 from roadtrain.units import MIB, parse_bytes, show_rate
 
 JOB = Path(roadtrain.__file__).parents[2] / "examples" / "stdlib.toml"
@@ -351,7 +351,7 @@ def train_beside(args: argparse.Namespace) -> dict[str, Any]:
                 model,
                 model420.adamw(model.parameters()),
                 servers=[address],
-                link=Options(retry_s=60),
+                link=TcpOptions(retry_s=60),
                 budget=WORKER_BUDGET,
                 staleness=1 if args.way == "late" else 0,
                 device="cpu",
@@ -417,11 +417,11 @@ def serving_apart(directory: str) -> Iterator[tuple[str, Callable[[], dict[str, 
 def serve(directory: str) -> None:
     """`roadtrain serve` that also tells its stages: a line of JSON for its address and for each
     line that comes in."""
-    with Host(
+    with SessionHost(
         ("127.0.0.1", 0),
         Path(directory) / "store",
         parse_bytes(SERVER_BUDGET),
-        Options(),
+        TcpOptions(),
         lambda line: print(line, file=sys.stderr),
     ) as host:
         running = threading.Thread(target=host.run, daemon=True)

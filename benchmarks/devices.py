@@ -46,7 +46,7 @@ from roadtrain.lab import LoopDevice, Throttle, lab_available
 from roadtrain.protocol import messages
 from roadtrain.runtime.block_state import MessageLink
 from roadtrain.runtime.compress import Compressor
-from roadtrain.runtime.local_session import Engine, Layout
+from roadtrain.runtime.local_session import LocalSession, StorePlan
 from roadtrain.units import GIB, MIB
 
 RATE = 40e6  # bytes a second of one device, each way
@@ -153,20 +153,25 @@ class Ours:
         grad: np.ndarray,
     ) -> None:
         self.table, self.hyper, self.step = table, hyper, 0
-        layout = Layout(table, [rule], tuple(directories))
+        parallelism = StorePlan(table, [rule], tuple(directories))
         budgets = derive(
-            table, layout.meta().records, layout.owners, GIB, on_files=True, holds_gradients=False
+            table,
+            parallelism.meta().records,
+            parallelism.owners,
+            GIB,
+            on_files=True,
+            holds_gradients=False,
         )
         budgets = replace(  # nothing is kept in memory: every byte of state moves
             budgets,
             resident=frozenset(),
-            public_resident=frozenset(),
+            weights_resident=frozenset(),
             resident_bytes=0,
             push_buffers=3,
             record_buffers=buffers * len(directories),
         )
-        self.engine = Engine(
-            layout,
+        self.engine = LocalSession(
+            parallelism,
             budgets,
             None,
             torch.device("cpu"),
@@ -199,7 +204,7 @@ class Ours:
 
     def _crossing(self, message: Any) -> int:
         return (
-            self.table.chunks[message.chunk].public_nbytes
+            self.table.chunks[message.chunk].weights_nbytes
             if isinstance(message, messages.Pulled)
             else 0
         )
@@ -236,7 +241,7 @@ class Ours:
         """Asks for the new parameters at once: they are answered from memory as soon as they
         exist."""
         worker = self.worker
-        worker.release(block.index, self.step, {0: self.hyper}, lambda param: 1.0)
+        worker.apply_update(block.index, self.step, {0: self.hyper}, lambda param: 1.0)
         with worker._lock:
             worker._pull(block, self._hosts[block.index - 1])
 

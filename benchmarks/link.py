@@ -53,15 +53,15 @@ UNSUMMED = " without checksums"
 WAYS = (*LINKS, *(link + UNSUMMED for link in LINKS))
 
 
-def _options(way: str, connections: int = 1) -> tcp.Options:
+def _options(way: str, connections: int = 1) -> tcp.TcpOptions:
     transport, summed = way.removesuffix(UNSUMMED), not way.endswith(UNSUMMED)
     if transport == "rdma":
-        return rdma.Options(token=TOKEN, connections=connections, checksums=summed, device="lo")
-    return tcp.Options(token=TOKEN, connections=connections, checksums=summed)
+        return rdma.RdmaOptions(token=TOKEN, connections=connections, checksums=summed, device="lo")
+    return tcp.TcpOptions(token=TOKEN, connections=connections, checksums=summed)
 
 
-def _near_options(way: str) -> shm.Options:
-    return shm.Options(checksums=not way.endswith(UNSUMMED))
+def _near_options(way: str) -> shm.ShmOptions:
+    return shm.ShmOptions(checksums=not way.endswith(UNSUMMED))
 
 
 class _Node:

@@ -101,26 +101,26 @@ def pairs(own: Sequence[Run], of: Constants) -> list[tuple[float, float]]:
 def terms(run: Run) -> list[float]:
     """Of the closed form: computing with the pipeline's bubble, tensor-parallel bytes,
     data-parallel bytes over the network, blocks a step, one."""
-    plan, layout, host = run.plan, run.plan.layout, run.cluster.hosts[0]
-    flops = run.model.step_flops(plan.recompute) * plan.samples / layout.devices
-    bubble = 1 + (layout.pp - 1) / plan.micros / layout.vp
+    plan, parallelism, host = run.plan, run.plan.parallelism, run.cluster.hosts[0]
+    flops = run.model.step_flops(plan.recompute) * plan.samples / parallelism.devices
+    bubble = 1 + (parallelism.pp - 1) / plan.micros / parallelism.vp
     passes = 3 if plan.recompute else 2
     tensor = (
         sum(b.input for b in run.model.blocks[1:-1])
         * plan.micro_batch
         * plan.micros
-        / layout.pp
+        / parallelism.pp
         * passes
-        * (2 * 2 * (layout.tp - 1) / layout.tp)
-        / layout.cp
+        * (2 * 2 * (parallelism.tp - 1) / parallelism.tp)
+        / parallelism.cp
         / host.fabric
     )
-    share = run.model.params / layout.tp / layout.pp * 2
+    share = run.model.params / parallelism.tp / parallelism.pp * 2
     rate = host.nics[0].total if host.nics else host.fabric
     data = (
         share
-        * (layout.replicas - 1)
-        / layout.replicas
+        * (parallelism.replicas - 1)
+        / parallelism.replicas
         * (3 * plan.micros if plan.placement.streamed else 2)
         / rate
     )
@@ -129,7 +129,7 @@ def terms(run: Run) -> list[float]:
         flops / peak * bubble,
         tensor,
         data,
-        run.model.layers / layout.pp * plan.micros * 1e-3,
+        run.model.layers / parallelism.pp * plan.micros * 1e-3,
         1.0,
     ]
 

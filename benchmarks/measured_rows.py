@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.paper_clusters import fitted
 from roadtrain.config.cluster import Cluster, make_cluster
 from roadtrain.config.models import NAMES, ModelShape, Transformer, gpt, shape
-from roadtrain.config.parallelism import Layout, even
+from roadtrain.config.parallelism import Parallelism, even
 from roadtrain.config.plan import Plan, placement
 from roadtrain.errors import ConfigError, RoadtrainError
 from roadtrain.simulator.memory import cut, needs
@@ -139,7 +139,7 @@ def _run(row: dict[str, Any]) -> Run:
     if "memory" in row["metric"] or "alloc" in row["metric"]:
         return Run(row["id"], family, size, where, model, plan, peak=value)
     if row["unit"] == "tokens/s/GPU":
-        value = plan.samples * model.tokens / plan.layout.devices / value
+        value = plan.samples * model.tokens / plan.parallelism.devices / value
     elif row["unit"].startswith("tokens/s"):
         value = plan.samples * model.tokens / value
     return Run(row["id"], family, size, where, model, plan, seconds=value)
@@ -172,7 +172,7 @@ def _vtrain(row: dict[str, Any]) -> Made:
     micros = batch["global_batch"] // how["dp"] // batch["micro_batch"]
     plan = Plan(
         placement("ddp"),
-        Layout(how["dp"], how["tp"], how["pp"]),
+        Parallelism(how["dp"], how["tp"], how["pp"]),
         batch["micro_batch"],
         micros,
         recompute=True,
@@ -201,7 +201,7 @@ def _foundry(row: dict[str, Any]) -> Made:
     )
     plan = Plan(
         placement("zero3"),
-        Layout(dp=n),
+        Parallelism(dp=n),
         batch["micro_batch"],
         batch["grad_accum"],
         recompute=says(how["activation_ckpt"]),
@@ -237,7 +237,7 @@ def _titan(row: dict[str, Any]) -> Made:
         "1600Gbit/s" if a100 else "3200Gbit/s",
     )
     pp = how.get("pp", 1)
-    layout = Layout(
+    parallelism = Parallelism(
         how["fsdp"],
         how.get("tp", 1),
         pp,
@@ -248,7 +248,7 @@ def _titan(row: dict[str, Any]) -> Made:
     ac = how.get("ac", "")
     plan = Plan(
         placement("zero1" if pp > 1 else "zero3"),
-        layout,
+        parallelism,
         batch["local"] // pp,
         pp,
         slots=2,
@@ -260,8 +260,8 @@ def _titan(row: dict[str, Any]) -> Made:
         }.get(ac, ""),
         gradient_bytes=4 if pp > 1 else 2,
         state_bytes=16 if pp > 1 else 12,
-        logit_bytes=18 if layout.tp > 1 else 14,
-        hidden=1 - 1 / layout.tp if how.get("async_tp") else 0,
+        logit_bytes=18 if parallelism.tp > 1 else 14,
+        hidden=1 - 1 / parallelism.tp if how.get("async_tp") else 0,
         context_bytes=0,
         outputs=True,
         fragmentation=1.0 if compiled else 1.06,
@@ -286,10 +286,10 @@ def _simumax(row: dict[str, Any]) -> Made:
         layers=int(reduced) if reduced else None,
         dense=1 if reduced and full.startswith("DeepSeek") else None,
     )
-    layout = Layout(how["dp"], how["tp"], how["pp"], cp=how["cp"], ep=how["ep"])
+    parallelism = Parallelism(how["dp"], how["tp"], how["pp"], cp=how["cp"], ep=how["ep"])
     plan = Plan(
         placement("zero1"),
-        layout,
+        parallelism,
         batch["micro_batch"],
         batch["num_microbatches"],
         gradient_bytes=4,
@@ -325,14 +325,14 @@ def _bridge(row: dict[str, Any]) -> Made:
     stages = () if model.layers % (pp * vp) == 0 else even(model.layers + 2, pp * vp)
     if stages:
         stages = (stages[0] - 1, *stages[1:-1], stages[-1] - 1)
-    layout = Layout(n // (tp * pp * cp), tp, pp, stages, cp=cp, vp=vp)
+    parallelism = Parallelism(n // (tp * pp * cp), tp, pp, stages, cp=cp, vp=vp)
     said = str(how["precision"])
     precision = "nvfp4" if said.startswith("NVFP4") else "" if said.startswith("BF16") else "fp8"
     plan = Plan(
         placement("zero3" if fsdp > 1 else "zero1"),
-        layout,
+        parallelism,
         micro,
-        int(batch["global_batch"]) // micro // layout.dp,
+        int(batch["global_batch"]) // micro // parallelism.dp,
         gradient_bytes=2 if fsdp > 1 else 4,
         slots=2,
         precision=precision,
@@ -364,7 +364,7 @@ def _sailor(row: dict[str, Any]) -> Made:
     )
     plan = Plan(
         placement("ddp"),
-        Layout(dp, tp, pp, tuple(stages) if pp > 1 else ()),
+        Parallelism(dp, tp, pp, tuple(stages) if pp > 1 else ()),
         batch["micro_batch"],
         batch["global_batch"] // batch["micro_batch"] // dp,
         overlap=False,
@@ -410,7 +410,7 @@ def _offload(row: dict[str, Any]) -> Made:
     plain = {0: "ddp", 1: "zero1", 2: "zero1", 3: "zero3"}.get(how.get("zero", 0), "")
     plan = Plan(
         placement("zero-offload" if to else plain),
-        Layout(dp=n),
+        Parallelism(dp=n),
         row["batch"]["local"],
         staleness=int(late),
         recompute=True,

@@ -11,7 +11,7 @@ from typing import Any
 
 from roadtrain.config.cluster import Cluster, make_cluster
 from roadtrain.config.models import BlockShape, ModelShape
-from roadtrain.config.parallelism import Layout
+from roadtrain.config.parallelism import Parallelism
 from roadtrain.config.plan import Plan, placement
 
 
@@ -74,7 +74,7 @@ def luwu_plan(which: str, model: ModelShape, micro_batch: int, workers: int = 8)
     second copy of all gradients is in the buffers of its DistributedDataParallel."""
     base = Plan(
         placement("optimizer-node"),
-        Layout(dp=workers),
+        Parallelism(dp=workers),
         micro_batch,
         recompute=True,
         root=False,
@@ -195,7 +195,7 @@ def holmes_plan(batch: int, nodes: int, kind: str, micro_batch: int = 8) -> Plan
     dp = nodes * 8 // 2
     return Plan(
         placement("ddp"),
-        Layout(dp=dp, pp=2),
+        Parallelism(dp=dp, pp=2),
         micro_batch,
         batch // dp // micro_batch,
         recompute=True,
@@ -241,12 +241,12 @@ def sgc_plan(which: str, nodes: int) -> Plan:
     """`gpu`: all on the devices (FSDP), activations too; `base`: updates on the processors;
     `sgc`: cards that prefetch and buffer. Updates of both are one step late. The batch is not
     printed."""
-    own, layout = fitted("sgc"), Layout(dp=nodes)
+    own, parallelism = fitted("sgc"), Parallelism(dp=nodes)
     if which == "gpu":
-        return Plan(placement("zero3"), layout, own["batch"], slots=2, root=False)
+        return Plan(placement("zero3"), parallelism, own["batch"], slots=2, root=False)
     base = Plan(
         placement("zero-offload"),
-        layout,
+        parallelism,
         own["batch"],
         recompute=True,
         slots=2,
@@ -289,7 +289,7 @@ def byteps_plan(name: str, hosts: int, devices: int, batch: int) -> Plan:
     """Gradients in fp32."""
     return Plan(
         placement(name),
-        Layout(dp=hosts * devices),
+        Parallelism(dp=hosts * devices),
         batch,
         gradient_bytes=4,
         parameter_bytes=4,

@@ -25,9 +25,9 @@ from roadtrain.config.plan import Plan
 from roadtrain.errors import ConfigError
 from roadtrain.lab import (
     CARRIED,
+    LabNic,
     LoopDevice,
     Network,
-    Nic,
     Throttle,
     lab_available,
     network_available,
@@ -153,7 +153,7 @@ def measured(way: str, home: Path, read: float, write: float, many: int, link: f
             words["store.dirs"] = [str(Path(device.mount) / "store") for device in devices]
             found = workers([(subprocess.Popen, job_of(words))], home, 1, STEPS, limit)
         else:
-            network = stack.enter_context(Network({name: [Nic(link)] for name in ("w0", "s0")}))
+            network = stack.enter_context(Network({name: [LabNic(link)] for name in ("w0", "s0")}))
             where = stack.enter_context(servers(network, 1, home, "--budget", "400MiB"))
             words |= {
                 "store.servers": where,

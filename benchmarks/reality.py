@@ -30,14 +30,14 @@ from benchmarks import summation_steps
 from benchmarks.report import Report, Row
 from roadtrain.config.cluster import Cluster, make_cluster
 from roadtrain.config.job import Job, make_job
-from roadtrain.config.parallelism import Layout
+from roadtrain.config.parallelism import Parallelism
 from roadtrain.config.plan import Plan, placement
 from roadtrain.errors import ConfigError
 from roadtrain.lab import (
     CARRIED,
+    LabNic,
     LoopDevice,
     Network,
-    Nic,
     Throttle,
     lab_available,
     network_available,
@@ -247,7 +247,9 @@ def _placed(case: Case, home: Path, known: Mapping[int, Cluster]) -> tuple[Real,
                 for kind, n in (("w", case.workers), ("s", case.many))
                 for i in range(n)
             ]
-            network = stack.enter_context(Network({name: [Nic(case.rates[0])] for name in names}))
+            network = stack.enter_context(
+                Network({name: [LabNic(case.rates[0])] for name in names})
+            )
             words["store.servers"] = stack.enter_context(
                 servers(network, case.many, home, "--budget", "400MiB")
             )
@@ -304,8 +306,8 @@ def rate(nbytes: float) -> str:
 def _sums(case: Case) -> tuple[Real, Result]:
     link, model = case.rates[0], "heavy in parameters"
     width, layers, batch, times, _ = summation_steps.MODELS[model]
-    hosts = {f"w{i}": [Nic(link)] for i in range(case.workers)} | {
-        f"s{i}": [Nic(link)] for i in range(case.many)
+    hosts = {f"w{i}": [LabNic(link)] for i in range(case.workers)} | {
+        f"s{i}": [LabNic(link)] for i in range(case.many)
     }
     with Network(hosts) as network:
         alone = summation_steps._steps(network, case.workers, 0, "ddp", model, STEPS)["alone"]
@@ -347,7 +349,7 @@ def _sums(case: Case) -> tuple[Real, Result]:
     cluster = make_cluster({"name": case.name, "hosts": [own, *spare[: case.many]]})
     plan = Plan(
         placement("summation"),
-        Layout(dp=case.workers),
+        Parallelism(dp=case.workers),
         micro_batch=batch,
         parameter_bytes=4,
         gradient_bytes=4,

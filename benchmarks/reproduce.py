@@ -23,7 +23,7 @@ from roadtrain.config.job import did_you_mean
 from roadtrain.config.models import ModelShape, Transformer, gpt, shape
 from roadtrain.config.plan import Plan
 from roadtrain.errors import BudgetError, ConfigError
-from roadtrain.protocol.shares import busiest, cut, optimum, order, sites
+from roadtrain.protocol.shares import busiest, cut, optimum, order, reducers
 from roadtrain.simulator.compute import constants
 from roadtrain.simulator.engine import Engine, Task
 from roadtrain.simulator.memory import check
@@ -65,7 +65,7 @@ def tflops(model: ModelShape, result: Result, again: bool = True) -> float:
         model.step_flops(plan.recompute and again)
         * plan.samples
         / result.seconds
-        / plan.layout.devices
+        / plan.parallelism.devices
         / 1e12
     )
 
@@ -524,7 +524,7 @@ def _gap(k: int, n: int = 8, elements: int = 250_000_000) -> float:
         [engine.resource(f"{i} {way}", rate) for i in range(n + k)] for way in ("out", "in")
     )
     parts = cut(elements, (4 << 20) // 4)
-    of = sites(1, len(parts), dict(enumerate(best.all)))
+    of = reducers(1, len(parts), dict(enumerate(best.all)))
     lanes = {
         (worker, site, way): engine.lane(way)
         for worker in range(n)

@@ -30,10 +30,10 @@ from roadtrain.api.place import place
 from roadtrain.errors import RoadtrainError
 from roadtrain.kernels.rules import rules_for
 from roadtrain.kernels.sum import sum_k, sum_squares
-from roadtrain.runtime.session_host import Host
+from roadtrain.runtime.session_host import SessionHost
 from roadtrain.storage.mark import Mark
 from roadtrain.training.metrics import Metrics, committed_by
-from roadtrain.transport.tcp import Options
+from roadtrain.transport.tcp import TcpOptions
 
 BUDGET = 96 << 20
 CHUNK = 1 << 16  # elements: the smallest
@@ -120,7 +120,9 @@ def serve(
     torch.set_num_threads(1)
     if shadow:
         Power(Path(shadow), [Path(directory)], strikes).install()
-    with Host(("127.0.0.1", port), Path(directory), BUDGET, Options(token=token), print) as host:
+    with SessionHost(
+        ("127.0.0.1", port), Path(directory), BUDGET, TcpOptions(token=token), print
+    ) as host:
         ready.send(host.where)
         host.run()
 
@@ -178,7 +180,7 @@ def _train(errand: Errand, token: bytes) -> None:
         relay=BUDGET if errand.relay else None,
         budget=BUDGET,
         chunk_elements=CHUNK,
-        link=Options(
+        link=TcpOptions(
             token=b"another secret of it" if errand.change == "token" else token,
             retry_s=errand.deadline_s,
             close_s=errand.deadline_s / 3,

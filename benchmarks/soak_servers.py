@@ -141,7 +141,7 @@ def _same(scene: Scene) -> None:
     try:
         assert all(tier is not None for tier in tiers)
         rows = [
-            [(int(row["chunk"]), int(row["private_sum"])) for row in tier.entry.rows]
+            [(int(row["chunk"]), int(row["state_sum"])) for row in tier.entry.rows]
             for tier in tiers
             if tier
         ]

@@ -38,7 +38,7 @@ from roadtrain.runtime import frames as m
 from roadtrain.runtime import health
 from roadtrain.runtime.rendezvous import Wanted, connect
 from roadtrain.transport.address import address_of, token_of
-from roadtrain.transport.tcp import Options
+from roadtrain.transport.tcp import TcpOptions
 
 FAULTS_A_SCENE, ROUNDS_ON, GAP_S, HARD_S = 10, 5, 5.0, 60.0
 SIZES = {1: 300_000, 2: 50_001, 3: 10}  # tensor -> elements; 0 says whether to stop
@@ -253,7 +253,7 @@ class Scene:
     def used(self, spare: Spare) -> None:
         deadline = time.monotonic() + HARD_S
         while True:
-            said = health.ask(address_of(spare.address), Options())
+            said = health.ask(address_of(spare.address), TcpOptions())
             if not isinstance(said, PeerError) and said[0].startswith("sums for 1"):
                 return
             self.check()

@@ -31,7 +31,7 @@ from roadtrain.chunks import ChunkTable, ParamSpec
 from roadtrain.config.budgets import Budgets, derive
 from roadtrain.device.buffers import Buffer
 from roadtrain.kernels.rules import rules_for
-from roadtrain.runtime.local_session import Engine, Layout
+from roadtrain.runtime.local_session import LocalSession, StorePlan
 from roadtrain.units import GIB, MIB
 
 # the first touches every page and extent, the next five are the server's own trial of mix and
@@ -165,15 +165,20 @@ def run(quick: bool = False, directory: str | None = None) -> Report:
     )
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(4))], lr=1e-3)
     rules = rules_for(optimizer)
-    layout = Layout(table, rules, (home / "store",))
+    parallelism = StorePlan(table, rules, (home / "store",))
     host = 512 * MIB
     budgets = derive(
-        table, layout.meta().records, layout.owners, host, on_files=True, holds_gradients=False
+        table,
+        parallelism.meta().records,
+        parallelism.owners,
+        host,
+        on_files=True,
+        holds_gradients=False,
     )
     budgets = _without_cache(budgets)
     before = _rss()
-    engine = Engine(
-        layout,
+    engine = LocalSession(
+        parallelism,
         budgets,
         None,
         torch.device("cpu"),
@@ -193,7 +198,7 @@ def run(quick: bool = False, directory: str | None = None) -> Report:
     slots = [engine.store.tiers[0].directory / f"slot{i}.bin" for i in range(2)]
     record = engine.meta.records[0].nbytes
     total = len(table.chunks) * record
-    skip = engine.meta.records[0].public_nbytes
+    skip = engine.meta.records[0].weights_nbytes
     for buffer in engine.worker._push_all:
         buffer.tensor[: 2 * block_elements].view(torch.bfloat16).copy_(
             torch.linspace(-1, 1, block_elements)
@@ -273,16 +278,16 @@ def run(quick: bool = False, directory: str | None = None) -> Report:
 
 def _without_cache(budgets: Budgets) -> Budgets:
     """Nothing is kept in memory: every byte of state moves."""
-    return replace(budgets, resident=frozenset(), public_resident=frozenset(), resident_bytes=0)
+    return replace(budgets, resident=frozenset(), weights_resident=frozenset(), resident_bytes=0)
 
 
-def _update(engine: Engine, table: ChunkTable, hyper: tuple[float, ...], step: int) -> float:
+def _update(engine: LocalSession, table: ChunkTable, hyper: tuple[float, ...], step: int) -> float:
     worker = engine.worker
     start = time.perf_counter()
     for block in table.blocks[1:]:
         buffer = worker.gradient_buffer(block.index)
         worker.push_block(block.index, buffer, [block.runs[0].spans[0].param], fresh=True)
-        worker.release(block.index, step, {0: hyper}, lambda param: 1.0)
+        worker.apply_update(block.index, step, {0: hyper}, lambda param: 1.0)
     worker.seal(step)
     worker.blob(step, b"")
     worker.wait_committed(step)

@@ -1,4 +1,4 @@
-"""The kernel of a summer: BUFFERS arriving bf16 gradients into one in fp32, in one pass, beside
+"""The kernel of a reducer: BUFFERS arriving bf16 gradients into one in fp32, in one pass, beside
 torch.add into fp32.
 
 All in turn on the same memory with as many threads. Memory speed is the faster of two: a kernel

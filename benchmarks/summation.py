@@ -32,12 +32,12 @@ import torch.distributed as dist
 from benchmarks import summation_steps
 from benchmarks.report import Report, Row, cores
 from roadtrain.errors import ConfigError, RoadtrainError
-from roadtrain.lab import CARRIED, Network, Nic, network_available
+from roadtrain.lab import CARRIED, LabNic, Network, network_available
 from roadtrain.protocol.shares import busiest, optimum
 from roadtrain.runtime import frames as m
-from roadtrain.runtime.reducer import Summers
-from roadtrain.runtime.summation import Summation
-from roadtrain.transport.tcp import Options, listen
+from roadtrain.runtime.reducer import Reducers
+from roadtrain.runtime.summation import WorkerSums
+from roadtrain.transport.tcp import TcpOptions, listen
 
 RATE = 50e6  # bytes a second of a link: 400 Mbit/s
 NBYTES, ROUNDS, PORT, TIMEOUT_S = 256_000_000, 3, 7300, 180
@@ -166,7 +166,7 @@ def _network(workers: Sequence[float], spares: Sequence[float]) -> Network:
     rates = {f"w{i}": rate for i, rate in enumerate(workers)} | {
         f"s{i}": rate for i, rate in enumerate(spares)
     }
-    return Network({name: [Nic(rate)] for name, rate in rates.items()})
+    return Network({name: [LabNic(rate)] for name, rate in rates.items()})
 
 
 def _exchange(
@@ -232,8 +232,8 @@ def host(args: argparse.Namespace) -> dict[str, Any]:
     addresses, rates = args.addresses.split(","), [float(rate) for rate in args.rates.split(",")]
     if args.how == "gloo":
         return gloo(args, addresses)
-    summers, options = Summers(4 * args.nbytes), Options(token=TOKEN, retry_s=30)
-    listener = listen((addresses[args.rank], PORT), summers.accept, options, language=m.LANGUAGE)
+    reducers, options = Reducers(4 * args.nbytes), TcpOptions(token=TOKEN, retry_s=30)
+    listener = listen((addresses[args.rank], PORT), reducers.accept, options, language=m.LANGUAGE)
     n, cpu = args.workers, process_time()
     try:
         if args.rank >= n:
@@ -244,12 +244,12 @@ def host(args: argparse.Namespace) -> dict[str, Any]:
             None if i == args.rank else (address, PORT) for i, address in enumerate(addresses[:n])
         ]
         spares = tuple((i, f"{addresses[i]}:{PORT}", like[i]) for i in range(n, len(like)))
-        sums = Summation(
+        sums = WorkerSums(
             args.rank,
             sites,
             like[:n],
             spares,
-            summers,
+            reducers,
             session="bench",
             options=options,
             deadline_s=TIMEOUT_S,
@@ -259,11 +259,11 @@ def host(args: argparse.Namespace) -> dict[str, Any]:
         finally:
             sums.close()
     finally:
-        summers.close(TIMEOUT_S)
+        reducers.close(TIMEOUT_S)
         listener.close()
 
 
-def rounds_of(sums: Summation, args: argparse.Namespace) -> dict[str, Any]:
+def rounds_of(sums: WorkerSums, args: argparse.Namespace) -> dict[str, Any]:
     elements, seconds = args.nbytes // 4, []
     grad, out = (np.empty(elements, np.float32) for _ in range(2))
     barrier, cpu = [np.zeros(1, np.float32) for _ in range(2)], 0.0

@@ -34,7 +34,7 @@ from benchmarks.report import Row
 from roadtrain.errors import RoadtrainError
 from roadtrain.integrations import horovod as hvd
 from roadtrain.integrations.ddp import Summation, sum_hook
-from roadtrain.lab import CARRIED, Network, Nic
+from roadtrain.lab import CARRIED, LabNic, Network
 from roadtrain.protocol.shares import optimum
 from roadtrain.transport.address import write_token
 
@@ -71,7 +71,9 @@ def rows(n: int, k: int, quick: bool) -> list[Row]:
     out = []
     for name, (width, layers, batch, times, rate) in [*MODELS.items()][: 2 if quick else 3]:
         nbytes = 4 * layers * (width * width + width)
-        hosts = {f"w{i}": [Nic(rate)] for i in range(n)} | {f"s{i}": [Nic(rate)] for i in range(k)}
+        hosts = {f"w{i}": [LabNic(rate)] for i in range(n)} | {
+            f"s{i}": [LabNic(rate)] for i in range(k)
+        }
         with Network(hosts) as network:
             found = {way: _steps(network, n, k, way, name, 2 if quick else STEPS) for way in WAYS}
         losses = {way: one["loss"] for way, one in found.items()}

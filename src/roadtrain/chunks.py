@@ -8,9 +8,9 @@ hyperparameters. Chunks are cut on a grid that does not depend on the chunk size
 every chunk size), which is why sums over segments are the same for every chunk size (Rule 1).
 Padding holds zeros and its gradients are zero.
 
-A chunk rests as one *record*: [public | private]. Public is what a pull returns. Private is all
+A chunk rests as one *record*: [weights | state]. Public is what a pull returns. Private is all
 else that the rule needs: the fp32 master where public is not fp32, the state arrays, the scalars
-(float64, a row per parameter span). A frozen chunk has no private part.
+(float64, a row per parameter span). A frozen chunk has no state part.
 
 Assumes: names are unique, a parameter belongs to one block. Does NOT know files, tensors or
 devices.
@@ -105,7 +105,7 @@ class Chunk(Run):
     start: int
 
     @property
-    def public_nbytes(self) -> int:
+    def weights_nbytes(self) -> int:
         return self.numel * ITEMSIZE[self.dtype]
 
     @cached_property
@@ -141,25 +141,25 @@ class Block:
 @dataclass(frozen=True)
 class Record:
     """Byte offsets of a chunk's record. All parts start on a page. `master` is 0 where the
-    public part serves as it."""
+    weights part serves as it."""
 
-    public_nbytes: int  # padded
-    private_nbytes: int  # padded
+    weights_nbytes: int  # padded
+    state_nbytes: int  # padded
     master: int
     arrays: tuple[int, ...]
     scalars: int
 
     @property
     def nbytes(self) -> int:
-        return self.public_nbytes + self.private_nbytes
+        return self.weights_nbytes + self.state_nbytes
 
 
 def record(chunk: Chunk, n_arrays: int, n_scalars: int, staleness: int = 0) -> Record:
     """The record of `chunk` under a rule with that many state arrays and scalars a parameter span.
-    With staleness 1 the public part is one update behind the master, so that both of the last two
+    With staleness 1 the weights part is one update behind the master, so that both of the last two
     versions can be pulled.
     """
-    public = round_up(chunk.public_nbytes, PAGE)
+    public = round_up(chunk.weights_nbytes, PAGE)
     if not chunk.trainable:
         return Record(public, 0, 0, (), 0)
     size = round_up(chunk.numel * 4, PAGE)

@@ -63,11 +63,11 @@ KINDS = [
 ]  # bare: without checksums
 
 
-def socket_options(kind: str, **options) -> tcp.Options:
+def socket_options(kind: str, **options) -> tcp.TcpOptions:
     """RDMA over UCX's TCP mode: there is no such hardware to test with."""
     if kind.startswith("rdma"):
-        return rdma.Options(device="lo", **options)
-    return tcp.Options(**options)
+        return rdma.RdmaOptions(device="lo", **options)
+    return tcp.TcpOptions(**options)
 
 
 class Recorder:
@@ -135,7 +135,7 @@ class Ends:
                 accept, self.got_a, handshake.Common(**options), hello=b"hello", name="b"
             )
         elif words[0] == "shm":
-            made = shm.Options(**options)
+            made = shm.ShmOptions(**options)
             self.listener = shm.listen(folder / "s", accept, made, self.reports.append)
             self.a = shm.connect(folder / "s", self.got_a, made, hello=b"hello", name="b")
         else:
@@ -411,9 +411,9 @@ def test_a_frame_over_the_limit_is_refused_where_it_is_sent(kind, folder):
 def listening(kind: str, folder: Path, accept, report=print, **options):
     if kind == "shm":
         return (
-            shm.listen(folder / "s", accept, shm.Options(**options), report),
+            shm.listen(folder / "s", accept, shm.ShmOptions(**options), report),
             shm.connect,
-            shm.Options(**options),
+            shm.ShmOptions(**options),
         )
     made = socket_options(kind, token=TOKEN, connections=4 if kind == "tcp+4" else 1, **options)
     return tcp.listen(("127.0.0.1", 0), accept, made, report), tcp.connect, made
@@ -543,7 +543,7 @@ def server():
         made.append(link)
         return got if len(made) == 1 else Recorder()
 
-    options = tcp.Options(token=TOKEN, handshake_s=0.5)
+    options = tcp.TcpOptions(token=TOKEN, handshake_s=0.5)
     listener = tcp.listen(("127.0.0.1", 0), accept, options, reports.append)
     friend = tcp.connect(listener.address, Recorder(), options)
     yield listener, reports
@@ -585,12 +585,12 @@ def test_a_peer_that_dies_in_the_handshake_is_named_with_what_was_waited_for(kin
         dying.start()
         with pytest.raises(LostError, match=r"server 1 \(.*: .*while we waited for"):
             if kind == "shm":
-                shm.connect(address, Recorder(), shm.Options(retry_s=0), name="server 1")
+                shm.connect(address, Recorder(), shm.ShmOptions(retry_s=0), name="server 1")
             else:
                 tcp.connect(
                     server.getsockname(),
                     Recorder(),
-                    tcp.Options(token=TOKEN, retry_s=0),
+                    tcp.TcpOptions(token=TOKEN, retry_s=0),
                     name="server 1",
                 )
         dying.join()
@@ -609,12 +609,12 @@ def wait_report(reports: list[str], word: str) -> None:
 def test_a_wrong_token_or_none_is_refused_on_both_sides(server, token):
     listener, reports = server
     with pytest.raises(AuthError, match="token"):
-        tcp.connect(listener.address, Recorder(), tcp.Options(token=token))
+        tcp.connect(listener.address, Recorder(), tcp.TcpOptions(token=token))
     wait_report(reports, "token")
 
 
 def test_a_server_that_cannot_prove_the_token_is_not_believed():
-    options = tcp.Options(token=TOKEN)
+    options = tcp.TcpOptions(token=TOKEN)
     pretender = socket.create_server(("127.0.0.1", 0))
 
     def pretend() -> None:
@@ -659,7 +659,7 @@ def test_who_drips_is_cut_off_at_the_deadline(server):
 def test_a_link_whose_other_connections_never_come_is_given_up(server):
     listener, reports = server
     sock, deadline = stranger(listener), time.monotonic() + 5
-    ours = handshake.greeting(tcp.Options(), TOKEN, bytes(16), 0, 2)
+    ours = handshake.greeting(tcp.TcpOptions(), TOKEN, bytes(16), 0, 2)
     handshake.client_greet(sock, ours, TOKEN, b"", deadline)
     assert sock.recv(1) == b""
     sock.close()
@@ -669,7 +669,7 @@ def test_a_link_whose_other_connections_never_come_is_given_up(server):
 def test_many_strangers_do_not_keep_a_friend_out(server):
     listener, _ = server
     strangers = [stranger(listener) for _ in range(135)]
-    link = tcp.connect(listener.address, Recorder(), tcp.Options(token=TOKEN))
+    link = tcp.connect(listener.address, Recorder(), tcp.TcpOptions(token=TOKEN))
     link.close()
     for sock in strangers:
         sock.close()
@@ -677,7 +677,7 @@ def test_many_strangers_do_not_keep_a_friend_out(server):
 
 def test_another_version_is_named_on_both_sides(server):
     listener, reports = server
-    ours = handshake.greeting(tcp.Options(), TOKEN, bytes(16))._replace(version=9)
+    ours = handshake.greeting(tcp.TcpOptions(), TOKEN, bytes(16))._replace(version=9)
     sock = stranger(listener)
     with pytest.raises(WireError, match="speaks protocol version 2, this side 9"):
         handshake.client_greet(sock, ours, TOKEN, b"", time.monotonic() + 5)
@@ -688,7 +688,7 @@ def test_another_version_is_named_on_both_sides(server):
 def test_checksums_must_be_the_same_on_both_sides(server):
     listener, reports = server
     with pytest.raises(WireError, match="checksums are off here and on there"):
-        tcp.connect(listener.address, Recorder(), tcp.Options(token=TOKEN, checksums=False))
+        tcp.connect(listener.address, Recorder(), tcp.TcpOptions(token=TOKEN, checksums=False))
     wait_report(reports, "checksums")
 
 
@@ -700,7 +700,7 @@ def raw_client(**options) -> tuple[socket.socket, Recorder, object]:
         got.link = link
         return got
 
-    made = tcp.Options(token=TOKEN, **options)
+    made = tcp.TcpOptions(token=TOKEN, **options)
     listener = tcp.listen(("127.0.0.1", 0), accept, made)
     sock, deadline = socket.create_connection(listener.address), time.monotonic() + 5
     answer = handshake.client_greet(
@@ -794,7 +794,7 @@ def conversation(
     return got, [*errors, *got.errors, *listener_got.errors]
 
 
-def flipped_everywhere(options: tcp.Options, folder: Path, step: int = 1) -> None:
+def flipped_everywhere(options: tcp.TcpOptions, folder: Path, step: int = 1) -> None:
     """One conversation for each byte that goes over the wire, with a bit of it flipped."""
     reports: list[str] = []
     made: list = []
@@ -838,7 +838,7 @@ def test_a_bit_that_flips_anywhere_is_a_typed_error_that_names_the_peer(kind, fo
     """In lengths, headers, payloads, the handshake; in both directions. TLS does the same by
     itself."""
     tls = dataclasses.replace(tls_options(folder)[0]) if "tls" in kind else None
-    options = tcp.Options(token=TOKEN, tls=tls, handshake_s=2.0, close_s=1.0)
+    options = tcp.TcpOptions(token=TOKEN, tls=tls, handshake_s=2.0, close_s=1.0)
     flipped_everywhere(options, folder, 29 if tls else 1)
 
 
@@ -946,7 +946,7 @@ def greeted(
             try:
                 caller = handshake.server_greet(
                     theirs,
-                    handshake.greeting(tcp.Options(), TOKEN, bytes(16)),
+                    handshake.greeting(tcp.TcpOptions(), TOKEN, bytes(16)),
                     TOKEN,
                     until,
                     **server,
@@ -971,9 +971,9 @@ def greeted(
 def test_the_proofs_cover_what_protects_the_channel():
     """Somebody between, with a certificate of his own, passes on what both say: the proof is
     not for his channel."""
-    ours = handshake.greeting(tcp.Options(), TOKEN, bytes(16))
+    ours = handshake.greeting(tcp.TcpOptions(), TOKEN, bytes(16))
     found, answer = greeted(ours)
-    assert isinstance(found, handshake.Caller) and isinstance(answer, handshake.Answer)
+    assert isinstance(found, handshake.Caller) and isinstance(answer, handshake.Answered)
     found, answer = greeted(ours, binding=b"of another certificate")
     assert isinstance(found, AuthError) and isinstance(answer, AuthError)
 
@@ -985,7 +985,7 @@ def test_the_binding_of_tls_is_the_certificate_that_the_server_showed(folder):
     def accept(link, hello):
         return Recorder()
 
-    options = tcp.Options(token=TOKEN, tls=tls)
+    options = tcp.TcpOptions(token=TOKEN, tls=tls)
     listener = tcp.listen(("127.0.0.1", 0), accept, options)
     plain = handshake.client_greet
     try:
@@ -1000,7 +1000,7 @@ def test_the_binding_of_tls_is_the_certificate_that_the_server_showed(folder):
 
 def test_messages_of_another_edition_are_refused_with_a_sentence_on_both_sides():
     found, answer = greeted(
-        handshake.greeting(tcp.Options(), TOKEN, bytes(16), language=b"another edition!")
+        handshake.greeting(tcp.TcpOptions(), TOKEN, bytes(16), language=b"another edition!")
     )
     for error in (found, answer):
         with pytest.raises(
@@ -1035,7 +1035,7 @@ def test_the_first_edition_is_refused_with_a_sentence_on_both_sides(server):
     thread = threading.Thread(target=first_edition)
     thread.start()
     with pytest.raises(WireError, match="speaks protocol version 1, this side 2"):
-        tcp.connect(old.getsockname(), Recorder(), tcp.Options(token=TOKEN))
+        tcp.connect(old.getsockname(), Recorder(), tcp.TcpOptions(token=TOKEN))
     thread.join()
     old.close()
 
@@ -1054,7 +1054,7 @@ def test_who_sends_back_what_it_hears_proves_nothing():
     until = time.monotonic() + 5
     with ours, pytest.raises(WireError, match="our own greeting came back"):
         handshake.client_greet(
-            ours, handshake.greeting(tcp.Options(), TOKEN, bytes(16)), TOKEN, b"", until
+            ours, handshake.greeting(tcp.TcpOptions(), TOKEN, bytes(16)), TOKEN, b"", until
         )
     thread.join()
 
@@ -1077,7 +1077,7 @@ def test_what_a_client_proved_once_lets_nobody_in_again(server):
             ),
         )
         answer = handshake.client_greet(
-            sock, handshake.greeting(tcp.Options(), TOKEN, bytes(16)), TOKEN, b"", until
+            sock, handshake.greeting(tcp.TcpOptions(), TOKEN, bytes(16)), TOKEN, b"", until
         )
         handshake.client_verdict(sock, answer, until)
     sock.close()
@@ -1105,7 +1105,7 @@ def test_who_changes_a_greeting_on_the_way_is_found(field):
         "link": b"m" * 16,
         "hello_nbytes": 3,
     }
-    ours = handshake.greeting(tcp.Options(), TOKEN, bytes(16), hello=b"hello")
+    ours = handshake.greeting(tcp.TcpOptions(), TOKEN, bytes(16), hello=b"hello")
     sent = handshake.GREETING.pack(*ours)
     changed = handshake.GREETING.pack(*ours._replace(**{field: values[field]}, nonce=b"n" * 32))
     with pytest.MonkeyPatch.context() as patch:
@@ -1170,7 +1170,7 @@ def test_a_flood_from_one_address_shuts_no_other_out(server, monkeypatch):
     time.sleep(0.1)
     until = time.monotonic() + 5
     answer = handshake.client_greet(
-        friend, handshake.greeting(tcp.Options(), TOKEN, bytes(16)), TOKEN, b"", until
+        friend, handshake.greeting(tcp.TcpOptions(), TOKEN, bytes(16)), TOKEN, b"", until
     )
     handshake.client_verdict(friend, answer, until)
     assert sum(thread.name.startswith("greet") for thread in threading.enumerate()) <= 9
@@ -1194,13 +1194,13 @@ def test_a_process_without_a_thread_to_spare_goes_on_listening(server, monkeypat
             assert sock.recv(1) == b""
         sock.close()
     wait_report(reports, "can't start new thread")
-    tcp.connect(listener.address, Recorder(), tcp.Options(token=TOKEN)).close()
+    tcp.connect(listener.address, Recorder(), tcp.TcpOptions(token=TOKEN)).close()
 
 
 def test_who_never_greets_is_a_deadline_error():
     silent = socket.create_server(("127.0.0.1", 0))
     with pytest.raises(DeadlineError, match="the server's greeting"):
-        tcp.connect(silent.getsockname(), Recorder(), tcp.Options(handshake_s=0.2))
+        tcp.connect(silent.getsockname(), Recorder(), tcp.TcpOptions(handshake_s=0.2))
     silent.close()
 
 
@@ -1212,17 +1212,19 @@ def test_what_cannot_be_asked_for(folder):
         tcp.listen(("0.0.0.0", 0), accept)
     for token in (b"", b"fifteen bytes.."):
         with pytest.raises(ConfigError, match=f"a token of {len(token)} bytes, 16 are the least"):
-            tcp.Options(token=token)
+            tcp.TcpOptions(token=token)
     with pytest.raises(ConfigError, match="0 connections"):
-        tcp.Options(connections=0)
+        tcp.TcpOptions(connections=0)
     with pytest.raises(ConfigError, match="power of two"):
-        shm.Options(ring_bytes=3_000_000)
+        shm.ShmOptions(ring_bytes=3_000_000)
     with pytest.raises(ConfigError, match="cannot listen"):
-        tcp.listen(("192.0.2.1", 0), accept, tcp.Options(token=TOKEN))
+        tcp.listen(("192.0.2.1", 0), accept, tcp.TcpOptions(token=TOKEN))
     with pytest.raises(ConfigError, match="cannot listen"):
         shm.listen(folder / "no" / "such" / "folder", accept)
     with pytest.raises(RoadtrainError, match="TLS"):
-        tcp.connect(("127.0.0.1", 1), Recorder(), tcp.Options(tls=tcp.Tls(ca=folder / "nothing")))
+        tcp.connect(
+            ("127.0.0.1", 1), Recorder(), tcp.TcpOptions(tls=tcp.Tls(ca=folder / "nothing"))
+        )
 
 
 def test_a_certificate_that_nobody_signed_is_not_taken(folder):
@@ -1230,10 +1232,10 @@ def test_a_certificate_that_nobody_signed_is_not_taken(folder):
     ours, _ = tls_options(folder / "other")
     _, theirs = tls_options(folder)
     reports: list[str] = []
-    options = tcp.Options(token=TOKEN, tls=theirs)
+    options = tcp.TcpOptions(token=TOKEN, tls=theirs)
     listener = tcp.listen(("127.0.0.1", 0), lambda link, hello: Recorder(), options, reports.append)
     with pytest.raises(AuthError, match="TLS"):
-        tcp.connect(listener.address, Recorder(), tcp.Options(token=TOKEN, tls=ours))
+        tcp.connect(listener.address, Recorder(), tcp.TcpOptions(token=TOKEN, tls=ours))
     wait_report(reports, "TLS")
     listener.close()
 
@@ -1246,15 +1248,15 @@ def test_source_and_interface_are_used():
         link.peer = "worker 3"
         return got
 
-    listener = tcp.listen(("127.0.0.1", 0), accept, tcp.Options())
+    listener = tcp.listen(("127.0.0.1", 0), accept, tcp.TcpOptions())
     link = tcp.connect(
-        listener.address, Recorder(), tcp.Options(source="127.0.0.9", interface="lo")
+        listener.address, Recorder(), tcp.TcpOptions(source="127.0.0.9", interface="lo")
     )
     link.close()
     assert names[0].startswith("127.0.0.9:")
     assert "worker 3: closed by peer" in str(got.wait_lost())
     with pytest.raises(LostError, match="No such device"):
-        tcp.connect(listener.address, Recorder(), tcp.Options(interface="nothing0"))
+        tcp.connect(listener.address, Recorder(), tcp.TcpOptions(interface="nothing0"))
     listener.close()
 
 
@@ -1279,7 +1281,7 @@ def test_a_ring_that_lies_is_a_wire_error(folder):
 
 @pytest.mark.parametrize("secured", [False, True])
 def test_closing_a_listener_does_not_wait_for_strangers(folder, secured):
-    options = tcp.Options(token=TOKEN, tls=tls_options(folder)[1] if secured else None)
+    options = tcp.TcpOptions(token=TOKEN, tls=tls_options(folder)[1] if secured else None)
     listener = tcp.listen(("127.0.0.1", 0), lambda link, hello: Recorder(), options)
     sock = stranger(listener)
     time.sleep(0.1)
@@ -1294,7 +1296,7 @@ def test_closing_a_listener_does_not_wait_for_strangers(folder, secured):
 
 def test_rdma_without_its_package_is_one_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "nixl_cu12._bindings", None)
-    options = rdma.Options(token=TOKEN, device="lo")
+    options = rdma.RdmaOptions(token=TOKEN, device="lo")
     for attempt in (
         lambda: tcp.connect(("127.0.0.1", 1), Recorder(), options),
         lambda: tcp.listen(("127.0.0.1", 0), lambda link, hello: Recorder(), options),
@@ -1305,20 +1307,20 @@ def test_rdma_without_its_package_is_one_sentence(monkeypatch):
 
 def test_what_rdma_cannot_be_asked_for():
     with pytest.raises(ConfigError, match="does not encrypt"):
-        rdma.Options(tls=tcp.Tls())
+        rdma.RdmaOptions(tls=tcp.Tls())
     with pytest.raises(ConfigError, match="one is possible"):
-        rdma.Options(device="mlx5_0:1,mlx5_1:1")
+        rdma.RdmaOptions(device="mlx5_0:1,mlx5_1:1")
 
 
 @with_nixl
 def test_a_device_that_is_not_there_is_refused_before_anybody_comes():
     with pytest.raises(ConfigError, match="cannot use 'nothing0'"):
         tcp.listen(
-            ("127.0.0.1", 0), lambda link, hello: Recorder(), rdma.Options(device="nothing0")
+            ("127.0.0.1", 0), lambda link, hello: Recorder(), rdma.RdmaOptions(device="nothing0")
         )
     if not Path("/sys/class/infiniband").exists():
         with pytest.raises(ConfigError, match="no RDMA device"):
-            tcp.connect(("127.0.0.1", 1), Recorder(), rdma.Options())
+            tcp.connect(("127.0.0.1", 1), Recorder(), rdma.RdmaOptions())
 
 
 @with_nixl
@@ -1348,7 +1350,7 @@ def rdma_listener(got: Recorder, **options):
         tcp.listen(
             ("127.0.0.1", 0),
             accept,
-            rdma.Options(token=TOKEN, device="lo", **options),
+            rdma.RdmaOptions(token=TOKEN, device="lo", **options),
             lambda line: None,
         ),
         made,
@@ -1383,7 +1385,7 @@ def test_a_spoiled_meeting_ends_the_link_with_a_typed_error(what):
     got = Recorder()
     listener, made = rdma_listener(got)
     sock, deadline = socket.create_connection(listener.address), time.monotonic() + 5
-    ours = handshake.greeting(tcp.Options(), TOKEN, bytes(16))
+    ours = handshake.greeting(tcp.TcpOptions(), TOKEN, bytes(16))
     answer = handshake.client_greet(sock, ours, TOKEN, b"", deadline)
     handshake.client_verdict(sock, answer, deadline)
     sock.sendall(data)
@@ -1398,7 +1400,7 @@ def test_a_spoiled_meeting_ends_the_link_with_a_typed_error(what):
 @with_nixl
 @pytest.mark.parametrize("server_has_rdma", [False, True])
 def test_rdma_and_tcp_do_not_meet(server_has_rdma):
-    kinds = [rdma.Options(token=TOKEN, device="lo", handshake_s=1), tcp.Options(token=TOKEN)]
+    kinds = [rdma.RdmaOptions(token=TOKEN, device="lo", handshake_s=1), tcp.TcpOptions(token=TOKEN)]
     got, here = Recorder(), Recorder()
     listener = tcp.listen(
         ("127.0.0.1", 0),
@@ -1458,7 +1460,7 @@ def test_a_peer_that_ends_in_the_middle_of_a_payload(how, child_sends):
     child = os.fork()
     if child == 0:
         try:
-            link = tcp.connect(listener.address, Recorder(), rdma.Options(**options))
+            link = tcp.connect(listener.address, Recorder(), rdma.RdmaOptions(**options))
             parts = [memoryview(bytes(48 * MIB))] if child_sends else []
             while True:
                 done = threading.Event()

@@ -64,7 +64,7 @@ def served() -> Any:
         receivers.append(Kept())
         return receivers[-1]
 
-    listener = tcp.listen(("127.0.0.1", 0), accept, tcp.Options(), lines.append)
+    listener = tcp.listen(("127.0.0.1", 0), accept, tcp.TcpOptions(), lines.append)
     yield listener, lines, receivers
     listener.close()
 
@@ -115,7 +115,7 @@ def test_no_descriptor_for_a_newcomer(code: int, monkeypatch: pytest.MonkeyPatch
 
     made = tcp.Listener
     monkeypatch.setattr(tcp, "Listener", lambda sock, *rest: made(Sparse(sock), *rest))
-    listener = tcp.listen(("127.0.0.1", 0), accept, tcp.Options(), lines.append)
+    listener = tcp.listen(("127.0.0.1", 0), accept, tcp.TcpOptions(), lines.append)
     try:
         talks(listener, receivers)
         assert [line for line in lines if "too many" in line][1:] == []

@@ -14,7 +14,7 @@ from roadtrain.device.buffers import Buffer
 from roadtrain.storage.file import FileTier
 from roadtrain.storage.generation import create_store
 from roadtrain.storage.ledger import GroupRule, StoreMeta
-from roadtrain.storage.tier import PRIVATE, PUBLIC, RECORD, part_range
+from roadtrain.storage.tier import RECORD, STATE_PART, WEIGHTS, part_range
 
 TABLE = ChunkTable.build(
     [
@@ -81,13 +81,13 @@ def test_a_record_reads_back_in_whole_and_in_parts(tier: FileTier) -> None:
     for chunk, r in RECORDS.items():
         whole = bytes(view(chunk, RECORD, 0))
         assert read(tier, chunk, RECORD) == whole
-        assert read(tier, chunk, PUBLIC) == whole[: r.public_nbytes]
-        assert read(tier, chunk, PRIVATE) == whole[r.public_nbytes :]
+        assert read(tier, chunk, WEIGHTS) == whole[: r.weights_nbytes]
+        assert read(tier, chunk, STATE_PART) == whole[r.weights_nbytes :]
 
 
 def test_parts_written_apart_read_as_one_record(tier: FileTier) -> None:
     fill(tier)
-    for step, order in ((1, (PUBLIC, PRIVATE)), (2, (PRIVATE, PUBLIC)), (3, (RECORD,))):
+    for step, order in ((1, (WEIGHTS, STATE_PART)), (2, (STATE_PART, WEIGHTS)), (3, (RECORD,))):
         for chunk in [c.id for c in TABLE.trainable]:
             for part in order:
                 tier.write(chunk, part, view(chunk, part, step))
@@ -96,7 +96,7 @@ def test_parts_written_apart_read_as_one_record(tier: FileTier) -> None:
         tier.prepare(step, b"blob")
         tier.committed(step)
         for chunk in [c.id for c in TABLE.trainable]:
-            want = b"".join(bytes(view(chunk, p, step)) for p in (PUBLIC, PRIVATE))
+            want = b"".join(bytes(view(chunk, p, step)) for p in (WEIGHTS, STATE_PART))
             assert read(tier, chunk, RECORD) == (
                 bytes(view(chunk, RECORD, step)) if order == (RECORD,) else want
             )
@@ -107,32 +107,32 @@ def test_public_is_absent_after_the_master_alone_was_written(tier: FileTier) -> 
     chunk = next(c.id for c in TABLE.chunks if c.trainable and c.dtype == "bf16")
     r = RECORDS[chunk]
     for step in (1, 2):
-        tier.write(chunk, PRIVATE, view(chunk, PRIVATE, step))
-        assert not tier.has_public(chunk)
+        tier.write(chunk, STATE_PART, view(chunk, STATE_PART, step))
+        assert not tier.has_weights(chunk)
         buffer = Buffer(r.nbytes)
         buffer.view[:] = b"\xab" * r.nbytes
         tier.read(chunk, RECORD, buffer.view)
-        assert set(buffer.view[: r.public_nbytes]) == {0xAB}  # left as it was
-        assert bytes(buffer.view[r.public_nbytes :]) == bytes(view(chunk, PRIVATE, step))
+        assert set(buffer.view[: r.weights_nbytes]) == {0xAB}  # left as it was
+        assert bytes(buffer.view[r.weights_nbytes :]) == bytes(view(chunk, STATE_PART, step))
         tier.prepare(step, b"")
         tier.committed(step)
-        assert not tier.has_public(chunk)
-    tier.write(chunk, PUBLIC, view(chunk, PUBLIC, 3))
-    assert tier.has_public(chunk) and read(tier, chunk, PUBLIC) == bytes(view(chunk, PUBLIC, 3))
+        assert not tier.has_weights(chunk)
+    tier.write(chunk, WEIGHTS, view(chunk, WEIGHTS, 3))
+    assert tier.has_weights(chunk) and read(tier, chunk, WEIGHTS) == bytes(view(chunk, WEIGHTS, 3))
     tier.prepare(3, b"")
     tier.committed(3)
-    assert read(tier, chunk, RECORD) == bytes(view(chunk, PUBLIC, 3)) + bytes(
-        view(chunk, PRIVATE, 2)
+    assert read(tier, chunk, RECORD) == bytes(view(chunk, WEIGHTS, 3)) + bytes(
+        view(chunk, STATE_PART, 2)
     )
 
 
 def test_writing_twice_before_a_commit_is_our_mistake(tier: FileTier) -> None:
     fill(tier)
-    tier.write(0, PRIVATE, view(0, PRIVATE, 1))
-    for part in (PRIVATE, RECORD):
+    tier.write(0, STATE_PART, view(0, STATE_PART, 1))
+    for part in (STATE_PART, RECORD):
         with pytest.raises(AssertionError, match="twice"):
             tier.write(0, part, view(0, part, 2))
-    tier.write(0, PUBLIC, view(0, PUBLIC, 1))
+    tier.write(0, WEIGHTS, view(0, WEIGHTS, 1))
     tier.prepare(1, b"")
     tier.committed(1)
     tier.write(0, RECORD, view(0, RECORD, 2))

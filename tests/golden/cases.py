@@ -387,8 +387,8 @@ def at(home: Path, *words: str) -> str:
 
 
 def train_job(home: Path, steps: int, *words: str) -> list[dict[str, Any]]:
-    """`roadtrain train` in `home` up to step `steps`, where it is called "served" or has servers on two of them; the
-    lines of metrics."""
+    """`roadtrain train` in `home` up to step `steps`, where it is called "served" or has servers
+    on two of them; the lines of metrics."""
     with served(home) as more:
         at(home, "train", "job.toml", "--run.steps", str(steps), *more, *words)
     return [json.loads(line) for line in (home / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -430,7 +430,8 @@ def lasting(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def types_of(value: Any) -> Any:
-    """The keys of a line of metrics and the types of what they stand for; stages as far as all lines have them."""
+    """The keys of a line of metrics and the types of what they stand for; stages as far as all
+    lines have them."""
     if isinstance(value, dict):
         return {key: types_of(one) for key, one in value.items() if key not in SOMETIMES}
     return type(value).__name__

@@ -33,11 +33,11 @@ from roadtrain.config.plan import Plan
 from roadtrain.config.plan import placement as named_placement
 from roadtrain.errors import RoadtrainError
 from roadtrain.protocol import messages as ops
-from roadtrain.protocol.server import ServeDecider
+from roadtrain.protocol.server import ServerStateMachine
 from roadtrain.runtime import formats
 from roadtrain.runtime import frames as m
-from roadtrain.runtime.reducer import Summer
-from roadtrain.runtime.session_host import Host
+from roadtrain.runtime.reducer import Reducer
+from roadtrain.runtime.session_host import SessionHost
 from roadtrain.simulator.compute import Constants
 from roadtrain.simulator.run import simulate
 from roadtrain.storage.direct import DirectFile
@@ -45,7 +45,7 @@ from roadtrain.storage.sealed import unsealed
 from roadtrain.streaming import plain
 from roadtrain.transport import handshake as shake
 from roadtrain.transport import link as wire
-from roadtrain.transport.tcp import Options
+from roadtrain.transport.tcp import TcpOptions
 
 SERVER_BUDGET = 96 << 20  # bytes
 SPILL = "spill.bin"  # the file of gradients that wait for their update
@@ -66,7 +66,7 @@ def serving(directories: Sequence[Path]) -> Iterator[list[str]]:
         hosts = []
         for directory in directories:
             host = stack.enter_context(
-                Host(("127.0.0.1", 0), directory, SERVER_BUDGET, Options(), silent)
+                SessionHost(("127.0.0.1", 0), directory, SERVER_BUDGET, TcpOptions(), silent)
             )
             thread = threading.Thread(target=host.run)
             thread.start()
@@ -226,10 +226,10 @@ def messages() -> dict[str, Any]:
         "push, sparse": ops.Push(0, (indices, fp32), True, False, 7, sums),
         "push, sparse, 16 bits": ops.Push(1, (indices[:2], half[:2]), True, False, 7, sums),
         "close": ops.Close(1, 5),
-        "update": ops.Release(0, 5, (1e-3, 0.9, 0.999), [0.5], 12),
-        "update without a gradient": ops.Release(1, 5, (1e-3,), [None], 3),
-        "forget": ops.Forget(1),
-        "end of step": ops.Seal(5),
+        "update": ops.ApplyUpdate(0, 5, (1e-3, 0.9, 0.999), [0.5], 12),
+        "update without a gradient": ops.ApplyUpdate(1, 5, (1e-3,), [None], 3),
+        "forget": ops.DiscardGrad(1),
+        "end of step": ops.EndStep(5),
         "commit": ops.Commit(5, b"state"),
         "committed": ops.CommitDone(5),
     }
@@ -249,12 +249,12 @@ def said_again(name: str, kind: int, raw: bytes, payload: bytes) -> Any:
             push = replace(push, grad=memoryview(bytearray(payload) * 2))
         return m.frame(push)
     if kind == m.RELEASE:
-        return m.frame(m.release(fields, view, CHUNKS[fields[0]], 0))
+        return m.frame(m.apply_update(fields, view, CHUNKS[fields[0]], 0))
     simple = {
         m.PULL: lambda: ops.Pull(fields[0], fields[1], None, fields[2]),
         m.CLOSE: lambda: ops.Close(*fields),
-        m.FORGET: lambda: ops.Forget(*fields),
-        m.SEAL: lambda: ops.Seal(*fields),
+        m.FORGET: lambda: ops.DiscardGrad(*fields),
+        m.SEAL: lambda: ops.EndStep(*fields),
         m.COMMIT: lambda: ops.Commit(fields[0], view),
         m.COMMITTED: lambda: ops.CommitDone(*fields),
     }
@@ -268,14 +268,15 @@ def heads() -> dict[str, str]:
         "frame": wire.pack_head(whole).hex(),
         "frame with checksums": wire.pack_head(whole._replace(flags=wire.SUMMED)).hex(),
         "goodbye": wire.pack_head(wire.Head(wire.LAST, 0, 0, 0, 8)).hex(),
-        "goodbye with checksums": wire.pack_head(
-            wire.Head(wire.LAST | wire.SUMMED, 0, 0, 0, 8)
-        ).hex(),
+        "goodbye with checksums": (
+            wire.pack_head(wire.Head(wire.LAST | wire.SUMMED, 0, 0, 0, 8)).hex()
+        ),
     }
 
 
 def handshake() -> dict[str, str]:
-    """All bytes that both sides of a handshake say, with a token and without, given their nonces."""
+    """All bytes that both sides of a handshake say, with a token and without, given their
+    nonces."""
     said = {}
     for name, token in (("no token", None), ("token", b"secret")):
         for side, raw in _shaken(token).items():
@@ -318,7 +319,7 @@ def _recorded(ends: Any, transcripts: dict[str, bytearray]) -> Any:
 
 
 class Heard:
-    """The worker's end of a link to a summer: frames as they are sent."""
+    """The worker's end of a link to a reducer: frames as they are sent."""
 
     peer = "a worker"
 
@@ -334,10 +335,11 @@ class Heard:
 
 
 def summed(rule: str, form: str, values: Sequence[np.ndarray], rounds: int) -> list[list[Any]]:
-    """What each worker is sent by a summer, round by round, when each gives its `values` of tensor 3."""
-    summer = Summer(rule, len(values), lambda nbytes: None, lambda _: None)
+    """What each worker is sent by a reducer, round by round, when each gives its `values` of
+    tensor 3."""
+    reducer = Reducer(rule, len(values), lambda nbytes: None, lambda _: None)
     links = [Heard() for _ in values]
-    seats = [summer.join(rank, link) for rank, link in enumerate(links)]  # type: ignore[arg-type]
+    seats = [reducer.join(rank, link) for rank, link in enumerate(links)]  # type: ignore[arg-type]
     for number in range(rounds):
         for rank, (seat, array) in enumerate(zip(seats, values)):
             payload = encoded_as(form, array * np.float32(number + 1), 100 * number + rank)
@@ -351,8 +353,8 @@ def summed(rule: str, form: str, values: Sequence[np.ndarray], rounds: int) -> l
                 assert links[rank].came.wait(10)
         assert rule == "accumulate" or all(link.came.wait(10) for link in links)
     found = [link.frames[:] for link in links]
-    summer.end(RoadtrainError("over"))
-    for thread in summer.threads:
+    reducer.end(RoadtrainError("over"))
+    for thread in reducer.threads:
         thread.join(10)
     return found
 
@@ -390,7 +392,7 @@ SAID = {
     ops.Read: "Read",
     ops.Update: "Update",
     ops.Write: "Write",
-    ops.Stash: "Stash",
+    ops.Spill: "Stash",
     ops.Discard: "Discard",
     ops.Total: "Total",
     ops.Prepare: "Prepare",
@@ -404,18 +406,18 @@ def _about(action: Any) -> Any:
 @contextlib.contextmanager
 def logged_actions() -> Iterator[list[tuple[str, Any]]]:
     """(what a server decides to do, chunk), in order, of all servers of this process meanwhile."""
-    handle, said = ServeDecider.handle, list[tuple[str, Any]]()
+    handle, said = ServerStateMachine.handle, list[tuple[str, Any]]()
 
-    def logged(self: ServeDecider, event: Any) -> Any:
+    def logged(self: ServerStateMachine, event: Any) -> Any:
         actions = handle(self, event)
         said.extend((SAID[type(a)], _about(a)) for a in actions if type(a) in SAID)
         return actions
 
-    ServeDecider.handle = logged  # type: ignore[method-assign]
+    ServerStateMachine.handle = logged  # type: ignore[method-assign]
     try:
         yield said
     finally:
-        ServeDecider.handle = handle  # type: ignore[method-assign]
+        ServerStateMachine.handle = handle  # type: ignore[method-assign]
 
 
 def blocks_of(placed: Any) -> dict[int, int]:

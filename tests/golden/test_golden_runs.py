@@ -1,4 +1,5 @@
-"""Run directories that earlier code made go on with the same lines, tell their status, and are exported (Rule 3)."""
+"""Run directories that earlier code made go on with the same lines, tell their status, and are
+exported (Rule 3)."""
 
 from __future__ import annotations
 

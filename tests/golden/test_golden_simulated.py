@@ -1,4 +1,5 @@
-"""Simulated seconds, bytes and joules, the planner's picks, and the papers' rows, to the last bit of their floats."""
+"""Simulated seconds, bytes and joules, the planner's picks, and the papers' rows, to the last
+bit of their floats."""
 
 from __future__ import annotations
 

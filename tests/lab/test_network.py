@@ -18,7 +18,7 @@ import pytest
 
 from roadtrain import cli
 from roadtrain.errors import ConfigError, RoadtrainError
-from roadtrain.lab import PREFIX, Host, Network, Nic, lab_available, network_available, sweep
+from roadtrain.lab import PREFIX, LabHost, LabNic, Network, lab_available, network_available, sweep
 from roadtrain.lab.labfile import load_lab
 from roadtrain.lab.network import undo_network
 
@@ -56,7 +56,7 @@ with socket.create_connection((sys.argv[2], 5000), source_address=(sys.argv[1], 
         except ConnectionError:
             break
 """
-Flow = tuple[Host, int, Host, int]  # from host, its NIC, to host, its NIC
+Flow = tuple[LabHost, int, LabHost, int]  # from host, its NIC, to host, its NIC
 
 
 def transfer(flows: Sequence[Flow]) -> list[float]:
@@ -132,7 +132,7 @@ def nothing_left() -> Iterator[None]:
 @needs_network
 def test_rates_hold_both_ways_and_change_while_running() -> None:
     with Network(
-        {"a": [Nic(FAST)], "b": [Nic(FAST)], "c": [Nic(SLOW, in_bytes_per_s=FAST)]}
+        {"a": [LabNic(FAST)], "b": [LabNic(FAST)], "c": [LabNic(SLOW, in_bytes_per_s=FAST)]}
     ) as network:
         a, b, c = network.hosts.values()
         assert_rates([(a, 0, b, 0), (b, 0, a, 0)], [FAST, FAST])
@@ -147,10 +147,10 @@ def test_rates_hold_both_ways_and_change_while_running() -> None:
 @needs_network
 def test_a_slower_link_between_two_clusters() -> None:
     hosts = {
-        "a": [Nic(FAST, "west")],
-        "b": [Nic(FAST, "west")],
-        "c": [Nic(FAST, "east")],
-        "d": [Nic(FAST, "alone")],
+        "a": [LabNic(FAST, "west")],
+        "b": [LabNic(FAST, "west")],
+        "c": [LabNic(FAST, "east")],
+        "d": [LabNic(FAST, "alone")],
     }
     with Network(hosts, {("west", "east"): SLOW}) as network:
         a, b, c, d = network.hosts.values()
@@ -176,8 +176,8 @@ def test_a_slower_link_between_two_clusters() -> None:
 def test_two_nics_add_up(switches: tuple[str, str]) -> None:
     """On one switch, where only the address says which NIC is meant, and on two that know
     nothing of each other."""
-    nics = [Nic(SLOW, switch) for switch in switches]
-    with Network({"a": nics, "b": [*nics[:1], Nic(2 * SLOW, switches[1])]}) as network:
+    nics = [LabNic(SLOW, switch) for switch in switches]
+    with Network({"a": nics, "b": [*nics[:1], LabNic(2 * SLOW, switches[1])]}) as network:
         a, b = network.hosts.values()
         assert_rates([(a, 0, b, 0), (b, 1, a, 1)], [SLOW, SLOW])
         if switches[0] == switches[1]:
@@ -202,7 +202,7 @@ with socket.create_connection(("10.1.0.2", 5000), timeout=10) as peer:
 
 @needs_network
 def test_a_cut_loses_nothing_that_tcp_does_not_send_again() -> None:
-    with Network({"a": [Nic(FAST)], "b": [Nic(FAST)]}) as network:
+    with Network({"a": [LabNic(FAST)], "b": [LabNic(FAST)]}) as network:
         a, b = network.hosts.values()
         hearer = b.run([sys.executable, "-c", HEAR], stdout=subprocess.PIPE)
         assert hearer.stdout is not None and hearer.stdout.readline() == b"ready\n"
@@ -225,7 +225,7 @@ def test_a_process_runs_on_its_host_alone_and_ends_with_it() -> None:
         "import socket; socket.create_server(('127.0.0.1', 5000));"
         " print(open('/proc/net/dev').read())"
     )
-    with Network({"a": [Nic(FAST), Nic(FAST)], "b": [Nic(FAST)]}) as network:
+    with Network({"a": [LabNic(FAST), LabNic(FAST)], "b": [LabNic(FAST)]}) as network:
         runs = [
             host.run([sys.executable, "-c", loopback], stdout=subprocess.PIPE, text=True)
             for host in network.hosts.values()
@@ -253,9 +253,12 @@ def test_a_process_runs_on_its_host_alone_and_ends_with_it() -> None:
 def test_an_error_inside_and_one_while_making_leave_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with pytest.raises(ZeroDivisionError), Network({"a": [Nic(FAST)]}):
+    with pytest.raises(ZeroDivisionError), Network({"a": [LabNic(FAST)]}):
         raise ZeroDivisionError
-    with pytest.raises(RoadtrainError, match="tc"), Network({"a": [Nic(FAST)], "b": [Nic(0.1)]}):
+    with (
+        pytest.raises(RoadtrainError, match="tc"),
+        Network({"a": [LabNic(FAST)], "b": [LabNic(0.1)]}),
+    ):
         pass
     code = (
         "from roadtrain.lab import *; import sys\nn = Network({'a': [Nic(1e6)]});"
@@ -271,10 +274,10 @@ def test_an_error_inside_and_one_while_making_leave_nothing(
 
 def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="circle"):
-        Network({"a": [Nic(1)]}, {("x", "y"): 1, ("y", "z"): 1, ("x", "z"): 1})
+        Network({"a": [LabNic(1)]}, {("x", "y"): 1, ("y", "z"): 1, ("x", "z"): 1})
     for name in ("../a", "+switch", ""):
         with pytest.raises(ConfigError, match="name of letters"):
-            Network({name: [Nic(1)]})
+            Network({name: [LabNic(1)]})
     with pytest.raises(ConfigError, match="at least one NIC"):
         Network({"a": []})
     monkeypatch.setattr(os, "geteuid", lambda: 1000)

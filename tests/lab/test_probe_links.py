@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from roadtrain.config.cluster import load_cluster
-from roadtrain.lab import Network, Nic, network_available
+from roadtrain.lab import LabNic, Network, network_available
 from roadtrain.transport.address import write_token
 
 RATES = {"a": 50e6, "b": 12.5e6, "c": 50e6}
@@ -85,7 +85,7 @@ class Lab:
 
 @pytest.fixture
 def lab(tmp_path: Path) -> Iterator[Lab]:
-    with Network({name: [Nic(rate)] for name, rate in RATES.items()}) as network:
+    with Network({name: [LabNic(rate)] for name, rate in RATES.items()}) as network:
         made = Lab(network, tmp_path)
         try:
             for process in made.listening.values():

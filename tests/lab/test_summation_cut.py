@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 
-from roadtrain.lab import Network, Nic, network_available
+from roadtrain.lab import LabNic, Network, network_available
 from roadtrain.transport.address import write_token
 
 pytestmark = pytest.mark.skipif(network_available() is not None, reason=str(network_available()))
@@ -38,7 +38,7 @@ def wait(condition, seconds=30.0):
 
 
 def test_a_host_that_vanishes(tmp_path):
-    with Network({name: [Nic(50e6)] for name in ("w0", "w1", "s0")}) as network:
+    with Network({name: [LabNic(50e6)] for name in ("w0", "w1", "s0")}) as network:
         spare = f"{network.hosts['s0'].address}:7000"
         write_token(tmp_path / "token")
         (tmp_path / "spares").write_text(f"{spare}\n")

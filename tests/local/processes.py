@@ -19,10 +19,10 @@ from models import build, new_scaler, one_step
 import roadtrain
 from roadtrain.errors import RoadtrainError
 from roadtrain.runtime import server
-from roadtrain.runtime.session_host import Host
+from roadtrain.runtime.session_host import SessionHost
 from roadtrain.storage.direct import DirectFile, typed_errors
 from roadtrain.storage.mark import Mark
-from roadtrain.transport.tcp import Options
+from roadtrain.transport.tcp import TcpOptions
 
 FORK = multiprocessing.get_context("forkserver")
 FORK.set_forkserver_preload(
@@ -47,11 +47,11 @@ def host_child(directory, address, token, log, ready, snapshot, every, fault, bu
         flip_update(*fault[1:])
     elif fault is not None:
         break_writes(str(snapshot), *fault)
-    with Host(
+    with SessionHost(
         address,
         Path(directory),
         budget,
-        Options(token=token, tls=tls),
+        TcpOptions(token=token, tls=tls),
         lambda line: lines.write(line + "\n"),
         Path(snapshot),
         every,
@@ -165,7 +165,7 @@ def worker_child(case, servers, log, steps, rank, workers, options, change):
             model,
             optimizer,
             servers=servers,
-            link=Options(token=token, retry_s=retry_s, tls=tls),
+            link=TcpOptions(token=token, retry_s=retry_s, tls=tls),
             budget=BUDGET,
             dtype=case.dtype,
             extra={"scaler": scaler} if case.scaler else {},

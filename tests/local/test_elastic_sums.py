@@ -14,9 +14,9 @@ from roadtrain.errors import LostError, RoadtrainError
 from roadtrain.runtime import frames as m
 from roadtrain.runtime import summation
 from roadtrain.runtime.membership import Control
-from roadtrain.runtime.reducer import Summers
-from roadtrain.runtime.summation import Summation
-from roadtrain.transport.tcp import Options, listen
+from roadtrain.runtime.reducer import Reducers
+from roadtrain.runtime.summation import WorkerSums
+from roadtrain.transport.tcp import TcpOptions, listen
 
 TENSORS = {
     1: (400_003, "fp32", ""),
@@ -33,7 +33,7 @@ class Elastic(Hosts):
         super().__init__(n, k)
         self.said, self.where = [], {}
         self.spares = [self._name(i) for i in range(n, n + k)]
-        self.control = self.summers[0].control = Control(
+        self.control = self.reducers[0].control = Control(
             "s",
             n,
             tuple((n + i, name, 1.0) for i, name in enumerate(self.spares)),
@@ -47,27 +47,27 @@ class Elastic(Hosts):
 
     def add(self):
         """A new one, which it offers."""
-        self.summers.append(Summers(1 << 28))
+        self.reducers.append(Reducers(1 << 28))
         self.listeners.append(
             listen(
                 ("127.0.0.1", 0),
-                self.summers[-1].accept,
-                Options(),
+                self.reducers[-1].accept,
+                TcpOptions(),
                 lambda _: None,
                 language=m.LANGUAGE,
             )
         )
-        name = self._name(len(self.summers) - 1)
+        name = self._name(len(self.reducers) - 1)
         self.control.offered(name, 1.0)
         return name
 
     def kill(self, name):
         """Its links end; what it had is lost."""
         self.listeners[self.where[name]].close()
-        for summer in list(self.summers[self.where[name]].jobs.values()):
-            for seat in list(summer.seats.values()):
+        for reducer in list(self.reducers[self.where[name]].jobs.values()):
+            for seat in list(reducer.seats.values()):
                 seat.link.close()
-            summer.end(LostError("killed"))
+            reducer.end(LostError("killed"))
 
     def worker(self, rank, **options):
         spares = tuple((self.n + i, name, 1.0) for i, name in enumerate(self.spares))
@@ -137,7 +137,7 @@ def test_a_spare_host_that_dies_is_gone_round_and_one_that_comes_is_used(n, elas
         if rank == 0:
             made.until(
                 {second, *list(made.where)[n + 2 :]} & set(made.where)
-                | {made._name(len(made.summers) - 1)}
+                | {made._name(len(made.reducers) - 1)}
             )
         sum_all(rank, sums, 3, n)
         return {site.number for site in sums._sites.values()}
@@ -148,7 +148,7 @@ def test_a_spare_host_that_dies_is_gone_round_and_one_that_comes_is_used(n, elas
     assert any("left out" in words for words in made.said) and any(
         "from now on" in words for words in made.said
     )
-    new = made.summers[-1]
+    new = made.reducers[-1]
     assert sum(len(job._results) for job in new.jobs.values()) or not new.jobs
 
 
@@ -186,7 +186,7 @@ def test_sums_stay_right_whoever_dies_when(seed, elastic):
 def test_a_spare_host_that_dies_while_the_job_starts_is_gone_round(when, elastic, monkeypatch):
     made, told, all_there = elastic(3, 2), threading.Semaphore(0), threading.Barrier(3)
     first, second = made.spares
-    link, lost = summation.link_to, Summation.lost
+    link, lost = summation.link_to, WorkerSums.lost
 
     def heard(self, site, error):
         lost(self, site, error)
@@ -203,7 +203,9 @@ def test_a_spare_host_that_dies_while_the_job_starts_is_gone_round(when, elastic
         if when == "when others sum already" and name == f"spare host {first}" and hello[1] == 2:
             deadline = time.monotonic() + 20
             while not any(
-                seat.buffers for job in made.summers[3].jobs.values() for seat in job.seats.values()
+                seat.buffers
+                for job in made.reducers[3].jobs.values()
+                for seat in job.seats.values()
             ):
                 assert time.monotonic() < deadline, "the others are summing"
                 time.sleep(0.01)
@@ -211,7 +213,7 @@ def test_a_spare_host_that_dies_while_the_job_starts_is_gone_round(when, elastic
         return link(receiver, address, own, hello, options, name)
 
     monkeypatch.setattr(summation, "link_to", in_steps)
-    monkeypatch.setattr(Summation, "lost", heard)
+    monkeypatch.setattr(WorkerSums, "lost", heard)
     if when == "before anyone dials it":
         made.kill(first)
     found = made.run(partial(sum_all, rounds=8, workers=3))
@@ -245,8 +247,8 @@ def test_without_a_coordinator_a_dead_spare_host_is_an_error(hosts_two_one):
     def work(rank, sums):
         sum_all(rank, sums, 1, 2)
         if rank == 0:
-            for summer in list(made.summers[2].jobs.values()):
-                summer.end(LostError("killed"))
+            for reducer in list(made.reducers[2].jobs.values()):
+                reducer.end(LostError("killed"))
         sum_all(rank, sums, 50, 2)
 
     assert all(

@@ -57,7 +57,7 @@ def nothing_kept(monkeypatch):
     real = placing.derive
 
     def derive(*args, **kwargs):
-        return replace(real(*args, **kwargs), resident=frozenset(), public_resident=frozenset())
+        return replace(real(*args, **kwargs), resident=frozenset(), weights_resident=frozenset())
 
     monkeypatch.setattr(placing, "derive", derive)
 

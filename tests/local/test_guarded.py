@@ -24,7 +24,7 @@ from roadtrain.runtime import frames as m
 from roadtrain.runtime import health, rendezvous, session_host
 from roadtrain.training.train import link_of
 from roadtrain.transport.address import address_of, tls_of, token_of, write_token
-from roadtrain.transport.tcp import Options, Tls
+from roadtrain.transport.tcp import TcpOptions, Tls
 
 SECRET = b"a secret of the job"
 with_openssl = pytest.mark.skipif(
@@ -166,7 +166,7 @@ def test_the_keys_of_a_job_and_the_options_of_commands(tls, token, tmp_path, cap
 
 @with_openssl
 def test_a_probe_over_tls(tls):
-    options = Options(token=SECRET, tls=tls)
+    options = TcpOptions(token=SECRET, tls=tls)
     listener = probe_links.listening(
         "127.0.0.1:0", options, lambda: probe_links.Said(missing=["all"])
     )
@@ -174,7 +174,9 @@ def test_a_probe_over_tls(tls):
     try:
         assert probe_links.ask(where, probe_links.DESCRIBE, "", options).missing == ["all"]
         with pytest.raises(RoadtrainError):
-            probe_links.ask(where, probe_links.DESCRIBE, "", Options(token=SECRET, handshake_s=1.0))
+            probe_links.ask(
+                where, probe_links.DESCRIBE, "", TcpOptions(token=SECRET, handshake_s=1.0)
+            )
     finally:
         listener.close()
 
@@ -289,7 +291,7 @@ def test_workers_and_a_spare_host_over_tls(hosts, tls, token, monkeypatch):
         total = sum(range(1, len(hosts) + 1))
         assert meeting.run([wanted] * len(hosts), work=ones) == [(total, total)] * len(hosts)
         assert isinstance(
-            health.ask(address_of(where), Options(token=SECRET, handshake_s=2.0)), RoadtrainError
+            health.ask(address_of(where), TcpOptions(token=SECRET, handshake_s=2.0)), RoadtrainError
         )
     told = b"".join(meeting.told)
     for secret in (SECRET, wanted.own_token(), wanted.own_token().hex().encode()):

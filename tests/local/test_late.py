@@ -121,7 +121,7 @@ def test_a_device_that_writes_late(tmp_path, monkeypatch):
     ram = placed([8], backwards_per_step=1, dtype=torch.bfloat16)
     write = FileTier.write
     monkeypatch.setattr(FileTier, "write", lambda *a: (time.sleep(0.05), write(*a))[1])
-    for i, kept in enumerate(("resident", "public_resident", "nothing")):
+    for i, kept in enumerate(("resident", "weights_resident", "nothing")):
 
         def only(*args, kept=kept, **options):
             budgets = derive(*args, **options)
@@ -129,7 +129,7 @@ def test_a_device_that_writes_late(tmp_path, monkeypatch):
             return replace(
                 budgets,
                 resident=every if kept == "resident" else frozenset(),
-                public_resident=every if kept == "public_resident" else frozenset(),
+                weights_resident=every if kept == "weights_resident" else frozenset(),
             )
 
         monkeypatch.setattr(place, "derive", only)
@@ -140,7 +140,7 @@ def test_a_device_that_writes_late(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("where", [None, "a"])
 def test_what_is_read_and_exported_is_the_newest(where, tmp_path):
-    """The public part of a record is one update behind; nobody outside sees that."""
+    """The weights part of a record is one update behind; nobody outside sees that."""
     model = Branchy()
     optimizer = roadtrain.place(
         model,
@@ -159,7 +159,7 @@ def test_what_is_read_and_exported_is_the_newest(where, tmp_path):
         for spec in optimizer.params:
             master = torch.from_numpy(optimizer.read(spec.name).copy())
             public = torch.from_numpy(
-                optimizer.read(spec.name, "public").copy().view("int16")
+                optimizer.read(spec.name, "weights").copy().view("int16")
             ).view(torch.bfloat16)
             assert torch.equal(master.bfloat16(), public), spec.name
 

@@ -32,12 +32,12 @@ def test_each_chunk_is_released_right_behind_its_gradient(monkeypatch):
     spoken = [
         (type(m).__name__, m.chunk)
         for m in said
-        if isinstance(m, (messages.Push, messages.Release)) and blocks[m.chunk]
+        if isinstance(m, (messages.Push, messages.ApplyUpdate)) and blocks[m.chunk]
     ]
     # blocks of several chunks
     assert len({chunk for _, chunk in spoken}) > 2 * len(set(blocks.values()))
     for (kind, chunk), (other, same) in zip(spoken[::2], spoken[1::2], strict=True):
-        assert (kind, other, chunk) == ("Push", "Release", same)
+        assert (kind, other, chunk) == ("Push", "ApplyUpdate", same)
 
 
 @pytest.fixture

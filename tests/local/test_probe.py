@@ -32,7 +32,7 @@ from roadtrain.planner.probe_links import (
     reach,
 )
 from roadtrain.transport.address import write_token
-from roadtrain.transport.tcp import Options
+from roadtrain.transport.tcp import TcpOptions
 from roadtrain.units import GIB, MIB
 
 
@@ -137,18 +137,18 @@ def one(name: str) -> Callable[[], Said]:
 @pytest.fixture
 def two() -> Iterator[list[str]]:
     """Two hosts that listen, on this machine."""
-    made = [listening("127.0.0.1:0", Options(), one("other")) for _ in range(2)]
+    made = [listening("127.0.0.1:0", TcpOptions(), one("other")) for _ in range(2)]
     yield ["{}:{}".format(*listener.address) for listener in made]
     for listener in made:
         listener.close()
 
 
 def test_every_pair_is_measured(two: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    found, missing = matrix(two, Options())
+    found, missing = matrix(two, TcpOptions())
     assert set(found) == {*permutations(["here", *two], 2)} and not missing
     assert all(rate > 1e7 and 0 < latency < 0.1 for rate, latency in found.values())
     own = one("this")()
-    assert with_others(own, two, Options())
+    assert with_others(own, two, TcpOptions())
     cluster = make_cluster(own.tree)
     assert [host.name for host in cluster.hosts] == ["this", "other", "other+"]
     assert all(host.nics[0].rate > 1e7 and host.nics[0].latency > 0 for host in cluster.hosts)
@@ -169,13 +169,13 @@ def test_a_reverse_flood_ends_by_itself(two: list[str], monkeypatch: pytest.Monk
         probe_links._End, "room", lambda *words: sizes.append(words[-1]) or room(*words)
     )
     monkeypatch.setattr(probe_links, "FRAMES", 3)
-    ask(two[0], BACK, "", Options())
+    ask(two[0], BACK, "", TcpOptions())
     assert sizes == [MIB] * 3
     sizes.clear()
     monkeypatch.setattr(probe_links, "FRAMES", 1 << 40)
     monkeypatch.setattr(probe_links, "FLOOD_S", 0.05)
     begin = time.monotonic()
-    ask(two[0], BACK, "", Options())
+    ask(two[0], BACK, "", TcpOptions())
     assert sizes and time.monotonic() - begin < 5
 
 
@@ -184,14 +184,14 @@ def test_a_host_that_cannot_is_named_and_the_rest_is_kept(two: list[str]) -> Non
         one("this")(),
         [Said(error="FullError: no space"), Said({"hosts": [{"memory": "1GB"}]}), one("x")()],
     )
-    made = [listening("127.0.0.1:0", Options(), partial(Said.__copy__, each)) for each in said]
+    made = [listening("127.0.0.1:0", TcpOptions(), partial(Said.__copy__, each)) for each in said]
     full, odd, gone = ("{}:{}".format(*listener.address) for listener in made)
     made[2].close()
     try:
-        assert not with_others(own, [*two, full, odd], Options())
+        assert not with_others(own, [*two, full, odd], TcpOptions())
         alone = one("this")()
         assert (
-            not with_others(alone, [full], Options())
+            not with_others(alone, [full], TcpOptions())
             and make_cluster(alone.tree).hosts[0].name == "this"
         )
     finally:
@@ -202,7 +202,7 @@ def test_a_host_that_cannot_is_named_and_the_rest_is_kept(two: list[str]) -> Non
         f"host {full}: {full}: FullError: no space",
         f"host {odd}: `hosts.0.name` is missing in the cluster file",
     ]
-    found, missing = matrix([two[0], gone], Options())
+    found, missing = matrix([two[0], gone], TcpOptions())
     assert set(found) == {("here", two[0]), (two[0], "here")}
     assert [what.partition(": ")[0] for what in missing] == [
         f"the link from here to {gone}",
@@ -212,21 +212,21 @@ def test_a_host_that_cannot_is_named_and_the_rest_is_kept(two: list[str]) -> Non
 
 def test_strangers_and_the_absent(two: list[str]) -> None:  # Rule 8
     with pytest.raises(ConfigError, match="without a token"):
-        listening("0.0.0.0:0", Options(), one("x"))
-    guarded = listening("127.0.0.1:0", Options(token=b"a secret of the job"), one("x"))
+        listening("0.0.0.0:0", TcpOptions(), one("x"))
+    guarded = listening("127.0.0.1:0", TcpOptions(token=b"a secret of the job"), one("x"))
     try:
         for call in (measure, reach, lambda *words: ask(words[0], BACK, "", words[1])):
             with pytest.raises(AuthError):
-                call("{}:{}".format(*guarded.address), Options(token=b"another secret of a job"))
+                call("{}:{}".format(*guarded.address), TcpOptions(token=b"another secret of a job"))
     finally:
         guarded.close()
     with pytest.raises(PeerError):
-        measure("127.0.0.1:1", Options())
+        measure("127.0.0.1:1", TcpOptions())
     with pytest.raises(LostError, match="LostError"):  # what failed there is said here
-        ask(two[0], MEASURE, "127.0.0.1:1", Options())
-    assert ask(two[0], DESCRIBE, "", Options()).missing == ["its devices"]
+        ask(two[0], MEASURE, "127.0.0.1:1", TcpOptions())
+    assert ask(two[0], DESCRIBE, "", TcpOptions()).missing == ["its devices"]
     with pytest.raises(WireError, match="what no probe does"):
-        ask(two[0], PING, "not a word of a probe", Options())
+        ask(two[0], PING, "not a word of a probe", TcpOptions())
 
 
 def test_wrong_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -250,7 +250,7 @@ def test_wrong_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "cannot read the token" in told(
         "--listen", "127.0.0.1:0", "--token-file", f"{tmp_path}/none"
     )
-    guarded = listening("127.0.0.1:0", Options(token=b"a secret of the job"), one("x"))
+    guarded = listening("127.0.0.1:0", TcpOptions(token=b"a secret of the job"), one("x"))
     write_token(tmp_path / "token")
     try:
         where = "{}:{}".format(*guarded.address)

@@ -164,7 +164,7 @@ def test_a_lost_server_is_left_out_and_filled_up_again(victim, undisturbed, clus
 
 @pytest.mark.timeout(300)
 def test_what_a_late_server_missed_is_filled_up(cluster, tmp_path):
-    """One that comes back with an older store, of a case whose public part lags and where steps
+    """One that comes back with an older store, of a case whose weights part lags and where steps
     update nothing."""
     case = Case(dtype=torch.bfloat16, frozen=True, scaler=True, staleness=1)
     host = HostProcess(tmp_path / "one")

@@ -14,7 +14,7 @@ from processes import HostProcess, Workers, losses
 import roadtrain
 from roadtrain.errors import ConfigError, ForeignError
 from roadtrain.streaming.split import split, table
-from roadtrain.transport.tcp import Options
+from roadtrain.transport.tcp import TcpOptions
 
 CHUNK, KEPT = 1 << 16, 0.05
 FEEDBACK = {"topk": 2 * KEPT, "error_feedback": True}
@@ -201,7 +201,7 @@ def test_what_is_refused(addresses, tmp_path):
             budget="96MiB",
             chunk_elements=CHUNK,
             deadline_s=30,
-            link=Options(retry_s=5),
+            link=TcpOptions(retry_s=5),
             report=lambda _: None,
             **options,
         )

@@ -17,7 +17,7 @@ from roadtrain.config.cluster import make_cluster
 from roadtrain.config.models import BlockShape, ModelShape
 from roadtrain.config.plan import Plan, placement
 from roadtrain.protocol import messages
-from roadtrain.protocol.server import ServeDecider
+from roadtrain.protocol.server import ServerStateMachine
 from roadtrain.simulator.compute import Constants
 from roadtrain.simulator.run import simulate
 
@@ -30,8 +30,8 @@ def about(action):
 
 
 def real(monkeypatch, store, staleness, slots):
-    """(action, block) of the layers' chunks, in the order of the decider."""
-    said, handle, derived = [], ServeDecider.handle, place.derive
+    """(action, block) of the layers' chunks, in the order of the state machine."""
+    said, handle, derived = [], ServerStateMachine.handle, place.derive
 
     def logged(self, event):
         actions = handle(self, event)
@@ -40,10 +40,13 @@ def real(monkeypatch, store, staleness, slots):
 
     def small(*args, **kwargs):
         return replace(
-            derived(*args, **kwargs), resident=frozenset(), public_resident=frozenset(), slots=slots
+            derived(*args, **kwargs),
+            resident=frozenset(),
+            weights_resident=frozenset(),
+            slots=slots,
         )
 
-    monkeypatch.setattr(ServeDecider, "handle", logged)
+    monkeypatch.setattr(ServerStateMachine, "handle", logged)
     if store is not None:
         monkeypatch.setattr(place, "derive", small)
     else:
@@ -67,7 +70,7 @@ def real(monkeypatch, store, staleness, slots):
                 time.sleep(0.002)
                 busy = any(
                     not s._inbox.empty()
-                    or any(c.holds or c.answering for c in s.decider.chunks.values())
+                    or any(c.holds or c.answering for c in s.machine.chunks.values())
                     for s in servers
                 )
                 calm = 0 if busy else calm + 1

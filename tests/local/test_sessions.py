@@ -13,9 +13,9 @@ from processes import Workers, losses
 from roadtrain.errors import DamagedError
 from roadtrain.runtime import frames as m
 from roadtrain.runtime import session_host
-from roadtrain.runtime.session_host import Host
+from roadtrain.runtime.session_host import SessionHost
 from roadtrain.storage.file import FileTier
-from roadtrain.transport.tcp import Options
+from roadtrain.transport.tcp import TcpOptions
 
 
 @pytest.fixture
@@ -25,8 +25,8 @@ def host(tmp_path):
 
     def make(**options):
         lines = []
-        one = Host(
-            ("127.0.0.1", 0), tmp_path / "store", 96 << 20, Options(), lines.append, **options
+        one = SessionHost(
+            ("127.0.0.1", 0), tmp_path / "store", 96 << 20, TcpOptions(), lines.append, **options
         )
         one.lines = lines
         thread = threading.Thread(target=one.run)

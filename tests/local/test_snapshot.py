@@ -134,8 +134,8 @@ def test_training_goes_on_meanwhile(case, fault, group, undisturbed):  # Rules 1
         tier = open_part(files)
         assert tier.step == STEPS // EVERY * EVERY
         for chunk, record in tier.meta.owned(i).items():
-            part = "record" if tier.has_public(chunk) else "private"
-            start = 0 if part == "record" else record.public_nbytes
+            part = "record" if tier.has_weights(chunk) else "state"
+            start = 0 if part == "record" else record.weights_nbytes
             # its checksums hold
             tier.read(chunk, part, Buffer(record.nbytes).view[start : record.nbytes])
         tier.close()

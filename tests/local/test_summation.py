@@ -26,23 +26,23 @@ from roadtrain.errors import BudgetError, ConfigError, DeadlineError, LostError,
 from roadtrain.kernels.cast import cast
 from roadtrain.runtime import formats, health, rendezvous, session_host
 from roadtrain.runtime import frames as m
-from roadtrain.runtime.reducer import Summers
-from roadtrain.runtime.summation import Summation
+from roadtrain.runtime.reducer import Reducers
+from roadtrain.runtime.summation import WorkerSums
 from roadtrain.transport.address import address_of, write_token
-from roadtrain.transport.tcp import Options, listen
+from roadtrain.transport.tcp import TcpOptions, listen
 
 DTYPES = {"fp32": np.float32, "bf16": np.uint16}
 
 
 class Hosts:
-    """`n` workers' and `k` spare hosts' summers, in this process."""
+    """`n` workers' and `k` spare hosts' reducers, in this process."""
 
     def __init__(self, n, k=0, nbytes=1 << 28):
         self.n = n
-        self.summers = [Summers(nbytes) for _ in range(n + k)]
+        self.reducers = [Reducers(nbytes) for _ in range(n + k)]
         self.listeners = [
-            listen(("127.0.0.1", 0), one.accept, Options(), lambda _: None, language=m.LANGUAGE)
-            for one in self.summers
+            listen(("127.0.0.1", 0), one.accept, TcpOptions(), lambda _: None, language=m.LANGUAGE)
+            for one in self.reducers
         ]
 
     def worker(self, rank, **options):
@@ -52,13 +52,13 @@ class Hosts:
             (i, "{}:{}".format(*address), 1.0) for i, address in enumerate(addresses) if i >= self.n
         )
         options = {"spares": spares, "deadline_s": 20, "part_bytes": 1 << 16, **options}
-        return Summation(
+        return WorkerSums(
             rank,
             sites,
             [1.0] * self.n,
-            own=self.summers[rank],
+            own=self.reducers[rank],
             session="s",
-            options=Options(),
+            options=TcpOptions(),
             **options,
         )
 
@@ -85,7 +85,7 @@ class Hosts:
         return [found[rank] for rank in sorted(found)]
 
     def close(self):
-        for one in self.summers:
+        for one in self.reducers:
             one.close(10)
             assert one._used == 0, "memory is given back"
         for one in self.listeners:
@@ -233,24 +233,24 @@ def test_the_budget_of_a_summer_holds(hosts):  # Rule 4
 def test_what_a_stranger_sends_ends_only_his_own(hosts):  # Rule 8
     made = hosts(2)
     with contextlib.suppress(RoadtrainError):
-        Summation(
+        WorkerSums(
             0,
             [None, ("127.0.0.1", made.listeners[1].address[1])],
             [1.0] * 2,
             (),
-            made.summers[0],
+            made.reducers[0],
             session="x",
-            options=Options(token=b"the wrong secret of a job"),
+            options=TcpOptions(token=b"the wrong secret of a job"),
         ).close()
     with pytest.raises(RoadtrainError, match="worker 5 of 2"):
-        Summation(
+        WorkerSums(
             5,
             [one.address for one in made.listeners],
             [1.0] * 2,
             (),
             None,
             session="s",
-            options=Options(),
+            options=TcpOptions(),
         ).close()
     assert made.run(once(1000)) == [None, None]
 
@@ -280,7 +280,7 @@ def spare_host(*words):
 def test_a_spare_host_by_its_command(tmp_path, hosts):
     """Its status says who keeps the others waiting."""
     write_token(tmp_path / "token", b"a secret of the job")
-    options, made = Options(token=b"a secret of the job"), hosts(2)
+    options, made = TcpOptions(token=b"a secret of the job"), hosts(2)
     with spare_host("--token-file", str(tmp_path / "token")) as (_, where):
         address = address_of(where)
         both = [made.worker(rank, spares=((2, where, 1e9),), spare=options) for rank in range(2)]
@@ -457,7 +457,7 @@ def test_ddp_goes_on_when_a_spare_host_dies_and_uses_it_when_it_is_back(tmp_path
             host.kill()
             file.write_text(f"{address}  # is back some time\n{another} 0.5\n")
             deadline = time.monotonic() + 20
-            while health.ask(address_of(another), Options())[0].startswith("sums for 0"):
+            while health.ask(address_of(another), TcpOptions())[0].startswith("sums for 0"):
                 assert time.monotonic() < deadline
                 time.sleep(0.1)
             assert found() == own

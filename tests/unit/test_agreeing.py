@@ -7,7 +7,15 @@ import random
 
 import pytest
 
-from roadtrain.protocol.agreement import Agreed, AgreeDecider, Ask, Differ, Gone, Operation, Said
+from roadtrain.protocol.agreement import (
+    Agreed,
+    AgreementStateMachine,
+    AskWhetherBegun,
+    Differ,
+    Gone,
+    Operation,
+    Said,
+)
 
 
 def op(
@@ -17,38 +25,38 @@ def op(
 
 
 def test_all_say_the_same_once() -> None:
-    decider = AgreeDecider(3)
+    machine = AgreementStateMachine(3)
     for worker in (2, 0):
-        assert decider.say(worker, 0, op("x")) == []
-        decider.check()
-    assert decider.say(1, 0, op("x")) == [Agreed(op("x"))]
-    assert decider.say(2, 0, op("x", use=1)) == [Agreed(op("x", use=1), 2)], "said before it knew"
-    assert decider.say(0, 0, op("b", each=True)) == [] == decider.say(1, 0, op("b", each=True))
-    assert decider.say(2, 0, op("b", each=True)) == [Agreed(op("b", each=True))]
-    assert decider.say(0, 0, op("b", use=1, each=True)) == [], "each time anew"
+        assert machine.say(worker, 0, op("x")) == []
+        machine.check()
+    assert machine.say(1, 0, op("x")) == [Agreed(op("x"))]
+    assert machine.say(2, 0, op("x", use=1)) == [Agreed(op("x", use=1), 2)], "said before it knew"
+    assert machine.say(0, 0, op("b", each=True)) == [] == machine.say(1, 0, op("b", each=True))
+    assert machine.say(2, 0, op("b", each=True)) == [Agreed(op("b", each=True))]
+    assert machine.say(0, 0, op("b", use=1, each=True)) == [], "each time anew"
 
 
 def test_one_sentence_says_who_says_what() -> None:
-    decider = AgreeDecider(3)
-    decider.say(0, 0, op("x", "int32 [17]"))
-    decider.say(2, 0, op("x", "int32 [17]"))
-    (verdict,) = decider.say(1, 0, op("x", "float32 [17]"))
+    machine = AgreementStateMachine(3)
+    machine.say(0, 0, op("x", "int32 [17]"))
+    machine.say(2, 0, op("x", "int32 [17]"))
+    (verdict,) = machine.say(1, 0, op("x", "float32 [17]"))
     assert verdict == Differ(
         1, "workers differ about 'x': workers 0, 2: int32 [17]; worker 1: float32 [17]"
     )
-    assert decider.say(0, 0, op("y")) == [], "of the epoch that is over"
-    assert decider.say(0, 1, op("x")) == [] == decider.say(1, 1, op("x"))
-    assert decider.say(2, 1, op("x")) == [Agreed(op("x"))]
+    assert machine.say(0, 0, op("y")) == [], "of the epoch that is over"
+    assert machine.say(0, 1, op("x")) == [] == machine.say(1, 1, op("x"))
+    assert machine.say(2, 1, op("x")) == [Agreed(op("x"))]
 
 
 def test_one_that_is_known_differs_from_one_that_is_new() -> None:
     """Worker 0 needed no word for it; it waits for a second and says so."""
-    decider = AgreeDecider(2)
-    decider.say(0, 0, op("x"))
-    decider.say(1, 0, op("x"))
-    assert decider.say(1, 0, op("x", "float32 [4]", use=5)) == []
-    assert decider.stall(0, 0, [op("x", use=4)], None) == [], "an older one is merely late"
-    (verdict,) = decider.stall(0, 0, [op("x", use=5)], None)
+    machine = AgreementStateMachine(2)
+    machine.say(0, 0, op("x"))
+    machine.say(1, 0, op("x"))
+    assert machine.say(1, 0, op("x", "float32 [4]", use=5)) == []
+    assert machine.stall(0, 0, [op("x", use=4)], None) == [], "an older one is merely late"
+    (verdict,) = machine.stall(0, 0, [op("x", use=5)], None)
     assert (
         isinstance(verdict, Differ)
         and "worker 0: float32 [3]; worker 1: float32 [4]" in verdict.words
@@ -56,14 +64,17 @@ def test_one_that_is_known_differs_from_one_that_is_new() -> None:
 
 
 def answers(
-    decider: AgreeDecider, said: list[Said], begun: dict[int, set[str]], blocked: dict[int, str]
+    machine: AgreementStateMachine,
+    said: list[Said],
+    begun: dict[int, set[str]],
+    blocked: dict[int, str],
 ) -> list[Said]:
     """What the workers asked say, and what follows."""
     out: list[Said] = []
     for one in said:
-        if isinstance(one, Ask):
+        if isinstance(one, AskWhetherBegun):
             name = one.place[0]
-            out += decider.has(one.to, 0, one.place, name in begun[one.to], (blocked[one.to], 0))
+            out += machine.has(one.to, 0, one.place, name in begun[one.to], (blocked[one.to], 0))
     return out
 
 
@@ -71,7 +82,7 @@ def answers(
 def test_a_ring_of_waits_is_found(workers: int) -> None:
     """Worker i has begun its own and waits for it; the next one is blocked on another and has
     not begun that."""
-    decider = AgreeDecider(workers)
+    machine = AgreementStateMachine(workers)
     blocked = {rank: f"t{rank}" for rank in range(workers)}
     begun = {
         rank: {name for other, name in blocked.items() if other != (rank - 1) % workers}
@@ -82,42 +93,42 @@ def test_a_ring_of_waits_is_found(workers: int) -> None:
         for rank, name in blocked.items():
             if not found:
                 found = answers(
-                    decider, decider.stall(rank, 0, [op(name)], op(name)), begun, blocked
+                    machine, machine.stall(rank, 0, [op(name)], op(name)), begun, blocked
                 )
-                decider.check()
+                machine.check()
     assert len(found) == 1 and isinstance(found[0], Differ)
     for rank, name in blocked.items():
         assert f"worker {rank} waits for '{name}' (float32 [3])" in found[0].words
 
 
 def test_who_is_late_is_no_ring() -> None:
-    decider = AgreeDecider(2)
+    machine = AgreementStateMachine(2)
     blocked = {0: "a", 1: "b"}
     # worker 1 has begun a, and waits for b, which worker 0 will begin
     begun = {0: {"a"}, 1: {"a", "b"}}
     for _ in range(3):
         for rank, name in blocked.items():
             assert (
-                answers(decider, decider.stall(rank, 0, [op(name)], op(name)), begun, blocked) == []
+                answers(machine, machine.stall(rank, 0, [op(name)], op(name)), begun, blocked) == []
             )
-    assert decider.stall(0, 0, [], None) == [], "it goes on"
-    decider.check()
+    assert machine.stall(0, 0, [], None) == [], "it goes on"
+    machine.check()
 
 
 def test_what_waits_for_one_that_has_gone_hears_it() -> None:
-    decider = AgreeDecider(3)
-    decider.say(0, 0, op("x"))
-    (told,) = decider.left(1, "closed")
+    machine = AgreementStateMachine(3)
+    machine.say(0, 0, op("x"))
+    (told,) = machine.left(1, "closed")
     assert isinstance(told, Gone) and told.to is None and "worker 1 has gone, 'x'" in told.words
-    (told,) = decider.say(2, 0, op("y"))
+    (told,) = machine.say(2, 0, op("y"))
     assert isinstance(told, Gone) and told.to == 2
 
 
 def test_asynchronous_workers_are_compared_and_wait_for_nobody() -> None:
-    decider = AgreeDecider(2, waits=False)
-    assert decider.say(0, 0, op("x", use=3)) == []
-    assert decider.left(1, "closed") == []
-    (verdict,) = decider.say(1, 0, op("x", "bfloat16 [3]"))
+    machine = AgreementStateMachine(2, waits=False)
+    assert machine.say(0, 0, op("x", use=3)) == []
+    assert machine.left(1, "closed") == []
+    (verdict,) = machine.say(1, 0, op("x", "bfloat16 [3]"))
     assert isinstance(verdict, Differ)
 
 
@@ -126,7 +137,7 @@ def test_programs_that_are_the_same_always_end(seed: int) -> None:
     """Whatever the speeds: workers that begin the same operations in any order, each blocked on
     a random one, are never told that they differ."""
     pick, workers = random.Random(seed), 3
-    decider = AgreeDecider(workers)
+    machine = AgreementStateMachine(workers)
     names = [f"t{i}" for i in range(6)]
     orders = [pick.sample(names, len(names)) for _ in range(workers)]
     begun: list[list[str]] = [[] for _ in range(workers)]
@@ -136,22 +147,22 @@ def test_programs_that_are_the_same_always_end(seed: int) -> None:
         left = [name for name in orders[rank] if name not in begun[rank]]
         if left and pick.random() < 0.5:
             begun[rank].append(left[0])
-            said = decider.say(rank, 0, op(left[0]))
+            said = machine.say(rank, 0, op(left[0]))
         else:
             waits = [name for name in begun[rank] if name not in done]
             # all handles first, then their waits
             blocked = op(pick.choice(waits)) if waits and not left else None
-            said = decider.stall(rank, 0, [op(name) for name in waits], blocked)
+            said = machine.stall(rank, 0, [op(name) for name in waits], blocked)
         for one in said:
             assert not isinstance(one, Differ)
             if isinstance(one, Agreed):
                 done.add(one.operation.identity)
-            if isinstance(one, Ask):
-                mine = decider._workers[one.to].blocked
+            if isinstance(one, AskWhetherBegun):
+                mine = machine._workers[one.to].blocked
                 assert (
-                    decider.has(
+                    machine.has(
                         one.to, 0, one.place, one.place[0] in begun[one.to], mine and mine.place
                     )
                     == []
                 )
-        decider.check()
+        machine.check()

@@ -15,7 +15,7 @@ DTYPES = ("fp32", "bf16", "fp16")
 
 
 def data(n, dtype, seed=0):
-    return c.reference_narrow(
+    return c.reference_downcast(
         np.random.default_rng(seed).standard_normal(n, dtype=np.float32), dtype
     )
 
@@ -40,7 +40,7 @@ def test_every_pattern_there_and_every_rounding_back(dtype):
     )
     back = np.empty(x.size, np.uint16)
     c.cast(x, "fp32", back, dtype)
-    assert same(back, c.reference_narrow(x, dtype))
+    assert same(back, c.reference_downcast(x, dtype))
     theirs = torch.from_numpy(x).to(kind).view(torch.int16).numpy().view(np.uint16)
     number = ~np.isnan(x)
     assert np.array_equal(back[number], theirs[number])
@@ -53,7 +53,7 @@ def test_cast_between_all_formats(src, dst):
     x = data(1003, src)
     mine = np.empty(1003, c.NUMPY_OF[dst])
     c.cast(x, src, mine, dst)
-    plain = c.reference_narrow(c.reference_widen(x, src), dst)
+    plain = c.reference_downcast(c.reference_widen(x, src), dst)
     assert same(mine, plain)
 
 

@@ -113,12 +113,12 @@ def test_runs_and_chunks_lie_side_by_side_on_pages(model, size):
                 run.trainable,
             )
             assert chunk.offset == run.offset + chunk.start * ITEMSIZE[run.dtype]
-            assert chunk.offset % PAGE == 0 and chunk.public_nbytes <= size * ITEMSIZE[chunk.dtype]
+            assert chunk.offset % PAGE == 0 and chunk.weights_nbytes <= size * ITEMSIZE[chunk.dtype]
             assert all(0 <= s.start < s.stop <= chunk.numel for s in chunk.spans)
-            pull.append((chunk.offset, chunk.offset + chunk.public_nbytes))
+            pull.append((chunk.offset, chunk.offset + chunk.weights_nbytes))
             if chunk.trainable:
                 assert chunk.push_offset % PAGE == 0
-                push.append((chunk.push_offset, chunk.push_offset + chunk.public_nbytes))
+                push.append((chunk.push_offset, chunk.push_offset + chunk.weights_nbytes))
         for ranges, total in ((pull, block.pull_nbytes), (push, block.push_nbytes)):
             assert total % PAGE == 0
             assert all(a[1] <= b[0] < a[1] + PAGE for a, b in pairwise(ranges))
@@ -143,7 +143,7 @@ def test_another_chunk_size_is_the_same_model(model, one, two):  # Rule 1
     a, b = ChunkTable.build(model, one), ChunkTable.build(model, two)
     assert segments(a) == segments(b)
     assert a.fingerprint() == b.fingerprint()
-    assert sum(c.public_nbytes for c in a.chunks) == sum(c.public_nbytes for c in b.chunks)
+    assert sum(c.weights_nbytes for c in a.chunks) == sum(c.weights_nbytes for c in b.chunks)
     for block, other in zip(a.blocks, b.blocks):
         assert (block.runs, block.pull_nbytes, block.push_nbytes) == (
             other.runs,
@@ -204,16 +204,16 @@ def test_parts_of_a_record_do_not_overlap(model, size, arrays, scalars):
     for chunk in ChunkTable.build(model, size).chunks:
         r = record(chunk, arrays, scalars)
         if not chunk.trainable:
-            assert r.private_nbytes == 0 and r.nbytes >= chunk.public_nbytes
+            assert r.state_nbytes == 0 and r.nbytes >= chunk.weights_nbytes
             continue
-        parts = [(0, chunk.public_nbytes)]
+        parts = [(0, chunk.weights_nbytes)]
         parts += [(r.master, chunk.numel * 4)] if chunk.dtype != "fp32" else []
         parts += [(at, chunk.numel * 4) for at in r.arrays]
         parts += [(r.scalars, scalars * len(chunk.spans) * 8)]
         assert len(r.arrays) == arrays and (r.master == 0) == (chunk.dtype == "fp32")
         assert all(at % PAGE == 0 for at, _ in parts)
         assert all(a + n <= b for (a, n), (b, _) in pairwise(parts))
-        assert sum(parts[-1]) <= r.nbytes and r.nbytes % PAGE == 0 and r.public_nbytes % PAGE == 0
+        assert sum(parts[-1]) <= r.nbytes and r.nbytes % PAGE == 0 and r.weights_nbytes % PAGE == 0
 
 
 @pytest.mark.parametrize("size", [0, -SEGMENT, SEGMENT - 1, SEGMENT + 1, MAX_CHUNK + SEGMENT])

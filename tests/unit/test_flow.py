@@ -1,4 +1,4 @@
-"""The deciders, driven by a scripted world without hardware. Rule 7: these same objects drive
+"""The state machines, driven by a scripted world without hardware. Rule 7: these same objects drive
 the real nodes."""
 
 import itertools
@@ -11,8 +11,8 @@ from roadtrain.chunks import ChunkTable, ParamSpec
 from roadtrain.errors import LoopError
 from roadtrain.protocol import messages
 from roadtrain.protocol.assignment import assign
-from roadtrain.protocol.commit import Ledger, added
-from roadtrain.protocol.history import Held, Histories, HistoryLink, Resume
+from roadtrain.protocol.commit import CommitStateMachine, added
+from roadtrain.protocol.history import Histories, HistoryLink, Resume, ServerHoldings
 from roadtrain.protocol.prefetch import HERE, Prefetcher
 from roadtrain.protocol.queues import (
     READ_PARAMETERS,
@@ -22,35 +22,35 @@ from roadtrain.protocol.queues import (
     Trial,
     Turns,
 )
-from roadtrain.protocol.server import ServeDecider, agreed
+from roadtrain.protocol.server import ServerStateMachine, agreed
 
 
 class World:
     """Carries a server's actions out in random order and watches Rule 3: no write into the
     committed slot."""
 
-    def __init__(self, decider, seed):
-        self.decider, self.random = decider, random.Random(seed)
+    def __init__(self, machine, seed):
+        self.machine, self.random = machine, random.Random(seed)
         self.todo, self.sent, self.log, self.held, self.lanes = [], [], [], {}, {}
-        self.written = dict.fromkeys(decider.chunks, 0)  # last step written
+        self.written = dict.fromkeys(machine.chunks, 0)  # last step written
         self.checksum = lambda chunk: 0
 
     def feed(self, event):
-        for action in self.decider.handle(event):
+        for action in self.machine.handle(event):
             if isinstance(action, messages.Send):
                 self.sent.append(action.message)
             elif isinstance(action, messages.Discard):  # at once, as the server does
                 self.held.pop(action.chunk, None)
             else:
                 self.todo.append(action)
-        self.decider.check()
+        self.machine.check()
 
     def run_one(self):
         action = self.todo.pop(self.random.randrange(len(self.todo)))
         self.log.append(action)
         result = ()
         match action:
-            case messages.Stash(push, lane):
+            case messages.Spill(push, lane):
                 assert (
                     push.chunk,
                     lane,
@@ -78,29 +78,32 @@ class World:
 def test_steps_end_committed_whatever_the_order(seed, buffers):  # Rule 3, Rule 5
     rng = random.Random(seed)
     kinds = [(False, False), (True, False), (False, True)]
-    decider = ServeDecider(0, {c: rng.choice(kinds) for c in range(9)}, buffers, durable=True)
-    world = World(decider, seed)
+    machine = ServerStateMachine(0, {c: rng.choice(kinds) for c in range(9)}, buffers, durable=True)
+    world = World(machine, seed)
     for step in range(1, 5):
-        chunks = [c for c in decider.chunks if rng.random() < 0.8]
+        chunks = [c for c in machine.chunks if rng.random() < 0.8]
         for c in chunks:
             world.feed(messages.Push(c, None, True, rng.random() < 0.5, 100 * step + c))
         for c in chunks:
-            world.feed(messages.Release(c, step, (), [1.0], c))
+            world.feed(messages.ApplyUpdate(c, step, (), [1.0], c))
             if rng.random() < 0.5 and world.todo:
                 world.run_one()
         for c in chunks:  # the next forward asks for the new version while updates run
             world.feed(
                 messages.Pull(
-                    c, decider.chunks[c].version + (decider.chunks[c].release is not None), None, c
+                    c,
+                    machine.chunks[c].version + (machine.chunks[c].apply_update is not None),
+                    None,
+                    c,
                 )
             )
-        world.feed(messages.Seal(step))
+        world.feed(messages.EndStep(step))
         world.feed(messages.Commit(step, b""))
         world.drain()
-        assert decider.committed == step and not (decider.gated or decider.sealed)
-        assert not (decider.queue or decider.resident_queue)
+        assert machine.committed == step and not (machine.gated or machine.sealed)
+        assert not (machine.queue or machine.resident_queue)
         assert [m.step for m in world.sent if isinstance(m, messages.CommitDone)][-1] == step
-    freed = [m.ticket for m in world.sent if isinstance(m, messages.Freed)]
+    freed = [m.ticket for m in world.sent if isinstance(m, messages.BufferFree)]
     pushed = [a.push.ticket for a in world.log if isinstance(a, messages.Hold)]
     assert sorted(freed) == sorted(pushed)
 
@@ -122,10 +125,10 @@ def test_several_workers_meet_in_every_step(seed, closes, staleness):
     }
     kinds = {c: rng.choice([(False, False), (True, False), (False, True)]) for c in chunks}
     late = dict.fromkeys(chunks, False) if staleness == 1 else None
-    decider = ServeDecider(0, kinds, 2, durable=True, workers=n, late=late)
-    world = World(decider, seed)
+    machine = ServerStateMachine(0, kinds, 2, durable=True, workers=n, late=late)
+    world = World(machine, seed)
     seen = {}
-    # updates in (public part, master), of the record in memory and of the file
+    # updates in (weights part, master), of the record in memory and of the file
     held = dict.fromkeys(chunks, (0, 0))
     filed = dict(held)
 
@@ -147,14 +150,19 @@ def test_several_workers_meet_in_every_step(seed, closes, staleness):
                     yield True
                 for c in chunks:
                     while (
-                        sum(m.chunk == c for m in world.sent if isinstance(m, messages.Held)) < step
+                        sum(
+                            m.chunk == c
+                            for m in world.sent
+                            if isinstance(m, messages.GradAccumulated)
+                        )
+                        < step
                     ):
                         yield False
             for c in chunks:
                 scale = 1.0 if has[step, c, worker] else None
-                world.feed(messages.Release(c, step, (0.1,), [scale], c, worker))
+                world.feed(messages.ApplyUpdate(c, step, (0.1,), [scale], c, worker))
                 yield True
-            world.feed(messages.Seal(step, worker))
+            world.feed(messages.EndStep(step, worker))
             world.feed(messages.Commit(step, worker, worker))
 
     original = world.run_one
@@ -173,7 +181,7 @@ def test_several_workers_meet_in_every_step(seed, closes, staleness):
         elif isinstance(action, messages.Update):
             _, master = held[action.chunk]
             held[action.chunk] = (master if staleness == 1 else master + 1, master + 1)
-            step = action.release.step
+            step = action.apply_update.step
             seen[step, action.chunk] = True
             assert sorted(before[action.chunk]) == [
                 w for w in range(n) if has[step, action.chunk, w]
@@ -191,9 +199,9 @@ def test_several_workers_meet_in_every_step(seed, closes, staleness):
         if world.todo and rng.random() < 0.7:
             world.run_one()
     world.drain()
-    assert not running and decider.committed == steps
+    assert not running and machine.committed == steps
     assert set(seen) == {(s, c) for s, c, w in has if has[s, c, w]}
-    assert all(chunk.version == steps for chunk in decider.chunks.values())
+    assert all(chunk.version == steps for chunk in machine.chunks.values())
     prepared = [a.blobs for a in world.log if isinstance(a, messages.Prepare)]
     assert prepared == [[0, 1, 2]] * steps
 
@@ -201,45 +209,45 @@ def test_several_workers_meet_in_every_step(seed, closes, staleness):
 def test_an_early_gradient_does_not_stay_in_the_way():
     """What the link needs for the messages behind it is freed before the turn of its step has
     come."""
-    decider = ServeDecider(0, {0: (False, False)}, 1, durable=True)
-    world = World(decider, 0)
+    machine = ServerStateMachine(0, {0: (False, False)}, 1, durable=True)
+    world = World(machine, 0)
     world.feed(messages.Push(0, None, True, True, 1))
-    world.feed(messages.Release(0, 1, (), [1.0], 0))
+    world.feed(messages.ApplyUpdate(0, 1, (), [1.0], 0))
     world.feed(messages.Push(0, None, True, False, 2))
-    world.feed(messages.Release(0, 2, (), [1.0], 0))
-    [stash] = [a for a in world.todo if isinstance(a, messages.Stash)]
-    world.todo.remove(stash)
+    world.feed(messages.ApplyUpdate(0, 2, (), [1.0], 0))
+    [spill] = [a for a in world.todo if isinstance(a, messages.Spill)]
+    world.todo.remove(spill)
     # the first step's update is through, the second's gradient is still being written away
     world.drain()
-    assert decider.chunks[0].version == 1 and messages.Freed(2) not in world.sent
-    world.todo.append(stash)
+    assert machine.chunks[0].version == 1 and messages.BufferFree(2) not in world.sent
+    world.todo.append(spill)
     world.run_one()
-    assert messages.Freed(2) in world.sent
+    assert messages.BufferFree(2) in world.sent
     world.drain()
     assert (
-        decider.chunks[0].version == 2
-        and world.sent.count(messages.Freed(2)) == 1
-        and not decider.chunks[0].lanes
+        machine.chunks[0].version == 2
+        and world.sent.count(messages.BufferFree(2)) == 1
+        and not machine.chunks[0].spill_slots
     )
 
 
 def test_a_gradient_is_dropped_in_its_turn():
     """zero_grad() without step(), before the server has put the push away: the next push
     counts, nothing else."""
-    decider = ServeDecider(0, {0: (True, False)}, 0, durable=False, workers=2)
-    world = World(decider, 0)
+    machine = ServerStateMachine(0, {0: (True, False)}, 0, durable=False, workers=2)
+    world = World(machine, 0)
     world.feed(messages.Push(0, None, True, True, 1, None, 0))
-    world.feed(messages.Forget(0, 0))
+    world.feed(messages.DiscardGrad(0, 0))
     world.feed(messages.Push(0, None, True, True, 2, None, 0))
     world.feed(messages.Push(0, None, True, True, 3, None, 1))
     world.drain()
     assert world.held == {0: [0, 1]} and [
-        m.ticket for m in world.sent if isinstance(m, messages.Freed)
+        m.ticket for m in world.sent if isinstance(m, messages.BufferFree)
     ] == [1]
 
 
 def test_workers_that_differ_are_told():
-    a = messages.Release(0, 1, (0.1,), [1.0, None], 0, 0)
+    a = messages.ApplyUpdate(0, 1, (0.1,), [1.0, None], 0, 0)
     assert list(agreed([a, replace(a, scales=[None, 2.0], worker=1)]).scales) == [1.0, 2.0]
     nan = replace(a, scales=[float("nan"), None])  # of a diverged run: all agree
     assert agreed([nan, replace(nan, scales=[float("nan"), None], worker=1)]).scales[0] != 0
@@ -250,12 +258,12 @@ def test_workers_that_differ_are_told():
 
 
 def test_no_write_before_the_commit_of_the_step_before():  # Rule 3
-    decider = ServeDecider(1, {0: (False, False)}, 2, durable=True)
-    world = World(decider, 0)
+    machine = ServerStateMachine(1, {0: (False, False)}, 2, durable=True)
+    world = World(machine, 0)
     for step in (1, 2):
         world.feed(messages.Push(0, None, True, True, step))
-        world.feed(messages.Release(0, step, (), [1.0], 0))
-        world.feed(messages.Seal(step))
+        world.feed(messages.ApplyUpdate(0, step, (), [1.0], 0))
+        world.feed(messages.EndStep(step))
         world.drain()
     assert [type(a).__name__ for a in world.log].count("Write") == 1
     assert messages.Prepared(1, 1) in world.sent and messages.Prepared(1, 2) not in world.sent
@@ -265,30 +273,30 @@ def test_no_write_before_the_commit_of_the_step_before():  # Rule 3
 
 
 def test_updates_run_in_the_order_the_next_forward_asks():
-    decider = ServeDecider(0, dict.fromkeys(range(6), (False, False)), 1, durable=True)
-    world = World(decider, 0)
+    machine = ServerStateMachine(0, dict.fromkeys(range(6), (False, False)), 1, durable=True)
+    world = World(machine, 0)
     for c in range(6):
         world.feed(messages.Push(c, None, True, True, c))
     world.drain()
     for c in reversed(range(6)):
-        decider.chunks[c].phase = "busy"  # nothing may start before all are released
-        world.feed(messages.Release(c, 1, (), [1.0], c))
+        machine.chunks[c].phase = "busy"  # nothing may start before all are released
+        world.feed(messages.ApplyUpdate(c, 1, (), [1.0], c))
     for c in range(6):
-        decider.chunks[c].phase = "idle"
-    world.feed(messages.Seal(1))
+        machine.chunks[c].phase = "idle"
+    world.feed(messages.EndStep(1))
     world.feed(messages.Commit(1, b""))
-    for action in decider._advance():
+    for action in machine._advance():
         world.todo.append(action)
     world.drain()
     assert [a.chunk for a in world.log if isinstance(a, messages.Update)] == list(range(6))
 
 
 def test_a_waiting_pull_is_answered_before_the_write():
-    decider = ServeDecider(0, {0: (False, False)}, 1, durable=True)
-    world = World(decider, 0)
+    machine = ServerStateMachine(0, {0: (False, False)}, 1, durable=True)
+    world = World(machine, 0)
     world.feed(messages.Push(0, None, True, True, 1))
     world.feed(messages.Pull(0, 1, None, 7))
-    world.feed(messages.Release(0, 1, (), [1.0], 0))
+    world.feed(messages.ApplyUpdate(0, 1, (), [1.0], 0))
     while not any(isinstance(a, messages.Answer) for a in world.todo):
         world.run_one()
     assert not any(isinstance(a, messages.Write) for a in world.log)
@@ -425,7 +433,7 @@ def test_trial_waits_for_steps_that_move_something():
 
 
 def test_ledger_commits_once_all_prepared_and_the_blob_is_known():
-    ledger = Ledger(range(3), 0)
+    ledger = CommitStateMachine(range(3), 0)
     assert len(ledger.seal(1)) == 3
     assert ledger.on_prepared(messages.Prepared(1, 1)) == []
     assert ledger.blob(1, b"x") == []
@@ -444,7 +452,7 @@ def test_assign_spreads_evenly_and_by_weight():
 
 
 def test_ledger_with_replicas_gives_the_blob_to_all_before_the_commit():
-    ledger = Ledger((1, 2, 4), 0, everywhere=True)
+    ledger = CommitStateMachine((1, 2, 4), 0, everywhere=True)
     assert [s for s, _ in ledger.seal(1)] == [1, 2, 4]
     assert ledger.blob(1, b"x") == []
     # nobody prepares what is not compared
@@ -467,7 +475,7 @@ def test_ledger_with_replicas_gives_the_blob_to_all_before_the_commit():
 def test_a_step_that_two_servers_wrote_differently_is_not_committed(bad):  # Rule 6
     """Three servers; the chunks of owner 1 are held by 1 and 2. One that differs is named, of
     several it is said."""
-    chunks, ledger = [2, 5, 7], Ledger((0, 1, 2), 3, everywhere=True)
+    chunks, ledger = [2, 5, 7], CommitStateMachine((0, 1, 2), 3, everywhere=True)
     sums = dict.fromkeys((1, 2), (0, 0))
     for chunk in chunks:
         for server in sums:
@@ -500,7 +508,7 @@ def test_a_server_says_what_it_wrote_before_it_prepares():
     """The sum over its chunks, of each owner, in whatever order they were updated."""
     said = []
     for seed in range(4):
-        decider = ServeDecider(
+        machine = ServerStateMachine(
             1,
             dict.fromkeys(range(4), (True, False)),
             0,
@@ -508,12 +516,12 @@ def test_a_server_says_what_it_wrote_before_it_prepares():
             everywhere=True,
             owners={0: 0, 1: 1, 2: 1, 3: 0},
         )
-        world = World(decider, seed)
+        world = World(machine, seed)
         world.checksum = lambda chunk: 1000 + chunk
         for chunk in range(3):
             world.feed(messages.Push(chunk, None, True, True, chunk))
-            world.feed(messages.Release(chunk, 1, (), (1.0,), chunk))
-        world.feed(messages.Seal(1))
+            world.feed(messages.ApplyUpdate(chunk, 1, (), (1.0,), chunk))
+        world.feed(messages.EndStep(1))
         world.drain()
         assert not any(isinstance(a, messages.Prepare) for a in world.log)
         said.append(next(m for m in world.sent if isinstance(m, messages.Written)))
@@ -526,7 +534,7 @@ def test_a_server_says_what_it_wrote_before_it_prepares():
 
 
 class Replicas:
-    """Servers with real deciders and workers with real ledgers; records are what a disk would
+    """Servers with real state machines and workers with real ledgers; records are what a disk would
     hold. A step's contents are those before it and (session, step), so that contents of two
     histories never look alike. `own`: each worker has a part that only it knows, server n + its
     number."""
@@ -549,7 +557,8 @@ class Replicas:
         # worker 0 saw it die and told the others
         without = () if self.stale is None else (self.stale,)
         found = {
-            i: Held(max(self.disks[i], default=-1), self.known[i], without=without) for i in alive
+            i: ServerHoldings(max(self.disks[i], default=-1), self.known[i], without=without)
+            for i in alive
         }
         got = Histories(
             found,
@@ -594,7 +603,7 @@ class Replicas:
     def run(self, alive, base, number, events):
         own = {self.n + w: w for w in range(self.WORKERS) if self.own}
         self.ledgers = [
-            Ledger(
+            CommitStateMachine(
                 [*alive, *(i for i in own if own[i] == w)],
                 base,
                 everywhere=True,
@@ -602,8 +611,8 @@ class Replicas:
             )
             for w in range(self.WORKERS)
         ]
-        self.deciders = {
-            i: ServeDecider(
+        self.machines = {
+            i: ServerStateMachine(
                 i,
                 {0: (True, False)},
                 0,
@@ -615,13 +624,14 @@ class Replicas:
             )
             for i in alive
         }
-        self.deciders |= {
-            i: ServeDecider(i, {0: (True, False)}, 0, durable=True, committed=base) for i in own
+        self.machines |= {
+            i: ServerStateMachine(i, {0: (True, False)}, 0, durable=True, committed=base)
+            for i in own
         }
         lanes = {(i, w): [] for i in alive for w in range(self.WORKERS)}  # each in order, both ways
         lanes |= {(i, w): [] for i, w in own.items()}
         back = {key: [] for key in lanes}
-        work = {i: [] for i in self.deciders}
+        work = {i: [] for i in self.machines}
 
         def act(server, actions):
             for action in actions:
@@ -656,13 +666,13 @@ class Replicas:
                         action.step - 1: disk[action.step - 1],
                         action.step: ((*before, (number, action.step)), tuple(action.blobs)),
                     }
-                    act(server, self.deciders[server].handle(messages.Done(action)))
+                    act(server, self.machines[server].handle(messages.Done(action)))
             elif full := [
                 key for key, queue in (lanes if kind == "lane" else back).items() if queue
             ]:
                 server, w = self.random.choice(full)
                 if kind == "lane":
-                    act(server, self.deciders[server].handle(lanes[server, w].pop(0)))
+                    act(server, self.machines[server].handle(lanes[server, w].pop(0)))
                     continue
                 message, ledger = back[server, w].pop(0), self.ledgers[w]
                 done = isinstance(message, messages.CommitDone)
@@ -713,17 +723,19 @@ def test_no_committed_step_is_lost_with_one_server_whatever_the_moment(n, own): 
 
 
 def test_who_is_waited_for_is_known():
-    decider = ServeDecider(0, {0: (True, False), 1: (True, False)}, 0, durable=False, workers=3)
-    world = World(decider, 0)
-    assert decider.waits() == ([], [])
+    machine = ServerStateMachine(
+        0, {0: (True, False), 1: (True, False)}, 0, durable=False, workers=3
+    )
+    world = World(machine, 0)
+    assert machine.waits() == ([], [])
     for worker in (0, 2):
         world.feed(messages.Push(1, None, True, True, worker, None, worker))
         world.feed(messages.Close(1, 1, worker))
     pull = messages.Pull(1, 1, None, 9, 2)
     world.feed(pull)
-    world.feed(messages.Seal(1, 0))
+    world.feed(messages.EndStep(1, 0))
     world.drain()
-    assert decider.waits() == (
+    assert machine.waits() == (
         [pull],
         [
             (1, "the end of step 1"),
@@ -732,7 +744,7 @@ def test_who_is_waited_for_is_known():
         ],
     )
     world.feed(messages.Close(1, 1, 1))
-    assert [what for _, what in decider.waits()[1]] == ["the end of step 1"] * 2
+    assert [what for _, what in machine.waits()[1]] == ["the end of step 1"] * 2
 
 
 def test_fewer_slots_before_the_first_pull():

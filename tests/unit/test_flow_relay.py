@@ -1,4 +1,4 @@
-"""The relay's decider in a scripted world: what workers say and what is done comes in random
+"""The relay's state machine in a scripted world: what workers say and what is done comes in random
 order."""
 
 import random
@@ -7,18 +7,18 @@ import pytest
 
 from roadtrain.errors import LostError
 from roadtrain.protocol import messages
-from roadtrain.protocol.relay import Give, PushSum, RelayDecider, Up
+from roadtrain.protocol.relay import Give, PushSum, RelayStateMachine, Up
 
 
 class World:
     """Plays the server, which answers a pull with the version asked, and the doers."""
 
     def __init__(self, workers, buffers, seed):
-        self.decider, self.random = RelayDecider(workers, buffers), random.Random(seed)
+        self.machine, self.random = RelayStateMachine(workers, buffers), random.Random(seed)
         self.todo, self.up, self.given, self.filled, self.held = [], [], [], {}, {}
 
     def feed(self, event):
-        for action in self.decider.handle(event):
+        for action in self.machine.handle(event):
             match action:
                 case Up(message):
                     self.up.append(message)
@@ -32,7 +32,7 @@ class World:
                     self.up.append(("sum", chunk, self.held.pop(chunk, {})))
                 case Give():
                     self.todo.append(action)
-        self.decider.check()
+        self.machine.check()
 
     def run_one(self):
         match self.todo.pop(self.random.randrange(len(self.todo))):
@@ -62,7 +62,7 @@ def test_every_pull_is_given_what_it_asked(seed, buffers):  # Rule 4, Rule 5
                 world.run_one()
         while world.todo:
             world.run_one()
-    assert sorted(world.given) == sorted(asked) and not world.decider.queue
+    assert sorted(world.given) == sorted(asked) and not world.machine.queue
     if buffers == 40:  # each version of a chunk comes once, whoever asks and how often
         assert len([m for m in world.up if isinstance(m, messages.Pull)]) == 4 * 8
 
@@ -84,7 +84,7 @@ def test_one_sum_a_step_of_what_that_step_pushed(seed, closes):  # Rule 1
                     if rng.random() < 0.2:
                         world.feed(messages.Push(chunk, None, True, True, -1, None, worker))
                         yield
-                        world.feed(messages.Forget(chunk, worker))
+                        world.feed(messages.DiscardGrad(chunk, worker))
                     world.feed(messages.Push(chunk, None, True, True, step, None, worker))
                     yield
                 if closes:
@@ -92,9 +92,9 @@ def test_one_sum_a_step_of_what_that_step_pushed(seed, closes):  # Rule 1
                     yield
             for chunk in chunks:
                 scales = [1.0 if has[step, chunk, worker] else None]
-                world.feed(messages.Release(chunk, step, (0.1,), scales, 0, worker))
+                world.feed(messages.ApplyUpdate(chunk, step, (0.1,), scales, 0, worker))
                 yield
-            world.feed(messages.Seal(step, worker))
+            world.feed(messages.EndStep(step, worker))
             world.feed(messages.Commit(step, worker, worker))
 
     running = [scripted(w) for w in range(n)]
@@ -114,7 +114,9 @@ def test_one_sum_a_step_of_what_that_step_pushed(seed, closes):  # Rule 1
             pushed, close, release = mine[3 * step - 3 : 3 * step]
             assert pushed == ("sum", chunk, {w: step for w in range(n) if has[step, chunk, w]})
             assert close == messages.Close(chunk, step) and release.step == step
-    assert [m.step for m in world.up if isinstance(m, messages.Seal)] == list(range(1, steps + 1))
+    assert [m.step for m in world.up if isinstance(m, messages.EndStep)] == list(
+        range(1, steps + 1)
+    )
     assert [m.blob for m in world.up if isinstance(m, messages.Commit)] == [[0, 1, 2]] * steps
 
 
@@ -124,18 +126,18 @@ def test_a_sum_that_is_dropped_is_dropped_there_too():
         world.feed(messages.Push(0, None, True, True, 1, None, worker))
         world.feed(messages.Close(0, 1, worker))
     for worker in range(2):
-        world.feed(messages.Forget(0, worker))
+        world.feed(messages.DiscardGrad(0, worker))
     for worker in range(2):
         world.feed(messages.Push(0, None, True, True, 2, None, worker))
-        world.feed(messages.Release(0, 1, (), [1.0], 0, worker))
+        world.feed(messages.ApplyUpdate(0, 1, (), [1.0], 0, worker))
     kinds = [m if isinstance(m, tuple) else type(m).__name__ for m in world.up]
     assert kinds == [
         ("sum", 0, {0: 1, 1: 1}),
         "Close",
-        "Forget",
+        "DiscardGrad",
         ("sum", 0, {0: 2, 1: 2}),
         "Close",
-        "Release",
+        "ApplyUpdate",
     ]
 
 
@@ -156,9 +158,9 @@ def test_one_worker_passes_through():
     for message in (
         push,
         messages.Close(0, 1),
-        messages.Release(0, 1, (), [1.0], 0),
-        messages.Forget(0),
-        messages.Seal(1),
+        messages.ApplyUpdate(0, 1, (), [1.0], 0),
+        messages.DiscardGrad(0),
+        messages.EndStep(1),
     ):
         world.feed(message)
         assert world.up[-1] == message

@@ -1,4 +1,4 @@
-"""Formats of gradients that travel to summers: what is decoded, what error feedback keeps, what
+"""Formats of gradients that travel to reducers: what is decoded, what error feedback keeps, what
 is refused (Rules 1, 2 and 8)."""
 
 import numpy as np
@@ -117,7 +117,7 @@ def test_unknown_ones_are_refused_with_a_hint(text, words):
 
 
 def test_users_add_their_own():
-    class Ternary(formats.Format):
+    class Ternary(formats.Codec):
         name = "signs"
 
         def nbytes(self, n):

@@ -1,5 +1,5 @@
 """What a server holds of its workers, against plain sums: bit for bit, whatever each push was
-narrowed to."""
+downcast to."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from roadtrain.chunks import ITEMSIZE, SEGMENT, Chunk, ChunkTable, ParamSpec
-from roadtrain.kernels.cast import reference_narrow, reference_widen
+from roadtrain.kernels.cast import reference_downcast, reference_widen
 from roadtrain.kernels.sum import sum_squares
 from roadtrain.protocol import messages
-from roadtrain.runtime.compress import narrowed, recast
-from roadtrain.runtime.gradients import Gradients
+from roadtrain.runtime.compress import downcast_in_place, recast
+from roadtrain.runtime.gradients import PushedGradients
 
 N = 2 * SEGMENT + 4096 + 77
 
@@ -50,8 +50,8 @@ class Spill:
 
 def push_of(chunk: Chunk, values: np.ndarray, dtype: str, **more) -> messages.Push:
     """As it arrives: in memory of the whole gradient's size."""
-    memory = memoryview(bytearray(b"\xab" * chunk.public_nbytes))
-    data = reference_narrow(values, dtype or chunk.dtype).tobytes()
+    memory = memoryview(bytearray(b"\xab" * chunk.weights_nbytes))
+    data = reference_downcast(values, dtype or chunk.dtype).tobytes()
     memory[: len(data)] = data
     fields = {"fresh": True, "keep": False, "ticket": 1, "dtype": dtype, **more}
     return messages.Push(chunk.id, memory, **fields)
@@ -59,14 +59,14 @@ def push_of(chunk: Chunk, values: np.ndarray, dtype: str, **more) -> messages.Pu
 
 def received(chunk: Chunk, values: np.ndarray, dtype: str) -> np.ndarray:
     dtype = dtype or chunk.dtype
-    return reference_widen(reference_narrow(values, dtype), dtype)
+    return reference_widen(reference_downcast(values, dtype), dtype)
 
 
 def squares(chunk: Chunk, grad: np.ndarray) -> np.ndarray:
     return np.array([sum_squares(grad[a:b], "fp32") for _, a, b in chunk.segments])
 
 
-def taken(grads: Gradients, chunk: Chunk) -> np.ndarray:
+def taken(grads: PushedGradients, chunk: Chunk) -> np.ndarray:
     scratch, grad, dtype = grads.take(chunk.id)
     wide = reference_widen(grad, dtype).copy()
     grads.done(scratch)
@@ -84,7 +84,7 @@ PLACES = {"kept": (None, True), "copied": (None, False), "spilled": (Spill, Fals
 )
 def test_passes_of_one_worker_add_up_in_fp32(place: str, dtypes: tuple[str, ...]) -> None:
     chunk, (tier, keep) = chunk_of(), PLACES[place]
-    grads = Gradients({chunk.id: chunk}, tier and tier(), 2, chunk.public_nbytes, 1)
+    grads = PushedGradients({chunk.id: chunk}, tier and tier(), 2, chunk.weights_nbytes, 1)
     expected = np.zeros(0, np.float32)
     for i, dtype in enumerate(dtypes):
         values = numbers(chunk, i)
@@ -113,7 +113,7 @@ def test_workers_are_summed_in_order_in_fp32(
     local: int, places: tuple[str, ...], dtypes: tuple[str, ...], passes: int
 ) -> None:
     chunk = chunk_of()
-    grads = Gradients({chunk.id: chunk}, Spill(), 2, chunk.public_nbytes, 4, local)
+    grads = PushedGradients({chunk.id: chunk}, Spill(), 2, chunk.weights_nbytes, 4, local)
     of_workers = []
     for worker, (place, dtype) in enumerate(zip(places, dtypes)):
         mine = None
@@ -136,9 +136,9 @@ def test_workers_are_summed_in_order_in_fp32(
 def test_a_stashed_push_stays_what_it_was(keep: bool) -> None:
     """Put away until its step's turn, then held; half as many bytes are written."""
     chunk, spill, values = chunk_of(), Spill(), [numbers(chunk_of(), i) for i in range(3)]
-    grads = Gradients({chunk.id: chunk}, spill, 2, chunk.public_nbytes, 2)  # type: ignore[arg-type]
+    grads = PushedGradients({chunk.id: chunk}, spill, 2, chunk.weights_nbytes, 2)  # type: ignore[arg-type]
     early = [push_of(chunk, values[i], "bf16", fresh=i == 1, worker=1) for i in (1, 2)]
-    assert [grads.stash(push, 2 + i) for i, push in enumerate(early)] == [2 * chunk.numel] * 2
+    assert [grads.spill(push, 2 + i) for i, push in enumerate(early)] == [2 * chunk.numel] * 2
     assert [len(spill.lanes[lane]) for lane in (2, 3)] == [2 * chunk.numel] * 2
     grads.hold(push_of(chunk, values[0], "bf16", keep=keep, worker=0))
     for lane, push in enumerate(early, 2):
@@ -149,7 +149,7 @@ def test_a_stashed_push_stays_what_it_was(keep: bool) -> None:
 
 def test_a_gradient_begun_anew_replaces_the_wider_sum() -> None:
     chunk = chunk_of()
-    grads = Gradients({chunk.id: chunk}, None, 2, chunk.public_nbytes, 1)
+    grads = PushedGradients({chunk.id: chunk}, None, 2, chunk.weights_nbytes, 1)
     for i, fresh in enumerate((True, False, True)):
         grads.hold(push_of(chunk, numbers(chunk, i), "fp16", fresh=fresh, keep=True))
     assert taken(grads, chunk).tobytes() == received(chunk, numbers(chunk, 2), "fp16").tobytes()
@@ -157,7 +157,7 @@ def test_a_gradient_begun_anew_replaces_the_wider_sum() -> None:
 
 def test_gradients_of_16_bit_parameters_add_up_rounded() -> None:
     chunk = chunk_of("bf16")
-    grads = Gradients({chunk.id: chunk}, Spill(), 2, 4 * chunk.numel, 1)  # type: ignore[arg-type]
+    grads = PushedGradients({chunk.id: chunk}, Spill(), 2, 4 * chunk.numel, 1)  # type: ignore[arg-type]
     a, b = (received(chunk, numbers(chunk, i), "bf16") for i in (0, 1))
     for i, values in enumerate((a, b)):
         grads.hold(push_of(chunk, values, "", fresh=i == 0))
@@ -172,10 +172,10 @@ def test_gradients_of_16_bit_parameters_add_up_rounded() -> None:
 def test_recast_in_place(old: str, new: str, n: int) -> None:
     values = numbers(chunk_of(n=n), 3)[:n]
     memory = bytearray(4 * n)
-    held = reference_narrow(values, old)
+    held = reference_downcast(values, old)
     memory[: held.nbytes] = held.tobytes()
     out = recast(memoryview(memory), n, old, new)
-    expected = reference_narrow(reference_widen(held, old), new)
+    expected = reference_downcast(reference_widen(held, old), new)
     assert out.tobytes() == expected.tobytes() == bytes(memory[: expected.nbytes])
 
 
@@ -192,12 +192,12 @@ def test_a_block_is_narrowed_chunk_by_chunk_and_only_where_it_is_fp32() -> None:
     for dtype in ("", "bf16", "fp16"):
         memory = bytearray(rng.standard_normal(block.push_nbytes // 4, np.float32).tobytes())
         before = bytes(memory)
-        to = narrowed(chunks, memoryview(memory), dtype)
+        to = downcast_in_place(chunks, memoryview(memory), dtype)
         assert to == [dtype, dtype, dtype, "", dtype]
         for chunk, new in zip(chunks, to):
-            place = slice(chunk.push_offset, chunk.push_offset + chunk.public_nbytes)
+            place = slice(chunk.push_offset, chunk.push_offset + chunk.weights_nbytes)
             was = before[place]
             expected = (
-                reference_narrow(np.frombuffer(was, np.float32), new).tobytes() if new else was
+                reference_downcast(np.frombuffer(was, np.float32), new).tobytes() if new else was
             )
             assert bytes(memory[place])[: len(expected)] == expected

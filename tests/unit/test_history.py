@@ -8,7 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roadtrain.errors import ForkedError, StaleError
-from roadtrain.protocol.history import Doubt, Held, Histories, HistoryLink, Resume, Witness
+from roadtrain.protocol.history import (
+    Doubt,
+    Histories,
+    HistoryLink,
+    Resume,
+    ServerHoldings,
+    Witness,
+)
 
 NAMES = [f"server {n} (host{n}:7000)" for n in range(5)]
 A, B, C = (
@@ -30,16 +37,26 @@ def alone(link, *members):
 
 
 def test_both_go_on_from_the_last_committed_step():
-    both = {0: Held(7, (A,)), 1: Held(8, (A,))}  # 1 had prepared step 8, 0 had not committed it
+    both = {
+        0: ServerHoldings(7, (A,)),
+        1: ServerHoldings(8, (A,)),
+    }  # 1 had prepared step 8, 0 had not committed it
     assert histories(both).resume() == Resume(7, (0, 1), (A,))
-    begun = {0: Held(0, (A,)), 1: Held(1, (A,))}  # no step of the link was committed
+    begun = {
+        0: ServerHoldings(0, (A,)),
+        1: ServerHoldings(1, (A,)),
+    }  # no step of the link was committed
     assert histories(begun).resume() == Resume(0, (0, 1), ())
 
 
 def test_a_committed_step_is_not_gone_back_behind():
     """Server 0, the first, holds a step that is committed; 1 has dropped its record of it."""
-    assert histories({0: Held(8, (A,)), 1: Held(7, (A,))}).resume() == Resume(8, (0,), (A,))
-    found = Histories({0: Held(8, (A,)), 1: Held(7, (A,))}, NAMES[:2], {(0,), (1,)}).resume()
+    assert histories({0: ServerHoldings(8, (A,)), 1: ServerHoldings(7, (A,))}).resume() == Resume(
+        8, (0,), (A,)
+    )
+    found = Histories(
+        {0: ServerHoldings(8, (A,)), 1: ServerHoldings(7, (A,))}, NAMES[:2], {(0,), (1,)}
+    ).resume()
     assert (
         isinstance(found, Doubt)
         and "step 8" in found.why
@@ -49,7 +66,7 @@ def test_a_committed_step_is_not_gone_back_behind():
 
 def test_one_of_two_does_not_go_on_alone_without_a_witness():
     """It cannot tell whether the other died, or went on alone while it was away itself."""
-    one = {1: Held(8, (A,))}
+    one = {1: ServerHoldings(8, (A,))}
     doubt = histories(one).resume()
     assert (
         isinstance(doubt, Doubt)
@@ -57,38 +74,40 @@ def test_one_of_two_does_not_go_on_alone_without_a_witness():
     )
     assert "give_up" in doubt.hint and "step 8" in doubt.hint
     # an empty disk is not the other's word
-    assert isinstance(histories({**one, 0: Held()}).resume(), Doubt)
-    assert histories({1: Held(8, (A,), without=(0,))}).resume() == Resume(8, (1,), (A,))
+    assert isinstance(histories({**one, 0: ServerHoldings()}).resume(), Doubt)
+    assert histories({1: ServerHoldings(8, (A,), without=(0,))}).resume() == Resume(8, (1,), (A,))
     assert histories(one).resume(Witness("", "a", (0, 1))) == Resume(8, (1,), (A,))
     assert histories(one).resume(given_up=[0]) == Resume(8, (1,), (A,))
-    assert histories({1: Held(8, (A, alone(B, 1)))}).resume() == Resume(8, (1,), (A, alone(B, 1)))
+    assert histories({1: ServerHoldings(8, (A, alone(B, 1)))}).resume() == Resume(
+        8, (1,), (A, alone(B, 1))
+    )
 
 
 def test_who_lagged_does_not_go_on_alone():
-    lagged = {0: Held(5, (A,))}
+    lagged = {0: ServerHoldings(5, (A,))}
     began = Witness("a", "b", (1,))
     doubt = histories(lagged).resume(began)
     assert isinstance(doubt, Doubt) and "the run's last session was with server 1" in doubt.why
     assert isinstance(histories(lagged).resume(Witness("b", "c", (1,))), Doubt)
     # by a start of another run directory, after the last of this one
-    elsewhere = {1: Held(8, (A, B))}
+    elsewhere = {1: ServerHoldings(8, (A, B))}
     assert isinstance(histories(elsewhere).resume(Witness("", "a", (0, 1))), Doubt)
-    met = histories({**lagged, 1: Held(9, (A, alone(B, 1)))})
+    met = histories({**lagged, 1: ServerHoldings(9, (A, alone(B, 1)))})
     # server 0 is filled up
     assert met.resume() == met.resume(began) == Resume(9, (1,), (A, alone(B, 1)))
 
 
 def test_a_session_that_one_of_its_servers_never_began_has_no_step():
     """The run died while it began; 1 has the link, 0 has not: both hold the same contents."""
-    found = {0: Held(5, (A,)), 1: Held(5, (A, B))}
+    found = {0: ServerHoldings(5, (A,)), 1: ServerHoldings(5, (A, B))}
     assert histories(found).resume() == Resume(5, (0, 1), (A,))
     assert histories({0: found[0]}).resume(Witness("a", "b", (0, 1))) == Resume(5, (0,), (A,))
-    went_on = {0: Held(9, (A, alone(C, 0))), 1: found[1]}
+    went_on = {0: ServerHoldings(9, (A, alone(C, 0))), 1: found[1]}
     assert histories(went_on).resume() == Resume(9, (0,), (A, alone(C, 0)))
 
 
 def test_two_that_went_on_without_each_other_are_refused_by_name():
-    found = {0: Held(9, (A, alone(B, 0))), 1: Held(7, (A, alone(C, 1)))}
+    found = {0: ServerHoldings(9, (A, alone(B, 0))), 1: ServerHoldings(7, (A, alone(C, 1)))}
     with pytest.raises(ForkedError) as raised:
         histories(found)
     first, _, hint = str(raised.value).partition("\n")
@@ -99,7 +118,7 @@ def test_two_that_went_on_without_each_other_are_refused_by_name():
     assert "server 1 (host1:7000) is at step 7 on a history of its own since step 5" in first
     assert "give_up" in hint
     # steps 6 and 7 of the same link are committed there
-    same_link = {0: Held(9, (A, alone(B, 0))), 1: Held(8, (A,))}
+    same_link = {0: ServerHoldings(9, (A, alone(B, 0))), 1: ServerHoldings(8, (A,))}
     with pytest.raises(ForkedError):
         histories(same_link)
 
@@ -109,25 +128,30 @@ def test_of_three_or_more_a_majority_is_needed(n, few):
     link = HistoryLink("a", 0, tuple(range(n)))
     everything = {tuple(range(n))}  # all chunks are held by all: the majority alone decides
     for count in range(1, n + 1):
-        found = {i: Held(4, (link,)) for i in range(count)}
+        found = {i: ServerHoldings(4, (link,)) for i in range(count)}
         got = Histories(found, NAMES[:n], everything).resume(Witness("", "a", link.members))
         assert isinstance(got, Resume) == (count > few), count
         if count <= few:
             assert f"{count} of {n} servers" in got.why and "majority" in got.why
-    empty = {0: Held(4, (link,)), **{i: Held() for i in range(1, n)}}
+    empty = {0: ServerHoldings(4, (link,)), **{i: ServerHoldings() for i in range(1, n)}}
     assert isinstance(Histories(empty, NAMES[:n], everything).resume(), Doubt)
 
 
 def test_an_older_copy_is_refused_by_the_run():
     """All servers were put back to a copy that was made before the last session."""
     with pytest.raises(StaleError, match="in the history of nobody here: they are at step 8"):
-        histories({0: Held(8, (A,)), 1: Held(8, (A,))}).resume(Witness("b", "c", (0, 1)))
+        histories({0: ServerHoldings(8, (A,)), 1: ServerHoldings(8, (A,))}).resume(
+            Witness("b", "c", (0, 1))
+        )
 
 
 def test_stores_of_the_first_edition():
     def at(**found):
         return Histories(
-            {int(n[1:]): Held(step, sessions=sessions) for n, (step, sessions) in found.items()},
+            {
+                int(n[1:]): ServerHoldings(step, sessions=sessions)
+                for n, (step, sessions) in found.items()
+            },
             NAMES[:3],
             ring(3),
         ).resume()
@@ -138,10 +162,10 @@ def test_stores_of_the_first_edition():
     # it died while it began
     assert at(s0=(8, (4, 4, 4)), s1=(8, (5, 5, 5)), s2=(8, (4, 4, 4))).members == (0, 1, 2)
     with pytest.raises(ForkedError):
-        histories({0: Held(9, sessions=(5, 0)), 1: Held(7, sessions=(0, 5))})
+        histories({0: ServerHoldings(9, sessions=(5, 0)), 1: ServerHoldings(7, sessions=(0, 5))})
     with pytest.raises(ForkedError):
-        histories({0: Held(9, sessions=(6, 0)), 1: Held(7, sessions=(0, 5))})
-    no_replicas = {0: Held(7), 1: Held(8)}
+        histories({0: ServerHoldings(9, sessions=(6, 0)), 1: ServerHoldings(7, sessions=(0, 5))})
+    no_replicas = {0: ServerHoldings(7), 1: ServerHoldings(8)}
     assert Histories(no_replicas, NAMES[:2], {(0,), (1,)}).resume() == Resume(7, (0, 1), ())
 
 
@@ -176,9 +200,9 @@ class World:
     def held(self, i):
         disk = self.disks[i]
         return (
-            Held()
+            ServerHoldings()
             if disk is None
-            else Held(max(disk["records"]), disk["history"], -1, disk["without"])
+            else ServerHoldings(max(disk["records"]), disk["history"], -1, disk["without"])
         )
 
     def start(self, alive):

@@ -110,7 +110,7 @@ def test_trains_after_meta():
     model = llama("meta")
     values = take(model)
     s = Streamed(model)
-    for index, _, view in s.lender.views(None):
+    for index, _, view in s.source.views(None):
         view.copy_(values[s.names[index]])
     plain = llama("cpu")
     plain.load_state_dict({**values, "lm_head.weight": values["model.embed_tokens.weight"]})

@@ -16,32 +16,32 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roadtrain.config.parallelism import Layout, balanced, even
+from roadtrain.config.parallelism import Parallelism, balanced, even
 from roadtrain.errors import ConfigError
 from roadtrain.protocol.pipeline import (
     BACKWARD,
     FORWARD,
-    Run,
-    StageDecider,
+    RunBlocks,
+    StageStateMachine,
     one_forward_one_backward,
 )
 
 
 def test_the_papers_groups() -> None:
     """N = 16, d = 2, t = 2, p = 4, counted from 1 as printed."""
-    layout = Layout(dp=2, tp=2, pp=4)
+    parallelism = Parallelism(dp=2, tp=2, pp=4)
 
     def printed(groups: list[list[int]]) -> list[set[int]]:
         return [{rank + 1 for rank in group} for group in groups]
 
-    assert printed(layout.tensor_groups()) == [{i, i + 1} for i in range(1, 16, 2)]
-    assert printed(layout.pipeline_groups()) == [
+    assert printed(parallelism.tensor_groups()) == [{i, i + 1} for i in range(1, 16, 2)]
+    assert printed(parallelism.pipeline_groups()) == [
         {1, 5, 9, 13},
         {2, 6, 10, 14},
         {3, 7, 11, 15},
         {4, 8, 12, 16},
     ]
-    assert printed(layout.data_groups()) == [
+    assert printed(parallelism.data_groups()) == [
         {1, 3},
         {2, 4},
         {5, 7},
@@ -57,25 +57,32 @@ def test_the_papers_groups() -> None:
     st.integers(1, 8), st.integers(1, 4), st.integers(1, 8), st.integers(1, 4), st.integers(1, 4)
 )
 def test_each_family_has_every_device_once(dp: int, tp: int, pp: int, cp: int, ep: int) -> None:
-    layout = Layout(dp * ep, tp, pp, cp=cp, ep=ep)
+    parallelism = Parallelism(dp * ep, tp, pp, cp=cp, ep=ep)
     for groups in (
-        layout.tensor_groups(),
-        layout.pipeline_groups(),
-        layout.data_groups(),
-        layout.context_groups(),
-        layout.expert_groups(),
+        parallelism.tensor_groups(),
+        parallelism.pipeline_groups(),
+        parallelism.data_groups(),
+        parallelism.context_groups(),
+        parallelism.expert_groups(),
     ):
-        assert sorted(rank for group in groups for rank in group) == list(range(layout.devices))
-    assert {len(group) for group in layout.context_groups()} == {cp}
-    assert {len(group) for group in layout.expert_groups()} == {ep}
+        assert sorted(rank for group in groups for rank in group) == list(
+            range(parallelism.devices)
+        )
+    assert {len(group) for group in parallelism.context_groups()} == {cp}
+    assert {len(group) for group in parallelism.expert_groups()} == {ep}
 
 
 def test_context_and_expert_ranks() -> None:
-    layout = Layout(dp=2, tp=2, cp=2, ep=4)
-    assert layout.devices == 8 and layout.context_groups() == [[0, 2], [4, 6], [1, 3], [5, 7]]
-    assert layout.expert_groups() == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    parallelism = Parallelism(dp=2, tp=2, cp=2, ep=4)
+    assert parallelism.devices == 8 and parallelism.context_groups() == [
+        [0, 2],
+        [4, 6],
+        [1, 3],
+        [5, 7],
+    ]
+    assert parallelism.expert_groups() == [[0, 2, 4, 6], [1, 3, 5, 7]]
     with pytest.raises(ConfigError, match="ep 3 does not divide dp 2 x cp 2"):
-        Layout(dp=2, cp=2, ep=3)
+        Parallelism(dp=2, cp=2, ep=3)
 
 
 def test_layers_of_stages() -> None:
@@ -84,7 +91,7 @@ def test_layers_of_stages() -> None:
         ConfigError,
         match="stages of 4, 5 layers are 2 with 9 layers in all, the model has 10 for 2",
     ):
-        Layout(pp=2, stages=(4, 5)).layers(10)
+        Parallelism(pp=2, stages=(4, 5)).layers(10)
     with pytest.raises(ConfigError, match="2 layers cannot be 3 stages"):
         even(2, 3)
 
@@ -106,25 +113,27 @@ def test_interleaved_is_the_papers() -> None:
         one_forward_one_backward(0, 4, 6, 2)
 
 
-def talk(stages: int, micros: int, parts: int, pick: Callable[[int], int]) -> list[tuple[int, Run]]:
-    """Everything that runs, of deciders whose messages arrive in any order."""
-    deciders = [StageDecider(s, stages, micros, parts) for s in range(stages)]
-    todo: list[tuple[int, Run]] = [
-        (s, run) for s, decider in enumerate(deciders) for run in decider.start()
+def talk(
+    stages: int, micros: int, parts: int, pick: Callable[[int], int]
+) -> list[tuple[int, RunBlocks]]:
+    """Everything that runs, of state machines whose messages arrive in any order."""
+    machines = [StageStateMachine(s, stages, micros, parts) for s in range(stages)]
+    todo: list[tuple[int, RunBlocks]] = [
+        (s, run) for s, machine in enumerate(machines) for run in machine.start()
     ]
-    done: list[tuple[int, Run]] = []
+    done: list[tuple[int, RunBlocks]] = []
     while todo:
         stage, run = todo.pop(pick(len(todo)))
         done.append((stage, run))
-        to = deciders[stage].goes(run)
-        todo += [(stage, other) for other in deciders[stage].ended(run)]
+        to = machines[stage].goes(run)
+        todo += [(stage, other) for other in machines[stage].ended(run)]
         if to is not None:
             todo += [
-                (to[0], other) for other in deciders[to[0]].arrived(run.what, run.micro, to[1])
+                (to[0], other) for other in machines[to[0]].arrived(run.what, run.micro, to[1])
             ]
-        for decider in deciders:
-            decider.check()
-    assert all(decider.finished for decider in deciders)
+        for machine in machines:
+            machine.check()
+    assert all(machine.finished for machine in machines)
     return done
 
 
@@ -154,24 +163,24 @@ def test_the_bubble_is_the_papers(stages: int, turns: int, parts: int) -> None:
     micros, now, ends, numbers = (
         turns * stages,
         Fraction(),
-        list[tuple[Fraction, int, int, Run]](),
+        list[tuple[Fraction, int, int, RunBlocks]](),
         itertools.count(),
     )
-    deciders = [StageDecider(s, stages, micros, parts) for s in range(stages)]
+    machines = [StageStateMachine(s, stages, micros, parts) for s in range(stages)]
 
-    def begin(stage: int, runs: list[Run]) -> None:
+    def begin(stage: int, runs: list[RunBlocks]) -> None:
         for run in runs:
             took = Fraction(1 if run.what == FORWARD else 2, parts)
             heapq.heappush(ends, (now + took, next(numbers), stage, run))
 
-    for stage, decider in enumerate(deciders):
-        begin(stage, decider.start())
+    for stage, machine in enumerate(machines):
+        begin(stage, machine.start())
     while ends:
         now, _, stage, run = heapq.heappop(ends)
-        to = deciders[stage].goes(run)
+        to = machines[stage].goes(run)
         if to is not None:
-            begin(to[0], deciders[to[0]].arrived(run.what, run.micro, to[1]))
-        begin(stage, deciders[stage].ended(run))
+            begin(to[0], machines[to[0]].arrived(run.what, run.micro, to[1]))
+        begin(stage, machines[stage].ended(run))
     assert now == 3 * micros + Fraction(3 * (stages - 1), parts)
 
 

@@ -43,14 +43,19 @@ def test_every_run_has_its_plan() -> None:
         "deepspeed-offload": 3,
     }
     one = next(one for one in runs() if one.id == "vtrain-multi-0049")
-    assert (one.plan.layout.dp, one.plan.layout.tp, one.plan.layout.pp, one.plan.micros) == (
+    assert (
+        one.plan.parallelism.dp,
+        one.plan.parallelism.tp,
+        one.plan.parallelism.pp,
+        one.plan.micros,
+    ) == (
         8,
         4,
         16,
         96,
     )
     assert one.model.tokens == 2048 and one.model.params / 1e9 == pytest.approx(39.1, rel=0.01)
-    assert one.plan.layout.devices == one.cluster.device_count == 512
+    assert one.plan.parallelism.devices == one.cluster.device_count == 512
 
 
 @pytest.mark.parametrize(
@@ -121,10 +126,10 @@ def test_plans_of_frameworks() -> None:
     and loss alone."""
     for one in all_runs():
         if one.family != "sailor-hetero":
-            assert one.plan.layout.devices <= one.cluster.device_count, one.id
+            assert one.plan.parallelism.devices <= one.cluster.device_count, one.id
     plan = next(one for one in all_runs() if one.id == "megatron-bridge-0005").plan
     assert (
-        plan.layout.stages == (0, *[1] * 126, 0)
+        plan.parallelism.stages == (0, *[1] * 126, 0)
         and plan.precision == "nvfp4"
         and plan.micros == 384
     )

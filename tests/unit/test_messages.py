@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roadtrain.chunks import PAGE, Chunk, ChunkTable, ParamSpec
-from roadtrain.device.pool import Pool
+from roadtrain.device.pool import BufferPool
 from roadtrain.errors import WireError
 from roadtrain.protocol import messages
 from roadtrain.runtime import frames as m
@@ -40,12 +40,12 @@ def seat(local: int = 1) -> tuple[Seat, list[Any]]:
         chunk=lambda number: CHUNKS[number], local=local, tell=told.append, end=told.append
     )
     made = Seat(session, 3, "", None)  # type: ignore[arg-type]
-    made.pool = Pool(4, max(4 * c.numel for c in CHUNKS))
+    made.pool = BufferPool(4, max(4 * c.numel for c in CHUNKS))
     return made, told
 
 
 def whole(chunk: Chunk) -> memoryview:
-    return memoryview(bytearray(i % 251 for i in range(chunk.public_nbytes)))
+    return memoryview(bytearray(i % 251 for i in range(chunk.weights_nbytes)))
 
 
 def arrive(at: Seat, message: messages.Push) -> bytes:
@@ -75,8 +75,8 @@ def test_a_narrowed_gradient_is_half_as_many_bytes(dtype: str) -> None:
         3,
         dtype,
     )
-    assert push.sent == sent and len(push.grad) == chunk.public_nbytes
-    push.grad[:] = bytes(chunk.public_nbytes)  # it may be written to, and is the seat's own buffer
+    assert push.sent == sent and len(push.grad) == chunk.weights_nbytes
+    push.grad[:] = bytes(chunk.weights_nbytes)  # it may be written to, and is the seat's own buffer
     assert server.pool is not None and server.pool.spare == 3
     server.freed(7)
     assert server.pool.spare == 4
@@ -88,7 +88,7 @@ def test_gradients_follow_each_other_into_their_own_buffers() -> None:
     frames = [
         m.frame(
             messages.Push(
-                chunk.id, memoryview(bytes([i]) * chunk.public_nbytes), True, True, i, dtype=dtype
+                chunk.id, memoryview(bytes([i]) * chunk.weights_nbytes), True, True, i, dtype=dtype
             )
         )
         for i, dtype in enumerate(("bf16", "", "fp16"))
@@ -141,7 +141,7 @@ def test_any_push_header_has_a_size_that_fits_or_is_refused(
     chunk = CHUNKS[number]
     with contextlib.suppress(WireError):
         fields = m.header(m.PUSH, m.encode((number, True, 1, k, dtype)))
-        dense = round_up(chunk.public_nbytes, PAGE)
+        dense = round_up(chunk.weights_nbytes, PAGE)
         size = m.push_nbytes(fields, chunk, dense)
         assert size >= 0
         if fields[3] < 0:

@@ -14,12 +14,14 @@ from roadtrain.transport import rdma
 
 def test_a_relay_does_not_turn_rdma_into_tcp() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    with pytest.raises(ConfigError, match=r"over TCP, and link= is roadtrain\.wire\.rdma\.Options"):
+    with pytest.raises(
+        ConfigError, match=r"over TCP, and link= is roadtrain\.transport\.rdma\.RdmaOptions"
+    ):
         roadtrain.place(
             model,
             torch.optim.SGD(model.parameters(), lr=0.1),
             servers=["127.0.0.1:1"],
             relay="1MiB",
-            link=rdma.Options(device="mlx5_0"),
+            link=rdma.RdmaOptions(device="mlx5_0"),
         )
     assert not model[0].weight.isnan().any()

@@ -32,7 +32,7 @@ def jobs(draw):
             for i, n in enumerate(sizes)
         ]
         blocks.append((f"b{b}", specs))
-    twins, root_twin, n = set(), 0, len(blocks)
+    residual_blocks, root_residual, n = set(), 0, len(blocks)
     if draw(st.booleans()):
         for i, (name, specs) in enumerate(blocks[:n]):
             mine = [
@@ -41,8 +41,8 @@ def jobs(draw):
                 if p.trainable and p.numel
             ]
             if mine:
-                twins.add(len(blocks))
-                root_twin = len(blocks) if i == 0 else root_twin
+                residual_blocks.add(len(blocks))
+                root_residual = len(blocks) if i == 0 else root_residual
                 blocks.append((f"residual:{name}", mine))
     table = ChunkTable.build(blocks, draw(st.sampled_from([SEGMENT, 4 * SEGMENT, 16 * SEGMENT])))
     records = {
@@ -52,8 +52,8 @@ def jobs(draw):
     options = {
         "on_files": draw(st.booleans()),
         "holds_gradients": draw(st.booleans()),
-        "twins": frozenset(twins),
-        "root_twin": root_twin,
+        "residual_blocks": frozenset(residual_blocks),
+        "root_residual": root_residual,
     }
     return table, records, owners, options
 
@@ -99,24 +99,26 @@ def test_never_more_than_the_budget(job, budget):
 def test_every_buffer_holds_what_goes_into_it(job, extra):
     table, records, owners, options = job
     got = derive(table, records, owners, least_of(job) + extra, **options)
-    streamed = [b for b in table.blocks[1:] if b.index != options["root_twin"]]
+    streamed = [b for b in table.blocks[1:] if b.index != options["root_residual"]]
     assert got.slots >= 2 and got.push_buffers >= 3
     assert all(
         b.pull_nbytes <= got.slot_bytes and b.push_nbytes <= got.push_bytes for b in streamed
     )
     root = table.blocks[0]
     permanent = root.pull_nbytes + 2 * root.push_nbytes
-    permanent += table.blocks[options["root_twin"]].pull_nbytes if options["root_twin"] else 0
+    permanent += (
+        table.blocks[options["root_residual"]].pull_nbytes if options["root_residual"] else 0
+    )
     assert permanent <= got.root_bytes
     assert got.activation_bytes >= 8 * HUGE
     if options["on_files"]:
         servers = max(owners, default=0) + 1
         assert got.record_buffers % servers == 0 and got.record_buffers // servers >= 2
         assert all(r.nbytes <= got.record_bytes for r in records.values())
-        assert all(round_up(c.public_nbytes, 4096) <= got.scratch_bytes for c in table.trainable)
-        assert not got.resident & got.public_resident
+        assert all(round_up(c.weights_nbytes, 4096) <= got.scratch_bytes for c in table.trainable)
+        assert not got.resident & got.weights_resident
         kept = sum(records[c].nbytes for c in got.resident) + sum(
-            records[c].public_nbytes for c in got.public_resident
+            records[c].weights_nbytes for c in got.weights_resident
         )
         assert kept <= got.resident_bytes
     else:
@@ -140,7 +142,7 @@ def test_more_memory_never_means_less_of_anything_needed(job):
     assert small.resident <= large.resident
     if options["on_files"]:
         assert large.resident == frozenset(c.id for c in table.trainable)
-        assert large.resident | large.public_resident == frozenset(records)
+        assert large.resident | large.weights_resident == frozenset(records)
 
 
 def test_the_refusal_names_the_largest_block_and_a_way_out():

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from roadtrain import cli
 from roadtrain.config.cluster import Cluster, make_cluster
 from roadtrain.config.models import ModelShape, gpt, shape
-from roadtrain.config.parallelism import Layout
+from roadtrain.config.parallelism import Parallelism
 from roadtrain.config.plan import PLACEMENTS, Plan, load_plan, make_plan, placement
 from roadtrain.errors import ConfigError, RoadtrainError
 from roadtrain.planner.search import CLOSE, MOST_MICROS, candidates, least_change, scaled, search
@@ -394,7 +394,7 @@ def test_groups_of_uneven_hosts_use_the_network() -> None:
     """Three hosts of eight devices in two stages of twelve: each stage is on two hosts; and a
     stage on hosts of two kinds has of each thing the least."""
     model = gpt(4, 1024, 16, vocab=32000, seq_len=512)
-    plan = Plan(placement("zero1"), Layout(dp=12, pp=2), micros=2)
+    plan = Plan(placement("zero1"), Parallelism(dp=12, pp=2), micros=2)
     result = simulate(plan, eight_ssds(3), model, OF, checked=False)
     assert result.bytes["stage 0 out"] > 0 and result.bytes["stage 1 out"] > 0
     kinds = [
@@ -410,7 +410,7 @@ def test_groups_of_uneven_hosts_use_the_network() -> None:
         for name, n, memory in (("a", 8, "64GB"), ("b", 2, "8GB"))
     ]
     mixed = make_cluster({"hosts": kinds})
-    scene = Scene(Plan(placement("zero-offload"), Layout(dp=10)), mixed, model, OF)
+    scene = Scene(Plan(placement("zero-offload"), Parallelism(dp=10)), mixed, model, OF)
     scene.build(Engine())
     assert (scene.groups[0].hosts, scene.groups[0].dp) == (2, 10)
     assert next(n for n in scene.needs if n.where == "stage 0 memory").room == pytest.approx(
@@ -424,7 +424,10 @@ def test_stages_on_one_host_share_its_memory() -> None:
         next(
             n.room
             for n in Scene(
-                Plan(placement("zero-offload"), Layout(dp=8 // pp, pp=pp)), eight_ssds(1), model, OF
+                Plan(placement("zero-offload"), Parallelism(dp=8 // pp, pp=pp)),
+                eight_ssds(1),
+                model,
+                OF,
             ).needs
             if n.where == "stage 0 memory"
         )

@@ -84,9 +84,9 @@ def ends(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         socks = [socket.create_connection(server.getsockname()), server.accept()[0]]
     made = {}
-    other = threading.Thread(target=lambda: made.update(b=rdma.Options().channel(socks[1])))
+    other = threading.Thread(target=lambda: made.update(b=rdma.RdmaOptions().channel(socks[1])))
     other.start()
-    made["a"] = rdma.Options().channel(socks[0])
+    made["a"] = rdma.RdmaOptions().channel(socks[0])
     other.join()
     yield made["a"], made["b"]
     for end in made.values():

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from roadtrain.runtime import frames as m
-from roadtrain.runtime.reducer import Summer
+from roadtrain.runtime.reducer import Reducer
 
 
 class Heard:
@@ -43,8 +43,8 @@ def wait(frames: list[Any], count: int) -> None:
 
 def test_the_answer_is_the_sum_also_when_the_next_round_comes_first() -> None:
     links = [Heard(), Heard()]
-    summer = Summer("sum", 2, lambda nbytes: None, lambda one: None)
-    seats = [summer.join(rank, link) for rank, link in enumerate(links)]  # type: ignore[arg-type]
+    reducer = Reducer("sum", 2, lambda nbytes: None, lambda one: None)
+    seats = [reducer.join(rank, link) for rank, link in enumerate(links)]  # type: ignore[arg-type]
     try:
         # worker 0 has the sum of round 3
         push(seats[0], 3, np.full(100, 5.0, np.float32), summed=4)
@@ -59,7 +59,7 @@ def test_the_answer_is_the_sum_also_when_the_next_round_comes_first() -> None:
         push(seats[1], 4, np.full(100, 2.0, np.float32), summed=0)
         wait(links[1].frames, 2)
         assert (np.frombuffer(links[1].frames[1][1], np.float32) == 11.0).all()
-        push(seats[0], 5, np.full(100, 1.0, np.float32), summed=0)  # meant for this summer
+        push(seats[0], 5, np.full(100, 1.0, np.float32), summed=0)  # meant for this reducer
         # and apart from it the one before, not
         push(seats[0], 4, np.full(100, 11.0, np.float32), summed=4, start=~0)
         push(seats[1], 4, np.full(100, 2.0, np.float32), summed=0, start=~0)
@@ -69,6 +69,6 @@ def test_the_answer_is_the_sum_also_when_the_next_round_comes_first() -> None:
         wait(links[1].frames, 4)
         assert (np.frombuffer(links[1].frames[3][1], np.float32) == 2.0).all()
     finally:
-        summer.end(RuntimeError("over"))
-        for thread in summer.threads:
+        reducer.end(RuntimeError("over"))
+        for thread in reducer.threads:
             thread.join(10)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from roadtrain.errors import LoopError
-from roadtrain.streaming.fetched import hollow, is_hollow
+from roadtrain.streaming.fetched import has_released_value, released_value
 from roadtrain.streaming.released import is_released, set_fetched, set_released
 
 
@@ -23,14 +23,14 @@ class Special(nn.Parameter):
 @pytest.fixture(params=[nn.Parameter, Special])
 def released(request):
     p = request.param(torch.ones(3, 2))
-    p.data = hollow((3, 2), torch.float32, torch.device("cpu"))
+    p.data = released_value((3, 2), torch.float32, torch.device("cpu"))
     set_released(p)
     return p
 
 
 def test_tells_what_needs_no_values(released):
     p = released
-    assert isinstance(p, nn.Parameter) and is_released(p) and is_hollow(p)
+    assert isinstance(p, nn.Parameter) and is_released(p) and has_released_value(p)
     assert (
         p.shape == (3, 2) and p.numel() == 6 and p.dtype == torch.float32 and p.device.type == "cpu"
     )

@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roadtrain.protocol.membership import Ask, Change, Coordinator, Map
+from roadtrain.protocol.membership import AskRounds, Change, Map, MembershipStateMachine
 from roadtrain.runtime import frames as m
 from roadtrain.runtime.membership import Delegate
 
@@ -23,18 +23,18 @@ class World:
     def __init__(self, n: int, k: int, rng: random.Random) -> None:
         self.n, self.rng = n, rng
         spares = tuple((n + i, f"s{i}", 1.0) for i in range(k))
-        self.coordinator = Coordinator(n, spares)
+        self.coordinator = MembershipStateMachine(n, spares)
         self.maps = [Map([1.0] * n, spares) for _ in range(n)]
         self.rounds = [dict.fromkeys(KEYS, 0) for _ in range(n)]
         self.done = [dict.fromkeys(KEYS, True) for _ in range(n)]
-        self.inbox: list[list[Ask | Change]] = [[] for _ in range(n)]
+        self.inbox: list[list[AskRounds | Change]] = [[] for _ in range(n)]
         self.states: list[tuple[int, int, dict[int, tuple[int, bool]]]] = []
         self.held = [False] * n
         # key, round, part -> worker -> site
         self.pushed: dict[tuple[int, int, int], dict[int, int]] = {}
         self.names = 0
 
-    def say(self, messages: list[Ask | Change]) -> None:
+    def say(self, messages: list[AskRounds | Change]) -> None:
         for message in messages:
             for box in self.inbox:
                 box.append(message)
@@ -49,7 +49,7 @@ class World:
         self.push(worker, key, self.rounds[worker][key])
 
     def push(self, worker: int, key: int, number: int) -> None:
-        for part, site in enumerate(self.maps[worker].sites(key, PARTS, number)):
+        for part, site in enumerate(self.maps[worker].reducers(key, PARTS, number)):
             self.pushed.setdefault((key, number, part), {})[worker] = site
 
     def finish(self, worker: int) -> None:
@@ -64,7 +64,7 @@ class World:
         if not self.inbox[worker]:
             return
         message = self.inbox[worker].pop(0)
-        if isinstance(message, Ask):
+        if isinstance(message, AskRounds):
             self.held[worker] = True
             both = {
                 key: (number, self.done[worker][key])
@@ -74,14 +74,14 @@ class World:
             self.states.append((worker, message.number, both))
             return
         before = {
-            (key, number): self.maps[worker].sites(key, PARTS, number)
+            (key, number): self.maps[worker].reducers(key, PARTS, number)
             for key in KEYS
             for number in (self.rounds[worker][key] - 1, self.rounds[worker][key])
             if number > 0
         }
         self.maps[worker].change(message)
         for (key, number), old in before.items():
-            new = self.maps[worker].sites(key, PARTS, number)
+            new = self.maps[worker].reducers(key, PARTS, number)
             lacked = message.rounds.get(key, (0, 1))[1]
             if number >= lacked:  # earlier ones nobody needs any more
                 assert all(a == b or a in message.gone for a, b in zip(old, new)), (
@@ -89,7 +89,7 @@ class World:
                 )
         for key, number in self.rounds[worker].items():
             assert self.maps[worker].gone.isdisjoint(
-                self.maps[worker].sites(key, PARTS, number + 1)
+                self.maps[worker].reducers(key, PARTS, number + 1)
             )
         self.held[worker] = False
         for key in KEYS:  # again, where they moved: its own, or for those who lack it the sum
@@ -152,17 +152,17 @@ def test_all_agree_and_every_round_ends(n: int, k: int, seed: int) -> None:
     assert all(all(done.values()) for done in world.done), "no round is left over"
     there = {*range(n), *world.coordinator.spares}
     for key in KEYS:
-        of = [one.sites(key, PARTS, max(r[key] for r in world.rounds) + 1) for one in world.maps]
+        of = [one.reducers(key, PARTS, max(r[key] for r in world.rounds) + 1) for one in world.maps]
         assert all(sites == of[0] for sites in of) and set(of[0]) <= there
 
 
 def test_who_is_not_reached_by_all_is_not_used() -> None:
-    coordinator = Coordinator(2, ())
+    coordinator = MembershipStateMachine(2, ())
     (ask,) = coordinator.offered("a:1", 1.0)
-    assert ask == Ask(1, ((2, "a:1", 1.0),))
+    assert ask == AskRounds(1, ((2, "a:1", 1.0),))
     assert coordinator.state(0, 1, {}, []) == [] and coordinator.offered("b:1", 1.0) == []
     change, again = coordinator.state(1, 1, {5: (3, False)}, [2])
-    assert change == Change(1, (), (), {5: (3, 1)}) and again == Ask(2, ((3, "b:1", 1.0),))
+    assert change == Change(1, (), (), {5: (3, 1)}) and again == AskRounds(2, ((3, "b:1", 1.0),))
     assert not coordinator.spares and coordinator.state(0, 1, {}, []) == [], "an old answer"
     coordinator.state(0, 2, {}, [])
     assert isinstance(coordinator.state(1, 2, {}, [])[0], Change) and coordinator.spares == {
@@ -170,7 +170,7 @@ def test_who_is_not_reached_by_all_is_not_used() -> None:
     }
     assert coordinator.offered("b:1", 1.0) == [] == coordinator.gone(7)
     (ask,) = coordinator.gone(3)
-    assert ask == Ask(3, ())
+    assert ask == AskRounds(3, ())
 
 
 class Heard:

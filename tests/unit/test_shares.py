@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roadtrain.errors import ConfigError
-from roadtrain.protocol.shares import ALIGN, busiest, cut, optimum, order, sites
+from roadtrain.protocol.shares import ALIGN, busiest, cut, optimum, order, reducers
 
 ONE = Fraction(1)
 
@@ -94,7 +94,7 @@ def test_parts_cover_a_tensor_once(
         at = part.stop
     assert at == elements
     shares = dict(enumerate(optimum([float(w) for w in workers], [float(s) for s in spares]).all))
-    of = sites(key, len(parts), shares)
+    of = reducers(key, len(parts), shares)
     assert len(of) == len(parts) and of == sorted(of)
     for site, share in shares.items():
         assert abs(of.count(site) - share * len(parts)) < 1 + 1e-6
@@ -108,7 +108,7 @@ def test_over_many_tensors_every_site_gets_its_share() -> None:
     for parts, keys in ((1, 20_000), (7, 4_000), (1000, 20)):
         counts = [0] * len(shares)
         for key in range(keys):
-            for site in sites(key, parts, shares):
+            for site in reducers(key, parts, shares):
                 counts[site] += 1
         assert all(
             abs(count / (keys * parts) - share) < 0.01
@@ -118,7 +118,7 @@ def test_over_many_tensors_every_site_gets_its_share() -> None:
 
 def test_all_sites_get_theirs_at_the_pace_of_their_shares_and_workers_begin_apart() -> None:
     shares = dict(enumerate(optimum([1.0] * 4, [1.0] * 2).all))  # 0.1 and 0.3
-    of = sites(0, 160, shares)
+    of = reducers(0, 160, shares)
     ways = [order(of, rank) for rank in range(4)]
     for way in ways:
         for upto in range(0, len(way), 20):
@@ -126,5 +126,5 @@ def test_all_sites_get_theirs_at_the_pace_of_their_shares_and_workers_begin_apar
                 sent = sum(of[part] == site for part in way[:upto])
                 assert abs(sent - share * upto) <= 3
     assert len({of[way[0]] for way in ways}) == 4
-    of = sites(0, 160, dict(enumerate(optimum([1.0] * 4).all)))
+    of = reducers(0, 160, dict(enumerate(optimum([1.0] * 4).all)))
     assert [of[order(of, rank)[0]] for rank in range(4)] == [0, 1, 2, 3]

@@ -1,4 +1,4 @@
-"""sim/: plans on the virtual clock against closed forms, the deciders' order, memory, energy,
+"""sim/: plans on the virtual clock against closed forms, the state machines' order, memory, energy,
 and what cannot be."""
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import pytest
 
 from roadtrain.config.cluster import Cluster, Device, make_cluster
 from roadtrain.config.models import BlockShape, ModelShape, Transformer, gpt, shape
-from roadtrain.config.parallelism import Layout
+from roadtrain.config.parallelism import Parallelism
 from roadtrain.config.plan import PLACEMENTS, Plan, make_plan, placement
 from roadtrain.errors import BudgetError, ConfigError
 from roadtrain.protocol.shares import optimum
 from roadtrain.simulator.compute import Constants
 from roadtrain.simulator.engine import Engine
-from roadtrain.simulator.fabric import Cost, Fabric, Group, Site
+from roadtrain.simulator.fabric import Cost, Fabric, FlowGroup, Site
 from roadtrain.simulator.memory import device_bytes, saved_bytes
 from roadtrain.simulator.run import Result, Scene, _Steps, simulate
-from roadtrain.simulator.step import Stage
+from roadtrain.simulator.step import SimulatedStage
 
 RATE = 10e9
 WHOLE = Constants(efficiency=0.5, network=1.0)
@@ -87,7 +87,7 @@ def lump(params: float, flops: float = 0.0, blocks: int = 8) -> ModelShape:
 
 def run(name: str, where: Cluster, model: ModelShape, **plan: Any) -> Result:
     given = Plan(
-        placement(name), Layout(dp=sum(h.count * h.devices for h in where.workers)), **plan
+        placement(name), Parallelism(dp=sum(h.count * h.devices for h in where.workers)), **plan
     )
     return simulate(given, where, model, WHOLE, checked=False)
 
@@ -214,7 +214,7 @@ def test_updates_are_in_the_order_asked_for(in_turn: bool) -> None:
     or for the first."""
     plan = Plan(
         placement("optimizer-node"),
-        Layout(dp=4),
+        Parallelism(dp=4),
         recompute=True,
         update_at="gradient",
         buffers=2,
@@ -234,7 +234,7 @@ def test_all_collectives_keep_devices_waiting() -> None:
     """Gathers of parameters too, not gradients alone; a network of its own cards does not."""
     taxed = Constants(efficiency=0.5, network=1.0, tax=0.3)
     for name, more in (("zero3", {"slots": 2}), ("ddp", {}), ("smartnic", {"slots": 2, "kept": 8})):
-        plan = Plan(placement(name), Layout(dp=4), **more)
+        plan = Plan(placement(name), Parallelism(dp=4), **more)
         stages = simulate(plan, cluster(4), lump(1e9), taxed, checked=False).stages
         moved = sum(stages.get(("stage 0", what), (0.0, 0.0))[0] for what in ("Fetch", "Push"))
         waited = stages.get(("stage 0", "Wait"), (0.0, 0.0))[0]
@@ -287,7 +287,7 @@ def test_a_pipeline_has_its_bubble(micros: int) -> None:
     device = {"flops": "100TFLOP/s", "memory": "1TB", "memory_rate": "1000000GB/s"}
     host = {"name": "a", "devices": 4, "memory": "1TB", "fabric": "100000GB/s", "device": device}
     where = make_cluster({"hosts": [host]})
-    plan = Plan(placement("ddp"), Layout(dp=1, pp=4), micros=micros)
+    plan = Plan(placement("ddp"), Parallelism(dp=1, pp=4), micros=micros)
     model = lump(1e6, 5e12, blocks=8)
     work = 3 * 5e12 / 50e12 / 4 * micros
     assert simulate(plan, where, model, WHOLE).seconds == pytest.approx(
@@ -306,7 +306,9 @@ def test_rows_of_tables_go_all_to_all() -> None:
         rest = (model.params - tables.tables) * 2 * 2 * (n - 1) / n
         rows = 2 * tables.touched * 4096 * (n - 1) / n
         assert traffic(result, "out") == pytest.approx(rest + rows)
-    whole, part = (device_bytes(Plan(placement("ddp"), Layout(dp=n)), model.blocks) for n in (1, 8))
+    whole, part = (
+        device_bytes(Plan(placement("ddp"), Parallelism(dp=n)), model.blocks) for n in (1, 8)
+    )
     assert part < 0.2 * whole
 
 
@@ -357,10 +359,10 @@ def test_uneven_stages_help_unequal_devices() -> None:
     slow = {**fast, "name": "slow", "device": "V100-32GB"}
     where = make_cluster({"hosts": [fast, slow]})
     model = gpt(14, 2048, 16)
-    plan = Plan(placement("ddp"), Layout(dp=2, pp=2), micros=8, recompute=True)
+    plan = Plan(placement("ddp"), Parallelism(dp=2, pp=2), micros=8, recompute=True)
     even, uneven = (
         simulate(
-            plan.changed(layout=Layout(dp=2, pp=2, stages=stages)),
+            plan.changed(parallelism=Parallelism(dp=2, pp=2, stages=stages)),
             where,
             model,
             WHOLE,
@@ -382,8 +384,8 @@ def test_every_placement_comes_to_a_steady_state() -> None:
 
 
 def test_the_order_is_the_deciders() -> None:  # Rule 7
-    """Two blocks on files, the second step: what the worker runs and what the server's decider
-    says."""
+    """Two blocks on files, the second step: what the worker runs and what the server's state
+    machine says."""
     logs: list[list[Any]] = []
     simulate(
         Plan(placement("files"), slots=2, buffers=2),
@@ -433,15 +435,17 @@ def test_memory_is_counted_and_what_does_not_fit_is_refused() -> None:  # Rule 4
     with pytest.raises(
         BudgetError, match=r"stage 0 device: the plan needs .* GiB, there are 74.5 GiB"
     ) as caught:
-        simulate(Plan(placement("ddp"), Layout(dp=4)), where, model, WHOLE)
+        simulate(Plan(placement("ddp"), Parallelism(dp=4)), where, model, WHOLE)
     assert "recompute" in caught.value.hint
-    fits = simulate(Plan(placement("server"), Layout(dp=4), recompute=True), where, model, WHOLE)
+    fits = simulate(
+        Plan(placement("server"), Parallelism(dp=4), recompute=True), where, model, WHOLE
+    )
     assert all(need.fits for need in fits.needs)
     assert (
         fits.peaks["stage 0 device"]
         <= next(n.nbytes for n in fits.needs if n.where == "stage 0 device") * 1.001
     )
-    plan = Plan(placement("ddp"), Layout(dp=4), state_bytes=12)
+    plan = Plan(placement("ddp"), Parallelism(dp=4), state_bytes=12)
     assert device_bytes(plan, model.blocks) == pytest.approx(model.params * 16)
 
 
@@ -467,7 +471,7 @@ def test_what_a_placement_lacks_is_said(name: str, where: Cluster, said: str) ->
 def test_plans_are_read_back() -> None:
     plan = Plan(
         placement("smartnic"),
-        Layout(8, 2, 2, (5, 7)),
+        Parallelism(8, 2, 2, (5, 7)),
         micro_batch=4,
         topk=2.0,
         networks={"pp": "ethernet"},
@@ -478,7 +482,7 @@ def test_plans_are_read_back() -> None:
         ({"placement": "zero4"}, "no placement is called 'zero4'"),
         ({"placement": "ddp", "micro_bach": 2}, "unknown key `micro_bach`"),
         ({"placement": "ddp", "micro_batch": 0}, "`micro_batch` is 0"),
-        ({"placement": "ddp", "layout": {"dpp": 1}}, "layout"),
+        ({"placement": "ddp", "layout": {"dpp": 1}}, "`parallelism` of the plan"),
         ({"placement": "ddp", "layout": {"ep": 0}}, "`ep` has 0"),
         ({"placement": "ddp", "overlap": 1}, "`overlap` is 1"),
         ({"placement": "ddp", "fragmentation": "1.1"}, "`fragmentation` is '1.1'"),
@@ -504,7 +508,7 @@ def test_no_key_of_a_plan_takes_what_it_cannot_be(wrong: Any) -> None:
 
 def test_more_devices_than_there_are() -> None:
     with pytest.raises(ConfigError, match="is 32 devices, the cluster has 4"):
-        simulate(Plan(placement("ddp"), Layout(dp=32)), cluster(4), lump(1e6), WHOLE)
+        simulate(Plan(placement("ddp"), Parallelism(dp=32)), cluster(4), lump(1e6), WHOLE)
 
 
 def test_an_engine_that_traces_has_every_stage() -> None:
@@ -546,14 +550,14 @@ def test_parts_shrink_the_bubble() -> None:
     own = lump(8e6, 8e12)
     one = 3 * 8e12 / 4 / 50e12
     for parts in (1, 2):
-        plan = Plan(placement("ddp"), Layout(pp=4, vp=parts), micros=8)
+        plan = Plan(placement("ddp"), Parallelism(pp=4, vp=parts), micros=8)
         result = simulate(plan, cluster(1, devices=4), own, WHOLE, checked=False)
         assert result.seconds == pytest.approx(one * (8 + 3 / parts), rel=0.01)
     with pytest.raises(
         ConfigError, match="placement zero3 streams parameters in the order of one part a stage"
     ):
         simulate(
-            Plan(placement("zero3"), Layout(pp=4, vp=2), micros=8),
+            Plan(placement("zero3"), Parallelism(pp=4, vp=2), micros=8),
             cluster(1, devices=4),
             own,
             WHOLE,
@@ -564,10 +568,10 @@ def test_context_ranks_split_a_sequence() -> None:
     """Compute and activations are halved; keys and values hide behind attention on a fast link,
     not on a slow one."""
     model = transformer()
-    one = simulate(Plan(placement("zero1"), Layout()), cluster(1), model, WHOLE, checked=False)
+    one = simulate(Plan(placement("zero1"), Parallelism()), cluster(1), model, WHOLE, checked=False)
     two = [
         simulate(
-            Plan(placement("zero1"), Layout(cp=2)),
+            Plan(placement("zero1"), Parallelism(cp=2)),
             cluster(1, devices=2, fabric=fabric),
             model,
             WHOLE,
@@ -582,7 +586,7 @@ def test_context_ranks_split_a_sequence() -> None:
         two[1].busy["stage 0 device"] * two[1].seconds
         > 2 * two[0].busy["stage 0 device"] * two[0].seconds
     )
-    plans = [Plan(placement("zero1"), Layout(cp=cp)) for cp in (1, 2)]
+    plans = [Plan(placement("zero1"), Parallelism(cp=cp)) for cp in (1, 2)]
     assert saved_bytes(plans[1], model.blocks) == saved_bytes(plans[0], model.blocks) / 2
     assert device_bytes(plans[0], model.blocks) == pytest.approx(16 * model.params)
     assert device_bytes(plans[1], model.blocks) == pytest.approx(10 * model.params)
@@ -590,7 +594,7 @@ def test_context_ranks_split_a_sequence() -> None:
 
 def test_experts_are_spread_and_tokens_go_to_them() -> None:
     model = transformer(experts=8, active=2)
-    plan = Plan(placement("zero1"), Layout(dp=8, ep=8))
+    plan = Plan(placement("zero1"), Parallelism(dp=8, ep=8))
     experts = 8 * 8 * 3 * 1024 * 4096
     assert sum(block.experts for block in model.blocks) == experts
     assert device_bytes(plan, model.blocks) == pytest.approx(
@@ -610,7 +614,7 @@ def test_tensor_ranks_of_two_hosts_use_their_cards() -> None:
     busy = []
     for hosts, devices in ((1, 4), (2, 2)):
         result = simulate(
-            Plan(placement("ddp"), Layout(tp=4)),
+            Plan(placement("ddp"), Parallelism(tp=4)),
             cluster(hosts, devices=devices),
             model,
             WHOLE,
@@ -660,7 +664,7 @@ def test_selective_is_between_all_and_nothing() -> None:
         ("layers", {"selective": "layers"}),
         ("all", {"recompute": True}),
     ):
-        plan = Plan(placement("ddp"), Layout(), **given)  # type: ignore[arg-type]
+        plan = Plan(placement("ddp"), Parallelism(), **given)  # type: ignore[arg-type]
         seconds[name] = simulate(plan, cluster(1), model, WHOLE, checked=False).seconds
         saved[name] = saved_bytes(plan, model.blocks)
     assert (
@@ -681,7 +685,7 @@ def test_micro_batches_that_repeat_are_counted_not_simulated(seed: int) -> None:
     pp = 1 if one.streamed else rng.choice([1, 2])
     plan = Plan(
         one,
-        Layout(dp=where.device_count // pp, pp=pp),
+        Parallelism(dp=where.device_count // pp, pp=pp),
         rng.choice([1, 2]),
         rng.choice([24, 33, 40]),
         recompute=rng.random() < 0.5,
@@ -715,7 +719,7 @@ class Alone(Fabric):
             engine,
             cluster,
             whole.plan,
-            Group(site, 1, whole.group.ranks, 1, (1.0,)),
+            FlowGroup(site, 1, whole.group.ranks, 1, (1.0,)),
             whole.constants,
             whole.server,
             (),
@@ -779,7 +783,7 @@ def test_folded_equals_unfolded(seed: int) -> None:
     where = where.model_copy(update={"hosts": (where.hosts[0], spare)})
     plan = Plan(
         placement("server"),
-        Layout(dp=n),
+        Parallelism(dp=n),
         1,
         rng.choice([1, 3]),
         slots=rng.choice([2, 3, 1000]),
@@ -791,11 +795,11 @@ def test_folded_equals_unfolded(seed: int) -> None:
     engine, scene = Engine(), Scene(plan, where, model, WHOLE)
     scene.build(engine)
     (one,) = scene.stages
-    sites = [
+    reducers = [
         Site(engine, where.hosts[0], where.hosts[0].nics[0], WHOLE, "stage 0") for _ in range(n)
     ]
     scene.stages = [
-        Stage(
+        SimulatedStage(
             engine,
             Alone(one.fabric, engine, where, site, n),
             plan,
@@ -805,7 +809,7 @@ def test_folded_equals_unfolded(seed: int) -> None:
             0,
             one.send,
         )
-        for site in sites
+        for site in reducers
     ]
     counts = _Steps(scene).steady(plan.micros)
     assert counts["seconds"] == pytest.approx(folded.seconds, rel=1e-6)

@@ -22,7 +22,7 @@ from roadtrain.storage.convert import convert as convert_store
 from roadtrain.storage.convert import needs_conversion, read_param, read_record, write_params
 from roadtrain.storage.generation import OpenedStore, create_store, open_store
 from roadtrain.storage.ledger import GroupRule, StoreMeta
-from roadtrain.storage.tier import PRIVATE
+from roadtrain.storage.tier import STATE_PART
 
 GROUPS = (GroupRule("adamw", ("m", "v"), ("t", "beta_t")), GroupRule("sgd"))
 STATE = {0: ("m", "v", "t", "beta_t"), 1: ()}
@@ -99,7 +99,7 @@ def check(store: OpenedStore) -> None:
         if p.trainable and p.dtype != "fp32":
             copy = np.empty(p.numel, np.uint16)
             cast(value(p, "master"), "fp32", copy, p.dtype)
-            assert read_param(store, p.name, "public").tobytes() == copy.tobytes()
+            assert read_param(store, p.name, "weights").tobytes() == copy.tobytes()
 
 
 def test_the_table_comes_back_from_the_description(tmp_path: Path) -> None:
@@ -150,15 +150,15 @@ def test_a_public_part_that_is_not_stored_is_cast_from_the_master(tmp_path: Path
         if chunk.dtype != "bf16":
             continue
         view = read_record(store, chunk, Buffer(store.meta.records[chunk.id].nbytes))
-        first = view.record.public_nbytes
-        store.tiers[0].write(chunk.id, PRIVATE, view.view[first : view.record.nbytes])
+        first = view.record.weights_nbytes
+        store.tiers[0].write(chunk.id, STATE_PART, view.view[first : view.record.nbytes])
     store.tiers[0].prepare(42, b"")
     store.tiers[0].committed(42)
-    assert not store.tiers[0].has_public(0)
+    assert not store.tiers[0].has_weights(0)
     p = store.table.params[0]
     copy = np.empty(p.numel, np.uint16)
     cast(value(p, "master"), "fp32", copy, "bf16")
-    assert read_param(store, p.name, "public").tobytes() == copy.tobytes()
+    assert read_param(store, p.name, "weights").tobytes() == copy.tobytes()
     new = convert_store(
         store, StoreMeta.of(table("fp16"), GROUPS), [tmp_path], owners(table("fp16"), 1)
     )
@@ -269,7 +269,7 @@ def test_import_into_a_store_keeps_what_the_source_does_not_give(tmp_path: Path)
     )
     store.commit(42, b"")
     assert set(read_param(store, "emb").ravel()) == {2} and set(
-        read_param(store, "emb", "public").ravel()
+        read_param(store, "emb", "weights").ravel()
     ) == {0x4000}
     params = {p.name: p for p in store.table.params}
     for name, what in (("emb", "m"), ("emb", "t"), ("b0.w", "master"), ("b0.frozen", "master")):

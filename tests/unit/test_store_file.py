@@ -33,7 +33,7 @@ from roadtrain.storage.generation import (
     publish_part,
 )
 from roadtrain.storage.ledger import GroupRule, StoreMeta
-from roadtrain.storage.tier import PRIVATE, PUBLIC, RECORD, part_range
+from roadtrain.storage.tier import RECORD, STATE_PART, WEIGHTS, part_range
 
 TABLE = ChunkTable.build(
     [
@@ -112,12 +112,14 @@ class Model:
     def __init__(self, directories: list[Path]) -> None:
         self.directories, self.store, self.step = directories, made(directories), 0
         self.blob = b"zero"
-        self.newest = {(c, p): read(self.store, c, p) for c in RECORDS for p in (PUBLIC, PRIVATE)}
+        self.newest = {
+            (c, p): read(self.store, c, p) for c in RECORDS for p in (WEIGHTS, STATE_PART)
+        }
         self.committed = dict(self.newest)
         self.written: set[tuple[int, str]] = set()
 
     def write(self, chunk: int, part: str) -> None:
-        parts = {(chunk, p) for p in ((PUBLIC, PRIVATE) if part == RECORD else (part,))}
+        parts = {(chunk, p) for p in ((WEIGHTS, STATE_PART) if part == RECORD else (part,))}
         if parts & self.written or chunk == FROZEN or not size(chunk, part):
             return
         data = random_bytes(chunk, part)
@@ -127,8 +129,8 @@ class Model:
         for c, p in parts:
             first, last = part_range(RECORDS[c], p)
             self.newest[c, p] = bytes(data[first - start : last - start])
-        if RECORDS[chunk].master and (chunk, PUBLIC) not in self.written:
-            self.newest[chunk, PUBLIC] = None
+        if RECORDS[chunk].master and (chunk, WEIGHTS) not in self.written:
+            self.newest[chunk, WEIGHTS] = None
 
     def commit(self) -> None:
         self.step, self.blob = self.step + 1, b"blob %d" % next(serial)
@@ -171,7 +173,7 @@ class Model:
         assert (self.store.step, self.store.blob) == (self.step, self.blob)
         for (chunk, part), want in self.newest.items():
             if want is None:
-                assert not self.store.tier_of(chunk).has_public(chunk)
+                assert not self.store.tier_of(chunk).has_weights(chunk)
             elif want:
                 assert read(self.store, chunk, part) == want, (chunk, part)
 
@@ -179,7 +181,9 @@ class Model:
 OPS = st.lists(
     st.one_of(
         st.tuples(
-            st.just("write"), st.sampled_from(TRAINABLE), st.sampled_from([PUBLIC, PRIVATE, RECORD])
+            st.just("write"),
+            st.sampled_from(TRAINABLE),
+            st.sampled_from([WEIGHTS, STATE_PART, RECORD]),
         ),
         st.tuples(st.just("commit")),
         st.tuples(st.just("reopen")),
@@ -219,7 +223,7 @@ def test_buffer_is_aligned_zero_and_tolerates_arrays_that_outlive_it() -> None:
     assert array[0] == 7 and len(buffer.view) == 0
 
 
-@pytest.mark.parametrize("part", [PUBLIC, PRIVATE])
+@pytest.mark.parametrize("part", [WEIGHTS, STATE_PART])
 def test_a_flipped_bit_is_found(tmp_path: Path, part: str) -> None:
     store = made([tmp_path / "a", tmp_path / "b"])
     step_of(store, 1)
@@ -544,7 +548,7 @@ def test_a_tier_stands_alone(tmp_path: Path) -> None:
         tier.write(0, RECORD, random_bytes(0, RECORD))
     tier.committed(0)
     with pytest.raises(AssertionError, match="frozen"):
-        tier.write(FROZEN, PUBLIC, random_bytes(FROZEN, PUBLIC))
+        tier.write(FROZEN, WEIGHTS, random_bytes(FROZEN, WEIGHTS))
     tier.close()
     tier = FileTier(tmp_path, meta)
     assert (tier.step, tier.blob) == (0, b"x")

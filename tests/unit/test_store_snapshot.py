@@ -20,7 +20,7 @@ from roadtrain.storage.file import FileTier
 from roadtrain.storage.generation import create_part, open_part, publish_part
 from roadtrain.storage.ledger import GroupRule, StoreMeta
 from roadtrain.storage.snapshot import Snapshots, held_in, open_snapshot, restore, where_it_rests
-from roadtrain.storage.tier import PRIVATE, PUBLIC, RECORD, part_range
+from roadtrain.storage.tier import RECORD, STATE_PART, WEIGHTS, part_range
 
 TABLE = ChunkTable.build(
     [
@@ -45,9 +45,9 @@ def parts(tier: FileTier) -> dict[tuple[int, str], bytes]:
     """All that is committed, with the step that wrote each chunk last."""
     found = {}
     for chunk, record in META.records.items():
-        for part in (PUBLIC, PRIVATE):
+        for part in (WEIGHTS, STATE_PART):
             first, last = part_range(record, part)
-            if last > first and (part == PRIVATE or tier.has_public(chunk)):
+            if last > first and (part == STATE_PART or tier.has_weights(chunk)):
                 buffer = Buffer(last - first)
                 tier.read(chunk, part, buffer.view[: last - first])
                 found[chunk, part] = bytes(buffer.view[: last - first]) + bytes(
@@ -60,7 +60,7 @@ def step(tier: FileTier, number: int, seen: Seen) -> None:
     """Some chunks are written, as a server would, and the step is committed."""
     for chunk, record in META.records.items():
         if number == 0 or (TABLE.chunks[chunk].trainable and RNG.random() < 0.7):
-            part = PRIVATE if number and record.master and RNG.random() < 0.5 else RECORD
+            part = STATE_PART if number and record.master and RNG.random() < 0.5 else RECORD
             first, last = part_range(record, part)
             data = Buffer(last - first)
             data.view[: last - first] = np.random.default_rng(RNG.randrange(1 << 30)).bytes(

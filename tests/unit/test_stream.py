@@ -321,7 +321,7 @@ def test_skipped_block_and_partly_used_block():
             return self.out(x)
 
     s = compare(Picky, sq, steps=4)
-    assert len(s.lender.pushes) == 8
+    assert len(s.source.pushes) == 8
 
 
 def test_unused_parameter_is_absent():
@@ -339,7 +339,7 @@ def test_unused_parameter_is_absent():
             self.layers = nn.ModuleList([Half(), Half()])
 
     s = compare(Net, sq)
-    assert all(len(present) == 2 for _, present in s.lender.pushes)
+    assert all(len(present) == 2 for _, present in s.source.pushes)
     assert s.params[s.names.index("layers.0.unused.weight")].grad is None
 
 
@@ -403,7 +403,7 @@ def test_lora():
         return model
 
     s = compare(make, lm_loss)
-    assert {len(present) for _, present in s.lender.pushes} == {4}
+    assert {len(present) for _, present in s.source.pushes} == {4}
 
 
 def test_frozen_prefix_is_not_recorded():
@@ -414,8 +414,8 @@ def test_frozen_prefix_is_not_recorded():
         return model
 
     s = compare(make, sq, steps=1)
-    assert [b for b, _ in s.lender.pushes] == [3, 2]
-    assert s.lender.borrows == [1, 2, 3, 3, 2]
+    assert [b for b, _ in s.source.pushes] == [3, 2]
+    assert s.source.borrows == [1, 2, 3, 3, 2]
 
 
 def test_parameters_in_no_group():
@@ -572,7 +572,7 @@ def test_model_outputs_and_unused_outputs():
             return self.out(x)
 
     s = compare(Net, sq)
-    assert all(len(present) == 2 for _, present in s.lender.pushes)
+    assert all(len(present) == 2 for _, present in s.source.pushes)
 
 
 def test_all_hidden_states():
@@ -651,12 +651,12 @@ def test_encoder_layer_fast_path():
 def test_version_check():
     s = Streamed(Mlp())
     loss = sq(s.model)
-    s.lender.version[2] += 1
+    s.source.version[2] += 1
     with pytest.raises(
         LoopError, match=r"parameters changed between forward and backward of block 'layers.1'"
     ):
         loss.backward()
-    assert not any(s.lender.out.values())
+    assert not any(s.source.out.values())
 
 
 def test_shared_parameter_changed_between():
@@ -805,7 +805,7 @@ def test_gradient_of_an_input_pushes_nothing():
         x = X.clone().requires_grad_()
         got.append(torch.autograd.grad(sq(model, x), x)[0])
     same(*got)
-    assert not s.lender.pushes and all(p.grad is None for p in s.params)
+    assert not s.source.pushes and all(p.grad is None for p in s.params)
     s.finish()
 
 
@@ -845,7 +845,7 @@ def test_handles():
     )
     with pytest.raises(LoopError, match=r"was set or scaled"):
         sq(s.model).backward()
-    assert not any(s.lender.out.values())
+    assert not any(s.source.out.values())
 
 
 def test_error_inside_a_block_gives_it_back():

@@ -1,4 +1,4 @@
-"""Whatever a summer, a coordinator or a worker of a summation hears is taken, or ends it with a
+"""Whatever a reducer, a coordinator or a worker of a summation hears is taken, or ends it with a
 typed error (Rule 8)."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from roadtrain.errors import BudgetError, BusyError, LostError, RoadtrainError, WireError
 from roadtrain.runtime import frames as m
 from roadtrain.runtime.membership import Control, Delegate
-from roadtrain.runtime.reducer import Summer
+from roadtrain.runtime.reducer import Reducer
 
 LIMIT = 1 << 16
 PART = m.encode((0, 0, 0, 2, "\0" * 6, 4))
@@ -69,16 +69,16 @@ def test_a_summer(heard: list[tuple[int, tuple[int, bytes, int]]]) -> None:
             raise BudgetError("no more")
         used[0] += nbytes
 
-    summer = Summer("sum", 2, reserve, lambda _: None)
-    seats = [summer.join(rank, Mute()) for rank in range(2)]  # type: ignore[arg-type]
+    reducer = Reducer("sum", 2, reserve, lambda _: None)
+    seats = [reducer.join(rank, Mute()) for rank in range(2)]  # type: ignore[arg-type]
     for rank, frame in heard:
         if not hear(seats[rank], frame):
             break
         assert used[0] <= LIMIT
-        with summer._lock:
-            summer._decider.check()
-    summer.end(RoadtrainError("over"))
-    for thread in summer.threads:
+        with reducer._lock:
+            reducer._machine.check()
+    reducer.end(RoadtrainError("over"))
+    for thread in reducer.threads:
         thread.join(10)
         assert not thread.is_alive()
 
@@ -91,7 +91,7 @@ def test_a_coordinator(heard: list[tuple[int, bytes, int]]) -> None:
     for frame in heard:
         if not hear(seat, frame):
             break
-        control._decider.check()
+        control._machine.check()
 
 
 @settings(deadline=None, max_examples=100)
@@ -118,8 +118,8 @@ def test_a_worker_that_comes_when_the_summer_has_just_ended_hears_why(
     ended: Any, heard: type[RoadtrainError]
 ) -> None:
     """Unless it is as if the host had died: then it goes on without."""
-    summer = Summer("sum", 2, lambda nbytes: None, lambda _: None)
-    summer.join(0, Mute())  # type: ignore[arg-type]
-    summer.end(ended)
+    reducer = Reducer("sum", 2, lambda nbytes: None, lambda _: None)
+    reducer.join(0, Mute())  # type: ignore[arg-type]
+    reducer.end(ended)
     with pytest.raises(heard, match="doubled" if heard is WireError else "busy"):
-        summer.join(1, Mute())  # type: ignore[arg-type]
+        reducer.join(1, Mute())  # type: ignore[arg-type]

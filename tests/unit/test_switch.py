@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from roadtrain.protocol.switch import Heartbeat, Packet, Receiver, Sender, SwitchDecider
+from roadtrain.protocol.switch import Heartbeat, Packet, Sender, SwitchReceiver, SwitchStateMachine
 
 WINDOW, COUNT = 8, 200
 
@@ -15,9 +15,9 @@ WINDOW, COUNT = 8, 200
 def gradients(workers: int, seed: int, lost: float) -> list[int]:
     """All gradients of COUNT numbers through a switch that loses packets: what the server gets."""
     rng = random.Random(seed)
-    switch = SwitchDecider(workers, WINDOW, WINDOW, int.__add__)
+    switch = SwitchStateMachine(workers, WINDOW, WINDOW, int.__add__)
     senders = [Sender(WINDOW) for _ in range(workers)]
-    server, got = Receiver(WINDOW), list[int]()
+    server, got = SwitchReceiver(WINDOW), list[int]()
     wire: list[tuple[float, int, str, object]] = []
     now, tick = 0.0, 0
 
@@ -73,7 +73,7 @@ def test_sums_are_exact_whatever_is_lost(workers: int, lost: float) -> None:  # 
 
 def test_a_late_resend_does_not_poison_a_slot() -> None:
     """L10: as printed, an entry that is cleared when complete takes a resend for a new sum."""
-    switch = SwitchDecider(2, 2, 2, int.__add__)
+    switch = SwitchStateMachine(2, 2, 2, int.__add__)
     assert switch.gradient(Packet(0, 1, 0)) == []
     assert switch.gradient(Packet(0, 2, 1)) == [Packet(0, 3)]
     assert switch.gradient(Packet(0, 1, 0)) == [Packet(0, 3)]  # a resend is answered
@@ -84,7 +84,7 @@ def test_a_late_resend_does_not_poison_a_slot() -> None:
 
 
 def test_parameters_go_to_all_and_heartbeats_are_merged() -> None:
-    switch = SwitchDecider(3, 4, 4, int.__add__)
+    switch = SwitchStateMachine(3, 4, 4, int.__add__)
     assert [worker for worker, _ in switch.parameters(Packet(0, "p"))] == [0, 1, 2]
     assert switch.from_worker(Heartbeat(5, 8, 0)) == Heartbeat(0, 3)
     switch.from_worker(Heartbeat(4, 7, 1))
@@ -95,7 +95,7 @@ def test_parameters_go_to_all_and_heartbeats_are_merged() -> None:
 
 def test_credit_bounds_what_is_under_way() -> None:
     """A sender stops at its credit; a receiver that frees nothing gives no more."""
-    sender, receiver = Sender(4), Receiver(4)
+    sender, receiver = Sender(4), SwitchReceiver(4)
     assert sender.ready(100) == [0, 1, 2, 3] and sender.ready(100) == []
     assert all(receiver.packet(n) for n in range(4)) and not receiver.packet(4)
     sender.beat(receiver.heartbeat())

@@ -8,7 +8,7 @@ from references import reference_accumulate, reference_top_k
 
 from roadtrain.errors import RuleError
 from roadtrain.kernels import topk
-from roadtrain.kernels.cast import NUMPY_OF, reference_narrow
+from roadtrain.kernels.cast import NUMPY_OF, reference_downcast
 
 N = 70_003
 
@@ -30,7 +30,7 @@ def data(kind, dtype, n=N):
         x[: n // 50] *= 1e6
     elif kind == "periodic":
         x *= (np.arange(n) % 64 == 3) * 1000 + 1
-    return reference_narrow(x.astype(np.float32), dtype)
+    return reference_downcast(x.astype(np.float32), dtype)
 
 
 def run(function, x, dtype, k):

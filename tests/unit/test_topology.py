@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from roadtrain.protocol.host_roots import Switch, switches_of
+from roadtrain.protocol.host_roots import PcieSwitch, switches_of
 from roadtrain.runtime.host import ACCELERATORS, CARDS, NVIDIA, cards, functions, topology
 
 GPU, GPU_2 = "pci0000:40/0000:40:01.1/0000:41:00.0", "pci0000:c0/0000:c0:01.1/0000:c1:00.0"
@@ -110,13 +110,16 @@ def test_who_sums_reads_the_same(server: Tree) -> None:
     server.function("pci0000:00/0000:00:02.0", "0x030000", "0x1a03", 0, ("", 0), ("", 0))
     found = functions(ACCELERATORS, NVIDIA, server.root)
     assert [Path(place).name for place in found] == ["0000:41:00.0", "0000:c1:00.0"]
-    assert switches_of(found, functions(CARDS, root=server.root)) == [Switch((0,)), Switch((1,))]
+    assert switches_of(found, functions(CARDS, root=server.root)) == [
+        PcieSwitch((0,)),
+        PcieSwitch((1,)),
+    ]
     server.function(
         "pci0000:c0/0000:c0:01.1/0000:c1:00.1", "0x020700", "0x15b3", 1, ("", 0), ("", 0)
     )
     assert switches_of(found, functions(CARDS, root=server.root)) == [
-        Switch((0,)),
-        Switch((1,), nic=True),
+        PcieSwitch((0,)),
+        PcieSwitch((1,), nic=True),
     ]
 
 

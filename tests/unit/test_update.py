@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from roadtrain.errors import RuleError
-from roadtrain.kernels.cast import reference_narrow, uncached
+from roadtrain.kernels.cast import reference_downcast, uncached
 from roadtrain.kernels.generic import check_rule
 from roadtrain.kernels.lion import Lion
 from roadtrain.kernels.rules import AdamRule, SgdRule, rules_for
@@ -86,7 +86,7 @@ def test_a_copy_written_past_the_cache_has_the_same_bits(dtype):  # Rule 1
                 copy,
                 dtype,
             )
-            assert np.array_equal(copy, reference_narrow(values, dtype))
+            assert np.array_equal(copy, reference_downcast(values, dtype))
 
 
 @pytest.mark.parametrize(("cls", "options"), CASES, ids=IDS)

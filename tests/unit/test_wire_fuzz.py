@@ -24,7 +24,7 @@ from roadtrain.transport.link import (
     parse_head,
     sealed,
 )
-from roadtrain.transport.stream import Stream
+from roadtrain.transport.stream import FrameStream
 from roadtrain.units import KIB
 
 LIMIT = 64 * KIB
@@ -128,7 +128,7 @@ class Counter:
 
 
 def run(*data: bytes, summed: bool = False) -> Counter:
-    got, link = Counter(), Stream("the peer", LIMIT, summed, 1.0)
+    got, link = Counter(), FrameStream("the peer", LIMIT, summed, 1.0)
     link.start(got, [Bytes(each) for each in data])
     assert got.done.wait(WAIT_S), "it hangs"
     link.close()
@@ -216,7 +216,7 @@ class Sink:
 @pytest.fixture(scope="module")
 def listener():
     reports: list[str] = []
-    options = tcp.Options(token=TOKEN, handshake_s=2.0, frame_limit=LIMIT)
+    options = tcp.TcpOptions(token=TOKEN, handshake_s=2.0, frame_limit=LIMIT)
     made = tcp.listen(("127.0.0.1", 0), lambda link, hello: Sink(), options, reports.append)
     yield made
     tcp.connect(made.address, Sink(), options).close()
@@ -280,7 +280,7 @@ def test_any_bytes_instead_of_a_server_are_a_typed_error(data, with_token):
     with ours, theirs:
         theirs.sendall(data)
         theirs.shutdown(socket.SHUT_WR)
-        options = tcp.Options(token=token)
+        options = tcp.TcpOptions(token=token)
         try:
             greeting = handshake.greeting(options, token, bytes(16))
             answer = handshake.client_greet(ours, greeting, token, b"hello", deadline)

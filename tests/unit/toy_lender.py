@@ -8,7 +8,7 @@ from roadtrain.chunks import SEGMENT
 from roadtrain.streaming.activations import Activations
 from roadtrain.streaming.released import is_released
 from roadtrain.streaming.split import DTYPES, split, table
-from roadtrain.streaming.stream import Stream
+from roadtrain.streaming.stream import BlockStream
 
 
 class ToyLender:
@@ -39,13 +39,13 @@ class ToyLender:
                             flat[span.start : span.stop].view(self.table.params[span.param].shape),
                         )
 
-    def borrow(self, block):
+    def fetch(self, block):
         buffer = torch.from_numpy(self.bytes[block]).clone()  # aligned: MKL rounds by alignment
         self.out.setdefault(block, []).append(buffer)
         self.borrows.append(block)
         return buffer, self.version[block]
 
-    def give_back(self, block):
+    def release(self, block):
         self.out[block].pop().fill_(255)  # NaN in every dtype: who still looks will see it
 
     def gradient_buffer(self, block):
@@ -90,14 +90,14 @@ class Streamed:
         self.names = [n for part in parts for n, _ in part.params]
         groups = dict.fromkeys(self.params, 0) if groups is None else groups
         self.table = table(self.split, groups, dtype, SEGMENT)
-        self.lender = ToyLender(self.table, self.params)
+        self.source = ToyLender(self.table, self.params)
         self.activations = Activations(budget, scratch, "cpu")
         self.ends = 0
-        self.stream = Stream(
-            model, self.split, self.table, self.lender, self.activations, "cpu", self.ended
+        self.stream = BlockStream(
+            model, self.split, self.table, self.source, self.activations, "cpu", self.ended
         )
         self.stream.attach()
-        self.root = torch.from_numpy(self.lender.bytes[0])
+        self.root = torch.from_numpy(self.source.bytes[0])
         self.stream.root_views(self.root)
 
     def ended(self):
@@ -108,31 +108,31 @@ class Streamed:
         return (
             self.params[index].grad
             if index < len(self.split.root.params)
-            else self.lender.grads.get(index)
+            else self.source.grads.get(index)
         )
 
     def value(self, name):
-        return next(v for i, _, v in self.lender.views(None) if self.names[i] == name)
+        return next(v for i, _, v in self.source.views(None) if self.names[i] == name)
 
     def zero_grad(self):
-        self.lender.grads.clear()
+        self.source.grads.clear()
         for p in self.params:
             p.grad = None
 
     def sgd(self, lr):
         """One step on the stored values; every block gets a new version."""
-        for index, _, view in self.lender.views(None):
+        for index, _, view in self.source.views(None):
             grad = self.grad(self.names[index])
             if grad is not None:
                 view.sub_(grad, alpha=lr)
-        for block in self.lender.version:
-            self.lender.version[block] += 1
+        for block in self.source.version:
+            self.source.version[block] += 1
         self.zero_grad()
 
     def finish(self):
         """All is given back, dropped, and freed."""
         assert all(self.stream.pending(i + 1) == 0 for i in range(len(self.split.blocks)))
-        assert not any(self.lender.out.values())
+        assert not any(self.source.out.values())
         self.activations.check()
         assert self.activations.bytes_held == 0
         for part in self.split.blocks:

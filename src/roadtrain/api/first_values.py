@@ -19,14 +19,14 @@ from torch import nn
 from roadtrain.chunks import ChunkTable, ParamSpec
 from roadtrain.errors import ConfigError
 from roadtrain.kernels.cast import cast
-from roadtrain.runtime.local_session import Engine
-from roadtrain.runtime.session import Cluster
+from roadtrain.runtime.local_session import LocalSession
+from roadtrain.runtime.session import RemoteSession
 from roadtrain.storage.convert import MASTER, Source
 from roadtrain.storage.safetensors_io import Tensor, open_dir
 from roadtrain.streaming.activations import Activations
 from roadtrain.streaming.init import materialize, release
-from roadtrain.streaming.split import DTYPES, NAMES, Part, Split, as_numpy
-from roadtrain.streaming.stream import Stream
+from roadtrain.streaming.split import DTYPES, NAMES, ModulePart, Split, as_numpy
+from roadtrain.streaming.stream import BlockStream
 
 
 def start(
@@ -34,7 +34,7 @@ def start(
     model: nn.Module,
     parts: Split,
     table: ChunkTable,
-    engine: Engine | Cluster,
+    engine: LocalSession | RemoteSession,
     device: torch.device,
     weights: str | Path | None,
     init: Callable[[nn.Module], None] | None,
@@ -44,24 +44,26 @@ def start(
     given = open_dir(weights) if weights is not None else {}
     if weights is not None:
         _check_weights(given, table)
-    layout = engine.layout
-    hypers = [rule.hyper(group) for rule, group in zip(layout.rules, placed.param_groups)]
-    hypers += [()] * (len(layout.rules) - len(hypers))
+    store_plan = engine.store_plan
+    hyperparameters = [
+        rule.hyper(group) for rule, group in zip(store_plan.rules, placed.param_groups)
+    ]
+    hyperparameters += [()] * (len(store_plan.rules) - len(hyperparameters))
     on_meta = any(t.is_meta for t in (*model.parameters(), *model.buffers()))
     for block, part in zip(table.blocks, (parts.root, *parts.blocks)):
         if on_meta:
             materialize(part, parts, init, values=engine.new and not given, given=given)
         if engine.new:
-            engine.fill(block, _source(part, given), hypers)
+            engine.fill(block, _source(part, given), hyperparameters)
         if block.index:
             release(part.params)
         engine.worker.heap.trim(at_once=True)
-    for twin in layout.table.blocks[len(table.blocks) :]:
+    for residual_block in store_plan.table.blocks[len(table.blocks) :]:
         if engine.new:
-            engine.fill(twin, lambda *_: None, hypers)
-    scratch = layout.directories[0] if layout.directories else None
+            engine.fill(residual_block, lambda *_: None, hyperparameters)
+    scratch = store_plan.directories[0] if store_plan.directories else None
     activations = Activations(activation_bytes, scratch, device)
-    stream = Stream(model, parts, table, placed, activations, device, placed.pass_ended)
+    stream = BlockStream(model, parts, table, placed, activations, device, placed.pass_ended)
     release(parts.root.params)
     for b in model.buffers():
         b.data = b.data.to(device)
@@ -74,7 +76,7 @@ def start(
     placed.forward_begins()
 
 
-def _source(part: Part, given: Mapping[str, Tensor]) -> Source:
+def _source(part: ModulePart, given: Mapping[str, Tensor]) -> Source:
     tensors = dict(part.params)
 
     def source(spec: ParamSpec, what: str, start: int, stop: int) -> np.ndarray | None:

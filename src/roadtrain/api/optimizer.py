@@ -30,9 +30,9 @@ from roadtrain.api import optimizer_states
 from roadtrain.api.state_dicts import ModelStates, Pieces, Values
 from roadtrain.chunks import ChunkTable, ParamSpec
 from roadtrain.errors import ForeignError, GoneError, LoopError
-from roadtrain.runtime.local_session import Engine, Layout, pieces_of
-from roadtrain.runtime.session import Cluster, Group
-from roadtrain.runtime.trace import Stage
+from roadtrain.runtime.local_session import LocalSession, StorePlan, pieces_of
+from roadtrain.runtime.session import RemoteSession, WorkerGroup
+from roadtrain.runtime.trace import StageTotals
 from roadtrain.storage.generation import OpenedStore, open_store
 from roadtrain.streaming import plain
 from roadtrain.streaming.activations import Activations
@@ -46,7 +46,7 @@ from roadtrain.streaming.released import (
     set_released,
 )
 from roadtrain.streaming.split import Split
-from roadtrain.streaming.stream import Stream
+from roadtrain.streaming.stream import BlockStream
 
 
 class PlacedOptimizer(torch.optim.Optimizer):
@@ -63,7 +63,7 @@ class PlacedOptimizer(torch.optim.Optimizer):
         optimizer: torch.optim.Optimizer,
         parts: Split,
         base: ChunkTable,
-        engine: Engine | Cluster,
+        engine: LocalSession | RemoteSession,
         backwards_per_step: int | None,
         extra: dict[str, Any],
         report: Callable[[str], None] = print,
@@ -76,7 +76,7 @@ class PlacedOptimizer(torch.optim.Optimizer):
         self._parts, self._worker = parts, engine.worker
         # the model's stream is given this object as its lender, the gradients' handles as their
         # book
-        self.give_back = self._worker.give_back
+        self.release = self._worker.release
         self.gradient_buffer, self.sum_squares = (
             self._worker.gradient_buffer,
             self._worker.sum_squares,
@@ -89,14 +89,14 @@ class PlacedOptimizer(torch.optim.Optimizer):
         self._promise = backwards_per_step
         self._passes = 0
         # used by updates that have begun in this step
-        self._hypers: dict[int, tuple[float, ...]] | None = None
+        self._hyperparameters: dict[int, tuple[float, ...]] | None = None
         self.steps_done = engine.step
         # which of the workers this is
-        self.group = engine.group if isinstance(engine, Cluster) else Group()
+        self.group = engine.group if isinstance(engine, RemoteSession) else WorkerGroup()
         self._due: int | None = None  # a sealed step whose state of the job is not captured yet
         # or, until asked for: (blocks, loss scaling undone)
         self._norm: float | tuple[list[int], float] = math.nan
-        self._stream: Stream | None = None
+        self._stream: BlockStream | None = None
         self._hooks: list[Any] = []
         # the model is: a root parameter then keeps its class, which is guarded
         self._compiled = False
@@ -112,7 +112,7 @@ class PlacedOptimizer(torch.optim.Optimizer):
         self._history = ""  # another one after each time that other values were loaded
         self._writing = False  # what was loaded is on its way to the store
         self._reopened: Pieces | None = None  # of a closed store, while it is read
-        where = engine.layout.directories
+        where = engine.store_plan.directories
         self._states = ModelStates(
             model, self._params, base.params, self, where[0] if where else None, report
         )
@@ -122,9 +122,9 @@ class PlacedOptimizer(torch.optim.Optimizer):
 
     # what else the model's stream calls
 
-    def borrow(self, block: int) -> tuple[torch.Tensor, int]:
+    def fetch(self, block: int) -> tuple[torch.Tensor, int]:
         self.write_staged()
-        return self._worker.borrow(block)
+        return self._worker.fetch(block)
 
     def push(self, block: int, buffer: torch.Tensor, present: Sequence[int]) -> None:
         state = self._worker.blocks[block]
@@ -135,7 +135,7 @@ class PlacedOptimizer(torch.optim.Optimizer):
                 " not cleared",
                 hint="call optimizer.zero_grad() once a step",
             )
-        if not fresh and self._worker.twin:
+        if not fresh and self._worker.residual_block:
             raise LoopError(
                 "error feedback keeps one residual a step, and this is its second backward pass",
                 hint="one backward pass before each step(), or error_feedback=False",
@@ -146,11 +146,11 @@ class PlacedOptimizer(torch.optim.Optimizer):
             and self._passes + 1 == self._promise
             and not self._stream.pending(block)
         )
-        if whole and self._hypers is None:
+        if whole and self._hyperparameters is None:
             self._states.settle()
-            self._hypers = self._now_hypers()
+            self._hyperparameters = self._current_hyperparameters()
         at_once: dict[str, Any] = (
-            {"step": self.steps_done + 1, "hypers": self._hypers} if whole else {}
+            {"step": self.steps_done + 1, "hyperparameters": self._hyperparameters} if whole else {}
         )
         self._worker.push_block(block, buffer, present, fresh=fresh, **at_once)
 
@@ -182,14 +182,14 @@ class PlacedOptimizer(torch.optim.Optimizer):
             )
         super().add_param_group(param_group)
 
-    def _now_hypers(self) -> dict[int, tuple[float, ...]]:
+    def _current_hyperparameters(self) -> dict[int, tuple[float, ...]]:
         # rules of residuals, behind them, take none
-        pairs = zip(self._engine.layout.rules, self.param_groups)
+        pairs = zip(self._engine.store_plan.rules, self.param_groups)
         return {i: rule.hyper(group) for i, (rule, group) in enumerate(pairs)}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Release the updates of this step and seal it; they run while the next forward does.
+        """ApplyUpdate the updates of this step and seal it; they run while the next forward does.
         With GradScaler, a step with inf or nan is skipped: nothing changes but the number of
         steps."""
         loss = None
@@ -197,13 +197,13 @@ class PlacedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.write_staged()
-        if self._hypers is None:
+        if self._hyperparameters is None:
             self._states.settle()
         self._check_gradients()
         self._capture()
         step, unscale, skip = self.steps_done + 1, *amp_of(self)
-        hypers = self._now_hypers()
-        self._check_promise(hypers, unscale, skip)
+        hyperparameters = self._current_hyperparameters()
+        self._check_promise(hyperparameters, unscale, skip)
         self._push_root()
         states = self._worker.blocks[: len(self._table.blocks)]
         several = self._worker.workers > 1
@@ -214,12 +214,15 @@ class PlacedOptimizer(torch.optim.Optimizer):
             if skip and not several:
                 self._worker.forget(block)
             else:
-                self._worker.release(
-                    block, step, hypers, lambda i: None if skip else self._scale(i, unscale)
+                self._worker.apply_update(
+                    block,
+                    step,
+                    hyperparameters,
+                    lambda i: None if skip else self._scale(i, unscale),
                 )
         self._worker.seal(step)
         self._norm = held, abs(unscale)
-        self.steps_done, self._due, self._hypers, self._passes = step, step, None, 0
+        self.steps_done, self._due, self._hyperparameters, self._passes = step, step, None, 0
         self._given._opt_called = True
         self._root_handles.clear()  # model.zero_grad() does not tell us
         if self._worker.root_is_old and not self._compiled:
@@ -245,12 +248,12 @@ class PlacedOptimizer(torch.optim.Optimizer):
                 )
 
     def _check_promise(
-        self, hypers: Mapping[int, tuple[float, ...]], unscale: float, skip: bool
+        self, hyperparameters: Mapping[int, tuple[float, ...]], unscale: float, skip: bool
     ) -> None:
-        if self._hypers is None:
+        if self._hyperparameters is None:
             return
         scaled = any(isinstance(p.grad, PlacedGrad) and p.grad.scale != 1.0 for p in self._params)
-        if skip or unscale != 1.0 or scaled or hypers != self._hypers:
+        if skip or unscale != 1.0 or scaled or hyperparameters != self._hyperparameters:
             raise LoopError(
                 "updates began in backward, but then gradients were scaled or the learning rate"
                 " changed",
@@ -413,7 +416,7 @@ class PlacedOptimizer(torch.optim.Optimizer):
             self._norm = math.sqrt(squares) * unscale if math.isfinite(squares) else math.inf
         return self._norm
 
-    def stages(self) -> dict[str, Stage]:
+    def stages(self) -> dict[str, StageTotals]:
         return self._engine.stages.take()
 
     def memory(self) -> dict[str, int]:
@@ -421,12 +424,15 @@ class PlacedOptimizer(torch.optim.Optimizer):
         plain = 0
         for chunk in self._table.chunks:
             n = sum(s.stop - s.start for s in chunk.spans)
-            plain += chunk.public_nbytes * (2 if chunk.trainable else 1)  # parameters, gradients
+            plain += chunk.weights_nbytes * (2 if chunk.trainable else 1)  # parameters, gradients
             if chunk.trainable:
                 plain += (
                     n
                     * 4
-                    * (len(self._engine.layout.rules[chunk.group].arrays) + (chunk.dtype != "fp32"))
+                    * (
+                        len(self._engine.store_plan.rules[chunk.group].arrays)
+                        + (chunk.dtype != "fp32")
+                    )
                 )
         return {"resident": self._engine.nbytes(), "plain": plain}
 
@@ -445,7 +451,7 @@ class PlacedOptimizer(torch.optim.Optimizer):
     @property
     def rules(self) -> Sequence[Any]:
         """Of each parameter group."""
-        return self._engine.layout.rules[: len(self.param_groups)]
+        return self._engine.store_plan.rules[: len(self.param_groups)]
 
     @property
     def numbers(self) -> dict[int, int]:
@@ -467,7 +473,7 @@ class PlacedOptimizer(torch.optim.Optimizer):
             "step": self.steps_done,
             "job": meta.job,
             "history": self._history,
-            "where": ", ".join(map(str, self._engine.layout.directories or meta.directories)),
+            "where": ", ".join(map(str, self._engine.store_plan.directories or meta.directories)),
         }
 
     def state_dict(self, gather: bool | None = None) -> dict[str, Any]:
@@ -501,8 +507,8 @@ class PlacedOptimizer(torch.optim.Optimizer):
     def _say_ram(self) -> None:
         if (
             self.steps_done
-            and self._engine.layout.directories == ()
-            and isinstance(self._engine, Engine)
+            and self._engine.store_plan.directories == ()
+            and isinstance(self._engine, LocalSession)
         ):
             if self._said_ram:
                 return
@@ -570,10 +576,12 @@ class PlacedOptimizer(torch.optim.Optimizer):
             self._states.settle()
             self._finish_steps()
             before, self._history = self._history, uuid.uuid4().hex
-            hypers = [rule.hyper(group) for rule, group in zip(self.rules, self.param_groups)]
-            change = optimizer_states.writer(self, given, self._states.staged, hypers)
+            hyperparameters = [
+                rule.hyper(group) for rule, group in zip(self.rules, self.param_groups)
+            ]
+            change = optimizer_states.writer(self, given, self._states.staged, hyperparameters)
             try:
-                assert isinstance(self._engine, Engine)
+                assert isinstance(self._engine, LocalSession)
                 self._engine.rewrite(change, step, self.job_state())
             except BaseException:
                 self._history = before
@@ -591,8 +599,8 @@ class PlacedOptimizer(torch.optim.Optimizer):
                 "the placed optimizer is closed: nothing can be loaded",
                 hint="place the model again",
             )
-        if not isinstance(self._engine, Engine) or self._engine.layout.staleness == 1:
-            what = "with staleness 1" if isinstance(self._engine, Engine) else "on servers"
+        if not isinstance(self._engine, LocalSession) or self._engine.store_plan.staleness == 1:
+            what = "with staleness 1" if isinstance(self._engine, LocalSession) else "on servers"
             raise LoopError(
                 f"other values cannot be loaded into state {what}",
                 hint=(
@@ -639,22 +647,25 @@ class PlacedOptimizer(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def _reopen(self) -> Iterator[OpenedStore]:
-        layout = self._engine.layout
-        if not layout.directories or not isinstance(self._engine, Engine):
+        store_plan = self._engine.store_plan
+        if not store_plan.directories or not isinstance(self._engine, LocalSession):
             where = (
-                "on the servers" if isinstance(self._engine, Cluster) else "in RAM, and are gone"
+                "on the servers"
+                if isinstance(self._engine, RemoteSession)
+                else "in RAM, and are gone"
             )
             raise LoopError(
                 f"the placed optimizer is closed: the parameters of this model rest {where}",
                 hint="take state_dict() before close(), or place the model again",
             )
         with contextlib.closing(
-            open_store(layout.directories, direct=layout.direct) or _nothing(layout)
+            open_store(store_plan.directories, direct=store_plan.direct) or _nothing(store_plan)
         ) as store:
             if (store.meta.job, store.step) != (self._engine.meta.job, self.steps_done):
                 raise LoopError(
                     f"the model's parameters were those of step {self.steps_done} when it was"
-                    f" closed; the store in {layout.directories[0]} is at step {store.step} now",
+                    f" closed; the store in {store_plan.directories[0]} is at step"
+                    f" {store.step} now",
                     hint="place the model again",
                 )
             yield store
@@ -706,7 +717,7 @@ class PlacedOptimizer(torch.optim.Optimizer):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def attach(self, stream: Stream, activations: Activations) -> None:
+    def attach(self, stream: BlockStream, activations: Activations) -> None:
         """Called once by place()."""
         self._stream = stream
         self._states.attach()
@@ -747,8 +758,8 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: b for name, b in model.named_buffers() if id(b) in kept}
 
 
-def _nothing(layout: Layout) -> OpenedStore:
-    raise GoneError(f"{layout.directories[0]}: holds no store any more")
+def _nothing(store_plan: StorePlan) -> OpenedStore:
+    raise GoneError(f"{store_plan.directories[0]}: holds no store any more")
 
 
 def amp_of(optimizer: torch.optim.Optimizer) -> tuple[float, bool]:

@@ -25,13 +25,13 @@ from roadtrain.errors import LoopError
 from roadtrain.kernels.rules import Rule, SgdRule
 from roadtrain.runtime.local_session import start_state
 from roadtrain.storage.convert import MASTER, RecordView
-from roadtrain.storage.tier import PUBLIC
+from roadtrain.storage.tier import WEIGHTS
 
 KEY = "roadtrain"
 Staged = Mapping[int, torch.Tensor]
 
 
-class Place(Protocol):
+class PlacedState(Protocol):
     """What is needed of a PlacedOptimizer. `numbers`: of each trainable parameter, its number
     in torch's form."""
 
@@ -60,7 +60,7 @@ def groups_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def gather(
-    place: Place, pieces: Pieces, values_of: Callable[[Sequence[ParamSpec]], Values]
+    place: PlacedState, pieces: Pieces, values_of: Callable[[Sequence[ParamSpec]], Values]
 ) -> dict[str, Any]:
     """The whole form. `values_of`: room for such tensors, all fp32."""
     wanted = list[tuple[int, int, str]]()  # number, parameter, which of its arrays
@@ -87,7 +87,7 @@ def gather(
     return {"state": state, "param_groups": groups_of(place.param_groups), KEY: said}
 
 
-def checksum(place: Place, pieces: Pieces, staged: Staged) -> str:
+def checksum(place: PlacedState, pieces: Pieces, staged: Staged) -> str:
     """Of the trainable parameters as the model computes with them. `staged`: newer values of
     some."""
     out = xxhash.xxh3_128()
@@ -101,11 +101,11 @@ def checksum(place: Place, pieces: Pieces, staged: Staged) -> str:
 
 def _now(spec: ParamSpec, pieces: Pieces, staged: torch.Tensor | None) -> Iterator[np.ndarray]:
     if staged is None:
-        return (values for _, values in pieces(spec.name, PUBLIC))
+        return (values for _, values in pieces(spec.name, WEIGHTS))
     return (flat_of(staged, first, first + n, spec.dtype) for first, n in steps_of(spec.numel))
 
 
-def check_groups(place: Place, given: Mapping[str, Any]) -> None:
+def check_groups(place: PlacedState, given: Mapping[str, Any]) -> None:
     """Raises LoopError where these are groups of another optimizer."""
     if not isinstance(given, Mapping) or not {"state", "param_groups"} <= given.keys():
         raise LoopError("this is no state of an optimizer: 'state' or 'param_groups' is absent")
@@ -118,7 +118,7 @@ def check_groups(place: Place, given: Mapping[str, Any]) -> None:
         )
 
 
-def take_groups(place: Place, given: Mapping[str, Any]) -> None:
+def take_groups(place: PlacedState, given: Mapping[str, Any]) -> None:
     """Learning rates and all other hyperparameters."""
     for group, saved in zip(place.param_groups, given["param_groups"]):
         for key, value in saved.items():
@@ -128,7 +128,7 @@ def take_groups(place: Place, given: Mapping[str, Any]) -> None:
                 group[key] = value
 
 
-def check_reference(place: Place, said: Mapping[str, Any]) -> None:
+def check_reference(place: PlacedState, said: Mapping[str, Any]) -> None:
     """Raises LoopError where the small form speaks of another store or step than there is."""
     now = place.reference
     keys = ("job", "history", "step")
@@ -148,7 +148,7 @@ def check_reference(place: Place, said: Mapping[str, Any]) -> None:
     )
 
 
-def check_state(place: Place, given: Mapping[str, Any]) -> None:
+def check_state(place: PlacedState, given: Mapping[str, Any]) -> None:
     """Raises LoopError where the whole form does not fit the optimizer's rules and parameters."""
     state = given["state"]
     for index, number in place.numbers.items():
@@ -174,7 +174,9 @@ def check_state(place: Place, given: Mapping[str, Any]) -> None:
             )
 
 
-def check_parameters(place: Place, said: Mapping[str, Any], pieces: Pieces, staged: Staged) -> None:
+def check_parameters(
+    place: PlacedState, said: Mapping[str, Any], pieces: Pieces, staged: Staged
+) -> None:
     """Raises LoopError where the whole form belongs to other parameters than there are."""
     if said["step"] and said["parameters"] != checksum(place, pieces, staged):
         raise LoopError(
@@ -189,7 +191,10 @@ def check_parameters(place: Place, said: Mapping[str, Any], pieces: Pieces, stag
 
 
 def writer(
-    place: Place, given: Mapping[str, Any] | None, staged: Staged, hypers: Sequence[Sequence[float]]
+    place: PlacedState,
+    given: Mapping[str, Any] | None,
+    staged: Staged,
+    hyperparameters: Sequence[Sequence[float]],
 ) -> Callable[[RecordView], None]:
     """What `Engine.rewrite` does to a record: values put aside by the model's load_state_dict,
     then the whole form. What error feedback has not sent belongs to the steps before: a whole
@@ -215,9 +220,9 @@ def writer(
                     given["state"].get(number, {}),
                     cut,
                     place.rules[spec.group],
-                    hypers[spec.group],
+                    hyperparameters[spec.group],
                 )
-        view.cast_public()
+        view.cast_weights()
 
     return change
 

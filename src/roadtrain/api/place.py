@@ -26,18 +26,18 @@ from roadtrain.device.copies import beside_accelerator, own_device
 from roadtrain.errors import ConfigError, ModelError
 from roadtrain.kernels.generic import say_generic
 from roadtrain.kernels.rules import rules_for
-from roadtrain.runtime.compress import Compressor, Replace, twins
-from roadtrain.runtime.local_session import Engine, Layout, open_or_none
+from roadtrain.runtime.compress import Compressor, Replace, residual_blocks
+from roadtrain.runtime.local_session import LocalSession, StorePlan, open_or_none
 from roadtrain.runtime.residuals import Residuals
-from roadtrain.runtime.session import Cluster, Group
+from roadtrain.runtime.session import RemoteSession, WorkerGroup
 from roadtrain.runtime.worker import Worker
 from roadtrain.storage.ledger import StoreMeta
 from roadtrain.storage.mark import IN_RAM, Mark
 from roadtrain.storage.rates import storage_rates
-from roadtrain.streaming.fetched import is_hollow
+from roadtrain.streaming.fetched import has_released_value
 from roadtrain.streaming.split import NAMES, split, table
 from roadtrain.transport.address import address_of
-from roadtrain.transport.tcp import Options
+from roadtrain.transport.tcp import TcpOptions
 from roadtrain.units import parse_bytes, show_bytes, show_rate
 
 Report = Callable[[str], None]
@@ -52,7 +52,7 @@ def place(
     servers: Sequence[str] | None = None,
     replicas: Literal[1, 2] = 1,
     give_up: Sequence[str] = (),
-    link: Options | None = None,
+    link: TcpOptions | None = None,
     relay: str | int | None = None,
     buffering: Literal["auto", "all", "none"] = "auto",
     budget: str | int | None = None,
@@ -119,7 +119,7 @@ def place(
     later steps are known of).
     """
     _check_fresh(optimizer)
-    group = Group.of_environment() if servers else Group()
+    group = WorkerGroup.of_environment() if servers else WorkerGroup()
     paths = [store] if isinstance(store, str | Path) else list(store or ())
     if servers and (len(paths) != error_feedback or store_rates is not None):
         raise ConfigError(
@@ -144,7 +144,7 @@ def place(
         raise ConfigError(
             f"replicas = {replicas} with {len(servers or ())} server(s)", hint="2 needs 2 or more"
         )
-    if not servers and (others := Group.of_environment().workers - 1):
+    if not servers and (others := WorkerGroup.of_environment().workers - 1):
         report(
             f"WORLD_SIZE says {others} more worker(s): without servers each trains by itself,"
             " nothing is averaged"
@@ -156,10 +156,11 @@ def place(
             f"a relay does not find out which of {replicas} replicas is missing",
             hint="leave relay out, or replicas",
         )
-    if relay is not None and link is not None and type(link) is not Options:
+    if relay is not None and link is not None and type(link) is not TcpOptions:
         raise ConfigError(
-            f"a relay reaches the servers over TCP, and link= is {type(link).__module__}.Options",
-            hint="leave relay out, or give roadtrain.transport.tcp.Options",
+            "a relay reaches the servers over TCP, and link= is"
+            f" {type(link).__module__}.{type(link).__name__}",
+            hint="leave relay out, or give roadtrain.transport.tcp.TcpOptions",
         )
     if relay is not None and topk is not None and group.local > 1:
         raise ConfigError(
@@ -194,7 +195,7 @@ def place(
     rules: list[Any] = list(rules_for(optimizer))
     say_generic(rules, report)
     base = table(parts, groups, dtype, chunk_elements)
-    whole, twin_of_root, twin_set = base, 0, frozenset[int]()
+    whole, residual_of_root, residual_set = base, 0, frozenset[int]()
     if error_feedback and topk is None:
         raise ConfigError(
             "error_feedback without topk", hint="give topk=0.02, or drop error_feedback"
@@ -204,12 +205,13 @@ def place(
             "error feedback keeps one residual a step", hint="backwards_per_step must be 1"
         )
     if error_feedback:
-        mine = twins(base, len(rules))
+        mine = residual_blocks(base, len(rules))
         rules += [Replace()] * max(len(b.runs) for b in base.blocks)
         whole = ChunkTable.build([*StoreMeta.of(base, ()).blocks, *mine], chunk_elements)
-        twin_set = frozenset(range(len(base.blocks), len(whole.blocks)))
-        twin_of_root = next(
-            (i for i in twin_set if whole.blocks[i].name == f"residual:{base.blocks[0].name}"), 0
+        residual_set = frozenset(range(len(base.blocks), len(whole.blocks)))
+        residual_of_root = next(
+            (i for i in residual_set if whole.blocks[i].name == f"residual:{base.blocks[0].name}"),
+            0,
         )
     bound = NO_BOUND if staleness == "none" else staleness
     if not isinstance(bound, int) or bound < 0 or (bound and error_feedback):
@@ -223,7 +225,7 @@ def place(
             " backward needs those that forward had",
             hint="leave buffering out",
         )
-    layout = Layout(
+    store_plan = StorePlan(
         whole,
         rules,
         tuple(Path(p) for p in paths),
@@ -236,23 +238,25 @@ def place(
     residuals = None
     if addresses and error_feedback:
         here = (Path(paths[0]) / f"worker-{group.rank}",)
-        residuals = Residuals(Layout(whole, rules, here, direct), len(base.chunks), len(addresses))
+        residuals = Residuals(
+            StorePlan(whole, rules, here, direct), len(base.chunks), len(addresses)
+        )
     if addresses:
-        layout = replace(
-            layout, table=base, rules=rules[: len(optimizer.param_groups)], directories=()
+        store_plan = replace(
+            store_plan, table=base, rules=rules[: len(optimizer.param_groups)], directories=()
         )
     free = psutil.virtual_memory().available
     host = parse_bytes(budget) if budget is not None else free // 2 if paths or addresses else free
     budgets = derive(
         whole,
-        residuals.records if residuals else {} if addresses else layout.meta().records,
-        () if addresses else layout.owners,
+        residuals.records if residuals else {} if addresses else store_plan.meta().records,
+        () if addresses else store_plan.owners,
         host,
         on_files=bool(paths or addresses),
         holds_gradients=backwards_per_step is None,
         serves=not addresses,
-        twins=twin_set,
-        root_twin=twin_of_root,
+        residual_blocks=residual_set,
+        root_residual=residual_of_root,
         # parameters change at any time: backward needs forward's
         buffering="all" if bound > 1 else buffering,
         compressed_bytes=int((topk or 0) / 2 * 8 * sum(c.numel for c in base.trainable))
@@ -276,17 +280,21 @@ def place(
         )
     if mark is not None and not paths and not addresses:
         mark.check("", -1, IN_RAM)
-    where = ", ".join(map(str, layout.directories))
+    where = ", ".join(map(str, store_plan.directories))
     opened = open_or_none(
-        layout, report, lambda job, step: mark.check(job, step, where) if mark is not None else None
+        store_plan,
+        report,
+        lambda job, step: mark.check(job, step, where) if mark is not None else None,
     )
     said = opened.notes if opened is not None else ()
     if opened is None and store_rates is not None:
-        layout = replace(layout, weights=_rates(layout.directories, store_rates, report))
+        store_plan = replace(
+            store_plan, weights=_rates(store_plan.directories, store_rates, report)
+        )
     if (
         opened is None
         and weights is None
-        and (gone := [n for n, p in model.named_parameters() if is_hollow(p)])
+        and (gone := [n for n, p in model.named_parameters() if has_released_value(p)])
     ):
         raise ConfigError(
             f"{len(gone)} of the model's parameters hold no values ({gone[0]!r}): it is placed,"
@@ -296,13 +304,13 @@ def place(
                 " weights=DIRECTORY"
             ),
         )
-    engine: Engine | Cluster
+    engine: LocalSession | RemoteSession
     if addresses:
-        engine = Cluster(
-            layout,
+        engine = RemoteSession(
+            store_plan,
             budgets,
             addresses,
-            _patient(link or Options(), deadline_s),
+            _patient(link or TcpOptions(), deadline_s),
             group,
             device,
             compute_blocks=range(1, len(base.blocks)),
@@ -326,8 +334,8 @@ def place(
             ),
         )
     else:
-        engine = Engine(
-            layout,
+        engine = LocalSession(
+            store_plan,
             budgets,
             opened,
             device,
@@ -360,7 +368,7 @@ def place(
         if paths
         else "RAM: it is lost when this process ends"
     )
-    if isinstance(engine, Cluster):
+    if isinstance(engine, RemoteSession):
         where = (
             f"{len(addresses)} server(s) {engine.rests}, replicas = {replicas}, "
             f"worker {group.rank} of {group.workers}"
@@ -372,7 +380,7 @@ def place(
     return placed
 
 
-def _patient(link: Options, deadline_s: float) -> Options:
+def _patient(link: TcpOptions, deadline_s: float) -> TcpOptions:
     """As long as the user's deadline where the options do not say how long: servers may still be
     starting, or hold the session of workers that are leaving."""
     return link if link.retry_s is not None else replace(link, retry_s=deadline_s)

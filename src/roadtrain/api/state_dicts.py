@@ -34,7 +34,7 @@ from roadtrain.chunks import ITEMSIZE, PAGE, ParamSpec
 from roadtrain.errors import LoopError
 from roadtrain.storage.convert import MASTER
 from roadtrain.storage.scratch import Scratch
-from roadtrain.storage.tier import PUBLIC
+from roadtrain.storage.tier import WEIGHTS
 from roadtrain.streaming.split import DTYPES, NAMES, as_numpy
 from roadtrain.units import round_up
 
@@ -271,7 +271,7 @@ class ModelStates:
 
     def _read(self, values: Values, index: int, with_grad: bool) -> torch.Tensor:
         with self._source.reading() as pieces:
-            tensor = values.take(index, pieces(self._specs[index].name, PUBLIC))
+            tensor = values.take(index, pieces(self._specs[index].name, WEIGHTS))
         return nn.Parameter(tensor, self._params[index].requires_grad) if with_grad else tensor
 
     def settle(self) -> None:
@@ -361,7 +361,7 @@ class ModelStates:
         spec = self._specs[index]
         held = "fp32" if spec.trainable else spec.dtype
         exact = spec.trainable and given.dtype in (torch.float32, torch.float64)
-        what, compared = (MASTER, "fp32") if exact else (PUBLIC, spec.dtype)
+        what, compared = (MASTER, "fp32") if exact else (WEIGHTS, spec.dtype)
         flat = given.detach().reshape(-1)
         self.staged.pop(index, None)
         with self._source.reading() as pieces:

@@ -20,7 +20,7 @@ HUGE = 2 * MIB  # buffers are whole huge pages
 
 @dataclass(frozen=True)
 class Budgets:
-    """`resident` / `public_resident`: chunks whose record / public part is kept in memory.
+    """`resident` / `public_resident`: chunks whose record / weights part is kept in memory.
     Bytes are upper limits."""
 
     root_bytes: int
@@ -34,7 +34,7 @@ class Budgets:
     activation_bytes: int
     compressed_bytes: int  # indices and values that wait for the update
     resident: frozenset[int]
-    public_resident: frozenset[int]
+    weights_resident: frozenset[int]
     resident_bytes: int
     kept: int = 0  # slots of `slots` that are there to keep blocks from forward to backward
 
@@ -61,8 +61,8 @@ def derive(
     on_files: bool,
     holds_gradients: bool,
     serves: bool = True,
-    twins: frozenset[int] = frozenset(),
-    root_twin: int = 0,
+    residual_blocks: frozenset[int] = frozenset(),
+    root_residual: int = 0,
     compressed_bytes: int = 0,
     buffering: str = "auto",
 ) -> Budgets:
@@ -74,7 +74,7 @@ def derive(
     backward ("auto": as many as fit where they come over a network; "all", "none"). Raises
     BudgetError with the least number of bytes that would do.
     """
-    root, blocks = table.blocks[0], [b for b in table.blocks[1:] if b.index != root_twin]
+    root, blocks = table.blocks[0], [b for b in table.blocks[1:] if b.index != root_residual]
     slot = max((round_up(b.pull_nbytes, HUGE) for b in blocks), default=0) or HUGE
     # also where no block trains
     push = max((round_up(b.push_nbytes, HUGE) for b in blocks), default=0) or HUGE
@@ -82,11 +82,11 @@ def derive(
     scratch = max((round_up(c.numel * 4, HUGE) for c in table.trainable), default=0)
     # parameters, torch's own p.grad, and the flat piece that is pushed
     root_bytes = round_up(root.pull_nbytes, HUGE) + 2 * round_up(root.push_nbytes, HUGE)
-    if root_twin:
-        root_bytes += round_up(table.blocks[root_twin].pull_nbytes, HUGE)
+    if root_residual:
+        root_bytes += round_up(table.blocks[root_residual].pull_nbytes, HUGE)
     servers = max(owners, default=0) + 1
     all_records = sum(round_up(r.nbytes, 4096) for r in records.values())
-    compute = len(blocks) - len(twins - {root_twin})
+    compute = len(blocks) - len(residual_blocks - {root_residual})
     slots, pushes, per_server, activations = (
         2,
         3,
@@ -184,18 +184,18 @@ def derive(
 def _kept(
     chunks: Sequence[Chunk], records: Mapping[int, Record], nbytes: int
 ) -> tuple[frozenset[int], frozenset[int], int]:
-    """Chunks of which the record, and of which the public part, is kept in `nbytes` of memory,
+    """Chunks of which the record, and of which the weights part, is kept in `nbytes` of memory,
     and what that takes. Parameters first (read twice a step, 2 bytes each), the root's and the
     first blocks' before the others (the next forward wants them soonest), then records (read
     once a step, 12 bytes and more)."""
     public, resident, kept = set(), set(), 0
     for chunk in chunks:
-        if kept + records[chunk.id].public_nbytes > nbytes:
+        if kept + records[chunk.id].weights_nbytes > nbytes:
             break
         public.add(chunk.id)
-        kept += records[chunk.id].public_nbytes
+        kept += records[chunk.id].weights_nbytes
     for chunk in chunks:
-        size = records[chunk.id].private_nbytes
+        size = records[chunk.id].state_nbytes
         if chunk.trainable and chunk.id in public and kept + size <= nbytes:
             public.discard(chunk.id)
             resident.add(chunk.id)
@@ -216,7 +216,7 @@ class ServerBudgets:
     answers: int
     piece_bytes: int
     resident: frozenset[int]
-    public_resident: frozenset[int]
+    weights_resident: frozenset[int]
 
 
 def derive_server(
@@ -234,7 +234,7 @@ def derive_server(
     trainable = [c for c in mine if c.trainable]
     record = max((round_up(r.nbytes, HUGE) for r in records.values()), default=HUGE)
     scratch = max((round_up(c.numel * 4, HUGE) for c in trainable), default=HUGE)
-    piece = max((round_up(r.public_nbytes, HUGE) for r in records.values()), default=HUGE)
+    piece = max((round_up(r.weights_nbytes, HUGE) for r in records.values()), default=HUGE)
     piece = max(piece, scratch) if wide else piece
     buffers, pool, answers = 2, 4, max(4, 2 * workers)
     least = buffers * (record + scratch) + (workers * pool + answers) * piece
@@ -273,7 +273,7 @@ def derive_relay(
     least that would do.
     """
     share = -(-len(table.trainable) // servers) + 2  # chunks of a server
-    piece = max((round_up(c.public_nbytes, HUGE) for c in table.chunks), default=HUGE)
+    piece = max((round_up(c.weights_nbytes, HUGE) for c in table.chunks), default=HUGE)
     scratch = (
         max((round_up(c.numel * 4, HUGE) for c in table.trainable), default=HUGE)
         if local > 1

@@ -207,7 +207,7 @@ class Host(Section):
         return self
 
 
-class Link(Section):
+class LinkRate(Section):
     """Between two switches, all that crosses them together."""
 
     between: tuple[str, str]
@@ -219,7 +219,7 @@ class Cluster(Section):
     name: str = "cluster"
     hosts: tuple[Host, ...] = Field(min_length=1)
     switches: tuple[Switch, ...] = ()
-    links: tuple[Link, ...] = ()
+    links: tuple[LinkRate, ...] = ()
     measured: tuple[str, ...] = ()
     assumed: tuple[str, ...] = ()
     price_per_kwh: float = Field(default=0, ge=0)
@@ -514,7 +514,7 @@ def _explained(cause: ValidationError) -> ConfigError:
                 "ssds": Ssd,
                 "nics": Nic,
                 "switches": Switch,
-                "links": Link,
+                "links": LinkRate,
             }
             inside = names.get(str(part), inside)
         known = [field.alias or name for name, field in inside.model_fields.items()]

@@ -24,7 +24,7 @@ from roadtrain.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Layout:
+class Parallelism:
     """Data-, tensor-, pipeline-, context- and expert-parallel ranks (`ep` divides dp x cp).
     `vp`: parts of the model that a pipeline stage has, part k of all stages before part k + 1 of
     any. `stages`: layers of each pipeline stage, with vp of each part in the model's order;
@@ -44,7 +44,9 @@ class Layout:
             *(("stages", n) for n in self.stages),
         ):
             if not isinstance(n, int) or n < (name != "stages"):
-                raise ConfigError(f"layout: `{name}` has {n!r}", hint="a whole number, 1 or more")
+                raise ConfigError(
+                    f"parallelism: `{name}` has {n!r}", hint="a whole number, 1 or more"
+                )
         if self.replicas % self.ep:
             raise ConfigError(
                 f"ep {self.ep} does not divide dp {self.dp} x cp {self.cp}",

@@ -15,7 +15,7 @@ import tomli_w
 
 from roadtrain.config.job import read_toml
 from roadtrain.config.names import did_you_mean
-from roadtrain.config.parallelism import Layout
+from roadtrain.config.parallelism import Parallelism
 from roadtrain.errors import ConfigError
 
 PARAMETERS = ("device", "split", "host", "ssd", "server")
@@ -124,7 +124,7 @@ class Plan:
     `passes`: how often its kernels cross the device's memory, over what the constants say."""
 
     placement: Placement
-    layout: Layout = field(default_factory=Layout)
+    parallelism: Parallelism = field(default_factory=Parallelism)
     micro_batch: int = 1
     micros: int = 1
     recompute: bool = False
@@ -179,7 +179,7 @@ class Plan:
     @property
     def samples(self) -> int:
         """Of one step."""
-        return self.micro_batch * self.micros * self.layout.dp
+        return self.micro_batch * self.micros * self.parallelism.dp
 
     def to_toml(self) -> str:
         tree = {name: value for name, value in asdict(self).items() if value is not None}
@@ -196,10 +196,14 @@ def placement(name: str) -> Placement:
     return PLACEMENTS[name]
 
 
+# keys of a plan.toml of the first edition -> their names now
+FORMER_KEYS = {"layout": "parallelism"}
+
+
 def make_plan(tree: Mapping[str, Any]) -> Plan:
     """Of plain data, as in a plan.toml; what says no `headroom` keeps HEADROOM. Raises
     ConfigError naming the key."""
-    tree = {"headroom": HEADROOM, **tree}
+    tree = {"headroom": HEADROOM, **{FORMER_KEYS.get(key, key): tree[key] for key in tree}}
     known = {f.name for f in fields(Plan)}
     if wrong := next((key for key in tree if key not in known), None):
         raise ConfigError(
@@ -210,13 +214,13 @@ def make_plan(tree: Mapping[str, Any]) -> Plan:
         raise ConfigError(
             "`placement` is missing in the plan", hint=f"known are {', '.join(PLACEMENTS)}"
         )
-    layout = tree.pop("layout", {})
+    parallelism = tree.pop("parallelism", {})
     try:
-        ranks = Layout(**{**layout, "stages": tuple(layout.get("stages", ()))})
+        ranks = Parallelism(**{**parallelism, "stages": tuple(parallelism.get("stages", ()))})
         plan = Plan(placement(str(tree.pop("placement"))), ranks, **tree)
     except (TypeError, AttributeError) as cause:
         raise ConfigError(
-            f"`layout` of the plan is {layout!r}",
+            f"`parallelism` of the plan is {parallelism!r}",
             hint="its keys are dp, tp, pp, stages, cp, ep, vp",
         ) from cause
     least = {"micro_batch": 1, "micros": 1, "slots": 2, "buffers": 1}

@@ -11,7 +11,7 @@ from roadtrain.errors import DeadlineError, LostError
 POOL_S = 600.0  # for a buffer to be free
 
 
-class Pool:
+class BufferPool:
     """Buffers of one size. `get` waits for one: that is the back-pressure on whoever sends."""
 
     def __init__(self, count: int, nbytes: int) -> None:

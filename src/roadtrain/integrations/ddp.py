@@ -4,7 +4,7 @@ CPUs.
     model = torch.nn.parallel.DistributedDataParallel(model)
     model.register_comm_hook(roadtrain.Summation(spares=["10.0.0.9:7000"]), roadtrain.sum_hook)
 
-Each worker runs a summer for the others in its own process; `spares` are hosts that run `roadtrain
+Each worker runs a reducer for the others in its own process; `spares` are hosts that run `roadtrain
 serve HOST:PORT --sum`. Workers of one host sum through shared memory first. Gradients are divided
 by the number of workers, then summed in their order: with two workers the bits of DDP's own
 all-reduce, with more equal to rounding. Assumes an initialized process group, used at the start,
@@ -33,7 +33,7 @@ from roadtrain.chunks import TRAINABLE
 from roadtrain.device.copies import own_device
 from roadtrain.errors import ConfigError
 from roadtrain.protocol.reducer import RULES
-from roadtrain.runtime.agreement import Ticket
+from roadtrain.runtime.agreement import OperationTicket
 from roadtrain.runtime.formats import format_of
 from roadtrain.runtime.rendezvous import Wanted, connect
 from roadtrain.streaming.split import NAMES
@@ -55,7 +55,7 @@ class Summation:
     reach it (None: the one that reaches MASTER_ADDR). token_file: the token of the spare hosts,
     and what the workers of several hosts know each other by; needed beyond this host. tls: this
     host's certificate, its key, and who signs the others' (transport/tcp.py): to spare hosts and to
-    workers on other hosts. budget: bytes of memory for this process's summers (None: half of
+    workers on other hosts. budget: bytes of memory for this process's reducers (None: half of
     what is free). deadline_s: how long a sum may take. Raises ConfigError, PeerError. `close` it
     before the process group ends."""
 
@@ -90,7 +90,9 @@ class Summation:
         if rule not in RULES or (format and rule == "accumulate"):
             raise ConfigError(
                 f"rule={rule!r} with format={format!r}",
-                hint="sum, or accumulate without a format: what stays at a summer would be rounded",
+                hint=(
+                    "sum, or accumulate without a format: what stays at a reducer would be rounded"
+                ),
             )
         wanted = Wanted(spares, spare_rates, token_of(token_file), tls)
         nbytes = parse_bytes(psutil.virtual_memory().available // 2 if budget is None else budget)
@@ -191,11 +193,13 @@ class Summation:
         before."""
         self._agreement.program_goes_on()
 
-    def waiting(self, ticket: Ticket) -> contextlib.AbstractContextManager[None]:
+    def waiting(self, ticket: OperationTicket) -> contextlib.AbstractContextManager[None]:
         """Around a wait for a sum: the calling thread begins nothing before it has that."""
         return self._agreement.waiting(ticket)
 
-    def _checked(self, ticket: Ticket, future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+    def _checked(
+        self, ticket: OperationTicket, future: torch.futures.Future[torch.Tensor]
+    ) -> torch.Tensor:
         """What is raised here, whoever waits gets; DDP takes an exception that is set for a
         value."""
         if ticket.error is not None:
@@ -216,7 +220,7 @@ class Summation:
 
     def _begin(
         self,
-        ticket: Ticket,
+        ticket: OperationTicket,
         key: int,
         grad: torch.Tensor,
         result: torch.Tensor,
@@ -255,7 +259,7 @@ class Summation:
         return self._sums.error
 
     def close(self) -> None:
-        """Waits a little for the other workers, who may still need this one's summer."""
+        """Waits a little for the other workers, who may still need this one's reducer."""
         if not self._closed:
             self._closed = True
             self._copied.put(None)
@@ -278,7 +282,7 @@ class Named:
     number: int
     identity: str
     says: str = ""
-    ticket: Ticket | None = None
+    ticket: OperationTicket | None = None
 
 
 def described(tensor: torch.Tensor) -> str:

@@ -42,7 +42,7 @@ class _Sum(NamedTuple):
     version: int
 
 
-class Gradients:
+class GradientSums:
     """One optimizer's, on their way. division: before the sum on every worker; a factor of the
     sum."""
 
@@ -171,7 +171,7 @@ class Later:
     """See NOTE later steps. `step`: the optimizer's own, over whatever is in its groups."""
 
     def __init__(
-        self, gradients: Gradients, model: nn.Module, step: Callable[[], Any], num_steps: int
+        self, gradients: GradientSums, model: nn.Module, step: Callable[[], Any], num_steps: int
     ) -> None:
         self._gradients, self._step, self._left = gradients, step, num_steps
         # of the last step(), not applied yet; one object for ever
@@ -257,7 +257,7 @@ class Later:
 class Distributed(torch.optim.Optimizer):
     """What `distribute` makes of an optimizer, whose class it keeps as its base."""
 
-    _gradients: Gradients
+    _gradients: GradientSums
     _later: Later | None = None
     _alone = False  # inside skip_synchronize()
 
@@ -423,7 +423,7 @@ def distribute(
             f"{cls.__name__} needs a closure: its steps cannot be taken module by module",
             hint="leave model= out",
         )
-    gradients = Gradients(optimizer, exchange, named, division, format)
+    gradients = GradientSums(optimizer, exchange, named, division, format)
     made = _become(optimizer, Distributed)
     made._gradients = gradients
     made.set_backward_passes_per_step(passes)

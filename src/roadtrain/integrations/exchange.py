@@ -33,7 +33,7 @@ from roadtrain.chunks import TRAINABLE
 from roadtrain.device.copies import own_device
 from roadtrain.errors import ConfigError, LoopError, PeerError, RoadtrainError, TwiceError
 from roadtrain.integrations.ddp import Named, Summation, described
-from roadtrain.runtime.agreement import Ticket
+from roadtrain.runtime.agreement import OperationTicket
 from roadtrain.streaming.split import DTYPES, NAMES
 
 AT_ONCE = "unnamed, waited for"  # one call at a time: nothing to number
@@ -51,7 +51,7 @@ class Handle:
     done: Callable[[], bool]
     out: torch.Tensor | None
     factor: float
-    ticket: Ticket | None = None  # of what all must agree about
+    ticket: OperationTicket | None = None  # of what all must agree about
 
 
 class Exchange:

@@ -78,7 +78,7 @@ IGNORED = {"num_groups", "groups", "sparse_as_dense"}
 
 
 @dataclass(frozen=True)
-class Format:
+class TensorFormat:
     """How a tensor travels."""
 
     format: str
@@ -87,18 +87,23 @@ class Format:
 class Compression:
     """Lossy, but for `none`. bits: of each value."""
 
-    none, fp16, bf16, onebit = Format(""), Format("fp16"), Format("bf16"), Format("onebit")
+    none, fp16, bf16, onebit = (
+        TensorFormat(""),
+        TensorFormat("fp16"),
+        TensorFormat("bf16"),
+        TensorFormat("onebit"),
+    )
 
     @staticmethod
-    def topk(share: float = 0.01) -> Format:
-        return Format(f"topk:{share:g}")
+    def topk(share: float = 0.01) -> TensorFormat:
+        return TensorFormat(f"topk:{share:g}")
 
     @staticmethod
-    def dither(bits: int = 4) -> Format:
-        return Format(f"dither:{bits}")
+    def dither(bits: int = 4) -> TensorFormat:
+        return TensorFormat(f"dither:{bits}")
 
 
-def _format(compression: Format | str) -> str:
+def _format(compression: TensorFormat | str) -> str:
     found = compression if isinstance(compression, str) else getattr(compression, "format", None)
     if not isinstance(found, str):
         raise ConfigError(
@@ -201,7 +206,7 @@ def _begun(
     tensor: torch.Tensor,
     average: bool,
     name: str | None,
-    compression: Format | str,
+    compression: TensorFormat | str,
     how: tuple[bool, bool],
     priority: int = 0,
 ) -> Any:
@@ -223,7 +228,7 @@ def _allreduce(*how: bool) -> Callable[..., Any]:
         tensor: torch.Tensor,
         average: bool | None = None,
         name: str | None = None,
-        compression: Format | str = Compression.none,
+        compression: TensorFormat | str = Compression.none,
         op: str | None = None,
     ) -> Any:
         """The average (or sum) over all workers, a tensor of the caller's own; `_` at the end:
@@ -241,7 +246,7 @@ def _push_pull(*how: bool) -> Callable[..., Any]:
         name: str | None = None,
         version: int = 0,
         priority: int = 0,
-        compression: Format | str = Compression.none,
+        compression: TensorFormat | str = Compression.none,
     ) -> Any:
         """BytePS's allreduce. Greater priorities go first; `version` means nothing here."""
         return _begun(tensor, average, name, compression, how, -priority)  # type: ignore[arg-type]
@@ -317,7 +322,7 @@ def barrier() -> None:
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, nn.Parameter]] | None = None,
-    compression: Format | str = Compression.none,
+    compression: TensorFormat | str = Compression.none,
     backward_passes_per_step: int = 1,
     op: str = Average,
     gradient_predivide_factor: float | None = None,
@@ -370,7 +375,7 @@ def CrossBarrier(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     named_parameters: Any = None,
-    compression: Format | str = Compression.none,
+    compression: TensorFormat | str = Compression.none,
     backward_passes_per_step: int = 1,
     num_steps: int | None = None,
 ) -> Distributed | Asynchronous:

@@ -193,7 +193,7 @@ def reference_widen(array: np.ndarray, dtype: str) -> np.ndarray:
     return np.where(np.isnan(wide), quiet.view(np.float32), wide)
 
 
-def reference_narrow(x: np.ndarray, dtype: str) -> np.ndarray:
+def reference_downcast(x: np.ndarray, dtype: str) -> np.ndarray:
     """float32 [N] -> new array of `dtype`, plainly."""
     if dtype == "fp32":
         return x.copy()

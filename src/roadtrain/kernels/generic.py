@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from roadtrain.errors import RuleError
-from roadtrain.kernels.cast import cast, reference_narrow, reference_widen
+from roadtrain.kernels.cast import cast, reference_downcast, reference_widen
 from roadtrain.kernels.rule import Rule
 from roadtrain.units import show_rate
 
@@ -135,7 +135,7 @@ class TorchRule(Rule):
             part = slice(i, i + 1000)
             self._step(p[part], wide[part], [a[part] for a in arrays], row, hyper)
         if copy is not None:
-            copy[:] = reference_narrow(p, copy_dtype or "bf16")
+            copy[:] = reference_downcast(p, copy_dtype or "bf16")
 
     def _step(
         self,
@@ -344,7 +344,7 @@ def check_rule(rule: Rule, hyper: Sequence[float], elements: int = 1 << 20) -> C
                 p = rng.standard_normal(n, dtype=np.float32)
                 sides = [_Side(rule, p, hyper) for _ in range(3)]
                 for _ in range(4):
-                    grad = reference_narrow(rng.standard_normal(n, dtype=np.float32), grad_dtype)
+                    grad = reference_downcast(rng.standard_normal(n, dtype=np.float32), grad_dtype)
                     sides[0].step(rule.apply, grad, grad_dtype, scale, copy_dtype, [0, n])
                     sides[1].step(rule.reference, grad, grad_dtype, scale, copy_dtype, [0, n])
                     sides[2].step(
@@ -362,7 +362,7 @@ def bytes_per_s(rule: Rule, hyper: Sequence[float], elements: int, times: int = 
     """As CheckReport counts them: the median of so many steps of one slice of that many
     elements."""
     side = _Side(rule, np.random.default_rng(4).standard_normal(elements, dtype=np.float32), hyper)
-    grad = reference_narrow(side.p, "bf16")
+    grad = reference_downcast(side.p, "bf16")
     seconds = []
     for _ in range(times):
         begin = perf_counter()

@@ -21,7 +21,7 @@ import torch
 
 from roadtrain.errors import RuleError
 from roadtrain.kernels import update
-from roadtrain.kernels.cast import fence, reference_narrow, reference_widen, typed, uncached
+from roadtrain.kernels.cast import fence, reference_downcast, reference_widen, typed, uncached
 from roadtrain.kernels.generic import TorchRule, check_elementwise
 from roadtrain.kernels.lion import Lion
 from roadtrain.kernels.rule import Rule
@@ -79,7 +79,7 @@ class _Native(Rule):
             if array is not None:
                 array[:] = value
         if copy is not None:
-            copy[:] = reference_narrow(p, copy_dtype or "bf16")
+            copy[:] = reference_downcast(p, copy_dtype or "bf16")
 
 
 def _sign(maximize: float) -> float:

@@ -5,17 +5,17 @@ links that are bad on purpose.
 
 from roadtrain.lab.leftovers import sweep
 from roadtrain.lab.made import PREFIX
-from roadtrain.lab.network import CARRIED, Host, Link, Network, Nic, network_available
+from roadtrain.lab.network import CARRIED, LabHost, LabLink, LabNic, Network, network_available
 from roadtrain.lab.storage import LoopDevice, Throttle, lab_available
 
 __all__ = [
     "CARRIED",
     "PREFIX",
-    "Host",
-    "Link",
+    "LabHost",
+    "LabLink",
+    "LabNic",
     "LoopDevice",
     "Network",
-    "Nic",
     "Throttle",
     "lab_available",
     "network_available",

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, Field, ValidationError, model_validator
 from roadtrain.config.job import Section, read_toml
 from roadtrain.config.names import did_you_mean
 from roadtrain.errors import ConfigError
-from roadtrain.lab.network import Nic
+from roadtrain.lab.network import LabNic
 from roadtrain.units import parse_bytes, parse_rate
 
 # as `400Mbit/s` or `50MB/s`
@@ -69,9 +69,9 @@ class LabFile(Section):
             raise ValueError(f"several hosts are called {', '.join(sorted(twice))}")
         return self
 
-    def nics(self, host: HostSection) -> list[Nic]:
+    def nics(self, host: HostSection) -> list[LabNic]:
         return [
-            Nic(
+            LabNic(
                 parse_rate(nic.rate),
                 nic.switch or self.switches[0],
                 parse_rate(nic.in_rate or nic.rate),

@@ -62,7 +62,7 @@ def network_available() -> str | None:
 
 
 @dataclass(frozen=True)
-class Nic:
+class LabNic:
     """What a host has: `bytes_per_s` leave it and, unless said otherwise, arrive."""
 
     bytes_per_s: float
@@ -82,7 +82,7 @@ class End:
 
 
 @dataclass(frozen=True)
-class Link:
+class LabLink:
     """A NIC and its port, or two ports of different switches. `address` is empty between
     switches."""
 
@@ -107,10 +107,10 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Host:
+class LabHost:
     name: str
     net: Path
-    nics: tuple[Link, ...]
+    nics: tuple[LabLink, ...]
 
     @property
     def address(self) -> str:
@@ -142,7 +142,7 @@ class Network(Made):
     """
 
     def __init__(
-        self, hosts: Mapping[str, Sequence[Nic]], links: Mapping[tuple[str, str], float] = {}
+        self, hosts: Mapping[str, Sequence[LabNic]], links: Mapping[tuple[str, str], float] = {}
     ) -> None:
         self._wanted, self._rates = hosts, links
         for name, nics in hosts.items():
@@ -170,8 +170,8 @@ class Network(Made):
         return partial(undo_network, self.home)
 
     def _make(self) -> None:
-        self.hosts: dict[str, Host] = {}
-        self.links: dict[tuple[str, str], Link] = {}
+        self.hosts: dict[str, LabHost] = {}
+        self.links: dict[tuple[str, str], LabLink] = {}
         switch, bridge = (
             self._namespace(SWITCH),
             {name: f"b{n}" for n, name in enumerate(self._root)},
@@ -189,7 +189,7 @@ class Network(Made):
             net, made = self._namespace(name), []
             for k, nic in enumerate(nics):
                 f = joined.index(self._root[nic.switch]) + 1
-                link = Link(End(net, f"eth{k}"), next(ports), f"10.{f}.{k}.{h}")
+                link = LabLink(End(net, f"eth{k}"), next(ports), f"10.{f}.{k}.{h}")
                 port, own, address = link.far.device, link.near.device, link.address
                 _batch(
                     switch,
@@ -209,9 +209,9 @@ class Network(Made):
                 )
                 link.set_rate(nic.bytes_per_s, nic.in_bytes_per_s)
                 made.append(link)
-            self.hosts[name] = Host(name, net, tuple(made))
+            self.hosts[name] = LabHost(name, net, tuple(made))
         for pair, rate in self._rates.items():
-            link = self.links[pair] = Link(next(ports), next(ports))
+            link = self.links[pair] = LabLink(next(ports), next(ports))
             near, far = link.near.device, link.far.device
             _batch(
                 switch,

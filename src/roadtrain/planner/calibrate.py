@@ -110,7 +110,7 @@ def told(found: Measured, before: Result, after: Result) -> str:
     lines = [
         (
             f"{found.shape.name}: {found.shape.params / 1e6:.1f} M parameters, placement"
-            f" {found.plan.placement.name}, {found.plan.layout.dp} worker(s)"
+            f" {found.plan.placement.name}, {found.plan.parallelism.dp} worker(s)"
         ),
         f"  {'':10}{'measured':>12}{'by the file':>14}{'calibrated':>14}{'error':>8}",
         row("a step", found.step_s, before.seconds, after.seconds),

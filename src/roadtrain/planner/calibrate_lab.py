@@ -29,9 +29,9 @@ from roadtrain.config.job import Job
 from roadtrain.errors import BudgetError, ConfigError, DeadlineError, RoadtrainError
 from roadtrain.lab import (
     CARRIED,
+    LabNic,
     LoopDevice,
     Network,
-    Nic,
     Throttle,
     lab_available,
     network_available,
@@ -82,7 +82,7 @@ def steps_in_lab(cluster: Cluster, job: Job, steps: int) -> tuple[Cluster, Measu
             network = stack.enter_context(
                 Network(
                     {
-                        f"{kind}{i}": [Nic(card.total)]
+                        f"{kind}{i}": [LabNic(card.total)]
                         for kind, host, card in cards
                         for i in range(host.count)
                     }

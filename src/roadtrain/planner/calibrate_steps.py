@@ -26,7 +26,7 @@ import torch
 from roadtrain.chunks import ITEMSIZE
 from roadtrain.config.job import Job, load_job
 from roadtrain.config.models import ModelShape
-from roadtrain.config.parallelism import Layout
+from roadtrain.config.parallelism import Parallelism
 from roadtrain.config.plan import Plan, placement
 from roadtrain.errors import PeerError, RoadtrainError
 from roadtrain.planner.model_config import shape_of_config
@@ -77,7 +77,7 @@ def plan_of(training: Training) -> Plan:
     chunks = [
         (server.chunks[number], state)
         for server in servers
-        for number, state in server.decider.chunks.items()
+        for number, state in server.machine.chunks.items()
     ]
     total = sum(chunk.numel for chunk, _ in chunks)
     kept, public = (
@@ -88,12 +88,12 @@ def plan_of(training: Training) -> Plan:
     own = 8 + (4 if job.model.dtype != "fp32" or job.optimizer.staleness else 0)
     return Plan(
         placement("server" if job.store.servers else "files" if job.store.dirs else "zero-offload"),
-        Layout(dp=training.group.workers),
+        Parallelism(dp=training.group.workers),
         micro_batch=job.data.batch_size,
         micros=job.optimizer.accumulate,
         recompute=True,
         slots=len(optimizer._worker._slots),
-        buffers=max(1, sum(server.decider.n_buffers for server in servers)),
+        buffers=max(1, sum(server.machine.n_buffers for server in servers)),
         staleness=int(job.optimizer.staleness or 0),
         topk=job.compress.topk,  # type: ignore[call-overload]
         update_at="step" if job.optimizer.clip_norm is not None else "gradient",

@@ -260,7 +260,7 @@ class _Answers(TorchDispatchMode):
 
 @contextmanager
 def _still(model: nn.Module) -> Iterator[None]:
-    """Experts give back what they are given meanwhile."""
+    """Experts release what they are given meanwhile."""
 
     def same(hidden: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
         return hidden * 1

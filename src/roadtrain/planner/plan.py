@@ -23,7 +23,7 @@ from roadtrain.config.cluster import Cluster, load_cluster
 from roadtrain.config.models import ModelShape
 from roadtrain.config.plan import HEADROOM, Plan
 from roadtrain.errors import ConfigError
-from roadtrain.planner.search import EVERY, Answer, Family, Found, least_change, search
+from roadtrain.planner.search import EVERY, Family, Found, SearchResult, least_change, search
 from roadtrain.planner.simulate import (
     SCHEMA,
     as_json,
@@ -45,7 +45,7 @@ UNITS = {"time": "s", "cost": "", "energy": "J"}
 
 def words(plan: Plan) -> str:
     """A plan as people say it."""
-    place, layout = plan.placement, plan.layout
+    place, parallelism = plan.placement, plan.parallelism
     rests = {
         "device": "on every device",
         "split": "split over the devices",
@@ -64,25 +64,25 @@ def words(plan: Plan) -> str:
     parts = [
         f"{place.name}: parameters {rests[place.parameters]}, optimizer state {rests[place.state]}"
     ]
-    if layout.dp > 1:
+    if parallelism.dp > 1:
         parts.append(f"gradients summed by {sums[place.sum]}")
     parts.append(
         f"updates {'beside the SSDs' if place.update == 'ssd' else 'on the ' + place.update}"
     )
     groups = (
-        (layout.dp, "data"),
-        (layout.cp, "context"),
-        (layout.tp, "tensor"),
-        (layout.pp, "pipeline"),
+        (parallelism.dp, "data"),
+        (parallelism.cp, "context"),
+        (parallelism.tp, "tensor"),
+        (parallelism.pp, "pipeline"),
     )
     ranks = [f"{n} {what}" for n, what in groups if n > 1]
     parts.append(" x ".join(ranks) + "-parallel" if ranks else "one device")
-    if layout.ep > 1:
-        parts.append(f"experts spread over {layout.ep}")
-    if layout.vp > 1:
-        parts.append(f"{layout.vp} parts of the model a stage, in turn")
-    if layout.stages:
-        parts.append(f"stages of {', '.join(map(str, layout.stages))} layers")
+    if parallelism.ep > 1:
+        parts.append(f"experts spread over {parallelism.ep}")
+    if parallelism.vp > 1:
+        parts.append(f"{parallelism.vp} parts of the model a stage, in turn")
+    if parallelism.stages:
+        parts.append(f"stages of {', '.join(map(str, parallelism.stages))} layers")
     parts.append(
         f"micro-batch {plan.micro_batch} x {plan.micros}"
         + (", recompute" if plan.recompute else "")
@@ -94,7 +94,9 @@ def words(plan: Plan) -> str:
     return "; ".join(parts)
 
 
-def told(answer: Answer, cluster: Cluster, model: ModelShape, goal: str, of: Constants) -> str:
+def told(
+    answer: SearchResult, cluster: Cluster, model: ModelShape, goal: str, of: Constants
+) -> str:
     """For people."""
     pick, unit = answer.pick, UNITS[goal]
     if pick is None:
@@ -135,7 +137,7 @@ def told(answer: Answer, cluster: Cluster, model: ModelShape, goal: str, of: Con
     )
 
 
-def batch_line(answer: Answer, model: ModelShape) -> str:
+def batch_line(answer: SearchResult, model: ModelShape) -> str:
     tokens = f" ({answer.batch * model.tokens} tokens)" if model.tokens > 1 else ""
     return f"batch   {answer.batch} samples{tokens} a step: {answer.chosen or 'as given'}"
 
@@ -158,7 +160,7 @@ def unpriced(cluster: Cluster, goal: str) -> list[str]:
     return []
 
 
-def families(answer: Answer, pick: Found | None) -> Iterable[str]:
+def families(answer: SearchResult, pick: Found | None) -> Iterable[str]:
     for family in sorted(
         answer.families.values(), key=lambda f: f.best.score if f.best else f.least
     ):
@@ -183,7 +185,7 @@ def fate(family: Family, pick: Found | None) -> str:
     return "; ".join(parts) or "none simulated"
 
 
-def nothing(answer: Answer, cluster: Cluster, model: ModelShape, of: Constants) -> str:
+def nothing(answer: SearchResult, cluster: Cluster, model: ModelShape, of: Constants) -> str:
     """Where nothing fits: both numbers and the least change."""
     lines = [
         f"no plan fits: {model.name} ({model.params / 1e9:.2f} B parameters) on {cluster.name}"
@@ -203,7 +205,7 @@ def nothing(answer: Answer, cluster: Cluster, model: ModelShape, of: Constants) 
 
 
 def plain(
-    answer: Answer, cluster: Cluster, model: ModelShape, goal: str, of: Constants
+    answer: SearchResult, cluster: Cluster, model: ModelShape, goal: str, of: Constants
 ) -> dict[str, Any]:
     def one(found: Found | None) -> dict[str, Any] | None:
         return (
@@ -269,7 +271,7 @@ def job(plan: Plan) -> str | None:
             "buffering": "all" if plan.kept else "auto",
         },
     }
-    if plan.placement.name not in store or plan.layout.tp > 1 or plan.layout.pp > 1:
+    if plan.placement.name not in store or plan.parallelism.tp > 1 or plan.parallelism.pp > 1:
         return None
     return tomli_w.dumps({**own, "store": store[plan.placement.name]})
 
@@ -278,11 +280,11 @@ def steps_of(cluster_file: str, model: str, plan: Plan, seq_len: int, lab: bool)
     """Real steps of the plan, here or in the lab, beside simulated ones, as `roadtrain
     calibrate` does. Raises ConfigError for a plan that has no runtime there, RoadtrainError."""
     text, path = job(plan), Path(model) / "config.json" if Path(model).is_dir() else Path(model)
-    served, many = lab and plan.placement.name == "server", plan.layout.devices
+    served, many = lab and plan.placement.name == "server", plan.parallelism.devices
     if (
         text is None
         or plan.placement.name not in ("files", "zero-offload", "server")[: 2 + served]
-        or (many > (plan.layout.dp if served else 1))
+        or (many > (plan.parallelism.dp if served else 1))
     ):
         where = "in the lab" if lab else "by one worker of this host"
         raise ConfigError(
@@ -324,7 +326,9 @@ COLORS = {
 }
 
 
-def page(answer: Answer, cluster: Cluster, model: ModelShape, goal: str, of: Constants) -> str:
+def page(
+    answer: SearchResult, cluster: Cluster, model: ModelShape, goal: str, of: Constants
+) -> str:
     """One HTML page: what is told, the timeline of a step, memory by place, the front of time
     and cost."""
     parts = [

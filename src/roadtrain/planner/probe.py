@@ -38,7 +38,7 @@ from roadtrain.runtime.host import cards, topology
 from roadtrain.storage.direct import replace_file
 from roadtrain.storage.rates import storage_rates
 from roadtrain.transport.address import tls_of, token_of
-from roadtrain.transport.tcp import Options
+from roadtrain.transport.tcp import TcpOptions
 from roadtrain.units import MIB, show_rate
 
 ELEMENTS, REPEATS = 32 * MIB, 5
@@ -257,7 +257,7 @@ def describe(dirs: Sequence[str], threads: int) -> links.Said:
     )
 
 
-def with_others(own: links.Said, hosts: Sequence[str], options: Options) -> bool:
+def with_others(own: links.Said, hosts: Sequence[str], options: TcpOptions) -> bool:
     """Adds to `own` what the `hosts` that listen say of themselves, and measured links. False:
     one of them, or a link, could not be measured."""
     trees, lost = {"here": own.tree["hosts"][0]}, list[str]()
@@ -316,7 +316,7 @@ def command(
     where a directory cannot be written, PeerError where a host does not listen at the start."""
     begin, options = (
         time.perf_counter(),
-        Options(token=token_of(token_file), tls=tls_of(cert, key, ca)),
+        TcpOptions(token=token_of(token_file), tls=tls_of(cert, key, ca)),
     )
     directories, others = (
         [*dict.fromkeys(filter(None, words.split(",")))] for words in (dirs, hosts)

@@ -28,7 +28,7 @@ from roadtrain.runtime.frames import language_of
 from roadtrain.transport.address import address_of
 from roadtrain.transport.link import Link
 from roadtrain.transport.listener import Listener
-from roadtrain.transport.tcp import Options, connect, listen
+from roadtrain.transport.tcp import TcpOptions, connect, listen
 from roadtrain.units import MIB, show_rate, show_seconds
 
 PING, PONG, FLOOD, DESCRIBE, MEASURE, BACK, SAID = range(1, 8)
@@ -61,7 +61,7 @@ LANGUAGE = language_of(
 class _End:
     """Either end's Receiver. `describe`: what this host is, where it may be asked."""
 
-    def __init__(self, options: Options, describe: Describe | None = None) -> None:
+    def __init__(self, options: TcpOptions, describe: Describe | None = None) -> None:
         self.options, self.describe = options, describe
         self.link: Link
         self.said: queue.SimpleQueue[tuple[int, bytes] | PeerError] = queue.SimpleQueue()
@@ -134,7 +134,7 @@ class _End:
 
 
 @contextmanager
-def _linked(address: str, options: Options) -> Iterator[_End]:
+def _linked(address: str, options: TcpOptions) -> Iterator[_End]:
     end = _End(options)
     end.link = connect(address_of(address), end, options, name="probe", language=LANGUAGE)
     try:
@@ -143,20 +143,20 @@ def _linked(address: str, options: Options) -> Iterator[_End]:
         end.link.close()
 
 
-def reach(address: str, options: Options) -> None:
+def reach(address: str, options: TcpOptions) -> None:
     """Raises PeerError where no host listens at `address` that knows our token."""
     with _linked(address, options):
         pass
 
 
-def measure(address: str, options: Options) -> tuple[float, float]:
+def measure(address: str, options: TcpOptions) -> tuple[float, float]:
     """(bytes a second, seconds of latency) from here to the host that listens at `address`.
     Raises PeerError."""
     with _linked(address, options) as end:
         return end.measured()
 
 
-def ask(address: str, kind: int, words: str, options: Options) -> Said:
+def ask(address: str, kind: int, words: str, options: TcpOptions) -> Said:
     """What the host there says of itself (DESCRIBE), of its link to `words` (MEASURE) or to here
     (BACK). Raises PeerError."""
     with _linked(address, options) as end:
@@ -173,7 +173,7 @@ def ask(address: str, kind: int, words: str, options: Options) -> Said:
     return said
 
 
-def listening(address: str, options: Options, describe: Describe) -> Listener:
+def listening(address: str, options: TcpOptions, describe: Describe) -> Listener:
     """Raises ConfigError."""
 
     def accept(link: Link, hello: bytes) -> _End:
@@ -184,7 +184,7 @@ def listening(address: str, options: Options, describe: Describe) -> Listener:
     return listen(address_of(address), accept, options, lambda line: None, language=LANGUAGE)
 
 
-def serve(address: str, options: Options, describe: Describe) -> None:
+def serve(address: str, options: TcpOptions, describe: Describe) -> None:
     """Answers until it is ended. Raises ConfigError."""
     listener = listening(address, options, describe)
     try:
@@ -195,7 +195,7 @@ def serve(address: str, options: Options, describe: Describe) -> None:
 
 
 def matrix(
-    hosts: Sequence[str], options: Options
+    hosts: Sequence[str], options: TcpOptions
 ) -> tuple[dict[Pair, tuple[float, float]], list[str]]:
     """(from, to) -> (rate, latency) of every pair, one after the other, this host being `here`;
     and what was not measured, with the reason. A host that has gone is not waited for again."""

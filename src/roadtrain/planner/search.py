@@ -19,7 +19,7 @@ from typing import Any
 
 from roadtrain.config.cluster import Cluster, Host
 from roadtrain.config.models import ModelShape
-from roadtrain.config.parallelism import Layout, balanced, even
+from roadtrain.config.parallelism import Parallelism, balanced, even
 from roadtrain.config.plan import HEADROOM, PLACEMENTS, Placement, Plan
 from roadtrain.errors import ConfigError
 from roadtrain.simulator.compute import Constants
@@ -80,7 +80,7 @@ class Family:
 
 
 @dataclass(frozen=True)
-class Answer:
+class SearchResult:
     """`front`: simulated plans that no other beats in both time and (cost, else energy)."""
 
     pick: Found | None
@@ -104,7 +104,7 @@ def search(
     late: bool = False,
     explain: bool = True,
     headroom: float = HEADROOM,
-) -> Answer:
+) -> SearchResult:
     """`batch`: samples of a step; None: the least whose score a sample is within CLOSE of the
     best there is, by any number of micro-batches. `late`: also staleness 1. `headroom`: the
     share of each device's and host's memory that plans leave free. Raises ConfigError for bad
@@ -161,7 +161,7 @@ class _Search:
     late: bool
     headroom: float
 
-    def best(self, batch: int | None, explain: bool) -> Answer:
+    def best(self, batch: int | None, explain: bool) -> SearchResult:
         return _best(
             self.cluster,
             self.model,
@@ -180,7 +180,7 @@ class _Search:
         ways = []
         size = 1
         while size <= MOST_MICRO_BATCH:
-            turn = best.plan.layout.pp if best.plan.layout.vp > 1 else 1
+            turn = best.plan.parallelism.pp if best.plan.parallelism.vp > 1 else 1
             ways += [
                 (size * micros, size, micros)
                 for micros in (turn << i for i in range(MOST_MICROS.bit_length()))
@@ -213,7 +213,7 @@ def _best(
     late: bool,
     explain: bool,
     headroom: float,
-) -> Answer:
+) -> SearchResult:
     """Of all candidates of one batch."""
     families: dict[str, Family] = {}
     fits: set[Plan] = set()
@@ -233,7 +233,7 @@ def _best(
             continue
         worst = max(scene.needs, key=_over)
         if not worst.fits and (stages := _that_fit(scene)) is not None:
-            plan = plan.changed(layout=replace(plan.layout, stages=stages))
+            plan = plan.changed(parallelism=replace(plan.parallelism, stages=stages))
             scene = Scene(plan, cluster, model, constants)
             worst = max(scene.needs, key=_over)
         if not worst.fits:
@@ -242,14 +242,20 @@ def _best(
                 family.nearest = worst, plan
             continue
         fits.add(plan)
-        key = plan.micro_batch, plan.recompute, plan.layout.tp, plan.layout.cp, plan.layout.ep
+        key = (
+            plan.micro_batch,
+            plan.recompute,
+            plan.parallelism.tp,
+            plan.parallelism.cp,
+            plan.parallelism.ep,
+        )
         if key not in passes:
             passes[key] = _computing(plan, cluster, model, constants)
         least = 0.0 if goal == "energy" else _score(goal, passes[key] * _turns(plan), plan, scene)
         waiting.append((least, len(waiting), scene, False))
     if not families:
         raise ConfigError(
-            f"no layout of {cluster.device_count} devices takes a batch of {batch} samples",
+            f"no parallelism of {cluster.device_count} devices takes a batch of {batch} samples",
             hint=(
                 "a multiple of the data-parallel ranks: "
                 f"{-(-(batch or 1) // cluster.device_count) * cluster.device_count} is one"
@@ -272,7 +278,7 @@ def _best(
     for one in reversed(found):
         families[one.plan.placement.name].best = one
     if not found:
-        return Answer(None, None, families, [], {}, [])
+        return SearchResult(None, None, families, [], {}, [])
     pick = found[0]
     runner = next((one for one in found[1:] if _differs(one.plan, pick.plan)), None)
     if runner is None:  # it is pruned, so its bound alone says that it lost
@@ -294,14 +300,14 @@ def _best(
         if explain and runner is not None
         else []
     )
-    return Answer(
+    return SearchResult(
         pick, runner, families, _front([*found, *([runner] if runner else [])]), gains, flips
     )
 
 
 def _computing(plan: Plan, cluster: Cluster, model: ModelShape, constants: Constants) -> float:
     """Seconds that one micro-batch takes at least, both ways, on the fastest device."""
-    split, last = plan.layout.tp * plan.layout.cp, len(model.blocks) - 1
+    split, last = plan.parallelism.tp * plan.parallelism.cp, len(model.blocks) - 1
     return min(
         sum(
             constants.forward(
@@ -310,7 +316,7 @@ def _computing(plan: Plan, cluster: Cluster, model: ModelShape, constants: Const
                 split,
                 host.device,
                 plan.precision,
-                plan.layout.ep,
+                plan.parallelism.ep,
                 plan.passes,
             )
             * (3 + (plan.recompute and i < last))
@@ -326,8 +332,8 @@ def _turns(plan: Plan) -> float:
     s begins when the first has come through all before it, so it is (1 - 1 / micros) as long as the
     one before, at best.
     """
-    n = plan.micros * plan.layout.vp
-    return 1 / plan.layout.vp / (1 - (1 - 1 / n) ** plan.layout.pp)
+    n = plan.micros * plan.parallelism.vp
+    return 1 / plan.parallelism.vp / (1 - (1 - 1 / n) ** plan.parallelism.pp)
 
 
 def _in_order(
@@ -370,11 +376,16 @@ def candidates(
             raise ConfigError(
                 f"no placement is called {name!r}", hint=f"known are {', '.join(PLACEMENTS)}"
             )
-        for layout in layouts(cluster, model, total, inside, one):
-            for micro_batch, micros in batches(layout, batch):
+        for parallelism in parallelisms(cluster, model, total, inside, one):
+            for micro_batch, micros in batches(parallelism, batch):
                 for recompute in (False, True):
                     plan = Plan(
-                        one, layout, micro_batch, micros, recompute=recompute, headroom=headroom
+                        one,
+                        parallelism,
+                        micro_batch,
+                        micros,
+                        recompute=recompute,
+                        headroom=headroom,
                     )
                     for choice in options(plan):
                         yield choice
@@ -384,9 +395,9 @@ def candidates(
                             yield choice.changed(staleness=1)
 
 
-def layouts(
+def parallelisms(
     cluster: Cluster, model: ModelShape, total: int, inside: int, one: Placement
-) -> Iterator[Layout]:
+) -> Iterator[Parallelism]:
     experts = max((block.matrices for block in model.blocks if block.experts), default=1)
     for tp in (n for n in _powers(inside) if inside % n == 0):
         if tp > 1 and (one.streamed or not model.heads or model.heads % tp):
@@ -406,10 +417,10 @@ def layouts(
                 n for n in _powers(model.tokens // LONG) if ranks % n == 0 and (spread or n == 1)
             ):
                 for ep in (n for n in _powers(experts) if ranks % n == 0 and (spread or n == 1)):
-                    yield Layout(ranks // cp, tp, pp, stages, cp, ep)
+                    yield Parallelism(ranks // cp, tp, pp, stages, cp, ep)
                     for vp in MOST_PARTS if pp > 1 else ():
                         if model.layers % (pp * vp) == 0:
-                            yield Layout(ranks // cp, tp, pp, (), cp, ep, vp)
+                            yield Parallelism(ranks // cp, tp, pp, (), cp, ep, vp)
 
 
 def _powers(most: int) -> Iterator[int]:
@@ -449,8 +460,8 @@ def _that_fit(scene: Scene) -> tuple[int, ...] | None:
     layers, ends = _ends(scene.model)
     device = [need for need in scene.needs if need.where.endswith("device")]
     if (
-        plan.layout.vp * plan.layout.pp == 1
-        or plan.layout.vp > 1
+        plan.parallelism.vp * plan.parallelism.pp == 1
+        or plan.parallelism.vp > 1
         or sum(n.nbytes - n.room for n in device) > 0
     ):
         return None
@@ -470,15 +481,15 @@ def _that_fit(scene: Scene) -> tuple[int, ...] | None:
     return balanced([blocks[i].flops for i in layers], speeds, ends=ends, fits=fits)
 
 
-def batches(layout: Layout, batch: int | None) -> Iterator[tuple[int, int]]:
+def batches(parallelism: Parallelism, batch: int | None) -> Iterator[tuple[int, int]]:
     """(micro-batch, passes) whose product is the batch; without one, the most passes that are
     tried: a sample takes least where what a step takes besides is shared by many."""
     size = 1
     while size <= MOST_MICRO_BATCH:
-        most = MOST_MICROS if layout.pp == 1 else MOST_TURNS * layout.pp
-        micros = most if batch is None else batch // (layout.dp * size)
-        if (batch is None or batch % (layout.dp * size) == 0) and (
-            layout.vp == 1 or micros % layout.pp == 0
+        most = MOST_MICROS if parallelism.pp == 1 else MOST_TURNS * parallelism.pp
+        micros = most if batch is None else batch // (parallelism.dp * size)
+        if (batch is None or batch % (parallelism.dp * size) == 0) and (
+            parallelism.vp == 1 or micros % parallelism.pp == 0
         ):
             yield size, micros
         size *= 2
@@ -522,7 +533,7 @@ def _simulated(
 
 def _differs(one: Plan, other: Plan) -> bool:
     """Whether it is another way, not another batch of the same."""
-    return (one.placement, one.layout) != (other.placement, other.layout)
+    return (one.placement, one.parallelism) != (other.placement, other.parallelism)
 
 
 def _front(found: Sequence[Found]) -> list[Found]:
@@ -586,7 +597,7 @@ def scaled(cluster: Cluster, factor: float) -> dict[str, Cluster]:
 def _busy(one: Found, name: str) -> float:
     """The share of a step in which what is called `name` is taken, at most."""
     # some is counted as the device's
-    tensor = name == "device links" and one.plan.layout.devices > one.plan.layout.dp
+    tensor = name == "device links" and one.plan.parallelism.devices > one.plan.parallelism.dp
     if name not in ENDS or tensor:
         return 1.0
     return min(
@@ -634,7 +645,7 @@ def _flips(
     return out
 
 
-def least_change(answer: Answer) -> tuple[Need, Plan] | None:
+def least_change(answer: SearchResult) -> tuple[Need, Plan] | None:
     """Of all plans that fit nowhere, the need nearest to its room."""
     near = [family.nearest for family in answer.families.values() if family.nearest is not None]
     return min(near, key=lambda pair: _over(pair[0]), default=None)

@@ -1,8 +1,8 @@
 """`roadtrain simulate CLUSTER.toml`: one plan on a cluster that need not be there: step time, why,
 memory, energy, cost.
 
-The same deciders as in the nodes, on a virtual clock (sim/). Nothing here imports torch. The trace
-has the stage names of a real run's metrics and opens in ui.perfetto.dev.
+The same state machines as in the nodes, on a virtual clock (sim/). Nothing here imports torch. The
+trace has the stage names of a real run's metrics and opens in ui.perfetto.dev.
 """
 
 from __future__ import annotations
@@ -94,17 +94,21 @@ def _of_module(module: str, function: str) -> ModelShape:
 def default_plan(cluster: Cluster, overrides: Mapping[str, Any]) -> Plan:
     """All devices data-parallel in the placement asked for (zero3), with `overrides`."""
     tree = {"placement": "zero3", **overrides}
-    layout = dict(tree.pop("layout", {}))
-    ranks = int(layout.get("tp", 1)) * int(layout.get("pp", 1)) * int(layout.get("cp", 1))
-    if "dp" not in layout:
+    parallelism = dict(tree.pop("parallelism", tree.pop("layout", {})))
+    ranks = (
+        int(parallelism.get("tp", 1))
+        * int(parallelism.get("pp", 1))
+        * int(parallelism.get("cp", 1))
+    )
+    if "dp" not in parallelism:
         if cluster.device_count % ranks:
             raise ConfigError(
                 f"tp x pp x cp = {ranks} does not divide the cluster's {cluster.device_count}"
                 " devices",
                 hint="choose others, or give dp",
             )
-        layout["dp"] = max(1, cluster.device_count // ranks)
-    return make_plan({**tree, "layout": layout})
+        parallelism["dp"] = max(1, cluster.device_count // ranks)
+    return make_plan({**tree, "parallelism": parallelism})
 
 
 def assumptions(cluster: Cluster, of: Constants, plan: Plan | None) -> dict[str, tuple[float, str]]:
@@ -147,14 +151,18 @@ def assumed(cluster: Cluster, model: ModelShape, of: Constants, plan: Plan | Non
 
 def report(result: Result, cluster: Cluster, model: ModelShape, of: Constants) -> str:
     """For people."""
-    plan, layout = result.plan, result.plan.layout
+    plan, parallelism = result.plan, result.plan.parallelism
     tflops = (
-        model.step_flops(plan.recompute) * plan.samples / result.seconds / layout.devices / 1e12
+        model.step_flops(plan.recompute)
+        * plan.samples
+        / result.seconds
+        / parallelism.devices
+        / 1e12
     )
     lines = [
         (
             f"{model.name} ({model.params / 1e9:.2f} B parameters) on {cluster.name}: placement"
-            f" {plan.placement.name}, {layout}, micro-batch {plan.micro_batch} x {plan.micros}"
+            f" {plan.placement.name}, {parallelism}, micro-batch {plan.micro_batch} x {plan.micros}"
         ),
         (
             f"a step  {show_seconds(result.seconds)}, {result.samples_per_s:.3g} samples/s,"
@@ -326,10 +334,10 @@ def command(
             "precision": precision,
         }
         ranks = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "vp": vp}
-        layout = {name: n for name, n in ranks.items() if n}
+        parallelism = {name: n for name, n in ranks.items() if n}
         kept = {"headroom": HEADROOM if headroom is None else headroom}
         chosen = default_plan(
-            cluster, {**{k: v for k, v in given.items() if v}, **kept, "layout": layout}
+            cluster, {**{k: v for k, v in given.items() if v}, **kept, "parallelism": parallelism}
         )
     of = named(constants) if constants else Constants()
     result = simulate(chosen, cluster, one, of, traced=bool(trace))

@@ -58,7 +58,7 @@ class Differ:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class AskWhetherBegun:
     """To a worker that is blocked: has it begun that?"""
 
     to: int
@@ -74,7 +74,7 @@ class Gone:
     to: int | None = None
 
 
-Said = Agreed | Differ | Ask | Gone
+Said = Agreed | Differ | AskWhetherBegun | Gone
 _Node = tuple[int, tuple[str, int]]  # a worker, what it is blocked on
 
 
@@ -88,7 +88,7 @@ class _Worker:
     lacks: set[tuple[str, int]] = field(default_factory=set)
 
 
-class AgreeDecider:
+class AgreementStateMachine:
     """`waits` False: asynchronous training, nobody waits for others but where an operation is
     agreed each time.
     Invariants (`check`): said by fewer than all workers, with one signature; nobody is blocked in
@@ -144,7 +144,11 @@ class AgreeDecider:
         ]
         if blocked is None:
             return []
-        return [Ask(rank, blocked.place) for rank, one in others if blocked.place not in one.lacks]
+        return [
+            AskWhetherBegun(rank, blocked.place)
+            for rank, one in others
+            if blocked.place not in one.lacks
+        ]
 
     def has(
         self,

@@ -1,8 +1,8 @@
 """When a step is committed: every server prepared it, the job's own state after it is known, the
 first server commits, all are told. Pure; the worker feeds it.
 
-sealed(s) -> Seal to all servers.  the others answer Prepared(s);  blob(s) is captured when the next
-                                                                   step begins.
+sealed(s) -> EndStep to all servers; the others answer Prepared(s).
+blob(s) is captured when the next step begins.
 Both there -> Commit(s, blob) to the first, which answers CommitDone(s) -> CommitDone to the others.
 
 With replicas (`everywhere`) all get Commit(s, blob) and prepare with it: then no server holds
@@ -50,7 +50,7 @@ def added(sums: tuple[int, int], chunk: int, checksum: int) -> tuple[int, int]:
     return (sums[0] + checksum) & _MASK, (sums[1] + (chunk + 1) * checksum) & _MASK
 
 
-class Ledger:
+class CommitStateMachine:
     """`servers`: their numbers; the first commits. `diverged`: once two servers wrote different
     bytes; no step is committed from then on. Invariants (`check`): committed <= sealed; a blob is
     kept only until its commit.
@@ -85,7 +85,7 @@ class Ledger:
         self.sealed = step
         self.prepared[step] = set()
         self.written[step] = {}
-        return [(server, messages.Seal(step)) for server in (self.first, *self.others)]
+        return [(server, messages.EndStep(step)) for server in (self.first, *self.others)]
 
     def blob(self, step: int, blob: Any) -> list[tuple[int, Any]]:
         assert self.committed < step <= self.sealed

@@ -19,8 +19,8 @@ With three or more servers a majority that has a history is enough too: every se
 two majorities share a server. With two servers somebody else must know that the other one did not
 go on alone: the witness of the last link. That is whoever began it: the mark of its run directory,
 or, where there is none, its worker 0 while it lives, which says to one server at most that it may
-go on without the other (`Held.without`). Without a witness the two cases "the other died" and "the
-other went on alone" look the same, and only a person knows (`given_up`).
+go on without the other (`GradAccumulated.without`). Without a witness the two cases "the other
+died" and "the other went on alone" look the same, and only a person knows (`given_up`).
 
 Assumes: what a server says of itself is whole. Does NOT know how it was asked, and changes nothing.
 """
@@ -46,7 +46,7 @@ class HistoryLink:
 
 
 @dataclass(frozen=True)
-class Held:
+class ServerHoldings:
     """What a server that answers says of its store."""
 
     newest: int = -1  # its newest step, -1: there is none
@@ -106,7 +106,10 @@ class Histories:
     `holders`: for every chunk the servers that hold it. Raises ForkedError."""
 
     def __init__(
-        self, found: Mapping[int, Held], names: Sequence[str], holders: Collection[tuple[int, ...]]
+        self,
+        found: Mapping[int, ServerHoldings],
+        names: Sequence[str],
+        holders: Collection[tuple[int, ...]],
     ) -> None:
         self.found = {
             number: held for number, held in found.items() if held.newest >= 0 or _links(held)
@@ -326,7 +329,7 @@ def _same(mine: Sequence[HistoryLink], its: Sequence[HistoryLink]) -> bool:
     return [link.id for link in mine] == [link.id for link in its]
 
 
-def _links(held: Held) -> tuple[HistoryLink, ...]:
+def _links(held: ServerHoldings) -> tuple[HistoryLink, ...]:
     """A history; of a store of the first edition a link for each of its sessions, whose
     identity is the number."""
     last = max(held.sessions, default=0)
@@ -339,7 +342,7 @@ def _links(held: Held) -> tuple[HistoryLink, ...]:
     )
 
 
-def _numbers_forked(mine: Held, its: Held, me: int, it: int) -> bool:
+def _numbers_forked(mine: ServerHoldings, its: ServerHoldings, me: int, it: int) -> bool:
     """Two stores of the first edition that cannot be of one history: two sessions have the same
     number, or each of two servers went on without the other."""
     if mine.history or its.history or not mine.sessions or not its.sessions:

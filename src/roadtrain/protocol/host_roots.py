@@ -18,7 +18,7 @@ from roadtrain.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Switch:
+class PcieSwitch:
     """What hangs on one PCIe switch or root port: local numbers of devices, whether a network
     card."""
 
@@ -36,7 +36,7 @@ class Inside:
     on_cpu: bool
 
 
-def choose(switches: Sequence[Switch], *, nvlink: bool = False) -> Inside:
+def choose(switches: Sequence[PcieSwitch], *, nvlink: bool = False) -> Inside:
     """Raises ConfigError where a device is named twice or none is."""
     devices = sorted(device for switch in switches for device in switch.devices)
     if not devices or devices != [*range(len(devices))]:
@@ -54,7 +54,7 @@ def choose(switches: Sequence[Switch], *, nvlink: bool = False) -> Inside:
     return Inside("scatter", tuple(devices), not nvlink and len(with_nic or without) > 1)
 
 
-def switches_of(devices: Sequence[str], nics: Sequence[str]) -> list[Switch]:
+def switches_of(devices: Sequence[str], nics: Sequence[str]) -> list[PcieSwitch]:
     """From the places of PCI functions as Linux names them
     (/sys/devices/pci0000:40/0000:40:01.1/0000:41:00.0): those that share the port nearest the
     processor share a link."""
@@ -62,7 +62,7 @@ def switches_of(devices: Sequence[str], nics: Sequence[str]) -> list[Switch]:
     for number, place in enumerate(devices):
         ports.setdefault(_port(place), []).append(number)
     taken = {_port(place) for place in nics}
-    return [Switch(tuple(own), port in taken) for port, own in ports.items()]
+    return [PcieSwitch(tuple(own), port in taken) for port, own in ports.items()]
 
 
 def _port(place: str) -> tuple[str, ...]:

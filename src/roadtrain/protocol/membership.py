@@ -6,10 +6,10 @@ in which round.
                                                      <- state --
                                                      -- Change -> all workers: their Map, then go on
 
-Held is for one message there and back. A Change says of each tensor how far any worker had begun:
-later rounds go by the new shares, earlier ones where they went, but for parts whose host is gone:
-those go where the first map after says whose host is there. So all workers agree on every part of
-every round. Pure.
+GradAccumulated is for one message there and back. A Change says of each tensor how far any worker
+had begun: later rounds go by the new shares, earlier ones where they went, but for parts whose host
+is gone: those go where the first map after says whose host is there. So all workers agree on every
+part of every round. Pure.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from roadtrain.protocol.shares import optimum, sites
+from roadtrain.protocol.shares import optimum, reducers
 
-Spares = tuple[tuple[int, str, float], ...]  # number of the site, address, rate
+Spares = tuple[tuple[int, str, float], ...]  # number of the reducer, address, rate
 Rounds = dict[int, tuple[int, int]]
 
 
 @dataclass(frozen=True)
-class Ask:
+class AskRounds:
     number: int
     added: Spares
 
@@ -40,7 +40,7 @@ class Change:
     rounds: Rounds
 
 
-class Coordinator:
+class MembershipStateMachine:
     """Invariants (`check`): `states` only while something is asked; nothing is lost that is not
     there."""
 
@@ -49,19 +49,19 @@ class Coordinator:
             workers,
             {number: (address, rate) for number, address, rate in spares},
         )
-        self.number, self._next_site = 0, workers + len(spares)
-        self.asked: Ask | None = None
+        self.number, self._next_reducer = 0, workers + len(spares)
+        self.asked: AskRounds | None = None
         self.states: dict[int, tuple[Mapping[int, tuple[int, bool]], set[int]]] = {}
         self.lost: set[int] = set()
         self.offers: dict[str, float] = {}
 
-    def gone(self, site: int) -> list[Ask | Change]:
+    def gone(self, reducer: int) -> list[AskRounds | Change]:
         """It died or is to leave."""
-        if site in self.spares:
-            self.lost.add(site)
+        if reducer in self.spares:
+            self.lost.add(reducer)
         return self._ask()
 
-    def offered(self, address: str, rate: float) -> list[Ask | Change]:
+    def offered(self, address: str, rate: float) -> list[AskRounds | Change]:
         if address not in {there for there, _ in self.spares.values()}:
             self.offers[address] = rate
         return self._ask()
@@ -72,7 +72,7 @@ class Coordinator:
         number: int,
         rounds: Mapping[int, tuple[int, bool]],
         refused: Sequence[int],
-    ) -> list[Ask | Change]:
+    ) -> list[AskRounds | Change]:
         """`rounds`: tensor -> (the last one begun, whether its sum is there). `refused`: new
         hosts it does not reach."""
         if self.asked is None or number != self.asked.number:
@@ -83,19 +83,21 @@ class Coordinator:
         refusals = set().union(*(refused for _, refused in self.states.values()))
         added = tuple(spare for spare in self.asked.added if spare[0] not in refusals)
         change = Change(number, tuple(sorted(self.lost)), added, self._rounds())
-        for site in self.lost:
-            del self.spares[site]
-        self.spares |= {site: (address, rate) for site, address, rate in added}
+        for reducer in self.lost:
+            del self.spares[reducer]
+        self.spares |= {reducer: (address, rate) for reducer, address, rate in added}
         self.asked, self.states, self.lost = None, {}, set()
         return [change, *self._ask()]
 
-    def _ask(self) -> list[Ask | Change]:
+    def _ask(self) -> list[AskRounds | Change]:
         if self.asked is not None or not (self.lost or self.offers):
             return []
         self.number += 1
-        added = tuple((self._next_site + i, *offer) for i, offer in enumerate(self.offers.items()))
-        self._next_site, self.offers = self._next_site + len(added), {}
-        self.asked = Ask(self.number, added)
+        added = tuple(
+            (self._next_reducer + i, *offer) for i, offer in enumerate(self.offers.items())
+        )
+        self._next_reducer, self.offers = self._next_reducer + len(added), {}
+        self.asked = AskRounds(self.number, added)
         return [self.asked]
 
     def _rounds(self) -> Rounds:
@@ -118,7 +120,7 @@ class _Epoch:
 
 
 class Map:
-    """Which site sums a part. `rates` of the workers' links; all sites that are or were there
+    """Which reducer sums a part. `rates` of the workers' links; all reducers that are or were there
     have a number. `roots`: only these sum, in equal shares, and nobody comes or goes."""
 
     def __init__(self, rates: Sequence[float], spares: Spares, roots: Sequence[int] = ()) -> None:
@@ -131,12 +133,13 @@ class Map:
         best = optimum(self.rates, list(self.spares.values())).all
         return dict(zip([*range(len(self.rates)), *self.spares], best))
 
-    def sites(self, key: int, parts: int, round: int) -> list[int]:
+    def reducers(self, key: int, parts: int, round: int) -> list[int]:
         return self._known(key, parts, round)[1]
 
     def moved(self, key: int, parts: int, round: int) -> list[bool]:
-        """Which parts of this round go to another site than was meant, as that is gone. A summer
-        keeps those apart: it may have the part's next round already, which was meant for it."""
+        """Which parts of this round go to another reducer than was meant, as that is gone. A
+        reducer keeps those apart: it may have the part's next round already, which was meant for
+        it."""
         return self._known(key, parts, round)[2]
 
     def _known(self, key: int, parts: int, round: int) -> tuple[int, list[int], list[bool]]:
@@ -144,7 +147,7 @@ class Map:
         known = self._found.get((key, parts))
         if known is None or known[0] != base:
             there = self._there(key, parts, base)
-            moved = [a != b for a, b in zip(there, sites(key, parts, self._epochs[base].shares))]
+            moved = [a != b for a, b in zip(there, reducers(key, parts, self._epochs[base].shares))]
             known = self._found[key, parts] = base, there, moved
         return known
 
@@ -153,20 +156,20 @@ class Map:
         return next((i for i in epochs if round > self._epochs[i].after.get(key, (0, 0))[0]), 0)
 
     def _there(self, key: int, parts: int, base: int) -> list[int]:
-        out = sites(key, parts, self._epochs[base].shares)
+        out = reducers(key, parts, self._epochs[base].shares)
         for epoch in self._epochs[base + 1 :]:
             if self.gone.isdisjoint(out):
                 break
             out = [
                 new if old in self.gone else old
-                for old, new in zip(out, sites(key, parts, epoch.shares))
+                for old, new in zip(out, reducers(key, parts, epoch.shares))
             ]
         return out
 
     def change(self, change: Change) -> None:
         self.gone |= set(change.gone)
-        for site in change.gone:
-            self.spares.pop(site, None)
+        for reducer in change.gone:
+            self.spares.pop(reducer, None)
         self.spares |= {number: rate for number, _, rate in change.added}
         self._epochs.append(_Epoch(self._shares(), change.rounds))
         self._found.clear()

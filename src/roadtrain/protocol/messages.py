@@ -1,15 +1,15 @@
-"""The words that deciders speak: messages between worker and server, what a server's doers report,
-what it tells them.
+"""The words that state machines speak: messages between worker and server, what a server's doers
+report, what it tells them.
 
 Messages travel over a link; events come from the server's own doers; actions go to them. All are
 frozen values, so a schedule can be written down, compared and simulated. `into`, `grad` and `blob`
 are opaque here (a memoryview in the real run, None in a simulated one). `worker` is who sent a
 message: the server's end of the link sets it.
 
-With one worker a server reports the sum of squares of each push (Held), and acts on each Release.
-With several it waits until every worker has closed a chunk's gradient (by Close, or by Release),
-sums in worker order and tells all; an update begins when every worker has released it. Then a
-trainable chunk gets one version a step, gradient or not.
+With one worker a server reports the sum of squares of each push (GradAccumulated), and acts on each
+ApplyUpdate. With several it waits until every worker has closed a chunk's gradient (by Close, or by
+ApplyUpdate), sums in worker order and tells all; an update begins when every worker has released
+it. Then a trainable chunk gets one version a step, gradient or not.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """Worker -> server: copy chunk's public part into `into` as soon as at least `version`
+    """Worker -> server: copy chunk's weights part into `into` as soon as at least `version`
     updates were applied."""
 
     chunk: int
@@ -35,10 +35,10 @@ class Pull:
 class Push:
     """Worker -> server: a gradient (dense: `grad` in the chunk's dtype; sparse: `grad` =
     (indices, values), sums of squares taken before compression; put away: `grad` = its lane, see
-    Stash). `fresh`: first of its step, so it replaces what is held. `keep`: the server may keep
-    `grad` where it lies until the update; else it moves it to its own place. Freed(ticket) says
-    when. `dtype`: of a dense gradient that was narrowed from the chunk's; its values are the
-    first half of `grad` then."""
+    Spill). `fresh`: first of its step, so it replaces what is held. `keep`: the server may keep
+    `grad` where it lies until the update; else it moves it to its own place. BufferFree(ticket)
+    says when. `dtype`: of a dense gradient that was downcast from the chunk's; its values are
+    the first half of `grad` then."""
 
     chunk: int
     grad: Any
@@ -66,7 +66,7 @@ class Close:
 
 
 @dataclass(frozen=True, slots=True)
-class Release:
+class ApplyUpdate:
     """Worker -> server: apply the rule to the held gradient as part of `step`. `scales`: one a
     span of the chunk, None where the parameter has no gradient in this step. `order`: smaller is
     wanted sooner."""
@@ -80,7 +80,7 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True)
-class Forget:
+class DiscardGrad:
     """Worker -> server: drop my held gradient of `chunk`."""
 
     chunk: int
@@ -88,7 +88,7 @@ class Forget:
 
 
 @dataclass(frozen=True, slots=True)
-class Seal:
+class EndStep:
     """Worker -> server: no more releases for `step`."""
 
     step: int
@@ -121,7 +121,7 @@ class Pulled:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class GradAccumulated:
     """Server -> worker: the accumulated gradient's sum of squares, one a segment of the chunk."""
 
     chunk: int
@@ -129,7 +129,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Freed:
+class BufferFree:
     """Server -> worker: the server no longer reads the memory of the push `ticket`."""
 
     ticket: int
@@ -185,7 +185,7 @@ class PeerLost:
     why: str
 
 
-# actions: what the decider tells the doers
+# actions: what the state machine tells the doers
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,12 +194,12 @@ class Hold:
 
 
 @dataclass(frozen=True, slots=True)
-class Stash:
+class Spill:
     """Write what was pushed to `lane` of the spill file (those of the workers come first),
     until its step's turn."""
 
     push: Push
-    lane: int
+    spill_slot: int
 
     @property
     def worker(self) -> int:
@@ -223,7 +223,7 @@ class Total:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Copy the public part to `pull.into`: from the record buffer or cache (`memory`), else from
+    """Copy the weights part to `pull.into`: from the record buffer or cache (`memory`), else from
     the file. `newest`: cast from the master instead, which is one update ahead of it (staleness
     1)."""
 
@@ -243,7 +243,7 @@ class Read:
 @dataclass(frozen=True, slots=True)
 class Update:
     chunk: int
-    release: Release
+    apply_update: ApplyUpdate
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ A stage may have v parts of the model, part k of stage s after all of parts k - 
 same paper, section 2.2): the idle time (p - 1) (f + b) of a step shrinks to 1 / v of it. Forwards
 go p micro-batches at a time through a stage's parts, backwards the same with its last part first; 2
 (p - 1 - s) + (v - 1) p forwards come before the first backward. m is a multiple of p then. Pure:
-events in, actions out; the runtime and the simulator drive the same decider.
+events in, actions out; the runtime and the simulator drive the same state machine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FORWARD, BACKWARD = "Forward", "Backward"
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunBlocks:
     """Run the blocks of the stage's `part` for `micro`. `last`: their gradients are whole after
     this."""
 
@@ -43,7 +43,9 @@ def ahead(stage: int, stages: int, micros: int, parts: int = 1) -> int:
     return min(micros * parts, first_forwards(stage, stages, micros, parts) + 1)
 
 
-def one_forward_one_backward(stage: int, stages: int, micros: int, parts: int = 1) -> list[Run]:
+def one_forward_one_backward(
+    stage: int, stages: int, micros: int, parts: int = 1
+) -> list[RunBlocks]:
     """The whole order of one step. Raises ConfigError where parts take turns and micro-batches
     do not divide."""
     if parts > 1 and micros % stages:
@@ -57,10 +59,10 @@ def one_forward_one_backward(stage: int, stages: int, micros: int, parts: int = 
         else [range(micros)]
     )
     forwards = [
-        Run(FORWARD, i, False, part) for turn in turns for part in range(parts) for i in turn
+        RunBlocks(FORWARD, i, False, part) for turn in turns for part in range(parts) for i in turn
     ]
     backwards = [
-        Run(BACKWARD, i, i == micros - 1, part)
+        RunBlocks(BACKWARD, i, i == micros - 1, part)
         for turn in turns
         for part in reversed(range(parts))
         for i in turn
@@ -72,7 +74,7 @@ def one_forward_one_backward(stage: int, stages: int, micros: int, parts: int = 
     return out + backwards[len(forwards) - warm :]
 
 
-class StageDecider:
+class StageStateMachine:
     """Invariants (`check`): forwards begun are at most `ahead` of backwards ended; each runs
     once, after what it needs has come. `parts`: of the model, that each stage has."""
 
@@ -80,23 +82,23 @@ class StageDecider:
         self.stage, self.stages, self.micros, self.parts = stage, stages, micros, parts
         self.order = one_forward_one_backward(stage, stages, micros, parts)
         self.at = 0
-        self.running: Run | None = None
+        self.running: RunBlocks | None = None
         # (micro, part)
         self.here: dict[str, set[tuple[int, int]]] = {FORWARD: set(), BACKWARD: set()}
         if stage == 0:
             self.here[FORWARD] = {(i, 0) for i in range(micros)}
         self.ran: dict[str, int] = {FORWARD: 0, BACKWARD: 0}
 
-    def arrived(self, what: str, micro: int, part: int = 0) -> list[Run]:
+    def arrived(self, what: str, micro: int, part: int = 0) -> list[RunBlocks]:
         """The activations (for FORWARD) or the gradient of them (for BACKWARD) of `micro` are
         here for `part`."""
         self.here[what].add((micro, part))
         return self._next()
 
-    def start(self) -> list[Run]:
+    def start(self) -> list[RunBlocks]:
         return self._next()
 
-    def goes(self, run: Run) -> tuple[int, int] | None:
+    def goes(self, run: RunBlocks) -> tuple[int, int] | None:
         """(stage, part) that needs what `run` leaves; None: nobody, or this stage's own
         backward of the loss."""
         step = 1 if run.what == FORWARD else -1
@@ -104,7 +106,7 @@ class StageDecider:
         part = run.part + turns
         return (stage, part) if 0 <= part < self.parts else None
 
-    def ended(self, run: Run) -> list[Run]:
+    def ended(self, run: RunBlocks) -> list[RunBlocks]:
         assert run == self.running
         self.running = None
         self.ran[run.what] += 1
@@ -112,7 +114,7 @@ class StageDecider:
             self.here[BACKWARD].add((run.micro, run.part))  # the loss
         return self._next()
 
-    def _next(self) -> list[Run]:
+    def _next(self) -> list[RunBlocks]:
         if self.running is not None or self.at == len(self.order):
             return []
         run = self.order[self.at]

@@ -1,4 +1,4 @@
-"""What a summer does with a part that arrives: waits for all workers' of the round, has them
+"""What a reducer does with a part that arrives: waits for all workers' of the round, has them
 summed, begins again.
 
 Rule `sum`: the sum of one round's parts, in the order of the workers, goes to all of them. Rule
@@ -22,7 +22,7 @@ RULES = ("sum", "accumulate")
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """Worker -> summer. `key`, `start` name the part; `elements` that travel as `format`.
+    """Worker -> reducer. `key`, `start` name the part; `elements` that travel as `format`.
     `summed`: 0, or of an element of the sum, which this is instead, the bytes."""
 
     key: int
@@ -34,7 +34,7 @@ class Arrived:
 
 
 @dataclass(slots=True)
-class Meeting:
+class PartRound:
     """Of one part. `here`: whose has come in `round`; `summed`: of them, who has pushed the sum."""
 
     round: int
@@ -44,15 +44,15 @@ class Meeting:
     summed: dict[int, int] = field(default_factory=dict)  # worker -> bytes of an element
 
 
-class SumDecider:
+class ReducerStateMachine:
     """Invariants (`check`): a meeting is of fewer than all workers; rounds of a part only grow."""
 
     def __init__(self, workers: int, rule: str = "sum") -> None:
         assert rule in RULES
         self.workers, self.rule = workers, rule
-        self.meetings: dict[tuple[int, int], Meeting] = {}
+        self.meetings: dict[tuple[int, int], PartRound] = {}
 
-    def arrived(self, worker: int, part: Arrived) -> Meeting | None:
+    def arrived(self, worker: int, part: Arrived) -> PartRound | None:
         """What is to be added up now, if anything. Raises LoopError where workers do not do the
         same."""
         where = part.key, part.start
@@ -68,7 +68,7 @@ class SumDecider:
                     f" {part.round}",
                     hint="give a tensor of another size or format another name",
                 )
-            meeting = self.meetings[where] = Meeting(part.round, part.elements, part.format)
+            meeting = self.meetings[where] = PartRound(part.round, part.elements, part.format)
         if self.rule == "accumulate":
             meeting.round = max(meeting.round, part.round)
             return meeting
@@ -90,7 +90,7 @@ class SumDecider:
             meeting.summed[worker] = part.summed
         if len(meeting.here) < self.workers:
             return None
-        self.meetings[where] = Meeting(part.round, part.elements, part.format)
+        self.meetings[where] = PartRound(part.round, part.elements, part.format)
         return meeting
 
     def given_up(self, worker: int) -> None:

@@ -8,7 +8,7 @@ To its workers it is the server, to the server it is one worker:
               backward
     Push ..   one worker: goes on as it is. Several: held until all have closed the chunk, then
               their sum goes on
-    Seal ..   goes on once all have said it
+    EndStep ..   goes on once all have said it
 
 Assumes the workers' messages in their order. Does NOT know what a step computes.
 """
@@ -61,18 +61,18 @@ class Copy:
 
 
 @dataclass(slots=True)
-class Meeting:
+class ChunkRound:
     """Of a chunk, where there are several workers. `closed`: whose gradient is whole; `summed`: the
     sum has gone on;
     `said`: who released it; what those say of the next step waits in `early` until all have."""
 
     closed: set[int] = field(default_factory=set)
     summed: bool = False
-    said: dict[int, messages.Release] = field(default_factory=dict)
+    said: dict[int, messages.ApplyUpdate] = field(default_factory=dict)
     early: list[Any] = field(default_factory=list)
 
 
-class RelayDecider:
+class RelayStateMachine:
     """Invariants (`check`): free buffers and those of copies are disjoint and together all
     buffers; `asked` names the copies that are coming; a pull waits in `queue` only while no
     buffer can be had."""
@@ -83,7 +83,7 @@ class RelayDecider:
         self.copies: dict[Key, Copy] = {}  # the least recently used first
         self.asked: dict[int, Key] = {}  # ticket of ours
         self.queue: deque[messages.Pull] = deque()
-        self.meetings: dict[int, Meeting] = {}
+        self.meetings: dict[int, ChunkRound] = {}
         self.seals: dict[int, set[int]] = {}
         self.commits: dict[int, dict[int, Any]] = {}
         self.committed = -1
@@ -154,21 +154,21 @@ class RelayDecider:
     # gradients
 
     def _chunk(
-        self, event: messages.Push | messages.Close | messages.Release | messages.Forget
+        self, event: messages.Push | messages.Close | messages.ApplyUpdate | messages.DiscardGrad
     ) -> list[Any]:
         if self.workers == 1:
             return [Up(event)]
-        if self.gone and not isinstance(event, messages.Forget):
+        if self.gone and not isinstance(event, messages.DiscardGrad):
             raise LostError(self.gone)
-        meeting = self.meetings.setdefault(event.chunk, Meeting())
+        meeting = self.meetings.setdefault(event.chunk, ChunkRound())
         if event.worker in meeting.said:
             meeting.early.append(event)
             return []
         match event:
             case messages.Push():
                 return [messages.Hold(event)]
-            case messages.Forget(chunk, worker):
-                again = [Up(messages.Forget(chunk))] if meeting.summed else []
+            case messages.DiscardGrad(chunk, worker):
+                again = [Up(messages.DiscardGrad(chunk))] if meeting.summed else []
                 meeting.summed = False
                 meeting.closed.discard(worker)
                 return [messages.Discard(chunk, worker), *again]
@@ -185,9 +185,11 @@ class RelayDecider:
             out += [action for later in early for action in self._chunk(later)]
         return out
 
-    _on_Push = _on_Close = _on_Release = _on_Forget = _chunk
+    _on_Push = _on_Close = _on_ApplyUpdate = _on_DiscardGrad = _chunk
 
-    def _close(self, meeting: Meeting, event: messages.Close | messages.Release) -> list[Any]:
+    def _close(
+        self, meeting: ChunkRound, event: messages.Close | messages.ApplyUpdate
+    ) -> list[Any]:
         meeting.closed.add(event.worker)
         if len(meeting.closed) < self.workers:
             return []
@@ -196,13 +198,13 @@ class RelayDecider:
 
     # steps
 
-    def _on_Seal(self, event: messages.Seal) -> list[Any]:
+    def _on_EndStep(self, event: messages.EndStep) -> list[Any]:
         if self.gone:
             raise LostError(self.gone)
         sealed = self.seals.setdefault(event.step, set())
         sealed.add(event.worker)
         return (
-            [Up(messages.Seal(event.step))]
+            [Up(messages.EndStep(event.step))]
             if len(sealed) == self.workers and self.seals.pop(event.step)
             else []
         )

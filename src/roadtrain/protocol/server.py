@@ -2,7 +2,7 @@
 
 A chunk's way through one step:
     Push -> Hold -> Done                the gradient rests here (HELD)
-    Release                             wanted: queued by (step, order) until a record buffer is
+    ApplyUpdate                             wanted: queued by (step, order) until a record buffer is
                                         free
     Read -> Done                        READING  (skipped where the record is kept in memory)
     Update -> Done                      UPDATING; the new version exists: waiting pulls are answered
@@ -10,14 +10,14 @@ A chunk's way through one step:
     Write -> Done                       WRITING  (skipped where nothing rests on files)
 When a step is sealed and all its releases are written, the step is prepared (first server:
 committed when told). With replicas a server first says what it has written (Written), and prepares
-when the workers have compared that. With several workers Release, Seal and Commit count once all
-have sent theirs (`_meet`); what they push is summed first:
-    Close or Release of all -> Total -> Done      all are told the sum's norm (Held)
+when the workers have compared that. With several workers ApplyUpdate, EndStep and Commit count once
+all have sent theirs (`_meet`); what they push is summed first:
+    Close or ApplyUpdate of all -> Total -> Done      all are told the sum's norm (GradAccumulated)
 
-With staleness 1 the public part of a record is one update behind its master: a pull gets the one or
-the other, so the next step computes while this one's updates run. What is said of the next step
+With staleness 1 the weights part of a record is one update behind its master: a pull gets the one
+or the other, so the next step computes while this one's updates run. What is said of the next step
 before then waits in `early`; gradients that cannot wait where they lie are written away (Push ->
-Stash -> Done), for what this step needs may come behind them.
+Spill -> Done), for what this step needs may come behind them.
 
 Rule 3: a chunk is written for step s only when step s-1 is committed, so the slot that is
 overwritten is never the committed one. Rule 4: at most `buffers` records are away from their files
@@ -45,48 +45,48 @@ AT_ONCE = 2
 
 @dataclass(slots=True)
 class ChunkState:
-    """`resident`: the record (or, if `public_resident`, its public part) is kept in memory for
+    """`resident`: the record (or, if `public_resident`, its weights part) is kept in memory for
     good: 0 buffers. READING, UPDATING, WRITING hold one record buffer unless resident. `release`
     waits in the queue; `active` is being carried out (the next step's release may arrive while this
     step's record is still being written).
     """
 
     resident: bool
-    public_resident: bool
+    weights_resident: bool
     version: int = 0
     phase: str = IDLE
     buffer: int | None = None
     # the first is a Push that is being carried out
-    holds: deque[messages.Push | messages.Forget] = field(default_factory=deque)
+    holds: deque[messages.Push | messages.DiscardGrad] = field(default_factory=deque)
     # (worker, ticket) of pushes whose memory is in use
     kept: list[tuple[int, int]] = field(default_factory=list)
     # step -> workers whose gradient of it is whole
     closed: dict[int, set[int]] = field(default_factory=dict)
     totalled: int = -1  # the last step whose sum was taken
     # step -> what workers released so far
-    said: dict[int, dict[int, messages.Release]] = field(default_factory=dict)
-    release: messages.Release | None = None
-    active: messages.Release | None = None
+    said: dict[int, dict[int, messages.ApplyUpdate]] = field(default_factory=dict)
+    apply_update: messages.ApplyUpdate | None = None
+    active: messages.ApplyUpdate | None = None
     answering: int = 0  # pulls being answered, from the file or from memory
     read: bool = False  # the record is in its buffer, the update waits for `answering` to end
     # each waits for a newer version, or for the update to end
     pulls: list[messages.Pull] = field(default_factory=list)
-    late: bool = False  # the public part is that before the update to version `updated`
+    late: bool = False  # the weights part is that before the update to version `updated`
     updated: int = -1
-    # messages about a step whose turn has not come; a Stash under way
+    # messages about a step whose turn has not come; a Spill under way
     early: list[Any] = field(default_factory=list)
-    lanes: set[int] = field(default_factory=set)  # of what was stashed and is not yet held
+    spill_slots: set[int] = field(default_factory=set)  # of what was stashed and is not yet held
 
     @property
     def in_memory(self) -> bool:
-        return self.resident or self.public_resident
+        return self.resident or self.weights_resident
 
 
-class ServeDecider:
+class ServerStateMachine:
     """One server's decisions. `chunks`: chunk -> (record resident, public resident). `durable`:
     records rest on files.
     `base`: the step at which this session of `workers` workers began. `alone`: one worker that is
-    no relay. `late`: chunks whose public part is one update behind -> whether the last update was
+    no relay. `late`: chunks whose weights part is one update behind -> whether the last update was
     in step `base`. `first`: the server that commits. `everywhere`: the job's own state is kept by
     all servers (replicas), not by the first alone. `owners`: with replicas, the owner of each
     chunk.
@@ -144,13 +144,13 @@ class ServeDecider:
         """Next actions. Asserts on what a correct doer cannot report. Raises LostError where a
         step needs a worker that has gone, LoopError where workers do different things."""
         if self.gone and isinstance(
-            event, (messages.Push, messages.Close, messages.Release, messages.Seal)
+            event, (messages.Push, messages.Close, messages.ApplyUpdate, messages.EndStep)
         ):
             raise LostError(self.gone)
-        if isinstance(event, messages.Release):
+        if isinstance(event, messages.ApplyUpdate):
             self.open_releases.setdefault(event.step, set()).add(event.chunk)
         if isinstance(
-            event, (messages.Push, messages.Close, messages.Release, messages.Forget)
+            event, (messages.Push, messages.Close, messages.ApplyUpdate, messages.DiscardGrad)
         ) and self._too_early(event):
             return self._set_aside(event)
         if isinstance(event, messages.Done):
@@ -163,17 +163,17 @@ class ServeDecider:
     # messages
 
     def _too_early(
-        self, event: messages.Push | messages.Close | messages.Release | messages.Forget
+        self, event: messages.Push | messages.Close | messages.ApplyUpdate | messages.DiscardGrad
     ) -> bool:
         """Whether its sender has released the chunk's step before, whose gradient is still
         needed."""
         chunk = self.chunks[event.chunk]
-        pending = chunk.release is not None or chunk.phase in (READING, UPDATING)
+        pending = chunk.apply_update is not None or chunk.phase in (READING, UPDATING)
         before = any(event.worker == other.worker for other in chunk.early)
         return pending or before or any(event.worker in said for said in chunk.said.values())
 
     def _set_aside(
-        self, event: messages.Push | messages.Close | messages.Release | messages.Forget
+        self, event: messages.Push | messages.Close | messages.ApplyUpdate | messages.DiscardGrad
     ) -> list[Any]:
         chunk = self.chunks[event.chunk]
         if (
@@ -187,23 +187,30 @@ class ServeDecider:
         ):
             chunk.early.append(event)
             return []
-        stash = messages.Stash(
-            event, next(lane for lane in itertools.count(self.workers) if lane not in chunk.lanes)
+        spill = messages.Spill(
+            event,
+            next(
+                spill_slot
+                for spill_slot in itertools.count(self.workers)
+                if spill_slot not in chunk.spill_slots
+            ),
         )
-        chunk.lanes.add(stash.lane)
-        chunk.early.append(stash)
-        return [stash]
+        chunk.spill_slots.add(spill.spill_slot)
+        chunk.early.append(spill)
+        return [spill]
 
-    def _done_Stash(self, stash: messages.Stash) -> list[Any]:
-        push, chunk = stash.push, self.chunks[stash.push.chunk]
-        chunk.early[[e is stash for e in chunk.early].index(True)] = replace(push, grad=stash.lane)
-        return [messages.Send(messages.Freed(push.ticket), push.worker), *self._in_turn(chunk)]
+    def _done_Spill(self, spill: messages.Spill) -> list[Any]:
+        push, chunk = spill.push, self.chunks[spill.push.chunk]
+        chunk.early[[e is spill for e in chunk.early].index(True)] = replace(
+            push, grad=spill.spill_slot
+        )
+        return [messages.Send(messages.BufferFree(push.ticket), push.worker), *self._in_turn(chunk)]
 
     def _in_turn(self, chunk: ChunkState) -> list[Any]:
         """What was early is said again; up to what is still being written away."""
         out, events = list[Any](), deque(chunk.early)
         chunk.early = []
-        while events and not isinstance(events[0], messages.Stash):
+        while events and not isinstance(events[0], messages.Spill):
             out += self.handle(events.popleft())
         chunk.early += events
         return out
@@ -274,14 +281,16 @@ class ServeDecider:
         push = hold.push
         chunk = self.chunks[push.chunk]
         chunk.holds.popleft()
-        out: list[Any] = [messages.Send(messages.Held(push.chunk, sums))] if self.alone else []
+        out: list[Any] = (
+            [messages.Send(messages.GradAccumulated(push.chunk, sums))] if self.alone else []
+        )
         if isinstance(push.grad, int):
-            chunk.lanes.remove(push.grad)
+            chunk.spill_slots.remove(push.grad)
         elif kept:
             chunk.kept.append((push.worker, push.ticket))
         else:
-            out.append(messages.Send(messages.Freed(push.ticket), push.worker))
-        while chunk.holds and isinstance(forget := chunk.holds[0], messages.Forget):
+            out.append(messages.Send(messages.BufferFree(push.ticket), push.worker))
+        while chunk.holds and isinstance(forget := chunk.holds[0], messages.DiscardGrad):
             chunk.holds.popleft()
             out += self._forget(forget)
         if chunk.holds and isinstance(following := chunk.holds[0], messages.Push):
@@ -291,29 +300,29 @@ class ServeDecider:
     def _free_kept(self, chunk: ChunkState, of: int | None = None) -> list[Any]:
         freed = [k for k in chunk.kept if of in (None, k[0])]
         chunk.kept = [k for k in chunk.kept if k not in freed]
-        return [messages.Send(messages.Freed(ticket), worker) for worker, ticket in freed]
+        return [messages.Send(messages.BufferFree(ticket), worker) for worker, ticket in freed]
 
     def _on_Close(self, event: messages.Close) -> list[Any]:
         self.chunks[event.chunk].closed.setdefault(event.step, set()).add(event.worker)
         return self._meet(event.chunk)
 
-    def _on_Release(self, release: messages.Release) -> list[Any]:
+    def _on_ApplyUpdate(self, apply_update: messages.ApplyUpdate) -> list[Any]:
         if self.alone:
-            return self._released(release) + self._advance()
-        chunk = self.chunks[release.chunk]
-        said = chunk.said.setdefault(release.step, {})
-        assert release.worker not in said, f"chunk {release.chunk} released twice"
-        said[release.worker] = release
-        if chunk.totalled < release.step:
-            chunk.closed.setdefault(release.step, set()).add(release.worker)
-        return self._meet(release.chunk) + self._advance()
+            return self._released(apply_update) + self._advance()
+        chunk = self.chunks[apply_update.chunk]
+        said = chunk.said.setdefault(apply_update.step, {})
+        assert apply_update.worker not in said, f"chunk {apply_update.chunk} released twice"
+        said[apply_update.worker] = apply_update
+        if chunk.totalled < apply_update.step:
+            chunk.closed.setdefault(apply_update.step, set()).add(apply_update.worker)
+        return self._meet(apply_update.chunk) + self._advance()
 
-    def _released(self, release: messages.Release) -> list[Any]:
-        chunk = self.chunks[release.chunk]
-        assert chunk.release is None, f"chunk {release.chunk} released twice"
-        chunk.release = release
+    def _released(self, apply_update: messages.ApplyUpdate) -> list[Any]:
+        chunk = self.chunks[apply_update.chunk]
+        assert chunk.apply_update is None, f"chunk {apply_update.chunk} released twice"
+        chunk.apply_update = apply_update
         queue = self.resident_queue if chunk.resident else self.queue
-        heapq.heappush(queue, (release.step, release.order, release.chunk))
+        heapq.heappush(queue, (apply_update.step, apply_update.order, apply_update.chunk))
         return []
 
     def _meet(self, number: int) -> list[Any]:
@@ -331,10 +340,10 @@ class ServeDecider:
             chunk.totalled = step
             out.append(messages.Total(number))
         if len(chunk.said.get(step, ())) == self.workers:
-            release = agreed([chunk.said[step][worker] for worker in range(self.workers)])
+            apply_update = agreed([chunk.said[step][worker] for worker in range(self.workers)])
             del chunk.said[step]
-            if any(scale is not None for scale in release.scales):
-                return out + self._released(release)
+            if any(scale is not None for scale in apply_update.scales):
+                return out + self._released(apply_update)
             chunk.version += 1  # nobody has a gradient: the step passes
             self.open_releases[step].discard(number)
             out += [
@@ -346,22 +355,22 @@ class ServeDecider:
         return out
 
     def _done_Total(self, total: messages.Total, sums: Any) -> list[Any]:
-        return [messages.Send(messages.Held(total.chunk, sums))]
+        return [messages.Send(messages.GradAccumulated(total.chunk, sums))]
 
-    def _on_Forget(self, event: messages.Forget) -> list[Any]:
+    def _on_DiscardGrad(self, event: messages.DiscardGrad) -> list[Any]:
         holds = self.chunks[event.chunk].holds
         if holds:  # in its turn: what was pushed before it is still being held
             holds.append(event)
             return []
         return self._forget(event)
 
-    def _forget(self, event: messages.Forget) -> list[Any]:
+    def _forget(self, event: messages.DiscardGrad) -> list[Any]:
         chunk = self.chunks[event.chunk]
-        assert chunk.release is None
+        assert chunk.apply_update is None
         chunk.totalled = -1  # what is pushed instead is summed anew
         return [messages.Discard(event.chunk, event.worker), *self._free_kept(chunk, event.worker)]
 
-    def _on_Seal(self, event: messages.Seal) -> list[Any]:
+    def _on_EndStep(self, event: messages.EndStep) -> list[Any]:
         sealed = self.seals.setdefault(event.step, set())
         sealed.add(event.worker)
         if len(sealed) < self.workers:
@@ -501,8 +510,8 @@ class ServeDecider:
                 if chunk.phase != IDLE or chunk.holds or (chunk.answering and chunk.resident):
                     later.append(entry)
                     continue
-                assert chunk.release is not None and chunk.active is None
-                chunk.active, chunk.release = chunk.release, None
+                assert chunk.apply_update is not None and chunk.active is None
+                chunk.active, chunk.apply_update = chunk.apply_update, None
                 if chunk.resident:
                     out += self._update(entry[2], chunk)
                 else:
@@ -520,7 +529,7 @@ class ServeDecider:
             step = self.base + chunk.version + 1
             for said, what in (
                 (chunk.closed.get(step), "gradient"),
-                (chunk.said.get(step), "release"),
+                (chunk.said.get(step), "update"),
             ):
                 owed += (
                     [(step, set(said), f"the {what} of chunk {number} in step {step}")]
@@ -541,7 +550,7 @@ class ServeDecider:
         used = [c.buffer for c in self.chunks.values() if c.buffer is not None]
         assert sorted(used + self.free) == list(range(self.n_buffers))
         for _, _, number in (*self.queue, *self.resident_queue):
-            assert self.chunks[number].release is not None
+            assert self.chunks[number].apply_update is not None
         assert (
             self.updating
             == sum(c.resident and c.phase == UPDATING for c in self.chunks.values())
@@ -551,22 +560,25 @@ class ServeDecider:
             assert all(p.version > chunk.version or chunk.phase == UPDATING for p in chunk.pulls)
             assert chunk.answering >= 0
             aside = [
-                getattr(e, "lane", getattr(e, "grad", None)) for e in (*chunk.early, *chunk.holds)
+                getattr(e, "spill_slot", getattr(e, "grad", None))
+                for e in (*chunk.early, *chunk.holds)
             ]
-            assert {lane for lane in aside if isinstance(lane, int)} == chunk.lanes
+            assert {
+                spill_slot for spill_slot in aside if isinstance(spill_slot, int)
+            } == chunk.spill_slots
             if chunk.phase in (READING, UPDATING) and not chunk.resident:
                 assert chunk.buffer is not None
         for step, numbers in self.open_releases.items():
             open_now = {
                 n
                 for n, c in self.chunks.items()
-                for r in (c.release, c.active, *c.early)
-                if (isinstance(r, messages.Release) and r.step == step) or step in c.said
+                for r in (c.apply_update, c.active, *c.early)
+                if (isinstance(r, messages.ApplyUpdate) and r.step == step) or step in c.said
             }
             assert numbers == open_now, (step, numbers, open_now)
 
 
-def agreed(releases: list[messages.Release]) -> messages.Release:
+def agreed(releases: list[messages.ApplyUpdate]) -> messages.ApplyUpdate:
     """What all workers released, in their order. A parameter without a gradient on some of them
     is scaled as the others say. Raises LoopError where they say different things: their models
     or loops differ."""

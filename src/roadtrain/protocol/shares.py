@@ -49,7 +49,7 @@ class Shares:
 
     @property
     def all(self) -> tuple[float, ...]:
-        """Of every site: the worker hosts in order, then the spare ones."""
+        """Of every reducer: the worker hosts in order, then the spare ones."""
         return (*self.workers, *self.spares)
 
 
@@ -87,36 +87,36 @@ def _scaled(workers: Sequence[float], spares: Sequence[float], seconds: float) -
 
 
 def busiest(workers: Sequence[float], spares: Sequence[float], shares: Sequence[float]) -> float:
-    """Seconds of an exchange of one byte with these shares of all sites: the formula above."""
+    """Seconds of an exchange of one byte with these shares of all reducers: the formula above."""
     n = len(workers)
     own = [(1 + (n - 2) * x) / rate for x, rate in zip(shares, workers)] if n > 1 else [0.0]
     return max([*own, *(n * y / rate for y, rate in zip(shares[n:], spares))])
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """Elements [start, stop) of a tensor."""
 
     start: int
     stop: int
 
 
-def cut(elements: int, part_elements: int) -> tuple[Part, ...]:
+def cut(elements: int, part_elements: int) -> tuple[TensorPart, ...]:
     """The parts of a tensor, of equal size but for the last: whoever sums them, the same for
     ever."""
     if not elements:
         return ()
     size = round_up(-(-elements // -(-elements // part_elements)), ALIGN)
-    return tuple(Part(at, min(at + size, elements)) for at in range(0, elements, size))
+    return tuple(TensorPart(at, min(at + size, elements)) for at in range(0, elements, size))
 
 
-def sites(key: int, parts: int, shares: Mapping[int, float]) -> list[int]:
-    """The site that sums each of `parts` parts of tensor `key`, the same for all workers, who need
-    not talk: each site has as many as its share says, or one more (systematic sampling from a start
-    that the key's hash picks), so over many tensors the shares exactly, and a tensor of one part
-    goes to a site with its share's probability.
+def reducers(key: int, parts: int, shares: Mapping[int, float]) -> list[int]:
+    """The reducer that sums each of `parts` parts of tensor `key`, the same for all workers, who
+    need not talk: each reducer has as many as its share says, or one more (systematic sampling from
+    a start that the key's hash picks), so over many tensors the shares exactly, and a tensor of one
+    part goes to a reducer with its share's probability.
     """
     total, at, out = sum(shares.values()), _hash(key), []
-    left = [(site, share / total * parts) for site, share in sorted(shares.items()) if share]
+    left = [(reducer, share / total * parts) for reducer, share in sorted(shares.items()) if share]
     until, i = left[0][1], 0
     for number in range(parts):
         while number + at >= until and i + 1 < len(left):
@@ -136,16 +136,16 @@ def _hash(key: int) -> float:
 
 
 def order(of: Sequence[int], rank: int) -> list[int]:
-    """In which a worker sends the parts whose sites are `of`. All sites get theirs at the pace
-    of their shares, so that no link is idle early and none is crowded late; and workers begin
-    each turn with another site, so that they do not meet at one."""
+    """In which a worker sends the parts whose reducers are `of`. All reducers get theirs at the
+    pace of their shares, so that no link is idle early and none is crowded late; and workers
+    begin each turn with another reducer, so that they do not meet at one."""
     own: dict[int, list[int]] = {}
-    for number, site in enumerate(of):
-        own.setdefault(site, []).append(number)
+    for number, reducer in enumerate(of):
+        own.setdefault(reducer, []).append(number)
     most = max(map(len, own.values()), default=0)
     turns: list[list[int]] = [[] for _ in range(most)]
     for j, numbers in enumerate(own.values()):
-        # sites with few parts do not all have their turn at once
+        # reducers with few parts do not all have their turn at once
         phase = (2 * j + 1) / (2 * len(own))
         for i, number in enumerate(numbers):
             turns[int((i + phase) * most / len(numbers))].append(number)

@@ -37,14 +37,14 @@ class Heartbeat:
 
 
 @dataclass(slots=True)
-class Entry:
+class Aggregate:
     number: int = -1
     came: set[int] = field(default_factory=set)
     data: Any = None
     done: bool = False
 
 
-class SwitchDecider:
+class SwitchStateMachine:
     """Invariants (`check`): an entry that is not done lacks a worker; nothing acknowledged is
     summed again."""
 
@@ -53,7 +53,7 @@ class SwitchDecider:
     ) -> None:
         assert depth <= window, "the receiver's buffer must not exceed the window"
         self.workers, self.window, self.add = workers, window, add
-        self.table = [Entry() for _ in range(window)]
+        self.table = [Aggregate() for _ in range(window)]
         self.acked = 0
         self.beats = [Heartbeat(0, depth - 1, worker) for worker in range(workers)]
 
@@ -119,7 +119,7 @@ class Sender:
         self.next = self.ack
 
 
-class Receiver:
+class SwitchReceiver:
     """The other end: takes numbers in order, drops others. `depth`: packets that its buffer
     holds."""
 

@@ -24,7 +24,15 @@ from typing import Any
 import msgspec
 
 from roadtrain.errors import BusyError, DeadlineError, DifferError, LostError, PeerError, WireError
-from roadtrain.protocol.agreement import Agreed, AgreeDecider, Ask, Differ, Gone, Operation, Said
+from roadtrain.protocol.agreement import (
+    Agreed,
+    AgreementStateMachine,
+    AskWhetherBegun,
+    Differ,
+    Gone,
+    Operation,
+    Said,
+)
 from roadtrain.runtime import frames as m
 from roadtrain.transport.link import Link
 
@@ -44,10 +52,10 @@ def short(text: str) -> str:
     return f"{text[:TEXT]}... {blake2b(text.encode(), digest_size=8).hexdigest()}"
 
 
-class _Seat:
+class _AgreementConnection:
     """One worker's place: the Receiver of its link."""
 
-    def __init__(self, owner: Coordinator, rank: int, link: Link) -> None:
+    def __init__(self, owner: AgreementCoordinator, rank: int, link: Link) -> None:
         self.owner, self.rank, self.link = owner, rank, link
 
     def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
@@ -64,23 +72,23 @@ class _Seat:
         self.owner.left(self.rank, error)
 
 
-class Coordinator:
+class AgreementCoordinator:
     """Of one start of a job."""
 
     def __init__(self, session: str, workers: int, waits: bool) -> None:
-        self.session, self._decider = session, AgreeDecider(workers, waits)
-        self._seats: dict[int, _Seat] = {}
+        self.session, self._machine = session, AgreementStateMachine(workers, waits)
+        self._seats: dict[int, _AgreementConnection] = {}
         self._lock = threading.Condition()
 
-    def join(self, session: str, rank: int, link: Link) -> _Seat:
+    def join(self, session: str, rank: int, link: Link) -> _AgreementConnection:
         with self._lock:
             if (
                 session != self.session
-                or not 0 <= rank < self._decider.workers
+                or not 0 <= rank < self._machine.workers
                 or rank in self._seats
             ):
                 raise BusyError("busy with another start of this job")
-            seat = self._seats[rank] = _Seat(self, rank, link)
+            seat = self._seats[rank] = _AgreementConnection(self, rank, link)
         return seat
 
     def arrived(self, rank: int, kind: int, fields: Any, payload: memoryview) -> None:
@@ -88,12 +96,12 @@ class Coordinator:
             if kind == m.SAY:
                 epoch, identity, use, signature, each = fields
                 self._tell(
-                    self._decider.say(rank, epoch, Operation(identity, use, signature, each))
+                    self._machine.say(rank, epoch, Operation(identity, use, signature, each))
                 )
             elif kind == m.STALL:
                 pending, blocked = m.stalled(payload)
                 self._tell(
-                    self._decider.stall(
+                    self._machine.stall(
                         rank,
                         fields[0],
                         [Operation(*one) for one in pending],
@@ -103,18 +111,18 @@ class Coordinator:
             elif kind == m.HAS:
                 epoch, place, began, blocked = fields
                 self._tell(
-                    self._decider.has(rank, epoch, place, began, blocked[0] if blocked else None)
+                    self._machine.has(rank, epoch, place, began, blocked[0] if blocked else None)
                 )
             else:
                 raise WireError(f"a frame of kind {kind} came to who sees that workers agree")
 
     def left(self, rank: int, error: PeerError) -> None:
         with self._lock:
-            self._tell(self._decider.left(rank, str(error).splitlines()[0]))
+            self._tell(self._machine.left(rank, str(error).splitlines()[0]))
             self._lock.notify_all()
 
     def _tell(self, said: Sequence[Said]) -> None:
-        epoch = self._decider.epoch
+        epoch = self._machine.epoch
         for one in said:
             match one:
                 case Agreed(operation, to):
@@ -123,7 +131,7 @@ class Coordinator:
                         m.AGREED,
                         (epoch, operation.identity, operation.use, operation.signature),
                     )
-                case Ask(to, place):
+                case AskWhetherBegun(to, place):
                     self._send(to, m.ASKED, (epoch, place))
                 case Differ(number, words):
                     self._send(None, m.DIFFER, (number, words))
@@ -139,13 +147,13 @@ class Coordinator:
     def close(self, wait_s: float) -> None:
         """Waits so long for the workers to leave by themselves."""
         with self._lock:
-            self._lock.wait_for(lambda: self._seats.keys() <= self._decider.gone.keys(), wait_s)
+            self._lock.wait_for(lambda: self._seats.keys() <= self._machine.gone.keys(), wait_s)
             seats = list(self._seats.values())
         for seat in seats:
             seat.link.close()
 
 
-class Ticket:
+class OperationTicket:
     """Of one operation under way here. `error`: why it is given up."""
 
     def __init__(self, operation: Operation, epoch: int) -> None:
@@ -157,9 +165,9 @@ class Ticket:
 
 
 class Agreement:
-    """A worker's end: the Receiver of its link to the coordinator. `waits`: as the decider has it.
-    Every program here meets a disagreement once: in a wait for what was given up, else in what it
-    begins next.
+    """A worker's end: the Receiver of its link to the coordinator. `waits`: as the state machine
+    has it. Every program here meets a disagreement once: in a wait for what was given up, else in
+    what it begins next.
 
     Invariants, under `order`: an open ticket is of this epoch; one with `_ready` is not agreed."""
 
@@ -167,10 +175,10 @@ class Agreement:
         self.rank, self.workers, self._waits, self._deadline_s = rank, workers, waits, deadline_s
         self.order = threading.RLock()  # over what is begun, and a new epoch
         self.epoch = 0
-        self._open: dict[int, Ticket] = {}
+        self._open: dict[int, OperationTicket] = {}
         self._counts: Counter[str] = Counter()  # operations begun in this epoch, by identity
         self._known: set[tuple[str, str]] = set()  # identity, signature: all have agreed
-        self._threads: dict[int, Ticket] = {}  # that wait -> for what
+        self._threads: dict[int, OperationTicket] = {}  # that wait -> for what
         self._begun = 0.0  # when the last operation was
         # the program here has not met it yet: what it begins is given up, too
         self._untold: DifferError | None = None
@@ -193,7 +201,7 @@ class Agreement:
         self._watcher = threading.Thread(target=self._watch, name="agreement", daemon=True)
         self._watcher.start()
 
-    def begin(self, identity: str, signature: str, each: bool = False) -> Ticket:
+    def begin(self, identity: str, signature: str, each: bool = False) -> OperationTicket:
         """Raises DifferError, once, where the others have disagreed while nothing was under way
         here; what has ended all."""
         with self.order:
@@ -208,7 +216,7 @@ class Agreement:
                 return self._stillborn(Operation(identity, -1, signature, each), error)
             operation = Operation(identity, self._counts[identity], short(signature), each)
             self._counts[identity] += 1
-            ticket = Ticket(operation, self.epoch)
+            ticket = OperationTicket(operation, self.epoch)
             self._begun = ticket.began
             known = self._link is None or (
                 not each and (identity, operation.signature) in self._known
@@ -221,8 +229,8 @@ class Agreement:
                 ticket.agreed.set()
         return ticket
 
-    def _stillborn(self, operation: Operation, error: BaseException) -> Ticket:
-        ticket = Ticket(operation, self.epoch)
+    def _stillborn(self, operation: Operation, error: BaseException) -> OperationTicket:
+        ticket = OperationTicket(operation, self.epoch)
         self._drop(ticket, error)
         return ticket
 
@@ -237,7 +245,10 @@ class Agreement:
             self.told()
 
     def run(
-        self, ticket: Ticket, ready: Callable[[], None], dropped: Callable[[BaseException], None]
+        self,
+        ticket: OperationTicket,
+        ready: Callable[[], None],
+        dropped: Callable[[BaseException], None],
     ) -> None:
         """`ready` as soon as all agree, inside `order`; or `dropped`, also after `ready` while
         the ticket is open."""
@@ -250,20 +261,20 @@ class Agreement:
             else:
                 dropped(ticket.error)
 
-    def _run(self, ticket: Ticket, ready: Callable[[], None]) -> None:
+    def _run(self, ticket: OperationTicket, ready: Callable[[], None]) -> None:
         try:
             ready()
         except Exception as error:
             self._drop(ticket, error)
 
-    def _drop(self, ticket: Ticket, error: BaseException) -> None:
+    def _drop(self, ticket: OperationTicket, error: BaseException) -> None:
         self._open.pop(id(ticket), None)
         ticket.error, ticket._ready = error, None
         ticket.agreed.set()
         if ticket._dropped is not None:
             ticket._dropped(error)
 
-    def done(self, ticket: Ticket) -> None:
+    def done(self, ticket: OperationTicket) -> None:
         with self.order:
             self._open.pop(id(ticket), None)
 
@@ -278,7 +289,7 @@ class Agreement:
             raise ticket.error
 
     @contextmanager
-    def waiting(self, ticket: Ticket) -> Iterator[None]:
+    def waiting(self, ticket: OperationTicket) -> Iterator[None]:
         """The calling thread begins nothing else until that is done."""
         mine = threading.get_ident()
         with self.order:
@@ -378,7 +389,7 @@ class Agreement:
 
     # who waits
 
-    def _blocked(self) -> Ticket | None:
+    def _blocked(self) -> OperationTicket | None:
         """What this worker waits for and begins nothing before. Under `order`."""
         if len(self._threads) != 1 or time.monotonic() - self._begun < STALL_S:
             return None
@@ -386,7 +397,7 @@ class Agreement:
         return ticket if id(ticket) in self._open else None
 
     def _watch(self) -> None:
-        said, late = 0.0, list[Ticket]()
+        said, late = 0.0, list[OperationTicket]()
         while not self._closed.wait(min(LOOK_S, self._deadline_s / 4)):
             with self.order:
                 now = time.monotonic()
@@ -409,7 +420,7 @@ class Agreement:
                     )
                 )
 
-    def _say_stalled(self, late: Sequence[Ticket]) -> None:
+    def _say_stalled(self, late: Sequence[OperationTicket]) -> None:
         blocked = self._blocked()
         words, mine = (
             [

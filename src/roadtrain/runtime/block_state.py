@@ -19,10 +19,10 @@ class MessageLink(Protocol):
 
 
 @dataclass
-class Sums:
+class SquareSums:
     """Of squares, of one step's gradients of a block: chunk -> a segment each. `due`: chunk ->
-    Held messages to come; a chunk's come in the order of its pushes, also from one step to the
-    next."""
+    GradAccumulated messages to come; a chunk's come in the order of its pushes, also from one
+    step to the next."""
 
     due: dict[int, int] = field(default_factory=dict)
     values: dict[int, Any] = field(default_factory=dict)
@@ -47,8 +47,8 @@ class BlockState:
     present: set[int] = field(default_factory=set)
     released_in: int = -1
     closed: bool = False
-    sums: Sums = field(default_factory=Sums)
-    sealed: deque[Sums] = field(default_factory=lambda: deque([Sums()]))
+    sums: SquareSums = field(default_factory=SquareSums)
+    sealed: deque[SquareSums] = field(default_factory=lambda: deque([SquareSums()]))
 
     def came(self, chunk: int, values: Any) -> None:
         next(sums for sums in [*self.sealed, self.sums] if chunk in sums.due).came(chunk, values)
@@ -57,7 +57,7 @@ class BlockState:
         while self.sealed and not self.sealed[0].due:
             self.sealed.popleft()
         self.sealed.append(self.sums)
-        self.sums, self.closed = Sums(), False
+        self.sums, self.closed = SquareSums(), False
 
     def due(self) -> int:
         """Steps sealed whose sums are not all here."""

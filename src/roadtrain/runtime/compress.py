@@ -6,7 +6,7 @@ values = 2 %). With error feedback, what was not sent is remembered: the residua
 *twin* block that a server stores under the rule `replace`, so it is pulled, pushed, committed and
 resumed like everything else (Rule 3).
 
-Whole gradients of fp32 parameters may travel in 16 bits instead (`narrowed`).
+Whole gradients of fp32 parameters may travel in 16 bits instead (`downcast`).
 
 Assumes one dtype among the trainable runs of a block when `per_block`. Lossy: off by default (Rule
 2).
@@ -56,7 +56,7 @@ class Replace(Rule):
         self.apply(*args)
 
 
-def twins(table: ChunkTable, groups: int) -> list[tuple[str, list[ParamSpec]]]:
+def residual_blocks(table: ChunkTable, groups: int) -> list[tuple[str, list[ParamSpec]]]:
     """A block of fp32 residuals for every block that trains anything. Each trainable run becomes
     a run of the twin, with the same element offsets; group `groups + i` belongs to the i-th
     run."""
@@ -83,7 +83,7 @@ class Compressor:
         self.keep, self.per_block = keep, per_block
         self.sent_bytes = 0
         names = {b.name: b.index for b in table.blocks if b.index}
-        self.twin = (
+        self.residual_block = (
             {
                 b.index: names[f"residual:{b.name}"]
                 for b in table.blocks
@@ -134,7 +134,7 @@ class Compressor:
             yield chunk, (indices[a:b] - np.uint32(at), values[a:b]), of_chunk
 
 
-def narrowed(chunks: Sequence[Chunk], view: memoryview, dtype: str) -> list[str]:
+def downcast_in_place(chunks: Sequence[Chunk], view: memoryview, dtype: str) -> list[str]:
     """What the gradient of each of `chunks` travels as ("": as it is). With a `dtype`, fp32 ones
     become that: each lies in the first half of its place in the flat `view` then."""
     to = [dtype if chunk.dtype == "fp32" else "" for chunk in chunks]

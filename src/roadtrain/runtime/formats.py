@@ -1,11 +1,11 @@
-"""Formats: how fp32 gradients travel to a summer and back. A registry; `register` takes the user's
+"""Formats: how fp32 gradients travel to a reducer and back. A registry; `register` takes the user's
 own.
 
     fp32 gradient + residual -> encode -> (network) -> decode -> sum in fp32 + residual -> encode ->
     (network) -> decode
 
 With `feedback`, what one encoding loses is kept, and added to the next gradient of the same tensor
-(error feedback, Karimireddy et al. 2019), at the worker and at the summer. Does NOT know tensors,
+(error feedback, Karimireddy et al. 2019), at the worker and at the reducer. Does NOT know tensors,
 rounds or links.
 """
 
@@ -23,7 +23,7 @@ from roadtrain.kernels.cast import cast
 from roadtrain.kernels.topk import scatter, top_k
 
 
-class Format:
+class Codec:
     """One way to write n values, from NAME or NAME:ARGUMENT. All hosts must know it. A new one
     needs these three."""
 
@@ -50,7 +50,7 @@ class Format:
         raise TypeError(f"the format {self.name} has no decode")
 
 
-class _Half(Format):
+class _Half(Codec):
     """bf16, fp16: every value rounded to the nearest."""
 
     feedback, dtype = False, ""
@@ -73,7 +73,7 @@ class Fp16(_Half):
     name = dtype = "fp16"
 
 
-class TopK(Format):
+class TopK(Codec):
     """topk:FRACTION: the largest by magnitude, as indices and values."""
 
     name = "topk"
@@ -103,7 +103,7 @@ class TopK(Format):
         )
 
 
-class OneBit(Format):
+class OneBit(Codec):
     """onebit: the sign of every value, and the mean magnitude of all."""
 
     name = "onebit"
@@ -118,7 +118,7 @@ class OneBit(Format):
         quantize.unpack_signs(raw[4:], raw[:4].view(np.float32)[0], out)
 
 
-class Dither(Format):
+class Dither(Codec):
     """dither:BITS (2, 4, 8): a level below or above the value, at random, so that the mean is
     exact."""
 
@@ -141,10 +141,10 @@ class Dither(Format):
         quantize.unpack_levels(raw[4:], raw[:4].view(np.float32)[0], self.bits, out)
 
 
-FORMATS: dict[str, type[Format]] = {}
+FORMATS: dict[str, type[Codec]] = {}
 
 
-def register(kind: type[Format]) -> type[Format]:
+def register(kind: type[Codec]) -> type[Codec]:
     """Makes `kind` known under its name, in this process; usable as a decorator."""
     FORMATS[kind.name] = kind
     format_of.cache_clear()
@@ -152,7 +152,7 @@ def register(kind: type[Format]) -> type[Format]:
 
 
 @lru_cache
-def format_of(text: str) -> Format:
+def format_of(text: str) -> Codec:
     """NAME or NAME:ARGUMENT. Raises ConfigError."""
     name, _, argument = text.partition(":")
     if name not in FORMATS:

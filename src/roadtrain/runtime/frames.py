@@ -1,11 +1,11 @@
 """Messages as frames: which kind, what stands in the typed header (msgpack), which bytes travel as
 payload.
 
-    worker -> server   Beat Open Fill Settle Begin Read | Pull Push Close Release Forget Seal Commit
-                       Committed
-    server -> worker   Welcome Progress Filled Settled Ready Record Failed | Pulled Held Written
-                       Prepared Committed
-    worker <-> summer  Part Moved GivenUp | Sum Failed
+    worker -> server   Beat Open Fill Settle Begin Read |
+                       Pull Push Close ApplyUpdate DiscardGrad EndStep Commit Committed
+    server -> worker   Welcome Progress Filled Settled Ready Record Failed |
+                       Pulled GradAccumulated Written Prepared Committed
+    worker <-> reducer  Part Moved GivenUp | Sum Failed
     worker <-> worker 0's coordinators  Gone State | Ask Change;  Say Stall Has | Agreed Asked
                                                                   Differ Failed
 
@@ -79,7 +79,7 @@ _HEADERS: Mapping[int, Any] = {
     PULL: tuple[int, int, int],  # chunk, version, ticket
     # chunk, fresh, ticket, values of a sparse one or -1, their dtype;
     PUSH: tuple[int, bool, int, int, str],
-    # that of a whole one only where it was narrowed
+    # that of a whole one only where it was downcast
     CLOSE: tuple[int, int],
     RELEASE: tuple[int, int, int, tuple[float, ...]],  # chunk, step, order, hyperparameters
     FORGET: tuple[int],
@@ -117,10 +117,10 @@ _HEADERS: Mapping[int, Any] = {
     DIFFER: tuple[int, str],  # the epoch that begins, why
     # tensor, first element, round, whether a worker had it: as it is in memory
     SUM: tuple[int, int, int, bool],
-    GONE: tuple[int, str],  # site, why
-    STATE: tuple[int, tuple[int, ...]],  # number of the question, refused sites
-    ASK: tuple[int, tuple[tuple[int, str, float], ...]],  # number, new sites
-    # number, sites that are gone, new ones
+    GONE: tuple[int, str],  # reducer, why
+    STATE: tuple[int, tuple[int, ...]],  # number of the question, refused reducers
+    ASK: tuple[int, tuple[tuple[int, str, float], ...]],  # number, new reducers
+    # number, reducers that are gone, new ones
     CHANGE: tuple[int, tuple[int, ...], tuple[tuple[int, str, float], ...]],
 }
 # payload of a state: last round begun, whether it is complete; of a change: last round that any has
@@ -215,13 +215,13 @@ def frame(message: Any) -> tuple[int, bytes, Sequence[memoryview]]:
             return PUSH, encode((chunk, fresh, ticket, -1, message.dtype)), [message.sent]
         case messages.Close(chunk, step):
             return CLOSE, encode((chunk, step)), ()
-        case messages.Release(chunk, step, hyper, scales, order):
+        case messages.ApplyUpdate(chunk, step, hyper, scales, order):
             there = np.array([s is not None for s in scales])
             parts = [as_bytes(np.array([0.0 if s is None else s for s in scales])), as_bytes(there)]
             return RELEASE, encode((chunk, step, order, hyper)), parts
-        case messages.Forget(chunk):
+        case messages.DiscardGrad(chunk):
             return FORGET, encode((chunk,)), ()
-        case messages.Seal(step):
+        case messages.EndStep(step):
             return SEAL, encode((step,)), ()
         case messages.Commit(step, blob):
             return COMMIT, encode((step,)), [memoryview(blob)]
@@ -230,7 +230,9 @@ def frame(message: Any) -> tuple[int, bytes, Sequence[memoryview]]:
     raise AssertionError(message)
 
 
-def release(fields: Any, payload: memoryview, chunk: Chunk, worker: int) -> messages.Release:
+def apply_update(
+    fields: Any, payload: memoryview, chunk: Chunk, worker: int
+) -> messages.ApplyUpdate:
     number, step, order, hyper = fields
     n = len(chunk.spans)
     if len(payload) != 9 * n:
@@ -239,11 +241,11 @@ def release(fields: Any, payload: memoryview, chunk: Chunk, worker: int) -> mess
         )
     there = np.frombuffer(payload, np.uint8, n, 8 * n)
     scales = [float(s) if t else None for s, t in zip(np.frombuffer(payload, np.float64, n), there)]
-    return messages.Release(number, step, hyper, scales, order, worker)
+    return messages.ApplyUpdate(number, step, hyper, scales, order, worker)
 
 
 def push_nbytes(fields: Any, chunk: Chunk, dense: int) -> int:
-    """The payload of a push of `chunk`; `dense`: that of a whole gradient, not narrowed."""
+    """The payload of a push of `chunk`; `dense`: that of a whole gradient, not downcast."""
     _, _, _, k, dtype = fields
     if k < 0 and not dtype:
         return dense

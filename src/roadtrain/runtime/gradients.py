@@ -3,7 +3,7 @@
 A push is kept where it lies, copied, written to the spill file, or (top-k) a list of indices and
 values. With several workers the sum is taken when it is asked for, into fp32 (Rule 1: hosts in
 order, the workers inside a host in order first): for the norm, and for the update. What one worker
-pushes in several passes adds up in the chunk's dtype, also where it was narrowed on its way.
+pushes in several passes adds up in the chunk's dtype, also where it was downcast on its way.
 
 Assumes: one thread at a time for one chunk. Does NOT know steps or who waits.
 """
@@ -18,7 +18,7 @@ import numpy as np
 
 from roadtrain.chunks import ITEMSIZE, PAGE, Chunk
 from roadtrain.device.buffers import Buffer, array_in
-from roadtrain.device.pool import Pool
+from roadtrain.device.pool import BufferPool
 from roadtrain.kernels.cast import cast
 from roadtrain.kernels.sum import accumulate, sum_k, sum_squares
 from roadtrain.kernels.topk import scatter
@@ -28,7 +28,7 @@ from roadtrain.storage.file import FileTier
 from roadtrain.units import round_up
 
 
-class Gradients:
+class PushedGradients:
     """`scratch`: buffers of `scratch_bytes`, at least two; a sum, a spilled gradient and an
     expanded one take one.
     `local`: workers of a host; negative where each push is the fp32 sum of one."""
@@ -44,7 +44,7 @@ class Gradients:
     ) -> None:
         self.chunks, self.tier, self.alone, self.local = chunks, tier, workers == local == 1, local
         self._at_once = 2 + (1 < local < workers)  # scratch buffers of one sum
-        self.scratch = Pool(max(self._at_once, buffers), scratch_bytes)
+        self.scratch = BufferPool(max(self._at_once, buffers), scratch_bytes)
         # chunk -> worker -> (memory with room for the chunk's dtype, dtype) | dtype if spilled |
         # [(indices, values)...]
         self._held: dict[int, dict[int, Any]] = {}
@@ -67,19 +67,19 @@ class Gradients:
         self.done(scratch)
         return sums, False
 
-    def stash(self, push: messages.Push, lane: int) -> int:
+    def spill(self, push: messages.Push, spill_slot: int) -> int:
         assert self.tier is not None
-        self.tier.spill_write(push.chunk, push.sent, lane)
+        self.tier.spill_write(push.chunk, push.sent, spill_slot)
         return len(push.sent)
 
     def _hold_dense(
         self, chunk: Chunk, held: dict[int, Any], push: messages.Push
     ) -> tuple[Any, bool]:
         own = self._dtype(chunk)
-        stashed, memory, dtype = None, push.grad, push.dtype or own
+        from_spill, memory, dtype = None, push.grad, push.dtype or own
         if isinstance(memory, int):
-            stashed = self._spilled(chunk, memory, dtype)
-            memory = stashed.view
+            from_spill = self._spilled(chunk, memory, dtype)
+            memory = from_spill.view
         grad = array_in(memory, dtype, 0, chunk.numel)
         before = None if push.fresh else held.get(push.worker)
         scratch, kept, spilled = None, False, False
@@ -103,7 +103,7 @@ class Gradients:
             self.tier.spill_write(chunk.id, grad.view(np.uint8).data, push.worker)
             held[push.worker] = dtype
         self.done(scratch)
-        self.done(stashed)
+        self.done(from_spill)
         return sums, kept
 
     def holds(self, number: int) -> bool:
@@ -212,11 +212,11 @@ class Gradients:
                 dense[indices] += wide
         return scratch, dense, "fp32"
 
-    def _spilled(self, chunk: Chunk, lane: int, dtype: str) -> Buffer:
+    def _spilled(self, chunk: Chunk, spill_slot: int, dtype: str) -> Buffer:
         assert self.tier is not None
         scratch = self.scratch.get()
         self.tier.spill_read(
-            chunk.id, scratch.view[: round_up(chunk.numel * ITEMSIZE[dtype], PAGE)], lane
+            chunk.id, scratch.view[: round_up(chunk.numel * ITEMSIZE[dtype], PAGE)], spill_slot
         )
         return scratch
 

@@ -20,7 +20,7 @@ import msgspec
 from roadtrain.errors import DeadlineError, PeerError, WireError
 from roadtrain.runtime import frames as m
 from roadtrain.transport.link import Link
-from roadtrain.transport.tcp import Address, Options, connect
+from roadtrain.transport.tcp import Address, TcpOptions, connect
 
 HELLO = b"roadtrain status"
 ANSWER_S = 5.0
@@ -48,7 +48,7 @@ def answer(link: Link, said: Said) -> Watcher:
     return Watcher()
 
 
-def ask(address: Address, options: Options, hello: bytes = HELLO) -> Said | PeerError:
+def ask(address: Address, options: TcpOptions, hello: bytes = HELLO) -> Said | PeerError:
     """What the server there says, or why it says nothing. `hello`: the question."""
     watcher = Watcher()
     try:
@@ -65,7 +65,7 @@ def ask(address: Address, options: Options, hello: bytes = HELLO) -> Said | Peer
         return error
 
 
-def ask_all(addresses: Sequence[Address], options: Options) -> list[Said | PeerError]:
+def ask_all(addresses: Sequence[Address], options: TcpOptions) -> list[Said | PeerError]:
     with ThreadPoolExecutor(len(addresses)) as pool:
         return list(pool.map(partial(ask, options=options), addresses))
 

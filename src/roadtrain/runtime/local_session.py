@@ -43,7 +43,7 @@ from roadtrain.storage.ledger import GroupRule, StoreMeta, unpack
 
 
 @dataclass(frozen=True)
-class Layout:
+class StorePlan:
     """What rests where. `weights`: relative rates of the directories. `staleness`: 1 keeps two
     versions of the parameters, with a higher one pulls get the newest."""
 
@@ -70,15 +70,16 @@ class Layout:
 
 
 def open_or_none(
-    layout: Layout, report: Callable[[str], None], accept: Accept = lambda job, step: None
+    store_plan: StorePlan, report: Callable[[str], None], accept: Accept = lambda job, step: None
 ) -> OpenedStore | None:
-    """The job's store, converted to `layout` where it has another; None where there is none yet.
+    """The job's store, converted to `store_plan` where it has another; None where there is none
+    yet.
     `accept`: see open_store. Raises ForeignError where it belongs to another model or
     optimizer."""
-    if not layout.directories:
+    if not store_plan.directories:
         return None
     opened = open_store(
-        layout.directories, also=layout.moved_from, direct=layout.direct, accept=accept
+        store_plan.directories, also=store_plan.moved_from, direct=store_plan.direct, accept=accept
     )
     if opened is None:
         return None
@@ -86,16 +87,18 @@ def open_or_none(
         report(note)
     start = time.monotonic()
     try:
-        check_same(str(opened.directories[0]), opened.meta, layout)
-        meta = layout.meta(opened.meta.job)
-        if not needs_conversion(opened, meta, layout.directories):
+        check_same(str(opened.directories[0]), opened.meta, store_plan)
+        meta = store_plan.meta(opened.meta.job)
+        if not needs_conversion(opened, meta, store_plan.directories):
             return opened
         if meta.staleness:
             raise ConfigError(
                 f"{opened.directories[0]} has staleness 1 and is not converted",
                 hint="keep its layout",
             )
-        new = convert(opened, meta, layout.directories, layout.owners, direct=layout.direct)
+        new = convert(
+            opened, meta, store_plan.directories, store_plan.owners, direct=store_plan.direct
+        )
     except BaseException:
         opened.close()
         raise
@@ -103,10 +106,11 @@ def open_or_none(
     return new
 
 
-def check_same(where: str, held: StoreMeta, layout: Layout) -> None:
-    """ForeignError where the store at `where` is of another model or optimizer than `layout`."""
-    if held.table.fingerprint() != layout.table.fingerprint():
-        ours = {p.name: (p.shape, p.trainable) for p in layout.table.params}
+def check_same(where: str, held: StoreMeta, store_plan: StorePlan) -> None:
+    """ForeignError where the store at `where` is of another model or optimizer than
+    `store_plan`."""
+    if held.table.fingerprint() != store_plan.table.fingerprint():
+        ours = {p.name: (p.shape, p.trainable) for p in store_plan.table.params}
         theirs = {p.name: (p.shape, p.trainable) for p in held.table.params}
         diff = next(
             (n for n in [*ours, *theirs] if ours.get(n) != theirs.get(n)), "the split into blocks"
@@ -119,35 +123,40 @@ def check_same(where: str, held: StoreMeta, layout: Layout) -> None:
                 " before"
             ),
         )
-    if held.groups != layout.groups:
+    if held.groups != store_plan.groups:
         raise ForeignError(
             f"{where}: holds state of {[g.rule for g in held.groups]}, the optimizer is "
-            f"{[g.rule for g in layout.groups]}",
+            f"{[g.rule for g in store_plan.groups]}",
             hint=(
                 "use the same optimizer and parameter groups, or export the weights and start anew"
             ),
         )
-    if held.staleness != (layout.staleness == 1):
+    if held.staleness != (store_plan.staleness == 1):
         raise ForeignError(
-            f"{where}: trained with staleness {held.staleness}, asked for is {layout.staleness}",
+            f"{where}: trained with staleness {held.staleness}, asked for is"
+            f" {store_plan.staleness}",
             hint="go on as before, or export the weights and start anew",
         )
-    if held.replicas != layout.replicas:
+    if held.replicas != store_plan.replicas:
         raise ForeignError(
-            f"{where}: made with replicas = {held.replicas}, asked for are {layout.replicas}",
+            f"{where}: made with replicas = {held.replicas}, asked for are {store_plan.replicas}",
             hint="go on as before, or export the weights and start anew",
         )
 
 
 def fill_record(
-    meta: StoreMeta, layout: Layout, chunk: Chunk, source: Source, hypers: Sequence[Sequence[float]]
+    meta: StoreMeta,
+    store_plan: StorePlan,
+    chunk: Chunk,
+    source: Source,
+    hyperparameters: Sequence[Sequence[float]],
 ) -> memoryview:
     """The first record of `chunk`: what `source` gives, then what its rule starts with."""
     view = RecordView(meta, chunk, Buffer(meta.records[chunk.id].nbytes).view)
-    view.fill(layout.table.params, source)
+    view.fill(store_plan.table.params, source)
     if chunk.trainable:
         for i in range(len(chunk.spans)):
-            start_state(view, i, layout.rules[chunk.group], hypers[chunk.group])
+            start_state(view, i, store_plan.rules[chunk.group], hyperparameters[chunk.group])
     return view.view
 
 
@@ -172,7 +181,7 @@ def pieces_of(store: OpenedStore, name: str, what: str) -> Iterator[tuple[int, n
     )
 
 
-class Engine:
+class LocalSession:
     """`stages`: seconds and bytes since the last take. `step`: the last committed one when it
     was opened."""
 
@@ -180,7 +189,7 @@ class Engine:
 
     def __init__(
         self,
-        layout: Layout,
+        store_plan: StorePlan,
         budgets: Budgets,
         opened: OpenedStore | None,
         device: torch.device,
@@ -190,18 +199,21 @@ class Engine:
         deadline_s: float,
         report: Callable[[str], None] = print,
     ) -> None:
-        self.layout, self.stages = layout, Stages()
+        self.store_plan, self.stages = store_plan, Stages()
         self.store, self.new = opened, opened is None
-        if opened is None and layout.directories:
+        if opened is None and store_plan.directories:
             self.store = create_store(
-                layout.directories, layout.meta(), layout.owners, direct=layout.direct
+                store_plan.directories,
+                store_plan.meta(),
+                store_plan.owners,
+                direct=store_plan.direct,
             )
-        in_ram = replace(layout.meta(), owners=layout.owners, directories=("RAM",))
+        in_ram = replace(store_plan.meta(), owners=store_plan.owners, directories=("RAM",))
         self.meta = self.store.meta if self.store else in_ram
         self.step = max(0, self.store.step) if self.store else 0
         self.blob = unpack(self.store.blob)[0] if self.store else b""
         self.worker = Worker(
-            layout.table,
+            store_plan.table,
             budgets,
             [(o,) for o in self.meta.owners],
             device,
@@ -211,25 +223,29 @@ class Engine:
             deadline_s=deadline_s,
             compute_blocks=compute_blocks,
             compressor=compressor,
-            staleness=layout.staleness,
+            staleness=store_plan.staleness,
         )
         share = replace(
             budgets, record_buffers=budgets.record_buffers // (max(self.meta.owners, default=0) + 1)
         )
         self.servers: list[Server] = []
-        for i, where in enumerate(layout.directories or ("RAM",)):
+        for i, where in enumerate(store_plan.directories or ("RAM",)):
             tier = self.store.tiers[i] if self.store else None
-            setup = Setup(i, f"server {i} ({where})", self.meta, layout.rules, tier, share, report)
+            setup = Setup(
+                i, f"server {i} ({where})", self.meta, store_plan.rules, tier, share, report
+            )
             server = Server(
                 setup, lambda message, _: self.worker.deliver(message), self.stages, self.step
             )
             self.servers.append(server)
             self.worker.links[i] = server
 
-    def fill(self, block: Block, source: Source, hypers: Sequence[Sequence[float]]) -> None:
+    def fill(
+        self, block: Block, source: Source, hyperparameters: Sequence[Sequence[float]]
+    ) -> None:
         """First contents of one block: what `source` gives, then what each rule starts with."""
         for chunk in block.chunks:
-            record = fill_record(self.meta, self.layout, chunk, source, hypers)
+            record = fill_record(self.meta, self.store_plan, chunk, source, hyperparameters)
             self.servers[self.worker.owners[chunk.id][0]].fill(chunk.id, record)
 
     def start(self, blob: bytes) -> None:
@@ -267,10 +283,10 @@ class Engine:
         committed on return."""
         self.worker.rest()
         if self.store is not None:
-            self.store = rewritten(self.store, change, step, blob, direct=self.layout.direct)
+            self.store = rewritten(self.store, change, step, blob, direct=self.store_plan.direct)
             self.meta, self.blob = self.store.meta, blob
         else:
-            for chunk in self.layout.table.chunks:
+            for chunk in self.store_plan.table.chunks:
                 change(RecordView(self.meta, chunk, self.servers[0].memory[chunk.id]))
         for i, server in enumerate(self.servers):
             server.begin_again(

@@ -13,14 +13,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from roadtrain.errors import BusyError, PeerError, WireError
-from roadtrain.protocol.membership import Ask, Change, Coordinator, Spares
+from roadtrain.protocol.membership import AskRounds, Change, MembershipStateMachine, Spares
 from roadtrain.runtime import frames as m
 from roadtrain.transport.link import Link
 
 STATE_LIMIT = 16 << 20  # bytes of a worker's rounds
 
 
-class _Seat:
+class _MembershipConnection:
     """One worker's place: the Receiver of its link."""
 
     def __init__(self, control: Control, rank: int, link: Link) -> None:
@@ -42,7 +42,7 @@ class _Seat:
             raise WireError(f"a frame of kind {kind} came to a coordinator")
 
     def lost(self, error: PeerError) -> None:
-        """That a worker has gone is noticed by the summers."""
+        """That a worker has gone is noticed by the reducers."""
 
 
 class Control:
@@ -52,60 +52,60 @@ class Control:
         self, session: str, workers: int, spares: Spares, report: Callable[[str], None]
     ) -> None:
         self.session, self.report = session, report
-        self._decider, self._lock = Coordinator(workers, spares), threading.Lock()
-        self._seats: dict[int, _Seat] = {}
+        self._machine, self._lock = MembershipStateMachine(workers, spares), threading.Lock()
+        self._seats: dict[int, _MembershipConnection] = {}
 
-    def join(self, session: str, rank: int, link: Link) -> _Seat:
+    def join(self, session: str, rank: int, link: Link) -> _MembershipConnection:
         with self._lock:
             if (
                 session != self.session
-                or not 0 <= rank < self._decider.workers
+                or not 0 <= rank < self._machine.workers
                 or rank in self._seats
             ):
                 raise BusyError("busy with another start of this job")
-            seat = self._seats[rank] = _Seat(self, rank, link)
-            if self._decider.asked is not None:
-                self._say([seat], self._decider.asked)
+            seat = self._seats[rank] = _MembershipConnection(self, rank, link)
+            if self._machine.asked is not None:
+                self._say([seat], self._machine.asked)
         return seat
 
     @property
     def spares(self) -> dict[str, int]:
         """Address -> number of its site, of those that are there."""
         with self._lock:
-            return {address: site for site, (address, _) in self._decider.spares.items()}
+            return {address: reducer for reducer, (address, _) in self._machine.spares.items()}
 
-    def gone(self, site: int, why: str) -> None:
+    def gone(self, reducer: int, why: str) -> None:
         with self._lock:
-            if site in self._decider.spares and site not in self._decider.lost:
+            if reducer in self._machine.spares and reducer not in self._machine.lost:
                 self.report(f"{why}: left out from now on")
-            self._say_all(self._decider.gone(site))
+            self._say_all(self._machine.gone(reducer))
 
     def offered(self, address: str, rate: float) -> None:
         with self._lock:
-            self._say_all(self._decider.offered(address, rate))
+            self._say_all(self._machine.offered(address, rate))
 
     def state(
         self, rank: int, number: int, refused: Sequence[int], rounds: dict[int, tuple[int, bool]]
     ) -> None:
         with self._lock:
-            for change in (said := self._decider.state(rank, number, rounds, refused)):
+            for change in (said := self._machine.state(rank, number, rounds, refused)):
                 if isinstance(change, Change):
                     for _, address, _ in change.added:
                         self.report(f"spare host {address} sums from now on")
             self._say_all(said)
 
-    def _say_all(self, said: Sequence[Ask | Change]) -> None:
+    def _say_all(self, said: Sequence[AskRounds | Change]) -> None:
         for one in said:
             self._say(list(self._seats.values()), one)
 
-    def _say(self, seats: Sequence[_Seat], one: Ask | Change) -> None:
-        if isinstance(one, Ask):
+    def _say(self, seats: Sequence[_MembershipConnection], one: AskRounds | Change) -> None:
+        if isinstance(one, AskRounds):
             frame = m.ASK, m.encode((one.number, one.added)), list[memoryview]()
         else:
             rounds = memoryview(m.encode(one.rounds))
             frame = m.CHANGE, m.encode((one.number, one.gone, one.added)), [rounds]
         for seat in seats:
-            with suppress(PeerError):  # it has gone: its summers' links say so
+            with suppress(PeerError):  # it has gone: its reducers' links say so
                 seat.link.send(*frame)
 
 
@@ -155,10 +155,10 @@ class Delegate:
         else:
             raise WireError(f"a frame of kind {kind} came from a coordinator")
 
-    def gone(self, site: int, why: str) -> None:
+    def gone(self, reducer: int, why: str) -> None:
         """Tells the coordinator."""
         try:
-            self._say(m.GONE, m.encode((site, why)))
+            self._say(m.GONE, m.encode((reducer, why)))
         except PeerError as error:
             self._failed(error)
 

@@ -1,5 +1,5 @@
-"""Summer: adds up what the workers push and gives it back, on a worker's own host or on a spare one
-(BytePS's summation service). It keeps no parameters, no optimizer, nothing on files.
+"""Reducer: adds up what the workers push and gives it back, on a worker's own host or on a spare
+one (BytePS's summation service). It keeps no parameters, no optimizer, nothing on files.
 
     part of worker 0 --+                                              +--> all workers
     part of worker 1 --+--> buffers of their own --> one pass, fp32 --+--> (accumulate: the sender)
@@ -34,14 +34,14 @@ from roadtrain.errors import (
     WireError,
 )
 from roadtrain.kernels.sum import accumulate, sum_k
-from roadtrain.protocol.reducer import RULES, Arrived, Meeting, SumDecider
+from roadtrain.protocol.reducer import RULES, Arrived, PartRound, ReducerStateMachine
 from roadtrain.runtime import agreement, formats, health
 from roadtrain.runtime import frames as m
-from roadtrain.runtime.agreement import Coordinator
+from roadtrain.runtime.agreement import AgreementCoordinator
 from roadtrain.runtime.compress import recast
 from roadtrain.runtime.membership import Control
 from roadtrain.transport.link import Link, Receiver
-from roadtrain.transport.tcp import Address, Options, listen
+from roadtrain.transport.tcp import Address, TcpOptions, listen
 from roadtrain.units import show_bytes
 
 END_S = 10.0  # for threads to end
@@ -62,11 +62,11 @@ def _nbytes(elements: int, format: str, summed: int) -> int:
         raise WireError(str(error)) from error
 
 
-class _Seat:
+class _ReducerConnection:
     """One worker's place: the Receiver of its link."""
 
-    def __init__(self, summer: Summer, rank: int, link: Link) -> None:
-        self.summer, self.rank, self.link = summer, rank, link
+    def __init__(self, reducer: Reducer, rank: int, link: Link) -> None:
+        self.reducer, self.rank, self.link = reducer, rank, link
         self.buffers: dict[Where, Buffer] = {}
         self.coming: set[Where] = set()  # parts whose bytes are on their way into their buffer
         self.heard = time.monotonic()  # when its last part came
@@ -76,14 +76,14 @@ class _Seat:
             fields = m.header(kind, header)
             if kind != m.PART or nbytes != _nbytes(*fields[3:]):
                 raise WireError(
-                    f"a frame of kind {kind} with {nbytes} bytes {fields[3:]} came to a summer"
+                    f"a frame of kind {kind} with {nbytes} bytes {fields[3:]} came to a reducer"
                 )
             buffer = self.buffers.get(fields[:2])
             if buffer is None or buffer.nbytes < nbytes:
-                buffer = self.buffers[fields[:2]] = self.summer.buffer(nbytes, buffer)
+                buffer = self.buffers[fields[:2]] = self.reducer.buffer(nbytes, buffer)
             self.coming.add(fields[:2])
         except RoadtrainError as error:
-            self.summer.end(error)
+            self.reducer.end(error)
             buffer = Buffer(nbytes)  # this frame goes nowhere, the worker hears why
         return buffer.view[:nbytes]
 
@@ -91,7 +91,7 @@ class _Seat:
         self.heard = time.monotonic()
         try:
             if kind in (m.MOVED, m.GIVEN_UP):
-                self.summer.moved(self, given_up=kind == m.GIVEN_UP)
+                self.reducer.moved(self, given_up=kind == m.GIVEN_UP)
             else:
                 part = Arrived(*m.header(m.PART, header))
                 if not payload or len(payload) != _nbytes(part.elements, part.format, part.summed):
@@ -100,15 +100,15 @@ class _Seat:
                         f" {len(payload)} bytes"
                     )
                 self.coming.discard((part.key, part.start))
-                self.summer.arrived(self, part)
+                self.reducer.arrived(self, part)
         except RoadtrainError as error:
-            self.summer.end(error)
+            self.reducer.end(error)
 
     def lost(self, error: PeerError) -> None:
-        self.summer.left(self, error)
+        self.reducer.left(self, error)
 
 
-class Summer:
+class Reducer:
     """Of one job. `above`: who adds other hosts' sums before the workers here get theirs.
     `ended` is called once, when the last worker has left or something failed."""
 
@@ -117,7 +117,7 @@ class Summer:
         rule: str,
         workers: int,
         reserve: Callable[[int], None],
-        ended: Callable[[Summer], None],
+        ended: Callable[[Reducer], None],
         above: Above | None = None,
     ) -> None:
         self.rule, self.workers, self._reserve, self._ended, self._above = (
@@ -127,24 +127,24 @@ class Summer:
             ended,
             above,
         )
-        self.seats: dict[int, _Seat] = {}
+        self.seats: dict[int, _ReducerConnection] = {}
         self.reserved = 0  # bytes
-        self._decider = SumDecider(workers, rule)
+        self._machine = ReducerStateMachine(workers, rule)
         self._results: dict[Where, Buffer] = {}
         self._residuals: dict[Where, tuple[Buffer, np.ndarray]] = {}  # what encoding the sum lost
         self._lock, self._work = threading.Lock(), queue.SimpleQueue[Any]()
         self._left = 0
         self._over: BaseException | None = None  # why it has ended
-        self.threads = [threading.Thread(target=self._add_all, name="summer", daemon=True)]
+        self.threads = [threading.Thread(target=self._add_all, name="reducer", daemon=True)]
         self.threads[0].start()
 
-    def join(self, rank: int, link: Link) -> _Seat:
+    def join(self, rank: int, link: Link) -> _ReducerConnection:
         with self._lock:
             if self._over and not isinstance(self._over, (LostError, BudgetError)):
                 raise self._over  # what the others have been told
             if self._over or self._left or rank in self.seats:
                 raise BusyError("busy with another start of this job")
-            seat = self.seats[rank] = _Seat(self, rank, link)
+            seat = self.seats[rank] = _ReducerConnection(self, rank, link)
         return seat
 
     def buffer(self, nbytes: int, instead: Buffer | None = None) -> Buffer:
@@ -159,9 +159,9 @@ class Summer:
                 self._reserve(nbytes)
                 self.reserved += nbytes
 
-    def arrived(self, seat: _Seat, part: Arrived) -> None:
+    def arrived(self, seat: _ReducerConnection, part: Arrived) -> None:
         with self._lock:
-            if not self._over and (meeting := self._decider.arrived(seat.rank, part)) is not None:
+            if not self._over and (meeting := self._machine.arrived(seat.rank, part)) is not None:
                 seats = (
                     [seat]
                     if self.rule == "accumulate"
@@ -176,15 +176,15 @@ class Summer:
                     )
                 )
 
-    def moved(self, seat: _Seat, given_up: bool = False) -> None:
+    def moved(self, seat: _ReducerConnection, given_up: bool = False) -> None:
         """Parts go elsewhere from now on, or have other keys (`given_up`, with what is not
         summed): the memory of those that nobody waits for is given back. What is still in use
         lives as long as that."""
         with self._lock:
             if given_up:
-                self._decider.given_up(seat.rank)
+                self._machine.given_up(seat.rank)
             busy = seat.coming | {
-                where for where, meeting in self._decider.meetings.items() if meeting.here
+                where for where, meeting in self._machine.meetings.items() if meeting.here
             }
             dropped = [seat.buffers.pop(where) for where in [*seat.buffers] if where not in busy]
             if seat.rank == 0:
@@ -196,7 +196,7 @@ class Summer:
     def waits(self) -> dict[str, tuple[float, str]]:
         """Who keeps the others waiting, for what and since when its last word came."""
         with self._lock:
-            missing, now = self._decider.missing(), time.monotonic()
+            missing, now = self._machine.missing(), time.monotonic()
         late = {rank: key for key, ranks in reversed(missing.items()) for rank in ranks}
         return {
             f"worker {rank}": (
@@ -206,12 +206,12 @@ class Summer:
             for rank, (key, _, number) in late.items()
         }
 
-    def left(self, seat: _Seat, error: PeerError) -> None:
+    def left(self, seat: _ReducerConnection, error: PeerError) -> None:
         """Others may be leaving too: it is over where somebody waits for this one, or when all
         have gone."""
         with self._lock:
             self._left += 1
-            late = {key: gone for key, gone in self._decider.missing().items() if seat.rank in gone}
+            late = {key: gone for key, gone in self._machine.missing().items() if seat.rank in gone}
             last = self._left == len(self.seats)
         if late or last:
             self.end(LostError(f"worker {seat.rank} has gone: {error}"))
@@ -238,12 +238,16 @@ class Summer:
                 self.end(
                     error
                     if isinstance(error, RoadtrainError)
-                    else LostError(f"a summer stopped: {error!r}")
+                    else LostError(f"a reducer stopped: {error!r}")
                 )
                 return
 
     def _add(
-        self, seats: list[_Seat], views: list[memoryview], part: Arrived, meeting: Meeting
+        self,
+        seats: list[_ReducerConnection],
+        views: list[memoryview],
+        part: Arrived,
+        meeting: PartRound,
     ) -> None:
         n, raw = part.elements, part.format if part.format in TRAINABLE else ""
         result = self._result((part.key, part.start), 4 * n)
@@ -313,7 +317,11 @@ class Summer:
         return out
 
     def _send(
-        self, seats: list[_Seat], part: Arrived, payload: memoryview | None, summed: bool
+        self,
+        seats: list[_ReducerConnection],
+        part: Arrived,
+        payload: memoryview | None,
+        summed: bool,
     ) -> None:
         """Without a payload: that all have the sum."""
         header = m.encode((part.key, part.start, part.round, summed))
@@ -332,20 +340,20 @@ def _narrow(total: np.ndarray, dtype: str) -> memoryview:
     return recast(total.view(np.uint8).data, total.size, "fp32", dtype).view(np.uint8).data
 
 
-class Summers:
-    """All jobs' summers on one host, within `nbytes` together."""
+class Reducers:
+    """All jobs' reducers on one host, within `nbytes` together."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes, self._used = nbytes, 0
-        self.jobs: dict[str, Summer] = {}
+        self.jobs: dict[str, Reducer] = {}
         self.control: Control | None = None  # at worker 0
-        self.agreeing: Coordinator | None = None  # at worker 0
-        self.above: Above | None = None  # of a host's own summers
+        self.agreeing: AgreementCoordinator | None = None  # at worker 0
+        self.above: Above | None = None  # of a host's own reducers
         self._lock = threading.Condition()
         self._ending: list[threading.Thread] = []
 
     def accept(self, link: Link, hello: bytes) -> Receiver:
-        """A worker's link: the first of a job makes its summer. Or who asks for the status.
+        """A worker's link: the first of a job makes its reducer. Or who asks for the status.
         Raises WireError, BusyError."""
         if hello == health.HELLO:
             return health.answer(link, self.status())
@@ -357,21 +365,21 @@ class Summers:
         if not rule and self.control is not None:
             return self.control.join(session, rank, link)
         if not 0 <= rank < workers <= 1 << 16 or rule not in RULES:
-            raise WireError(f"worker {rank} of {workers} with rule {rule!r} came to a summer")
+            raise WireError(f"worker {rank} of {workers} with rule {rule!r} came to a reducer")
         with self._lock:
-            summer = self.jobs.get(session)
-            if summer is None:
-                summer = Summer(
+            reducer = self.jobs.get(session)
+            if reducer is None:
+                reducer = Reducer(
                     rule, workers, self._reserve, lambda one: self._forget(session, one), self.above
                 )
-                self.jobs[session] = summer
-        if (summer.workers, summer.rule) != (workers, rule):
+                self.jobs[session] = reducer
+        if (reducer.workers, reducer.rule) != (workers, rule):
             raise WireError(
-                f"worker {rank} of {workers} with rule {rule}, the others are {summer.workers} with"
-                f" {summer.rule}"
+                f"worker {rank} of {workers} with rule {rule}, the others are {reducer.workers}"
+                f" with {reducer.rule}"
             )
         link.peer = f"worker {rank} ({link.peer})"
-        return summer.join(rank, link)
+        return reducer.join(rank, link)
 
     def status(self) -> health.Said:
         with self._lock:
@@ -387,20 +395,20 @@ class Summers:
         with self._lock:
             if self._used + nbytes > self.nbytes:
                 raise BudgetError(
-                    f"a summer needs {show_bytes(self._used + nbytes)} for buffers of"
+                    f"a reducer needs {show_bytes(self._used + nbytes)} for buffers of"
                     f" {len(self.jobs)} job(s), its budget is {show_bytes(self.nbytes)}",
                     hint="raise its budget, or give the job more spare hosts",
                 )
             self._used += nbytes
 
-    def _forget(self, session: str, summer: Summer) -> None:
+    def _forget(self, session: str, reducer: Reducer) -> None:
         with self._lock:
-            if self.jobs.get(session) is summer:
+            if self.jobs.get(session) is reducer:
                 del self.jobs[session]
-            self._used -= summer.reserved
+            self._used -= reducer.reserved
             self._ending = [
                 *(thread for thread in self._ending if thread.is_alive()),
-                *summer.threads,
+                *reducer.threads,
             ]
             self._lock.notify_all()
 
@@ -411,8 +419,8 @@ class Summers:
         with self._lock:
             self._lock.wait_for(lambda: not self.jobs, wait_s)
             left = list(self.jobs.values())
-        for summer in left:
-            summer.end(LostError("the summer stops"))
+        for reducer in left:
+            reducer.end(LostError("the reducer stops"))
         for thread in self._ending:
             thread.join(END_S)
 
@@ -420,7 +428,7 @@ class Summers:
 def serve_sums(
     address: Address,
     nbytes: int,
-    options: Options,
+    options: TcpOptions,
     module: str | None,
     report: Callable[[str], None] = print,
 ) -> int:
@@ -432,8 +440,8 @@ def serve_sums(
             raise ConfigError(
                 f"--formats {module}: {error}", hint="PYTHONPATH says where Python looks"
             ) from error
-    summers = Summers(nbytes)
-    listener = listen(address, summers.accept, options, report, language=m.LANGUAGE)
+    reducers = Reducers(nbytes)
+    listener = listen(address, reducers.accept, options, report, language=m.LANGUAGE)
     try:
         report(
             "summing at {}:{}, at most {}; nothing rests here".format(
@@ -442,6 +450,6 @@ def serve_sums(
         )
         threading.Event().wait()
     finally:
-        summers.close()
+        reducers.close()
         listener.close()
     return 0

@@ -33,7 +33,7 @@ import msgspec
 from roadtrain.chunks import PAGE, Chunk
 from roadtrain.config.budgets import RelayBudgets
 from roadtrain.device.buffers import Buffer
-from roadtrain.device.pool import Pool
+from roadtrain.device.pool import BufferPool
 from roadtrain.errors import (
     BusyError,
     ConfigError,
@@ -45,9 +45,9 @@ from roadtrain.errors import (
     WireError,
 )
 from roadtrain.protocol import messages
-from roadtrain.protocol.relay import Give, PushSum, RelayDecider, Up
+from roadtrain.protocol.relay import Give, PushSum, RelayStateMachine, Up
 from roadtrain.runtime import frames as m
-from roadtrain.runtime.gradients import Gradients
+from roadtrain.runtime.gradients import PushedGradients
 from roadtrain.runtime.session_host import Seat
 from roadtrain.storage.ledger import StoreMeta, pack, unpack
 from roadtrain.transport import shm
@@ -55,7 +55,7 @@ from roadtrain.transport.address import local_options
 from roadtrain.transport.link import Link
 from roadtrain.transport.listener import Listener
 from roadtrain.transport.retry import retry
-from roadtrain.transport.tcp import Address, Options, connect
+from roadtrain.transport.tcp import Address, TcpOptions, connect
 from roadtrain.units import round_up, show_bytes
 
 END_S = 10.0
@@ -69,7 +69,7 @@ class Orders:
 
     directory: str
     servers: Sequence[Address]
-    options: Options
+    options: TcpOptions
     session: str
     host: int
     hosts: int
@@ -105,7 +105,7 @@ def end(process: subprocess.Popen[bytes] | None) -> None:
             process.wait()
 
 
-class Lane:
+class ServerChannel:
     """What goes between the workers here and one server: to their Seats what a Session is, to
     the server's link its Receiver."""
 
@@ -124,14 +124,14 @@ class Lane:
         self._readers: deque[Seat] = deque()
         self._tickets = itertools.count(1)  # of sums: the server knows a push's buffer by it
         self._left, self._over = 0, False
-        self.decider = RelayDecider(orders.local, budgets.copies)
+        self.machine = RelayStateMachine(orders.local, budgets.copies)
         self._copies = [Buffer(budgets.piece_bytes) for _ in range(budgets.copies)]
         # (chunk, worker) -> tickets of what is held
         self._kept: dict[tuple[int, int], list[int]] = {}
         self._grads: Any = None  # Gradients, where there are several workers
         if orders.local > 1:
             trainable = {c.id: c for c in table.trainable}
-            self._grads = Gradients(trainable, None, 2, budgets.scratch_bytes, orders.local)
+            self._grads = PushedGradients(trainable, None, 2, budgets.scratch_bytes, orders.local)
 
     def connect(self) -> None:
         """To the server, as worker `host` of `hosts`. Raises PeerError."""
@@ -165,7 +165,7 @@ class Lane:
                     hint="every worker runs the same job",
                 )
             seat = self.seats[index] = Seat(self, index, signature, link)
-            seat.pool = Pool(self.orders.budgets.pool, self.orders.budgets.piece_bytes)
+            seat.pool = BufferPool(self.orders.budgets.pool, self.orders.budgets.piece_bytes)
             link.peer = f"worker {rank} ({link.peer})"
             for kind, header, payload in self._said:
                 self._tell_one(seat, kind, header, payload)
@@ -206,7 +206,7 @@ class Lane:
     def tell(self, message: Any) -> None:
         try:
             with self._lock:
-                for action in self.decider.handle(message):
+                for action in self.machine.handle(message):
                     self._carry_out(action)
         except RoadtrainError as error:
             self.end(error)
@@ -242,13 +242,13 @@ class Lane:
             return memoryview(bytearray(nbytes))
         ticket, number = fields
         with self._lock:
-            asked, _ = self.decider.asked.get(ticket, (-1, 0))
-            if asked != number or nbytes != round_up(self.chunk(number).public_nbytes, PAGE):
+            asked, _ = self.machine.asked.get(ticket, (-1, 0))
+            if asked != number or nbytes != round_up(self.chunk(number).weights_nbytes, PAGE):
                 raise WireError(
                     f"{nbytes} bytes of chunk {number} came for ticket {ticket}, which asked for"
                     f" {asked}"
                 )
-            return self._copies[self.decider.copies[self.decider.asked[ticket]].buffer].view[
+            return self._copies[self.machine.copies[self.machine.asked[ticket]].buffer].view[
                 :nbytes
             ]
 
@@ -281,7 +281,7 @@ class Lane:
         with suppress(PeerError):
             seat.link.send(kind, header, [memoryview(payload)], urgent=True)
 
-    # what the decider says
+    # what the state machine says
 
     def _carry_out(self, action: Any) -> None:
         match action:
@@ -333,7 +333,9 @@ def run(orders: Orders) -> None:
     meta, over = StoreMeta.from_json(orders.meta, "the layout"), threading.Semaphore(0)
     directory = Path(orders.directory)
     directory.mkdir(mode=0o700, exist_ok=True)
-    lanes = [Lane(orders, number, meta, over.release) for number in range(len(orders.servers))]
+    lanes = [
+        ServerChannel(orders, number, meta, over.release) for number in range(len(orders.servers))
+    ]
     listeners = []
     try:
         for lane in lanes:
@@ -359,7 +361,7 @@ def run(orders: Orders) -> None:
             directory.rmdir()
 
 
-def _listen(path: Path, lane: Lane, options: Options) -> Listener:
+def _listen(path: Path, lane: ServerChannel, options: TcpOptions) -> Listener:
     """The relay of the start before may be about to leave."""
     near = local_options(options)
     return retry(

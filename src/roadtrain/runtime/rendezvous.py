@@ -42,14 +42,14 @@ from roadtrain.runtime import agreement as agreeing
 from roadtrain.runtime import frames as m
 from roadtrain.runtime import health
 from roadtrain.runtime import host as topology
-from roadtrain.runtime.agreement import Agreement, Coordinator
+from roadtrain.runtime.agreement import Agreement, AgreementCoordinator
 from roadtrain.runtime.membership import Control
-from roadtrain.runtime.reducer import Summers
-from roadtrain.runtime.summation import Summation, link_to
+from roadtrain.runtime.reducer import Reducers
+from roadtrain.runtime.summation import WorkerSums, link_to
 from roadtrain.transport import shm
 from roadtrain.transport.address import address_of, local_options
 from roadtrain.transport.link import Link
-from roadtrain.transport.tcp import Address, Options, Tls, listen
+from roadtrain.transport.tcp import Address, TcpOptions, Tls, listen
 from roadtrain.units import MIB
 
 LEAVE_S = 10.0  # for the other workers to leave, at the end
@@ -61,7 +61,7 @@ LOOK_S, AGAIN_S, MOST_S = 1.0, 2.0, 300.0
 Tell = Callable[[bytes], list[bytes]]  # to all workers -> what each said, by rank
 
 
-class Place(msgspec.Struct, array_like=True):
+class WorkerAddress(msgspec.Struct, array_like=True):
     """What every worker says of itself. `address`: where the workers of other hosts reach it, ""
     where there are none.
     `path`, `far`: of Unix sockets, for those of its host: of what a host sums first, and of the
@@ -143,7 +143,7 @@ class Above:
     (runtime/reducer.py). `how`: of a tensor, its priority and format there; a worker says so before
     it pushes."""
 
-    def __init__(self, sums: Summation) -> None:
+    def __init__(self, sums: WorkerSums) -> None:
         self._sums, self.how = sums, dict[int, tuple[int, str]]()
         self._outs: dict[tuple[int, int], Buffer] = {}
         self._lock = threading.Lock()  # over giving up, and what would be begun after it
@@ -193,11 +193,11 @@ class Above:
 
 
 @dataclass(frozen=True)
-class Sums:
+class HostSums:
     """What a worker sums by: `near` it does, `above` stands above that where its host sums
     first."""
 
-    near: Summation
+    near: WorkerSums
     above: Above | None
     agreement: Agreement
 
@@ -221,7 +221,7 @@ def connect(
     address: str,
     nbytes: int,
     deadline_s: float,
-) -> Sums:
+) -> HostSums:
     """What this worker sums by. `ends`: what ends all this is put
     there, to be called from the last on. All workers call it. Raises ConfigError, PeerError."""
     rates = [*(rates or [1.0] * workers)]
@@ -237,8 +237,8 @@ def connect(
     ]
     names = [one.host for one in homes]
     _check_homes(homes)
-    options = Options(token=wanted.own_token(), tls=wanted.tls, retry_s=30.0)
-    far, near = Summers(nbytes), Summers(nbytes)
+    options = TcpOptions(token=wanted.own_token(), tls=wanted.tls, retry_s=30.0)
+    far, near = Reducers(nbytes), Reducers(nbytes)
     where = ""
     if len(set(names)) > 1:
         listener = listen((address, 0), far.accept, options, language=m.LANGUAGE)
@@ -246,19 +246,21 @@ def connect(
         where = "{}:{}".format(*listener.address)
     home = tempfile.TemporaryDirectory(prefix="roadtrain-")  # its owner's alone
     ends.append(home.cleanup)
-    for name, summers in (("sums", near), ("far", far)):
+    for name, reducers in (("sums", near), ("far", far)):
         inner_listener = shm.listen(
-            f"{home.name}/{name}", summers.accept, local_options(options), language=m.LANGUAGE
+            f"{home.name}/{name}", reducers.accept, local_options(options), language=m.LANGUAGE
         )
         ends.append(inner_listener.close)
-    here = Place(
+    here = WorkerAddress(
         where,
         f"{home.name}/sums",
         f"{home.name}/far",
         _roots_here() if roots is None else [*roots],
         roots is not None,
     )
-    places = [msgspec.json.decode(one, type=Place) for one in tell(msgspec.json.encode(here))]
+    places = [
+        msgspec.json.decode(one, type=WorkerAddress) for one in tell(msgspec.json.encode(here))
+    ]
     hosts, sums = _groups(names, places, inside=start.inside, spares=bool(start.spares))
     if hosts and sums:
         far.nbytes = near.nbytes = nbytes // 2
@@ -269,9 +271,9 @@ def connect(
     if rule == "sum" and group[:1] == [rank]:
         far.control = Control(session, len(group), numbered, print)
     if rank == 0:
-        far.agreeing = Coordinator(start.session, workers, rule == "sum")
+        far.agreeing = AgreementCoordinator(start.session, workers, rule == "sum")
     tell(b"")  # all listen
-    outer: Summation | None = None
+    outer: WorkerSums | None = None
     join: Callable[[Agreement], Link] | None = None
     agreement = Agreement(rank, workers, rule == "sum", deadline_s)
     if workers > 1:
@@ -285,7 +287,7 @@ def connect(
         )
         join = partial(link_to, address=first, own=far, hello=hello, options=options)
     if group:
-        sites: list[Address | str | None] = [
+        addresses: list[Address | str | None] = [
             (
                 None
                 if one == rank
@@ -297,9 +299,9 @@ def connect(
             )
             for one in group
         ]
-        outer = Summation(
+        outer = WorkerSums(
             group.index(rank),
-            sites,
+            addresses,
             [start.rates[one] for one in group],
             numbered,
             far,
@@ -315,12 +317,12 @@ def connect(
             ends.append(_watch(wanted, far.control, spare))
     if not hosts:
         assert outer is not None
-        return _agreeing(Sums(outer, None, agreement), join, ends)
+        return _agreeing(HostSums(outer, None, agreement), join, ends)
     near.above = above = None if outer is None else Above(outer)
     tell(b"")  # all that stand above others do
     own = next(own for own in hosts if rank in own)
     used = [place for place, one in enumerate(own) if any(one in ranks for ranks in sums)]
-    inner = Summation(
+    inner = WorkerSums(
         own.index(rank),
         [None if one == rank else places[one].path for one in own],
         [1.0] * len(own),
@@ -333,12 +335,12 @@ def connect(
         roots=used if sums else _roots(places, own),
     )
     ends += [partial(near.close, LEAVE_S), inner.close]
-    return _agreeing(Sums(inner, above, agreement), join, ends)
+    return _agreeing(HostSums(inner, above, agreement), join, ends)
 
 
 def _agreeing(
-    sums: Sums, join: Callable[[Agreement], Link] | None, ends: list[Callable[[], None]]
-) -> Sums:
+    sums: HostSums, join: Callable[[Agreement], Link] | None, ends: list[Callable[[], None]]
+) -> HostSums:
     sums.agreement.leads(sums.give_up, sums.near.fail)
     if join is not None:
         sums.agreement.linked(join(sums.agreement))
@@ -395,7 +397,7 @@ def _check_homes(homes: Sequence[Home]) -> None:
 
 
 def _groups(
-    names: Sequence[str], places: Sequence[Place], *, inside: bool, spares: bool
+    names: Sequence[str], places: Sequence[WorkerAddress], *, inside: bool, spares: bool
 ) -> tuple[list[list[int]], list[list[int]]]:
     """`names`: of the workers' hosts. The ranks of each host, none where hosts do not sum first;
     the ranks of each summation between hosts."""
@@ -412,7 +414,7 @@ def _groups(
     ]
 
 
-def _roots(places: Sequence[Place], own: Sequence[int]) -> list[int]:
+def _roots(places: Sequence[WorkerAddress], own: Sequence[int]) -> list[int]:
     """Which of a host's workers sum, by their place on it: as its first says."""
     first, everyone = places[own[0]], [*range(len(own))]
     roots = first.roots or everyone
@@ -442,7 +444,7 @@ def _roots_here() -> list[int]:
     )
 
 
-def _watch(wanted: Wanted, control: Control, options: Options) -> Callable[[], None]:
+def _watch(wanted: Wanted, control: Control, options: TcpOptions) -> Callable[[], None]:
     """Offers spare hosts that are wanted, answer and are not there, has those left out that are
     not wanted any more. Returns what ends it."""
     # address -> next try, wait after

@@ -17,7 +17,7 @@ from typing import Any
 from roadtrain.chunks import ChunkTable, Record
 from roadtrain.config.budgets import Budgets
 from roadtrain.device.buffers import Buffer
-from roadtrain.runtime.local_session import Layout
+from roadtrain.runtime.local_session import StorePlan
 from roadtrain.runtime.server import Server, Setup
 from roadtrain.runtime.trace import Stages
 from roadtrain.storage.file import FileTier
@@ -29,22 +29,22 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Residuals:
-    """`layout`: the model's blocks and behind them their twins (runtime/compress.py), with one
+    """`store_plan`: the model's blocks and behind them their twins (runtime/compress.py), with one
     directory. `base`: the chunks of the model; all others are this part's. `number`: of its server,
     one more than the last of the job's.
     """
 
-    layout: Layout
+    store_plan: StorePlan
     base: int
     number: int
 
     @property
     def table(self) -> ChunkTable:
-        return self.layout.table
+        return self.store_plan.table
 
     @property
     def directory(self) -> Path:
-        return self.layout.directories[0]
+        return self.store_plan.directories[0]
 
     @property
     def records(self) -> Mapping[int, Record]:
@@ -53,7 +53,7 @@ class Residuals:
     def meta(self, job: str = "") -> StoreMeta:
         owners = tuple(self.number if chunk.id >= self.base else -1 for chunk in self.table.chunks)
         return replace(
-            self.layout.meta(job),
+            self.store_plan.meta(job),
             owners=owners,
             directories=("",) * (self.number + 1),
             index=self.number,
@@ -63,19 +63,19 @@ class Residuals:
         """At `step` of `job`. Raises ForeignError where the directory holds another job's,
         StoreError."""
         meta, steps = self.meta(job), tuple[int, ...]()
-        if (found := open_part(self.directory, direct=self.layout.direct)) is not None:
+        if (found := open_part(self.directory, direct=self.store_plan.direct)) is not None:
             same, steps = (
                 (found.meta.job, found.meta.signature) == (job, meta.signature),
                 found.found,
             )
             found.close()
             if same and step in steps:
-                part = open_part(self.directory, step, direct=self.layout.direct)
+                part = open_part(self.directory, step, direct=self.store_plan.direct)
                 assert part is not None
                 if part.note:
                     report(part.note)
                 return part
-        tier = create_part(self.directory, meta, direct=self.layout.direct)
+        tier = create_part(self.directory, meta, direct=self.store_plan.direct)
         try:
             for chunk, record in meta.owned(self.number).items():
                 tier.write(chunk, "record", Buffer(record.nbytes).view)
@@ -105,7 +105,7 @@ class Residuals:
             self.number,
             f"residuals ({self.directory})",
             tier.meta,
-            self.layout.rules,
+            self.store_plan.rules,
             tier,
             budgets,
             report,

@@ -1,8 +1,9 @@
 """A server: owns chunks, holds their gradients, updates them next to their storage. Threads around
 protocol/server.py.
 
-One loop thread feeds the decider; I/O threads serve the device's queue; update threads run kernels
-and copies. All heavy work (preadv/pwritev, hashing, numba kernels, numpy copies) releases the GIL.
+One loop thread feeds the state machine; I/O threads serve the device's queue; update threads run
+kernels and copies. All heavy work (preadv/pwritev, hashing, numba kernels, numpy copies) releases
+the GIL.
 Memory: record buffers and scratch are allocated once; what is kept from files lies in one arena.
 
 Any failure ends the server: the worker gets Failed with the cause, and the last committed step
@@ -30,8 +31,8 @@ from roadtrain.kernels.cast import cast
 from roadtrain.kernels.rules import Rule
 from roadtrain.protocol import messages
 from roadtrain.protocol.queues import READ_PARAMETERS, READ_STATE, WRITE_STATE, DeviceQueue, Trial
-from roadtrain.protocol.server import ServeDecider
-from roadtrain.runtime.gradients import Gradients
+from roadtrain.protocol.server import ServerStateMachine
+from roadtrain.runtime.gradients import PushedGradients
 from roadtrain.runtime.trace import Stages
 from roadtrain.storage.file import FileTier
 from roadtrain.storage.ledger import StoreMeta, digest, pack
@@ -81,7 +82,7 @@ class Server:
         )
         self._buffers = [Buffer(budgets.record_bytes) for _ in range(buffers)]
         self.memory = self._keep()
-        self._grads = Gradients(
+        self._grads = PushedGradients(
             self.chunks, self.tier, buffers, scratch_bytes, setup.workers, setup.local
         )
         # chunk -> checksums of what is updated and not yet written
@@ -89,7 +90,7 @@ class Server:
         self._late = frozenset(
             c for c, chunk in self.chunks.items() if meta.staleness and chunk.trainable
         )
-        self.decider = self._decide(committed)
+        self.machine = self._decide(committed)
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._device = DeviceQueue(limit=setup.io_threads)
         self.trial, self._moved, self._busy_s, self._began = Trial(), 0, 0.0, 0.0
@@ -100,10 +101,10 @@ class Server:
         self._failed = False
         self._threads: list[threading.Thread] = []
 
-    def _decide(self, committed: int) -> ServeDecider:
+    def _decide(self, committed: int) -> ServerStateMachine:
         setup, budgets, meta = self.setup, self.setup.budgets, self.setup.meta
-        where = {c: (c in self._resident, c in budgets.public_resident) for c in self.chunks}
-        return ServeDecider(
+        where = {c: (c in self._resident, c in budgets.weights_resident) for c in self.chunks}
+        return ServerStateMachine(
             setup.number,
             where,
             len(self._buffers) - bool(self.memory),
@@ -130,9 +131,9 @@ class Server:
     def _keep(self) -> dict[int, memoryview]:
         """One more buffer for everything that is kept in memory, and each chunk's view into it."""
         sizes = {
-            c: r.nbytes if c in self._resident else r.public_nbytes
+            c: r.nbytes if c in self._resident else r.weights_nbytes
             for c, r in self.records.items()
-            if c in self._resident | self.setup.budgets.public_resident
+            if c in self._resident | self.setup.budgets.weights_resident
         }
         if not sizes:
             return {}
@@ -166,9 +167,9 @@ class Server:
         self._inbox.put(message)
 
     def waits(self) -> tuple[list[messages.Pull], list[tuple[int, str]]]:
-        """As the decider says. DeadlineError where it does not."""
+        """As the state machine says. DeadlineError where it does not."""
         said: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.receive(lambda: said.put(self.decider.waits()))
+        self.receive(lambda: said.put(self.machine.waits()))
         try:
             return said.get(timeout=LOOK_S)  # type: ignore[no-any-return]
         except queue.Empty:
@@ -186,7 +187,7 @@ class Server:
             self.setup = replace(self.setup, meta=meta, tier=tier)
             self.tier = self._grads.tier = tier
             self._sums.clear()
-            self.decider = self._decide(step)
+            self.machine = self._decide(step)
             try:
                 self._load()
             except BaseException as error:
@@ -246,10 +247,10 @@ class Server:
                 if (
                     isinstance(event, messages.CommitDone)
                     and self.tier
-                    and event.step > self.decider.committed
+                    and event.step > self.machine.committed
                 ):
                     self.tier.committed(event.step)
-                for action in self.decider.handle(event):
+                for action in self.machine.handle(event):
                     self._carry_out(action)
             except BaseException as error:
                 self._fail(error)
@@ -270,7 +271,7 @@ class Server:
                     "Fetch",
                     action,
                     lambda: self._answer(
-                        action, lambda into: self._read_public(pull.chunk, into, newest)
+                        action, lambda into: self._read_weights(pull.chunk, into, newest)
                     ),
                 )
             case messages.Hold(push):
@@ -278,19 +279,19 @@ class Server:
                     1,
                     "Sum",
                     action,
-                    lambda: (self.chunks[push.chunk].public_nbytes, self._grads.hold(push)),
+                    lambda: (self.chunks[push.chunk].weights_nbytes, self._grads.hold(push)),
                 )
-            case messages.Stash(push, lane):
-                self._kernel(1, "Sum", action, lambda: (self._grads.stash(push, lane), ()))
+            case messages.Spill(push, spill_slot):
+                self._kernel(1, "Sum", action, lambda: (self._grads.spill(push, spill_slot), ()))
             case messages.Total(chunk):
                 self._kernel(
                     1,
                     "Sum",
                     action,
-                    lambda: (self.chunks[chunk].public_nbytes, (self._grads.total_sums(chunk),)),
+                    lambda: (self.chunks[chunk].weights_nbytes, (self._grads.total_sums(chunk),)),
                 )
-            case messages.Update(chunk, release):
-                self._kernel(2, "Update", action, lambda: self._update(chunk, release))
+            case messages.Update(chunk, apply_update):
+                self._kernel(2, "Update", action, lambda: self._update(chunk, apply_update))
             case messages.Read(chunk, buffer):
                 self._io_push(READ_STATE, 0, "Read", action, lambda: self._read(chunk, buffer))
             case messages.Write(chunk):
@@ -371,25 +372,25 @@ class Server:
         for number, view in self.memory.items():
             loaded(len(view))
             if number not in self._resident:
-                self._read_public(number, view)
+                self._read_weights(number, view)
                 continue
             tier.read(number, "record", view)
-            if not tier.has_public(number):
-                self._cast_public(number, view, view)
+            if not tier.has_weights(number):
+                self._cast_weights(number, view, view)
 
-    def _read_public(self, number: int, into: memoryview, newest: bool = False) -> None:
-        """The public part from the file; cast from the master where the file does not hold it,
+    def _read_weights(self, number: int, into: memoryview, newest: bool = False) -> None:
+        """The weights part from the file; cast from the master where the file does not hold it,
         or that is `newest`."""
         tier, record = self.tier, self.records[number]
         assert tier is not None
-        if tier.has_public(number) and not newest:
-            tier.read(number, "public", into)
+        if tier.has_weights(number) and not newest:
+            tier.read(number, "weights", into)
             return
         whole = Buffer(record.nbytes).view
-        tier.read(number, "private", whole[record.public_nbytes : record.nbytes])
-        self._cast_public(number, whole, into)
+        tier.read(number, "state", whole[record.weights_nbytes : record.nbytes])
+        self._cast_weights(number, whole, into)
 
-    def _cast_public(self, number: int, view: memoryview, into: memoryview) -> None:
+    def _cast_weights(self, number: int, view: memoryview, into: memoryview) -> None:
         chunk = self.chunks[number]
         master = array_in(view, "fp32", self.records[number].master, chunk.numel)
         cast(master, "fp32", array_in(into, chunk.dtype, 0, chunk.numel), chunk.dtype)
@@ -397,16 +398,16 @@ class Server:
     def _record_view(self, chunk: int) -> memoryview:
         if chunk in self._resident:
             return self.memory[chunk]
-        buffer = self.decider.chunks[chunk].buffer
+        buffer = self.machine.chunks[chunk].buffer
         assert buffer is not None
         return self._buffers[buffer].view
 
     def _answer_memory(self, answer: messages.Answer, number: int, newest: bool) -> Outcome:
-        view = None if newest else self.memory.get(number)  # that may be the public part alone
+        view = None if newest else self.memory.get(number)  # that may be the weights part alone
         if view is None:
             view = self._record_view(number)
         if newest:
-            return self._answer(answer, lambda into: self._cast_public(number, view, into))
+            return self._answer(answer, lambda into: self._cast_weights(number, view, into))
         return self._answer(answer, lambda into: copy(into, view[: len(into)]), view)
 
     def _answer(
@@ -431,12 +432,12 @@ class Server:
         assert tier is not None
         if not self.setup.rules[chunk.group].reads_state:
             return 0, ()
-        first = record.public_nbytes if record.master else 0
+        first = record.weights_nbytes if record.master else 0
         view = self._buffers[buffer].view[first : record.nbytes]
-        tier.read(number, "private" if first else "record", view, check=False)
+        tier.read(number, "state" if first else "record", view, check=False)
         return len(view), ()
 
-    def _update(self, number: int, release: messages.Release) -> Outcome:
+    def _update(self, number: int, apply_update: messages.ApplyUpdate) -> Outcome:
         chunk, record = self.chunks[number], self.records[number]
         view = self._record_view(number)
         scratch, grad, dtype = self._grads.take(number)
@@ -447,15 +448,17 @@ class Server:
             and self.setup.rules[chunk.group].reads_state
         ):
             # checked here: then it lies in the cache
-            first = record.public_nbytes if record.master else 0
-            tier.check_sums(number, "private" if first else "record", view[first : record.nbytes])
-        late = number in self._late  # the public part gets what the master was before
+            first = record.weights_nbytes if record.master else 0
+            tier.check_sums(number, "state" if first else "record", view[first : record.nbytes])
+        late = number in self._late  # the weights part gets what the master was before
         if late:
-            self._cast_public(number, view, view)
+            self._cast_weights(number, view, view)
         narrow = None if late or chunk.dtype == "fp32" else public
-        apply_rule(self.setup.rules[chunk.group], chunk, record, view, narrow, grad, dtype, release)
+        apply_rule(
+            self.setup.rules[chunk.group], chunk, record, view, narrow, grad, dtype, apply_update
+        )
         if narrow is None and public is not view:
-            copy(public[: chunk.public_nbytes], view[: chunk.public_nbytes])
+            copy(public[: chunk.weights_nbytes], view[: chunk.weights_nbytes])
         self._grads.done(scratch)
         if tier is not None:
             part, first = self._written_part(chunk)
@@ -468,11 +471,11 @@ class Server:
         pull returns. The padding behind a 16-bit copy is nobody's."""
         sums = self._sums[chunk.id]
         copied = (
-            digest(public[: chunk.public_nbytes])
+            digest(public[: chunk.weights_nbytes])
             if self.records[chunk.id].master
-            else sums.get("public", 0)
+            else sums.get("weights", 0)
         )
-        return digest(struct.pack("<QQ", copied, sums.get("private", 0)))
+        return digest(struct.pack("<QQ", copied, sums.get("state", 0)))
 
     def _write(self, number: int) -> Outcome:
         chunk, record, tier = self.chunks[number], self.records[number], self.tier
@@ -487,12 +490,12 @@ class Server:
         """What of a record is written, and its first byte: not the copy where that is kept, and
         can be cast again."""
         derived = chunk.dtype != "fp32" and chunk.id in self.memory and chunk.id not in self._late
-        return ("private", self.records[chunk.id].public_nbytes) if derived else ("record", 0)
+        return ("state", self.records[chunk.id].weights_nbytes) if derived else ("record", 0)
 
     def _prepare(self, step: int, blobs: Sequence[bytes]) -> Outcome:
         assert self.tier is not None
         self.tier.prepare(step, pack(blobs))
-        if self.decider.commits_here:
+        if self.machine.commits_here:
             self.tier.committed(step)
         self._choose()
         return 0, ()
@@ -521,7 +524,7 @@ def apply_rule(
     public: memoryview | None,
     grad: np.ndarray,
     dtype: str,
-    release: messages.Release,
+    apply_update: messages.ApplyUpdate,
 ) -> None:
     """Runs `rule` on every span of the record in `view` that has a gradient; neighbours with equal
     scalars and scale run as one range, padding included. The 16-bit copy, where one is wanted, goes
@@ -540,11 +543,11 @@ def apply_rule(
         last = first + 1
         while (
             last < len(chunk.spans)
-            and release.scales[last] == release.scales[first]
+            and apply_update.scales[last] == apply_update.scales[first]
             and np.array_equal(rows[last], rows[first])
         ):
             last += 1
-        scale = release.scales[first]
+        scale = apply_update.scales[first]
         start = 0 if first == 0 else chunk.spans[first].start
         stop = n if last == len(chunk.spans) else chunk.spans[last].start
         cut = slice(start, stop)
@@ -556,7 +559,7 @@ def apply_rule(
                 dtype,
                 [a[cut] for a in arrays],
                 row,
-                release.hyper,
+                apply_update.hyper,
                 scale,
                 None if copy is None else copy[cut],
                 chunk.dtype,

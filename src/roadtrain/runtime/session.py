@@ -52,10 +52,10 @@ from roadtrain.kernels.rules import described
 from roadtrain.protocol import messages
 from roadtrain.protocol.history import (
     Doubt,
-    Held,
     Histories,
     HistoryLink,
     Resume,
+    ServerHoldings,
     Witness,
     back_to,
     lost_chunks,
@@ -64,7 +64,7 @@ from roadtrain.runtime import frames as m
 from roadtrain.runtime import health
 from roadtrain.runtime import relay as relays
 from roadtrain.runtime.compress import Compressor
-from roadtrain.runtime.local_session import Layout, check_same, fill_record
+from roadtrain.runtime.local_session import StorePlan, check_same, fill_record
 from roadtrain.runtime.residuals import Residuals
 from roadtrain.runtime.server import Server
 from roadtrain.runtime.trace import Stages
@@ -72,11 +72,11 @@ from roadtrain.runtime.worker import Worker
 from roadtrain.storage.convert import RecordView, Source, gather_param, param_pieces
 from roadtrain.storage.ledger import StoreMeta
 from roadtrain.storage.mark import Mark
-from roadtrain.storage.tier import PUBLIC
+from roadtrain.storage.tier import WEIGHTS
 from roadtrain.transport import shm
 from roadtrain.transport.address import local_options
 from roadtrain.transport.link import Link
-from roadtrain.transport.tcp import Address, Options, connect
+from roadtrain.transport.tcp import Address, TcpOptions, connect
 from roadtrain.units import show_bytes
 
 FILLS_AT_ONCE = 4
@@ -89,7 +89,7 @@ SAY_S = 10.0  # between two lines about what all wait for
 
 
 @dataclass(frozen=True)
-class Group:
+class WorkerGroup:
     """Which worker this is. `session`: the same for all workers of one start, another after each
     restart. `local`: how many workers this host has, and each other; 1 where they have different
     numbers."""
@@ -100,7 +100,7 @@ class Group:
     local: int = 1
 
     @staticmethod
-    def of_environment(environ: Mapping[str, str] = os.environ) -> Group:
+    def of_environment(environ: Mapping[str, str] = os.environ) -> WorkerGroup:
         """As torchrun says it. Raises ConfigError."""
         try:
             rank, workers = int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1"))
@@ -117,7 +117,7 @@ class Group:
         parts = [environ.get(f"TORCHELASTIC_{key}", "") for key in ("RUN_ID", "RESTART_COUNT")]
         alone = uuid.uuid4().hex if workers == 1 else ""
         session = ":".join([*parts, environ.get("MASTER_PORT", ""), alone])
-        return Group(rank, workers, session, local if local * hosts == workers else 1)
+        return WorkerGroup(rank, workers, session, local if local * hosts == workers else 1)
 
 
 class RemoteServer:
@@ -144,7 +144,7 @@ class RemoteServer:
             self._into[message.ticket] = (message.chunk, message.into)
         kind, header, parts = m.frame(message)
         sent = (
-            (lambda: self.deliver(messages.Freed(message.ticket)))
+            (lambda: self.deliver(messages.BufferFree(message.ticket)))
             if isinstance(message, messages.Push)
             else None
         )
@@ -243,7 +243,9 @@ class RemoteServer:
                 del self._into[ticket]
                 self.deliver(messages.Pulled(ticket, chunk))
             case m.HELD:
-                self.deliver(messages.Held(fields[0], np.frombuffer(payload, np.float64)))
+                self.deliver(
+                    messages.GradAccumulated(fields[0], np.frombuffer(payload, np.float64))
+                )
             case m.WRITTEN:
                 self.deliver(messages.Written(self.number, *fields))
             case m.PREPARED:
@@ -274,7 +276,7 @@ class RemoteServer:
         self.deliver(messages.Failed(self.number, error))
 
 
-class Cluster:
+class RemoteSession:
     """What an Engine is, with its servers elsewhere. `step`: the last committed one when it was
     opened. Raises ForeignError where the servers hold another job, LostError, DeadlineError."""
 
@@ -282,11 +284,11 @@ class Cluster:
 
     def __init__(
         self,
-        layout: Layout,
+        store_plan: StorePlan,
         budgets: Budgets,
         servers: Sequence[Address],
-        options: Options,
-        group: Group,
+        options: TcpOptions,
+        group: WorkerGroup,
         device: torch.device,
         *,
         compute_blocks: Sequence[int],
@@ -299,11 +301,16 @@ class Cluster:
         give_up: Sequence[int] = (),
         report: Callable[[str], None] = print,
     ) -> None:
-        self.layout, self.group, self.stages, self._deadline_s = layout, group, Stages(), deadline_s
+        self.store_plan, self.group, self.stages, self._deadline_s = (
+            store_plan,
+            group,
+            Stages(),
+            deadline_s,
+        )
         self.names = tuple(
             f"server {number} ({host}:{port})" for number, (host, port) in enumerate(servers)
         )
-        self.meta = replace(layout.meta(), owners=layout.owners, directories=self.names)
+        self.meta = replace(store_plan.meta(), owners=store_plan.owners, directories=self.names)
         self.new, self.step, self.blob = False, 0, b""
         self.servers: dict[int, RemoteServer] = {}  # those that take part
         # newest step, description; -1, None: holds nothing
@@ -352,15 +359,17 @@ class Cluster:
                 dict.fromkeys(rests for _, _, _, rests in self._welcomes.values())
             )
             if group.rank == 0:
-                self._open(missing, [described(r) for r in layout.rules], holds_gradients, report)
+                self._open(
+                    missing, [described(r) for r in store_plan.rules], holds_gradients, report
+                )
             self._own_tier = (
                 None if residuals is None else residuals.open(self.meta.job, self.step, report)
             )
             holders = [
                 tuple(s for s in self.meta.holders(c.id) if s in self.servers)
-                for c in layout.table.chunks
+                for c in store_plan.table.chunks
             ]
-            table, own = layout.table, None
+            table, own = store_plan.table, None
             if residuals is not None:
                 table, own = residuals.table, residuals.number
                 holders += [(own,)] * (len(table.chunks) - residuals.base)
@@ -377,8 +386,8 @@ class Cluster:
                 compute_blocks=compute_blocks,
                 compressor=compressor,
                 workers=group.workers,
-                staleness=layout.staleness,
-                replicas=layout.replicas,
+                staleness=store_plan.staleness,
+                replicas=store_plan.replicas,
             )
             self._own: Server | None = None  # whose chunks are this worker's residuals
             if residuals is not None and self._own_tier is not None:
@@ -412,7 +421,9 @@ class Cluster:
 
     # who takes part
 
-    def _reach(self, addresses: Sequence[Address], options: Options) -> dict[int, PeerError | None]:
+    def _reach(
+        self, addresses: Sequence[Address], options: TcpOptions
+    ) -> dict[int, PeerError | None]:
         """Connects to the servers until `_enough`. Returns the missing ones, with what was wrong
         last. Tries again for `retry_s` while nobody listens, or while a server is busy with workers
         that may be leaving.
@@ -469,7 +480,7 @@ class Cluster:
                 break
         return time.monotonic()
 
-    def _join(self, number: int, address: Address, options: Options) -> None:
+    def _join(self, number: int, address: Address, options: TcpOptions) -> None:
         server = RemoteServer(number, self.names[number], self.servers)
         g, name = self.group, f"server {number}"
         hello = m.encode((g.session, g.rank, g.workers, g.local, number, self.meta.signature))
@@ -546,9 +557,9 @@ class Cluster:
         for number, (step, meta) in self._found.items():
             if number not in given_up:
                 kept = max(self._welcomes[number][1], default=-1)
-                held = Held(step, kept=kept)
+                held = ServerHoldings(step, kept=kept)
                 if meta is not None:
-                    held = Held(step, meta.history, kept, meta.without, meta.sessions)
+                    held = ServerHoldings(step, meta.history, kept, meta.without, meta.sessions)
                 found[number] = held
         return Histories(found, self.names, self._holders())
 
@@ -573,7 +584,7 @@ class Cluster:
         return lost_chunks(self._holders(), members)
 
     def _holders(self) -> set[tuple[int, ...]]:
-        return {self.meta.holders(chunk.id) for chunk in self.layout.table.chunks}
+        return {self.meta.holders(chunk.id) for chunk in self.store_plan.table.chunks}
 
     def _names(self, numbers: Iterable[int]) -> str:
         return ", ".join(self.names[number] for number in numbers)
@@ -630,7 +641,7 @@ class Cluster:
         if not self.new:
             held = self._found[members[0]][1]
             assert held is not None
-            check_same(names[members[0]], held, self.layout)
+            check_same(names[members[0]], held, self.store_plan)
             if held.signature != self.meta.signature or len(held.directories) != len(names):
                 raise ConfigError(
                     f"{names[members[0]]} holds a store of {len(held.directories)} servers and"
@@ -688,10 +699,12 @@ class Cluster:
             self._put(number, chunk, self._read(source, chunk, f"chunk {chunk}"))
         self._behind[number] = bytes(self._read(members[0], -1, "the job's own state"))
 
-    def fill(self, block: Block, source: Source, hypers: Sequence[Sequence[float]]) -> None:
+    def fill(
+        self, block: Block, source: Source, hyperparameters: Sequence[Sequence[float]]
+    ) -> None:
         """First contents of one block of a new store."""
         for chunk in block.chunks:
-            record = fill_record(self.meta, self.layout, chunk, source, hypers)
+            record = fill_record(self.meta, self.store_plan, chunk, source, hyperparameters)
             for number in self.worker.owners[chunk.id]:
                 self._put(number, chunk.id, record)
 
@@ -734,9 +747,9 @@ class Cluster:
         return gather_param(self.meta, name, what, self._record_of)
 
     def pieces(self, name: str, what: str) -> Iterator[tuple[int, np.ndarray]]:
-        """As Engine.pieces; of the public part without waiting for a commit, which needs all
+        """As Engine.pieces; of the weights part without waiting for a commit, which needs all
         workers."""
-        if what != PUBLIC:
+        if what != WEIGHTS:
             yield from param_pieces(self.meta, name, what, self._record_of)
             return
         for chunk, _, span in self.meta.where.get(name, ()):

@@ -34,7 +34,7 @@ import psutil
 from roadtrain.chunks import PAGE, Chunk
 from roadtrain.config.budgets import derive_server
 from roadtrain.device.buffers import Buffer
-from roadtrain.device.pool import Pool
+from roadtrain.device.pool import BufferPool
 from roadtrain.errors import (
     BusyError,
     ConfigError,
@@ -59,7 +59,7 @@ from roadtrain.storage.ledger import StoreMeta, pack, unpack
 from roadtrain.storage.snapshot import Snapshots, held_in, open_snapshot, restore, where_it_rests
 from roadtrain.transport.address import address_of, tls_of, token_of
 from roadtrain.transport.link import Link, Receiver
-from roadtrain.transport.tcp import Address, Options, listen
+from roadtrain.transport.tcp import Address, TcpOptions, listen
 from roadtrain.units import parse_bytes, round_up, show_bytes
 
 Report = Callable[[str], None]
@@ -119,10 +119,10 @@ def command(
     if tls is not None and cert is None:
         raise ConfigError("TLS: a server needs --cert and --key")
     nbytes = parse_bytes(budget) if budget is not None else psutil.virtual_memory().available // 2
-    options = Options(token=token_of(token_file), tls=tls)
+    options = TcpOptions(token=token_of(token_file), tls=tls)
     if store is None:
         return serve_sums(address_of(address), nbytes, options, formats)
-    with Host(
+    with SessionHost(
         address_of(address),
         Path(store),
         nbytes,
@@ -143,7 +143,7 @@ class _Reply:
 
     def __init__(self, seat: Seat, ticket: int, chunk: Chunk) -> None:
         self.seat, self.ticket, self.chunk, self.asked = seat, ticket, chunk, time.monotonic()
-        self.nbytes = round_up(chunk.public_nbytes, PAGE)
+        self.nbytes = round_up(chunk.weights_nbytes, PAGE)
         self._buffer: Buffer | None = None
 
     def buffer(self) -> memoryview:
@@ -169,7 +169,7 @@ class Seat:
 
     def __init__(self, session: Any, rank: int, signature: str, link: Link) -> None:
         self.session, self.rank, self.signature, self.link = session, rank, signature, link
-        self.pool: Pool | None = None
+        self.pool: BufferPool | None = None
         self.heard = time.monotonic()  # when its last message came
         self._roomed, self._taken = 0, 0  # frames with a payload: that got room, and that arrived
         # room for a frame, a frame: meanwhile its silence is not its own
@@ -205,7 +205,7 @@ class Seat:
         if kind == m.PUSH:
             chunk = self.session.chunk(fields[0])
             dense = round_up(
-                4 * chunk.numel if self.session.local < 0 else chunk.public_nbytes, PAGE
+                4 * chunk.numel if self.session.local < 0 else chunk.weights_nbytes, PAGE
             )
             expected = m.push_nbytes(fields, chunk, dense) if chunk.trainable else -1
             if nbytes != expected:
@@ -259,9 +259,9 @@ class Seat:
                 chunk = session.chunk(fields[0])
                 if fields[3] < 0 and not payload:
                     raise WireError(f"a push of chunk {chunk.id} without a gradient")
-                # narrowed: with the room for the fp32 sum that it may become
+                # downcast: with the room for the fp32 sum that it may become
                 if fields[3] < 0 and fields[4]:
-                    payload = self._coming[0].view[: chunk.public_nbytes]
+                    payload = self._coming[0].view[: chunk.weights_nbytes]
                 push = m.push(fields, payload, chunk, self.pool.spare >= 2, me)
                 if fields[3] < 0:
                     if push.ticket in self._kept:  # freeing the one would free the other's memory
@@ -269,13 +269,13 @@ class Seat:
                     self._kept[push.ticket] = self._coming.popleft()
                 session.tell(push)
             case m.RELEASE:
-                session.tell(m.release(fields, payload, session.chunk(fields[0]), me))
+                session.tell(m.apply_update(fields, payload, session.chunk(fields[0]), me))
             case m.CLOSE:
                 session.tell(messages.Close(session.chunk(fields[0]).id, fields[1], me))
             case m.FORGET:
-                session.tell(messages.Forget(session.chunk(fields[0]).id, me))
+                session.tell(messages.DiscardGrad(session.chunk(fields[0]).id, me))
             case m.SEAL:
-                session.tell(messages.Seal(fields[0], me))
+                session.tell(messages.EndStep(fields[0], me))
             case m.COMMIT:
                 session.tell(messages.Commit(fields[0], bytes(payload), me))
             case m.COMMITTED:
@@ -302,7 +302,7 @@ class Session:
     done that.
     """
 
-    def __init__(self, name: str, workers: int, local: int, number: int, host: Host) -> None:
+    def __init__(self, name: str, workers: int, local: int, number: int, host: SessionHost) -> None:
         self.name, self.workers, self.local, self.number, self.host = (
             name,
             workers,
@@ -317,7 +317,7 @@ class Session:
         self.tier: FileTier | None = None
         self.kept: FileTier | None = None  # the part that snapshots go to
         self.snapshots: Snapshots | None = None
-        self.answers, self.pools = Pool(0, 1), list[Pool]()
+        self.answers, self.pools = BufferPool(0, 1), list[BufferPool]()
         self.ready = False
         self._rules: list[Any] = []
         self._new, self._step = False, 0
@@ -433,8 +433,8 @@ class Session:
             wide=self.local < 0,
         )
         self.tier.spill_workers = self.workers
-        self.answers = Pool(budgets.answers, budgets.piece_bytes)
-        self.pools = [Pool(budgets.pool, budgets.piece_bytes) for _ in range(self.workers)]
+        self.answers = BufferPool(budgets.answers, budgets.piece_bytes)
+        self.pools = [BufferPool(budgets.pool, budgets.piece_bytes) for _ in range(self.workers)]
         self.setup = Setup(
             self.number,
             f"server {self.number} ({self.host.where}, {directory})",
@@ -540,15 +540,15 @@ class Session:
         record = Buffer(self.meta.records[chunk.id].nbytes).view
         with self._stored():
             self.tier.read(chunk.id, "record", record)
-        # with staleness 1 the public part is that before step s, as the master is where s updated
+        # with staleness 1 the weights part is that before step s, as the master is where s updated
         # nothing of the chunk
         unchanged = (
             self.meta.staleness
             and chunk.trainable
             and self.tier.written_in(chunk.id) < self.tier.step
         )
-        if unchanged or not self.tier.has_public(chunk.id):
-            RecordView(self.meta, chunk, record).cast_public()
+        if unchanged or not self.tier.has_weights(chunk.id):
+            RecordView(self.meta, chunk, record).cast_weights()
         seat.say(m.RECORD, (chunk.id,), record)
 
     @contextmanager
@@ -612,9 +612,9 @@ class Session:
         """What the server says, from its loop thread."""
         seats = list(self.seats.values()) if to is None else [self.seats[to]]
         match message:
-            case messages.Freed(ticket):
+            case messages.BufferFree(ticket):
                 seats[0].freed(ticket)
-            case messages.Held(chunk, sums):
+            case messages.GradAccumulated(chunk, sums):
                 for seat in seats:
                     seat.say(m.HELD, (chunk,), m.as_bytes(sums))
             case messages.Written(_, step, chunk_sums):
@@ -707,7 +707,7 @@ class Session:
                 buffer.close()
 
 
-class Host:
+class SessionHost:
     """Listens; one session at a time. `run` returns after `stop`. `rests`: where the state
     does, and how durable."""
 
@@ -716,7 +716,7 @@ class Host:
         address: Address,
         directory: Path,
         nbytes: int,
-        options: Options,
+        options: TcpOptions,
         report: Report = print,
         snapshot: Path = Path(),
         every: int = 0,
@@ -849,7 +849,7 @@ class Host:
     def stop(self) -> None:
         self.ended.put((None, None))
 
-    def __enter__(self) -> Host:
+    def __enter__(self) -> SessionHost:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -4,11 +4,11 @@ host that sums it, the most wanted first, and puts what comes back where it belo
     sum(key, grad, out) -> parts (protocol/shares.py) -> queue by priority -> links, few parts ahead
     -> out, then `done`
 
-The worker's own summer is one of the hosts; its parts cross no network. Bytes leave from `grad` and
-land in `out` without a copy in between, but for those that are encoded. Spare hosts may come and go
-(protocol/membership.py): what a host that is gone had not answered is pushed again elsewhere, from
-`grad` or, by who has the sum, from `out`: the last two rounds' are kept for that. Every wait has a
-deadline (Rule 5). Does NOT divide, and does NOT know torch.
+The worker's own reducer is one of the hosts; its parts cross no network. Bytes leave from `grad`
+and land in `out` without a copy in between, but for those that are encoded. Spare hosts may come
+and go (protocol/membership.py): what a host that is gone had not answered is pushed again
+elsewhere, from `grad` or, by who has the sum, from `out`: the last two rounds' are kept for that.
+Every wait has a deadline (Rule 5). Does NOT divide, and does NOT know torch.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -38,12 +39,12 @@ from roadtrain.protocol.shares import cut, order
 from roadtrain.runtime import formats
 from roadtrain.runtime import frames as m
 from roadtrain.runtime.membership import Delegate
-from roadtrain.runtime.reducer import Summers, seed_of
+from roadtrain.runtime.reducer import Reducers, seed_of
 from roadtrain.transport import local, shm
 from roadtrain.transport.address import address_of, local_options
 from roadtrain.transport.link import Link, Receiver
-from roadtrain.transport.stream import Stream
-from roadtrain.transport.tcp import Address, Options, connect
+from roadtrain.transport.stream import FrameStream
+from roadtrain.transport.tcp import Address, TcpOptions, connect
 from roadtrain.units import KIB
 
 PART_BYTES = 128 * KIB  # of one frame; the paper's bound is 4 MB
@@ -75,7 +76,7 @@ class _Codec:
 
 
 class _Tensor:
-    """One round of a tensor. `waits`: parts whose sum has not come; `sent`: part -> the site it
+    """One round of a tensor. `waits`: parts whose sum has not come; `sent`: part -> the reducer it
     was pushed to."""
 
     def __init__(
@@ -119,10 +120,10 @@ class _Tensor:
         return np.frombuffer(self.of(memory, number), np.float32)
 
 
-class _Site:
-    """The link to one summer: its Receiver."""
+class _ReducerLink:
+    """The link to one reducer: its Receiver."""
 
-    def __init__(self, owner: Summation, number: int, name: str) -> None:
+    def __init__(self, owner: WorkerSums, number: int, name: str) -> None:
         self.owner, self.number, self.name, self.ahead = owner, number, name, 0
         self.link: Link
         self._scratch = Buffer(1)
@@ -157,35 +158,35 @@ class _Site:
         self.owner.lost(self, error)
 
 
-class Summation:
-    """`sites`: of every worker's summer its address (a path: shared memory); None: the one of this
-    process, `own`.
+class WorkerSums:
+    """`reducers`: of every worker's reducer its address (a path: shared memory); None: the one of
+    this process, `own`.
     `spares`: the spare hosts; `rates`: of all workers' links; `roots`: instead, which workers'
-    summers sum. `session`: the same for all workers of one start. `spare`: how spare hosts are
-    reached, where not by `options`. `control`: whether worker 0's summers have a coordinator, so
+    reducers sum. `session`: the same for all workers of one start. `spare`: how spare hosts are
+    reached, where not by `options`. `control`: whether worker 0's reducers have a coordinator, so
     that spare hosts may come and go. Raises LostError, AuthError, WireError, DeadlineError."""
 
     def __init__(
         self,
         rank: int,
-        sites: Sequence[Address | str | None],
+        reducers: Sequence[Address | str | None],
         rates: Sequence[float],
         spares: Spares,
-        own: Summers | None,
+        own: Reducers | None,
         *,
         session: str,
-        options: Options,
-        spare: Options | None = None,
+        options: TcpOptions,
+        spare: TcpOptions | None = None,
         rule: str = "sum",
         deadline_s: float = 600.0,
         part_bytes: int = PART_BYTES,
         control: bool = False,
         roots: Sequence[int] = (),
     ) -> None:
-        self.rank, self.workers, self.deadline_s = rank, len(sites), deadline_s
+        self.rank, self.workers, self.deadline_s = rank, len(reducers), deadline_s
         self._part_bytes, self.sent_bytes = part_bytes, 0
         self._options, self._spare = options, spare or options
-        self._hello = session, rank, len(sites), rule
+        self._hello = session, rank, len(reducers), rule
         self._lock = threading.Condition()
         self._map = Map(rates, spares, roots)
         self._tensors: dict[int, _Tensor] = {}  # under way
@@ -203,24 +204,30 @@ class Summation:
         self._given_up: set[int] = set()
         self._held = False
         self.error: BaseException | None = None  # what has ended it
-        self._sites: dict[int, _Site] = {}
-        self._dialed: dict[int, _Site] = {}
+        self._reducers: dict[int, _ReducerLink] = {}
+        self._dialed: dict[int, _ReducerLink] = {}
         self._delegate = (
             Delegate(self._dial, self._hold, self._change, self.fail) if control else None
         )
         self._closed, self._watcher = threading.Event(), threading.Thread()
         try:
-            for number, address in enumerate(sites):
-                self._sites[number] = self._reach(
-                    number, address, own, f"the summer of worker {number}"
+            for number, address in enumerate(reducers):
+                self._reducers[number] = self._reach(
+                    number, address, own, f"the reducer of worker {number}"
                 )
             for number, text, _ in spares:
-                self._sites[number] = self._reach(
+                self._reducers[number] = self._reach(
                     number, address_of(text), None, f"spare host {text}"
                 )
             if self._delegate is not None:
                 self._delegate.linked(
-                    link_to(self._delegate, sites[0], own, (session, rank, len(sites), ""), options)
+                    link_to(
+                        self._delegate,
+                        reducers[0],
+                        own,
+                        (session, rank, len(reducers), ""),
+                        options,
+                    )
                 )
         except BaseException:
             self.close()
@@ -232,21 +239,21 @@ class Summation:
         self,
         number: int,
         address: Address | str | None,
-        own: Summers | None,
+        own: Reducers | None,
         name: str,
-        options: Options | None = None,
-    ) -> _Site:
-        site = _Site(self, number, name)
+        options: TcpOptions | None = None,
+    ) -> _ReducerLink:
+        reducer = _ReducerLink(self, number, name)
         how = options or (self._options if number < self.workers else self._spare)
         try:
-            site.link = link_to(site, address, own, self._hello, how, name)
+            reducer.link = link_to(reducer, address, own, self._hello, how, name)
         except (LostError, DeadlineError, BusyError) as error:
             if self._delegate is None or number not in self._map.spares:
                 raise
             # leads nowhere: the host died before all began
-            site.link = Stream(name, how.frame_limit, False, 0.0)
-            self.lost(site, error)
-        return site
+            reducer.link = FrameStream(name, how.frame_limit, False, 0.0)
+            self.lost(reducer, error)
+        return reducer
 
     def sum(
         self,
@@ -289,7 +296,7 @@ class Summation:
             tensor.waits = set(range(len(tensor.parts)))
             if tensor.parts:
                 self._tensors[key] = tensor
-            of = self._map.sites(key, len(tensor.parts), number)
+            of = self._map.reducers(key, len(tensor.parts), number)
             for place, part in enumerate(order(of, self.rank)):
                 heapq.heappush(self._queue, (*tensor.urgency, place, key, number, part, False))
             posts = self._next()
@@ -302,7 +309,7 @@ class Summation:
             self._codecs[key, format, elements] = _Codec(format, elements)
         return self._codecs[key, format, elements]
 
-    def _next(self) -> list[tuple[_Site, _Tensor, int, int, int]]:
+    def _next(self) -> list[tuple[_ReducerLink, _Tensor, int, int, int]]:
         """Under the lock: what may leave now, with its place, and of the sum itself its round. In
         order also where only the first's link is full: its pace is that of all, else links with a
         small share would be done early.
@@ -319,17 +326,17 @@ class Summation:
             if not summed and (key, number - 1, start) in self._owed:
                 self._after[key, number - 1, start] = heapq.heappop(self._queue)
                 continue
-            site = self._sites[self._map.sites(key, len(tensor.parts), number)[part]]
-            if site.ahead >= AHEAD:
+            reducer = self._reducers[self._map.reducers(key, len(tensor.parts), number)[part]]
+            if reducer.ahead >= AHEAD:
                 break
             heapq.heappop(self._queue)
-            site.ahead += 1
+            reducer.ahead += 1
             if summed:
                 self._owed[key, number, start] = False
             else:
-                tensor.sent[part] = site.number
+                tensor.sent[part] = reducer.number
             moved = self._map.moved(key, len(tensor.parts), number)[part]
-            out.append((site, tensor, part, ~start if moved else start, number if summed else 0))
+            out.append((reducer, tensor, part, ~start if moved else start, number if summed else 0))
         return out
 
     def _of(self, key: int, number: int) -> _Tensor | None:
@@ -338,8 +345,8 @@ class Summation:
             (tensor for tensor in both if tensor is not None and tensor.round == number), None
         )
 
-    def _post(self, posts: Sequence[tuple[_Site, _Tensor, int, int, int]]) -> None:
-        for site, tensor, number, where, summed in posts:
+    def _post(self, posts: Sequence[tuple[_ReducerLink, _Tensor, int, int, int]]) -> None:
+        for reducer, tensor, number, where, summed in posts:
             start, stop = tensor.parts[number]
             view = tensor.of(tensor.out if summed else tensor.grad, number)
             format = tensor.dtype
@@ -355,14 +362,14 @@ class Summation:
                 (tensor.key, where, summed or tensor.round, stop - start, format, itemsize)
             )
             try:
-                site.link.send(m.PART, header, [view], lambda site=site: self._sent(site))  # type: ignore[misc]
-                self.sent_bytes += len(view) * (site.number != self.rank)
+                reducer.link.send(m.PART, header, [view], partial(self._sent, reducer))
+                self.sent_bytes += len(view) * (reducer.number != self.rank)
             except PeerError as error:
-                self.lost(site, error)
+                self.lost(reducer, error)
 
-    def _sent(self, site: _Site) -> None:
+    def _sent(self, reducer: _ReducerLink) -> None:
         with self._lock:
-            site.ahead -= 1
+            reducer.ahead -= 1
             posts = self._next() if self.error is None else []
         self._post(posts)
 
@@ -444,24 +451,24 @@ class Summation:
                 kept.clear()
             self._queue.clear()
             self._lock.notify_all()
-            sites = list(self._sites.values())
-        self._tell(sites, m.GIVEN_UP)
+            reducers = list(self._reducers.values())
+        self._tell(reducers, m.GIVEN_UP)
 
-    def _tell(self, sites: Sequence[_Site], kind: int) -> None:
-        for site in sites:
+    def _tell(self, reducers: Sequence[_ReducerLink], kind: int) -> None:
+        for reducer in reducers:
             try:
-                site.link.send(kind, m.encode(()))
+                reducer.link.send(kind, m.encode(()))
             except PeerError as error:
-                self.lost(site, error)
+                self.lost(reducer, error)
 
     # spare hosts that come and go
 
-    def lost(self, site: _Site, error: PeerError) -> None:
+    def lost(self, reducer: _ReducerLink, error: PeerError) -> None:
         """A link has ended. Without a worker nothing can be summed, without a spare host it can."""
-        if site.number < self.workers or self._delegate is None:
+        if reducer.number < self.workers or self._delegate is None:
             self.fail(error)
         else:
-            self._delegate.gone(site.number, str(error).splitlines()[0])
+            self._delegate.gone(reducer.number, str(error).splitlines()[0])
 
     def _dial(self, added: Spares) -> list[int]:
         refused = []
@@ -483,10 +490,12 @@ class Summation:
 
     def _change(self, change: Change) -> None:
         gone = [
-            site for site in (self._sites.get(number) for number in change.gone) if site is not None
+            reducer
+            for reducer in (self._reducers.get(number) for number in change.gone)
+            if reducer is not None
         ]
-        for site in gone:
-            site.link.close()  # nothing comes from it any more
+        for reducer in gone:
+            reducer.link.close()  # nothing comes from it any more
         with self._lock:
             again = [
                 words
@@ -501,19 +510,19 @@ class Summation:
                     again.append(self._after.pop(owed))
             self._map.change(change)
             for number in change.gone:
-                self._sites.pop(number, None)
+                self._reducers.pop(number, None)
             for number, _, _ in change.added:
-                self._sites[number] = self._dialed.pop(number)
+                self._reducers[number] = self._dialed.pop(number)
             refused, self._dialed = list(self._dialed.values()), {}
             for words in again:
                 heapq.heappush(self._queue, words)
             self._held = False
             self._lock.notify_all()
             posts = self._next() if self.error is None else []
-            sites = list(self._sites.values())
-        for site in refused:
-            site.link.close()
-        self._tell(sites, m.MOVED)
+            reducers = list(self._reducers.values())
+        for reducer in refused:
+            reducer.link.close()
+        self._tell(reducers, m.MOVED)
         self._post(posts)
 
     def _settled(self, change: Change) -> list[tuple[int, int, int]]:
@@ -521,7 +530,7 @@ class Summation:
         out = []
         for key, number, start in self._owed:
             tensor = self._last.get(key) or self._tensors[key]
-            of = self._map.sites(key, len(tensor.parts), number)
+            of = self._map.reducers(key, len(tensor.parts), number)
             if number < change.rounds[key][1] and of[tensor.number(start)] in change.gone:
                 out.append((key, number, start))
         return out
@@ -533,8 +542,8 @@ class Summation:
         where their sum has come."""
         out = []
         key, number = tensor.key, tensor.round
-        for part, site in enumerate(self._map.sites(key, len(tensor.parts), number)):
-            if site not in gone:
+        for part, reducer in enumerate(self._map.reducers(key, len(tensor.parts), number)):
+            if reducer not in gone:
                 continue
             if part in tensor.waits:
                 if tensor.sent.pop(part, None) is not None:
@@ -563,9 +572,9 @@ class Summation:
                 if tensor is None or time.monotonic() - tensor.began < self.deadline_s:
                     continue
                 waited = {tensor.sent[part] for part in tensor.waits if part in tensor.sent} & set(
-                    self._sites
+                    self._reducers
                 )
-                names = [self._sites[site].name for site in sorted(waited)]
+                names = [self._reducers[reducer].name for reducer in sorted(waited)]
             self.fail(
                 DeadlineError(
                     f"worker {self.rank} waited {self.deadline_s:.0f} s for {len(tensor.waits)}"
@@ -594,19 +603,19 @@ class Summation:
             self._watcher.join()
         if self._delegate is not None:
             self._delegate.close()
-        for site in [*self._sites.values(), *self._dialed.values()]:
-            site.link.close()
+        for reducer in [*self._reducers.values(), *self._dialed.values()]:
+            reducer.link.close()
 
 
 def link_to(
     receiver: Receiver,
     address: Address | str | None,
-    own: Summers | None,
+    own: Reducers | None,
     hello: tuple[str, int, int, str],
-    options: Options,
+    options: TcpOptions,
     name: str = "the coordinator",
 ) -> Link:
-    """To a summer or its coordinator; without an address to those of this process."""
+    """To a reducer or its coordinator; without an address to those of this process."""
     if isinstance(address, str):
         return shm.connect(
             address,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class StageTotals:
     seconds: float = 0.0
     nbytes: int = 0
 
@@ -26,12 +26,12 @@ class Stages:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._sums: dict[str, Stage] = {}
+        self._sums: dict[str, StageTotals] = {}
 
     def add(self, name: str, seconds: float, nbytes: int = 0) -> None:
         with self._lock:
-            so_far = self._sums.get(name, Stage())
-            self._sums[name] = Stage(so_far.seconds + seconds, so_far.nbytes + nbytes)
+            so_far = self._sums.get(name, StageTotals())
+            self._sums[name] = StageTotals(so_far.seconds + seconds, so_far.nbytes + nbytes)
 
     @contextmanager
     def timed(self, name: str, nbytes: int = 0) -> Iterator[None]:
@@ -44,7 +44,7 @@ class Stages:
         with self._lock:
             return {name: stage.seconds for name, stage in self._sums.items()}
 
-    def take(self) -> dict[str, Stage]:
+    def take(self) -> dict[str, StageTotals]:
         with self._lock:
             sums, self._sums = self._sums, {}
         return sums

@@ -28,10 +28,10 @@ from roadtrain.device.buffers import Heap
 from roadtrain.device.copies import AfterCopies, HostBuffer
 from roadtrain.errors import DeadlineError, DivergedError, LoopError, LostError, WireError
 from roadtrain.protocol import messages as ops
-from roadtrain.protocol.commit import Diverged, Ledger
+from roadtrain.protocol.commit import CommitStateMachine, Diverged
 from roadtrain.protocol.prefetch import Prefetcher, PullBlock
-from roadtrain.runtime.block_state import BlockState, MessageLink, Sums
-from roadtrain.runtime.compress import Compressor, narrowed
+from roadtrain.runtime.block_state import BlockState, MessageLink, SquareSums
+from roadtrain.runtime.compress import Compressor, downcast_in_place
 from roadtrain.runtime.trace import Stages
 from roadtrain.units import round_up
 
@@ -69,8 +69,8 @@ class Worker:
         self.staleness = staleness
         self.compressor = compressor
         # block -> that of its residuals
-        self.twin = compressor.twin if compressor is not None else {}
-        self._twins = frozenset(self.twin.values())
+        self.residual_block = compressor.residual_block if compressor is not None else {}
+        self._residual_blocks = frozenset(self.residual_block.values())
         self.links: dict[int, MessageLink] = {}  # by number of the server
         self.blocks = [BlockState(released_in=committed) for _ in table.blocks]
         self._block_of = {
@@ -80,7 +80,7 @@ class Worker:
         # the last step in which each was released
         self._updated_in = [committed] * len(table.chunks)
         # also those that own no chunk
-        self.ledger = Ledger(servers, committed, everywhere=replicas > 1, own=own)
+        self.ledger = CommitStateMachine(servers, committed, everywhere=replicas > 1, own=own)
         self.prefetch = Prefetcher(budgets.slots, compute_blocks)
         self.order = {block: i + 1 for i, block in enumerate(compute_blocks)}
         self.grad_dtype = ""  # what fp32 gradients travel as, where not as they are
@@ -129,9 +129,9 @@ class Worker:
             match message:
                 case ops.Pulled(ticket, _):
                     self._pulled(ticket)
-                case ops.Held(chunk, sums):
+                case ops.GradAccumulated(chunk, sums):
                     self.blocks[self.table.chunks[chunk].block].came(chunk, sums)
-                case ops.Freed(ticket):
+                case ops.BufferFree(ticket):
                     self._freed(ticket)
                 case ops.Written():
                     self._send_all(self.ledger.on_written(message))
@@ -190,8 +190,8 @@ class Worker:
             self._tell(server, message)
 
     def _expect_sums(self, state: BlockState, chunks: Sequence[Chunk]) -> None:
-        """Held messages for a gradient of `chunks`: one of each server, so that the last is
-        that of the last push."""
+        """GradAccumulated messages for a gradient of `chunks`: one of each server, so that the
+        last is that of the last push."""
         for chunk in chunks:
             if chunk.trainable:
                 state.sums.due[chunk.id] = state.sums.due.get(chunk.id, 0) + len(
@@ -219,7 +219,7 @@ class Worker:
 
     # pulls
 
-    def borrow(self, block: int) -> tuple[torch.Tensor, int]:
+    def fetch(self, block: int) -> tuple[torch.Tensor, int]:
         with self._lock:
             self._pull_blocks(self.prefetch.asked(block))
             self._wait(
@@ -231,7 +231,7 @@ class Worker:
             version = self._slot_version[slot]
         return self._slots[slot].on_device(), version
 
-    def give_back(self, block: int) -> None:
+    def release(self, block: int) -> None:
         with self._lock:
             slot = self._uses[block].pop()
             self._slots[slot].record_use()
@@ -265,7 +265,7 @@ class Worker:
         for chunk, version in zip(block.chunks, versions, strict=True):
             ticket = next(self._tickets)
             self._pulls[ticket] = (block, host, slot)
-            into = host.view[chunk.offset : chunk.offset + round_up(chunk.public_nbytes, PAGE)]
+            into = host.view[chunk.offset : chunk.offset + round_up(chunk.weights_nbytes, PAGE)]
             self._tell(self.owners[chunk.id][0], ops.Pull(chunk.id, version, into, ticket))
 
     def _pulled(self, ticket: int) -> None:
@@ -294,8 +294,8 @@ class Worker:
         host.on_device()
 
     def pull_newest(self, chunk: Chunk) -> memoryview:
-        """Its public part after every update released so far, whether committed or not. Waits."""
-        host = HostBuffer(round_up(chunk.public_nbytes, PAGE), torch.device("cpu"))
+        """Its weights part after every update released so far, whether committed or not. Waits."""
+        host = HostBuffer(round_up(chunk.weights_nbytes, PAGE), torch.device("cpu"))
         with self._lock:
             host.pending, ticket = 1, next(self._tickets)
             self._pulls[ticket] = self.table.blocks[chunk.block], host, -1
@@ -346,7 +346,7 @@ class Worker:
         *,
         fresh: bool,
         step: int = 0,
-        hypers: Mapping[int, tuple[float, ...]] = {},
+        hyperparameters: Mapping[int, tuple[float, ...]] = {},
     ) -> None:
         """Sends the gradient of `block` in the flat `buffer`. `fresh`: it begins a new sum. `step`:
         the gradient is whole and not to be scaled, so each chunk's update in that step begins as
@@ -375,7 +375,11 @@ class Worker:
                 with self._lock:
                     self._expect_sums(state, table.chunks)
             at_once = step > 0 and self.compressor is None
-            then = self._begin_update(block, step, hypers, lambda param: 1.0) if at_once else {}
+            then = (
+                self._begin_update(block, step, hyperparameters, lambda param: 1.0)
+                if at_once
+                else {}
+            )
             if copied is None:
                 self._push_host(table, host, fresh, then)
             else:
@@ -387,7 +391,7 @@ class Worker:
             if at_once:
                 self._end_update(block, then)
             elif step:
-                self.release(block, step, hypers, lambda param: 1.0)
+                self.apply_update(block, step, hyperparameters, lambda param: 1.0)
 
     def _push_copied(self, *what: Any) -> None:
         self._push_host(*what)
@@ -404,20 +408,24 @@ class Worker:
         self._wait(lambda: not self._copying, lambda: "gradients to be copied from the device")
 
     def _push_host(
-        self, table: Block, host: HostBuffer, fresh: bool, then: Mapping[int, ops.Release] = {}
+        self, table: Block, host: HostBuffer, fresh: bool, then: Mapping[int, ops.ApplyUpdate] = {}
     ) -> None:
         chunks = [c for c in table.chunks if c.trainable]
         if self.compressor is not None:
-            twin = self.twin.get(table.index)
-            target = None if twin is None else self._residual(twin, permanent=table.index == 0)
+            residual_block = self.residual_block.get(table.index)
+            target = (
+                None
+                if residual_block is None
+                else self._residual(residual_block, permanent=table.index == 0)
+            )
             residual = None if target is None else np.frombuffer(target.view, np.float32)
             for chunk, grad, sums in self.compressor.compress(chunks, host.view, residual):
                 with self._lock:
                     self._send(
                         chunk.id, ops.Push(chunk.id, grad, fresh, True, next(self._tickets), sums)
                     )
-            if twin is not None and target is not None:
-                self._send_residual(twin, target)
+            if residual_block is not None and target is not None:
+                self._send_residual(residual_block, target)
             if host is not self.root_push:
                 with self._lock:
                     self._push_free.append(host)
@@ -425,31 +433,31 @@ class Worker:
             return
         self.send_dense(chunks, host, fresh, then)
 
-    def _residual(self, twin: int, *, permanent: bool) -> HostBuffer:
+    def _residual(self, residual_block: int, *, permanent: bool) -> HostBuffer:
         """A buffer that holds the newest residuals of block `twin` and may be changed in place,
         then sent."""
-        block = self.table.blocks[twin]
+        block = self.table.blocks[residual_block]
         if permanent:  # the root's: it never leaves this worker
-            if twin not in self._permanent:
-                self._permanent[twin] = HostBuffer(block.pull_nbytes, torch.device("cpu"))
-            host = self._permanent[twin]
+            if residual_block not in self._permanent:
+                self._permanent[residual_block] = HostBuffer(block.pull_nbytes, torch.device("cpu"))
+            host = self._permanent[residual_block]
             with self._lock:
                 self._wait(lambda: not host.pending, lambda: f"the buffer of '{block.name}'")
-            if twin not in self._current:
+            if residual_block not in self._current:
                 self.pull_into(block, host)
-                self._current.add(twin)
+                self._current.add(residual_block)
             return host
-        self.borrow(twin)
-        slot = self._slots[self._uses[twin][-1]]
-        buffer = self.gradient_buffer(twin)
+        self.fetch(residual_block)
+        slot = self._slots[self._uses[residual_block][-1]]
+        buffer = self.gradient_buffer(residual_block)
         host = next(b for b in self._push_all if b.tensor is buffer)
         n = block.push_nbytes
         np.copyto(np.frombuffer(host.view, np.uint8, n), np.frombuffer(slot.view, np.uint8, n))
-        self.give_back(twin)
+        self.release(residual_block)
         return host
 
-    def _send_residual(self, twin: int, host: HostBuffer) -> None:
-        state, table = self.blocks[twin], self.table.blocks[twin]
+    def _send_residual(self, residual_block: int, host: HostBuffer) -> None:
+        state, table = self.blocks[residual_block], self.table.blocks[residual_block]
         state.held = True
         state.present.update(s.param for run in table.runs for s in run.spans)
         with self._lock:
@@ -461,11 +469,11 @@ class Worker:
         chunks: Sequence[Chunk],
         host: HostBuffer,
         fresh: bool,
-        then: Mapping[int, ops.Release] = {},
+        then: Mapping[int, ops.ApplyUpdate] = {},
     ) -> None:
         """Pushes `chunks` out of `host`, free again when every server has said so. `then`: said
         right after a chunk."""
-        dtypes = narrowed(chunks, host.view, self.grad_dtype)
+        dtypes = downcast_in_place(chunks, host.view, self.grad_dtype)
         with self._lock:
             keep = (
                 self.keep_always
@@ -477,7 +485,7 @@ class Worker:
             host.pending = sum(len(self.owners[chunk.id]) for chunk in chunks)
             for chunk, dtype in zip(chunks, dtypes):
                 grad = host.view[
-                    chunk.push_offset : chunk.push_offset + round_up(chunk.public_nbytes, PAGE)
+                    chunk.push_offset : chunk.push_offset + round_up(chunk.weights_nbytes, PAGE)
                 ]
                 for server in self.owners[chunk.id]:
                     ticket = next(self._tickets)
@@ -527,7 +535,7 @@ class Worker:
         return out
 
     def _workers(self, block: int) -> int:
-        return 1 if block in self._twins else self.workers
+        return 1 if block in self._residual_blocks else self.workers
 
     def _whole(self, block: int) -> bool:
         """Whether the others have yet to hear that this worker's gradient of `block` is whole;
@@ -548,40 +556,48 @@ class Worker:
             self.block_sums(block)  # waits: what is still being held cannot be dropped
         self._forget_chunks([c for c in self.table.blocks[block].chunks if c.trainable])
         self._current.discard(block)
-        if block in self.twin:
-            self.forget(self.twin[block])
+        if block in self.residual_block:
+            self.forget(self.residual_block[block])
         state.held = state.closed = False
         state.present.clear()
-        state.sums = Sums()
+        state.sums = SquareSums()
 
     def _forget_chunks(self, chunks: Sequence[Chunk]) -> None:
         with self._lock:
             self._all_sent()
             for chunk in chunks:
-                self._send(chunk.id, ops.Forget(chunk.id))
+                self._send(chunk.id, ops.DiscardGrad(chunk.id))
 
-    def release(
-        self, block: int, step: int, hypers: Mapping[int, tuple[float, ...]], scales: Scales
+    def apply_update(
+        self,
+        block: int,
+        step: int,
+        hyperparameters: Mapping[int, tuple[float, ...]],
+        scales: Scales,
     ) -> None:
         """Starts the update of `block` as part of `step`: every span whose `scales(param)` is
         not None. With several workers each releases every block, and the server takes what any
         of them has."""
-        releases = self._begin_update(block, step, hypers, scales)
+        releases = self._begin_update(block, step, hyperparameters, scales)
         sent = any(scale is not None for message in releases.values() for scale in message.scales)
         with self._lock:
             self._all_sent()
             for chunk, message in releases.items():
                 self._send(chunk, message)
         self._end_update(block, releases)
-        if (twin := self.twin.get(block)) and not sent:
-            self.forget(twin)  # the step is skipped, or this worker had no gradient
-        elif twin:
-            groups = {chunk.group: () for chunk in self.table.blocks[twin].chunks}
-            self.release(twin, step, groups, lambda param: 1.0)
+        if (residual_block := self.residual_block.get(block)) and not sent:
+            self.forget(residual_block)  # the step is skipped, or this worker had no gradient
+        elif residual_block:
+            groups = {chunk.group: () for chunk in self.table.blocks[residual_block].chunks}
+            self.apply_update(residual_block, step, groups, lambda param: 1.0)
 
     def _begin_update(
-        self, block: int, step: int, hypers: Mapping[int, tuple[float, ...]], scales: Scales
-    ) -> dict[int, ops.Release]:
+        self,
+        block: int,
+        step: int,
+        hyperparameters: Mapping[int, tuple[float, ...]],
+        scales: Scales,
+    ) -> dict[int, ops.ApplyUpdate]:
         """What is to be said of which chunk; from now on the block has its next version."""
         state, table = self.blocks[block], self.table.blocks[block]
         out = {}
@@ -600,14 +616,16 @@ class Worker:
                 self.chunk_version[chunk.id] += 1
                 self._updated_in[chunk.id] = step
                 order = self.order.get(block, 0)
-                out[chunk.id] = ops.Release(chunk.id, step, hypers[chunk.group], of_spans, order)
+                out[chunk.id] = ops.ApplyUpdate(
+                    chunk.id, step, hyperparameters[chunk.group], of_spans, order
+                )
             if out:
                 state.version += 1
                 self.prefetch.updated([block])
             state.released_in = step
         return out
 
-    def _end_update(self, block: int, released: Mapping[int, ops.Release]) -> None:
+    def _end_update(self, block: int, released: Mapping[int, ops.ApplyUpdate]) -> None:
         """One worker's chunks without a gradient are dropped."""
         state, table = self.blocks[block], self.table.blocks[block]
         if dropped := [c for c in table.chunks if c.trainable and c.id not in released]:
@@ -660,7 +678,7 @@ class Worker:
         """The servers hold other contents, as those of `step`."""
         with self._lock:
             ledger = self.ledger
-            self.ledger = Ledger(
+            self.ledger = CommitStateMachine(
                 (ledger.first, *ledger.others), step, everywhere=ledger.everywhere, own=ledger.own
             )
             self.chunk_version = [0] * len(self.chunk_version)

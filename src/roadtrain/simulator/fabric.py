@@ -85,7 +85,7 @@ class Site:
 
 
 @dataclass(frozen=True)
-class Group:
+class FlowGroup:
     """The ranks of one pipeline stage that have the same parameters. `hosts`: how many; `ranks`: on
     each, with `tp` devices each there; `replicas`: in all, where hosts have different numbers of
     them (`ranks` is the most).
@@ -170,7 +170,7 @@ class Fabric:
         engine: Engine,
         cluster: Cluster,
         plan: Plan,
-        group: Group,
+        group: FlowGroup,
         constants: Constants,
         server: Site | None,
         spares: Sequence[Host],
@@ -227,7 +227,7 @@ class Fabric:
         """Seconds of a layer's pass in which its tensor-parallel ranks add activations of
         `nbytes` up, twice; but for the plan's share, nothing hides that. A ring that leaves the
         host has all of its cards."""
-        t, site = self.plan.layout.tp, self.site
+        t, site = self.plan.parallelism.tp, self.site
         if t == 1:
             return 0.0
         out = t > self.group.tp
@@ -246,14 +246,14 @@ class Fabric:
     def context(self, nbytes: float) -> float:
         """Seconds in which keys and values, a device's own of `nbytes`, go round its
         context-parallel ranks."""
-        c = self.plan.layout.cp
+        c = self.plan.parallelism.cp
         rate, latency = self._side_by_side(c)
         return (c - 1) * (nbytes / rate + latency)
 
     def experts(self, nbytes: float) -> float:
         """Seconds in which a device's tokens of `nbytes` go to their experts, and what these
         give comes back."""
-        e = self.plan.layout.ep
+        e = self.plan.parallelism.ep
         rate, latency = self._side_by_side(e)
         return 2 * (e - 1) * (nbytes / e / rate + latency)
 
@@ -436,7 +436,7 @@ class Fabric:
         """How many reads, and how many writes, the SSDs do at once."""
         return max((ssd.depth for ssd in self._state_site().host.ssds), default=1)
 
-    def public_share(self, params: float) -> float:
+    def weights_share(self, params: float) -> float:
         """Of the parameters of state on files, what memory keeps too; a server keeps all in
         half of it, or none."""
         if self.plan.placement.parameters != "server" or not self.on_files:

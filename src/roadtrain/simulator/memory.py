@@ -48,17 +48,17 @@ class Need:
 
 def device_bytes(plan: Plan, blocks: Sequence[BlockShape]) -> float:
     """What stays on a device, without activations."""
-    place, layout = plan.placement, plan.layout
-    spread = [block.tables * (1 - 1 / layout.replicas) for block in blocks]
+    place, parallelism = plan.placement, plan.parallelism
+    spread = [block.tables * (1 - 1 / parallelism.replicas) for block in blocks]
     params = [
-        (block.params - less - block.experts * (1 - 1 / layout.ep)) / layout.tp
+        (block.params - less - block.experts * (1 - 1 / parallelism.ep)) / parallelism.tp
         for block, less in zip(blocks, spread)
     ]
     total, biggest = sum(params), max(params, default=0.0)
     split = (
         sum(block.params - less for block, less in zip(blocks, spread))
-        / layout.tp
-        / layout.replicas
+        / parallelism.tp
+        / parallelism.replicas
     )
     if place.streamed:
         layers = [
@@ -81,9 +81,9 @@ def saved_bytes(plan: Plan, blocks: Sequence[BlockShape], parts: int = 1) -> flo
     if plan.offload:
         return 0.0
     nbytes = sum(_kept(plan, block) for block in blocks)
-    if plan.outputs and plan.layout.pp > 1:
+    if plan.outputs and plan.parallelism.pp > 1:
         nbytes += parts * _on_rank(plan, blocks[-1].input, blocks[-1].input)
-    return nbytes * plan.micro_batch / plan.layout.cp
+    return nbytes * plan.micro_batch / plan.parallelism.cp
 
 
 def _kept(plan: Plan, block: BlockShape) -> float:
@@ -101,7 +101,7 @@ def _kept(plan: Plan, block: BlockShape) -> float:
 def _on_rank(plan: Plan, nbytes: float, whole: float) -> float:
     """`whole` of the bytes are on every tensor-parallel rank, unless these split the sequence."""
     whole = 0.0 if plan.sequence else whole
-    return (nbytes - whole) / plan.layout.tp + whole
+    return (nbytes - whole) / plan.parallelism.tp + whole
 
 
 def working_bytes(plan: Plan, blocks: Sequence[BlockShape]) -> float:
@@ -116,18 +116,20 @@ def working_bytes(plan: Plan, blocks: Sequence[BlockShape]) -> float:
         if again
         else 0.0
     )
-    logits = sum(block.logits for block in blocks) / plan.layout.tp * plan.logit_bytes
+    logits = sum(block.logits for block in blocks) / plan.parallelism.tp * plan.logit_bytes
     output = (
-        sum(block.params for block in blocks if block.logits) / plan.layout.tp * plan.output_bytes
+        sum(block.params for block in blocks if block.logits)
+        / plan.parallelism.tp
+        * plan.output_bytes
     )
-    return (max(own, logits) + inputs) * plan.micro_batch / plan.layout.cp + output
+    return (max(own, logits) + inputs) * plan.micro_batch / plan.parallelism.cp + output
 
 
 def host_bytes(plan: Plan, blocks: Sequence[BlockShape], ranks: int) -> float:
     """On a host with `ranks` data-parallel ranks of this stage."""
-    place, layout = plan.placement, plan.layout
+    place, parallelism = plan.placement, plan.parallelism
     total = sum(block.params for block in blocks)
-    own = ranks / layout.replicas
+    own = ranks / parallelism.replicas
     nbytes = plan.host_bytes * own * total
     if place.parameters == "host":
         nbytes += plan.public * own * total * plan.parameter_bytes
@@ -172,10 +174,12 @@ def file_bytes(plan: Plan, params: float) -> float:
 
 def stage_bytes(plan: Plan, blocks: Sequence[BlockShape], number: int) -> float:
     """On a device of a pipeline stage, at most."""
-    held = ahead(number, plan.layout.pp, plan.micros, plan.layout.vp) / plan.layout.vp
+    held = (
+        ahead(number, plan.parallelism.pp, plan.micros, plan.parallelism.vp) / plan.parallelism.vp
+    )
     nbytes = (
         device_bytes(plan, blocks)
-        + held * saved_bytes(plan, blocks, plan.layout.vp)
+        + held * saved_bytes(plan, blocks, plan.parallelism.vp)
         + working_bytes(plan, blocks)
     )
     return nbytes * plan.fragmentation + plan.context_bytes
@@ -192,7 +196,7 @@ def needs(
     """Of the devices and hosts of each stage (`hosts`: the least of its hosts), of SSDs and the
     server. `sharing`: how many stages share each one's hosts."""
     out: list[Need] = []
-    layout, place = plan.layout, plan.placement
+    parallelism, place = plan.parallelism, plan.placement
     free = 1 - plan.headroom
 
     def need(where: str, nbytes: float, memory: float, share: float) -> None:
@@ -201,7 +205,7 @@ def needs(
     for number, (blocks, host, many) in enumerate(zip(cuts, hosts, sharing or [1] * len(cuts))):
         assert host.device is not None
         need(f"stage {number} device", stage_bytes(plan, blocks, number), host.device.memory, free)
-        ranks = max(1, min(host.devices // layout.tp, layout.replicas))
+        ranks = max(1, min(host.devices // parallelism.tp, parallelism.replicas))
         need(
             f"stage {number} memory",
             host_bytes(plan, blocks, ranks),
@@ -209,7 +213,7 @@ def needs(
             USABLE * free / many,
         )
         if place.state == "ssd":
-            share = ranks / layout.replicas
+            share = ranks / parallelism.replicas
             nbytes = file_bytes(plan, sum(block.params for block in blocks)) * share
             need(f"stage {number} SSDs", nbytes, _room(host), 1 / many)
     if place.served and cluster.spares:
@@ -263,13 +267,13 @@ def cut(blocks: Sequence[BlockShape], plan: Plan) -> list[list[list[BlockShape]]
     """The blocks of each part of each stage; what comes before the first layer and after the
     last goes with the first and the last part. Raises ConfigError where stages and layers do not
     match."""
-    pp = plan.layout.pp
-    if pp * plan.layout.vp == 1:
+    pp = plan.parallelism.pp
+    if pp * plan.parallelism.vp == 1:
         return [[list(blocks)]]
     layers = [i for i, block in enumerate(blocks) if "." in block.name]
     if not layers:
         raise ConfigError("the model has no layers that follow each other", hint="pp = 1")
-    counts, at, edges = plan.layout.layers(len(layers)), 0, (*layers, layers[-1] + 1)
+    counts, at, edges = plan.parallelism.layers(len(layers)), 0, (*layers, layers[-1] + 1)
     out: list[list[list[BlockShape]]] = [[] for _ in range(pp)]
     for i, n in enumerate(counts):
         begin = 0 if i == 0 else edges[at]

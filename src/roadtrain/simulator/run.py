@@ -16,12 +16,12 @@ from roadtrain.config.cluster import Cluster, Device, Host, Nic, least_of
 from roadtrain.config.models import ModelShape
 from roadtrain.config.plan import Plan
 from roadtrain.errors import ConfigError
-from roadtrain.protocol.pipeline import FORWARD, Run
+from roadtrain.protocol.pipeline import FORWARD, RunBlocks
 from roadtrain.simulator.compute import Constants
 from roadtrain.simulator.engine import Engine, Resource, Task
-from roadtrain.simulator.fabric import Fabric, Group, Site, check_placement
+from roadtrain.simulator.fabric import Fabric, FlowGroup, Site, check_placement
 from roadtrain.simulator.memory import Need, check, cut, needs
-from roadtrain.simulator.step import Stage
+from roadtrain.simulator.step import SimulatedStage
 
 MOST_STEPS, SAME = 12, 1e-6
 # of what was counted: "seconds", a resource, a lane, (stage's key, 0 or 1)
@@ -75,15 +75,15 @@ def simulate(
     this cluster cannot carry out, BudgetError (unless not `checked`) for one that does not fit
     its memories."""
     engine = Engine(traced)
-    scene, layout = Scene(plan, cluster, model, constants), plan.layout
+    scene, parallelism = Scene(plan, cluster, model, constants), plan.parallelism
     if checked:
         check(scene.needs, plan)
     scene.build(engine, logs)
     steps = _Steps(scene)
-    turn = layout.pp  # micro-batches after which a pipeline repeats itself
+    turn = parallelism.pp  # micro-batches after which a pipeline repeats itself
     counts = None
     for times in (2, 6):
-        few = times * turn * layout.vp + plan.micros % turn
+        few = times * turn * parallelism.vp + plan.micros % turn
         if (
             counts is None
             and not traced
@@ -196,35 +196,36 @@ class Scene:
         self, plan: Plan, cluster: Cluster, model: ModelShape, constants: Constants
     ) -> None:
         self.plan, self.cluster, self.model, self.constants = plan, cluster, model, constants
-        layout = plan.layout
+        parallelism = plan.parallelism
         hosts = [host for host in cluster.workers for _ in range(host.count)]
         slots = [i for i, host in enumerate(hosts) for _ in range(host.devices)]
         self.hosts, self.slots = hosts, slots
-        if layout.devices > len(slots):
+        if parallelism.devices > len(slots):
             raise ConfigError(
-                f"{layout} is {layout.devices} devices, the cluster has {len(slots)}",
+                f"{parallelism} is {parallelism.devices} devices, the cluster has {len(slots)}",
                 hint="smaller groups, or more hosts",
             )
-        if layout.vp > 1 and plan.placement.streamed:
+        if parallelism.vp > 1 and plan.placement.streamed:
             raise ConfigError(
                 f"placement {plan.placement.name} streams parameters in the order of one part a"
-                f" stage, vp is {layout.vp}",
+                f" stage, vp is {parallelism.vp}",
                 hint="vp = 1, or parameters that stay on the device",
             )
-        self.used_hosts = [hosts[i] for i in dict.fromkeys(slots[: layout.devices])]
+        self.used_hosts = [hosts[i] for i in dict.fromkeys(slots[: parallelism.devices])]
         check_placement(plan.placement, cluster, self.used_hosts)
-        n = layout.tp * layout.replicas
+        n = parallelism.tp * parallelism.replicas
         self.groups_of = [
-            [hosts[i] for i in dict.fromkeys(slots[k * n : (k + 1) * n])] for k in range(layout.pp)
+            [hosts[i] for i in dict.fromkeys(slots[k * n : (k + 1) * n])]
+            for k in range(parallelism.pp)
         ]
         self.cuts = cut(model.blocks, plan)
         self.least = [least_of(group) for group in self.groups_of]
         stages: dict[int, set[int]] = {}  # of each host
-        for i, slot in enumerate(slots[: layout.devices]):
+        for i, slot in enumerate(slots[: parallelism.devices]):
             stages.setdefault(slot, set()).add(i // n)
         sharing = [
             max(len(stages[slot]) for slot in set(slots[k * n : (k + 1) * n]))
-            for k in range(layout.pp)
+            for k in range(parallelism.pp)
         ]
         self.needs = needs(
             plan,
@@ -238,22 +239,27 @@ class Scene:
     def build(self, engine: Engine, logs: list[list[Any]] | None = None) -> None:
         """Raises ConfigError where hosts have no network in common, or a tensor group does not
         fit them."""
-        plan, cluster, constants, layout = self.plan, self.cluster, self.constants, self.plan.layout
-        self.engine, per_stage = engine, layout.tp * layout.replicas
+        plan, cluster, constants, parallelism = (
+            self.plan,
+            self.cluster,
+            self.constants,
+            self.plan.parallelism,
+        )
+        self.engine, per_stage = engine, parallelism.tp * parallelism.replicas
         server = None
         if plan.placement.served:
             node = cluster.spares[0].together
             nics = [cluster.common([host, node])[1] for host in cluster.workers]
             server = Site(engine, node, min(nics, key=lambda n: n.total), constants, "server")
-        self.stages: list[Stage] = []
-        self.groups: list[Group] = []
+        self.stages: list[SimulatedStage] = []
+        self.groups: list[FlowGroup] = []
         for number, parts in enumerate(self.cuts):
             mine = self.groups_of[number]
             first = self.least[number]  # the slowest sets the pace
             fewest = min(host.devices for host in mine)
-            if (layout.tp % fewest or fewest < first.devices) and fewest % layout.tp:
+            if (parallelism.tp % fewest or fewest < first.devices) and fewest % parallelism.tp:
                 raise ConfigError(
-                    f"a tensor group of {layout.tp} does not fit a host of {fewest} devices",
+                    f"a tensor group of {parallelism.tp} does not fit a host of {fewest} devices",
                     hint="tp divides the devices of a host, or is a multiple of them",
                 )
             nics = self._nics(mine, "dp")
@@ -263,18 +269,22 @@ class Scene:
                 slowest = slowest.model_copy(update={"rate": most, "count": 1})
             # of each host
             devices = Counter(self.slots[number * per_stage : (number + 1) * per_stage]).values()
-            ranks = min(layout.replicas, max(devices) // layout.tp or 1)
-            many = len(devices) if layout.tp <= first.devices else layout.replicas // ranks
+            ranks = min(parallelism.replicas, max(devices) // parallelism.tp or 1)
+            many = (
+                len(devices) if parallelism.tp <= first.devices else parallelism.replicas // ranks
+            )
             rates = tuple((n.total if n else 1.0) * constants.network for n in nics)
             site = Site(engine, first, slowest, constants, f"stage {number}")
-            group = Group(site, many, ranks, min(layout.tp, first.devices), rates, layout.replicas)
+            group = FlowGroup(
+                site, many, ranks, min(parallelism.tp, first.devices), rates, parallelism.replicas
+            )
             fabric = Fabric(engine, cluster, plan, group, constants, server, cluster.spares)
             assert first.device is not None
             if logs is not None:
                 logs.append([])
             self.groups.append(group)
             self.stages.append(
-                Stage(
+                SimulatedStage(
                     engine,
                     fabric,
                     plan,
@@ -286,9 +296,9 @@ class Scene:
                     log=None if logs is None else logs[-1],
                 )
             )
-        ends = [(i * per_stage - 1, i * per_stage) for i in range(1, layout.pp)]
+        ends = [(i * per_stage - 1, i * per_stage) for i in range(1, parallelism.pp)]
         # the next part begins
-        ends += [(layout.devices - 1, 0)] if layout.vp > 1 and layout.pp > 1 else []
+        ends += [(parallelism.devices - 1, 0)] if parallelism.vp > 1 and parallelism.pp > 1 else []
         self.between = [self._boundary(*pair) for pair in ends]
 
     def _nics(self, hosts: Sequence[Host], group: str) -> list[Nic]:
@@ -324,9 +334,9 @@ class Scene:
             max(n.latency for n in nics),
         )
 
-    def _send(self, stage: Stage, run: Run) -> None:
-        assert stage.decider is not None
-        if (goes := stage.decider.goes(run)) is None:
+    def _send(self, stage: SimulatedStage, run: RunBlocks) -> None:
+        assert stage.machine is not None
+        if (goes := stage.machine.goes(run)) is None:
             return
         to, part = goes
         forth = run.what == FORWARD
@@ -336,7 +346,7 @@ class Scene:
             * self.model.hidden
             * self.model.tokens
             * self.plan.micro_batch
-            / self.plan.layout.cp
+            / self.plan.parallelism.cp
         )
         uses = [] if way is None else [(way[0] if forth else way[1], 1.0)]
         self.engine.task(
@@ -364,7 +374,7 @@ class Scene:
         for stage, group in zip(self.stages, self.groups):
             device, host = stage.device, group.site.host
             share = busy.get(stage.lane.name, 0.0)
-            devices = self.plan.layout.replicas * self.plan.layout.tp
+            devices = self.plan.parallelism.replicas * self.plan.parallelism.tp
             total += devices * _watts(device, share)
             work = max(
                 busy.get(f"stage {stage.number} {what}", 0.0) for what in ("updates", "sums", "out")

@@ -1,10 +1,10 @@
-"""One pipeline stage's workers and servers on the virtual clock: the deciders of `flow` drive it,
-as they drive the nodes.
+"""One pipeline stage's workers and servers on the virtual clock: the state machines of `flow` drive
+it, as they drive the nodes.
 
-    StageDecider -> which micro-batch's forward or backward is next
+    StageStateMachine -> which micro-batch's forward or backward is next
     Prefetcher   -> Pull       what a block needs, ahead of it
-    (RelayDecider -> Give      where a card beside the worker communicates)
-    ServeDecider -> Answer, Hold, Read, Update, Write, Prepare: each becomes a task of what
+    (RelayStateMachine -> Give      where a card beside the worker communicates)
+    ServerStateMachine -> Answer, Hold, Read, Update, Write, Prepare: each becomes a task of what
     fabric.py says it costs
 
 Workers that do the same are one here. A block's parameters are `pieces` chunks, so that its
@@ -26,11 +26,11 @@ from roadtrain.config.cluster import Device
 from roadtrain.config.models import BlockShape
 from roadtrain.config.plan import Plan
 from roadtrain.protocol import messages
-from roadtrain.protocol.pipeline import BACKWARD, FORWARD, Run, StageDecider
+from roadtrain.protocol.pipeline import BACKWARD, FORWARD, RunBlocks, StageStateMachine
 from roadtrain.protocol.prefetch import Prefetcher, PullBlock
 from roadtrain.protocol.queues import READ_PARAMETERS, READ_STATE, WRITE_STATE, DeviceQueue
-from roadtrain.protocol.relay import Give, RelayDecider, Up
-from roadtrain.protocol.server import ServeDecider
+from roadtrain.protocol.relay import Give, RelayStateMachine, Up
+from roadtrain.protocol.server import ServerStateMachine
 from roadtrain.simulator.compute import Constants
 from roadtrain.simulator.engine import Engine, Lane, Resource, Task
 from roadtrain.simulator.fabric import Cost, Fabric
@@ -39,7 +39,7 @@ from roadtrain.simulator.memory import device_bytes, host_bytes, saved_bytes, wo
 SMALLEST = 8 << 20  # parameters of a piece, where there are several
 
 
-class Stage:
+class SimulatedStage:
     """`parts`: the blocks of each part of the model that it has. `send(stage, run)`: what a run
     leaves goes to the stage that needs it."""
 
@@ -52,7 +52,7 @@ class Stage:
         device: Device,
         constants: Constants,
         number: int,
-        send: Callable[[Stage, Run], None],
+        send: Callable[[SimulatedStage, RunBlocks], None],
         *,
         log: list[Any] | None = None,
     ) -> None:
@@ -63,21 +63,21 @@ class Stage:
         self.number, self.send, self.name, self.log = number, send, f"stage {number}", log
         self.device = device
         self.lane = engine.lane(f"{self.name} device")
-        layout, size = plan.layout, plan.micro_batch / plan.layout.cp
-        self.micros, tp, split = plan.micros, layout.tp, layout.tp * layout.cp
+        parallelism, size = plan.parallelism, plan.micro_batch / plan.parallelism.cp
+        self.micros, tp, split = plan.micros, parallelism.tp, parallelism.tp * parallelism.cp
         # that sum an expert, that sum all else
-        e, n = layout.replicas // layout.ep, layout.replicas
-        summed = (1 - 1 / e) / (1 - 1 / n) / layout.ep if n > 1 else 1.0
+        e, n = parallelism.replicas // parallelism.ep, parallelism.replicas
+        summed = (1 - 1 / e) / (1 - 1 / n) / parallelism.ep if n > 1 else 1.0
         self.params = [
             (block.params - block.tables - block.experts * (1 - summed)) / tp for block in blocks
         ]
-        here = 1.0 if plan.placement.state == "split" else 1 / layout.ep
+        here = 1.0 if plan.placement.state == "split" else 1 / parallelism.ep
         self.updated = [
             (block.params - block.tables - block.experts * (1 - here)) / tp for block in blocks
         ]
         self.forward_s = [
             constants.forward(
-                block, plan.micro_batch, split, device, plan.precision, layout.ep, plan.passes
+                block, plan.micro_batch, split, device, plan.precision, parallelism.ep, plan.passes
             )
             for block in blocks
         ]
@@ -126,17 +126,17 @@ class Stage:
             self.lanes = {
                 what: engine.lane(f"{self.name} {what.lower()}") for what in ("Fetch", "Push")
             }
-        self.relay: RelayDecider | None = None
+        self.relay: RelayStateMachine | None = None
         if plan.placement.sum == "relay":
-            self.relay = RelayDecider(1, (2 + min(plan.kept, n)) * self.pieces)
+            self.relay = RelayStateMachine(1, (2 + min(plan.kept, n)) * self.pieces)
         # ticket -> (block, slot)
         self.tickets, self.pulls = itertools.count(1), dict[int, tuple[int, int]]()
         self.coming: dict[int, int] = {}  # block -> its chunks on their way
         self.version = [0] * n
         self.upstream: dict[int, Task] = {}
-        self.decider: StageDecider | None = None
+        self.machine: StageStateMachine | None = None
         self.todo: deque[int] = deque()
-        self.run: Run | None = None
+        self.run: RunBlocks | None = None
         self.wanted: int | None = None
         self.step = 0
         self.pushing: dict[int, int] = {}  # step -> its gradients on their way
@@ -151,13 +151,13 @@ class Stage:
         self._hold_fixed()
 
     @cached_property
-    def server(self) -> ServeDecider:
+    def server(self) -> ServerStateMachine:
         """Made for the first step: plans that are only bounded need none."""
         plan, durable, chunks = self.plan, self.fabric.on_files, len(self.blocks) * self.pieces
         late = dict.fromkeys(range(chunks), False) if plan.staleness else None
         kept = round(plan.resident * chunks)  # the first, which the next forward wants first
-        public = round(self.fabric.public_share(sum(self.params)) * chunks)
-        return ServeDecider(
+        public = round(self.fabric.weights_share(sum(self.params)) * chunks)
+        return ServerStateMachine(
             0,
             {c: (not durable or c < kept, c < public) for c in range(chunks)},
             plan.buffers if durable else 0,
@@ -226,16 +226,16 @@ class Stage:
     def begin_step(self) -> None:
         self.step += 1
         self.pushing[self.step] = 0
-        self.decider = StageDecider(
-            self.number, self.plan.layout.pp, self.micros, self.plan.layout.vp
+        self.machine = StageStateMachine(
+            self.number, self.plan.parallelism.pp, self.micros, self.plan.parallelism.vp
         )
-        self._go(self.decider.start())
+        self._go(self.machine.start())
 
     def arrived(self, what: str, micro: int, part: int) -> None:
-        assert self.decider is not None
-        self._go(self.decider.arrived(what, micro, part))
+        assert self.machine is not None
+        self._go(self.machine.arrived(what, micro, part))
 
-    def _go(self, runs: Sequence[Run]) -> None:
+    def _go(self, runs: Sequence[RunBlocks]) -> None:
         for run in runs:
             self.run = run
             order = self.spans[run.part]
@@ -270,7 +270,7 @@ class Stage:
         return forward * (2 + again) + tensor * (1 + whole) + ring * (2 + whole)
 
     def _last(self, block: int) -> bool:
-        return self.number == self.plan.layout.pp - 1 and block == len(self.blocks) - 1
+        return self.number == self.plan.parallelism.pp - 1 and block == len(self.blocks) - 1
 
     def _compute(self, seconds: float, then: Callable[[], None]) -> None:
         assert self.run is not None
@@ -331,14 +331,14 @@ class Stage:
 
     def _run_ended(self) -> None:
         run, self.run = self.run, None
-        assert run is not None and self.decider is not None
+        assert run is not None and self.machine is not None
         if run.what == BACKWARD:
             self.engine.hold(self.pool, -self.saved[run.part])
         self.send(self, run)
-        following = self.decider.ended(run)
+        following = self.machine.ended(run)
         if following:
             self._go(following)
-        elif self.decider.finished:
+        elif self.machine.finished:
             later, self.later = self.later, []
             for block, last in later:
                 self._push(block, last)
@@ -417,7 +417,7 @@ class Stage:
         self._tell(messages.Push(chunk, None, fresh, True, next(self.tickets)))
         if last and self.plan.update_at == "gradient":
             order = next(self.tickets) if self.plan.in_turn else chunk // self.pieces
-            self._tell(messages.Release(chunk, step, (), (1.0,), order))
+            self._tell(messages.ApplyUpdate(chunk, step, (), (1.0,), order))
         self._seal(step)
 
     def _updated_in(self, block: int, step: int) -> None:
@@ -433,12 +433,12 @@ class Stage:
             if any(chunk.holds for chunk in self.server.chunks.values()):
                 return
             for chunk in range(len(self.blocks) * self.pieces):
-                self._tell(messages.Release(chunk, step, (), (1.0,), chunk // self.pieces))
+                self._tell(messages.ApplyUpdate(chunk, step, (), (1.0,), chunk // self.pieces))
             for block in range(len(self.blocks)):
                 self._updated_in(block, step)
             self._step_ended()
         self.computed.remove(step)
-        self._tell(messages.Seal(step))
+        self._tell(messages.EndStep(step))
         self._tell(messages.Commit(step, None))
 
     def _step_ended(self) -> None:
@@ -449,7 +449,7 @@ class Stage:
     # the server
 
     def _tell(self, event: Any) -> None:
-        """To the server's decider, one event at a time."""
+        """To the server's state machine, one event at a time."""
         self.inbox.append(event)
         if self.busy:
             return

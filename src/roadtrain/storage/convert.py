@@ -3,7 +3,7 @@ another layout.
 
 A *source* gives elements [start, stop) of one of a parameter's things: "master" (fp32; a frozen
 parameter's own dtype), a state array (fp32) or a scalar (one float64), or None for "keep what is
-there" (zero in a new store). The public part of a trainable chunk is cast from the master, so a
+there" (zero in a new store). The weights part of a trainable chunk is cast from the master, so a
 conversion is exact (Rule 1). 16-bit floats travel as uint16.
 
 Memory: one record, and a few more while converting. Does NOT know optimizers or file formats.
@@ -25,7 +25,7 @@ from roadtrain.errors import ConfigError, ForeignError
 from roadtrain.kernels.cast import cast
 from roadtrain.storage.generation import OpenedStore, create_store
 from roadtrain.storage.ledger import GroupRule, StoreMeta
-from roadtrain.storage.tier import PUBLIC, RECORD
+from roadtrain.storage.tier import RECORD, WEIGHTS
 
 Array = np.ndarray[Any, Any]
 Source = Callable[[ParamSpec, str, int, int], Array | None]  # param, what, start, stop
@@ -48,7 +48,7 @@ class RecordView:
     def array(self, what: str) -> Array:
         """All elements of a thing; scalars as [spans, scalars] column."""
         numel, chunk = self.chunk.numel, self.chunk
-        if what == PUBLIC or (what == MASTER and not self.record.master):
+        if what == WEIGHTS or (what == MASTER and not self.record.master):
             return array_in(self.view, chunk.dtype, 0, numel)
         offsets = {MASTER: self.record.master, **dict(zip(self.rule.arrays, self.record.arrays))}
         if what in offsets:
@@ -68,7 +68,7 @@ class RecordView:
         return self.array(what)[at.start : at.stop]
 
     def fill(self, params: Sequence[ParamSpec], source: Source) -> None:
-        """Take what `source` gives, then cast the public part from the master."""
+        """Take what `source` gives, then cast the weights part from the master."""
         for i, span in enumerate(self.chunk.spans):
             for what in self.whats:
                 given = source(
@@ -76,11 +76,11 @@ class RecordView:
                 )
                 if given is not None:
                     self.piece(what, i)[...] = given
-        self.cast_public()
+        self.cast_weights()
 
-    def cast_public(self) -> None:
+    def cast_weights(self) -> None:
         if self.record.master:
-            cast(self.array(MASTER), "fp32", self.array(PUBLIC), self.chunk.dtype)
+            cast(self.array(MASTER), "fp32", self.array(WEIGHTS), self.chunk.dtype)
 
 
 def read_record(store: OpenedStore, chunk: Chunk, buffer: Buffer, what: str = "") -> RecordView:
@@ -88,19 +88,19 @@ def read_record(store: OpenedStore, chunk: Chunk, buffer: Buffer, what: str = ""
     part is cast."""
     view, tier = RecordView(store.meta, chunk, buffer.view), store.tier_of(chunk.id)
     parts = (
-        (PUBLIC, MASTER) if not view.record.master else () if store.meta.staleness else (PUBLIC,)
+        (WEIGHTS, MASTER) if not view.record.master else () if store.meta.staleness else (WEIGHTS,)
     )
-    if tier.has_public(chunk.id) and what in parts:
-        tier.read(chunk.id, PUBLIC, buffer.view[: view.record.public_nbytes])
+    if tier.has_weights(chunk.id) and what in parts:
+        tier.read(chunk.id, WEIGHTS, buffer.view[: view.record.weights_nbytes])
         return view
     tier.read(chunk.id, RECORD, buffer.view[: view.record.nbytes])
-    if not tier.has_public(chunk.id):
-        view.cast_public()
+    if not tier.has_weights(chunk.id):
+        view.cast_weights()
     return view
 
 
 def read_param(store: OpenedStore, name: str, what: str = MASTER) -> Array:
-    """One parameter's master, "public" copy or state array, in its shape; of a scalar a float64
+    """One parameter's master, "weights" copy or state array, in its shape; of a scalar a float64
     array of one."""
     return gather_param(
         store.meta,
@@ -118,7 +118,7 @@ def gather_param(
     if param is None:
         raise ConfigError(f"no parameter is named {name!r}")
     rule = meta.groups[param.group] if param.trainable else GroupRule("")
-    if what not in (PUBLIC, MASTER, *rule.arrays, *rule.scalars):
+    if what not in (WEIGHTS, MASTER, *rule.arrays, *rule.scalars):
         raise ConfigError(
             f"parameter {name!r} has no {what!r}, it has master, public, {rule.arrays},"
             f" {rule.scalars}"
@@ -148,9 +148,9 @@ def _gather(
     """Elements [start, stop) of what the store of `meta` holds of `param`; of a scalar an array
     of one."""
     # that part is one update behind: cast from the master
-    late = meta.staleness and param.trainable and what == PUBLIC
+    late = meta.staleness and param.trainable and what == WEIGHTS
     out = np.empty(
-        stop - start, NUMPY[param.dtype if what == PUBLIC or not param.trainable else "fp32"]
+        stop - start, NUMPY[param.dtype if what == WEIGHTS or not param.trainable else "fp32"]
     )
     for chunk, i, span in meta.where.get(param.name, ()):
         first, last = max(start, span.origin), min(stop, span.origin + span.stop - span.start)

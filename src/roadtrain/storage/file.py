@@ -23,9 +23,9 @@ from roadtrain.chunks import PAGE, Record
 from roadtrain.device.buffers import Buffer
 from roadtrain.errors import DamagedError, FullError
 from roadtrain.storage.direct import DirectFile, free_nbytes, sync_directory
-from roadtrain.storage.ledger import ROW, Entry, Ledger, Rows, StoreMeta, digest
+from roadtrain.storage.ledger import ROW, Ledger, LedgerEntry, Rows, StoreMeta, digest
 from roadtrain.storage.lock import Locks
-from roadtrain.storage.tier import PRIVATE, PUBLIC, RECORD, part_range
+from roadtrain.storage.tier import RECORD, STATE_PART, WEIGHTS, part_range
 from roadtrain.units import round_up, show_bytes
 
 SLOTS = ("slot0.bin", "slot1.bin")
@@ -33,7 +33,7 @@ FILES = (*SLOTS, "ledger.0", "ledger.1", "store.json", "store.json.new")
 
 
 @dataclass(frozen=True)
-class Place:
+class ChunkPlace:
     row: int  # in the ledger
     offset: int  # in both slot files
     record: Record
@@ -73,7 +73,7 @@ class FileTier:
         self._now: Rows = np.zeros(len(self._places), ROW)
         self._now["chunk"] = list(self._places)
         # so that the first write goes to slot 0
-        self._now["public_slot"] = self._now["private_slot"] = 1
+        self._now["weights_slot"] = self._now["state_slot"] = 1
         self._written: set[tuple[int, str]] = set()  # parts written since the last commit
         self._dirty: set[int] = set()  # slots written since their last sync
         self._slots: list[DirectFile] = []
@@ -109,7 +109,7 @@ class FileTier:
             raise
 
     @property
-    def entry(self) -> Entry:
+    def entry(self) -> LedgerEntry:
         """What is committed; it is not changed later."""
         return self._ledger.entry
 
@@ -154,8 +154,8 @@ class FileTier:
         """The step that wrote `chunk` last."""
         return int(self._now[self._places[chunk].row]["step"])
 
-    def has_public(self, chunk: int) -> bool:
-        return bool(self._now[self._places[chunk].row]["public_sum"])
+    def has_weights(self, chunk: int) -> bool:
+        return bool(self._now[self._places[chunk].row]["weights_sum"])
 
     def read(
         self,
@@ -183,7 +183,7 @@ class FileTier:
     def copy(self, chunk: int, rows: Rows, to: FileTier, buffer: memoryview) -> int:
         """What `rows` say of a chunk, checked, is written in `to`. Returns its bytes."""
         place, row = self._places[chunk], rows[self._places[chunk].row]
-        part = RECORD if row["public_sum"] else PRIVATE
+        part = RECORD if row["weights_sum"] else STATE_PART
         start, stop = part_range(place.record, part)
         self.read(chunk, part, buffer[: stop - start], rows=rows)
         to.write(
@@ -229,11 +229,11 @@ class FileTier:
             f"chunk {chunk} is written twice before a commit"
         )
         base = self._ledger.entry.rows[place.row]
-        assert not (place.frozen and base["public_sum"]), f"chunk {chunk} is frozen"
-        # a public part that is absent may go to either slot: beside the private part, so that one
+        assert not (place.frozen and base["weights_sum"]), f"chunk {chunk} is frozen"
+        # a weights part that is absent may go to either slot: beside the state part, so that one
         # read gets both
         slots = {
-            p: 1 - int(base[f"{p}_slot" if base["public_sum"] else "private_slot"]) for p in parts
+            p: 1 - int(base[f"{p}_slot" if base["weights_sum"] else "state_slot"]) for p in parts
         }
         sums = sums or self.sums(chunk, part, data)
         for slot, first, last in _extents(place, list(slots.items())):
@@ -244,8 +244,8 @@ class FileTier:
         for p in parts:
             row[f"{p}_sum"], row[f"{p}_slot"] = sums[p], slots[p]
             self._written.add((chunk, p))
-        if place.record.master and (chunk, PUBLIC) not in self._written:
-            row["public_sum"] = 0
+        if place.record.master and (chunk, WEIGHTS) not in self._written:
+            row["weights_sum"] = 0
 
     def prepare(self, step: int, blob: bytes, steps: Rows | None = None) -> None:
         """`steps`: those in which each chunk was written last, where it was copied from
@@ -273,17 +273,17 @@ class FileTier:
         self._take()
         self.on_commit(step)
 
-    def spill_write(self, chunk: int, data: memoryview, lane: int = 0) -> None:
+    def spill_write(self, chunk: int, data: memoryview, spill_slot: int = 0) -> None:
         """Scratch bytes of a chunk (a worker's gradient): not durable. FullError at the first
         call, and beyond the lanes of `spill_workers`."""
-        self._spill_sums[chunk, lane] = len(data), digest(data)
-        self._spill_file().write(data, *self._spilled(chunk, data, lane))
+        self._spill_sums[chunk, spill_slot] = len(data), digest(data)
+        self._spill_file().write(data, *self._spilled(chunk, data, spill_slot))
 
-    def spill_read(self, chunk: int, into: memoryview, lane: int = 0) -> None:
+    def spill_read(self, chunk: int, into: memoryview, spill_slot: int = 0) -> None:
         """What was written last, and zeros or older bytes behind it. DamagedError where it is
         something else."""
-        offset, what = self._spilled(chunk, into, lane)
-        file, (nbytes, sum_) = self._spill_file(), self._spill_sums[chunk, lane]
+        offset, what = self._spilled(chunk, into, spill_slot)
+        file, (nbytes, sum_) = self._spill_file(), self._spill_sums[chunk, spill_slot]
         assert len(into) >= nbytes, (chunk, len(into), nbytes)
         file.read(into, offset, what)
         if digest(into[:nbytes]) != sum_:
@@ -294,12 +294,12 @@ class FileTier:
                 ),
             )
 
-    def _spilled(self, chunk: int, view: memoryview, lane: int) -> tuple[int, str]:
+    def _spilled(self, chunk: int, view: memoryview, spill_slot: int) -> tuple[int, str]:
         """Where it lies in the spill file, and what it is."""
         place = self._places[chunk]
         assert len(view) <= place.spill_nbytes, (chunk, len(view), place.spill_nbytes)
         what = f"the spilled gradient of chunk {chunk} after step {self.step}"
-        return place.spill + lane * self._spill_nbytes, what
+        return place.spill + spill_slot * self._spill_nbytes, what
 
     def close(self) -> None:
         for file in [*self._slots, *([self._spill] if self._spill else [])]:
@@ -315,7 +315,7 @@ class FileTier:
             for p in _parts(place, RECORD):
                 if (chunk, p) in self._written and base[f"{p}_sum"]:
                     assert now[f"{p}_slot"] != base[f"{p}_slot"], (chunk, p)
-            if not any((chunk, p) in self._written for p in (PUBLIC, PRIVATE)):
+            if not any((chunk, p) in self._written for p in (WEIGHTS, STATE_PART)):
                 assert now == base, chunk
 
     def _take(self) -> None:
@@ -323,9 +323,9 @@ class FileTier:
         self._now = self._ledger.entry.rows.copy()
         self._written.clear()
 
-    def _whole(self, place: Place) -> bool:
+    def _whole(self, place: ChunkPlace) -> bool:
         row = self._now[place.row]
-        needed = [p for p in _parts(place, RECORD) if p == PRIVATE or not place.record.master]
+        needed = [p for p in _parts(place, RECORD) if p == STATE_PART or not place.record.master]
         return all(row[f"{p}_sum"] for p in needed)
 
     def _spill_file(self) -> DirectFile:
@@ -342,27 +342,27 @@ class FileTier:
             return self._spill
 
 
-def _lay_out(meta: StoreMeta) -> tuple[dict[int, Place], tuple[int, int, int]]:
+def _lay_out(meta: StoreMeta) -> tuple[dict[int, ChunkPlace], tuple[int, int, int]]:
     """Places by chunk, trainable ones first, and the bytes of slot 0, slot 1 and the spill file."""
     records = meta.owned(meta.index)
     chunks = [meta.table.chunks[c] for c in records]
-    places: dict[int, Place] = {}
+    places: dict[int, ChunkPlace] = {}
     at = both = spill = 0
     for chunk in [c for c in chunks if c.trainable] + [c for c in chunks if not c.trainable]:
         r, scratch = records[chunk.id], round_up(chunk.numel * 4, PAGE) if chunk.trainable else 0
-        places[chunk.id] = Place(len(places), at, r, not chunk.trainable, spill, scratch)
+        places[chunk.id] = ChunkPlace(len(places), at, r, not chunk.trainable, spill, scratch)
         at, spill = at + r.nbytes, spill + scratch
         both = at if chunk.trainable else both
     return places, (at, both, spill)
 
 
-def _parts(place: Place, part: str) -> list[str]:
+def _parts(place: ChunkPlace, part: str) -> list[str]:
     """The parts, among public and private, that `part` means and that have bytes."""
-    parts = [p for p in (PUBLIC, PRIVATE) if part in (p, RECORD)]
-    return [p for p in parts if p == PUBLIC or place.record.private_nbytes]
+    parts = [p for p in (WEIGHTS, STATE_PART) if part in (p, RECORD)]
+    return [p for p in parts if p == WEIGHTS or place.record.state_nbytes]
 
 
-def _extents(place: Place, parts: list[tuple[str, int]]) -> list[tuple[int, int, int]]:
+def _extents(place: ChunkPlace, parts: list[tuple[str, int]]) -> list[tuple[int, int, int]]:
     """(slot, first byte, last byte) inside the record: one where the parts lie side by side in
     one slot."""
     out = [(slot, *part_range(place.record, p)) for p, slot in parts]

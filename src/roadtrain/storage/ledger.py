@@ -48,11 +48,11 @@ ROW = np.dtype(
     [
         ("chunk", "<u4"),
         ("step", "<u4"),  # the last that wrote the chunk
-        ("public_slot", "u1"),
-        ("private_slot", "u1"),
+        ("weights_slot", "u1"),
+        ("state_slot", "u1"),
         ("unused", "<u2"),
-        ("public_sum", "<u8"),  # xxh3_64; 0: absent
-        ("private_sum", "<u8"),
+        ("weights_sum", "<u8"),  # xxh3_64; 0: absent
+        ("state_sum", "<u8"),
     ]
 )
 _RESTORE = "restore this file from a copy of the store; the disk may be failing"
@@ -237,7 +237,7 @@ class StoreMeta:
 
 
 @dataclass(frozen=True)
-class Entry:
+class LedgerEntry:
     step: int
     rows: Rows
     blob: bytes
@@ -253,8 +253,8 @@ class Ledger:
         self, directory: Path, meta: StoreMeta, rows: Rows, *, create: bool = False
     ) -> None:
         self._meta, self._files = meta, list[DirectFile]()
-        self.entry = Entry(-1, rows, b"", 1)
-        self.pending: Entry | None = None
+        self.entry = LedgerEntry(-1, rows, b"", 1)
+        self.pending: LedgerEntry | None = None
         self.dropped: list[str] = []
         self.damaged: list[Path] = []  # files with a record that is torn or damaged
         self._loaded = [b"", b""]  # what counts in each file, until it is settled
@@ -312,7 +312,7 @@ class Ledger:
             len(blob),
         )
         body = head + rows.tobytes() + blob
-        self.pending = Entry(step, rows.copy(), blob, number)
+        self.pending = LedgerEntry(step, rows.copy(), blob, number)
         file, what = self._files[number], f"the record of step {step}"
         try:
             file.write(memoryview(body + digest(body).to_bytes(8, "little")), 0, what)
@@ -334,7 +334,7 @@ class Ledger:
         for file in self._files:
             file.close()
 
-    def _parse(self, file: int) -> Entry | None:
+    def _parse(self, file: int) -> LedgerEntry | None:
         path = self._files[file].path
         data = record_in(path)
         if data is None:
@@ -354,7 +354,7 @@ class Ledger:
                 f" {ours}"
             )
         rows = np.frombuffer(data, ROW, count, HEADER.size).copy()
-        return Entry(step, rows, data[end - blob : end], file)
+        return LedgerEntry(step, rows, data[end - blob : end], file)
 
 
 def record_in(path: Path) -> bytes | None:

@@ -29,7 +29,7 @@ from roadtrain.errors import DeadlineError, ForeignError
 from roadtrain.storage.direct import in_ram
 from roadtrain.storage.file import FileTier
 from roadtrain.storage.generation import create_part, open_part, publish_part
-from roadtrain.storage.ledger import Entry, Rows, StoreMeta
+from roadtrain.storage.ledger import LedgerEntry, Rows, StoreMeta
 from roadtrain.units import show_bytes
 
 COPIES = 2  # chunks that are copied at once, each in a buffer of its own
@@ -160,7 +160,7 @@ class Snapshots:
     def _copy(self, chunk: int, rows: Rows) -> int:
         return self._source.copy(chunk, rows, self._target, Buffer(_largest(self._source)).view)
 
-    def _finish(self, entry: Entry, start: float) -> None:
+    def _finish(self, entry: LedgerEntry, start: float) -> None:
         """Begins once all copies have begun."""
         target, last, step = self._target, self._target.step, entry.step
         try:

@@ -38,7 +38,7 @@ SMALL = 64 << 10  # bytes: below this a page of bookkeeping costs more than the 
 HERE, LEAVING, AWAY, COMING, GONE = "here", "leaving", "away", "coming", "gone"
 
 
-class Ticket:
+class KeptTensor:
     """A kept tensor. All fields are guarded by the Activations' lock. `users`: saves minus
     frees."""
 
@@ -93,11 +93,11 @@ class Activations:
         # free() never blocks on it: the garbage collector may call that anywhere
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._dead: deque[Ticket] = deque()  # freed, not yet swept
-        self._live: dict[int, Ticket] = {}  # serial -> ticket with users > 0, oldest first
+        self._dead: deque[KeptTensor] = deque()  # freed, not yet swept
+        self._live: dict[int, KeptTensor] = {}  # serial -> ticket with users > 0, oldest first
         # id(tensor) -> while both live
-        self._shared: dict[int, tuple[weakref.ref[torch.Tensor], Ticket]] = {}
-        self._jobs: deque[Ticket] = deque()  # LEAVING: to be written; COMING: to be read
+        self._shared: dict[int, tuple[weakref.ref[torch.Tensor], KeptTensor]] = {}
+        self._jobs: deque[KeptTensor] = deque()  # LEAVING: to be written; COMING: to be read
         self._serial = 0
         self._file: Any = None
         self._end = 0  # bytes of the scratch file in use or in a free list
@@ -110,7 +110,7 @@ class Activations:
 
     # -- save, load, free
 
-    def save(self, tensor: torch.Tensor) -> Ticket:
+    def save(self, tensor: torch.Tensor) -> KeptTensor:
         """Keep `tensor`. Waits for room. Raises BudgetError where it cannot be kept, FullError
         for a full disk."""
         with self._lock:
@@ -123,7 +123,7 @@ class Activations:
             ):
                 known[1].users += 1
                 return known[1]
-            ticket = Ticket(tensor, self._serial)
+            ticket = KeptTensor(tensor, self._serial)
             self._serial += 1
             if ticket.movable:
                 self._make_room(ticket.nbytes)
@@ -136,7 +136,7 @@ class Activations:
                 self._send_away(self.bytes_held + ticket.nbytes - self.budget_bytes)
             return ticket
 
-    def load(self, ticket: Ticket) -> torch.Tensor:
+    def load(self, ticket: KeptTensor) -> torch.Tensor:
         """The kept values on the tensor's own device. Do not write into them. The ticket stays
         until freed."""
         with self._lock:
@@ -163,7 +163,7 @@ class Activations:
             self._read_ahead(ticket)
         return data if data.device.type == ticket.device.type else self._to_device(ticket, data)
 
-    def free(self, ticket: Ticket) -> None:
+    def free(self, ticket: KeptTensor) -> None:
         """One save of this ticket is over. Safe in a finaliser."""
         self._dead.append(ticket)
         if self._lock.acquire(blocking=False):
@@ -210,7 +210,7 @@ class Activations:
         for key in [k for k, (ref, t) in self._shared.items() if ref() is None or t.users == 0]:
             del self._shared[key]
 
-    def _forget(self, ticket: Ticket) -> None:
+    def _forget(self, ticket: KeptTensor) -> None:
         del self._live[ticket.serial]
         if ticket.state == HERE:
             self.bytes_held -= ticket.nbytes
@@ -224,7 +224,7 @@ class Activations:
         self.bytes_held += nbytes
         self.peak_bytes = max(self.peak_bytes, self.bytes_held)
 
-    def _take(self, tensor: torch.Tensor, ticket: Ticket) -> None:
+    def _take(self, tensor: torch.Tensor, ticket: KeptTensor) -> None:
         ticket.source = tensor
         if tensor.device.type != "cuda" or not ticket.movable:
             ticket.data = tensor
@@ -246,7 +246,7 @@ class Activations:
             self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         return self._streams[device]
 
-    def _settle(self, ticket: Ticket) -> None:
+    def _settle(self, ticket: KeptTensor) -> None:
         """The copy off the device is complete, which the caller knows: from here the source may
         change."""
         if ticket.event is None:
@@ -284,12 +284,12 @@ class Activations:
             nbytes -= ticket.nbytes
             self._ask(ticket, LEAVING)
 
-    def _read_ahead(self, ticket: Ticket) -> None:
+    def _read_ahead(self, ticket: KeptTensor) -> None:
         earlier = [t for t in self._live.values() if t.serial < ticket.serial and t.state == AWAY]
         if earlier and self.bytes_held + earlier[-1].nbytes <= self.budget_bytes:
             self._ask(earlier[-1], COMING)
 
-    def _ask(self, ticket: Ticket, state: str) -> None:
+    def _ask(self, ticket: KeptTensor, state: str) -> None:
         """Have `ticket` written (LEAVING) or read (COMING)."""
         if self._thread is None:
             self._open()
@@ -351,7 +351,7 @@ class Activations:
                 return
             del ticket
 
-    def _write(self, ticket: Ticket) -> None:
+    def _write(self, ticket: KeptTensor) -> None:
         data, copied = ticket.data, ticket.event
         assert data is not None
         if copied is not None:
@@ -371,7 +371,7 @@ class Activations:
             self.bytes_held -= ticket.nbytes
             self._moved(ticket, AWAY)
 
-    def _read(self, ticket: Ticket) -> None:
+    def _read(self, ticket: KeptTensor) -> None:
         data = torch.empty(
             ticket.shape, dtype=ticket.dtype, pin_memory=ticket.device.type == "cuda"
         )
@@ -403,14 +403,14 @@ class Activations:
             left, at = left[done:], at + done
         return xxhash.xxh3_64_intdigest(whole)
 
-    def _moved(self, ticket: Ticket, state: str) -> None:
+    def _moved(self, ticket: KeptTensor, state: str) -> None:
         ticket.state = state
         if ticket.users == 0:  # freed on the way
             self._forget(ticket)
         self._sweep()
         self._changed.notify_all()
 
-    def _to_device(self, ticket: Ticket, data: torch.Tensor) -> torch.Tensor:
+    def _to_device(self, ticket: KeptTensor, data: torch.Tensor) -> torch.Tensor:
         stream = self._stream_of(ticket.device)
         with torch.cuda.stream(stream):
             out = torch.empty_strided(

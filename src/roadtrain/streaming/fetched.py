@@ -25,7 +25,7 @@ from roadtrain.streaming.split import DTYPES
 
 @dataclass(frozen=True)
 class _Place:
-    """Where parameter `index` lies: elements [start, stop) of `run`. `hollow`: what it reads as
+    """Where parameter `index` lies: elements [start, stop) of `run`. `released`: what it reads as
     when dropped."""
 
     index: int
@@ -33,12 +33,12 @@ class _Place:
     run: Run
     start: int
     stop: int
-    hollow: torch.Tensor
+    released_value: torch.Tensor
 
 
-class Borrowed:
+class FetchedParameters:
     """Parameters of `block`, `params[i]` being table.params[first + i]. `trainable`: (index,
-    parameter) of those whose gradients the lender takes."""
+    parameter) of those whose gradients the block source takes."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Borrowed:
         for run in block.runs:
             for span in run.spans:
                 spec = table.params[span.param]
-                empty = hollow(spec.shape, DTYPES[spec.dtype], device)
+                empty = released_value(spec.shape, DTYPES[spec.dtype], device)
                 self.places.append(
                     _Place(span.param, params[span.param], run, span.start, span.stop, empty)
                 )
@@ -68,7 +68,7 @@ class Borrowed:
     def settle(self) -> None:
         """Bring every parameter to the device and drop it. Its values are gone."""
         for place in self.places:
-            settle(place.param, place.hollow)
+            settle(place.param, place.released_value)
             set_released(place.param)
         for p in self.empty:
             settle(p, torch.empty(p.shape, dtype=p.dtype, device=self.device))
@@ -81,13 +81,13 @@ class Borrowed:
             set_fetched(place.param)
             settle(
                 place.param,
-                flat[place.run.index][place.start : place.stop].view(place.hollow.shape),
+                flat[place.run.index][place.start : place.stop].view(place.released_value.shape),
             )
 
     @torch.inference_mode(False)
     def drop(self) -> None:
         for place in self.places:
-            place.param.data = place.hollow
+            place.param.data = place.released_value
             set_released(place.param)
 
     @torch.no_grad()
@@ -109,14 +109,14 @@ class Borrowed:
                     part.view(grad.shape).copy_(grad.to_dense() if grad.is_sparse else grad)
 
 
-def hollow(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def released_value(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """`shape` of NaN (integers: the least value) in one element of memory."""
     number = dtype.is_floating_point or dtype.is_complex
     value = float("nan") if number else 0 if dtype == torch.bool else torch.iinfo(dtype).min
     return torch.full((), value, dtype=dtype, device=device).expand(tuple(shape))
 
 
-def is_hollow(p: torch.Tensor) -> bool:
+def has_released_value(p: torch.Tensor) -> bool:
     """Dropped, and not taken over by anything since."""
     return (
         not p.is_meta

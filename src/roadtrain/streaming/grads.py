@@ -7,7 +7,7 @@ server multiplies when it updates.
 
 Assumes: the book's sum is of the step's accumulated gradient before `scale`, and is inf or nan
 where any element is.
-Does NOT give back elements: whatever needs them raises LoopError.
+Does NOT release elements: whatever needs them raises LoopError.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ import torch
 from torch import nn
 
 from roadtrain.errors import ModelError
-from roadtrain.streaming.fetched import hollow, settle
-from roadtrain.streaming.split import Part, Split
+from roadtrain.streaming.fetched import released_value, settle
+from roadtrain.streaming.split import ModulePart, Split
 
 Init = Callable[[nn.Module], None]
 Named = Sequence[tuple[str, nn.Parameter]]
@@ -60,7 +60,7 @@ def own_init(model: nn.Module) -> Init:
 
 
 def materialize(
-    part: Part,
+    part: ModulePart,
     split: Split,
     init: Init | None = None,
     *,
@@ -115,7 +115,7 @@ def release(params: Named) -> None:
     """Drop the values: they read as NaN and take 0 bytes."""
     for _, p in params:
         if p.numel():
-            settle(p, hollow(p.shape, p.dtype, torch.device("cpu")))
+            settle(p, released_value(p.shape, p.dtype, torch.device("cpu")))
 
 
 def _post_order(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
@@ -148,7 +148,7 @@ def _starts_nan(tensor: torch.Tensor) -> bool:
 
 def _blank(tensor: torch.Tensor) -> torch.Tensor:
     """On the CPU, of values that no init writes: NaN, the least integer."""
-    return hollow(tensor.shape, tensor.dtype, torch.device("cpu")).clone(
+    return released_value(tensor.shape, tensor.dtype, torch.device("cpu")).clone(
         memory_format=torch.contiguous_format
     )
 

@@ -42,7 +42,7 @@ ROOT = "root"
 
 
 @dataclass(frozen=True)
-class Part:
+class ModulePart:
     """A block as modules and parameters. `params`: canonical names (the first in
     `model.named_parameters()`)."""
 
@@ -56,8 +56,8 @@ class Split:
     """`root.module` is the model, `root.params` what no block owns. `blocks` in module order,
     disjoint, not nested."""
 
-    root: Part
-    blocks: tuple[Part, ...]
+    root: ModulePart
+    blocks: tuple[ModulePart, ...]
 
 
 def split(model: nn.Module, blocks: Sequence[str] | None = None) -> Split:
@@ -83,9 +83,11 @@ def split(model: nn.Module, blocks: Sequence[str] | None = None) -> Split:
         home = next(iter(own)) if len(own) == 1 else ROOT
         (root if home == ROOT else params[home]).append((name, p))
     parts = tuple(
-        Part(name, items[name], tuple(params[name])) for name in chosen.values() if params[name]
+        ModulePart(name, items[name], tuple(params[name]))
+        for name in chosen.values()
+        if params[name]
     )
-    return Split(Part(ROOT, model, tuple(root)), parts)
+    return Split(ModulePart(ROOT, model, tuple(root)), parts)
 
 
 def table(

@@ -1,8 +1,8 @@
 """The block stream: a model's blocks run on borrowed parameters, forward and backward.
 
-Each block module gets an instance-level `forward`. Without gradients: borrow, run, drop, give back.
+Each block module gets an instance-level `forward`. Without gradients: borrow, run, drop, release.
 With gradients the block becomes one node of the autograd graph that keeps only its inputs; backward
-borrows again, recomputes, pushes the block's gradients as one flat piece, drops, gives back.
+fetches again, recomputes, pushes the block's gradients as one flat piece, drops, gives back.
 Parameters of the root stay ordinary; where a block uses one (tied weights) it is an input of the
 block's node, so that autograd sums its gradient as ever.
 
@@ -33,22 +33,22 @@ from torch.utils import _pytree as pytree
 
 from roadtrain.chunks import ChunkTable
 from roadtrain.errors import LoopError, ModelError
-from roadtrain.streaming.activations import Activations, Ticket, version_of
-from roadtrain.streaming.fetched import Borrowed
+from roadtrain.streaming.activations import Activations, KeptTensor, version_of
+from roadtrain.streaming.fetched import FetchedParameters
 from roadtrain.streaming.grads import GradBook, PlacedGrad
 from roadtrain.streaming.released import check_unchanged
 from roadtrain.streaming.replay import Circumstances, keeping_nothing
-from roadtrain.streaming.split import Part, Split
+from roadtrain.streaming.split import ModulePart, Split
 
 
-class Lender(GradBook, Protocol):
+class BlockSource(GradBook, Protocol):
     """Who has the parameters and takes the gradients. Blocks are indices of the ChunkTable."""
 
-    def borrow(self, block: int) -> tuple[torch.Tensor, int]:
+    def fetch(self, block: int) -> tuple[torch.Tensor, int]:
         """Waits. A uint8 tensor on the compute device laid out as the ChunkTable says, and its
         version."""
 
-    def give_back(self, block: int) -> None:
+    def release(self, block: int) -> None:
         """This use is over: no view of the tensor is left; it is free once the current stream
         is through."""
 
@@ -66,13 +66,13 @@ class _Block:
     backward is to come."""
 
     def __init__(
-        self, index: int, part: Part, borrowed: Borrowed, shared: list[nn.Parameter]
+        self, index: int, part: ModulePart, fetched: FetchedParameters, shared: list[nn.Parameter]
     ) -> None:
-        self.index, self.name, self.module, self.borrowed, self.shared = (
+        self.index, self.name, self.module, self.fetched, self.shared = (
             index,
             part.name,
             part.module,
-            borrowed,
+            fetched,
             shared,
         )
         self.modules = list(part.module.modules())
@@ -95,18 +95,18 @@ class _Block:
         )
 
 
-class Stream:
+class BlockStream:
     def __init__(
         self,
         model: nn.Module,
         split: Split,
         table: ChunkTable,
-        lender: Lender,
+        source: BlockSource,
         activations: Activations,
         device: torch.device | str,
         on_pass_end: Callable[[], None] | None = None,
     ) -> None:
-        self.model, self.split, self.table, self.lender = model, split, table, lender
+        self.model, self.split, self.table, self.source = model, split, table, source
         self.activations, self.device, self.on_pass_end = (
             activations,
             torch.device(device),
@@ -115,7 +115,7 @@ class Stream:
         parts = (split.root, *split.blocks)
         first = list(itertools.accumulate((len(part.params) for part in parts), initial=0))
         lots = [
-            Borrowed(
+            FetchedParameters(
                 table,
                 table.blocks[i],
                 {first[i] + k: p for k, (_, p) in enumerate(part.params)},
@@ -141,11 +141,11 @@ class Stream:
 
     def attach(self) -> None:
         """Take over the blocks' forwards and drop their parameters: their values must be with
-        the lender."""
+        the block source."""
         # what is traced once would keep borrowed memory
         forward = torch.compiler.disable(self._forward)
         for block in self._blocks.values():
-            block.borrowed.settle()
+            block.fetched.settle()
             block.module.forward = functools.wraps(block.original)(
                 functools.partial(forward, block)
             )
@@ -189,20 +189,20 @@ class Stream:
     # -- a block
 
     @contextmanager
-    def lent(self, block: _Block) -> Iterator[tuple[torch.Tensor, int]]:
+    def fetched_block(self, block: _Block) -> Iterator[tuple[torch.Tensor, int]]:
         """`block` has its parameters inside, and nobody has them after."""
-        buffer, version = self.lender.borrow(block.index)
+        buffer, version = self.source.fetch(block.index)
         block.depth += 1
         try:
             with keeping_nothing(block.modules):
-                block.borrowed.point(buffer)
+                block.fetched.point(buffer)
                 versions = [p._version for _, p in block.params]
                 yield buffer, version
                 check_unchanged(block.params, versions)
         finally:
             block.depth -= 1
-            block.borrowed.drop()
-            self.lender.give_back(block.index)
+            block.fetched.drop()
+            self.source.release(block.index)
 
     def _forward(self, block: _Block, *args: Any, **kwargs: Any) -> Any:
         if block.depth:  # a block that calls itself: it has its parameters
@@ -212,7 +212,7 @@ class Stream:
             leaves, spec = pytree.tree_flatten((args, kwargs), is_leaf=_is_cache)
             inputs, slots = _distinct(leaves)
             wants = [t for t in (*inputs, *block.shared) if t.requires_grad]
-            if wants or any(p.requires_grad for _, p in block.borrowed.trainable):
+            if wants or any(p.requires_grad for _, p in block.fetched.trainable):
                 call = _Call(
                     self,
                     block,
@@ -222,7 +222,7 @@ class Stream:
                 )
                 outputs = _Node.apply(call, self.gate, *wants)  # type: ignore[no-untyped-call]
                 return call.returned(outputs)
-        with self.lent(block) as (buffer, _), torch.no_grad():
+        with self.fetched_block(block) as (buffer, _), torch.no_grad():
             out = block.original(*args, **kwargs)
             leaves, spec = pytree.tree_flatten(out, is_leaf=_is_cache)
             owned = [_own(x, buffer=buffer) if isinstance(x, torch.Tensor) else x for x in leaves]
@@ -260,7 +260,7 @@ class _Call:
 
     def __init__(
         self,
-        stream: Stream,
+        stream: BlockStream,
         block: _Block,
         inputs: list[torch.Tensor],
         slots: list[tuple[int, Any]],
@@ -268,7 +268,7 @@ class _Call:
     ) -> None:
         self.stream, self.block, self.slots, self.spec = stream, block, slots, spec
         self.serial = next(stream._serial)
-        self.tickets: list[Ticket] = []
+        self.tickets: list[KeptTensor] = []
         self.closed = False
         # recorded by a checkpoint's recomputation, in backward
         self.inside = torch._C._current_graph_task_id() != -1
@@ -277,7 +277,7 @@ class _Call:
         self.needs = [t.requires_grad for t in inputs]
         self.shared = [p for p in block.shared if p.requires_grad]
         self.shared_versions = [p._version for p in self.shared]
-        self.trained = [(i, p) for i, p in block.borrowed.trainable if p.requires_grad]
+        self.trained = [(i, p) for i, p in block.fetched.trainable if p.requires_grad]
         self.inputs = inputs  # until the forward has run
         self.version = -1
         # the form of what it returned, until it is returned
@@ -300,7 +300,7 @@ class _Call:
         for tensor in inputs:
             self.tickets.append(self.stream.activations.save(tensor))
         versions = [version_of(t) for t in inputs]
-        with self.stream.lent(block) as (buffer, self.version):
+        with self.stream.fetched_block(block) as (buffer, self.version):
             self.when = Circumstances(block.modules, self.stream.device, block.buffers)
             leaves, tensors = self._leaves(inputs)
             refuse = functools.partial(_refuse, block.name)
@@ -384,14 +384,14 @@ class _Call:
             raise self._changed()
         trained = self.trained if torch._C._will_engine_execute_node(stream.gate_node) else []
         self._check_handles(trained)
-        with stream.lent(block) as (_, version):
+        with stream.fetched_block(block) as (_, version):
             if version != self.version:
                 raise self._changed()
             found, n_wants = self._differentiate(grads, trained)
             held = {i: g for (i, _), g in zip(trained, found[n_wants:]) if g is not None}
-            flat = stream.lender.gradient_buffer(block.index) if held else None
+            flat = stream.source.gradient_buffer(block.index) if held else None
             if flat is not None:
-                block.borrowed.lay_out(flat, held)
+                block.fetched.lay_out(flat, held)
             upstream = list(found[:n_wants])
             present = list(held)
             del found, held
@@ -399,7 +399,7 @@ class _Call:
         if not keep_graph:
             self.close()
         if flat is not None:
-            stream.lender.push(block.index, flat, present)
+            stream.source.push(block.index, flat, present)
             self._leave_handles(set(present))
         return upstream
 
@@ -454,7 +454,7 @@ class _Call:
         for index, p in self.trained:
             if index in present and p.grad is None:
                 name = self.stream.table.params[index].name
-                p.grad = PlacedGrad(p, index, self.stream.lender, name)
+                p.grad = PlacedGrad(p, index, self.stream.source, name)
 
 
 def _distinct(leaves: Sequence[Any]) -> tuple[list[torch.Tensor], list[tuple[int, Any]]]:
@@ -519,7 +519,7 @@ def _check_opaque(leaf: Any, name: str) -> None:
 
 
 def _check_frozen(block: _Block) -> None:
-    for p in block.borrowed.frozen:
+    for p in block.fetched.frozen:
         if p.requires_grad:
             raise LoopError(
                 f"a parameter of block {block.name!r} was frozen when it was placed and is"

@@ -24,7 +24,7 @@ from roadtrain.errors import ConfigError
 from roadtrain.storage.convert import MASTER, read_param
 from roadtrain.storage.generation import open_store
 from roadtrain.storage.safetensors_io import Item, export_dir
-from roadtrain.storage.tier import PUBLIC
+from roadtrain.storage.tier import WEIGHTS
 from roadtrain.streaming import plain
 from roadtrain.streaming.split import DTYPES, NAMES, as_numpy
 from roadtrain.training.build import build_config
@@ -109,7 +109,7 @@ def _items(
     for param in params:
         if param.name.startswith("residual:"):  # of error feedback: not the model's
             continue
-        what, dtype = (MASTER, "fp32") if masters and param.trainable else (PUBLIC, param.dtype)
+        what, dtype = (MASTER, "fp32") if masters and param.trainable else (WEIGHTS, param.dtype)
         items.append((param.name, dtype, param.shape, partial(read, param.name, what)))
     for name, buffer in buffers.items():
         if buffer.dtype in NAMES:

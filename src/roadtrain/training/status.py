@@ -20,7 +20,7 @@ from roadtrain.runtime import health
 from roadtrain.training.metrics import read_metrics
 from roadtrain.training.progress import describe, show_table
 from roadtrain.transport.address import address_of, tls_of, token_of
-from roadtrain.transport.tcp import Options
+from roadtrain.transport.tcp import TcpOptions
 from roadtrain.units import show_bytes, show_rate
 
 ASSUMED_TBW = 600.0  # terabytes: what makers state for a 1 TB consumer SSD
@@ -51,7 +51,7 @@ def command(
         table, servers = [], run.split(",")
     found: list[Any] = []
     if servers:
-        options = Options(token=token_of(token_file), tls=tls_of(cert, key, ca))
+        options = TcpOptions(token=token_of(token_file), tls=tls_of(cert, key, ca))
         found = health.ask_all([address_of(server) for server in servers], options)
         table += health.rows(servers, found)
     show_table(table, report)

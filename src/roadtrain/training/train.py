@@ -27,7 +27,7 @@ from torch.nn import functional
 from roadtrain.api.place import place
 from roadtrain.config.job import Job, check_own, load_job
 from roadtrain.device.copies import own_device
-from roadtrain.runtime.session import Group
+from roadtrain.runtime.session import WorkerGroup
 from roadtrain.runtime.trace import Stages
 from roadtrain.storage.direct import make_directory, replace_file
 from roadtrain.storage.mark import Mark
@@ -37,7 +37,7 @@ from roadtrain.training.data import Tokens
 from roadtrain.training.metrics import Metrics, committed_by
 from roadtrain.training.progress import progress, show_table
 from roadtrain.transport.address import tls_of, token_of
-from roadtrain.transport.tcp import Options
+from roadtrain.transport.tcp import TcpOptions
 from roadtrain.units import show_bytes
 
 HELD_OUT_BATCHES = 8
@@ -55,7 +55,7 @@ class Training:
     scaler: torch.amp.GradScaler
     tokens: Tokens
     device: torch.device
-    group: Group = field(default_factory=Group)
+    group: WorkerGroup = field(default_factory=WorkerGroup)
     # Forward and Backward; the rest is the optimizer's
     stages: Stages = field(default_factory=Stages)
 
@@ -87,7 +87,7 @@ def command(path: str, overrides: Mapping[str, Any], new_store: bool = False) ->
 
 def train(job: Job, report: Report = print) -> Summary:
     """Train `job` from its last committed step up to run.steps. Raises RoadtrainError."""
-    if Group.of_environment().rank:
+    if WorkerGroup.of_environment().rank:
         report = silent  # worker 0 speaks for all
     stop = _Stop(job.run.minutes, report)  # its time runs from here
     make_directory(job.run_dir)
@@ -283,10 +283,10 @@ def place_job(job: Job, report: Report = print, mark: Mark | None = None) -> Tra
     return Training(job, model, optimizer, scaler, tokens, device, optimizer.group)
 
 
-def link_of(job: Job) -> Options:
+def link_of(job: Job) -> TcpOptions:
     """How the servers are reached: tried again for RETRY_S, since they may be starting too."""
     tls = tls_of(job.store.cert, job.store.key, job.store.ca)
-    return Options(
+    return TcpOptions(
         retry_s=RETRY_S,
         token=token_of(job.store.token_file),
         tls=tls,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from roadtrain.errors import ConfigError
 from roadtrain.transport import shm
-from roadtrain.transport.tcp import MIN_TOKEN, Address, Options, Tls
+from roadtrain.transport.tcp import MIN_TOKEN, Address, TcpOptions, Tls
 from roadtrain.units import KIB
 
 MAX_TOKEN = 4 * KIB  # bytes of its file
@@ -22,9 +22,9 @@ def address_of(text: str) -> Address:
     return host.strip("[]"), int(port)
 
 
-def local_options(options: Options) -> shm.Options:
+def local_options(options: TcpOptions) -> shm.ShmOptions:
     """Of a link inside a host, as patient as `options`."""
-    return shm.Options(
+    return shm.ShmOptions(
         frame_limit=options.frame_limit,
         checksums=options.checksums,
         close_s=options.close_s,

@@ -110,7 +110,7 @@ class Caller:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Answered:
     """What a server answered a client that now waits for the verdict."""
 
     greeting: Greeting
@@ -154,7 +154,7 @@ def client_greet(
     hello: bytes,
     deadline: float,
     binding: bytes = b"",
-) -> Answer:
+) -> Answered:
     """The first three messages. `binding`: of the channel below, the same on both sides; empty
     without TLS."""
     mine = sealed(GREETING.pack(*ours))
@@ -166,10 +166,10 @@ def client_greet(
     transcript = mine + raw + binding
     proof = _prove(token, b"client", transcript)
     send(sock, sealed(PROOF.pack(proof)) + hello, deadline)
-    return Answer(theirs, token, transcript + proof + hello)
+    return Answered(theirs, token, transcript + proof + hello)
 
 
-def client_verdict(sock: socket.socket, answer: Answer, deadline: float) -> None:
+def client_verdict(sock: socket.socket, answer: Answered, deadline: float) -> None:
     """Raises AuthError, BusyError or WireError with the server's words where it refuses."""
     what = "the server's verdict"
     raw = receive(sock, VERDICT.size + SUM.size, deadline, what)
@@ -298,7 +298,7 @@ def _prove(token: bytes | None, role: bytes, transcript: bytes) -> bytes:
     return hmac.digest(token or b"none", b"roadtrain " + role + transcript, "sha256")
 
 
-def _prove_verdict(side: Caller | Answer, code: int, text: bytes) -> bytes:
+def _prove_verdict(side: Caller | Answered, code: int, text: bytes) -> bytes:
     return _prove(side.token, b"server", side.transcript + bytes([code]) + text)
 
 

@@ -36,7 +36,7 @@ from roadtrain.transport.handshake import (
     take,
 )
 from roadtrain.transport.link import Link, Receiver
-from roadtrain.transport.stream import Channel, Stream
+from roadtrain.transport.stream import Channel, FrameStream
 
 MAX_PENDING = 128
 AGAIN_S = 0.1  # until the next try to accept
@@ -257,7 +257,7 @@ class Listener:
 
     def _make(self, joining: _Joining, peer: str, deadline: float) -> None:
         callers = [joining.there[i] for i in sorted(joining.there)]
-        link = Stream(
+        link = FrameStream(
             peer,
             limits(self._common, [caller.greeting for _, caller in callers]),
             self._common.summed,

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from roadtrain.transport.handshake import DEFAULTS, Common
 from roadtrain.transport.link import Link, Receiver, copy
 from roadtrain.transport.listener import Accept
-from roadtrain.transport.stream import Stream
+from roadtrain.transport.stream import FrameStream
 
 
 def connect(
@@ -25,7 +25,7 @@ def connect(
     """As tcp.connect; what `accept` raises is raised here."""
     one, two = _Pipe(), _Pipe()
     here, there = (
-        Stream(peer, options.frame_limit, bool(options.checksums), options.close_s)
+        FrameStream(peer, options.frame_limit, bool(options.checksums), options.close_s)
         for peer in (name, "this process")
     )
     there.start(accept(there, hello), [_Ends(two, one)])

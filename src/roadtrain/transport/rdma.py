@@ -1,7 +1,7 @@
 """RDMA links: TCP's connections and handshake, but the bytes are fetched by NIXL's READ from the
 other side's memory.
 
-    link = tcp.connect(("10.0.0.3", 7000), receiver, rdma.Options(token=token, device="mlx5_0:1"))
+    link = tcp.connect(("10.0.0.3", 7000), receiver, rdma.RdmaOptions(token=token, device="mlx5_0:1"))
 
 Who sends copies a piece into a ring of registered memory; the socket says how many bytes were ever
 written there. Who receives READs them into registered memory of its own, one READ at a time, hands
@@ -58,7 +58,7 @@ POLL_S = 20e-6
 
 
 @dataclass(frozen=True)
-class Options(tcp.Options):
+class RdmaOptions(tcp.TcpOptions):
     """`device`: one RDMA device and its port; empty leaves the choice among all to UCX; a
     network interface ("eth0") means UCX's TCP mode. `silence_s` holds for a READ too."""
 
@@ -67,7 +67,7 @@ class Options(tcp.Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.tls is not None:
-            raise ConfigError("an RDMA link does not encrypt", hint="TLS goes with tcp.Options")
+            raise ConfigError("an RDMA link does not encrypt", hint="TLS goes with tcp.TcpOptions")
         if "," in self.device:
             raise ConfigError(f"device {self.device!r}: one is possible")
 
@@ -104,7 +104,7 @@ def _agent(device: str) -> Any:
                 if device
                 else f"UCX finds no RDMA device here: {error}"
             ),
-            hint="ucx_info -d lists devices; links over plain Ethernet are faster with tcp.Options",
+            hint="ucx_info -d lists devices; links over plain Ethernet are faster with tcp.TcpOptions",
         ) from error
     return agent
 
@@ -123,7 +123,7 @@ class _RdmaChannel:
     agent and memory."""
 
     def __init__(
-        self, sock: socket.socket, channel: Callable[[socket.socket], Channel], options: Options
+        self, sock: socket.socket, channel: Callable[[socket.socket], Channel], options: RdmaOptions
     ) -> None:
         self._sock, self._silence_s, self._nixl = sock, options.silence_s, _nixl()
         # MAP_SHARED: a fork copies no page of it while a device reads
@@ -160,7 +160,8 @@ class _RdmaChannel:
         raw = handshake.receive(self._sock, len(MAGIC), deadline, "the other side's ring")
         if raw != MAGIC:
             raise WireError(
-                f"the other side speaks no RDMA: it began with {raw!r}", hint="rdma.Options on both"
+                f"the other side speaks no RDMA: it began with {raw!r}",
+                hint="rdma.RdmaOptions on both",
             )
         raw += handshake.receive(
             self._sock, MEETING.size + SUM.size - len(raw), deadline, "the other side's ring"

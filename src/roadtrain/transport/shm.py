@@ -46,7 +46,7 @@ from roadtrain.transport.handshake import (
 from roadtrain.transport.link import Link, Receiver, copy
 from roadtrain.transport.listener import Accept, Listener, Report
 from roadtrain.transport.retry import retry
-from roadtrain.transport.stream import Channel, Stream
+from roadtrain.transport.stream import Channel, FrameStream
 from roadtrain.units import GIB, KIB, MIB
 
 # at most published at a time: the reader copies out one while the writer copies in the next
@@ -60,7 +60,7 @@ _EXPEDITED, _REGISTER_EXPEDITED = 8, 16
 
 
 @dataclass(frozen=True)
-class Options(Common):
+class ShmOptions(Common):
     """`ring_bytes`: of each direction, a power of two; in the cache both copies are fast. The
     listener's counts."""
 
@@ -77,7 +77,7 @@ class Options(Common):
 def connect(
     path: str | Path,
     receiver: Receiver,
-    options: Options = Options(),
+    options: ShmOptions = ShmOptions(),
     *,
     hello: bytes = b"",
     name: str = "",
@@ -98,7 +98,9 @@ def connect(
         ours = greeting(options, None, os.urandom(16), language=language, hello=hello)
         answer = client_greet(sock, ours, None, hello, deadline)
         client_verdict(sock, answer, deadline)
-        link = Stream(peer, limits(options, [answer.greeting]), options.summed, options.close_s)
+        link = FrameStream(
+            peer, limits(options, [answer.greeting]), options.summed, options.close_s
+        )
         channel = _receive_channel(sock)
     except (OSError, PeerError) as error:
         sock.close()
@@ -110,7 +112,7 @@ def connect(
 def listen(
     path: str | Path,
     accept: Accept,
-    options: Options = Options(),
+    options: ShmOptions = ShmOptions(),
     report: Report = print,
     *,
     language: bytes = NO_LANGUAGE,
@@ -133,7 +135,7 @@ def listen(
         sock.close()
         raise ConfigError(f"cannot listen on {path}: {error.strerror or error}") from error
     return _UnixListener(
-        sock, str(path), accept, options, None, _Carrier(options), report, language
+        sock, str(path), accept, options, None, _ShmCarrier(options), report, language
     )
 
 
@@ -144,8 +146,8 @@ class _UnixListener(Listener):
         super().close()
 
 
-class _Carrier:
-    def __init__(self, options: Options) -> None:
+class _ShmCarrier:
+    def __init__(self, options: ShmOptions) -> None:
         self._options = options
 
     def name(self, sock: socket.socket) -> str:
@@ -189,7 +191,7 @@ def _receive_channel(sock: socket.socket) -> Channel:
             )
         (size,) = struct.unpack("<Q", raw)
         try:
-            Options(ring_bytes=size)
+            ShmOptions(ring_bytes=size)
             sealed = fcntl.fcntl(fds[0], fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
         except (ConfigError, OSError) as error:
             raise WireError(f"what came is no memory for rings: {error}") from error

@@ -129,7 +129,7 @@ class _Reader:
             nbytes -= min(nbytes, READ_AHEAD)
 
 
-class Stream:
+class FrameStream:
     """Invariants, under `_lock`: frame `_accepted` is the next to get room, `_delivered` the
     next to arrive; `_delivered <= _accepted <= _delivered + WINDOW`; `_ready` holds frames in
     between, received in full; `_waiting` frames whose thread has no room yet; `_delivering` is
@@ -234,7 +234,7 @@ class Stream:
             self._turned.notify_all()
         for channel in self._channels:
             channel.shutdown()
-        self._give_back(queued)
+        self._release(queued)
 
     def _join(self) -> None:
         moved, deadline = self._moved, time.monotonic() + self._close_s
@@ -290,7 +290,7 @@ class Stream:
                     )
                 )
             finally:
-                self._give_back(batch)
+                self._release(batch)
         if self._error is None:
             try:
                 self._put(channel, [self._lead(_Frame(0, b"", (), 0, None, self._next), LAST)])
@@ -347,7 +347,7 @@ class Stream:
             if n:
                 buffers[i] = memoryview(buffers[i])[n:]
 
-    def _give_back(self, frames: Sequence[_Frame]) -> None:
+    def _release(self, frames: Sequence[_Frame]) -> None:
         for frame in frames:
             if frame.sent is not None:
                 try:

@@ -3,7 +3,7 @@ owner's buffers.
 
     link = connect(("10.0.0.3", 7000), receiver, Options(connections=4, token=token), name="server
     2")
-    listener = listen(("10.0.0.3", 0), accept, Options(token=token))
+    listener = listen(("10.0.0.3", 0), accept, TcpOptions(token=token))
     listener.address                                      # has the port
 
 A vanished host is noticed by keepalive while nothing is under way (4 s), else by unanswered packets
@@ -46,7 +46,7 @@ from roadtrain.transport.handshake import (
 from roadtrain.transport.link import Link, Receiver
 from roadtrain.transport.listener import Accept, Listener, Report
 from roadtrain.transport.retry import retry
-from roadtrain.transport.stream import Channel, Stream
+from roadtrain.transport.stream import Channel, FrameStream
 from roadtrain.units import KIB
 
 Address = tuple[str, int]
@@ -100,7 +100,7 @@ class Tls:
 
 
 @dataclass(frozen=True)
-class Options(Common):
+class TcpOptions(Common):
     """`token`: the job's secret. `connections` of a link, from `source` (an address of this host)
     and through
     `interface`. `silence_s`: how long packets may stay unanswered. `send_buffer`,
@@ -137,7 +137,7 @@ class Options(Common):
         do what is asked."""
 
     def channel(self, sock: socket.socket) -> Channel:
-        """Of a connection that was let in. rdma.Options carries the bytes another way."""
+        """Of a connection that was let in. rdma.RdmaOptions carries the bytes another way."""
         tcp = socket.IPPROTO_TCP
         sock.setsockopt(tcp, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -162,7 +162,7 @@ class Options(Common):
 def connect(
     address: Address,
     receiver: Receiver,
-    options: Options = Options(),
+    options: TcpOptions = TcpOptions(),
     *,
     hello: bytes = b"",
     name: str = "",
@@ -203,7 +203,7 @@ def connect(
             answers.append(client_greet(sock, ours, options.token, said, deadline, _binding(sock)))
         for sock, answer in zip(socks, answers):
             client_verdict(sock, answer, deadline)
-        link = Stream(
+        link = FrameStream(
             peer,
             limits(options, [answer.greeting for answer in answers]),
             options.summed,
@@ -224,7 +224,7 @@ def connect(
 def listen(
     address: Address,
     accept: Accept,
-    options: Options = Options(),
+    options: TcpOptions = TcpOptions(),
     report: Report = print,
     *,
     language: bytes = NO_LANGUAGE,
@@ -239,7 +239,7 @@ def listen(
                 f"listening on {where[0]} without a token: anybody who reaches it could join",
                 hint="set a token, or listen on 127.0.0.1",
             )
-        carrier = _Carrier(options)
+        carrier = _TcpCarrier(options)
         sock = socket.socket(family, kind, protocol)
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -257,8 +257,8 @@ def listen(
     return Listener(sock, real, accept, options, options.token, carrier, report, language)
 
 
-class _Carrier:
-    def __init__(self, options: Options) -> None:
+class _TcpCarrier:
+    def __init__(self, options: TcpOptions) -> None:
         self._options, self._context = options, options.tls.context(True) if options.tls else None
         self._binding = options.tls.binding() if options.tls else b""
 
@@ -286,7 +286,7 @@ def _binding(sock: socket.socket) -> bytes:
     return hashlib.sha256(sock.getpeercert(binary_form=True) or b"").digest()
 
 
-def _dial(address: Address, options: Options) -> socket.socket:
+def _dial(address: Address, options: TcpOptions) -> socket.socket:
     family, kind, protocol, _, where = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
     sock = socket.socket(family, kind, protocol)
     try:
@@ -301,7 +301,7 @@ def _dial(address: Address, options: Options) -> socket.socket:
     return sock
 
 
-def _prepare(sock: socket.socket, options: Options) -> None:
+def _prepare(sock: socket.socket, options: TcpOptions) -> None:
     """What must be set before the connection is made; accepted sockets inherit the buffers."""
     if options.interface:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, options.interface.encode())
