@@ -19,6 +19,7 @@ import cases
 import fixtures
 import surface
 import torch
+import workers
 
 HOME = Path("/tmp/roadtrain-golden")  # stores tell where they were made: nothing of this machine
 
@@ -43,6 +44,11 @@ def losses() -> None:
                 f"{name}: not the bits of another placement"
             )
     fixtures.save("losses.json", kept)
+
+
+def two_workers() -> None:
+    with tempfile.TemporaryDirectory() as home:
+        fixtures.save("workers.json", workers.run(Path(home)))
 
 
 def stores() -> None:
@@ -167,6 +173,7 @@ PARTS: dict[str, Callable[[], None]] = {
     for part in (
         plain,
         losses,
+        two_workers,
         stores,
         runs,
         command_line,
