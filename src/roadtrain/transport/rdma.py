@@ -1,7 +1,8 @@
 """RDMA links: TCP's connections and handshake, but the bytes are fetched by NIXL's READ from the
 other side's memory.
 
-    link = tcp.connect(("10.0.0.3", 7000), receiver, rdma.RdmaOptions(token=token, device="mlx5_0:1"))
+    options = rdma.RdmaOptions(token=token, device="mlx5_0:1")
+    link = tcp.connect(("10.0.0.3", 7000), receiver, options)
 
 Who sends copies a piece into a ring of registered memory; the socket says how many bytes were ever
 written there. Who receives READs them into registered memory of its own, one READ at a time, hands
@@ -104,7 +105,7 @@ def _agent(device: str) -> Any:
                 if device
                 else f"UCX finds no RDMA device here: {error}"
             ),
-            hint="ucx_info -d lists devices; links over plain Ethernet are faster with tcp.TcpOptions",
+            hint="ucx_info -d lists devices; over plain Ethernet tcp.TcpOptions is faster",
         ) from error
     return agent
 
