@@ -35,6 +35,17 @@ def run(name: str, json: str | None = None, quick: bool = False) -> None:
         Path(json).write_text(report.to_json() + "\n")
 
 
+def bench(name: str, json: str | None = None, quick: bool = False) -> None:
+    """`roadtrain bench`, the name of the first edition for `python -m benchmarks`.
+
+    Args:
+        json: also write the figures to this file
+        quick: small sizes: does it run at all
+    """
+    print("roadtrain bench: is `python -m benchmarks` now", file=sys.stderr)
+    run(name, json, quick)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m benchmarks", description=__doc__)
     parser.add_argument("name", help=f"one of {', '.join(names())}")

@@ -659,6 +659,12 @@ def summary(found: list[Row]) -> str:
 
 
 def command(paper: str = "", *, json: str = "", all: bool = False) -> int:
+    """`roadtrain reproduce`. `paper`: this one alone.
+
+    Args:
+        json: also write every row to this file
+        all: print also what is not simulated
+    """
     found = rows(paper)
     for row in found:
         if row.role != "target" and not (all or row.ours is not None):

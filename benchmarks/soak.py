@@ -491,7 +491,15 @@ def command(
     sums: bool = False,
 ) -> int:
     """`roadtrain soak`. 1 where anything hung, a loss or a sum differs, or an end had no
-    sentence."""
+    sentence.
+
+    Args:
+        faults: how many (300)
+        sums: instead: spare hosts of a summation (100)
+        seed: which (0)
+        only: this fault's number, or FIRST-LAST, alone
+        json: also write every fault to this file; with --only, into what it holds
+    """
     if sums:
         if only is not None:
             raise ConfigError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import subprocess
 import sys
@@ -14,22 +16,18 @@ import pytest
 
 from roadtrain import cli
 from roadtrain.errors import BudgetError
+from roadtrain.training import status, train, verify
 from roadtrain.training.metrics import Metrics
 
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """`train` and `verify` go to a recorder, not to torch."""
+    """`train`, `verify` and `status` go to a recorder."""
     calls: list[Any] = []
-    module = types.ModuleType("recorder")
-    module.go = lambda *words, **keywords: calls.append((words, keywords))  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "recorder", module)
-    for name in ("train", "verify", "status"):
-        command = cli.COMMANDS[name]
-        fake = cli.Command(
-            "recorder:go", command.words, command.does, command.options, command.job_keys
+    for module in (train, verify, status):
+        monkeypatch.setattr(
+            module, "command", lambda *words, **keywords: calls.append((words, keywords))
         )
-        monkeypatch.setitem(cli.COMMANDS, name, fake)
     yield calls
 
 
@@ -55,6 +53,9 @@ def test_words_options_and_job_keys(recorded: list[Any]) -> None:
         (["verify", "a", "--step", "3"], "did you mean `--steps`?"),
         (["verify", "a", "--steps", "three"], "--steps: 'three' is not a number"),
         (["verify", "a", "--steps"], "--steps needs a value"),
+        (["train", "a", "--new-store=no"], "--new-store takes no value, given: no"),
+        (["lab", "run", "lab.toml", "host"], "takes LAB.toml HOST -- CMD..., given: lab.toml host"),
+        (["lab", "u"], "unknown command `lab u`\nhint: did you mean `lab up`?"),
         (["status", "r", "--run.dir", "x"], "unknown option `--run.dir`"),
         (["bench", "no-such"], "unknown benchmark `no-such`"),
         (["soak", "everything"], "`roadtrain soak` takes options only, given: everything"),
@@ -76,7 +77,7 @@ def test_errors_made_on_purpose_have_no_traceback(
     def refuse(*_: Any, **__: Any) -> None:
         raise BudgetError("needs 9 GiB, 2 GiB are free", hint="less")
 
-    monkeypatch.setattr(sys.modules["recorder"], "go", refuse)
+    monkeypatch.setattr(train, "command", refuse)
     assert cli.main(["train", "a.toml"]) == 2
     assert capsys.readouterr().err == "roadtrain: needs 9 GiB, 2 GiB are free\nhint: less\n"
 
@@ -91,15 +92,35 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
         assert command.does in shown and ("--run.steps" in shown) == command.job_keys
 
 
-def test_help_is_instant() -> None:
-    code = (
-        "import sys, roadtrain.cli as c; c.main(['--help']); sys.exit(bool({'torch', 'rich'} &"
-        " {*sys.modules}))"
-    )
-    assert (
-        subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode
-        == 0
-    )
+def test_help_and_mistakes_are_answered_before_torch_is_imported() -> None:
+    """Only to name the keys of a job pydantic is needed."""
+    code = """
+import sys
+from roadtrain import cli
+
+def imported(*words):
+    cli.main([*words])
+    return {"torch", "numpy", "rich", "pydantic"} & {*sys.modules}
+
+assert not imported("--help")
+for name in sorted(cli.COMMANDS, key=lambda name: cli.COMMANDS[name].job_keys):
+    found = imported(*name.split(), "--help") | imported(*name.split(), "--no-such-option")
+    assert found <= ({"pydantic"} if cli.COMMANDS[name].job_keys else set()), (name, found)
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_the_function_of_a_command_takes_its_words_and_options(name: str) -> None:
+    command = cli.COMMANDS[name]
+    options = cli.options_of(command.target)
+    module, _, function = command.target.partition(":")
+    signature = inspect.signature(getattr(importlib.import_module(module), function))
+    keywords = {*options} | ({"overrides"} if command.job_keys else set())
+    signature.bind(*command.words, **dict.fromkeys(keywords))
+    left = {*signature.parameters} - keywords - {"report"}
+    assert len(left) == len(command.words), f"under Args: {sorted(left)}"
 
 
 def test_bench_writes_what_it_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ def check_roadtrain(words):
     """`roadtrain COMMAND ...` as the command line would take it."""
     words = words[words.index("roadtrain") + 1 :]
     name, rest = words[0], words[1:]
-    cli._parsed(name, cli.COMMANDS[name], rest)
+    cli.parse(name, rest)
 
 
 @pytest.mark.parametrize("name", ["stdlib.toml"])

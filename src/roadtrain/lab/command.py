@@ -32,8 +32,11 @@ ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def up(path: str, detach: bool = False) -> None:
-    """Makes the lab, prints its hosts, and returns when a signal has ended it; `detach`: when
-    it is up."""
+    """Makes the lab, prints its hosts, and returns when a signal has ended it.
+
+    Args:
+        detach: return when it is up; it stays until `lab down`
+    """
     lab = load_lab(path)
     storage = any(host.storage for host in lab.hosts)
     if why := network_available() or (lab_available() if storage else None):

@@ -125,7 +125,13 @@ def told(found: Measured, before: Result, after: Result) -> str:
 def command(
     cluster_file: str, job_file: str, *, steps: int = 3, out: str = "", lab: bool = False
 ) -> int:
-    """Raises RoadtrainError."""
+    """`roadtrain calibrate`. Raises RoadtrainError.
+
+    Args:
+        steps: how many are measured (3)
+        out: the file to write (CLUSTER.toml itself)
+        lab: on the cluster of the file, emulated on this machine (root); writes NAME.lab.toml
+    """
     cluster, of = load_cluster(cluster_file), EMULATED if lab else EXACT
     target = out or (f"{Path(cluster_file).stem}.lab.toml" if lab else cluster_file)
     if not out and not lab and not Path(cluster_file).exists():

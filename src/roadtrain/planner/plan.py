@@ -451,7 +451,25 @@ def command(
     verify: bool = False,
     lab: bool = False,
 ) -> int:
-    """Raises ConfigError."""
+    """`roadtrain plan`. Raises ConfigError.
+
+    Args:
+        model: a named shape as OPT-175B, a Hugging Face config.json, or MODULE:FUNCTION
+        goal: time, cost or energy, each a sample (time)
+        batch: samples of a step (the least that is near the best)
+        headroom: share of devices' and hosts' memory that stays free (0.05)
+        placements: only these, with commas between (all)
+        late: also plans whose updates are a step late
+        seq_len: tokens of a sample (a config.json: 4096 or its longest; a shape: as published)
+        constants: fitted constants of computing, by name
+        out: where the pick goes (plan.toml)
+        json: also write all that is told to this file
+        html: also write one page with plots
+        trace: write a trace for ui.perfetto.dev to this file
+        job_file: write what `roadtrain train` needs of it to this file
+        verify: then run steps of it here beside simulated ones; write the measured rates back
+        lab: --verify on the cluster emulated on this machine (root); writes NAME.lab.toml
+    """
     if lab and not verify:
         raise ConfigError("--lab says where steps are run, and none are", hint="--verify --lab")
     cluster, one = load_cluster(cluster_file), load_model(model, seq_len)

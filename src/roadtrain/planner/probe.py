@@ -313,7 +313,18 @@ def command(
     ca: str | None = None,
 ) -> int:
     """1 where another host or a link to it could not be measured. Raises ConfigError, StoreError
-    where a directory cannot be written, PeerError where a host does not listen at the start."""
+    where a directory cannot be written, PeerError where a host does not listen at the start.
+
+    Args:
+        dirs: storage directories, with commas between
+        out: the file to write (cluster.toml)
+        listen: HOST:PORT: instead, answer the probe of another host until Ctrl-C
+        hosts: HOST:PORT,... of hosts that listen: measure them and every link too
+        token_file: file (mode 600) with the token that listeners beyond this machine demand
+        cert: TLS: PEM file of this host's certificate
+        key: TLS: PEM file of its key
+        ca: TLS: PEM file that the other hosts' certificates must be signed by
+    """
     begin, options = (
         time.perf_counter(),
         TcpOptions(token=token_of(token_file), tls=tls_of(cert, key, ca)),

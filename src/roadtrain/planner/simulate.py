@@ -318,7 +318,31 @@ def command(
     json: str = "",
     trace: str = "",
 ) -> int:
-    """Raises ConfigError, BudgetError."""
+    """`roadtrain simulate`. Raises ConfigError, BudgetError.
+
+    Args:
+        model: a named shape as OPT-175B, a Hugging Face config.json, or MODULE:FUNCTION
+        seq_len: tokens of a sample (a config.json: 4096 or its longest; a shape: as published)
+        headroom: share of devices' and hosts' memory that stays free (0.05; the plan's)
+        plan: plan.toml; else from the options below
+        placement: ddp, zero3, zero-offload, zero-infinity, near-storage, optimizer-node, ...
+            (zero3)
+        dp: data-parallel ranks (all devices)
+        tp: tensor-parallel ranks (1)
+        pp: pipeline stages (1)
+        cp: context-parallel ranks (1)
+        ep: expert-parallel ranks, of dp x cp (1)
+        vp: parts of the model a stage (1)
+        precision: of products, as fp8; 16 bits
+        micro_batch: samples a device and pass (1)
+        micros: passes a step (1)
+        recompute: keep blocks' inputs only
+        staleness: 1: a step computes while the last one's updates run
+        topk: percent of a gradient's bytes that travel
+        constants: fitted constants of computing, by name
+        json: also write the result to this file
+        trace: write a trace for ui.perfetto.dev to this file
+    """
     cluster, one = load_cluster(cluster_file), load_model(model, seq_len)
     if plan:
         chosen = load_plan(plan)

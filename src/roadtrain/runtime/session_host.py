@@ -86,7 +86,21 @@ def command(
     formats: str | None = None,
     client_ca: str | None = None,
 ) -> int:
-    """`roadtrain serve HOST:PORT --store DIR`, or `--sum`."""
+    """`roadtrain serve HOST:PORT --store DIR`, or `--sum`.
+
+    Args:
+        store: directory that the state rests in; one in /dev/shm rests in memory
+        sum: instead: add up gradients for workers that keep their state (roadtrain.Summation)
+        formats: with --sum: a module to import that registers formats of your own
+        budget: bytes of memory for buffers, as 4GiB (half of what is free)
+        snapshot: directory on files that a state in memory is copied to while training goes on
+        snapshot_every: steps between two snapshots (100); the same at all servers of a job
+        token_file: file (mode 600) with the token that workers must know; needed beyond this host
+        cert: TLS: PEM file of this server's certificate
+        key: TLS: PEM file of its key
+        client_ca: TLS: PEM file that workers' certificates must be signed by (else they need none)
+        ca: the older name of --client-ca
+    """
     if (
         (store is None) != sum
         or (sum and snapshot is not None)

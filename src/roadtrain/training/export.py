@@ -36,7 +36,11 @@ def export_run(
     run: str, directory: str, masters: bool = False, report: Callable[[str], None] = print
 ) -> int:
     """Write the last committed step of `run`; `masters`: in fp32. Raises ConfigError,
-    StoreError."""
+    StoreError.
+
+    Args:
+        masters: the fp32 masters, instead of the dtype that the model computes in
+    """
     job = job_of_run(run)
     mark = mark_of(job, report, reads=True)
     with ExitStack() as stack:

@@ -38,7 +38,15 @@ def command(
     report: Callable[[str], None] = print,
 ) -> int:
     """`run`: a run directory, or the HOST:PORT,... of servers. 1 where a server does not answer.
-    Raises ConfigError where it is neither."""
+    Raises ConfigError where it is neither.
+
+    Args:
+        endurance_tbw: terabytes the device may be written, from its data sheet (assumed: 600)
+        token_file: file with the servers' token, where RUN names servers
+        ca: TLS: PEM file that the servers' certificates are known by, likewise
+        cert: TLS: PEM file of a certificate, where the servers demand one, likewise
+        key: TLS: PEM file of its key, likewise
+    """
     if Path(run).is_dir() or ":" not in run:
         job = job_of_run(run)
         table, servers = (

@@ -80,6 +80,11 @@ class Summary:
 
 
 def command(path: str, overrides: Mapping[str, Any], new_store: bool = False) -> int:
+    """`roadtrain train`. Raises RoadtrainError.
+
+    Args:
+        new_store: go on with the store that is there, or a new one, whatever the run has trained
+    """
     job = load_job(path, {**overrides, "run.new_store": True} if new_store else overrides)
     check_own(path, job)
     return 130 if train(job).stopped == "interrupted" else 0

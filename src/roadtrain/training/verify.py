@@ -41,6 +41,11 @@ Report = Callable[[str], None]
 
 
 def command(path: str, overrides: Mapping[str, Any], steps: int = 3, report: Report = print) -> int:
+    """`roadtrain verify`. Raises RoadtrainError.
+
+    Args:
+        steps: how many steps (3)
+    """
     return 0 if verify(load_job(path, overrides), steps, report) else 1
 
 
@@ -94,8 +99,12 @@ def verify(job: Job, steps: int, report: Report = print) -> bool:
 
 
 def check_rule_command(name: str, dir: str = ".", report: Report = print) -> int:
-    """MODULE:NAME of a Rule, or the class of one or of a torch optimizer. `dir`: on the device
-    to compare its rate with. 1 where it fails its check."""
+    """`roadtrain check-rule`: of MODULE:NAME, a Rule, the class of one or of a torch optimizer.
+    1 where it fails its check.
+
+    Args:
+        dir: a directory on the device to compare with (here)
+    """
     found = named(name, repr(name))
     group: Mapping[str, Any] = getattr(found, "example_group", {"lr": 1e-3})
     if isinstance(found, type) and issubclass(found, torch.optim.Optimizer):
