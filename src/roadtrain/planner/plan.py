@@ -10,9 +10,8 @@ from __future__ import annotations
 import importlib
 import tempfile
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict
-from html import escape
 from json import dumps, loads
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from roadtrain.config.cluster import Cluster, load_cluster
 from roadtrain.config.models import ModelShape
 from roadtrain.config.plan import HEADROOM, Plan
 from roadtrain.errors import ConfigError
+from roadtrain.planner.page import Point, page
 from roadtrain.planner.search import EVERY, Family, Found, SearchResult, least_change, search
 from roadtrain.planner.simulate import (
     SCHEMA,
@@ -38,7 +38,7 @@ from roadtrain.simulator.compute import constants as named
 from roadtrain.simulator.memory import kept_free
 from roadtrain.simulator.run import simulate
 from roadtrain.storage.direct import replace_file
-from roadtrain.units import show_bytes, show_seconds
+from roadtrain.units import show_bytes
 
 UNITS = {"time": "s", "cost": "", "energy": "J"}
 
@@ -310,128 +310,6 @@ def steps_of(cluster_file: str, model: str, plan: Plan, seq_len: int, lab: bool)
     return told
 
 
-# one page
-
-COLORS = {
-    "Forward": "#4c78a8",
-    "Backward": "#1f4e79",
-    "Fetch": "#59a14f",
-    "Push": "#e15759",
-    "Update": "#b07aa1",
-    "Read": "#76b7b2",
-    "Write": "#f28e2b",
-    "Wait": "#bab0ac",
-    "Activations": "#edc948",
-    "Commit": "#9c755f",
-}
-
-
-def page(
-    answer: SearchResult, cluster: Cluster, model: ModelShape, goal: str, of: Constants
-) -> str:
-    """One HTML page: what is told, the timeline of a step, memory by place, the front of time
-    and cost."""
-    parts = [
-        f"<h1>{escape(model.name)} on {escape(cluster.name)}</h1>",
-        f"<pre>{escape(told(answer, cluster, model, goal, of))}</pre>",
-    ]
-    if answer.pick is not None:
-        traced = simulate(answer.pick.plan, cluster, model, of, traced=True, checked=False)
-        parts += [
-            "<h2>The last step</h2>",
-            _timeline(traced.trace, traced.seconds),
-            "<h2>Memory, of what there is</h2>",
-            _bars(
-                [
-                    (
-                        need.where,
-                        need.nbytes / max(need.room, 1.0),
-                        f"{show_bytes(need.nbytes)} of {show_bytes(need.room)}",
-                    )
-                    for need in traced.needs
-                ]
-            ),
-            "<h2>Busy</h2>",
-            _bars(
-                [
-                    (name, share, f"{share:.0%}")
-                    for name, share in traced.busy.items()
-                    if share >= 0.01
-                ]
-            ),
-        ]
-    if len(answer.front) > 1:
-        parts += ["<h2>Seconds a sample, and cost (or energy) a sample</h2>", _points(answer.front)]
-    return (
-        "<!doctype html><html lang=en><meta charset=utf-8><title>roadtrain plan</title>"
-        "<style>body{font:14px sans-serif;margin:2em;max-width:70em}svg{width:100%}"
-        "pre{white-space:pre-wrap;background:#f6f6f6;padding:1em}"
-        f"</style>{''.join(parts)}</html>\n"
-    )
-
-
-def _timeline(trace: Sequence[Any], seconds: float, most: int = 4000) -> str:
-    end = max((task.end for task in trace), default=0.0)
-    begin = end - seconds
-    tasks = [t for t in trace if t.end > begin and t.end > t.begin and t.where]
-    rows = list(
-        dict.fromkeys((t.where, t.stage) for t in sorted(tasks, key=lambda t: (t.where, t.stage)))
-    )
-    tasks = sorted(tasks, key=lambda t: t.begin - t.end)[:most]
-    out = []
-    for task in tasks:
-        x, y = (
-            1000 * max(0.0, task.begin - begin) / seconds,
-            18 * rows.index((task.where, task.stage)),
-        )
-        width = max(0.3, 1000 * (task.end - max(task.begin, begin)) / seconds)
-        out.append(
-            f"<rect x={160 + x:.1f} y={y} width={width:.1f} height=14"
-            f" fill='{COLORS.get(task.stage, '#888')}'><title>{task.stage}"
-            f" {show_seconds(task.end - task.begin)}</title></rect>"
-        )
-    names = [_text(0, 18 * i + 12, f"{where} {stage}") for i, (where, stage) in enumerate(rows)]
-    return f"<svg viewBox='0 0 1170 {18 * len(rows) + 20}'>{''.join(names)}{''.join(out)}</svg>"
-
-
-def _bars(rows: Sequence[tuple[str, float, str]]) -> str:
-    out = []
-    for i, (name, share, text) in enumerate(sorted(rows, key=lambda row: -row[1])):
-        y = 18 * i
-        width = 600 * min(share, 1.2)
-        out.append(
-            f"{_text(0, y + 12, name)}<rect x=160 y={y} width={width:.1f} height=14"
-            f" fill='#4c78a8'/>{_text(170 + width, y + 12, text)}"
-        )
-    return f"<svg viewBox='0 0 1170 {18 * len(rows) + 4}'>{''.join(out)}</svg>"
-
-
-def _points(front: Sequence[Found]) -> str:
-    points = [
-        (
-            f.result.seconds / f.plan.samples,
-            (f.result.price or f.result.joules) / f.plan.samples,
-            words(f.plan),
-        )
-        for f in front
-    ]
-    right, top = max(p[0] for p in points), max(p[1] for p in points) or 1.0
-    dots = [
-        f"<circle cx={60 + 900 * x / right:.1f} cy={220 - 190 * y / top:.1f} r=5 fill='#e15759'>"
-        f"<title>{escape(text)}: {show_seconds(x)}, {y:.3g}</title></circle>"
-        for x, y, text in points
-    ]
-    return (
-        "<svg viewBox='0 0 1170 250'><path d='M60 20V220H1000' fill='none' stroke='#888'/>"
-        f"{_text(900, 240, f'{show_seconds(right)} a sample')}{_text(0, 15, f'{top:.3g} a sample')}"
-        f"{''.join(dots)}</svg>"
-    )
-
-
-def _text(x: float, y: float, what: str) -> str:
-    return f"<text x={x:.0f} y={y:.0f} font-size=11>{escape(what)}</text>"
-
-
 def command(
     cluster_file: str,
     *,
@@ -484,21 +362,33 @@ def command(
         headroom=headroom,
         placements=[name for name in placements.split(",") if name],
     )
-    print(told(answer, cluster, one, goal, of))
+    summary = told(answer, cluster, one, goal, of)
+    print(summary)
     if json:
         replace_file(
             Path(json),
             (dumps(plain(answer, cluster, one, goal, of), indent=1) + "\n").encode(),
             "writing",
         )
+    traced = None
+    if answer.pick is not None and (html or trace):
+        traced = simulate(answer.pick.plan, cluster, one, of, traced=True, checked=False)
     if html:
-        replace_file(Path(html), page(answer, cluster, one, goal, of).encode(), "writing")
+        front = [
+            Point(
+                found.result.seconds / found.plan.samples,
+                (found.result.price or found.result.joules) / found.plan.samples,
+                words(found.plan),
+            )
+            for found in answer.front
+        ]
+        shown = page(f"{one.name} on {cluster.name}", summary, traced, front)
+        replace_file(Path(html), shown.encode(), "writing")
     if answer.pick is None:
         return 1
     replace_file(Path(out), answer.pick.plan.to_toml().encode(), "writing")
     print(f"plan    {out} (roadtrain simulate {cluster_file} --model {model} --plan {out})")
-    if trace:
-        traced = simulate(answer.pick.plan, cluster, one, of, traced=True, checked=False)
+    if traced is not None and trace:
         replace_file(Path(trace), (dumps(perfetto(traced)) + "\n").encode(), "writing")
     if job_file:
         if (text := job(answer.pick.plan)) is None:

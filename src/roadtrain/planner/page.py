@@ -1,0 +1,108 @@
+"""A plan as one HTML page: what is told, the timeline of a step, memory by place, the front of time
+and cost. `page.html.j2` beside this file says how it looks. Does NOT simulate or search.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from roadtrain.simulator.engine import Task
+from roadtrain.simulator.run import Result
+from roadtrain.units import show_bytes, show_seconds
+
+MOST_BARS = 4000  # of a timeline: the longest
+COLORS = {
+    "Forward": "#4c78a8",
+    "Backward": "#1f4e79",
+    "Fetch": "#59a14f",
+    "Push": "#e15759",
+    "Update": "#b07aa1",
+    "Read": "#76b7b2",
+    "Write": "#f28e2b",
+    "Wait": "#bab0ac",
+    "Activations": "#edc948",
+    "Commit": "#9c755f",
+}
+OTHER_COLOR = "#888"
+
+
+@dataclass(frozen=True)
+class Bar:
+    share: float  # of the axis
+    words: str
+    name: str = ""
+    begin: float = 0.0  # also a share of the axis
+
+
+@dataclass(frozen=True)
+class TimelineRow:
+    name: str
+    color: str
+    bars: list[Bar] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A plan of the front, by what a sample takes."""
+
+    seconds: float
+    cost: float  # or joules
+    words: str
+
+
+def page(title: str, told: str, traced: Result | None, front: Sequence[Point]) -> str:
+    """`traced`: the pick, simulated with a trace; None where nothing fits."""
+    templates = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        keep_trailing_newline=True,
+    )
+    templates.filters["seconds"] = show_seconds
+    memory, busy = [], []
+    if traced is not None:
+        memory = [
+            Bar(
+                need.nbytes / max(need.room, 1.0),
+                f"{show_bytes(need.nbytes)} of {show_bytes(need.room)}",
+                need.where,
+            )
+            for need in traced.needs
+        ]
+        busy = [
+            Bar(share, f"{share:.0%}", name) for name, share in traced.busy.items() if share >= 0.01
+        ]
+    return templates.get_template("page.html.j2").render(
+        title=title,
+        told=told,
+        step=[] if traced is None else timeline(traced.trace, traced.seconds),
+        memory=memory,
+        busy=busy,
+        front=front,
+    )
+
+
+def timeline(trace: Sequence[Task], seconds: float) -> list[TimelineRow]:
+    """What each place does at each stage of the last `seconds` of a trace."""
+    end = max((task.end for task in trace), default=0.0)
+    begin = end - seconds
+    tasks = [task for task in trace if task.end > max(begin, task.begin) and task.where]
+    rows = {
+        (where, stage): TimelineRow(f"{where} {stage}", COLORS.get(stage, OTHER_COLOR))
+        for where, stage in sorted({(task.where, task.stage) for task in tasks})
+    }
+    for task in sorted(tasks, key=lambda task: task.begin - task.end)[:MOST_BARS]:
+        shown_from = max(task.begin, begin)
+        rows[task.where, task.stage].bars.append(
+            Bar(
+                (task.end - shown_from) / seconds,
+                f"{task.stage} {show_seconds(task.end - task.begin)}",
+                begin=(shown_from - begin) / seconds,
+            )
+        )
+    return list(rows.values())
