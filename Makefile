@@ -21,15 +21,15 @@ check: $(READY) types
 
 types: $(READY)
 	$(BIN)/mypy --strict -p roadtrain.config -p roadtrain.protocol -p roadtrain.transport -p roadtrain.storage -m roadtrain.units -m roadtrain.errors -m roadtrain.chunks
-	$(BIN)/mypy -p roadtrain -p benchmarks
+	$(BIN)/mypy -p roadtrain -p benchmarks -p roadtrain_rdma
 
 # A benchmark beside its peer: make bench NAME=update
 bench: $(READY)
 	$(BIN)/python -m benchmarks $(NAME) $(ARGS)
 
 # torch first and pinned: left to the package's own requirement, pip may choose a build with gigabytes of CUDA.
-$(READY): pyproject.toml
+$(READY): pyproject.toml plugins/rdma/pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet torch==2.13.0
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet -e '.[hf,integrations,dev,rdma]'
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -e '.[hf,integrations,dev]' -e plugins/rdma
 	touch $@

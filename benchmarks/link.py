@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib.util
 import multiprocessing
 import os
 import shutil
@@ -36,8 +35,9 @@ import torch.distributed as dist
 from benchmarks.report import Report, Row, cores
 from roadtrain.device.buffers import Buffer
 from roadtrain.errors import PeerError
-from roadtrain.transport import rdma, shm, tcp
+from roadtrain.transport import shm, tcp
 from roadtrain.transport.link import Link, copy
+from roadtrain.transport.plugins import link_names, link_options
 from roadtrain.units import MIB
 
 CHUNK, WINDOW = 4 * MIB, 8  # bytes; chunks that a sender has under way
@@ -47,7 +47,7 @@ TOKEN = b"only for this measurement"
 # bytes a second, goal of the rate
 RATES = {"400mbit": (50e6, 0.95), "1gbit": (125e6, 0.95), "4gbit": (500e6, 0.90)}
 CLONE_NEWNET = 0x40000000
-LINKS = ("tcp", "shm", "rdma") if importlib.util.find_spec("nixl_cu12") else ("tcp", "shm")
+LINKS = ("tcp", "shm", *(name for name in link_names() if name == "rdma"))
 CALLED = {"tcp": "tcp", "shm": "shm", "rdma": "rdma (UCX's TCP mode)"}
 UNSUMMED = " without checksums"
 WAYS = (*LINKS, *(link + UNSUMMED for link in LINKS))
@@ -55,9 +55,8 @@ WAYS = (*LINKS, *(link + UNSUMMED for link in LINKS))
 
 def _options(way: str, connections: int = 1) -> tcp.TcpOptions:
     transport, summed = way.removesuffix(UNSUMMED), not way.endswith(UNSUMMED)
-    if transport == "rdma":
-        return rdma.RdmaOptions(token=TOKEN, connections=connections, checksums=summed, device="lo")
-    return tcp.TcpOptions(token=TOKEN, connections=connections, checksums=summed)
+    more: dict[str, Any] = {"device": "lo"} if transport == "rdma" else {}
+    return link_options(transport)(token=TOKEN, connections=connections, checksums=summed, **more)
 
 
 def _near_options(way: str) -> shm.ShmOptions:

@@ -57,6 +57,10 @@ def test_words_options_and_job_keys(recorded: list[Any]) -> None:
         (["lab", "run", "lab.toml", "host"], "takes LAB.toml HOST -- CMD..., given: lab.toml host"),
         (["lab", "u"], "unknown command `lab u`\nhint: did you mean `lab up`?"),
         (["status", "r", "--run.dir", "x"], "unknown option `--run.dir`"),
+        (
+            ["serve", "127.0.0.1:0", "--sum", "--link", "tpc"],
+            "unknown link `tpc`\nhint: did you mean `tcp`?",
+        ),
         (["bench", "no-such"], "unknown benchmark `no-such`"),
         (["soak", "everything"], "`roadtrain soak` takes options only, given: everything"),
         (["soak", "--only", "first"], "--only 'first'\nhint: a fault's number"),

@@ -8,15 +8,13 @@ import torch
 from torch import nn
 
 import roadtrain
+import roadtrain_rdma as rdma
 from roadtrain.errors import ConfigError
-from roadtrain.transport import rdma
 
 
 def test_a_relay_does_not_turn_rdma_into_tcp() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    with pytest.raises(
-        ConfigError, match=r"over TCP, and link= is roadtrain\.transport\.rdma\.RdmaOptions"
-    ):
+    with pytest.raises(ConfigError, match=r"over TCP, and link= is roadtrain_rdma\.Options"):
         roadtrain.place(
             model,
             torch.optim.SGD(model.parameters(), lr=0.1),

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from roadtrain.transport import rdma
+import roadtrain_rdma as rdma
 from roadtrain.units import MIB
 
 IN_PROGRESS, ENDED = 1, 0

@@ -59,6 +59,7 @@ from roadtrain.storage.ledger import StoreMeta, pack, unpack
 from roadtrain.storage.snapshot import Snapshots, held_in, open_snapshot, restore, where_it_rests
 from roadtrain.transport.address import address_of, tls_of, token_of
 from roadtrain.transport.link import Link, Receiver
+from roadtrain.transport.plugins import link_options
 from roadtrain.transport.tcp import Address, TcpOptions, listen
 from roadtrain.units import parse_bytes, round_up, show_bytes
 
@@ -85,6 +86,7 @@ def command(
     sum: bool = False,
     formats: str | None = None,
     client_ca: str | None = None,
+    link: str = "tcp",
 ) -> int:
     """`roadtrain serve HOST:PORT --store DIR`, or `--sum`.
 
@@ -100,6 +102,7 @@ def command(
         key: TLS: PEM file of its key
         client_ca: TLS: PEM file that workers' certificates must be signed by (else they need none)
         ca: the older name of --client-ca
+        link: tcp, or the name of a plugin's link, as rdma; the workers' too (tcp)
     """
     if (
         (store is None) != sum
@@ -133,7 +136,7 @@ def command(
     if tls is not None and cert is None:
         raise ConfigError("TLS: a server needs --cert and --key")
     nbytes = parse_bytes(budget) if budget is not None else psutil.virtual_memory().available // 2
-    options = TcpOptions(token=token_of(token_file), tls=tls)
+    options = link_options(link)(token=token_of(token_file), tls=tls)
     if store is None:
         return serve_sums(address_of(address), nbytes, options, formats)
     with SessionHost(

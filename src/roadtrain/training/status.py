@@ -20,7 +20,7 @@ from roadtrain.runtime import health
 from roadtrain.training.metrics import read_metrics
 from roadtrain.training.progress import describe, show_table
 from roadtrain.transport.address import address_of, tls_of, token_of
-from roadtrain.transport.tcp import TcpOptions
+from roadtrain.transport.plugins import link_options
 from roadtrain.units import show_bytes, show_rate
 
 ASSUMED_TBW = 600.0  # terabytes: what makers state for a 1 TB consumer SSD
@@ -35,6 +35,7 @@ def command(
     ca: str | None = None,
     cert: str | None = None,
     key: str | None = None,
+    link: str = "tcp",
     report: Callable[[str], None] = print,
 ) -> int:
     """`run`: a run directory, or the HOST:PORT,... of servers. 1 where a server does not answer.
@@ -46,6 +47,7 @@ def command(
         ca: TLS: PEM file that the servers' certificates are known by, likewise
         cert: TLS: PEM file of a certificate, where the servers demand one, likewise
         key: TLS: PEM file of its key, likewise
+        link: how the servers are reached, as they were told (tcp)
     """
     if Path(run).is_dir() or ":" not in run:
         job = job_of_run(run)
@@ -59,7 +61,7 @@ def command(
         table, servers = [], run.split(",")
     found: list[Any] = []
     if servers:
-        options = TcpOptions(token=token_of(token_file), tls=tls_of(cert, key, ca))
+        options = link_options(link)(token=token_of(token_file), tls=tls_of(cert, key, ca))
         found = health.ask_all([address_of(server) for server in servers], options)
         table += health.rows(servers, found)
     show_table(table, report)

@@ -137,7 +137,7 @@ class TcpOptions(Common):
         do what is asked."""
 
     def channel(self, sock: socket.socket) -> Channel:
-        """Of a connection that was let in. rdma.RdmaOptions carries the bytes another way."""
+        """Of a connection that was let in. A plugin's options carry the bytes another way."""
         tcp = socket.IPPROTO_TCP
         sock.setsockopt(tcp, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -1,7 +1,7 @@
-"""RDMA links: TCP's connections and handshake, but the bytes are fetched by NIXL's READ from the
-other side's memory.
+"""RDMA links, a plugin of roadtrain named `rdma`: TCP's connections and handshake, but the bytes
+are fetched by NIXL's READ from the other side's memory.
 
-    options = rdma.RdmaOptions(token=token, device="mlx5_0:1")
+    options = roadtrain_rdma.Options(token=token, device="mlx5_0:1")
     link = tcp.connect(("10.0.0.3", 7000), receiver, options)
 
 Who sends copies a piece into a ring of registered memory; the socket says how many bytes were ever
@@ -14,7 +14,7 @@ so who fetched bytes knows alone that they are here. Of a WRITE the receiver kno
 notification, which leaves when the *sender* asks about that WRITE: those of two WRITEs may come in
 either order, and each must be counted.
 
-Assumes the package nixl-cu12 (the extra `rdma`), loaded when it is first needed. Has run over UCX's
+Assumes the package nixl-cu12, loaded when it is first needed. Has run over UCX's
 TCP mode only (a network interface as `device`), never on RDMA hardware. UCX_* variables of the
 environment win over `device`. Does NOT encrypt, and does NOT send from the owner's buffers: two
 copies, as in shm.
@@ -84,7 +84,7 @@ def _nixl() -> Any:
         return importlib.import_module("nixl_cu12._bindings")
     except ImportError as error:
         raise ConfigError(
-            f"RDMA links need NIXL: {error}", hint="pip install 'roadtrain[rdma]'"
+            f"RDMA links need NIXL: {error}", hint="pip install roadtrain-rdma"
         ) from error
 
 

@@ -1,0 +1,124 @@
+"""A link that another distribution declares is found by its name, and carries frames."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from roadtrain.errors import ConfigError
+from roadtrain.transport import plugins, tcp
+
+TOKEN = b"a secret of the job"
+# What who adds a link writes: this module, and an entry point in its pyproject.toml.
+TOY = '''
+"""A link that carries each byte turned over."""
+
+from dataclasses import dataclass
+
+from roadtrain.transport import tcp
+
+TURNED = bytes(255 - byte for byte in range(256))
+
+
+@dataclass(frozen=True)
+class Options(tcp.Options):
+    def channel(self, sock):
+        return Turned(super().channel(sock))
+
+
+class Turned:
+    def __init__(self, inner):
+        self.inner = inner
+
+    def send(self, buffers):
+        return self.inner.send([bytes(buffer).translate(TURNED) for buffer in buffers])
+
+    def recv_into(self, view, whole):
+        n = self.inner.recv_into(view, whole)
+        view[:n] = bytes(view[:n]).translate(TURNED)
+        return n
+
+    def shutdown(self):
+        self.inner.shutdown()
+
+    def close(self):
+        self.inner.close()
+'''
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A distribution of this name and version, with these entry points, is on the path."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def installed(distribution: str, **links: str) -> None:
+        info = tmp_path / f"{distribution}-1.0.dist-info"
+        info.mkdir()
+        info.joinpath("METADATA").write_text(f"Name: {distribution}\nVersion: 1.0\n")
+        lines = [f"{name} = {value}\n" for name, value in links.items()]
+        info.joinpath("entry_points.txt").write_text(f"[{plugins.GROUP}]\n{''.join(lines)}")
+
+    tmp_path.joinpath("toy_link.py").write_text(TOY)
+    return installed
+
+
+class Receiver:
+    def __init__(self) -> None:
+        self.frames: list[tuple[int, bytes, bytes]] = []
+        self.came = threading.Event()
+
+    def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
+        return memoryview(bytearray(nbytes))
+
+    def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
+        self.frames.append((kind, header, bytes(payload)))
+        self.came.set()
+
+    def lost(self, error: Exception) -> None: ...
+
+
+def test_a_link_of_another_distribution_carries_frames(install) -> None:
+    install("toy_link", toy="toy_link:Options")
+    assert plugins.link_names()[0] == "tcp" and "toy" in plugins.link_names()
+    options = plugins.link_options("toy")(token=TOKEN)
+    assert type(options).__module__ == "toy_link"
+    there = Receiver()
+    listener = tcp.listen(("127.0.0.1", 0), lambda link, hello: there, options, lambda line: None)
+    try:
+        link = tcp.connect(listener.address, Receiver(), options, name="there")
+        payload = bytes(range(256)) * 1000
+        link.send(7, b"header", [memoryview(payload)])
+        assert there.came.wait(10)
+        link.close()
+        assert there.frames == [(7, b"header", payload)]
+    finally:
+        listener.close()
+
+
+def test_tcp_is_there_without_any_plugin() -> None:
+    assert plugins.link_options("tcp") is tcp.Options
+
+
+def test_what_cannot_be_a_link_is_one_sentence(install) -> None:
+    install("toy_link", toy="toy_link:Options", gone="toy_link:Gone", none="toy_link:TURNED")
+    with pytest.raises(ConfigError, match=r"unknown link `toi`\nhint: did you mean `toy`\?"):
+        plugins.link_options("toi")
+    with pytest.raises(ConfigError, match="`gone` is toy_link:Gone of toy_link, which cannot be"):
+        plugins.link_options("gone")
+    with pytest.raises(ConfigError, match="`none` is toy_link:TURNED of toy_link: no subclass"):
+        plugins.link_options("none")
+
+
+def test_a_name_that_two_declare_is_refused(install) -> None:
+    install("toy_link", toy="toy_link:Options")
+    install("other_link", toy="other_link:Options")
+    with pytest.raises(ConfigError, match=r"`toy` is declared by .*_link and by .*_link"):
+        plugins.link_options("toy")
+
+
+def test_tcp_is_not_replaced(install) -> None:
+    install("toy_link", tcp="toy_link:Options")
+    with pytest.raises(ConfigError, match="`tcp` is declared by toy_link and by roadtrain"):
+        plugins.link_names()
