@@ -286,7 +286,7 @@ def _print_of(optimizer: torch.optim.Optimizer, attributes: Mapping[str, Any]) -
         return repr(sorted(group.items(), key=str)).encode()
 
 
-def check_elementwise(rule: TorchRule, steps: int = PROBE_STEPS) -> None:
+def check_elementwise(rule: TorchRule) -> None:
     """Shaped parameters together in one optimizer against the rule on flat pieces, bit for bit.
     Raises RuleError."""
     generator = torch.Generator().manual_seed(2)
@@ -296,7 +296,7 @@ def check_elementwise(rule: TorchRule, steps: int = PROBE_STEPS) -> None:
     sides = [_Side(rule, p.detach().numpy().reshape(-1), hyper) for p in whole]
     try:
         optimizer = rule.build(whole, hyper)
-        for step in range(steps):
+        for step in range(PROBE_STEPS):
             for p in whole:
                 p.grad = torch.randn(p.shape, generator=generator) * (1 + step % 3)
             grads = [p.grad.numpy().reshape(-1).copy() for p in whole]  # type: ignore[union-attr]

@@ -61,13 +61,13 @@ def _fp32(n: int) -> np.ndarray:
     return array_in(Buffer(n * 4).view, "fp32", 0, n)
 
 
-def processors(threads: int, elements: int = ELEMENTS) -> dict[str, float]:
+def processors(threads: int) -> dict[str, float]:
     """Bytes a second: `memory_rate` of a copy, read and written; `updates` of AdamW, 28 a
     parameter (bf16 gradient in, bf16 copy out); `sums` of BUFFERS bf16 gradients, bytes that
     arrive."""
-    source, target = _fp32(elements), _fp32(elements)
+    source, target = _fp32(ELEMENTS), _fp32(ELEMENTS)
     source[:] = 1e-3
-    grad = np.zeros(elements, np.uint16)
+    grad = np.zeros(ELEMENTS, np.uint16)
     cast(source, "fp32", grad, "bf16")
     (rule,) = rules_for(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1e-3))
     hyper = rule.hyper(
@@ -80,8 +80,8 @@ def processors(threads: int, elements: int = ELEMENTS) -> dict[str, float]:
             "amsgrad": False,
         }
     )
-    first, second, copy = _fp32(elements), _fp32(elements), np.zeros(elements, np.uint16)
-    rows = np.zeros((-(-elements // MAX_CHUNK), len(rule.scalars)))
+    first, second, copy = _fp32(ELEMENTS), _fp32(ELEMENTS), np.zeros(ELEMENTS, np.uint16)
+    rows = np.zeros((-(-ELEMENTS // MAX_CHUNK), len(rule.scalars)))
     arriving = [grad, *(grad.copy() for _ in range(BUFFERS - 1))]
 
     def move(at: int) -> None:
@@ -107,12 +107,12 @@ def processors(threads: int, elements: int = ELEMENTS) -> dict[str, float]:
     with ThreadPoolExecutor(threads) as pool:
 
         def all_of(work: Callable[[int], None], size: int) -> Callable[[], None]:
-            return lambda: list(pool.map(work, range(0, elements, size))).clear()
+            return lambda: list(pool.map(work, range(0, ELEMENTS, size))).clear()
 
         return {
-            "memory_rate": 8 * elements / _seconds(all_of(move, PART)),
-            "updates": 28 * elements / _seconds(all_of(update, MAX_CHUNK)),
-            "sums": 2 * BUFFERS * elements / _seconds(all_of(add, PART)),
+            "memory_rate": 8 * ELEMENTS / _seconds(all_of(move, PART)),
+            "updates": 28 * ELEMENTS / _seconds(all_of(update, MAX_CHUNK)),
+            "sums": 2 * BUFFERS * ELEMENTS / _seconds(all_of(add, PART)),
         }
 
 

@@ -35,9 +35,7 @@ class StorageRates:
     note: str = ""
 
 
-def storage_rates(
-    directory: str | Path, nbytes: int = FILE_BYTES, seconds: float = SECONDS
-) -> StorageRates:
+def storage_rates(directory: str | Path) -> StorageRates:
     """Writes and reads a temporary file in `directory`. Raises StoreError (FullError,
     GoneError)."""
     home = Path(directory).absolute()
@@ -47,31 +45,29 @@ def storage_rates(
         typed_errors(home, "probing"),
         tempfile.TemporaryDirectory(prefix="probe-", dir=home) as name,
     ):
-        file = DirectFile(Path(name) / "rates.bin", create=nbytes)
+        file = DirectFile(Path(name) / "rates.bin", create=FILE_BYTES)
         try:
             # what was never written reads too fast
-            wrote = _rate([file.write], nbytes, seconds, at_least=nbytes)
-            read = _rate([file.read], nbytes, seconds)
-            return StorageRates(
-                read, wrote, _rate([file.read, file.write], nbytes, seconds), file.note
-            )
+            wrote = _rate([file.write], at_least=FILE_BYTES)
+            read = _rate([file.read])
+            return StorageRates(read, wrote, _rate([file.read, file.write]), file.note)
         finally:
             file.close()
 
 
-def _rate(calls: list[Call], nbytes: int, seconds: float, at_least: int = 0) -> float:
+def _rate(calls: list[Call], at_least: int = 0) -> float:
     """Bytes a second of all `calls` together, each with pieces of the file in turn, over and
     over."""
     start = time.perf_counter()
 
     def work(call: Call, offsets: Iterator[int]) -> int:
         buffer, done = Buffer(PIECE), 0
-        while time.perf_counter() < start + seconds or done * THREADS < at_least:
+        while time.perf_counter() < start + SECONDS or done * THREADS < at_least:
             call(buffer.view, next(offsets), "a probe")
             done += PIECE
         buffer.close()
         return done
 
-    jobs = [(call, cycle(range(0, nbytes, PIECE))) for call in calls] * THREADS
+    jobs = [(call, cycle(range(0, FILE_BYTES, PIECE))) for call in calls] * THREADS
     with ThreadPoolExecutor(len(jobs)) as pool:
         return sum(pool.map(work, *zip(*jobs))) / (time.perf_counter() - start)
