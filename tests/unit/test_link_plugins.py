@@ -23,7 +23,7 @@ TURNED = bytes(255 - byte for byte in range(256))
 
 
 @dataclass(frozen=True)
-class Options(tcp.Options):
+class Options(tcp.TcpOptions):
     def channel(self, sock):
         return Turned(super().channel(sock))
 
@@ -98,7 +98,7 @@ def test_a_link_of_another_distribution_carries_frames(install) -> None:
 
 
 def test_tcp_is_there_without_any_plugin() -> None:
-    assert plugins.link_options("tcp") is tcp.Options
+    assert plugins.link_options("tcp") is tcp.TcpOptions
 
 
 def test_what_cannot_be_a_link_is_one_sentence(install) -> None:

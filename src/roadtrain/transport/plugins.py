@@ -1,9 +1,9 @@
 """Links between hosts by name: `tcp`, and those that installed distributions declare:
 
     [project.entry-points."roadtrain.links"]
-    rdma = "roadtrain_rdma:Options"
+    rdma = "roadtrain_rdma:RdmaOptions"
 
-An entry point names a subclass of tcp.Options. TCP's connections and handshake stay; `channel`
+An entry point names a subclass of tcp.TcpOptions. TCP's connections and handshake stay; `channel`
 carries the bytes of a connection that was let in another way, `check` refuses what this host
 cannot do. A Channel (transport/stream.py) has four methods; tests/contract/test_link.py is what a
 link must pass, plugins/rdma is an example. Links inside a host (shm, local) have no name here: the
@@ -26,11 +26,11 @@ def link_names() -> list[str]:
     return [OWN, *sorted(_plugins())]
 
 
-def link_options(name: str) -> type[tcp.Options]:
+def link_options(name: str) -> type[tcp.TcpOptions]:
     """The options of links of this name. Raises ConfigError where nobody declares it, or what is
     declared is no link."""
     if name == OWN:
-        return tcp.Options
+        return tcp.TcpOptions
     plugins = _plugins()
     if name not in plugins:
         raise unknown_name("link", name, link_names())
@@ -39,8 +39,8 @@ def link_options(name: str) -> type[tcp.Options]:
         options = plugins[name].load()
     except (ImportError, AttributeError) as cause:
         raise ConfigError(f"{declared}, which cannot be loaded: {cause}") from cause
-    if not (isinstance(options, type) and issubclass(options, tcp.Options)):
-        raise ConfigError(f"{declared}: no subclass of roadtrain.transport.tcp.Options")
+    if not (isinstance(options, type) and issubclass(options, tcp.TcpOptions)):
+        raise ConfigError(f"{declared}: no subclass of roadtrain.transport.tcp.TcpOptions")
     return options
 
 

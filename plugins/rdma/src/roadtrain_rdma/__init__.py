@@ -1,7 +1,7 @@
 """RDMA links, a plugin of roadtrain named `rdma`: TCP's connections and handshake, but the bytes
 are fetched by NIXL's READ from the other side's memory.
 
-    options = roadtrain_rdma.Options(token=token, device="mlx5_0:1")
+    options = roadtrain_rdma.RdmaOptions(token=token, device="mlx5_0:1")
     link = tcp.connect(("10.0.0.3", 7000), receiver, options)
 
 Who sends copies a piece into a ring of registered memory; the socket says how many bytes were ever
