@@ -3,11 +3,18 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: train test check types bench
+# What `make train` trains; examples/stdlib.toml is a small one.
+JOB ?= examples/moe.toml
+
+.PHONY: train train-plain test check types bench
 .DELETE_ON_ERROR:
 
 train: $(READY)
-	$(BIN)/roadtrain train examples/stdlib.toml $(ARGS)
+	$(BIN)/roadtrain train $(JOB) $(ARGS)
+
+# The same by plain PyTorch under the same limit of memory. Exit code 3 is the limit's: that is what it shows.
+train-plain: $(READY)
+	$(BIN)/python examples/train_plain.py $(JOB) $(ARGS) || test $$? -eq 3
 
 # What needs no hardware first; then real processes; then what needs root and loop devices (skips itself without).
 test: $(READY)

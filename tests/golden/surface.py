@@ -142,8 +142,11 @@ def job_defaults() -> dict[str, str]:
 
 
 def job_of(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """All keys of a job file with words of the command line over it, as a tree of plain values."""
-    return job.load_job(path, job.parse_overrides(overrides)).model_dump(mode="json")
+    """All keys of a job file with words of the command line over it, as a tree of plain values,
+    but those that the first edition did not have."""
+    later = {"run": {"memory_limit"}}
+    loaded = job.load_job(path, job.parse_overrides(overrides))
+    return loaded.model_dump(mode="json", exclude=later)
 
 
 def place_options() -> dict[str, str]:

@@ -30,11 +30,23 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
 
+def _size_text(size: object) -> str | None:
+    """A size as text. Raises UnitError for what is none."""
+    if size is None:
+        return None
+    parse_bytes(size if isinstance(size, int) else str(size))
+    return str(size)
+
+
 class RunSection(Section):
     dir: str = Field(default="", description="run directory; default runs/NAME-OF-THE-JOB-FILE")
     steps: int = Field(default=1000, ge=0, description="train up to this step")
     minutes: float | None = Field(
         default=None, gt=0, description="stop after so long; the same command goes on"
+    )
+    memory_limit: str | None = Field(
+        default=None,
+        description="hard limit of a process's memory, enforced by the system, as `1.5GiB`",
     )
     device: str = Field(
         default="",
@@ -50,6 +62,11 @@ class RunSection(Section):
     log_every: int = Field(
         default=1, ge=1, description="a line every so many steps where no progress bar can be drawn"
     )
+
+    @field_validator("memory_limit", mode="before")
+    @classmethod
+    def _size(cls, limit: object) -> object:
+        return _size_text(limit)
 
 
 class ModelSection(Section):
@@ -186,10 +203,7 @@ class BudgetSection(Section):
     @field_validator("host", mode="before")
     @classmethod
     def _size(cls, host: object) -> object:
-        if host is not None:
-            parse_bytes(host if isinstance(host, int) else str(host))
-            return str(host)
-        return host
+        return _size_text(host)
 
 
 class CompressSection(Section):
@@ -217,6 +231,10 @@ class Job(Section):
     @property
     def run_dir(self) -> Path:
         return Path(self.run.dir)
+
+    @property
+    def limit_nbytes(self) -> int | None:
+        return None if self.run.memory_limit is None else parse_bytes(self.run.memory_limit)
 
     @property
     def host_nbytes(self) -> int | None:
@@ -373,6 +391,7 @@ _TEXT_KEYS = frozenset(
     {
         "run.dir",
         "run.device",
+        "run.memory_limit",
         "model.pretrained",
         "model.dtype",
         "data.tokenizer",

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 import os
-import resource
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -34,8 +34,10 @@ from roadtrain.storage.mark import Mark
 from roadtrain.streaming.split import DTYPES
 from roadtrain.training.build import build_model, build_optimizer, fitted
 from roadtrain.training.data import Tokens
+from roadtrain.training.memory_limit import ENFORCED_BY, limited
 from roadtrain.training.metrics import Metrics, committed_by
 from roadtrain.training.progress import progress, show_table
+from roadtrain.training.summary import Summary, Totals, disk_bytes, rows
 from roadtrain.transport.address import tls_of, token_of
 from roadtrain.transport.tcp import TcpOptions
 from roadtrain.units import show_bytes
@@ -67,18 +69,6 @@ class Training:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit * self.scaler.get_scale())
 
 
-@dataclass(frozen=True)
-class Summary:
-    """`stopped`: why it ended before run.steps, or nothing. Losses: means over the first and
-    last steps of this run."""
-
-    steps: int
-    first_loss: float
-    last_loss: float
-    held_out_loss: float | None
-    stopped: str
-
-
 def command(path: str, overrides: Mapping[str, Any], new_store: bool = False) -> int:
     """`roadtrain train`. Raises RoadtrainError.
 
@@ -87,13 +77,20 @@ def command(path: str, overrides: Mapping[str, Any], new_store: bool = False) ->
     """
     job = load_job(path, {**overrides, "run.new_store": True} if new_store else overrides)
     check_own(path, job)
-    return 130 if train(job).stopped == "interrupted" else 0
+    summary = train(job, program=sys.argv[0])
+    return 130 if summary.stopped == "interrupted" else 0
 
 
-def train(job: Job, report: Report = print) -> Summary:
-    """Train `job` from its last committed step up to run.steps. Raises RoadtrainError."""
+def train(job: Job, report: Report = print, program: str = "roadtrain") -> Summary:
+    """Train `job` from its last committed step up to run.steps. `program`: how the command that
+    goes on begins. Raises RoadtrainError."""
     if WorkerGroup.of_environment().rank:
         report = silent  # worker 0 speaks for all
+    with limited(job.limit_nbytes):
+        return _train(job, report, program)
+
+
+def _train(job: Job, report: Report, program: str) -> Summary:
     stop = _Stop(job.run.minutes, report)  # its time runs from here
     make_directory(job.run_dir)
     mark = mark_of(job, report)
@@ -113,8 +110,8 @@ def train(job: Job, report: Report = print) -> Summary:
                 f"metrics: {metrics.dropped} steps after the last committed one are dropped, their"
                 f" lines are in {metrics.uncommitted}"
             )
-        losses: list[float] = []
-        resident = 0
+        _report_needs(training, report)
+        totals = Totals()
         with progress(job.run.steps, optimizer.steps_done, job.run.log_every, report) as show:
             then = time.perf_counter()
             training.tokens.begun = True
@@ -136,8 +133,7 @@ def train(job: Job, report: Report = print) -> Summary:
                 if rank == 0:
                     mark.advance(optimizer.committed_step)
                 show(line)
-                losses.append(loss)
-                resident = max(resident, optimizer.memory()["resident"])
+                totals.add(line, optimizer.memory()["resident"])
         stopped = stop.why() if optimizer.steps_done < job.run.steps else ""
         optimizer.flush()
         if rank == 0:
@@ -147,7 +143,23 @@ def train(job: Job, report: Report = print) -> Summary:
                 f"{stopped}: step {optimizer.committed_step} is committed; the same command goes on"
                 " from there"
             )
-        return _summary(training, losses, resident, stopped, report)
+        held_out = None if stopped == "interrupted" else held_out_loss(training)
+        summary = Summary(optimizer.steps_done, *totals.first_and_last(), held_out, stopped)
+        plain = optimizer.memory()["plain"]
+        show_table(rows(training.job, summary, totals, plain, program), report)
+        return summary
+
+
+def _report_needs(training: Training, report: Report) -> None:
+    """What the run takes of the disk, and what its memory is limited to."""
+    job, plain = training.job, show_bytes(training.optimizer.memory()["plain"])
+    if used := disk_bytes(job):
+        report(f"files: {show_bytes(used)} in {', '.join(job.store.dirs)}")
+    if job.limit_nbytes is not None:
+        report(
+            f"memory: this process gets at most {show_bytes(job.limit_nbytes)}, enforced by"
+            f" {ENFORCED_BY}; plain training of this model needs {plain}"
+        )
 
 
 def silent(_: str) -> None: ...
@@ -370,36 +382,3 @@ def write_job(job: Job) -> None:
         kept = job.run_dir / "tokenizer.json"
         if Path(job.data.tokenizer).resolve() != kept.resolve():
             replace_file(kept, Path(job.data.tokenizer).read_bytes(), "writing")
-
-
-def _summary(
-    training: Training, losses: list[float], resident: int, stopped: str, report: Report
-) -> Summary:
-    """Reports also what roadtrain's buffers took at most, what plain training needs, and the
-    whole process."""
-    optimizer, few = training.optimizer, max(1, min(5, len(losses) // 2))
-    first, last = (
-        sum(some) / len(some) if some else math.nan for some in (losses[:few], losses[-few:])
-    )
-    held_out, memory = (
-        None if stopped == "interrupted" else held_out_loss(training),
-        optimizer.memory(),
-    )
-    plain, resident = memory["plain"], max(resident, memory["resident"])
-    rows = [("steps done", f"{optimizer.steps_done}")]
-    if math.isfinite(first):
-        rows.append(
-            ("training loss, first and last steps of this run", f"{first:.3f} -> {last:.3f}")
-        )
-    if held_out is not None:
-        rows.append(("held-out loss", f"{held_out:.3f}"))
-    rows += [
-        ("plain training needs (parameters, gradients, optimizer)", show_bytes(plain)),
-        ("roadtrain held at most", f"{show_bytes(resident)} ({resident / plain:.0%})"),
-        (
-            "peak memory of the process, torch and text included",
-            show_bytes(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024),
-        ),
-    ]
-    show_table(rows, report)
-    return Summary(optimizer.steps_done, first, last, held_out, stopped)
