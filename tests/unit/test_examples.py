@@ -21,7 +21,7 @@ def check_roadtrain(words):
     cli.parse(name, rest)
 
 
-@pytest.mark.parametrize("name", ["stdlib.toml"])
+@pytest.mark.parametrize("name", ["moe.toml", "stdlib.toml"])
 def test_jobs_load(name):
     assert load_job(EXAMPLES / name).run.steps
 
