@@ -129,6 +129,7 @@ def test_keys_of_a_job() -> None:
         "run.dir",
         "run.steps",
         "run.minutes",
+        "run.memory_limit",
         "run.device",
         "run.seed",
         "run.new_store",
