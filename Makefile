@@ -6,7 +6,7 @@ READY := .venv/.ready
 # What `make train` trains; examples/stdlib.toml is a small one.
 JOB ?= examples/moe.toml
 
-.PHONY: train train-plain test check types bench
+.PHONY: train train-plain test check types bench docs
 .DELETE_ON_ERROR:
 
 train: $(READY)
@@ -21,7 +21,7 @@ test: $(READY)
 	$(BIN)/pytest -n 2 $(wildcard tests/unit tests/contract tests/golden) $(ARGS)
 	$(BIN)/pytest $(wildcard tests/local tests/lab) $(ARGS)
 
-check: $(READY) types
+check: $(READY) types docs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pytest tests/unit/test_layers.py tests/unit/test_public_names.py
@@ -29,6 +29,10 @@ check: $(READY) types
 types: $(READY)
 	$(BIN)/mypy --strict -p roadtrain.config -p roadtrain.protocol -p roadtrain.transport -p roadtrain.storage -m roadtrain.units -m roadtrain.errors -m roadtrain.chunks
 	$(BIN)/mypy -p roadtrain -p benchmarks -p roadtrain_rdma
+
+# The site, in build/site: strictly, so a link that leads nowhere is an error; nothing is fetched.
+docs: $(READY)
+	PYTHONPATH=src:. NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # A benchmark beside its peer: make bench NAME=update
 bench: $(READY)

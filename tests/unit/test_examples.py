@@ -1,6 +1,7 @@
-"""The examples name commands and options that exist; shells and YAML parse. What runs them is
-not here to ask."""
+"""The examples and the papers name commands, options and files that exist; shells and YAML
+parse. What runs them is not here to ask."""
 
+import re
 import shlex
 import subprocess
 from pathlib import Path
@@ -11,7 +12,9 @@ import yaml
 from roadtrain import cli
 from roadtrain.config.job import load_job
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+PAPERS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 
 
 def check_roadtrain(words):
@@ -62,3 +65,20 @@ def test_the_kubernetes_objects_fit_each_other():
         for i in range(servers["spec"]["replicas"])
     ]
     assert addresses == f"--store.servers={','.join(wanted)}"
+
+
+def test_readme_fits_its_frame():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_papers_link_to_what_is_there(name):
+    links = re.findall(r"\]\((?!http)([^)#]+)", (ROOT / name).read_text())
+    assert not [link for link in links if not (ROOT / link).exists()]
+
+
+def test_readme_names_commands_that_exist():
+    text = (ROOT / "README.md").read_text()
+    named = set(re.findall(r"`roadtrain ([a-z][a-z-]+)", text))
+    known = {name.split()[0] for name in cli.COMMANDS}
+    assert named and named <= known

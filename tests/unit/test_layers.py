@@ -1,4 +1,4 @@
-"""The house (docs/design.md): rooms are stacked, imports only go down. Read from the source,
+"""The house (docs/concepts/design.md): rooms are stacked, imports only go down. Read from the source,
 nothing is imported."""
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 Assumes: transformers 5, whose Trainer calls `cls()(model, **kwargs)` for a class that is no torch
 Optimizer. Does NOT start workers or touch the Trainer: checkpoints, clipping and accumulation are
-its own (docs/integrations.md).
+its own (docs/guides/integrations.md).
 """
 
 from __future__ import annotations

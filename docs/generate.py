@@ -1,0 +1,261 @@
+"""The reference pages of the site, made from the code at every build, so that they cannot drift.
+
+mkdocs calls the functions `on_*`. `on_files` adds a page for each function of `PAGES`: tables made
+from the code, and the papers at the top of the repository. Nothing is written into `docs/`.
+Assumes that `roadtrain` can be imported (`make docs` sets the path). Does NOT write prose.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import io
+import re
+import sysconfig
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+from pydantic import BaseModel, BeforeValidator
+from pydantic.fields import FieldInfo
+
+import roadtrain
+from roadtrain import cli, errors
+from roadtrain.config.cluster import Cluster
+from roadtrain.config.job import Job
+from roadtrain.lab.labfile import LabFile
+
+ROOT = Path(__file__).parents[1]
+MADE = "*This page is made from the code.*\n\n"
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    for path, make in PAGES.items():
+        files.append(File.generated(config, path, content=make()))
+    return files
+
+
+def api() -> str:
+    """Every public name of the package, each with its docstring."""
+    text = ["# Python API\n", MADE, "Each name is one of `roadtrain`: `roadtrain.place`.\n"]
+    for name in sorted(roadtrain.__all__, key=str.lower):
+        text.append(f"::: {_home(getattr(roadtrain, name))}\n")
+    return "\n".join(text)
+
+
+def _home(found: Any) -> str:
+    return f"{found.__module__}.{found.__qualname__}"
+
+
+def job() -> str:
+    intro = (
+        "A job is one training run as its user wrote it: a TOML file for `roadtrain train`,"
+        " `verify` and `import`. Every key is an option of the command line too, which goes before"
+        " the file: `--optimizer.lr 1e-4`. A key that is not known is refused with the nearest one"
+        " that is.\n"
+    )
+    return "\n".join(["# Keys of a job\n", MADE, intro, *_sections(Job)])
+
+
+def cluster() -> str:
+    text = ["# Keys of a cluster\n", MADE, _example(Cluster)]
+    return "\n".join([*text, *_sections(Cluster)])
+
+
+def lab() -> str:
+    intro = "LAB.toml says what a cluster on one machine is made of ([guide](../guides/lab.md)).\n"
+    return "\n".join(["# Keys of a lab\n", MADE, intro, *_sections(LabFile)])
+
+
+def commands() -> str:
+    text = ["# Commands\n", MADE, f"```text\n{_said('--help')}\n```\n"]
+    for name in cli.COMMANDS:
+        text.append(f"## {name}\n\n```text\n{_said(*name.split(), '--help')}\n```\n")
+    return "\n".join(text)
+
+
+def errors_page() -> str:
+    intro = (
+        "Everything that roadtrain raises on purpose is a `roadtrain.RoadtrainError`. A message"
+        " says what is wrong, with both numbers; `hint:` says the way out. A command ends with exit"
+        " code 2 then.\n"
+    )
+    tree = (errors.__doc__ or "").strip().partition("\n\n")[2]
+    return "\n".join(["# Errors\n", MADE, intro, f"```text\n{tree}\n```\n"])
+
+
+def file_map() -> str:
+    """A line a file: the first sentence of its docstring."""
+    intro = (
+        "Rooms are stacked, and imports only go down ([design](../concepts/design.md#the-house))."
+        " A line is the beginning of the file's docstring, which goes on with what the file"
+        " assumes and what it does not do.\n"
+    )
+    text = ["# File map\n", MADE, intro]
+    for top in ("src/roadtrain", "benchmarks"):
+        rooms = sorted({path.parent for path in (ROOT / top).rglob("*.py")})
+        text += [_room(room, ROOT / top) for room in rooms]
+    return "\n".join(text)
+
+
+def _room(room: Path, top: Path) -> str:
+    text = [f"## {room.relative_to(top.parent)}/\n"]
+    rows = ["| file | holds |", "|---|---|"]
+    for path in sorted(room.glob("*.py")):
+        said = _first_sentence(path)
+        if path.name == "__init__.py":
+            text.append(f"{said}\n")
+        elif said:
+            rows.append(f"| `{path.name}` | {_cell(said)} |")
+    return "\n".join([*text, *rows, ""])
+
+
+def _first_sentence(path: Path) -> str:
+    said = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n\n")[0]
+    return re.split(r"(?<=\.)\s+(?=[A-Z])", " ".join(said.split()), maxsplit=1)[0]
+
+
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """The index of decisions lists those that are there."""
+    if page.file.src_uri != "decisions/index.md":
+        return markdown
+    rows = ["", "| | |", "|---|---|"]
+    for path in sorted((ROOT / "docs/decisions").glob("0*.md")):
+        number, _, title = path.read_text().splitlines()[0].lstrip("# ").partition(" ")
+        rows.append(f"| {number} | [{title}]({path.name}) |")
+    return "\n".join([markdown, *rows])
+
+
+PAPERS = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing/index.md",
+    "CHANGELOG.md": "changelog.md",
+}
+
+
+def paper(name: str) -> Callable[[], str]:
+    """A page that lies at the top of the repository. Its links lead to where the site has what
+    they name; what the site does not have is plain text there."""
+    up = "../" * PAPERS[name].count("/")
+
+    def target(found: re.Match[str]) -> str:
+        text, link = found.groups()
+        if link.startswith(("http", "#")):
+            return found[0]
+        if link.startswith("docs/"):
+            return f"[{text}]({up}{link.removeprefix('docs/')})"
+        return f"[{text}]({up}{PAPERS[link]})" if link in PAPERS else text
+
+    return lambda: re.sub(r"\[([^\]]*)\]\(([^)]*)\)", target, (ROOT / name).read_text())
+
+
+def _example(model: type[BaseModel]) -> str:
+    """What the module of a file's schema says of it: its docstring, the indented part as TOML."""
+    said = (importlib.import_module(model.__module__).__doc__ or "").strip()
+    return re.sub(
+        r"\n\n((?: {4}.*\n)+)\n?",
+        lambda found: "\n\n```toml\n" + re.sub(r"(?m)^ {4}", "", found[1]) + "```\n\n",
+        said,
+    )
+
+
+def _sections(model: type[BaseModel], path: str = "", several: bool = False) -> Iterator[str]:
+    """A heading and a table for `model`, then for each model that its fields hold."""
+    inner: list[tuple[str, type[BaseModel], bool]] = []
+    rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    for name, field in model.model_fields.items():
+        key = field.alias or name
+        if (found := _model_in(field.annotation)) is not None:
+            several = typing.get_origin(field.annotation) in (list, tuple)
+            inner.append((f"{path}.{key}" if path else key, found, several))
+        else:
+            default = _default(field)
+            kind, meaning = _cell(_type_of(field)), _cell(field.description or "")
+            rows.append(f"| `{key}` | {kind} | {default} | {meaning} |")
+    if path:
+        yield f"## `[[{path}]]`\n" if several else f"## `[{path}]`\n"
+    if path and model.__doc__ and model.__doc__ != BaseModel.__doc__:
+        yield " ".join(model.__doc__.split()) + "\n"
+    if len(rows) > 2:
+        yield "\n".join(rows) + "\n"
+    for inside, found, several in inner:
+        yield from _sections(found, inside, several)
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """The schema that a field holds, alone, in a tuple or a list, or where it may be missing."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    found = [_model_in(arg) for arg in typing.get_args(annotation)]
+    return next((one for one in found if one is not None), None)
+
+
+def _type_of(field: FieldInfo) -> str:
+    """A number that is checked before it is one is written with its unit."""
+    with_unit = any(isinstance(rule, BeforeValidator) for rule in field.metadata)
+    return "number with a unit" if with_unit else _type_name(field.annotation)
+
+
+def _type_name(annotation: Any) -> str:
+    """A type as a user of TOML would say it."""
+    names = {
+        str: "text",
+        int: "whole number",
+        float: "number",
+        bool: "true or false",
+        dict: "table",
+    }
+    if annotation in names:
+        return names[annotation]
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return _type_name(args[0])
+    if origin is typing.Literal:
+        return ", ".join(f"`{arg}`" for arg in args)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_type_name(arg) for arg in args if arg is not types.NoneType)
+    if origin in (list, tuple):
+        return "list of " + _type_name(args[0])
+    if origin in (dict, Mapping):
+        return "table"
+    return str(getattr(annotation, "__name__", annotation))
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "needed"
+    value = field.get_default(call_default_factory=True, validated_data={})
+    here = sysconfig.get_path("stdlib") in str(value)  # another one on another machine
+    return "" if here or value in (None, "", (), [], {}) else f"`{_cell(str(value))}`"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
+
+
+def _said(*args: str) -> str:
+    """What the command line prints."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        cli.main(list(args))
+    return out.getvalue().strip()
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "reference/api.md": api,
+    "reference/commands.md": commands,
+    "reference/job.md": job,
+    "reference/cluster.md": cluster,
+    "reference/lab.md": lab,
+    "reference/errors.md": errors_page,
+    "contributing/files.md": file_map,
+    "index.md": paper("README.md"),
+    "contributing/index.md": paper("CONTRIBUTING.md"),
+    "changelog.md": paper("CHANGELOG.md"),
+}
