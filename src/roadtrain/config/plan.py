@@ -1,7 +1,8 @@
 """Placement: where parameters and optimizer state rest, where gradients are summed, where the
 update runs; and the plan that it is part of. <-> plan.toml
 
-The systems are named choices of the same duties (docs/design.md), baselines too. Arithmetic only.
+The systems are named choices of the same duties (docs/concepts/design.md), baselines too.
+Arithmetic only.
 """
 
 from __future__ import annotations
