@@ -251,13 +251,13 @@ def said_again(name: str, kind: int, raw: bytes, payload: bytes) -> Any:
         if push.dtype:  # the frame is the first half of what the server has room for
             push = replace(push, grad=memoryview(bytearray(payload) * 2))
         return m.frame(push)
-    if kind == m.RELEASE:
+    if kind == m.APPLY_UPDATE:
         return m.frame(m.apply_update(fields, view, CHUNKS[fields[0]], 0))
     simple = {
         m.PULL: lambda: ops.Pull(fields[0], fields[1], None, fields[2]),
         m.CLOSE: lambda: ops.Close(*fields),
-        m.FORGET: lambda: ops.DiscardGrad(*fields),
-        m.SEAL: lambda: ops.EndStep(*fields),
+        m.DISCARD_GRAD: lambda: ops.DiscardGrad(*fields),
+        m.END_STEP: lambda: ops.EndStep(*fields),
         m.COMMIT: lambda: ops.Commit(fields[0], view),
         m.COMMITTED: lambda: ops.CommitDone(*fields),
     }

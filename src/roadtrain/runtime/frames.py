@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar, get_args, get_origin
+from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 import numpy as np
@@ -33,113 +33,317 @@ from roadtrain.kernels.cast import NUMPY_OF
 from roadtrain.protocol import messages
 from roadtrain.units import round_up
 
-(
-    OPEN,
-    FILL,
-    BEGIN,
-    READ,
-    PULL,
-    PUSH,
-    CLOSE,
-    RELEASE,
-    FORGET,
-    SEAL,
-    COMMIT,
-    COMMITTED,
-    SETTLE,
-    BEAT,
-) = range(1, 15)
-PROGRESS, WELCOME, FILLED, READY, RECORD, FAILED, PULLED, HELD, PREPARED, SETTLED, WRITTEN = range(
-    19, 30
-)
-PART, MOVED, SUM, GONE, STATE, ASK, CHANGE = range(30, 37)
-GIVEN_UP, SAY, STALL, HAS, AGREED, ASKED, DIFFER = range(37, 44)
+# Kinds of frames. A number is never used again for something else.
 
-# session, rank, workers, those of one host (negative: their relay sums), number of the server,
-# signature of the layout
-Hello = tuple[str, int, int, int, int, str]
-HELLO = msgspec.msgpack.Decoder(Hello)
-# session, rank, workers, rule: of a summation; "" for a rule: to its coordinator
-SumHello = tuple[str, int, int, str]
-SUM_HELLO = msgspec.msgpack.Decoder(SumHello)
-# begins the greeting of who says that a server may go on without another one
-WITHOUT = b"roadtrain without "
-# the rest: job, link of its history, servers (protocol/history.py)
-Without = tuple[str, str, tuple[int, ...]]
-WITHOUT_REST = msgspec.msgpack.Decoder(Without)
+# worker -> server
+OPEN = 1
+FILL = 2
+BEGIN = 3
+READ = 4
+PULL = 5
+PUSH = 6
+CLOSE = 7
+APPLY_UPDATE = 8
+DISCARD_GRAD = 9
+END_STEP = 10
+COMMIT = 11
+COMMITTED = 12  # also server -> worker
+SETTLE = 13
+BEAT = 14
+
+# server -> worker
+PROGRESS = 19
+WELCOME = 20
+FILLED = 21
+READY = 22
+RECORD = 23
+FAILED = 24  # from any role to any other
+PULLED = 25
+GRAD_ACCUMULATED = 26
+PREPARED = 27
+SETTLED = 28
+WRITTEN = 29
+
+# worker <-> reducer
+PART = 30
+MOVED = 31
+SUM = 32
+GIVEN_UP = 37
+
+# worker <-> coordinator of spare hosts
+GONE = 33
+STATE = 34
+ASK = 35
+CHANGE = 36
+
+# worker <-> coordinator of agreement
+SAY = 38
+STALL = 39
+HAS = 40
+AGREED = 41
+ASKED = 42
+DIFFER = 43
+
+
+class ChunkHeader(NamedTuple):
+    chunk: int  # in a Read and its Record also -1: what was committed with the last step
+
+
+class StepHeader(NamedTuple):
+    step: int
+
+
+class OpenHeader(NamedTuple):
+    """Worker 0 says what the server's part of the store is; the payload describes it."""
+
+    new: bool  # the part is to be made; else it is there
+    step: int  # of the generation to open or make
+    servers: int  # how many the store is spread over
+    holds_gradients: bool  # gradients wait for the norm of all
+    snapshot: int  # go on from the snapshot of this step, if it is that of a new part; -1: none
+    given_up: bool  # what the new part replaces is moved aside
+
+
+class WelcomeHeader(NamedTuple):
+    step: int  # the newest of the store here, -1 without a store
+    snapshots: tuple[int, ...]  # steps of its snapshots
+    every: int  # steps between two snapshots; 0: it takes none
+    rests: str  # where the state rests, for people
+
+
+class ProgressHeader(NamedTuple):
+    """Until Ready: how far the server is."""
+
+    doing: str
+    done: int
+    of: int
+
+
+class ReadyHeader(NamedTuple):
+    step: int  # that was committed last
+    members: tuple[int, ...]  # the session's servers
+    job: str
+
+
+class PullHeader(NamedTuple):
+    chunk: int
+    version: int
+    ticket: int
+
+
+class PulledHeader(NamedTuple):
+    ticket: int
+    chunk: int
+
+
+class PushHeader(NamedTuple):
+    chunk: int
+    fresh: bool  # the first of its step: it replaces what is held
+    ticket: int
+    values: int  # how many a sparse gradient has; -1: it is dense
+    dtype: str  # of these; of a dense gradient only where it was downcast, else ""
+
+    @property
+    def dense(self) -> bool:
+        return self.values < 0
+
+
+class CloseHeader(NamedTuple):
+    chunk: int
+    step: int
+
+
+class ApplyUpdateHeader(NamedTuple):
+    chunk: int
+    step: int
+    order: int
+    hyperparameters: tuple[float, ...]
+
+
+class WrittenHeader(NamedTuple):
+    step: int
+    sums: tuple[tuple[int, int, int], ...]  # of each owner: its number, sum, weighted sum
+
+
+class FailedHeader(NamedTuple):
+    error: str  # the name of its class
+    words: str
+
+
+class PartHeader(NamedTuple):
+    """What a worker gives to a sum."""
+
+    key: int  # of the tensor
+    start: int  # its first element
+    round: int
+    elements: int
+    format: str
+    summed: int  # bytes of an element where the payload is the sum itself, else 0
+
+
+class SumHeader(NamedTuple):
+    key: int  # of the tensor
+    start: int  # its first element
+    round: int
+    summed: bool  # a worker had the sum already: the payload is as it lies in memory
+
+
+class GoneHeader(NamedTuple):
+    reducer: int
+    why: str
+
+
+class StateHeader(NamedTuple):
+    number: int  # of the question
+    refused: tuple[int, ...]  # reducers that this worker could not reach
+
+
+class AskHeader(NamedTuple):
+    number: int
+    added: tuple[tuple[int, str, float], ...]  # new reducers: number, address, rate
+
+
+class ChangeHeader(NamedTuple):
+    number: int
+    gone: tuple[int, ...]  # reducers that are left out from now on
+    added: tuple[tuple[int, str, float], ...]  # new reducers: number, address, rate
+
+
+class SayHeader(NamedTuple):
+    epoch: int
+    identity: str  # of the operation
+    use: int  # how many of this identity came before in the epoch
+    signature: str
+    each: bool  # it is agreed each time
+
+
+class StallHeader(NamedTuple):
+    epoch: int  # the payload is Stalled
+
+
+class HasHeader(NamedTuple):
+    epoch: int
+    place: tuple[str, int]  # identity and use that were asked for
+    begun: bool
+    blocked: list[tuple[str, int]]  # what the worker is blocked on: none or one
+
+
+class AgreedHeader(NamedTuple):
+    epoch: int
+    identity: str
+    use: int
+    signature: str
+
+
+class AskedHeader(NamedTuple):
+    epoch: int
+    place: tuple[str, int]  # identity and use
+
+
+class DifferHeader(NamedTuple):
+    epoch: int  # that begins
+    why: str
+
+
+NO_FIELDS = tuple[()]
 _HEADERS: Mapping[int, Any] = {
-    # new, generation's step, servers, whether gradients wait for the
-    OPEN: tuple[bool, int, int, bool, int, bool],
-    # norm, step of its snapshot to go on from, or -1: a new part of the same step is restored from
-    # that; given up: what the new part replaces is moved aside
-    FILL: tuple[int],
-    SETTLE: tuple[()],  # a new part is whole: it counts, with what was committed as payload
-    BEGIN: tuple[()],
-    READ: tuple[int],  # chunk, or -1: what was committed with the last step
-    PULL: tuple[int, int, int],  # chunk, version, ticket
-    # chunk, fresh, ticket, values of a sparse one or -1, their dtype;
-    PUSH: tuple[int, bool, int, int, str],
-    # that of a whole one only where it was downcast
-    CLOSE: tuple[int, int],
-    RELEASE: tuple[int, int, int, tuple[float, ...]],  # chunk, step, order, hyperparameters
-    FORGET: tuple[int],
-    SEAL: tuple[int],
-    COMMIT: tuple[int],
-    COMMITTED: tuple[int],
-    BEAT: tuple[()],  # the worker's process runs
-    # its newest step, -1 without a store; those of its snapshots,
-    WELCOME: tuple[int, tuple[int, ...], int, str],
-    # steps between two (0: it takes none); where the state rests
-    FILLED: tuple[int],
-    # the step that was committed last, the session's servers, the job
-    READY: tuple[int, tuple[int, ...], str],
-    RECORD: tuple[int],
-    FAILED: tuple[str, str],  # class, words
-    PULLED: tuple[int, int],
-    HELD: tuple[int],
-    SETTLED: tuple[()],
-    WRITTEN: tuple[int, tuple[tuple[int, int, int], ...]],  # step; owner, sum, weighted sum
-    PREPARED: tuple[int],
-    PROGRESS: tuple[str, int, int],  # until Ready: what is under way, how much of how much is done
-    # tensor, first element, round, elements, format; of the sum itself,
-    PART: tuple[int, int, int, int, str, int],
-    # bytes of an element, else 0
-    MOVED: tuple[()],
-    GIVEN_UP: tuple[()],  # what this worker pushed so far and is not summed
-    # epoch, identity, use, signature, whether it is agreed each time
-    SAY: tuple[int, str, int, str, bool],
-    STALL: tuple[int],  # epoch; the payload: operations, what is blocked on
-    # epoch, what was asked for, whether it has begun,
-    HAS: tuple[int, tuple[str, int], bool, list[tuple[str, int]]],
-    # what it is blocked on (none or one)
-    AGREED: tuple[int, str, int, str],  # epoch, identity, use, signature
-    ASKED: tuple[int, tuple[str, int]],  # epoch, identity and use
-    DIFFER: tuple[int, str],  # the epoch that begins, why
-    # tensor, first element, round, whether a worker had it: as it is in memory
-    SUM: tuple[int, int, int, bool],
-    GONE: tuple[int, str],  # reducer, why
-    STATE: tuple[int, tuple[int, ...]],  # number of the question, refused reducers
-    ASK: tuple[int, tuple[tuple[int, str, float], ...]],  # number, new reducers
-    # number, reducers that are gone, new ones
-    CHANGE: tuple[int, tuple[int, ...], tuple[tuple[int, str, float], ...]],
+    OPEN: OpenHeader,
+    FILL: ChunkHeader,  # the payload is its record
+    SETTLE: NO_FIELDS,  # a new part is whole: it counts, with what was committed as payload
+    BEGIN: NO_FIELDS,
+    READ: ChunkHeader,
+    PULL: PullHeader,
+    PUSH: PushHeader,
+    CLOSE: CloseHeader,
+    APPLY_UPDATE: ApplyUpdateHeader,
+    DISCARD_GRAD: ChunkHeader,
+    END_STEP: StepHeader,
+    COMMIT: StepHeader,
+    COMMITTED: StepHeader,
+    BEAT: NO_FIELDS,  # the worker's process runs
+    WELCOME: WelcomeHeader,
+    FILLED: ChunkHeader,
+    READY: ReadyHeader,
+    RECORD: ChunkHeader,
+    FAILED: FailedHeader,
+    PULLED: PulledHeader,
+    GRAD_ACCUMULATED: ChunkHeader,
+    SETTLED: NO_FIELDS,
+    WRITTEN: WrittenHeader,
+    PREPARED: StepHeader,
+    PROGRESS: ProgressHeader,
+    PART: PartHeader,
+    MOVED: NO_FIELDS,  # this worker's parts go elsewhere from now on
+    GIVEN_UP: NO_FIELDS,  # so is what this worker pushed and is not summed
+    SUM: SumHeader,
+    GONE: GoneHeader,
+    STATE: StateHeader,
+    ASK: AskHeader,
+    CHANGE: ChangeHeader,
+    SAY: SayHeader,
+    STALL: StallHeader,
+    HAS: HasHeader,
+    AGREED: AgreedHeader,
+    ASKED: AskedHeader,
+    DIFFER: DifferHeader,
 }
-# payload of a state: last round begun, whether it is complete; of a change: last round that any has
-# begun, first that any lacks
+
+
+# What is not a header but has a form
+
+
+class Hello(NamedTuple):
+    """A worker's greeting to a server."""
+
+    session: str
+    rank: int
+    workers: int
+    local: int  # workers of each host that are summed first; negative: their relay has done it
+    server: int  # its number
+    signature: str  # of the layout
+
+
+class SumHello(NamedTuple):
+    """A worker's greeting to a reducer or a coordinator."""
+
+    session: str
+    rank: int
+    workers: int
+    rule: str  # of the sum; "": to the coordinator of spare hosts; "agree": to that of agreement
+
+
+# begins the greeting of who says that a server may go on without others; Without is the rest
+WITHOUT = b"roadtrain without "
+
+
+class Without(NamedTuple):
+    job: str
+    link: str  # of its history (protocol/history.py)
+    servers: tuple[int, ...]
+
+
+# Payload of a State: tensor -> last round begun, whether it is complete. Of a Change: tensor ->
+# last round that any worker has begun, first that any lacks.
 Rounds = dict[int, tuple[int, int]]
-ROUNDS = msgspec.msgpack.Decoder(Rounds)
-# what watch.answer says: of the server; worker -> (seconds, what it waits for); seconds of each
-# stage
+# What health.answer says: of the server; worker -> (seconds, what it waits for); seconds a stage.
 Status = tuple[str, Mapping[str, tuple[float, str]], Mapping[str, float]]
-# payload of a stall: all that a worker waits for, and what its thread does (none or one): identity,
-# use, signature
+# Payload of a Stall: all that a worker waits for, and what its thread does (none or one):
+# identity, use, signature.
 Stalled = tuple[list[tuple[str, int, str]], list[tuple[str, int, str]]]
+
+HELLO = msgspec.msgpack.Decoder(Hello)
+SUM_HELLO = msgspec.msgpack.Decoder(SumHello)
+WITHOUT_REST = msgspec.msgpack.Decoder(Without)
+ROUNDS = msgspec.msgpack.Decoder(Rounds)
 STALLED = msgspec.msgpack.Decoder(Stalled)
 _DECODERS = {kind: msgspec.msgpack.Decoder(header) for kind, header in _HEADERS.items()}
 encode = msgspec.msgpack.Encoder().encode
 
 
 def _shape(kind: Any) -> str:
-    """A type as text that is the same in every version of Python."""
+    """A type as text that is the same in every version of Python; of named fields their types."""
+    if hasattr(kind, "_fields"):
+        return f"tuple[{', '.join(map(_shape, get_type_hints(kind).values()))}]"
     inside = ", ".join("..." if arg is ... else _shape(arg) for arg in get_args(kind))
     name = getattr(get_origin(kind) or kind, "__name__", str(kind))
     return f"{name}[{inside}]" if inside else name
@@ -218,11 +422,11 @@ def frame(message: Any) -> tuple[int, bytes, Sequence[memoryview]]:
         case messages.ApplyUpdate(chunk, step, hyper, scales, order):
             there = np.array([s is not None for s in scales])
             parts = [as_bytes(np.array([0.0 if s is None else s for s in scales])), as_bytes(there)]
-            return RELEASE, encode((chunk, step, order, hyper)), parts
+            return APPLY_UPDATE, encode((chunk, step, order, hyper)), parts
         case messages.DiscardGrad(chunk):
-            return FORGET, encode((chunk,)), ()
+            return DISCARD_GRAD, encode((chunk,)), ()
         case messages.EndStep(step):
-            return SEAL, encode((step,)), ()
+            return END_STEP, encode((step,)), ()
         case messages.Commit(step, blob):
             return COMMIT, encode((step,)), [memoryview(blob)]
         case messages.CommitDone(step):
@@ -231,38 +435,43 @@ def frame(message: Any) -> tuple[int, bytes, Sequence[memoryview]]:
 
 
 def apply_update(
-    fields: Any, payload: memoryview, chunk: Chunk, worker: int
+    fields: ApplyUpdateHeader, payload: memoryview, chunk: Chunk, worker: int
 ) -> messages.ApplyUpdate:
-    number, step, order, hyper = fields
     n = len(chunk.spans)
     if len(payload) != 9 * n:
         raise WireError(
-            f"a release of chunk {number} with {len(payload)} bytes of scales, {9 * n} expected"
+            f"an update of chunk {chunk.id} with {len(payload)} bytes of scales, {9 * n} expected"
         )
     there = np.frombuffer(payload, np.uint8, n, 8 * n)
     scales = [float(s) if t else None for s, t in zip(np.frombuffer(payload, np.float64, n), there)]
-    return messages.ApplyUpdate(number, step, hyper, scales, order, worker)
+    return messages.ApplyUpdate(
+        fields.chunk, fields.step, fields.hyperparameters, scales, fields.order, worker
+    )
 
 
-def push_nbytes(fields: Any, chunk: Chunk, dense: int) -> int:
-    """The payload of a push of `chunk`; `dense`: that of a whole gradient, not downcast."""
-    _, _, _, k, dtype = fields
-    if k < 0 and not dtype:
+def push_nbytes(fields: PushHeader, chunk: Chunk, dense: int) -> int:
+    """The payload of a push of `chunk`; `dense`: that of a dense gradient that is not downcast."""
+    dtype = fields.dtype
+    if not fields.dense:
+        itemsize = 4 if dtype == "fp32" else 2
+        return 8 * len(chunk.segments) + fields.values * (4 + itemsize)
+    if not dtype:
         return dense
-    if k < 0:
-        if dtype not in ("bf16", "fp16") or chunk.dtype != "fp32":
-            raise WireError(
-                f"a gradient of chunk {chunk.id}, which is {chunk.dtype}, came as {dtype!r}"
-            )
-        return round_up(chunk.numel * ITEMSIZE[dtype], PAGE)
-    return 8 * len(chunk.segments) + k * (4 + (4 if dtype == "fp32" else 2))
+    if dtype not in ("bf16", "fp16") or chunk.dtype != "fp32":
+        raise WireError(
+            f"a gradient of chunk {chunk.id}, which is {chunk.dtype}, came as {dtype!r}"
+        )
+    return round_up(chunk.numel * ITEMSIZE[dtype], PAGE)
 
 
-def push(fields: Any, payload: memoryview, chunk: Chunk, keep: bool, worker: int) -> messages.Push:
+def push(
+    fields: PushHeader, payload: memoryview, chunk: Chunk, keep: bool, worker: int
+) -> messages.Push:
     number, fresh, ticket, k, dtype = fields
-    if k < 0:
+    if fields.dense:
         return messages.Push(number, payload, fresh, keep, ticket, None, worker, dtype)
     n = len(chunk.segments)
+    sums = np.frombuffer(payload, np.float64, n)
     indices = np.frombuffer(payload, np.uint32, k, 8 * n)
     kind = np.float32 if dtype == "fp32" else NUMPY_OF[chunk.dtype]
     values = np.frombuffer(payload, kind, k, 8 * n + 4 * k)
@@ -271,12 +480,4 @@ def push(fields: Any, payload: memoryview, chunk: Chunk, keep: bool, worker: int
             f"an index {int(indices.max())} in a gradient of chunk {number}, which has"
             f" {chunk.numel}"
         )
-    return messages.Push(
-        number,
-        (indices, values),
-        fresh,
-        False,
-        ticket,
-        np.frombuffer(payload, np.float64, n),
-        worker,
-    )
+    return messages.Push(number, (indices, values), fresh, False, ticket, sums, worker)

@@ -231,7 +231,7 @@ class RemoteServer:
                     " asked for"
                 )
             return into
-        if kind not in (m.WELCOME, m.READY, m.HELD, m.RECORD):
+        if kind not in (m.WELCOME, m.READY, m.GRAD_ACCUMULATED, m.RECORD):
             raise WireError(f"a frame of kind {kind} has no payload, {nbytes} bytes came")
         return memoryview(bytearray(nbytes))
 
@@ -242,7 +242,7 @@ class RemoteServer:
                 ticket, chunk = fields
                 del self._into[ticket]
                 self.deliver(messages.Pulled(ticket, chunk))
-            case m.HELD:
+            case m.GRAD_ACCUMULATED:
                 self.deliver(
                     messages.GradAccumulated(fields[0], np.frombuffer(payload, np.float64))
                 )

@@ -235,7 +235,7 @@ class Seat:
                 return self._coming[-1].view[:nbytes]
         elif kind == m.FILL:
             return Buffer(nbytes).view[:nbytes]
-        elif kind not in (m.OPEN, m.SETTLE, m.COMMIT, m.RELEASE):
+        elif kind not in (m.OPEN, m.SETTLE, m.COMMIT, m.APPLY_UPDATE):
             raise WireError(f"a frame of kind {kind} has no payload, {nbytes} bytes came")
         return memoryview(bytearray(nbytes))
 
@@ -285,13 +285,13 @@ class Seat:
                         raise WireError(f"two pushes with the ticket {push.ticket}")
                     self._kept[push.ticket] = self._coming.popleft()
                 session.tell(push)
-            case m.RELEASE:
+            case m.APPLY_UPDATE:
                 session.tell(m.apply_update(fields, payload, session.chunk(fields[0]), me))
             case m.CLOSE:
                 session.tell(messages.Close(session.chunk(fields[0]).id, fields[1], me))
-            case m.FORGET:
+            case m.DISCARD_GRAD:
                 session.tell(messages.DiscardGrad(session.chunk(fields[0]).id, me))
-            case m.SEAL:
+            case m.END_STEP:
                 session.tell(messages.EndStep(fields[0], me))
             case m.COMMIT:
                 session.tell(messages.Commit(fields[0], bytes(payload), me))
@@ -633,7 +633,7 @@ class Session:
                 seats[0].freed(ticket)
             case messages.GradAccumulated(chunk, sums):
                 for seat in seats:
-                    seat.say(m.HELD, (chunk,), m.as_bytes(sums))
+                    seat.say(m.GRAD_ACCUMULATED, (chunk,), m.as_bytes(sums))
             case messages.Written(_, step, chunk_sums):
                 for seat in seats:
                     seat.say(m.WRITTEN, (step, chunk_sums))
