@@ -11,6 +11,7 @@ from roadtrain.chunks import ChunkTable, ParamSpec
 from roadtrain.errors import LoopError
 from roadtrain.protocol import messages
 from roadtrain.protocol.assignment import assign
+from roadtrain.protocol.chunk_state import Resident
 from roadtrain.protocol.commit import CommitStateMachine, added
 from roadtrain.protocol.history import Histories, HistoryLink, Resume, ServerHoldings
 from roadtrain.protocol.prefetch import HERE, Prefetcher
@@ -23,6 +24,7 @@ from roadtrain.protocol.queues import (
     Turns,
 )
 from roadtrain.protocol.server import ServerStateMachine, agreed
+from roadtrain.protocol.server_steps import ServerSpec
 
 
 class World:
@@ -57,8 +59,8 @@ class World:
                 ) not in self.lanes, "nobody writes over what is still wanted"
                 self.lanes[push.chunk, lane] = push.worker
             case messages.Hold(push):
-                if isinstance(push.grad, int):
-                    assert self.lanes.pop((push.chunk, push.grad)) == push.worker
+                if push.spill_slot is not None:
+                    assert self.lanes.pop((push.chunk, push.spill_slot)) == push.worker
                 self.held.setdefault(push.chunk, []).append(push.worker)
                 result = (None, push.keep)
             case messages.Total(chunk):
@@ -77,8 +79,10 @@ class World:
 @pytest.mark.parametrize("buffers", [1, 2, 5])
 def test_steps_end_committed_whatever_the_order(seed, buffers):  # Rule 3, Rule 5
     rng = random.Random(seed)
-    kinds = [(False, False), (True, False), (False, True)]
-    machine = ServerStateMachine(0, {c: rng.choice(kinds) for c in range(9)}, buffers, durable=True)
+    kinds = [Resident.NOTHING, Resident.RECORD, Resident.WEIGHTS]
+    machine = ServerStateMachine(
+        ServerSpec(0, {c: rng.choice(kinds) for c in range(9)}, buffers, durable=True)
+    )
     world = World(machine, seed)
     for step in range(1, 5):
         chunks = [c for c in machine.chunks if rng.random() < 0.8]
@@ -92,7 +96,7 @@ def test_steps_end_committed_whatever_the_order(seed, buffers):  # Rule 3, Rule 
             world.feed(
                 messages.Pull(
                     c,
-                    machine.chunks[c].version + (machine.chunks[c].apply_update is not None),
+                    machine.chunks[c].version + (machine.chunks[c].queued is not None),
                     None,
                     c,
                 )
@@ -100,7 +104,7 @@ def test_steps_end_committed_whatever_the_order(seed, buffers):  # Rule 3, Rule 
         world.feed(messages.EndStep(step))
         world.feed(messages.Commit(step, b""))
         world.drain()
-        assert machine.committed == step and not (machine.gated or machine.sealed)
+        assert machine.committed == step and not (machine.gated or machine.steps.ended)
         assert not (machine.queue or machine.resident_queue)
         assert [m.step for m in world.sent if isinstance(m, messages.CommitDone)][-1] == step
     freed = [m.ticket for m in world.sent if isinstance(m, messages.BufferFree)]
@@ -123,9 +127,9 @@ def test_several_workers_meet_in_every_step(seed, closes, staleness):
     has = {
         (s, c, w): rng.random() < 0.6 for s in range(1, steps + 1) for c in chunks for w in range(n)
     }
-    kinds = {c: rng.choice([(False, False), (True, False), (False, True)]) for c in chunks}
-    late = dict.fromkeys(chunks, False) if staleness == 1 else None
-    machine = ServerStateMachine(0, kinds, 2, durable=True, workers=n, late=late)
+    kinds = {c: rng.choice([Resident.NOTHING, Resident.RECORD, Resident.WEIGHTS]) for c in chunks}
+    delayed = dict.fromkeys(chunks, False) if staleness == 1 else {}
+    machine = ServerStateMachine(ServerSpec(0, kinds, 2, durable=True, workers=n, delayed=delayed))
     world = World(machine, seed)
     seen = {}
     # updates in (weights part, master), of the record in memory and of the file
@@ -209,7 +213,7 @@ def test_several_workers_meet_in_every_step(seed, closes, staleness):
 def test_an_early_gradient_does_not_stay_in_the_way():
     """What the link needs for the messages behind it is freed before the turn of its step has
     come."""
-    machine = ServerStateMachine(0, {0: (False, False)}, 1, durable=True)
+    machine = ServerStateMachine(ServerSpec(0, {0: Resident.NOTHING}, 1, durable=True))
     world = World(machine, 0)
     world.feed(messages.Push(0, None, True, True, 1))
     world.feed(messages.ApplyUpdate(0, 1, (), [1.0], 0))
@@ -234,7 +238,7 @@ def test_an_early_gradient_does_not_stay_in_the_way():
 def test_a_gradient_is_dropped_in_its_turn():
     """zero_grad() without step(), before the server has put the push away: the next push
     counts, nothing else."""
-    machine = ServerStateMachine(0, {0: (True, False)}, 0, durable=False, workers=2)
+    machine = ServerStateMachine(ServerSpec(0, {0: Resident.RECORD}, 0, durable=False, workers=2))
     world = World(machine, 0)
     world.feed(messages.Push(0, None, True, True, 1, None, 0))
     world.feed(messages.DiscardGrad(0, 0))
@@ -258,7 +262,7 @@ def test_workers_that_differ_are_told():
 
 
 def test_no_write_before_the_commit_of_the_step_before():  # Rule 3
-    machine = ServerStateMachine(1, {0: (False, False)}, 2, durable=True)
+    machine = ServerStateMachine(ServerSpec(1, {0: Resident.NOTHING}, 2, durable=True))
     world = World(machine, 0)
     for step in (1, 2):
         world.feed(messages.Push(0, None, True, True, step))
@@ -273,26 +277,24 @@ def test_no_write_before_the_commit_of_the_step_before():  # Rule 3
 
 
 def test_updates_run_in_the_order_the_next_forward_asks():
-    machine = ServerStateMachine(0, dict.fromkeys(range(6), (False, False)), 1, durable=True)
+    machine = ServerStateMachine(
+        ServerSpec(0, dict.fromkeys(range(7), Resident.NOTHING), 1, durable=True)
+    )
     world = World(machine, 0)
-    for c in range(6):
+    for c in range(7):
         world.feed(messages.Push(c, None, True, True, c))
     world.drain()
-    for c in reversed(range(6)):
-        machine.chunks[c].phase = "busy"  # nothing may start before all are released
+    # the first takes the only buffer, so nothing else starts before all are asked for
+    for c in reversed(range(7)):
         world.feed(messages.ApplyUpdate(c, 1, (), [1.0], c))
-    for c in range(6):
-        machine.chunks[c].phase = "idle"
     world.feed(messages.EndStep(1))
     world.feed(messages.Commit(1, b""))
-    for action in machine._advance():
-        world.todo.append(action)
     world.drain()
-    assert [a.chunk for a in world.log if isinstance(a, messages.Update)] == list(range(6))
+    assert [a.chunk for a in world.log if isinstance(a, messages.Update)] == [6, *range(6)]
 
 
 def test_a_waiting_pull_is_answered_before_the_write():
-    machine = ServerStateMachine(0, {0: (False, False)}, 1, durable=True)
+    machine = ServerStateMachine(ServerSpec(0, {0: Resident.NOTHING}, 1, durable=True))
     world = World(machine, 0)
     world.feed(messages.Push(0, None, True, True, 1))
     world.feed(messages.Pull(0, 1, None, 7))
@@ -509,12 +511,14 @@ def test_a_server_says_what_it_wrote_before_it_prepares():
     said = []
     for seed in range(4):
         machine = ServerStateMachine(
-            1,
-            dict.fromkeys(range(4), (True, False)),
-            0,
-            durable=True,
-            everywhere=True,
-            owners={0: 0, 1: 1, 2: 1, 3: 0},
+            ServerSpec(
+                1,
+                dict.fromkeys(range(4), Resident.RECORD),
+                0,
+                durable=True,
+                everywhere=True,
+                owners={0: 0, 1: 1, 2: 1, 3: 0},
+            )
         )
         world = World(machine, seed)
         world.checksum = lambda chunk: 1000 + chunk
@@ -613,19 +617,23 @@ class Replicas:
         ]
         self.machines = {
             i: ServerStateMachine(
-                i,
-                {0: (True, False)},
-                0,
-                durable=True,
-                committed=base,
-                workers=self.WORKERS,
-                first=alive[0],
-                everywhere=True,
+                ServerSpec(
+                    i,
+                    {0: Resident.RECORD},
+                    0,
+                    durable=True,
+                    committed=base,
+                    workers=self.WORKERS,
+                    first=alive[0],
+                    everywhere=True,
+                )
             )
             for i in alive
         }
         self.machines |= {
-            i: ServerStateMachine(i, {0: (True, False)}, 0, durable=True, committed=base)
+            i: ServerStateMachine(
+                ServerSpec(i, {0: Resident.RECORD}, 0, durable=True, committed=base)
+            )
             for i in own
         }
         lanes = {(i, w): [] for i in alive for w in range(self.WORKERS)}  # each in order, both ways
@@ -724,7 +732,7 @@ def test_no_committed_step_is_lost_with_one_server_whatever_the_moment(n, own): 
 
 def test_who_is_waited_for_is_known():
     machine = ServerStateMachine(
-        0, {0: (True, False), 1: (True, False)}, 0, durable=False, workers=3
+        ServerSpec(0, {0: Resident.RECORD, 1: Resident.RECORD}, 0, durable=False, workers=3)
     )
     world = World(machine, 0)
     assert machine.waits() == ([], [])

@@ -142,7 +142,7 @@ def test_a_stashed_push_stays_what_it_was(keep: bool) -> None:
     assert [len(spill.lanes[lane]) for lane in (2, 3)] == [2 * chunk.numel] * 2
     grads.hold(push_of(chunk, values[0], "bf16", keep=keep, worker=0))
     for lane, push in enumerate(early, 2):
-        grads.hold(replace(push, grad=lane))
+        grads.hold(replace(push, grad=None, spill_slot=lane))
     first, *second = [received(chunk, v, "bf16") for v in values]
     assert taken(grads, chunk).tobytes() == (first + (second[0] + second[1])).tobytes()
 

@@ -93,7 +93,7 @@ def plan_of(training: Training) -> Plan:
         micros=job.optimizer.accumulate,
         recompute=True,
         slots=len(optimizer._worker._slots),
-        buffers=max(1, sum(server.machine.n_buffers for server in servers)),
+        buffers=max(1, sum(server.machine.spec.buffers for server in servers)),
         staleness=int(job.optimizer.staleness or 0),
         topk=job.compress.topk,  # type: ignore[call-overload]
         update_at="step" if job.optimizer.clip_norm is not None else "gradient",

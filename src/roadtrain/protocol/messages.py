@@ -2,13 +2,14 @@
 report, what it tells them.
 
 Messages travel over a link; events come from the server's own doers; actions go to them. All are
-frozen values, so a schedule can be written down, compared and simulated. `into`, `grad` and `blob`
-are opaque here (a memoryview in the real run, None in a simulated one). `worker` is who sent a
-message: the server's end of the link sets it.
+frozen values, so a schedule can be written down, compared and simulated. What numbers are made of
+is opaque here (a memoryview or an array in the real run, None in a simulated one). `worker` is who
+sent a message: the server's end of the link sets it. A `ticket` is a number that its sender chose;
+the answer carries it back.
 
 With one worker a server reports the sum of squares of each push (GradAccumulated), and acts on each
 ApplyUpdate. With several it waits until every worker has closed a chunk's gradient (by Close, or by
-ApplyUpdate), sums in worker order and tells all; an update begins when every worker has released
+ApplyUpdate), sums in worker order and tells all; an update begins when every worker has asked for
 it. Then a trainable chunk gets one version a step, gradient or not.
 """
 
@@ -16,38 +17,39 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeAlias, TypeVar
+
+# messages of a worker to a server
 
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """Worker -> server: copy chunk's weights part into `into` as soon as at least `version`
-    updates were applied."""
+    """Copy the chunk's weights part as soon as it is new enough."""
 
     chunk: int
-    version: int
-    into: Any
+    version: int  # the least number of updates that must have been applied
+    into: Any  # where the weights part goes
     ticket: int
     worker: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """Worker -> server: a gradient (dense: `grad` in the chunk's dtype; sparse: `grad` =
-    (indices, values), sums of squares taken before compression; put away: `grad` = its lane, see
-    Spill). `fresh`: first of its step, so it replaces what is held. `keep`: the server may keep
-    `grad` where it lies until the update; else it moves it to its own place. BufferFree(ticket)
-    says when. `dtype`: of a dense gradient that was downcast from the chunk's; its values are
-    the first half of `grad` then."""
+    """A gradient: dense, sparse (compressed), or waiting on the spill file."""
 
     chunk: int
-    grad: Any
-    fresh: bool
+    grad: Any  # dense: memory; sparse: (indices, values)
+    fresh: bool  # the first of its step: it replaces what is held
+    # The server may keep `grad` where it lies until the update; else it moves it to its own place.
+    # BufferFree(ticket) says when the memory is free.
     keep: bool
     ticket: int
-    sums: Any = None
+    sums: Any = None  # of a sparse one: the sums of squares before compression
     worker: int = 0
+    # Of a dense gradient that was downcast from the chunk's dtype: its values are the first half
+    # of `grad`.
     dtype: str = ""
+    spill_slot: int | None = None  # where on the spill file it waits; `grad` is None then
 
     @property
     def sent(self) -> Any:
@@ -57,8 +59,8 @@ class Push:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Worker -> server, only where there are several: my gradient of `chunk` for `step` is
-    whole (or there is none)."""
+    """My gradient of the chunk is whole, or there is none. Said only where there are several
+    workers."""
 
     chunk: int
     step: int
@@ -67,21 +69,19 @@ class Close:
 
 @dataclass(frozen=True, slots=True)
 class ApplyUpdate:
-    """Worker -> server: apply the rule to the held gradient as part of `step`. `scales`: one a
-    span of the chunk, None where the parameter has no gradient in this step. `order`: smaller is
-    wanted sooner."""
+    """Apply the update rule to the held gradient."""
 
     chunk: int
-    step: int
-    hyper: tuple[float, ...]
-    scales: Sequence[float | None]
-    order: int
+    step: int  # that this update is part of
+    hyper: tuple[float, ...]  # hyperparameters of the rule
+    scales: Sequence[float | None]  # one a span of the chunk; None: no gradient in this step
+    order: int  # the smaller, the sooner it is wanted
     worker: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class DiscardGrad:
-    """Worker -> server: drop my held gradient of `chunk`."""
+    """Drop my held gradient of the chunk."""
 
     chunk: int
     worker: int = 0
@@ -89,7 +89,7 @@ class DiscardGrad:
 
 @dataclass(frozen=True, slots=True)
 class EndStep:
-    """Worker -> server: no more releases for `step`."""
+    """I ask for no more updates in this step."""
 
     step: int
     worker: int = 0
@@ -97,48 +97,50 @@ class EndStep:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Worker -> first server: all others are prepared; `blob` is the job's own state after `step`,
-    this worker's part. With replicas to the others too, before they prepare and once all are known
-    to have written the same.
-    """
+    """To the first server: all others are prepared. With replicas also to the others, before they
+    prepare and once all are known to have written the same."""
 
     step: int
-    blob: Any
+    blob: Any  # this worker's part of the job's own state after the step
     worker: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class CommitDone:
-    """First server -> worker -> all servers: `step` is committed."""
+    """The step is committed. From the first server to the workers, and from them to all servers."""
 
     step: int
 
 
+# messages of a server to a worker
+
+
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    ticket: int
+    """The weights part is where the pull wanted it."""
+
+    ticket: int  # of the pull
     chunk: int
 
 
 @dataclass(frozen=True, slots=True)
 class GradAccumulated:
-    """Server -> worker: the accumulated gradient's sum of squares, one a segment of the chunk."""
+    """The gradient is held: the worker's own, or (of several workers) their sum."""
 
     chunk: int
-    sums: Any
+    sums: Any  # its sums of squares, one a segment of the chunk
 
 
 @dataclass(frozen=True, slots=True)
 class BufferFree:
-    """Server -> worker: the server no longer reads the memory of the push `ticket`."""
+    """The server no longer reads the memory of a push."""
 
-    ticket: int
+    ticket: int  # of the push
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Server -> worker: all of `step` is written here (and durable, except on the first, which
-    still has to commit)."""
+    """All of the step is written here, and durable but on the first server, which has to commit."""
 
     server: int
     step: int
@@ -146,43 +148,21 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Server -> worker, only with replicas and before it prepares: all of `step` is written
-    here. `sums`: for every owner of chunks held here, (owner, sum, weighted sum) of the
-    checksums of what the step made of them (protocol/commit.py compares them)."""
+    """All of the step is written here. Said only with replicas, before the server prepares."""
 
     server: int
     step: int
+    # For every owner of chunks held here: (owner, sum, weighted sum) of the checksums of what the
+    # step made of them. protocol/commit.py compares these.
     sums: Sequence[tuple[int, int, int]] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Server -> worker: the server ended with `error`."""
+    """The server has ended."""
 
     server: int
-    error: BaseException
-
-
-# events, besides messages
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """A doer has carried `action` out. `result`: of Hold (sums of squares of the worker's
-    gradient, whether the pushed memory is in use until the update), of Total (sums of squares of
-    the sum over workers), a segment each; of Update (with replicas the checksum of what it
-    made)."""
-
-    action: Any
-    result: tuple[Any, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class PeerLost:
-    """The link of `worker` has ended."""
-
-    worker: int
-    why: str
+    error: BaseException  # why
 
 
 # actions: what the state machine tells the doers
@@ -190,16 +170,23 @@ class PeerLost:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
+    """Put the gradient where it rests until the update, or add it to what is held of its worker.
+    Result: (sums of squares of the worker's gradient, a segment each; whether the pushed memory is
+    in use until the update)."""
+
     push: Push
 
 
 @dataclass(frozen=True, slots=True)
 class Spill:
-    """Write what was pushed to `lane` of the spill file (those of the workers come first),
-    until its step's turn."""
+    """Write what was pushed to the spill file, until its step's turn."""
 
     push: Push
-    spill_slot: int
+    spill_slot: int  # the first slots are those of the workers' held gradients
+
+    @property
+    def chunk(self) -> int:
+        return self.push.chunk
 
     @property
     def worker(self) -> int:
@@ -208,61 +195,94 @@ class Spill:
 
 @dataclass(frozen=True, slots=True)
 class Discard:
-    """Drop the gradient of `chunk`: that of one worker, or (None) of all."""
+    """Drop held gradients of the chunk. Nothing is reported."""
 
     chunk: int
-    worker: int | None
+    worker: int | None  # whose; None: those of all
 
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """The sums of squares of what the workers pushed, added in their order."""
+    """Add up what the workers pushed, in their order. Result: (the sums of squares of the sum, a
+    segment each,)."""
 
     chunk: int
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Copy the weights part to `pull.into`: from the record buffer or cache (`memory`), else from
-    the file. `newest`: cast from the master instead, which is one update ahead of it (staleness
-    1)."""
+    """Copy the weights part to `pull.into`."""
 
     pull: Pull
-    memory: bool
-    newest: bool = False
+    memory: bool  # from the record buffer or what is kept in memory; else from the file
+    newest: bool = False  # cast from the master, which is one update ahead (staleness 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Read the record of `chunk` into record buffer `buffer`."""
+    """Read the record of the chunk."""
 
     chunk: int
-    buffer: int
+    buffer: int  # the record buffer that it goes to
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
+    """Run the update rule on the record in memory. Result: (with replicas, the checksum of what it
+    made,)."""
+
     chunk: int
     apply_update: ApplyUpdate
 
 
 @dataclass(frozen=True, slots=True)
 class Write:
+    """Write the record of the chunk to the slot that is not committed."""
+
     chunk: int
 
 
 @dataclass(frozen=True, slots=True)
 class Prepare:
-    """Make everything written so far durable as `step`; `blobs`, one a worker, are given where
-    this is the commit."""
+    """Make everything written so far durable; on the first server this is the commit."""
 
     step: int
-    blobs: Sequence[Any]
+    blobs: Sequence[Any]  # of the workers in order, where the job's own state is kept here
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """To one worker, or (None) to all."""
+    """A message to a worker. Nothing is reported."""
 
-    message: Any
-    to: int | None = None
+    message: ServerMessage
+    to: int | None = None  # None: to all
+
+
+A = TypeVar("A")
+
+# events, besides messages
+
+
+@dataclass(frozen=True, slots=True)
+class Done(Generic[A]):
+    """A doer has carried an action out."""
+
+    action: A
+    result: tuple[Any, ...] = ()  # what the action says of it
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLost:
+    """The link of a worker has ended."""
+
+    worker: int
+    why: str
+
+
+GradientMessage: TypeAlias = Push | Close | ApplyUpdate | DiscardGrad
+WorkerMessage: TypeAlias = Pull | GradientMessage | EndStep | Commit | CommitDone
+ServerMessage: TypeAlias = (
+    Pulled | GradAccumulated | BufferFree | Written | Prepared | CommitDone | Failed
+)
+Action: TypeAlias = Answer | Hold | Spill | Discard | Total | Read | Update | Write | Prepare | Send
+Event: TypeAlias = WorkerMessage | PeerLost | Done[Action]

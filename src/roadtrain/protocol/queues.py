@@ -13,8 +13,9 @@ import heapq
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+T = TypeVar("T")
 READ_PARAMETERS, READ_STATE, WRITE_STATE = 0, 1, 2
 
 
@@ -100,32 +101,38 @@ class Trial:
         return all(len(rates) >= self.TRIED for rates in self.rates.values())
 
 
-class Turns:
+class Turns(Generic[T]):
     """Whose pull is answered next: a worker has at most `most` answers under way, and of those that
     wait at the same time none is as many further than another: workers that drift apart would use
     their links in turn, and each step ends with the last of them. Who comes anew begins where the
-    last of the others is. Invariant: `done <= begun`.
+    last of the others is.
     """
 
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self.waiting: dict[int, deque[Any]] = {}
+    def __init__(self, most: int | None) -> None:
+        self.most = most  # None: all that are asked for
+        self.waiting: dict[int, deque[T]] = {}  # of each worker that ever asked, in order
+        # Answers of each worker, counted from where it came anew: done <= begun <= done + most.
         self.begun: dict[int, int] = {}
         self.done: dict[int, int] = {}
 
-    def ask(self, worker: int, pull: Any) -> None:
+    def ask(self, worker: int, pull: T) -> None:
         if not self._wants(worker):
             self.begun[worker] = self.done[worker] = min(self._others(worker), default=0)
         self.waiting.setdefault(worker, deque()).append(pull)
 
-    def next(self) -> Any | None:
+    def next(self) -> T | None:
         """A pull that is to be answered now; `answered` when that is done."""
         for worker, pulls in self.waiting.items():
-            done = min(self._others(worker), default=self.done[worker])
-            if pulls and self.begun[worker] < min(done, self.done[worker]) + self.most:
+            if pulls and self._its_turn(worker):
                 self.begun[worker] += 1
                 return pulls.popleft()
         return None
+
+    def _its_turn(self, worker: int) -> bool:
+        if self.most is None:
+            return True
+        done = min(self._others(worker), default=self.done[worker])
+        return self.begun[worker] < min(done, self.done[worker]) + self.most
 
     def answered(self, worker: int) -> None:
         self.done[worker] += 1
@@ -137,3 +144,10 @@ class Turns:
         return bool(self.waiting.get(worker)) or self.begun.get(worker, 0) > self.done.get(
             worker, 0
         )
+
+    def check(self) -> None:
+        """Assert every invariant."""
+        assert set(self.waiting) == set(self.begun) == set(self.done)
+        for worker, done in self.done.items():
+            assert done <= self.begun[worker]
+            assert self.most is None or self.begun[worker] <= done + self.most

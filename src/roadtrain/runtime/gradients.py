@@ -77,8 +77,8 @@ class PushedGradients:
     ) -> tuple[Any, bool]:
         own = self._dtype(chunk)
         from_spill, memory, dtype = None, push.grad, push.dtype or own
-        if isinstance(memory, int):
-            from_spill = self._spilled(chunk, memory, dtype)
+        if push.spill_slot is not None:
+            from_spill = self._spilled(chunk, push.spill_slot, dtype)
             memory = from_spill.view
         grad = array_in(memory, dtype, 0, chunk.numel)
         before = None if push.fresh else held.get(push.worker)

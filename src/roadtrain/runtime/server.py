@@ -30,8 +30,10 @@ from roadtrain.errors import DeadlineError, LostError, RoadtrainError
 from roadtrain.kernels.cast import cast
 from roadtrain.kernels.rules import Rule
 from roadtrain.protocol import messages
+from roadtrain.protocol.chunk_state import Resident
 from roadtrain.protocol.queues import READ_PARAMETERS, READ_STATE, WRITE_STATE, DeviceQueue, Trial
 from roadtrain.protocol.server import ServerStateMachine
+from roadtrain.protocol.server_steps import ServerSpec
 from roadtrain.runtime.gradients import PushedGradients
 from roadtrain.runtime.trace import Stages
 from roadtrain.storage.file import FileTier
@@ -103,26 +105,32 @@ class Server:
 
     def _decide(self, committed: int) -> ServerStateMachine:
         setup, budgets, meta = self.setup, self.setup.budgets, self.setup.meta
-        where = {c: (c in self._resident, c in budgets.weights_resident) for c in self.chunks}
-        return ServerStateMachine(
+        spec = ServerSpec(
             setup.number,
-            where,
+            {c: self._resident_part(c) for c in self.chunks},
             len(self._buffers) - bool(self.memory),
             durable=self.tier is not None,
             committed=committed,
             workers=setup.workers,
-            alone=setup.workers == setup.local == 1,
-            first=meta.members[0],
-            everywhere=meta.replicas > 1,
-            owners={c: meta.owners[c] for c in self.chunks} if meta.replicas > 1 else None,
-            answers=(
-                budgets.answers // setup.workers if isinstance(budgets, ServerBudgets) else 1 << 30
-            ),
-            late={
+            relays=setup.local < 0,
+            delayed={
                 c: self.tier is not None and self.tier.written_in(c) == committed > 0
                 for c in self._late
             },
+            first=meta.members[0],
+            everywhere=meta.replicas > 1,
+            owners={c: meta.owners[c] for c in self.chunks} if meta.replicas > 1 else {},
+            answers=(
+                budgets.answers // setup.workers if isinstance(budgets, ServerBudgets) else None
+            ),
         )
+        return ServerStateMachine(spec)
+
+    def _resident_part(self, chunk: int) -> Resident:
+        if chunk in self._resident:
+            return Resident.RECORD
+        kept = chunk in self.setup.budgets.weights_resident
+        return Resident.WEIGHTS if kept else Resident.NOTHING
 
     def nbytes(self) -> int:
         """Memory that this server holds."""
@@ -495,7 +503,7 @@ class Server:
     def _prepare(self, step: int, blobs: Sequence[bytes]) -> Outcome:
         assert self.tier is not None
         self.tier.prepare(step, pack(blobs))
-        if self.machine.commits_here:
+        if self.machine.spec.commits:
             self.tier.committed(step)
         self._choose()
         return 0, ()

@@ -26,11 +26,13 @@ from roadtrain.config.cluster import Device
 from roadtrain.config.models import BlockShape
 from roadtrain.config.plan import Plan
 from roadtrain.protocol import messages
+from roadtrain.protocol.chunk_state import Resident
 from roadtrain.protocol.pipeline import BACKWARD, FORWARD, RunBlocks, StageStateMachine
 from roadtrain.protocol.prefetch import Prefetcher, PullBlock
 from roadtrain.protocol.queues import READ_PARAMETERS, READ_STATE, WRITE_STATE, DeviceQueue
 from roadtrain.protocol.relay import Give, RelayStateMachine, Up
 from roadtrain.protocol.server import ServerStateMachine
+from roadtrain.protocol.server_steps import ServerSpec
 from roadtrain.simulator.compute import Constants
 from roadtrain.simulator.engine import Engine, Lane, Resource, Task
 from roadtrain.simulator.fabric import Cost, Fabric
@@ -154,16 +156,22 @@ class SimulatedStage:
     def server(self) -> ServerStateMachine:
         """Made for the first step: plans that are only bounded need none."""
         plan, durable, chunks = self.plan, self.fabric.on_files, len(self.blocks) * self.pieces
-        late = dict.fromkeys(range(chunks), False) if plan.staleness else None
         kept = round(plan.resident * chunks)  # the first, which the next forward wants first
-        public = round(self.fabric.weights_share(sum(self.params)) * chunks)
-        return ServerStateMachine(
+        weights = round(self.fabric.weights_share(sum(self.params)) * chunks)
+
+        def part(chunk: int) -> Resident:
+            if not durable or chunk < kept:
+                return Resident.RECORD
+            return Resident.WEIGHTS if chunk < weights else Resident.NOTHING
+
+        spec = ServerSpec(
             0,
-            {c: (not durable or c < kept, c < public) for c in range(chunks)},
+            {chunk: part(chunk) for chunk in range(chunks)},
             plan.buffers if durable else 0,
             durable=durable,
-            late=late,
+            delayed=dict.fromkeys(range(chunks), False) if plan.staleness else {},
         )
+        return ServerStateMachine(spec)
 
     def bound(self) -> tuple[float, str]:
         """Seconds that a step takes at least, and what takes them: each resource's bytes over
