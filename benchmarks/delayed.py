@@ -1,7 +1,7 @@
 """Delayed update (staleness 1): does it converge like synchronous training, and does it hide the
 update?
 
-Convergence: the main job (examples/stdlib.toml: its model, text, optimizer and clipping as they
+Convergence: the small job (examples/stdlib.toml: its model, text, optimizer and clipping as they
 are) for STEPS steps with staleness 0 and with 1, and plain torch from the same first values. State
 is in RAM: by Rule 1 the tier changes no bit. Compared are the mean of the last TAIL training losses
 and the held-out loss.
@@ -71,7 +71,7 @@ SERVER_STAGES = ("Fetch", "Sum", "Read", "Update", "Write", "Commit")
 def run(quick: bool = False) -> Report:
     if not JOB.exists():
         raise ConfigError(
-            f"{JOB} is not there", hint="run it from a checkout: the main job is an example"
+            f"{JOB} is not there", hint="run it from a checkout: the small job is an example"
         )
     rows = converges(12 if quick else STEPS, 4 if quick else TAIL, small=quick)
     if (why := lab_available()) is None:

@@ -44,6 +44,7 @@ from roadtrain.units import show_bytes
 
 HELD_OUT_BATCHES = 8
 RETRY_S = 120.0
+MOST_THREADS = 16  # under run.memory_limit: a stack counts 8 MiB, touched or not
 Report = Callable[[str], None]
 
 
@@ -87,6 +88,9 @@ def train(job: Job, report: Report = print, program: str = "roadtrain") -> Summa
     if WorkerGroup.of_environment().rank:
         report = silent  # worker 0 speaks for all
     with limited(job.limit_nbytes):
+        if job.limit_nbytes is not None and torch.get_num_threads() > MOST_THREADS:
+            torch.set_num_threads(MOST_THREADS)
+            report(f"memory: {MOST_THREADS} threads compute, the stack of each counts")
         return _train(job, report, program)
 
 
