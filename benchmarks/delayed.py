@@ -175,7 +175,7 @@ def converges(steps: int, tail: int, small: bool) -> list[Row]:
 
 
 def train(way: str, steps: int, small: bool) -> dict[str, Any]:
-    """The main job, one way, in this process."""
+    """The small job, one way, in this process."""
     with tempfile.TemporaryDirectory(prefix="roadtrain-bench-") as home:
         job = load_job(
             str(JOB),
