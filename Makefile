@@ -27,7 +27,6 @@ check: $(READY) types docs
 	$(BIN)/pytest tests/unit/test_layers.py tests/unit/test_public_names.py
 
 types: $(READY)
-	$(BIN)/mypy --strict -p roadtrain.config -p roadtrain.protocol -p roadtrain.transport -p roadtrain.storage -m roadtrain.units -m roadtrain.errors -m roadtrain.chunks
 	$(BIN)/mypy -p roadtrain -p benchmarks -p roadtrain_rdma
 
 # The site, in build/site: strictly, so a link that leads nowhere is an error; nothing is fetched.

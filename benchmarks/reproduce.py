@@ -19,8 +19,8 @@ from pathlib import Path
 
 from benchmarks import paper_clusters as papers
 from roadtrain.config.cluster import Cluster
-from roadtrain.config.job import did_you_mean
 from roadtrain.config.models import ModelShape, Transformer, gpt, shape
+from roadtrain.config.names import did_you_mean
 from roadtrain.config.plan import Plan
 from roadtrain.errors import BudgetError, ConfigError
 from roadtrain.protocol.shares import busiest, cut, optimum, order, reducers

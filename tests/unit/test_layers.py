@@ -146,6 +146,15 @@ def test_deciders_know_no_torch_sockets_threads_or_clock() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_a_class_name_exists_once() -> None:
+    where: dict[str, list[str]] = {}
+    for path, tree in trees():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                where.setdefault(node.name, []).append(f"{path.relative_to(SRC)}:{node.lineno}")
+    assert not {name: places for name, places in where.items() if len(places) > 1}
+
+
 def test_no_import_inside_a_function() -> None:
     wrong = [
         f"{path.relative_to(SRC)}:{inner.lineno}"

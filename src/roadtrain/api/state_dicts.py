@@ -210,7 +210,7 @@ class ModelStates:
                     functools.partial(module.__dict__.pop, "_load_from_state_dict", None)
                 )
                 self._undo.append(module._register_state_dict_hook(self._fill).remove)
-                pre = module.register_load_state_dict_pre_hook(self._stage_module)  # type: ignore[no-untyped-call]
+                pre = module.register_load_state_dict_pre_hook(self._stage_module)
                 self._undo.append(pre.remove)
 
     def detach(self) -> None:

@@ -48,11 +48,11 @@ def uncached(array: np.ndarray) -> np.ndarray:
 
 
 @intrinsic
-def _store_uncached(typing, out, i, x):
+def _store_uncached(typing: Any, out: Any, i: Any, x: Any) -> Any:
     """A 16-bit store with LLVM's nontemporal mark. The alignment stated is that of the vectors
     that the loop becomes; in its scalar rest the store is an ordinary one, which needs none."""
 
-    def generate(context, builder, signature, args):
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         array = context.make_array(signature.args[0])(context, builder, args[0])
         store = builder.store(args[2], builder.gep(array.data, [args[1]]), align=32)
         store.set_metadata(
@@ -64,33 +64,33 @@ def _store_uncached(typing, out, i, x):
 
 
 @intrinsic
-def _fence(typing):
+def _fence(typing: Any) -> Any:
     return types.void(), lambda context, builder, signature, args: builder.fence("seq_cst")
 
 
 @kernel
-def fence():
+def fence() -> Any:
     """What this thread wrote past the cache is visible to others from here on."""
-    _fence()
+    _fence()  # type: ignore[call-arg]
 
 
 @kernel
-def _f32(bits):  # uint32 -> the float32 with these bits
+def _f32(bits: Any) -> Any:  # uint32 -> the float32 with these bits
     return np.uint32(bits).view(np.float32)
 
 
 @kernel
-def _bits(x):  # float32 -> its bits
+def _bits(x: Any) -> Any:  # float32 -> its bits
     return np.float32(x).view(np.uint32)
 
 
 @kernel
-def _from_bf16(h):
+def _from_bf16(h: Any) -> Any:
     return _f32(np.uint32(np.uint32(h) << np.uint32(16)))
 
 
 @kernel
-def _to_bf16(x):
+def _to_bf16(x: Any) -> Any:
     u = _bits(x)
     odd = np.uint32(np.uint32(u >> np.uint32(16)) & np.uint32(1))
     rounded = np.uint32(np.uint32(u + np.uint32(np.uint32(0x7FFF) + odd)) >> np.uint32(16))
@@ -98,7 +98,7 @@ def _to_bf16(x):
 
 
 @kernel
-def _from_fp16(h):
+def _from_fp16(h: Any) -> Any:
     u = np.uint32(np.uint16(h))
     sign = np.uint32(np.uint32(u & np.uint32(0x8000)) << np.uint32(16))
     body = np.uint32(np.uint32(u & np.uint32(0x7FFF)) << np.uint32(13))
@@ -116,7 +116,7 @@ def _from_fp16(h):
 
 
 @kernel
-def _to_fp16(x):
+def _to_fp16(x: Any) -> Any:
     bits = _bits(x)
     sign = np.uint32(np.uint32(bits & np.uint32(0x80000000)) >> np.uint32(16))
     u = np.uint32(bits & np.uint32(0x7FFFFFFF))
@@ -131,41 +131,41 @@ def _to_fp16(x):
     return np.uint16(np.uint32(magnitude | sign))
 
 
-def widen(x):
+def widen(x: Any) -> Any:
     """An element of a typed array as float32 (inside kernels only)."""
     raise NotImplementedError
 
 
 @kernel
-def _same(x):
+def _same(x: Any) -> Any:
     return x
 
 
 @overload(widen, inline="never")
-def _widen(x):
+def _widen(x):  # type: ignore[no-untyped-def]
     wide = {types.float32: _same, types.uint16: _from_bf16, types.int16: _from_fp16}[x]
     return lambda x: wide(x)
 
 
-def put(out, i, x):
+def put(out: Any, i: Any, x: Any) -> Any:
     """out[i] = float32 x, rounded to the format of the typed array `out` (inside kernels only)."""
     raise NotImplementedError
 
 
 @overload(put, inline="never")
-def _put(out, i, x):
+def _put(out, i, x):  # type: ignore[no-untyped-def]
     narrow = {types.float32: _same, types.uint16: _to_bf16, types.int16: _to_fp16}[out.dtype]
     if out.ndim == 2:
-        return lambda out, i, x: _store_uncached(out, i, narrow(x))
+        return lambda out, i, x: _store_uncached(out, i, narrow(x))  # type: ignore[call-arg]
 
-    def store(out, i, x):
+    def store(out, i, x):  # type: ignore[no-untyped-def]
         out[i] = narrow(x)
 
     return store
 
 
 @kernel
-def _cast(src, dst):
+def _cast(src: Any, dst: Any) -> Any:
     for i in range(src.size):
         put(dst, i, widen(src[i]))
 

@@ -116,7 +116,18 @@ class TorchRule(Rule):
         )
         return optimizer
 
-    def apply(self, p, grad, grad_dtype, arrays, row, hyper, grad_scale, copy, copy_dtype) -> None:
+    def apply(
+        self,
+        p: np.ndarray,
+        grad: np.ndarray,
+        grad_dtype: str,
+        arrays: Sequence[np.ndarray],
+        row: np.ndarray,
+        hyper: Sequence[float],
+        grad_scale: float,
+        copy: np.ndarray | None,
+        copy_dtype: str | None,
+    ) -> None:
         wide = np.empty(p.size, np.float32)
         cast(grad, grad_dtype, wide, "fp32")
         if grad_scale != 1.0:
@@ -126,7 +137,16 @@ class TorchRule(Rule):
             cast(p, "fp32", copy, copy_dtype or "bf16")
 
     def reference(
-        self, p, grad, grad_dtype, arrays, row, hyper, grad_scale, copy, copy_dtype
+        self,
+        p: np.ndarray,
+        grad: np.ndarray,
+        grad_dtype: str,
+        arrays: Sequence[np.ndarray],
+        row: np.ndarray,
+        hyper: Sequence[float],
+        grad_scale: float,
+        copy: np.ndarray | None,
+        copy_dtype: str | None,
     ) -> None:
         wide = reference_widen(grad, grad_dtype) * np.float32(grad_scale)
         start = row.copy()

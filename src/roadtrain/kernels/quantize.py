@@ -11,13 +11,15 @@ Assumes contiguous arrays, float32 [N] and uint8. Does NOT thread or allocate.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from roadtrain.kernels.cast import kernel
 
 
 @kernel
-def pack_signs(x, bits):
+def pack_signs(x: Any, bits: Any) -> Any:
     """bits: uint8 [(N + 7) / 8], element i in bit i mod 8. Returns the mean magnitude."""
     total = np.float64(0)
     for at in range(0, x.size, 8):
@@ -31,13 +33,13 @@ def pack_signs(x, bits):
 
 
 @kernel
-def unpack_signs(bits, scale, out):
+def unpack_signs(bits: Any, scale: Any, out: Any) -> Any:
     for i in range(out.size):
         out[i] = scale if bits[i // 8] >> (i % 8) & 1 else -scale
 
 
 @kernel
-def largest(x):
+def largest(x: Any) -> Any:
     """The largest magnitude; NaN where an element is not finite."""
     most = np.float32(0)
     for i in range(x.size):
@@ -48,7 +50,7 @@ def largest(x):
 
 
 @kernel
-def pack_levels(x, most, width, seed, packed):
+def pack_levels(x: Any, most: Any, width: Any, seed: Any, packed: Any) -> Any:
     """packed: uint8, `width` (2, 4, 8) bits an element: its level plus L, L = 2^(width - 1) - 1."""
     top = np.float64((1 << (width - 1)) - 1)
     # In float64: in float32 the quotient is infinite where `most` is below the least normal number.
@@ -67,7 +69,7 @@ def pack_levels(x, most, width, seed, packed):
 
 
 @kernel
-def unpack_levels(packed, most, width, out):
+def unpack_levels(packed: Any, most: Any, width: Any, out: Any) -> Any:
     top = (1 << (width - 1)) - 1
     each, mask = 8 // width, (1 << width) - 1
     scale = np.float64(most) / top
@@ -76,7 +78,7 @@ def unpack_levels(packed, most, width, out):
 
 
 @kernel
-def keep_back(wanted, sent, residual):
+def keep_back(wanted: Any, sent: Any, residual: Any) -> Any:
     """residual = wanted - sent; 0 where that is not finite, as nothing could be added to it any
     more."""
     for i in range(residual.size):

@@ -39,6 +39,10 @@ IMPOSSIBLE = {
 }
 
 
+# A formula's arrays (None where it has one that the rule does not keep), sign and scalars.
+Scaled = tuple[list[np.ndarray | None], float, list[float | None]]
+
+
 def _floats(group: Mapping[str, Any], *names: str) -> tuple[float, ...]:
     return tuple(float(group[name]) for name in names)
 
@@ -52,17 +56,34 @@ class _Native(Rule):
     @abstractmethod
     def scaled(
         self, arrays: Sequence[np.ndarray], row: np.ndarray, hyper: Sequence[float]
-    ) -> tuple[list[np.ndarray | None], float, list[float | None]]:
+    ) -> Scaled:
         """Advance the row; the kernel's arrays (None where it has one that we do not keep),
         sign, scalars."""
 
-    def _rounded(self, arrays, row, hyper, grad_scale):
+    def _rounded(
+        self,
+        arrays: Sequence[np.ndarray],
+        row: np.ndarray,
+        hyper: Sequence[float],
+        grad_scale: float,
+    ) -> tuple[list[np.ndarray | None], np.float32, tuple[np.float32 | None, ...]]:
         """The formula's three arrays; what multiplies the gradient and the scalars, as float32."""
         held, sign, scalars = self.scaled(arrays, row, hyper)
         narrow = tuple(None if s is None else np.float32(s) for s in scalars)
         return [*held, None, None, None][:3], np.float32(sign * grad_scale), narrow
 
-    def apply(self, p, grad, grad_dtype, arrays, row, hyper, grad_scale, copy, copy_dtype) -> None:
+    def apply(
+        self,
+        p: np.ndarray,
+        grad: np.ndarray,
+        grad_dtype: str,
+        arrays: Sequence[np.ndarray],
+        row: np.ndarray,
+        hyper: Sequence[float],
+        grad_scale: float,
+        copy: np.ndarray | None,
+        copy_dtype: str | None,
+    ) -> None:
         held, scale, scalars = self._rounded(arrays, row, hyper, grad_scale)
         out = None if copy is None else uncached(typed(copy, copy_dtype or "bf16"))
         update.KERNELS[self.formula](p, typed(grad, grad_dtype), *held, out, scale, scalars)
@@ -70,7 +91,16 @@ class _Native(Rule):
             fence()
 
     def reference(
-        self, p, grad, grad_dtype, arrays, row, hyper, grad_scale, copy, copy_dtype
+        self,
+        p: np.ndarray,
+        grad: np.ndarray,
+        grad_dtype: str,
+        arrays: Sequence[np.ndarray],
+        row: np.ndarray,
+        hyper: Sequence[float],
+        grad_scale: float,
+        copy: np.ndarray | None,
+        copy_dtype: str | None,
     ) -> None:
         held, scale, scalars = self._rounded(arrays, row, hyper, grad_scale)
         with np.errstate(all="ignore"):
@@ -107,7 +137,9 @@ class SgdRule(_Native):
             )
         return _floats(group, "lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
 
-    def scaled(self, arrays, row, hyper):
+    def scaled(
+        self, arrays: Sequence[np.ndarray], row: np.ndarray, hyper: Sequence[float]
+    ) -> Scaled:
         lr, momentum, dampening, weight_decay, nesterov, maximize = hyper
         buf = arrays[0] if momentum else None
         keep, intake = None, None
@@ -150,7 +182,9 @@ class AdamRule(_Native):
             *map(float, group["betas"]),
         )
 
-    def scaled(self, arrays, row, hyper):
+    def scaled(
+        self, arrays: Sequence[np.ndarray], row: np.ndarray, hyper: Sequence[float]
+    ) -> Scaled:
         lr, weight_decay, eps, maximize, beta1, beta2 = hyper
         row[0] += 1
         step = float(row[0])
@@ -174,10 +208,14 @@ class AdagradRule(_Native):
             group, "lr", "lr_decay", "weight_decay", "eps", "initial_accumulator_value", "maximize"
         )
 
-    def start(self, p, arrays, row, hyper) -> None:
+    def start(
+        self, p: np.ndarray, arrays: Sequence[np.ndarray], row: np.ndarray, hyper: Sequence[float]
+    ) -> None:
         arrays[0][:] = hyper[4]
 
-    def scaled(self, arrays, row, hyper):
+    def scaled(
+        self, arrays: Sequence[np.ndarray], row: np.ndarray, hyper: Sequence[float]
+    ) -> Scaled:
         lr, lr_decay, weight_decay, eps, _, maximize = hyper
         row[0] += 1
         return (
@@ -211,7 +249,9 @@ class RmspropRule(_Native):
             )
         return _floats(group, "lr", "alpha", "eps", "weight_decay", "momentum", "maximize")
 
-    def scaled(self, arrays, row, hyper):
+    def scaled(
+        self, arrays: Sequence[np.ndarray], row: np.ndarray, hyper: Sequence[float]
+    ) -> Scaled:
         lr, alpha, eps, weight_decay, momentum, maximize = hyper
         row[0] += 1
         mean = arrays[1] if self.centered else None
@@ -230,7 +270,9 @@ class LionRule(_Native):
     def hyper(self, group: Mapping[str, Any]) -> tuple[float, ...]:
         return (*_floats(group, "lr", "weight_decay", "maximize"), *map(float, group["betas"]))
 
-    def scaled(self, arrays, row, hyper):
+    def scaled(
+        self, arrays: Sequence[np.ndarray], row: np.ndarray, hyper: Sequence[float]
+    ) -> Scaled:
         lr, weight_decay, maximize, beta1, beta2 = hyper
         decay = 1 - lr * weight_decay if weight_decay else None
         return list(arrays), _sign(maximize), [decay, beta1, 1 - beta1, beta2, 1 - beta2, -lr]

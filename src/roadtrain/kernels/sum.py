@@ -12,6 +12,7 @@ Assumes contiguous arrays of one length. Does NOT thread or allocate.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +24,7 @@ TILE = 4096  # elements of the sum that stay in the first cache while k buffers 
 
 
 @kernel
-def _accumulate(acc, grad):
+def _accumulate(acc: Any, grad: Any) -> Any:
     for i in range(acc.size):
         acc[i] = acc[i] + widen(grad[i])
 
@@ -34,7 +35,7 @@ def accumulate(acc: np.ndarray, grad: np.ndarray, grad_dtype: str) -> None:
 
 
 @kernel
-def _sum_squares(grad, scale, lanes):
+def _sum_squares(grad: Any, scale: Any, lanes: Any) -> Any:
     whole = grad.size - grad.size % LANES
     for at in range(0, whole, LANES):
         part = grad[at : at + LANES]
@@ -60,7 +61,7 @@ def sum_squares(grad: np.ndarray, grad_dtype: str, scale: float = 1.0) -> float:
 
 
 @kernel
-def _sum_k(total, buffers):  # buffers: a tuple of arrays of one type
+def _sum_k(total: Any, buffers: Any) -> Any:  # buffers: a tuple of arrays of one type
     for at in range(0, total.size, TILE):
         tile = total[at : at + TILE]
         _cast(buffers[0][at : at + TILE], tile)

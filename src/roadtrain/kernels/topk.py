@@ -14,6 +14,8 @@ Assumes contiguous arrays of N < 2^32 elements. Does NOT choose k, thread or ave
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numba import types
 from numba.extending import overload
@@ -26,13 +28,13 @@ STRIP = 4096  # elements between two looks at the space left
 LOW = 16  # bits of a 32-bit magnitude that the second histogram tells apart
 
 
-def magnitude(x):
+def magnitude(x: Any) -> Any:
     """The bits of a typed element without its sign, all NaNs made equal (inside kernels only)."""
     raise NotImplementedError
 
 
 @overload(magnitude, inline="never")
-def _magnitude(x):
+def _magnitude(x):  # type: ignore[no-untyped-def]
     if x == types.float32:
         return lambda x: min(
             np.uint32(np.float32(x).view(np.uint32) & np.uint32(0x7FFFFFFF)), np.uint32(0x7F800001)
@@ -43,7 +45,7 @@ def _magnitude(x):
 
 
 @kernel
-def _sample(x, keys):
+def _sample(x: Any, keys: Any) -> Any:
     stride = x.size // keys.size
     hashed = np.uint32(1)
     # one element of each stretch, at a hashed place: no pattern in x can hide
@@ -53,7 +55,7 @@ def _sample(x, keys):
 
 
 @kernel
-def _collect(x, threshold, index, value):
+def _collect(x: Any, threshold: Any, index: Any, value: Any) -> Any:
     """Keep what reaches the threshold, in order. Returns how many are kept, and how many came
     when it was full."""
     kept = np.uint64(0)
@@ -73,7 +75,7 @@ def _collect(x, threshold, index, value):
 
 
 @kernel
-def _histogram(x, shift, only, counts):
+def _histogram(x: Any, shift: Any, only: Any, counts: Any) -> Any:
     """Count magnitudes >> shift; with `only` >= 0 the low bits of those whose high bits are
     `only`."""
     for i in range(x.size):
@@ -85,7 +87,7 @@ def _histogram(x, shift, only, counts):
 
 
 @kernel
-def _select(x, candidates, kth, ties, index, value):
+def _select(x: Any, candidates: Any, kth: Any, ties: Any, index: Any, value: Any) -> Any:
     """Write all above the k-th magnitude and the first `ties` equal to it. candidates: indices
     of x, or None."""
     at = 0
@@ -102,7 +104,7 @@ def _select(x, candidates, kth, ties, index, value):
 
 
 @kernel
-def _scatter(index, value, out):
+def _scatter(index: Any, value: Any, out: Any) -> Any:
     j = 0
     for at in range(0, out.size, STRIP):  # zeroed and filled while in cache
         end = min(at + STRIP, out.size)

@@ -20,6 +20,7 @@ hyperparameters or thread.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numba import types
@@ -27,9 +28,12 @@ from numba.extending import overload, register_jitable
 
 from roadtrain.kernels.cast import kernel, put, widen
 
+# An element, or a whole array of them in the reference: numba compiles a loop for each type.
+Num = Any
+
 
 @register_jitable
-def _moved(average, x, intake, rest):
+def _moved(average: Num, x: Num, intake: Num, rest: Num) -> Num:
     """average += intake * (x - average)."""
     if rest is None:
         return average + intake * (x - average)
@@ -43,7 +47,18 @@ def mix(intake: float) -> tuple[float, float | None]:
 
 
 @register_jitable
-def sgd(x, g, buf, _b, _c, coupled, keep, intake, lookahead, step_size):
+def sgd(
+    x: Num,
+    g: Num,
+    buf: Num,
+    _b: Num,
+    _c: Num,
+    coupled: Num,
+    keep: Num,
+    intake: Num,
+    lookahead: Num,
+    step_size: Num,
+) -> Num:
     if coupled is not None:
         g = g + coupled * x
     b = g  # the first step: the buffer starts as the gradient
@@ -55,7 +70,22 @@ def sgd(x, g, buf, _b, _c, coupled, keep, intake, lookahead, step_size):
 
 
 @register_jitable
-def adam(x, g, m, v, top, decay, coupled, intake, rest, keep2, intake2, root, step_size, eps):
+def adam(
+    x: Num,
+    g: Num,
+    m: Num,
+    v: Num,
+    top: Num,
+    decay: Num,
+    coupled: Num,
+    intake: Num,
+    rest: Num,
+    keep2: Num,
+    intake2: Num,
+    root: Num,
+    step_size: Num,
+    eps: Num,
+) -> Num:
     if decay is not None:
         x = x * decay
     if coupled is not None:
@@ -69,7 +99,9 @@ def adam(x, g, m, v, top, decay, coupled, intake, rest, keep2, intake2, root, st
 
 
 @register_jitable
-def adagrad(x, g, total, _b, _c, coupled, step_size, eps):
+def adagrad(
+    x: Num, g: Num, total: Num, _b: Num, _c: Num, coupled: Num, step_size: Num, eps: Num
+) -> Num:
     if coupled is not None:
         g = g + coupled * x
     s = total + g * g
@@ -77,7 +109,20 @@ def adagrad(x, g, total, _b, _c, coupled, step_size, eps):
 
 
 @register_jitable
-def rmsprop(x, g, v, mean, buf, coupled, keep, intake, rest, momentum, step_size, eps):
+def rmsprop(
+    x: Num,
+    g: Num,
+    v: Num,
+    mean: Num,
+    buf: Num,
+    coupled: Num,
+    keep: Num,
+    intake: Num,
+    rest: Num,
+    momentum: Num,
+    step_size: Num,
+    eps: Num,
+) -> Num:
     if coupled is not None:
         g = g + coupled * x
     b = v * keep + (intake * g) * g
@@ -95,7 +140,19 @@ def rmsprop(x, g, v, mean, buf, coupled, keep, intake, rest, momentum, step_size
 
 
 @register_jitable
-def lion(x, g, m, _b, _c, decay, keep1, intake1, keep2, intake2, step_size):
+def lion(
+    x: Num,
+    g: Num,
+    m: Num,
+    _b: Num,
+    _c: Num,
+    decay: Num,
+    keep1: Num,
+    intake1: Num,
+    keep2: Num,
+    intake2: Num,
+    step_size: Num,
+) -> Num:
     if decay is not None:
         x = x * decay
     u = m * keep1 + intake1 * g
@@ -103,19 +160,19 @@ def lion(x, g, m, _b, _c, decay, keep1, intake1, keep2, intake2, step_size):
     return x + step_size * sign, m * keep2 + intake2 * g
 
 
-def at(array, i):
+def at(array: Any, i: Any) -> Any:
     """array[i], or None of None (inside kernels only)."""
     raise NotImplementedError
 
 
 @overload(at)
-def _at(array, i):
+def _at(array, i):  # type: ignore[no-untyped-def]
     return (lambda array, i: None) if array is types.none else (lambda array, i: array[i])
 
 
-def _compiled(formula: Callable) -> Callable:
+def _compiled(formula: Callable[..., Any]) -> Any:
     @kernel
-    def loop(p, grad, a, b, c, copy, scale, scalars):
+    def loop(p: Any, grad: Any, a: Any, b: Any, c: Any, copy: Any, scale: Any, scalars: Any) -> Any:
         for i in range(p.size):
             new = formula(p[i], widen(grad[i]) * scale, at(a, i), at(b, i), at(c, i), *scalars)
             p[i] = new[0]

@@ -80,10 +80,8 @@ def plan_of(training: Training) -> Plan:
         for number, state in server.machine.chunks.items()
     ]
     total = sum(chunk.numel for chunk, _ in chunks)
-    kept, public = (
-        sum(chunk.numel for chunk, state in chunks if which(state)) / max(1, total)
-        for which in (lambda state: state.resident, lambda state: state.in_memory)
-    )
+    kept = sum(chunk.numel for chunk, state in chunks if state.resident) / max(1, total)
+    public = sum(chunk.numel for chunk, state in chunks if state.in_memory) / max(1, total)
     # moments, and masters apart
     own = 8 + (4 if job.model.dtype != "fp32" or job.optimizer.staleness else 0)
     return Plan(
@@ -95,7 +93,7 @@ def plan_of(training: Training) -> Plan:
         slots=len(optimizer._worker._slots),
         buffers=max(1, sum(server.machine.spec.buffers for server in servers)),
         staleness=int(job.optimizer.staleness or 0),
-        topk=job.compress.topk,  # type: ignore[call-overload]
+        topk=job.compress.topk,
         update_at="step" if job.optimizer.clip_norm is not None else "gradient",
         parameter_bytes=size,
         gradient_bytes=size,

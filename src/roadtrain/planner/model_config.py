@@ -355,7 +355,7 @@ def _seen(kind: str, model: Any, parts: Split, made: Any, notes: list[str]) -> C
 
 def _forward(kind: str, model: Any, parts: Split, given: Mapping[str, Any]) -> Counts:
     try:
-        with _Answers(), torch.device("meta"):
+        with _Answers(), torch.device("meta"):  # type: ignore[no-untyped-call]
             return counted(model, parts, (), given, samples=1, sized=True)
     except FAILURES as cause:
         params = sum(p.numel() for p in model.parameters())

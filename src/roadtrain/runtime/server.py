@@ -179,7 +179,7 @@ class Server:
         said: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.receive(lambda: said.put(self.machine.waits()))
         try:
-            return said.get(timeout=LOOK_S)  # type: ignore[no-any-return]
+            return said.get(timeout=LOOK_S)
         except queue.Empty:
             raise DeadlineError(f"{self.setup.name} is too busy to say what it does") from None
 

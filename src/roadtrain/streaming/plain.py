@@ -1,4 +1,4 @@
-"""The state of a job as plain bytes and back: nested values and tensors of known types, nothing
+r"""The state of a job as plain bytes and back: nested values and tensors of known types, nothing
 else (Rule 8).
 
     b"RTstate\\1" | length of the header (u64) | header: msgpack | the tensors' bytes, one after the

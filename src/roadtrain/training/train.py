@@ -121,7 +121,10 @@ def _train(job: Job, report: Report, program: str) -> Summary:
             training.tokens.begun = True
             # of the step before, with staleness 1: asking waits
             late, norms = job.optimizer.staleness, list[float]()
-            ask = lambda: norms.append(optimizer.grad_norm())  # noqa: E731
+
+            def ask() -> None:
+                norms.append(optimizer.grad_norm())
+
             while optimizer.steps_done < job.run.steps and not stop.why():
                 loss, lr = step(training, optimizer.steps_done, ask if late == 1 else None)
                 if not late:
@@ -194,7 +197,7 @@ def step(
             loss = loss_of(model, x_BT, y_BT, training.device) / job.optimizer.accumulate
             total += loss.item()
         with training.stages.timed("Backward"):
-            scaler.scale(loss).backward()  # type: ignore[no-untyped-call]  # gradients leave as each block finishes
+            scaler.scale(loss).backward()  # gradients leave as each block finishes
     if before is not None:
         before()
     training.clip()
