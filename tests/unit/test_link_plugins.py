@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from roadtrain import cli
 from roadtrain.errors import ConfigError
+from roadtrain.runtime.session_host import SessionHost
 from roadtrain.transport import plugins, tcp
+from roadtrain.units import MIB
 
 TOKEN = b"a secret of the job"
 # What who adds a link writes: this module, and an entry point in its pyproject.toml.
@@ -95,6 +98,23 @@ def test_a_link_of_another_distribution_carries_frames(install) -> None:
         assert there.frames == [(7, b"header", payload)]
     finally:
         listener.close()
+
+
+def test_status_asks_a_server_over_its_link(install, tmp_path: Path, capsys) -> None:
+    install("toy_link", toy="toy_link:Options")
+    options = plugins.link_options("toy")()
+    with SessionHost(
+        ("127.0.0.1", 0), tmp_path / "store", 64 * MIB, options, lambda line: None
+    ) as host:
+        thread = threading.Thread(target=host.run)
+        thread.start()
+        try:
+            assert cli.main(["status", host.where, "--link", "toy"]) == 0
+            assert host.where in capsys.readouterr().out
+            assert cli.main(["status", host.where]) == 1
+        finally:
+            host.stop()
+            thread.join()
 
 
 def test_tcp_is_there_without_any_plugin() -> None:
