@@ -75,7 +75,6 @@ class Gone:
 
 
 Said = Agreed | Differ | AskWhetherBegun | Gone
-_Node = tuple[int, tuple[str, int]]  # a worker, what it is blocked on
 
 
 @dataclass(slots=True)
