@@ -65,7 +65,7 @@ class Elastic(Hosts):
         """Its links end; what it had is lost."""
         self.listeners[self.where[name]].close()
         for reducer in list(self.reducers[self.where[name]].jobs.values()):
-            for seat in list(reducer.seats.values()):
+            for seat in list(reducer.connections.values()):
                 seat.link.close()
             reducer.end(LostError("killed"))
 
@@ -163,7 +163,7 @@ def test_sums_stay_right_whoever_dies_when(seed, elastic):
             if there and rng.random() < 0.5:
                 made.kill(rng.choice(there))
             elif there and rng.random() < 0.3:
-                made.control.gone(
+                made.control.lost_reducer(
                     made.control.spares.get(rng.choice(there), -1), "not wanted any more"
                 )
             elif len(there) < 4:
@@ -198,14 +198,14 @@ def test_a_spare_host_that_dies_while_the_job_starts_is_gone_round(when, elastic
             if all_there.wait(20) == 0:
                 made.kill(first)
                 assert all(told.acquire(timeout=20) for _ in range(3)), "all three have lost it"
-                assert not made.control._seats, "and could not say so"
+                assert not made.control.connections, "and could not say so"
             all_there.wait(20)
         if when == "when others sum already" and name == f"spare host {first}" and hello[1] == 2:
             deadline = time.monotonic() + 20
             while not any(
                 seat.buffers
                 for job in made.reducers[3].jobs.values()
-                for seat in job.seats.values()
+                for seat in job.connections.values()
             ):
                 assert time.monotonic() < deadline, "the others are summing"
                 time.sleep(0.01)

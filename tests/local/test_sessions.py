@@ -11,8 +11,8 @@ from models import Case
 from processes import Workers, losses
 
 from roadtrain.errors import DamagedError
+from roadtrain.runtime import connection, hosted_store, server_session
 from roadtrain.runtime import frames as m
-from roadtrain.runtime import session_host
 from roadtrain.runtime.session_host import SessionHost
 from roadtrain.storage.file import FileTier
 from roadtrain.transport.tcp import TcpOptions
@@ -82,7 +82,7 @@ def test_a_refused_join_leaves_the_server_free(host, tmp_path, monkeypatch):
     def damaged(directory):
         raise DamagedError(f"{directory}/CURRENT: its checksum does not match")
 
-    monkeypatch.setattr(session_host, "held_in", damaged)
+    monkeypatch.setattr(hosted_store, "held_in", damaged)
     refused = run(one, tmp_path, "refused")
     assert refused.join() == [3]
     assert "CURRENT" in refused.errors()[0], refused.errors()
@@ -94,13 +94,13 @@ def test_a_refused_join_leaves_the_server_free(host, tmp_path, monkeypatch):
 @pytest.mark.parametrize("where", ["create_part", "derive_server", "Server"])
 def test_a_server_that_fails_while_it_opens(where, host, tmp_path, monkeypatch):
     """Also with what is no error of ours, such as having no thread to start."""
-    one, real = host(), getattr(session_host, where)
+    one, real = host(), getattr(server_session, where)
 
     def broken(*_, **__):
-        monkeypatch.setattr(session_host, where, real)
+        monkeypatch.setattr(server_session, where, real)
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(session_host, where, broken)
+    monkeypatch.setattr(server_session, where, broken)
     told = run(one, tmp_path, "told", workers=1, deadline_s=5)
     assert told.join() == [3]
     assert "can't start new thread" in told.errors()[0], told.errors()
@@ -134,13 +134,13 @@ def test_a_worker_that_is_busy_with_a_step_is_not_silent(host, tmp_path):
     one = host(silent_s=5)
     workers = run(one, tmp_path, "slow", steps=2, deadline_s=30)
     assert workers.join() == [0], workers.errors()
-    seat = session_host.Seat(None, 0, "", Mute())
+    seat = connection.WorkerConnection(None, 0, Mute())
     seat.heard -= 100
     assert seat.silent_for(5) > 99
     seat._taking = True  # the server is at work for it
     assert seat.silent_for(5) == 0
     seat._taking, seat._roomed = False, 1  # a frame of it is on its way
-    assert seat.silent_for(5) == 0 and seat.silent_for(session_host.COMING_S) == 0
+    assert seat.silent_for(5) == 0 and seat.silent_for(connection.COMING_S) == 0
 
 
 def test_a_store_that_takes_long_to_make_does_not_shut_workers_out(host):
@@ -148,7 +148,7 @@ def test_a_store_that_takes_long_to_make_does_not_shut_workers_out(host):
     deadline, and died)."""
     one = host()
     first = one._accept(Mute(), hello(0))
-    with one.storing():  # as while it is made
+    with one.store.storing():  # as while it is made
         first.session._doing = "worker 0 to make the store"
         begin = time.monotonic()
         one._accept(other := Mute(), hello(1))
@@ -185,9 +185,9 @@ def test_workers_wait_as_long_as_the_store_is_filled(host, tmp_path, monkeypatch
 
 def test_workers_do_not_wait_for_ever(host, tmp_path, monkeypatch):  # Rule 5
     """Nothing moves: they end at their deadline, and the server is free once its device answers."""
-    one, go, real = host(), threading.Event(), session_host.create_part
+    one, go, real = host(), threading.Event(), server_session.create_part
     monkeypatch.setattr(
-        session_host,
+        server_session,
         "create_part",
         lambda *args, **options: (go.wait(60), real(*args, **options))[1],
     )

@@ -16,7 +16,7 @@ from roadtrain.device.pool import BufferPool
 from roadtrain.errors import WireError
 from roadtrain.protocol import messages
 from roadtrain.runtime import frames as m
-from roadtrain.runtime.session_host import Seat
+from roadtrain.runtime.parameter_connection import ParameterConnection
 from roadtrain.units import round_up
 
 CHUNKS = ChunkTable.build(
@@ -34,12 +34,12 @@ CHUNKS = ChunkTable.build(
 ).chunks
 
 
-def seat(local: int = 1) -> tuple[Seat, list[Any]]:
+def seat(local: int = 1) -> tuple[ParameterConnection, list[Any]]:
     told: list[Any] = []
     session = SimpleNamespace(
         chunk=lambda number: CHUNKS[number], local=local, tell=told.append, end=told.append
     )
-    made = Seat(session, 3, "", None)  # type: ignore[arg-type]
+    made = ParameterConnection(session, 3, None)  # type: ignore[arg-type]
     made.pool = BufferPool(4, max(4 * c.numel for c in CHUNKS))
     return made, told
 
@@ -48,7 +48,7 @@ def whole(chunk: Chunk) -> memoryview:
     return memoryview(bytearray(i % 251 for i in range(chunk.weights_nbytes)))
 
 
-def arrive(at: Seat, message: messages.Push) -> bytes:
+def arrive(at: ParameterConnection, message: messages.Push) -> bytes:
     """Returns what went over the wire."""
     kind, header, parts = m.frame(message)
     data = b"".join(parts)

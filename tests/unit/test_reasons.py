@@ -5,8 +5,8 @@ import pytest
 
 from roadtrain.errors import LostError
 from roadtrain.runtime import frames as m
+from roadtrain.runtime.parameter_connection import ParameterConnection
 from roadtrain.runtime.session import RemoteServer
-from roadtrain.runtime.session_host import Seat
 
 
 class Wire:
@@ -43,7 +43,7 @@ def test_a_worker_says_why_it_ends(server_is_lost):
     assert end is None
 
     session = Session()
-    seat = Seat(session, 3, "", Wire())
+    seat = ParameterConnection(session, 3, Wire())
     for kind, header in frames:
         seat.arrived(kind, header, memoryview(b""))
     seat.lost(LostError("worker 3: closed by peer"))

@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from roadtrain.errors import BusyError, DeadlineError, DifferError, LostError, PeerError, WireError
+from roadtrain.errors import DeadlineError, DifferError, LostError, PeerError, WireError
 from roadtrain.protocol.agreement import (
     Agreed,
     AgreementStateMachine,
@@ -34,6 +34,7 @@ from roadtrain.protocol.agreement import (
     Said,
 )
 from roadtrain.runtime import frames as m
+from roadtrain.runtime.connection import HostedSession, WorkerConnection
 from roadtrain.transport.link import Link
 
 HELLO = "agree"  # instead of a rule
@@ -52,74 +53,40 @@ def short(text: str) -> str:
     return f"{text[:TEXT]}... {blake2b(text.encode(), digest_size=8).hexdigest()}"
 
 
-class _AgreementConnection:
-    """One worker's place: the Receiver of its link."""
-
-    def __init__(self, owner: AgreementCoordinator, rank: int, link: Link) -> None:
-        self.owner, self.rank, self.link = owner, rank, link
-
-    def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
-        if kind != m.STALL or nbytes > WORDS_LIMIT:
-            raise WireError(
-                f"a frame of kind {kind} with {nbytes} bytes came to who sees that workers agree"
-            )
-        return memoryview(bytearray(nbytes))
-
-    def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
-        self.owner.arrived(self.rank, kind, m.header(kind, header), payload)
-
-    def lost(self, error: PeerError) -> None:
-        self.owner.left(self.rank, error)
-
-
-class AgreementCoordinator:
+class AgreementCoordinator(HostedSession[WorkerConnection]):
     """Of one start of a job."""
 
+    payloads = {m.STALL: WORDS_LIMIT}
+
     def __init__(self, session: str, workers: int, waits: bool) -> None:
-        self.session, self._machine = session, AgreementStateMachine(workers, waits)
-        self._seats: dict[int, _AgreementConnection] = {}
-        self._lock = threading.Condition()
+        super().__init__(workers)
+        self.name, self._machine = session, AgreementStateMachine(workers, waits)
 
-    def join(self, session: str, rank: int, link: Link) -> _AgreementConnection:
-        with self._lock:
-            if (
-                session != self.session
-                or not 0 <= rank < self._machine.workers
-                or rank in self._seats
-            ):
-                raise BusyError("busy with another start of this job")
-            seat = self._seats[rank] = _AgreementConnection(self, rank, link)
-        return seat
+    def new_connection(self, rank: int, link: Link) -> WorkerConnection:
+        return WorkerConnection(self, rank, link)
 
-    def arrived(self, rank: int, kind: int, fields: Any, payload: memoryview) -> None:
-        with self._lock:
-            if kind == m.SAY:
-                epoch, identity, use, signature, each = fields
-                self._tell(
-                    self._machine.say(rank, epoch, Operation(identity, use, signature, each))
-                )
-            elif kind == m.STALL:
+    def take(self, worker: WorkerConnection, kind: int, fields: Any, payload: memoryview) -> None:
+        with self.lock:
+            self._tell(self._decided(worker.rank, kind, fields, payload))
+
+    def _decided(self, rank: int, kind: int, fields: Any, payload: memoryview) -> Sequence[Said]:
+        match kind:
+            case m.SAY:
+                epoch, *operation = fields
+                return self._machine.say(rank, epoch, Operation(*operation))
+            case m.STALL:
                 pending, blocked = m.stalled(payload)
-                self._tell(
-                    self._machine.stall(
-                        rank,
-                        fields[0],
-                        [Operation(*one) for one in pending],
-                        Operation(*blocked[0]) if blocked else None,
-                    )
-                )
-            elif kind == m.HAS:
-                epoch, place, began, blocked = fields
-                self._tell(
-                    self._machine.has(rank, epoch, place, began, blocked[0] if blocked else None)
-                )
-            else:
-                raise WireError(f"a frame of kind {kind} came to who sees that workers agree")
+                waiting = [Operation(*one) for one in pending]
+                mine = Operation(*blocked[0]) if blocked else None
+                return self._machine.stall(rank, fields.epoch, waiting, mine)
+            case m.HAS:
+                epoch, place, begun, blocked = fields
+                return self._machine.has(rank, epoch, place, begun, blocked[0] if blocked else None)
+        raise WireError(f"a frame of kind {kind} came to who sees that workers agree")
 
-    def left(self, rank: int, error: PeerError) -> None:
-        with self._lock:
+    def one_left(self, rank: int, error: PeerError, all_gone: bool) -> None:
+        with self.lock:
             self._tell(self._machine.left(rank, str(error).splitlines()[0]))
-            self._lock.notify_all()
 
     def _tell(self, said: Sequence[Said]) -> None:
         epoch = self._machine.epoch
@@ -139,18 +106,17 @@ class AgreementCoordinator:
                     self._send(to, m.FAILED, ("LostError", words))
 
     def _send(self, to: int | None, kind: int, fields: tuple[Any, ...]) -> None:
-        for rank, seat in self._seats.items():
-            if to in (None, rank):
+        for worker in self.everyone():
+            if to in (None, worker.rank):
                 with suppress(PeerError):  # that it has gone is noticed
-                    seat.link.send(kind, m.encode(fields))
+                    worker.link.send(kind, m.encode(fields))
 
     def close(self, wait_s: float) -> None:
         """Waits so long for the workers to leave by themselves."""
-        with self._lock:
-            self._lock.wait_for(lambda: self._seats.keys() <= self._machine.gone.keys(), wait_s)
-            seats = list(self._seats.values())
-        for seat in seats:
-            seat.link.close()
+        with self.lock:
+            self.lock.wait_for(lambda: self.connections.keys() <= self.gone, wait_s)
+        for worker in self.everyone():
+            worker.link.close()
 
 
 class OperationTicket:

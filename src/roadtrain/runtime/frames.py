@@ -434,6 +434,20 @@ def frame(message: Any) -> tuple[int, bytes, Sequence[memoryview]]:
     raise AssertionError(message)
 
 
+def reply(message: Any) -> tuple[int, tuple[Any, ...], bytes | memoryview]:
+    """(kind, fields, payload) of what a server says to workers."""
+    match message:
+        case messages.GradAccumulated(chunk, sums):
+            return GRAD_ACCUMULATED, (chunk,), as_bytes(sums)
+        case messages.Written(_, step, chunk_sums):
+            return WRITTEN, (step, chunk_sums), b""
+        case messages.Prepared(_, step):
+            return PREPARED, (step,), b""
+        case messages.CommitDone(step):
+            return COMMITTED, (step,), b""
+    raise AssertionError(message)
+
+
 def apply_update(
     fields: ApplyUpdateHeader, payload: memoryview, chunk: Chunk, worker: int
 ) -> messages.ApplyUpdate:

@@ -11,84 +11,70 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
-from roadtrain.errors import BusyError, PeerError, WireError
+from roadtrain.errors import LostError, PeerError, WireError
 from roadtrain.protocol.membership import AskRounds, Change, MembershipStateMachine, Spares
 from roadtrain.runtime import frames as m
+from roadtrain.runtime.connection import HostedSession, WorkerConnection
 from roadtrain.transport.link import Link
 
 STATE_LIMIT = 16 << 20  # bytes of a worker's rounds
 
 
-class _MembershipConnection:
-    """One worker's place: the Receiver of its link."""
-
-    def __init__(self, control: Control, rank: int, link: Link) -> None:
-        self.control, self.rank, self.link = control, rank, link
-
-    def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
-        if kind != m.STATE or nbytes > STATE_LIMIT:
-            raise WireError(f"a frame of kind {kind} with {nbytes} bytes came to a coordinator")
-        return memoryview(bytearray(nbytes))
-
-    def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
-        fields = m.header(kind, header)
-        if kind == m.GONE:
-            self.control.gone(*fields)
-        elif kind == m.STATE:
-            rounds = {key: (last, bool(done)) for key, (last, done) in m.rounds(payload).items()}
-            self.control.state(self.rank, fields[0], fields[1], rounds)
-        else:
-            raise WireError(f"a frame of kind {kind} came to a coordinator")
-
-    def lost(self, error: PeerError) -> None:
-        """That a worker has gone is noticed by the reducers."""
-
-
-class Control:
+class Control(HostedSession[WorkerConnection]):
     """Of one start of a job. `report`: what a person is told."""
+
+    payloads = {m.STATE: STATE_LIMIT}
 
     def __init__(
         self, session: str, workers: int, spares: Spares, report: Callable[[str], None]
     ) -> None:
-        self.session, self.report = session, report
-        self._machine, self._lock = MembershipStateMachine(workers, spares), threading.Lock()
-        self._seats: dict[int, _MembershipConnection] = {}
+        super().__init__(workers)
+        self.name, self.report = session, report
+        self._machine = MembershipStateMachine(workers, spares)
 
-    def join(self, session: str, rank: int, link: Link) -> _MembershipConnection:
-        with self._lock:
-            if (
-                session != self.session
-                or not 0 <= rank < self._machine.workers
-                or rank in self._seats
-            ):
-                raise BusyError("busy with another start of this job")
-            seat = self._seats[rank] = _MembershipConnection(self, rank, link)
-            if self._machine.asked is not None:
-                self._say([seat], self._machine.asked)
-        return seat
+    def new_connection(self, rank: int, link: Link) -> WorkerConnection:
+        worker = WorkerConnection(self, rank, link)
+        if self._machine.asked is not None:
+            self._say([worker], self._machine.asked)
+        return worker
+
+    def take(self, worker: WorkerConnection, kind: int, fields: Any, payload: memoryview) -> None:
+        match kind:
+            case m.GONE:
+                self.lost_reducer(*fields)
+            case m.STATE:
+                rounds = {
+                    key: (last, bool(done)) for key, (last, done) in m.rounds(payload).items()
+                }
+                self._state(worker.rank, fields, rounds)
+            case _:
+                raise WireError(f"a frame of kind {kind} came to a coordinator")
+
+    def one_left(self, rank: int, error: PeerError, all_gone: bool) -> None:
+        """That a worker has gone is noticed by the reducers."""
 
     @property
     def spares(self) -> dict[str, int]:
         """Address -> number of its site, of those that are there."""
-        with self._lock:
+        with self.lock:
             return {address: reducer for reducer, (address, _) in self._machine.spares.items()}
 
-    def gone(self, reducer: int, why: str) -> None:
-        with self._lock:
+    def lost_reducer(self, reducer: int, why: str) -> None:
+        with self.lock:
             if reducer in self._machine.spares and reducer not in self._machine.lost:
                 self.report(f"{why}: left out from now on")
             self._say_all(self._machine.gone(reducer))
 
     def offered(self, address: str, rate: float) -> None:
-        with self._lock:
+        with self.lock:
             self._say_all(self._machine.offered(address, rate))
 
-    def state(
-        self, rank: int, number: int, refused: Sequence[int], rounds: dict[int, tuple[int, bool]]
-    ) -> None:
-        with self._lock:
-            for change in (said := self._machine.state(rank, number, rounds, refused)):
+    def _state(self, rank: int, fields: m.StateHeader, rounds: dict[int, tuple[int, bool]]) -> None:
+        with self.lock:
+            said = self._machine.state(rank, fields.number, rounds, fields.refused)
+            for change in said:
                 if isinstance(change, Change):
                     for _, address, _ in change.added:
                         self.report(f"spare host {address} sums from now on")
@@ -96,17 +82,17 @@ class Control:
 
     def _say_all(self, said: Sequence[AskRounds | Change]) -> None:
         for one in said:
-            self._say(list(self._seats.values()), one)
+            self._say(self.everyone(), one)
 
-    def _say(self, seats: Sequence[_MembershipConnection], one: AskRounds | Change) -> None:
+    def _say(self, workers: Sequence[WorkerConnection], one: AskRounds | Change) -> None:
         if isinstance(one, AskRounds):
             frame = m.ASK, m.encode((one.number, one.added)), list[memoryview]()
         else:
             rounds = memoryview(m.encode(one.rounds))
             frame = m.CHANGE, m.encode((one.number, one.gone, one.added)), [rounds]
-        for seat in seats:
+        for worker in workers:
             with suppress(PeerError):  # it has gone: its reducers' links say so
-                seat.link.send(*frame)
+                worker.link.send(*frame)
 
 
 class Delegate:
@@ -145,15 +131,18 @@ class Delegate:
 
     def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
         fields = m.header(kind, header)
-        if kind == m.ASK:
-            number, added = fields
-            refused = self._dial(added)
-            rounds = {key: (last, int(done)) for key, (last, done) in self._hold().items()}
-            self._say(m.STATE, m.encode((number, refused)), [memoryview(m.encode(rounds))])
-        elif kind == m.CHANGE:
-            self._change(Change(fields[0], fields[1], fields[2], m.rounds(payload)))
-        else:
-            raise WireError(f"a frame of kind {kind} came from a coordinator")
+        match kind:
+            case m.ASK:
+                refused = self._dial(fields.added)
+                rounds = {key: (last, int(done)) for key, (last, done) in self._hold().items()}
+                parts = [memoryview(m.encode(rounds))]
+                self._say(m.STATE, m.encode((fields.number, refused)), parts)
+            case m.CHANGE:
+                self._change(Change(fields.number, fields.gone, fields.added, m.rounds(payload)))
+            case m.FAILED:
+                self._failed(LostError(fields.words))
+            case _:
+                raise WireError(f"a frame of kind {kind} came from a coordinator")
 
     def gone(self, reducer: int, why: str) -> None:
         """Tells the coordinator."""

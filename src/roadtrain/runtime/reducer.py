@@ -26,7 +26,6 @@ from roadtrain.chunks import ITEMSIZE, TRAINABLE
 from roadtrain.device.buffers import Buffer, array_in
 from roadtrain.errors import (
     BudgetError,
-    BusyError,
     ConfigError,
     LostError,
     PeerError,
@@ -39,6 +38,7 @@ from roadtrain.runtime import agreement, formats, health
 from roadtrain.runtime import frames as m
 from roadtrain.runtime.agreement import AgreementCoordinator
 from roadtrain.runtime.compress import recast
+from roadtrain.runtime.connection import MOST_WORKERS, HostedSession, WorkerConnection
 from roadtrain.runtime.membership import Control
 from roadtrain.transport.link import Link, Receiver
 from roadtrain.transport.tcp import Address, TcpOptions, listen
@@ -62,90 +62,67 @@ def _nbytes(elements: int, format: str, summed: int) -> int:
         raise WireError(str(error)) from error
 
 
-class _ReducerConnection:
-    """One worker's place: the Receiver of its link."""
+class _ReducerConnection(WorkerConnection):
+    session: Reducer
 
     def __init__(self, reducer: Reducer, rank: int, link: Link) -> None:
-        self.reducer, self.rank, self.link = reducer, rank, link
+        super().__init__(reducer, rank, link)
         self.buffers: dict[Where, Buffer] = {}
         self.coming: set[Where] = set()  # parts whose bytes are on their way into their buffer
-        self.heard = time.monotonic()  # when its last part came
 
     def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
         try:
-            fields = m.header(kind, header)
-            if kind != m.PART or nbytes != _nbytes(*fields[3:]):
-                raise WireError(
-                    f"a frame of kind {kind} with {nbytes} bytes {fields[3:]} came to a reducer"
-                )
-            buffer = self.buffers.get(fields[:2])
-            if buffer is None or buffer.nbytes < nbytes:
-                buffer = self.buffers[fields[:2]] = self.reducer.buffer(nbytes, buffer)
-            self.coming.add(fields[:2])
+            return super().room(kind, header, nbytes)
         except RoadtrainError as error:
-            self.reducer.end(error)
-            buffer = Buffer(nbytes)  # this frame goes nowhere, the worker hears why
+            self.session.end(error)
+            return Buffer(nbytes).view[:nbytes]  # this frame goes nowhere, the worker hears why
+
+    def find_room(self, kind: int, fields: Any, nbytes: int) -> memoryview:
+        if kind != m.PART or nbytes != _nbytes(*fields[3:]):
+            raise WireError(
+                f"a frame of kind {kind} with {nbytes} bytes {fields[3:]} came to a reducer"
+            )
+        where = fields.key, fields.start
+        buffer = self.buffers.get(where)
+        if buffer is None or buffer.nbytes < nbytes:
+            buffer = self.buffers[where] = self.session.buffer(nbytes, buffer)
+        self.coming.add(where)
         return buffer.view[:nbytes]
 
-    def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
-        self.heard = time.monotonic()
-        try:
-            if kind in (m.MOVED, m.GIVEN_UP):
-                self.reducer.moved(self, given_up=kind == m.GIVEN_UP)
-            else:
-                part = Arrived(*m.header(m.PART, header))
-                if not payload or len(payload) != _nbytes(part.elements, part.format, part.summed):
-                    raise WireError(
-                        f"a part of {part.elements} elements of {part.format} came as"
-                        f" {len(payload)} bytes"
-                    )
-                self.coming.discard((part.key, part.start))
-                self.reducer.arrived(self, part)
-        except RoadtrainError as error:
-            self.reducer.end(error)
 
-    def lost(self, error: PeerError) -> None:
-        self.reducer.left(self, error)
-
-
-class Reducer:
+class Reducer(HostedSession[_ReducerConnection]):
     """Of one job. `above`: who adds other hosts' sums before the workers here get theirs.
-    `ended` is called once, when the last worker has left or something failed."""
+    `forget` is called once, when the last worker has left or something failed."""
 
     def __init__(
         self,
         rule: str,
         workers: int,
         reserve: Callable[[int], None],
-        ended: Callable[[Reducer], None],
+        forget: Callable[[Reducer], None],
         above: Above | None = None,
     ) -> None:
-        self.rule, self.workers, self._reserve, self._ended, self._above = (
-            rule,
-            workers,
-            reserve,
-            ended,
-            above,
-        )
-        self.seats: dict[int, _ReducerConnection] = {}
+        super().__init__(workers)
+        self.rule = rule
         self.reserved = 0  # bytes
+        self._reserve, self._forget, self._above = reserve, forget, above
         self._machine = ReducerStateMachine(workers, rule)
         self._results: dict[Where, Buffer] = {}
         self._residuals: dict[Where, tuple[Buffer, np.ndarray]] = {}  # what encoding the sum lost
-        self._lock, self._work = threading.Lock(), queue.SimpleQueue[Any]()
-        self._left = 0
-        self._over: BaseException | None = None  # why it has ended
-        self.threads = [threading.Thread(target=self._add_all, name="reducer", daemon=True)]
+        self._work = queue.SimpleQueue[Any]()
+        self.threads.append(threading.Thread(target=self._add_all, name="reducer", daemon=True))
         self.threads[0].start()
 
-    def join(self, rank: int, link: Link) -> _ReducerConnection:
-        with self._lock:
-            if self._over and not isinstance(self._over, (LostError, BudgetError)):
-                raise self._over  # what the others have been told
-            if self._over or self._left or rank in self.seats:
-                raise BusyError("busy with another start of this job")
-            seat = self.seats[rank] = _ReducerConnection(self, rank, link)
-        return seat
+    def new_connection(self, rank: int, link: Link) -> _ReducerConnection:
+        return _ReducerConnection(self, rank, link)
+
+    def takes(self, rank: int) -> bool:
+        return not self.gone and super().takes(rank)
+
+    def busy(self) -> BaseException:
+        if self.over is None or isinstance(self.over, (LostError, BudgetError)):
+            return super().busy()
+        return self.over  # what the others have been told
 
     def buffer(self, nbytes: int, instead: Buffer | None = None) -> Buffer:
         """BudgetError where the host's budget does not hold one more."""
@@ -154,81 +131,81 @@ class Reducer:
         return more
 
     def _take(self, nbytes: int) -> None:
-        with self._lock:
-            if not self._over:  # else all has been given back
+        with self.lock:
+            if not self.over:  # else all has been given back
                 self._reserve(nbytes)
                 self.reserved += nbytes
 
-    def arrived(self, seat: _ReducerConnection, part: Arrived) -> None:
-        with self._lock:
-            if not self._over and (meeting := self._machine.arrived(seat.rank, part)) is not None:
-                seats = (
-                    [seat]
-                    if self.rule == "accumulate"
-                    else [self.seats[rank] for rank in range(self.workers)]
-                )
-                self._work.put(
-                    (
-                        seats,
-                        [one.buffers[part.key, part.start].view for one in seats],
-                        part,
-                        meeting,
-                    )
-                )
+    def take(self, worker: _ReducerConnection, kind: int, fields: Any, payload: memoryview) -> None:
+        match kind:
+            case m.MOVED | m.GIVEN_UP:
+                self._moved(worker, given_up=kind == m.GIVEN_UP)
+            case m.PART:
+                self._arrived(worker, Arrived(*fields), len(payload))
+            case _:
+                raise WireError(f"a frame of kind {kind} came to a reducer")
 
-    def moved(self, seat: _ReducerConnection, given_up: bool = False) -> None:
+    def _arrived(self, worker: _ReducerConnection, part: Arrived, nbytes: int) -> None:
+        where = part.key, part.start
+        if not nbytes or nbytes != _nbytes(part.elements, part.format, part.summed):
+            raise WireError(
+                f"a part of {part.elements} elements of {part.format} came as {nbytes} bytes"
+            )
+        worker.coming.discard(where)
+        with self.lock:
+            if self.over or (meeting := self._machine.arrived(worker.rank, part)) is None:
+                return
+            alone = self.rule == "accumulate"
+            workers = (
+                [worker] if alone else [self.connections[rank] for rank in range(self.workers)]
+            )
+            views = [one.buffers[where].view for one in workers]
+            self._work.put((workers, views, part, meeting))
+
+    def _moved(self, worker: _ReducerConnection, given_up: bool) -> None:
         """Parts go elsewhere from now on, or have other keys (`given_up`, with what is not
         summed): the memory of those that nobody waits for is given back. What is still in use
         lives as long as that."""
-        with self._lock:
+        with self.lock:
             if given_up:
-                self._machine.given_up(seat.rank)
-            busy = seat.coming | {
+                self._machine.given_up(worker.rank)
+            busy = worker.coming | {
                 where for where, meeting in self._machine.meetings.items() if meeting.here
             }
-            dropped = [seat.buffers.pop(where) for where in [*seat.buffers] if where not in busy]
-            if seat.rank == 0:
+            dropped = [
+                worker.buffers.pop(where) for where in [*worker.buffers] if where not in busy
+            ]
+            if worker.rank == 0:
                 dropped += [self._results.pop(where) for where in [*self._results]]
-            if seat.rank == 0 and given_up:
+            if worker.rank == 0 and given_up:
                 dropped += [self._residuals.pop(where)[0] for where in [*self._residuals]]
         self._take(-sum(buffer.nbytes for buffer in dropped))
 
     def waits(self) -> dict[str, tuple[float, str]]:
         """Who keeps the others waiting, for what and since when its last word came."""
-        with self._lock:
+        with self.lock:
             missing, now = self._machine.missing(), time.monotonic()
         late = {rank: key for key, ranks in reversed(missing.items()) for rank in ranks}
         return {
             f"worker {rank}": (
-                now - self.seats[rank].heard if rank in self.seats else 0.0,
+                now - self.connections[rank].heard if rank in self.connections else 0.0,
                 f"its part of tensor {key}, round {number}",
             )
             for rank, (key, _, number) in late.items()
         }
 
-    def left(self, seat: _ReducerConnection, error: PeerError) -> None:
+    def one_left(self, rank: int, error: PeerError, all_gone: bool) -> None:
         """Others may be leaving too: it is over where somebody waits for this one, or when all
         have gone."""
-        with self._lock:
-            self._left += 1
-            late = {key: gone for key, gone in self._machine.missing().items() if seat.rank in gone}
-            last = self._left == len(self.seats)
-        if late or last:
-            self.end(LostError(f"worker {seat.rank} has gone: {error}"))
+        with self.lock:
+            late = any(rank in ranks for ranks in self._machine.missing().values())
+        if late or all_gone:
+            self.end(LostError(f"worker {rank} has gone: {error}"))
 
-    def end(self, error: BaseException) -> None:
-        with self._lock:
-            first, self._over = self._over is None, self._over or error
-            seats = list(self.seats.values())
-        if not first:
-            return
+    def ended(self, error: BaseException) -> None:
         self._work.put(None)
-        for seat in seats:
-            with suppress(PeerError):
-                seat.link.send(m.FAILED, m.encode((type(error).__name__, str(error))), urgent=True)
-            self.threads.append(threading.Thread(target=seat.link.close, name="close", daemon=True))
-            self.threads[-1].start()  # this may be one of the link's own
-        self._ended(self)
+        self.dismiss(error)
+        self._forget(self)
 
     def _add_all(self) -> None:
         while (work := self._work.get()) is not None:
@@ -244,7 +221,7 @@ class Reducer:
 
     def _add(
         self,
-        seats: list[_ReducerConnection],
+        workers: list[_ReducerConnection],
         views: list[memoryview],
         part: Arrived,
         meeting: PartRound,
@@ -256,16 +233,16 @@ class Reducer:
             # who has it goes on, and fills its buffer anew
             result[: n * itemsize] = views[rank][: n * itemsize]
             self._send(
-                [seat for seat in seats if seat.rank not in meeting.summed],
+                [one for one in workers if one.rank not in meeting.summed],
                 part,
                 result[: n * itemsize],
                 True,
             )
-            self._send([seat for seat in seats if seat.rank in meeting.summed], part, None, True)
+            self._send([one for one in workers if one.rank in meeting.summed], part, None, True)
             return
         total = array_in(result, "fp32", 0, n)
         if not raw:
-            self._send(seats, part, self._encoded(part, total, views), False)
+            self._send(workers, part, self._encoded(part, total, views), False)
             return
         arrays = [array_in(view, raw, 0, n) for view in views]
         if self.rule == "accumulate":
@@ -278,22 +255,22 @@ class Reducer:
         narrow = raw != "fp32" and _narrow(total, raw)
         payload = narrow or result[: 4 * n]
         if self._above is None:
-            self._send(seats, part, payload, False)
+            self._send(workers, part, payload, False)
         else:
             self._above(
                 (part.key, part.start),
                 raw,
                 payload,
-                lambda sum: self._send(seats, part, sum, False),
+                lambda sum: self._send(workers, part, sum, False),
                 self.end,
             )
 
     def _result(self, where: Where, nbytes: int) -> memoryview:
-        with self._lock:
+        with self.lock:
             found = self._results.get(where)
         if found is None:
             found = self.buffer(nbytes)  # zeros: where sums of `accumulate` begin
-            with self._lock:
+            with self.lock:
                 self._results[where] = found
         return found.view
 
@@ -318,16 +295,16 @@ class Reducer:
 
     def _send(
         self,
-        seats: list[_ReducerConnection],
+        workers: list[_ReducerConnection],
         part: Arrived,
         payload: memoryview | None,
         summed: bool,
     ) -> None:
         """Without a payload: that all have the sum."""
         header = m.encode((part.key, part.start, part.round, summed))
-        for seat in seats:
+        for one in workers:
             with suppress(PeerError):  # who has left is noticed elsewhere
-                seat.link.send(m.SUM, header, [] if payload is None else [payload])
+                one.link.send(m.SUM, header, [] if payload is None else [payload])
 
 
 def seed_of(*numbers: int) -> int:
@@ -360,11 +337,12 @@ class Reducers:
         session, rank, workers, rule = m.decoded(
             m.SUM_HELLO, hello, "no greeting of a worker of a summation"
         )
-        if rule == agreement.HELLO and self.agreeing is not None:
-            return self.agreeing.join(session, rank, link)
-        if not rule and self.control is not None:
-            return self.control.join(session, rank, link)
-        if not 0 <= rank < workers <= 1 << 16 or rule not in RULES:
+        coordinator = {agreement.HELLO: self.agreeing, "": self.control}.get(rule)
+        if coordinator is not None:
+            if session != coordinator.name:
+                raise coordinator.busy()
+            return coordinator.join(rank, link)
+        if not 0 <= rank < workers <= MOST_WORKERS or rule not in RULES:
             raise WireError(f"worker {rank} of {workers} with rule {rule!r} came to a reducer")
         with self._lock:
             reducer = self.jobs.get(session)
@@ -378,7 +356,6 @@ class Reducers:
                 f"worker {rank} of {workers} with rule {rule}, the others are {reducer.workers}"
                 f" with {reducer.rule}"
             )
-        link.peer = f"worker {rank} ({link.peer})"
         return reducer.join(rank, link)
 
     def status(self) -> health.Said:

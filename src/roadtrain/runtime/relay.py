@@ -48,7 +48,7 @@ from roadtrain.protocol import messages
 from roadtrain.protocol.relay import Give, PushSum, RelayStateMachine, Up
 from roadtrain.runtime import frames as m
 from roadtrain.runtime.gradients import PushedGradients
-from roadtrain.runtime.session_host import Seat
+from roadtrain.runtime.parameter_connection import ParameterConnection, ParameterSession
 from roadtrain.storage.ledger import StoreMeta, pack, unpack
 from roadtrain.transport import shm
 from roadtrain.transport.address import local_options
@@ -105,25 +105,23 @@ def end(process: subprocess.Popen[bytes] | None) -> None:
             process.wait()
 
 
-class ServerChannel:
-    """What goes between the workers here and one server: to their Seats what a Session is, to
-    the server's link its Receiver."""
+class ServerChannel(ParameterSession):
+    """What goes between the workers here and one server: to the workers their session, to the
+    server's link its Receiver. Ranks are those on this host."""
 
     def __init__(
-        self, orders: Orders, number: int, meta: StoreMeta, ended: Callable[[], None]
+        self, orders: Orders, number: int, meta: StoreMeta, finished: Callable[[], None]
     ) -> None:
+        super().__init__(orders.local, 1)
         budgets, table = orders.budgets, meta.table
-        self.orders, self.number, self.local, self._ended = orders, number, 1, ended
-        self.seats: dict[int, Seat] = {}
+        self.orders, self.number, self._finished = orders, number, finished
         self._signature, self._chunks = meta.signature, table.chunks
-        self._lock = threading.RLock()
         self._connected = threading.Event()
         self._up: Link
         # welcome and ready, for those who come later
         self._said: list[tuple[int, bytes, bytes]] = []
-        self._readers: deque[Seat] = deque()
+        self._readers: deque[ParameterConnection] = deque()
         self._tickets = itertools.count(1)  # of sums: the server knows a push's buffer by it
-        self._left, self._over = 0, False
         self.machine = RelayStateMachine(orders.local, budgets.copies)
         self._copies = [Buffer(budgets.piece_bytes) for _ in range(budgets.copies)]
         # (chunk, worker) -> tickets of what is held
@@ -133,7 +131,7 @@ class ServerChannel:
             trainable = {c.id: c for c in table.trainable}
             self._grads = PushedGradients(trainable, None, 2, budgets.scratch_bytes, orders.local)
 
-    def connect(self) -> None:
+    def dial(self) -> None:
         """To the server, as worker `host` of `hosts`. Raises PeerError."""
         o = self.orders
         summed = 1 if o.local == 1 else -o.local
@@ -148,91 +146,91 @@ class ServerChannel:
         )
         self._connected.set()
 
-    def accept(self, link: Link, hello: bytes) -> Seat:
-        name, rank, _, _, _, signature = m.decoded(m.HELLO, hello, "no greeting of a worker")
-        index = rank - self.orders.host * self.orders.local
-        with self._lock:
-            if self._over or self._left or name != self.orders.session or index in self.seats:
-                raise BusyError("busy with another start of this job")
+    # who is here
+
+    def accept(self, link: Link, hello: bytes) -> ParameterConnection:
+        said = m.decoded(m.HELLO, hello, "no greeting of a worker")
+        index = said.rank - self.orders.host * self.orders.local
+        with self.lock:
+            if said.session != self.orders.session:
+                raise self.busy()
             if not 0 <= index < self.orders.local:
                 raise WireError(
-                    f"worker {rank} is none of the {self.orders.local} of host {self.orders.host}"
+                    f"worker {said.rank} is none of the {self.orders.local} of host"
+                    f" {self.orders.host}"
                 )
-            if signature != self._signature:
+            if said.signature != self._signature:
                 raise ForeignError(
-                    f"worker {rank} has another model, dtype, chunk size or optimizer than worker 0"
-                    " of its host",
+                    f"worker {said.rank} has another model, dtype, chunk size or optimizer than"
+                    " worker 0 of its host",
                     hint="every worker runs the same job",
                 )
-            seat = self.seats[index] = Seat(self, index, signature, link)
-            seat.pool = BufferPool(self.orders.budgets.pool, self.orders.budgets.piece_bytes)
-            link.peer = f"worker {rank} ({link.peer})"
-            for kind, header, payload in self._said:
-                self._tell_one(seat, kind, header, payload)
-        return seat
+            return self.join(index, link)
 
-    # a Session's, called by the links of the workers
+    def takes(self, rank: int) -> bool:
+        return not self.gone and super().takes(rank)
+
+    def name_of(self, rank: int) -> str:
+        return super().name_of(self.orders.host * self.orders.local + rank)
+
+    def new_connection(self, rank: int, link: Link) -> ParameterConnection:
+        worker = ParameterConnection(self, rank, link)
+        worker.pool = BufferPool(self.orders.budgets.pool, self.orders.budgets.piece_bytes)
+        for kind, header, payload in self._said:
+            self._tell_one(worker, kind, header, payload)
+        return worker
+
+    def one_left(self, rank: int, error: PeerError, all_gone: bool) -> None:
+        if all_gone:
+            self.end(error)
+        else:
+            self.tell(messages.PeerLost(rank, str(error)))
+
+    def ended(self, error: BaseException) -> None:
+        """Workers that are still there are told why; the server sees its worker leave."""
+        self.dismiss(error)
+        if self._connected.is_set():
+            self._up.close()
+        self._finished()
+
+    # what its workers ask for
 
     def chunk(self, number: int) -> Chunk:
         if not 0 <= number < len(self._chunks):
             raise WireError(f"chunk {number} of {len(self._chunks)}")
         return self._chunks[number]
 
-    def open(self, seat: Seat, fields: Any, body: bytes) -> None:
+    def open(self, worker: ParameterConnection, fields: m.OpenHeader, body: bytes) -> None:
         self._up.send(m.OPEN, m.encode(fields), [memoryview(body)])
 
-    def fill(self, seat: Seat, number: int, payload: memoryview) -> None:
+    def fill(self, worker: ParameterConnection, number: int, payload: memoryview) -> None:
         self._up.send(m.FILL, m.encode((number,)), [payload])
 
-    def settle(self, seat: Seat, blob: bytes) -> None:
+    def settle(self, worker: ParameterConnection, blob: bytes) -> None:
         self._up.send(m.SETTLE, m.encode(()), [memoryview(blob)])
 
-    def begin(self, seat: Seat) -> None:
+    def begin(self, worker: ParameterConnection) -> None:
         self._up.send(m.BEGIN, m.encode(()))
 
     def beat(self) -> None:
-        """A worker lives. To the server its host does, if all of them do."""
-        with self._lock:
-            silent = any(seat.silent_for(SILENT_S) for seat in self.seats.values())
+        """To the server its host lives, if all of its workers do."""
+        silent = any(one.silent_for(SILENT_S) for one in self.everyone())
         if self._connected.is_set() and not silent:
             with suppress(PeerError):
                 self._up.send(m.BEAT, m.encode(()), urgent=True)
 
-    def read(self, seat: Seat, number: int) -> None:
-        with self._lock:
-            self._readers.append(seat)
+    def read(self, worker: ParameterConnection, number: int) -> None:
+        with self.lock:
+            self._readers.append(worker)
             self._up.send(m.READ, m.encode((number,)))
 
     def tell(self, message: Any) -> None:
         try:
-            with self._lock:
+            with self.lock:
                 for action in self.machine.handle(message):
                     self._carry_out(action)
         except RoadtrainError as error:
             self.end(error)
-
-    def left(self, seat: Seat, error: PeerError) -> None:
-        with self._lock:
-            self._left += 1
-            last = self._left == len(self.seats)
-        if last:
-            self.end(error)
-        else:
-            self.tell(messages.PeerLost(seat.rank, str(error)))
-
-    def end(self, error: BaseException) -> None:
-        """Workers that are still there are told why; the server sees its worker leave."""
-        with self._lock:
-            first, self._over = not self._over, True
-            seats = list(self.seats.values())
-        if not first:
-            return
-        for seat in seats:
-            seat.say(m.FAILED, (type(error).__name__, str(error)))
-            seat.link.close()
-        if self._connected.is_set():
-            self._up.close()
-        self._ended()
 
     # the Receiver's, called by the link of the server
 
@@ -241,7 +239,7 @@ class ServerChannel:
         if kind != m.PULLED:
             return memoryview(bytearray(nbytes))
         ticket, number = fields
-        with self._lock:
+        with self.lock:
             asked, _ = self.machine.asked.get(ticket, (-1, 0))
             if asked != number or nbytes != round_up(self.chunk(number).weights_nbytes, PAGE):
                 raise WireError(
@@ -258,36 +256,38 @@ class ServerChannel:
             self.tell(messages.Pulled(*fields))
             return
         self._connected.wait(self.orders.deadline_s)
-        with self._lock:
+        with self.lock:
             if kind in (m.WELCOME, m.READY):
                 self._said.append((kind, header, bytes(payload)))
             if kind == m.RECORD:
                 with suppress(PeerError):
                     self._readers.popleft().link.send(kind, header, [payload])
                 return
-            seats = [self.seats[0]] if kind in (m.FILLED, m.SETTLED) else list(self.seats.values())
-            for seat in seats:
-                self._tell_one(seat, kind, header, payload)
+            workers = [self.connections[0]] if kind in (m.FILLED, m.SETTLED) else self.everyone()
+            for worker in workers:
+                self._tell_one(worker, kind, header, payload)
         if kind == m.FAILED:
             self.end(LostError(fields[1]))
 
     def lost(self, error: PeerError) -> None:
         self.end(error)
 
-    def _tell_one(self, seat: Seat, kind: int, header: bytes, payload: bytes | memoryview) -> None:
+    def _tell_one(
+        self, worker: ParameterConnection, kind: int, header: bytes, payload: bytes | memoryview
+    ) -> None:
         if kind == m.READY and self.orders.local > 1:
             blobs = unpack(bytes(payload))
-            payload = blobs[seat.rank] if seat.rank < len(blobs) else blobs[0]
+            payload = blobs[worker.rank] if worker.rank < len(blobs) else blobs[0]
         with suppress(PeerError):
-            seat.link.send(kind, header, [memoryview(payload)], urgent=True)
+            worker.link.send(kind, header, [memoryview(payload)], urgent=True)
 
     # what the state machine says
 
     def _carry_out(self, action: Any) -> None:
         match action:
             case Up(messages.Push() as push):
-                seat = self.seats[push.worker]
-                self._send(push, lambda: seat.freed(push.ticket))
+                pusher = self.connections[push.worker]
+                self._send(push, lambda: pusher.freed(push.ticket))
             case Up(messages.Commit(step, blobs)):
                 self._send(messages.Commit(step, pack(blobs)))
             case Up(message):
@@ -299,7 +299,7 @@ class ServerChannel:
                 if kept:
                     self._kept.setdefault((push.chunk, push.worker), []).append(push.ticket)
                 else:
-                    self.seats[push.worker].freed(push.ticket)
+                    self.connections[push.worker].freed(push.ticket)
             case messages.Discard(chunk, worker):
                 assert worker is not None  # that is said by a server only
                 self._grads.discard(chunk, worker)
@@ -312,7 +312,7 @@ class ServerChannel:
         if not grads.holds(number):
             return
         scratch, _, _ = grads.take(number)
-        for worker in self.seats:
+        for worker in self.connections:
             self._free(number, worker)
         whole = scratch.view[: round_up(4 * self._chunks[number].numel, PAGE)]
         self._send(
@@ -322,7 +322,7 @@ class ServerChannel:
 
     def _free(self, chunk: int, worker: int) -> None:
         for ticket in self._kept.pop((chunk, worker), ()):
-            self.seats[worker].freed(ticket)
+            self.connections[worker].freed(ticket)
 
     def _send(self, message: Any, sent: Callable[[], None] | None = None) -> None:
         self._up.send(*m.frame(message), sent, urgent=isinstance(message, messages.Pull))
@@ -342,12 +342,12 @@ def run(orders: Orders) -> None:
             listeners.append(_listen(directory / str(lane.number), lane, orders.options))
         for lane in lanes:
             try:
-                lane.connect()
+                lane.dial()
             except PeerError as error:
                 lane.end(error)
         for _ in lanes:
             while not over.acquire(timeout=orders.deadline_s):
-                if not all(lane.seats for lane in lanes):
+                if not all(lane.connections for lane in lanes):
                     raise DeadlineError(
                         f"no worker came to the relay of host {orders.host} within "
                         f"{orders.deadline_s:.0f} s"
@@ -357,6 +357,7 @@ def run(orders: Orders) -> None:
             listener.close()
         for lane in lanes:
             lane.end(DeadlineError("the relay ends"))
+            lane.wait_for_the_end(END_S)
         with suppress(OSError):
             directory.rmdir()
 

@@ -467,7 +467,7 @@ def _watch(wanted: Wanted, control: Control, options: TcpOptions) -> Callable[[]
                 continue
             there = control.spares
             for address in there.keys() - now.keys():
-                control.gone(there[address], f"spare host {address} is not wanted any more")
+                control.lost_reducer(there[address], f"spare host {address} is not wanted any more")
             for address in now.keys() - there.keys():
                 if due(address) and not isinstance(
                     health.ask(address_of(address), options), PeerError
