@@ -372,6 +372,8 @@ class ServerSession(ParameterSession):
                 workers[0].freed(ticket)
             case messages.Failed(_, error):
                 self.end(error)
+            case messages.Pulled():
+                pass  # PullReply has sent it
             case _:
                 kind, fields, payload = m.reply(message)
                 for worker in workers:
