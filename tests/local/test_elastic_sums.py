@@ -140,7 +140,7 @@ def test_a_spare_host_that_dies_is_gone_round_and_one_that_comes_is_used(n, elas
                 | {made._name(len(made.reducers) - 1)}
             )
         sum_all(rank, sums, 3, n)
-        return {site.number for site in sums._sites.values()}
+        return {reducer.number for reducer in sums._reducers.values()}
 
     found = made.run(work)
     assert not any(isinstance(one, Exception) for one in found), found
