@@ -6,7 +6,7 @@ READY := .venv/.ready
 # What `make train` trains; examples/stdlib.toml is a small one.
 JOB ?= examples/moe.toml
 
-.PHONY: train train-plain test check types bench docs
+.PHONY: train train-plain test test-quick test-rest test-all check types bench docs
 .DELETE_ON_ERROR:
 
 train: $(READY)
@@ -16,10 +16,22 @@ train: $(READY)
 train-plain: $(READY)
 	$(BIN)/python examples/train_plain.py $(JOB) $(ARGS) || test $$? -eq 3
 
-# What needs no hardware first; then real processes; then what needs root and loop devices (skips itself without).
+# Two tests at a time; then, one after another, those that measure time or need root (the latter skip themselves without).
+TWO := $(BIN)/pytest -n 2 --dist worksteal
 test: $(READY)
-	$(BIN)/pytest -n 2 $(wildcard tests/unit tests/contract tests/golden) $(ARGS)
-	$(BIN)/pytest $(wildcard tests/local tests/lab) $(ARGS)
+	$(TWO) -m "not alone and not exhaustive" $(ARGS)
+	$(BIN)/pytest -m "alone and not exhaustive" tests/local tests/lab $(ARGS)
+
+# No processes and no root: under a minute.
+test-quick: $(READY)
+	$(TWO) -m "not slow and not exhaustive" tests/unit tests/contract $(ARGS)
+
+# What `make test` leaves out: more cells of what it shows.
+test-rest: $(READY)
+	$(TWO) -m "exhaustive and not alone" $(ARGS)
+	$(BIN)/pytest -m "exhaustive and alone" tests/local tests/lab $(ARGS)
+
+test-all: test test-rest
 
 check: $(READY) types docs
 	$(BIN)/ruff format --check .

@@ -1,0 +1,13 @@
+"""What a lab is made of belongs to the whole machine, and its tests measure rates."""
+
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.alone)
