@@ -24,7 +24,7 @@ test: $(READY)
 
 # No processes and no root: under a minute.
 test-quick: $(READY)
-	$(TWO) -m "not slow and not exhaustive" tests/unit tests/contract $(ARGS)
+	$(TWO) -m "not slow and not exhaustive and not lab" tests/unit tests/contract $(ARGS)
 
 # What `make test` leaves out: more cells of what it shows.
 test-rest: $(READY)

@@ -29,7 +29,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks import soak_alone, soak_sums
+from benchmarks import soak_alone, soak_servers, soak_sums  # noqa: F401  its kinds
 from benchmarks.report import machine
 from benchmarks.soak_fault import (
     ALONE,

@@ -46,7 +46,7 @@ with_nixl = pytest.mark.skipif(  # on x86-64 it must be there: what cannot be im
     importlib.util.find_spec("nixl_cu12") is None and platform.machine() != "x86_64",
     reason="NIXL is not installed: pip install roadtrain-rdma",
 )
-RDMA, RDMA_4 = (pytest.param(kind, marks=with_nixl) for kind in ("rdma", "rdma+4+bare"))
+RDMA = pytest.param("rdma", marks=with_nixl)
 KINDS = [
     "local",
     "local+sums",
@@ -58,9 +58,9 @@ KINDS = [
     "tcp+4+bare",
     "tcp+tls",
     "tcp+4+tls",
-    "tcp+tls+sums",
+    pytest.param("tcp+tls+sums", marks=pytest.mark.slow),
     RDMA,
-    RDMA_4,
+    pytest.param("rdma+4+bare", marks=[with_nixl, pytest.mark.slow]),
 ]  # bare: without checksums
 
 
@@ -834,7 +834,7 @@ def flipped_everywhere(options: tcp.TcpOptions, folder: Path, step: int = 1) -> 
     listener.close()
 
 
-@pytest.mark.parametrize("kind", ["tcp", "tcp+tls"])
+@pytest.mark.parametrize("kind", [pytest.param("tcp", marks=pytest.mark.slow), "tcp+tls"])
 def test_a_bit_that_flips_anywhere_is_a_typed_error_that_names_the_peer(kind, folder):
     """In lengths, headers, payloads, the handshake; in both directions. TLS does the same by
     itself."""

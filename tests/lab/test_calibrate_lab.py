@@ -131,6 +131,7 @@ def test_two_workers_and_a_server(files, capsys):
     assert worker.nics[0].rate == 25e6 and spare.updates > 1e8
 
 
+@pytest.mark.exhaustive
 @needs_devices
 def test_a_worker_with_an_ssd(files, capsys):
     cluster, job = files('dirs = ["anywhere"]', spare=False)
@@ -145,6 +146,7 @@ def test_a_worker_with_an_ssd(files, capsys):
     assert {"hosts.gpu.device", "hosts.gpu.updates"} <= set(load_cluster("mine.lab.toml").measured)
 
 
+@pytest.mark.exhaustive
 def test_a_plan_is_verified(files, capsys):
     cluster, _ = files("dirs = []")
     words = [

@@ -114,6 +114,7 @@ def test_every_pair_has_the_rate_of_its_slower_end(lab: Lab) -> None:
         assert 0 < latency < 0.1
 
 
+@pytest.mark.exhaustive
 def test_the_whole_command(lab: Lab, tmp_path: Path) -> None:
     asking = lab.probe("--dirs", str(tmp_path), "--token-file", str(lab.token))
     told, _ = asking.communicate(timeout=300)
@@ -132,7 +133,7 @@ def test_the_whole_command(lab: Lab, tmp_path: Path) -> None:
     assert not any("link from" in line for line in head)
 
 
-@pytest.mark.parametrize("how", ["killed", "cut off"])
+@pytest.mark.parametrize("how", ["killed", pytest.param("cut off", marks=pytest.mark.exhaustive)])
 def test_a_host_that_goes_meanwhile(lab: Lab, how: str) -> None:
     asking, going = lab.probe("--token-file", str(lab.token)), lab.listening["c"]
     # one of its directories is measured

@@ -20,6 +20,8 @@ from roadtrain.simulator.memory import buffer_bytes
 from roadtrain.simulator.run import simulate
 from roadtrain.training.train import place_job
 
+pytestmark = pytest.mark.alone
+
 JOB = """
 [model.config]
 model_type = "llama"

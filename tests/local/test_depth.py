@@ -9,7 +9,7 @@ import pytest
 from benchmarks import depth
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_peak_memory_of_four_times_the_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -295,6 +295,7 @@ def ballast(directory, leave):
 # peers
 
 
+@pytest.mark.alone
 def test_a_hanging_device_meets_the_deadline(tmp_path, nothing_kept):  # Rule 5
     case = Case()
     train(tmp_path / "s", 1, case)

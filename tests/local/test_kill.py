@@ -36,7 +36,6 @@ def read(log):
     return seen
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("name", "case", "dirs"),

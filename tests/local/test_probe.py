@@ -35,6 +35,8 @@ from roadtrain.transport.address import write_token
 from roadtrain.transport.tcp import TcpOptions
 from roadtrain.units import GIB, MIB
 
+pytestmark = pytest.mark.alone
+
 
 def test_probe_and_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "cluster.toml"

@@ -2,6 +2,7 @@
 directories, also resumed with another layout (Rule 1, Rule 3), and the same training as plain
 torch."""
 
+import functools
 import itertools
 
 import numpy as np
@@ -10,12 +11,25 @@ import torch
 from models import Case, build, contents, new_scaler, place, run
 
 STEPS = 5
-NO_YES = (False, True)
+# Six rows in which every two of ten options are met in each of their four combinations: none, and
+# five of which each option is in another three.
+IN_ROWS = [*itertools.combinations(range(1, 6), 3)]
+PAIRWISE = [tuple(row in rows for rows in IN_ROWS[:6]) for row in range(6)]
 CASES = [
-    Case(accumulate=a, clip=c, groups=g, frozen=f, tied=t, scaler=s)
-    for a, c, g, f, t, s in itertools.product((1, 3), (None, 0.5), NO_YES, NO_YES, NO_YES, NO_YES)
+    pytest.param(
+        Case(
+            accumulate=3 if on[0] else 1,
+            clip=0.5 if on[1] else None,
+            groups=on[2],
+            frozen=on[3],
+            tied=on[4],
+            scaler=on[5],
+        ),
+        marks=() if on in PAIRWISE else pytest.mark.exhaustive,
+    )
+    for on in itertools.product((False, True), repeat=6)
 ]
-CASES += [
+MORE = [
     Case(dtype=torch.bfloat16, accumulate=2, clip=1.0),
     Case(dtype=torch.bfloat16, eager=True),
     Case(eager=True, accumulate=2),
@@ -31,6 +45,16 @@ LATE = [
 
 def name(case):
     return "-".join(f"{k}={v}" for k, v in vars(case).items() if v) or "plain"
+
+
+def test_every_two_options_are_met():
+    for one, other in itertools.combinations(zip(*PAIRWISE), 2):
+        assert len({*zip(one, other)}) == 4
+
+
+@functools.cache
+def in_memory(case):
+    return placed_run(case, None)
 
 
 def placed_run(case, store, **options):
@@ -70,9 +94,9 @@ def same(a, b):
         assert np.array_equal(a[1][key], b[1][key], equal_nan=True), key
 
 
-@pytest.mark.parametrize("case", CASES + LATE, ids=name)
+@pytest.mark.parametrize("case", [*CASES, *MORE, *LATE], ids=name)
 def test_same_bits_on_every_placement(case, tmp_path):  # Rule 1
-    ram = placed_run(case, None)
+    ram = in_memory(case)
     same(ram, placed_run(case, tmp_path / "one"))
     same(ram, placed_run(case, [tmp_path / f"d{i}" for i in range(3)], chunk_elements=1 << 16))
     if case.eager and not case.staleness:
@@ -80,16 +104,16 @@ def test_same_bits_on_every_placement(case, tmp_path):  # Rule 1
     same(ram, resumed_run(case, tmp_path))
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c.dtype is None], ids=name)
+@pytest.mark.parametrize("case", [*CASES, *(case for case in MORE if case.dtype is None)], ids=name)
 def test_same_training_as_plain_torch(case):
     model, optimizer = build(case)
     losses = run(case, model, optimizer, new_scaler(case), 0, STEPS)
-    placed = placed_run(case, None)[0]
+    placed = in_memory(case)[0]
     assert np.allclose(losses, placed, rtol=0, atol=2e-4)
     assert losses[0] == placed[0]
 
 
 def test_what_waits_is_spilled_under_a_small_budget(tmp_path):  # Rule 4
     case = Case(accumulate=2, clip=0.5)
-    ram = placed_run(case, None)
+    ram = in_memory(case)
     same(ram, placed_run(case, tmp_path / "s", budget="45MiB", chunk_elements=1 << 16))

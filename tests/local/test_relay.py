@@ -16,6 +16,8 @@ import pytest
 
 from roadtrain.lab.relay import Relay
 
+pytestmark = pytest.mark.alone
+
 SRC = Path(__file__).parents[2] / "src"
 Address = tuple[str, int]
 

@@ -143,6 +143,7 @@ def test_a_worker_that_is_busy_with_a_step_is_not_silent(host, tmp_path):
     assert seat.silent_for(5) == 0 and seat.silent_for(connection.COMING_S) == 0
 
 
+@pytest.mark.alone
 def test_a_store_that_takes_long_to_make_does_not_shut_workers_out(host):
     """While worker 0's store is being made, another joins at once (it took the handshake's
     deadline, and died)."""

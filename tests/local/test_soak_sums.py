@@ -10,11 +10,13 @@ from benchmarks import soak, soak_sums
 from roadtrain.errors import ConfigError, RoadtrainError
 
 
-def test_ten_faults():
+@pytest.mark.alone
+@pytest.mark.parametrize("faults", [3, pytest.param(10, marks=pytest.mark.exhaustive)])
+def test_faults(faults):
     said = []
-    ends = soak_sums.soak(10, seed=0, say=said.append)
-    assert [end.how for end in ends] == ["went on"] * 10, said
-    assert {end.kind for end in ends} == set(soak_sums.KINDS)
+    ends = soak_sums.soak(faults, seed=0, say=said.append)
+    assert [end.how for end in ends] == ["went on"] * faults, said
+    assert {end.kind for end in ends} == set(soak_sums.KINDS[:faults])
 
 
 def test_a_worker_that_ends_is_noticed():

@@ -302,6 +302,7 @@ class World:
                 self.start(alive)
 
 
+@pytest.mark.slow
 @settings(max_examples=600, deadline=None, derandomize=True)
 @given(st.data(), st.integers(2, 5), st.booleans())
 def test_no_step_is_lost_and_no_fork_unseen(data, n, marked):

@@ -61,7 +61,7 @@ def test_every_run_has_its_plan() -> None:
 @pytest.mark.parametrize(
     ("family", "most"),
     [
-        ("foundry-h100", 0.045),
+        pytest.param("foundry-h100", 0.045, marks=pytest.mark.slow),
         ("vtrain-single", 0.055),
         ("torchtitan-h100", 0.068),
         ("simumax-b200", 0.029),

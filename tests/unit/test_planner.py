@@ -82,7 +82,17 @@ def some_cluster(seed: int) -> tuple[Cluster, ModelShape]:
     )
 
 
-@pytest.mark.parametrize("seed", range(20))
+QUICK, MORE = (1, 3, 5), (0, 2, 6, 7, 10, 13, 15)
+SEEDS = [
+    pytest.param(
+        seed,
+        marks=() if seed in QUICK else pytest.mark.slow if seed in MORE else pytest.mark.exhaustive,
+    )
+    for seed in range(20)
+]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_the_pick_is_the_best_of_all(seed: int) -> None:
     cluster, model = some_cluster(seed)
     batch = 2 * cluster.device_count
@@ -110,6 +120,7 @@ def test_the_pick_is_the_best_of_all(seed: int) -> None:
     assert sum(family.simulated for family in answer.families.values()) <= len(scores)
 
 
+@pytest.mark.slow
 def test_it_says_what_helps_and_who_is_second() -> None:
     cluster, model = some_cluster(2)
     answer = search(cluster, model, OF, batch=4 * cluster.device_count)
@@ -128,6 +139,7 @@ def test_late_plans_only_where_they_are_asked_for() -> None:  # Rule 2
     assert any(plan.staleness for plan in candidates(cluster, model, batch=64, late=True))
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan, out, html, job = (
         str(tmp_path / name) for name in ("plan.toml", "plan.json", "plan.html", "job.toml")
@@ -361,6 +373,7 @@ def test_a_relay_only_where_a_card_has_one() -> None:
             assert scene.groups[0].site.nic is not None and scene.groups[0].site.nic.relay
 
 
+@pytest.mark.slow
 def test_without_a_batch_accumulation_is_searched() -> None:
     """Slow updates are shared by many micro-batches; a batch is the least that is near the best
     of them."""

@@ -674,7 +674,9 @@ def test_selective_is_between_all_and_nothing() -> None:
     assert saved["all"] < saved["products"] < saved["none"] and saved["layers"] < saved["none"]
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=pytest.mark.slow if seed < 4 else ()) for seed in range(12)]
+)
 def test_micro_batches_that_repeat_are_counted_not_simulated(seed: int) -> None:
     """All that a result says is the same as of every micro-batch."""
     rng = Random(seed)

@@ -115,7 +115,11 @@ MATRIX = list(itertools.product((1, 3), (1 << 20, 1 << 16), ("fp32", "bf16", "fp
 
 
 @pytest.mark.parametrize("after", MATRIX, ids=str)
-@pytest.mark.parametrize("before", [MATRIX[1], MATRIX[8], MATRIX[9]], ids=str)
+@pytest.mark.parametrize(
+    "before",
+    [MATRIX[1], *(pytest.param(one, marks=pytest.mark.slow) for one in (MATRIX[8], MATRIX[9]))],
+    ids=str,
+)
 def test_conversion_is_exact(tmp_path: Path, before: tuple, after: tuple) -> None:
     n, chunk_elements, dtype = before
     made(
