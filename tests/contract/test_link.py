@@ -1447,6 +1447,7 @@ def test_a_read_beyond_what_the_other_side_registered_is_refused(folder):
     ends.close()
 
 
+@pytest.mark.slow
 @with_nixl
 @pytest.mark.parametrize(
     ("how", "child_sends"),

@@ -62,6 +62,7 @@ def exact_rates(tasks: list[Task], resources: list[Resource]) -> dict[Task, Frac
     return rates
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(sharing())
 def test_sharing_is_max_min_at_any_scale(given_: tuple[list[Resource], list[Task]]) -> None:

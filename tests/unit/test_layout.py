@@ -240,7 +240,7 @@ print(solver.objective_value / 2)
 """
 
 
-@pytest.mark.parametrize(("layers", "n"), [(48, 8), (31, 7)])
+@pytest.mark.parametrize(("layers", "n"), [pytest.param(48, 8, marks=pytest.mark.slow), (31, 7)])
 def test_balanced_stages_are_those_of_a_solver(layers: int, n: int) -> None:
     """OR-Tools' CP-SAT on sizes that cannot be tried one by one; in a process of its own, as a
     process that has both it and NIXL (plugins/rdma) crashes."""

@@ -272,7 +272,7 @@ def eight_ssds(
 
 
 @pytest.mark.parametrize("name", ["OPT-125M", "LLaMA-7B", "LLaMA-3-70B", "DeepSeek-V3"])
-@pytest.mark.parametrize("hosts", [1, 32])
+@pytest.mark.parametrize("hosts", [1, pytest.param(32, marks=pytest.mark.slow)])
 def test_hosts_with_eight_fast_ssds(name: str, hosts: int) -> None:
     """A byte of theirs takes a share of 1e-12 of a second: too little for a tolerance in
     seconds or bytes."""

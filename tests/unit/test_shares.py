@@ -36,6 +36,7 @@ def test_the_ends_are_the_ring_and_the_parameter_server() -> None:
 rates = st.integers(1, 20).map(Fraction)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(
     st.lists(rates, min_size=1, max_size=6),

@@ -281,6 +281,7 @@ def test_import_into_a_store_keeps_what_the_source_does_not_give(tmp_path: Path)
     store.close()
 
 
+@pytest.mark.slow
 def test_memory_is_a_few_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Counted(buffers.Buffer):
         alive = peak = 0
