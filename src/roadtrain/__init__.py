@@ -10,15 +10,23 @@ from roadtrain.errors import RoadtrainError
 if TYPE_CHECKING:
     from roadtrain.api.optimizer import PlacedOptimizer
     from roadtrain.api.place import place
+    from roadtrain.api.stores import Files, Memory, Servers
+    from roadtrain.config.lossy import Delay, Downcast, TopK
     from roadtrain.integrations.ddp import Summation, sum_hook
     from roadtrain.integrations.fsdp import sum_fsdp
     from roadtrain.kernels.lion import Lion
 
 __all__ = [
+    "Delay",
+    "Downcast",
+    "Files",
     "Lion",
+    "Memory",
     "PlacedOptimizer",
     "RoadtrainError",
+    "Servers",
     "Summation",
+    "TopK",
     "place",
     "sum_fsdp",
     "sum_hook",
@@ -26,6 +34,12 @@ __all__ = [
 
 _HOMES = {
     "place": "roadtrain.api.place",
+    "Files": "roadtrain.api.stores",
+    "Memory": "roadtrain.api.stores",
+    "Servers": "roadtrain.api.stores",
+    "TopK": "roadtrain.config.lossy",
+    "Downcast": "roadtrain.config.lossy",
+    "Delay": "roadtrain.config.lossy",
     "PlacedOptimizer": "roadtrain.api.optimizer",
     "Lion": "roadtrain.kernels.lion",
     "Summation": "roadtrain.integrations.ddp",

@@ -25,6 +25,7 @@ import torch
 
 import roadtrain
 from roadtrain import cli
+from roadtrain.api.former import FORMER
 from roadtrain.chunks import ChunkTable, ParamSpec
 from roadtrain.config import job
 from roadtrain.config.cluster import make_cluster
@@ -150,9 +151,11 @@ def job_of(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def place_options() -> dict[str, str]:
-    """The options of place() -> their defaults as text."""
+    """The options of place() -> their defaults as text, those of the first edition too."""
     parameters = inspect.signature(roadtrain.place).parameters.values()
-    return {p.name: "" if p.default is p.empty else repr(p.default) for p in parameters}
+    former = {name: repr(keyword.default) for name, keyword in FORMER.items()}
+    now = {p.name: "" if p.default is p.empty else repr(p.default) for p in parameters}
+    return former | now
 
 
 # simulated results, by the words of the first edition

@@ -197,19 +197,19 @@ def test_half_the_bytes_travel(hosts, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"grad_dtype": BF16}, r"grad_dtype = torch.bfloat16 with 0 server\(s\)"),
+        ({"grad_dtype": BF16}, r"Downcast\('bf16'\) without servers"),
         (
             {"grad_dtype": torch.float32, "servers": ["127.0.0.1:1"]},
-            r"grad_dtype = torch.float32 with 1 server\(s\)",
+            r"gradients cannot travel as 'fp32'",
         ),
-        ({"grad_dtype": torch.float64}, "grad_dtype = torch.float64"),
+        ({"grad_dtype": torch.float64}, "gradients cannot travel as 'fp64'"),
         (
             {"grad_dtype": torch.complex64, "servers": ["127.0.0.1:1"]},
-            "grad_dtype = torch.complex64",
+            "gradients cannot travel as 'torch.complex64'",
         ),
         (
             {"grad_dtype": FP16, "servers": ["127.0.0.1:1"], "topk": 0.1},
-            r"grad_dtype = torch.float16 .* topk = 0.1",
+            "Downcast in a former word, together with compress=top-k",
         ),
     ],
 )
@@ -217,7 +217,7 @@ def test_what_cannot_be_is_said(options, words):
     model, optimizer = build(PLAIN)
     with pytest.raises(ConfigError, match=words) as caught:
         roadtrain.place(model, optimizer, report=lambda _: None, **options)
-    assert "hint: torch.bfloat16 or torch.float16" in str(caught.value)
+    assert "hint: " in str(caught.value)
 
 
 def test_a_job_says_so_and_its_verify_compares_all(hosts, tmp_path):

@@ -206,12 +206,11 @@ def test_what_is_refused(addresses, tmp_path):
             **options,
         )
 
-    for wrong in ({}, {"store": [tmp_path / "a", tmp_path / "b"]}):
-        with pytest.raises(
-            ConfigError, match=r"1 server\(s\), . store director.*error feedback True"
-        ):
-            place(["a:1"], **FEEDBACK, **wrong)
-    with pytest.raises(ConfigError, match=r"1 server\(s\), 1 store director.*error feedback False"):
+    with pytest.raises(ConfigError, match=r"1 server\(s\), 0 director.*error feedback True"):
+        place(["a:1"], **FEEDBACK)
+    with pytest.raises(ConfigError, match="residuals in 2 directories"):
+        place(["a:1"], **FEEDBACK, store=[tmp_path / "a", tmp_path / "b"])
+    with pytest.raises(ConfigError, match=r"1 server\(s\), 1 director.*error feedback False"):
         place(["a:1"], store=tmp_path / "a", topk=0.1)
     first, second = addresses(1), addresses(1)
     with place(first, store=tmp_path / "left", **FEEDBACK) as placed:

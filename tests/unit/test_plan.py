@@ -145,6 +145,35 @@ def test_more_memory_never_means_less_of_anything_needed(job):
         assert large.resident | large.weights_resident == frozenset(records)
 
 
+@given(jobs(), BUDGETS, BUDGETS)
+@settings(max_examples=100, deadline=None)
+def test_the_side_of_the_device_is_bounded_too(job, extra, device_bytes):
+    """Its copies of the root's buffers, of slots and of gradient buffers."""
+    table, records, owners, options = job
+    host = least_of(job) + extra
+    root = table.blocks[0]
+
+    def on_device(got):
+        permanent = round_up(root.pull_nbytes, HUGE) + round_up(root.push_nbytes, HUGE)
+        return permanent + got.slots * got.slot_bytes + got.push_buffers * got.push_bytes
+
+    try:
+        got = derive(table, records, owners, host, device_bytes=device_bytes, **options)
+    except BudgetError as error:
+        named = re.search(r"at least (\d+ MiB) of device memory.*the budget is", str(error))
+        assert named is not None, "both numbers"
+        enough = parse_bytes(named[1])
+        assert device_bytes < enough
+        got = derive(table, records, owners, host, device_bytes=enough, **options)
+        assert on_device(got) <= enough
+        return
+    assert on_device(got) <= device_bytes and got.total <= host
+    free = derive(table, records, owners, host, **options)
+    assert got.slots <= free.slots
+    if on_device(free) <= device_bytes:
+        assert got == free
+
+
 def test_the_refusal_names_the_largest_block_and_a_way_out():
     specs = [ParamSpec("w", (1 << 20,), "fp32", True, 0)]
     table = ChunkTable.build([("root", []), ("small", []), ("large", specs)])

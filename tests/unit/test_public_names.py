@@ -8,15 +8,22 @@ import sys
 
 import roadtrain
 from roadtrain import cli, hvd
+from roadtrain.api.former import FORMER
 from roadtrain.config import job
 
 
 def test_package() -> None:
     assert sorted(roadtrain.__all__) == [
+        "Delay",
+        "Downcast",
+        "Files",
         "Lion",
+        "Memory",
         "PlacedOptimizer",
         "RoadtrainError",
+        "Servers",
         "Summation",
+        "TopK",
         "place",
         "sum_fsdp",
         "sum_hook",
@@ -73,32 +80,39 @@ def test_place() -> None:
         "model",
         "optimizer",
         "store",
+        "compress",
+        "delay",
+        "host_budget",
+        "device_budget",
+        "dtype",
+        "blocks",
+        "backwards_per_step",
+        "chunk_elements",
+        "device",
+        "weights",
+        "init",
+        "extra",
+        "mark",
+        "deadline_s",
+        "report",
+        "former",
+    ]
+    assert list(FORMER) == [
         "servers",
         "replicas",
         "give_up",
         "link",
         "relay",
         "buffering",
-        "budget",
-        "dtype",
-        "blocks",
-        "backwards_per_step",
-        "staleness",
+        "store_rates",
+        "moved_from",
+        "direct",
         "topk",
         "topk_per_block",
         "error_feedback",
         "grad_dtype",
-        "chunk_elements",
-        "store_rates",
-        "device",
-        "weights",
-        "init",
-        "extra",
-        "mark",
-        "moved_from",
-        "direct",
-        "deadline_s",
-        "report",
+        "staleness",
+        "budget",
     ]
 
 

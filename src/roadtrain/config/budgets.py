@@ -8,10 +8,12 @@ backward allocate for a moment.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from roadtrain.chunks import Chunk, ChunkTable, Record
+from roadtrain.chunks import Block, Chunk, ChunkTable, Record
 from roadtrain.errors import BudgetError
 from roadtrain.units import MIB, round_up, show_bytes
 
@@ -52,12 +54,73 @@ class Budgets:
         )
 
 
+@dataclass
+class _Left:
+    """Bytes that nobody has been given yet."""
+
+    host: int
+    device: float  # infinite where it is not bounded
+
+    def take(self, nbytes: int, most: int, share: int = 1, *, on_device: bool = False) -> int:
+        """At most `most` buffers of `nbytes`, together at most 1/`share` of what is left. Returns
+        how many."""
+        count = min(most, self.host // share // nbytes)
+        if on_device:
+            count = int(min(count, self.device // nbytes))
+            self.device -= count * nbytes
+        self.host -= count * nbytes
+        return count
+
+    def buy(self, order: Sequence[str], size: _Sizes, servers: int) -> Counter[str]:
+        """One buffer more of each kind in `order`, where it takes at most half of what is left;
+        a record's at every server. Returns how many of each kind."""
+        cost = {"record": servers * (size.record + size.scratch), "slot": size.slot}
+        cost["push"] = size.push
+        bought = Counter[str]()
+        for kind in order:
+            bought[kind] += self.take(cost[kind], 1, 2, on_device=kind != "record")
+        return bought
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Bytes of one buffer of each kind."""
+
+    root: int  # parameters, torch's own p.grad, and the flat piece that is pushed
+    root_on_device: int
+    slot: int
+    push: int
+    record: int
+    scratch: int
+
+    @classmethod
+    def of(
+        cls, table: ChunkTable, records: Mapping[int, Record], blocks: Sequence[Block], twin: int
+    ) -> _Sizes:
+        """`blocks`: that take slots. `twin`: the block of the root's residuals, 0 for none."""
+        pulled, pushed = (
+            round_up(nbytes, HUGE)
+            for nbytes in (table.blocks[0].pull_nbytes, table.blocks[0].push_nbytes)
+        )
+        residuals = round_up(table.blocks[twin].pull_nbytes, HUGE) if twin else 0
+        return cls(
+            pulled + 2 * pushed + residuals,
+            pulled + pushed,
+            max((round_up(b.pull_nbytes, HUGE) for b in blocks), default=0) or HUGE,
+            # also where no block trains
+            max((round_up(b.push_nbytes, HUGE) for b in blocks), default=0) or HUGE,
+            max((round_up(r.nbytes, HUGE) for r in records.values()), default=HUGE),
+            max((round_up(c.numel * 4, HUGE) for c in table.trainable), default=0),
+        )
+
+
 def derive(
     table: ChunkTable,
     records: Mapping[int, Record],
     owners: Sequence[int],
     host_bytes: int,
     *,
+    device_bytes: int | None = None,
     on_files: bool,
     holds_gradients: bool,
     serves: bool = True,
@@ -67,117 +130,97 @@ def derive(
     buffering: str = "auto",
 ) -> Budgets:
     """Split `host_bytes`. `records`: of what servers in this process keep. `serves`: all servers
-    are in it; else the worker, and at most one for its residuals. `holds_gradients`: updates wait
-    for step(), so gradients of all blocks pile up (beyond the buffers they go to files). `twins`:
-    blocks that hold the compression's residuals; the root's has its own buffer. `compressed_bytes`:
-    what compressed gradients of one step take. `buffering`: whether blocks are kept from forward to
-    backward ("auto": as many as fit where they come over a network; "all", "none"). Raises
-    BudgetError with the least number of bytes that would do.
+    are in it; else the worker, and at most one for its residuals. `device_bytes`: of an
+    accelerator, for its side of the root's buffers, of slots and of gradient buffers (None: not
+    bounded). `holds_gradients`: updates wait for step(), so gradients of all blocks pile up (beyond
+    the buffers they go to files). `residual_blocks`: that hold the compression's residuals; the
+    root's has its own buffer. `compressed_bytes`: what compressed gradients of one step take.
+    `buffering`: whether blocks are kept from forward to backward ("auto": as many as fit where they
+    come over a network; "all", "none"). Raises BudgetError with the least number of bytes that
+    would do.
     """
-    root, blocks = table.blocks[0], [b for b in table.blocks[1:] if b.index != root_residual]
-    slot = max((round_up(b.pull_nbytes, HUGE) for b in blocks), default=0) or HUGE
-    # also where no block trains
-    push = max((round_up(b.push_nbytes, HUGE) for b in blocks), default=0) or HUGE
-    record = max((round_up(r.nbytes, HUGE) for r in records.values()), default=HUGE)
-    scratch = max((round_up(c.numel * 4, HUGE) for c in table.trainable), default=0)
-    # parameters, torch's own p.grad, and the flat piece that is pushed
-    root_bytes = round_up(root.pull_nbytes, HUGE) + 2 * round_up(root.push_nbytes, HUGE)
-    if root_residual:
-        root_bytes += round_up(table.blocks[root_residual].pull_nbytes, HUGE)
+    blocks = [b for b in table.blocks[1:] if b.index != root_residual]
+    size = _Sizes.of(table, records, blocks, root_residual)
     servers = max(owners, default=0) + 1
-    all_records = sum(round_up(r.nbytes, 4096) for r in records.values())
     compute = len(blocks) - len(residual_blocks - {root_residual})
-    slots, pushes, per_server, activations = (
-        2,
-        3,
-        (2 if on_files and (serves or records) else 0),
-        8 * HUGE,
-    )
+    slots, pushes = 2, 3
+    per_server = 2 if on_files and (serves or records) else 0
+    activations = 8 * HUGE
     if not on_files and holds_gradients:
         pushes += len(blocks)
-
-    def used() -> int:
-        fixed = root_bytes + compressed_bytes + activations
-        return fixed + slots * slot + pushes * push + servers * per_server * (record + scratch)
-
-    def check_kept() -> None:
-        if buffering == "all" and slots < compute:
-            raise BudgetError(
-                f"{slots} of {compute} blocks of {show_bytes(slot)} can be kept from forward to"
-                f" backward, the budget is {show_bytes(host_bytes)}",
-                hint="buffering='auto' keeps what fits (with staleness 0 or 1)",
-            )
-
-    least = used() + (0 if on_files else all_records + servers * scratch)
-    if host_bytes < least:
-        enough = f"{-(-least // MIB)} MiB"  # rounded up: what is named here fits
-        way_out = f"give at least {enough}"
-        if not on_files:
-            way_out += ", or place the state on files (store=DIRECTORY)"
-        elif table.chunk_elements > 1 << 16:
-            way_out += f", or smaller chunks than {table.chunk_elements} elements"
-        raise BudgetError(
-            f"this model needs at least {enough} of host memory besides torch, "
-            f"the budget is {show_bytes(host_bytes)} (its largest block is '{_largest(table)}')",
-            hint=way_out,
-        )
-    left = host_bytes - least
+    in_ram = 0
     if not on_files:
-        activations += left // 2
-        slots += min(len(blocks), left // 4 // slot)
-        check_kept()
-        return Budgets(
-            root_bytes,
-            slots,
-            slot,
-            pushes,
-            push,
-            0,
-            0,
-            scratch,
-            activations,
-            compressed_bytes,
-            frozenset(records),
-            frozenset(),
-            all_records + servers * scratch,
-        )
-    # The order in which more memory pays: overlap first, then inputs, then gradients that wait,
-    # then what is kept.
-    before = ("record", "slot", "push") if records else ("slot", "push", "slot")
-    for name in (*before, *["record"] * 9) if serves else before:
-        cost = {"record": servers * (record + scratch), "slot": slot, "push": push}[name]
-        if cost <= left // 2:
-            left -= cost
-            slots, pushes = slots + (name == "slot"), pushes + (name == "push")
-            per_server += name == "record"
-    activations += left // 4
-    left -= left // 4
-    # Gradients that wait: for step(), or (updates begin in backward) for a device that is slower
-    # than backward, so that what is left of the updates hides behind the next forward.
-    more = min(compute if serves else 4, left // (2 if holds_gradients else 3) // push)
-    pushes, left = pushes + more, left - more * push
+        in_ram = sum(round_up(r.nbytes, 4096) for r in records.values()) + servers * size.scratch
+    least = size.root + compressed_bytes + activations + slots * size.slot + pushes * size.push
+    least += servers * per_server * (size.record + size.scratch) + in_ram
+    if host_bytes < least:
+        raise _too_small(table, "host", least, host_bytes, on_files)
+    on_device = size.root_on_device + slots * size.slot + pushes * size.push
+    if device_bytes is not None and device_bytes < on_device:
+        raise _too_small(table, "device", on_device, device_bytes, True)
+    left = _Left(host_bytes - least, math.inf if device_bytes is None else device_bytes - on_device)
     keep = 0
-    # then backward pulls nothing again
-    if buffering == "all" or (not serves and buffering == "auto"):
-        keep = min(compute, left // slot)
-        slots, left = slots + keep, left - keep * slot
-        check_kept()
-    resident, public, kept = _kept([c for c in table.chunks if c.id in records], records, left)
+    if on_files:
+        # The order in which more memory pays: overlap first, then inputs, then gradients that
+        # wait, then what is kept.
+        order = ("record", "slot", "push") if records else ("slot", "push", "slot")
+        more = left.buy((*order, *["record"] * 9) if serves else order, size, servers)
+        slots, pushes = slots + more["slot"], pushes + more["push"]
+        per_server += more["record"]
+        activations += left.host // 4
+        left.host -= left.host // 4
+        # Gradients that wait: for step(), or (updates begin in backward) for a device that is
+        # slower than backward, so that what is left of the updates hides behind the next forward.
+        most = compute if serves else 4
+        pushes += left.take(size.push, most, 2 if holds_gradients else 3, on_device=True)
+        # then backward pulls nothing again
+        if buffering == "all" or (not serves and buffering == "auto"):
+            keep = left.take(size.slot, compute, on_device=True)
+    else:
+        activations += left.host // 2
+        slots += left.take(size.slot, len(blocks), 4, on_device=True)
+    slots += keep
+    if buffering == "all" and slots < compute:
+        raise BudgetError(
+            f"{slots} of {compute} blocks of {show_bytes(size.slot)} can be kept from forward to"
+            f" backward, the budget is {show_bytes(host_bytes)}",
+            hint="buffering='auto' keeps what fits (with staleness 0 or 1)",
+        )
+    resident, public, kept = frozenset(records), frozenset[int](), in_ram
+    if on_files:
+        mine = [c for c in table.chunks if c.id in records]
+        resident, public, kept = _kept(mine, records, left.host)
     return Budgets(
-        root_bytes,
+        size.root,
         slots,
-        slot,
+        size.slot,
         pushes,
-        push,
+        size.push,
         servers * per_server,
-        record,
-        scratch,
+        size.record if on_files else 0,
+        size.scratch,
         activations,
         compressed_bytes,
         resident,
         public,
         kept,
         keep,
+    )
+
+
+def _too_small(
+    table: ChunkTable, where: str, least: int, given: int, on_files: bool
+) -> BudgetError:
+    enough = f"{-(-least // MIB)} MiB"  # rounded up: what is named here fits
+    way_out = f"give at least {enough}"
+    if not on_files:
+        way_out += ", or place the state on files (store=DIRECTORY)"
+    elif table.chunk_elements > 1 << 16 and where == "host":
+        way_out += f", or smaller chunks than {table.chunk_elements} elements"
+    return BudgetError(
+        f"this model needs at least {enough} of {where} memory besides torch, "
+        f"the budget is {show_bytes(given)} (its largest block is '{_largest(table)}')",
+        hint=way_out,
     )
 
 

@@ -73,7 +73,7 @@ class Fp16(_Half):
     name = dtype = "fp16"
 
 
-class TopK(Codec):
+class TopKCodec(Codec):
     """topk:FRACTION: the largest by magnitude, as indices and values."""
 
     name = "topk"
@@ -174,7 +174,7 @@ def format_of(text: str) -> Codec:
         raise ConfigError(f"format {text!r}: {error}", hint=FORMATS[name].__doc__ or "") from error
 
 
-for _kind in (Bf16, Fp16, TopK, OneBit, Dither):
+for _kind in (Bf16, Fp16, TopKCodec, OneBit, Dither):
     register(_kind)
 
 

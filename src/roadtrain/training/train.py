@@ -25,8 +25,11 @@ import torch
 from torch.nn import functional
 
 from roadtrain.api.place import place
+from roadtrain.api.stores import Files, Memory, Servers
 from roadtrain.config.job import Job, check_own, load_job
+from roadtrain.config.lossy import Delay, Downcast, TopK
 from roadtrain.device.copies import own_device
+from roadtrain.errors import ConfigError
 from roadtrain.runtime.session import WorkerGroup
 from roadtrain.runtime.trace import Stages
 from roadtrain.storage.direct import make_directory, replace_file
@@ -275,36 +278,52 @@ def place_job(job: Job, report: Report = print, mark: Mark | None = None) -> Tra
     torch.manual_seed(job.run.seed)
     model = build_model(job, "meta")
     scaler = torch.amp.GradScaler(device.type, enabled=job.model.dtype == "fp16")
-    own = job.run_dir / "residuals" if job.store.servers and job.compress.error_feedback else None
     optimizer = place(
         model,
         build_optimizer(job, model.parameters()),
-        store=job.store.dirs or own,
-        servers=job.store.servers,
-        replicas=job.store.replicas,
-        give_up=job.store.give_up,
-        link=link_of(job),
-        relay=job.store.relay,
-        buffering=job.store.buffering,
-        budget=job.host_nbytes,
+        store=store_of(job, moves=mark is not None),
+        compress=compression_of(job),
+        delay=delay_of(job),
+        host_budget=job.host_nbytes,
         dtype=DTYPES[job.model.dtype],
         blocks=job.model.blocks,
         backwards_per_step=_promise(job),
-        staleness=job.optimizer.staleness,
-        topk=None if job.compress.topk is None else job.compress.topk / 100,
-        grad_dtype=None if job.compress.gradients is None else DTYPES[job.compress.gradients],
-        error_feedback=job.compress.error_feedback,
         chunk_elements=job.store.chunk_elements,
         device=device,
         weights=job.model.pretrained,
         extra={"scaler": scaler, "data": tokens},
         mark=mark,
-        moved_from=job.store.moved_from if mark is not None else (),
-        store_rates=job.store.rates,
-        direct=job.store.direct,
         report=report,
     )
     return Training(job, model, optimizer, scaler, tokens, device, optimizer.group)
+
+
+def store_of(job: Job, moves: bool) -> Files | Memory | Servers:
+    """`moves`: whether the store may leave directories that it rested in. Raises ConfigError."""
+    own = job.store
+    if not own.servers:
+        if own.relay or own.give_up or own.replicas > 1 or own.buffering != "auto":
+            raise ConfigError(
+                "relay, give_up, replicas or buffering, and no servers are given",
+                hint="name them in store.servers",
+            )
+        left = own.moved_from if moves else ()
+        return Files(own.dirs, own.rates, own.direct, left) if own.dirs else Memory()
+    if own.rates is not None or own.moved_from:
+        raise ConfigError(
+            "rates or moved_from together with servers",
+            hint="the state rests here (store.dirs) or there (store.servers)",
+        )
+    residuals = Files(job.run_dir / "residuals", direct=own.direct)
+    return Servers(
+        own.servers,
+        link=link_of(job),
+        replicas=own.replicas,
+        give_up=own.give_up,
+        relay=own.relay,
+        buffering=own.buffering,
+        residuals=residuals if job.compress.error_feedback else None,
+    )
 
 
 def link_of(job: Job) -> TcpOptions:
@@ -316,6 +335,28 @@ def link_of(job: Job) -> TcpOptions:
         tls=tls,
         connections=job.store.connections,
     )
+
+
+def compression_of(job: Job) -> TopK | Downcast | None:
+    """Raises ConfigError."""
+    own = job.compress
+    if own.topk is not None and own.gradients is not None:
+        raise ConfigError(
+            f"compress.topk = {own.topk} and compress.gradients = {own.gradients!r}",
+            hint="top-k gradients travel as they are: leave one out",
+        )
+    if own.topk is not None:
+        return TopK(own.topk / 100 / 2, own.error_feedback)
+    if own.error_feedback:
+        raise ConfigError(
+            "compress.error_feedback without compress.topk", hint="give topk, or leave it out"
+        )
+    return Downcast(own.gradients) if own.gradients else None
+
+
+def delay_of(job: Job) -> Delay | None:
+    allowed = job.optimizer.staleness
+    return Delay(None if allowed == "none" else allowed) if allowed else None
 
 
 def _promise(job: Job) -> int | None:

@@ -1,0 +1,240 @@
+"""The values of place(): each refuses what it must, and the former keywords give the same ones with
+one printed line each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import roadtrain
+from roadtrain import Delay, Downcast, Files, Memory, Servers, TopK
+from roadtrain.api.former import FORMER, current
+from roadtrain.api.request import Request
+from roadtrain.api.stores import store_of
+from roadtrain.errors import BudgetError, ConfigError
+from roadtrain.runtime.session import WorkerGroup
+from roadtrain.transport.tcp import TcpOptions, Tls
+
+A, B = "10.0.0.1:7000", "10.0.0.2:7000"
+OPTIONS: dict[str, Any] = dict.fromkeys(("store", "compress", "delay", "host_budget"))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: TopK(0), "a fraction between 0 and 1 .* not 0"),
+        (lambda: TopK(1.0), "a fraction between 0 and 1 .* not 1.0"),
+        (lambda: TopK("1 %"), "a fraction between 0 and 1 .* not '1 %'"),  # type: ignore[arg-type]
+        (lambda: TopK(True), "not True"),
+        (lambda: Downcast("fp8"), "cannot travel as 'fp8'"),
+        (lambda: Delay(0), "a delay of 0 updates"),
+        (lambda: Delay(1.5), "a delay of 1.5 updates"),  # type: ignore[arg-type]
+        (lambda: Delay(-1), "a delay of -1 updates"),
+        (lambda: Files([]), "no directory"),
+        (lambda: Files(["a", "b"], rates=[1]), r"rates \[1\] for 2 directories"),
+        (lambda: Files("a", rates=[float("nan")]), r"rates \[nan\] for 1 directories"),
+        (lambda: Files("a", rates="fast"), "rates 'fast' for 1 directories"),  # type: ignore[arg-type]
+        (lambda: Servers([]), r"Servers of \[\]"),
+        (lambda: Servers(A), f"Servers of '{A}'"),
+        (lambda: Servers(["nowhere"]), "'nowhere' is no address"),
+        (lambda: Servers([A], replicas=2), r"replicas = 2 with 1 server\(s\)"),
+        (lambda: Servers([A, B], replicas=3), "replicas = 3"),  # type: ignore[arg-type]
+        (lambda: Servers([A, B], give_up=[A]), "with replicas = 1"),
+        (lambda: Servers([A, B], replicas=2, give_up=[A, B]), "give_up = .* with replicas = 2"),
+        (lambda: Servers([A, B], replicas=2, give_up=["x:1"]), "give_up = .*x:1"),
+        (lambda: Servers([A, B], replicas=2, relay="1GiB"), "which of 2 replicas is missing"),
+        (lambda: Servers([A], buffering="some"), "buffering = 'some'"),  # type: ignore[arg-type]
+        (lambda: Servers([A], residuals=Files(["a", "b"])), "residuals in 2 directories"),
+        (lambda: Servers([A], token=b"x" * 16, link=TcpOptions()), "together with token"),
+    ],
+)
+def test_a_value_refuses_what_it_cannot_be(make: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        make()
+    assert "hint: " in str(caught.value)
+
+
+def test_a_path_stands_for_files_and_nothing_for_memory() -> None:
+    assert store_of("a") == Files("a")
+    assert store_of(["a", Path("b")]) == Files(["a", Path("b")])
+    assert Files("a").paths == (Path("a"),)
+    assert store_of(None) == store_of([]) == Memory()
+
+
+def test_links_are_as_patient_as_the_deadline() -> None:
+    secret = b"0123456789abcdef"
+    tls = Tls(ca=Path("ca.pem"))
+    made = Servers([A], token=secret, tls=tls, connections=3).options(7.0)
+    assert made == TcpOptions(token=secret, tls=tls, connections=3, retry_s=7.0)
+    assert Servers([A], retry_s=2.0).options(7.0).retry_s == 2.0
+    assert Servers([A], link=TcpOptions(retry_s=1.0)).options(7.0) == TcpOptions(retry_s=1.0)
+
+
+def test_a_token_is_read_from_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("0123456789abcdef\n")
+    file.chmod(0o600)
+    assert Servers([A], token=file).options(1.0).token == b"0123456789abcdef"
+
+
+def asked(local: int = 1, **options: Any) -> Request:
+    given = {
+        "store": Memory(),
+        "compress": None,
+        "delay": None,
+        "host_budget": None,
+        "device_budget": None,
+        "backwards_per_step": None,
+        "chunk_elements": 1 << 16,
+        "deadline_s": 1.0,
+        "group": WorkerGroup(local=local),
+        "report": lambda _: None,
+    }
+    return Request(**{**given, **options})
+
+
+FEEDBACK = TopK(0.1, error_feedback=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"compress": Downcast("bf16")}, "without servers: no gradient travels"),
+        ({"compress": FEEDBACK, "store": Servers([A])}, r"1 server\(s\), 0 directories"),
+        ({"store": Servers([A], residuals="r")}, "1 directories .* error feedback False"),
+        ({"compress": FEEDBACK, "delay": Delay(1)}, "error feedback needs the last update"),
+        ({"compress": FEEDBACK, "backwards_per_step": 2}, "one residual a step"),
+        (
+            {"compress": TopK(0.1), "store": Servers([A], relay="1GiB"), "local": 2},
+            "whole gradients of its 2 workers",
+        ),
+        (
+            {"delay": Delay(2), "store": Servers([A], buffering="none")},
+            "needs those that forward had",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        asked(**options)
+
+
+@pytest.mark.parametrize(
+    ("former", "now"),
+    [
+        ({"budget": "1GiB"}, {"host_budget": "1GiB"}),
+        ({"topk": 0.02}, {"compress": TopK(0.01)}),
+        (
+            {"topk": 0.3, "topk_per_block": True, "error_feedback": True},
+            {"compress": TopK(0.3 / 2, True, True)},
+        ),
+        ({"grad_dtype": torch.bfloat16}, {"compress": Downcast("bf16")}),
+        ({"staleness": 2}, {"delay": Delay(2)}),
+        ({"staleness": "none"}, {"delay": Delay(None)}),
+        ({"staleness": 0, "topk": None, "servers": [], "budget": None}, {}),
+        (
+            {"store": ["a", "b"], "store_rates": [1, 2], "moved_from": ["c"], "direct": False},
+            {"store": Files(["a", "b"], [1, 2], False, ["c"])},
+        ),
+        (
+            {
+                "servers": [A, B],
+                "replicas": 2,
+                "give_up": [A],
+                "link": TcpOptions(connections=2),
+                "buffering": "all",
+            },
+            {
+                "store": Servers(
+                    [A, B],
+                    link=TcpOptions(connections=2),
+                    replicas=2,
+                    give_up=[A],
+                    buffering="all",
+                )
+            },
+        ),
+        ({"servers": [A], "relay": "1GiB"}, {"store": Servers([A], relay="1GiB")}),
+        (
+            {"servers": [A], "store": "r", "direct": False},
+            {"store": Servers([A], residuals=Files("r", direct=False))},
+        ),
+    ],
+)
+def test_a_former_keyword_means_what_it_meant(former: dict[str, Any], now: dict[str, Any]) -> None:
+    said: list[str] = []
+    words = {name: value for name, value in former.items() if name in FORMER}
+    options = {**OPTIONS, **{n: v for n, v in former.items() if n not in FORMER}}
+    assert current(options, words, said.append) == {**OPTIONS, **now}
+    assert len(said) == len(words)
+    assert all(f"place({word}=...) is " in line for word, line in zip(words, said))
+
+
+@pytest.mark.parametrize(
+    ("options", "former", "words"),
+    [
+        ({}, {"budgte": 1}, "unknown option of place `budgte`\nhint: did you mean `budget`"),
+        ({}, {"host_budgets": 1}, "did you mean `host_budget`"),
+        ({"host_budget": 1}, {"budget": 2}, "together with host_budget=1"),
+        ({"compress": TopK(0.1)}, {"topk": 0.1}, "TopK in a former word, together with compress"),
+        ({"delay": Delay(1)}, {"staleness": 1}, "together with delay"),
+        ({"store": Servers([A])}, {"replicas": 2}, r"together with store=Servers\(\.\.\.\)"),
+        ({"store": Files("a")}, {"direct": False}, r"together with store=Files\(\.\.\.\)"),
+        ({}, {"relay": "1GiB"}, "relay is said, and no servers are given"),
+        ({}, {"error_feedback": True}, "error_feedback is said, and no topk"),
+        ({}, {"moved_from": ["a"]}, "moved_from for 0 directories"),
+        ({"store": "r"}, {"servers": [A], "store_rates": [1]}, "rates together with servers"),
+        ({}, {"topk": 0.1, "grad_dtype": torch.float16}, "together with compress"),
+    ],
+)
+def test_former_keywords_that_contradict(
+    options: dict[str, Any], former: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        current({**OPTIONS, **options}, former, lambda _: None)
+
+
+def placed_losses(**options: Any) -> list[str]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    adamw = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+    losses = []
+    with roadtrain.place(model, adamw, report=lambda _: None, **options) as optimizer:
+        for _ in range(3):
+            loss = model(torch.ones(2, 8)).square().mean()
+            losses.append(loss.item().hex())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses
+
+
+def test_the_same_bits_in_former_words_and_in_those_of_now() -> None:
+    former = placed_losses(budget="128MiB", topk=0.3, error_feedback=True, staleness=0)
+    assert former == placed_losses(host_budget="128MiB", compress=TopK(0.15, error_feedback=True))
+    assert former != placed_losses(host_budget="128MiB")
+
+
+def test_a_device_budget_is_for_an_accelerator() -> None:
+    with pytest.raises(ConfigError, match=r"device_budget = 1.0 GiB.*\n?.*host_budget='1GiB'"):
+        placed_losses(device_budget="1GiB")
+
+
+def test_it_is_said_what_is_lossy_or_late() -> None:
+    said: list[str] = []
+    asked(compress=TopK(0.01), delay=Delay(1), report=said.append).say_lossy()
+    asked(delay=Delay(None), report=said.append).say_lossy()
+    assert said == [
+        "lossy: top-k, 1.00% of the gradient's elements are kept, error feedback False",
+        "late: each step computes with parameters that lack the last update",
+        "late: each step computes with parameters that lack up to 16 updates",
+    ]
+
+
+def test_a_budget_of_the_host_that_cannot_do() -> None:
+    with pytest.raises(BudgetError, match=r"the budget is 1\.0 MiB"):
+        placed_losses(host_budget="1MiB")
