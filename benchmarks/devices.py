@@ -46,7 +46,9 @@ from roadtrain.lab import LoopDevice, Throttle, lab_available
 from roadtrain.protocol import messages
 from roadtrain.runtime.block_state import MessageLink
 from roadtrain.runtime.compress import Compressor
-from roadtrain.runtime.local_session import LocalSession, StorePlan
+from roadtrain.runtime.local_servers import LocalServers
+from roadtrain.runtime.session import JobSession
+from roadtrain.runtime.store_plan import StorePlan
 from roadtrain.units import GIB, MIB
 
 RATE = 40e6  # bytes a second of one device, each way
@@ -170,10 +172,10 @@ class Ours:
             push_buffers=3,
             record_buffers=buffers * len(directories),
         )
-        self.engine = LocalSession(
-            parallelism,
+        servers = LocalServers(parallelism, budgets, None, deadline_s=DEADLINE_S)
+        self.engine = JobSession(
+            servers,
             budgets,
-            None,
             torch.device("cpu"),
             compute_blocks=(),
             compressor=None,
@@ -183,7 +185,7 @@ class Ours:
         self.top_k = Compressor(table, KEEP, per_block=True, error_feedback=False)
         try:
             worker.links.update({n: ChargedLink(link, down) for n, link in worker.links.items()})
-            for server in self.engine.servers:
+            for server in servers.running:
                 server.trial.TRIED = 0  # its first steps are timed here too: none of them in bursts
                 server._deliver = lambda message, _: up.post(
                     self._crossing(message), worker.deliver, message

@@ -31,7 +31,9 @@ from roadtrain.chunks import ChunkTable, ParamSpec
 from roadtrain.config.budgets import Budgets, derive
 from roadtrain.device.buffers import Buffer
 from roadtrain.kernels.rules import rules_for
-from roadtrain.runtime.local_session import LocalSession, StorePlan
+from roadtrain.runtime.local_servers import LocalServers
+from roadtrain.runtime.session import JobSession
+from roadtrain.runtime.store_plan import StorePlan
 from roadtrain.units import GIB, MIB
 
 # the first touches every page and extent, the next five are the server's own trial of mix and
@@ -177,10 +179,10 @@ def run(quick: bool = False, directory: str | None = None) -> Report:
     )
     budgets = _without_cache(budgets)
     before = _rss()
-    engine = LocalSession(
-        parallelism,
+    servers = LocalServers(parallelism, budgets, None, deadline_s=600)
+    engine = JobSession(
+        servers,
         budgets,
-        None,
         torch.device("cpu"),
         compute_blocks=(),
         compressor=None,
@@ -194,8 +196,8 @@ def run(quick: bool = False, directory: str | None = None) -> Report:
             block, lambda spec, what, a, b: values[a:b] if what == "master" else None, [hyper]
         )
     engine.start(b"")
-    assert engine.store is not None
-    slots = [engine.store.tiers[0].directory / f"slot{i}.bin" for i in range(2)]
+    assert servers.store is not None
+    slots = [servers.store.tiers[0].directory / f"slot{i}.bin" for i in range(2)]
     record = engine.meta.records[0].nbytes
     total = len(table.chunks) * record
     skip = engine.meta.records[0].weights_nbytes
@@ -281,7 +283,7 @@ def _without_cache(budgets: Budgets) -> Budgets:
     return replace(budgets, resident=frozenset(), weights_resident=frozenset(), resident_bytes=0)
 
 
-def _update(engine: LocalSession, table: ChunkTable, hyper: tuple[float, ...], step: int) -> float:
+def _update(engine: JobSession, table: ChunkTable, hyper: tuple[float, ...], step: int) -> float:
     worker = engine.worker
     start = time.perf_counter()
     for block in table.blocks[1:]:

@@ -304,7 +304,7 @@ def test_a_hanging_device_meets_the_deadline(tmp_path, nothing_kept):  # Rule 5
     placed = roadtrain.place(
         model, optimizer, store=tmp_path / "s", report=lambda _: None, deadline_s=1, **SMALL
     )
-    tier, go_on = placed._engine.store.tiers[0], threading.Event()
+    tier, go_on = placed._engine.servers.store.tiers[0], threading.Event()
     real = tier.read
     tier.read = lambda *args: (go_on.wait(30), real(*args))
     begin = time.monotonic()

@@ -60,7 +60,7 @@ def real(monkeypatch, store, staleness, slots):
         report=lambda _: None,
     )
     with placed:
-        step, servers = placed.step, placed._engine.servers
+        step, servers = placed.step, placed._engine.servers.running
 
         # as on the virtual clock, where holding takes no time
         def once_all_is_held(*args, **kwargs):

@@ -6,7 +6,7 @@ import pytest
 from roadtrain.errors import LostError
 from roadtrain.runtime import frames as m
 from roadtrain.runtime.parameter_connection import ParameterConnection
-from roadtrain.runtime.session import RemoteServer
+from roadtrain.runtime.remote_server import RemoteServer
 
 
 class Wire:

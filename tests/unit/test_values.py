@@ -16,7 +16,7 @@ from roadtrain.api.former import FORMER, current
 from roadtrain.api.request import Request
 from roadtrain.api.stores import store_of
 from roadtrain.errors import BudgetError, ConfigError
-from roadtrain.runtime.session import WorkerGroup
+from roadtrain.runtime.worker_group import WorkerGroup
 from roadtrain.transport.tcp import TcpOptions, Tls
 
 A, B = "10.0.0.1:7000", "10.0.0.2:7000"

@@ -19,8 +19,7 @@ from torch import nn
 from roadtrain.chunks import ChunkTable, ParamSpec
 from roadtrain.errors import ConfigError
 from roadtrain.kernels.cast import cast
-from roadtrain.runtime.local_session import LocalSession
-from roadtrain.runtime.session import RemoteSession
+from roadtrain.runtime.session import JobSession
 from roadtrain.storage.convert import MASTER, Source
 from roadtrain.storage.safetensors_io import Tensor, open_dir
 from roadtrain.streaming.activations import Activations
@@ -34,7 +33,7 @@ def start(
     model: nn.Module,
     parts: Split,
     table: ChunkTable,
-    engine: LocalSession | RemoteSession,
+    engine: JobSession,
     device: torch.device,
     weights: str | Path | None,
     init: Callable[[nn.Module], None] | None,

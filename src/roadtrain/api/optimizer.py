@@ -30,8 +30,9 @@ from roadtrain.api import optimizer_states
 from roadtrain.api.state_dicts import ModelStates, Pieces, Values
 from roadtrain.chunks import ChunkTable, ParamSpec
 from roadtrain.errors import ForeignError, GoneError, LoopError
-from roadtrain.runtime.local_session import LocalSession, StorePlan, pieces_of
-from roadtrain.runtime.session import RemoteSession, WorkerGroup
+from roadtrain.runtime.local_servers import pieces_of
+from roadtrain.runtime.session import JobSession
+from roadtrain.runtime.store_plan import StorePlan
 from roadtrain.runtime.trace import StageTotals
 from roadtrain.storage.generation import OpenedStore, open_store
 from roadtrain.streaming import plain
@@ -63,7 +64,7 @@ class PlacedOptimizer(torch.optim.Optimizer):
         optimizer: torch.optim.Optimizer,
         parts: Split,
         base: ChunkTable,
-        engine: LocalSession | RemoteSession,
+        engine: JobSession,
         backwards_per_step: int | None,
         extra: dict[str, Any],
         report: Callable[[str], None] = print,
@@ -92,7 +93,7 @@ class PlacedOptimizer(torch.optim.Optimizer):
         self._hyperparameters: dict[int, tuple[float, ...]] | None = None
         self.steps_done = engine.step
         # which of the workers this is
-        self.group = engine.group if isinstance(engine, RemoteSession) else WorkerGroup()
+        self.group = engine.group
         self._due: int | None = None  # a sealed step whose state of the job is not captured yet
         # or, until asked for: (blocks, loss scaling undone)
         self._norm: float | tuple[list[int], float] = math.nan
@@ -508,7 +509,7 @@ class PlacedOptimizer(torch.optim.Optimizer):
         if (
             self.steps_done
             and self._engine.store_plan.directories == ()
-            and isinstance(self._engine, LocalSession)
+            and self._engine.servers.local
         ):
             if self._said_ram:
                 return
@@ -581,7 +582,6 @@ class PlacedOptimizer(torch.optim.Optimizer):
             ]
             change = optimizer_states.writer(self, given, self._states.staged, hyperparameters)
             try:
-                assert isinstance(self._engine, LocalSession)
                 self._engine.rewrite(change, step, self.job_state())
             except BaseException:
                 self._history = before
@@ -599,8 +599,9 @@ class PlacedOptimizer(torch.optim.Optimizer):
                 "the placed optimizer is closed: nothing can be loaded",
                 hint="place the model again",
             )
-        if not isinstance(self._engine, LocalSession) or self._engine.store_plan.staleness == 1:
-            what = "with staleness 1" if isinstance(self._engine, LocalSession) else "on servers"
+        local = self._engine.servers.local
+        if not local or self._engine.store_plan.staleness == 1:
+            what = "with staleness 1" if local else "on servers"
             raise LoopError(
                 f"other values cannot be loaded into state {what}",
                 hint=(
@@ -648,12 +649,9 @@ class PlacedOptimizer(torch.optim.Optimizer):
     @contextlib.contextmanager
     def _reopen(self) -> Iterator[OpenedStore]:
         store_plan = self._engine.store_plan
-        if not store_plan.directories or not isinstance(self._engine, LocalSession):
-            where = (
-                "on the servers"
-                if isinstance(self._engine, RemoteSession)
-                else "in RAM, and are gone"
-            )
+        if not store_plan.directories:
+            local = self._engine.servers.local
+            where = "in RAM, and are gone" if local else "on the servers"
             raise LoopError(
                 f"the placed optimizer is closed: the parameters of this model rest {where}",
                 hint="take state_dict() before close(), or place the model again",

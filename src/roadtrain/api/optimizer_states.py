@@ -23,7 +23,7 @@ from roadtrain.api.state_dicts import Pieces, Values, bytes_of, flat_of, steps_o
 from roadtrain.chunks import ParamSpec
 from roadtrain.errors import LoopError
 from roadtrain.kernels.rules import Rule, SgdRule
-from roadtrain.runtime.local_session import start_state
+from roadtrain.runtime.store_plan import start_state
 from roadtrain.storage.convert import MASTER, RecordView
 from roadtrain.storage.tier import WEIGHTS
 

@@ -32,8 +32,8 @@ from roadtrain.device.copies import beside_accelerator, own_device
 from roadtrain.errors import ConfigError, ModelError
 from roadtrain.kernels.generic import say_generic
 from roadtrain.kernels.rules import rules_for
-from roadtrain.runtime.local_session import LocalSession
-from roadtrain.runtime.session import RemoteSession, WorkerGroup
+from roadtrain.runtime.session import JobSession
+from roadtrain.runtime.worker_group import WorkerGroup
 from roadtrain.storage.generation import OpenedStore
 from roadtrain.storage.mark import Mark
 from roadtrain.streaming.fetched import has_released_value
@@ -135,7 +135,7 @@ def place(
     if request.servers:
         spare = plan.budgets.kept if request.buffering == "auto" else 0
         report(keep_blocks(session.worker, spare))
-    for note in session.store.notes if session.store else ():
+    for note in session.servers.store.notes if session.servers.store else ():
         if note not in said:  # when it was opened
             report(note)
     report(describe(plan, session, placed.steps_done))
@@ -233,9 +233,9 @@ def _check_has_values(model: nn.Module, opened: OpenedStore | None) -> None:
         )
 
 
-def _adopt(
-    mark: Mark | None, plan: SessionPlan, session: LocalSession | RemoteSession, step: int
-) -> None:
+def _adopt(mark: Mark | None, plan: SessionPlan, session: JobSession, step: int) -> None:
     """The run directory's mark names the store that was opened or made."""
     if mark is not None and plan.request.group.rank == 0:
-        mark.adopt("" if plan.request.in_memory else session.meta.job, step, session.history)
+        mark.adopt(
+            "" if plan.request.in_memory else session.meta.job, step, session.servers.history
+        )

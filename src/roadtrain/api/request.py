@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from roadtrain.api.stores import Memory, Servers, Store
 from roadtrain.config.lossy import Delay, Downcast, TopK
 from roadtrain.errors import ConfigError
-from roadtrain.runtime.session import WorkerGroup
+from roadtrain.runtime.worker_group import WorkerGroup
 
 Report = Callable[[str], None]
 

@@ -21,9 +21,11 @@ from roadtrain.chunks import ChunkTable
 from roadtrain.config.budgets import Budgets, RelayBudgets, derive, derive_relay
 from roadtrain.errors import ConfigError
 from roadtrain.runtime.compress import Compressor, Replace, residual_blocks
-from roadtrain.runtime.local_session import LocalSession, StorePlan, open_or_none
+from roadtrain.runtime.local_servers import LocalServers, open_or_none
+from roadtrain.runtime.remote_servers import Reach, RemoteServers
 from roadtrain.runtime.residuals import Residuals
-from roadtrain.runtime.session import RemoteSession
+from roadtrain.runtime.session import JobServers, JobSession
+from roadtrain.runtime.store_plan import StorePlan
 from roadtrain.runtime.worker import Worker
 from roadtrain.storage.generation import OpenedStore
 from roadtrain.storage.ledger import StoreMeta
@@ -196,44 +198,49 @@ def _rates(files: Files, report: Report) -> tuple[float, ...]:
     return rates
 
 
-def open_session(
-    plan: SessionPlan, opened: OpenedStore | None, mark: Mark | None
-) -> LocalSession | RemoteSession:
+def open_session(plan: SessionPlan, opened: OpenedStore | None, mark: Mark | None) -> JobSession:
     request = plan.request
-    session: LocalSession | RemoteSession
-    if (servers := request.servers) is not None:
-        addresses = servers.resolved
-        session = RemoteSession(
-            plan.store_plan,
-            plan.budgets,
-            addresses,
-            servers.options(request.deadline_s),
-            request.group,
-            plan.device,
-            compute_blocks=plan.compute_blocks,
-            compressor=plan.compressor,
-            deadline_s=request.deadline_s,
-            holds_gradients=request.waits_for_step,
-            residuals=plan.residuals,
-            report=request.report,
-            mark=mark if request.group.rank == 0 else None,
-            give_up=[addresses.index(one) for one in servers.given_up],
-            relay=_relay(servers, plan),
-        )
-    else:
-        session = LocalSession(
-            plan.store_plan,
-            plan.budgets,
-            opened,
-            plan.device,
-            compute_blocks=plan.compute_blocks,
-            compressor=plan.compressor,
-            deadline_s=request.deadline_s,
-            report=request.report,
-        )
+    session = JobSession(
+        _servers(plan, opened, mark),
+        plan.budgets,
+        plan.device,
+        compute_blocks=plan.compute_blocks,
+        compressor=plan.compressor,
+        deadline_s=request.deadline_s,
+        residuals=plan.residuals,
+        report=request.report,
+    )
     session.worker.keep_always = request.backwards_per_step == 1
     session.worker.grad_dtype = request.downcast
     return session
+
+
+def _servers(plan: SessionPlan, opened: OpenedStore | None, mark: Mark | None) -> JobServers:
+    request = plan.request
+    if (servers := request.servers) is None:
+        return LocalServers(
+            plan.store_plan,
+            plan.budgets,
+            opened,
+            deadline_s=request.deadline_s,
+            report=request.report,
+        )
+    addresses = servers.resolved
+    reach = Reach(
+        addresses,
+        servers.options(request.deadline_s),
+        request.group,
+        relay=_relay(servers, plan),
+        mark=mark if request.group.rank == 0 else None,
+        give_up=[addresses.index(one) for one in servers.given_up],
+    )
+    return RemoteServers(
+        plan.store_plan,
+        reach,
+        deadline_s=request.deadline_s,
+        holds_gradients=request.waits_for_step,
+        report=request.report,
+    )
 
 
 def _relay(servers: Servers, plan: SessionPlan) -> RelayBudgets | None:
@@ -265,15 +272,15 @@ def keep_blocks(worker: Worker, spare: int) -> str:
     )
 
 
-def describe(plan: SessionPlan, session: LocalSession | RemoteSession, step: int) -> str:
+def describe(plan: SessionPlan, session: JobSession, step: int) -> str:
     """The last line that place() prints."""
     store, group = plan.request.store, plan.request.group
     where = "RAM: it is lost when this process ends"
     if isinstance(store, Files):
         where = f"files in {plan.where}"
-    if isinstance(store, Servers) and isinstance(session, RemoteSession):
+    if isinstance(store, Servers):
         where = (
-            f"{len(store.addresses)} server(s) {session.rests}, replicas = {store.replicas}, "
+            f"{len(store.addresses)} server(s) {session.servers.rests}, replicas = {store.replicas}, "
             f"worker {group.rank} of {group.workers}"
         )
     return (

@@ -73,7 +73,7 @@ def plan_of(training: Training) -> Plan:
     """The simulator's words for a job and its workers."""
     job, optimizer = training.job, training.optimizer
     size = ITEMSIZE[job.model.dtype]
-    servers = [] if job.store.servers else optimizer._engine.servers
+    servers = [] if job.store.servers else optimizer._engine.servers.running
     chunks = [
         (server.chunks[number], state)
         for server in servers

@@ -9,9 +9,9 @@ payload.
     worker <-> worker 0's coordinators  Gone State | Ask Change;  Say Stall Has | Agreed Asked
                                                                   Differ Failed
 
-Those before the bar set a session up (runtime/session_host.py, runtime/session.py), the others are
-protocol/messages.py's. Everything is checked on arrival: WireError for what does not fit, nothing
-is executed or unpickled (Rule 8).
+Those before the bar set a session up (runtime/session_host.py, runtime/remote_servers.py), the
+others are protocol/messages.py's. Everything is checked on arrival: WireError for what does not
+fit, nothing is executed or unpickled (Rule 8).
 
 NOTE language. LANGUAGE is a digest of every message: its name, number and the types of its header,
 of hello and of what is not a header but has a form. Both sides of a link show theirs in the

@@ -17,8 +17,8 @@ from typing import Any
 from roadtrain.chunks import ChunkTable, Record
 from roadtrain.config.budgets import Budgets
 from roadtrain.device.buffers import Buffer
-from roadtrain.runtime.local_session import StorePlan
 from roadtrain.runtime.server import Server, Setup
+from roadtrain.runtime.store_plan import StorePlan
 from roadtrain.runtime.trace import Stages
 from roadtrain.storage.file import FileTier
 from roadtrain.storage.generation import create_part, open_part, publish_part

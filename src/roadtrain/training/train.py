@@ -30,8 +30,8 @@ from roadtrain.config.job import Job, check_own, load_job
 from roadtrain.config.lossy import Delay, Downcast, TopK
 from roadtrain.device.copies import own_device
 from roadtrain.errors import ConfigError
-from roadtrain.runtime.session import WorkerGroup
 from roadtrain.runtime.trace import Stages
+from roadtrain.runtime.worker_group import WorkerGroup
 from roadtrain.storage.direct import make_directory, replace_file
 from roadtrain.storage.mark import Mark
 from roadtrain.streaming.split import DTYPES
