@@ -144,20 +144,6 @@ class RemoteServer:
     def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
         fields = m.header(kind, header)
         match kind:
-            case m.PULLED:
-                ticket, chunk = fields
-                del self._into[ticket]
-                self.deliver(messages.Pulled(ticket, chunk))
-            case m.GRAD_ACCUMULATED:
-                self.deliver(
-                    messages.GradAccumulated(fields[0], np.frombuffer(payload, np.float64))
-                )
-            case m.WRITTEN:
-                self.deliver(messages.Written(self.number, *fields))
-            case m.PREPARED:
-                self.deliver(messages.Prepared(self.number, fields[0]))
-            case m.COMMITTED:
-                self.deliver(messages.CommitDone(fields[0]))
             case m.FAILED:
                 self._failed(LostError(f"{self.peer} ended: {fields[1]}"))
             case m.RECORD:
@@ -168,7 +154,24 @@ class RemoteServer:
             case m.WELCOME | m.FILLED | m.SETTLED | m.READY:
                 self._inbox.put((kind, fields, bytes(payload)))
             case _:
-                raise WireError(f"a frame of kind {kind} goes the other way")
+                self.deliver(self._message(kind, fields, payload))
+
+    def _message(self, kind: int, fields: tuple[Any, ...], payload: memoryview) -> Any:
+        """To the worker."""
+        match kind:
+            case m.PULLED:
+                ticket, chunk = fields
+                del self._into[ticket]
+                return messages.Pulled(ticket, chunk)
+            case m.GRAD_ACCUMULATED:
+                return messages.GradAccumulated(fields[0], np.frombuffer(payload, np.float64))
+            case m.WRITTEN:
+                return messages.Written(self.number, *fields)
+            case m.PREPARED:
+                return messages.Prepared(self.number, fields[0])
+            case m.COMMITTED:
+                return messages.CommitDone(fields[0])
+        raise WireError(f"a frame of kind {kind} goes the other way")
 
     def lost(self, error: PeerError) -> None:
         self.gone = not self._told
