@@ -47,7 +47,7 @@ class Opening:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundStore:
     """What one server said when it was joined."""
 
     newest: int  # its newest step, -1: it holds nothing
@@ -70,11 +70,11 @@ class FoundStores:
         self._store_plan, self._meta, self._mark = store_plan, meta, mark
         self._give_up = tuple(give_up)
         self.names = meta.directories
-        self.found: dict[int, Found] = {}
+        self.found: dict[int, FoundStore] = {}
         self.given_up: tuple[int, ...] = ()
         self._decided: Resume | Doubt | None = None  # of `found`; None: not known yet
 
-    def add(self, number: int, found: Found) -> None:
+    def add(self, number: int, found: FoundStore) -> None:
         self.found[number] = found
         self._decided = None
 

@@ -35,7 +35,7 @@ from roadtrain.protocol.history import Doubt, HistoryLink, Resume, Witness
 from roadtrain.runtime import frames as m
 from roadtrain.runtime import health
 from roadtrain.runtime import relay as relays
-from roadtrain.runtime.opening import Begin, Found, FoundStores, Opening
+from roadtrain.runtime.opening import Begin, FoundStore, FoundStores, Opening
 from roadtrain.runtime.remote_server import RemoteServer
 from roadtrain.runtime.store_plan import StorePlan
 from roadtrain.runtime.trace import Stages
@@ -254,7 +254,7 @@ class RemoteServers:
         self._rests.append(rests)
         if self.group.rank == 0:
             meta = StoreMeta.from_json(description, server.peer) if description else None
-            self._stores.add(number, Found(newest, snapshots, every, meta))
+            self._stores.add(number, FoundStore(newest, snapshots, every, meta))
 
     def _enough(self, missing: Mapping[int, PeerError | None]) -> bool:
         return self._enough_for_first(missing) if self.group.rank == 0 else self._enough_for_other()
