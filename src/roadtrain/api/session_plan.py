@@ -280,8 +280,8 @@ def describe(plan: SessionPlan, session: JobSession, step: int) -> str:
         where = f"files in {plan.where}"
     if isinstance(store, Servers):
         where = (
-            f"{len(store.addresses)} server(s) {session.servers.rests}, replicas = {store.replicas}, "
-            f"worker {group.rank} of {group.workers}"
+            f"{len(store.addresses)} server(s) {session.servers.rests}, replicas ="
+            f" {store.replicas}, worker {group.rank} of {group.workers}"
         )
     return (
         f"placed {len(plan.table.blocks) - 1} blocks and the root block; state on {where}; step"
