@@ -44,11 +44,11 @@ from roadtrain.kernels.rule import Rule
 from roadtrain.kernels.rules import rules_for
 from roadtrain.lab import LoopDevice, Throttle, lab_available
 from roadtrain.protocol import messages
-from roadtrain.runtime.block_state import MessageLink
 from roadtrain.runtime.compress import Compressor
 from roadtrain.runtime.local_servers import LocalServers
 from roadtrain.runtime.session import JobSession
 from roadtrain.runtime.store_plan import StorePlan
+from roadtrain.runtime.worker import MessageLink
 from roadtrain.units import GIB, MIB
 
 RATE = 40e6  # bytes a second of one device, each way
@@ -232,10 +232,8 @@ class Ours:
                 self._release(block)
         worker.seal(self.step)
         worker.blob(self.step, b"")
-        with worker._lock:
-            worker._wait(
-                lambda: not any(host.pending for host in self._hosts), lambda: "the new parameters"
-            )
+        for host in self._hosts:
+            worker.wait_pulled(host, "the new parameters")
         worker.wait_committed(self.step)
         return time.perf_counter() - start
 
@@ -244,8 +242,7 @@ class Ours:
         exist."""
         worker = self.worker
         worker.apply_update(block.index, self.step, {0: self.hyper}, lambda param: 1.0)
-        with worker._lock:
-            worker._pull(block, self._hosts[block.index - 1])
+        worker.start_pull(block, self._hosts[block.index - 1])
 
     def close(self) -> None:
         self.engine.close()

@@ -130,7 +130,7 @@ class PlacedOptimizer(torch.optim.Optimizer):
     def push(self, block: int, buffer: torch.Tensor, present: Sequence[int]) -> None:
         state = self._worker.blocks[block]
         fresh = all(p.grad is None for p in self._of_block[block])
-        if not fresh and not state.held and state.released_in != self.steps_done + 1:
+        if not fresh and not state.held and not state.updated:
             raise LoopError(
                 f"block '{self._table.blocks[block].name}' got a gradient while its last one was"
                 " not cleared",
@@ -208,9 +208,9 @@ class PlacedOptimizer(torch.optim.Optimizer):
         self._push_root()
         states = self._worker.blocks[: len(self._table.blocks)]
         several = self._worker.workers > 1
-        held = [b for b, s in enumerate(states) if s.held or s.released_in == step or several]
+        held = [b for b, s in enumerate(states) if s.held or s.updated or several]
         for block in held:
-            if states[block].released_in == step:
+            if states[block].updated:
                 continue  # in backward
             if skip and not several:
                 self._worker.forget(block)
@@ -390,7 +390,7 @@ class PlacedOptimizer(torch.optim.Optimizer):
 
     @property
     def committed_step(self) -> int:
-        return self._worker.ledger.committed
+        return self._worker.committed
 
     def flush(self) -> None:
         """Wait until every step taken, and what load_state_dict was given, is committed."""
@@ -618,7 +618,7 @@ class PlacedOptimizer(torch.optim.Optimizer):
 
     def _check_not_updating(self) -> None:
         step = self.steps_done + 1
-        if any(state.released_in == step for state in self._worker.blocks):
+        if any(state.updated for state in self._worker.blocks):
             raise LoopError(
                 f"updates of step {step} have begun in backward: the parameters are of no step now",
                 hint="call step() first",

@@ -119,7 +119,6 @@ class HostBuffer:
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.view = Buffer(nbytes).view
         self.nbytes = len(self.view)
-        self.pending = 0  # chunks that servers have yet to write or read; counted by its owner
         self._host = torch.frombuffer(self.view, dtype=torch.uint8)
         self._device, self._cuda = device, device.type == "cuda"
         self._copied: Any = None  # event: the last copy on the side stream

@@ -16,12 +16,12 @@ from roadtrain.chunks import Block, Chunk
 from roadtrain.config.budgets import Budgets
 from roadtrain.device.buffers import array_in
 from roadtrain.errors import DeadlineError
-from roadtrain.runtime.block_state import MessageLink
+from roadtrain.protocol.worker import WorkerSetup
 from roadtrain.runtime.compress import Compressor
 from roadtrain.runtime.residuals import Residuals
 from roadtrain.runtime.store_plan import StorePlan, fill_record
 from roadtrain.runtime.trace import Stages
-from roadtrain.runtime.worker import Worker
+from roadtrain.runtime.worker import MessageLink, Worker
 from roadtrain.runtime.worker_group import WorkerGroup
 from roadtrain.storage.convert import RecordView, Source, gather_param, param_pieces
 from roadtrain.storage.generation import OpenedStore
@@ -129,21 +129,22 @@ class JobSession:
             if residuals is not None:
                 table, own = residuals.table, residuals.number
                 holders += [(own,)] * (len(table.chunks) - residuals.base)
-            self.worker = Worker(
+            setup = WorkerSetup(
                 table,
-                budgets,
                 holders,
-                device,
-                self.stages,
                 servers=[*servers.numbers, *([] if own is None else [own])],
-                own=own,
                 committed=self.step,
-                deadline_s=deadline_s,
                 compute_blocks=compute_blocks,
-                compressor=compressor,
+                slots=budgets.slots,
+                buffers=budgets.push_buffers,
                 workers=self.group.workers,
                 staleness=self.store_plan.staleness,
                 replicas=self.store_plan.replicas,
+                own=own,
+                residual_block=compressor.residual_block if compressor is not None else {},
+            )
+            self.worker = Worker(
+                setup, budgets, device, self.stages, deadline_s=deadline_s, compressor=compressor
             )
             self.worker.links.update(servers.connect(self.worker.deliver, self.stages))
             if residuals is not None and tier is not None:

@@ -1,5 +1,5 @@
 """The worker's side: lends blocks to the stream of the model, sends gradients off, starts updates,
-commits steps.
+commits steps. protocol/worker.py decides; this carries out what it says, and waits.
 
 Threads: the training thread (and autograd's) call in; servers deliver messages from their threads.
 One condition guards all shared state. Every wait has a deadline and says what it waits for (Rule
@@ -12,31 +12,36 @@ copy) -> server, whole or top-k.
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from roadtrain.chunks import PAGE, Block, Chunk, ChunkTable
+from roadtrain.chunks import PAGE, Block, Chunk
 from roadtrain.config.budgets import Budgets
 from roadtrain.device.buffers import Heap
 from roadtrain.device.copies import AfterCopies, HostBuffer
-from roadtrain.errors import DeadlineError, DivergedError, LoopError, LostError, WireError
-from roadtrain.protocol import messages as ops
-from roadtrain.protocol.commit import CommitStateMachine, Diverged
-from roadtrain.protocol.prefetch import Prefetcher, PullBlock
-from roadtrain.runtime.block_state import BlockState, MessageLink, SquareSums
+from roadtrain.errors import DeadlineError, DivergedError, LostError, WireError
+from roadtrain.protocol import messages
+from roadtrain.protocol import worker as w
+from roadtrain.protocol.commit import Diverged
 from roadtrain.runtime.compress import Compressor, downcast_in_place
 from roadtrain.runtime.trace import Stages
 from roadtrain.units import round_up
 
-# param -> what its gradient is multiplied by, None: it has no gradient
-Scales = Callable[[int], float | None]
+
+class MessageLink(Protocol):
+    """To one server: a Server of this process, or the end of a link to one elsewhere. Bulk bytes
+    are named by messages as memoryviews (`into`, `grad`)."""
+
+    peer: str  # for messages to people: "server 0 (/mnt/ssd0/run)"
+
+    def send(self, message: Any) -> None:
+        """Keeps the order, does not block. LostError once it is closed."""
 
 
 class Worker:
@@ -45,70 +50,37 @@ class Worker:
 
     def __init__(
         self,
-        table: ChunkTable,
+        setup: w.WorkerSetup,
         budgets: Budgets,
-        owners: Sequence[Sequence[int]],
         device: torch.device,
         stages: Stages,
         *,
-        servers: Sequence[int],
-        committed: int,
         deadline_s: float,
-        compute_blocks: Sequence[int],
         compressor: Compressor | None = None,
-        workers: int = 1,
-        staleness: int = 0,
-        replicas: int = 1,
-        own: int | None = None,
     ) -> None:
-        self.table, self.stages, self.deadline_s = table, stages, deadline_s
-        # of each chunk: the servers that hold it; pulls go to the first, all else to all
-        self.owners = owners
-        self.workers = workers  # whose mean gradient updates; residuals are of one (`_workers`)
-        # how many updates a step's parameters may lack; 1: it lacks the last one
-        self.staleness = staleness
-        self.compressor = compressor
-        # block -> that of its residuals
-        self.residual_block = compressor.residual_block if compressor is not None else {}
-        self._residual_blocks = frozenset(self.residual_block.values())
+        self.machine = w.WorkerStateMachine(setup)
+        self.table, self.owners, self.workers = setup.table, setup.owners, setup.workers
+        self.residual_block = setup.residual_block
+        self.blocks, self.prefetch = self.machine.blocks, self.machine.prefetch
+        self.order = self.machine.order  # block -> place in a forward, from 1
+        self.stages, self.deadline_s, self.compressor = stages, deadline_s, compressor
         self.links: dict[int, MessageLink] = {}  # by number of the server
-        self.blocks = [BlockState(released_in=committed) for _ in table.blocks]
         self._block_of = {
-            s.param: b.index for b in table.blocks for run in b.runs for s in run.spans
+            s.param: b.index for b in self.table.blocks for run in b.runs for s in run.spans
         }
-        self.chunk_version = [0] * len(table.chunks)
-        # the last step in which each was released
-        self._updated_in = [committed] * len(table.chunks)
-        # also those that own no chunk
-        self.ledger = CommitStateMachine(servers, committed, everywhere=replicas > 1, own=own)
-        self.prefetch = Prefetcher(budgets.slots, compute_blocks)
-        self.order = {block: i + 1 for i, block in enumerate(compute_blocks)}
         self.grad_dtype = ""  # what fp32 gradients travel as, where not as they are
         # gradients never wait for step(), so none is moved away from its buffer
         self.keep_always = False
         self._lock = threading.Condition()
         self._error: BaseException | None = None
-        self._tickets = itertools.count(1)
-        # ticket -> what comes, where to, its slot or -1
-        self._pulls: dict[int, tuple[Block, HostBuffer, int]] = {}
-        self._slots = [HostBuffer(budgets.slot_bytes, device) for _ in range(budgets.slots)]
-        self._slot_version = [0] * budgets.slots
-        self._uses: dict[int, list[int]] = {}  # block -> its slots in use, latest last
-        root = table.blocks[0]
+        self._slots = [HostBuffer(budgets.slot_bytes, device) for _ in range(setup.slots)]
+        root = self.table.blocks[0]
         self.root = HostBuffer(max(root.pull_nbytes, PAGE), device)
         self.root_push = HostBuffer(max(root.push_nbytes, PAGE), device)
-        self._root_version = -1
         self.pull_rate = 0.0  # bytes a second of the last block pulled alone
-        self._permanent: dict[int, HostBuffer] = {}
-        self._current: set[int] = set()  # blocks whose permanent buffer need not be fetched
-        self._push_all = [
-            HostBuffer(budgets.push_bytes, device) for _ in range(budgets.push_buffers)
-        ]
-        self._push_free = list(self._push_all)
-        self._push_tickets: dict[int, HostBuffer] = {}
-        self._kept: set[HostBuffer] = set()  # that hold a gradient until the update
+        self._permanent: dict[int, HostBuffer] = {}  # of residuals that never leave this worker
+        self._push_all = [HostBuffer(budgets.push_bytes, device) for _ in range(setup.buffers)]
         self.heap = Heap()
-        self._copying = 0  # gradients on their way from the device
         # what waits for copies from the device (push) and to it (pull)
         self._after: dict[str, AfterCopies] = {}
         if device.type == "cuda":
@@ -116,34 +88,43 @@ class Worker:
                 of: AfterCopies(f"worker {of}", self._copy_failed) for of in ("push", "pull")
             }
 
+    @property
+    def committed(self) -> int:
+        return self.machine.commit.committed
+
     def nbytes(self) -> int:
         return sum(b.nbytes for b in self._buffers())
 
     def _buffers(self) -> list[HostBuffer]:
         return [*self._slots, *self._push_all, self.root, self.root_push, *self._permanent.values()]
 
-    # messages from servers
+    # messages from and to servers
 
     def deliver(self, message: Any) -> None:
         with self._lock:
             match message:
-                case ops.Pulled(ticket, _):
-                    self._pulled(ticket)
-                case ops.GradAccumulated(chunk, sums):
-                    self.blocks[self.table.chunks[chunk].block].came(chunk, sums)
-                case ops.BufferFree(ticket):
-                    self._freed(ticket)
-                case ops.Written():
-                    self._send_all(self.ledger.on_written(message))
-                    if self.ledger.diverged is not None and self._error is None:
-                        self._error = self._diverged(self.ledger.diverged)
-                case ops.Prepared():
-                    self._send_all(self.ledger.on_prepared(message))
-                case ops.CommitDone():
-                    self._send_all(self.ledger.on_committed(message))
-                case ops.Failed(_, error):
+                case messages.Failed(_, error):
                     self._error = self._error or error
+                case _:
+                    self._handle(message)
+            if (found := self.machine.commit.diverged) is not None and self._error is None:
+                self._error = self._diverged(found)
             self._lock.notify_all()
+
+    def _handle(self, event: Any) -> None:
+        """With the lock."""
+        self._carry_out(self.machine.handle(event))
+
+    def _carry_out(self, actions: Sequence[w.Action]) -> None:
+        for action in actions:
+            match action:
+                case w.Say(message, servers):
+                    for server in servers:
+                        self._tell(server, message)
+                case w.StartPulls(target, pulls):
+                    self._start_pulls(self._host(target), pulls)
+                case w.CopyIn(target, block):
+                    self._host(target).to_device(self.table.blocks[block].pull_nbytes)
 
     def _diverged(self, found: Diverged) -> DivergedError:
         one, other = (
@@ -177,26 +158,9 @@ class Worker:
         """The end of a link, with the step at work and what was done in it (Rule 5)."""
         if not isinstance(error, (LostError, WireError)) or str(error).startswith("step "):
             return error
-        told = type(error)(f"step {self.ledger.sealed + 1}, {doing}: {error}")
+        told = type(error)(f"step {self.machine.open_step}, {doing}: {error}")
         told.__cause__ = error
         return told
-
-    def _send_all(self, messages: Sequence[tuple[int, Any]]) -> None:
-        for server, message in messages:
-            self._tell(server, message)
-
-    def _send(self, chunk: int, message: Any) -> None:
-        for server in self.owners[chunk]:
-            self._tell(server, message)
-
-    def _expect_sums(self, state: BlockState, chunks: Sequence[Chunk]) -> None:
-        """GradAccumulated messages for a gradient of `chunks`: one of each server, so that the
-        last is that of the last push."""
-        for chunk in chunks:
-            if chunk.trainable:
-                state.sums.due[chunk.id] = state.sums.due.get(chunk.id, 0) + len(
-                    self.owners[chunk.id]
-                )
 
     def _wait(self, ready: Callable[[], bool], what: Callable[[], str]) -> None:
         """Waits under the lock. Raises a server's error if one failed, DeadlineError when the
@@ -208,7 +172,7 @@ class Worker:
         if not in_time:
             self._error = DeadlineError(  # kept, so that whoever closes does not wait once more
                 f"the worker waited {self.deadline_s:.0f} s for {what()} in step"
-                f" {self.ledger.sealed + 1}; commit: {self.ledger.missing()}; peers:"
+                f" {self.machine.open_step}; commit: {self.machine.commit.missing()}; peers:"
                 f" {', '.join(link.peer for link in self.links.values())}",
                 hint="a device that slow needs a longer deadline_s",
             )
@@ -221,75 +185,57 @@ class Worker:
 
     def fetch(self, block: int) -> tuple[torch.Tensor, int]:
         with self._lock:
-            self._pull_blocks(self.prefetch.asked(block))
+            self._handle(w.FetchBlock(block))
             self._wait(
-                lambda: self.prefetch.here(block) is not None,
+                lambda: self.machine.slot_of(block) is not None,
                 lambda: f"the parameters of block '{self.table.blocks[block].name}'",
             )
-            slot = self.prefetch.use(block)
-            self._uses.setdefault(block, []).append(slot)
-            version = self._slot_version[slot]
+            self._handle(w.UseBlock(block))
+            slot = self.machine.slot_in_use(block)
+            version = self.machine.slot_version[slot]
         return self._slots[slot].on_device(), version
 
     def release(self, block: int) -> None:
         with self._lock:
-            slot = self._uses[block].pop()
-            self._slots[slot].record_use()
-            self._pull_blocks(self.prefetch.returned(slot))
+            self._slots[self.machine.slot_in_use(block)].record_use()
+            self._handle(w.ReleaseBlock(block))
         self.heap.trim()
 
-    def _pull_blocks(self, pulls: Sequence[PullBlock]) -> None:
-        for pull in pulls:
-            self._slot_version[pull.slot] = self.blocks[pull.block].version
-            self._pull(self.table.blocks[pull.block], self._slots[pull.slot], pull.slot)
+    def _host(self, target: Any) -> HostBuffer:
+        return self._slots[target] if isinstance(target, int) else target
 
-    def _pull(self, block: Block, host: HostBuffer, slot: int = -1) -> None:
+    def _start_pulls(self, host: HostBuffer, pulls: Sequence[w.ChunkPull]) -> None:
         """With the lock: where the device still reads what `host` held, the pulls are sent
         later, by another thread."""
-        host.pending = len(block.chunks)
-        versions = [self._wanted(chunk) for chunk in block.chunks]
         if (copying := host.copying()) is None:
-            self._send_pulls(block, host, slot, versions)
+            self._send_pulls(host, pulls)
         else:
-            self._after["pull"].put(
-                copying, partial(self._send_pulls_later, block, host, slot, versions)
-            )
+            self._after["pull"].put(copying, partial(self._send_pulls_later, host, pulls))
 
-    def _send_pulls_later(self, *what: Any) -> None:
+    def _send_pulls_later(self, host: HostBuffer, pulls: Sequence[w.ChunkPull]) -> None:
         with self._lock:
-            self._send_pulls(*what)
+            self._send_pulls(host, pulls)
 
-    def _send_pulls(
-        self, block: Block, host: HostBuffer, slot: int, versions: Sequence[int]
-    ) -> None:
-        for chunk, version in zip(block.chunks, versions, strict=True):
-            ticket = next(self._tickets)
-            self._pulls[ticket] = (block, host, slot)
-            into = host.view[chunk.offset : chunk.offset + round_up(chunk.weights_nbytes, PAGE)]
-            self._tell(self.owners[chunk.id][0], ops.Pull(chunk.id, version, into, ticket))
+    def _send_pulls(self, host: HostBuffer, pulls: Sequence[w.ChunkPull]) -> None:
+        for pull in pulls:
+            into = host.view[pull.at : pull.at + round_up(pull.chunk.weights_nbytes, PAGE)]
+            message = messages.Pull(pull.chunk.id, pull.version, into, pull.ticket)
+            self._tell(pull.server, message)
 
-    def _pulled(self, ticket: int) -> None:
-        block, host, slot = self._pulls.pop(ticket)
-        host.pending -= 1
-        if not host.pending:
-            host.to_device(block.pull_nbytes)
-            self._pull_blocks(self.prefetch.arrived(slot) if slot >= 0 else ())
+    def start_pull(self, block: Block, host: HostBuffer) -> None:
+        """Fetches `block` into a buffer of its own."""
+        with self._lock:
+            self._handle(w.FetchInto(block.index, host))
 
-    def _wanted(self, chunk: Chunk) -> int:
-        """The version that the step at work needs, or the next one where this one's update of
-        the chunk has begun."""
-        if self.staleness > 1:  # whatever there is: `seal` keeps the bound
-            return self.chunk_version[chunk.id] - self.staleness
-        last = max(self.ledger.sealed, self.blocks[chunk.block].released_in)
-        late = self.staleness and chunk.trainable and 0 < last == self._updated_in[chunk.id]
-        return self.chunk_version[chunk.id] - bool(late)
+    def wait_pulled(self, host: HostBuffer, what: str) -> None:
+        with self._lock:
+            self._wait(lambda: not self.machine.is_coming(host), lambda: what)
 
     def pull_into(self, block: Block, host: HostBuffer) -> None:
         """Fetches `block` into a permanent buffer and waits."""
         start = time.perf_counter()
-        with self._lock:
-            self._pull(block, host)
-            self._wait(lambda: not host.pending, lambda: f"the parameters of '{block.name}'")
+        self.start_pull(block, host)
+        self.wait_pulled(host, f"the parameters of '{block.name}'")
         self.pull_rate = block.pull_nbytes / (time.perf_counter() - start)
         host.on_device()
 
@@ -297,11 +243,8 @@ class Worker:
         """Its weights part after every update released so far, whether committed or not. Waits."""
         host = HostBuffer(round_up(chunk.weights_nbytes, PAGE), torch.device("cpu"))
         with self._lock:
-            host.pending, ticket = 1, next(self._tickets)
-            self._pulls[ticket] = self.table.blocks[chunk.block], host, -1
-            pull = ops.Pull(chunk.id, self.chunk_version[chunk.id], host.view, ticket)
-            self._tell(self.owners[chunk.id][0], pull)
-            self._wait(lambda: not host.pending, lambda: f"chunk {chunk.id}")
+            self._handle(w.FetchNewest(chunk.id, host))
+        self.wait_pulled(host, f"chunk {chunk.id}")
         return host.view
 
     def give_up_slots(self, count: int) -> None:
@@ -313,14 +256,13 @@ class Worker:
     @property
     def root_is_old(self) -> bool:
         """Whether the released steps gave the root block another version than is here."""
-        return self._root_version != self.blocks[0].version
+        return self.machine.root_is_old
 
     def refresh_root(self) -> bool:
         """Brings the root block to the version that the released steps gave it. True if it was
         fetched."""
         if not self.root_is_old:
             return False
-        self._root_version = self.blocks[0].version
         self.root.record_use()
         self.pull_into(self.table.blocks[0], self.root)
         return True
@@ -330,13 +272,25 @@ class Worker:
     def gradient_buffer(self, block: int) -> torch.Tensor:
         with self._lock:
             if block == 0:
-                self._wait(lambda: not self.root_push.pending, lambda: "the root's gradient buffer")
+                self._wait(
+                    lambda: not self.machine.is_read(self.root_push),
+                    lambda: "the root's gradient buffer",
+                )
                 return self.root_push.tensor
             self._wait(
-                lambda: bool(self._push_free),
+                lambda: self.machine.next_buffer() is not None,
                 lambda: f"a gradient buffer for '{self.table.blocks[block].name}'",
             )
-            return self._push_free.pop().tensor
+            host = self._buffer(self.machine.next_buffer())
+            self._handle(w.TakeBuffer())
+            return host.tensor
+
+    def _buffer(self, key: Any) -> HostBuffer:
+        """What the state machine calls `key`: one of the pool, or a buffer outside it."""
+        return self._push_all[key] if isinstance(key, int) else key
+
+    def _key(self, host: HostBuffer) -> Hashable:
+        return self._push_all.index(host) if host in self._push_all else host
 
     def push_block(
         self,
@@ -352,103 +306,107 @@ class Worker:
         the gradient is whole and not to be scaled, so each chunk's update in that step begins as
         soon as it is there.
         """
-        state, table = self.blocks[block], self.table.blocks[block]
-        if state.released_in == self.ledger.sealed + 1:
-            raise LoopError(
-                f"block '{table.name}' got a gradient in step {self.ledger.sealed + 1} after its"
-                " update had begun",
-                hint=(
-                    "place(..., backwards_per_step=N) must be the number of backward passes before"
-                    " each step()"
-                ),
-            )
+        table = self.table.blocks[block]
+        self.machine.check_takes_grad(block)
         if fresh:
             self.forget(block)
         host = next(
             b for b in [self.root_push, *self._push_all] if b.tensor.data_ptr() == buffer.data_ptr()
         )
-        state.held = True
-        state.present.update(present)
+        at_once = step > 0 and self.compressor is None
         with self.stages.timed("Push", table.push_nbytes):
             copied = host.from_device(table.push_nbytes)
-            if self._workers(block) == 1:
-                with self._lock:
-                    self._expect_sums(state, table.chunks)
-            at_once = step > 0 and self.compressor is None
-            then = (
-                self._begin_update(block, step, hyperparameters, lambda param: 1.0)
-                if at_once
-                else {}
-            )
+            then: dict[int, w.Say] = {}
+            with self._lock:
+                self._handle(w.GradReady(block, present))
+                if at_once:
+                    begin = w.BeginUpdate(block, step, hyperparameters, lambda param: 1.0)
+                    then = {
+                        say.message.chunk: say
+                        for say in self.machine.handle(begin)
+                        if isinstance(say, w.Say)
+                    }
+                self.machine.copying += copied is not None
             if copied is None:
                 self._push_host(table, host, fresh, then)
             else:
-                with self._lock:
-                    self._copying += 1
                 self._after["push"].put(
                     copied, partial(self._push_copied, table, host, fresh, then)
                 )
             if at_once:
-                self._end_update(block, then)
+                self._end_update(block)
             elif step:
                 self.apply_update(block, step, hyperparameters, lambda param: 1.0)
 
     def _push_copied(self, *what: Any) -> None:
         self._push_host(*what)
         with self._lock:
-            self._copying -= 1
+            self.machine.copying -= 1
             self._lock.notify_all()
 
     def _copy_failed(self, error: BaseException) -> None:
-        self.deliver(ops.Failed(-1, error))
+        self.deliver(messages.Failed(-1, error))
 
-    def _all_sent(self) -> None:
+    def _until_said(self) -> None:
         """Waits, with the lock, for gradients that are still being copied from the device: what
         is said of them comes after them."""
-        self._wait(lambda: not self._copying, lambda: "gradients to be copied from the device")
+        self._wait(self.machine.may_say, lambda: "gradients to be copied from the device")
+
+    def _until_summed(self, block: int) -> None:
+        self._wait(
+            lambda: self.machine.sums_here(block),
+            lambda: f"the sums of block '{self.table.blocks[block].name}'",
+        )
 
     def _push_host(
-        self, table: Block, host: HostBuffer, fresh: bool, then: Mapping[int, ops.ApplyUpdate] = {}
+        self, table: Block, host: HostBuffer, fresh: bool, then: Mapping[int, w.Say] = {}
     ) -> None:
         chunks = [c for c in table.chunks if c.trainable]
-        if self.compressor is not None:
-            residual_block = self.residual_block.get(table.index)
-            target = (
-                None
-                if residual_block is None
-                else self._residual(residual_block, permanent=table.index == 0)
-            )
-            residual = None if target is None else np.frombuffer(target.view, np.float32)
-            for chunk, grad, sums in self.compressor.compress(chunks, host.view, residual):
-                with self._lock:
-                    self._send(
-                        chunk.id, ops.Push(chunk.id, grad, fresh, True, next(self._tickets), sums)
-                    )
-            if residual_block is not None and target is not None:
-                self._send_residual(residual_block, target)
-            if host is not self.root_push:
-                with self._lock:
-                    self._push_free.append(host)
-                    self._lock.notify_all()
-            return
-        self.send_dense(chunks, host, fresh, then)
+        if self.compressor is None:
+            self.send_dense(chunks, host, fresh, then)
+        else:
+            self._send_packed(self.compressor, table, chunks, host, fresh)
+
+    def _send_packed(
+        self,
+        compressor: Compressor,
+        table: Block,
+        chunks: Sequence[Chunk],
+        host: HostBuffer,
+        fresh: bool,
+    ) -> None:
+        residual_block = self.residual_block.get(table.index)
+        target = residual = None
+        if residual_block is not None:
+            target = self._residual(residual_block, permanent=table.index == 0)
+            residual = np.frombuffer(target.view, np.float32)
+        for chunk, grad, sums in compressor.compress(chunks, host.view, residual):
+            with self._lock:
+                self._handle(w.SendPacked(chunk.id, grad, sums, fresh))
+        if residual_block is not None and target is not None:
+            self._send_residual(residual_block, target)
+        with self._lock:
+            self._handle(w.ReturnBuffer(self._key(host)))
+            self._lock.notify_all()
 
     def _residual(self, residual_block: int, *, permanent: bool) -> HostBuffer:
-        """A buffer that holds the newest residuals of block `twin` and may be changed in place,
-        then sent."""
+        """A buffer that holds the newest residuals and may be changed in place, then sent."""
         block = self.table.blocks[residual_block]
         if permanent:  # the root's: it never leaves this worker
             if residual_block not in self._permanent:
                 self._permanent[residual_block] = HostBuffer(block.pull_nbytes, torch.device("cpu"))
             host = self._permanent[residual_block]
             with self._lock:
-                self._wait(lambda: not host.pending, lambda: f"the buffer of '{block.name}'")
-            if residual_block not in self._current:
+                self._wait(
+                    lambda: not (self.machine.is_read(host) or self.machine.is_coming(host)),
+                    lambda: f"the buffer of '{block.name}'",
+                )
+            if residual_block not in self.machine.current:
                 self.pull_into(block, host)
-                self._current.add(residual_block)
+                self.machine.current.add(residual_block)
             return host
         self.fetch(residual_block)
-        slot = self._slots[self._uses[residual_block][-1]]
+        slot = self._slots[self.machine.slot_in_use(residual_block)]
         buffer = self.gradient_buffer(residual_block)
         host = next(b for b in self._push_all if b.tensor is buffer)
         n = block.push_nbytes
@@ -457,11 +415,10 @@ class Worker:
         return host
 
     def _send_residual(self, residual_block: int, host: HostBuffer) -> None:
-        state, table = self.blocks[residual_block], self.table.blocks[residual_block]
-        state.held = True
-        state.present.update(s.param for run in table.runs for s in run.spans)
+        table = self.table.blocks[residual_block]
         with self._lock:
-            self._expect_sums(state, table.chunks)
+            present = [s.param for run in table.runs for s in run.spans]
+            self._handle(w.GradReady(residual_block, present))
         self.send_dense(table.chunks, host, True)
 
     def send_dense(
@@ -469,40 +426,17 @@ class Worker:
         chunks: Sequence[Chunk],
         host: HostBuffer,
         fresh: bool,
-        then: Mapping[int, ops.ApplyUpdate] = {},
+        then: Mapping[int, w.Say] = {},
     ) -> None:
         """Pushes `chunks` out of `host`, free again when every server has said so. `then`: said
         right after a chunk."""
         dtypes = downcast_in_place(chunks, host.view, self.grad_dtype)
+        pieces = [
+            (c, host.view[c.push_offset : c.push_offset + round_up(c.weights_nbytes, PAGE)], dtype)
+            for c, dtype in zip(chunks, dtypes)
+        ]
         with self._lock:
-            keep = (
-                self.keep_always
-                or host not in self._push_all
-                or len(self._kept) < len(self._push_all) - 2
-            )
-            if keep and fresh and host in self._push_all:
-                self._kept.add(host)
-            host.pending = sum(len(self.owners[chunk.id]) for chunk in chunks)
-            for chunk, dtype in zip(chunks, dtypes):
-                grad = host.view[
-                    chunk.push_offset : chunk.push_offset + round_up(chunk.weights_nbytes, PAGE)
-                ]
-                for server in self.owners[chunk.id]:
-                    ticket = next(self._tickets)
-                    self._push_tickets[ticket] = host
-                    self._tell(server, ops.Push(chunk.id, grad, fresh, keep, ticket, dtype=dtype))
-                if chunk.id in then:
-                    self._send(chunk.id, then[chunk.id])
-
-    def _freed(self, ticket: int) -> None:
-        host = self._push_tickets.pop(ticket, None)
-        if host is None:
-            return  # a compressed push: its arrays are their own
-        host.pending -= 1
-        if not host.pending:
-            self._kept.discard(host)
-            if host in self._push_all:
-                self._push_free.append(host)
+            self._handle(w.SendDense(self._key(host), pieces, fresh, then, self.keep_always))
 
     # one step
 
@@ -516,153 +450,84 @@ class Worker:
         workers' mean, where there are several: the block's gradient is taken for whole then.
         `sealed`: of the step sealed last instead.
         """
-        state = self.blocks[block]
+        state, workers = self.blocks[block], self.machine.workers_of(block)
         with self._lock:
-            if not sealed and self._whole(block):
-                self._all_sent()
-                for chunk in self.table.blocks[block].chunks:
-                    if chunk.trainable:
-                        self._send(chunk.id, ops.Close(chunk.id, self.ledger.sealed + 1))
+            if not sealed and self.machine.is_open(block):
+                self._until_said()
+                self._handle(w.CloseGrad(block))
             of = state.sealed[-1] if sealed else state.sums
             self._wait(
                 lambda: not of.due, lambda: f"the sums of block '{self.table.blocks[block].name}'"
             )
-            sums = of.values
         out: dict[int, float] = {}
         for chunk in self.table.blocks[block].chunks:
-            for (param, _, _), value in zip(chunk.segments, sums.get(chunk.id, ())):
-                out[param] = out.get(param, 0.0) + float(value) / self._workers(block) ** 2
+            for (param, _, _), value in zip(chunk.segments, of.values.get(chunk.id, ())):
+                out[param] = out.get(param, 0.0) + float(value) / workers**2
         return out
-
-    def _workers(self, block: int) -> int:
-        return 1 if block in self._residual_blocks else self.workers
-
-    def _whole(self, block: int) -> bool:
-        """Whether the others have yet to hear that this worker's gradient of `block` is whole;
-        they will have."""
-        state = self.blocks[block]
-        if self._workers(block) == 1 or state.closed:
-            return False
-        state.closed = True
-        self._expect_sums(state, self.table.blocks[block].chunks)
-        return True
 
     def forget(self, block: int) -> None:
         """Drops the held gradient of `block`, if any."""
-        state = self.blocks[block]
-        if not state.held:
+        if not self.blocks[block].held:
             return
-        if self._workers(block) == 1 or state.closed:
-            self.block_sums(block)  # waits: what is still being held cannot be dropped
-        self._forget_chunks([c for c in self.table.blocks[block].chunks if c.trainable])
-        self._current.discard(block)
+        with self._lock:
+            self._until_summed(block)  # what is still being held cannot be dropped
+            self._until_said()
+            self._handle(w.DropGrad(block))
         if block in self.residual_block:
             self.forget(self.residual_block[block])
-        state.held = state.closed = False
-        state.present.clear()
-        state.sums = SquareSums()
-
-    def _forget_chunks(self, chunks: Sequence[Chunk]) -> None:
-        with self._lock:
-            self._all_sent()
-            for chunk in chunks:
-                self._send(chunk.id, ops.DiscardGrad(chunk.id))
 
     def apply_update(
         self,
         block: int,
         step: int,
         hyperparameters: Mapping[int, tuple[float, ...]],
-        scales: Scales,
+        scales: w.Scales,
     ) -> None:
         """Starts the update of `block` as part of `step`: every span whose `scales(param)` is
         not None. With several workers each releases every block, and the server takes what any
         of them has."""
-        releases = self._begin_update(block, step, hyperparameters, scales)
-        sent = any(scale is not None for message in releases.values() for scale in message.scales)
         with self._lock:
-            self._all_sent()
-            for chunk, message in releases.items():
-                self._send(chunk, message)
-        self._end_update(block, releases)
-        if (residual_block := self.residual_block.get(block)) and not sent:
-            self.forget(residual_block)  # the step is skipped, or this worker had no gradient
-        elif residual_block:
+            updates = self.machine.handle(w.BeginUpdate(block, step, hyperparameters, scales))
+            self._until_said()
+            self._carry_out(updates)
+        self._end_update(block)
+        residual_block = self.residual_block.get(block)
+        if residual_block is None:
+            return
+        applied = [say.message for say in updates if isinstance(say, w.Say)]
+        if any(scale is not None for update in applied for scale in update.scales):
             groups = {chunk.group: () for chunk in self.table.blocks[residual_block].chunks}
             self.apply_update(residual_block, step, groups, lambda param: 1.0)
+        else:  # the step is skipped, or this worker had no gradient
+            self.forget(residual_block)
 
-    def _begin_update(
-        self,
-        block: int,
-        step: int,
-        hyperparameters: Mapping[int, tuple[float, ...]],
-        scales: Scales,
-    ) -> dict[int, ops.ApplyUpdate]:
-        """What is to be said of which chunk; from now on the block has its next version."""
-        state, table = self.blocks[block], self.table.blocks[block]
-        out = {}
-        with self._lock:
-            self._whole(block)
-            for chunk in table.chunks:
-                if not chunk.trainable:
-                    continue
-                of_spans = [
-                    scales(s.param) if s.param in state.present else None for s in chunk.spans
-                ]
-                if (workers := self._workers(block)) > 1:
-                    of_spans = [None if s is None else s / workers for s in of_spans]
-                elif all(s is None for s in of_spans):
-                    continue
-                self.chunk_version[chunk.id] += 1
-                self._updated_in[chunk.id] = step
-                order = self.order.get(block, 0)
-                out[chunk.id] = ops.ApplyUpdate(
-                    chunk.id, step, hyperparameters[chunk.group], of_spans, order
-                )
-            if out:
-                state.version += 1
-                self.prefetch.updated([block])
-            state.released_in = step
-        return out
-
-    def _end_update(self, block: int, released: Mapping[int, ops.ApplyUpdate]) -> None:
+    def _end_update(self, block: int) -> None:
         """One worker's chunks without a gradient are dropped."""
-        state, table = self.blocks[block], self.table.blocks[block]
-        if dropped := [c for c in table.chunks if c.trainable and c.id not in released]:
-            with self._lock:
-                self._wait(lambda: not state.sums.due, lambda: f"block '{table.name}'")
-            self._forget_chunks(dropped)
-        state.held = False
-        state.present.clear()
+        with self._lock:
+            if self.machine.left_over(block):
+                self._until_summed(block)
+                self._until_said()
+            self._handle(w.EndUpdate(block))
 
     def seal(self, step: int) -> None:
-        """All of `step` is released. Waits while more steps are uncommitted than 1, or the
-        staleness (Rule 4)."""
+        """All of `step` is released. Waits while more steps are uncommitted than may be, or sums
+        are behind."""
+        machine = self.machine
         with self._lock:
-            last = step - max(2, self.staleness)
-            self._wait(lambda: self.ledger.committed >= last, lambda: f"the commit of step {last}")
-            # two report, not in step: one at a time
-            most = 0 if (both := self.ledger.everywhere) else self.staleness
+            last, behind = machine.committed_before_end(step), machine.sums_behind
+            self._wait(lambda: self.committed >= last, lambda: f"the commit of step {last}")
             self._wait(
-                lambda: not any(s.due() > most or (both and s.sums.due) for s in self.blocks),
-                lambda: f"the sums of step {step - 1 - most}",
+                lambda: machine.may_end(step), lambda: f"the sums of step {step - 1 - behind}"
             )
-            self._send_all(self.ledger.seal(step))
-            # with staleness they change once more, a step later
-            for block, state in enumerate(self.blocks):
-                if 1 <= step - state.released_in <= self.staleness:
-                    state.version += 1
-                    self.prefetch.updated([block])
-                state.seal()
-            self._pull_blocks(self.prefetch.stepped())
+            self._handle(w.EndOpenStep(step))
 
     def blob(self, step: int, blob: bytes) -> None:
         with self._lock:
-            self._send_all(self.ledger.blob(step, blob))
+            self._handle(w.JobState(step, blob))
 
     def wait_committed(self, step: int) -> None:
         with self._lock:
-            self._wait(lambda: self.ledger.committed >= step, lambda: f"the commit of step {step}")
+            self._wait(lambda: self.committed >= step, lambda: f"the commit of step {step}")
 
     def rest(self) -> None:
         """Waits until nothing is on its way from a server; drops what is held of gradients."""
@@ -670,23 +535,13 @@ class Worker:
             self.forget(block)
         with self._lock:
             self._wait(
-                lambda: not self._pulls and not any(host.pending for host in self._slots),
-                lambda: "the parameters that are on their way",
+                lambda: not self.machine.is_coming(), lambda: "the parameters that are on their way"
             )
 
     def begin_again(self, step: int) -> None:
         """The servers hold other contents, as those of `step`."""
         with self._lock:
-            ledger = self.ledger
-            self.ledger = CommitStateMachine(
-                (ledger.first, *ledger.others), step, everywhere=ledger.everywhere, own=ledger.own
-            )
-            self.chunk_version = [0] * len(self.chunk_version)
-            self._updated_in = [step] * len(self._updated_in)
-            for state in self.blocks:
-                state.version, state.released_in = state.version + 1, step
-            self._current.clear()
-            self.prefetch.updated(range(len(self.blocks)))
+            self._handle(w.BeginAgain(step))
 
     def close(self) -> None:
         for after in self._after.values():

@@ -1,0 +1,484 @@
+"""The worker's state machine, driven in random orders against servers that take their time; what it
+says is held against counts that the test keeps itself."""
+
+import random
+from collections import Counter, defaultdict, deque
+
+import pytest
+
+from roadtrain.chunks import SEGMENT, ChunkTable, ParamSpec
+from roadtrain.errors import LoopError
+from roadtrain.protocol import messages
+from roadtrain.protocol import worker as w
+
+ROOT, ROOT_GRAD = "root", "gradient of the root"
+
+
+def a_table(blocks=5):
+    """A root block, a block of one chunk, blocks of two chunks, and one with a frozen chunk."""
+    specs = [("root", [ParamSpec("r", (8,), "fp32", True, 0)])]
+    for i in range(1, blocks):
+        rows = [ParamSpec(f"w{i}", (2 if i > 1 else 1, SEGMENT), "fp32", True, 0)]
+        if i == 3:
+            rows.append(ParamSpec("frozen", (16,), "fp32", False, -1))
+        specs.append((f"b{i}", rows))
+    return ChunkTable.build(specs, SEGMENT)
+
+
+def a_machine(*, servers=(0, 1), replicas=1, slots=3, buffers=4, committed=0, **options):
+    table = a_table()
+    owners = [tuple((c.id + i) % len(servers) for i in range(replicas)) for c in table.chunks]
+    setup = w.WorkerSetup(
+        table,
+        owners,
+        servers,
+        committed,
+        range(1, len(table.blocks)),
+        slots,
+        buffers,
+        replicas=replicas,
+        **options,
+    )
+    return w.WorkerStateMachine(setup)
+
+
+class SlowServer:
+    """Takes its messages in order; updates, answers and commits whenever it is let. The gradients
+    of other workers are always there already."""
+
+    def __init__(self, world, number):
+        self.world, self.number = world, number
+        self.inbox, self.outbox, self.updates = deque(), deque(), deque()
+        self.version = Counter()
+        self.pulls, self.reading, self.blobs = [], defaultdict(list), {}
+        self.ended, self.done = [], 0
+
+    def hear(self):
+        message = self.inbox.popleft()
+        several = self.world.machine.setup.workers > 1
+        match message:
+            case messages.Pull():
+                self.pulls.append(message)
+            case messages.Push(chunk, _, _, keep, ticket):
+                if not several:
+                    self.outbox.append(messages.GradAccumulated(chunk, (1.0,)))
+                if keep and message.grad is not None:
+                    self.reading[chunk].append(ticket)
+                else:
+                    self.outbox.append(messages.BufferFree(ticket))
+            case messages.Close(chunk):
+                self.outbox.append(messages.GradAccumulated(chunk, (1.0,)))
+            case messages.DiscardGrad(chunk):
+                self.free(chunk)
+            case messages.ApplyUpdate(chunk, step):
+                assert step not in self.ended, "nothing of a step follows its end"
+                if several and (chunk, step) not in self.world.closed:
+                    self.outbox.append(messages.GradAccumulated(chunk, (1.0,)))
+                self.updates.append(message)
+            case messages.EndStep(step):
+                self.ended.append(step)
+                self.updates.append(message)
+            case messages.Commit(step, blob):
+                self.blobs[step] = blob
+            case messages.CommitDone():
+                pass
+
+    def free(self, chunk):
+        self.outbox.extend(messages.BufferFree(ticket) for ticket in self.reading.pop(chunk, ()))
+
+    def work(self):
+        """One update, or the end of a step."""
+        match self.updates[0]:
+            case messages.ApplyUpdate(chunk):
+                self.version[chunk] += 1
+                self.free(chunk)
+            case messages.EndStep(step):
+                commit, first = self.world.machine.commit, self.number == 0
+                if commit.everywhere and (self.number, step) not in self.world.wrote:
+                    self.world.wrote.add((self.number, step))
+                    self.outbox.append(messages.Written(self.number, step, ()))
+                if (first or commit.everywhere) and step not in self.blobs:
+                    return
+                if first:
+                    self.outbox.append(messages.CommitDone(step))
+                else:
+                    self.outbox.append(messages.Prepared(self.number, step))
+        self.updates.popleft()
+
+    def answer(self):
+        ready = [p for p in self.pulls if p.version <= self.version[p.chunk]]
+        if ready:
+            pull = self.world.random.choice(ready)
+            self.pulls.remove(pull)
+            self.outbox.append(messages.Pulled(pull.ticket, pull.chunk))
+
+
+class World:
+    """Carries actions out, and counts for itself what was said."""
+
+    def __init__(self, machine, seed):
+        self.machine, self.random = machine, random.Random(seed)
+        self.servers = {n: SlowServer(self, n) for n in machine.setup.servers}
+        self.asked = {}  # (target, chunk) -> version asked for
+        self.coming = defaultdict(set)  # target -> tickets
+        self.target_of, self.copied = {}, []
+        self.updated = defaultdict(set)  # chunk -> steps
+        self.closed, self.wrote = set(), set()
+        self.read_by = {}  # ticket -> (buffer, kept)
+        self.sums_due = Counter()  # chunk -> sums that a push or a close will bring
+        self.prepared, self.blobs = defaultdict(set), set()
+
+    def feed(self, event):
+        self.carry_out(self.machine.handle(event))
+        self.machine.check()
+
+    def carry_out(self, actions):
+        for action in actions:
+            match action:
+                case w.Say(message, servers):
+                    for number in servers:
+                        self.say(number, message)
+                case w.StartPulls(target, pulls):
+                    assert not self.coming[target], "a buffer is filled once at a time"
+                    for pull in pulls:
+                        self.asked[target, pull.chunk.id] = pull.version
+                        self.coming[target].add(pull.ticket)
+                        self.target_of[pull.ticket] = target
+                        self.servers[pull.server].inbox.append(
+                            messages.Pull(pull.chunk.id, pull.version, None, pull.ticket)
+                        )
+                case w.CopyIn(target, _):
+                    assert not self.coming[target], "all of it is there"
+                    self.copied.append(target)
+
+    def say(self, number, message):
+        several = self.machine.setup.workers > 1
+        match message:
+            case messages.Push(chunk, grad):
+                if grad is not None:
+                    self.read_by[message.ticket] = grad, message.keep
+                self.sums_due[chunk] += not several
+            case messages.Close(chunk, step):
+                self.closed.add((chunk, step))
+                self.sums_due[chunk] += 1
+            case messages.DiscardGrad(chunk):
+                assert not self.sums_due[chunk], "what is still being held cannot be dropped"
+            case messages.ApplyUpdate(chunk, step, _, scales):
+                assert step == self.machine.commit.sealed + 1
+                assert several or any(scale is not None for scale in scales)
+                self.updated[chunk].add(step)
+                if several and (chunk, step) not in self.closed:
+                    self.sums_due[chunk] += 1
+            case messages.Commit(step):
+                assert step in self.blobs
+                others = set(self.servers) - {0}
+                assert number or self.prepared[step] == others, "the first commits last"
+        self.servers[number].inbox.append(message)
+
+    def run_one(self):
+        """Something happens somewhere."""
+        todo = []
+        for server in self.servers.values():
+            todo += [server.hear] * bool(server.inbox) + [server.work] * bool(server.updates)
+            todo += [server.answer] * bool(server.pulls)
+            todo += [lambda server=server: self.deliver(server)] * bool(server.outbox)
+        if todo:
+            self.random.choice(todo)()
+
+    def deliver(self, server):
+        message = server.outbox.popleft()
+        match message:
+            case messages.Pulled(ticket):
+                self.coming[self.target_of.pop(ticket)].discard(ticket)
+            case messages.GradAccumulated(chunk):
+                self.sums_due[chunk] -= 1
+            case messages.BufferFree(ticket):
+                self.read_by.pop(ticket, None)
+            case messages.Prepared(number, step):
+                self.prepared[step].add(number)
+        self.feed(message)
+
+    def until(self, ready):
+        for _ in range(20000):
+            if ready():
+                return
+            self.run_one()
+        raise AssertionError("nothing more happens")
+
+    # what a step does
+
+    def count(self, chunk, last):
+        """Updates of `chunk` in steps up to `last`."""
+        return sum(step <= last for step in self.updated[chunk])
+
+    def check_versions(self, target, block, step):
+        """Rule 1: a step computes with what its staleness says, never with less."""
+        staleness = self.machine.setup.staleness
+        for chunk in self.machine.table.blocks[block].chunks:
+            asked = self.asked[target, chunk.id]
+            if staleness > 1:
+                assert asked >= self.count(chunk.id, step - 1) - staleness
+            else:
+                assert asked == self.count(chunk.id, step - 1 - staleness)
+
+    def compute(self, block, step):
+        machine = self.machine
+        self.feed(w.FetchBlock(block))
+        self.until(lambda: machine.slot_of(block) is not None)
+        self.feed(w.UseBlock(block))
+        self.check_versions(machine.slot_in_use(block), block, step)
+        return lambda: self.feed(w.ReleaseBlock(block))
+
+    def fetch_root(self, step):
+        if self.machine.root_is_old:
+            self.feed(w.FetchInto(0, ROOT))
+            self.until(lambda: not self.machine.is_coming(ROOT))
+        self.check_versions(ROOT, 0, step)
+
+    def push(self, block, *, keep_always=False):
+        machine, buffer = self.machine, ROOT_GRAD
+        if block:
+            self.until(lambda: machine.next_buffer() is not None)
+            buffer = machine.next_buffer()
+            self.feed(w.TakeBuffer())
+        else:
+            self.until(lambda: not machine.is_read(buffer))
+        read = {b for b, _ in self.read_by.values()}
+        assert buffer not in read, "a server reads there"
+        self.feed(w.GradReady(block, self.params(block)))
+        return lambda then: self.send(block, buffer, then, keep_always)
+
+    def params(self, block):
+        return [s.param for c in self.machine.table.blocks[block].chunks for s in c.spans]
+
+    def send(self, block, buffer, then, keep_always):
+        chunks = [c for c in self.machine.table.blocks[block].chunks if c.trainable]
+        pieces = [(c, buffer, "") for c in chunks]
+        self.feed(w.SendDense(buffer, pieces, True, then, keep_always))
+        kept = {b for b, keep in self.read_by.values() if keep and b != ROOT_GRAD}
+        assert keep_always or len(kept) <= len(self.machine.pool) - 2
+
+    def drop(self, block):
+        self.until(lambda: self.machine.sums_here(block))
+        self.feed(w.DropGrad(block))
+
+    def update(self, block, step, skip=False):
+        scale = (lambda param: None) if skip else (lambda param: 1.0)
+        self.feed(w.BeginUpdate(block, step, {0: (0.1,)}, scale))
+        self.end_update(block)
+
+    def end_update(self, block):
+        if self.machine.left_over(block):
+            self.until(lambda: self.machine.sums_here(block))
+        self.feed(w.EndUpdate(block))
+
+    def end(self, step):
+        self.until(lambda: self.machine.may_end(step))
+        self.feed(w.EndOpenStep(step))
+        behind = step - self.machine.commit.committed
+        assert behind <= max(2, self.machine.setup.staleness)  # Rule 4
+        self.blobs.add(step)
+        self.feed(w.JobState(step, b""))
+
+    def drain(self):
+        sealed = self.machine.commit.sealed
+        self.until(lambda: self.machine.commit.committed == sealed)
+        self.until(lambda: not any(s.inbox or s.outbox or s.updates for s in self.servers.values()))
+
+
+CASES = {
+    "plain": {},
+    "three servers": {"servers": (0, 1, 2)},
+    "delayed": {"staleness": 1},
+    "three late": {"staleness": 3},
+    "several workers": {"workers": 3},
+    "several delayed": {"workers": 2, "staleness": 1},
+    "replicas": {"servers": (0, 1, 2), "replicas": 2},
+    "replicas of several": {"replicas": 2, "workers": 2},
+}
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("case", CASES)
+def test_steps_whatever_the_order(case, seed):  # Rules 1, 3, 4
+    rng = random.Random(seed)
+    machine = a_machine(slots=rng.choice([2, 3, 5]), buffers=rng.choice([3, 4, 6]), **CASES[case])
+    world, blocks = World(machine, seed), range(1, len(machine.table.blocks))
+    several, eager, n = machine.setup.workers > 1, rng.random() < 0.5, 7
+    for step in range(1, n + 1):
+        world.fetch_root(step)
+        for block in blocks:
+            world.compute(block, step)()
+        for block in reversed(blocks):
+            release = world.compute(block, step)
+            if rng.random() < 0.85:
+                send, then = world.push(block, keep_always=eager), {}
+                if eager:
+                    updates = machine.handle(
+                        w.BeginUpdate(block, step, {0: (0.1,)}, lambda param: 1.0)
+                    )
+                    then = {say.message.chunk: say for say in updates}
+                send(then)
+                if eager:
+                    world.end_update(block)
+            release()
+            for _ in range(rng.randrange(8)):
+                world.run_one()
+        world.push(0, keep_always=eager)({})
+        for block in (0, *blocks):
+            state = machine.blocks[block]
+            if state.updated:
+                with pytest.raises(LoopError, match="after its update had begun"):
+                    machine.check_takes_grad(block)
+                continue
+            if rng.random() < 0.4 and machine.is_open(block):  # as clipping does
+                world.feed(w.CloseGrad(block))
+                world.until(lambda b=block: machine.sums_here(b))
+            if rng.random() < 0.15 and state.held and not several:
+                world.drop(block)
+            if state.held or several:
+                world.update(block, step, skip=rng.random() < 0.1)
+        world.end(step)
+    world.drain()
+    machine.check()
+    assert machine.commit.committed == n and not world.read_by
+    assert sorted(machine.free) == list(machine.pool) and not machine.kept
+    assert not +world.sums_due and all(machine.sums_here(b) for b in (0, *blocks))
+    trainable = [c.id for c in machine.table.chunks if c.trainable]
+    assert all(machine.chunk_version[c] == len(world.updated[c]) for c in trainable)
+    assert not several or all(len(world.updated[c]) == n for c in trainable)
+
+
+@pytest.mark.parametrize(("staleness", "most"), [(0, 2), (1, 2), (2, 2), (4, 4)])
+def test_no_more_steps_than_may_be_are_uncommitted(staleness, most):  # Rule 4
+    """Nothing is ever committed: so many steps end, and no more."""
+    machine = a_machine(staleness=staleness, committed=10)
+    for step in range(11, 11 + most):
+        assert machine.may_end(step)
+        machine.handle(w.EndOpenStep(step))
+    assert not machine.may_end(11 + most)
+    assert machine.committed_before_end(11 + most) == 11
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_sums_are_no_more_steps_behind_than_updates(staleness):
+    """The commits come, the sums of block 1 never do."""
+    machine = a_machine(staleness=staleness)
+    for step in range(1, staleness + 2):
+        assert machine.may_end(step)
+        machine.handle(w.GradReady(1, [1]))
+        machine.handle(w.BeginUpdate(1, step, {0: ()}, lambda param: 1.0))
+        machine.handle(w.EndUpdate(1))
+        machine.handle(w.EndOpenStep(step))
+        machine.commit.committed = step
+    assert not machine.may_end(staleness + 2)
+
+
+def test_replicas_have_said_all_sums_before_a_step_ends():
+    """Two servers report, each in its own time: the sums of one step only are on their way."""
+    machine = a_machine(staleness=2, replicas=2)
+    machine.handle(w.GradReady(1, [1]))
+    machine.handle(w.BeginUpdate(1, 1, {0: ()}, lambda param: 1.0))
+    machine.handle(w.EndUpdate(1))
+    chunk = machine.table.blocks[1].chunks[0].id
+    for _ in range(2):
+        assert not machine.may_end(1)
+        machine.handle(messages.GradAccumulated(chunk, (1.0,)))
+    assert machine.may_end(1) and machine.sums_behind == 0
+
+
+def test_two_gradient_buffers_are_never_kept():
+    """Where updates wait for step(), servers keep what lies in all the others."""
+    machine, kept = a_machine(buffers=4), []
+    chunk = machine.table.blocks[1].chunks[0]
+    for _ in range(4):
+        buffer = machine.next_buffer()
+        machine.handle(w.TakeBuffer())
+        [say] = machine.handle(w.SendDense(buffer, [(chunk, None, "")], True, {}, False))
+        kept.append(say.message.keep)
+    assert kept == [True, True, False, False] and machine.next_buffer() is None
+
+
+def test_a_buffer_is_free_once_every_server_has_read_all_of_it():
+    machine = a_machine(replicas=2, buffers=3)
+    block, buffer = machine.table.blocks[2], machine.next_buffer()
+    machine.handle(w.TakeBuffer())
+    pieces = [(chunk, None, "") for chunk in block.chunks]
+    says = machine.handle(w.SendDense(buffer, pieces, True, {}, True))
+    assert len(says) == 4  # two chunks, two servers each
+    for say in says:
+        assert machine.is_read(buffer) and buffer not in machine.free
+        machine.handle(messages.BufferFree(say.message.ticket))
+    assert not machine.is_read(buffer) and machine.next_buffer() == buffer
+
+
+@pytest.mark.parametrize(
+    ("staleness", "asked"), [(0, [0, 1, 2, 2]), (1, [0, 0, 1, 2]), (3, [-3, -2, -1, -1])]
+)
+def test_which_version_a_step_asks_for(staleness, asked):  # Rule 1
+    """Updates in the first two steps, none in the third."""
+    machine, found = a_machine(staleness=staleness), []
+    for step in range(1, 5):
+        [pulls] = machine.handle(w.FetchInto(1, "here"))
+        found += [pull.version for pull in pulls.pulls]
+        for pull in pulls.pulls:
+            machine.handle(messages.Pulled(pull.ticket, pull.chunk.id))
+        machine.commit.committed = step - 1
+        if step < 3:
+            machine.handle(w.GradReady(1, [1]))
+            chunk = machine.table.blocks[1].chunks[0].id
+            machine.handle(messages.GradAccumulated(chunk, (1.0,)))
+            machine.handle(w.BeginUpdate(1, step, {0: ()}, lambda param: 1.0))
+            machine.handle(w.EndUpdate(1))
+        machine.handle(w.EndOpenStep(step))
+    assert found == asked
+
+
+def test_what_a_gradient_may_become():
+    """A gradient is said to be whole once, and is not taken once its update has begun."""
+    machine = a_machine(workers=2)
+    machine.handle(w.GradReady(1, [1]))
+    assert machine.is_open(1) and machine.blocks[1].held
+    [close] = machine.handle(w.CloseGrad(1))
+    assert isinstance(close.message, messages.Close) and not machine.is_open(1)
+    assert not machine.sums_here(1)
+    [update] = machine.handle(w.BeginUpdate(1, 1, {0: ()}, lambda param: 1.0))
+    assert list(update.message.scales) == [0.5], "the mean of two workers"
+    with pytest.raises(LoopError, match="after its update had begun"):
+        machine.handle(w.GradReady(1, [1]))
+    with pytest.raises(AssertionError):
+        machine.handle(w.BeginUpdate(1, 1, {0: ()}, lambda param: 1.0))
+    with pytest.raises(AssertionError):
+        machine.handle(w.DropGrad(1))
+
+
+def test_nothing_is_said_of_gradients_on_their_way():
+    machine = a_machine()
+    machine.copying += 1
+    assert not machine.may_say()
+    machine.copying -= 1
+    assert machine.may_say()
+
+
+def test_residuals_are_of_one_worker():
+    """Their sums are not the mean's, and come of the push itself."""
+    machine = a_machine(workers=4, residual_block={1: 2})
+    machine.handle(w.GradReady(2, [2]))
+    assert not machine.is_open(2) and machine.is_open(1)
+    assert machine.workers_of(2) == 1 and not machine.sums_here(2)
+    updates = machine.handle(w.BeginUpdate(2, 1, {0: ()}, lambda param: 1.0))
+    assert [list(say.message.scales) for say in updates] == [[1.0], [1.0]]
+
+
+def test_other_contents_are_fetched_anew():
+    machine = a_machine()
+    for pulls in machine.handle(w.FetchBlock(1)):
+        for pull in pulls.pulls:
+            machine.handle(messages.Pulled(pull.ticket, pull.chunk.id))
+    [pulls] = machine.handle(w.FetchInto(0, ROOT))
+    for pull in pulls.pulls:
+        machine.handle(messages.Pulled(pull.ticket, pull.chunk.id))
+    assert machine.slot_of(1) is not None and not machine.root_is_old
+    machine.handle(w.BeginAgain(7))
+    assert machine.slot_of(1) is None and machine.root_is_old
+    assert machine.commit.committed == 7 and machine.open_step == 8
