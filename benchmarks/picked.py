@@ -34,7 +34,8 @@ from roadtrain.lab import (
 )
 from roadtrain.planner.calibrate import EXACT
 from roadtrain.planner.calibrate_lab import servers, workers
-from roadtrain.planner.search import EVERY, search
+from roadtrain.planner.candidates import EVERY
+from roadtrain.planner.search import search
 from roadtrain.units import MIB
 
 # bytes a second: reads and writes of a device, how many devices, the link each way

@@ -20,7 +20,8 @@ from roadtrain.config.models import ModelShape, gpt, shape
 from roadtrain.config.parallelism import Parallelism
 from roadtrain.config.plan import PLACEMENTS, Plan, load_plan, make_plan, placement
 from roadtrain.errors import ConfigError, RoadtrainError
-from roadtrain.planner.search import CLOSE, MOST_MICROS, candidates, least_change, scaled, search
+from roadtrain.planner.candidates import MOST_MICROS, candidates
+from roadtrain.planner.search import CLOSE, least_change, scaled, search
 from roadtrain.simulator.compute import Constants
 from roadtrain.simulator.engine import Engine
 from roadtrain.simulator.run import Scene, simulate

@@ -22,8 +22,9 @@ from roadtrain.config.cluster import Cluster, load_cluster
 from roadtrain.config.models import ModelShape
 from roadtrain.config.plan import HEADROOM, Plan
 from roadtrain.errors import ConfigError
+from roadtrain.planner.candidates import EVERY
 from roadtrain.planner.page import Point, page
-from roadtrain.planner.search import EVERY, Family, Found, SearchResult, least_change, search
+from roadtrain.planner.search import Family, Found, SearchResult, least_change, search
 from roadtrain.planner.simulate import (
     SCHEMA,
     as_json,

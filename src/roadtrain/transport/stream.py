@@ -432,30 +432,31 @@ class FrameStream:
             if self._delivering:
                 return
             self._delivering = True
-        while True:
-            with self._lock:
-                item = None if self._closing else self._ready.pop(self._delivered, None)
-                if item is not None:
-                    self._delivered += 1
-                    if self._waiting:
-                        self._turned.notify_all()
-                elif (
-                    ended := self._delivered == self._end
-                    and self._error is None
-                    and not self._closing
-                ):
-                    pass
-                else:
-                    error = None if self._closing else self._error
-                    self._delivering = error is not None
+        while self._deliver_one():
+            pass
+
+    def _deliver_one(self) -> bool:
+        """Hands the next frame over, or the end. Returns whether more may follow; only the
+        thread that delivers calls it."""
+        with self._lock:
+            item = None if self._closing else self._ready.pop(self._delivered, None)
+            error = None if self._closing else self._error
+            ended = self._delivered == self._end and error is None and not self._closing
             if item is not None:
-                try:
-                    self._receiver.arrived(*item)
-                except Exception as failed:
-                    self.stop(self._owner_failed(failed))
-            elif ended:
-                self.stop(LostError(f"{self.peer}: closed by peer"))
-            else:
-                if error is not None:
-                    self._receiver.lost(error)
-                return
+                self._delivered += 1
+                if self._waiting:
+                    self._turned.notify_all()
+            elif not ended:
+                self._delivering = error is not None
+        if item is not None:
+            try:
+                self._receiver.arrived(*item)
+            except Exception as failed:
+                self.stop(self._owner_failed(failed))
+            return True
+        if ended:
+            self.stop(LostError(f"{self.peer}: closed by peer"))
+            return True
+        if error is not None:
+            self._receiver.lost(error)
+        return False

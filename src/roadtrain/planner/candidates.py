@@ -1,0 +1,176 @@
+"""Which plans are tried on a cluster: placements x parallelisms x batches x options x stage sizes.
+
+Lossy or late options are candidates only where they are asked for (Rule 2). Pure. Does NOT know
+which is good.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import Any
+
+from roadtrain.config.cluster import Cluster
+from roadtrain.config.models import ModelShape
+from roadtrain.config.parallelism import Parallelism, balanced, even
+from roadtrain.config.plan import HEADROOM, PLACEMENTS, Placement, Plan
+from roadtrain.errors import ConfigError
+from roadtrain.simulator.memory import stage_bytes
+from roadtrain.simulator.run import Scene
+
+MOST_PP, MOST_MICRO_BATCH, MOST_PARTS = 64, 64, (2, 4)
+# micro-batches a step that are tried without a batch; of a pipeline so many a stage
+MOST_MICROS, MOST_TURNS = 64, 16
+LONG = 4096  # tokens of a sequence that a context-parallel rank has at least
+EVERY = 1000  # slots: each block keeps its own from forward to backward
+
+
+def candidates(
+    cluster: Cluster,
+    model: ModelShape,
+    *,
+    batch: int | None = None,
+    placements: Sequence[str] = (),
+    late: bool = False,
+    headroom: float = HEADROOM,
+) -> Iterator[Plan]:
+    """Every plan on all devices of the cluster. Recompute follows where a plan without does not
+    fit (`search`)."""
+    total, inside = cluster.device_count, min(host.devices for host in cluster.workers)
+    for name in placements or PLACEMENTS:
+        one = PLACEMENTS.get(name)
+        if one is None:
+            raise ConfigError(
+                f"no placement is called {name!r}", hint=f"known are {', '.join(PLACEMENTS)}"
+            )
+        for parallelism in parallelisms(cluster, model, total, inside, one):
+            for micro_batch, micros in batches(parallelism, batch):
+                plan = Plan(one, parallelism, micro_batch, micros, headroom=headroom)
+                yield from _choices(plan, late)
+
+
+def _choices(plan: Plan, late: bool) -> Iterator[Plan]:
+    """What its placement may choose, with and without recompute; `late`: also with staleness 1."""
+    for recompute in (False, True):
+        for choice in options(plan.changed(recompute=recompute)):
+            yield choice
+            if late and choice.placement.streamed:
+                yield choice.changed(staleness=1)
+
+
+def parallelisms(
+    cluster: Cluster, model: ModelShape, total: int, inside: int, one: Placement
+) -> Iterator[Parallelism]:
+    """Of `total` devices, `inside` of them on the smallest host."""
+    experts = max((block.matrices for block in model.blocks if block.experts), default=1)
+    # what has a device's experts, and its part of a sequence
+    spread = one.parameters in ("device", "split")
+    for tp, pp in _splits(model, total, inside, one):
+        ranks = total // tp // pp
+        stages = _balanced(cluster, model, total // pp, pp)
+        for cp, ep in product(_powers(model.tokens // LONG), _powers(experts)):
+            if ranks % cp or ranks % ep or (not spread and cp * ep > 1):
+                continue
+            yield Parallelism(ranks // cp, tp, pp, stages, cp, ep)
+            for vp in MOST_PARTS if pp > 1 else ():
+                if model.layers % (pp * vp) == 0:
+                    yield Parallelism(ranks // cp, tp, pp, (), cp, ep, vp)
+
+
+def _splits(
+    model: ModelShape, total: int, inside: int, one: Placement
+) -> Iterator[tuple[int, int]]:
+    """Tensor-parallel ranks and pipeline stages: neither where blocks are streamed."""
+    for tp in (n for n in _powers(inside) if inside % n == 0):
+        if tp > 1 and (one.streamed or not model.heads or model.heads % tp):
+            continue
+        most = 1 if one.streamed else min(MOST_PP, max(1, model.layers), total // tp)
+        yield from ((tp, pp) for pp in range(1, most + 1) if total // tp % pp == 0)
+
+
+def _powers(most: int) -> Iterator[int]:
+    """1, 2, 4, ... up to `most`."""
+    return (1 << i for i in range(max(1, most).bit_length()))
+
+
+def _ends(model: ModelShape) -> tuple[list[int], tuple[float, float]]:
+    """Which blocks are layers, and the FLOPs of what comes before them and after."""
+    layers = [i for i, block in enumerate(model.blocks) if "." in block.name]
+    first, last = (layers[0], layers[-1]) if layers else (0, -1)
+    return layers, (
+        sum(block.flops for block in model.blocks[:first]),
+        sum(b.flops for b in model.blocks[last + 1 :]),
+    )
+
+
+def _balanced(cluster: Cluster, model: ModelShape, per_stage: int, pp: int) -> tuple[int, ...]:
+    """Layers of each stage by its slowest device's speed; () where even ones are as fast."""
+    flops = [
+        host.device.flops
+        for host in cluster.workers
+        for _ in range(host.count * host.devices)
+        if host.device
+    ]
+    speeds = [min(flops[i * per_stage : (i + 1) * per_stage]) for i in range(pp)]
+    layers, ends = _ends(model)
+    stages = (
+        balanced([model.blocks[i].flops for i in layers], speeds, ends=ends) if pp > 1 else None
+    )
+    return () if stages is None or stages == even(len(layers), pp) else stages
+
+
+def stages_that_fit(scene: Scene) -> tuple[int, ...] | None:
+    """Of a pipeline that fits no device memory as it is: other stages, the fastest that do."""
+    plan, blocks = scene.plan, scene.model.blocks
+    layers, ends = _ends(scene.model)
+    device = [need for need in scene.needs if need.where.endswith("device")]
+    if (
+        plan.parallelism.vp * plan.parallelism.pp == 1
+        or plan.parallelism.vp > 1
+        or sum(n.nbytes - n.room for n in device) > 0
+    ):
+        return None
+
+    params = [0, *itertools.accumulate(blocks[i].params for i in layers)]
+    known: dict[Any, bool] = {}  # stages of as many of the same layers are alike
+
+    def fits(stage: int, begin: int, stop: int) -> bool:
+        first = 0 if begin == 0 else layers[begin]
+        last = len(blocks) if stop == len(layers) else layers[stop]
+        key = stage, last - first, params[stop] - params[begin], first == 0, stop == len(layers)
+        if key not in known:
+            known[key] = stage_bytes(plan, blocks[first:last], stage) <= device[stage].room
+        return known[key]
+
+    speeds = [min(host.device.flops for host in group if host.device) for group in scene.groups_of]
+    return balanced([blocks[i].flops for i in layers], speeds, ends=ends, fits=fits)
+
+
+def batches(parallelism: Parallelism, batch: int | None) -> Iterator[tuple[int, int]]:
+    """(micro-batch, passes) whose product is the batch; without one, the most passes that are
+    tried: a sample takes least where what a step takes besides is shared by many."""
+    size = 1
+    while size <= MOST_MICRO_BATCH:
+        most = MOST_MICROS if parallelism.pp == 1 else MOST_TURNS * parallelism.pp
+        micros = most if batch is None else batch // (parallelism.dp * size)
+        if (batch is None or batch % (parallelism.dp * size) == 0) and (
+            parallelism.vp == 1 or micros % parallelism.pp == 0
+        ):
+            yield size, micros
+        size *= 2
+
+
+def options(plan: Plan) -> Iterator[Plan]:
+    """What else a placement may choose, exactly."""
+    place = plan.placement
+    if place.sum == "relay":
+        yield plan.changed(kept=1000)
+        yield plan
+    elif place.state in ("ssd", "server"):
+        for slots in (EVERY, plan.slots) if place.sum == "server" else (plan.slots,):
+            yield plan.changed(buffers=8, slots=slots, update_at="step")
+            if place.gradients == "memory":
+                yield plan.changed(buffers=8, slots=slots, update_at="gradient")
+    else:
+        yield plan
