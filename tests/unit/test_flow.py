@@ -14,7 +14,7 @@ from roadtrain.protocol.assignment import assign
 from roadtrain.protocol.chunk_state import Resident
 from roadtrain.protocol.commit import CommitStateMachine, added
 from roadtrain.protocol.history import Histories, HistoryLink, Resume, ServerHoldings
-from roadtrain.protocol.prefetch import HERE, Prefetcher
+from roadtrain.protocol.prefetch import Prefetcher, SlotPhase
 from roadtrain.protocol.queues import (
     READ_PARAMETERS,
     READ_STATE,
@@ -395,7 +395,7 @@ def test_with_room_for_all_nothing_is_fetched_twice():
     prefetcher = Prefetcher(6, range(1, 7))
     sequence = [*range(1, 7), *range(6, 0, -1)]
     _run_sequence(prefetcher, sequence)
-    assert all(s.state == HERE for s in prefetcher.slots)
+    assert all(s.phase is SlotPhase.HERE for s in prefetcher.slots)
     assert _run_sequence(prefetcher, sequence) == 0
 
 

@@ -4,17 +4,33 @@ forward in that order, so at the turn the last blocks stay for free, and with ro
 model nothing is fetched twice.
 
 Pure: events in, actions out. Slots are equal and hold one block each.
-FREE: 0 bytes in use. COMING: a pull is under way. HERE: may be dropped. USED: a forward or backward
-runs on it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from itertools import chain, islice
 
-FREE, COMING, HERE, USED = "free", "coming", "here", "used"
+
+class SlotPhase(Enum):
+    FREE = "free"  # 0 bytes in use
+    COMING = "coming"  # a pull is under way
+    HERE = "here"  # its block may be dropped
+    USED = "used"  # a forward or backward runs on it
+
+
+# Which phase may follow which. A slot whose block is HERE is pulled into anew at once.
+NEXT_PHASES: Mapping[SlotPhase, frozenset[SlotPhase]] = {
+    SlotPhase.FREE: frozenset({SlotPhase.COMING}),
+    SlotPhase.COMING: frozenset({SlotPhase.HERE}),
+    SlotPhase.HERE: frozenset({SlotPhase.USED, SlotPhase.COMING, SlotPhase.FREE}),
+    SlotPhase.USED: frozenset({SlotPhase.USED, SlotPhase.HERE}),
+}
+
+
+IN_PLACE = (SlotPhase.HERE, SlotPhase.USED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,28 +41,30 @@ class PullBlock:
 
 @dataclass(slots=True)
 class Slot:
-    """`stale`: the block was updated since; it is dropped as soon as it is not USED or COMING."""
-
-    state: str = FREE
-    block: int = -1
-    uses: int = 0
+    phase: SlotPhase = SlotPhase.FREE
+    block: int | None = None  # None: it is FREE
+    uses: int = 0  # passes that run on it
+    # The block was updated since: it is dropped as soon as it is not USED or COMING.
     stale: bool = False
+
+    def enter(self, phase: SlotPhase) -> None:
+        assert phase in NEXT_PHASES[self.phase], f"{self.phase} cannot become {phase}"
+        self.phase = phase
 
 
 class Prefetcher:
-    """Invariants (`check`): a block is in at most one slot that is not stale; `where` is that
-    map."""
-
     def __init__(self, slots: int, blocks: Sequence[int]) -> None:
         assert slots >= 2
+        # A block is in at most one slot that is not stale.
         self.slots = [Slot() for _ in range(slots)]
-        self.where: dict[int, int] = {}
-        # a first guess: forward in order, backward in reverse
+        self.where: dict[int, int] = {}  # block -> that slot
+        # The blocks used in the last step, in order. A first guess: forward in order, backward in
+        # reverse.
         self.past: list[int] = [*blocks, *reversed(blocks)]
-        self.known = {*blocks}  # of `past`
-        self.now: list[int] = []
-        self.cursor = 0  # next index of `past`
-        # asked for and not yet used: it keeps or gets a slot before all others
+        self.known = {*blocks}  # the blocks of `past`
+        self.now: list[int] = []  # the blocks used in this step, in order
+        self.cursor = 0  # the next index of `past`
+        # Asked for and not yet used: it keeps or gets a slot before all others.
         self.wanted: int | None = None
 
     def shrink(self, slots: int) -> None:
@@ -63,19 +81,18 @@ class Prefetcher:
 
     def arrived(self, slot: int) -> list[PullBlock]:
         held = self.slots[slot]
-        assert held.state == COMING
-        held.state = HERE
+        held.enter(SlotPhase.HERE)
         self._free_stale(held)
         return self._plan()
 
     def here(self, block: int) -> int | None:
         """The slot of `block`, if its parameters are in place."""
         slot = self.where.get(block)
-        return slot if slot is not None and self.slots[slot].state in (HERE, USED) else None
+        return slot if slot is not None and self.slots[slot].phase in IN_PLACE else None
 
     def use(self, block: int) -> int:
         slot = self.where[block]
-        self.slots[slot].state = USED
+        self.slots[slot].enter(SlotPhase.USED)
         self.slots[slot].uses += 1
         if self.wanted == block:
             self.wanted = None
@@ -85,7 +102,7 @@ class Prefetcher:
         held = self.slots[slot]
         held.uses -= 1
         if held.uses == 0:
-            held.state = HERE
+            held.enter(SlotPhase.HERE)
             self._free_stale(held)
         return self._plan()
 
@@ -143,9 +160,10 @@ class Prefetcher:
             if slot is None:
                 break
             held = self.slots[slot]
-            if held.state == HERE:
+            if held.block is not None:
                 del self.where[held.block]
-            self.slots[slot] = Slot(COMING, block)
+            held.enter(SlotPhase.COMING)
+            held.block = block
             self.where[block] = slot
             out.append(PullBlock(block, slot))
         return out
@@ -155,21 +173,27 @@ class Prefetcher:
         `needed_at`."""
         best, best_rank = None, needed_at
         for i, held in enumerate(self.slots):
-            if held.state == FREE:
+            if held.phase is SlotPhase.FREE:
                 return i
-            if held.state == HERE:
-                r = rank.get(held.block, len(rank) + 1)
-                if r > best_rank:
-                    best, best_rank = i, r
+            if held.phase is SlotPhase.HERE and held.block is not None:
+                needed = rank.get(held.block, len(rank) + 1)
+                if needed > best_rank:
+                    best, best_rank = i, needed
         return best
 
     def _free_stale(self, held: Slot) -> None:
-        if held.stale and held.state == HERE:
-            held.state, held.block, held.stale = FREE, -1, False
+        if held.stale and held.phase is SlotPhase.HERE:
+            held.enter(SlotPhase.FREE)
+            held.block, held.stale = None, False
 
     def check(self) -> None:
         for block, slot in self.where.items():
             assert self.slots[slot].block == block and not self.slots[slot].stale
-        live = [s.block for s in self.slots if s.state != FREE and not s.stale]
+        live = [s.block for s in self.slots if s.block is not None and not s.stale]
         assert len(live) == len(set(live)) == len(self.where)
-        assert all((s.uses > 0) == (s.state == USED) for s in self.slots)
+        assert set(self.past) == self.known
+        assert 0 <= self.cursor <= len(self.past)
+        for held in self.slots:
+            assert (held.uses > 0) == (held.phase is SlotPhase.USED)
+            assert (held.block is None) == (held.phase is SlotPhase.FREE)
+            assert not held.stale or held.phase in (SlotPhase.COMING, SlotPhase.USED)

@@ -2,13 +2,12 @@
 actions out; pure.
 
 To its workers it is the server, to the server it is one worker:
-    Pull      asked for once whoever wants it; kept in one of `buffers` until the room is needed
+    Pull      asked for once, whoever wants it; kept in one of `buffers` until the room is needed
               (the least recently used goes first), so a block that was pulled for the forward is
-              still there for the
-              backward
+              still there for the backward
     Push ..   one worker: goes on as it is. Several: held until all have closed the chunk, then
               their sum goes on
-    EndStep ..   goes on once all have said it
+    EndStep   goes on once all have said it
 
 Assumes the workers' messages in their order. Does NOT know what a step computes.
 """
@@ -17,97 +16,147 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field, replace
-from typing import Any
+from enum import Enum
+from typing import Any, TypeAlias
 
 from roadtrain.errors import LostError
-from roadtrain.protocol import messages
+from roadtrain.protocol.messages import (
+    ApplyUpdate,
+    Close,
+    Commit,
+    CommitDone,
+    Discard,
+    DiscardGrad,
+    Done,
+    EndStep,
+    GradientMessage,
+    Hold,
+    PeerLost,
+    Pull,
+    Pulled,
+    Push,
+    WorkerMessage,
+)
 from roadtrain.protocol.server import agreed
 
-Key = tuple[int, int]  # chunk, version
+Key: TypeAlias = tuple[int, int]  # chunk, version
 
 
 @dataclass(frozen=True, slots=True)
 class Up:
-    """To the server. A pull's `into` is the number of its buffer."""
+    """A message to the server. A pull's `into` is the number of its buffer."""
 
-    message: Any
+    message: WorkerMessage
 
 
 @dataclass(frozen=True, slots=True)
 class Give:
-    """Send what is in `buffer` to the worker that asked."""
+    """Send what is in a buffer to the worker that asked."""
 
-    pull: messages.Pull
+    pull: Pull
     buffer: int
 
 
 @dataclass(frozen=True, slots=True)
 class PushSum:
-    """Add up what is held of `chunk`, in the workers' order; where there is anything, it goes
-    to the server."""
+    """Add up what is held of the chunk, in the workers' order. Where there is anything, the sum
+    goes to the server."""
 
     chunk: int
 
 
+RelayEvent: TypeAlias = WorkerMessage | Pulled | PeerLost | Done[Give]
+RelayAction: TypeAlias = Up | Give | Hold | Discard | PushSum
+
+
+class CopyPhase(Enum):
+    COMING = "coming"  # from the server: pulls wait for it
+    HERE = "here"  # it may be dropped while nobody reads it
+
+
 @dataclass(slots=True)
 class Copy:
-    """Parameters in `buffer`: COMING (`here` false; `pulls` wait for them) or HERE, read by
-    `readers` sends."""
+    """The weights part of one version of a chunk."""
 
     buffer: int
-    here: bool = False
-    pulls: list[messages.Pull] = field(default_factory=list)
-    readers: int = 0
+    phase: CopyPhase = CopyPhase.COMING
+    pulls: list[Pull] = field(default_factory=list)  # that wait for it; none once it is HERE
+    readers: int = 0  # sends that read it; none before it is HERE
+
+    @property
+    def droppable(self) -> bool:
+        return self.phase is CopyPhase.HERE and not self.readers
 
 
 @dataclass(slots=True)
 class ChunkRound:
-    """Of a chunk, where there are several workers. `closed`: whose gradient is whole; `summed`: the
-    sum has gone on;
-    `said`: who released it; what those say of the next step waits in `early` until all have."""
+    """What several workers have said of a chunk in this step."""
 
-    closed: set[int] = field(default_factory=set)
-    summed: bool = False
-    said: dict[int, messages.ApplyUpdate] = field(default_factory=dict)
-    early: list[Any] = field(default_factory=list)
+    closed: set[int] = field(default_factory=set)  # whose gradient is whole; not all: then it goes
+    summed: bool = False  # the sum has gone to the server
+    asked: dict[int, ApplyUpdate] = field(default_factory=dict)  # of some workers, not of all
+    # What those who asked for the update say of the next step, in order.
+    early: list[GradientMessage] = field(default_factory=list)
+
+    @property
+    def open(self) -> bool:
+        return bool(self.closed or self.asked or self.summed)
 
 
 class RelayStateMachine:
-    """Invariants (`check`): free buffers and those of copies are disjoint and together all
-    buffers; `asked` names the copies that are coming; a pull waits in `queue` only while no
-    buffer can be had."""
-
     def __init__(self, workers: int, buffers: int) -> None:
         self.workers, self.n_buffers = workers, buffers
+        # Free buffers and those of copies are disjoint and together all buffers.
         self.free = list(range(buffers))
         self.copies: dict[Key, Copy] = {}  # the least recently used first
-        self.asked: dict[int, Key] = {}  # ticket of ours
-        self.queue: deque[messages.Pull] = deque()
-        self.meetings: dict[int, ChunkRound] = {}
-        self.seals: dict[int, set[int]] = {}
-        self.commits: dict[int, dict[int, Any]] = {}
-        self.committed = -1
-        self.gone = ""
+        self.asked: dict[int, Key] = {}  # ticket of ours -> the copy that is COMING, each once
+        # Pulls that wait for a buffer, only while none can be had.
+        self.queue: deque[Pull] = deque()
+        self.rounds: dict[
+            int, ChunkRound
+        ] = {}  # chunk -> its round, where there are several workers
+        self.ending: dict[int, set[int]] = {}  # step -> the workers that ended it: some, not all
+        self.commits: dict[
+            int, dict[int, Any]
+        ] = {}  # step -> worker -> its blob: of some, not of all
+        self.committed: int | None = None  # the last step that the server was told of
+        self.lost: str | None = None  # which worker has gone, and why
         self._ticket = 0
 
-    def handle(self, event: Any) -> list[Any]:
+    def handle(self, event: RelayEvent) -> list[RelayAction]:
         """Next actions. Raises LostError where a step needs a worker that has gone, LoopError
         where they differ."""
-        if isinstance(event, messages.Done):
-            return self._given(event.action)
-        return getattr(self, "_on_" + type(event).__name__)(event)  # type: ignore[no-any-return]
+        match event:
+            case Pull():
+                return self._pull(event)
+            case Pulled(ticket):
+                return self._pulled(ticket)
+            case Done(give):
+                return self._given(give)
+            case Push() | Close() | ApplyUpdate() | DiscardGrad():
+                return [Up(event)] if self.workers == 1 else self._gradient(event)
+            case EndStep():
+                return self._end_step(event)
+            case Commit():
+                return self._commit(event)
+            case CommitDone(step):
+                return self._committed(step)
+            case PeerLost():
+                return self._peer_lost(event)
 
     # pulls
 
-    def _on_Pull(self, pull: messages.Pull) -> list[Any]:
+    def _pull(self, pull: Pull) -> list[RelayAction]:
         if self.queue:
             self.queue.append(pull)
             return []
-        return self._pull(pull)
+        return self._ask(pull)
 
-    def _pull(self, pull: messages.Pull) -> list[Any]:
+    def _ask(self, pull: Pull) -> list[RelayAction]:
+        """Give it, wait for what is coming, or ask the server for it."""
         key = (pull.chunk, pull.version)
-        copy, out = self.copies.pop(key, None), list[Any]()
+        copy = self.copies.pop(key, None)
+        out: list[RelayAction] = []
         if copy is None:
             if (buffer := self._room()) is None:
                 self.queue.appendleft(pull)
@@ -117,132 +166,133 @@ class RelayStateMachine:
             self.asked[self._ticket] = key
             out.append(Up(replace(pull, into=buffer, ticket=self._ticket)))
         self.copies[key] = copy
-        if copy.here:
+        if copy.phase is CopyPhase.HERE:
             copy.readers += 1
             return [Give(pull, copy.buffer)]
         copy.pulls.append(pull)
         return out
 
     def _room(self) -> int | None:
+        """A free buffer, else that of the least recently used copy that nobody reads."""
         if self.free:
             return self.free.pop()
         for key, copy in self.copies.items():
-            if copy.here and not copy.readers:
+            if copy.droppable:
                 del self.copies[key]
                 return copy.buffer
         return None
 
-    def _queued(self) -> list[Any]:
-        out: list[Any] = []
-        while self.queue:
-            n = len(self.queue)
-            out += self._pull(self.queue.popleft())
-            if len(self.queue) == n:
-                break
-        return out
-
-    def _on_Pulled(self, event: messages.Pulled) -> list[Any]:
-        copy = self.copies[self.asked.pop(event.ticket)]
-        copy.here, pulls, copy.pulls = True, copy.pulls, []
+    def _pulled(self, ticket: int) -> list[RelayAction]:
+        copy = self.copies[self.asked.pop(ticket)]
+        pulls, copy.pulls = copy.pulls, []
+        copy.phase = CopyPhase.HERE
         copy.readers += len(pulls)
         return [Give(pull, copy.buffer) for pull in pulls]
 
-    def _given(self, give: Give) -> list[Any]:
+    def _given(self, give: Give) -> list[RelayAction]:
         self.copies[give.pull.chunk, give.pull.version].readers -= 1
-        return self._queued()
-
-    # gradients
-
-    def _chunk(
-        self, event: messages.Push | messages.Close | messages.ApplyUpdate | messages.DiscardGrad
-    ) -> list[Any]:
-        if self.workers == 1:
-            return [Up(event)]
-        if self.gone and not isinstance(event, messages.DiscardGrad):
-            raise LostError(self.gone)
-        meeting = self.meetings.setdefault(event.chunk, ChunkRound())
-        if event.worker in meeting.said:
-            meeting.early.append(event)
-            return []
-        match event:
-            case messages.Push():
-                return [messages.Hold(event)]
-            case messages.DiscardGrad(chunk, worker):
-                again = [Up(messages.DiscardGrad(chunk))] if meeting.summed else []
-                meeting.summed = False
-                meeting.closed.discard(worker)
-                return [messages.Discard(chunk, worker), *again]
-            case messages.Close():
-                return self._close(meeting, event)
-        meeting.said[event.worker] = event
-        out = [] if meeting.summed else self._close(meeting, event)
-        if len(meeting.said) == self.workers:
-            out.append(
-                Up(replace(agreed([meeting.said[w] for w in range(self.workers)]), worker=0))
-            )
-            meeting.said, meeting.summed = {}, False
-            early, meeting.early = meeting.early, []
-            out += [action for later in early for action in self._chunk(later)]
+        out: list[RelayAction] = []
+        while self.queue:
+            waiting = len(self.queue)
+            out += self._ask(self.queue.popleft())
+            if len(self.queue) == waiting:
+                break
         return out
 
-    _on_Push = _on_Close = _on_ApplyUpdate = _on_DiscardGrad = _chunk
+    # gradients of several workers
 
-    def _close(
-        self, meeting: ChunkRound, event: messages.Close | messages.ApplyUpdate
-    ) -> list[Any]:
-        meeting.closed.add(event.worker)
-        if len(meeting.closed) < self.workers:
+    def _gradient(self, event: GradientMessage) -> list[RelayAction]:
+        if not isinstance(event, DiscardGrad):
+            self._nobody_lost()
+        round = self.rounds.setdefault(event.chunk, ChunkRound())
+        if event.worker in round.asked:
+            round.early.append(event)
             return []
-        meeting.closed, meeting.summed = set(), True
-        return [PushSum(event.chunk), Up(messages.Close(event.chunk, event.step))]
+        match event:
+            case Push():
+                return [Hold(event)]
+            case DiscardGrad(chunk, worker):
+                again: list[RelayAction] = [Up(DiscardGrad(chunk))] if round.summed else []
+                round.summed = False
+                round.closed.discard(worker)
+                return [Discard(chunk, worker), *again]
+            case Close():
+                return self._close(round, event)
+            case ApplyUpdate():
+                return self._update_asked(round, event)
+
+    def _close(self, round: ChunkRound, event: Close | ApplyUpdate) -> list[RelayAction]:
+        round.closed.add(event.worker)
+        if len(round.closed) < self.workers:
+            return []
+        round.closed, round.summed = set(), True
+        return [PushSum(event.chunk), Up(Close(event.chunk, event.step))]
+
+    def _update_asked(self, round: ChunkRound, event: ApplyUpdate) -> list[RelayAction]:
+        round.asked[event.worker] = event
+        out = [] if round.summed else self._close(round, event)
+        if len(round.asked) < self.workers:
+            return out
+        update = agreed([round.asked[worker] for worker in range(self.workers)])
+        out.append(Up(replace(update, worker=0)))
+        early = round.early
+        round.asked, round.summed, round.early = {}, False, []
+        for later in early:
+            out += self._gradient(later)
+        return out
 
     # steps
 
-    def _on_EndStep(self, event: messages.EndStep) -> list[Any]:
-        if self.gone:
-            raise LostError(self.gone)
-        sealed = self.seals.setdefault(event.step, set())
-        sealed.add(event.worker)
-        return (
-            [Up(messages.EndStep(event.step))]
-            if len(sealed) == self.workers and self.seals.pop(event.step)
-            else []
-        )
+    def _end_step(self, event: EndStep) -> list[RelayAction]:
+        self._nobody_lost()
+        ending = self.ending.setdefault(event.step, set())
+        ending.add(event.worker)
+        if len(ending) < self.workers:
+            return []
+        del self.ending[event.step]
+        return [Up(EndStep(event.step))]
 
-    def _on_Commit(self, event: messages.Commit) -> list[Any]:
+    def _commit(self, event: Commit) -> list[RelayAction]:
         blobs = self.commits.setdefault(event.step, {})
         blobs[event.worker] = event.blob
         if len(blobs) < self.workers:
             return []
         del self.commits[event.step]
-        return [Up(messages.Commit(event.step, [blobs[w] for w in range(self.workers)]))]
+        return [Up(Commit(event.step, [blobs[worker] for worker in range(self.workers)]))]
 
-    def _on_CommitDone(self, event: messages.CommitDone) -> list[Any]:
-        first, self.committed = event.step > self.committed, max(self.committed, event.step)
-        return [Up(event)] if first else []
+    def _committed(self, step: int) -> list[RelayAction]:
+        if self.committed is not None and step <= self.committed:
+            return []  # another worker said so before
+        self.committed = step
+        return [Up(CommitDone(step))]
 
-    def _on_PeerLost(self, event: messages.PeerLost) -> list[Any]:
+    # workers that go
+
+    def _peer_lost(self, event: PeerLost) -> list[RelayAction]:
         """Nothing is lost where no step is open and none of the others begins one: they may be
         leaving too."""
-        self.gone = f"worker {event.worker} of this host has gone: {event.why}"
-        if (
-            self.seals
-            or self.commits
-            or any(m.closed or m.said or m.summed for m in self.meetings.values())
-        ):
-            raise LostError(self.gone)
+        self.lost = f"worker {event.worker} of this host has gone: {event.why}"
+        if self.ending or self.commits or any(round.open for round in self.rounds.values()):
+            raise LostError(self.lost)
         return []
+
+    def _nobody_lost(self) -> None:
+        if self.lost is not None:
+            raise LostError(self.lost)
 
     def check(self) -> None:
         """Assert every invariant."""
-        used = [copy.buffer for copy in self.copies.values()]
+        copies = self.copies.values()
+        used = [copy.buffer for copy in copies]
         assert sorted(used + self.free) == list(range(self.n_buffers))
-        assert set(self.asked.values()) == {
-            key for key, copy in self.copies.items() if not copy.here
-        }
-        for copy in self.copies.values():
-            assert copy.readers >= 0 and (not copy.here or not copy.pulls)
-        if self.queue:
-            assert not self.free and all(
-                copy.readers or not copy.here for copy in self.copies.values()
-            )
+        coming = {key for key, copy in self.copies.items() if copy.phase is CopyPhase.COMING}
+        assert set(self.asked.values()) == coming and len(self.asked) == len(coming)
+        for copy in copies:
+            assert copy.readers >= 0
+            assert not (copy.pulls if copy.phase is CopyPhase.HERE else copy.readers)
+        assert not self.queue or not (self.free or any(copy.droppable for copy in copies))
+        for round in self.rounds.values():
+            assert len(round.closed) < self.workers and len(round.asked) < self.workers
+            assert all(early.worker in round.asked for early in round.early)
+        for said in (*self.ending.values(), *self.commits.values()):
+            assert 0 < len(said) < self.workers
