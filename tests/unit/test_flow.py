@@ -436,7 +436,7 @@ def test_trial_waits_for_steps_that_move_something():
 
 def test_ledger_commits_once_all_prepared_and_the_blob_is_known():
     ledger = CommitStateMachine(range(3), 0)
-    assert len(ledger.seal(1)) == 3
+    assert len(ledger.end_step(1)) == 3
     assert ledger.on_prepared(messages.Prepared(1, 1)) == []
     assert ledger.blob(1, b"x") == []
     assert ledger.on_prepared(messages.Prepared(2, 1)) == [(0, messages.Commit(1, b"x"))]
@@ -455,7 +455,7 @@ def test_assign_spreads_evenly_and_by_weight():
 
 def test_ledger_with_replicas_gives_the_blob_to_all_before_the_commit():
     ledger = CommitStateMachine((1, 2, 4), 0, everywhere=True)
-    assert [s for s, _ in ledger.seal(1)] == [1, 2, 4]
+    assert [s for s, _ in ledger.end_step(1)] == [1, 2, 4]
     assert ledger.blob(1, b"x") == []
     # nobody prepares what is not compared
     assert ledger.missing() == "step 1 waits for server(s) [1, 2, 4]"
@@ -485,7 +485,7 @@ def test_a_step_that_two_servers_wrote_differently_is_not_committed(bad):  # Rul
             sums[server] = added(
                 sums[server], chunk, (chunk * 0x9E3779B97F4A7C15 + flipped) % 2**64
             )
-    ledger.seal(4)
+    ledger.end_step(4)
     ledger.blob(4, b"x")
     out = [
         *ledger.on_written(messages.Written(0, 4, ((0, 8, 8), (2, 9, 9)))),
@@ -656,13 +656,13 @@ class Replicas:
             if kind == "worker":
                 ledger, out = self.ledgers[w], []
                 if (
-                    ledger.sealed in ledger.prepared
-                    and ledger.sealed not in ledger.blobs
+                    ledger.ended in ledger.prepared
+                    and ledger.ended not in ledger.blobs
                     and not self.said[w]
                 ):
-                    self.said[w], out = True, ledger.blob(ledger.sealed, (number, ledger.sealed, w))
-                elif ledger.committed >= ledger.sealed - 1:
-                    self.said[w], out = False, ledger.seal(ledger.sealed + 1)
+                    self.said[w], out = True, ledger.blob(ledger.ended, (number, ledger.ended, w))
+                elif ledger.committed >= ledger.ended - 1:
+                    self.said[w], out = False, ledger.end_step(ledger.ended + 1)
                 for server, message in out:
                     lanes[server, w].append(replace(message, worker=0 if server in own else w))
             elif kind == "work":

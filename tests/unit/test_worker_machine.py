@@ -164,7 +164,7 @@ class World:
             case messages.DiscardGrad(chunk):
                 assert not self.sums_due[chunk], "what is still being held cannot be dropped"
             case messages.ApplyUpdate(chunk, step, _, scales):
-                assert step == self.machine.commit.sealed + 1
+                assert step == self.machine.commit.ended + 1
                 assert several or any(scale is not None for scale in scales)
                 self.updated[chunk].add(step)
                 if several and (chunk, step) not in self.closed:
@@ -281,7 +281,7 @@ class World:
         self.feed(w.JobState(step, b""))
 
     def drain(self):
-        sealed = self.machine.commit.sealed
+        sealed = self.machine.commit.ended
         self.until(lambda: self.machine.commit.committed == sealed)
         self.until(lambda: not any(s.inbox or s.outbox or s.updates for s in self.servers.values()))
 

@@ -1,7 +1,7 @@
 """When a step is committed: every server prepared it, the job's own state after it is known, the
 first server commits, all are told. Pure; the worker feeds it.
 
-sealed(s) -> EndStep to all servers; the others answer Prepared(s).
+end_step(s) -> EndStep to all servers; the others answer Prepared(s).
 blob(s) is captured when the next step begins.
 Both there -> Commit(s, blob) to the first, which answers CommitDone(s) -> CommitDone to the others.
 
@@ -23,11 +23,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
-from roadtrain.protocol import messages
+from roadtrain.protocol.messages import (
+    Commit,
+    CommitDone,
+    EndStep,
+    Prepared,
+    WorkerMessage,
+    Written,
+)
 
 _MASK = (1 << 64) - 1
+Addressed: TypeAlias = tuple[int, WorkerMessage]  # to which server
 
 
 @dataclass(frozen=True)
@@ -51,11 +59,6 @@ def added(sums: tuple[int, int], chunk: int, checksum: int) -> tuple[int, int]:
 
 
 class CommitStateMachine:
-    """`servers`: their numbers; the first commits. `diverged`: once two servers wrote different
-    bytes; no step is committed from then on. Invariants (`check`): committed <= sealed; a blob is
-    kept only until its commit.
-    """
-
     def __init__(
         self,
         servers: Sequence[int],
@@ -64,39 +67,40 @@ class CommitStateMachine:
         everywhere: bool = False,
         own: int | None = None,
     ) -> None:
-        self.first, self.others, self.everywhere, self.own = (
-            servers[0],
-            tuple(servers[1:]),
-            everywhere,
-            own,
-        )
-        self.sealed = committed
+        self.first = servers[0]  # the server that commits
+        self.others = tuple(servers[1:])
+        self.everywhere = everywhere  # replicas: all servers keep the job's own state
+        self.own = own  # the server of what only this worker has
+        self.ended = committed  # the last step that ended here: committed <= ended
         self.committed = committed
-        self.blobs: dict[int, Any] = {}
+        # Of every step after `committed` up to `ended`:
         self.prepared: dict[int, set[int]] = {}  # step -> servers other than the first
-        # with replicas: step -> server -> what it said
-        self.written: dict[int, dict[int, messages.Written]] = {}
+        self.written: dict[int, dict[int, Written]] = {}  # step -> server -> what it said
+        # Of some of these steps:
+        self.blobs: dict[int, Any] = {}  # those that are known and not yet sent to the first
         self.told: set[int] = set()  # steps whose blob the others have, with replicas
+        # Once two servers wrote different bytes. No step is committed from then on.
         self.diverged: Diverged | None = None
 
-    def seal(self, step: int) -> list[tuple[int, Any]]:
-        """No more releases for `step`. Returns (server, message)s."""
-        assert step == self.sealed + 1
-        self.sealed = step
+    def end_step(self, step: int) -> list[Addressed]:
+        """This worker asks for no more updates in the step."""
+        assert step == self.ended + 1
+        self.ended = step
         self.prepared[step] = set()
         self.written[step] = {}
-        return [(server, messages.EndStep(step)) for server in (self.first, *self.others)]
+        return [(server, EndStep(step)) for server in (self.first, *self.others)]
 
-    def blob(self, step: int, blob: Any) -> list[tuple[int, Any]]:
-        assert self.committed < step <= self.sealed
+    def blob(self, step: int, blob: Any) -> list[Addressed]:
+        """The job's own state after the step, this worker's part, is known."""
+        assert self.committed < step <= self.ended
         self.blobs[step] = blob
         return self._move(step)
 
-    def on_prepared(self, event: messages.Prepared) -> list[tuple[int, Any]]:
+    def on_prepared(self, event: Prepared) -> list[Addressed]:
         self.prepared[event.step].add(event.server)
         return self._move(event.step)
 
-    def on_written(self, event: messages.Written) -> list[tuple[int, Any]]:
+    def on_written(self, event: Written) -> list[Addressed]:
         mine = {owner: both for owner, *both in event.sums}
         for other in self.written[event.step].values():
             for owner, *its in other.sums:
@@ -107,7 +111,7 @@ class CommitStateMachine:
         self.written[event.step][event.server] = event
         return self._move(event.step)
 
-    def on_committed(self, event: messages.CommitDone) -> list[tuple[int, Any]]:
+    def on_committed(self, event: CommitDone) -> list[Addressed]:
         assert event.step == self.committed + 1
         self.committed = event.step
         del self.prepared[event.step], self.written[event.step]
@@ -123,20 +127,20 @@ class CommitStateMachine:
         ]
         return [server for server in servers if server not in self.written[step]]
 
-    def _move(self, step: int) -> list[tuple[int, Any]]:
+    def _move(self, step: int) -> list[Addressed]:
         """What can be said now that something is known of `step`."""
         if step not in self.blobs or self._unwritten(step) or self.diverged is not None:
             return []
-        out: list[tuple[int, Any]] = []
+        out: list[Addressed] = []
         if self.everywhere and step not in self.told and self.own in (None, *self.prepared[step]):
             self.told.add(step)
             out += [
-                (other, messages.Commit(step, self.blobs[step]))
+                (other, Commit(step, self.blobs[step]))
                 for other in self.others
                 if other != self.own
             ]
         if len(self.prepared[step]) == len(self.others):
-            out.append((self.first, messages.Commit(step, self.blobs.pop(step))))
+            out.append((self.first, Commit(step, self.blobs.pop(step))))
         return out
 
     def missing(self) -> str:
@@ -146,16 +150,16 @@ class CommitStateMachine:
         late = (self._unwritten(step) if step in self.written else []) or late
         return (
             f"step {step} waits for server(s) {late or [self.first]}"
-            if step <= self.sealed
+            if step <= self.ended
             else "nothing"
         )
 
     def check(self) -> None:
-        assert self.committed <= self.sealed
+        assert self.committed <= self.ended
         assert (
             set(self.prepared)
             == set(self.written)
-            == set(range(self.committed + 1, self.sealed + 1))
+            == set(range(self.committed + 1, self.ended + 1))
         )
         assert self.told <= set(self.prepared)
         assert set(self.blobs) <= set(self.prepared)

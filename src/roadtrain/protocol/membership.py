@@ -16,52 +16,56 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from roadtrain.protocol.shares import optimum, reducers
 
-Spares = tuple[tuple[int, str, float], ...]  # number of the reducer, address, rate
-Rounds = dict[int, tuple[int, int]]
+Spares: TypeAlias = tuple[tuple[int, str, float], ...]  # number of the reducer, address, rate
+Rounds: TypeAlias = dict[int, tuple[int, int]]
 
 
 @dataclass(frozen=True)
 class AskRounds:
-    number: int
+    """To all workers: connect to what is new, begin no round, say your rounds."""
+
+    number: int  # of the question
     added: Spares
 
 
 @dataclass(frozen=True)
 class Change:
-    """`rounds`: tensor -> (the last round that any worker has begun, the first that any lacks
-    the sum of)."""
+    """To all workers: go on, by these reducers."""
 
-    number: int
+    number: int  # of the question
     gone: tuple[int, ...]
     added: Spares
+    # Tensor -> (the last round that any worker has begun, the first that any lacks the sum of).
     rounds: Rounds
 
 
+MembershipAction: TypeAlias = AskRounds | Change
+
+
 class MembershipStateMachine:
-    """Invariants (`check`): `states` only while something is asked; nothing is lost that is not
-    there."""
-
     def __init__(self, workers: int, spares: Spares) -> None:
-        self.workers, self.spares = (
-            workers,
-            {number: (address, rate) for number, address, rate in spares},
-        )
-        self.number, self._next_reducer = 0, workers + len(spares)
-        self.asked: AskRounds | None = None
+        self.workers = workers
+        # Number of a reducer -> its address and rate.
+        self.spares = {number: (address, rate) for number, address, rate in spares}
+        self.number = 0  # of the last question
+        self._next_reducer = workers + len(spares)  # numbers are not used again
+        self.asked: AskRounds | None = None  # the question that is not answered by all
+        # Worker -> (its rounds, the new reducers it does not reach); only while something is asked.
         self.states: dict[int, tuple[Mapping[int, tuple[int, bool]], set[int]]] = {}
-        self.lost: set[int] = set()
-        self.offers: dict[str, float] = {}
+        self.lost: set[int] = set()  # of `spares`: to be left out by the next change
+        self.offers: dict[str, float] = {}  # address -> rate, to be added by the next question
 
-    def gone(self, reducer: int) -> list[AskRounds | Change]:
+    def gone(self, reducer: int) -> list[MembershipAction]:
         """It died or is to leave."""
         if reducer in self.spares:
             self.lost.add(reducer)
         return self._ask()
 
-    def offered(self, address: str, rate: float) -> list[AskRounds | Change]:
+    def offered(self, address: str, rate: float) -> list[MembershipAction]:
         if address not in {there for there, _ in self.spares.values()}:
             self.offers[address] = rate
         return self._ask()
@@ -72,7 +76,7 @@ class MembershipStateMachine:
         number: int,
         rounds: Mapping[int, tuple[int, bool]],
         refused: Sequence[int],
-    ) -> list[AskRounds | Change]:
+    ) -> list[MembershipAction]:
         """`rounds`: tensor -> (the last one begun, whether its sum is there). `refused`: new
         hosts it does not reach."""
         if self.asked is None or number != self.asked.number:
@@ -89,7 +93,7 @@ class MembershipStateMachine:
         self.asked, self.states, self.lost = None, {}, set()
         return [change, *self._ask()]
 
-    def _ask(self) -> list[AskRounds | Change]:
+    def _ask(self) -> list[MembershipAction]:
         if self.asked is not None or not (self.lost or self.offers):
             return []
         self.number += 1
@@ -108,30 +112,47 @@ class MembershipStateMachine:
         return out
 
     def check(self) -> None:
-        assert self.asked is not None or not self.states
+        """Assert every invariant."""
+        assert self.asked is not None or not (self.states or self.lost or self.offers)
+        assert len(self.states) < self.workers
         assert self.lost <= set(self.spares)
+        assert all(number < self._next_reducer for number in self.spares)
+        assert self.offers.keys().isdisjoint(address for address, _ in self.spares.values())
 
 
 @dataclass
 class _Epoch:
-    shares: Mapping[int, float]
-    # rounds beyond these go by the shares
+    """What holds from one change to the next."""
+
+    shares: Mapping[int, float]  # of each reducer
+    # Tensor -> as in Change: rounds beyond the first number go by these shares.
     after: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
 
 class Map:
-    """Which reducer sums a part. `rates` of the workers' links; all reducers that are or were there
-    have a number. `roots`: only these sum, in equal shares, and nobody comes or goes."""
+    """Which reducer sums a part. All reducers that are or were there have a number. `fixed`: the
+    shares for ever, where nobody comes or goes."""
 
-    def __init__(self, rates: Sequence[float], spares: Spares, roots: Sequence[int] = ()) -> None:
-        self.rates, self.spares = tuple(rates), {number: rate for number, _, rate in spares}
-        self.gone: set[int] = set()
-        self._epochs = [_Epoch(dict.fromkeys(roots, 1.0) or self._shares())]
+    def __init__(
+        self, rates: Sequence[float], spares: Spares, fixed: Mapping[int, float] | None = None
+    ) -> None:
+        self.rates = tuple(rates)  # of the workers' links, bytes a second
+        self.spares = {number: rate for number, _, rate in spares}
+        self.gone: set[int] = set()  # numbers of reducers; disjoint from `spares`
+        # The oldest that a round may still go by first.
+        self._epochs = [_Epoch(fixed or self._best())]
+        # (tensor, parts) -> what `_known` found last: the epoch, the reducers, which of them are
+        # others than was meant.
         self._found: dict[tuple[int, int], tuple[int, list[int], list[bool]]] = {}
 
-    def _shares(self) -> dict[int, float]:
+    def _best(self) -> dict[int, float]:
         best = optimum(self.rates, list(self.spares.values())).all
         return dict(zip([*range(len(self.rates)), *self.spares], best))
+
+    @property
+    def shares(self) -> Mapping[int, float]:
+        """How much each reducer sums of what begins now."""
+        return self._epochs[-1].shares
 
     def reducers(self, key: int, parts: int, round: int) -> list[int]:
         return self._known(key, parts, round)[1]
@@ -171,7 +192,7 @@ class Map:
         for reducer in change.gone:
             self.spares.pop(reducer, None)
         self.spares |= {number: rate for number, _, rate in change.added}
-        self._epochs.append(_Epoch(self._shares(), change.rounds))
+        self._epochs.append(_Epoch(self._best(), change.rounds))
         self._found.clear()
         oldest = min((self._base(key, min(both)) for key, both in change.rounds.items()), default=0)
         del self._epochs[:oldest]  # no round is left that went by them

@@ -22,34 +22,32 @@ RULES = ("sum", "accumulate")
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """Worker -> reducer. `key`, `start` name the part; `elements` that travel as `format`.
-    `summed`: 0, or of an element of the sum, which this is instead, the bytes."""
+    """Worker -> reducer: a part of a tensor, or the sum of that part."""
 
-    key: int
-    start: int
+    key: int  # of the tensor
+    start: int  # its first element
     round: int
     elements: int
-    format: str
-    summed: int = 0
+    format: str  # that they travel in
+    summed: int = 0  # of the sum: the bytes of an element; 0: it is the worker's own part
 
 
 @dataclass(slots=True)
 class PartRound:
-    """Of one part. `here`: whose has come in `round`; `summed`: of them, who has pushed the sum."""
+    """One round of a part."""
 
     round: int
     elements: int
     format: str
-    here: set[int] = field(default_factory=set)
-    summed: dict[int, int] = field(default_factory=dict)  # worker -> bytes of an element
+    here: set[int] = field(default_factory=set)  # workers whose part has come: some, not all
+    summed: dict[int, int] = field(default_factory=dict)  # who has pushed the sum -> `Arrived`'s
 
 
 class ReducerStateMachine:
-    """Invariants (`check`): a meeting is of fewer than all workers; rounds of a part only grow."""
-
     def __init__(self, workers: int, rule: str = "sum") -> None:
         assert rule in RULES
         self.workers, self.rule = workers, rule
+        # (tensor, first element) -> the round it is in. Rounds only grow.
         self.meetings: dict[tuple[int, int], PartRound] = {}
 
     def arrived(self, worker: int, part: Arrived) -> PartRound | None:
@@ -58,17 +56,7 @@ class ReducerStateMachine:
         where = part.key, part.start
         meeting = self.meetings.get(where)
         if meeting is None or (meeting.round < part.round and not meeting.here):
-            if meeting is not None and (meeting.elements, meeting.format) != (
-                part.elements,
-                part.format,
-            ):
-                raise LoopError(
-                    f"tensor {part.key} had {meeting.elements} elements of {meeting.format} from"
-                    f" {part.start} on, and has {part.elements} of {part.format} in round"
-                    f" {part.round}",
-                    hint="give a tensor of another size or format another name",
-                )
-            meeting = self.meetings[where] = PartRound(part.round, part.elements, part.format)
+            meeting = self._begin(part, meeting)
         if self.rule == "accumulate":
             meeting.round = max(meeting.round, part.round)
             return meeting
@@ -93,6 +81,19 @@ class ReducerStateMachine:
         self.meetings[where] = PartRound(part.round, part.elements, part.format)
         return meeting
 
+    def _begin(self, part: Arrived, before: PartRound | None) -> PartRound:
+        """The part's next round."""
+        if before is not None and (before.elements, before.format) != (part.elements, part.format):
+            raise LoopError(
+                f"tensor {part.key} had {before.elements} elements of {before.format} from"
+                f" {part.start} on, and has {part.elements} of {part.format} in round"
+                f" {part.round}",
+                hint="give a tensor of another size or format another name",
+            )
+        begun = PartRound(part.round, part.elements, part.format)
+        self.meetings[part.key, part.start] = begun
+        return begun
+
     def given_up(self, worker: int) -> None:
         """It waits for no sum of what it has pushed. So do all soon, and go on with other keys;
         worker 0's word is also that for what is complete."""
@@ -109,4 +110,7 @@ class ReducerStateMachine:
         }
 
     def check(self) -> None:
-        assert all(len(meeting.here) < self.workers for meeting in self.meetings.values())
+        """Assert every invariant."""
+        for meeting in self.meetings.values():
+            assert len(meeting.here) < self.workers
+            assert set(meeting.summed) <= meeting.here

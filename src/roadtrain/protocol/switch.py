@@ -19,43 +19,39 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Packet:
-    """`number`: running, one sequence each for parameters and for gradients."""
-
-    number: int
+    number: int  # running, one sequence each for parameters and for gradients
     data: Any
     worker: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """`ack`: the next number that its sender expects; `credit`: the greatest that its buffer
-    takes."""
-
-    ack: int
-    credit: int
+    ack: int  # the next number that its sender expects
+    credit: int  # the greatest number that its buffer takes
     worker: int = 0
 
 
 @dataclass(slots=True)
 class Aggregate:
-    number: int = -1
-    came: set[int] = field(default_factory=set)
-    data: Any = None
-    done: bool = False
+    """One number that took the slot: the sum of its packets."""
+
+    number: int
+    came: set[int] = field(default_factory=set)  # workers whose packet is in the sum, each once
+    data: Any = None  # their sum
+    done: bool = False  # all have come
 
 
 class SwitchStateMachine:
-    """Invariants (`check`): an entry that is not done lacks a worker; nothing acknowledged is
-    summed again."""
-
     def __init__(
         self, workers: int, window: int, depth: int, add: Callable[[Any, Any], Any]
     ) -> None:
         assert depth <= window, "the receiver's buffer must not exceed the window"
         self.workers, self.window, self.add = workers, window, add
-        self.table = [Aggregate() for _ in range(window)]
-        self.acked = 0
-        self.beats = [Heartbeat(0, depth - 1, worker) for worker in range(workers)]
+        # Slot -> the greatest number that took it: numbers that are equal modulo the window share
+        # one.
+        self.table: dict[int, Aggregate] = {}
+        self.acked = 0  # the server has all gradients below it
+        self.beats = [Heartbeat(0, depth - 1, worker) for worker in range(workers)]  # the last ones
 
     def parameters(self, packet: Packet) -> list[tuple[int, Packet]]:
         """(worker, packet) of a packet of parameters: one for each."""
@@ -63,11 +59,12 @@ class SwitchStateMachine:
 
     def gradient(self, packet: Packet) -> list[Packet]:
         """What goes on to the server: the sum, once all have come, or again for a resend."""
-        entry, number = self.table[packet.number % self.window], packet.number
-        if number < self.acked or number < entry.number:
+        number, slot = packet.number, packet.number % self.window
+        entry = self.table.get(slot)
+        if number < self.acked or (entry is not None and number < entry.number):
             return []
-        if number > entry.number:
-            entry.number, entry.came, entry.data, entry.done = number, set(), None, False
+        if entry is None or number > entry.number:
+            entry = self.table[slot] = Aggregate(number)
         if entry.done:
             return [Packet(number, entry.data)]
         if packet.worker in entry.came:
@@ -91,9 +88,13 @@ class SwitchStateMachine:
         return Heartbeat(min(b.ack for b in self.beats), min(b.credit for b in self.beats))
 
     def check(self) -> None:
-        for entry in self.table:
-            assert entry.done == (len(entry.came) == self.workers)
-            assert entry.number < 0 or entry.done or entry.number >= self.acked or not entry.came
+        """Assert every invariant: what is not done lacks a worker, nothing acknowledged is summed
+        again."""
+        for slot, entry in self.table.items():
+            assert slot == entry.number % self.window
+            assert entry.came and entry.done == (len(entry.came) == self.workers)
+            assert entry.done or entry.number >= self.acked
+        assert [beat.worker for beat in self.beats] == list(range(self.workers))
 
 
 class Sender:

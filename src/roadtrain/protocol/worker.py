@@ -393,7 +393,7 @@ class WorkerStateMachine:
 
     @property
     def open_step(self) -> int:
-        return self.commit.sealed + 1
+        return self.commit.ended + 1
 
     def slot_of(self, block: int) -> int | None:
         """Where its parameters are in place."""
@@ -526,7 +526,7 @@ class WorkerStateMachine:
         version, staleness = self.chunk_version[chunk.id], self.setup.staleness
         if staleness > 1:  # whatever there is: `may_end` keeps the bound
             return version - staleness
-        last = max(self.commit.sealed, self.blocks[chunk.block].updated_in)
+        last = max(self.commit.ended, self.blocks[chunk.block].updated_in)
         late = staleness and chunk.trainable and 0 < last == self._updated_in[chunk.id]
         return version - bool(late)
 
@@ -670,7 +670,7 @@ class WorkerStateMachine:
 
     def _end_step(self, step: int) -> list[Action]:
         assert self.may_end(step)
-        out = _says(self.commit.seal(step))
+        out = _says(self.commit.end_step(step))
         for block, state in enumerate(self.blocks):
             # with staleness they change once more, a step later
             if 1 <= step - state.changed_in <= self.setup.staleness:
@@ -693,7 +693,7 @@ class WorkerStateMachine:
     def check(self) -> None:
         self.prefetch.check()
         self.commit.check()
-        setup, sealed = self.setup, self.commit.sealed
+        setup, sealed = self.setup, self.commit.ended
         assert sealed - self.commit.committed <= max(UNCOMMITTED, setup.staleness)
         assert sum(self._coming.values()) == len(self._pulls)
         assert all(self._coming.values()) and all(self._read_by.values())

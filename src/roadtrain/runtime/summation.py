@@ -188,7 +188,7 @@ class WorkerSums:
         self._options, self._spare = options, spare or options
         self._hello = session, rank, len(reducers), rule
         self._lock = threading.Condition()
-        self._map = Map(rates, spares, roots)
+        self._map = Map(rates, spares, dict.fromkeys(roots, 1.0))
         self._tensors: dict[int, _Tensor] = {}  # under way
         self._last: dict[int, _Tensor] = {}  # complete
         self._rounds: dict[int, int] = {}
