@@ -25,7 +25,7 @@ from roadtrain.config.plan import Plan
 from roadtrain.errors import BudgetError, ConfigError
 from roadtrain.protocol.shares import busiest, cut, optimum, order, reducers
 from roadtrain.simulator.compute import constants
-from roadtrain.simulator.engine import Engine, Task
+from roadtrain.simulator.engine import Cost, Engine, Task
 from roadtrain.simulator.memory import check
 from roadtrain.simulator.run import Result, Scene, simulate
 from roadtrain.storage.direct import replace_file
@@ -447,8 +447,8 @@ def _inside(m: float, x: float, n: int, rate: float) -> tuple[float, float, floa
         engine.resource("device to switch", rate),
     )
     whole, rest = x * m, (1 - x) * m
-    engine.task("Fetch", whole, [(link, float(n)), (device, 1.0)])
-    engine.task("Push", rest, [(link, 1.0), (device, (n - 1) / n + 1 / n + (n - 1) / n)])
+    engine.task("Fetch", Cost(whole, [(link, float(n)), (device, 1.0)]))
+    engine.task("Push", Cost(rest, [(link, 1.0), (device, (n - 1) / n + 1 / n + (n - 1) / n)]))
     engine.run()
     return max(link.used, device.used) / rate, link.used / m, device.used / m
 
@@ -537,8 +537,7 @@ def _gap(k: int, n: int = 8, elements: int = 250_000_000) -> float:
         share, (a, b) = best.all[site], (worker, site) if way == "Push" else (site, worker)
         return engine.task(
             way,
-            size / share,
-            [(out[a], share), (into[b], share)],
+            Cost(size / share, [(out[a], share), (into[b], share)]),
             after=after,
             lane=lanes[worker, site, way],
         )

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roadtrain.errors import LoopError
-from roadtrain.simulator.engine import Engine, Resource, Task, fair_rates
+from roadtrain.simulator.engine import Cost, Engine, Resource, Task, fair_rates
 
 
 def test_ten_tasks_computed_by_hand() -> None:
@@ -25,11 +25,13 @@ def test_ten_tasks_computed_by_hand() -> None:
     pushes: list[Task] = []
     for host in range(2):
         lane = engine.lane(f"host {host}")
-        computed = engine.task("Forward", 1, lane=lane)
-        pushes.append(engine.task("Push", 30, [(link, 1)], after=[computed]))
-        again = engine.task("Forward", 1, lane=lane)
-        pushes.append(engine.task("Push", 30, [(link, 1)], after=[again]))
-    updates = [engine.task("Update", 2, lane=cpu, after=[push]) for push in (pushes[0], pushes[2])]
+        computed = engine.task("Forward", Cost(1), lane=lane)
+        pushes.append(engine.task("Push", Cost(30, [(link, 1)]), after=[computed]))
+        again = engine.task("Forward", Cost(1), lane=lane)
+        pushes.append(engine.task("Push", Cost(30, [(link, 1)]), after=[again]))
+    updates = [
+        engine.task("Update", Cost(2), lane=cpu, after=[push]) for push in (pushes[0], pushes[2])
+    ]
     engine.run()
     assert [push.end for push in pushes] == pytest.approx([12, 13, 12, 13])
     assert [update.end for update in updates] == pytest.approx([14, 16])
@@ -40,15 +42,15 @@ def test_ten_tasks_computed_by_hand() -> None:
 def test_weights_rates_and_priorities() -> None:
     engine = Engine()
     link, disk = engine.resource("link", 10), engine.resource("disk", 4)
-    slow = engine.task("slow", 20, [(link, 1)], max_rate=2)  # its own limit
-    both = engine.task("both", 20, [(link, 1), (disk, 1)])  # the disk's
-    rest = engine.task("rest", 20, [(link, 1)])  # what is left of the link
+    slow = engine.task("slow", Cost(20, [(link, 1)], max_rate=2))  # its own limit
+    both = engine.task("both", Cost(20, [(link, 1), (disk, 1)]))  # the disk's
+    rest = engine.task("rest", Cost(20, [(link, 1)]))  # what is left of the link
     engine.run()
     assert [task.end for task in (slow, both, rest)] == pytest.approx([10, 5, 5])
     engine = Engine()
     link = engine.resource("link", 10)
-    late = engine.task("late", 10, [(link, 1)], priority=1)
-    urgent = engine.task("urgent", 10, [(link, 2)])
+    late = engine.task("late", Cost(10, [(link, 1)]), priority=1)
+    urgent = engine.task("urgent", Cost(10, [(link, 2)]))
     engine.run()
     assert (urgent.end, late.end) == pytest.approx((2, 3))
 
@@ -56,8 +58,8 @@ def test_weights_rates_and_priorities() -> None:
 def test_latency_comes_before_the_transfer() -> None:
     engine = Engine()
     link = engine.resource("link", 10)
-    first = engine.task("a", 10, [(link, 1)])
-    second = engine.task("b", 10, [(link, 1)], latency=1)
+    first = engine.task("a", Cost(10, [(link, 1)]))
+    second = engine.task("b", Cost(10, [(link, 1)], latency=1))
     engine.run()
     assert (first.end, second.end) == pytest.approx((1, 2))
 
@@ -67,7 +69,9 @@ def test_a_lane_runs_by_priority_then_arrival() -> None:
     lane = engine.lane("lane")
     order: list[str] = []
     for name, priority in (("first", 5.0), ("third", 1.0), ("second", 0.0), ("fourth", 1.0)):
-        engine.task(name, 1, lane=lane, priority=priority, then=lambda n=name: order.append(n))  # type: ignore[misc]
+        engine.task(
+            name, Cost(1), lane=lane, priority=priority, then=lambda n=name: order.append(n)
+        )  # type: ignore[misc]
     engine.run()
     assert order == ["first", "second", "third", "fourth"] and lane.busy == 4
 
@@ -75,7 +79,7 @@ def test_a_lane_runs_by_priority_then_arrival() -> None:
 def test_what_never_begins_is_said() -> None:  # Rule 5
     engine = Engine()
     never = Task("never", 1, [], 99)
-    engine.task("Update", 1, after=[never], where="stage 0")
+    engine.task("Update", Cost(1), after=[never], where="stage 0")
     with pytest.raises(LoopError, match=r"1 tasks wait .*Update of stage 0"):
         engine.run()
 
@@ -135,8 +139,10 @@ def test_folded_workers_take_as_long_as_all(
             last: Task | None = None
             for seconds, nbytes, waits in steps:
                 after = [last] if last is not None and waits else []
-                computed = engine.task("Forward", seconds, lane=lane, after=after)
-                last = engine.task("Push", nbytes, [(card, 1), (server, weight)], after=[computed])
+                computed = engine.task("Forward", Cost(seconds), lane=lane, after=after)
+                last = engine.task(
+                    "Push", Cost(nbytes, [(card, 1), (server, weight)]), after=[computed]
+                )
         engine.run()
         return engine.now
 
@@ -146,8 +152,8 @@ def test_folded_workers_take_as_long_as_all(
 def test_a_pool_keeps_its_peak() -> None:
     engine = Engine()
     engine.hold("device", 10)
-    engine.task("Forward", 1, then=lambda: engine.hold("device", 5))
-    engine.task("Backward", 2, then=lambda: engine.hold("device", -15))
+    engine.task("Forward", Cost(1), then=lambda: engine.hold("device", 5))
+    engine.task("Backward", Cost(2), then=lambda: engine.hold("device", -15))
     engine.run()
     pool = engine.pools["device"]
     assert (pool.peak, pool.held) == (15, 0)

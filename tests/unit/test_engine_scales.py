@@ -16,7 +16,7 @@ from roadtrain.config.models import BlockShape, ModelShape
 from roadtrain.config.parallelism import Parallelism
 from roadtrain.config.plan import PLACEMENTS, Plan, placement
 from roadtrain.simulator.compute import Constants
-from roadtrain.simulator.engine import Engine, Resource, Task, fair_rates
+from roadtrain.simulator.engine import Cost, Engine, Resource, Task, fair_rates
 from roadtrain.simulator.run import simulate
 
 WIDE = st.builds(lambda a, e: a * 10.0**e, st.floats(1, 9.99), st.integers(-15, 15))
@@ -88,7 +88,7 @@ def test_every_task_ends_at_any_scale(tasks: list[tuple[float, float]], capacity
     engine = Engine()
     link = engine.resource("link", capacity)
     for work, weight in tasks:
-        engine.task("Push", work, [(link, weight)])
+        engine.task("Push", Cost(work, [(link, weight)]))
     engine.run()
     total = sum(work * weight for work, weight in tasks)
     assert engine.now == pytest.approx(total / capacity, rel=1e-9)
@@ -102,8 +102,8 @@ def test_what_has_no_limit_limits_nothing() -> None:
         engine.resource("a way without a limit", float("inf")),
         engine.resource("link", 2.0),
     )
-    free = engine.task("Push", 1e9, [(wide, 1.0)])
-    held = engine.task("Push", 10.0, [(wide, 1.0), (link, 1.0)])
+    free = engine.task("Push", Cost(1e9, [(wide, 1.0)]))
+    held = engine.task("Push", Cost(10.0, [(wide, 1.0), (link, 1.0)]))
     engine.run()
     assert free.end == 0.0 and held.end == 5.0
 

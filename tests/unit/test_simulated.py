@@ -17,8 +17,8 @@ from roadtrain.config.plan import PLACEMENTS, Plan, make_plan, placement
 from roadtrain.errors import BudgetError, ConfigError
 from roadtrain.protocol.shares import optimum
 from roadtrain.simulator.compute import Constants
-from roadtrain.simulator.engine import Engine
-from roadtrain.simulator.fabric import Cost, Fabric, FlowGroup, Site
+from roadtrain.simulator.engine import Cost, Engine
+from roadtrain.simulator.fabric import Fabric, FlowGroup, Site
 from roadtrain.simulator.memory import device_bytes, saved_bytes
 from roadtrain.simulator.run import Result, Scene, _Steps, simulate
 from roadtrain.simulator.step import SimulatedStage
@@ -804,10 +804,8 @@ def test_folded_equals_unfolded(seed: int) -> None:
         SimulatedStage(
             engine,
             Alone(one.fabric, engine, where, site, n),
-            plan,
             [one.blocks],
             one.device,
-            WHOLE,
             0,
             one.send,
         )

@@ -14,8 +14,8 @@ Seconds throughout.
 
     engine = Engine()
     link = engine.resource("host 0 out", 12.5e9)
-    first = engine.task("Push", 25e9, [(link, 1)])
-    engine.task("Update", 0.5, lane=engine.lane("cpu"), after=[first], max_rate=1)
+    first = engine.task("Push", Cost(25e9, [(link, 1)]))
+    engine.task("Update", Cost(0.5), lane=engine.lane("cpu"), after=[first])
     engine.run()                                        # engine.now == 2.5
 """
 
@@ -24,6 +24,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from roadtrain.errors import LoopError
 
@@ -39,6 +40,20 @@ class Resource:
         # that use it now, and how much a unit of progress takes
         self.running: dict[Task, float] = {}
         self.used = 0.0  # of what has ended
+
+
+class Cost(NamedTuple):
+    """What a task takes."""
+
+    work: float  # units, often bytes; where it uses nothing: seconds
+    uses: Sequence[tuple[Resource, float]] = ()  # resources, and how much a unit takes of each
+    latency: float = 0.0  # seconds before it takes what it uses
+    max_rate: float | None = None  # units a second; None: any, or 1 where it uses nothing
+
+    @property
+    def of_bytes(self) -> Cost:
+        """Of work in bytes: those that cross nothing take no time but the latency."""
+        return self if self.uses else Cost(0.0, (), self.latency)
 
 
 class Lane:
@@ -147,32 +162,26 @@ class Engine:
     def task(
         self,
         stage: str,
-        work: float,
-        uses: Sequence[tuple[Resource, float]] = (),
+        cost: Cost,
         *,
         lane: Lane | None = None,
         after: Iterable[Task] = (),
         then: Callable[[], None] | None = None,
-        max_rate: float | None = None,
-        latency: float = 0.0,
         priority: float = 0.0,
         where: str = "",
     ) -> Task:
-        """Begins when all of `after` have ended and its lane is free, then `latency` seconds
-        later it takes what it uses. `max_rate`: units a second at most (1 where it uses nothing:
-        `work` is seconds). `then` is called at its end and may make tasks."""
+        """Begins when all of `after` have ended and its lane is free. `then` is called at its end
+        and may make tasks."""
         self.made += 1
-        asked = [use for use in uses if use[1] > 0]
+        asked = [use for use in cost.uses if use[1] > 0]
         limits = [use for use in asked if use[0].capacity < float("inf")]
-        task = Task(stage, max(work, 0.0), limits, self.made)
-        task.lane, task.then, task.latency, task.priority, task.where = (
-            lane,
-            then,
-            latency,
-            priority,
-            where,
-        )
-        task.max_rate = (float("inf") if asked else 1.0) if max_rate is None else max_rate
+        task = Task(stage, max(cost.work, 0.0), limits, self.made)
+        task.lane, task.then, task.priority, task.where = lane, then, priority, where
+        task.latency = cost.latency
+        if cost.max_rate is not None:
+            task.max_rate = cost.max_rate
+        elif not asked:
+            task.max_rate = 1.0
         for other in after:
             if not other.ended:
                 other.waited_by.append(task)
@@ -240,7 +249,7 @@ class Engine:
 
     def run(self, until: Callable[[], bool] | None = None) -> None:
         """Until nothing is left to do, or `until()` holds after an event. Raises LoopError where
-        tasks are left that nothing will ever begin (Rule 5)."""
+        tasks are left that nothing will ever begin, or `until()` never holds (Rule 5)."""
         events = self._events
         while True:
             if self._dirty and not (events and events[0][0] <= self.now):
@@ -257,7 +266,7 @@ class Engine:
             self._end(task)
             if until is not None and until():
                 return
-        if self._open and until is None:
+        if self._open if until is None else not until():
             left = ", ".join(f"{t.stage} of {t.where or 'nobody'}" for t in list(self._open)[:3])
             raise LoopError(
                 f"the simulated step stands still at {self.now:.3f} s: {len(self._open)} tasks wait"
@@ -266,21 +275,12 @@ class Engine:
 
     def _share(self) -> None:
         """New rates for all that share something with what has changed."""
-        seen, tasks, front = dict.fromkeys(self._dirty), dict[Task, None](), list(self._dirty)
-        self._dirty = {}
-        while front:
-            for task in front.pop().running:
-                if task not in tasks:
-                    tasks[task] = None
-                    for resource, _ in task.uses:
-                        if resource not in seen:
-                            seen[resource] = None
-                            front.append(resource)
+        tasks, resources = self._touched()
         if len(tasks) == 1:  # most often
             (task,) = tasks
             rates = {task: min(task.max_rate, *(r.capacity / w for r, w in task.uses))}
         else:
-            rates = fair_rates(tasks, seen)
+            rates = fair_rates(tasks, resources)
         for task, rate in rates.items():
             if abs(rate - task.rate) <= TINY * rate:
                 continue
@@ -290,6 +290,22 @@ class Engine:
                 heapq.heappush(
                     self._events, (self.now + task.left / rate, task.number, task.stamp, task)
                 )
+
+    def _touched(self) -> tuple[dict[Task, None], dict[Resource, None]]:
+        """What shares something with what has changed since the last call."""
+        tasks: dict[Task, None] = {}
+        resources, front = dict.fromkeys(self._dirty), list(self._dirty)
+        self._dirty = {}
+        while front:
+            for task in front.pop().running:
+                if task in tasks:
+                    continue
+                tasks[task] = None
+                for resource, _ in task.uses:
+                    if resource not in resources:
+                        resources[resource] = None
+                        front.append(resource)
+        return tasks, resources
 
     def used(self, resource: Resource) -> float:
         """How much of it was taken so far; also by what still runs."""
@@ -326,32 +342,39 @@ def fair_rates(tasks: Iterable[Task], resources: Iterable[Resource]) -> dict[Tas
         priority = todo[0].priority
         growing = dict.fromkeys(task for task in todo if task.priority == priority)
         todo = todo[len(growing) :]
-        # tasks that still grow, and what a unit of their rate takes
-        users: dict[Resource, dict[Task, float]] = {}
-        for task in growing:
-            for resource, weight in task.uses:
-                own = users.setdefault(resource, {})
-                own[task] = own.get(task, 0.0) + weight
-        levels = {resource: left[resource] / sum(own.values()) for resource, own in users.items()}
-        while growing:
-            level = min([*levels.values(), min(task.max_rate for task in growing)])
-            most = level * (1 + TINY)
-            full = {resource for resource, reached in levels.items() if reached <= most}
-            stay = [t for t in growing if t.max_rate <= most or any(r in full for r, _ in t.uses)]
-            assert stay, "a round of sharing gives at least one task its rate"
-            touched: dict[Resource, None] = {}
-            for task in stay:
-                rates[task] = level
-                del growing[task]
-                for resource, _ in task.uses:
-                    if task in users[resource]:
-                        left[resource] -= level * users[resource].pop(task)
-                        touched[resource] = None
-            for resource in touched:
-                if left[resource] <= TINY * resource.capacity:
-                    left[resource] = 0.0  # what rounding has left is nothing
-                if users[resource]:
-                    levels[resource] = left[resource] / sum(users[resource].values())
-                else:
-                    levels.pop(resource, None)
+        rates |= _filled(growing, left)
+    return rates
+
+
+def _filled(growing: dict[Task, None], left: dict[Resource, float]) -> dict[Task, float]:
+    """Rates of tasks of one priority, of what is left of each resource; takes them away there."""
+    rates: dict[Task, float] = {}
+    # tasks that still grow, and what a unit of their rate takes
+    users: dict[Resource, dict[Task, float]] = {}
+    for task in growing:
+        for resource, weight in task.uses:
+            own = users.setdefault(resource, {})
+            own[task] = own.get(task, 0.0) + weight
+    levels = {resource: left[resource] / sum(own.values()) for resource, own in users.items()}
+    while growing:
+        level = min([*levels.values(), min(task.max_rate for task in growing)])
+        most = level * (1 + TINY)
+        full = {resource for resource, reached in levels.items() if reached <= most}
+        stay = [t for t in growing if t.max_rate <= most or any(r in full for r, _ in t.uses)]
+        assert stay, "a round of sharing gives at least one task its rate"
+        touched: dict[Resource, None] = {}
+        for task in stay:
+            rates[task] = level
+            del growing[task]
+            for resource, _ in task.uses:
+                if task in users[resource]:
+                    left[resource] -= level * users[resource].pop(task)
+                    touched[resource] = None
+        for resource in touched:
+            if left[resource] <= TINY * resource.capacity:
+                left[resource] = 0.0  # what rounding has left is nothing
+            if users[resource]:
+                levels[resource] = left[resource] / sum(users[resource].values())
+            else:
+                levels.pop(resource, None)
     return rates

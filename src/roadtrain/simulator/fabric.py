@@ -13,26 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from roadtrain.config.cluster import Cluster, Host, Nic
 from roadtrain.config.plan import Placement, Plan
 from roadtrain.errors import ConfigError
-from roadtrain.protocol.shares import busiest, optimum
 from roadtrain.simulator.compute import Constants
-from roadtrain.simulator.engine import Engine, Resource
+from roadtrain.simulator.engine import Cost, Engine, Resource
+from roadtrain.simulator.sums import SimulatedSums
 
 INSIDE_S = 2e-6  # latency of a step of a collective between devices of a host
 # that one pass of AdamW moves for a parameter: gradient 2, three arrays in and out 24, copy 2
 UPDATE_BYTES = 28.0
-
-
-class Cost(NamedTuple):
-    """`work` in bytes, `uses` a byte."""
-
-    work: float
-    uses: list[tuple[Resource, float]]
-    latency: float = 0.0
 
 
 class Site:
@@ -111,9 +102,11 @@ def check_placement(place: Placement, cluster: Cluster, hosts: Sequence[Host]) -
             f"placement {place.name} needs a host without devices, the cluster has none",
             hint="add one to the cluster, or choose a placement on the workers' hosts",
         )
-    if place.sum == "separate" and not cluster.spares and len(hosts) > 1:
+    reached = any(host.nics for host in cluster.spares)
+    if place.sum == "separate" and not reached and len(hosts) > 1:
         raise ConfigError(
-            f"placement {place.name} sums on hosts without devices, the cluster has none",
+            f"placement {place.name} sums on hosts without devices, the cluster has none"
+            " with a card",
             hint="add a host without devices, or choose placement summation",
         )
     if (
@@ -184,20 +177,16 @@ class Fabric:
         )
         self.switch_sums = any(switch.sums for switch in cluster.switches)
         self.multicasts = any(switch.multicasts for switch in cluster.switches)
+        self.sums: SimulatedSums | None = None  # where reducers on several hosts sum
         if plan.placement.sum in ("spares", "separate") and group.hosts > 1:
-            rates, n = list(group.rates), len(group.rates)
             extra = [
                 cluster.common([self.site.host, host])[1].total * constants.network
                 for host in spares
                 if host.nics
                 for _ in range(host.count)
             ]
-            if plan.placement.sum == "separate":
-                shares = [0.0] * n + [rate / sum(extra) for rate in extra]
-            else:
-                shares = list(optimum(rates, extra).all)
-            # bytes that the first card carries of each
-            self.exchange = busiest(rates, extra, shares) * rates[0]
+            separate = plan.placement.sum == "separate"
+            self.sums = SimulatedSums(group.rates, extra, separate=separate)
         copies = [(self.site.memory, float(group.ranks * group.tp))]
         self._to_device = [(self.site.to_device, 1.0), *copies]
         self._from_device = [(self.site.from_device, 1.0), *copies]
@@ -320,9 +309,9 @@ class Fabric:
             uses, latency = self._ring(1)
             return Cost(nbytes, [*uses, *self._from_device], latency)
         if place.sum in ("spares", "separate"):
-            if group.hosts == 1:
+            if self.sums is None:
                 return Cost(nbytes, self._ring(2)[0])
-            weight = self.exchange * group.tp
+            weight = self.sums.exchange * group.tp
             sums = [(site.sums, float(group.tp))] if place.sum == "spares" else []
             copies = [(site.from_device, 1.0 / group.ranks), (site.to_device, 1.0 / group.ranks)]
             inside = [(site.fabric, 2 * (group.ranks - 1) / group.ranks)] if group.ranks > 1 else []

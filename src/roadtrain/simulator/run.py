@@ -18,7 +18,7 @@ from roadtrain.config.plan import Plan
 from roadtrain.errors import ConfigError
 from roadtrain.protocol.pipeline import FORWARD, RunBlocks
 from roadtrain.simulator.compute import Constants
-from roadtrain.simulator.engine import Engine, Resource, Task
+from roadtrain.simulator.engine import Cost, Engine, Resource, Task
 from roadtrain.simulator.fabric import Fabric, FlowGroup, Site, check_placement
 from roadtrain.simulator.memory import Need, check, cut, needs
 from roadtrain.simulator.step import SimulatedStage
@@ -102,6 +102,8 @@ def simulate(
     busy |= {lane.name: counts[lane] / counts["seconds"] for lane in engine.lanes}
     stages = {key: (counts[key, 0], counts[key, 1]) for key in engine.stages}
     engine.check()
+    for stage in scene.stages:
+        stage.check()
     watts = scene.watts(busy)
     price = scene.price_per_s() * seconds + watts * seconds / 3.6e6 * cluster.price_per_kwh
     return Result(
@@ -137,7 +139,7 @@ class _Steps:
             stage.begin_step()
         engine.run(until=lambda: all(len(s.ends) == s.step for s in stages))
         if fixed := self.scene.constants.fixed:
-            engine.task("Wait", fixed, where="step")
+            engine.task("Wait", Cost(fixed), where="step")
             engine.run(until=partial(_past, engine, engine.now + fixed))
         self.marks.append(_mark(engine))
         return _less(self.marks[-1], self.marks[-2])
@@ -287,10 +289,8 @@ class Scene:
                 SimulatedStage(
                     engine,
                     fabric,
-                    plan,
                     parts,
                     first.device,
-                    constants,
                     number,
                     self._send,
                     log=None if logs is None else logs[-1],
@@ -351,9 +351,7 @@ class Scene:
         uses = [] if way is None else [(way[0] if forth else way[1], 1.0)]
         self.engine.task(
             "Activations",
-            nbytes if uses else 0.0,
-            uses,
-            latency=way[2] if way else 0.0,
+            Cost(nbytes if uses else 0.0, uses, way[2] if way else 0.0),
             then=lambda: self.stages[to].arrived(run.what, run.micro, part),
             where=stage.name,
         )

@@ -1,16 +1,13 @@
-"""One pipeline stage's workers and servers on the virtual clock: the state machines of `flow` drive
-it, as they drive the nodes.
+"""One pipeline stage's workers on the virtual clock: the state machines of protocol/ drive it, as
+they drive the nodes.
 
     StageStateMachine -> which micro-batch's forward or backward is next
-    Prefetcher   -> Pull       what a block needs, ahead of it
-    (RelayStateMachine -> Give      where a card beside the worker communicates)
-    ServerStateMachine -> Answer, Hold, Read, Update, Write, Prepare: each becomes a task of what
-    fabric.py says it costs
+    Prefetcher        -> Pull       what a block needs, ahead of it
+    RelayStateMachine -> Give       where a card beside the worker communicates
+    sums.py, server.py              what sums, updates and commits
 
-Workers that do the same are one here. A block's parameters are `pieces` chunks, so that its
-transfers, reads and updates follow each other as chunks do. Where all parameters stay on the
-device, all but the first forward and the last backward of a step run as one task. Does NOT know
-numbers: gradients are None.
+Workers that do the same are one here. Where all parameters stay on the device, all but the first
+forward and the last backward of a step run as one task. Does NOT know numbers: gradients are None.
 """
 
 from __future__ import annotations
@@ -18,170 +15,157 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import partial
 from math import ceil
 from typing import Any
 
 from roadtrain.config.cluster import Device
 from roadtrain.config.models import BlockShape
 from roadtrain.config.plan import Plan
-from roadtrain.protocol import messages
-from roadtrain.protocol.chunk_state import Resident
+from roadtrain.protocol.messages import ApplyUpdate, Done, Pull, Pulled, Push
 from roadtrain.protocol.pipeline import BACKWARD, FORWARD, RunBlocks, StageStateMachine
 from roadtrain.protocol.prefetch import Prefetcher, PullBlock
-from roadtrain.protocol.queues import READ_PARAMETERS, READ_STATE, WRITE_STATE, DeviceQueue
-from roadtrain.protocol.relay import Give, RelayStateMachine, Up
-from roadtrain.protocol.server import ServerStateMachine
-from roadtrain.protocol.server_steps import ServerSpec
-from roadtrain.simulator.compute import Constants
-from roadtrain.simulator.engine import Engine, Lane, Resource, Task
-from roadtrain.simulator.fabric import Cost, Fabric
+from roadtrain.protocol.relay import Give, RelayEvent, RelayStateMachine, Up
+from roadtrain.simulator.engine import Cost, Engine, Lane, Resource
+from roadtrain.simulator.fabric import Fabric
 from roadtrain.simulator.memory import device_bytes, host_bytes, saved_bytes, working_bytes
+from roadtrain.simulator.server import BlockPieces, SimulatedServer
 
 SMALLEST = 8 << 20  # parameters of a piece, where there are several
 
 
-class SimulatedStage:
-    """`parts`: the blocks of each part of the model that it has. `send(stage, run)`: what a run
-    leaves goes to the stage that needs it."""
+@dataclass(frozen=True)
+class BlockTimes:
+    """Seconds of each block's pass on a device."""
 
+    forward: Sequence[float]  # its own arithmetic
+    tensor: Sequence[float]  # tensor-parallel ranks add activations up
+    routed: Sequence[float]  # tokens go to their experts and come back
+    ring: Sequence[float]  # keys and values go round: what attention does not hide
+
+
+def block_times(fabric: Fabric, blocks: Sequence[BlockShape], device: Device) -> BlockTimes:
+    plan, constants, parallelism = fabric.plan, fabric.constants, fabric.plan.parallelism
+    size, tp = plan.micro_batch / parallelism.cp, parallelism.tp
+    split = tp * parallelism.cp
+    forward = [
+        constants.forward(
+            block, plan.micro_batch, split, device, plan.precision, parallelism.ep, plan.passes
+        )
+        for block in blocks
+    ]
+    scores = [constants.scores(block, plan.micro_batch, split, device) for block in blocks]
+    return BlockTimes(
+        forward,
+        [fabric.tensor(block.input * size) if "." in block.name else 0.0 for block in blocks],
+        [fabric.experts(block.routed * size / tp) for block in blocks],
+        [
+            max(0.0, fabric.context(block.kv * size / tp) - hidden)
+            for block, hidden in zip(blocks, scores)
+        ],
+    )
+
+
+def _pieces(plan: Plan, blocks: Sequence[BlockShape]) -> BlockPieces:
+    parallelism = plan.parallelism
+    # ranks that sum an expert, and all else
+    e, n = parallelism.replicas // parallelism.ep, parallelism.replicas
+    summed = (1 - 1 / e) / (1 - 1 / n) / parallelism.ep if n > 1 else 1.0
+    here = 1.0 if plan.placement.state == "split" else 1 / parallelism.ep
+    params, updated = (
+        [
+            (block.params - block.tables - block.experts * (1 - share)) / parallelism.tp
+            for block in blocks
+        ]
+        for share in (summed, here)
+    )
+    most = max(params, default=0.0)
+    pieces = ceil(most / plan.chunk) if plan.chunk else min(4, int(most // SMALLEST))
+    return BlockPieces(max(1, pieces), params, updated)
+
+
+class SimulatedStage:
     def __init__(
         self,
         engine: Engine,
         fabric: Fabric,
-        plan: Plan,
         parts: Sequence[Sequence[BlockShape]],
         device: Device,
-        constants: Constants,
         number: int,
         send: Callable[[SimulatedStage, RunBlocks], None],
         *,
         log: list[Any] | None = None,
     ) -> None:
-        blocks = [block for part in parts for block in part]
+        plan, name = fabric.plan, f"stage {number}"
+        self.engine, self.fabric, self.plan, self.device = engine, fabric, plan, device
+        self.number, self.name, self.log = number, name, log
+        self.send = send  # what a run leaves goes to the stage that needs it
+        # The blocks of all its parts of the model, and of each part its range of them.
+        self.blocks = [block for part in parts for block in part]
         ends = itertools.accumulate(map(len, parts), initial=0)
         self.spans = [range(begin, stop) for begin, stop in itertools.pairwise(ends)]
-        self.engine, self.fabric, self.plan, self.blocks = engine, fabric, plan, blocks
-        self.number, self.send, self.name, self.log = number, send, f"stage {number}", log
-        self.device = device
-        self.lane = engine.lane(f"{self.name} device")
-        parallelism, size = plan.parallelism, plan.micro_batch / plan.parallelism.cp
-        self.micros, tp, split = plan.micros, parallelism.tp, parallelism.tp * parallelism.cp
-        # that sum an expert, that sum all else
-        e, n = parallelism.replicas // parallelism.ep, parallelism.replicas
-        summed = (1 - 1 / e) / (1 - 1 / n) / parallelism.ep if n > 1 else 1.0
-        self.params = [
-            (block.params - block.tables - block.experts * (1 - summed)) / tp for block in blocks
-        ]
-        here = 1.0 if plan.placement.state == "split" else 1 / parallelism.ep
-        self.updated = [
-            (block.params - block.tables - block.experts * (1 - here)) / tp for block in blocks
-        ]
-        self.forward_s = [
-            constants.forward(
-                block, plan.micro_batch, split, device, plan.precision, parallelism.ep, plan.passes
-            )
-            for block in blocks
-        ]
-        self.tensor_s = [
-            fabric.tensor(block.input * size) if "." in block.name else 0.0 for block in blocks
-        ]
-        self.routed_s = [fabric.experts(block.routed * size / tp) for block in blocks]
-        self.ring_s = [
-            max(
-                0.0,
-                fabric.context(block.kv * size / tp)
-                - constants.scores(
-                    # that attention does not hide
-                    block,
-                    plan.micro_batch,
-                    split,
-                    device,
-                ),
-            )
-            for block in blocks
-        ]
-        n = len(blocks)
-        most = max(self.params, default=0.0)
-        self.pieces = max(
-            1, min(4, int(most // SMALLEST)) if not plan.chunk else ceil(most / plan.chunk)
-        )
-        streamed = plan.placement.streamed
-        layers = [
-            i for i, block in enumerate(blocks) if "." in block.name or not plan.root
-        ] or list(range(n))
-        self.slots = max(2, min(plan.slots, len(layers)) if streamed else n)
-        # what comes before the layers and after: once a step
-        stay = sorted({*range(n)} - {*layers})
-        prefetch, root = Prefetcher(self.slots, layers), Prefetcher(max(2, len(stay)), stay)
-        self.streams, self.prefetch = (
-            prefetch,
-            [prefetch if i in layers else root for i in range(n)],
-        )
-        self.disk = DeviceQueue(limit=fabric.depth)
-        self.updates = engine.lane(f"{self.name} updates")
-        # transfers that follow each other: collectives on a stream, a server's links
+        self.lane = engine.lane(f"{name} device")
+        self.micros = plan.micros
+        self.times = block_times(fabric, self.blocks, device)
+        self.pieces = _pieces(plan, self.blocks)
+        self._place_blocks()
+        # Transfers that follow each other: collectives on a stream, a server's links.
         self.lanes: dict[str, Lane] = {}
         if plan.placement.sum == "ring" and fabric.group.dp > 1:
-            self.lanes = dict.fromkeys(("Fetch", "Push"), engine.lane(f"{self.name} collectives"))
+            self.lanes = dict.fromkeys(("Fetch", "Push"), engine.lane(f"{name} collectives"))
         elif plan.placement.served:
-            self.lanes = {
-                what: engine.lane(f"{self.name} {what.lower()}") for what in ("Fetch", "Push")
-            }
+            self.lanes = {what: engine.lane(f"{name} {what.lower()}") for what in ("Fetch", "Push")}
+        self.server = SimulatedServer(engine, fabric, self.pieces, name, self.lanes.get("Fetch"))
+        self.server.pulled = self._answered
+        self.server.held = lambda: self._end_step(self.step)
+        self.server.log = self._log
         self.relay: RelayStateMachine | None = None
         if plan.placement.sum == "relay":
-            self.relay = RelayStateMachine(1, (2 + min(plan.kept, n)) * self.pieces)
-        # ticket -> (block, slot)
-        self.tickets, self.pulls = itertools.count(1), dict[int, tuple[int, int]]()
+            kept = min(plan.kept, len(self.blocks))
+            self.relay = RelayStateMachine(1, (2 + kept) * self.pieces.pieces)
+
+        self.machine: StageStateMachine | None = None  # of the step at work
+        self.run: RunBlocks | None = None  # what the device runs
+        self.todo: deque[int] = deque()  # blocks of the run that are not begun, in order
+        self.wanted: int | None = None  # the block that the device waits for
+        self.tickets = itertools.count(1)
+        self.pulls: dict[int, tuple[int, int]] = {}  # ticket -> (block, slot) that it is for
         self.coming: dict[int, int] = {}  # block -> its chunks on their way
-        self.version = [0] * n
-        self.upstream: dict[int, Task] = {}
-        self.machine: StageStateMachine | None = None
-        self.todo: deque[int] = deque()
-        self.run: RunBlocks | None = None
-        self.wanted: int | None = None
-        self.step = 0
+        self.version = [0] * len(self.blocks)  # of each block, that its next pull needs
+        self.step = 0  # the step at work
+        self.fresh = [True] * len(self.blocks)  # whether a block's next push begins a step
         self.pushing: dict[int, int] = {}  # step -> its gradients on their way
-        self.computed = set[int]()  # steps that are computed and not sealed
-        self.fresh: list[bool] = [True] * n
+        self.computed: set[int] = set()  # steps that are computed and not ended
         self.later: list[tuple[int, bool]] = []  # gradients that wait for the end of backward
-        self.ends: list[float] = []  # of steps: all is released
-        self.inbox: deque[Any] = deque()
-        self.busy = False
-        self.pool = f"{self.name} device"
+        self.ends: list[float] = []  # seconds, of each step: all its updates are asked for
+        self.pool = f"{name} device"
         self.saved = [saved_bytes(plan, part) * plan.fragmentation for part in parts]
         self._hold_fixed()
 
-    @cached_property
-    def server(self) -> ServerStateMachine:
-        """Made for the first step: plans that are only bounded need none."""
-        plan, durable, chunks = self.plan, self.fabric.on_files, len(self.blocks) * self.pieces
-        kept = round(plan.resident * chunks)  # the first, which the next forward wants first
-        weights = round(self.fabric.weights_share(sum(self.params)) * chunks)
-
-        def part(chunk: int) -> Resident:
-            if not durable or chunk < kept:
-                return Resident.RECORD
-            return Resident.WEIGHTS if chunk < weights else Resident.NOTHING
-
-        spec = ServerSpec(
-            0,
-            {chunk: part(chunk) for chunk in range(chunks)},
-            plan.buffers if durable else 0,
-            durable=durable,
-            delayed=dict.fromkeys(range(chunks), False) if plan.staleness else {},
-        )
-        return ServerStateMachine(spec)
+    def _place_blocks(self) -> None:
+        """Which slots of the device each block comes to: those of the layers; what comes before
+        the layers and after has its own, and comes once a step."""
+        plan, n = self.plan, len(self.blocks)
+        layers = [
+            i for i, block in enumerate(self.blocks) if "." in block.name or not plan.root
+        ] or list(range(n))
+        self.slots = max(2, min(plan.slots, len(layers)) if plan.placement.streamed else n)
+        stay = sorted({*range(n)} - {*layers})
+        self.streams = Prefetcher(self.slots, layers)
+        root = Prefetcher(max(2, len(stay)), stay)
+        self.prefetch = [self.streams if i in layers else root for i in range(n)]
 
     def bound(self) -> tuple[float, str]:
         """Seconds that a step takes at least, and what takes them: each resource's bytes over
         its capacity, the device's time. Nothing is waited for."""
-        plan, fabric, total, n = self.plan, self.fabric, sum(self.params), len(self.blocks)
+        plan, fabric, n = self.plan, self.fabric, len(self.blocks)
+        total = sum(self.pieces.params)
         streamed = plan.placement.streamed
         passes = self.micros if streamed else 1
         layers = sorted(
             params
-            for params, prefetch in zip(self.params, self.prefetch)
+            for params, prefetch in zip(self.pieces.params, self.prefetch)
             if prefetch is self.streams
         )
         stay = self.slots + (min(plan.kept, n) if self.relay is not None else 0)
@@ -262,11 +246,8 @@ class SimulatedStage:
     def _of(self, block: int, what: str) -> float:
         """Seconds; with recompute a backward is a forward more, but for the output layer's. Keys
         and values go round again, with their gradients."""
-        forward, tensor, ring = (
-            self.forward_s[block],
-            self.tensor_s[block] + self.routed_s[block],
-            self.ring_s[block],
-        )
+        forward, ring = self.times.forward[block], self.times.ring[block]
+        tensor = self.times.tensor[block] + self.times.routed[block]
         if what == FORWARD:
             return forward + tensor + ring
         shape, plan, again = self.blocks[block], self.plan, 0.0
@@ -287,15 +268,8 @@ class SimulatedStage:
             # in an update's unit, so that both get the same share
             rate = self.fabric.site.updates.capacity
         uses = [] if cores is None else [(cores, 1.0 / rate)]
-        self.engine.task(
-            self.run.what,
-            seconds * rate,
-            uses,
-            max_rate=rate,
-            lane=self.lane,
-            then=then,
-            where=self.name,
-        )
+        cost = Cost(seconds * rate, uses, max_rate=rate)
+        self.engine.task(self.run.what, cost, lane=self.lane, then=then, where=self.name)
 
     def _next_block(self) -> None:
         if not self.todo:
@@ -354,38 +328,45 @@ class SimulatedStage:
             # all is released: the next forward waits for what it pulls
             if self.plan.update_at == "gradient":
                 self._step_ended()
-            self._seal(self.step)
+            self._end_step(self.step)
 
     # parameters
 
     def _pull(self, pulls: Sequence[PullBlock]) -> None:
         for pull in pulls:
-            self._tax(self.fabric.answer(self.params[pull.block]))
-            self.coming[pull.block] = self.pieces
-            version = self.version[pull.block] - (
-                1 if self.plan.staleness and self.version[pull.block] else 0
-            )
-            for piece in range(self.pieces):
+            self._tax(self.fabric.answer(self.pieces.params[pull.block]))
+            self.coming[pull.block] = self.pieces.pieces
+            version = self.version[pull.block]
+            if self.plan.staleness and version:
+                version -= 1
+            for chunk in self.pieces.of_block(pull.block):
                 ticket = next(self.tickets)
                 self.pulls[ticket] = pull.block, pull.slot
-                message = messages.Pull(pull.block * self.pieces + piece, version, None, ticket)
+                message = Pull(chunk, version, None, ticket)
                 if self.relay is None:
-                    self._tell(message)
+                    self.server.tell(message)
                 else:
-                    self._relay(message)
+                    self._relay(self.relay, message)
 
-    def _relay(self, event: Any) -> None:
-        assert self.relay is not None
-        for action in self.relay.handle(event):
-            if isinstance(action, Up):
-                self._tell(action.message)
-            elif isinstance(action, Give):
-                cost = self.fabric.answer(self._piece(action.pull.chunk), True)
-                self._cost("Fetch", cost, partial(self._given, action))
+    def _relay(self, relay: RelayStateMachine, event: RelayEvent) -> None:
+        for action in relay.handle(event):
+            match action:
+                case Up(message):
+                    self.server.tell(message)
+                case Give(pull):
+                    cost = self.fabric.answer(self.pieces.params_of(pull.chunk), True)
+                    self._cost("Fetch", cost, partial(self._given, relay, action))
 
-    def _given(self, give: Give) -> None:
-        self._relay(messages.Done(give))
+    def _given(self, relay: RelayStateMachine, give: Give) -> None:
+        self._relay(relay, Done(give))
         self._pulled(give.pull.ticket)
+
+    def _answered(self, ticket: int) -> None:
+        """By the server."""
+        if self.relay is None:
+            self._pulled(ticket)
+        else:
+            self._relay(self.relay, Pulled(ticket, 0))
 
     def _pulled(self, ticket: int) -> None:
         block, slot = self.pulls.pop(ticket)
@@ -394,172 +375,90 @@ class SimulatedStage:
             self._pull(self.prefetch[block].arrived(slot))
             self._use()
 
-    def _piece(self, chunk: int) -> float:
-        return self.params[chunk // self.pieces] / self.pieces
-
     def _tax(self, cost: Cost) -> None:
         if (tax := self.fabric.tax(cost)) > 0:
-            self.engine.task("Wait", tax, lane=self.lane, where=self.name, priority=-1.0)
+            self.engine.task("Wait", Cost(tax), lane=self.lane, where=self.name, priority=-1.0)
 
     # gradients
 
     def _push(self, block: int, last: bool) -> None:
-        cost = self.fabric.push(self.params[block] / self.pieces)
-        self._tax(self.fabric.push(self.params[block]))
+        params, pieces = self.pieces.params[block], self.pieces.pieces
+        cost = self.fabric.push(params / pieces)
+        self._tax(self.fabric.push(params))
         fresh, self.fresh[block] = self.fresh[block], last
         if self.blocks[block].tables:
-            cost = self._rows(block)._replace(work=self._rows(block).work / self.pieces)
-        for chunk in range(block * self.pieces, (block + 1) * self.pieces):
+            rows = self._rows(block)
+            cost = rows._replace(work=rows.work / pieces)
+        for chunk in self.pieces.of_block(block):
             self.pushing[self.step] += 1
-            self._cost(
-                "Push",
-                cost,
-                partial(self._pushed, chunk, fresh, last, self.step),
-                lane=self.lanes.get("Push"),
-            )
+            push = Push(chunk, None, fresh, True, next(self.tickets))
+            arrived = partial(self._arrived, push, last, self.step)
+            self._cost("Push", cost, arrived, lane=self.lanes.get("Push"))
         if last and self.plan.update_at == "gradient":
             self._updated_in(block, self.step)
 
-    def _pushed(self, chunk: int, fresh: bool, last: bool, step: int) -> None:
+    def _arrived(self, push: Push, last: bool, step: int) -> None:
+        """A gradient is where it is summed. Where reducers sum, they say when that is done."""
+        if (sums := self.fabric.sums) is None:
+            self._pushed(push, last, step)
+            return
+        for _ in sums.pushed(push.chunk, round(self.pieces.params_of(push.chunk))):
+            self._pushed(push, last, step)
+
+    def _pushed(self, push: Push, last: bool, step: int) -> None:
         self.pushing[step] -= 1
-        self._tell(messages.Push(chunk, None, fresh, True, next(self.tickets)))
+        assert self.pushing[step] >= 0, f"chunk {push.chunk} is summed twice"
+        self.server.tell(push)
         if last and self.plan.update_at == "gradient":
-            order = next(self.tickets) if self.plan.in_turn else chunk // self.pieces
-            self._tell(messages.ApplyUpdate(chunk, step, (), (1.0,), order))
-        self._seal(step)
+            order = next(self.tickets) if self.plan.in_turn else self.pieces.block(push.chunk)
+            self.server.tell(ApplyUpdate(push.chunk, step, (), (1.0,), order))
+        self._end_step(step)
 
     def _updated_in(self, block: int, step: int) -> None:
         """From now on the block's next version is pulled."""
         self.version[block] = step
         self.prefetch[block].updated([block])
 
-    def _seal(self, step: int) -> None:
-        """Once everything of it is computed and where it is summed."""
-        if step not in self.computed or self.pushing[step]:
+    def _end_step(self, step: int) -> None:
+        """Once everything of it is computed and where it is summed, and the step before has
+        ended."""
+        if step not in self.computed or self.pushing[step] or step != self.server.ended + 1:
             return
         if self.plan.update_at == "step":
-            if any(chunk.holds for chunk in self.server.chunks.values()):
+            if self.server.holding:
                 return
-            for chunk in range(len(self.blocks) * self.pieces):
-                self._tell(messages.ApplyUpdate(chunk, step, (), (1.0,), chunk // self.pieces))
+            for chunk in range(self.pieces.chunks):
+                order = self.pieces.block(chunk)
+                self.server.tell(ApplyUpdate(chunk, step, (), (1.0,), order))
             for block in range(len(self.blocks)):
                 self._updated_in(block, step)
             self._step_ended()
         self.computed.remove(step)
-        self._tell(messages.EndStep(step))
-        self._tell(messages.Commit(step, None))
+        self.server.end_step(step)
+        self._end_step(step + 1)
 
     def _step_ended(self) -> None:
         self.ends.append(self.engine.now)
         for prefetch in dict.fromkeys(self.prefetch):
             self._pull(prefetch.stepped())
 
-    # the server
-
-    def _tell(self, event: Any) -> None:
-        """To the server's state machine, one event at a time."""
-        self.inbox.append(event)
-        if self.busy:
-            return
-        self.busy = True
-        while self.inbox:
-            for action in self.server.handle(self.inbox.popleft()):
-                self._carry_out(action)
-        self.busy = False
-
     def _cost(
-        self,
-        stage: str,
-        cost: Cost,
-        then: Callable[[], None] | None,
-        *,
-        after: Sequence[Task] = (),
-        lane: Lane | None = None,
-    ) -> Task:
-        work = cost.work if cost.uses else 0.0
-        return self.engine.task(
-            stage,
-            work,
-            cost.uses,
-            latency=cost.latency,
-            then=then,
-            after=after,
-            lane=lane,
-            where=self.name,
-        )
-
-    def _on_disk(
-        self, priority: int, stage: str, cost: Cost, then: Callable[[], None], order: int = 0
+        self, stage: str, cost: Cost, then: Callable[[], None], *, lane: Lane | None = None
     ) -> None:
-        """In the order of the device's queue; at once where nothing rests on files."""
-        if not cost.uses:
-            self._cost(stage, cost, then)
-            return
-        self.disk.push(priority, order, (stage, cost, then))
-        self._serve_disk()
+        self.engine.task(stage, cost.of_bytes, then=then, lane=lane, where=self.name)
 
-    def _serve_disk(self) -> None:
-        while (item := self.disk.next()) is not None:
-            priority, (stage, cost, then) = item
-            self._cost(stage, cost, partial(self._disk_done, priority, then))
-
-    def _disk_done(self, priority: int, then: Callable[[], None]) -> None:
-        self.disk.done(priority)
-        then()
-        self._serve_disk()
-
-    def _carry_out(self, action: Any) -> None:
-        def done(*result: Any) -> Callable[[], None]:
-            return lambda: self._tell(messages.Done(action, result))
-
-        about = getattr(action, "push", getattr(action, "pull", action))
-        self._log(type(action).__name__, getattr(about, "chunk", None))
-        match action:
-            case messages.Answer(pull, memory, _):
-                size = self._piece(pull.chunk)
-                after = [self.upstream[pull.chunk]] if pull.chunk in self.upstream else []
-
-                def give() -> None:
-                    self._cost(
-                        "Fetch",
-                        self.fabric.answer(size),
-                        done(),
-                        after=after,
-                        lane=self.lanes.get("Fetch"),
-                    )
-
-                if memory:
-                    give()
-                else:
-                    self._on_disk(READ_PARAMETERS, "Read", self.fabric.public(size), give)
-            case messages.Hold(push):
-                cost = self.fabric.hold(self._piece(push.chunk))
-                self._on_disk(WRITE_STATE, "Write", cost, partial(self._held, action), -1)
-            case messages.Read(chunk):
-                self._on_disk(READ_STATE, "Read", self.fabric.read(self._piece(chunk)), done())
-            case messages.Update(chunk):
-                cost = self.fabric.update(self.updated[chunk // self.pieces] / self.pieces)
-                self._cost("Update", cost, partial(self._updated, action), lane=self.updates)
-            case messages.Write(chunk):
-                self._on_disk(WRITE_STATE, "Write", self.fabric.write(self._piece(chunk)), done())
-            case messages.Prepare():
-                self.engine.task("Commit", 0.0, then=done(), where=self.name)
-            case messages.Send(messages.Pulled(ticket, _)):
-                if self.relay is None:
-                    self._pulled(ticket)
-                else:
-                    self._relay(messages.Pulled(ticket, 0))
-
-    def _held(self, hold: messages.Hold) -> None:
-        self._tell(messages.Done(hold, (None, True)))
-        self._seal(self.step)
-
-    def _updated(self, update: messages.Update) -> None:
-        up = self.fabric.upstream(self._piece(update.chunk))
-        if up.uses:  # at once, so that the next step finds it in memory
-            self.upstream[update.chunk] = self._cost("Fetch", up, None)
-        self._tell(messages.Done(update))
-
-    def _log(self, what: str, number: int | None) -> None:
-        if self.log is not None and number is not None:
+    def _log(self, what: str, number: int) -> None:
+        if self.log is not None:
             self.log.append((self.step, what, number))
+
+    def check(self) -> None:
+        """Assert every invariant of the state machines that drive it."""
+        self.server.check()
+        for prefetch in dict.fromkeys(self.prefetch):
+            prefetch.check()
+        if self.relay is not None:
+            self.relay.check()
+        if self.machine is not None:
+            self.machine.check()
+        if self.fabric.sums is not None:
+            self.fabric.sums.check()

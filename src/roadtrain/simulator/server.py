@@ -1,0 +1,240 @@
+"""One stage's server on the virtual clock: the state machines that drive the nodes drive it.
+
+    ServerStateMachine -> Answer, Hold, Read, Update, Write, Prepare: each becomes a task of what
+    fabric.py says it costs
+    CommitStateMachine -> EndStep, Commit: when a step is committed
+
+Servers that do the same are one here. Does NOT know numbers: gradients are None.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+from roadtrain.protocol.chunk_state import Resident
+from roadtrain.protocol.commit import Addressed, CommitStateMachine
+from roadtrain.protocol.messages import (
+    Action,
+    Answer,
+    CommitDone,
+    Done,
+    Event,
+    Hold,
+    Prepare,
+    Pulled,
+    Read,
+    Send,
+    ServerMessage,
+    Update,
+    Write,
+)
+from roadtrain.protocol.queues import READ_PARAMETERS, READ_STATE, WRITE_STATE, DeviceQueue
+from roadtrain.protocol.server import ServerStateMachine
+from roadtrain.protocol.server_steps import ServerSpec
+from roadtrain.simulator.engine import Cost, Engine, Lane, Task
+from roadtrain.simulator.fabric import Fabric
+
+Then = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class BlockPieces:
+    """A block's parameters are `pieces` chunks, so that its transfers, reads and updates follow
+    each other as chunks do. Chunks are numbered block by block."""
+
+    pieces: int
+    params: Sequence[float]  # of each block, that travel
+    updated: Sequence[float]  # of each block, whose state is here
+
+    @property
+    def chunks(self) -> int:
+        return len(self.params) * self.pieces
+
+    def of_block(self, block: int) -> range:
+        return range(block * self.pieces, (block + 1) * self.pieces)
+
+    def block(self, chunk: int) -> int:
+        return chunk // self.pieces
+
+    def params_of(self, chunk: int) -> float:
+        return self.params[chunk // self.pieces] / self.pieces
+
+    def updated_of(self, chunk: int) -> float:
+        return self.updated[chunk // self.pieces] / self.pieces
+
+
+class SimulatedServer:
+    def __init__(
+        self, engine: Engine, fabric: Fabric, blocks: BlockPieces, name: str, fetches: Lane | None
+    ) -> None:
+        self.engine, self.fabric, self.blocks, self.name = engine, fabric, blocks, name
+        self.fetches = fetches  # answers follow each other on it; None: they run side by side
+        self.updates = engine.lane(f"{name} updates")
+        self.disk = DeviceQueue(limit=fabric.depth)
+        self.commits = CommitStateMachine([0], 0)
+        # Chunk -> its way from a processor beside an SSD to memory, after its last update.
+        self.upstream: dict[int, Task] = {}
+        self.inbox: deque[Event] = deque()  # events that wait for the one at work
+        self.busy = False
+        self.pulled: Callable[[int], None]  # the stage's: a pull of this ticket is answered
+        self.held: Then  # the stage's: one more gradient rests
+        self.log: Callable[[str, int], None]  # the stage's: what is begun with which chunk
+
+    @cached_property
+    def machine(self) -> ServerStateMachine:
+        """Made for the first step: plans that are only bounded need none."""
+        plan, durable, chunks = self.fabric.plan, self.fabric.on_files, self.blocks.chunks
+        resident = round(plan.resident * chunks)  # the first, which the next forward wants first
+        weights = round(self.fabric.weights_share(sum(self.blocks.params)) * chunks)
+
+        def part(chunk: int) -> Resident:
+            if not durable or chunk < resident:
+                return Resident.RECORD
+            return Resident.WEIGHTS if chunk < weights else Resident.NOTHING
+
+        return ServerStateMachine(
+            ServerSpec(
+                0,
+                {chunk: part(chunk) for chunk in range(chunks)},
+                plan.buffers if durable else 0,
+                durable=durable,
+                delayed=dict.fromkeys(range(chunks), False) if plan.staleness else {},
+            )
+        )
+
+    @property
+    def ended(self) -> int:
+        """The last step that has ended."""
+        return self.commits.ended
+
+    @property
+    def holding(self) -> bool:
+        """Whether a gradient is still on its way to where it rests."""
+        return any(chunk.holds for chunk in self.machine.chunks.values())
+
+    def tell(self, event: Event) -> None:
+        """To the server's state machine, one event at a time."""
+        self.inbox.append(event)
+        if self.busy:
+            return
+        self.busy = True
+        while self.inbox:
+            for action in self.machine.handle(self.inbox.popleft()):
+                self._carry_out(action)
+        self.busy = False
+
+    def end_step(self, step: int) -> None:
+        """No more updates in it."""
+        self._send(self.commits.end_step(step))
+        self._send(self.commits.blob(step, None))
+
+    def _send(self, said: Sequence[Addressed]) -> None:
+        for _, message in said:
+            self.tell(message)
+
+    def _carry_out(self, action: Action) -> None:
+        self._log(action)
+        match action:
+            case Answer():
+                self._answer(action)
+            case Hold(push):
+                cost = self.fabric.hold(self.blocks.params_of(push.chunk))
+                self._on_disk(WRITE_STATE, "Write", cost, partial(self._held, action), -1)
+            case Read(chunk):
+                cost = self.fabric.read(self.blocks.params_of(chunk))
+                self._on_disk(READ_STATE, "Read", cost, partial(self._done, action))
+            case Update(chunk):
+                cost = self.fabric.update(self.blocks.updated_of(chunk))
+                self._cost("Update", cost, partial(self._updated, action), lane=self.updates)
+            case Write(chunk):
+                cost = self.fabric.write(self.blocks.params_of(chunk))
+                self._on_disk(WRITE_STATE, "Write", cost, partial(self._done, action))
+            case Prepare():
+                self._cost("Commit", Cost(0.0), partial(self._done, action))
+            case Send(message):
+                self._said(message)
+            case _:
+                raise AssertionError(f"one worker whose gradients are kept needs no {action}")
+
+    def _log(self, action: Action) -> None:
+        match action:
+            case Answer(about) | Hold(about):
+                self.log(type(action).__name__, about.chunk)
+            case Read(chunk) | Update(chunk) | Write(chunk):
+                self.log(type(action).__name__, chunk)
+
+    def _said(self, message: ServerMessage) -> None:
+        match message:
+            case Pulled(ticket):
+                self.pulled(ticket)
+            case CommitDone():
+                self._send(self.commits.on_committed(message))
+
+    def _answer(self, action: Answer) -> None:
+        chunk = action.pull.chunk
+        size = self.blocks.params_of(chunk)
+        after = [self.upstream[chunk]] if chunk in self.upstream else []
+
+        def give() -> None:
+            done, cost = partial(self._done, action), self.fabric.answer(size)
+            self._cost("Fetch", cost, done, after=after, lane=self.fetches)
+
+        if action.memory:
+            give()
+        else:
+            self._on_disk(READ_PARAMETERS, "Read", self.fabric.public(size), give)
+
+    def _done(self, action: Action) -> None:
+        self.tell(Done(action))
+
+    def _held(self, hold: Hold) -> None:
+        self.tell(Done(hold, (None, True)))
+        self.held()
+
+    def _updated(self, update: Update) -> None:
+        up = self.fabric.upstream(self.blocks.params_of(update.chunk))
+        if up.uses:  # at once, so that the next step finds it in memory
+            self.upstream[update.chunk] = self._cost("Fetch", up, None)
+        self._done(update)
+
+    # what costs time
+
+    def _cost(
+        self,
+        stage: str,
+        cost: Cost,
+        then: Then | None,
+        *,
+        after: Sequence[Task] = (),
+        lane: Lane | None = None,
+    ) -> Task:
+        return self.engine.task(
+            stage, cost.of_bytes, then=then, after=after, lane=lane, where=self.name
+        )
+
+    def _on_disk(self, priority: int, stage: str, cost: Cost, then: Then, order: int = 0) -> None:
+        """In the order of the device's queue; at once where nothing rests on files."""
+        if not cost.uses:
+            self._cost(stage, cost, then)
+            return
+        self.disk.push(priority, order, (stage, cost, then))
+        self._serve_disk()
+
+    def _serve_disk(self) -> None:
+        while (item := self.disk.next()) is not None:
+            priority, (stage, cost, then) = item
+            self._cost(stage, cost, partial(self._disk_done, priority, then))
+
+    def _disk_done(self, priority: int, then: Then) -> None:
+        self.disk.done(priority)
+        then()
+        self._serve_disk()
+
+    def check(self) -> None:
+        """Assert every invariant."""
+        self.machine.check()
+        self.commits.check()
+        self.disk.check()
