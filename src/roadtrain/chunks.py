@@ -8,9 +8,9 @@ hyperparameters. Chunks are cut on a grid that does not depend on the chunk size
 every chunk size), which is why sums over segments are the same for every chunk size (Rule 1).
 Padding holds zeros and its gradients are zero.
 
-A chunk rests as one *record*: [weights | state]. Public is what a pull returns. Private is all
-else that the rule needs: the fp32 master where public is not fp32, the state arrays, the scalars
-(float64, a row per parameter span). A frozen chunk has no state part.
+A chunk rests as one *record*: [weights | state]. The weights part is what a pull returns. The state
+part is all else that the update rule needs: the fp32 master where the weights are not fp32, the
+state arrays, the scalars (float64, a row per parameter span). A frozen chunk has no state part.
 
 Assumes: names are unique, a parameter belongs to one block. Does NOT know files, tensors or
 devices.
@@ -98,8 +98,8 @@ class Run:
 
 @dataclass(frozen=True)
 class Chunk(Run):
-    """A piece of the run with its `index`, all fields being the piece's own. `start`: its first
-    element in that run."""
+    """A piece of the run that has the same `index`. All fields are the piece's own. `start`: its
+    first element in that run."""
 
     id: int
     start: int
@@ -124,9 +124,9 @@ class Chunk(Run):
 
 @dataclass(frozen=True)
 class Block:
-    """`params`: which of ChunkTable.params are its own, those without elements (in no run) too.
-    `pull_nbytes`/`push_nbytes`: the flat buffers of its parameters and of its gradients,
-    page-padded.
+    """`params`: which of ChunkTable.params are its own, also those without elements, which are in
+    no run. `pull_nbytes`, `push_nbytes`: of the flat buffers of its parameters and of its
+    gradients, padded to pages.
     """
 
     index: int
@@ -140,8 +140,8 @@ class Block:
 
 @dataclass(frozen=True)
 class Record:
-    """Byte offsets of a chunk's record. All parts start on a page. `master` is 0 where the
-    weights part serves as it."""
+    """Byte offsets of a chunk's record. Every part starts on a page. `master` is 0 where the
+    weights part is the fp32 master itself."""
 
     weights_nbytes: int  # padded
     state_nbytes: int  # padded
@@ -155,19 +155,19 @@ class Record:
 
 
 def record(chunk: Chunk, n_arrays: int, n_scalars: int, staleness: int = 0) -> Record:
-    """The record of `chunk` under a rule with that many state arrays and scalars a parameter span.
-    With staleness 1 the weights part is one update behind the master, so that both of the last two
-    versions can be pulled.
+    """The record of `chunk` under an update rule with `n_arrays` state arrays, and `n_scalars`
+    scalars for each parameter span. With staleness 1 the weights part is one update behind the
+    master, so that both of the last two versions can be pulled.
     """
-    public = round_up(chunk.weights_nbytes, PAGE)
+    weights = round_up(chunk.weights_nbytes, PAGE)
     if not chunk.trainable:
-        return Record(public, 0, 0, (), 0)
+        return Record(weights, 0, 0, (), 0)
     size = round_up(chunk.numel * 4, PAGE)
-    master = public if chunk.dtype != "fp32" or staleness else 0
-    first = master + size if master else public
+    master = weights if chunk.dtype != "fp32" or staleness else 0
+    first = master + size if master else weights
     scalars = first + n_arrays * size
     stop = scalars + round_up(n_scalars * len(chunk.spans) * 8, PAGE)
-    return Record(public, stop - public, master, tuple(range(first, scalars, size)), scalars)
+    return Record(weights, stop - weights, master, tuple(range(first, scalars, size)), scalars)
 
 
 @dataclass(frozen=True)
@@ -211,8 +211,8 @@ class ChunkTable:
         return tuple(c for c in self.chunks if c.trainable)
 
     def fingerprint(self) -> str:
-        """Same for every chunk size, dtype of the copy and number of directories: names, shapes
-        and trainability."""
+        """A hash of names, shapes and trainability. It is the same for every chunk size, dtype of
+        the weights and number of directories."""
         params = [[self.params[s.param] for run in b.runs for s in run.spans] for b in self.blocks]
         body = [
             [b.name, sorted([p.name, *p.shape, p.trainable] for p in own)]

@@ -1,6 +1,8 @@
-"""Bytes, seconds and rates as people write them. Inside the package a size is an `int` of bytes,
-a time a `float` of seconds; the unit stands in the name (`nbytes`, `timeout_s`,
-`bytes_per_s`)."""
+"""Bytes, seconds and rates as people write them.
+
+Inside the package a size is an `int` of bytes and a time a `float` of seconds. The unit stands in
+the name: `nbytes`, `timeout_s`, `bytes_per_s`. Does NOT keep the unit that was written.
+"""
 
 from __future__ import annotations
 
@@ -33,16 +35,16 @@ _NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_bytes(text: str | int) -> int:
-    """`"1.5GiB"`, `"800 MB"`, `4096` -> bytes. Raises UnitError on anything else, also on a
-    negative number."""
+    """`"1.5GiB"`, `"800 MB"`, `4096` -> bytes. Raises UnitError for anything else, a negative
+    number included."""
     if isinstance(text, int) and text >= 0:
         return text
     return int(_parsed(str(text), _BYTES, "a size", "900MB, 1.5GiB"))
 
 
 def parse_rate(text: str) -> float:
-    """`"400Mbit/s"`, `"1.5 GB/s"` -> bytes a second, more than 0. Raises UnitError on anything
-    else, also on `Gb/s`, which may be bits or bytes."""
+    """`"400Mbit/s"`, `"1.5 GB/s"` -> bytes a second, more than 0. Raises UnitError for anything
+    else, `Gb/s` included, which may be bits or bytes."""
     if re.search(r"[0-9 ][kmgtKMGT]?b/s$", text):
         raise UnitError(
             f"{text!r} is not a rate: b may be bits or bytes", hint="write 100Gbit/s or 12.5GB/s"
@@ -51,18 +53,18 @@ def parse_rate(text: str) -> float:
 
 
 def parse_flops(text: str) -> float:
-    """`"312TFLOP/s"` -> floating-point operations a second, more than 0. Raises UnitError on
+    """`"312TFLOP/s"` -> floating-point operations a second, more than 0. Raises UnitError for
     anything else."""
     return _parsed(str(text), _FLOPS, "a speed of computing", "312TFLOP/s", per="/s")
 
 
 def parse_seconds(text: str) -> float:
-    """`"5us"`, `"1.5 ms"`, `"2s"` -> seconds. Raises UnitError on anything else."""
+    """`"5us"`, `"1.5 ms"`, `"2s"` -> seconds. Raises UnitError for anything else."""
     return _parsed(str(text), _SECONDS, "a time", "5us, 1.5ms, 2s")
 
 
 def _parsed(text: str, units: Mapping[str, float], what: str, example: str, per: str = "") -> float:
-    """`per`: what stands behind the unit; with it the number is more than 0."""
+    """`per`: what follows the unit, as `/s`. A number with it must be above 0."""
     match = _NUMBER.fullmatch(text.removesuffix(per))
     size = units.get(match[2].lower()) if match and text.endswith(per) else None
     if (
@@ -99,4 +101,5 @@ def show_seconds(seconds: float) -> str:
 
 
 def round_up(n: int, to: int) -> int:
+    """The least multiple of `to` that is not below `n`."""
     return -(-n // to) * to

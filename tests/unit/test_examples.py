@@ -20,7 +20,8 @@ PAPERS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 def check_roadtrain(words):
     """`roadtrain COMMAND ...` as the command line would take it."""
     words = words[words.index("roadtrain") + 1 :]
-    name, rest = words[0], words[1:]
+    several = any(name.startswith(f"{words[0]} ") for name in cli.COMMANDS)
+    name, rest = (" ".join(words[:2]), words[2:]) if several else (words[0], words[1:])
     cli.parse(name, rest)
 
 
@@ -82,3 +83,26 @@ def test_readme_names_commands_that_exist():
     named = set(re.findall(r"`roadtrain ([a-z][a-z-]+)", text))
     known = {name.split()[0] for name in cli.COMMANDS}
     assert named and named <= known
+
+
+def commands_of(path):
+    """The calls of `roadtrain` in the shell blocks of a page."""
+    blocks = re.findall(r"```sh\n(.*?)```", path.read_text(), re.DOTALL)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    calls = [shlex.split(line, comments=True) for line in lines]
+    names = [[Path(word).name if "/" in word else word for word in call] for call in calls]
+    return [call for call in names if "roadtrain" in call]
+
+
+PAGES = [ROOT / "README.md", ROOT / "docs/quickstart.md", *sorted(ROOT.glob("docs/guides/*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_commands_in_the_docs_parse(page):
+    for call in commands_of(page):
+        call = call[:-1] if call[-1] == "&" else call
+        check_roadtrain(call[call.index("roadtrain") :])
+
+
+def test_the_docs_have_commands():
+    assert sum(len(commands_of(page)) for page in PAGES) >= 15
