@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import dataclasses
 import importlib
+import inspect
 import io
 import re
 import sysconfig
+import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -45,8 +48,29 @@ def api() -> str:
     """Every public name of the package, each with its docstring."""
     text = ["# Python API\n", MADE, "Each name is one of `roadtrain`: `roadtrain.place`.\n"]
     for name in sorted(roadtrain.__all__, key=str.lower):
-        text.append(f"::: {_home(getattr(roadtrain, name))}\n")
+        found = getattr(roadtrain, name)
+        text.append(f"::: {_home(found)}\n")
+        if dataclasses.is_dataclass(found) and dataclasses.fields(found):
+            text += ["| field | default | meaning |", "|---|---|---|", *_fields(found), ""]
     return "\n".join(text)
+
+
+def _fields(kind: type) -> Iterator[str]:
+    """A row for each field of a dataclass, whose comment says what it means: the lines above it,
+    or what follows it."""
+    lines = inspect.getsource(kind).splitlines()
+    (tree,) = ast.parse(textwrap.dedent("\n".join(lines))).body
+    for node in getattr(tree, "body", ()):
+        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
+            continue
+        first = last = node.lineno - 1
+        while lines[first - 1].strip().startswith("#"):
+            first -= 1
+        comments = [*lines[first:last], lines[last].partition("  # ")[2]]
+        meaning = " ".join(line.strip().lstrip("# ") for line in comments).strip()
+        given = getattr(kind, node.target.id, dataclasses.MISSING)  # where a field has a default
+        default = "needed" if given is dataclasses.MISSING else f"`{given!r}`"
+        yield f"| `{node.target.id}` | {_cell(default)} | {_cell(meaning)} |"
 
 
 def _home(found: Any) -> str:
