@@ -12,7 +12,7 @@ from models import Case, Net, new_scaler, run
 from torch.optim import AdamW
 
 import roadtrain
-from roadtrain.api import place
+from roadtrain.api import session_plan
 from roadtrain.config.cluster import make_cluster
 from roadtrain.config.models import BlockShape, ModelShape
 from roadtrain.config.plan import Plan, placement
@@ -31,7 +31,7 @@ def about(action):
 
 def real(monkeypatch, store, staleness, slots):
     """(action, block) of the layers' chunks, in the order of the state machine."""
-    said, handle, derived = [], ServerStateMachine.handle, place.derive
+    said, handle, derived = [], ServerStateMachine.handle, session_plan.derive
 
     def logged(self, event):
         actions = handle(self, event)
@@ -48,9 +48,11 @@ def real(monkeypatch, store, staleness, slots):
 
     monkeypatch.setattr(ServerStateMachine, "handle", logged)
     if store is not None:
-        monkeypatch.setattr(place, "derive", small)
+        monkeypatch.setattr(session_plan, "derive", small)
     else:
-        monkeypatch.setattr(place, "derive", lambda *a, **k: replace(derived(*a, **k), slots=slots))
+        monkeypatch.setattr(
+            session_plan, "derive", lambda *a, **k: replace(derived(*a, **k), slots=slots)
+        )
     model = Net(depth=DEPTH, width=32, dropout=0.0)
     placed = roadtrain.place(
         model,
