@@ -62,9 +62,6 @@ class AgreementCoordinator(HostedSession[WorkerConnection]):
         super().__init__(workers)
         self.name, self._machine = session, AgreementStateMachine(workers, waits)
 
-    def new_connection(self, rank: int, link: Link) -> WorkerConnection:
-        return WorkerConnection(self, rank, link)
-
     def take(self, worker: WorkerConnection, kind: int, fields: Any, payload: memoryview) -> None:
         with self.lock:
             self._tell(self._decided(worker.rank, kind, fields, payload))

@@ -97,6 +97,7 @@ class HostedSession(Generic[C]):
     Invariants, under `lock`: `gone` are ranks of `connections`; once `over` is set it stays, and
     nobody joins."""
 
+    connection_class: ClassVar[type[Any]] = WorkerConnection
     payloads: ClassVar[Mapping[int, int]] = {}  # kind -> bytes that may come with it
 
     def __init__(self, workers: int) -> None:
@@ -129,7 +130,7 @@ class HostedSession(Generic[C]):
         return f"worker {rank}"
 
     def new_connection(self, rank: int, link: Link) -> C:
-        raise NotImplementedError
+        return self.connection_class(self, rank, link)
 
     def take(self, connection: C, kind: int, fields: Any, payload: memoryview) -> None:
         """A frame. What it raises ends the session."""

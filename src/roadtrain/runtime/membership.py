@@ -35,7 +35,7 @@ class Control(HostedSession[WorkerConnection]):
         self._machine = MembershipStateMachine(workers, spares)
 
     def new_connection(self, rank: int, link: Link) -> WorkerConnection:
-        worker = WorkerConnection(self, rank, link)
+        worker = super().new_connection(rank, link)
         if self._machine.asked is not None:
             self._say([worker], self._machine.asked)
         return worker

@@ -24,6 +24,8 @@ from roadtrain.runtime.connection import HostedSession, WorkerConnection
 from roadtrain.transport.link import Link
 from roadtrain.units import round_up
 
+# frames with which worker 0 opens the store, and everybody reads it between steps
+SETS_UP = (m.OPEN, m.FILL, m.SETTLE, m.BEGIN, m.READ)
 # frames whose payload may be of any length; those not named here and not Push or Fill have none
 _ANY_PAYLOAD = (m.OPEN, m.SETTLE, m.COMMIT, m.APPLY_UPDATE)
 
@@ -91,6 +93,9 @@ class ParameterConnection(WorkerConnection):
         return self._coming[-1].view[:nbytes]
 
     def take(self, kind: int, fields: Any, payload: memoryview) -> None:
+        if kind in SETS_UP:
+            self.session.set_up(self, kind, fields, payload)
+            return
         if kind not in _TAKES:
             raise WireError(f"a frame of kind {kind} goes the other way")
         _TAKES[kind](self, fields, payload)
@@ -140,11 +145,6 @@ class ParameterConnection(WorkerConnection):
 
 _TAKES: Mapping[int, Callable[[ParameterConnection, Any, memoryview], None]] = {
     m.BEAT: lambda self, fields, payload: self.session.beat(),
-    m.OPEN: lambda self, fields, payload: self.session.open(self, fields, bytes(payload)),
-    m.FILL: lambda self, fields, payload: self.session.fill(self, fields.chunk, payload),
-    m.SETTLE: lambda self, fields, payload: self.session.settle(self, bytes(payload)),
-    m.BEGIN: lambda self, fields, payload: self.session.begin(self),
-    m.READ: lambda self, fields, payload: self.session.read(self, fields.chunk),
     m.PULL: ParameterConnection.pull,
     m.PUSH: ParameterConnection.push,
     m.APPLY_UPDATE: ParameterConnection.update,
@@ -164,6 +164,7 @@ _TAKES: Mapping[int, Callable[[ParameterConnection, Any, memoryview], None]] = {
 class ParameterSession(HostedSession[ParameterConnection]):
     """What workers of a parameter server, or of the relay before it, ask for."""
 
+    connection_class = ParameterConnection
     answers: BufferPool  # a server's: where pulls are read into
 
     def __init__(self, workers: int, local: int) -> None:
@@ -178,24 +179,10 @@ class ParameterSession(HostedSession[ParameterConnection]):
     def beat(self) -> None:
         """A worker's process runs."""
 
-    def open(self, worker: ParameterConnection, fields: m.OpenHeader, body: bytes) -> None:
-        """Worker 0 says what the store holds."""
-        raise NotImplementedError
-
-    def fill(self, worker: ParameterConnection, number: int, payload: memoryview) -> None:
-        """The first contents of a chunk's record."""
-        raise NotImplementedError
-
-    def settle(self, worker: ParameterConnection, blob: bytes) -> None:
-        """A new part is whole: from now on it counts."""
-        raise NotImplementedError
-
-    def begin(self, worker: ParameterConnection) -> None:
-        """The store is open: serves."""
-        raise NotImplementedError
-
-    def read(self, worker: ParameterConnection, number: int) -> None:
-        """A whole record, between steps; -1: what all workers committed with the last one."""
+    def set_up(
+        self, worker: ParameterConnection, kind: int, fields: Any, payload: memoryview
+    ) -> None:
+        """A frame of SETS_UP."""
         raise NotImplementedError
 
     def tell(self, message: Any) -> None:

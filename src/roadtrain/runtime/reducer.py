@@ -94,6 +94,8 @@ class Reducer(HostedSession[_ReducerConnection]):
     """Of one job. `above`: who adds other hosts' sums before the workers here get theirs.
     `forget` is called once, when the last worker has left or something failed."""
 
+    connection_class = _ReducerConnection
+
     def __init__(
         self,
         rule: str,
@@ -112,9 +114,6 @@ class Reducer(HostedSession[_ReducerConnection]):
         self._work = queue.SimpleQueue[Any]()
         self.threads.append(threading.Thread(target=self._add_all, name="reducer", daemon=True))
         self.threads[0].start()
-
-    def new_connection(self, rank: int, link: Link) -> _ReducerConnection:
-        return _ReducerConnection(self, rank, link)
 
     def takes(self, rank: int) -> bool:
         return not self.gone and super().takes(rank)

@@ -174,7 +174,7 @@ class ServerChannel(ParameterSession):
         return super().name_of(self.orders.host * self.orders.local + rank)
 
     def new_connection(self, rank: int, link: Link) -> ParameterConnection:
-        worker = ParameterConnection(self, rank, link)
+        worker = super().new_connection(rank, link)
         worker.pool = BufferPool(self.orders.budgets.pool, self.orders.budgets.piece_bytes)
         for kind, header, payload in self._said:
             self._tell_one(worker, kind, header, payload)
@@ -200,17 +200,13 @@ class ServerChannel(ParameterSession):
             raise WireError(f"chunk {number} of {len(self._chunks)}")
         return self._chunks[number]
 
-    def open(self, worker: ParameterConnection, fields: m.OpenHeader, body: bytes) -> None:
-        self._up.send(m.OPEN, m.encode(fields), [memoryview(body)])
-
-    def fill(self, worker: ParameterConnection, number: int, payload: memoryview) -> None:
-        self._up.send(m.FILL, m.encode((number,)), [payload])
-
-    def settle(self, worker: ParameterConnection, blob: bytes) -> None:
-        self._up.send(m.SETTLE, m.encode(()), [memoryview(blob)])
-
-    def begin(self, worker: ParameterConnection) -> None:
-        self._up.send(m.BEGIN, m.encode(()))
+    def set_up(
+        self, worker: ParameterConnection, kind: int, fields: Any, payload: memoryview
+    ) -> None:
+        with self.lock:
+            if kind == m.READ:
+                self._readers.append(worker)
+            self._up.send(kind, m.encode(fields), [payload] if payload else [])
 
     def beat(self) -> None:
         """To the server its host lives, if all of its workers do."""
@@ -218,11 +214,6 @@ class ServerChannel(ParameterSession):
         if self._connected.is_set() and not silent:
             with suppress(PeerError):
                 self._up.send(m.BEAT, m.encode(()), urgent=True)
-
-    def read(self, worker: ParameterConnection, number: int) -> None:
-        with self.lock:
-            self._readers.append(worker)
-            self._up.send(m.READ, m.encode((number,)))
 
     def tell(self, message: Any) -> None:
         try:

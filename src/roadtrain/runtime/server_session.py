@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
@@ -64,7 +64,7 @@ class StoreHost(Protocol):
 
 
 class ServerSession(ParameterSession):
-    """`server` runs from `begin` on. `host`: of what is in its memory and on its files; it is
+    """`server` runs from Begin on. `host`: of what is in its memory and on its files; it is
     told once that the session is over, and tears it down."""
 
     def __init__(self, hello: m.Hello, host: StoreHost) -> None:
@@ -109,9 +109,6 @@ class ServerSession(ParameterSession):
             self._refused(worker, error)
             raise
         return worker
-
-    def new_connection(self, rank: int, link: Link) -> ParameterConnection:
-        return ParameterConnection(self, rank, link)
 
     def is_of(self, hello: m.Hello) -> bool:
         """Whether that worker belongs to this start of the job."""
@@ -175,9 +172,14 @@ class ServerSession(ParameterSession):
             raise WireError(f"chunk {number} is not of server {self.number}")
         return meta.table.chunks[number]
 
-    def open(self, worker: ParameterConnection, fields: m.OpenHeader, body: bytes) -> None:
+    def set_up(
+        self, worker: ParameterConnection, kind: int, fields: Any, payload: memoryview
+    ) -> None:
+        _SETS_UP[kind](self, worker, fields, payload)
+
+    def _open(self, worker: ParameterConnection, fields: m.OpenHeader, payload: memoryview) -> None:
         """Makes the store, or opens it at the step given."""
-        meta, rules = _described(body)
+        meta, rules = _described(bytes(payload))
         told_well = meta.index == self.number and len(meta.directories) == fields.servers
         if worker.rank or self.tier or not told_well:
             raise WireError("a store is opened by worker 0, once, with this server's number")
@@ -258,39 +260,44 @@ class ServerSession(ParameterSession):
             self.local,
         )
 
-    def fill(self, worker: ParameterConnection, number: int, payload: memoryview) -> None:
-        chunk = self.chunk(number)
+    def _fill(
+        self, worker: ParameterConnection, fields: m.ChunkHeader, payload: memoryview
+    ) -> None:
+        """The first contents of a chunk's record."""
+        chunk = self.chunk(fields.chunk)
         if worker.rank or self.tier is None or self.tier.step >= 0:
             raise WireError("only worker 0 fills, and only a new part")
         if len(payload) != (expected := self.setup.meta.records[chunk.id].nbytes):
-            raise WireError(f"{len(payload)} bytes fill chunk {number}, {expected} expected")
+            raise WireError(f"{len(payload)} bytes fill chunk {chunk.id}, {expected} expected")
         with self._stored():
-            self.tier.write(number, "record", payload)
+            self.tier.write(chunk.id, "record", payload)
         self._count(len(payload))
-        worker.say(m.FILLED, (number,))
+        worker.say(m.FILLED, (chunk.id,))
 
-    def settle(self, worker: ParameterConnection, blob: bytes) -> None:
+    def _settle(self, worker: ParameterConnection, fields: tuple[()], payload: memoryview) -> None:
+        """A new part is whole: from now on it counts."""
         if worker.rank or self.tier is None or not self._new or self.ready:
             raise WireError("worker 0 settles a new part, once")
         with self._stored():
             if self.tier.step < 0:
-                self.tier.prepare(self._step, blob)
+                self.tier.prepare(self._step, bytes(payload))
                 self.tier.committed(self._step)
             with self.store.storing():
                 for line in publish_part(self.store.directory):
                     self.host.report(line)
         worker.say(m.SETTLED, ())
 
-    def begin(self, worker: ParameterConnection) -> None:
+    def _begin(self, worker: ParameterConnection, fields: tuple[()], payload: memoryview) -> None:
+        """The store is open: serves."""
         tier, meta = self.tier, self.meta
         if worker.rank or tier is None or meta is None or tier.step < 0 or self.ready:
             raise WireError(
                 "worker 0 begins, once, after it has opened a store and settled a new one"
             )
         with self._stored():
-            self._begin(tier, meta)
+            self._serve(tier, meta)
 
-    def _begin(self, own: FileTier, meta: StoreMeta) -> None:
+    def _serve(self, own: FileTier, meta: StoreMeta) -> None:
         with self.store.storing():  # before its first step: whoever is not here misses that
             for tier in filter(None, (own, self.kept)):
                 replace(tier.meta, history=meta.history, sessions=(), without=()).write(
@@ -312,13 +319,16 @@ class ServerSession(ParameterSession):
         for one in workers:
             self._greet(one)
 
-    def read(self, worker: ParameterConnection, number: int) -> None:
+    def _read(
+        self, worker: ParameterConnection, fields: m.ChunkHeader, payload: memoryview
+    ) -> None:
+        """A whole record, between steps; -1: what all workers committed with the last one."""
         if self.meta is None or self.tier is None:
             raise WireError("nothing is open yet")
-        if number == -1:
-            worker.say(m.RECORD, (number,), self.tier.blob)
+        if fields.chunk == -1:
+            worker.say(m.RECORD, (-1,), self.tier.blob)
             return
-        chunk = self.chunk(number)
+        chunk = self.chunk(fields.chunk)
         record = Buffer(self.meta.records[chunk.id].nbytes).view
         with self._stored():
             self.tier.read(chunk.id, "record", record)
@@ -447,6 +457,15 @@ class ServerSession(ParameterSession):
         for pool in [self.answers, *self.pools]:
             for buffer in pool.buffers:
                 buffer.close()
+
+
+_SETS_UP: Mapping[int, Callable[[ServerSession, ParameterConnection, Any, memoryview], None]] = {
+    m.OPEN: ServerSession._open,
+    m.FILL: ServerSession._fill,
+    m.SETTLE: ServerSession._settle,
+    m.BEGIN: ServerSession._begin,
+    m.READ: ServerSession._read,
+}
 
 
 def _described(body: bytes) -> tuple[StoreMeta, list[Rule]]:

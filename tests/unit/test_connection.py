@@ -1,0 +1,136 @@
+"""Workers of one start of a job on a host: who may join, what ends them all and who is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from roadtrain.errors import BusyError, LostError, WireError
+from roadtrain.runtime import frames as m
+from roadtrain.runtime.connection import COMING_S, HostedSession, WorkerConnection
+
+
+class Wire:
+    def __init__(self) -> None:
+        self.peer, self.said, self.closed = "10.0.0.3:7000", [], 0
+
+    def send(
+        self, kind: int, header: bytes, parts: Any = (), sent: Any = None, *, urgent: bool = False
+    ) -> None:
+        self.said.append((kind, tuple(m.header(kind, header))))
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class Sums(HostedSession[WorkerConnection]):
+    """Takes parts; each is one byte at most."""
+
+    payloads = {m.PART: 1}
+
+    def __init__(self, workers: int) -> None:
+        super().__init__(workers)
+        self.heard: list[Any] = []
+        self.reasons: list[BaseException] = []
+
+    def take(
+        self, connection: WorkerConnection, kind: int, fields: Any, payload: memoryview
+    ) -> None:
+        if kind == m.MOVED:
+            raise KeyError("a defect")
+        if kind != m.PART:
+            raise WireError("not to me")
+        self.heard.append((connection.rank, tuple(fields), bytes(payload)))
+
+    def ended(self, error: BaseException) -> None:
+        self.reasons.append(error)
+        super().ended(error)
+
+
+PART = m.encode((7, 0, 1, 1, "fp32", 0))
+
+
+@pytest.fixture
+def made() -> Any:
+    session = Sums(2)
+    links = [Wire(), Wire()]
+    yield session, links, [session.join(rank, link) for rank, link in enumerate(links)]
+    session.wait_for_the_end(10)
+    assert all(not thread.is_alive() for thread in session.threads)
+
+
+def test_each_place_is_taken_once(made: Any) -> None:
+    session, links, _ = made
+    assert [link.peer for link in links] == [f"worker {i} (10.0.0.3:7000)" for i in (0, 1)]
+    for rank in (-1, 0, 1, 2):
+        with pytest.raises(BusyError):
+            session.join(rank, Wire())
+
+
+def test_a_frame_goes_to_the_session_with_its_fields(made: Any) -> None:
+    session, _, (first, second) = made
+    room = second.room(m.PART, PART, 1)
+    room[:] = b"x"
+    second.arrived(m.PART, PART, room)
+    first.arrived(m.PART, PART, memoryview(b""))
+    assert session.heard == [(1, (7, 0, 1, 1, "fp32", 0), b"x"), (0, (7, 0, 1, 1, "fp32", 0), b"")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "header", "nbytes"), [(m.PART, PART, 2), (m.SUM, m.encode((7, 0, 1, True)), 1)]
+)
+def test_no_more_bytes_than_a_kind_may_have(
+    made: Any, kind: int, header: bytes, nbytes: int
+) -> None:
+    with pytest.raises(WireError, match=f"{nbytes} bytes came"):
+        made[2][0].room(kind, header, nbytes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "header", "words"),
+    [
+        (m.BEAT, m.encode(()), ("WireError", "not to me")),
+        (999, b"", ("WireError", "a frame of unknown kind 999")),
+        (m.MOVED, m.encode(()), ("LostError", "this server failed: KeyError: 'a defect'")),
+    ],
+)
+def test_what_is_wrong_with_a_frame_ends_all_once(
+    made: Any, kind: int, header: bytes, words: tuple[str, str]
+) -> None:
+    session, links, workers = made
+    workers[0].arrived(kind, header, memoryview(b""))
+    workers[1].arrived(m.BEAT, m.encode(()), memoryview(b""))
+    session.end(LostError("later"))
+    session.wait_for_the_end(10)
+    assert len(session.reasons) == 1
+    assert [link.said for link in links] == [[(m.FAILED, words)]] * 2
+    assert [link.closed for link in links] == [1, 1]
+
+
+def test_it_is_over_when_all_have_gone(made: Any) -> None:
+    session, _, (first, second) = made
+    first.lost(LostError("closed by peer"))
+    assert session.over is None and session.gone == {0}
+    second.lost(LostError("the last one"))
+    assert str(session.over) == "the last one"
+
+
+def test_who_comes_after_the_end_is_busy() -> None:
+    session = Sums(2)
+    session.end(LostError("over"))
+    with pytest.raises(BusyError):
+        session.join(0, Wire())  # type: ignore[arg-type]
+
+
+def test_silence_is_not_that_of_a_frame_on_its_way(made: Any) -> None:
+    worker = made[2][0]
+    worker.heard -= 100
+    assert worker.silent_for(5) > 99 and worker.silent_for(200) == 0
+    room = worker.room(m.PART, PART, 1)
+    worker.heard -= 100
+    assert worker.silent_for(5) == 0 == worker.silent_for(COMING_S)
+    worker.heard -= COMING_S
+    assert worker.silent_for(5) > COMING_S
+    worker.arrived(m.PART, PART, room)
+    assert worker.silent_for(5) == 0
