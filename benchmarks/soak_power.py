@@ -65,14 +65,14 @@ class Power:
         }
 
     def install(self) -> None:
-        os.fsync = lambda fd: self._sync(fd, "fsync")  # type: ignore[assignment, arg-type]
-        os.fdatasync = lambda fd: self._sync(fd, "fdatasync")  # type: ignore[assignment, arg-type]
-        os.pwritev = self._pwritev  # type: ignore[assignment]
-        os.write = self._write  # type: ignore[assignment]
+        os.fsync = lambda fd: self.sync(fd, "fsync")  # type: ignore[assignment, arg-type]
+        os.fdatasync = lambda fd: self.sync(fd, "fdatasync")  # type: ignore[assignment, arg-type]
+        os.pwritev = self.pwritev  # type: ignore[assignment]
+        os.write = self.write  # type: ignore[assignment]
 
     # what the process calls
 
-    def _sync(self, fd: int, name: str) -> None:
+    def sync(self, fd: int, name: str) -> None:
         path = _path_of(fd)
         if not self._ours(path):
             return self._real[name](fd)
@@ -87,7 +87,7 @@ class Power:
             self._after(action)
         return None
 
-    def _pwritev(self, fd: int, buffers: Sequence[Any], offset: int, *flags: int) -> int:
+    def pwritev(self, fd: int, buffers: Sequence[Any], offset: int, *flags: int) -> int:
         path = _path_of(fd)
         if not self._ours(path):
             return int(self._real["pwritev"](fd, buffers, offset, *flags))
@@ -101,7 +101,7 @@ class Power:
         self._after(action)
         return done
 
-    def _write(self, fd: int, data: Any) -> int:
+    def write(self, fd: int, data: Any) -> int:
         path = _path_of(fd)
         if not self._ours(path):
             return int(self._real["write"](fd, data))

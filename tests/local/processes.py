@@ -25,18 +25,21 @@ from roadtrain.storage.mark import Mark
 from roadtrain.transport.tcp import TcpOptions
 
 FORK = multiprocessing.get_context("forkserver")
+# torch._dynamo: torch's optimizers import it; pytest: each child imports what its parent runs
 FORK.set_forkserver_preload(
-    ["torch", "roadtrain.api.place", "roadtrain.runtime.session_host", "processes"]
+    ["torch._dynamo", "roadtrain.api.place", "roadtrain.runtime.session_host", "pytest"]
 )
 BUDGET = "96MiB"
 
 
 def free_port():
-    """For torch's store. Below those that the system gives to links, or one of them may have it
-    by then."""
+    """For torch's store, and for hosts that come back to theirs. Below those that the system
+    gives to links, or one of them may have it by then; tests that run at the same time draw from
+    ports of their own."""
+    first = 15000 + 5000 * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 3)
     while True:
         with socket.socket() as sock, contextlib.suppress(OSError):
-            sock.bind(("127.0.0.1", random.randrange(15000, 30000)))
+            sock.bind(("127.0.0.1", random.randrange(first, first + 5000)))
             return sock.getsockname()[1]
 
 
@@ -111,7 +114,7 @@ class HostProcess:
             daemon=True,
             args=(
                 str(directory),
-                ("127.0.0.1", port),
+                ("127.0.0.1", port or free_port()),
                 token,
                 str(self.log),
                 there,

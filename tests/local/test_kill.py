@@ -1,29 +1,50 @@
-"""SIGKILL at random moments: the same command goes on and repeats the same losses (Rule 3)."""
+"""SIGKILL in the middle of a write or sync, and at random moments: the same command goes on and
+repeats the same losses (Rule 3)."""
 
-import multiprocessing
 import os
 import random
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from models import Case, one_step, place
+from processes import FORK
+
+from benchmarks.soak_power import Power, Strike
 
 STEPS = 150
-FORK = multiprocessing.get_context("forkserver")
-FORK.set_forkserver_preload(["torch", "roadtrain.api.place", "models"])
 
 
-def child(case, store, log, steps):
-    """Trains up to `steps` and writes every step's loss down."""
+def child(case, store, log, steps, early=False, strike=None):
+    """Trains up to `steps` and writes every step's loss down. `strike` counts from the start if
+    `early`, else from its first step."""
+
+    def begin_to_count():
+        shadow = Path(f"{log}.shadow")
+        shadow.mkdir(exist_ok=True)
+        Power(shadow, [log.parent], [strike]).install()
+
     torch.set_num_threads(1)
+    if strike is not None and early:
+        begin_to_count()
     model, placed, scaler = place(case, store, budget="64MiB", chunk_elements=1 << 16)
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    first = placed.steps_done + 1
     while placed.steps_done < steps:
         loss = one_step(case, model, placed, scaler, placed.steps_done)
         os.write(out, f"{placed.steps_done} {loss.hex()}\n".encode())
+        if strike is not None and not early and placed.steps_done == first:
+            begin_to_count()
     placed.close()
+
+
+def trained(*args):
+    process = FORK.Process(target=child, args=args)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
 
 
 def read(log):
@@ -36,7 +57,36 @@ def read(log):
     return seen
 
 
+def killed_at_a_call(rng, early, args):
+    action = rng.choice(["kill before", "kill half", "kill after"])
+    kind = "write" if action == "kill half" else rng.choice(["write", "sync"])
+    strike = Strike(kind, rng.randrange({"write": 40, "sync": 8}[kind]), action, "store")
+    process = FORK.Process(target=child, args=(*args, early, strike))
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL, process.exitcode
+
+
+def killed_at_a_moment(rng, early, args):
+    """While it starts, or after some new step."""
+    log = args[2]
+    before = max(read(log), default=0)
+    process = FORK.Process(target=child, args=args)
+    process.start()
+    deadline = time.monotonic() + 60
+    while not early and max(read(log), default=0) <= before and time.monotonic() < deadline:
+        time.sleep(0.02)
+    time.sleep(rng.random() * (2.0 if early else 0.5))
+    assert process.exitcode is None, "it ended by itself"
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+
+
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "killed",
+    [killed_at_a_call, pytest.param(killed_at_a_moment, marks=pytest.mark.exhaustive)],
+)
 @pytest.mark.parametrize(
     ("name", "case", "dirs"),
     [
@@ -46,38 +96,16 @@ def read(log):
         ("late", Case(eager=True, staleness=1), 2),
     ],
 )
-def test_ten_kills_change_no_loss(name, case, dirs, tmp_path):
-    whole = tmp_path / "whole.log"
-    process = FORK.Process(target=child, args=(case, None, whole, STEPS))
-    process.start()
-    process.join()
-    assert process.exitcode == 0
-    reference = read(whole)
-
-    rng, log, kills = random.Random(name), tmp_path / "killed.log", 0
-    store = [tmp_path / f"d{i}" for i in range(dirs)]
-    while kills < 10:
-        before = max(read(log), default=0)
-        process = FORK.Process(target=child, args=(case, store, log, STEPS * 10))
-        process.start()
-        deadline = time.monotonic() + 60
-        early = kills % 5 == 4  # one in five while it starts, the others after some new step
-        while not early and max(read(log), default=0) <= before and time.monotonic() < deadline:
-            time.sleep(0.02)
-        time.sleep(rng.random() * (2.0 if early else 0.5))
-        assert process.exitcode is None, "it ended by itself"
-        os.kill(process.pid, signal.SIGKILL)
-        process.join()
-        kills += 1
-    process = FORK.Process(
-        target=child, args=(case, store, log, max(STEPS, max(read(log), default=0) + 5))
-    )
-    process.start()
-    process.join()
-    assert process.exitcode == 0
+def test_ten_kills_change_no_loss(name, case, dirs, killed, tmp_path):
+    rng, log = random.Random(name), tmp_path / "killed.log"
+    store = [tmp_path / f"store{i}" for i in range(dirs)]
+    for number in range(10):  # one in five while it starts
+        killed(rng, number % 5 == 4, (case, store, log, STEPS * 10))
+    last = max(read(log)) + 5
+    trained(case, store, log, last)
+    trained(case, None, tmp_path / "whole.log", last)
     seen = read(log)
-    assert set(range(1, max(seen) + 1)) == set(seen), "a step is missing"
+    assert set(range(1, last + 1)) == set(seen), "a step is missing"
     for step, losses in seen.items():
         assert len(losses) == 1, f"step {step} was repeated with another loss"
-        if step in reference:
-            assert losses == reference[step], step
+    assert seen == read(tmp_path / "whole.log")

@@ -130,7 +130,9 @@ def test_the_losses_are_those_without_replicas(case, cluster, tmp_path):  # Rule
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize(
+    "victim", [0, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2))]
+)
 # Rules 3 and 6
 def test_a_lost_server_is_left_out_and_filled_up_again(victim, undisturbed, cluster):
     """It dies with what it held; the run goes on without it; it comes back empty, and then
@@ -217,7 +219,10 @@ def test_another_number_of_replicas_is_refused(cluster):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "seed",
+    [pytest.param(seed, marks=pytest.mark.exhaustive if seed > 2 else ()) for seed in range(6)],
+)
 def test_kills_at_random_moments(seed, alone, cluster):  # Rule 3
     """Two kills, the second maybe at the start, while what was lost is filled up: then of the
     same server."""

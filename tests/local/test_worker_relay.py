@@ -35,9 +35,9 @@ def trained(case, servers, home, steps, workers, **options):
     [
         ("plain", 1, 1),
         ("late, bf16", 2, 1),
-        ("frozen, bf16", 2, 2),
+        pytest.param("frozen, bf16", 2, 2, marks=pytest.mark.exhaustive),
         ("clipped, accumulated, scaler", 4, 2),
-        ("late, bf16", 4, 2),
+        pytest.param("late, bf16", 4, 2, marks=pytest.mark.exhaustive),
     ],
 )
 def test_the_same_bits_with_it(name, workers, local, addresses, tmp_path):  # Rule 1

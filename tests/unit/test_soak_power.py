@@ -33,7 +33,7 @@ def disk(tmp_path):
 
 def written(power, path, content, offset=0):
     fd = os.open(path, os.O_RDWR | os.O_CREAT)
-    power._pwritev(fd, [content], offset)
+    power.pwritev(fd, [content], offset)
     return fd
 
 
@@ -44,7 +44,7 @@ def test_bytes_count_from_their_sync_on(disk, synced, left):
     power = Power(shadow, [root])
     fd = written(power, root / "old", b"b" * SECTOR, SECTOR)
     if synced:
-        power._sync(fd, "fdatasync")
+        power.sync(fd, "fdatasync")
     os.close(fd)
     rng = random.Random(1)
     rng.choice = lambda options, draw=rng.choice: left if left in options else draw(options)
@@ -62,13 +62,13 @@ def test_names_count_from_the_sync_of_their_directory_on(disk, synced):
     root, shadow = disk
     power = Power(shadow, [root])
     fd = written(power, root / "new", b"c")
-    power._sync(fd, "fsync")
+    power.sync(fd, "fsync")
     os.close(fd)
     os.replace(root / "new", root / "old")
     (root / "below").mkdir()
     if synced:
         fd = os.open(root, os.O_RDONLY)
-        power._sync(fd, "fsync")
+        power.sync(fd, "fsync")
         os.close(fd)
     cut(shadow, [root], Given("none", "none"))
     assert (root / "old").read_bytes() == (b"c" if synced else b"a" * 3 * SECTOR)
@@ -83,12 +83,12 @@ def test_what_a_failed_sync_lost_no_later_sync_saves(disk, again):
     power = Power(shadow, [root], [Strike("sync", 0, "EIO", "old")])
     fd = written(power, root / "old", b"b" * SECTOR)
     with pytest.raises(OSError) as raised:
-        power._sync(fd, "fdatasync")
+        power.sync(fd, "fdatasync")
     assert raised.value.errno == errno.EIO
     later = Power(shadow, [root])
     if again:
-        later._pwritev(fd, [b"b" * SECTOR], 0)
-    later._sync(fd, "fdatasync")
+        later.pwritev(fd, [b"b" * SECTOR], 0)
+    later.sync(fd, "fdatasync")
     os.close(fd)
     assert (root / "old").read_bytes()[:1] == b"b"
     cut(shadow, [root], Given("all", "all"))
@@ -100,10 +100,10 @@ def test_a_script_counts_the_calls_on_its_files(disk):
     power = Power(shadow, [root], [Strike("write", 1, "EIO", "old")])
     fds = [os.open(root / name, os.O_RDWR | os.O_CREAT) for name in ("old", "new")]
     for fd in (fds[1], fds[0], fds[1]):
-        power._write(fd, b"x")
+        power.write(fd, b"x")
     with pytest.raises(OSError):
-        power._write(fds[0], b"x")
-    assert power._write(fds[0], b"x") == 1 and power.totals == {"sync": 0, "write": 5}
+        power.write(fds[0], b"x")
+    assert power.write(fds[0], b"x") == 1 and power.totals == {"sync": 0, "write": 5}
     for fd in fds:
         os.close(fd)
 
