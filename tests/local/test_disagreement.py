@@ -18,6 +18,7 @@ from roadtrain.errors import DifferError, LoopError, TwiceError
 from roadtrain.integrations.ddp import Summation, sum_hook
 
 SOON_S = 5.0
+pytestmark = pytest.mark.alone
 
 
 def run(workers, work):
