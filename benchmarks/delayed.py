@@ -181,10 +181,10 @@ def train(way: str, steps: int, small: bool) -> dict[str, Any]:
             str(JOB),
             {
                 "run.dir": home,
-                "store.dirs": [],
+                "store.files": [],
                 "budget.host": "4GiB",
                 "run.device": "cpu",
-                "optimizer.staleness": int(way == "late"),
+                "optimizer.delay": int(way == "late"),
             },
         )
         if small:

@@ -304,7 +304,9 @@ def tokenizer(tokens: list[str], merges: list[str]) -> Tokenizer:
 
 
 def job_of(folder: Path, run_dir: str, topk: float | None, feedback: bool) -> Job:
-    compress: dict[str, Any] = {} if topk is None else {"topk": topk, "error_feedback": feedback}
+    compress: dict[str, Any] = (
+        {} if topk is None else {"keep": topk / 200, "error_feedback": feedback}
+    )
     return make_job(
         {
             "run": {"dir": run_dir, "device": "cpu"},

@@ -151,16 +151,16 @@ def measured(way: str, home: Path, read: float, write: float, many: int, link: f
                 stack.enter_context(LoopDevice(home / f"ssd{i}", 600 * MIB)) for i in range(many)
             ]
             limit = stack.enter_context(Throttle(devices, read, write))
-            words["store.dirs"] = [str(Path(device.mount) / "store") for device in devices]
+            words["store.files"] = [str(Path(device.mount) / "store") for device in devices]
             found = workers([(subprocess.Popen, job_of(words))], home, 1, STEPS, limit)
         else:
             network = stack.enter_context(Network({name: [LabNic(link)] for name in ("w0", "s0")}))
             where = stack.enter_context(servers(network, 1, home, "--budget", "400MiB"))
             words |= {
-                "store.servers": where,
+                "servers.addresses": where,
                 "budget.host": "400MiB",
-                "store.token_file": str(home / "token"),
-                "store.buffering": way.split()[1],
+                "servers.token_file": str(home / "token"),
+                "servers.buffering": way.split()[1],
             }
             found = workers([(network.hosts["w0"].run, job_of(words))], home, 1, STEPS)
     return found[0].step_s

@@ -76,8 +76,8 @@ class Case:
     words: tuple[tuple[str, Any], ...] = ()
 
 
-LATE, TOPK = ("optimizer.staleness", 1), ("compress.topk", 2.0)
-ALL, NONE = ("store.buffering", "all"), ("store.buffering", "none")
+LATE, TOPK = ("optimizer.delay", 1), ("compress.keep", 0.01)
+ALL, NONE = ("servers.buffering", "all"), ("servers.buffering", "none")
 CASES = (
     Case("files, one device of 80 and 40 MB/s", "files", (80e6, 40e6)),
     Case("files, one device of 80 and 40 MB/s, staleness 1", "files", (80e6, 40e6), words=(LATE,)),
@@ -204,7 +204,7 @@ def calibrated(home: Path, threads: int, words: Mapping[str, Any]) -> Cluster:
         {
             **words,
             "run.dir": str(home / f"known{threads}"),
-            "store.dirs": [],
+            "store.files": [],
             "budget.host": "400MiB",
         }
     )
@@ -234,12 +234,12 @@ def _placed(case: Case, home: Path, known: Mapping[int, Cluster]) -> tuple[Real,
                 for i in range(case.many)
             ]
             limit = stack.enter_context(Throttle(devices, *case.rates))
-            words["store.dirs"] = [str(Path(device.mount) / "store") for device in devices]
+            words["store.files"] = [str(Path(device.mount) / "store") for device in devices]
             found = workers([(subprocess.Popen, job_of(words))], home, 2, STEPS, limit)
         # as fast as the processors are now: in other minutes they are not
         elif case.kind == "memory":
             known = {2: calibrated(home, 2, {})}
-            words |= {"store.dirs": [], "budget.host": "400MiB"}
+            words |= {"store.files": [], "budget.host": "400MiB"}
             found = workers([(subprocess.Popen, job_of(words))], home, 2, STEPS)
         else:
             names = [
@@ -250,10 +250,10 @@ def _placed(case: Case, home: Path, known: Mapping[int, Cluster]) -> tuple[Real,
             network = stack.enter_context(
                 Network({name: [LabNic(case.rates[0])] for name in names})
             )
-            words["store.servers"] = stack.enter_context(
+            words["servers.addresses"] = stack.enter_context(
                 servers(network, case.many, home, "--budget", "400MiB")
             )
-            words["store.token_file"] = str(home / "token")
+            words["servers.token_file"] = str(home / "token")
             words["budget.host"] = "400MiB"
             found = workers(
                 [(network.hosts[f"w{i}"].run, job_of(words)) for i in range(case.workers)],

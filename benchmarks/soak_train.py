@@ -70,7 +70,7 @@ def job_of(errand: Alone) -> Job:
                 "held_out": 0,
             },
             "optimizer": {"lr": 1e-2},
-            "store": {"dirs": list(errand.stores), "chunk_elements": 1 << 16},
+            "store": {"files": list(errand.stores), "chunk_elements": 1 << 16},
             "budget": {"host": "96MiB"},
         }
     )

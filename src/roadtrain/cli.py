@@ -55,7 +55,7 @@ COMMANDS = {
     ),
     "serve": Command(
         "roadtrain.runtime.session_host:command",
-        "Serve parameters and optimizer state to workers (store.servers of their job). The same"
+        "Serve parameters and optimizer state to workers (servers.addresses of their job). The same"
         " command resumes.",
         ("HOST:PORT",),
     ),

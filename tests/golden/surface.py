@@ -103,8 +103,11 @@ def command(*words: str) -> tuple[int, str]:
 
 
 def options_in(text: str) -> set[str]:
-    """The options that a help text names."""
-    return set(re.findall(r"(?<![\w-])--[a-z](?:[\w.-]*\w)?", text))
+    """The options that a help text names, and the keys of the first edition for which it names
+    one."""
+    named = set(re.findall(r"(?<![\w-])--[a-z](?:[\w.-]*\w)?", text))
+    former = {f"--{key}" for key, now in job.FORMER_KEYS.items() if f"--{now.now}" in named}
+    return named | former
 
 
 @contextlib.contextmanager
@@ -138,16 +141,27 @@ def command_names() -> list[str]:
 
 
 def job_defaults() -> dict[str, str]:
-    """Every key of a job -> its default as text."""
-    return {key: default for key, default, _ in job.all_keys()}
+    """Every key of a job -> its default as text, those of the first edition too."""
+    now = {key: default for key, default, _ in job.all_keys()}
+    return now | {key: now[former.now] for key, former in job.FORMER_KEYS.items()}
 
 
 def job_of(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """All keys of a job file with words of the command line over it, as a tree of plain values,
-    but those that the first edition did not have."""
-    later = {"run": {"memory_limit"}}
-    loaded = job.load_job(path, job.parse_overrides(overrides))
-    return loaded.model_dump(mode="json", exclude=later)
+    """All keys of a job file with words of the command line over it, as a tree of plain values
+    in the words of the first edition."""
+    loaded = job.load_job(path, job.parse_overrides(overrides), silent).model_dump(mode="json")
+    now = {f"{section}.{name}": v for section, table in loaded.items() for name, v in table.items()}
+    for key in ("run.memory_limit", "budget.device"):
+        del now[key]
+    for key, former in job.FORMER_KEYS.items():
+        now[key] = now.pop(former.now)
+    if now["compress.topk"] is not None:
+        now["compress.topk"] *= 200  # percent of the bytes, of which half are indices
+    tree: dict[str, Any] = {}
+    for key, value in now.items():
+        section, _, name = key.partition(".")
+        tree.setdefault(section, {})[name] = value
+    return tree
 
 
 def place_options() -> dict[str, str]:

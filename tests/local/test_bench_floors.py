@@ -103,4 +103,4 @@ def test_every_depth_runs_about_as_many_blocks() -> None:
 
 
 def test_the_main_job_is_there_and_has_no_staleness() -> None:
-    assert delayed.JOB.exists() and delayed.load_job(str(delayed.JOB), {}).optimizer.staleness == 0
+    assert delayed.JOB.exists() and delayed.load_job(str(delayed.JOB), {}).optimizer.delay == 0

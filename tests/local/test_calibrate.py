@@ -36,7 +36,7 @@ paths = ["{text}"]
 seq_len = 128
 batch_size = 2
 [store]
-dirs = {dirs}
+files = {dirs}
 """
 CLUSTER = """
 name = "here"
@@ -130,12 +130,15 @@ def test_where_nothing_can_be_written(files, tmp_path, capsys):
 def test_what_it_cannot_run(files, capsys):
     cluster, job = files('["{run}/store"]')
     Path(job).write_text(
-        Path(job).read_text().replace("[store]", "[compress]\ntopk = 2.0\n[store]")
+        Path(job).read_text().replace("[store]", "[compress]\nkeep = 0.01\n[store]")
     )
     assert cli.main(["calibrate", cluster, job]) == 2
     assert "nothing compressed" in capsys.readouterr().err
     Path(job).write_text(
-        Path(job).read_text().replace("topk = 2.0", "").replace("dirs =", 'servers = ["h:1"] #')
+        Path(job)
+        .read_text()
+        .replace("keep = 0.01", "")
+        .replace("[store]", '[servers]\naddresses = ["h:1"]\n[store]')
     )
     assert cli.main(["calibrate", cluster, job]) == 2
     assert "with --lab" in capsys.readouterr().err
@@ -215,9 +218,9 @@ def test_what_was_measured_is_what_is_simulated(files, late, updating):
     "words",
     [
         {},
-        {"optimizer.staleness": 1},
+        {"optimizer.delay": 1},
         {"model.dtype": "bf16"},
-        {"compress.topk": 2.0, "store.chunk_elements": 1 << 17},
+        {"compress.keep": 0.01, "store.chunk_elements": 1 << 17},
         {"budget.host": "150MiB"},
     ],
 )

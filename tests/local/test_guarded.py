@@ -137,8 +137,8 @@ def test_the_keys_of_a_job_and_the_options_of_commands(tls, token, tmp_path, cap
             "run": {"dir": str(tmp_path)},
             "model": {"config": {"model_type": "gpt2"}},
             "data": {"paths": [str(tmp_path)]},
-            "store": {
-                "servers": ["127.0.0.1:7000"],
+            "servers": {
+                "addresses": ["127.0.0.1:7000"],
                 "token_file": str(token),
                 "ca": str(tls.ca),
                 "cert": str(tls.cert),

@@ -238,9 +238,9 @@ def test_a_job_says_so_and_its_verify_compares_all(hosts, tmp_path):
             "model": {"config": config},
             "run": {"dir": str(tmp_path / "run"), "device": "cpu"},
             "data": {"paths": [str(text)], "seq_len": 16, "batch_size": 2},
-            "store": {"servers": [hosts(1)[0].where], "buffering": "none"},
+            "servers": {"addresses": [hosts(1)[0].where], "buffering": "none"},
             "budget": {"host": "128MiB"},
-            "compress": {"gradients": "bf16"},
+            "compress": {"downcast": "bf16"},
         }
     )
     said = []

@@ -106,7 +106,7 @@ def test_metrics_of_a_run(path: Path) -> None:
         {"model.dtype": "fp16"},
         {"optimizer.accumulate": 2},
         {"optimizer.clip_norm": None},
-        {"compress.topk": 20.0, "compress.error_feedback": True},
+        {"compress.keep": 0.1, "compress.error_feedback": True},
     ],
     ids=lambda more: next(iter(more), "plain"),
 )
@@ -209,7 +209,7 @@ def test_a_copy_of_a_run_means_its_own_store(path: Path) -> None:
     shutil.copytree(job.run_dir, copy)
     with pytest.raises(ConfigError, match=r"lies in .*copy") as raised:
         cli._run(["train", str(copy / "job.toml")])
-    assert f"--run.dir {copy} --store.dirs {copy}/store" in str(raised.value)
+    assert f"--run.dir {copy} --store.files {copy}/store" in str(raised.value)
     # `{run}` is the copy's
     assert cli._run(["train", str(copy / "job.toml"), "--run.dir", str(copy)]) == 0
     assert contents(job.run_dir) == before
@@ -224,7 +224,7 @@ def test_a_copy_of_a_run_means_its_own_store(path: Path) -> None:
     (copy / "job.toml").write_text(edition1)
     with pytest.raises(ConfigError, match=r"are of that run"):
         cli._run(["train", str(copy / "job.toml"), "--run.dir", str(copy)])
-    assert job_of_run(str(copy)).store.dirs == [str(copy / "store")]
+    assert job_of_run(str(copy)).store.files == [str(copy / "store")]
 
 
 def test_servers_that_hold_no_store_or_an_older_one(path: Path, hosts: Any) -> None:
@@ -251,7 +251,9 @@ def other_run(job: Job, host: Any) -> Path:
     shutil.copytree(job.run_dir, run)
     file = run / "job.toml"
     file.write_text(
-        file.read_text().replace(job.store.servers[0], host.where).replace(job.run.dir, str(run))
+        file.read_text()
+        .replace(job.servers.addresses[0], host.where)
+        .replace(job.run.dir, str(run))
     )
     return run
 
@@ -525,7 +527,7 @@ def test_a_step_whose_line_cannot_be_written_is_not_committed(
 ) -> None:
     """The run directory is full: the step is taken again once there is room, and metrics.jsonl
     lacks no line."""
-    overrides = {"optimizer.staleness": staleness, "optimizer.clip_norm": None}
+    overrides = {"optimizer.delay": staleness, "optimizer.clip_norm": None}
     whole = job_of(path, **overrides, **{"run.dir": str(tmp_path / "whole")})
     train(whole, quiet)
     job = job_of(path, **overrides)

@@ -59,13 +59,13 @@ def test_the_kubernetes_objects_fit_each_other():
     addresses = next(
         w
         for w in workers["spec"]["template"]["spec"]["containers"][0]["command"]
-        if "store.servers" in w
+        if "servers.addresses" in w
     )
     wanted = [
         f"{servers['metadata']['name']}-{i}.{service['metadata']['name']}:7000"
         for i in range(servers["spec"]["replicas"])
     ]
-    assert addresses == f"--store.servers={','.join(wanted)}"
+    assert addresses == f"--servers.addresses={','.join(wanted)}"
 
 
 def test_readme_fits_its_frame():

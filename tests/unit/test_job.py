@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from roadtrain.config.job import Job, all_keys, load_job, parse_overrides
+from roadtrain.config.job import FORMER_KEYS, Job, all_keys, load_job, parse_overrides
 from roadtrain.errors import ConfigError, UnitError
 
 MODEL = '[model.config]\nmodel_type = "llama"\nhidden_size = 64\n'
@@ -16,7 +16,7 @@ MODEL = '[model.config]\nmodel_type = "llama"\nhidden_size = 64\n'
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     path = tmp_path / "small.toml"
-    path.write_text(MODEL + '[optimizer]\nlr = 1e-4\n[store]\ndirs = ["{run}/a", "/ssd/b"]\n')
+    path.write_text(MODEL + '[optimizer]\nlr = 1e-4\n[store]\nfiles = ["{run}/a", "/ssd/b"]\n')
     return path
 
 
@@ -25,7 +25,7 @@ def test_default_file_command_line(path: Path) -> None:
     assert (job.optimizer.lr, job.optimizer.weight_decay, job.run.steps) == (1e-4, 0.1, 20)
     assert load_job(path, {"optimizer.lr": 3e-3}).optimizer.lr == 3e-3
     assert job.run.dir == "runs/small"
-    assert job.store.dirs == ["runs/small/a", "/ssd/b"]
+    assert job.store.files == ["runs/small/a", "/ssd/b"]
 
 
 def test_the_resolved_job_resolves_to_itself(path: Path, tmp_path: Path) -> None:
@@ -81,12 +81,12 @@ def test_mistakes_of_the_file(tmp_path: Path) -> None:
         (["--optimizer.lr", "1e-4"], {"optimizer.lr": 1e-4}),
         (["--optimizer.lr", "-1"], {"optimizer.lr": -1}),
         (["--optimizer.betas", "[0.9, 0.95]"], {"optimizer.betas": [0.9, 0.95]}),
-        (["--store.dirs", "a,b"], {"store.dirs": ["a", "b"]}),
-        (["--store.dirs", ""], {"store.dirs": []}),
+        (["--store.files", "a,b"], {"store.files": ["a", "b"]}),
+        (["--store.files", ""], {"store.files": []}),
         (["--data.paths", '["a b", "c"]'], {"data.paths": ["a b", "c"]}),
         (
-            ["--compress.error_feedback", "--compress.topk", "2"],
-            {"compress.error_feedback": True, "compress.topk": 2},
+            ["--compress.error_feedback", "--compress.keep", "0.01"],
+            {"compress.error_feedback": True, "compress.keep": 0.01},
         ),
         (["--model.config.n_layer", "3"], {"model.config.n_layer": 3}),
         (["--optimizer.options", '{"amsgrad": true}'], {"optimizer.options": {"amsgrad": True}}),
@@ -118,10 +118,10 @@ def test_null_goes_back_to_the_default(path: Path) -> None:
 def test_lossy_is_a_choice(path: Path) -> None:
     """Rule 2."""
     assert load_job(path).lossy == {}
-    assert load_job(path, {"compress.topk": 2.0}).lossy == {"topk": 2.0, "error_feedback": False}
-    assert load_job(path, {"compress.gradients": "bf16"}).lossy == {"gradients": "bf16"}
-    with pytest.raises(ConfigError, match="gradients"):
-        load_job(path, {"compress.gradients": "fp32"})
+    assert load_job(path, {"compress.keep": 0.1}).lossy == {"keep": 0.1, "error_feedback": False}
+    assert load_job(path, {"compress.downcast": "bf16"}).lossy == {"downcast": "bf16"}
+    with pytest.raises(ConfigError, match="downcast"):
+        load_job(path, {"compress.downcast": "fp32"})
 
 
 def test_every_key_is_on_the_command_line_and_in_the_file(path: Path) -> None:
@@ -130,3 +130,64 @@ def test_every_key_is_on_the_command_line_and_in_the_file(path: Path) -> None:
         section, name = key.split(".")
         assert name in tree[section] or default in ("", "{}"), key
     assert {k.partition(".")[0] for k, _, _ in all_keys()} == set(Job.model_fields)
+
+
+FORMER = (
+    MODEL
+    + """
+[optimizer]
+staleness = "none"
+[store]
+dirs = ["{run}/a"]
+servers = ["h:1", "h:2"]
+replicas = 2
+token_file = "t"
+direct = false
+[compress]
+topk = 2
+gradients = "bf16"
+"""
+)
+
+
+def test_keys_of_the_first_edition_work_with_a_line_each(tmp_path: Path) -> None:
+    file, said = tmp_path / "former.toml", list[str]()
+    file.write_text(FORMER)
+    overrides = parse_overrides(
+        ["--store.give_up", "h:1,h:2", "--store.relay=7", "--store.ca", "8"]
+    )
+    job = load_job(file, overrides, said.append)
+    servers = job.servers
+    assert (servers.addresses, servers.replicas, servers.token_file) == (["h:1", "h:2"], 2, "t")
+    assert (servers.give_up, servers.relay, servers.ca) == (["h:1", "h:2"], "7", "8")
+    assert (job.store.files, job.store.direct) == ([], False)
+    assert (job.compress.keep, job.compress.downcast, job.optimizer.delay) == (0.01, "bf16", "none")
+    assert len(said) == 10 and "`compress.topk` is `compress.keep` now; the former key" in said[5]
+    again = tmp_path / "again.toml"
+    again.write_text(job.to_toml())
+    silent = list[str]()
+    assert load_job(again, {}, silent.append) == job.changed({"store.dirs": ["x"]}).changed(
+        {"store.files": job.store.files}
+    )
+    assert not silent
+
+
+def test_the_command_line_in_former_words_goes_before_the_file(path: Path) -> None:
+    assert load_job(path, {"store.dirs": ["c"]}, lambda _: None).store.files == ["c"]
+    assert load_job(path, {"store.dirs": None}, lambda _: None).store.files == ["runs/small/store"]
+
+
+@pytest.mark.parametrize(
+    "text", ["[compress]\nkeep = 0.1\ntopk = 20\n", "[store]\ndirs = []\nfiles = []\n"]
+)
+def test_a_key_in_both_words_is_refused(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "both.toml"
+    file.write_text(MODEL + text)
+    with pytest.raises(ConfigError, match="are one key"):
+        load_job(file, {}, lambda _: None)
+
+
+def test_every_former_key_has_a_key_of_now() -> None:
+    now = {key for key, _, _ in all_keys()}
+    assert {former.now for former in FORMER_KEYS.values()} <= now
+    assert not now & FORMER_KEYS.keys()

@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import sysconfig
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -36,6 +37,10 @@ def _size_text(size: object) -> str | None:
         return None
     parse_bytes(size if isinstance(size, int) else str(size))
     return str(size)
+
+
+def _as_list(given: object) -> object:
+    return [given] if isinstance(given, str) and given else given or []
 
 
 class RunSection(Section):
@@ -127,10 +132,11 @@ class OptimizerSection(Section):
         default=None, gt=0, description="clip the gradient's global norm"
     )
     accumulate: int = Field(default=1, ge=1, description="forward and backward passes a step")
-    staleness: Annotated[int, Field(ge=0)] | Literal["none"] = Field(
+    delay: Annotated[int, Field(ge=0)] | Literal["none"] = Field(
         default=0,
         description=(
-            "1: a step computes while the last one's updates run; more, or none: see place()"
+            "updates that a step's parameters may lack; 1: a step computes while the last one's"
+            " updates run; `none`: no bound"
         ),
     )
 
@@ -146,15 +152,45 @@ class OptimizerSection(Section):
 
 
 class StoreSection(Section):
-    dirs: list[str] = Field(
-        default=["{run}/store"], description="one server each; [] keeps all in RAM"
+    files: list[str] = Field(
+        default=["{run}/store"],
+        description="a directory for each server of this host; [] keeps all in RAM",
     )
-    servers: list[str] = Field(
-        default=[], description="HOST:PORT of each `roadtrain serve`, instead of dirs"
+    rates: list[float] | Literal["measured"] | None = Field(
+        default=None,
+        description=(
+            "relative rates of the directories, or `measured`: a new store is spread by them"
+        ),
     )
+    direct: bool = Field(default=True, description="direct I/O where the file system takes it")
     moved_from: list[str] = Field(
         default=[], description="directories that the store rested in and shall leave"
     )
+    chunk_elements: int = Field(
+        default=MAX_CHUNK, ge=1, description="parameters of a unit that is transferred and stored"
+    )
+
+    @field_validator("files", "moved_from", mode="before")
+    @classmethod
+    def _list(cls, given: object) -> object:
+        return _as_list(given)
+
+
+class ServersSection(Section):
+    addresses: list[str] = Field(
+        default=[], description="HOST:PORT of each `roadtrain serve`, instead of store.files"
+    )
+    token_file: str | None = Field(
+        default=None, description="file (mode 600) with the servers' token"
+    )
+    ca: str | None = Field(
+        default=None, description="TLS: PEM file that the servers' certificates are known by"
+    )
+    cert: str | None = Field(
+        default=None, description="TLS: PEM file of this worker's certificate, if demanded"
+    )
+    key: str | None = Field(default=None, description="TLS: PEM file of its key")
+    connections: int = Field(default=1, ge=1, description="TCP connections to each server")
     relay: str | None = Field(
         default=None, description="host bytes for a process that communicates for the workers"
     )
@@ -169,54 +205,69 @@ class StoreSection(Section):
         default=[],
         description="HOST:PORT of servers whose contents do not count at a start that is in doubt",
     )
-    token_file: str | None = Field(
-        default=None, description="file (mode 600) with the servers' token"
-    )
-    ca: str | None = Field(
-        default=None, description="TLS: PEM file that the servers' certificates are known by"
-    )
-    cert: str | None = Field(
-        default=None, description="TLS: PEM file of this worker's certificate, if demanded"
-    )
-    key: str | None = Field(default=None, description="TLS: PEM file of its key")
-    connections: int = Field(default=1, ge=1, description="TCP connections to each server")
-    rates: list[float] | Literal["measured"] | None = Field(
-        default=None,
-        description=(
-            "relative rates of the directories, or `measured`: a new store is spread by them"
-        ),
-    )
-    chunk_elements: int = Field(default=MAX_CHUNK, ge=1)
-    direct: bool = Field(default=True, description="direct I/O where the file system takes it")
 
-    @field_validator("dirs", "servers", "moved_from", "give_up", mode="before")
+    @field_validator("addresses", "give_up", mode="before")
     @classmethod
-    def _list(cls, dirs: object) -> object:
-        return [dirs] if isinstance(dirs, str) and dirs else dirs or []
+    def _list(cls, given: object) -> object:
+        return _as_list(given)
 
 
 class BudgetSection(Section):
     host: str | None = Field(
         default=None, description="bytes of host memory, as `900MiB`; default: no limit"
     )
+    device: str | None = Field(
+        default=None,
+        description="bytes of the accelerator for parameters and gradients; default: no limit",
+    )
 
-    @field_validator("host", mode="before")
+    @field_validator("host", "device", mode="before")
     @classmethod
-    def _size(cls, host: object) -> object:
-        return _size_text(host)
+    def _size(cls, size: object) -> object:
+        return _size_text(size)
 
 
 class CompressSection(Section):
-    topk: float | None = Field(
-        default=None, gt=0, le=100, description="percent communicated: 2 keeps 1 %"
+    keep: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="fraction of a gradient's elements that is sent, the largest; default: all",
     )
     error_feedback: bool = Field(
         default=False, description="add to the next gradient what was not sent"
     )
-    gradients: Literal["bf16", "fp16"] | None = Field(
+    downcast: Literal["bf16", "fp16"] | None = Field(
         default=None,
         description="what gradients of fp32 parameters travel to servers in; default: fp32",
     )
+
+
+@dataclass(frozen=True)
+class FormerKey:
+    """What a key of the first edition is now."""
+
+    now: str
+    made: Callable[[Any], Any] = lambda given: given  # the former value -> the key's
+
+
+def _kept_of(percent: Any) -> Any:
+    """Of the percent of the gradient's bytes, indices included, the fraction of its elements."""
+    return percent / 100 / 2 if isinstance(percent, int | float) else percent
+
+
+FORMER_KEYS = {
+    "store.dirs": FormerKey("store.files"),
+    "store.servers": FormerKey("servers.addresses"),
+    **{
+        f"store.{name}": FormerKey(f"servers.{name}")
+        for name in ServersSection.model_fields
+        if name != "addresses"
+    },
+    "compress.topk": FormerKey("compress.keep", _kept_of),
+    "compress.gradients": FormerKey("compress.downcast"),
+    "optimizer.staleness": FormerKey("optimizer.delay"),
+}
 
 
 class Job(Section):
@@ -225,6 +276,7 @@ class Job(Section):
     data: DataSection = DataSection()
     optimizer: OptimizerSection = OptimizerSection()
     store: StoreSection = StoreSection()
+    servers: ServersSection = ServersSection()
     budget: BudgetSection = BudgetSection()
     compress: CompressSection = CompressSection()
 
@@ -241,22 +293,28 @@ class Job(Section):
         return None if self.budget.host is None else parse_bytes(self.budget.host)
 
     @property
+    def device_nbytes(self) -> int | None:
+        return None if self.budget.device is None else parse_bytes(self.budget.device)
+
+    @property
     def lossy(self) -> dict[str, Any]:
-        """What is on that makes training lossy or late (Rule 2); empty by default."""
-        late = {"staleness": self.optimizer.staleness} if self.optimizer.staleness else {}
-        topk = {"topk": self.compress.topk, "error_feedback": self.compress.error_feedback}
-        narrow = {"gradients": self.compress.gradients} if self.compress.gradients else {}
-        return late | narrow | (topk if self.compress.topk is not None else {})
+        """What is on that makes training lossy or late (Rule 2); empty by default. Each step's
+        metrics have it."""
+        late = {"staleness": self.optimizer.delay} if self.optimizer.delay else {}
+        top_k = {"keep": self.compress.keep, "error_feedback": self.compress.error_feedback}
+        narrow = {"downcast": self.compress.downcast} if self.compress.downcast else {}
+        return late | narrow | (top_k if self.compress.keep is not None else {})
 
     def changed(self, overrides: Mapping[str, Any]) -> Job:
         """This job with dotted keys set. Raises ConfigError."""
-        return make_job(_merged(self.model_dump(exclude_none=True), overrides))
+        tree = self.model_dump(exclude_none=True)
+        return make_job(_merged(tree, _current(overrides, lambda _: None)))
 
     def to_toml(self) -> str:
         """Directories inside the run directory are written as `{run}`, so that a copy of it
         means its own."""
         tree = self.model_dump(mode="json", exclude_none=True)
-        for key in ("dirs", "moved_from"):
+        for key in ("files", "moved_from"):
             tree["store"][key] = [moved(d, self.run.dir, "{run}") for d in tree["store"][key]]
         return tomli_w.dumps(tree)
 
@@ -275,11 +333,11 @@ def job_of_run(run: str) -> Job:
         raise ConfigError(
             f"{run} is not a run directory: it has no job.toml", hint="it is the job's --run.dir"
         )
-    job = load_job(path)
+    job = load_job(path, report=lambda _: None)
     if job.run_dir.resolve() == Path(run).resolve():
         return job
-    dirs = [moved(d, job.run.dir, str(run)) for d in job.store.dirs]
-    return job.changed({"run.dir": str(run), "store.dirs": dirs})
+    files = [moved(d, job.run.dir, str(run)) for d in job.store.files]
+    return job.changed({"run.dir": str(run), "store.files": files})
 
 
 def check_own(path: str, job: Job) -> None:
@@ -290,8 +348,8 @@ def check_own(path: str, job: Job) -> None:
         (home / name).exists() for name in ("mark.json", "metrics.jsonl")
     ):
         return
-    named = load_job(path).run_dir
-    there = [job.run.dir, *job.store.dirs]
+    named = load_job(path, report=lambda _: None).run_dir
+    there = [job.run.dir, *job.store.files]
     if named.resolve() == home.resolve() or not any(
         Path(d).resolve().is_relative_to(named.resolve()) for d in there
     ):
@@ -299,16 +357,21 @@ def check_own(path: str, job: Job) -> None:
     raise ConfigError(
         f"{path} is of the run in {named}, and lies in {home}: {', '.join(there)} are of that run",
         hint=(
-            f"to go on with the copy: --run.dir {home} --store.dirs"
-            f" {','.join(job_of_run(str(home)).store.dirs)}"
+            f"to go on with the copy: --run.dir {home} --store.files"
+            f" {','.join(job_of_run(str(home)).store.files)}"
         ),
     )
 
 
-def load_job(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Job:
-    """Read a job file, put `overrides` (dotted key -> value) over it, resolve. Raises
-    ConfigError."""
-    tree = _merged(read_toml(path, "job file"), overrides or {})
+def load_job(
+    path: str | Path,
+    overrides: Mapping[str, Any] | None = None,
+    report: Callable[[str], None] = print,
+) -> Job:
+    """Read a job file, put `overrides` (dotted key -> value) over it, resolve. `report` hears of
+    each key of the first edition what it is now. Raises ConfigError."""
+    tree = _current_tree(read_toml(path, "job file"), report)
+    tree = _merged(tree, _current(overrides or {}, report))
     run = tree.setdefault("run", {})
     if isinstance(run, dict) and not run.get("dir"):
         run["dir"] = f"runs/{Path(path).stem}"
@@ -325,18 +388,52 @@ def read_toml(path: str | Path, what: str) -> dict[str, Any]:
         raise ConfigError(f"{path} is not TOML: {cause}") from cause
 
 
-def make_job(tree: Mapping[str, Any]) -> Job:
+def make_job(tree: Mapping[str, Any], report: Callable[[str], None] = print) -> Job:
     """Validate nested plain data into a Job. Raises ConfigError naming the key and the nearest
     valid one."""
     try:
-        job = Job.model_validate(tree)
+        job = Job.model_validate(_current_tree(tree, report))
     except ValidationError as cause:
         raise _explained(cause) from cause
-    dirs = [] if job.store.servers else [d.replace("{run}", job.run.dir) for d in job.store.dirs]
+    here = [] if job.servers.addresses else job.store.files
+    files = [d.replace("{run}", job.run.dir) for d in here]
     left = [d.replace("{run}", job.run.dir) for d in job.store.moved_from]
     return job.model_copy(
-        update={"store": job.store.model_copy(update={"dirs": dirs, "moved_from": left})}
+        update={"store": job.store.model_copy(update={"files": files, "moved_from": left})}
     )
+
+
+def _current(words: Mapping[str, Any], report: Callable[[str], None]) -> dict[str, Any]:
+    """Dotted key -> value, with keys of the first edition as they are called now. Raises
+    ConfigError where a key is given in both words."""
+    out: dict[str, Any] = {}
+    for key, value in words.items():
+        former = FORMER_KEYS.get(key, FormerKey(key))
+        if former.now != key:
+            report(f"`{key}` is `{former.now}` now; the former key works in this version")
+        if former.now in out or (former.now != key and former.now in words):
+            raise ConfigError(f"`{key}` and `{former.now}` are one key", hint=f"give {former.now}")
+        out[former.now] = None if value is None else former.made(value)
+    return out
+
+
+def _current_tree(tree: Mapping[str, Any], report: Callable[[str], None]) -> dict[str, Any]:
+    """A job file's tables, likewise."""
+    out = {k: dict(v) if isinstance(v, Mapping) else v for k, v in tree.items()}
+    flat = {
+        f"{section}.{name}": value
+        for section, table in out.items()
+        if isinstance(table, dict)
+        for name, value in table.items()
+    }
+    if not FORMER_KEYS.keys() & flat.keys():
+        return out
+    for key in FORMER_KEYS.keys() & flat.keys():
+        section, _, name = key.partition(".")
+        del out[section][name]
+    known = {former.now for former in FORMER_KEYS.values()}
+    about = {k: v for k, v in flat.items() if k in FORMER_KEYS or k in known}
+    return _merged(out, _current(about, report))
 
 
 def parse_overrides(args: Iterable[str]) -> dict[str, Any]:
@@ -387,47 +484,32 @@ def unknown_key(key: str) -> ConfigError:
     return ConfigError(f"unknown key `{key}`", hint=near or f"sections are {', '.join(sections)}")
 
 
-_TEXT_KEYS = frozenset(
-    {
-        "run.dir",
-        "run.device",
-        "run.memory_limit",
-        "model.pretrained",
-        "model.dtype",
-        "data.tokenizer",
-        "optimizer.name",
-        "optimizer.schedule",
-        "budget.host",
-        "store.token_file",
-        "store.ca",
-        "store.cert",
-        "store.key",
-    }
-)
 _FREE_KEYS = ("model.config.", "optimizer.options.")
-_LIST_KEYS = frozenset(
-    {"model.blocks", "data.paths", "store.dirs", "store.servers", "store.moved_from"}
-)
+
+
+def _kind(key: str) -> Any:
+    """The type of a key's values; None for one below a free table."""
+    section, _, name = FORMER_KEYS.get(key, FormerKey(key)).now.partition(".")
+    kinds: Any = Job.model_fields[section].annotation
+    return kinds.model_fields[name].annotation if name in kinds.model_fields else None
 
 
 def _check_key(key: str) -> None:
-    if not key.startswith(_FREE_KEYS) and key not in {k for k, _, _ in all_keys()}:
+    known = {k for k, _, _ in all_keys()} | FORMER_KEYS.keys()
+    if not key.startswith(_FREE_KEYS) and key not in known:
         raise unknown_key(key)
 
 
 def _flag(key: str) -> bool:
     """The value of an option given without one."""
-    if key not in (
-        "compress.error_feedback",
-        "store.direct",
-        "run.new_store",
-    ) and not key.startswith(_FREE_KEYS):
+    if _kind(key) not in (bool, None):
         raise ConfigError(f"--{key} needs a value")
     return True
 
 
 def _value(key: str, text: str) -> Any:
-    if key in _TEXT_KEYS:
+    kind = _kind(key)
+    if kind is str or (kind == str | None and text != "null"):
         return text
     try:
         value = tomllib.loads(f"v = {text}")["v"]
@@ -436,7 +518,7 @@ def _value(key: str, text: str) -> Any:
             value = json.loads(text)
         except json.JSONDecodeError:
             value = text
-    if key in _LIST_KEYS and isinstance(value, str):
+    if kind in (list[str], list[str] | None) and isinstance(value, str):
         return [piece for piece in value.split(",") if piece]
     return value
 

@@ -20,12 +20,14 @@ import torch
 from torch import nn
 
 from roadtrain.api.optimizer import PlacedOptimizer
+from roadtrain.api.former import FORMER
 from roadtrain.api.place import place
+from roadtrain.api.stores import Memory, store_of
 from roadtrain.errors import ConfigError
 
 # in a name, as the Trainer has it; norms by their class too
 NOT_DECAYED = ("bias", "layernorm", "rmsnorm")
-OPTIONS = frozenset(inspect.signature(place).parameters) - {"model", "optimizer"}
+OPTIONS = {*inspect.signature(place).parameters, *FORMER} - {"model", "optimizer", "former"}
 
 
 class Placed:
@@ -63,7 +65,8 @@ class Placed:
             groups = groups_of(model, own.pop("weight_decay", 0.0))
         made = optimizer([g for g in groups if g["params"]], **_arguments(frame, optimizer) | own)
         placed = place(model, made, **options)
-        in_ram = options.get("store") is None and options.get("servers") is None
+        store = store_of(options.get("store"))
+        in_ram = isinstance(store, Memory) and options.get("servers") is None
         placed.whole_states = in_ram if whole_checkpoints is None else whole_checkpoints
         if placed.steps_done:
             options.get("report", print)(

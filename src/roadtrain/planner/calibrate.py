@@ -52,7 +52,7 @@ def apart(job: Job, steps: int, stack: ExitStack) -> Job:
             "run.dir": beside(job.run.dir),
             "run.steps": WARM + steps,
             "run.minutes": None,
-            "store.dirs": [beside(one) for one in job.store.dirs],
+            "store.files": [beside(one) for one in job.store.files],
         }
     )
 
@@ -146,18 +146,18 @@ def command(
         )
     job = load_job(job_file)
     if (
-        job.store.relay
-        or job.store.replicas > 1
-        or job.compress.topk is not None
-        or job.compress.gradients
-        or (job.optimizer.staleness not in (0, 1))
-        or (job.store.servers and not lab)
+        job.servers.relay
+        or job.servers.replicas > 1
+        or job.compress.keep is not None
+        or job.compress.downcast
+        or (job.optimizer.delay not in (0, 1))
+        or (job.servers.addresses and not lab)
     ):
         raise ConfigError(
             "calibrate runs one worker with its state on this host, nothing compressed",
             hint=(
-                "without store.servers (but with --lab), store.relay, store.replicas,"
-                " compress.topk, compress.gradients; staleness 0 or 1"
+                "without servers.addresses (but with --lab), servers.relay, servers.replicas,"
+                " compress.keep, compress.downcast; optimizer.delay 0 or 1"
             ),
         )
     with ExitStack() as stack:

@@ -89,9 +89,11 @@ def steps_in_lab(cluster: Cluster, job: Job, steps: int) -> tuple[Cluster, Measu
                 )
             )
             where = stack.enter_context(servers(network, server.count, home))
-            job = job.changed({"store.servers": where, "store.token_file": str(home / "token")})
+            job = job.changed(
+                {"servers.addresses": where, "servers.token_file": str(home / "token")}
+            )
             begins = [network.hosts[f"w{i}"].run for i in range(many)]
-        elif job.store.dirs:
+        elif job.store.files:
             size = 2 * STATE * params // worker.ssds[0].count + 128 * MIB
             devices = [
                 stack.enter_context(LoopDevice(home / f"ssd{i}", size))
@@ -100,7 +102,7 @@ def steps_in_lab(cluster: Cluster, job: Job, steps: int) -> tuple[Cluster, Measu
             throttle = stack.enter_context(
                 Throttle(devices, worker.ssds[0].read, worker.ssds[0].write)
             )
-            job = job.changed({"store.dirs": [str(device.mount / "store") for device in devices]})
+            job = job.changed({"store.files": [str(device.mount / "store") for device in devices]})
         threads = max(1, len(os.sched_getaffinity(0)) // many)
         found = workers([(begin, job) for begin in begins], home, threads, steps, throttle)
     assert worker.device is not None
@@ -120,22 +122,22 @@ def steps_in_lab(cluster: Cluster, job: Job, steps: int) -> tuple[Cluster, Measu
 def hosts_of(cluster: Cluster, job: Job) -> tuple[Host, Host | None]:
     """The workers', and the servers' where the job has some. Raises ConfigError for what the
     lab cannot be."""
-    store, worker = job.store, cluster.workers[0]
-    server = cluster.spares[0] if store.servers and cluster.spares else None
+    store, addresses, worker = job.store, job.servers.addresses, cluster.workers[0]
+    server = cluster.spares[0] if addresses and cluster.spares else None
     many, kinds = (
         worker.count * worker.devices,
         [len(host.ssds) for host in (worker, server) if host is not None],
     )
-    if why := network_available() or (lab_available() if store.dirs else None):
+    if why := network_available() or (lab_available() if store.files else None):
         raise ConfigError(f"no lab can be made here: {why}", hint="root on Linux, or without --lab")
     if (
         len(cluster.workers) != 1
         or worker.devices > 1
-        or bool(store.servers) != (server is not None)
+        or bool(addresses) != (server is not None)
         or (many > 1 and server is None)
     ):
         raise ConfigError(
-            f"the job names {len(store.servers)} server(s), {cluster.name} has"
+            f"the job names {len(addresses)} server(s), {cluster.name} has"
             f" {len(cluster.workers)} kind(s) of hosts with devices, {many} device(s) in the first,"
             f" and {len(cluster.spares)} kind(s) without",
             hint=(
@@ -143,7 +145,7 @@ def hosts_of(cluster: Cluster, job: Job) -> tuple[Host, Host | None]:
                 " number with servers"
             ),
         )
-    if (server is not None and server.ssds) or (store.dirs and len(worker.ssds) != 1):
+    if (server is not None and server.ssds) or (store.files and len(worker.ssds) != 1):
         raise ConfigError(
             f"hosts of the job have {' and '.join(map(str, kinds))} kind(s) of SSDs",
             hint=(
@@ -154,7 +156,7 @@ def hosts_of(cluster: Cluster, job: Job) -> tuple[Host, Host | None]:
         (card.total, CARD_MOST)
         for card in (cluster.common([worker, server]) if server is not None else ())
     ]
-    if store.dirs:
+    if store.files:
         (ssd,), real = worker.ssds, storage_rates(job.run.dir)
         rates += [(ssd.count * ssd.read, real.read), (ssd.count * ssd.write, real.write)]
     if beyond := next((pair for pair in rates if pair[0] > pair[1]), None):

@@ -73,7 +73,7 @@ def plan_of(training: Training) -> Plan:
     """The simulator's words for a job and its workers."""
     job, optimizer = training.job, training.optimizer
     size = ITEMSIZE[job.model.dtype]
-    servers = [] if job.store.servers else optimizer._engine.servers.running
+    servers = [] if job.servers.addresses else optimizer._engine.servers.running
     chunks = [
         (server.chunks[number], state)
         for server in servers
@@ -83,17 +83,19 @@ def plan_of(training: Training) -> Plan:
     kept = sum(chunk.numel for chunk, state in chunks if state.resident) / max(1, total)
     public = sum(chunk.numel for chunk, state in chunks if state.in_memory) / max(1, total)
     # moments, and masters apart
-    own = 8 + (4 if job.model.dtype != "fp32" or job.optimizer.staleness else 0)
+    own = 8 + (4 if job.model.dtype != "fp32" or job.optimizer.delay else 0)
     return Plan(
-        placement("server" if job.store.servers else "files" if job.store.dirs else "zero-offload"),
+        placement(
+            "server" if job.servers.addresses else "files" if job.store.files else "zero-offload"
+        ),
         Parallelism(dp=training.group.workers),
         micro_batch=job.data.batch_size,
         micros=job.optimizer.accumulate,
         recompute=True,
         slots=len(optimizer._worker._slots),
         buffers=max(1, sum(server.machine.spec.buffers for server in servers)),
-        staleness=int(job.optimizer.staleness or 0),
-        topk=job.compress.topk,
+        staleness=int(job.optimizer.delay or 0),
+        topk=None if job.compress.keep is None else job.compress.keep * 200,
         update_at="step" if job.optimizer.clip_norm is not None else "gradient",
         parameter_bytes=size,
         gradient_bytes=size,
@@ -144,9 +146,9 @@ def measure(job: Job, steps: int) -> Measured:
 
 def served(job: Job) -> dict[str, float]:
     """Seconds of each stage so far, the mean of the job's servers. Raises PeerError."""
-    if not job.store.servers:
+    if not job.servers.addresses:
         return {}
-    said = health.ask_all([address_of(one) for one in job.store.servers], link_of(job))
+    said = health.ask_all([address_of(one) for one in job.servers.addresses], link_of(job))
     if lost := next((one for one in said if isinstance(one, PeerError)), None):
         raise lost
     return {name: fmean(one[2].get(name, 0.0) for one in said) for name in said[0][2]}  # type: ignore[index]

@@ -258,23 +258,22 @@ def job(plan: Plan) -> str | None:
     if plan.update_at == "step":
         own["optimizer"]["clip_norm"] = 1.0
     if plan.staleness:
-        own["optimizer"]["staleness"] = plan.staleness
+        own["optimizer"]["delay"] = plan.staleness
     if plan.topk is not None:
-        own["compress"] = {"topk": plan.topk}
+        own["compress"] = {"keep": plan.topk / 200}
     kept = "all" if plan.slots >= EVERY else "auto"
-    store = {
-        "files": {"dirs": ["{run}/store"]},
-        "zero-offload": {"dirs": []},
-        "server": {"servers": ["HOST:PORT"], "buffering": kept},
+    relayed = "all" if plan.kept else "auto"
+    where: dict[str, dict[str, Any]] = {
+        "files": {"store": {"files": ["{run}/store"]}},
+        "zero-offload": {"store": {"files": []}},
+        "server": {"servers": {"addresses": ["HOST:PORT"], "buffering": kept}},
         "smartnic": {
-            "servers": ["HOST:PORT"],
-            "relay": "4GiB",
-            "buffering": "all" if plan.kept else "auto",
+            "servers": {"addresses": ["HOST:PORT"], "relay": "4GiB", "buffering": relayed}
         },
     }
-    if plan.placement.name not in store or plan.parallelism.tp > 1 or plan.parallelism.pp > 1:
+    if plan.placement.name not in where or plan.parallelism.tp > 1 or plan.parallelism.pp > 1:
         return None
-    return tomli_w.dumps({**own, "store": store[plan.placement.name]})
+    return tomli_w.dumps({**own, **where[plan.placement.name]})
 
 
 def steps_of(cluster_file: str, model: str, plan: Plan, seq_len: int, lab: bool) -> int:

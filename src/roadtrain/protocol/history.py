@@ -199,7 +199,7 @@ class Histories:
                         " the other",
                         hint=(
                             "nothing was changed. Give one of them up: give_up=[...]"
-                            f" (--store.give_up) with the address of {self.names[one]} or of"
+                            f" (--servers.give_up) with the address of {self.names[one]} or of"
                             f" {self.names[other]}; what that holds is moved aside and it is filled"
                             " up from the others"
                         ),
@@ -304,7 +304,7 @@ class Histories:
             f"{self._names(members)} is at step {newest}; {self._names(others)} may hold a later"
             f" one: {why}",
             "start what is missing, with what it held; if that is lost for good: give_up=[...]"
-            f" (--store.give_up) with the address of {self._names(others)} goes on from step"
+            f" (--servers.give_up) with the address of {self._names(others)} goes on from step"
             f" {newest}",
         )
 

@@ -45,19 +45,19 @@ def export_run(
     mark = mark_of(job, report, reads=True)
     with ExitStack() as stack:
         # as the only worker of the servers, which must not be at work for others
-        if job.store.servers:
+        if job.servers.addresses:
             training = place_job(job, report, mark)
             optimizer = stack.enter_context(training.optimizer)
             step, params, read = optimizer.steps_done, optimizer.params, optimizer.read
             buffers = persistent_buffers(training.model)
         else:
-            if not job.store.dirs:
+            if not job.store.files:
                 raise ConfigError(
-                    f"{run} has no state on files (store.dirs = [])", hint="train it with a store"
+                    f"{run} has no state on files (store.files = [])", hint="train it with a store"
                 )
-            where = ", ".join(job.store.dirs)
+            where = ", ".join(job.store.files)
             store = open_store(
-                job.store.dirs, direct=job.store.direct, accept=partial(mark.check, where=where)
+                job.store.files, direct=job.store.direct, accept=partial(mark.check, where=where)
             )
             assert store is not None  # else the mark has refused it
             stack.callback(store.close)

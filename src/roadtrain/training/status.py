@@ -53,10 +53,10 @@ def command(
         job = job_of_run(run)
         table, servers = (
             rows(job, read_metrics(Path(run) / "metrics.jsonl"), endurance_tbw),
-            job.store.servers,
+            job.servers.addresses,
         )
-        token_file, ca = token_file or job.store.token_file, ca or job.store.ca
-        cert, key = cert or job.store.cert, key or job.store.key
+        token_file, ca = token_file or job.servers.token_file, ca or job.servers.ca
+        cert, key = cert or job.servers.cert, key or job.servers.key
     else:
         table, servers = [], run.split(",")
     found: list[Any] = []
@@ -94,11 +94,11 @@ def rows(
     ]
     if job.lossy:
         out.append(("lossy", ", ".join(f"{k} {v}" for k, v in job.lossy.items())))
-    if job.store.servers:
-        return [*out, ("state", f"on {', '.join(job.store.servers)}")]
-    if not job.store.dirs:
+    if job.servers.addresses:
+        return [*out, ("state", f"on {', '.join(job.servers.addresses)}")]
+    if not job.store.files:
         return [*out, ("written", "nothing: the state is in RAM, it is lost when the process ends")]
-    devices = len(job.store.dirs)
+    devices = len(job.store.files)
     rate = written / sum(line["seconds"] for line in lines) if written else 0.0
     tbw = ASSUMED_TBW if endurance_tbw is None else endurance_tbw
     said = "assumed, --endurance-tbw sets it" if endurance_tbw is None else "as given"

@@ -66,11 +66,11 @@ class Totals:
         waited for them and for the network."""
         busy = self.busy_s
         parts = {"computing": max(0.0, busy["Forward"] + busy["Backward"] - busy["Wait"])}
-        if job.store.servers:
+        if job.servers.addresses:
             return parts | {"servers and network": busy["Wait"]}
-        servers = max(1, len(job.store.dirs))
+        servers = max(1, len(job.store.files))
         parts["updates"] = (busy["Sum"] + busy["Update"]) / servers
-        if job.store.dirs:
+        if job.store.files:
             parts["files"] = (busy["Read"] + busy["Write"] + busy["Commit"]) / servers
         return parts
 
@@ -113,16 +113,16 @@ def rows(
 
 def disk_bytes(job: Job) -> int:
     """What the job's stores take on their devices."""
-    files = (f for d in job.store.dirs for f in Path(d).rglob("*") if f.is_file())
+    files = (f for d in job.store.files for f in Path(d).rglob("*") if f.is_file())
     return sum(os.stat(file).st_blocks * 512 for file in files)
 
 
 def _moved(job: Job, totals: Totals) -> str:
     nbytes = totals.nbytes
     fetched, pushed = show_bytes(nbytes["Fetch"]), show_bytes(nbytes["Push"])
-    if job.store.servers:
+    if job.servers.addresses:
         return f"{fetched} from servers, {pushed} to them"
-    if not job.store.dirs:
+    if not job.store.files:
         return f"{fetched} of parameters, {pushed} of gradients"
     written = nbytes["Write"] + nbytes["Commit"]
     rate = show_rate((nbytes["Read"] + written) / totals.seconds)

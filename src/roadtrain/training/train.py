@@ -123,7 +123,7 @@ def _train(job: Job, report: Report, program: str) -> Summary:
             then = time.perf_counter()
             training.tokens.begun = True
             # of the step before, with staleness 1: asking waits
-            late, norms = job.optimizer.staleness, list[float]()
+            late, norms = job.optimizer.delay, list[float]()
 
             def ask() -> None:
                 norms.append(optimizer.grad_norm())
@@ -164,7 +164,7 @@ def _report_needs(training: Training, report: Report) -> None:
     """What the run takes of the disk, and what its memory is limited to."""
     job, plain = training.job, show_bytes(training.optimizer.memory()["plain"])
     if used := disk_bytes(job):
-        report(f"files: {show_bytes(used)} in {', '.join(job.store.dirs)}")
+        report(f"files: {show_bytes(used)} in {', '.join(job.store.files)}")
     if job.limit_nbytes is not None:
         report(
             f"memory: this process gets at most {show_bytes(job.limit_nbytes)}, enforced by"
@@ -285,6 +285,7 @@ def place_job(job: Job, report: Report = print, mark: Mark | None = None) -> Tra
         compress=compression_of(job),
         delay=delay_of(job),
         host_budget=job.host_nbytes,
+        device_budget=job.device_nbytes,
         dtype=DTYPES[job.model.dtype],
         blocks=job.model.blocks,
         backwards_per_step=_promise(job),
@@ -300,62 +301,62 @@ def place_job(job: Job, report: Report = print, mark: Mark | None = None) -> Tra
 
 def store_of(job: Job, moves: bool) -> Files | Memory | Servers:
     """`moves`: whether the store may leave directories that it rested in. Raises ConfigError."""
-    own = job.store
-    if not own.servers:
-        if own.relay or own.give_up or own.replicas > 1 or own.buffering != "auto":
+    own, servers = job.store, job.servers
+    if not servers.addresses:
+        if servers.relay or servers.give_up or servers.replicas > 1 or servers.buffering != "auto":
             raise ConfigError(
                 "relay, give_up, replicas or buffering, and no servers are given",
-                hint="name them in store.servers",
+                hint="name them in servers.addresses",
             )
         left = own.moved_from if moves else ()
-        return Files(own.dirs, own.rates, own.direct, left) if own.dirs else Memory()
+        return Files(own.files, own.rates, own.direct, left) if own.files else Memory()
     if own.rates is not None or own.moved_from:
         raise ConfigError(
-            "rates or moved_from together with servers",
-            hint="the state rests here (store.dirs) or there (store.servers)",
+            "store.rates or store.moved_from, together with servers",
+            hint="the state rests here (store.files) or there (servers.addresses)",
         )
     residuals = Files(job.run_dir / "residuals", direct=own.direct)
     return Servers(
-        own.servers,
+        servers.addresses,
         link=link_of(job),
-        replicas=own.replicas,
-        give_up=own.give_up,
-        relay=own.relay,
-        buffering=own.buffering,
+        replicas=servers.replicas,
+        give_up=servers.give_up,
+        relay=servers.relay,
+        buffering=servers.buffering,
         residuals=residuals if job.compress.error_feedback else None,
     )
 
 
 def link_of(job: Job) -> TcpOptions:
     """How the servers are reached: tried again for RETRY_S, since they may be starting too."""
-    tls = tls_of(job.store.cert, job.store.key, job.store.ca)
+    tls = tls_of(job.servers.cert, job.servers.key, job.servers.ca)
     return TcpOptions(
         retry_s=RETRY_S,
-        token=token_of(job.store.token_file),
+        token=token_of(job.servers.token_file),
         tls=tls,
-        connections=job.store.connections,
+        connections=job.servers.connections,
     )
 
 
 def compression_of(job: Job) -> TopK | Downcast | None:
     """Raises ConfigError."""
     own = job.compress
-    if own.topk is not None and own.gradients is not None:
+    if own.keep is not None and own.downcast is not None:
         raise ConfigError(
-            f"compress.topk = {own.topk} and compress.gradients = {own.gradients!r}",
-            hint="top-k gradients travel as they are: leave one out",
+            f"compress.keep = {own.keep} and compress.downcast = {own.downcast!r}",
+            hint="what is kept of a gradient travels as it is: leave one out",
         )
-    if own.topk is not None:
-        return TopK(own.topk / 100 / 2, own.error_feedback)
+    if own.keep is not None:
+        return TopK(own.keep, own.error_feedback)
     if own.error_feedback:
         raise ConfigError(
-            "compress.error_feedback without compress.topk", hint="give topk, or leave it out"
+            "compress.error_feedback without compress.keep", hint="give keep, or leave it out"
         )
-    return Downcast(own.gradients) if own.gradients else None
+    return Downcast(own.downcast) if own.downcast else None
 
 
 def delay_of(job: Job) -> Delay | None:
-    allowed = job.optimizer.staleness
+    allowed = job.optimizer.delay
     return Delay(None if allowed == "none" else allowed) if allowed else None
 
 
@@ -423,7 +424,7 @@ def _line(
 
 def write_job(job: Job) -> None:
     said_once = job.changed(
-        {"run.new_store": None, "store.moved_from": None, "store.give_up": None}
+        {"run.new_store": None, "store.moved_from": None, "servers.give_up": None}
     )
     replace_file(job.run_dir / "job.toml", said_once.to_toml().encode(), "writing")
     if job.data.tokenizer != "bytes":

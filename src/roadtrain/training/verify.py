@@ -52,27 +52,27 @@ def command(path: str, overrides: Mapping[str, Any], steps: int = 3, report: Rep
 def verify(job: Job, steps: int, report: Report = print) -> bool:
     """Whether every loss and every tensor is the same, bit for bit, each way. Raises
     BudgetError, UserError."""
-    if job.optimizer.staleness not in (0, 1):
+    if job.optimizer.delay not in (0, 1):
         raise ConfigError(
-            f"no two runs are the same with staleness {job.optimizer.staleness}",
-            hint="verify with --optimizer.staleness 1, or 0",
+            f"no two runs are the same with staleness {job.optimizer.delay}",
+            hint="verify with --optimizer.delay 1, or 0",
         )
     with ExitStack() as stack:
-        homes = [stack.enter_context(_beside(Path(d))) for d in job.store.dirs]
-        if job.store.servers:
+        homes = [stack.enter_context(_beside(Path(d))) for d in job.store.files]
+        if job.servers.addresses:
             report("the servers are left alone: verify runs on this host, in memory")
             job = job.changed(
                 dict.fromkeys(
                     (
-                        "store.servers",
-                        "store.relay",
-                        "store.replicas",
-                        "store.buffering",
-                        "compress.gradients",
+                        "servers.addresses",
+                        "servers.relay",
+                        "servers.replicas",
+                        "servers.buffering",
+                        "compress.downcast",
                     )
                 )
             )
-        placed = place_job(job.changed({"store.dirs": homes}), report)
+        placed = place_job(job.changed({"store.files": homes}), report)
         stack.enter_context(placed.optimizer)
         _check_memory(placed.optimizer.memory()["plain"])
         names = [p.name for p in placed.optimizer.params]
@@ -80,10 +80,10 @@ def verify(job: Job, steps: int, report: Report = print) -> bool:
         things = [(name, what) for what in (MASTER, *rule.arrays, *rule.scalars) for name in names]
         start = {name: placed.optimizer.read(name).copy() for name in names}
         mine = _run("placed", placed, steps)
-        resident = place_job(job.changed({"store.dirs": [], "budget.host": None}), silent)
+        resident = place_job(job.changed({"store.files": [], "budget.host": None}), silent)
         with resident.optimizer:
             same = _same(mine, _run("in RAM", resident, steps), things, report)
-        if job.compress.topk is not None:
+        if job.compress.keep is not None:
             report("plain torch is not compared: the job is lossy on purpose")
             return same
         model = build_model(placed.job, "cpu").to(placed.device)
@@ -172,7 +172,7 @@ class PlainOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
 
     def __init__(self, job: Job, model: torch.nn.Module, start: Mapping[str, np.ndarray]) -> None:
-        own, self.staleness = build_optimizer(job, model.parameters()), job.optimizer.staleness
+        own, self.staleness = build_optimizer(job, model.parameters()), job.optimizer.delay
         super().__init__(own.param_groups, own.defaults)
         parts, rules = split(model, job.model.blocks), rules_for(own)
         groups = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
