@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from roadtrain.api.optimizer import PlacedOptimizer
 from roadtrain.api.former import FORMER
+from roadtrain.api.optimizer import PlacedOptimizer
 from roadtrain.api.place import place
 from roadtrain.api.stores import Memory, store_of
 from roadtrain.errors import ConfigError
