@@ -410,7 +410,7 @@ def exported(home: Path) -> dict[str, Any]:
         if more:  # its run directory names the ports of another time
             path = home / "run" / "job.toml"
             path.write_text(
-                re.sub(r"servers = \[[^]]*\]", f"servers = {more[1]}", path.read_text())
+                re.sub(r"(servers|addresses) = \[[^]]*\]", rf"\1 = {more[1]}", path.read_text())
             )
         for name, words in (("exported", []), ("masters", ["--masters"])):
             to = home / "out" / name
