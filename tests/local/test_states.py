@@ -686,7 +686,9 @@ LARGE = """
 """
 
 
-@pytest.mark.parametrize("what", ["pretrained", "torch.save"])
+@pytest.mark.parametrize(
+    "what", ["pretrained", pytest.param("torch.save", marks=pytest.mark.exhaustive)]
+)
 def test_a_model_larger_than_memory_is_saved(tmp_path, what):
     """Rule 4: in a process that may not hold it. A scratch file's pages are the kernel's;
     save_pretrained gives each piece back before the next."""

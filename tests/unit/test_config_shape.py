@@ -359,8 +359,9 @@ def found(name: str, seq_len: int | None = None) -> ModelShape:
     return shape_of_config({"model_type": kind, **config}, seq_len=seq_len)
 
 
-QUICK = ("gpt2", "DeepSeek-V2-Lite", "vit-base")
+QUICK = ("gpt2", "vit-base")
 MORE = (
+    "DeepSeek-V2-Lite",
     "Llama-3.1-8B",
     "t5-base",
     "Mixtral-8x7B",
