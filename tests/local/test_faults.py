@@ -18,7 +18,7 @@ from models import VOCAB, Case, Net, build, new_scaler, one_step, place, run
 from torch import nn
 
 import roadtrain
-from roadtrain.api import place as placing
+from roadtrain.api import session_plan
 from roadtrain.errors import (
     BudgetError,
     ConfigError,
@@ -54,12 +54,12 @@ def reference(until, case=PLAIN):
 @pytest.fixture
 def nothing_kept(monkeypatch):
     """Every read and write goes to the files, though a model this small would fit."""
-    real = placing.derive
+    real = session_plan.derive
 
     def derive(*args, **kwargs):
         return replace(real(*args, **kwargs), resident=frozenset(), weights_resident=frozenset())
 
-    monkeypatch.setattr(placing, "derive", derive)
+    monkeypatch.setattr(session_plan, "derive", derive)
 
 
 def slot_files(store):

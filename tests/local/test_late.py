@@ -14,7 +14,7 @@ from processes import HostProcess, Workers
 from torch import nn
 
 import roadtrain
-from roadtrain.api import place
+from roadtrain.api import session_plan
 from roadtrain.config.budgets import derive
 from roadtrain.errors import BudgetError, ConfigError, ForeignError
 from roadtrain.storage.file import FileTier
@@ -132,7 +132,7 @@ def test_a_device_that_writes_late(tmp_path, monkeypatch):
                 weights_resident=every if kept == "weights_resident" else frozenset(),
             )
 
-        monkeypatch.setattr(place, "derive", only)
+        monkeypatch.setattr(session_plan, "derive", only)
         seen = placed([8], backwards_per_step=1, dtype=torch.bfloat16, store=tmp_path / str(i))
         assert seen[0] == ram[0], kept
         assert all(torch.equal(seen[1][name], p) for name, p in ram[1].items())
