@@ -156,7 +156,7 @@ def child(args: argparse.Namespace) -> dict[str, Any]:
         model420.adamw(model.parameters()),
         store=Path(args.child) / "store",
         dtype=torch.bfloat16,
-        budget=args.budget,
+        host_budget=args.budget,
         backwards_per_step=1,
         device="cpu",
     )

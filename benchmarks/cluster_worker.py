@@ -27,8 +27,6 @@ import roadtrain
 from benchmarks.apart import peak_bytes
 from benchmarks.model420 import adamw, batch, build, compute_default
 from roadtrain.errors import DeadlineError
-from roadtrain.transport.address import token_of
-from roadtrain.transport.tcp import TcpOptions
 
 WAIT_S = 300.0
 
@@ -91,13 +89,13 @@ def main() -> None:
         optimizer = roadtrain.place(
             model,
             adamw(model.parameters()),
-            servers=args.servers.split(","),
-            budget=args.budget or None,
-            link=TcpOptions(token=token_of(args.token), retry_s=60),
+            store=roadtrain.Servers(
+                args.servers.split(","), token=args.token, retry_s=60, relay=args.relay
+            ),
+            host_budget=args.budget or None,
             backwards_per_step=1,
-            staleness=args.staleness,
+            delay=roadtrain.Delay(args.staleness) if args.staleness else None,
             chunk_elements=args.chunk,
-            relay=args.relay,
             report=lambda line: print(line, flush=True),
         )
     if args.gate:

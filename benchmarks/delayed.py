@@ -350,10 +350,9 @@ def train_beside(args: argparse.Namespace) -> dict[str, Any]:
             roadtrain.place(
                 model,
                 model420.adamw(model.parameters()),
-                servers=[address],
-                link=TcpOptions(retry_s=60),
-                budget=WORKER_BUDGET,
-                staleness=1 if args.way == "late" else 0,
+                store=roadtrain.Servers([address], retry_s=60),
+                host_budget=WORKER_BUDGET,
+                delay=roadtrain.Delay(1) if args.way == "late" else None,
                 device="cpu",
                 chunk_elements=1 << 19,
             )

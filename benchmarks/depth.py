@@ -174,7 +174,7 @@ def child(
         model,
         adamw,
         store=Path(directory) / "store",
-        budget=budget,
+        host_budget=budget,
         backwards_per_step=1,
         device="cpu",
     ) as optimizer:

@@ -36,7 +36,7 @@ import torch
 
 from benchmarks.report import Report, Row
 from roadtrain.chunks import Block, ChunkTable, ParamSpec
-from roadtrain.config.budgets import derive
+from roadtrain.config.budgets import BudgetTerms, derive
 from roadtrain.device.buffers import Buffer, array_in
 from roadtrain.device.copies import HostBuffer
 from roadtrain.errors import RoadtrainError
@@ -160,19 +160,21 @@ class Ours:
             table,
             parallelism.meta().records,
             parallelism.owners,
+            BudgetTerms(on_files=True, holds_gradients=False),
             GIB,
-            on_files=True,
-            holds_gradients=False,
         )
         budgets = replace(  # nothing is kept in memory: every byte of state moves
             budgets,
-            resident=frozenset(),
-            weights_resident=frozenset(),
-            resident_bytes=0,
-            push_buffers=3,
-            record_buffers=buffers * len(directories),
+            worker=replace(budgets.worker, push_buffers=3),
+            records=replace(
+                budgets.records,
+                buffers=buffers * len(directories),
+                resident=frozenset(),
+                weights_resident=frozenset(),
+                resident_bytes=0,
+            ),
         )
-        servers = LocalServers(parallelism, budgets, None, deadline_s=DEADLINE_S)
+        servers = LocalServers(parallelism, budgets.records, None, deadline_s=DEADLINE_S)
         self.engine = JobSession(
             servers,
             budgets,

@@ -223,7 +223,7 @@ def train_ours(args: argparse.Namespace) -> dict[str, Any]:
         adamw(model.parameters()),
         store=args.dir,
         dtype=torch.bfloat16,
-        budget=args.budget,
+        host_budget=args.budget,
         backwards_per_step=1,
     )
     losses, seconds = training(

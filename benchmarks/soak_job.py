@@ -27,6 +27,8 @@ from torch import nn
 
 from benchmarks.soak_power import Power, Strike
 from roadtrain.api.place import place
+from roadtrain.api.stores import Servers
+from roadtrain.config.lossy import Delay
 from roadtrain.errors import RoadtrainError
 from roadtrain.kernels.rules import rules_for
 from roadtrain.kernels.sum import sum_k, sum_squares
@@ -174,19 +176,21 @@ def _train(errand: Errand, token: bytes) -> None:
     placed = place(
         model,
         optimizer,
-        servers=errand.servers,
-        replicas=errand.replicas,  # type: ignore[arg-type]
-        mark=mark,
-        relay=BUDGET if errand.relay else None,
-        budget=BUDGET,
-        chunk_elements=CHUNK,
-        link=TcpOptions(
-            token=b"another secret of it" if errand.change == "token" else token,
-            retry_s=errand.deadline_s,
-            close_s=errand.deadline_s / 3,
+        store=Servers(
+            errand.servers,
+            link=TcpOptions(
+                token=b"another secret of it" if errand.change == "token" else token,
+                retry_s=errand.deadline_s,
+                close_s=errand.deadline_s / 3,
+            ),
+            replicas=errand.replicas,  # type: ignore[arg-type]
+            relay=BUDGET if errand.relay else None,
         ),
+        mark=mark,
+        host_budget=BUDGET,
+        chunk_elements=CHUNK,
         dtype=torch.bfloat16 if errand.change == "dtype" else None,
-        staleness=flavour.staleness,  # type: ignore[arg-type]
+        delay=Delay(flavour.staleness) if flavour.staleness else None,
         backwards_per_step=None if flavour.clip else 1,
         extra={"growing": growing},
         deadline_s=errand.deadline_s,

@@ -28,7 +28,7 @@ import torch
 
 from benchmarks.report import Report, Row
 from roadtrain.chunks import ChunkTable, ParamSpec
-from roadtrain.config.budgets import Budgets, derive
+from roadtrain.config.budgets import Budgets, BudgetTerms, derive
 from roadtrain.device.buffers import Buffer
 from roadtrain.kernels.rules import rules_for
 from roadtrain.runtime.local_servers import LocalServers
@@ -173,13 +173,12 @@ def run(quick: bool = False, directory: str | None = None) -> Report:
         table,
         parallelism.meta().records,
         parallelism.owners,
+        BudgetTerms(on_files=True, holds_gradients=False),
         host,
-        on_files=True,
-        holds_gradients=False,
     )
     budgets = _without_cache(budgets)
     before = _rss()
-    servers = LocalServers(parallelism, budgets, None, deadline_s=600)
+    servers = LocalServers(parallelism, budgets.records, None, deadline_s=600)
     engine = JobSession(
         servers,
         budgets,
@@ -280,7 +279,10 @@ def run(quick: bool = False, directory: str | None = None) -> Report:
 
 def _without_cache(budgets: Budgets) -> Budgets:
     """Nothing is kept in memory: every byte of state moves."""
-    return replace(budgets, resident=frozenset(), weights_resident=frozenset(), resident_bytes=0)
+    records = replace(
+        budgets.records, resident=frozenset(), weights_resident=frozenset(), resident_bytes=0
+    )
+    return replace(budgets, records=records)
 
 
 def _update(engine: JobSession, table: ChunkTable, hyper: tuple[float, ...], step: int) -> float:

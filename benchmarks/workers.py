@@ -239,8 +239,8 @@ def child(args: argparse.Namespace) -> dict[str, Any]:
     optimizer = roadtrain.place(
         model,
         model420.adamw(model.parameters()),
-        servers=args.servers.split(","),
-        budget=args.budget,
+        store=roadtrain.Servers(args.servers.split(",")),
+        host_budget=args.budget,
         dtype=torch.bfloat16,
         backwards_per_step=1,
         device="cpu",

@@ -84,10 +84,15 @@ def place(case, store, seed=0, **options):
         extra=extra,
         deadline_s=60,
         backwards_per_step=case.accumulate if case.eager else None,
-        staleness=case.staleness,
+        delay=delay_of(case),
         **{"report": lambda _: None, **options},
     )
     return model, placed, scaler
+
+
+def delay_of(case):
+    allowed = case.staleness
+    return roadtrain.Delay(None if allowed == "none" else allowed) if allowed else None
 
 
 def new_scaler(case):

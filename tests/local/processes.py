@@ -14,9 +14,10 @@ import time
 from pathlib import Path
 
 import torch
-from models import build, new_scaler, one_step
+from models import build, delay_of, new_scaler, one_step
 
 import roadtrain
+from roadtrain import Servers
 from roadtrain.errors import RoadtrainError
 from roadtrain.runtime import server
 from roadtrain.runtime.session_host import SessionHost
@@ -30,6 +31,7 @@ FORK.set_forkserver_preload(
     ["torch._dynamo", "roadtrain.api.place", "roadtrain.runtime.session_host", "pytest"]
 )
 BUDGET = "96MiB"
+OF_SERVERS = {"replicas", "give_up", "relay", "buffering", "residuals"}
 
 
 def free_port():
@@ -160,6 +162,7 @@ def worker_child(case, servers, log, steps, rank, workers, options, change):
     try:
         if "run" in options:
             options["mark"] = Mark(Path(options.pop("run")), report=said)
+        link = TcpOptions(token=token, retry_s=retry_s, tls=tls)
         model, optimizer = build(case)
         if change == "model":
             model.extra = torch.nn.Linear(2, 2)
@@ -167,13 +170,14 @@ def worker_child(case, servers, log, steps, rank, workers, options, change):
         placed = roadtrain.place(
             model,
             optimizer,
-            servers=servers,
-            link=TcpOptions(token=token, retry_s=retry_s, tls=tls),
-            budget=BUDGET,
+            store=Servers(
+                servers, link=link, **{n: options.pop(n) for n in OF_SERVERS & options.keys()}
+            ),
+            host_budget=BUDGET,
             dtype=case.dtype,
             extra={"scaler": scaler} if case.scaler else {},
             backwards_per_step=case.accumulate if case.eager else None,
-            staleness=case.staleness,
+            delay=delay_of(case),
             report=said,
             **{"chunk_elements": 1 << 16, "deadline_s": 30, **options},
         )

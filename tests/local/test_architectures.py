@@ -203,7 +203,7 @@ def test_trains_as_plainly(kind, tmp_path):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         if store is not None:
             optimizer = roadtrain.place(
-                model, optimizer, store=store, budget="200MiB", report=lambda _: None
+                model, optimizer, store=store, host_budget="200MiB", report=lambda _: None
             )
             # which runs one layer again and again
             assert len(optimizer._table.blocks) > 1 or kind == "albert"

@@ -18,6 +18,7 @@ from models import VOCAB, Case, Net, build, new_scaler, one_step, place, run
 from torch import nn
 
 import roadtrain
+from roadtrain import Files, TopK
 from roadtrain.api import session_plan
 from roadtrain.errors import (
     BudgetError,
@@ -37,7 +38,7 @@ from roadtrain.units import parse_bytes
 
 PLAIN = Case(clip=0.5)
 QUIET = {"report": lambda _: None, "deadline_s": 30}
-SMALL = {"budget": "60MiB", "chunk_elements": 1 << 16}
+SMALL = {"host_budget": "60MiB", "chunk_elements": 1 << 16}
 
 
 def train(store, until, case=PLAIN, **options):
@@ -48,7 +49,7 @@ def train(store, until, case=PLAIN, **options):
 
 
 def reference(until, case=PLAIN):
-    return train(None, until, case, budget="128MiB")
+    return train(None, until, case, host_budget="128MiB")
 
 
 @pytest.fixture
@@ -56,8 +57,10 @@ def nothing_kept(monkeypatch):
     """Every read and write goes to the files, though a model this small would fit."""
     real = session_plan.derive
 
-    def derive(*args, **kwargs):
-        return replace(real(*args, **kwargs), resident=frozenset(), weights_resident=frozenset())
+    def derive(*args):
+        budgets = real(*args)
+        records = replace(budgets.records, resident=frozenset(), weights_resident=frozenset())
+        return replace(budgets, records=records)
 
     monkeypatch.setattr(session_plan, "derive", derive)
 
@@ -145,7 +148,7 @@ def test_the_store_of_another_model(tmp_path, other):
         else Net(frozen=other == "frozen")
     )
     options = (
-        {"topk": 0.5, "error_feedback": True, "budget": "200MiB"}
+        {"compress": TopK(0.25, error_feedback=True), "host_budget": "200MiB"}
         if other == "error feedback"
         else {}
     )
@@ -332,7 +335,7 @@ def test_a_hanging_device_meets_the_deadline(tmp_path, nothing_kept):  # Rule 5
 @pytest.mark.parametrize("store", [False, True], ids=["RAM", "files"])
 def test_a_forgotten_zero_grad(tmp_path, store):
     case = Case()
-    model, placed, _ = place(case, tmp_path / "s" if store else None, budget="128MiB")
+    model, placed, _ = place(case, tmp_path / "s" if store else None, host_budget="128MiB")
     x = torch.randint(0, VOCAB, (4, 16))
     with pytest.raises(LoopError, match=r"(?s)block 'layers\.\d' got a gradient.*zero_grad"):
         for _ in range(2):
@@ -350,7 +353,7 @@ def test_a_forgotten_zero_grad_on_the_root_adds_up_as_in_plain_torch():
         model = nn.Linear(3, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         if placed:
-            optimizer = roadtrain.place(model, optimizer, budget="128MiB", **QUIET)
+            optimizer = roadtrain.place(model, optimizer, host_budget="128MiB", **QUIET)
         for _ in range(3):
             model(torch.ones(1, 3)).square().sum().backward()
             optimizer.step()
@@ -393,7 +396,7 @@ def test_a_promise_broken_at_the_step(tmp_path, what):
 
 
 def test_groups_are_fixed():
-    model, placed, _ = place(Case(), None, budget="128MiB")
+    model, placed, _ = place(Case(), None, host_budget="128MiB")
     with placed, pytest.raises(LoopError, match="fixed once placed"):
         placed.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
     del model
@@ -406,10 +409,10 @@ def test_groups_are_fixed():
 def test_a_budget_too_small_names_one_that_fits(tmp_path, store):
     case, where = Case(), tmp_path / "s" if store else None
     with pytest.raises(BudgetError, match=r"at least \d+ MiB .*the budget is 5\.0 MiB") as caught:
-        place(case, where, budget="5MiB")
+        place(case, where, host_budget="5MiB")
     assert not (tmp_path / "s").exists()
     enough = str(caught.value).split("at least ")[1].split(" of ")[0]
-    model, placed, scaler = place(case, where, budget=enough)
+    model, placed, scaler = place(case, where, host_budget=enough)
     with placed:
         assert run(case, model, placed, scaler, 0, 2) == reference(2, case)
         assert placed.memory()["resident"] <= parse_bytes(enough)
@@ -435,12 +438,14 @@ def test_parameters_of_another_model():
 
 
 def test_placed_twice(tmp_path):
-    model, placed, scaler = place(Case(), tmp_path / "s", budget="128MiB")
+    model, placed, scaler = place(Case(), tmp_path / "s", host_budget="128MiB")
     with placed:
         with pytest.raises(ConfigError, match="placed already"):
-            roadtrain.place(model, placed, budget="128MiB", **QUIET)
+            roadtrain.place(model, placed, host_budget="128MiB", **QUIET)
         with pytest.raises(ConfigError, match="hold no values"):
-            roadtrain.place(model, torch.optim.AdamW(model.parameters()), budget="128MiB", **QUIET)
+            roadtrain.place(
+                model, torch.optim.AdamW(model.parameters()), host_budget="128MiB", **QUIET
+            )
         losses = run(Case(), model, placed, scaler, 0, 2)
     # nothing trains on the NaN that are left
     with pytest.raises(ConfigError, match="hold no values"):
@@ -458,18 +463,18 @@ def test_an_optimizer_that_has_trained():
     model, optimizer = build(Case())
     one_step(Case(), model, optimizer, new_scaler(Case()), 0)
     with pytest.raises(ConfigError, match="has taken steps: its state would be lost"):
-        roadtrain.place(model, optimizer, budget="128MiB", **QUIET)
+        roadtrain.place(model, optimizer, host_budget="128MiB", **QUIET)
     optimizer.state.clear()
-    roadtrain.place(model, optimizer, budget="128MiB", **QUIET).close()
+    roadtrain.place(model, optimizer, host_budget="128MiB", **QUIET).close()
 
 
 def test_more_directories_than_chunks(tmp_path):
     dirs = [tmp_path / str(i) for i in range(60)]
-    few = {"budget": "3GiB", "chunk_elements": 1 << 20}
+    few = {"host_budget": "3GiB", "chunk_elements": 1 << 20}
     losses = (
         train(dirs, 2, **few)
         + train(dirs, 3, **few)
-        + train(dirs[:2], 4, moved_from=dirs[2:], **few)
+        + train(Files(dirs[:2], moved_from=dirs[2:]), 4, **few)
         + train(dirs, 5, **few)
     )
     assert losses == reference(5)
@@ -486,26 +491,26 @@ def test_bursts_are_tried_and_change_nothing(tmp_path, nothing_kept, monkeypatch
 
 def test_chunks_are_spread_by_rates_and_stay_there(tmp_path):
     dirs = [tmp_path / "fast", tmp_path / "slow"]
-    losses = train(dirs, 2, store_rates=[3, 1])
+    losses = train(Files(dirs, rates=[3, 1]), 2)
     sizes = [slot_files(d)[0].stat().st_size for d in dirs]
     assert 2.2 < sizes[0] / sizes[1] < 4
     said = []
     # a store that is there keeps its spread
-    losses += train(dirs, 4, store_rates="measured", report=said.append)
+    losses += train(Files(dirs, rates="measured"), 4, report=said.append)
     assert [slot_files(d)[0].stat().st_size for d in dirs] == sizes and not any(
         "converted" in line for line in said
     )
     assert losses == reference(4)
     for wrong in ([1.0], [1.0, float("nan")], [1, -1], "fast"):
         with pytest.raises(ConfigError, match=r"rates .* for 2 directories"):
-            train([tmp_path / "a", tmp_path / "b"], 1, store_rates=wrong)
+            Files([tmp_path / "a", tmp_path / "b"], rates=wrong)
     with pytest.raises(ConfigError, match="for 0 directories"):
-        train(None, 1, store_rates=[1.0], budget="128MiB")
+        train(None, 1, store_rates=[1.0], host_budget="128MiB")  # in a former word
 
 
 def test_rates_are_measured_for_a_new_store(tmp_path):
     said = []
-    train([tmp_path / "a", tmp_path / "b"], 1, store_rates="measured", report=said.append)
+    train(Files([tmp_path / "a", tmp_path / "b"], rates="measured"), 1, report=said.append)
     assert any(line.startswith("measured: ") and "B/s" in line for line in said)
     assert not list(tmp_path.glob("**/probe-*"))
 
@@ -514,7 +519,9 @@ def test_parameters_in_no_group_are_said_to_stay_as_they_are(tmp_path):
     said = []
     model, _ = build(Case())
     optimizer = torch.optim.SGD(model.layers.parameters(), lr=0.1)
-    with roadtrain.place(model, optimizer, store=tmp_path, budget="128MiB", report=said.append):
+    with roadtrain.place(
+        model, optimizer, store=tmp_path, host_budget="128MiB", report=said.append
+    ):
         pass
     assert any(
         "3 parameters are in no parameter group ('embed.weight' is the first)" in line
@@ -532,7 +539,7 @@ def test_a_compiled_model_trains_as_ever(when, recwarn):
         if compiled and when == "each block":
             for layer in model.layers:
                 layer.compile(backend="eager")
-        with roadtrain.place(model, optimizer, budget="128MiB", **QUIET) as placed:
+        with roadtrain.place(model, optimizer, host_budget="128MiB", **QUIET) as placed:
             run_as = (
                 torch.compile(model, backend="eager") if compiled and when == "after" else model
             )
@@ -548,7 +555,9 @@ def test_blocks_that_train_nothing(tmp_path):
         model.layers.requires_grad_(False)
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
         if store != "plain":
-            optimizer = roadtrain.place(model, optimizer, store=store, budget="128MiB", **QUIET)
+            optimizer = roadtrain.place(
+                model, optimizer, store=store, host_budget="128MiB", **QUIET
+            )
         sides.append(run(Case(), model, optimizer, new_scaler(Case()), 0, 4))
         if store != "plain":
             optimizer.close()
@@ -585,7 +594,7 @@ def test_schedulers(name):
     for early in (False, True):
         model, optimizer = build(Case())
         scheduler = SCHEDULERS[name](optimizer) if early else None
-        with roadtrain.place(model, optimizer, budget="128MiB", **QUIET) as placed:
+        with roadtrain.place(model, optimizer, host_budget="128MiB", **QUIET) as placed:
             losses, rates = scheduled(model, placed, scheduler or SCHEDULERS[name](placed), 6)
         assert rates == plain[1]
         np.testing.assert_allclose(losses, plain[0], rtol=0, atol=2e-4)
@@ -648,7 +657,9 @@ def test_state_dict_is_torchs(amsgrad, tmp_path):
         model = Net()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, amsgrad=amsgrad, foreach=False)
         if where != "plain":
-            optimizer = roadtrain.place(model, optimizer, store=where, budget="128MiB", **QUIET)
+            optimizer = roadtrain.place(
+                model, optimizer, store=where, host_budget="128MiB", **QUIET
+            )
         run(case, model, optimizer, new_scaler(case), 0, 3)
         states.append(optimizer.state_dict(**({} if where == "plain" else {"gather": True})))
         if where != "plain":
@@ -670,7 +681,7 @@ def test_state_dict_is_torchs(amsgrad, tmp_path):
 @pytest.mark.parametrize("store", [False, True], ids=["RAM", "files"])
 def test_close_leaves_no_thread_and_gives_the_model_back(tmp_path, store):
     before = set(threading.enumerate())
-    model, placed, scaler = place(Case(), tmp_path / "s" if store else None, budget="128MiB")
+    model, placed, scaler = place(Case(), tmp_path / "s" if store else None, host_budget="128MiB")
     run(Case(), model, placed, scaler, 0, 2)
     assert set(threading.enumerate()) > before
     placed.close()
@@ -743,7 +754,11 @@ def test_a_gpt2_generates_between_steps(tmp_path, store):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
         if side != "plain":
             optimizer = roadtrain.place(
-                model, optimizer, store=tmp_path / side if store else None, budget="128MiB", **QUIET
+                model,
+                optimizer,
+                store=tmp_path / side if store else None,
+                host_budget="128MiB",
+                **QUIET,
             )
         for i in range(4):
             torch.manual_seed(i)

@@ -25,7 +25,7 @@ tqdm.tqdm.monitor_interval = 0  # no thread of its own
 transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
 
-QUIET = {"budget": "128MiB", "report": lambda _: None}
+QUIET = {"host_budget": "128MiB", "report": lambda _: None}
 EXACT = {"optimizer": torch.optim.SGD, "lr": 0.125}
 
 

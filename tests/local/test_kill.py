@@ -29,7 +29,7 @@ def child(case, store, log, steps, early=False, strike=None):
     torch.set_num_threads(1)
     if strike is not None and early:
         begin_to_count()
-    model, placed, scaler = place(case, store, budget="64MiB", chunk_elements=1 << 16)
+    model, placed, scaler = place(case, store, host_budget="64MiB", chunk_elements=1 << 16)
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     first = placed.steps_done + 1
     while placed.steps_done < steps:

@@ -14,6 +14,7 @@ from processes import HostProcess, Workers
 from torch import nn
 
 import roadtrain
+from roadtrain import Delay, Servers, TopK
 from roadtrain.api import session_plan
 from roadtrain.config.budgets import derive
 from roadtrain.errors import BudgetError, ConfigError, ForeignError
@@ -79,7 +80,7 @@ def placed(stops, dtype=torch.float32, **options):
             report=lambda _: None,
             chunk_elements=1 << 16,
             dtype=dtype,
-            **{"staleness": 1, **options},
+            **{"delay": Delay(1), **options},
         )
         with optimizer:
             while optimizer.steps_done < stop:
@@ -108,7 +109,11 @@ def test_trains_as_the_plain_delayed_loop(promise, tmp_path):
     assert ram[0] == pytest.approx(losses, rel=1e-4)
     for name, p in weights.items():
         assert torch.allclose(ram[1][name], p, rtol=0, atol=1e-4), name
-    for stops, options in (([8], {}), ([1, 3, 4, 5, 8], {}), ([2, 6, 7, 8], {"budget": "200MiB"})):
+    for stops, options in (
+        ([8], {}),
+        ([1, 3, 4, 5, 8], {}),
+        ([2, 6, 7, 8], {"host_budget": "200MiB"}),
+    ):
         home = tmp_path / str(len(stops))
         seen = placed(stops, backwards_per_step=promise, store=[home / "a", home / "b"], **options)
         assert seen[0] == ram[0], stops  # Rules 1 and 3: at every step it stopped at, the same bits
@@ -123,14 +128,15 @@ def test_a_device_that_writes_late(tmp_path, monkeypatch):
     monkeypatch.setattr(FileTier, "write", lambda *a: (time.sleep(0.05), write(*a))[1])
     for i, kept in enumerate(("resident", "weights_resident", "nothing")):
 
-        def only(*args, kept=kept, **options):
-            budgets = derive(*args, **options)
+        def only(*args, kept=kept):
+            budgets = derive(*args)
             every = frozenset(range(len(args[0].chunks)))
-            return replace(
-                budgets,
+            records = replace(
+                budgets.records,
                 resident=every if kept == "resident" else frozenset(),
                 weights_resident=every if kept == "weights_resident" else frozenset(),
             )
+            return replace(budgets, records=records)
 
         monkeypatch.setattr(session_plan, "derive", only)
         seen = placed([8], backwards_per_step=1, dtype=torch.bfloat16, store=tmp_path / str(i))
@@ -145,7 +151,7 @@ def test_what_is_read_and_exported_is_the_newest(where, tmp_path):
     optimizer = roadtrain.place(
         model,
         torch.optim.AdamW(model.parameters(), lr=1e-2),
-        staleness=1,
+        delay=Delay(1),
         dtype=torch.bfloat16,
         store=where and tmp_path / where,
         report=lambda _: None,
@@ -178,26 +184,28 @@ def test_what_it_does_not_do_is_said(tmp_path):
         placed([3], store=[tmp_path / "a", tmp_path / "b"])
     for wrong in (-1, 1.5, "all"):
         with pytest.raises(ConfigError, match="staleness"):
-            roadtrain.place(model, torch.optim.AdamW(model.parameters()), staleness=wrong)
+            Delay(wrong)
     with pytest.raises(ConfigError, match="needs those that forward had"):
         roadtrain.place(
             model,
             torch.optim.AdamW(model.parameters()),
-            staleness=2,
-            servers=["a:1"],
-            buffering="none",
+            delay=Delay(2),
+            store=Servers(["a:1"], buffering="none"),
         )
     with pytest.raises(BudgetError, match=r"2 of 4 blocks .* can be kept"):
         roadtrain.place(
             model,
             torch.optim.AdamW(model.parameters()),
-            staleness=2,
-            budget="40MiB",
+            delay=Delay(2),
+            host_budget="40MiB",
             store=tmp_path / "c",
         )
     with pytest.raises(ConfigError, match="error feedback"):
         roadtrain.place(
-            model, torch.optim.AdamW(model.parameters()), staleness=1, topk=0.1, error_feedback=True
+            model,
+            torch.optim.AdamW(model.parameters()),
+            delay=Delay(1),
+            compress=TopK(0.05, error_feedback=True),
         )
     assert len(placed([3], store=tmp_path / "a")[0]) == 1  # nothing of it was lost
 
@@ -245,14 +253,19 @@ def wide(steps, **options):
 def test_a_server_slower_than_all_else(tmp_path):
     """Its buffers fill with gradients of the next step while this one waits for a commit, of
     which the worker tells behind them: they are put away. Rules 1 and 5."""
-    expected = wide(4, staleness=1)
+    expected = wide(4, delay=Delay(1))
     hosts = [
         HostProcess(tmp_path / "a", snapshot=tmp_path / "a", fault=("slow", 0.03)),
         HostProcess(tmp_path / "b"),
     ]
     try:
         assert (
-            wide(4, staleness=1, servers=[host.where for host in hosts], budget="200MiB")
+            wide(
+                4,
+                delay=Delay(1),
+                store=Servers([host.where for host in hosts]),
+                host_budget="200MiB",
+            )
             == expected
         )
     finally:
@@ -299,15 +312,15 @@ def wait_until(true, deadline_s=60):
 
 
 def test_with_more_than_one_update_missing_each_is_made_once(tmp_path):
-    for staleness in (3, "none"):
-        seen, found = placed([4, 8], store=tmp_path / str(staleness), staleness=staleness)
+    for steps in (3, None):
+        seen, found = placed([4, 8], store=tmp_path / str(steps), delay=Delay(steps))
         assert len(seen) == 8 and all(torch.isfinite(w).all() for w in found.values())
         assert (found["first.weight:step"], found["layers.1.0.weight:step"]) == (8, 8 - sum(SKIPS))
 
 
 @pytest.mark.parametrize(
     "how",
-    [{"relay": "256MiB", "local": 2}, {"replicas": 2}, {"topk": 0.2}],
+    [{"relay": "256MiB", "local": 2}, {"replicas": 2}, {"compress": TopK(0.1)}],
     ids=lambda how: next(iter(how)),
 )
 def test_it_goes_with_all_else(how, tmp_path):

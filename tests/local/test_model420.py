@@ -65,7 +65,7 @@ def test_ours_has_the_losses_of_plain_training(tmp_path: Path) -> None:
         model420.adamw(model.parameters()),
         store=tmp_path,
         dtype=torch.bfloat16,
-        budget="200MiB",
+        host_budget="200MiB",
         backwards_per_step=1,
         report=lambda line: None,
     )

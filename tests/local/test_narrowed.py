@@ -16,6 +16,7 @@ from models import Case, build, new_scaler, one_step
 from processes import Workers, losses
 
 import roadtrain
+from roadtrain import Downcast, Servers
 from roadtrain.config.job import make_job
 from roadtrain.errors import ConfigError
 from roadtrain.kernels.sum import sum_squares
@@ -30,6 +31,10 @@ BF16, FP16 = torch.bfloat16, torch.float16
 PLAIN = Case(sgd=True)
 ALL = Case(sgd=True, clip=0.5, accumulate=2, groups=True)
 SMALL = {1: 25 << 20, 2: 34 << 20}  # of which gradients of four chunks a worker can have a buffer
+
+
+def downcast(dtype):
+    return None if dtype is None else Downcast({BF16: "bf16", FP16: "fp16"}[dtype])
 
 
 class Skipped:
@@ -126,7 +131,9 @@ def trained(case, servers, home, workers, **options):
 def test_the_same_bits_as_plain_torch_with_rounded_gradients(
     case, workers, servers, dtype, options, hosts, tmp_path
 ):
-    found, said = trained(case, hosts(servers), tmp_path, workers, grad_dtype=dtype, **options)
+    found, said = trained(
+        case, hosts(servers), tmp_path, workers, compress=downcast(dtype), **options
+    )
     assert found == plain(case, workers, dtype)
     assert f"lossy: gradients travel as {'bf16' if dtype == BF16 else 'fp16'}" in said  # Rule 2
 
@@ -134,7 +141,9 @@ def test_the_same_bits_as_plain_torch_with_rounded_gradients(
 @pytest.mark.parametrize("workers", [1, 2])
 def test_spilled_gradients_too(workers, hosts, tmp_path):
     (host,) = hosts(1, budget=SMALL[workers])
-    ran = Workers(ALL, [host.where], tmp_path, STEPS, workers, norms=False, grad_dtype=BF16)
+    ran = Workers(
+        ALL, [host.where], tmp_path, STEPS, workers, norms=False, compress=Downcast("bf16")
+    )
     spilled, files = False, Path(f"/proc/{host.process.pid}/fd")
     while not spilled and any(p.is_alive() for p in ran.processes):
         spilled = any("spill.bin" in os.readlink(f) for f in files.iterdir() if f.is_symlink())
@@ -152,7 +161,9 @@ def test_late_ones_too(hosts, tmp_path):
         [(1, SMALL[2], BF16), (2, 96 << 20, BF16), (1, 96 << 20, None)]
     ):
         results.append(
-            trained(case, hosts(n, budget=budget), tmp_path / str(i), 2, grad_dtype=dtype)[0]
+            trained(case, hosts(n, budget=budget), tmp_path / str(i), 2, compress=downcast(dtype))[
+                0
+            ]
         )
     assert results[0] == results[1] != results[2]
 
@@ -160,7 +171,7 @@ def test_late_ones_too(hosts, tmp_path):
 def test_gradients_of_16_bit_parameters_go_as_they_are(hosts, tmp_path):
     case = Case(dtype=BF16, eager=True)
     first, second = (
-        trained(case, hosts(1), tmp_path / str(dtype), 2, grad_dtype=dtype)[0]
+        trained(case, hosts(1), tmp_path / str(dtype), 2, compress=downcast(dtype))[0]
         for dtype in (None, FP16)
     )
     assert first == second
@@ -182,9 +193,9 @@ def test_half_the_bytes_travel(hosts, monkeypatch):
         with roadtrain.place(
             model,
             optimizer,
-            servers=[hosts(1)[0].where],
-            grad_dtype=dtype,
-            budget="96MiB",
+            store=Servers([hosts(1)[0].where]),
+            compress=downcast(dtype),
+            host_budget="96MiB",
             report=lambda _: None,
         ) as placed:
             for i in range(2):
@@ -209,7 +220,7 @@ def test_half_the_bytes_travel(hosts, monkeypatch):
         ),
         (
             {"grad_dtype": FP16, "servers": ["127.0.0.1:1"], "topk": 0.1},
-            "Downcast in a former word, together with compress=top-k",
+            "TopK .* together with compress=gradients travel as fp16",
         ),
     ],
 )

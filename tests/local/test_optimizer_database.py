@@ -87,7 +87,7 @@ def test_as_plain_torch(cls, kwargs):
 
     model, optimizer = build(cls, kwargs)
     with roadtrain.place(
-        model, optimizer, budget="128MiB", deadline_s=30, report=lambda _: None
+        model, optimizer, host_budget="128MiB", deadline_s=30, report=lambda _: None
     ) as placed:
         mine = train(model, placed)
         for name, p in plain.named_parameters():
@@ -119,6 +119,6 @@ def test_options_of_speed_change_nothing(cls, option):
     losses = train(plain, optimizer)
     model, optimizer = build(cls, kwargs)
     with roadtrain.place(
-        model, optimizer, budget="128MiB", deadline_s=30, report=lambda _: None
+        model, optimizer, host_budget="128MiB", deadline_s=30, report=lambda _: None
     ) as placed:
         torch.testing.assert_close(train(model, placed), losses, **ROUNDING)

@@ -9,6 +9,7 @@ import torch
 from models import Case, Net, contents, new_scaler, place, run
 
 import roadtrain
+from roadtrain import TopK
 from roadtrain.device.copies import AfterCopies, HostBuffer
 from roadtrain.protocol import messages
 from roadtrain.runtime.worker import Worker
@@ -74,7 +75,7 @@ def slow_copies(monkeypatch):
         (Case(eager=True, dtype=torch.bfloat16, frozen=True), {}),
         (Case(clip=0.5, accumulate=2), {}),
         (Case(clip=0.5, scaler=True), {}),
-        (Case(eager=True), {"topk": 0.2, "error_feedback": True}),
+        (Case(eager=True), {"compress": TopK(0.1, error_feedback=True)}),
         (Case(eager=True, staleness=1), {}),
     ],
     ids=["eager", "frozen", "clipped", "scaler", "top-k", "late"],

@@ -11,7 +11,7 @@ from torch import nn
 import roadtrain
 from roadtrain.errors import LoopError
 
-BUDGET = {"budget": "128MiB"}
+BUDGET = {"host_budget": "128MiB"}
 
 
 def roots(model):

@@ -71,12 +71,12 @@ def resumed_run(case, tmp_path):
     losses = []
     layouts = [
         (tmp_path / "a", {}, 2),
-        (tmp_path / "a", {"chunk_elements": 1 << 16, "budget": "160MiB"}, 4),
+        (tmp_path / "a", {"chunk_elements": 1 << 16, "host_budget": "160MiB"}, 4),
         ([tmp_path / d for d in "abc"], {}, STEPS),
     ]
     if case.staleness:  # keeps its layout
         layouts = [
-            (tmp_path / "a", {"budget": b}, until)
+            (tmp_path / "a", {"host_budget": b}, until)
             for b, until in (("1GiB", 2), ("160MiB", 4), (None, STEPS))
         ]
     for store, options, until in layouts:
@@ -116,4 +116,4 @@ def test_same_training_as_plain_torch(case):
 def test_what_waits_is_spilled_under_a_small_budget(tmp_path):  # Rule 4
     case = Case(accumulate=2, clip=0.5)
     ram = in_memory(case)
-    same(ram, placed_run(case, tmp_path / "s", budget="45MiB", chunk_elements=1 << 16))
+    same(ram, placed_run(case, tmp_path / "s", host_budget="45MiB", chunk_elements=1 << 16))

@@ -12,12 +12,13 @@ from models import Case, build, new_scaler, one_step
 from processes import HostProcess, Workers, losses
 
 import roadtrain
+from roadtrain import Files, Servers, TopK
 from roadtrain.errors import ConfigError, ForeignError
 from roadtrain.streaming.split import split, table
 from roadtrain.transport.tcp import TcpOptions
 
 CHUNK, KEPT = 1 << 16, 0.05
-FEEDBACK = {"topk": 2 * KEPT, "error_feedback": True}
+FEEDBACK = {"compress": TopK(KEPT, error_feedback=True)}
 STEPS = 6
 
 
@@ -91,7 +92,7 @@ def test_it_is_what_a_plain_loop_does(workers, local, ways, addresses, tmp_path)
             home,
             STEPS,
             workers,
-            store=str(home / "left"),
+            residuals=str(home / "left"),
             local=local,
             **FEEDBACK,
             **options,
@@ -124,7 +125,7 @@ def test_stopped_and_gone_on(case, addresses, tmp_path):
                 home,
                 stop,
                 2,
-                store=str(home / "left"),
+                residuals=str(home / "left"),
                 session=str(session),
                 **FEEDBACK,
             )
@@ -143,7 +144,7 @@ def test_stopped_and_gone_on(case, addresses, tmp_path):
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_kills_change_no_loss(replicas, addresses, tmp_path):  # Rules 3 and 5
     rng, servers = random.Random(replicas), addresses(2)
-    options = {"store": str(tmp_path / "left"), "replicas": replicas, **FEEDBACK}
+    options = {"residuals": str(tmp_path / "left"), "replicas": replicas, **FEEDBACK}
     for number in itertools.count():
         before = len(losses(tmp_path / "worker0.log"))
         last = number == 4
@@ -182,26 +183,25 @@ def test_kills_change_no_loss(replicas, addresses, tmp_path):  # Rules 3 and 5
 
 def test_a_worker_whose_residuals_are_gone_says_so(addresses, tmp_path):
     servers, left = addresses(1), tmp_path / "left"
-    run = Workers(Case(), servers, tmp_path, 2, 2, store=str(left), **FEEDBACK)
+    run = Workers(Case(), servers, tmp_path, 2, 2, residuals=str(left), **FEEDBACK)
     assert run.join() == [0, 0], run.errors()
     shutil.rmtree(left / "worker-0")
-    run = Workers(Case(), servers, tmp_path, 4, 2, store=str(left), session="2", **FEEDBACK)
+    run = Workers(Case(), servers, tmp_path, 4, 2, residuals=str(left), session="2", **FEEDBACK)
     assert run.join() == [0, 0], run.errors()
     said = [line for line in run.notes() if "begin at zero" in line]
     assert len(said) == 1 and "worker-0" in said[0] and "lossy" in said[0]
 
 
 def test_what_is_refused(addresses, tmp_path):
-    def place(servers, **options):
+    def place(servers, residuals=None, **options):
         model, optimizer = build(Case())
         return roadtrain.place(
             model,
             optimizer,
-            servers=servers,
-            budget="96MiB",
+            store=Servers(servers, link=TcpOptions(retry_s=5), residuals=residuals),
+            host_budget="96MiB",
             chunk_elements=CHUNK,
             deadline_s=30,
-            link=TcpOptions(retry_s=5),
             report=lambda _: None,
             **options,
         )
@@ -209,15 +209,15 @@ def test_what_is_refused(addresses, tmp_path):
     with pytest.raises(ConfigError, match=r"1 server\(s\), 0 director.*error feedback True"):
         place(["a:1"], **FEEDBACK)
     with pytest.raises(ConfigError, match="residuals in 2 directories"):
-        place(["a:1"], **FEEDBACK, store=[tmp_path / "a", tmp_path / "b"])
+        place(["a:1"], **FEEDBACK, residuals=Files([tmp_path / "a", tmp_path / "b"]))
     with pytest.raises(ConfigError, match=r"1 server\(s\), 1 director.*error feedback False"):
-        place(["a:1"], store=tmp_path / "a", topk=0.1)
+        place(["a:1"], residuals=tmp_path / "a", compress=TopK(0.05))
     first, second = addresses(1), addresses(1)
-    with place(first, store=tmp_path / "left", **FEEDBACK) as placed:
+    with place(first, residuals=tmp_path / "left", **FEEDBACK) as placed:
         model = placed._model
         for step in range(2):
             one_step(Case(), model, placed, new_scaler(Case()), step)
     with pytest.raises(ForeignError, match=r"worker-0.*holds step 2 of a store already"):
-        place(second, store=tmp_path / "left", **FEEDBACK)
-    with place(first, store=tmp_path / "left", **FEEDBACK) as placed:  # nothing was lost
+        place(second, residuals=tmp_path / "left", **FEEDBACK)
+    with place(first, residuals=tmp_path / "left", **FEEDBACK) as placed:  # nothing was lost
         assert placed.steps_done == 2

@@ -12,6 +12,7 @@ from models import Case, Net, new_scaler, run
 from torch.optim import AdamW
 
 import roadtrain
+from roadtrain import Delay
 from roadtrain.api import session_plan
 from roadtrain.config.cluster import make_cluster
 from roadtrain.config.models import BlockShape, ModelShape
@@ -38,27 +39,26 @@ def real(monkeypatch, store, staleness, slots):
         said.extend((type(a).__name__, about(a)) for a in actions if isinstance(a, SAID))
         return actions
 
-    def small(*args, **kwargs):
-        return replace(
-            derived(*args, **kwargs),
-            resident=frozenset(),
-            weights_resident=frozenset(),
-            slots=slots,
-        )
+    def few_slots(*args):
+        budgets = derived(*args)
+        return replace(budgets, worker=replace(budgets.worker, slots=slots))
+
+    def small(*args):
+        budgets = few_slots(*args)
+        records = replace(budgets.records, resident=frozenset(), weights_resident=frozenset())
+        return replace(budgets, records=records)
 
     monkeypatch.setattr(ServerStateMachine, "handle", logged)
     if store is not None:
         monkeypatch.setattr(session_plan, "derive", small)
     else:
-        monkeypatch.setattr(
-            session_plan, "derive", lambda *a, **k: replace(derived(*a, **k), slots=slots)
-        )
+        monkeypatch.setattr(session_plan, "derive", few_slots)
     model = Net(depth=DEPTH, width=32, dropout=0.0)
     placed = roadtrain.place(
         model,
         AdamW(model.parameters(), foreach=False),
         store=store,
-        staleness=staleness,
+        delay=Delay(staleness) if staleness else None,
         report=lambda _: None,
     )
     with placed:

@@ -26,10 +26,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import roadtrain
+from roadtrain import Servers, TopK
 from roadtrain.errors import FullError, LoopError, RoadtrainError
 from roadtrain.storage import convert
 
-BUDGET = {"budget": "128MiB"}
+BUDGET = {"host_budget": "128MiB"}
 KINDS = list(itertools.product(["RAM", "files"], [None, torch.bfloat16], [False, True]))
 
 
@@ -186,7 +187,7 @@ def test_what_is_loaded_is_committed_at_once_or_not_at_all(tmp_path):
         sys.path.insert(0, {str(Path(__file__).parent)!r})
         import torch
         from models import Case, place, run
-        model, placed, scaler = place(Case(), sys.argv[1], budget="128MiB")
+        model, placed, scaler = place(Case(), sys.argv[1], host_budget="128MiB")
         if sys.argv[2] == "first":
             run(Case(), model, placed, scaler, 0, 2)
             torch.save([model.state_dict(), placed.state_dict(gather=True)], sys.argv[1] + ".pt")
@@ -221,7 +222,7 @@ def test_a_kill_while_values_are_loaded(tmp_path, where, loaded):
         sys.path.insert(0, {str(Path(__file__).parent)!r})
         from models import Case, place, run
         from roadtrain.storage import generation
-        model, placed, scaler = place(Case(), sys.argv[1], budget="128MiB")
+        model, placed, scaler = place(Case(), sys.argv[1], host_budget="128MiB")
         run(Case(), model, placed, scaler, 0, 1)
         model.load_state_dict({{n: v * 0 + 3 for n, v in model.state_dict().items()}})
         owner = generation if {where!r} == "remove" else generation.OpenedStore
@@ -436,7 +437,7 @@ def test_a_load_that_fails_changes_nothing(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("feedback", [False, True])
 def test_with_compression(tmp_path, feedback):
-    options = {"topk": 0.2, "error_feedback": feedback, "dtype": None, **BUDGET}
+    options = {"compress": TopK(0.1, error_feedback=feedback), "dtype": None, **BUDGET}
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -576,8 +577,8 @@ def test_distributed_checkpoint_saves_and_loads(tmp_path, whole):
 def test_of_servers(hosts, tmp_path, name):
     case = Case(clip=0.5, dtype=torch.bfloat16, staleness=int(name == "late"))
     servers = [host.where for host in hosts(2)]
-    options = {"servers": servers, "chunk_elements": 1 << 16, **BUDGET}
-    model, placed, scaler = place(case, None, **options)
+    options = {"chunk_elements": 1 << 16, **BUDGET}
+    model, placed, scaler = place(case, Servers(servers), **options)
     run(case, model, placed, scaler, 0, 2)
     found, small = saved(model.state_dict()), saved(placed.state_dict())
     for spec in placed.params:
@@ -607,8 +608,9 @@ TWO = f"""
     sys.path.insert(0, {str(Path(__file__).parent)!r})
     import torch
     from models import Case, one_step, place
+    from roadtrain import Servers
     rank, case = int(os.environ["RANK"]), Case(clip=0.5)
-    model, placed, scaler = place(case, None, servers=sys.argv[2:], budget="96MiB", chunk_elements=1 << 16)
+    model, placed, scaler = place(case, Servers(sys.argv[2:]), host_budget="96MiB", chunk_elements=1 << 16)
     with placed:
         for step in range(2):
             one_step(case, model, placed, scaler, step, seed=2 * step + rank)
@@ -660,7 +662,7 @@ LARGE = """
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    placed = roadtrain.place(model, optimizer, store=where + "/store", budget="150MiB", report=lambda _: None)
+    placed = roadtrain.place(model, optimizer, store=where + "/store", host_budget="150MiB", report=lambda _: None)
     total = sum(p.numel() * p.element_size() for p in model.parameters())
     assert total > 250 << 20, total
     model(torch.arange(8).view(1, 8), labels=torch.arange(8).view(1, 8)).loss.backward()

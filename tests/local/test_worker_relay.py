@@ -12,6 +12,7 @@ from models import Case, build
 from processes import Workers, losses
 
 import roadtrain
+from roadtrain import Servers
 from roadtrain.errors import BudgetError, ConfigError
 
 CASES = {
@@ -102,5 +103,5 @@ def test_what_cannot_be_is_said():
     with pytest.raises(
         BudgetError, match=r"a relay of 1 worker\(s\) .* needs at least \d+ MiB, it has 1"
     ):
-        roadtrain.place(model, optimizer, servers=["127.0.0.1:1"], relay="1MiB")
+        roadtrain.place(model, optimizer, store=Servers(["127.0.0.1:1"], relay="1MiB"))
     assert all(not p.is_meta for p in model.parameters())

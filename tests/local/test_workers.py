@@ -12,6 +12,7 @@ import torch
 from models import Case, build, one_step, place
 from processes import HostProcess, Workers, losses
 
+from roadtrain import TopK
 from roadtrain.chunks import ChunkTable, ParamSpec
 from roadtrain.lab.relay import Relay
 from roadtrain.protocol import messages
@@ -231,7 +232,7 @@ def test_topk_over_the_network(staleness, hosts, tmp_path):
         home = tmp_path / f"with{servers}"
         home.mkdir()
         case = Case(eager=True, staleness=staleness)
-        workers = Workers(case, [h.where for h in hosts(servers)], home, 4, 2, topk=0.1)
+        workers = Workers(case, [h.where for h in hosts(servers)], home, 4, 2, compress=TopK(0.05))
         assert workers.join() == [0, 0], workers.errors()
         results.append([losses(log) for log in workers.logs])
     assert results[0] == results[1]

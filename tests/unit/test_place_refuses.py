@@ -9,6 +9,7 @@ from torch import nn
 
 import roadtrain
 import roadtrain_rdma as rdma
+from roadtrain import Servers
 from roadtrain.errors import ConfigError
 
 
@@ -18,8 +19,6 @@ def test_a_relay_does_not_turn_rdma_into_tcp() -> None:
         roadtrain.place(
             model,
             torch.optim.SGD(model.parameters(), lr=0.1),
-            servers=["127.0.0.1:1"],
-            relay="1MiB",
-            link=rdma.RdmaOptions(device="mlx5_0"),
+            store=Servers(["127.0.0.1:1"], relay="1MiB", link=rdma.RdmaOptions(device="mlx5_0")),
         )
     assert not model[0].weight.isnan().any()

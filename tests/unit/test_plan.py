@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roadtrain.chunks import SEGMENT, ChunkTable, ParamSpec, record
-from roadtrain.config.budgets import HUGE, derive
+from roadtrain.config.budgets import HUGE, BudgetTerms, derive
 from roadtrain.errors import BudgetError
 from roadtrain.protocol.assignment import assign
 from roadtrain.units import GIB, MIB, parse_bytes, round_up
@@ -65,7 +65,7 @@ def least_of(job):
     while high - low > 1:
         middle = (low + high) // 2
         try:
-            derive(table, records, owners, middle, **options)
+            derive(table, records, owners, BudgetTerms(**options), middle)
             high = middle
         except BudgetError:
             low = middle
@@ -81,14 +81,14 @@ def test_never_more_than_the_budget(job, budget):
     table, records, owners, options = job
     least = least_of(job)
     try:
-        got = derive(table, records, owners, budget, **options)
+        got = derive(table, records, owners, BudgetTerms(**options), budget)
     except BudgetError as error:
         assert budget < least
         named = re.search(r"at least ([\d]+ MiB) .*the budget is ([\d.]+ \w+)", str(error))
         assert named is not None, "both numbers"
         enough = parse_bytes(named[1])
         assert least <= enough < least + MIB
-        assert derive(table, records, owners, enough, **options).total <= enough
+        assert derive(table, records, owners, BudgetTerms(**options), enough).total <= enough
         return
     assert budget >= least
     assert got.total <= budget
@@ -98,34 +98,37 @@ def test_never_more_than_the_budget(job, budget):
 @settings(max_examples=150, deadline=None)
 def test_every_buffer_holds_what_goes_into_it(job, extra):
     table, records, owners, options = job
-    got = derive(table, records, owners, least_of(job) + extra, **options)
+    got = derive(table, records, owners, BudgetTerms(**options), least_of(job) + extra)
     streamed = [b for b in table.blocks[1:] if b.index != options["root_residual"]]
-    assert got.slots >= 2 and got.push_buffers >= 3
+    assert got.worker.slots >= 2 and got.worker.push_buffers >= 3
     assert all(
-        b.pull_nbytes <= got.slot_bytes and b.push_nbytes <= got.push_bytes for b in streamed
+        b.pull_nbytes <= got.worker.slot_bytes and b.push_nbytes <= got.worker.push_bytes
+        for b in streamed
     )
     root = table.blocks[0]
     permanent = root.pull_nbytes + 2 * root.push_nbytes
     permanent += (
         table.blocks[options["root_residual"]].pull_nbytes if options["root_residual"] else 0
     )
-    assert permanent <= got.root_bytes
-    assert got.activation_bytes >= 8 * HUGE
+    assert permanent <= got.worker.root_bytes
+    assert got.worker.activation_bytes >= 8 * HUGE
     if options["on_files"]:
         servers = max(owners, default=0) + 1
-        assert got.record_buffers % servers == 0 and got.record_buffers // servers >= 2
-        assert all(r.nbytes <= got.record_bytes for r in records.values())
-        assert all(round_up(c.weights_nbytes, 4096) <= got.scratch_bytes for c in table.trainable)
-        assert not got.resident & got.weights_resident
-        kept = sum(records[c].nbytes for c in got.resident) + sum(
-            records[c].weights_nbytes for c in got.weights_resident
+        assert got.records.buffers % servers == 0 and got.records.buffers // servers >= 2
+        assert all(r.nbytes <= got.records.buffer_bytes for r in records.values())
+        assert all(
+            round_up(c.weights_nbytes, 4096) <= got.records.scratch_bytes for c in table.trainable
         )
-        assert kept <= got.resident_bytes
+        assert not got.records.resident & got.records.weights_resident
+        kept = sum(records[c].nbytes for c in got.records.resident) + sum(
+            records[c].weights_nbytes for c in got.records.weights_resident
+        )
+        assert kept <= got.records.resident_bytes
     else:
-        assert got.resident == frozenset(records)
-        assert sum(r.nbytes for r in records.values()) <= got.resident_bytes
+        assert got.records.resident == frozenset(records)
+        assert sum(r.nbytes for r in records.values()) <= got.records.resident_bytes
         if options["holds_gradients"]:  # nowhere to send what waits
-            assert got.push_buffers >= 2 + len(streamed)
+            assert got.worker.push_buffers >= 2 + len(streamed)
 
 
 @given(jobs())
@@ -133,16 +136,21 @@ def test_every_buffer_holds_what_goes_into_it(job, extra):
 def test_more_memory_never_means_less_of_anything_needed(job):
     table, records, owners, options = job
     least = least_of(job)
-    small, large = (derive(table, records, owners, n, **options) for n in (least, least + 4 * GIB))
-    assert small.slots <= large.slots and small.push_buffers <= large.push_buffers
-    assert (
-        small.record_buffers <= large.record_buffers
-        and small.activation_bytes <= large.activation_bytes
+    small, large = (
+        derive(table, records, owners, BudgetTerms(**options), n) for n in (least, least + 4 * GIB)
     )
-    assert small.resident <= large.resident
+    assert (
+        small.worker.slots <= large.worker.slots
+        and small.worker.push_buffers <= large.worker.push_buffers
+    )
+    assert (
+        small.records.buffers <= large.records.buffers
+        and small.worker.activation_bytes <= large.worker.activation_bytes
+    )
+    assert small.records.resident <= large.records.resident
     if options["on_files"]:
-        assert large.resident == frozenset(c.id for c in table.trainable)
-        assert large.resident | large.weights_resident == frozenset(records)
+        assert large.records.resident == frozenset(c.id for c in table.trainable)
+        assert large.records.resident | large.records.weights_resident == frozenset(records)
 
 
 @given(jobs(), BUDGETS, BUDGETS)
@@ -155,21 +163,25 @@ def test_the_side_of_the_device_is_bounded_too(job, extra, device_bytes):
 
     def on_device(got):
         permanent = round_up(root.pull_nbytes, HUGE) + round_up(root.push_nbytes, HUGE)
-        return permanent + got.slots * got.slot_bytes + got.push_buffers * got.push_bytes
+        return (
+            permanent
+            + got.worker.slots * got.worker.slot_bytes
+            + got.worker.push_buffers * got.worker.push_bytes
+        )
 
     try:
-        got = derive(table, records, owners, host, device_bytes=device_bytes, **options)
+        got = derive(table, records, owners, BudgetTerms(**options), host, device_bytes)
     except BudgetError as error:
         named = re.search(r"at least (\d+ MiB) of device memory.*the budget is", str(error))
         assert named is not None, "both numbers"
         enough = parse_bytes(named[1])
         assert device_bytes < enough
-        got = derive(table, records, owners, host, device_bytes=enough, **options)
+        got = derive(table, records, owners, BudgetTerms(**options), host, enough)
         assert on_device(got) <= enough
         return
     assert on_device(got) <= device_bytes and got.total <= host
-    free = derive(table, records, owners, host, **options)
-    assert got.slots <= free.slots
+    free = derive(table, records, owners, BudgetTerms(**options), host)
+    assert got.worker.slots <= free.worker.slots
     if on_device(free) <= device_bytes:
         assert got == free
 
@@ -181,10 +193,10 @@ def test_the_refusal_names_the_largest_block_and_a_way_out():
     with pytest.raises(
         BudgetError, match=r"(?s)the budget is 1.0 MiB.*'large'.*at least .* smaller chunks"
     ) as caught:
-        derive(table, records, (0,), MIB, on_files=True, holds_gradients=True)
+        derive(table, records, (0,), BudgetTerms(on_files=True, holds_gradients=True), MIB)
     assert parse_bytes(re.findall(r"needs at least (\d+ MiB)", str(caught.value))[0]) > MIB
     with pytest.raises(BudgetError, match="place the state on files"):
-        derive(table, records, (0,), MIB, on_files=False, holds_gradients=True)
+        derive(table, records, (0,), BudgetTerms(on_files=False, holds_gradients=True), MIB)
 
 
 def test_blocks_are_kept_until_backward_as_asked():
@@ -193,9 +205,9 @@ def test_blocks_are_kept_until_backward_as_asked():
     words = {"on_files": True, "holds_gradients": True, "serves": False}
 
     def slots(nbytes, **more):
-        got = derive(table, {}, (0,) * len(table.chunks), nbytes, **words, **more)
+        got = derive(table, {}, (0,) * len(table.chunks), BudgetTerms(**words, **more), nbytes)
         assert got.total <= nbytes
-        return got.slots, got.kept
+        return got.worker.slots, got.worker.kept
 
     assert slots(2 * GIB) == slots(2 * GIB, buffering="all") and slots(2 * GIB)[1] == 8
     assert slots(2 * GIB, buffering="none")[1] == 0 and slots(2 * GIB, buffering="none")[0] < 8

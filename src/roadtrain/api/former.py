@@ -93,8 +93,8 @@ def _is_default(keyword: FormerKeyword, given: Any) -> bool:
 def _check_alone(name: str, options: Mapping[str, Any], option: str) -> None:
     if options[option] is not None:
         raise ConfigError(
-            f"place(): {name} in a former word, together with {option}={options[option]}",
-            hint=f"give {option} alone",
+            f"place(): {name} (in a former word) together with {option}={options[option]}",
+            hint=f"{option} is one value: give it alone",
         )
 
 

@@ -126,14 +126,14 @@ def place(
         report,
     )
     try:
-        activation_bytes = plan.budgets.activation_bytes
+        activation_bytes = plan.budgets.worker.activation_bytes
         start(placed, model, parts, plan.table, session, device, weights, init, activation_bytes)
         _adopt(mark, plan, session, placed.steps_done)
     except BaseException:
         session.close()
         raise
     if request.servers:
-        spare = plan.budgets.kept if request.buffering == "auto" else 0
+        spare = plan.budgets.worker.kept if request.buffering == "auto" else 0
         report(keep_blocks(session.worker, spare))
     for note in session.servers.store.notes if session.servers.store else ():
         if note not in said:  # when it was opened

@@ -18,7 +18,7 @@ import torch
 from roadtrain.api.request import Report, Request
 from roadtrain.api.stores import Files, Memory, Servers
 from roadtrain.chunks import ChunkTable
-from roadtrain.config.budgets import Budgets, RelayBudgets, derive, derive_relay
+from roadtrain.config.budgets import Budgets, BudgetTerms, RelayBudgets, derive, derive_relay
 from roadtrain.errors import ConfigError
 from roadtrain.runtime.compress import Compressor, Replace, residual_blocks
 from roadtrain.runtime.local_servers import LocalServers, open_or_none
@@ -155,12 +155,7 @@ def _budgets(
     of_root = f"residual:{table.blocks[0].name}"
     records = store_plan.meta().records if not served else residuals.records if residuals else {}
     keep = request.top_k.keep if request.top_k else 0.0
-    return derive(
-        whole,
-        records,
-        () if served else store_plan.owners,
-        host_bytes,
-        device_bytes=_device_bytes(request, device),
+    terms = BudgetTerms(
         on_files=not request.in_memory,
         holds_gradients=request.waits_for_step,
         serves=not served,
@@ -171,6 +166,8 @@ def _budgets(
         compressed_bytes=int(keep * 8 * sum(c.numel for c in table.trainable))
         * (request.backwards_per_step or 1),
     )
+    owners = () if served else store_plan.owners
+    return derive(whole, records, owners, terms, host_bytes, _device_bytes(request, device))
 
 
 def open_files(plan: SessionPlan, mark: Mark | None) -> tuple[SessionPlan, OpenedStore | None]:
@@ -220,7 +217,7 @@ def _servers(plan: SessionPlan, opened: OpenedStore | None, mark: Mark | None) -
     if (servers := request.servers) is None:
         return LocalServers(
             plan.store_plan,
-            plan.budgets,
+            plan.budgets.records,
             opened,
             deadline_s=request.deadline_s,
             report=request.report,

@@ -21,37 +21,68 @@ HUGE = 2 * MIB  # buffers are whole huge pages
 
 
 @dataclass(frozen=True)
-class Budgets:
-    """`resident` / `public_resident`: chunks whose record / weights part is kept in memory.
-    Bytes are upper limits."""
+class WorkerBudgets:
+    """Of a worker. Bytes are upper limits."""
 
-    root_bytes: int
-    slots: int
+    root_bytes: int  # of the root block's buffers
+    slots: int  # blocks of parameters that are in memory at once
     slot_bytes: int
-    push_buffers: int
+    kept: int  # of `slots`: those that are there to keep blocks from forward to backward
+    push_buffers: int  # gradients of blocks that are in memory at once
     push_bytes: int
-    record_buffers: int  # of all servers together
-    record_bytes: int
-    scratch_bytes: int  # an expanded or spilled gradient beside each record buffer
-    activation_bytes: int
+    activation_bytes: int  # saved inputs of blocks
     compressed_bytes: int  # indices and values that wait for the update
-    resident: frozenset[int]
-    weights_resident: frozenset[int]
-    resident_bytes: int
-    kept: int = 0  # slots of `slots` that are there to keep blocks from forward to backward
 
     @property
     def total(self) -> int:
         """Bytes that may be in use at once."""
-        return (
-            self.root_bytes
-            + self.slots * self.slot_bytes
-            + self.push_buffers * self.push_bytes
-            + self.record_buffers * (self.record_bytes + self.scratch_bytes)
-            + self.activation_bytes
-            + self.compressed_bytes
-            + self.resident_bytes
-        )
+        blocks = self.slots * self.slot_bytes + self.push_buffers * self.push_bytes
+        return self.root_bytes + blocks + self.activation_bytes + self.compressed_bytes
+
+
+@dataclass(frozen=True)
+class RecordBudgets:
+    """Of servers. Bytes are upper limits."""
+
+    buffers: int  # for records that are read, updated or written
+    buffer_bytes: int
+    scratch_bytes: int  # an expanded or spilled gradient beside each buffer
+    resident: frozenset[int]  # chunks whose record is kept in memory
+    weights_resident: frozenset[int]  # chunks whose weights part alone is kept in memory
+    resident_bytes: int
+
+    @property
+    def total(self) -> int:
+        """Bytes that may be in use at once."""
+        return self.buffers * (self.buffer_bytes + self.scratch_bytes) + self.resident_bytes
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """Of a process with a worker."""
+
+    worker: WorkerBudgets
+    records: RecordBudgets  # of all servers in the process together
+
+    @property
+    def total(self) -> int:
+        """Bytes that may be in use at once."""
+        return self.worker.total + self.records.total
+
+
+@dataclass(frozen=True)
+class BudgetTerms:
+    """What else is to be in the memory that is split, and what can leave it."""
+
+    on_files: bool  # the state rests on files or elsewhere, not in this memory
+    holds_gradients: bool  # updates wait for step(): gradients pile up, or go to files
+    serves: bool = True  # all servers are in this process; else none but that of residuals
+    residual_blocks: frozenset[int] = frozenset()  # that hold what compression has not sent
+    root_residual: int = 0  # the one of the root block, which has a buffer of its own; 0: none
+    compressed_bytes: int = 0  # of the compressed gradients of one step
+    # whether blocks are kept from forward to backward: "all", "none", or as many as fit where they
+    # come over a network ("auto")
+    buffering: str = "auto"
 
 
 @dataclass
@@ -118,40 +149,30 @@ def derive(
     table: ChunkTable,
     records: Mapping[int, Record],
     owners: Sequence[int],
+    terms: BudgetTerms,
     host_bytes: int,
-    *,
     device_bytes: int | None = None,
-    on_files: bool,
-    holds_gradients: bool,
-    serves: bool = True,
-    residual_blocks: frozenset[int] = frozenset(),
-    root_residual: int = 0,
-    compressed_bytes: int = 0,
-    buffering: str = "auto",
 ) -> Budgets:
-    """Split `host_bytes`. `records`: of what servers in this process keep. `serves`: all servers
-    are in it; else the worker, and at most one for its residuals. `device_bytes`: of an
+    """Split `host_bytes`. `records`: of what servers in this process keep. `device_bytes`: of an
     accelerator, for its side of the root's buffers, of slots and of gradient buffers (None: not
-    bounded). `holds_gradients`: updates wait for step(), so gradients of all blocks pile up (beyond
-    the buffers they go to files). `residual_blocks`: that hold the compression's residuals; the
-    root's has its own buffer. `compressed_bytes`: what compressed gradients of one step take.
-    `buffering`: whether blocks are kept from forward to backward ("auto": as many as fit where they
-    come over a network; "all", "none"). Raises BudgetError with the least number of bytes that
-    would do.
-    """
+    bounded). Raises BudgetError with the least number of bytes that would do."""
+    on_files, serves, buffering = terms.on_files, terms.serves, terms.buffering
+    root_residual = terms.root_residual
     blocks = [b for b in table.blocks[1:] if b.index != root_residual]
     size = _Sizes.of(table, records, blocks, root_residual)
     servers = max(owners, default=0) + 1
-    compute = len(blocks) - len(residual_blocks - {root_residual})
+    compute = len(blocks) - len(terms.residual_blocks - {root_residual})
     slots, pushes = 2, 3
     per_server = 2 if on_files and (serves or records) else 0
     activations = 8 * HUGE
-    if not on_files and holds_gradients:
+    if not on_files and terms.holds_gradients:
         pushes += len(blocks)
     in_ram = 0
     if not on_files:
         in_ram = sum(round_up(r.nbytes, 4096) for r in records.values()) + servers * size.scratch
-    least = size.root + compressed_bytes + activations + slots * size.slot + pushes * size.push
+    least = (
+        size.root + terms.compressed_bytes + activations + slots * size.slot + pushes * size.push
+    )
     least += servers * per_server * (size.record + size.scratch) + in_ram
     if host_bytes < least:
         raise _too_small(table, "host", least, host_bytes, on_files)
@@ -172,7 +193,7 @@ def derive(
         # Gradients that wait: for step(), or (updates begin in backward) for a device that is
         # slower than backward, so that what is left of the updates hides behind the next forward.
         most = compute if serves else 4
-        pushes += left.take(size.push, most, 2 if holds_gradients else 3, on_device=True)
+        pushes += left.take(size.push, most, 2 if terms.holds_gradients else 3, on_device=True)
         # then backward pulls nothing again
         if buffering == "all" or (not serves and buffering == "auto"):
             keep = left.take(size.slot, compute, on_device=True)
@@ -190,21 +211,20 @@ def derive(
     if on_files:
         mine = [c for c in table.chunks if c.id in records]
         resident, public, kept = _kept(mine, records, left.host)
-    return Budgets(
+    worker = WorkerBudgets(
         size.root,
         slots,
         size.slot,
+        keep,
         pushes,
         size.push,
-        servers * per_server,
-        size.record if on_files else 0,
-        size.scratch,
         activations,
-        compressed_bytes,
-        resident,
-        public,
-        kept,
-        keep,
+        terms.compressed_bytes,
+    )
+    record = size.record if on_files else 0
+    return Budgets(
+        worker,
+        RecordBudgets(servers * per_server, record, size.scratch, resident, public, kept),
     )
 
 
@@ -248,18 +268,13 @@ def _kept(
 
 @dataclass(frozen=True)
 class ServerBudgets:
-    """Of a server in a process of its own. `pool`: gradient buffers a worker; what they cannot
-    hold goes to files."""
+    """Of a server in a process of its own."""
 
-    record_buffers: int
-    record_bytes: int
-    scratch_bytes: int
-    pool: int
+    records: RecordBudgets
+    pool: int  # gradient buffers a worker; what they cannot hold goes to files
     # buffers for parameters on their way from a file, or cast from masters, to the workers
     answers: int
-    piece_bytes: int
-    resident: frozenset[int]
-    weights_resident: frozenset[int]
+    piece_bytes: int  # of one buffer of `pool` or `answers`
 
 
 def derive_server(
@@ -293,8 +308,8 @@ def derive_server(
     wanted = len(trainable) if holds_gradients else min(16, len(trainable))
     more = max(0, min(wanted, left // 2 // (workers * piece)))
     pool, left = pool + more, left - more * workers * piece
-    resident, public, _ = _kept(mine, records, left)
-    return ServerBudgets(buffers, record, scratch, pool, answers, piece, resident, public)
+    kept = RecordBudgets(buffers, record, scratch, *_kept(mine, records, left))
+    return ServerBudgets(kept, pool, answers, piece)
 
 
 @dataclass(frozen=True)

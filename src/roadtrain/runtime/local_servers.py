@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from roadtrain.chunks import Chunk
-from roadtrain.config.budgets import Budgets
+from roadtrain.config.budgets import RecordBudgets
 from roadtrain.device.buffers import Buffer
 from roadtrain.errors import ConfigError
 from roadtrain.runtime.server import Server, Setup
@@ -42,7 +42,7 @@ class LocalServers:
     def __init__(
         self,
         store_plan: StorePlan,
-        budgets: Budgets,
+        budgets: RecordBudgets,
         opened: OpenedStore | None,
         *,
         deadline_s: float,
@@ -66,8 +66,8 @@ class LocalServers:
         self.running: list[Server] = []
 
     def connect(self, deliver: Callable[[Any], None], stages: Stages) -> Mapping[int, Server]:
-        buffers = self._budgets.record_buffers // (max(self.meta.owners, default=0) + 1)
-        share = replace(self._budgets, record_buffers=buffers)
+        buffers = self._budgets.buffers // (max(self.meta.owners, default=0) + 1)
+        share = replace(self._budgets, buffers=buffers)
         for i, where in enumerate(self.store_plan.directories or ("RAM",)):
             setup = Setup(
                 i,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from roadtrain.chunks import ChunkTable, Record
-from roadtrain.config.budgets import Budgets
+from roadtrain.config.budgets import RecordBudgets
 from roadtrain.device.buffers import Buffer
 from roadtrain.runtime.server import Server, Setup
 from roadtrain.runtime.store_plan import StorePlan
@@ -96,7 +96,7 @@ class Residuals:
     def server(
         self,
         tier: FileTier,
-        budgets: Budgets,
+        budgets: RecordBudgets,
         deliver: Callable[[Any], None],
         stages: Stages,
         report: Report,

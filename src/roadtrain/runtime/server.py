@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from roadtrain.chunks import Chunk, Record
-from roadtrain.config.budgets import Budgets, ServerBudgets
+from roadtrain.config.budgets import RecordBudgets
 from roadtrain.device.buffers import Buffer, array_in
 from roadtrain.errors import DeadlineError, LostError, RoadtrainError
 from roadtrain.kernels.cast import cast
@@ -57,11 +57,13 @@ class Setup:
     meta: StoreMeta
     rules: Sequence[Rule]
     tier: FileTier | None
-    budgets: Budgets | ServerBudgets  # `record_buffers` are this server's
+    budgets: RecordBudgets  # this server's alone
     report: Callable[[str], None]
     workers: int = 1
     local: int = 1  # of each host, whose gradients are summed first; negative: their relay has
     io_threads: int = 4  # a direction
+    # buffers for parameters on their way to all workers; None: they go to the workers' own memory
+    answers: int | None = None
 
 
 class Server:
@@ -79,10 +81,8 @@ class Server:
         self.records = meta.owned(setup.number)
         self.chunks = {number: meta.table.chunks[number] for number in self.records}
         self._resident = budgets.resident if self.tier else frozenset(self.chunks)
-        buffers, scratch_bytes = (
-            (budgets.record_buffers, budgets.scratch_bytes) if self.chunks else (0, 0)
-        )
-        self._buffers = [Buffer(budgets.record_bytes) for _ in range(buffers)]
+        buffers, scratch_bytes = (budgets.buffers, budgets.scratch_bytes) if self.chunks else (0, 0)
+        self._buffers = [Buffer(budgets.buffer_bytes) for _ in range(buffers)]
         self.memory = self._keep()
         self._grads = PushedGradients(
             self.chunks, self.tier, buffers, scratch_bytes, setup.workers, setup.local
@@ -104,7 +104,7 @@ class Server:
         self._threads: list[threading.Thread] = []
 
     def _decide(self, committed: int) -> ServerStateMachine:
-        setup, budgets, meta = self.setup, self.setup.budgets, self.setup.meta
+        setup, meta = self.setup, self.setup.meta
         spec = ServerSpec(
             setup.number,
             {c: self._resident_part(c) for c in self.chunks},
@@ -120,9 +120,7 @@ class Server:
             first=meta.members[0],
             everywhere=meta.replicas > 1,
             owners={c: meta.owners[c] for c in self.chunks} if meta.replicas > 1 else {},
-            answers=(
-                budgets.answers // setup.workers if isinstance(budgets, ServerBudgets) else None
-            ),
+            answers=None if setup.answers is None else setup.answers // setup.workers,
         )
         return ServerStateMachine(spec)
 

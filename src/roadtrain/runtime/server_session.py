@@ -254,10 +254,11 @@ class ServerSession(ParameterSession):
             meta,
             rules,
             tier,
-            budgets,
+            budgets.records,
             self.host.report,
             self.workers,
             self.local,
+            answers=budgets.answers,
         )
 
     def _fill(

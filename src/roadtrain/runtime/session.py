@@ -135,8 +135,8 @@ class JobSession:
                 servers=[*servers.numbers, *([] if own is None else [own])],
                 committed=self.step,
                 compute_blocks=compute_blocks,
-                slots=budgets.slots,
-                buffers=budgets.push_buffers,
+                slots=budgets.worker.slots,
+                buffers=budgets.worker.push_buffers,
                 workers=self.group.workers,
                 staleness=self.store_plan.staleness,
                 replicas=self.store_plan.replicas,
@@ -144,12 +144,17 @@ class JobSession:
                 residual_block=compressor.residual_block if compressor is not None else {},
             )
             self.worker = Worker(
-                setup, budgets, device, self.stages, deadline_s=deadline_s, compressor=compressor
+                setup,
+                budgets.worker,
+                device,
+                self.stages,
+                deadline_s=deadline_s,
+                compressor=compressor,
             )
             self.worker.links.update(servers.connect(self.worker.deliver, self.stages))
             if residuals is not None and tier is not None:
                 self._own = residuals.server(
-                    tier, budgets, self.worker.deliver, self.stages, report
+                    tier, budgets.records, self.worker.deliver, self.stages, report
                 )
                 self.worker.links[residuals.number] = self._own
         except BaseException:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from roadtrain.chunks import PAGE, Block, Chunk
-from roadtrain.config.budgets import Budgets
+from roadtrain.config.budgets import WorkerBudgets
 from roadtrain.device.buffers import Heap
 from roadtrain.device.copies import AfterCopies, HostBuffer
 from roadtrain.errors import DeadlineError, DivergedError, LostError, WireError
@@ -51,7 +51,7 @@ class Worker:
     def __init__(
         self,
         setup: w.WorkerSetup,
-        budgets: Budgets,
+        budgets: WorkerBudgets,
         device: torch.device,
         stages: Stages,
         *,
