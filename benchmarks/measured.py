@@ -124,7 +124,9 @@ def terms(run: Run) -> list[float]:
         * (3 * plan.micros if plan.placement.streamed else 2)
         / rate
     )
-    peak = min(host.device.peak(plan.precision) for host in run.cluster.workers if host.device)
+    peak = min(
+        host.device.peak(plan.framework.precision) for host in run.cluster.workers if host.device
+    )
     return [
         flops / peak * bubble,
         tensor,

@@ -21,7 +21,7 @@ from benchmarks.paper_clusters import fitted
 from roadtrain.config.cluster import Cluster, make_cluster
 from roadtrain.config.models import NAMES, ModelShape, Transformer, gpt, shape
 from roadtrain.config.parallelism import Parallelism, even
-from roadtrain.config.plan import Plan, placement
+from roadtrain.config.plan import ElementBytes, Framework, Plan, PlanMemory, placement
 from roadtrain.errors import ConfigError, RoadtrainError
 from roadtrain.simulator.memory import cut, needs
 from roadtrain.units import parse_rate
@@ -131,7 +131,7 @@ def _run(row: dict[str, Any]) -> Run:
     elsewhere = plan.placement.parameters == "host" or plan.placement.state == "host"
     if (
         (offloads(row["parallelism"]) and not elsewhere)
-        or acts != plan.offload
+        or acts != plan.memory.offload
         or (params and not elsewhere)
     ):
         raise ConfigError(f"{row['group']}: what of it is offloaded has no plan here")
@@ -205,10 +205,8 @@ def _foundry(row: dict[str, Any]) -> Made:
         batch["micro_batch"],
         batch["grad_accum"],
         recompute=says(how["activation_ckpt"]),
-        slots=2,
-        offload=says(how.get("cpu_offload_act")),
-        precision="fp8" if fp8 else "",
-        passes=3 if fp8 else 1,
+        memory=PlanMemory(slots=2, offload=says(how.get("cpu_offload_act"))),
+        framework=Framework(precision="fp8" if fp8 else "", passes=3 if fp8 else 1),
     )
     return "foundry-h100" if h100 else "foundry-a100", size, where, model, plan
 
@@ -251,22 +249,23 @@ def _titan(row: dict[str, Any]) -> Made:
         parallelism,
         batch["local"] // pp,
         pp,
-        slots=2,
         recompute=ac == "full",
-        selective={
-            "selective": "products",
-            "selective op": "products",
-            "selective layer": "layers",
-        }.get(ac, ""),
-        gradient_bytes=4 if pp > 1 else 2,
-        state_bytes=16 if pp > 1 else 12,
-        logit_bytes=18 if parallelism.tp > 1 else 14,
-        hidden=1 - 1 / parallelism.tp if how.get("async_tp") else 0,
-        context_bytes=0,
-        outputs=True,
-        fragmentation=1.0 if compiled else 1.06,
-        passes=0.5 if compiled else 1.0,
-        precision="fp8" if "float8" in how.get("tech", "").lower() else "",
+        memory=PlanMemory(slots=2),
+        framework=Framework(
+            selective={
+                "selective": "products",
+                "selective op": "products",
+                "selective layer": "layers",
+            }.get(ac, ""),
+            logit_bytes=18 if parallelism.tp > 1 else 14,
+            hidden=1 - 1 / parallelism.tp if how.get("async_tp") else 0,
+            context_bytes=0,
+            outputs=True,
+            fragmentation=1.0 if compiled else 1.06,
+            passes=0.5 if compiled else 1.0,
+            precision="fp8" if "float8" in how.get("tech", "").lower() else "",
+        ),
+        sizes=ElementBytes(gradient_bytes=4 if pp > 1 else 2, state_bytes=16 if pp > 1 else 12),
     )
     return row["group"], name, where, shape(named(name).name, seq_len=length), plan
 
@@ -292,10 +291,9 @@ def _simumax(row: dict[str, Any]) -> Made:
         parallelism,
         batch["micro_batch"],
         batch["num_microbatches"],
-        gradient_bytes=4,
         overlap=False,
-        output_bytes=4,
-        context_bytes=0,
+        sizes=ElementBytes(gradient_bytes=4),
+        framework=Framework(output_bytes=4, context_bytes=0),
     )
     return row["group"], name, cluster(1, 8, "B200-180GB", "650GB/s", ""), model, plan
 
@@ -333,9 +331,9 @@ def _bridge(row: dict[str, Any]) -> Made:
         parallelism,
         micro,
         int(batch["global_batch"]) // micro // parallelism.dp,
-        gradient_bytes=2 if fsdp > 1 else 4,
-        slots=2,
-        precision=precision,
+        sizes=ElementBytes(gradient_bytes=2 if fsdp > 1 else 4),
+        memory=PlanMemory(slots=2),
+        framework=Framework(precision=precision),
     )
     where = cluster(-(-n // most), min(n, most), device, inside, f"{outside * min(n, most)}Gbit/s")
     return f"megatron-{kind.lower()}", name, where, model, plan
@@ -368,11 +366,9 @@ def _sailor(row: dict[str, Any]) -> Made:
         batch["micro_batch"],
         batch["global_batch"] // batch["micro_batch"] // dp,
         overlap=False,
-        sequence=False,
         recompute=mixed,
-        state_bytes=16,
-        logit_bytes=10,
-        context_bytes=1e9 if mixed else 2.8e9,
+        framework=Framework(sequence=False, logit_bytes=10, context_bytes=1e9 if mixed else 2.8e9),
+        sizes=ElementBytes(state_bytes=16),
     )
     if not mixed:
         where = cluster(

@@ -12,7 +12,7 @@ from typing import Any
 from roadtrain.config.cluster import Cluster, make_cluster
 from roadtrain.config.models import BlockShape, ModelShape
 from roadtrain.config.parallelism import Parallelism
-from roadtrain.config.plan import Plan, placement
+from roadtrain.config.plan import ElementBytes, Framework, Plan, PlanMemory, placement
 
 
 @cache
@@ -77,8 +77,8 @@ def luwu_plan(which: str, model: ModelShape, micro_batch: int, workers: int = 8)
         Parallelism(dp=workers),
         micro_batch,
         recompute=True,
-        root=False,
-        logit_bytes=10,
+        memory=PlanMemory(root=False),
+        framework=Framework(logit_bytes=10),
     )
     if which == "luwu":
         return base.changed(update_at="gradient", buffers=16, slots=2, offload=True, in_turn=True)
@@ -147,18 +147,15 @@ def smart_infinity_plan(which: str) -> Plan:
         placement("raid0"),
         micro_batch=4,
         recompute=True,
-        file_slots=1,
-        buffers=2,
-        slots=2,
-        root=False,
-        upstream_bytes=4,
+        memory=PlanMemory(file_slots=1, buffers=2, slots=2, root=False),
+        sizes=ElementBytes(upstream_bytes=4),
     )
     near = base.changed(placement=placement("near-storage"), buffers=1)
     return {
         "base": base,
         "su": near,
         "suo": near.changed(buffers=2),
-        "suoc": near.changed(buffers=2, topk=2.0),
+        "suoc": near.changed(buffers=2, keep=0.01),
     }[which]
 
 
@@ -199,9 +196,9 @@ def holmes_plan(batch: int, nodes: int, kind: str, micro_batch: int = 8) -> Plan
         micro_batch,
         batch // dp // micro_batch,
         recompute=True,
-        gradient_bytes=3,
         overlap=False,
         networks={"pp": "ethernet"} if kind == "Hybrid" else {},
+        sizes=ElementBytes(gradient_bytes=3),
     )
 
 
@@ -243,16 +240,16 @@ def sgc_plan(which: str, nodes: int) -> Plan:
     printed."""
     own, parallelism = fitted("sgc"), Parallelism(dp=nodes)
     if which == "gpu":
-        return Plan(placement("zero3"), parallelism, own["batch"], slots=2, root=False)
+        return Plan(
+            placement("zero3"), parallelism, own["batch"], memory=PlanMemory(slots=2, root=False)
+        )
     base = Plan(
         placement("zero-offload"),
         parallelism,
         own["batch"],
         recompute=True,
-        slots=2,
-        root=False,
-        offload=True,
         staleness=1,
+        memory=PlanMemory(slots=2, root=False, offload=True),
     )
     if which == "base":
         return base
@@ -291,9 +288,7 @@ def byteps_plan(name: str, hosts: int, devices: int, batch: int) -> Plan:
         placement(name),
         Parallelism(dp=hosts * devices),
         batch,
-        gradient_bytes=4,
-        parameter_bytes=4,
-        state_bytes=4,
+        sizes=ElementBytes(gradient_bytes=4, parameter_bytes=4, state_bytes=4),
     )
 
 

@@ -139,7 +139,7 @@ def way_of(plan: Plan) -> str:
     """Which of WAYS a plan is."""
     if plan.placement.name == "files":
         return WAYS[0]
-    return WAYS[1] if plan.slots >= EVERY else WAYS[2]
+    return WAYS[1] if plan.memory.slots >= EVERY else WAYS[2]
 
 
 def measured(way: str, home: Path, read: float, write: float, many: int, link: float) -> float:

@@ -31,7 +31,7 @@ from benchmarks.report import Report, Row
 from roadtrain.config.cluster import Cluster, make_cluster
 from roadtrain.config.job import Job, make_job
 from roadtrain.config.parallelism import Parallelism
-from roadtrain.config.plan import Plan, placement
+from roadtrain.config.plan import ElementBytes, Plan, placement
 from roadtrain.errors import ConfigError
 from roadtrain.lab import (
     CARRIED,
@@ -351,10 +351,7 @@ def _sums(case: Case) -> tuple[Real, Result]:
         placement("summation"),
         Parallelism(dp=case.workers),
         micro_batch=batch,
-        parameter_bytes=4,
-        gradient_bytes=4,
-        held_bytes=4,
-        state_bytes=0,
         update_at="step",
+        sizes=ElementBytes(parameter_bytes=4, gradient_bytes=4, held_bytes=4, state_bytes=0),
     )
     return Real(took), simulate(plan, cluster, shape, EXACT, checked=False)

@@ -255,7 +255,7 @@ def smart_infinity() -> Values:
         result = _near(which, 6)
         up, down = result.bytes["stage 0 uplink in"] / m, result.bytes["stage 0 uplink out"] / m
         plan = result.plan
-        grads = plan.held_bytes / plan.parameter_bytes * (plan.topk or 100) / 100
+        grads = plan.sizes.held_bytes / plan.sizes.parameter_bytes * plan.travels
         read = grads if plan.placement.update == "host" else 0.0
         out |= {
             f"smart_infinity.tab1.{name}.opt_read": up - read,
@@ -269,10 +269,11 @@ def smart_infinity() -> Values:
     plan = papers.smart_infinity_plan("base")
     out |= {
         "smart_infinity.sec4a.base_total": max(both) / m,
-        "smart_infinity.sec1.opt_share": plan.state_bytes / (plan.state_bytes + plan.held_bytes),
+        "smart_infinity.sec1.opt_share": plan.sizes.state_bytes
+        / (plan.sizes.state_bytes + plan.sizes.held_bytes),
         "smart_infinity.sec1.traffic_cut": 1 - less / sum(both),
-        "smart_infinity.sec2.states": plan.state_bytes / plan.parameter_bytes,
-        "smart_infinity.sec2.grads": plan.held_bytes / plan.parameter_bytes,
+        "smart_infinity.sec2.states": plan.sizes.state_bytes / plan.sizes.parameter_bytes,
+        "smart_infinity.sec2.grads": plan.sizes.held_bytes / plan.sizes.parameter_bytes,
     }
     server, gpu, near_ssd, plain = 45_000, 2_000, 2_400, 400
 
@@ -363,7 +364,7 @@ def sgc() -> Values:
     plan, device = papers.sgc_plan("gpu", 16), papers.sgc(16).hosts[0].device
     assert device is not None
     # all that the devices have to hold
-    states = plan.parameter_bytes + plan.gradient_bytes + plan.state_bytes
+    states = plan.sizes.parameter_bytes + plan.sizes.gradient_bytes + plan.sizes.state_bytes
     return {
         "sgc.fig10.speedup_10b": speedup(10, 256),
         "sgc.fig11.speedup_100b": speedup(100, 256),

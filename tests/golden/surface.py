@@ -30,7 +30,7 @@ from roadtrain.chunks import ChunkTable, ParamSpec
 from roadtrain.config import job
 from roadtrain.config.cluster import make_cluster
 from roadtrain.config.models import BlockShape, ModelShape
-from roadtrain.config.plan import Plan
+from roadtrain.config.plan import Plan, PlanMemory
 from roadtrain.config.plan import placement as named_placement
 from roadtrain.errors import RoadtrainError
 from roadtrain.protocol import messages as ops
@@ -466,7 +466,7 @@ def simulated_order(placement: str, staleness: int, slots: int, depth: int) -> l
     )
     logs: list[list[Any]] = []
     shape = ModelShape("m", BlockShape("layer", 10_000, 1e9, 0.0, 0.0).times(depth), 1)
-    plan = Plan(named_placement(placement), slots=slots, staleness=staleness)
+    plan = Plan(named_placement(placement), staleness=staleness, memory=PlanMemory(slots=slots))
     simulate(plan, cluster, shape, Constants(), logs=logs)
     names = {kind.__name__: name for kind, name in SAID.items()}
     return [f"{names.get(what, what)} {block}" for _, what, block in logs[0]]

@@ -13,7 +13,7 @@ from roadtrain import cli
 from roadtrain.config.cluster import Cluster, load_cluster
 from roadtrain.config.job import load_job
 from roadtrain.config.models import from_config
-from roadtrain.config.plan import Plan, placement
+from roadtrain.config.plan import ElementBytes, Framework, Plan, PlanMemory, placement
 from roadtrain.planner.calibrate import EXACT, learnt, stages_of
 from roadtrain.planner.calibrate_steps import Measured, plan_of
 from roadtrain.simulator.memory import buffer_bytes
@@ -181,10 +181,9 @@ def test_what_was_measured_is_what_is_simulated(files, late, updating):
         recompute=True,
         staleness=late,
         update_at="gradient",
-        parameter_bytes=4,
-        gradient_bytes=4,
-        chunk=1 << 18,
-        context_bytes=0,
+        sizes=ElementBytes(parameter_bytes=4, gradient_bytes=4),
+        memory=PlanMemory(chunk=1 << 18),
+        framework=Framework(context_bytes=0),
     )
     found = Measured(0.24, 0.235, {"Update": updating}, 0, plan, from_config(config, seq_len=256))
 

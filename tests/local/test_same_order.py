@@ -16,7 +16,7 @@ from roadtrain import Delay
 from roadtrain.api import session_plan
 from roadtrain.config.cluster import make_cluster
 from roadtrain.config.models import BlockShape, ModelShape
-from roadtrain.config.plan import Plan, placement
+from roadtrain.config.plan import Plan, PlanMemory, placement
 from roadtrain.protocol import messages
 from roadtrain.protocol.server import ServerStateMachine
 from roadtrain.simulator.compute import Constants
@@ -104,7 +104,7 @@ def simulated(name, staleness, slots):
     own = BlockShape("layer", 10_000, 1e9, 0.0, 0.0)
     logs = []
     simulate(
-        Plan(placement(name), slots=slots, staleness=staleness),
+        Plan(placement(name), staleness=staleness, memory=PlanMemory(slots=slots)),
         cluster,
         ModelShape("m", own.times(DEPTH), 1),
         Constants(),

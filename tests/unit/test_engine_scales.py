@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from roadtrain.config.cluster import Cluster, make_cluster
 from roadtrain.config.models import BlockShape, ModelShape
 from roadtrain.config.parallelism import Parallelism
-from roadtrain.config.plan import PLACEMENTS, Plan, placement
+from roadtrain.config.plan import PLACEMENTS, Plan, PlanMemory, placement
 from roadtrain.simulator.compute import Constants
 from roadtrain.simulator.engine import Cost, Engine, Resource, Task, fair_rates
 from roadtrain.simulator.run import simulate
@@ -152,7 +152,7 @@ def lump(params: float) -> ModelShape:
 @pytest.mark.parametrize("name", PLACEMENTS)
 @pytest.mark.parametrize("power", [-30, 14])  # of two: 1 B/s to 100 TB/s and more
 def test_rates_times_k_are_seconds_over_k(name: str, power: int) -> None:
-    plan = Plan(placement(name), Parallelism(dp=2), 1, 2, buffers=8)
+    plan = Plan(placement(name), Parallelism(dp=2), 1, 2, memory=PlanMemory(buffers=8))
     of = Constants(efficiency=0.5, network=1.0)
     seconds = [
         simulate(plan, cluster(scale), lump(1e9), of, checked=False).seconds
@@ -164,6 +164,8 @@ def test_rates_times_k_are_seconds_over_k(name: str, power: int) -> None:
 @pytest.mark.parametrize("params", [8, 1e5, 1e9, 1e12, 1e15])
 def test_models_of_any_size_come_to_a_step(params: float) -> None:
     for name in PLACEMENTS:
-        plan = Plan(placement(name), Parallelism(dp=2), buffers=8, update_at="gradient")
+        plan = Plan(
+            placement(name), Parallelism(dp=2), update_at="gradient", memory=PlanMemory(buffers=8)
+        )
         result = simulate(plan, cluster(1.0), lump(params), Constants(), checked=False)
         assert 0 < result.seconds < float("inf"), name

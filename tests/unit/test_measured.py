@@ -130,7 +130,7 @@ def test_plans_of_frameworks() -> None:
     plan = next(one for one in all_runs() if one.id == "megatron-bridge-0005").plan
     assert (
         plan.parallelism.stages == (0, *[1] * 126, 0)
-        and plan.precision == "nvfp4"
+        and plan.framework.precision == "nvfp4"
         and plan.micros == 384
     )
     mixed = next(one for one in all_runs() if one.id == "sailor-hetero-0003").cluster
@@ -196,4 +196,4 @@ def test_offload_that_no_plan_has_is_left_out() -> None:
         {**foundry, "parallelism": {**foundry["parallelism"], "cpu_offload_act": act}}
         for act in (None, True)
     ]
-    assert [one.plan.offload for one in runs_of(acts)[0]] == [False, True]
+    assert [one.plan.memory.offload for one in runs_of(acts)[0]] == [False, True]

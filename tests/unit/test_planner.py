@@ -136,7 +136,7 @@ def test_it_says_what_helps_and_who_is_second() -> None:
 
 def test_late_plans_only_where_they_are_asked_for() -> None:  # Rule 2
     cluster, model = some_cluster(2)
-    assert not any(plan.staleness or plan.topk for plan in candidates(cluster, model, batch=64))
+    assert not any(plan.staleness or plan.keep for plan in candidates(cluster, model, batch=64))
     assert any(plan.staleness for plan in candidates(cluster, model, batch=64, late=True))
 
 

@@ -13,7 +13,16 @@ import pytest
 from roadtrain.config.cluster import Cluster, Device, make_cluster
 from roadtrain.config.models import BlockShape, ModelShape, Transformer, gpt, shape
 from roadtrain.config.parallelism import Parallelism
-from roadtrain.config.plan import PLACEMENTS, Plan, make_plan, placement
+from roadtrain.config.plan import (
+    PARTS,
+    PLACEMENTS,
+    ElementBytes,
+    Framework,
+    Plan,
+    PlanMemory,
+    make_plan,
+    placement,
+)
 from roadtrain.errors import BudgetError, ConfigError
 from roadtrain.protocol.shares import optimum
 from roadtrain.simulator.compute import Constants
@@ -87,8 +96,8 @@ def lump(params: float, flops: float = 0.0, blocks: int = 8) -> ModelShape:
 
 def run(name: str, where: Cluster, model: ModelShape, **plan: Any) -> Result:
     given = Plan(
-        placement(name), Parallelism(dp=sum(h.count * h.devices for h in where.workers)), **plan
-    )
+        placement(name), Parallelism(dp=sum(h.count * h.devices for h in where.workers))
+    ).changed(**plan)
     return simulate(given, where, model, WHOLE, checked=False)
 
 
@@ -163,13 +172,15 @@ def test_ssds_or_devices_bound_a_step() -> None:
 def test_near_storage_moves_what_is_printed() -> None:
     """Jang et al. (Smart-Infinity), Table I, in units of 16-bit parameters."""
     model = lump(1e9)
-    base = Plan(placement("raid0"), upstream_bytes=4, file_slots=1)
+    base = Plan(
+        placement("raid0"), sizes=ElementBytes(upstream_bytes=4), memory=PlanMemory(file_slots=1)
+    )
     for name, topk, up, down in (
         ("raid0", None, 8, 8),
         ("near-storage", None, 2, 2),
         ("near-storage", 2.0, 2, 0.04),
     ):
-        plan = base.changed(placement=placement(name), topk=topk)
+        plan = base.changed(placement=placement(name), keep=topk and topk / 200)
         result = simulate(plan, cluster(1), model, WHOLE)
         assert traffic(result, "uplink in") == pytest.approx(up * 2e9)
         assert traffic(result, "uplink out") == pytest.approx(down * 2e9)
@@ -177,14 +188,14 @@ def test_near_storage_moves_what_is_printed() -> None:
 
 def test_buffers_let_reads_and_writes_overlap() -> None:
     """Its transfer handler: the same bytes in less time."""
-    plan = Plan(placement("near-storage"), buffers=1)
+    plan = Plan(placement("near-storage"), memory=PlanMemory(buffers=1))
     one, more = (simulate(plan.changed(buffers=n), cluster(1), lump(2e9), WHOLE) for n in (1, 4))
     assert more.seconds < 0.75 * one.seconds and more.bytes == pytest.approx(one.bytes)
 
 
 def test_reads_and_writes_in_the_order_of_arrival_need_two_buffers_only() -> None:
     """Where they share the rate instead, both buffers are read, then both written."""
-    plan = Plan(placement("files"), buffers=2, update_at="gradient")
+    plan = Plan(placement("files"), update_at="gradient", memory=PlanMemory(buffers=2))
     ssd = {"read": "3GB/s", "write": "3GB/s", "mixed": 2, "capacity": "8TB"}
     shared, ordered = (
         simulate(plan, cluster(1, ssds=[{**ssd, "depth": n}]), lump(2e9, blocks=16), WHOLE).seconds
@@ -217,10 +228,8 @@ def test_updates_are_in_the_order_asked_for(in_turn: bool) -> None:
         Parallelism(dp=4),
         recompute=True,
         update_at="gradient",
-        buffers=2,
-        slots=2,
-        root=False,
         in_turn=in_turn,
+        memory=PlanMemory(buffers=2, slots=2, root=False),
     )
     logs: list[list[Any]] = []
     simulate(plan, cluster(4, 1, sums=True), lump(8e9), WHOLE, checked=False, logs=logs)
@@ -234,7 +243,7 @@ def test_all_collectives_keep_devices_waiting() -> None:
     """Gathers of parameters too, not gradients alone; a network of its own cards does not."""
     taxed = Constants(efficiency=0.5, network=1.0, tax=0.3)
     for name, more in (("zero3", {"slots": 2}), ("ddp", {}), ("smartnic", {"slots": 2, "kept": 8})):
-        plan = Plan(placement(name), Parallelism(dp=4), **more)
+        plan = Plan(placement(name), Parallelism(dp=4)).changed(**more)
         stages = simulate(plan, cluster(4), lump(1e9), taxed, checked=False).stages
         moved = sum(stages.get(("stage 0", what), (0.0, 0.0))[0] for what in ("Fetch", "Push"))
         waited = stages.get(("stage 0", "Wait"), (0.0, 0.0))[0]
@@ -388,7 +397,7 @@ def test_the_order_is_the_deciders() -> None:  # Rule 7
     machine says."""
     logs: list[list[Any]] = []
     simulate(
-        Plan(placement("files"), slots=2, buffers=2),
+        Plan(placement("files"), memory=PlanMemory(slots=2, buffers=2)),
         cluster(1),
         lump(2e6, 1e9, blocks=2),
         WHOLE,
@@ -445,7 +454,7 @@ def test_memory_is_counted_and_what_does_not_fit_is_refused() -> None:  # Rule 4
         fits.peaks["stage 0 device"]
         <= next(n.nbytes for n in fits.needs if n.where == "stage 0 device") * 1.001
     )
-    plan = Plan(placement("ddp"), Parallelism(dp=4), state_bytes=12)
+    plan = Plan(placement("ddp"), Parallelism(dp=4), sizes=ElementBytes(state_bytes=12))
     assert device_bytes(plan, model.blocks) == pytest.approx(model.params * 16)
 
 
@@ -473,10 +482,17 @@ def test_plans_are_read_back() -> None:
         placement("smartnic"),
         Parallelism(8, 2, 2, (5, 7)),
         micro_batch=4,
-        topk=2.0,
+        keep=0.01,
         networks={"pp": "ethernet"},
+        memory=PlanMemory(slots=4),
+        framework=Framework(precision="fp8"),
     )
     assert make_plan(tomllib.loads(plan.to_toml())) == plan
+    # as it was written by the first edition
+    flat = {"placement": "ddp", "topk": 2.0, "slots": 4, "precision": "fp8", "headroom": 0.0}
+    parts = {"memory": {"slots": 4}, "framework": {"precision": "fp8"}}
+    now = {"placement": "ddp", "keep": 0.01, "headroom": 0.0, **parts}
+    assert make_plan(flat) == make_plan(now) != Plan(placement("ddp"))
     for tree, said in (
         ({}, "`placement` is missing"),
         ({"placement": "zero4"}, "no placement is called 'zero4'"),
@@ -487,6 +503,11 @@ def test_plans_are_read_back() -> None:
         ({"placement": "ddp", "overlap": 1}, "`overlap` is 1"),
         ({"placement": "ddp", "fragmentation": "1.1"}, "`fragmentation` is '1.1'"),
         ({"placement": "ddp", "host_bytes": -1}, "`host_bytes` is -1"),
+        ({"placement": "ddp", "sizes": {"host_bytes": -1}}, "`host_bytes` is -1"),
+        (
+            {"placement": "ddp", "memory": {"slot": 3}},
+            "`memory` of the plan is .*slot",
+        ),
     ):
         with pytest.raises(ConfigError, match=said):
             make_plan(tree)
@@ -497,13 +518,15 @@ def test_plans_are_read_back() -> None:
 )
 def test_no_key_of_a_plan_takes_what_it_cannot_be(wrong: Any) -> None:
     """It is read, or ConfigError says what is wrong."""
-    for own in fields(Plan):
+    parts = {name: part for part, names in PARTS.items() for name in names}
+    for name in [*(own.name for own in fields(Plan)), *parts]:
         try:
-            plan = make_plan({"placement": "ddp", own.name: wrong})
+            plan = make_plan({"placement": "ddp", name: wrong})
         except ConfigError as error:
-            assert own.name in str(error) or "placement" in str(error)
+            assert name in str(error) or "placement" in str(error)
         else:
-            assert type(getattr(plan, own.name)) is type(wrong) or wrong is None
+            held = getattr(plan, parts[name]) if name in parts else plan
+            assert name in PARTS or type(getattr(held, name)) is type(wrong) or wrong is None
 
 
 def test_more_devices_than_there_are() -> None:
@@ -635,7 +658,7 @@ def test_precision_is_of_the_layers_products() -> None:
     }
     busy = [
         simulate(
-            Plan(placement("ddp"), precision=precision),
+            Plan(placement("ddp"), framework=Framework(precision=precision)),
             cluster(1, device=device),
             model,
             WHOLE,
@@ -664,7 +687,7 @@ def test_selective_is_between_all_and_nothing() -> None:
         ("layers", {"selective": "layers"}),
         ("all", {"recompute": True}),
     ):
-        plan = Plan(placement("ddp"), Parallelism(), **given)  # type: ignore[arg-type]
+        plan = Plan(placement("ddp"), Parallelism()).changed(**given)
         seconds[name] = simulate(plan, cluster(1), model, WHOLE, checked=False).seconds
         saved[name] = saved_bytes(plan, model.blocks)
     assert (
@@ -691,10 +714,8 @@ def test_micro_batches_that_repeat_are_counted_not_simulated(seed: int) -> None:
         rng.choice([1, 2]),
         rng.choice([24, 33, 40]),
         recompute=rng.random() < 0.5,
-        slots=rng.choice([2, 3, 1000]),
-        buffers=8,
-        kept=rng.choice([0, 4]),
         update_at=rng.choice(["step", "gradient"]),
+        memory=PlanMemory(slots=rng.choice([2, 3, 1000]), buffers=8, kept=rng.choice([0, 4])),
     )
     short = simulate(plan, where, model, WHOLE, checked=False)
     # what is logged is simulated in full
@@ -788,8 +809,7 @@ def test_folded_equals_unfolded(seed: int) -> None:
         Parallelism(dp=n),
         1,
         rng.choice([1, 3]),
-        slots=rng.choice([2, 3, 1000]),
-        buffers=4,
+        memory=PlanMemory(slots=rng.choice([2, 3, 1000]), buffers=4),
         update_at=rng.choice(["step", "gradient"]),
         staleness=rng.choice([0, 0, 1]),
     )

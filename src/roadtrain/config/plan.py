@@ -96,86 +96,123 @@ PLACEMENTS = {
 }
 
 
+def _check_fields(part: Any, least: Mapping[str, int]) -> None:
+    """Raises ConfigError where a field has another type than it is written with, or is below 0 or
+    its `least`."""
+    for own in fields(part):
+        value, kind = getattr(part, own.name), str(own.type)
+        if kind not in KINDS or (value is None and "None" in kind):
+            continue
+        (kinds, words), low = KINDS[kind], least.get(own.name, 0)
+        if type(value) not in kinds or (
+            isinstance(value, int | float) and not low <= value < float("inf")
+        ):
+            more = f", {low} or more" if "number" in words else ""
+            raise ConfigError(f"`{own.name}` is {value!r} in the plan", hint=words + more)
+
+
 @dataclass(frozen=True)
-class Plan:
-    """`micro_batch`: samples a device and pass; `micros`: passes a step. `slots`: blocks of
-    parameters on the device at once, `buffers`: records that a server works on at once, `kept`: how
-    many blocks a relay keeps from forward to backward. `update_at`: "gradient" (each block's as its
-    gradient is there) or "step" (all are there, so norms are known). `topk`: percent of a
-    gradient's bytes that travel. `networks`: kind of card for a group ("dp", "pp"); what is not
-    named is chosen. Bytes an element: of parameters, of gradients on the wire, of gradients at
-    rest, of parameters that come back from a processor beside an SSD, of state, of what hosts keep
-    besides
-    (`host_bytes`). `in_turn`: updates in the order of their gradients, not of the next forward.
-    `overlap`: gradients leave while backward runs, else after it. `offload`: activations go to the
-    host. `resident`: the share of records on files that memory keeps too, `public` that of
-    parameters alone. `chunk`: elements of a record (0: a few a block).
-    `pushes`: buffers for a block's gradients. `root`: embeddings and the output layer stay on the
-    device for a step and take no slot. `file_slots`: 2 where a step never overwrites the last one.
-    `context_bytes`, `fragmentation`: of a device's memory, what nobody asked for; `headroom`: the
-    share of each device's and host's that stays free.
+class PlanMemory:
+    """What is in memory, and for how long."""
 
-    What a framework does: `precision` of the layers' products ("" is 16 bits; attention and the
-    output stay there).
-    `selective`: of each layer "products" (all but attention and every second product), or all of
-    every second of the "layers", is computed again. `sequence`: tensor-parallel ranks split
-    norms and inputs too. `logit_bytes` a logit and `output_bytes` a parameter of the output
-    layer are on the device while the loss is made. `outputs`: what goes to the next stage stays
-    until its backward. `hidden`: the share of tensor-parallel traffic that products hide.
-    `passes`: how often its kernels cross the device's memory, over what the constants say."""
-
-    placement: Placement
-    parallelism: Parallelism = field(default_factory=Parallelism)
-    micro_batch: int = 1
-    micros: int = 1
-    recompute: bool = False
-    slots: int = 3
-    buffers: int = 3
-    kept: int = 0
-    staleness: int = 0
-    update_at: str = "step"
-    overlap: bool = True
-    in_turn: bool = False
-    topk: float | None = None
-    networks: Mapping[str, str] = field(default_factory=dict, hash=False)
-    parameter_bytes: float = 2
-    gradient_bytes: float = 2
-    held_bytes: float = 4
-    upstream_bytes: float = 2
-    state_bytes: float = 12
-    host_bytes: float = 0
-    offload: bool = False
-    file_slots: int = 2
-    resident: float = 0
-    public: float = 1
-    chunk: int = 0
-    pushes: int = 0
-    root: bool = True
-    context_bytes: float = 1e9
-    fragmentation: float = 1.0
-    headroom: float = 0.0
-    precision: str = ""
-    selective: str = ""
-    sequence: bool = True
-    logit_bytes: float = 6
-    output_bytes: float = 0
-    outputs: bool = False
-    hidden: float = 0
-    passes: float = 1
+    slots: int = 3  # blocks of parameters that are on the device at once
+    buffers: int = 3  # records that a server works on at once
+    pushes: int = 0  # buffers for a block's gradients
+    kept: int = 0  # blocks that a relay keeps from forward to backward
+    chunk: int = 0  # elements of a record; 0: a few records a block
+    root: bool = True  # embeddings and the output layer stay on the device and take no slot
+    offload: bool = False  # activations go to the host
+    file_slots: int = 2  # of a record on files; 2: a step never overwrites the last one
+    resident: float = 0  # the share of records on files that memory keeps too
+    public: float = 1  # the share of which memory keeps the parameters
 
     def __post_init__(self) -> None:
-        if isinstance(self.headroom, int | float) and not 0 <= self.headroom < 1:
-            raise ConfigError(
-                f"`headroom` is {self.headroom!r} in the plan",
-                hint="a share of memory: 0 or more, below 1",
-            )
+        _check_fields(self, {"slots": 2, "buffers": 1})
+
+
+@dataclass(frozen=True)
+class ElementBytes:
+    """Bytes of one element."""
+
+    parameter_bytes: float = 2
+    gradient_bytes: float = 2  # on the wire
+    held_bytes: float = 4  # of a gradient at rest
+    upstream_bytes: float = 2  # of a parameter that comes back from a processor beside an SSD
+    state_bytes: float = 12
+    host_bytes: float = 0  # what hosts keep besides
+
+    def __post_init__(self) -> None:
+        _check_fields(self, {})
+
+
+@dataclass(frozen=True)
+class Framework:
+    """What a framework does besides."""
+
+    precision: str = ""  # of the layers' products; "": 16 bits, as attention and the output
+    # of each layer "products" (all but attention and every second product), or all of every second
+    # of the "layers", is computed again; "": see Plan.recompute
+    selective: str = ""
+    sequence: bool = True  # tensor-parallel ranks split norms and inputs too
+    hidden: float = 0  # the share of tensor-parallel traffic that products hide
+    passes: float = 1  # how often kernels cross the device's memory, over what the constants say
+    logit_bytes: float = 6  # a logit, on the device while the loss is made
+    output_bytes: float = 0  # a parameter of the output layer, likewise
+    outputs: bool = False  # what goes to the next stage stays until its backward
+    context_bytes: float = 1e9  # of a device's memory, that nobody asked for
+    fragmentation: float = 1.0  # of a device's memory: what is taken over what was asked for
+
+    def __post_init__(self) -> None:
+        _check_fields(self, {})
         if self.selective not in ("", "products", "layers"):
             raise ConfigError(
                 f"`selective` is {self.selective!r} in the plan", hint='"products", "layers" or ""'
             )
 
+
+@dataclass(frozen=True)
+class Plan:
+    """One way to train a model on a cluster. Raises ConfigError."""
+
+    placement: Placement
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    micro_batch: int = 1  # samples a device and pass
+    micros: int = 1  # passes a step
+    recompute: bool = False  # blocks' inputs alone are kept for backward
+    staleness: int = 0  # updates that a step's parameters may lack
+    # "gradient": each block's update begins as its gradient is there; "step": when all are there,
+    # so that norms are known
+    update_at: str = "step"
+    overlap: bool = True  # gradients leave while backward runs, else after it
+    in_turn: bool = False  # updates in the order of their gradients, not of the next forward
+    keep: float | None = None  # fraction of a gradient's elements that travels; None: all
+    # kind of card for a group ("dp", "pp"); for what is not named one is chosen
+    networks: Mapping[str, str] = field(default_factory=dict, hash=False)
+    headroom: float = 0.0  # share of each device's and host's memory that stays free
+    memory: PlanMemory = PlanMemory()
+    sizes: ElementBytes = ElementBytes()
+    framework: Framework = Framework()
+
+    def __post_init__(self) -> None:
+        _check_fields(self, {"micro_batch": 1, "micros": 1})
+        if self.headroom >= 1:
+            raise ConfigError(
+                f"`headroom` is {self.headroom!r} in the plan",
+                hint="a share of memory: 0 or more, below 1",
+            )
+
     def changed(self, **changes: Any) -> Plan:
+        """With other values of fields, of its own or of one of its parts."""
+        for part, names in PARTS.items():
+            if mine := {name: changes.pop(name) for name in names & changes.keys()}:
+                changes[part] = replace(changes.get(part, getattr(self, part)), **mine)
         return replace(self, **changes)
+
+    @property
+    def travels(self) -> float:
+        """The share of a gradient's bytes that travels: an element that is kept has its index
+        beside it."""
+        return 1.0 if self.keep is None else 2 * self.keep
 
     @property
     def samples(self) -> int:
@@ -197,20 +234,17 @@ def placement(name: str) -> Placement:
     return PLACEMENTS[name]
 
 
-# keys of a plan.toml of the first edition -> their names now
-FORMER_KEYS = {"layout": "parallelism"}
+# parts of a plan -> names of their fields, no two of which are the same
+PARTS = {
+    part: frozenset(f.name for f in fields(kind))
+    for part, kind in (("memory", PlanMemory), ("sizes", ElementBytes), ("framework", Framework))
+}
 
 
 def make_plan(tree: Mapping[str, Any]) -> Plan:
     """Of plain data, as in a plan.toml; what says no `headroom` keeps HEADROOM. Raises
     ConfigError naming the key."""
-    tree = {"headroom": HEADROOM, **{FORMER_KEYS.get(key, key): tree[key] for key in tree}}
-    known = {f.name for f in fields(Plan)}
-    if wrong := next((key for key in tree if key not in known), None):
-        raise ConfigError(
-            f"unknown key `{wrong}` in the plan",
-            hint=did_you_mean(wrong, known) or f"keys are {', '.join(sorted(known))}",
-        )
+    tree = {"headroom": HEADROOM, **_in_words_of_now(tree)}
     if "placement" not in tree:
         raise ConfigError(
             "`placement` is missing in the plan", hint=f"known are {', '.join(PLACEMENTS)}"
@@ -218,24 +252,40 @@ def make_plan(tree: Mapping[str, Any]) -> Plan:
     parallelism = tree.pop("parallelism", {})
     try:
         ranks = Parallelism(**{**parallelism, "stages": tuple(parallelism.get("stages", ()))})
-        plan = Plan(placement(str(tree.pop("placement"))), ranks, **tree)
     except (TypeError, AttributeError) as cause:
         raise ConfigError(
             f"`parallelism` of the plan is {parallelism!r}",
             hint="its keys are dp, tp, pp, stages, cp, ep, vp",
         ) from cause
-    least = {"micro_batch": 1, "micros": 1, "slots": 2, "buffers": 1}
-    for own in fields(Plan):
-        value, kind = getattr(plan, own.name), str(own.type)
-        if kind not in KINDS or (value is None and "None" in kind):
-            continue
-        (kinds, words), low = KINDS[kind], least.get(own.name, 0)
-        if type(value) not in kinds or (
-            isinstance(value, int | float) and not low <= value < float("inf")
-        ):
-            more = f", {low} or more" if "number" in words else ""
-            raise ConfigError(f"`{own.name}` is {value!r} in the plan", hint=words + more)
-    return plan
+    plan = Plan(placement(str(tree.pop("placement"))), ranks)
+    for part, names in PARTS.items():
+        own = tree.pop(part, {})
+        if not isinstance(own, Mapping) or own.keys() - names:
+            raise ConfigError(
+                f"`{part}` of the plan is {own!r}", hint=f"its keys are {', '.join(sorted(names))}"
+            )
+        plan = plan.changed(**own)
+    return plan.changed(**tree)
+
+
+def _in_words_of_now(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of the first edition's plan.toml, which had no parts, are read too. Raises ConfigError
+    for one that nobody knows."""
+    known = {f.name for f in fields(Plan)}.union(*PARTS.values())
+    out = {}
+    for key, value in tree.items():
+        if key == "layout":
+            out["parallelism"] = value
+        elif key == "topk":
+            out["keep"] = value / 200 if type(value) in (int, float) else value
+        elif key in known:
+            out[key] = value
+        else:
+            raise ConfigError(
+                f"unknown key `{key}` in the plan",
+                hint=did_you_mean(key, known) or f"keys are {', '.join(sorted(known))}",
+            )
+    return out
 
 
 def load_plan(path: str | Path) -> Plan:

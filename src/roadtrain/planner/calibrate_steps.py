@@ -27,7 +27,7 @@ from roadtrain.chunks import ITEMSIZE
 from roadtrain.config.job import Job, load_job
 from roadtrain.config.models import ModelShape
 from roadtrain.config.parallelism import Parallelism
-from roadtrain.config.plan import Plan, placement
+from roadtrain.config.plan import ElementBytes, Framework, Plan, PlanMemory, placement
 from roadtrain.errors import PeerError, RoadtrainError
 from roadtrain.planner.model_config import shape_of_config
 from roadtrain.runtime import health
@@ -92,20 +92,21 @@ def plan_of(training: Training) -> Plan:
         micro_batch=job.data.batch_size,
         micros=job.optimizer.accumulate,
         recompute=True,
-        slots=len(optimizer._worker._slots),
-        buffers=max(1, sum(server.machine.spec.buffers for server in servers)),
         staleness=int(job.optimizer.delay or 0),
-        topk=None if job.compress.keep is None else job.compress.keep * 200,
+        keep=job.compress.keep,
         update_at="step" if job.optimizer.clip_norm is not None else "gradient",
-        parameter_bytes=size,
-        gradient_bytes=size,
-        held_bytes=size,
-        state_bytes=own + size,
-        resident=kept,
-        public=public if chunks else 1,
-        chunk=job.store.chunk_elements,
-        pushes=len(optimizer._worker._push_all),
-        context_bytes=0,
+        memory=PlanMemory(
+            slots=len(optimizer._worker._slots),
+            buffers=max(1, sum(server.machine.spec.buffers for server in servers)),
+            resident=kept,
+            public=public if chunks else 1,
+            chunk=job.store.chunk_elements,
+            pushes=len(optimizer._worker._push_all),
+        ),
+        sizes=ElementBytes(
+            parameter_bytes=size, gradient_bytes=size, held_bytes=size, state_bytes=own + size
+        ),
+        framework=Framework(context_bytes=0),
     )
 
 

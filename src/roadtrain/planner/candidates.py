@@ -168,7 +168,7 @@ def options(plan: Plan) -> Iterator[Plan]:
         yield plan.changed(kept=1000)
         yield plan
     elif place.state in ("ssd", "server"):
-        for slots in (EVERY, plan.slots) if place.sum == "server" else (plan.slots,):
+        for slots in (EVERY, plan.memory.slots) if place.sum == "server" else (plan.memory.slots,):
             yield plan.changed(buffers=8, slots=slots, update_at="step")
             if place.gradients == "memory":
                 yield plan.changed(buffers=8, slots=slots, update_at="gradient")

@@ -88,7 +88,7 @@ def words(plan: Plan) -> str:
         f"micro-batch {plan.micro_batch} x {plan.micros}"
         + (", recompute" if plan.recompute else "")
     )
-    if plan.kept or (plan.placement.streamed and plan.slots >= EVERY):
+    if plan.memory.kept or (plan.placement.streamed and plan.memory.slots >= EVERY):
         parts.append("blocks kept from forward to backward")
     if plan.staleness:
         parts.append(f"updates {plan.staleness} step late (lossy)")
@@ -253,16 +253,16 @@ def job(plan: Plan) -> str | None:
     own: dict[str, Any] = {
         "data": {"batch_size": plan.micro_batch},
         "optimizer": {"accumulate": plan.micros},
-        "model": {"dtype": "bf16" if plan.parameter_bytes == 2 else "fp32"},
+        "model": {"dtype": "bf16" if plan.sizes.parameter_bytes == 2 else "fp32"},
     }
     if plan.update_at == "step":
         own["optimizer"]["clip_norm"] = 1.0
     if plan.staleness:
         own["optimizer"]["delay"] = plan.staleness
-    if plan.topk is not None:
-        own["compress"] = {"keep": plan.topk / 200}
-    kept = "all" if plan.slots >= EVERY else "auto"
-    relayed = "all" if plan.kept else "auto"
+    if plan.keep is not None:
+        own["compress"] = {"keep": plan.keep}
+    kept = "all" if plan.memory.slots >= EVERY else "auto"
+    relayed = "all" if plan.memory.kept else "auto"
     where: dict[str, dict[str, Any]] = {
         "files": {"store": {"files": ["{run}/store"]}},
         "zero-offload": {"store": {"files": []}},

@@ -392,9 +392,9 @@ def _computing(plan: Plan, cluster: Cluster, model: ModelShape, constants: Const
                 plan.micro_batch,
                 split,
                 host.device,
-                plan.precision,
+                plan.framework.precision,
                 plan.parallelism.ep,
-                plan.passes,
+                plan.framework.passes,
             )
             * (3 + (plan.recompute and i < last))
             for i, block in enumerate(model.blocks)

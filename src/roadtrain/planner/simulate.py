@@ -124,10 +124,13 @@ def assumptions(cluster: Cluster, of: Constants, plan: Plan | None) -> dict[str,
             out["efficiency"] = of.efficiency, f"{of.efficiency:g} of a device's peak"
         out["network"] = of.network, f"{of.network:g} of a card's rate"
     if plan is not None:
-        besides = plan.context_bytes
+        besides = plan.framework.context_bytes
         out["device memory besides"] = besides, show_bytes(besides)
         if plan.placement.update in ("host", "server", "ssd") or plan.placement.state != "device":
-            out["optimizer state a parameter"] = plan.state_bytes, f"{plan.state_bytes:g} B"
+            out["optimizer state a parameter"] = (
+                plan.sizes.state_bytes,
+                f"{plan.sizes.state_bytes:g} B",
+            )
     return out
 
 
@@ -170,8 +173,8 @@ def report(result: Result, cluster: Cluster, model: ModelShape, of: Constants) -
             f" {show_seconds(result.differ)})"
         ),
     ]
-    if plan.staleness or plan.topk is not None:
-        lines.append(f"lossy or late: staleness {plan.staleness}, topk {plan.topk}")
+    if plan.staleness or plan.keep is not None:
+        lines.append(f"lossy or late: staleness {plan.staleness}, keep {plan.keep}")
     lines.append(
         "busy    "
         + ", ".join(
@@ -311,6 +314,7 @@ def command(
     micros: int = 0,
     recompute: bool = False,
     staleness: int = 0,
+    keep: float | None = None,
     topk: float | None = None,
     seq_len: int | None = None,
     constants: str = "",
@@ -338,7 +342,8 @@ def command(
         micros: passes a step (1)
         recompute: keep blocks' inputs only
         staleness: 1: a step computes while the last one's updates run
-        topk: percent of a gradient's bytes that travel
+        keep: fraction of a gradient's elements that travel
+        topk: the older word for --keep: percent of the bytes
         constants: fitted constants of computing, by name
         json: also write the result to this file
         trace: write a trace for ui.perfetto.dev to this file
@@ -354,6 +359,7 @@ def command(
             "micros": micros,
             "recompute": recompute,
             "staleness": staleness,
+            "keep": keep,
             "topk": topk,
             "precision": precision,
         }

@@ -222,7 +222,7 @@ class Fabric:
         out = t > self.group.tp
         rate = min(site.fabric.capacity, site.out.capacity) if out else site.fabric.capacity
         steps = 2 * (t - 1) * INSIDE_S + out * 2 * (t // self.group.tp - 1) * site.latency
-        return 2 * (2 * (t - 1) / t * nbytes / rate + steps) * (1 - self.plan.hidden)
+        return 2 * (2 * (t - 1) / t * nbytes / rate + steps) * (1 - self.plan.framework.hidden)
 
     def _side_by_side(self, ranks: int) -> tuple[float, float]:
         """(bytes a second, latency) of a device to others among `ranks` that follow each other
@@ -250,7 +250,11 @@ class Fabric:
 
     def answer(self, params: float, kept: bool = False) -> Cost:
         """Parameters to every device. `kept`: they are in this host's memory already."""
-        place, n, nbytes = self.plan.placement, self.group.dp, params * self.plan.parameter_bytes
+        place, n, nbytes = (
+            self.plan.placement,
+            self.group.dp,
+            params * self.plan.sizes.parameter_bytes,
+        )
         if place.parameters == "device":
             return Cost(0, [])
         if kept:
@@ -294,12 +298,14 @@ class Fabric:
         """A block's gradient from every device to where it is summed and, where it rests in
         memory, to there."""
         plan, place, group, site = self.plan, self.plan.placement, self.group, self.site
-        nbytes, n = params * plan.gradient_bytes, group.dp
-        if plan.topk is not None:
-            nbytes = params * plan.held_bytes * plan.topk / 100
+        nbytes, n = params * plan.sizes.gradient_bytes, group.dp
+        if plan.keep is not None:
+            nbytes = params * plan.sizes.held_bytes * plan.travels
         if place.sum == "ring":
             back = (
-                plan.parameter_bytes / plan.gradient_bytes if place.parameters == "device" else 0.0
+                plan.sizes.parameter_bytes / plan.sizes.gradient_bytes
+                if place.parameters == "device"
+                else 0.0
             )
             uses, latency = self._ring(2 if place.state == "device" else 1 + back)
             if place.update in ("host", "ssd"):
@@ -361,8 +367,8 @@ class Fabric:
         place = self.plan.placement
         if place.gradients != "ssd":
             return Cost(0, [])
-        share = 1.0 if self.plan.topk is None else self.plan.topk / 100
-        return Cost(params * self._own * self.plan.held_bytes * share, self.site.writes())
+        nbytes = params * self._own * self.plan.sizes.held_bytes * self.plan.travels
+        return Cost(nbytes, self.site.writes())
 
     def _state_site(self) -> Site:
         if self.plan.placement.state == "server":
@@ -379,11 +385,9 @@ class Fabric:
 
     def read(self, params: float) -> Cost:
         """State, and a gradient that rests on SSDs, to where the update runs."""
-        place, nbytes = self.plan.placement, self.plan.state_bytes
+        place, nbytes = self.plan.placement, self.plan.sizes.state_bytes
         if place.gradients == "ssd":
-            nbytes += self.plan.held_bytes * (
-                1.0 if self.plan.topk is None else self.plan.topk / 100
-            )
+            nbytes += self.plan.sizes.held_bytes * self.plan.travels
         return Cost(
             params * self._own * nbytes, self._state_site().reads(beside=place.update == "ssd")
         )
@@ -396,7 +400,7 @@ class Fabric:
         nbytes = params * self._own * UPDATE_BYTES
         if place.update == "ssd":
             return Cost(
-                params * self._own * (self.plan.state_bytes + self.plan.held_bytes),
+                params * self._own * (self.plan.sizes.state_bytes + self.plan.sizes.held_bytes),
                 [(site.beside, 1.0)],
             )
         busy = [] if site.cores is None else [(site.cores, 1.0 / site.updates.capacity)]
@@ -406,19 +410,21 @@ class Fabric:
         """Updated parameters from a processor beside an SSD to the host's memory."""
         if self.plan.placement.update != "ssd":
             return Cost(0, [])
-        return Cost(params * self._own * self.plan.upstream_bytes, self.site.reads())
+        return Cost(params * self._own * self.plan.sizes.upstream_bytes, self.site.reads())
 
     def write(self, params: float) -> Cost:
         place = self.plan.placement
-        copy = self.plan.parameter_bytes if place.parameters in ("ssd", "server") else 0.0
+        copy = self.plan.sizes.parameter_bytes if place.parameters in ("ssd", "server") else 0.0
         return Cost(
-            params * self._own * (self.plan.state_bytes + copy),
+            params * self._own * (self.plan.sizes.state_bytes + copy),
             self._state_site().writes(beside=place.update == "ssd"),
         )
 
     def public(self, params: float) -> Cost:
         """Parameters that rest on the server's files, to its memory."""
-        return Cost(params * self._own * self.plan.parameter_bytes, self._state_site().reads())
+        return Cost(
+            params * self._own * self.plan.sizes.parameter_bytes, self._state_site().reads()
+        )
 
     @property
     def depth(self) -> int:
@@ -429,8 +435,11 @@ class Fabric:
         """Of the parameters of state on files, what memory keeps too; a server keeps all in
         half of it, or none."""
         if self.plan.placement.parameters != "server" or not self.on_files:
-            return self.plan.public
-        return params * self._own * self.plan.parameter_bytes <= self._state_site().host.memory / 2
+            return self.plan.memory.public
+        return (
+            params * self._own * self.plan.sizes.parameter_bytes
+            <= self._state_site().host.memory / 2
+        )
 
     def tax(self, cost: Cost) -> float:
         """Seconds that the devices do not compute because they communicate."""

@@ -62,26 +62,26 @@ def device_bytes(plan: Plan, blocks: Sequence[BlockShape]) -> float:
     )
     if place.streamed:
         layers = [
-            n for n, block in zip(params, blocks) if "." in block.name or not plan.root
+            n for n, block in zip(params, blocks) if "." in block.name or not plan.memory.root
         ] or params
         biggest = max(layers)
-        parameters = min(max(2, plan.slots), len(layers)) * biggest + total - sum(layers)
+        parameters = min(max(2, plan.memory.slots), len(layers)) * biggest + total - sum(layers)
         gradients = biggest if place.parameters == "split" else LARGEST * biggest
     else:
         parameters = gradients = total
     if place.parameters == "split":
         parameters, gradients = parameters + split, gradients + split
-    state = {"device": total, "split": split}.get(place.state, 0.0) * plan.state_bytes
-    return parameters * plan.parameter_bytes + gradients * plan.gradient_bytes + state
+    state = {"device": total, "split": split}.get(place.state, 0.0) * plan.sizes.state_bytes
+    return parameters * plan.sizes.parameter_bytes + gradients * plan.sizes.gradient_bytes + state
 
 
 def saved_bytes(plan: Plan, blocks: Sequence[BlockShape], parts: int = 1) -> float:
     """Activations that a micro-batch leaves on a device until its backward, in `parts` of the
-    model. `plan.offload`: they go to the host."""
-    if plan.offload:
+    model. `plan.memory.offload`: they go to the host."""
+    if plan.memory.offload:
         return 0.0
     nbytes = sum(_kept(plan, block) for block in blocks)
-    if plan.outputs and plan.parallelism.pp > 1:
+    if plan.framework.outputs and plan.parallelism.pp > 1:
         nbytes += parts * _on_rank(plan, blocks[-1].input, blocks[-1].input)
     return nbytes * plan.micro_batch / plan.parallelism.cp
 
@@ -95,19 +95,21 @@ def _kept(plan: Plan, block: BlockShape) -> float:
     if plan.recompute or not block.attention:
         return inputs if plan.recompute else saved
     products = _on_rank(plan, block.products, block.input) if block.products else saved
-    return {"": saved, "products": products, "layers": (inputs + saved) / 2}[plan.selective]
+    return {"": saved, "products": products, "layers": (inputs + saved) / 2}[
+        plan.framework.selective
+    ]
 
 
 def _on_rank(plan: Plan, nbytes: float, whole: float) -> float:
     """`whole` of the bytes are on every tensor-parallel rank, unless these split the sequence."""
-    whole = 0.0 if plan.sequence else whole
+    whole = 0.0 if plan.framework.sequence else whole
     return (nbytes - whole) / plan.parallelism.tp + whole
 
 
 def working_bytes(plan: Plan, blocks: Sequence[BlockShape]) -> float:
     """Of one block while it runs, besides what is saved: all of it where it is computed again,
     the loss, and a whole input where tensor-parallel ranks split it."""
-    again = plan.recompute or plan.selective
+    again = plan.recompute or plan.framework.selective
     inputs = max(
         (block.input - _on_rank(plan, block.input, block.input) for block in blocks), default=0.0
     )
@@ -116,11 +118,13 @@ def working_bytes(plan: Plan, blocks: Sequence[BlockShape]) -> float:
         if again
         else 0.0
     )
-    logits = sum(block.logits for block in blocks) / plan.parallelism.tp * plan.logit_bytes
+    logits = (
+        sum(block.logits for block in blocks) / plan.parallelism.tp * plan.framework.logit_bytes
+    )
     output = (
         sum(block.params for block in blocks if block.logits)
         / plan.parallelism.tp
-        * plan.output_bytes
+        * plan.framework.output_bytes
     )
     return (max(own, logits) + inputs) * plan.micro_batch / plan.parallelism.cp + output
 
@@ -130,18 +134,26 @@ def host_bytes(plan: Plan, blocks: Sequence[BlockShape], ranks: int) -> float:
     place, parallelism = plan.placement, plan.parallelism
     total = sum(block.params for block in blocks)
     own = ranks / parallelism.replicas
-    nbytes = plan.host_bytes * own * total
+    nbytes = plan.sizes.host_bytes * own * total
     if place.parameters == "host":
-        nbytes += plan.public * own * total * plan.parameter_bytes
+        nbytes += plan.memory.public * own * total * plan.sizes.parameter_bytes
     if place.gradients == "memory" and place.state == "ssd" and plan.update_at == "step":
-        nbytes += own * total * plan.gradient_bytes  # they wait for the last one
+        nbytes += own * total * plan.sizes.gradient_bytes  # they wait for the last one
     if place.state == "ssd":
-        nbytes += plan.resident * own * total * (plan.state_bytes + plan.parameter_bytes)
+        nbytes += (
+            plan.memory.resident
+            * own
+            * total
+            * (plan.sizes.state_bytes + plan.sizes.parameter_bytes)
+        )
     if place.state == "host":
-        nbytes += own * total * (plan.state_bytes + plan.held_bytes)
-    if plan.kept:
-        nbytes += sum(sorted(block.params for block in blocks)[-plan.kept :]) * plan.parameter_bytes
-    if plan.offload:
+        nbytes += own * total * (plan.sizes.state_bytes + plan.sizes.held_bytes)
+    if plan.memory.kept:
+        nbytes += (
+            sum(sorted(block.params for block in blocks)[-plan.memory.kept :])
+            * plan.sizes.parameter_bytes
+        )
+    if plan.memory.offload:
         nbytes += sum(block.input for block in blocks) * plan.micro_batch * ranks
     return nbytes
 
@@ -151,14 +163,22 @@ def buffer_bytes(plan: Plan, blocks: Sequence[BlockShape]) -> float:
     cuts them: whole huge pages. Without saved inputs of blocks."""
     layers = [block.params for block in blocks if "." in block.name]
     total, most = sum(block.params for block in blocks), max(layers)
-    sizes = [(plan.slots, most * plan.parameter_bytes), (plan.pushes, most * plan.gradient_bytes)]
-    rest = (total - sum(layers)) * (plan.parameter_bytes + plan.gradient_bytes)
+    sizes = [
+        (plan.memory.slots, most * plan.sizes.parameter_bytes),
+        (plan.memory.pushes, most * plan.sizes.gradient_bytes),
+    ]
+    rest = (total - sum(layers)) * (plan.sizes.parameter_bytes + plan.sizes.gradient_bytes)
     if not plan.placement.served:
-        chunk, records = min(plan.chunk, most), plan.buffers if plan.placement.state == "ssd" else 0
-        rest += total * plan.resident * plan.state_bytes
-        rest += total * max(0.0, plan.public - plan.resident) * plan.parameter_bytes
+        chunk, records = (
+            min(plan.memory.chunk, most),
+            plan.memory.buffers if plan.placement.state == "ssd" else 0,
+        )
+        rest += total * plan.memory.resident * plan.sizes.state_bytes
+        rest += (
+            total * max(0.0, plan.memory.public - plan.memory.resident) * plan.sizes.parameter_bytes
+        )
         # a page of scalars
-        sizes += [(records, chunk * plan.state_bytes + PAGE), (max(2, records), chunk * 4)]
+        sizes += [(records, chunk * plan.sizes.state_bytes + PAGE), (max(2, records), chunk * 4)]
     return rest + sum(n * round_up(int(nbytes), HUGE) for n, nbytes in sizes)
 
 
@@ -166,9 +186,10 @@ def file_bytes(plan: Plan, params: float) -> float:
     """All of it, on whatever files it rests: two slots of what an update writes, and gradients
     that wait."""
     place = plan.placement
-    copy = plan.parameter_bytes if place.parameters in ("ssd", "server") else 0.0
+    copy = plan.sizes.parameter_bytes if place.parameters in ("ssd", "server") else 0.0
     return params * (
-        plan.file_slots * (plan.state_bytes + copy) + plan.held_bytes * (place.gradients == "ssd")
+        plan.memory.file_slots * (plan.sizes.state_bytes + copy)
+        + plan.sizes.held_bytes * (place.gradients == "ssd")
     )
 
 
@@ -182,7 +203,7 @@ def stage_bytes(plan: Plan, blocks: Sequence[BlockShape], number: int) -> float:
         + held * saved_bytes(plan, blocks, plan.parallelism.vp)
         + working_bytes(plan, blocks)
     )
-    return nbytes * plan.fragmentation + plan.context_bytes
+    return nbytes * plan.framework.fragmentation + plan.framework.context_bytes
 
 
 def needs(
@@ -221,7 +242,9 @@ def needs(
         if server.ssds:
             out.append(Need("server SSDs", file_bytes(plan, model.params), _room(server)))
         else:
-            nbytes = model.params * (plan.state_bytes + plan.parameter_bytes + plan.held_bytes)
+            nbytes = model.params * (
+                plan.sizes.state_bytes + plan.sizes.parameter_bytes + plan.sizes.held_bytes
+            )
             need("server memory", nbytes, server.memory, USABLE * free)
     return out
 

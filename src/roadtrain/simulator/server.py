@@ -87,7 +87,9 @@ class SimulatedServer:
     def machine(self) -> ServerStateMachine:
         """Made for the first step: plans that are only bounded need none."""
         plan, durable, chunks = self.fabric.plan, self.fabric.on_files, self.blocks.chunks
-        resident = round(plan.resident * chunks)  # the first, which the next forward wants first
+        resident = round(
+            plan.memory.resident * chunks
+        )  # the first, which the next forward wants first
         weights = round(self.fabric.weights_share(sum(self.blocks.params)) * chunks)
 
         def part(chunk: int) -> Resident:
@@ -99,7 +101,7 @@ class SimulatedServer:
             ServerSpec(
                 0,
                 {chunk: part(chunk) for chunk in range(chunks)},
-                plan.buffers if durable else 0,
+                plan.memory.buffers if durable else 0,
                 durable=durable,
                 delayed=dict.fromkeys(range(chunks), False) if plan.staleness else {},
             )

@@ -51,7 +51,13 @@ def block_times(fabric: Fabric, blocks: Sequence[BlockShape], device: Device) ->
     split = tp * parallelism.cp
     forward = [
         constants.forward(
-            block, plan.micro_batch, split, device, plan.precision, parallelism.ep, plan.passes
+            block,
+            plan.micro_batch,
+            split,
+            device,
+            plan.framework.precision,
+            parallelism.ep,
+            plan.framework.passes,
         )
         for block in blocks
     ]
@@ -81,7 +87,7 @@ def _pieces(plan: Plan, blocks: Sequence[BlockShape]) -> BlockPieces:
         for share in (summed, here)
     )
     most = max(params, default=0.0)
-    pieces = ceil(most / plan.chunk) if plan.chunk else min(4, int(most // SMALLEST))
+    pieces = ceil(most / plan.memory.chunk) if plan.memory.chunk else min(4, int(most // SMALLEST))
     return BlockPieces(max(1, pieces), params, updated)
 
 
@@ -122,7 +128,7 @@ class SimulatedStage:
         self.server.log = self._log
         self.relay: RelayStateMachine | None = None
         if plan.placement.sum == "relay":
-            kept = min(plan.kept, len(self.blocks))
+            kept = min(plan.memory.kept, len(self.blocks))
             self.relay = RelayStateMachine(1, (2 + kept) * self.pieces.pieces)
 
         self.machine: StageStateMachine | None = None  # of the step at work
@@ -140,7 +146,7 @@ class SimulatedStage:
         self.later: list[tuple[int, bool]] = []  # gradients that wait for the end of backward
         self.ends: list[float] = []  # seconds, of each step: all its updates are asked for
         self.pool = f"{name} device"
-        self.saved = [saved_bytes(plan, part) * plan.fragmentation for part in parts]
+        self.saved = [saved_bytes(plan, part) * plan.framework.fragmentation for part in parts]
         self._hold_fixed()
 
     def _place_blocks(self) -> None:
@@ -148,9 +154,9 @@ class SimulatedStage:
         the layers and after has its own, and comes once a step."""
         plan, n = self.plan, len(self.blocks)
         layers = [
-            i for i, block in enumerate(self.blocks) if "." in block.name or not plan.root
+            i for i, block in enumerate(self.blocks) if "." in block.name or not plan.memory.root
         ] or list(range(n))
-        self.slots = max(2, min(plan.slots, len(layers)) if plan.placement.streamed else n)
+        self.slots = max(2, min(plan.memory.slots, len(layers)) if plan.placement.streamed else n)
         stay = sorted({*range(n)} - {*layers})
         self.streams = Prefetcher(self.slots, layers)
         root = Prefetcher(max(2, len(stay)), stay)
@@ -168,7 +174,7 @@ class SimulatedStage:
             for params, prefetch in zip(self.pieces.params, self.prefetch)
             if prefetch is self.streams
         )
-        stay = self.slots + (min(plan.kept, n) if self.relay is not None else 0)
+        stay = self.slots + (min(plan.memory.kept, n) if self.relay is not None else 0)
         # the largest may be here still at every turn
         again = sum(layers[: max(0, len(layers) - stay)])
         costs = [
@@ -180,7 +186,7 @@ class SimulatedStage:
             (fabric.upstream(total), 1.0),
         ]
         if fabric.on_files:
-            costs += [(fabric.read(total), 1.0 - plan.resident), (fabric.write(total), 1.0)]
+            costs += [(fabric.read(total), 1.0 - plan.memory.resident), (fabric.write(total), 1.0)]
         used: dict[Resource, float] = {}
         for cost, times in costs:
             for resource, weight in cost.uses:
@@ -207,8 +213,8 @@ class SimulatedStage:
         plan, group = self.plan, self.fabric.group
         self.engine.hold(
             self.pool,
-            plan.context_bytes
-            + plan.fragmentation
+            plan.framework.context_bytes
+            + plan.framework.fragmentation
             * (device_bytes(plan, self.blocks) + working_bytes(plan, self.blocks)),
         )
         self.engine.hold(f"{self.name} memory", host_bytes(plan, self.blocks, group.ranks))
@@ -253,9 +259,9 @@ class SimulatedStage:
         shape, plan, again = self.blocks[block], self.plan, 0.0
         if plan.recompute and not self._last(block):
             again = 1.0
-        elif shape.attention and plan.selective:
-            again = 0.5 if plan.selective == "layers" else shape.again / shape.flops
-        whole = again if plan.selective != "products" else 0.0  # sums are kept
+        elif shape.attention and plan.framework.selective:
+            again = 0.5 if plan.framework.selective == "layers" else shape.again / shape.flops
+        whole = again if plan.framework.selective != "products" else 0.0  # sums are kept
         return forward * (2 + again) + tensor * (1 + whole) + ring * (2 + whole)
 
     def _last(self, block: int) -> bool:
