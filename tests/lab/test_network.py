@@ -261,7 +261,7 @@ def test_an_error_inside_and_one_while_making_leave_nothing(
     ):
         pass
     code = (
-        "from roadtrain.lab import *; import sys\nn = Network({'a': [Nic(1e6)]});"
+        "from roadtrain.lab import *; import sys\nn = Network({'a': [LabNic(1e6)]});"
         " n.__enter__()\nprint(n.home)"
     )
     home = subprocess.run(
@@ -288,8 +288,8 @@ def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_sweep_removes_what_a_killed_process_left() -> None:
     code = """
 import os, sys, time
-from roadtrain.lab import Network, Nic
-with Network({"a": [Nic(1e6)], "b": [Nic(1e6)]}) as network:
+from roadtrain.lab import Network, LabNic
+with Network({"a": [LabNic(1e6)], "b": [LabNic(1e6)]}) as network:
     print(os.getpid(), network.hosts["a"].run(["sleep", "60"], start_new_session=True).pid, flush=True)
     time.sleep(60)
 """

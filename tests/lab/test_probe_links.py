@@ -25,8 +25,8 @@ PORT = 7100
 ASK = """
 import json, sys
 from roadtrain.planner.probe_links import matrix
-from roadtrain.transport.tcp import Options
-found, missing = matrix(sys.argv[2].split(","), Options(token=open(sys.argv[1], "rb").read().strip()))
+from roadtrain.transport.tcp import TcpOptions
+found, missing = matrix(sys.argv[2].split(","), TcpOptions(token=open(sys.argv[1], "rb").read().strip()))
 print(json.dumps([[[*pair, *both] for pair, both in found.items()], missing]))
 """
 
