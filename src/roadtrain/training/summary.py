@@ -1,8 +1,8 @@
 """The table at the end of a run: what training took and gave, and which command goes on.
 
-What limited a step is the part that was busy longest in it. Parts run beside each other, each has
-threads of its own: the training thread computes, a server's one thread reads and writes its files,
-another one updates. Does NOT measure anything: it adds up the lines of metrics.jsonl.
+The training thread either computes or waits, so its step is the sum of the two. Where it mostly
+computes, computing limits the step; else what it waits for does. Does NOT measure anything: it adds
+up the lines of metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from roadtrain.training import memory_limit
 from roadtrain.units import show_bytes, show_rate
 
 FEW = 5  # the most steps that a first or last loss is the mean of
+UPDATING = 0.8  # of a step: a server's update thread that is busy for longer is what limits
 
 
 @dataclass(frozen=True)
@@ -61,18 +62,20 @@ class Totals:
         first, last = self.losses[:few], self.losses[-few:]
         return (sum(first) / len(first), sum(last) / len(last)) if first else (math.nan, math.nan)
 
-    def parts(self, job: Job) -> dict[str, float]:
-        """Seconds that each part of this run was busy. Servers elsewhere are one part: what is
-        waited for them and for the network."""
-        busy = self.busy_s
-        parts = {"computing": max(0.0, busy["Forward"] + busy["Backward"] - busy["Wait"])}
+    @property
+    def waited(self) -> float:
+        """Seconds that the training thread waited."""
+        return min(self.busy_s["Wait"], self.seconds)
+
+    def limit(self, job: Job) -> str:
+        """What kept the steps of this run from being shorter."""
+        if self.waited < self.seconds / 2:
+            return "computing"
         if job.servers.addresses:
-            return parts | {"servers and network": busy["Wait"]}
-        servers = max(1, len(job.store.files))
-        parts["updates"] = (busy["Sum"] + busy["Update"]) / servers
-        if job.store.files:
-            parts["files"] = (busy["Read"] + busy["Write"] + busy["Commit"]) / servers
-        return parts
+            return "servers and network"
+        # A server updates on one thread, beside those that read and write.
+        updates = (self.busy_s["Sum"] + self.busy_s["Update"]) / max(1, len(job.store.files))
+        return "files" if job.store.files and updates < UPDATING * self.seconds else "updates"
 
 
 def rows(
@@ -131,9 +134,11 @@ def _moved(job: Job, totals: Totals) -> str:
 
 def _step(job: Job, totals: Totals) -> str:
     steps = len(totals.losses)
-    parts = sorted(totals.parts(job).items(), key=lambda part: -part[1])
-    shown = ", ".join(f"{name} {seconds / steps:.1f} s" for name, seconds in parts)
-    return f"{totals.seconds / steps:.1f} s, limited by {parts[0][0]} (busy: {shown})"
+    whole, waited = totals.seconds / steps, totals.waited / steps
+    return (
+        f"{whole:.1f} s: computing {whole - waited:.1f} s, waiting {waited:.1f} s;"
+        f" limited by {totals.limit(job)}"
+    )
 
 
 def _next(job: Job, summary: Summary, program: str) -> str:
