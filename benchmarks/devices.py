@@ -37,14 +37,15 @@ import torch
 from benchmarks.report import Report, Row
 from roadtrain.chunks import Block, ChunkTable, ParamSpec
 from roadtrain.config.budgets import BudgetTerms, derive
+from roadtrain.config.lossy import TopK
 from roadtrain.device.buffers import Buffer, array_in
 from roadtrain.device.copies import HostBuffer
 from roadtrain.errors import RoadtrainError
+from roadtrain.kernels.codecs import Compressor
 from roadtrain.kernels.rule import Rule
 from roadtrain.kernels.rules import rules_for
 from roadtrain.lab import LoopDevice, Throttle, lab_available
 from roadtrain.protocol import messages
-from roadtrain.runtime.compress import Compressor
 from roadtrain.runtime.local_servers import LocalServers
 from roadtrain.runtime.session import JobSession
 from roadtrain.runtime.store_plan import StorePlan
@@ -184,7 +185,7 @@ class Ours:
             deadline_s=DEADLINE_S,
         )
         worker = self.worker = self.engine.worker
-        self.top_k = Compressor(table, KEEP, per_block=True, error_feedback=False)
+        self.top_k = Compressor(TopK(KEEP, per_block=True))
         try:
             worker.links.update({n: ChargedLink(link, down) for n, link in worker.links.items()})
             for server in servers.running:

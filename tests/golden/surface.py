@@ -33,9 +33,9 @@ from roadtrain.config.models import BlockShape, ModelShape
 from roadtrain.config.plan import Plan, PlanMemory
 from roadtrain.config.plan import placement as named_placement
 from roadtrain.errors import RoadtrainError
+from roadtrain.kernels import codecs
 from roadtrain.protocol import messages as ops
 from roadtrain.protocol.server import ServerStateMachine
-from roadtrain.runtime import formats
 from roadtrain.runtime import frames as m
 from roadtrain.runtime.reducer import Reducer
 from roadtrain.runtime.session_host import SessionHost
@@ -383,14 +383,14 @@ def encoded_as(form: str, values: np.ndarray, seed: int) -> bytes:
     """Of a codec, or a dtype that gradients may have."""
     if form == "fp32":
         return values.tobytes()
-    out = bytearray(formats.format_of(form).nbytes(values.size))
-    formats.encode(form, values, None, memoryview(out), seed)
+    out = bytearray(codecs.format_of(form).nbytes(values.size))
+    codecs.encode(form, values, None, memoryview(out), seed)
     return bytes(out)
 
 
 def decoded_as(form: str, raw: bytes, n: int) -> np.ndarray:
     out = np.empty(n, np.float32)
-    formats.decode(form, memoryview(raw), out)
+    codecs.decode(form, memoryview(raw), out)
     return out
 
 
@@ -398,9 +398,9 @@ def residual_after(
     form: str, values: np.ndarray, residual: np.ndarray, seed: int
 ) -> tuple[bytes, np.ndarray]:
     """What is sent and what is kept back."""
-    out = bytearray(formats.format_of(form).nbytes(values.size))
+    out = bytearray(codecs.format_of(form).nbytes(values.size))
     kept = residual.copy()
-    formats.encode(form, values, kept, memoryview(out), seed)
+    codecs.encode(form, values, kept, memoryview(out), seed)
     return bytes(out), kept
 
 

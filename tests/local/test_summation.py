@@ -23,9 +23,10 @@ from torch.distributed.fsdp import fully_shard
 
 import roadtrain
 from roadtrain.errors import BudgetError, ConfigError, DeadlineError, LostError, RoadtrainError
+from roadtrain.kernels import codecs
 from roadtrain.kernels.cast import cast
-from roadtrain.runtime import formats, health, rendezvous, session_host
 from roadtrain.runtime import frames as m
+from roadtrain.runtime import health, rendezvous, session_host
 from roadtrain.runtime.reducer import Reducers
 from roadtrain.runtime.summation import WorkerSums
 from roadtrain.transport.address import address_of, write_token
@@ -312,7 +313,7 @@ def test_a_spare_host_by_its_command(tmp_path, hosts):
 
 def test_spare_hosts_know_formats_of_the_user(tmp_path, hosts, monkeypatch):
     (tmp_path / "doubled.py").write_text(
-        "from roadtrain.runtime.formats import Fp16, register\n@register\nclass Doubled(Fp16):\n   "
+        "from roadtrain.kernels.codecs import Fp16, register\n@register\nclass Doubled(Fp16):\n   "
         " name = 'doubled'\n    def encode(self, values, out, seed):\n        super().encode(2 *"
         " values, out, seed)\n"
     )
@@ -342,8 +343,8 @@ def test_spare_hosts_know_formats_of_the_user(tmp_path, hosts, monkeypatch):
                 found
             )
     finally:
-        del formats.FORMATS["doubled"]
-        formats.format_of.cache_clear()
+        del codecs.FORMATS["doubled"]
+        codecs.format_of.cache_clear()
 
 
 # DDP

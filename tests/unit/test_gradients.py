@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from roadtrain.chunks import ITEMSIZE, SEGMENT, Chunk, ChunkTable, ParamSpec
-from roadtrain.kernels.cast import reference_downcast, reference_widen
+from roadtrain.kernels.cast import cast_in_place, reference_downcast, reference_widen
+from roadtrain.kernels.codecs import downcast_in_place
 from roadtrain.kernels.sum import sum_squares
 from roadtrain.protocol import messages
-from roadtrain.runtime.compress import downcast_in_place, recast
 from roadtrain.runtime.gradients import PushedGradients
 
 N = 2 * SEGMENT + 4096 + 77
@@ -174,7 +174,7 @@ def test_recast_in_place(old: str, new: str, n: int) -> None:
     memory = bytearray(4 * n)
     held = reference_downcast(values, old)
     memory[: held.nbytes] = held.tobytes()
-    out = recast(memoryview(memory), n, old, new)
+    out = cast_in_place(memoryview(memory), n, old, new)
     expected = reference_downcast(reference_widen(held, old), new)
     assert out.tobytes() == expected.tobytes() == bytes(memory[: expected.nbytes])
 

@@ -9,6 +9,7 @@ from references import reference_accumulate, reference_top_k
 from roadtrain.errors import RuleError
 from roadtrain.kernels import topk
 from roadtrain.kernels.cast import NUMPY_OF, reference_downcast
+from roadtrain.kernels.codecs import TopKCodec, encode_with_feedback
 
 N = 70_003
 
@@ -83,9 +84,10 @@ def test_error_feedback_keeps_what_was_not_sent(dtype):
         grad = (
             data("normal", dtype) if step % 2 else data("special" if step == 4 else "ties", dtype)
         )
-        a, b = np.zeros(300, np.uint32), np.zeros(300, np.uint32)
-        x, y = np.zeros(300, np.float32), np.zeros(300, np.float32)
-        topk.select_with_residual(grad, dtype, mine, 300, a, x)
+        b, y = np.zeros(300, np.uint32), np.zeros(300, np.float32)
+        raw = np.zeros(8 * 300, np.uint8)
+        encode_with_feedback(TopKCodec(300 / N), grad, dtype, mine, raw)
+        a, x = TopKCodec(300 / N).pairs(raw)
         reference_accumulate(plain, grad, dtype)
         reference_top_k(plain, "fp32", 300, b, y)
         plain[b] = 0

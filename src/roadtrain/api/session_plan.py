@@ -20,10 +20,10 @@ from roadtrain.api.stores import Files, Memory, Servers
 from roadtrain.chunks import ChunkTable
 from roadtrain.config.budgets import Budgets, BudgetTerms, RelayBudgets, derive, derive_relay
 from roadtrain.errors import ConfigError
-from roadtrain.runtime.compress import Compressor, Replace, residual_blocks
+from roadtrain.kernels.codecs import Compressor
 from roadtrain.runtime.local_servers import LocalServers, open_or_none
 from roadtrain.runtime.remote_servers import Reach, RemoteServers
-from roadtrain.runtime.residuals import Residuals
+from roadtrain.runtime.residuals import Replace, Residuals, residual_blocks
 from roadtrain.runtime.session import JobServers, JobSession
 from roadtrain.runtime.store_plan import StorePlan
 from roadtrain.runtime.worker import Worker
@@ -78,11 +78,7 @@ def plan_session(
         )
     host_bytes = _host_bytes(request)
     budgets = _budgets(request, device, table, whole, store_plan, residuals, host_bytes)
-    compressor = None
-    if topk := request.top_k:
-        compressor = Compressor(
-            whole, topk.keep, per_block=topk.per_block, error_feedback=topk.error_feedback
-        )
+    compressor = Compressor(request.top_k) if request.top_k else None
     return SessionPlan(
         request, device, table, store_plan, residuals, compressor, host_bytes, budgets
     )

@@ -32,9 +32,9 @@ import torch.distributed as dist
 from roadtrain.chunks import TRAINABLE
 from roadtrain.device.copies import own_device
 from roadtrain.errors import ConfigError
+from roadtrain.kernels.codecs import format_of
 from roadtrain.protocol.reducer import RULES
 from roadtrain.runtime.agreement import OperationTicket
-from roadtrain.runtime.formats import format_of
 from roadtrain.runtime.rendezvous import Wanted, connect
 from roadtrain.streaming.split import NAMES
 from roadtrain.transport.address import token_of
@@ -49,7 +49,7 @@ class Summation:
     again when it is back. rates, spare_rates: of the links of the workers' hosts (by rank) and
     of the spare ones, in any unit (None: all equal); parts are placed by them. format: how fp32
     travels between hosts ("": as it is; bf16, fp16, topk:0.01, onebit, dither:4 or one of your
-    own, see runtime/formats.py). local: whether the workers of a host sum through shared memory
+    own, see kernels/codecs.py). local: whether the workers of a host sum through shared memory
     first; roots: which of them do, by their place on the host (None: as its topology says).
     rule: "sum", or "accumulate" for asynchronous training. address: of this host as the others
     reach it (None: the one that reaches MASTER_ADDR). token_file: the token of the spare hosts,

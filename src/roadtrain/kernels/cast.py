@@ -7,7 +7,7 @@ past the cache (`uncached`: nobody reads it soon, and its lines need not be fetc
 is to nearest even, overflow goes to infinity, subnormals are exact, a NaN stays a NaN (its payload
 is dropped).
 
-Assumes little endian. Does NOT allocate, start threads or hold the GIL. numba's cache notices a
+Assumes little endian. Does NOT start threads or hold the GIL. numba's cache notices a
 change of a kernel's own file only: after editing `widen` or `put` here, remove `__pycache__`.
 """
 
@@ -20,6 +20,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic, overload
 
+from roadtrain.chunks import ITEMSIZE, SEGMENT
 from roadtrain.errors import RuleError
 
 NUMPY_OF = {"fp32": np.float32, "bf16": np.uint16, "fp16": np.uint16}
@@ -176,6 +177,17 @@ def cast(src: np.ndarray, src_dtype: str, dst: np.ndarray, dst_dtype: str) -> No
     if src.size != dst.size:
         raise RuleError(f"cast of {src.size} elements into {dst.size}")
     _cast(typed(src, src_dtype), typed(dst, dst_dtype))
+
+
+def cast_in_place(view: memoryview, numel: int, old: str, new: str) -> np.ndarray:
+    """The `numel` values at the start of `view`, which has room for both dtypes, in place;
+    returns them. Piece by piece in the order in which none is overwritten before it was read."""
+    src = np.frombuffer(view, NUMPY_OF[old], numel)
+    dst = np.frombuffer(view, NUMPY_OF[new], numel)
+    pieces = range(0, numel, SEGMENT)
+    for at in pieces if ITEMSIZE[new] <= ITEMSIZE[old] else reversed(pieces):
+        cast(src[at : at + SEGMENT].copy(), old, dst[at : at + SEGMENT], new)
+    return dst
 
 
 def reference_widen(array: np.ndarray, dtype: str) -> np.ndarray:

@@ -1,5 +1,5 @@
 """Few bits for a float: one bit (Seide et al. 2014) and dithering (QSGD, Alistarh et al. 2017),
-packed; error feedback.
+packed; what residuals may keep.
 
 `one_bit`: the sign, and one mean magnitude for all. `dither`: one of 2 L + 1 levels from -max |x|
 to max |x|, rounded up or down at random so that the mean is exact; the random numbers are a hash of
@@ -78,9 +78,8 @@ def unpack_levels(packed: Any, most: Any, width: Any, out: Any) -> Any:
 
 
 @kernel
-def keep_back(wanted: Any, sent: Any, residual: Any) -> Any:
-    """residual = wanted - sent; 0 where that is not finite, as nothing could be added to it any
-    more."""
+def drop_not_finite(residual: Any) -> Any:
+    """0 where an element is not finite."""
     for i in range(residual.size):
-        left = wanted[i] - sent[i]
-        residual[i] = left if np.isfinite(left) else np.float32(0)
+        if not np.isfinite(residual[i]):
+            residual[i] = np.float32(0)

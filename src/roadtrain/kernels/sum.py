@@ -60,6 +60,13 @@ def sum_squares(grad: np.ndarray, grad_dtype: str, scale: float = 1.0) -> float:
     return _combined(lanes)
 
 
+def sums_of_squares(
+    grad: np.ndarray, dtype: str, segments: Sequence[tuple[int, int, int]]
+) -> np.ndarray:
+    """`sum_squares` of each of a chunk's `segments`, in flat order. grad: [N] of `dtype`."""
+    return np.array([sum_squares(grad[start:stop], dtype) for _, start, stop in segments])
+
+
 @kernel
 def _sum_k(total: Any, buffers: Any) -> Any:  # buffers: a tuple of arrays of one type
     for at in range(0, total.size, TILE):

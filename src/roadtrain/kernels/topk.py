@@ -1,5 +1,4 @@
-"""Top-k by magnitude: exact count, deterministic, indices ascending; scatter back; selection with
-error feedback.
+"""Top-k by magnitude: exact count, deterministic, indices ascending; scatter back.
 
 The bits of a float without its sign order as its magnitude does, so all is done on integers. A
 sample guesses a threshold somewhat below the k-th magnitude; one pass keeps what reaches it (a few
@@ -22,7 +21,6 @@ from numba.extending import overload
 
 from roadtrain.errors import RuleError
 from roadtrain.kernels.cast import kernel, typed
-from roadtrain.kernels.sum import accumulate
 
 STRIP = 4096  # elements between two looks at the space left
 LOW = 16  # bits of a 32-bit magnitude that the second histogram tells apart
@@ -172,14 +170,3 @@ def scatter(idx: np.ndarray, val: np.ndarray, out: np.ndarray) -> None:
     if idx.size and int(idx[-1]) >= out.size:
         raise RuleError(f"index {int(idx[-1])} is outside {out.size} elements")
     _scatter(idx, val, out)
-
-
-def select_with_residual(
-    grad: np.ndarray, dtype: str, residual: np.ndarray, k: int, idx: np.ndarray, val: np.ndarray
-) -> None:
-    """Error feedback (Karimireddy et al. 2019): residual += grad; the top k of it go out in val
-    (float32) and leave the residual, the rest stays for the next step. residual: float32 [N] in
-    place."""
-    accumulate(residual, grad, dtype)
-    top_k(residual, "fp32", k, idx, val)
-    residual[idx] = 0

@@ -19,11 +19,10 @@ import numpy as np
 from roadtrain.chunks import ITEMSIZE, PAGE, Chunk
 from roadtrain.device.buffers import Buffer, array_in
 from roadtrain.device.pool import BufferPool
-from roadtrain.kernels.cast import cast
-from roadtrain.kernels.sum import accumulate, sum_k, sum_squares
+from roadtrain.kernels.cast import cast, cast_in_place
+from roadtrain.kernels.sum import accumulate, sum_k, sums_of_squares
 from roadtrain.kernels.topk import scatter
 from roadtrain.protocol import messages
-from roadtrain.runtime.compress import recast
 from roadtrain.storage.file import FileTier
 from roadtrain.units import round_up
 
@@ -87,7 +86,7 @@ class PushedGradients:
             scratch, total, of_total = self._dense(chunk, before, push.worker)
             memory = before[0] if scratch is None else scratch.view
             if of_total != own:
-                total = recast(memory, chunk.numel, of_total, own)
+                total = cast_in_place(memory, chunk.numel, of_total, own)
             _add(total, own, grad, dtype)
             grad, dtype, spilled = total, own, scratch is not None
             held[push.worker] = memory, own
@@ -149,7 +148,7 @@ class PushedGradients:
         return "fp32" if self.local < 0 else chunk.dtype
 
     def _sums(self, chunk: Chunk, grad: np.ndarray, dtype: str) -> np.ndarray:
-        return np.array([sum_squares(grad[a:b], dtype) for _, a, b in chunk.segments])
+        return sums_of_squares(grad, dtype, chunk.segments)
 
     def _total(
         self, chunk: Chunk, held: Mapping[int, Any]

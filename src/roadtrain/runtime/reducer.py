@@ -5,7 +5,7 @@ one (BytePS's summation service). It keeps no parameters, no optimizer, nothing 
     part of worker 1 --+--> buffers of their own --> one pass, fp32 --+--> (accumulate: the sender)
 
 Buffers are made when a part comes for the first time and used again in every round, until parts go
-elsewhere. Encoded parts (runtime/formats.py) are decoded one by one, their sum is encoded. One
+elsewhere. Encoded parts (kernels/codecs.py) are decoded one by one, their sum is encoded. One
 thread adds; links have theirs. Assumes what protocol/reducer.py says. Does NOT know layers, models
 or who divides by the number of workers.
 """
@@ -32,12 +32,13 @@ from roadtrain.errors import (
     RoadtrainError,
     WireError,
 )
+from roadtrain.kernels import codecs
+from roadtrain.kernels.cast import cast_in_place
 from roadtrain.kernels.sum import accumulate, sum_k
 from roadtrain.protocol.reducer import RULES, Arrived, PartRound, ReducerStateMachine
-from roadtrain.runtime import agreement, formats, health
+from roadtrain.runtime import agreement, health
 from roadtrain.runtime import frames as m
 from roadtrain.runtime.agreement import AgreementCoordinator
-from roadtrain.runtime.compress import recast
 from roadtrain.runtime.connection import MOST_WORKERS, HostedSession, WorkerConnection
 from roadtrain.runtime.membership import Control
 from roadtrain.transport.link import Link, Receiver
@@ -57,7 +58,7 @@ def _nbytes(elements: int, format: str, summed: int) -> int:
     if format in TRAINABLE or summed:
         return elements * (summed or ITEMSIZE[format])
     try:
-        return formats.format_of(format).nbytes(elements)
+        return codecs.format_of(format).nbytes(elements)
     except ConfigError as error:
         raise WireError(str(error)) from error
 
@@ -274,10 +275,10 @@ class Reducer(HostedSession[_ReducerConnection]):
         return found.view
 
     def _encoded(self, part: Arrived, total: np.ndarray, views: list[memoryview]) -> memoryview:
-        form, scratch = formats.format_of(part.format), np.empty_like(total)
+        form, scratch = codecs.format_of(part.format), np.empty_like(total)
         nbytes = form.nbytes(part.elements)
         for rank, view in enumerate(views):
-            formats.decode(part.format, view[:nbytes], scratch if rank else total)
+            codecs.decode(part.format, view[:nbytes], scratch if rank else total)
             if rank:
                 accumulate(total, scratch, "fp32")
         where, out = (part.key, part.start), np.empty(nbytes, np.uint8).data
@@ -287,7 +288,7 @@ class Reducer(HostedSession[_ReducerConnection]):
                 kept = self.buffer(4 * part.elements)
                 self._residuals[where] = kept, array_in(kept.view, "fp32", 0, part.elements)
             residual = self._residuals[where][1]
-        formats.encode(
+        codecs.encode(
             part.format, total, residual, out, seed_of(-1, part.key, part.start, part.round)
         )
         return out
@@ -313,7 +314,7 @@ def seed_of(*numbers: int) -> int:
 
 def _narrow(total: np.ndarray, dtype: str) -> memoryview:
     """`total` as 16-bit values, in the first half of its own memory."""
-    return recast(total.view(np.uint8).data, total.size, "fp32", dtype).view(np.uint8).data
+    return cast_in_place(total.view(np.uint8).data, total.size, "fp32", dtype).view(np.uint8).data
 
 
 class Reducers:
@@ -408,7 +409,7 @@ def serve_sums(
     module: str | None,
     report: Callable[[str], None] = print,
 ) -> int:
-    """`roadtrain serve HOST:PORT --sum`: until it is ended. `module`: of the user's own formats."""
+    """`roadtrain serve HOST:PORT --sum`: until it is ended. `module`: of the user's own codecs."""
     if module is not None:
         try:
             importlib.import_module(module)

@@ -1,10 +1,13 @@
-"""Residuals of error feedback where the servers are elsewhere: what this worker has not sent rests
-on its own host.
+"""Where the residuals of error feedback rest: what a worker has not sent (kernels/codecs.py).
 
-They are the part of one more server, which only this worker knows and which runs in its process. It
-prepares each step before the others commit it (protocol/commit.py), so after a kill it is at the
-step that the job goes on from (Rule 3). Where it is not (the worker is on another host now, or all
-went back to a snapshot), residuals begin at zero, and that is said.
+The residuals of a block are a block of their own, which a server stores under the rule `replace`,
+so they are pulled, pushed, committed and resumed like everything else (Rule 3).
+
+Where the servers are elsewhere, they rest on the worker's own host: they are the part of one more
+server, which only this worker knows and which runs in its process (`Residuals`). It prepares each
+step before the others commit it (protocol/commit.py), so after a kill it is at the step that the
+job goes on from. Where it is not (the worker is on another host now, or all went back to a
+snapshot), residuals begin at zero, and that is said.
 """
 
 from __future__ import annotations
@@ -14,9 +17,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from roadtrain.chunks import ChunkTable, Record
+from roadtrain.chunks import ChunkTable, ParamSpec, Record
 from roadtrain.config.budgets import RecordBudgets
 from roadtrain.device.buffers import Buffer
+from roadtrain.kernels.rules import Rule
 from roadtrain.runtime.server import Server, Setup
 from roadtrain.runtime.store_plan import StorePlan
 from roadtrain.runtime.trace import Stages
@@ -27,16 +31,53 @@ from roadtrain.storage.ledger import StoreMeta
 Report = Callable[[str], None]
 
 
+class Replace(Rule):
+    """The new value is what was pushed."""
+
+    name = "replace"
+    arrays: tuple[str, ...] = ()
+    reads_state = False
+
+    def hyper(self, group: Mapping[str, Any]) -> tuple[float, ...]:
+        return ()
+
+    def apply(self, p: Any, grad: Any, *_: Any) -> None:
+        p[:] = grad
+
+    def reference(self, *args: Any) -> None:
+        self.apply(*args)
+
+
+def residual_blocks(table: ChunkTable, groups: int) -> list[tuple[str, list[ParamSpec]]]:
+    """A block of fp32 residuals for every block that trains anything. Each trainable run
+    becomes a run of residuals with the same element offsets; group `groups + i` belongs to the
+    i-th run."""
+    out = []
+    for block in table.blocks:
+        specs = []
+        for i, run in enumerate(r for r in block.runs if r.trainable):
+            for span in run.spans:
+                p = table.params[span.param]
+                specs.append(ParamSpec(f"residual:{p.name}", p.shape, "fp32", True, groups + i))
+        if specs:
+            out.append((f"residual:{block.name}", specs))
+    return out
+
+
+def residual_block_of(table: ChunkTable) -> dict[int, int]:
+    """Block -> the block of its residuals, where `table` has one."""
+    names = {block.name: block.index for block in table.blocks}
+    found = {block.index: names.get(f"residual:{block.name}") for block in table.blocks}
+    return {block: residuals for block, residuals in found.items() if residuals}
+
+
 @dataclass(frozen=True)
 class Residuals:
-    """`store_plan`: the model's blocks and behind them their twins (runtime/compress.py), with one
-    directory. `base`: the chunks of the model; all others are this part's. `number`: of its server,
-    one more than the last of the job's.
-    """
+    """The residuals of a worker whose servers are elsewhere."""
 
-    store_plan: StorePlan
-    base: int
-    number: int
+    store_plan: StorePlan  # the model's blocks and behind them their residuals, with one directory
+    base: int  # the chunks of the model; all others are this part's
+    number: int  # of its server, one more than the last of the job's
 
     @property
     def table(self) -> ChunkTable:

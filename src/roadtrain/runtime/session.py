@@ -16,9 +16,9 @@ from roadtrain.chunks import Block, Chunk
 from roadtrain.config.budgets import Budgets
 from roadtrain.device.buffers import array_in
 from roadtrain.errors import DeadlineError
+from roadtrain.kernels.codecs import Compressor
 from roadtrain.protocol.worker import WorkerSetup
-from roadtrain.runtime.compress import Compressor
-from roadtrain.runtime.residuals import Residuals
+from roadtrain.runtime.residuals import Residuals, residual_block_of
 from roadtrain.runtime.store_plan import StorePlan, fill_record
 from roadtrain.runtime.trace import Stages
 from roadtrain.runtime.worker import MessageLink, Worker
@@ -141,7 +141,7 @@ class JobSession:
                 staleness=self.store_plan.staleness,
                 replicas=self.store_plan.replicas,
                 own=own,
-                residual_block=compressor.residual_block if compressor is not None else {},
+                residual_block=residual_block_of(table),
             )
             self.worker = Worker(
                 setup,

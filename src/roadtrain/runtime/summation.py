@@ -34,9 +34,9 @@ from roadtrain.errors import (
     RoadtrainError,
     WireError,
 )
+from roadtrain.kernels import codecs
 from roadtrain.protocol.membership import Change, Map, Spares
 from roadtrain.protocol.shares import cut, order
-from roadtrain.runtime import formats
 from roadtrain.runtime import frames as m
 from roadtrain.runtime.membership import Delegate
 from roadtrain.runtime.reducer import Reducers, seed_of
@@ -60,17 +60,17 @@ class _Codec:
     last round."""
 
     def __init__(self, format: str, elements: int) -> None:
-        self.format, form = format, formats.format_of(format)
+        self.format, form = format, codecs.format_of(format)
         self.residual = np.zeros(elements, np.float32) if form.feedback else None
         self.encoded: dict[int, tuple[int, memoryview]] = {}  # first element -> round, bytes
 
     def encode(self, values: np.ndarray, start: int, number: int, seed: int) -> memoryview:
         """Once a round: what is pushed again is the same."""
-        nbytes = formats.format_of(self.format).nbytes(values.size)
+        nbytes = codecs.format_of(self.format).nbytes(values.size)
         last, raw = self.encoded.get(start) or (0, Buffer(nbytes).view[:nbytes])
         if last != number:
             kept = None if self.residual is None else self.residual[start : start + values.size]
-            formats.encode(self.format, values, kept, raw, seed)
+            codecs.encode(self.format, values, kept, raw, seed)
             self.encoded[start] = number, raw
         return raw
 
@@ -270,7 +270,7 @@ class WorkerSums:
         holds the sum, from a thread of a link. `grad` must not change before, and `out` not
         until the key's next sum is done. Smaller priorities go first. All workers call it with
         the same keys; a key's calls follow each other. `format`: how fp32 travels
-        (runtime/formats.py). Raises ConfigError, and what has ended it."""
+        (kernels/codecs.py). Raises ConfigError, and what has ended it."""
         if format and dtype != "fp32":
             raise ConfigError(
                 f"tensor {key} is {dtype} and should travel as {format}", hint="formats are of fp32"
@@ -391,7 +391,7 @@ class WorkerSums:
         place = tensor.of(tensor.out, part)
         codec = None if summed else tensor.codec
         wanted = (
-            len(place) if codec is None else formats.format_of(codec.format).nbytes(len(place) // 4)
+            len(place) if codec is None else codecs.format_of(codec.format).nbytes(len(place) // 4)
         )
         if nbytes != wanted:
             raise WireError(
@@ -408,7 +408,7 @@ class WorkerSums:
         if tensor is None or part not in tensor.waits or tensor.round != number:
             raise WireError(f"a sum of round {number} of tensor {key} came, which is not under way")
         if not summed and tensor.codec is not None:
-            formats.decode(tensor.codec.format, payload, tensor.values(tensor.out, part))
+            codecs.decode(tensor.codec.format, payload, tensor.values(tensor.out, part))
         with self._lock:
             if key in self._given_up:
                 return

@@ -26,10 +26,10 @@ from roadtrain.config.budgets import WorkerBudgets
 from roadtrain.device.buffers import Heap
 from roadtrain.device.copies import AfterCopies, HostBuffer
 from roadtrain.errors import DeadlineError, DivergedError, LostError, WireError
+from roadtrain.kernels.codecs import Compressor, downcast_in_place
 from roadtrain.protocol import messages
 from roadtrain.protocol import worker as w
 from roadtrain.protocol.commit import Diverged
-from roadtrain.runtime.compress import Compressor, downcast_in_place
 from roadtrain.runtime.trace import Stages
 from roadtrain.units import round_up
 

@@ -1,0 +1,278 @@
+"""Codecs: how the values of a gradient are written in fewer bytes, on the way to reducers and to
+servers, and what that loses. A registry; `register` takes the user's own.
+
+    gradient + residual -> encode -> (network) -> decode -> sum in fp32 + residual -> encode ->
+    (network) -> decode
+
+With error feedback (Karimireddy et al. 2019) what one encoding loses is kept, and added to the next
+gradient of the same elements: at workers that sum, at reducers, and at workers that push to servers
+(`encode_with_feedback`). A push to a server is a block's gradient, compressed a chunk at a time or
+as one (`Compressor`, Smart-Infinity's SmartComp), or whole in 16 bits (`downcast_in_place`).
+
+Flat arrays. Lossy: off by default (Rule 2). Does NOT know tensors, rounds or links, nor where
+residuals rest (runtime/residuals.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from roadtrain.chunks import ITEMSIZE, Chunk
+from roadtrain.config.lossy import TopK
+from roadtrain.config.names import did_you_mean
+from roadtrain.errors import ConfigError, WireError
+from roadtrain.kernels import quantize
+from roadtrain.kernels.cast import NUMPY_OF, cast, cast_in_place
+from roadtrain.kernels.sum import accumulate, sums_of_squares
+from roadtrain.kernels.topk import scatter, top_k
+
+
+class Codec:
+    """One way to write n values, from NAME or NAME:ARGUMENT. All hosts must know it. A new one
+    needs these three."""
+
+    name = ""
+    feedback = True
+
+    def __init__(self, argument: str) -> None:
+        """Raises ValueError for an argument it does not take."""
+        if argument:
+            raise ValueError("takes no argument")
+
+    def nbytes(self, n: int) -> int:
+        """Of n encoded values; not less for a larger n."""
+        raise TypeError(f"the format {self.name} says no nbytes")
+
+    def encode(self, values: np.ndarray, out: np.ndarray, seed: int) -> None:
+        """values: float32 [n]. out: uint8 [nbytes(n)], all of it is sent. `seed`: other for
+        every call."""
+        raise TypeError(f"the format {self.name} has no encode")
+
+    def decode(self, raw: np.ndarray, out: np.ndarray) -> None:
+        """raw: uint8 [nbytes(n)], from the network: anything may stand in it, ValueError if it
+        cannot be. out: float32 [n]."""
+        raise TypeError(f"the format {self.name} has no decode")
+
+    def take_out(self, raw: np.ndarray, residual: np.ndarray) -> None:
+        """`residual` minus what `raw` says, in place: what this codec has not sent. A codec may
+        do without memory for the decoded values."""
+        sent = np.empty_like(residual)
+        self.decode(raw, sent)
+        with np.errstate(all="ignore"):
+            residual -= sent
+
+
+class _Half(Codec):
+    """bf16, fp16: every value rounded to the nearest."""
+
+    feedback, dtype = False, ""
+
+    def nbytes(self, n: int) -> int:
+        return 2 * n
+
+    def encode(self, values: np.ndarray, out: np.ndarray, seed: int) -> None:
+        cast(values, "fp32", out.view(np.uint16), self.dtype)
+
+    def decode(self, raw: np.ndarray, out: np.ndarray) -> None:
+        cast(raw.view(np.uint16), self.dtype, out, "fp32")
+
+
+class Bf16(_Half):
+    name = dtype = "bf16"
+
+
+class Fp16(_Half):
+    name = dtype = "fp16"
+
+
+class TopKCodec(Codec):
+    """topk:FRACTION: the largest by magnitude, as indices and values."""
+
+    name = "topk"
+
+    def __init__(self, argument: str | float, dtype: str = "fp32") -> None:
+        """`dtype`: of the values that `encode` takes and writes."""
+        self.keep, self.dtype = float(argument), dtype
+        if not 0 < self.keep < 1:
+            raise ValueError("keeps a fraction between 0 and 1")
+
+    def nbytes(self, n: int) -> int:
+        return min(n, max(1, round(self.keep * n))) * (4 + ITEMSIZE[self.dtype])
+
+    def pairs(self, raw: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The indices (uint32 [k]) and the values ([k]) that lie in `raw`."""
+        k = raw.size // (4 + ITEMSIZE[self.dtype])
+        return raw[: 4 * k].view(np.uint32), raw[4 * k :].view(NUMPY_OF[self.dtype])
+
+    def encode(self, values: np.ndarray, out: np.ndarray, seed: int) -> None:
+        indices, largest = self.pairs(out)
+        top_k(values, self.dtype, indices.size, indices, largest)
+
+    def decode(self, raw: np.ndarray, out: np.ndarray) -> None:
+        indices, values = self.pairs(raw)
+        if indices.size and int(indices.max()) >= out.size:
+            raise ValueError(f"an index {int(indices.max())} of {out.size} values")
+        scatter(np.sort(indices), values[np.argsort(indices, kind="stable")], out)
+
+    def take_out(self, raw: np.ndarray, residual: np.ndarray) -> None:
+        residual[self.pairs(raw)[0]] = 0
+
+
+class OneBit(Codec):
+    """onebit: the sign of every value, and the mean magnitude of all."""
+
+    name = "onebit"
+
+    def nbytes(self, n: int) -> int:
+        return 4 + -(-n // 8)
+
+    def encode(self, values: np.ndarray, out: np.ndarray, seed: int) -> None:
+        out[:4].view(np.float32)[0] = quantize.pack_signs(values, out[4:])
+
+    def decode(self, raw: np.ndarray, out: np.ndarray) -> None:
+        quantize.unpack_signs(raw[4:], raw[:4].view(np.float32)[0], out)
+
+
+class Dither(Codec):
+    """dither:BITS (2, 4, 8): a level below or above the value, at random, so that the mean is
+    exact."""
+
+    name = "dither"
+
+    def __init__(self, argument: str) -> None:
+        self.bits = int(argument)
+        if self.bits not in (2, 4, 8):
+            raise ValueError("takes 2, 4 or 8 bits a value")
+
+    def nbytes(self, n: int) -> int:
+        return 4 + -(-n * self.bits // 8)
+
+    def encode(self, values: np.ndarray, out: np.ndarray, seed: int) -> None:
+        most = quantize.largest(values)
+        out[:4].view(np.float32)[0] = most
+        quantize.pack_levels(values, most, self.bits, np.uint64(seed & (1 << 64) - 1), out[4:])
+
+    def decode(self, raw: np.ndarray, out: np.ndarray) -> None:
+        quantize.unpack_levels(raw[4:], raw[:4].view(np.float32)[0], self.bits, out)
+
+
+FORMATS: dict[str, type[Codec]] = {}
+
+
+def register(kind: type[Codec]) -> type[Codec]:
+    """Makes `kind` known under its name, in this process; usable as a decorator."""
+    FORMATS[kind.name] = kind
+    format_of.cache_clear()
+    return kind
+
+
+@lru_cache
+def format_of(text: str) -> Codec:
+    """NAME or NAME:ARGUMENT. Raises ConfigError."""
+    name, _, argument = text.partition(":")
+    if name not in FORMATS:
+        raise ConfigError(
+            f"no format {text!r}, there are {', '.join(sorted(FORMATS))}",
+            hint=did_you_mean(name, FORMATS)
+            or "a class of your own is made known by register, on every host (roadtrain serve --sum"
+            " --formats MODULE)",
+        )
+    try:
+        return FORMATS[name](argument)
+    except ValueError as error:
+        raise ConfigError(f"format {text!r}: {error}", hint=FORMATS[name].__doc__ or "") from error
+
+
+for _kind in (Bf16, Fp16, TopKCodec, OneBit, Dither):
+    register(_kind)
+
+
+def decode(text: str, raw: memoryview, out: np.ndarray) -> None:
+    """What came from the network, checked. Raises WireError."""
+    try:
+        format_of(text).decode(np.frombuffer(raw, np.uint8), out)
+    except ValueError as error:
+        raise WireError(f"{len(raw)} bytes of {text} came, which cannot be: {error}") from error
+
+
+def encode(text: str, values: np.ndarray, residual: np.ndarray | None, out: Any, seed: int) -> None:
+    """values: float32 [n]. out: nbytes(n) bytes. `residual`: as of `encode_with_feedback`."""
+    encode_with_feedback(
+        format_of(text), values, "fp32", residual, np.frombuffer(out, np.uint8), seed
+    )
+
+
+def encode_with_feedback(
+    codec: Codec,
+    values: np.ndarray,
+    dtype: str,
+    residual: np.ndarray | None,
+    out: np.ndarray,
+    seed: int = 0,
+) -> None:
+    """values: [n] of `dtype`. out: uint8, as many as `codec` writes. With a residual (float32 [n],
+    changed in place) both are added first, and what is not sent stays there; 0 where that is not
+    finite, as nothing could be added to it any more."""
+    if residual is None:
+        codec.encode(values, out, seed)
+        return
+    accumulate(residual, values, dtype)
+    codec.encode(residual, out, seed)
+    codec.take_out(out, residual)
+    quantize.drop_not_finite(residual)
+
+
+class Compressor:
+    """Top-k of the blocks that one worker pushes to servers."""
+
+    def __init__(self, options: TopK) -> None:
+        self.keep, self.per_block = options.keep, options.per_block
+        self.sent_bytes = 0
+
+    def compress(
+        self, chunks: Sequence[Chunk], view: memoryview, residual: np.ndarray | None
+    ) -> Iterator[tuple[Chunk, Any, Any]]:
+        """(chunk, (indices, values), sums of squares before compression) of a block's trainable
+        `chunks`, whose gradient lies in the flat `view`. `residual`: float32, with the same element
+        offsets, changed in place. Raises ConfigError for several dtypes where `per_block`."""
+        for cut in [chunks] if self.per_block and chunks else [[c] for c in chunks]:
+            yield from self._select(cut, view, residual)
+
+    def _select(
+        self, chunks: Sequence[Chunk], view: memoryview, residual: np.ndarray | None
+    ) -> Iterator[tuple[Chunk, Any, Any]]:
+        dtype = chunks[0].dtype
+        if any(c.dtype != dtype for c in chunks):
+            raise ConfigError(
+                "top-k per block needs one dtype among a block's trainable parameters"
+            )
+        starts = [c.push_offset // ITEMSIZE[dtype] for c in chunks]
+        n = starts[-1] + chunks[-1].numel - starts[0]
+        grad = np.frombuffer(view, NUMPY_OF[dtype], n, chunks[0].push_offset)
+        inside = [slice(at - starts[0], at - starts[0] + c.numel) for at, c in zip(starts, chunks)]
+        # of the gradient alone, which `residual` may be added to
+        sums = [sums_of_squares(grad[at], dtype, c.segments) for at, c in zip(inside, chunks)]
+        codec = TopKCodec(self.keep, dtype if residual is None else "fp32")
+        elements = sum(s.stop - s.start for c in chunks for s in c.spans)  # without the padding
+        raw = np.empty(codec.nbytes(elements), np.uint8)
+        kept = None if residual is None else residual[starts[0] : starts[0] + n]
+        encode_with_feedback(codec, grad, dtype, kept, raw)
+        self.sent_bytes += raw.nbytes
+        indices, values = codec.pairs(raw)
+        for chunk, at, of_chunk in zip(chunks, inside, sums):
+            a, b = np.searchsorted(indices, (at.start, at.stop))
+            yield chunk, (indices[a:b] - np.uint32(at.start), values[a:b]), of_chunk
+
+
+def downcast_in_place(chunks: Sequence[Chunk], view: memoryview, dtype: str) -> list[str]:
+    """What the gradient of each of `chunks` travels as ("": as it is). With a `dtype`, fp32 ones
+    become that: each lies in the first half of its place in the flat `view` then."""
+    to = [dtype if chunk.dtype == "fp32" else "" for chunk in chunks]
+    for chunk, new in zip(chunks, to):
+        if new:
+            cast_in_place(view[chunk.push_offset :], chunk.numel, "fp32", new)
+    return to
