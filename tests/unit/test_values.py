@@ -3,6 +3,7 @@ one printed line each."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,11 @@ import roadtrain
 from roadtrain import Delay, Downcast, Files, Memory, Servers, TopK
 from roadtrain.api.former import FORMER, current
 from roadtrain.api.request import Request
+from roadtrain.api.session_plan import plan_session
 from roadtrain.api.stores import store_of
+from roadtrain.chunks import ChunkTable, ParamSpec
 from roadtrain.errors import BudgetError, ConfigError
+from roadtrain.kernels.rules import rules_for
 from roadtrain.runtime.worker_group import WorkerGroup
 from roadtrain.transport.tcp import TcpOptions, Tls
 
@@ -222,6 +226,18 @@ def test_the_same_bits_in_former_words_and_in_those_of_now() -> None:
 def test_a_device_budget_is_for_an_accelerator() -> None:
     with pytest.raises(ConfigError, match=r"device_budget = 1.0 GiB.*\n?.*host_budget='1GiB'"):
         placed_losses(device_budget="1GiB")
+
+
+def test_what_does_not_fit_the_accelerator_is_refused_with_both_numbers() -> None:
+    table = ChunkTable.build([("", []), ("block", [ParamSpec("w", (1 << 20,), "fp32", True, 0)])])
+    rules = rules_for(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1))
+    request = asked(host_budget="1GiB", device_budget="10MiB", backwards_per_step=1)
+    cuda = torch.device("cuda")
+    with pytest.raises(BudgetError, match=r"at least 20 MiB of device memory.* is 10\.0 MiB"):
+        plan_session(request, cuda, table, rules)
+    enough = replace(request, device_budget="20MiB")
+    worker = plan_session(enough, cuda, table, rules).budgets.worker
+    assert (worker.slots, worker.push_buffers) == (2, 3)
 
 
 def test_it_is_said_what_is_lossy_or_late() -> None:

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 
+from roadtrain.api.session_plan import SessionPlan
 from roadtrain.chunks import ChunkTable, ParamSpec
 from roadtrain.errors import ConfigError
 from roadtrain.kernels.cast import cast
@@ -32,14 +32,13 @@ def start(
     placed: Any,
     model: nn.Module,
     parts: Split,
-    table: ChunkTable,
+    plan: SessionPlan,
     engine: JobSession,
-    device: torch.device,
     weights: str | Path | None,
     init: Callable[[nn.Module], None] | None,
-    activation_bytes: int,
 ) -> None:
     """Fills or resumes; afterwards `placed` trains."""
+    table, device, budgets = plan.table, plan.device, plan.budgets.worker
     given = open_dir(weights) if weights is not None else {}
     if weights is not None:
         _check_weights(given, table)
@@ -61,7 +60,7 @@ def start(
         if engine.new:
             engine.fill(residual_block, lambda *_: None, hyperparameters)
     scratch = store_plan.directories[0] if store_plan.directories else None
-    activations = Activations(activation_bytes, scratch, device)
+    activations = Activations(budgets.activation_bytes, scratch, device)
     stream = BlockStream(model, parts, table, placed, activations, device, placed.pass_ended)
     release(parts.root.params)
     for b in model.buffers():

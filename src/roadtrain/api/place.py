@@ -126,8 +126,7 @@ def place(
         report,
     )
     try:
-        activation_bytes = plan.budgets.worker.activation_bytes
-        start(placed, model, parts, plan.table, session, device, weights, init, activation_bytes)
+        start(placed, model, parts, plan, session, weights, init)
         _adopt(mark, plan, session, placed.steps_done)
     except BaseException:
         session.close()
