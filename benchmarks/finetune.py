@@ -338,7 +338,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         optimizer.flush()
         step_s = (time.perf_counter() - began) / args.steps
         read_after, written_after = disk_bytes()
-        worker = optimizer._engine.worker
+        worker = optimizer.session.worker
         after = held_out_loss(training, HELD_OUT_BATCHES)
         memory = optimizer.memory()
         sent = worker.compressor.sent_bytes / args.steps if worker.compressor else PARAMETERS * 4

@@ -442,7 +442,7 @@ def logged_actions() -> Iterator[list[tuple[str, Any]]]:
 
 def blocks_of(placed: Any) -> dict[int, int]:
     """Chunk -> its block."""
-    return {c.id: c.block for c in placed._table.chunks}
+    return {c.id: c.block for c in placed.table.chunks}
 
 
 def simulated_order(placement: str, staleness: int, slots: int, depth: int) -> list[str]:

@@ -206,7 +206,7 @@ def test_trains_as_plainly(kind, tmp_path):
                 model, optimizer, store=store, host_budget="200MiB", report=lambda _: None
             )
             # which runs one layer again and again
-            assert len(optimizer._table.blocks) > 1 or kind == "albert"
+            assert len(optimizer.table.blocks) > 1 or kind == "albert"
         losses = []
         for step in range(3):
             torch.manual_seed(100 + step)

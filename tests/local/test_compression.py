@@ -48,7 +48,7 @@ def test_what_is_communicated_counts_indices():  # c = 2 f for fp32: 5 % kept ar
     model, placed, scaler = place(Case(), None, compress=TopK(0.05))
     run(Case(), model, placed, scaler, 0, 1)
     dense = sum(4 * p.numel() for p in model.parameters())
-    sent = placed._engine.worker.compressor.sent_bytes
+    sent = placed.session.worker.compressor.sent_bytes
     assert abs(sent / dense - 0.1) < 0.002
     placed.close()
 

@@ -307,7 +307,7 @@ def test_a_hanging_device_meets_the_deadline(tmp_path, nothing_kept):  # Rule 5
     placed = roadtrain.place(
         model, optimizer, store=tmp_path / "s", report=lambda _: None, deadline_s=1, **SMALL
     )
-    tier, go_on = placed._engine.servers.store.tiers[0], threading.Event()
+    tier, go_on = placed.session.servers.store.tiers[0], threading.Event()
     real = tier.read
     tier.read = lambda *args: (go_on.wait(30), real(*args))
     begin = time.monotonic()
@@ -799,13 +799,13 @@ def test_a_link_that_ends_is_told_with_the_step_and_what_was_waited_for(kind):
         placed,
     ):
         run(PLAIN, model, placed, scaler, 0, 1)
-        placed._worker.deliver(messages.Failed(0, kind("server 0 (there): it broke")))
+        placed.session.worker.deliver(messages.Failed(0, kind("server 0 (there): it broke")))
         run(PLAIN, model, placed, scaler, 1, 2)
 
 
 def test_a_link_that_takes_nothing_more_is_told_with_the_step(monkeypatch):
     model, placed, scaler = place(PLAIN, None)
-    link = placed._worker.links[0]
+    link = placed.session.worker.links[0]
 
     def closed(message):
         raise LostError("cannot send: server 0 (there): ended without a goodbye")

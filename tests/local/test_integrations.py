@@ -336,8 +336,8 @@ def test_adapters_of_a_streamed_base(tmp_path, store, more):
     placed = roadtrain.place(model, optimizer, store=tmp_path / "s" if store else None, **QUIET)
     assert lora_steps(model, placed, range(4)) == losses
     model.save_pretrained(tmp_path / "adapter")
-    read, original = [], placed._engine.pieces
-    placed._engine.pieces = lambda name, what: read.append(name) or original(name, what)
+    read, original = [], placed.session.pieces
+    placed.session.pieces = lambda name, what: read.append(name) or original(name, what)
     state = model.state_dict()
     few = {name: state[name] for name in state if "lora_" in name or "modules_to_save" in name}
     model.save_pretrained(tmp_path / "few", state_dict=few)

@@ -26,10 +26,10 @@ def test_each_chunk_is_released_right_behind_its_gradient(monkeypatch):
         report=lambda _: None,
     )
     with placed:
-        for link in placed._worker.links.values():
+        for link in placed.session.worker.links.values():
             monkeypatch.setattr(link, "send", lambda m, send=link.send: (said.append(m), send(m)))
         run(case, model, placed, new_scaler(case), 0, 2)
-    blocks = {c.id: c.block for c in placed._table.chunks}
+    blocks = {c.id: c.block for c in placed.table.chunks}
     spoken = [
         (type(m).__name__, m.chunk)
         for m in said

@@ -214,7 +214,7 @@ def test_what_is_refused(addresses, tmp_path):
         place(["a:1"], residuals=tmp_path / "a", compress=TopK(0.05))
     first, second = addresses(1), addresses(1)
     with place(first, residuals=tmp_path / "left", **FEEDBACK) as placed:
-        model = placed._model
+        model = placed.model
         for step in range(2):
             one_step(Case(), model, placed, new_scaler(Case()), step)
     with pytest.raises(ForeignError, match=r"worker-0.*holds step 2 of a store already"):

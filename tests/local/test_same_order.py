@@ -62,7 +62,7 @@ def real(monkeypatch, store, staleness, slots):
         report=lambda _: None,
     )
     with placed:
-        step, servers = placed.step, placed._engine.servers.running
+        step, servers = placed.step, placed.session.servers.running
 
         # as on the virtual clock, where holding takes no time
         def once_all_is_held(*args, **kwargs):
@@ -79,7 +79,7 @@ def real(monkeypatch, store, staleness, slots):
             return step(*args, **kwargs)
 
         placed.step = once_all_is_held
-        blocks = {c.id: c.block for c in placed._table.chunks}
+        blocks = {c.id: c.block for c in placed.table.chunks}
         run(Case(staleness=staleness), model, placed, new_scaler(Case()), 0, STEPS)
     return [(what, blocks[chunk] - 1) for what, chunk in said if blocks[chunk]]
 

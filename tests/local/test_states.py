@@ -144,8 +144,8 @@ def test_nobody_looks_nothing_is_read():
     model, placed, scaler = place(Case(), None, **BUDGET)
     with placed:
         run(Case(), model, placed, scaler, 0, 1)
-        read, original = [], placed._engine.pieces
-        placed._engine.pieces = lambda name, what: read.append(name) or original(name, what)
+        read, original = [], placed.session.pieces
+        placed.session.pieces = lambda name, what: read.append(name) or original(name, what)
         state = model.state_dict()
         assert "layers.0.linear1.weight" in state and len(list(state)) == len(state) and not read
         assert [state[n].numel() for n in state if "norm1" in n] == [64] * 6 and len(read) == 6

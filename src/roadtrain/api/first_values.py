@@ -1,5 +1,5 @@
-"""The first contents of a placed model, or its last committed ones; then the stream takes over its
-blocks.
+"""The start of a placed model: its first values are stored, or its last committed ones resumed;
+then the block stream takes over its blocks.
 
 Values come from the model (tensor by tensor), from safetensors in Hugging Face layout, or, for a
 model on `meta`, from its own initialisation, one block at a time; so the whole model never exists
@@ -10,16 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from torch import nn
 
+from roadtrain.api.optimizer import PlacedOptimizer
 from roadtrain.api.session_plan import SessionPlan
 from roadtrain.chunks import ChunkTable, ParamSpec
 from roadtrain.errors import ConfigError
 from roadtrain.kernels.cast import cast
-from roadtrain.runtime.session import JobSession
 from roadtrain.storage.convert import MASTER, Source
 from roadtrain.storage.safetensors_io import Tensor, open_dir
 from roadtrain.streaming.activations import Activations
@@ -29,49 +28,59 @@ from roadtrain.streaming.stream import BlockStream
 
 
 def start(
-    placed: Any,
-    model: nn.Module,
+    placed: PlacedOptimizer,
     parts: Split,
     plan: SessionPlan,
-    engine: JobSession,
     weights: str | Path | None,
     init: Callable[[nn.Module], None] | None,
 ) -> None:
-    """Fills or resumes; afterwards `placed` trains."""
-    table, device, budgets = plan.table, plan.device, plan.budgets.worker
-    given = open_dir(weights) if weights is not None else {}
+    """Fills the store if it is new, attaches the block stream to the model, and resumes what is
+    committed; afterwards `placed` trains. Raises ConfigError where `weights` do not fit."""
+    model, session, device = placed.model, placed.session, plan.device
+    given = {} if weights is None else open_dir(weights)
     if weights is not None:
-        _check_weights(given, table)
-    store_plan = engine.store_plan
-    hyperparameters = [
-        rule.hyper(group) for rule, group in zip(store_plan.rules, placed.param_groups)
-    ]
-    hyperparameters += [()] * (len(store_plan.rules) - len(hyperparameters))
-    on_meta = any(t.is_meta for t in (*model.parameters(), *model.buffers()))
-    for block, part in zip(table.blocks, (parts.root, *parts.blocks)):
-        if on_meta:
-            materialize(part, parts, init, values=engine.new and not given, given=given)
-        if engine.new:
-            engine.fill(block, _source(part, given), hyperparameters)
-        if block.index:
-            release(part.params)
-        engine.worker.heap.trim(at_once=True)
-    for residual_block in store_plan.table.blocks[len(table.blocks) :]:
-        if engine.new:
-            engine.fill(residual_block, lambda *_: None, hyperparameters)
-    scratch = store_plan.directories[0] if store_plan.directories else None
-    activations = Activations(budgets.activation_bytes, scratch, device)
-    stream = BlockStream(model, parts, table, placed, activations, device, placed.pass_ended)
+        _check_weights(given, plan.table)
+    _fill(placed, parts, plan, given, init)
+    directories = session.store_plan.directories
+    scratch = directories[0] if directories else None
+    activations = Activations(plan.budgets.worker.activation_bytes, scratch, device)
+    stream = BlockStream(model, parts, plan.table, placed, activations, device, placed.pass_ended)
     release(parts.root.params)
     for b in model.buffers():
         b.data = b.data.to(device)
-    engine.start(placed.job_state())
+    session.start(placed.job_state())
     stream.attach()
-    stream.root_views(engine.worker.root.tensor)
+    stream.root_views(session.worker.root.tensor)
     placed.attach(stream, activations)
-    if not engine.new and engine.blob:
-        placed.load_job_state(engine.blob)
+    if not session.new and session.blob:
+        placed.load_job_state(session.blob)
     placed.forward_begins()
+
+
+def _fill(
+    placed: PlacedOptimizer,
+    parts: Split,
+    plan: SessionPlan,
+    given: Mapping[str, Tensor],
+    init: Callable[[nn.Module], None] | None,
+) -> None:
+    """Block by block: values are made or read, go to a new store, and leave the model."""
+    session, table = placed.session, plan.table
+    store_plan = session.store_plan
+    rules_of_residuals = len(store_plan.rules) - len(placed.rules)
+    hyperparameters = [*placed.hyperparameters().values()] + [()] * rules_of_residuals
+    on_meta = any(t.is_meta for t in (*placed.model.parameters(), *placed.model.buffers()))
+    for block, part in zip(table.blocks, (parts.root, *parts.blocks)):
+        if on_meta:
+            materialize(part, parts, init, values=session.new and not given, given=given)
+        if session.new:
+            session.fill(block, _source(part, given), hyperparameters)
+        if block.index:
+            release(part.params)
+        session.worker.heap.trim(at_once=True)
+    if session.new:
+        for residual_block in store_plan.table.blocks[len(table.blocks) :]:
+            session.fill(residual_block, lambda *_: None, hyperparameters)
 
 
 def _source(part: ModulePart, given: Mapping[str, Tensor]) -> Source:

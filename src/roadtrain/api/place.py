@@ -115,18 +115,9 @@ def place(
     if weights is None:
         _check_has_values(model, opened)
     session = open_session(plan, opened, mark)
-    placed = PlacedOptimizer(
-        model,
-        optimizer,
-        parts,
-        plan.table,
-        session,
-        backwards_per_step,
-        dict(extra or {}),
-        report,
-    )
+    placed = PlacedOptimizer(model, optimizer, parts, plan, session, extra or {})
     try:
-        start(placed, model, parts, plan, session, weights, init)
+        start(placed, parts, plan, weights, init)
         _adopt(mark, plan, session, placed.steps_done)
     except BaseException:
         session.close()

@@ -73,7 +73,7 @@ def plan_of(training: Training) -> Plan:
     """The simulator's words for a job and its workers."""
     job, optimizer = training.job, training.optimizer
     size = ITEMSIZE[job.model.dtype]
-    servers = [] if job.servers.addresses else optimizer._engine.servers.running
+    servers = [] if job.servers.addresses else optimizer.session.servers.running
     chunks = [
         (server.chunks[number], state)
         for server in servers
@@ -96,12 +96,12 @@ def plan_of(training: Training) -> Plan:
         keep=job.compress.keep,
         update_at="step" if job.optimizer.clip_norm is not None else "gradient",
         memory=PlanMemory(
-            slots=len(optimizer._worker._slots),
+            slots=len(optimizer.session.worker._slots),
             buffers=max(1, sum(server.machine.spec.buffers for server in servers)),
             resident=kept,
             public=public if chunks else 1,
             chunk=job.store.chunk_elements,
-            pushes=len(optimizer._worker._push_all),
+            pushes=len(optimizer.session.worker._push_all),
         ),
         sizes=ElementBytes(
             parameter_bytes=size, gradient_bytes=size, held_bytes=size, state_bytes=own + size
@@ -113,7 +113,7 @@ def plan_of(training: Training) -> Plan:
 def measure(job: Job, steps: int) -> Measured:
     """Trains `job` for WARM + `steps` steps. Raises RoadtrainError."""
     training = place_job(job, report=lambda _: None)
-    waits: Stages = training.optimizer._engine.stages
+    waits: Stages = training.optimizer.session.stages
     training = replace(training, stages=Net(waits))
     lines: list[tuple[float, dict[str, Any]]] = []
     before: dict[str, float] = {}

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from roadtrain.api.optimizer import persistent_buffers
+from roadtrain.api.job_state import persistent_buffers
 from roadtrain.chunks import ParamSpec
 from roadtrain.config.job import Job, job_of_run, make_job
 from roadtrain.errors import ConfigError
