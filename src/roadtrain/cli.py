@@ -200,25 +200,22 @@ def parse(name: str, args: Sequence[str]) -> tuple[list[Any], dict[str, Any]]:
     left = list(args)
     while left:
         arg = left.pop(0)
-        key, has_value, text = arg.removeprefix("--").partition("=")
-        option = options.get(key.replace("-", "_"))
-        if not arg.startswith("--"):
-            words.append(arg)
-        elif arg == "--" and command.takes_rest:
+        if arg == "--" and command.takes_rest:
             words += [left] if left else []
             break
-        elif option is not None:
-            if option.kind is not bool and not has_value:
-                if not left:
-                    raise ConfigError(f"--{key} needs a value")
-                text = left.pop(0)
-            keywords[key.replace("-", "_")] = _value(key, option.kind, text)
-        elif command.job_keys and "." in key:
+        if not arg.startswith("--"):
+            words.append(arg)
+            continue
+        typed, has_value, text = arg.removeprefix("--").partition("=")
+        key = typed.replace("-", "_")
+        if (option := options.get(key)) is not None:
+            keywords[key] = _value(typed, option.kind, text if has_value else None, left)
+        elif command.job_keys and "." in typed:
             job_args.append(arg)
             if not has_value and left and not left[0].startswith("--"):
                 job_args.append(left.pop(0))
         else:
-            raise unknown_name("option", f"--{key}", map(_typed, options))
+            raise unknown_name("option", f"--{typed}", map(_typed, options))
     _check_words(name, words)
     if command.job_keys:
         job = importlib.import_module("roadtrain.config.job")  # pydantic
@@ -226,11 +223,16 @@ def parse(name: str, args: Sequence[str]) -> tuple[list[Any], dict[str, Any]]:
     return words, keywords
 
 
-def _value(key: str, kind: type, text: str) -> Any:
+def _value(key: str, kind: type, text: str | None, left: list[str]) -> Any:
+    """Of --key: `text` behind a `=`, else the next of the arguments that are `left`."""
     if kind is bool:
         if text:
             raise ConfigError(f"--{key} takes no value, given: {text}")
         return True
+    if text is None:
+        if not left:
+            raise ConfigError(f"--{key} needs a value")
+        text = left.pop(0)
     try:
         return kind(text)
     except ValueError as cause:

@@ -1,9 +1,7 @@
-"""What one worker has, to all others: tensors in place, and values (numbers, text, None, tensors;
-lists, tuples, dicts of them) as msgpack. Nothing is pickled: what cannot be told so is refused on
-all workers (Rule 8).
+"""Broadcasts from one worker to all others: tensors in place, values in their plain form
+(streaming/plain.py). Nothing is pickled: what has no plain form is refused on all workers (Rule 8).
 
-Assumes that all workers call the same in the same order. Does NOT send what the workers agree
-about.
+Assumes: all workers make the same calls in the same order. Does NOT check that they do.
 """
 
 from __future__ import annotations
@@ -11,25 +9,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 
 from roadtrain.errors import ConfigError
 from roadtrain.integrations.exchange import on_link
-from roadtrain.streaming.split import DTYPES, NAMES
+from roadtrain.streaming import plain
 
-PLAIN = (bool, int, float, str, bytes, type(None))
+PIECE = 64 << 20  # bytes that are on the link, and where need be on the device, at once
 
 
 @torch.no_grad()
 def broadcast_tensor(tensor: torch.Tensor, root: int) -> torch.Tensor:
     """In place, the same bytes."""
     flat = tensor.detach().contiguous().reshape(-1)  # another memory where `tensor` has gaps
-    carried = on_link(flat.view(torch.uint8))
-    if carried.numel():
+    for piece in flat.view(torch.uint8).split(PIECE) if flat.numel() else ():
+        carried = on_link(piece)
         dist.broadcast(carried, root)
-    tensor.detach().copy_(carried.view(flat.dtype).view(tensor.shape))
+        piece.copy_(carried)
+    tensor.detach().copy_(flat.view(tensor.shape))
     return tensor
 
 
@@ -60,54 +58,22 @@ def broadcast_tensors(named: Mapping[str, Any] | Iterable[tuple[str, Any]], root
 
 def broadcast_value(value: Any, root: int) -> Any:
     """Root's `value`, on every worker a new one. Tensors come back on the host. Raises
-    ConfigError on all workers."""
-    tensors: list[torch.Tensor] = []
+    ConfigError on all workers where it has no plain form."""
     packed, wrong = b"", None
     if dist.get_rank() == root:
         try:
-            packed = msgspec.msgpack.encode(_told(value, tensors))
-        except (ConfigError, TypeError, OverflowError) as error:
+            packed = plain.encode(value, "the value")
+        except ConfigError as error:
             wrong = error
     length = int(broadcast_tensor(torch.tensor([-1 if wrong is not None else len(packed)]), root))
     if length < 0:
         raise ConfigError(
             f"worker {root} has a value that cannot be broadcast" + (f": {wrong}" if wrong else ""),
-            hint="numbers, text, bytes, None, tensors; lists, tuples and dicts of them",
+            hint=plain.HINT,
         )
     data = bytearray(packed or length)
     broadcast_tensor(torch.frombuffer(data, dtype=torch.uint8), root)
-    return _made(msgspec.msgpack.decode(data), iter(tensors), root)
-
-
-def _told(value: Any, tensors: list[torch.Tensor]) -> list[Any]:
-    if isinstance(value, torch.Tensor) and value.dtype in NAMES and value.layout is torch.strided:
-        tensors.append(value.detach().cpu().contiguous().clone())
-        return ["tensor", NAMES[value.dtype], list(value.shape)]
-    if isinstance(value, PLAIN):
-        return ["plain", value]
-    if type(value) in (list, tuple):
-        return [type(value).__name__, [_told(one, tensors) for one in value]]
-    if isinstance(value, dict):
-        return ["dict", [[_told(key, tensors), _told(one, tensors)] for key, one in value.items()]]
-    raise ConfigError(f"a {type(value).__name__} cannot be broadcast")
-
-
-def _made(told: list[Any], tensors: Any, root: int) -> Any:
-    """Tensors follow in the order in which they were told."""
-    match told:
-        case ["tensor", dtype, shape]:
-            own = next(tensors, None)
-            return broadcast_tensor(
-                torch.empty(shape, dtype=DTYPES[dtype]) if own is None else own, root
-            )
-        case ["plain", value]:
-            return value
-        case ["dict", pairs]:
-            return {_made(key, tensors, root): _made(one, tensors, root) for key, one in pairs}
-        case [kind, values]:
-            made = [_made(one, tensors, root) for one in values]
-            return tuple(made) if kind == "tuple" else made
-    raise AssertionError(told)
+    return plain.decode(data)
 
 
 def broadcast_optimizer(optimizer: torch.optim.Optimizer, root: int) -> None:

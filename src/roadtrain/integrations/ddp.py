@@ -20,7 +20,7 @@ import socket
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
 from typing import Any
@@ -32,9 +32,9 @@ import torch.distributed as dist
 from roadtrain.chunks import TRAINABLE
 from roadtrain.device.copies import own_device
 from roadtrain.errors import ConfigError
-from roadtrain.kernels.codecs import format_of
 from roadtrain.protocol.reducer import RULES
 from roadtrain.runtime.agreement import OperationTicket
+from roadtrain.kernels.codecs import format_of
 from roadtrain.runtime.rendezvous import Wanted, connect
 from roadtrain.streaming.split import NAMES
 from roadtrain.transport.address import token_of
@@ -42,82 +42,77 @@ from roadtrain.transport.tcp import Tls
 from roadtrain.units import parse_bytes
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class Summation:
-    """The state of `sum_hook`. spares: HOST:PORT of spare hosts, or the path of a file with one
-    a line (and its rate, if any), which worker 0 looks at while training goes on: a host that is
-    added there is used, one that is removed is left out. One that dies is gone round, and used
-    again when it is back. rates, spare_rates: of the links of the workers' hosts (by rank) and
-    of the spare ones, in any unit (None: all equal); parts are placed by them. format: how fp32
-    travels between hosts ("": as it is; bf16, fp16, topk:0.01, onebit, dither:4 or one of your
-    own, see kernels/codecs.py). local: whether the workers of a host sum through shared memory
-    first; roots: which of them do, by their place on the host (None: as its topology says).
-    rule: "sum", or "accumulate" for asynchronous training. address: of this host as the others
-    reach it (None: the one that reaches MASTER_ADDR). token_file: the token of the spare hosts,
-    and what the workers of several hosts know each other by; needed beyond this host. tls: this
-    host's certificate, its key, and who signs the others' (transport/tcp.py): to spare hosts and to
-    workers on other hosts. budget: bytes of memory for this process's reducers (None: half of
-    what is free). deadline_s: how long a sum may take. Raises ConfigError, PeerError. `close` it
-    before the process group ends."""
+    """The state of `sum_hook`: this worker's end of the summation service. Raises ConfigError,
+    PeerError. `close` it before the process group ends."""
 
-    def __init__(
-        self,
-        *,
-        spares: Sequence[str] | str = (),
-        rates: Sequence[float] | None = None,
-        spare_rates: Sequence[float] | None = None,
-        format: str = "",
-        local: bool = True,
-        roots: Sequence[int] | None = None,
-        rule: str = "sum",
-        address: str | None = None,
-        token_file: str | None = None,
-        budget: str | int | None = None,
-        deadline_s: float = 600.0,
-        tls: Tls | None = None,
-    ) -> None:
+    # HOST:PORT of spare hosts, or the path of a file with one a line (and its rate, if any). Worker
+    # 0 reads the file again while training goes on: a host that is added is used, one that is
+    # removed is left out. A host that dies is gone round, and used again when it is back.
+    spares: Sequence[str] | str = ()
+    # of the links of the workers' hosts (by rank) and of the spare ones, in any unit; parts of the
+    # sums are placed by them; None: all equal
+    rates: Sequence[float] | None = None
+    spare_rates: Sequence[float] | None = None
+    # how fp32 travels between hosts: "" (as it is), bf16, fp16, topk:0.01, onebit, dither:4, or one
+    # of your own (kernels/codecs.py)
+    format: str = ""
+    local: bool = True  # the workers of a host sum through shared memory first
+    # which workers of a host do so, by their place on it; None: as its topology says
+    roots: Sequence[int] | None = None
+    rule: str = "sum"  # or "accumulate", for asynchronous training
+    # of this host, as the others reach it; None: the one that reaches MASTER_ADDR
+    address: str | None = None
+    # the token of the spare hosts, by which the workers of several hosts know each other too;
+    # needed beyond this host
+    token_file: str | None = None
+    budget: str | int | None = None  # bytes for this process's reducers; None: half of what is free
+    deadline_s: float = 600.0  # how long a sum may take
+    # this host's certificate and key, and who signs the others'; to spare hosts and other workers
+    tls: Tls | None = None
+    rank: int = field(init=False)
+    workers: int = field(init=False)
+
+    def __post_init__(self) -> None:
         if not dist.is_initialized():
             raise ConfigError(
                 "no process group", hint="torch.distributed.init_process_group() comes first"
             )
-        self.rank, self.workers, self.format, self.rule = (
-            dist.get_rank(),
-            dist.get_world_size(),
-            format,
-            rule,
-        )
-        if format:
-            format_of(format)
-        if rule not in RULES or (format and rule == "accumulate"):
+        self.rank, self.workers = dist.get_rank(), dist.get_world_size()
+        if self.format:
+            format_of(self.format)
+        if self.rule not in RULES or (self.format and self.rule == "accumulate"):
             raise ConfigError(
-                f"rule={rule!r} with format={format!r}",
+                f"rule={self.rule!r} with format={self.format!r}",
                 hint=(
                     "sum, or accumulate without a format: what stays at a reducer would be rounded"
                 ),
             )
-        wanted = Wanted(spares, spare_rates, token_of(token_file), tls)
-        nbytes = parse_bytes(psutil.virtual_memory().available // 2 if budget is None else budget)
+        wanted = Wanted(self.spares, self.spare_rates, token_of(self.token_file), self.tls)
+        free = psutil.virtual_memory().available
         self._ends: list[Callable[[], None]] = []
         try:
             sums = connect(
                 wanted,
-                rates,
-                roots,
+                self.rates,
+                self.roots,
                 tell_all,
                 self._ends,
                 rank=self.rank,
                 workers=self.workers,
-                inside=local,
-                rule=rule,
-                address=address or _address_here(),
-                nbytes=nbytes,
-                deadline_s=deadline_s,
+                inside=self.local,
+                rule=self.rule,
+                address=self.address or _address_here(),
+                nbytes=parse_bytes(free // 2 if self.budget is None else self.budget),
+                deadline_s=self.deadline_s,
             )
         except BaseException:
             _close(self._ends)
             raise
         self._sums, self._above, self._agreement = sums.near, sums.above, sums.agreement
         self._results: dict[int, torch.Tensor] = {}  # of this epoch, as the next
-        self._host: dict[int, torch.Tensor] = {}  # pinned twins of what is on a device
+        self._host: dict[int, torch.Tensor] = {}  # pinned copies of what is on a device
         self._epoch = 0  # the agreement's, that the buffers are of
         self._copied: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._copier: threading.Thread | None = None

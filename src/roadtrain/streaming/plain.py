@@ -148,7 +148,7 @@ def _told_leaf(value: Any, pieces: list[memoryview], where: str) -> list[Any]:
         return ["device", str(value)]
     raise ConfigError(
         f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which has no plain"
-        " form: it could not be committed with a step",
+        " form",
         hint=HINT,
     )
 

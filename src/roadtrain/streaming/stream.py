@@ -1,10 +1,10 @@
-"""The block stream: a model's blocks run on borrowed parameters, forward and backward.
+"""The block stream: a model's blocks run on fetched parameters, forward and backward.
 
-Each block module gets an instance-level `forward`. Without gradients: borrow, run, drop, release.
+Each block module gets an instance-level `forward`. Without gradients: fetch, run, release.
 With gradients the block becomes one node of the autograd graph that keeps only its inputs; backward
-fetches again, recomputes, pushes the block's gradients as one flat piece, drops, gives back.
+fetches again, recomputes, pushes the block's gradients as one flat buffer, and releases the block.
 Parameters of the root stay ordinary; where a block uses one (tied weights) it is an input of the
-block's node, so that autograd sums its gradient as ever.
+block's node, so that autograd sums its gradient as usual.
 
 Note SAME GRAPH. The first run is made with gradients on, in a graph whose saved tensors are thrown
 away at once: so the same kernels run as in backward and in plain training, it is known which
@@ -18,8 +18,6 @@ twice through a block, or average over workers.
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +34,7 @@ from roadtrain.errors import LoopError, ModelError
 from roadtrain.streaming.activations import Activations, KeptTensor, version_of
 from roadtrain.streaming.fetched import FetchedParameters
 from roadtrain.streaming.grads import GradBook, PlacedGrad
+from roadtrain.streaming.leaves import check_opaque, distinct, flatten, pristine
 from roadtrain.streaming.released import check_unchanged
 from roadtrain.streaming.replay import Circumstances, keeping_nothing
 from roadtrain.streaming.split import ModulePart, Split
@@ -142,7 +141,7 @@ class BlockStream:
     def attach(self) -> None:
         """Take over the blocks' forwards and drop their parameters: their values must be with
         the block source."""
-        # what is traced once would keep borrowed memory
+        # what is traced once would keep fetched memory
         forward = torch.compiler.disable(self._forward)
         for block in self._blocks.values():
             block.fetched.settle()
@@ -209,22 +208,22 @@ class BlockStream:
             return block.original(*args, **kwargs)
         _check_frozen(block)
         if torch.is_grad_enabled():
-            leaves, spec = pytree.tree_flatten((args, kwargs), is_leaf=_is_cache)
-            inputs, slots = _distinct(leaves)
+            leaves, spec = flatten((args, kwargs))
+            inputs, slots = distinct(leaves)
             wants = [t for t in (*inputs, *block.shared) if t.requires_grad]
             if wants or any(p.requires_grad for _, p in block.fetched.trainable):
                 call = _Call(
                     self,
                     block,
                     inputs,
-                    [(i, _pristine(leaf, block.name)) for i, leaf in slots],
+                    [(i, pristine(leaf, block.name)) for i, leaf in slots],
                     spec,
                 )
                 outputs = _Node.apply(call, self.gate, *wants)  # type: ignore[no-untyped-call]
                 return call.returned(outputs)
         with self.fetched_block(block) as (buffer, _), torch.no_grad():
             out = block.original(*args, **kwargs)
-            leaves, spec = pytree.tree_flatten(out, is_leaf=_is_cache)
+            leaves, spec = flatten(out)
             owned = [_own(x, buffer=buffer) if isinstance(x, torch.Tensor) else x for x in leaves]
             return (
                 out
@@ -255,7 +254,7 @@ class _Call:
     with it.
 
     `inputs`: the tensors of (args, kwargs), kept in `tickets` in that order. `slots`: its leaves
-    (see `_distinct`).
+    (see `distinct`).
     """
 
     def __init__(
@@ -319,11 +318,11 @@ class _Call:
                         " += y)"
                     ),
                 )
-            of_out, spec = pytree.tree_flatten(out, is_leaf=_is_cache)
-            outputs, form = _distinct(of_out)
+            of_out, spec = flatten(out)
+            outputs, form = distinct(of_out)
             for i, leaf in form:
                 if i < 0:
-                    _check_opaque(leaf, block.name)
+                    check_opaque(leaf, block.name)
             self.out = (form, spec)
             if not block.graph_known:
                 self._check_graph(outputs, tensors)
@@ -340,7 +339,7 @@ class _Call:
         """The leaves with `inputs` cut off from the graph before them."""
         tensors = [t.detach().requires_grad_(needs) for t, needs in zip(inputs, self.needs)]
         return [
-            tensors[i] if i >= 0 else _pristine(leaf, self.block.name) for i, leaf in self.slots
+            tensors[i] if i >= 0 else pristine(leaf, self.block.name) for i, leaf in self.slots
         ], tensors
 
     def returned(self, outputs: tuple[torch.Tensor, ...]) -> Any:
@@ -415,9 +414,8 @@ class _Call:
         with self.when.replay():
             leaves, tensors = self._leaves(inputs)
             with torch.enable_grad(), self.when.replay_autocast():
-                outputs, _ = _distinct(
-                    pytree.tree_leaves(self.block.run(leaves, self.spec), is_leaf=_is_cache)
-                )
+                out_leaves, _ = flatten(self.block.run(leaves, self.spec))
+                outputs, _ = distinct(out_leaves)
             if len(outputs) != self.n_outputs:
                 raise ModelError(
                     f"block {self.block.name!r} returned {self.n_outputs} tensors in forward and "
@@ -457,39 +455,11 @@ class _Call:
                 p.grad = PlacedGrad(p, index, self.stream.source, name)
 
 
-def _distinct(leaves: Sequence[Any]) -> tuple[list[torch.Tensor], list[tuple[int, Any]]]:
-    """The distinct tensors among `leaves`; for each leaf the index of its tensor, or (-1, the
-    leaf itself)."""
-    tensors = {id(x): x for x in leaves if isinstance(x, torch.Tensor)}
-    at = {key: i for i, key in enumerate(tensors)}
-    return list(tensors.values()), [
-        (at[id(x)], None) if isinstance(x, torch.Tensor) else (-1, x) for x in leaves
-    ]
-
-
 def _refuse(name: str, _: None) -> Any:
     raise ModelError(
         f"a tensor computed in block {name!r} was differentiated, but the block did not return it",
         hint="return it from the block's forward (tuples, lists, dicts, registered pytrees)",
     )
-
-
-def _is_cache(leaf: Any) -> bool:
-    return hasattr(leaf, "get_seq_length")
-
-
-def _pristine(leaf: Any, name: str) -> Any:
-    """A block appends to its key-value cache, and recomputing it would append twice. So every run
-    gets an empty one of its own (not none at all: it lays keys out in memory as in plain training,
-    where kernels round by stride).
-    """
-    if not _is_cache(leaf):
-        return leaf
-    if int(leaf.get_seq_length()) > 0:
-        raise ModelError(
-            f"block {name!r} is trained with a filled {type(leaf).__name__}", hint="use_cache=False"
-        )
-    return copy.deepcopy(leaf)
 
 
 def _own(tensor: torch.Tensor, *, buffer: torch.Tensor) -> torch.Tensor:
@@ -500,22 +470,6 @@ def _own(tensor: torch.Tensor, *, buffer: torch.Tensor) -> torch.Tensor:
         if at and at == buffer.untyped_storage().data_ptr():
             return tensor.detach().clone()
     return tensor
-
-
-def _check_opaque(leaf: Any, name: str) -> None:
-    fields = (
-        getattr(leaf, "__dict__", {}).values() if not isinstance(leaf, type | nn.Module) else ()
-    )
-    if any(isinstance(x, torch.Tensor) and x.requires_grad for x in fields):
-        way = (
-            "torch.utils._pytree.register_dataclass"
-            if dataclasses.is_dataclass(leaf)
-            else "register_pytree_node"
-        )
-        raise ModelError(
-            f"block {name!r} returns a {type(leaf).__name__}, whose tensors autograd cannot see",
-            hint=f"return a tuple or dict, or register the type ({way})",
-        )
 
 
 def _check_frozen(block: _Block) -> None:

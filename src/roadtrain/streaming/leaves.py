@@ -1,0 +1,67 @@
+"""A block's arguments and results as a flat list of leaves, and the distinct tensors among them.
+
+A key-value cache is one leaf, whatever torch.utils._pytree knows of its type.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from roadtrain.errors import ModelError
+
+
+def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """The leaves of `value`, and what puts it together again (pytree.tree_unflatten)."""
+    return pytree.tree_flatten(value, is_leaf=_is_cache)
+
+
+def distinct(leaves: Sequence[Any]) -> tuple[list[torch.Tensor], list[tuple[int, Any]]]:
+    """The distinct tensors among `leaves`; for each leaf the index of its tensor, or (-1, the
+    leaf itself)."""
+    tensors = {id(x): x for x in leaves if isinstance(x, torch.Tensor)}
+    at = {key: i for i, key in enumerate(tensors)}
+    return list(tensors.values()), [
+        (at[id(x)], None) if isinstance(x, torch.Tensor) else (-1, x) for x in leaves
+    ]
+
+
+def pristine(leaf: Any, name: str) -> Any:
+    """What a run of block `name` gets for a leaf that is no tensor. A block appends to its
+    key-value cache, and recomputing it would append twice. So every run gets an empty cache of its
+    own (not none at all: it lays keys out in memory as in plain training, where kernels round by
+    stride). Raises ModelError for a filled one."""
+    if not _is_cache(leaf):
+        return leaf
+    if int(leaf.get_seq_length()) > 0:
+        raise ModelError(
+            f"block {name!r} is trained with a filled {type(leaf).__name__}", hint="use_cache=False"
+        )
+    return copy.deepcopy(leaf)
+
+
+def check_opaque(leaf: Any, name: str) -> None:
+    """Raises ModelError where block `name` returns an object that hides tensors with gradients."""
+    fields = (
+        getattr(leaf, "__dict__", {}).values() if not isinstance(leaf, type | nn.Module) else ()
+    )
+    if any(isinstance(x, torch.Tensor) and x.requires_grad for x in fields):
+        way = (
+            "torch.utils._pytree.register_dataclass"
+            if dataclasses.is_dataclass(leaf)
+            else "register_pytree_node"
+        )
+        raise ModelError(
+            f"block {name!r} returns a {type(leaf).__name__}, whose tensors autograd cannot see",
+            hint=f"return a tuple or dict, or register the type ({way})",
+        )
+
+
+def _is_cache(leaf: Any) -> bool:
+    return hasattr(leaf, "get_seq_length")
