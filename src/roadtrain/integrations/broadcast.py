@@ -73,7 +73,7 @@ def broadcast_value(value: Any, root: int) -> Any:
         )
     data = bytearray(packed or length)
     broadcast_tensor(torch.frombuffer(data, dtype=torch.uint8), root)
-    return plain.decode(data)
+    return plain.decode(memoryview(data))
 
 
 def broadcast_optimizer(optimizer: torch.optim.Optimizer, root: int) -> None:
