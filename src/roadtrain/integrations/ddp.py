@@ -32,9 +32,9 @@ import torch.distributed as dist
 from roadtrain.chunks import TRAINABLE
 from roadtrain.device.copies import own_device
 from roadtrain.errors import ConfigError
+from roadtrain.kernels.codecs import format_of
 from roadtrain.protocol.reducer import RULES
 from roadtrain.runtime.agreement import OperationTicket
-from roadtrain.kernels.codecs import format_of
 from roadtrain.runtime.rendezvous import Wanted, connect
 from roadtrain.streaming.split import NAMES
 from roadtrain.transport.address import token_of
