@@ -180,14 +180,14 @@ def child(
     ) as optimizer:
         losses, _ = model420.training(model, optimizer, range(steps), ROWS, SEQ)
         optimizer.flush()
-        memory, held = optimizer.memory(), optimizer._activations.peak_bytes
+        memory = optimizer.memory()
     return {
         "blocks": blocks,
         "parameters": sum(p.numel() for p in model.parameters()),
         "losses": losses,
         "resident": memory["resident"],
         "plain": memory["plain"],
-        "held": held,
+        "held": memory["activations"],
         "inputs": blocks * ROWS * SEQ * width * 4,
         "peak_bytes": peak_bytes(),
     }

@@ -251,7 +251,7 @@ def child(args: argparse.Namespace) -> dict[str, Any]:
         model420.training(model, optimizer, range(steps_of(args.blocks)), ROWS, SEQ)
         optimizer.flush()
         training, buffers = peak_bytes(), optimizer.memory()["resident"]
-        held = optimizer._activations.peak_bytes
+        held = optimizer.memory()["activations"]
     return {
         "bare": bare,
         "blocks": args.blocks,

@@ -125,6 +125,11 @@ class PlacedOptimizer(StoredOptimizer):
         if self._worker.workers > 1:
             self.root.pass_ended()
 
+    def memory(self) -> dict[str, int]:
+        """As StoredOptimizer's; "activations": the most bytes that activations on the host held."""
+        most = self._activations.peak_bytes if self._activations is not None else 0
+        return super().memory() | {"activations": most}
+
     # torch.optim.Optimizer
 
     def zero_grad(self, set_to_none: bool = True) -> None:
