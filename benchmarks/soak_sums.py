@@ -36,7 +36,7 @@ from benchmarks.report import machine
 from roadtrain.errors import PeerError, RoadtrainError
 from roadtrain.runtime import frames as m
 from roadtrain.runtime import health
-from roadtrain.runtime.rendezvous import Wanted, connect
+from roadtrain.runtime.rendezvous import SumSetup, Wanted, connect
 from roadtrain.transport.address import address_of, token_of
 from roadtrain.transport.tcp import TcpOptions
 
@@ -89,17 +89,9 @@ def worker(
 
     sums = connect(
         Wanted(str(home / "spares"), None, token_of(token)),
-        None,
-        None,
+        SumSetup(rank, workers, False, "sum", address, 1 << 28, HARD_S),
         tell,
         ends,
-        rank=rank,
-        workers=workers,
-        inside=False,
-        rule="sum",
-        address=address,
-        nbytes=1 << 28,
-        deadline_s=HARD_S,
     ).near
     pattern = {key: np.arange(size, dtype=np.float32) % 97 for key, size in SIZES.items()}
     grads, outs = (

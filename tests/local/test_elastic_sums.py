@@ -13,7 +13,7 @@ from test_summation import DTYPES, Hosts, expected, values
 from roadtrain.errors import LostError, RoadtrainError
 from roadtrain.runtime import frames as m
 from roadtrain.runtime import summation
-from roadtrain.runtime.membership import Control
+from roadtrain.runtime.coordinator import TO_COORDINATOR, Coordinator, CoordinatorLink
 from roadtrain.runtime.reducer import Reducers
 from roadtrain.runtime.summation import WorkerSums
 from roadtrain.transport.tcp import TcpOptions, listen
@@ -26,6 +26,15 @@ TENSORS = {
 }
 
 
+class Nothing:
+    """The agreement of workers that begin the same, in a test."""
+
+    def lost(self, error):
+        pass
+
+    fail = lost
+
+
 class Elastic(Hosts):
     """With a coordinator; spare hosts by name."""
 
@@ -33,12 +42,10 @@ class Elastic(Hosts):
         super().__init__(n, k)
         self.said, self.where = [], {}
         self.spares = [self._name(i) for i in range(n, n + k)]
-        self.control = self.reducers[0].control = Control(
-            "s",
-            n,
-            tuple((n + i, name, 1.0) for i, name in enumerate(self.spares)),
-            self.said.append,
-        )
+        spares = tuple((n + i, name, 1.0) for i, name in enumerate(self.spares))
+        self.coordinator = Coordinator("s", n, True, [range(n)], spares, self.said.append)
+        self.reducers[0].coordinator = self.coordinator
+        (self.control,) = self.coordinator.groups
 
     def _name(self, i):
         name = "{}:{}".format(*self.listeners[i].address)
@@ -71,7 +78,14 @@ class Elastic(Hosts):
 
     def worker(self, rank, **options):
         spares = tuple((self.n + i, name, 1.0) for i, name in enumerate(self.spares))
-        return super().worker(rank, spares=spares, control=True, **options)
+        link = CoordinatorLink()
+        sums = super().worker(rank, spares=spares, coordinator=link, **options)
+        link.agreement, link.sums = Nothing(), sums
+        first = None if rank == 0 else self.listeners[0].address
+        hello = ("s", rank, self.n, TO_COORDINATOR)
+        link.linked(summation.link_to(link, first, self.reducers[0], hello, TcpOptions()))
+        close, sums.close = sums.close, lambda: (link.close(), close())
+        return sums
 
     def until(self, there, wait_s=10):
         deadline = time.monotonic() + wait_s
@@ -201,7 +215,7 @@ def test_a_spare_host_that_dies_while_the_job_starts_is_gone_round(when, elastic
             if all_there.wait(20) == 0:
                 made.kill(first)
                 assert all(told.acquire(timeout=20) for _ in range(3)), "all three have lost it"
-                assert not made.control.connections, "and could not say so"
+                assert not made.coordinator.connections, "and could not say so"
             all_there.wait(20)
         if when == "when others sum already" and name == f"spare host {first}" and hello[1] == 2:
             deadline = time.monotonic() + 20

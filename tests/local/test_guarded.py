@@ -234,20 +234,9 @@ class Meeting:
                 return said
 
             try:
-                sums = rendezvous.connect(
-                    wanted[rank],
-                    None,
-                    None,
-                    tell,
-                    ends,
-                    rank=rank,
-                    workers=self.workers,
-                    inside=False,
-                    rule="sum",
-                    address=(addresses or {}).get(rank, "127.0.0.1"),
-                    nbytes=1 << 26,
-                    deadline_s=20,
-                )
+                address = (addresses or {}).get(rank, "127.0.0.1")
+                setup = rendezvous.SumSetup(rank, self.workers, False, "sum", address, 1 << 26, 20)
+                sums = rendezvous.connect(wanted[rank], setup, tell, ends)
                 found[rank] = work(rank, sums.near) if work else sums
             except RoadtrainError as error:
                 found[rank] = error

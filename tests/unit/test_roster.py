@@ -9,9 +9,9 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roadtrain.protocol.membership import AskRounds, Change, Map, MembershipStateMachine
+from roadtrain.protocol.membership import AskRounds, Change, Map, MembershipStateMachine, Spares
 from roadtrain.runtime import frames as m
-from roadtrain.runtime.membership import Delegate
+from roadtrain.runtime.coordinator import CoordinatorLink
 
 KEYS, PARTS = (1, 2, 99), 23
 
@@ -181,17 +181,33 @@ class Heard:
         self.frames.append((kind, header))
 
 
+class Sums:
+    def __init__(self) -> None:
+        self.failed: list[BaseException] = []
+
+    def dial(self, added: Spares) -> list[int]:
+        return []
+
+    def hold(self) -> dict[int, tuple[int, bool]]:
+        return {}
+
+    def change(self, change: Change) -> None: ...
+
+    def fail(self, error: BaseException) -> None:
+        self.failed.append(error)
+
+
 def test_what_a_worker_says_before_it_knows_its_coordinator_is_said_then() -> None:
-    failed: list[BaseException] = []
-    delegate, link = Delegate(lambda added: [], dict, lambda change: None, failed.append), Heard()
-    delegate.gone(3, "s3 died")
+    delegate, link, sums = CoordinatorLink(), Heard(), Sums()
+    delegate.sums = sums
+    delegate.reducer_gone(3, "s3 died")
     # as soon as the link is there, before we are told
     delegate.arrived(m.ASK, m.encode((1, [])), memoryview(b""))
     delegate.linked(link)  # type: ignore[arg-type]
-    delegate.gone(4, "s4 died")
+    delegate.reducer_gone(4, "s4 died")
     assert link.frames == [
         (m.GONE, m.encode((3, "s3 died"))),
         (m.STATE, m.encode((1, []))),
         (m.GONE, m.encode((4, "s4 died"))),
     ]
-    assert not failed
+    assert not sums.failed

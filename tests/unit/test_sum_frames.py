@@ -3,7 +3,6 @@ typed error (Rule 8)."""
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import pytest
@@ -11,8 +10,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from roadtrain.errors import BudgetError, BusyError, LostError, RoadtrainError, WireError
+from roadtrain.protocol.membership import Change, Spares
 from roadtrain.runtime import frames as m
-from roadtrain.runtime.membership import Control, Delegate
+from roadtrain.runtime.agreement import Agreement
+from roadtrain.runtime.coordinator import Coordinator, CoordinatorLink
 from roadtrain.runtime.reducer import Reducer
 
 LIMIT = 1 << 16
@@ -28,10 +29,24 @@ headers = (
     | st.binary(max_size=20)
     | st.builds(lambda *one: m.encode(one), small, small, small, small, texts, st.integers(-1, 4))
 )
-kinds = st.sampled_from(
-    [m.PART, m.MOVED, m.SUM, m.GONE, m.STATE, m.ASK, m.CHANGE, m.FAILED, 0, 999]
-)
+sums = [m.PART, m.MOVED, m.SUM, m.GONE, m.STATE, m.ASK, m.CHANGE, m.FAILED, 0, 999]
+agreement = [m.SAY, m.STALL, m.HAS, m.AGREED, m.ASKED, m.DIFFER]
+kinds = st.sampled_from([*sums, *agreement])
 frames = st.tuples(kinds, headers, st.sampled_from([0, 1, 2, 4, 8, 36]) | st.integers(0, 300))
+
+
+class Sums:
+    """A worker's, which reaches no new spare host."""
+
+    def dial(self, added: Spares) -> list[int]:
+        return [number for number, _, _ in added]
+
+    def hold(self) -> dict[int, tuple[int, bool]]:
+        return {}
+
+    def change(self, change: Change) -> None: ...
+
+    def fail(self, error: BaseException) -> None: ...
 
 
 class Mute:
@@ -87,29 +102,27 @@ def test_a_summer(heard: list[tuple[int, tuple[int, bytes, int]]]) -> None:
 @settings(deadline=None, max_examples=100)
 @given(st.lists(frames, max_size=12))
 def test_a_coordinator(heard: list[tuple[int, bytes, int]]) -> None:
-    control = Control("s", 1, ((1, "a:1", 1.0),), lambda _: None)
+    control = Coordinator("s", 1, True, [[0]], ((1, "a:1", 1.0),), lambda _: None)
     seat = control.join(0, Mute())  # type: ignore[arg-type]
     for frame in heard:
         if not hear(seat, frame):
             break
-        control._machine.check()
+        control.agreement.check()
+        control.groups[0].machine.check()
     assert control.over is None or "this server failed" not in str(control.over)
 
 
 @settings(deadline=None, max_examples=100)
 @given(st.lists(frames, max_size=12))
 def test_a_worker_that_hears_a_coordinator(heard: list[tuple[int, bytes, int]]) -> None:
-    delegate = Delegate(
-        lambda added: [number for number, _, _ in added],
-        dict,
-        lambda change: None,
-        lambda error: None,
-    )
-    delegate.linked(Mute())  # type: ignore[arg-type]
+    link = CoordinatorLink()
+    link.sums, link.agreement = Sums(), Agreement(0, True, 60.0, link)
+    link.agreement.leads(lambda: None, lambda error: None)
+    link.linked(Mute())  # type: ignore[arg-type]
     for frame in heard:
-        with contextlib.suppress(StopIteration):
-            if not hear(delegate, frame):
-                break
+        if not hear(link, frame):
+            break
+    link.agreement.close()
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ from roadtrain.errors import ConfigError
 from roadtrain.kernels.codecs import format_of
 from roadtrain.protocol.reducer import RULES
 from roadtrain.runtime.agreement import OperationTicket
-from roadtrain.runtime.rendezvous import Wanted, connect
+from roadtrain.runtime.rendezvous import SumSetup, Wanted, connect
 from roadtrain.streaming.split import NAMES
 from roadtrain.transport.address import token_of
 from roadtrain.transport.tcp import Tls
@@ -93,12 +93,7 @@ class Summation:
         free = psutil.virtual_memory().available
         self._ends: list[Callable[[], None]] = []
         try:
-            sums = connect(
-                wanted,
-                self.rates,
-                self.roots,
-                tell_all,
-                self._ends,
+            setup = SumSetup(
                 rank=self.rank,
                 workers=self.workers,
                 inside=self.local,
@@ -106,7 +101,10 @@ class Summation:
                 address=self.address or _address_here(),
                 nbytes=parse_bytes(free // 2 if self.budget is None else self.budget),
                 deadline_s=self.deadline_s,
+                rates=self.rates,
+                roots=self.roots,
             )
+            sums = connect(wanted, setup, tell_all, self._ends)
         except BaseException:
             _close(self._ends)
             raise

@@ -1,14 +1,12 @@
-"""Agreement: every worker's side of what protocol/agreement.py decides, and the coordinator's
-beside worker 0.
+"""Agreement: every worker's side of what protocol/agreement.py decides beside worker 0.
 
     ticket = agreement.begin("gradient of x", "fp32 [4, 4]")
     agreement.run(ticket, ready, dropped)     ready: at once, where all have agreed about that
                                               before
     agreement.done(ticket)
 
-What is known costs no message. Links of their own, for few and small frames. A thread looks at what
-waits: after a second it says so, after the deadline it ends all (Rule 5). Assumes that `dropped`
-returns soon. Does NOT sum.
+What is known costs no message. A thread looks at what waits: after a second it says so, after the
+deadline it ends all (Rule 5). Assumes that `dropped` returns soon. Does NOT sum.
 """
 
 from __future__ import annotations
@@ -23,26 +21,15 @@ from typing import Any
 
 import msgspec
 
-from roadtrain.errors import DeadlineError, DifferError, LostError, PeerError, WireError
-from roadtrain.protocol.agreement import (
-    Agreed,
-    AgreementStateMachine,
-    AskWhetherBegun,
-    Differ,
-    Gone,
-    Operation,
-    Said,
-)
+from roadtrain.errors import DeadlineError, DifferError, PeerError
+from roadtrain.protocol.agreement import Operation
 from roadtrain.runtime import frames as m
-from roadtrain.runtime.connection import HostedSession, WorkerConnection
-from roadtrain.transport.link import Link
+from roadtrain.runtime.coordinator import CoordinatorLink
 
-HELLO = "agree"  # instead of a rule
 STALL_S, LOOK_S = 1.0, 0.25  # of waiting, before it is said; between two looks
 GRACE_S = 1.0  # for what all have begun to end, once a verdict has come
 MOST = 256  # operations in one word of who waits
 TEXT = 1000  # letters of an identity or a signature that are told
-WORDS_LIMIT = 1 << 22  # bytes
 HINT = "every worker runs the same program over the same model"
 
 
@@ -51,69 +38,6 @@ def short(text: str) -> str:
     if len(text) <= TEXT:
         return text
     return f"{text[:TEXT]}... {blake2b(text.encode(), digest_size=8).hexdigest()}"
-
-
-class AgreementCoordinator(HostedSession[WorkerConnection]):
-    """Of one start of a job."""
-
-    payloads = {m.STALL: WORDS_LIMIT}
-
-    def __init__(self, session: str, workers: int, waits: bool) -> None:
-        super().__init__(workers)
-        self.name, self._machine = session, AgreementStateMachine(workers, waits)
-
-    def take(self, worker: WorkerConnection, kind: int, fields: Any, payload: memoryview) -> None:
-        with self.lock:
-            self._tell(self._decided(worker.rank, kind, fields, payload))
-
-    def _decided(self, rank: int, kind: int, fields: Any, payload: memoryview) -> Sequence[Said]:
-        match kind:
-            case m.SAY:
-                epoch, *operation = fields
-                return self._machine.say(rank, epoch, Operation(*operation))
-            case m.STALL:
-                pending, blocked = m.stalled(payload)
-                waiting = [Operation(*one) for one in pending]
-                mine = Operation(*blocked[0]) if blocked else None
-                return self._machine.stall(rank, fields.epoch, waiting, mine)
-            case m.HAS:
-                epoch, place, begun, blocked = fields
-                return self._machine.has(rank, epoch, place, begun, blocked[0] if blocked else None)
-        raise WireError(f"a frame of kind {kind} came to who sees that workers agree")
-
-    def one_left(self, rank: int, error: PeerError, all_gone: bool) -> None:
-        with self.lock:
-            self._tell(self._machine.left(rank, str(error).splitlines()[0]))
-
-    def _tell(self, said: Sequence[Said]) -> None:
-        epoch = self._machine.epoch
-        for one in said:
-            match one:
-                case Agreed(operation, to):
-                    self._send(
-                        to,
-                        m.AGREED,
-                        (epoch, operation.identity, operation.use, operation.signature),
-                    )
-                case AskWhetherBegun(to, place):
-                    self._send(to, m.ASKED, (epoch, place))
-                case Differ(number, words):
-                    self._send(None, m.DIFFER, (number, words))
-                case Gone(words, to):
-                    self._send(to, m.FAILED, ("LostError", words))
-
-    def _send(self, to: int | None, kind: int, fields: tuple[Any, ...]) -> None:
-        for worker in self.everyone():
-            if to in (None, worker.rank):
-                with suppress(PeerError):  # that it has gone is noticed
-                    worker.link.send(kind, m.encode(fields))
-
-    def close(self, wait_s: float) -> None:
-        """Waits so long for the workers to leave by themselves."""
-        with self.lock:
-            self.lock.wait_for(lambda: self.connections.keys() <= self.gone, wait_s)
-        for worker in self.everyone():
-            worker.link.close()
 
 
 class OperationTicket:
@@ -128,14 +52,17 @@ class OperationTicket:
 
 
 class Agreement:
-    """A worker's end: the Receiver of its link to the coordinator. `waits`: as the state machine
-    has it. Every program here meets a disagreement once: in a wait for what was given up, else in
+    """Of one worker. `waits`: as the state machine has it. `coordinator`: None where there is one
+    worker. Every program here meets a disagreement once: in a wait for what was given up, else in
     what it begins next.
 
     Invariants, under `order`: an open ticket is of this epoch; one with `_ready` is not agreed."""
 
-    def __init__(self, rank: int, workers: int, waits: bool, deadline_s: float) -> None:
-        self.rank, self.workers, self._waits, self._deadline_s = rank, workers, waits, deadline_s
+    def __init__(
+        self, rank: int, waits: bool, deadline_s: float, coordinator: CoordinatorLink | None
+    ) -> None:
+        self.rank, self._waits, self._deadline_s = rank, waits, deadline_s
+        self._coordinator = coordinator
         self.order = threading.RLock()  # over what is begun, and a new epoch
         self.epoch = 0
         self._open: dict[int, OperationTicket] = {}
@@ -150,19 +77,15 @@ class Agreement:
         # may have ended it.
         self._verdict: tuple[float, tuple[int, str]] | None = None
         self._error: BaseException | None = None
-        self._link: Link | None = None
         self._closed, self._watcher = threading.Event(), threading.Thread()
 
     def leads(self, give_up: Callable[[], None], failed: Callable[[BaseException], None]) -> None:
         """Before all else. `give_up`: all sums that are under way, before their `dropped` are
         called; `failed`: of what ends all."""
         self._give_up, self._failed = give_up, failed
-
-    def linked(self, link: Link) -> None:
-        """Once, where there are several workers."""
-        self._link = link
-        self._watcher = threading.Thread(target=self._watch, name="agreement", daemon=True)
-        self._watcher.start()
+        if self._coordinator is not None:
+            self._watcher = threading.Thread(target=self._watch, name="agreement", daemon=True)
+            self._watcher.start()
 
     def begin(self, identity: str, signature: str, each: bool = False) -> OperationTicket:
         """Raises DifferError, once, where the others have disagreed while nothing was under way
@@ -181,7 +104,7 @@ class Agreement:
             self._counts[identity] += 1
             ticket = OperationTicket(operation, self.epoch)
             self._begun = ticket.began
-            known = self._link is None or (
+            known = self._coordinator is None or (
                 not each and (identity, operation.signature) in self._known
             )
             if not known:
@@ -275,20 +198,14 @@ class Agreement:
         self._failed(error)
 
     def _say(self, kind: int, fields: tuple[Any, ...], payload: bytes = b"") -> None:
-        assert self._link is not None
-        self._link.send(kind, m.encode(fields), [memoryview(payload)])
+        assert self._coordinator is not None
+        self._coordinator.say(kind, fields, payload)
 
-    # the Receiver of its link
+    # what the coordinator says
 
-    def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
-        raise WireError(f"a frame of kind {kind} has no payload, {nbytes} bytes came")
-
-    def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
-        fields = m.header(kind, header)
+    def heard(self, kind: int, fields: Any) -> None:
         with self.order:
             match kind:
-                case m.FAILED:
-                    self.fail(LostError(fields[1]))
                 case m.DIFFER if self._waits and self._agreed_open():
                     self._verdict = time.monotonic() + GRACE_S, fields
                 case m.DIFFER:
@@ -301,15 +218,12 @@ class Agreement:
                     self._say(
                         m.HAS, (self.epoch, (identity, use), self._counts[identity] > use, place)
                     )
-                case m.AGREED | m.ASKED:
-                    pass
                 case _:
-                    raise WireError(f"a frame of kind {kind} goes the other way")
+                    pass  # of an epoch that is over
 
     def lost(self, error: PeerError) -> None:
+        """What was agreed goes on."""
         with self.order:
-            if self._closed.is_set():
-                return
             self._error = self._error or error
             unagreed = any(not ticket.agreed.is_set() for ticket in self._open.values())
         if unagreed:
@@ -399,5 +313,3 @@ class Agreement:
         self._closed.set()
         if self._watcher.is_alive():
             self._watcher.join()
-        if self._link is not None:
-            self._link.close()

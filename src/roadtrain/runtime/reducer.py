@@ -36,11 +36,10 @@ from roadtrain.kernels import codecs
 from roadtrain.kernels.cast import cast_in_place
 from roadtrain.kernels.sum import accumulate, sum_k
 from roadtrain.protocol.reducer import RULES, Arrived, PartRound, ReducerStateMachine
-from roadtrain.runtime import agreement, health
 from roadtrain.runtime import frames as m
-from roadtrain.runtime.agreement import AgreementCoordinator
+from roadtrain.runtime import health
 from roadtrain.runtime.connection import MOST_WORKERS, HostedSession, WorkerConnection
-from roadtrain.runtime.membership import Control
+from roadtrain.runtime.coordinator import TO_COORDINATOR, Coordinator
 from roadtrain.transport.link import Link, Receiver
 from roadtrain.transport.tcp import Address, TcpOptions, listen
 from roadtrain.units import show_bytes
@@ -323,8 +322,7 @@ class Reducers:
     def __init__(self, nbytes: int) -> None:
         self.nbytes, self._used = nbytes, 0
         self.jobs: dict[str, Reducer] = {}
-        self.control: Control | None = None  # at worker 0
-        self.agreeing: AgreementCoordinator | None = None  # at worker 0
+        self.coordinator: Coordinator | None = None  # at worker 0
         self.above: Above | None = None  # of a host's own reducers
         self._lock = threading.Condition()
         self._ending: list[threading.Thread] = []
@@ -337,11 +335,10 @@ class Reducers:
         session, rank, workers, rule = m.decoded(
             m.SUM_HELLO, hello, "no greeting of a worker of a summation"
         )
-        coordinator = {agreement.HELLO: self.agreeing, "": self.control}.get(rule)
-        if coordinator is not None:
-            if session != coordinator.name:
-                raise coordinator.busy()
-            return coordinator.join(rank, link)
+        if rule == TO_COORDINATOR and self.coordinator is not None:
+            if session != self.coordinator.name:
+                raise self.coordinator.busy()
+            return self.coordinator.join(rank, link)
         if not 0 <= rank < workers <= MOST_WORKERS or rule not in RULES:
             raise WireError(f"worker {rank} of {workers} with rule {rule!r} came to a reducer")
         with self._lock:
@@ -391,8 +388,8 @@ class Reducers:
 
     def close(self, wait_s: float = 0.0) -> None:
         """Waits so long for the workers of all jobs to leave by themselves."""
-        if self.agreeing is not None:
-            self.agreeing.close(wait_s)
+        if self.coordinator is not None:
+            self.coordinator.close(wait_s)
         with self._lock:
             self._lock.wait_for(lambda: not self.jobs, wait_s)
             left = list(self.jobs.values())

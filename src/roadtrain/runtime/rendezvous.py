@@ -31,24 +31,24 @@ from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
 from roadtrain.device.buffers import Buffer
 from roadtrain.errors import ConfigError, PeerError
 from roadtrain.protocol.host_roots import choose, switches_of
+from roadtrain.protocol.membership import Spares
 from roadtrain.protocol.shares import optimum
-from roadtrain.runtime import agreement as agreeing
 from roadtrain.runtime import frames as m
 from roadtrain.runtime import health
 from roadtrain.runtime import host as topology
-from roadtrain.runtime.agreement import Agreement, AgreementCoordinator
-from roadtrain.runtime.membership import Control
+from roadtrain.runtime.agreement import Agreement
+from roadtrain.runtime.coordinator import TO_COORDINATOR, Coordinator, CoordinatorLink
 from roadtrain.runtime.reducer import Reducers
 from roadtrain.runtime.summation import WorkerSums, link_to
 from roadtrain.transport import shm
 from roadtrain.transport.address import address_of, local_options
-from roadtrain.transport.link import Link
 from roadtrain.transport.tcp import Address, TcpOptions, Tls, listen
 from roadtrain.units import MIB
 
@@ -58,6 +58,7 @@ SILENCE_S = 3.0  # after which a host that vanished is gone round
 # between looks at the file, at hosts not there: first, last
 LOOK_S, AGAIN_S, MOST_S = 1.0, 2.0, 300.0
 
+T = TypeVar("T", bound=msgspec.Struct)
 Tell = Callable[[bytes], list[bytes]]  # to all workers -> what each said, by rank
 
 
@@ -207,145 +208,181 @@ class HostSums:
             self.above.give_up()
 
 
+@dataclass(frozen=True)
+class SumSetup:
+    """One worker of a summation."""
+
+    rank: int
+    workers: int
+    inside: bool  # hosts sum first
+    rule: str
+    address: str  # of this host, for the workers of others
+    nbytes: int  # that reducers here may use
+    deadline_s: float
+    rates: Sequence[float] | None = None  # of the workers' links; None: all are alike
+    roots: Sequence[int] | None = None  # which of a host's workers sum; None: by its topology
+
+
 def connect(
-    wanted: Wanted,
-    rates: Sequence[float] | None,
-    roots: Sequence[int] | None,
-    tell: Tell,
-    ends: list[Callable[[], None]],
-    *,
-    rank: int,
-    workers: int,
-    inside: bool,
-    rule: str,
-    address: str,
-    nbytes: int,
-    deadline_s: float,
+    wanted: Wanted, setup: SumSetup, tell: Tell, ends: list[Callable[[], None]]
 ) -> HostSums:
     """What this worker sums by. `ends`: what ends all this is put
     there, to be called from the last on. All workers call it. Raises ConfigError, PeerError."""
-    rates = [*(rates or [1.0] * workers)]
-    if len(rates) != workers:
-        raise ConfigError(f"{len(rates)} rates for {workers} workers", hint="one for each")
-    spares = wanted.now() if rank == 0 else {}
+    rates = [*(setup.rates or [1.0] * setup.workers)]
+    if len(rates) != setup.workers:
+        raise ConfigError(f"{len(rates)} rates for {setup.workers} workers", hint="one for each")
+    spares = wanted.now() if setup.rank == 0 else {}
     optimum(rates, [*spares.values()])
-    mine = Start(secrets.token_hex(8), spares, inside and rule == "sum", rates)
-    start = msgspec.json.decode(tell(msgspec.json.encode(mine))[0], type=Start)
-    homes = [
-        msgspec.json.decode(one, type=Home)
-        for one in tell(msgspec.json.encode(_home(wanted, address)))
-    ]
-    names = [one.host for one in homes]
+    mine = Start(secrets.token_hex(8), spares, setup.inside and setup.rule == "sum", rates)
+    start = _told(tell, mine)[0]
+    homes = _told(tell, _home(wanted, setup.address))
     _check_homes(homes)
-    options = TcpOptions(token=wanted.own_token(), tls=wanted.tls, retry_s=30.0)
-    far, near = Reducers(nbytes), Reducers(nbytes)
-    where = ""
-    if len(set(names)) > 1:
-        listener = listen((address, 0), far.accept, options, language=m.LANGUAGE)
-        ends.append(listener.close)
-        where = "{}:{}".format(*listener.address)
-    home = tempfile.TemporaryDirectory(prefix="roadtrain-")  # its owner's alone
-    ends.append(home.cleanup)
-    for name, reducers in (("sums", near), ("far", far)):
-        inner_listener = shm.listen(
-            f"{home.name}/{name}", reducers.accept, local_options(options), language=m.LANGUAGE
+    return _Rendezvous(wanted, setup, start, [one.host for one in homes], ends).meet(tell)
+
+
+def _told(tell: Tell, mine: T) -> list[T]:
+    """What every worker says, by rank."""
+    return [msgspec.json.decode(one, type=type(mine)) for one in tell(msgspec.json.encode(mine))]
+
+
+class _Rendezvous:
+    """One worker that knows how the start begins. `names`: of the workers' hosts."""
+
+    def __init__(
+        self,
+        wanted: Wanted,
+        setup: SumSetup,
+        start: Start,
+        names: Sequence[str],
+        ends: list[Callable[[], None]],
+    ) -> None:
+        self.wanted, self.setup, self.start, self.names = wanted, setup, start, names
+        self.ends = ends
+        self.waits = setup.rule == "sum"  # workers wait for each other
+        self.options = TcpOptions(token=wanted.own_token(), tls=wanted.tls, retry_s=30.0)
+        # how spare hosts are reached
+        self.spare = replace(
+            self.options, token=wanted.token, silence_s=SILENCE_S, retry_s=5.0, close_s=1.0
         )
-        ends.append(inner_listener.close)
-    here = WorkerAddress(
-        where,
-        f"{home.name}/sums",
-        f"{home.name}/far",
-        _roots_here() if roots is None else [*roots],
-        roots is not None,
-    )
-    places = [
-        msgspec.json.decode(one, type=WorkerAddress) for one in tell(msgspec.json.encode(here))
-    ]
-    hosts, sums = _groups(names, places, inside=start.inside, spares=bool(start.spares))
-    if hosts and sums:
-        far.nbytes = near.nbytes = nbytes // 2
-    number, group = next(((i, ranks) for i, ranks in enumerate(sums) if rank in ranks), (0, []))
-    spare = replace(options, token=wanted.token, silence_s=SILENCE_S, retry_s=5.0, close_s=1.0)
-    numbered = tuple((len(group) + i, *one) for i, one in enumerate(start.spares.items()))
-    session = f"{start.session}-{number}"
-    if rule == "sum" and group[:1] == [rank]:
-        far.control = Control(session, len(group), numbered, print)
-    if rank == 0:
-        far.agreeing = AgreementCoordinator(start.session, workers, rule == "sum")
-    tell(b"")  # all listen
-    outer: WorkerSums | None = None
-    join: Callable[[Agreement], Link] | None = None
-    agreement = Agreement(rank, workers, rule == "sum", deadline_s)
-    if workers > 1:
-        hello = start.session, rank, workers, agreeing.HELLO
-        first = (
-            None
-            if rank == 0
-            else places[0].far
-            if names[0] == names[rank]
-            else address_of(places[0].address)
+        self.far = Reducers(setup.nbytes)  # sums between hosts, or of all workers
+        self.near = Reducers(setup.nbytes)  # sums inside this host
+        self.places: list[WorkerAddress] = []  # by rank
+
+    def meet(self, tell: Tell) -> HostSums:
+        rank, workers, start = self.setup.rank, self.setup.workers, self.start
+        self.places = _told(tell, self._listen())
+        hosts, groups = _groups(
+            self.names, self.places, inside=start.inside, spares=bool(start.spares)
         )
-        join = partial(link_to, address=first, own=far, hello=hello, options=options)
-    if group:
-        addresses: list[Address | str | None] = [
-            (
-                None
-                if one == rank
-                else (
-                    places[one].far
-                    if names[one] == names[rank]
-                    else address_of(places[one].address)
-                )
+        if hosts and groups:
+            self.far.nbytes = self.near.nbytes = self.setup.nbytes // 2
+        elastic = groups if self.waits else []  # spare hosts come and go there
+        self.ends.append(partial(self.far.close, LEAVE_S))
+        if rank == 0:
+            self.far.coordinator = Coordinator(
+                start.session, workers, self.waits, elastic, self._spares(groups)
             )
-            for one in group
-        ]
-        outer = WorkerSums(
+        tell(b"")  # all listen
+        link = CoordinatorLink() if workers > 1 or elastic else None
+        outer = self._outer(groups, link if elastic else None)
+        inner, above = self._inner(tell, hosts, groups, outer) if hosts else (outer, None)
+        assert inner is not None
+        others = link if workers > 1 else None
+        agreement = Agreement(rank, self.waits, self.setup.deadline_s, others)
+        sums = HostSums(inner, above, agreement)
+        agreement.leads(sums.give_up, inner.fail)
+        self.ends.append(agreement.close)
+        if link is not None:
+            link.agreement, link.sums = agreement, outer if elastic else None
+            hello = start.session, rank, workers, TO_COORDINATOR
+            link.linked(link_to(link, self._address(0), self.far, hello, self.options))
+            self.ends.append(link.close)
+        if self.far.coordinator is not None and elastic:
+            self.ends.append(_watch(self.wanted, self.far.coordinator, self.spare))
+        return sums
+
+    def _listen(self) -> WorkerAddress:
+        """Where the others reach this worker's reducers."""
+        where, options = "", self.options
+        if len(set(self.names)) > 1:
+            address = self.setup.address, 0
+            listener = listen(address, self.far.accept, options, language=m.LANGUAGE)
+            self.ends.append(listener.close)
+            where = "{}:{}".format(*listener.address)
+        home = tempfile.TemporaryDirectory(prefix="roadtrain-")  # its owner's alone
+        self.ends.append(home.cleanup)
+        near, far = f"{home.name}/sums", f"{home.name}/far"
+        for path, reducers in ((near, self.near), (far, self.far)):
+            inside = shm.listen(path, reducers.accept, local_options(options), language=m.LANGUAGE)
+            self.ends.append(inside.close)
+        roots = self.setup.roots
+        own = _roots_here() if roots is None else [*roots]
+        return WorkerAddress(where, near, far, own, roots is not None)
+
+    def _address(self, rank: int) -> Address | str | None:
+        """Of a worker's reducers between hosts; None: they are this worker's own."""
+        if rank == self.setup.rank:
+            return None
+        place = self.places[rank]
+        same = self.names[rank] == self.names[self.setup.rank]
+        return place.far if same else address_of(place.address)
+
+    def _spares(self, groups: Sequence[Sequence[int]]) -> Spares:
+        """The groups have as many workers each, so spare hosts have the same numbers in all."""
+        first = len(groups[0]) if groups else 0
+        return tuple((first + i, *one) for i, one in enumerate(self.start.spares.items()))
+
+    def _outer(
+        self, groups: Sequence[Sequence[int]], coordinator: CoordinatorLink | None
+    ) -> WorkerSums | None:
+        """Sums with other hosts, or of all workers, if this worker takes part in them."""
+        rank, start = self.setup.rank, self.start
+        number = next((i for i, ranks in enumerate(groups) if rank in ranks), None)
+        if number is None:
+            return None
+        group = groups[number]
+        sums = WorkerSums(
             group.index(rank),
-            addresses,
+            [self._address(one) for one in group],
             [start.rates[one] for one in group],
-            numbered,
-            far,
-            session=session,
-            options=options,
-            spare=spare,
-            rule=rule,
-            deadline_s=deadline_s,
-            control=rule == "sum",
+            self._spares(groups),
+            self.far,
+            session=f"{start.session}-{number}",
+            options=self.options,
+            spare=self.spare,
+            rule=self.setup.rule,
+            deadline_s=self.setup.deadline_s,
+            coordinator=coordinator,
         )
-        ends += [partial(far.close, LEAVE_S), outer.close]
-        if far.control is not None:
-            ends.append(_watch(wanted, far.control, spare))
-    if not hosts:
-        assert outer is not None
-        return _agreeing(HostSums(outer, None, agreement), join, ends)
-    near.above = above = None if outer is None else Above(outer)
-    tell(b"")  # all that stand above others do
-    own = next(own for own in hosts if rank in own)
-    used = [place for place, one in enumerate(own) if any(one in ranks for ranks in sums)]
-    inner = WorkerSums(
-        own.index(rank),
-        [None if one == rank else places[one].path for one in own],
-        [1.0] * len(own),
-        (),
-        near,
-        session=start.session,
-        options=options,
-        deadline_s=deadline_s,
-        part_bytes=NEAR_PART,
-        roots=used if sums else _roots(places, own),
-    )
-    ends += [partial(near.close, LEAVE_S), inner.close]
-    return _agreeing(HostSums(inner, above, agreement), join, ends)
+        self.ends.append(sums.close)
+        return sums
 
-
-def _agreeing(
-    sums: HostSums, join: Callable[[Agreement], Link] | None, ends: list[Callable[[], None]]
-) -> HostSums:
-    sums.agreement.leads(sums.give_up, sums.near.fail)
-    if join is not None:
-        sums.agreement.linked(join(sums.agreement))
-        ends.append(sums.agreement.close)
-    return sums
+    def _inner(
+        self,
+        tell: Tell,
+        hosts: Sequence[Sequence[int]],
+        groups: Sequence[Sequence[int]],
+        outer: WorkerSums | None,
+    ) -> tuple[WorkerSums, Above | None]:
+        """Sums inside this host, and what stands above them."""
+        self.near.above = above = None if outer is None else Above(outer)
+        tell(b"")  # all that stand above others do
+        own = next(ranks for ranks in hosts if self.setup.rank in ranks)
+        used = [place for place, one in enumerate(own) if any(one in ranks for ranks in groups)]
+        sums = WorkerSums(
+            own.index(self.setup.rank),
+            [None if one == self.setup.rank else self.places[one].path for one in own],
+            [1.0] * len(own),
+            (),
+            self.near,
+            session=self.start.session,
+            options=self.options,
+            deadline_s=self.setup.deadline_s,
+            part_bytes=NEAR_PART,
+            roots=used if groups else _roots(self.places, own),
+        )
+        self.ends += [partial(self.near.close, LEAVE_S), sums.close]
+        return sums, above
 
 
 def _home(wanted: Wanted, address: str) -> Home:
@@ -444,7 +481,7 @@ def _roots_here() -> list[int]:
     )
 
 
-def _watch(wanted: Wanted, control: Control, options: TcpOptions) -> Callable[[], None]:
+def _watch(wanted: Wanted, coordinator: Coordinator, options: TcpOptions) -> Callable[[], None]:
     """Offers spare hosts that are wanted, answer and are not there, has those left out that are
     not wanted any more. Returns what ends it."""
     # address -> next try, wait after
@@ -457,22 +494,26 @@ def _watch(wanted: Wanted, control: Control, options: TcpOptions) -> Callable[[]
             again[address] = time.monotonic() + wait_s, min(2 * wait_s, MOST_S)
         return found
 
+    def answers(address: str) -> bool:
+        return not isinstance(health.ask(address_of(address), options), PeerError)
+
     def look() -> None:
         while not over.wait(LOOK_S):
             try:
                 now = wanted.now()
             except ConfigError as error:
                 if due(""):
-                    control.report(f"spare hosts stay as they are: {error}")
+                    coordinator.report(f"spare hosts stay as they are: {error}")
                 continue
-            there = control.spares
-            for address in there.keys() - now.keys():
-                control.lost_reducer(there[address], f"spare host {address} is not wanted any more")
-            for address in now.keys() - there.keys():
-                if due(address) and not isinstance(
-                    health.ask(address_of(address), options), PeerError
-                ):
-                    control.offered(address, now[address])
+            there = [group.spares for group in coordinator.groups]
+            for group, spares in zip(coordinator.groups, there):
+                for address in spares.keys() - now.keys():
+                    why = f"spare host {address} is not wanted any more"
+                    group.lost_reducer(spares[address], why)
+            for address in now.keys() - set.intersection(*map(set, there)):
+                if due(address) and answers(address):
+                    for group in coordinator.groups:
+                        group.offered(address, now[address])
 
     thread = threading.Thread(target=look, name="spare hosts", daemon=True)
     thread.start()

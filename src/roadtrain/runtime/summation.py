@@ -18,7 +18,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -38,7 +38,7 @@ from roadtrain.kernels import codecs
 from roadtrain.protocol.membership import Change, Map, Spares
 from roadtrain.protocol.shares import cut, order
 from roadtrain.runtime import frames as m
-from roadtrain.runtime.membership import Delegate
+from roadtrain.runtime.coordinator import CoordinatorLink
 from roadtrain.runtime.reducer import Reducers, seed_of
 from roadtrain.transport import local, shm
 from roadtrain.transport.address import address_of, local_options
@@ -75,40 +75,28 @@ class _Codec:
         return raw
 
 
+@dataclass(eq=False)
 class _Tensor:
-    """One round of a tensor. `waits`: parts whose sum has not come; `sent`: part -> the reducer it
-    was pushed to."""
+    """One round of a tensor."""
 
-    def __init__(
-        self,
-        key: int,
-        round: int,
-        grad: memoryview,
-        out: memoryview,
-        dtype: str,
-        done: Done,
-        urgency: tuple[int, int],
-    ) -> None:
-        self.key, self.round, self.grad, self.out, self.dtype, self.done = (
-            key,
-            round,
-            grad,
-            out,
-            dtype,
-            done,
-        )
-        self.urgency = urgency  # priority, number of the call
-        self.codec: _Codec | None = None
-        self.parts: Sequence[tuple[int, int]] = ()
-        self.waits: set[int] = set()
-        self.sent: dict[int, int] = {}
-        self.began = time.monotonic()
+    key: int
+    grad: memoryview
+    out: memoryview
+    dtype: str
+    done: Done
+    urgency: tuple[int, int]  # priority, number of the call
+    parts: Sequence[tuple[int, int]]  # first element, the one behind the last
+    codec: _Codec | None
+    round: int = 0  # 0: it has not begun
+    waits: set[int] = field(default_factory=set)  # parts whose sum has not come
+    sent: dict[int, int] = field(default_factory=dict)  # part -> the reducer it was pushed to
+    began: float = field(default_factory=time.monotonic)
 
     def number(self, start: int) -> int:
         """Of the part that begins there; -1: none does. ~start: of one that went elsewhere
         (Map.moved)."""
         start = max(start, ~start)
-        size = self.parts[0][1] if self.parts else 1
+        size = self.parts[0][1]
         return start // size if start % size == 0 and start // size < len(self.parts) else -1
 
     def of(self, memory: memoryview, number: int) -> memoryview:
@@ -163,8 +151,8 @@ class WorkerSums:
     this process, `own`.
     `spares`: the spare hosts; `rates`: of all workers' links; `roots`: instead, which workers'
     reducers sum. `session`: the same for all workers of one start. `spare`: how spare hosts are
-    reached, where not by `options`. `control`: whether worker 0's reducers have a coordinator, so
-    that spare hosts may come and go. Raises LostError, AuthError, WireError, DeadlineError."""
+    reached, where not by `options`. `coordinator`: with one, spare hosts may come and go. Raises
+    LostError, AuthError, WireError, DeadlineError."""
 
     def __init__(
         self,
@@ -180,7 +168,7 @@ class WorkerSums:
         rule: str = "sum",
         deadline_s: float = 600.0,
         part_bytes: int = PART_BYTES,
-        control: bool = False,
+        coordinator: CoordinatorLink | None = None,
         roots: Sequence[int] = (),
     ) -> None:
         self.rank, self.workers, self.deadline_s = rank, len(reducers), deadline_s
@@ -190,6 +178,7 @@ class WorkerSums:
         self._lock = threading.Condition()
         self._map = Map(rates, spares, dict.fromkeys(roots, 1.0))
         self._tensors: dict[int, _Tensor] = {}  # under way
+        self._later: list[_Tensor] = []  # to be begun after the next change of spare hosts
         self._last: dict[int, _Tensor] = {}  # complete
         self._rounds: dict[int, int] = {}
         self._codecs: dict[tuple[int, str, int], _Codec] = {}
@@ -206,9 +195,7 @@ class WorkerSums:
         self.error: BaseException | None = None  # what has ended it
         self._reducers: dict[int, _ReducerLink] = {}
         self._dialed: dict[int, _ReducerLink] = {}
-        self._delegate = (
-            Delegate(self._dial, self._hold, self._change, self.fail) if control else None
-        )
+        self._coordinator = coordinator
         self._closed, self._watcher = threading.Event(), threading.Thread()
         try:
             for number, address in enumerate(reducers):
@@ -218,16 +205,6 @@ class WorkerSums:
             for number, text, _ in spares:
                 self._reducers[number] = self._reach(
                     number, address_of(text), None, f"spare host {text}"
-                )
-            if self._delegate is not None:
-                self._delegate.linked(
-                    link_to(
-                        self._delegate,
-                        reducers[0],
-                        own,
-                        (session, rank, len(reducers), ""),
-                        options,
-                    )
                 )
         except BaseException:
             self.close()
@@ -248,7 +225,7 @@ class WorkerSums:
         try:
             reducer.link = link_to(reducer, address, own, self._hello, how, name)
         except (LostError, DeadlineError, BusyError) as error:
-            if self._delegate is None or number not in self._map.spares:
+            if self._coordinator is None or number not in self._map.spares:
                 raise
             # leads nowhere: the host died before all began
             reducer.link = FrameStream(name, how.frame_limit, False, 0.0)
@@ -276,33 +253,32 @@ class WorkerSums:
                 f"tensor {key} is {dtype} and should travel as {format}", hint="formats are of fp32"
             )
         elements = len(grad) // ITEMSIZE[dtype]
-        codec = format and self._codec(key, format, elements)
+        codec = self._codec(key, format, elements) if format else None
+        parts = cut(elements, self._part_bytes // ITEMSIZE[dtype])
+        urgency = priority, next(self._calls)
+        tensor = _Tensor(key, grad, out, dtype, done, urgency, parts, codec)
         with self._lock:
-            free = self._lock.wait_for(
-                lambda: not self._held or self.error is not None, self.deadline_s
-            )
             self._check()
-            if not free:
-                raise DeadlineError(
-                    f"worker {self.rank} waited {self.deadline_s:.0f} s for all to agree on spares",
-                    hint="is another worker stopped?",
-                )
-            if key in self._tensors:
+            if key in self._tensors or any(one.key == key for one in self._later):
                 raise RuntimeError(f"tensor {key} is still being summed")
-            self._rounds[key] = number = self._rounds.get(key, 0) + 1
-            tensor = _Tensor(key, number, grad, out, dtype, done, (priority, next(self._calls)))
-            tensor.codec = codec or None
-            tensor.parts = cut(elements, self._part_bytes // ITEMSIZE[dtype])
-            tensor.waits = set(range(len(tensor.parts)))
-            if tensor.parts:
-                self._tensors[key] = tensor
-            of = self._map.reducers(key, len(tensor.parts), number)
-            for place, part in enumerate(order(of, self.rank)):
-                heapq.heappush(self._queue, (*tensor.urgency, place, key, number, part, False))
+            if parts and self._held:
+                self._later.append(tensor)
+            elif parts:
+                self._begin(tensor)
             posts = self._next()
-        if not tensor.parts:
+        if not parts:
             done()
         self._post(posts)
+
+    def _begin(self, tensor: _Tensor) -> None:
+        """Under the lock."""
+        key = tensor.key
+        self._rounds[key] = tensor.round = self._rounds.get(key, 0) + 1
+        tensor.waits.update(range(len(tensor.parts)))
+        self._tensors[key] = tensor
+        of = self._map.reducers(key, len(tensor.parts), tensor.round)
+        for place, part in enumerate(order(of, self.rank)):
+            heapq.heappush(self._queue, (*tensor.urgency, place, key, tensor.round, part, False))
 
     def _codec(self, key: int, format: str, elements: int) -> _Codec:
         if (key, format, elements) not in self._codecs:
@@ -450,6 +426,7 @@ class WorkerSums:
             ):
                 kept.clear()
             self._queue.clear()
+            self._later.clear()
             self._lock.notify_all()
             reducers = list(self._reducers.values())
         self._tell(reducers, m.GIVEN_UP)
@@ -465,12 +442,12 @@ class WorkerSums:
 
     def lost(self, reducer: _ReducerLink, error: PeerError) -> None:
         """A link has ended. Without a worker nothing can be summed, without a spare host it can."""
-        if reducer.number < self.workers or self._delegate is None:
+        if reducer.number < self.workers or self._coordinator is None:
             self.fail(error)
         else:
-            self._delegate.gone(reducer.number, str(error).splitlines()[0])
+            self._coordinator.reducer_gone(reducer.number, str(error).splitlines()[0])
 
-    def _dial(self, added: Spares) -> list[int]:
+    def dial(self, added: Spares) -> list[int]:
         refused = []
         for number, text, _ in added:
             try:
@@ -482,13 +459,14 @@ class WorkerSums:
                 refused.append(number)
         return refused
 
-    def _hold(self) -> dict[int, tuple[int, bool]]:
-        """No round begins from now on until the change."""
+    def hold(self) -> dict[int, tuple[int, bool]]:
+        """No round begins from now on until the change. Returns the rounds begun, and whether
+        their sums are here."""
         with self._lock:
             self._held = True
             return {key: (number, key not in self._tensors) for key, number in self._rounds.items()}
 
-    def _change(self, change: Change) -> None:
+    def change(self, change: Change) -> None:
         gone = [
             reducer
             for reducer in (self._reducers.get(number) for number in change.gone)
@@ -516,8 +494,9 @@ class WorkerSums:
             refused, self._dialed = list(self._dialed.values()), {}
             for words in again:
                 heapq.heappush(self._queue, words)
-            self._held = False
-            self._lock.notify_all()
+            self._held, later, self._later = False, self._later, []
+            for tensor in later:
+                self._begin(tensor)
             posts = self._next() if self.error is None else []
             reducers = list(self._reducers.values())
         for reducer in refused:
@@ -561,28 +540,36 @@ class WorkerSums:
         """Until nothing is under way. Raises what has failed."""
         with self._lock:
             # _watch ends it
-            self._lock.wait_for(lambda: not self._tensors or self.error is not None)
+            self._lock.wait_for(
+                lambda: not (self._tensors or self._later) or self.error is not None
+            )
             self._check()
 
     def _watch(self) -> None:
         """DeadlineError names what has been missing for so long."""
         while not self._closed.wait(min(1.0, self.deadline_s / 4)):
             with self._lock:
-                tensor = next(iter(self._tensors.values()), None)  # the oldest
+                tensor = next(iter((*self._tensors.values(), *self._later)), None)  # the oldest
                 if tensor is None or time.monotonic() - tensor.began < self.deadline_s:
                     continue
-                waited = {tensor.sent[part] for part in tensor.waits if part in tensor.sent} & set(
-                    self._reducers
-                )
-                names = [self._reducers[reducer].name for reducer in sorted(waited)]
+                what = self._waited_for(tensor)
             self.fail(
                 DeadlineError(
-                    f"worker {self.rank} waited {self.deadline_s:.0f} s for {len(tensor.waits)}"
-                    f" part(s) of tensor {tensor.key}, round {tensor.round}, from"
-                    f" {', '.join(names)}",
-                    hint="is another worker late, or a link slow?",
+                    f"worker {self.rank} waited {self.deadline_s:.0f} s for {what}",
+                    hint="is another worker late or stopped, or a link slow?",
                 )
             )
+
+    def _waited_for(self, tensor: _Tensor) -> str:
+        """Under the lock."""
+        if not tensor.round:
+            return "all to agree on spares"
+        waited = {tensor.sent[part] for part in tensor.waits if part in tensor.sent}
+        names = [self._reducers[number].name for number in sorted(waited & self._reducers.keys())]
+        return (
+            f"{len(tensor.waits)} part(s) of tensor {tensor.key}, round {tensor.round}, from"
+            f" {', '.join(names)}"
+        )
 
     def _check(self) -> None:
         if self.error is not None:
@@ -591,7 +578,8 @@ class WorkerSums:
     def fail(self, error: BaseException) -> None:
         with self._lock:
             self.error = self.error or error
-            tensors, self._tensors = list(self._tensors.values()), {}
+            tensors = [*self._tensors.values(), *self._later]
+            self._tensors, self._later = {}, []
             self._queue.clear()
             self._lock.notify_all()
         for tensor in tensors:
@@ -601,8 +589,6 @@ class WorkerSums:
         self._closed.set()
         if self._watcher.is_alive():
             self._watcher.join()
-        if self._delegate is not None:
-            self._delegate.close()
         for reducer in [*self._reducers.values(), *self._dialed.values()]:
             reducer.link.close()
 

@@ -65,12 +65,11 @@ MIN_TOKEN = 16  # bytes: what is shorter can be guessed
 class Tls:
     """Paths of PEM files: this side's certificate and key, and who signs the other side's. A
     client may have only `ca`; a server with `ca` demands a certificate of the client.
-    `server_name`: in the server's certificate, if not its address."""
+    The server's certificate names its address."""
 
     cert: Path | None = None
     key: Path | None = None
     ca: Path | None = None
-    server_name: str = ""
 
     def context(self, server: bool) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
@@ -101,20 +100,13 @@ class Tls:
 
 @dataclass(frozen=True)
 class TcpOptions(Common):
-    """`token`: the job's secret. `connections` of a link, from `source` (an address of this host)
-    and through
-    `interface`. `silence_s`: how long packets may stay unanswered. `send_buffer`,
-    `receive_buffer`: bytes, 0 leaves them to Linux."""
+    """Of a link over TCP."""
 
-    token: bytes | None = None
+    token: bytes | None = None  # the job's secret
     tls: Tls | None = None
-    connections: int = 1
-    source: str = ""
-    interface: str = ""
+    connections: int = 1  # of a link
     connect_s: float = 10.0
-    silence_s: float = 10.0
-    send_buffer: int = 0
-    receive_buffer: int = 0
+    silence_s: float = 10.0  # how long packets may stay unanswered
 
     def __post_init__(self) -> None:
         if self.token is not None and len(self.token) < MIN_TOKEN:
@@ -187,9 +179,7 @@ def connect(
             deadline = time.monotonic() + options.handshake_s
             if context is not None and options.tls is not None:
                 sock.settimeout(options.handshake_s)
-                sock = socks[-1] = context.wrap_socket(
-                    sock, server_hostname=options.tls.server_name or address[0]
-                )
+                sock = socks[-1] = context.wrap_socket(sock, server_hostname=address[0])
             said = b"" if i else hello
             ours = greeting(
                 options,
@@ -243,7 +233,6 @@ def listen(
         sock = socket.socket(family, kind, protocol)
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            _prepare(sock, options)
             sock.bind(where)
             sock.listen(128)
         except BaseException:
@@ -290,25 +279,12 @@ def _dial(address: Address, options: TcpOptions) -> socket.socket:
     family, kind, protocol, _, where = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
     sock = socket.socket(family, kind, protocol)
     try:
-        _prepare(sock, options)
-        if options.source:
-            sock.bind((options.source, 0))
         sock.settimeout(options.connect_s)
         sock.connect(where)
     except BaseException:
         sock.close()
         raise
     return sock
-
-
-def _prepare(sock: socket.socket, options: TcpOptions) -> None:
-    """What must be set before the connection is made; accepted sockets inherit the buffers."""
-    if options.interface:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, options.interface.encode())
-    if options.send_buffer:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, options.send_buffer)
-    if options.receive_buffer:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, options.receive_buffer)
 
 
 class _TcpChannel:
