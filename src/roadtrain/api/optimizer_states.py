@@ -7,7 +7,7 @@ over. The whole form has torch's "state" too; its "roadtrain" adds "masters" (fp
 parameters) and "parameters", a checksum of those that the state belongs to. A whole form of torch's
 own optimizer, without "roadtrain", can be loaded as well.
 
-Does NOT hold the whole in memory: gathered tensors lie in a scratch file, as those of states.py.
+Does NOT hold the whole in memory: gathered tensors lie in a scratch file, as in state_dicts.py.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def writer(
     staged: Staged,
     hyperparameters: Sequence[Sequence[float]],
 ) -> Callable[[RecordView], None]:
-    """What `Engine.rewrite` does to a record: values put aside by the model's load_state_dict,
+    """What `JobSession.rewrite` does to a record: values put aside by the model's load_state_dict,
     then the whole form. What error feedback has not sent belongs to the steps before: a whole
     form clears it."""
     masters = {} if given is None else given.get(KEY, {}).get("masters", {})

@@ -1,6 +1,6 @@
 """Files, Memory and Servers: where place() puts parameters and optimizer state.
 
-Each value checks itself when it is made; nothing is opened or dialed here.
+Each value checks itself when it is made; nothing is opened or connected here.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Triton twins of the AdamW and SGD updates and of the sum of squares, for CUDA tensors, in one
-pass.
+"""The AdamW and SGD updates and the sum of squares in Triton, for CUDA tensors, in one pass.
 
 The same operations in the same order as `update.py`, with IEEE division and root and without
 contraction, so that an update has the bits of the CPU kernel. The sum of squares is fixed for one
@@ -142,7 +141,8 @@ def apply(
     copy: torch.Tensor | None = None,
 ) -> None:
     """`rule.apply` on tensors. p, arrays: fp32 [N] in place; grad: fp32, bf16 or fp16 [N]; row:
-    float64, on the host; copy: bf16 or fp16 [N]. Raises RuleError for a rule without a twin."""
+    float64, on the host; copy: bf16 or fp16 [N]. Raises RuleError for a rule without
+    a GPU kernel."""
     if not isinstance(rule, (AdamRule, SgdRule)):
         raise RuleError(
             f"{rule.name} has no GPU kernel", hint="use AdamW, Adam or SGD, or update on the host"

@@ -393,8 +393,8 @@ def command(
     if job_file:
         if (text := job(answer.pick.plan)) is None:
             print(
-                f"no job file: placement {answer.pick.plan.placement.name} in this layout has no"
-                " runtime here"
+                f"no job file: placement {answer.pick.plan.placement.name} with this parallelism"
+                " has no runtime here"
             )
         else:
             replace_file(Path(job_file), text.encode(), "writing")

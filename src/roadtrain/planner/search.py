@@ -1,5 +1,5 @@
-"""Which plan is best on a cluster, and why. Candidates are placements x layouts x batches x options
-x stage sizes.
+"""Which plan is best on a cluster, and why. Candidates: placements x parallelisms x batches x
+options x stage sizes.
 
 Each is first refused where a memory is too small, then bounded from below in closed form (each
 resource's bytes over its capacity; nothing waits), and simulated in the order of the bounds until

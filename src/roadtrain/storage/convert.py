@@ -1,5 +1,5 @@
 """Records by parameter name: read one parameter, fill chunks from a source, convert a store to
-another layout.
+other blocks, chunks, dtypes or directories.
 
 A *source* gives elements [start, stop) of one of a parameter's things: "master" (fp32; a frozen
 parameter's own dtype), a state array (fp32) or a scalar (one float64), or None for "keep what is
@@ -84,8 +84,8 @@ class RecordView:
 
 
 def read_record(store: OpenedStore, chunk: Chunk, buffer: Buffer, what: str = "") -> RecordView:
-    """The newest record of `chunk`, or the part of it in which `what` lies; an absent public
-    part is cast."""
+    """The newest record of `chunk`, or the part of it in which `what` lies. A weights part that is
+    absent is cast from the master."""
     view, tier = RecordView(store.meta, chunk, buffer.view), store.tier_of(chunk.id)
     parts = (
         (WEIGHTS, MASTER) if not view.record.master else () if store.meta.staleness else (WEIGHTS,)
@@ -113,14 +113,14 @@ def read_param(store: OpenedStore, name: str, what: str = MASTER) -> Array:
 def gather_param(
     meta: StoreMeta, name: str, what: str, record_of: Callable[[Chunk], RecordView]
 ) -> Array:
-    """The same from wherever `record_of` finds a chunk."""
+    """As `read_param`, from the records that `record_of` finds."""
     param = next((p for p in meta.table.params if p.name == name), None)
     if param is None:
         raise ConfigError(f"no parameter is named {name!r}")
     rule = meta.groups[param.group] if param.trainable else GroupRule("")
     if what not in (WEIGHTS, MASTER, *rule.arrays, *rule.scalars):
         raise ConfigError(
-            f"parameter {name!r} has no {what!r}, it has master, public, {rule.arrays},"
+            f"parameter {name!r} has no {what!r}, it has master, weights, {rule.arrays},"
             f" {rule.scalars}"
         )
     out = _gather(meta, param, what, record_of, 0, param.numel)
@@ -130,7 +130,7 @@ def gather_param(
 def param_pieces(
     meta: StoreMeta, name: str, what: str, record_of: Callable[[Chunk], RecordView]
 ) -> Iterator[tuple[int, Array]]:
-    """The same flat and a chunk at a time: (its first element, values)."""
+    """As `gather_param`, flat and a chunk at a time: (its first element, values)."""
     param = next(p for p in meta.table.params if p.name == name)
     for _, _, span in meta.where.get(name, ()):
         stop = span.origin + span.stop - span.start
@@ -235,10 +235,10 @@ def convert(
     *,
     direct: bool = True,
 ) -> OpenedStore:
-    """`old` in the layout of `meta` and `directories`, at the same step, exactly. `old` is
-    closed and removed once the new one counts; until then, also after a kill, it is what
-    `open_store` opens. ForeignError for another model or other state, ConfigError where a frozen
-    parameter would lose bits."""
+    """`old` with the blocks, chunks and rules of `meta` in `directories`, at the same step,
+    exactly. `old` is closed and removed once the new one counts; until then, also after a kill, it
+    is what `open_store` opens. ForeignError for another model or other state, ConfigError where a
+    frozen parameter would lose bits."""
     _check_same_model(old.meta, meta)
     new = create_store(
         directories, replace(meta, job=old.meta.job), owners, direct=direct, former=old

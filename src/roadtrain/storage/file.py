@@ -65,7 +65,7 @@ class FileTier:
         self._places, sizes = _lay_out(meta)
         self._spill_nbytes = sizes[2]
         self._spill: DirectFile | None = None
-        # (chunk, lane) -> bytes written, their checksum
+        # (chunk, spill slot) -> bytes written, their checksum
         self._spill_sums = dict[tuple[int, int], tuple[int, int]]()
         self.spill_workers = 1  # whose gradients the spill file has room for
         self._lock = threading.Lock()  # the making of the spill file
@@ -275,7 +275,7 @@ class FileTier:
 
     def spill_write(self, chunk: int, data: memoryview, spill_slot: int = 0) -> None:
         """Scratch bytes of a chunk (a worker's gradient): not durable. FullError at the first
-        call, and beyond the lanes of `spill_workers`."""
+        call, and beyond the spill slots of `spill_workers`."""
         self._spill_sums[chunk, spill_slot] = len(data), digest(data)
         self._spill_file().write(data, *self._spilled(chunk, data, spill_slot))
 
@@ -357,7 +357,7 @@ def _lay_out(meta: StoreMeta) -> tuple[dict[int, ChunkPlace], tuple[int, int, in
 
 
 def _parts(place: ChunkPlace, part: str) -> list[str]:
-    """The parts, among public and private, that `part` means and that have bytes."""
+    """Those of the weights and the state part that `part` means and that have bytes."""
     parts = [p for p in (WEIGHTS, STATE_PART) if part in (p, RECORD)]
     return [p for p in parts if p == WEIGHTS or place.record.state_nbytes]
 

@@ -1,4 +1,4 @@
-"""probe: what this machine gives, measured. So far: the rates of a storage directory.
+"""The rates of a storage directory, measured.
 
 Assumes the directory takes a file of FILE_BYTES for some seconds. Does NOT write anything that
 stays.

@@ -1,5 +1,5 @@
-"""safetensors, tensor by tensor: export in Hugging Face's layout (shards and an index), read any of
-its layouts.
+"""safetensors, tensor by tensor: export as Hugging Face does (shards and an index), and read what
+Hugging Face exports.
 
 The file is 8 bytes of header length, a JSON header, the data. Own writer: the library's wants all
 tensors at once. Assumes a little-endian machine; bf16 and fp16 are uint16 arrays, a dtype name

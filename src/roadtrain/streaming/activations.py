@@ -12,7 +12,7 @@ before it ahead. A tensor object kept for several blocks (a mask, position embed
 Tensors under SMALL and expanded ones are references and never leave. One thread does the file's
 writes and reads; it starts with the first write.
 
-Assumes: nobody changes a kept tensor in place; who does gets a ModelError at load.
+Assumes: nobody changes a kept tensor in place; such a change raises ModelError when it is loaded.
 Does NOT keep the autograd graph of a tensor, or anything after close().
 """
 
@@ -39,8 +39,8 @@ HERE, LEAVING, AWAY, COMING, GONE = "here", "leaving", "away", "coming", "gone"
 
 
 class KeptTensor:
-    """A kept tensor. All fields are guarded by the Activations' lock. `users`: saves minus
-    frees."""
+    """A kept tensor. All fields are guarded by the Activations' lock. `users`: how often it was
+    saved and not yet freed."""
 
     def __init__(self, tensor: torch.Tensor, serial: int) -> None:
         self.shape, self.stride, self.dtype, self.device = (

@@ -1,13 +1,13 @@
-"""The parameters of one block on memory that is not theirs: pointed at a lent buffer, dropped,
-gradients laid out flat.
+"""The parameters of one block: views of a fetched buffer while the block runs, released afterwards;
+their gradients laid out in one flat buffer.
 
-Dropped parameters keep shape, dtype and device, take 0 bytes and refuse to be read
+Released parameters keep shape, dtype and device, take 0 bytes and refuse to be read
 (streaming/released.py); code that reads their memory all the same finds NaN (integers: their least
 value), never stale values. A Parameter keeps its identity throughout, also one that was made on
 `meta`: optimizers hold it.
 
 Assumes: the buffer holds the block as ChunkTable lays it out and outlives its views.
-Does NOT know who lends, or when.
+Does NOT know where the buffer comes from, or when.
 """
 
 from __future__ import annotations
@@ -25,20 +25,19 @@ from roadtrain.streaming.split import DTYPES
 
 @dataclass(frozen=True)
 class _Place:
-    """Where parameter `index` lies: elements [start, stop) of `run`. `released`: what it reads as
-    when dropped."""
+    """Where a parameter lies: elements [start, stop) of `run`."""
 
-    index: int
+    index: int  # in ChunkTable.params
     param: nn.Parameter
     run: Run
     start: int
     stop: int
-    released_value: torch.Tensor
+    released_value: torch.Tensor  # what it reads as when it is released
 
 
 class FetchedParameters:
-    """Parameters of `block`, `params[i]` being table.params[first + i]. `trainable`: (index,
-    parameter) of those whose gradients the block source takes."""
+    """The parameters of `block`, by their index in table.params. `trainable`: (index, parameter)
+    of those whose gradients the block source takes."""
 
     def __init__(
         self,
@@ -61,12 +60,12 @@ class FetchedParameters:
             p.param for p in self.places if not p.run.trainable and not p.param.requires_grad
         ]
         placed = {p.index for p in self.places}
-        # 0 elements: nothing to lend
+        # those without elements: there is nothing to fetch
         self.empty = [p for i, p in params.items() if i not in placed]
         self._gaps = {run.index: _gaps(run) for run in block.runs if run.trainable}
 
     def settle(self) -> None:
-        """Bring every parameter to the device and drop it. Its values are gone."""
+        """Bring every parameter to the device and release it. Its values are gone."""
         for place in self.places:
             settle(place.param, place.released_value)
             set_released(place.param)
@@ -117,7 +116,7 @@ def released_value(shape: Sequence[int], dtype: torch.dtype, device: torch.devic
 
 
 def has_released_value(p: torch.Tensor) -> bool:
-    """Dropped, and not taken over by anything since."""
+    """Whether `p` was released and nothing has given it values since."""
     return (
         not p.is_meta
         and p.numel() > 1

@@ -119,8 +119,8 @@ def table(
 
 
 def as_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """The tensor's own memory (a copy where it is not contiguous on the CPU); 16-bit floats as
-    uint16."""
+    """A view of the tensor's memory, or a copy where it is not contiguous on the CPU. 16-bit
+    floats come as uint16."""
     tensor = tensor.detach().cpu().contiguous()
     return (
         tensor.view(torch.uint16).numpy()
@@ -145,8 +145,7 @@ def _found(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _list_items(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """Items of the outermost lists below `module`. Lists inside an item are the item's own
-    affair."""
+    """The items of the outermost lists below `module`. Lists inside an item are not searched."""
     for child_name, child in module.named_children():
         full = _join(name, child_name)
         if (

@@ -41,28 +41,28 @@ from roadtrain.streaming.split import ModulePart, Split
 
 
 class BlockSource(GradBook, Protocol):
-    """Who has the parameters and takes the gradients. Blocks are indices of the ChunkTable."""
+    """What has the parameters and takes the gradients. Blocks are indices of the ChunkTable."""
 
     def fetch(self, block: int) -> tuple[torch.Tensor, int]:
-        """Waits. A uint8 tensor on the compute device laid out as the ChunkTable says, and its
-        version."""
+        """Waits for the block's parameters. Returns them as one uint8 tensor on the compute device,
+        laid out as the ChunkTable says, and their version."""
 
     def release(self, block: int) -> None:
-        """This use is over: no view of the tensor is left; it is free once the current stream
-        is through."""
+        """One use of the block is over and no view of its tensor is left. The memory is free once
+        the current stream has done its work."""
 
     def gradient_buffer(self, block: int) -> torch.Tensor:
-        """Waits. uint8, push_nbytes, on the compute device, any content."""
+        """Waits for a buffer for the block's gradients: uint8 [push_nbytes] on the compute device,
+        with any content."""
 
     def push(self, block: int, buffer: torch.Tensor, present: Sequence[int]) -> None:
-        """All gradients of one backward of `block`; `present`: indices of the parameters that
-        got one, others zero. Called before their p.grad is set, and after this backward no
+        """Takes all gradients of one backward of `block`. `present`: indices of the parameters that
+        got one; the others' are zero. Called before their p.grad is set, when this backward no
         longer counts as pending."""
 
 
 class _Block:
-    """`depth`: > 0 while its parameters are pointed at a buffer. `open`: recorded calls whose
-    backward is to come."""
+    """A block that the stream runs."""
 
     def __init__(
         self, index: int, part: ModulePart, fetched: FetchedParameters, shared: list[nn.Parameter]
@@ -78,8 +78,8 @@ class _Block:
         self.params = part.params
         self.original = part.module.forward
         self.own_forward = part.module.__dict__.get("forward")
-        self.depth = 0
-        self.open: set[int] = set()
+        self.depth = 0  # above 0 while its parameters are views of a buffer
+        self.open: set[int] = set()  # recorded calls whose backward is to come
         self.graph_known = False
         self.buffers: dict[tuple[int, str], torch.Tensor] = {}  # latest copies, for Circumstances
 
@@ -136,11 +136,11 @@ class BlockStream:
         self.gate = torch.empty(0, requires_grad=True)
         self.gate_node = torch.autograd.graph.get_gradient_edge(self.gate).node
 
-    # -- the face
+    # -- what its owner calls
 
     def attach(self) -> None:
-        """Take over the blocks' forwards and drop their parameters: their values must be with
-        the block source."""
+        """Take over the blocks' forwards and release their parameters, whose values the block
+        source must have."""
         # what is traced once would keep fetched memory
         forward = torch.compiler.disable(self._forward)
         for block in self._blocks.values():
@@ -151,7 +151,7 @@ class BlockStream:
         self._watch_root()
 
     def detach(self) -> None:
-        """Give the forwards back. The parameters stay dropped."""
+        """Restore the blocks' own forwards. Their parameters stay released."""
         for block in self._blocks.values():
             if block.own_forward is not None:
                 block.module.forward = block.own_forward
@@ -179,7 +179,7 @@ class BlockStream:
                 self._hooks[index] = hook
 
     def pass_runs(self) -> None:
-        """Called from inside backward: ask to hear of its end, once."""
+        """Called from inside backward: asks autograd, once, to call `on_pass_end` at its end."""
         now = torch._C._current_graph_task_id()
         if now != self._pass and self.on_pass_end is not None:
             self._pass = now
@@ -189,7 +189,7 @@ class BlockStream:
 
     @contextmanager
     def fetched_block(self, block: _Block) -> Iterator[tuple[torch.Tensor, int]]:
-        """`block` has its parameters inside, and nobody has them after."""
+        """`block` has its parameters inside the context and is released after it."""
         buffer, version = self.source.fetch(block.index)
         block.depth += 1
         try:
@@ -204,7 +204,7 @@ class BlockStream:
             self.source.release(block.index)
 
     def _forward(self, block: _Block, *args: Any, **kwargs: Any) -> Any:
-        if block.depth:  # a block that calls itself: it has its parameters
+        if block.depth:  # a block that calls itself has its parameters already
             return block.original(*args, **kwargs)
         _check_frozen(block)
         if torch.is_grad_enabled():

@@ -65,7 +65,7 @@ class Common:
     sending. `checksums`: xxh3 of every frame (None: wherever bytes leave the process, but under
     TLS, which authenticates them); both sides must say the same. `retry_s`: how long to try
     again while nobody listens there; None: not at all, or as long as the deadline of whoever
-    dials, if it has one. `close_s`: how long `close` waits for the other side while nothing
+    connects, if it has one. `close_s`: how long `close` waits for the other side while nothing
     moves."""
 
     frame_limit: int = FRAME_LIMIT

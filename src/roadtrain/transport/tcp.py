@@ -1,8 +1,8 @@
 """TCP links: one or several connections per link, TLS if asked for, bytes straight from and to the
 owner's buffers.
 
-    link = connect(("10.0.0.3", 7000), receiver, Options(connections=4, token=token), name="server
-    2")
+    link = connect(("10.0.0.3", 7000), receiver, TcpOptions(connections=4, token=token),
+                   name="server 2")
     listener = listen(("10.0.0.3", 0), accept, TcpOptions(token=token))
     listener.address                                      # has the port
 
@@ -125,7 +125,7 @@ class TcpOptions(Common):
         return self.tls is None if self.checksums is None else self.checksums
 
     def check(self) -> None:
-        """Before anything is listened to or dialed. Raises ConfigError where this host cannot
+        """Called before anything listens or connects. Raises ConfigError where this host cannot
         do what is asked."""
 
     def channel(self, sock: socket.socket) -> Channel:
@@ -174,7 +174,9 @@ def connect(
     try:
         answers = []
         for i in range(options.connections):
-            sock = retry(lambda: _dial(address, options), ConnectionRefusedError, options.retry_s)
+            sock = retry(
+                lambda: _connected(address, options), ConnectionRefusedError, options.retry_s
+            )
             socks.append(sock)
             deadline = time.monotonic() + options.handshake_s
             if context is not None and options.tls is not None:
@@ -275,7 +277,7 @@ def _binding(sock: socket.socket) -> bytes:
     return hashlib.sha256(sock.getpeercert(binary_form=True) or b"").digest()
 
 
-def _dial(address: Address, options: TcpOptions) -> socket.socket:
+def _connected(address: Address, options: TcpOptions) -> socket.socket:
     family, kind, protocol, _, where = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
     sock = socket.socket(family, kind, protocol)
     try:
