@@ -43,7 +43,7 @@ from roadtrain.device.copies import HostBuffer
 from roadtrain.errors import RoadtrainError
 from roadtrain.kernels.codecs import Compressor
 from roadtrain.kernels.rule import Rule
-from roadtrain.kernels.rules import rules_for
+from roadtrain.kernels.torch_rules import rules_for
 from roadtrain.lab import LoopDevice, Throttle, lab_available
 from roadtrain.protocol import messages
 from roadtrain.runtime.local_servers import LocalServers

@@ -513,7 +513,7 @@ def command(
     path = Path(json) if json is not None else None
     if path is not None and only is None:
         path.unlink(missing_ok=True)
-    ends = soak(numbers, seed, keep=None if path is None else lambda end: _keep(path, end, seed))
+    ends = soak(numbers, seed, keep=None if path is None else lambda end: keep_end(path, end, seed))
     print("", *table(ends), sep="\n")
     for why in sorted({end.why for end in ends if end.how == "skipped"}):
         print(f"skipped: {why}")
@@ -528,7 +528,7 @@ def _numbers(text: str) -> list[int]:
     return list(range(int(first), int(last or first) + 1))
 
 
-def _keep(path: Path, end: Ended, seed: int) -> None:
+def keep_end(path: Path, end: Ended, seed: int) -> None:
     """Into what the file holds of this seed, so that a soak can be run in pieces."""
     rows: dict[int, Any] = {}
     if path.exists() and (held := loads(path.read_text()))["seed"] == seed:

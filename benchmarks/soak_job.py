@@ -30,8 +30,8 @@ from roadtrain.api.place import place
 from roadtrain.api.stores import Servers
 from roadtrain.config.lossy import Delay
 from roadtrain.errors import RoadtrainError
-from roadtrain.kernels.rules import rules_for
 from roadtrain.kernels.sum import sum_k, sum_squares
+from roadtrain.kernels.torch_rules import rules_for
 from roadtrain.runtime.session_host import SessionHost
 from roadtrain.storage.mark import Mark
 from roadtrain.training.metrics import Metrics, committed_by

@@ -30,7 +30,7 @@ from benchmarks.report import Report, Row
 from roadtrain.chunks import ChunkTable, ParamSpec
 from roadtrain.config.budgets import Budgets, BudgetTerms, derive
 from roadtrain.device.buffers import Buffer
-from roadtrain.kernels.rules import rules_for
+from roadtrain.kernels.torch_rules import rules_for
 from roadtrain.runtime.local_servers import LocalServers
 from roadtrain.runtime.session import JobSession
 from roadtrain.runtime.store_plan import StorePlan

@@ -20,7 +20,7 @@ from roadtrain.chunks import MAX_CHUNK
 from roadtrain.device.buffers import Buffer, array_in
 from roadtrain.kernels.cast import cast, kernel
 from roadtrain.kernels.lion import Lion
-from roadtrain.kernels.rules import rules_for
+from roadtrain.kernels.torch_rules import rules_for
 from roadtrain.units import MIB
 
 

@@ -154,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # `| tee log` shows each step when it ends
     try:
-        return _run(list(sys.argv[1:] if argv is None else argv))
+        return run(list(sys.argv[1:] if argv is None else argv))
     except RoadtrainError as error:
         print(f"roadtrain: {error}", file=sys.stderr)
         return 2
@@ -166,7 +166,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
-def _run(args: list[str]) -> int:
+def run(args: list[str]) -> int:
+    """As main; errors are raised, not printed."""
     if not args or args[0] in ("-h", "--help", "help"):
         print(_help())
         return 0

@@ -264,4 +264,4 @@ def test_wrong_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 def test_a_comment_stays_a_comment() -> None:
     """What another host says cannot become keys of the file."""
-    assert probe._line("gone:\nhint: x\x00y\r[hosts]") == "gone: hint: x y [hosts]"
+    assert probe.comment("gone:\nhint: x\x00y\r[hosts]") == "gone: hint: x y [hosts]"

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -105,6 +105,18 @@ def seconds(peer: socket.socket, nbytes: int) -> float:
     return time.perf_counter() - begin
 
 
+def assert_takes(least: float, most: float, measure: Callable[[], float]) -> None:
+    """Never less than `least`; that it takes less than `most`, a busy machine may need some
+    tries to show."""
+    tries = []
+    for _ in range(5):
+        tries.append(measure())
+        assert tries[-1] >= least, tries
+        if tries[-1] < most:
+            return
+    raise AssertionError(f"always took {most} s or more: {tries}")
+
+
 def test_bytes_pass_unchanged_and_the_end_of_a_stream_too(echo: Echo) -> None:
     data = os.urandom(3_000_001)
     with (
@@ -122,22 +134,27 @@ def test_bytes_pass_unchanged_and_the_end_of_a_stream_too(echo: Echo) -> None:
 
 def test_delay(echo: Echo) -> None:
     with Relay(echo.address, delay_s=0.05) as relay, connect(relay.address) as peer:
-        assert 0.1 <= seconds(peer, 1) < 0.2
-        assert 0.1 <= seconds(peer, 4_000_000) < 0.4, (
-            "a delay is not a rate: pieces are on the way together"
-        )
+        assert_takes(0.1, 0.2, lambda: seconds(peer, 1))
+        # a delay is not a rate: pieces are on the way together
+        assert_takes(0.1, 0.4, lambda: seconds(peer, 4_000_000))
         relay.set_delay(0.0)
-        assert seconds(peer, 1) < 0.05
+        assert_takes(0.0, 0.05, lambda: seconds(peer, 1))
 
 
 def test_rate_both_ways_and_changed_while_running(echo: Echo) -> None:
     with Relay(echo.address, 10e6) as relay, connect(relay.address) as peer:
-        assert 0.28 <= seconds(peer, 3_000_000) < 0.4  # there and back overlap
+        assert_takes(0.28, 0.4, lambda: seconds(peer, 3_000_000))  # there and back overlap
         relay.set_rate(40e6, 5e6)
-        assert 0.28 <= seconds(peer, 1_500_000) < 0.4
-        relay.set_rate(1e3)
-        threading.Timer(0.3, relay.set_rate, (1e9,)).start()
-        assert 0.3 <= seconds(peer, 1_000_000) < 0.6, "slow pieces do not outlive the slow rate"
+        assert_takes(0.28, 0.4, lambda: seconds(peer, 1_500_000))
+
+        def quickened() -> float:
+            begin = time.perf_counter()
+            relay.set_rate(1e3)
+            threading.Timer(0.3, relay.set_rate, (1e9,)).start()
+            seconds(peer, 1_000_000)
+            return time.perf_counter() - begin
+
+        assert_takes(0.3, 0.6, quickened)  # slow pieces do not outlive the slow rate
 
 
 def test_connections_share_the_rate(echo: Echo) -> None:
@@ -146,13 +163,19 @@ def test_connections_share_the_rate(echo: Echo) -> None:
         connect(relay.address) as one,
         connect(relay.address) as two,
     ):
-        begin = time.perf_counter()
-        threads = [threading.Thread(target=seconds, args=(peer, 1_500_000)) for peer in (one, two)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert 0.28 <= time.perf_counter() - begin < 0.45
+
+        def both() -> float:
+            begin = time.perf_counter()
+            threads = [
+                threading.Thread(target=seconds, args=(peer, 1_500_000)) for peer in (one, two)
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            return time.perf_counter() - begin
+
+        assert_takes(0.28, 0.45, both)
 
 
 def test_stall_keeps_connections_open(echo: Echo) -> None:

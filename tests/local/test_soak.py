@@ -167,7 +167,7 @@ def test_pieces_of_a_soak_make_one_table(tmp_path):
         for fault, how in zip(faults, ("went on", "hung", "failed"))
     ]
     for end in reversed(ends):
-        soak._keep(path, end, 0)
+        soak.keep_end(path, end, 0)
     body = soak.loads(path.read_text())
     assert [row["fault"]["number"] for row in body["faults"]] == [0, 1, 2]
     assert body["table"] == soak.table(ends) and body["table"][-1].split()[:5] == [

@@ -10,14 +10,15 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 from collections import OrderedDict
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from models import Case, Net, new_scaler, one_step, place, run
+from processes import FORK
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -28,7 +29,7 @@ from torch.distributed.checkpoint.state_dict import (
 import roadtrain
 from roadtrain import Servers, TopK
 from roadtrain.errors import FullError, LoopError, RoadtrainError
-from roadtrain.storage import convert
+from roadtrain.storage import convert, generation
 
 BUDGET = {"host_budget": "128MiB"}
 KINDS = list(itertools.product(["RAM", "files"], [None, torch.bfloat16], [False, True]))
@@ -180,31 +181,35 @@ def test_a_run_is_saved_and_resumed(tmp_path, store, dtype, clipped):
     placed.close()
 
 
+def ended(target, *args):
+    """The exit code of a process of its own that ran it."""
+    process = FORK.Process(target=target, args=args, daemon=True)
+    process.start()
+    process.join(120)
+    return process.exitcode
+
+
+def load_and_vanish(store, what):
+    torch.set_num_threads(1)
+    model, placed, scaler = place(Case(), store, **BUDGET)
+    if what == "first":
+        run(Case(), model, placed, scaler, 0, 2)
+        torch.save([model.state_dict(), placed.state_dict(gather=True)], f"{store}.pt")
+        run(Case(), model, placed, scaler, 2, 4)
+        placed.close()
+    else:
+        of_model, of_optimizer = torch.load(f"{store}.pt")
+        model.load_state_dict(of_model)
+        if what == "both":
+            placed.load_state_dict(of_optimizer)
+        os._exit(0)
+
+
 def test_what_is_loaded_is_committed_at_once_or_not_at_all(tmp_path):
     """A process that ends right after the optimizer's load, or before anything used the model's."""
-    code = f"""
-        import os, sys
-        sys.path.insert(0, {str(Path(__file__).parent)!r})
-        import torch
-        from models import Case, place, run
-        model, placed, scaler = place(Case(), sys.argv[1], host_budget="128MiB")
-        if sys.argv[2] == "first":
-            run(Case(), model, placed, scaler, 0, 2)
-            torch.save([model.state_dict(), placed.state_dict(gather=True)], sys.argv[1] + ".pt")
-            run(Case(), model, placed, scaler, 2, 4)
-            placed.close()
-        else:
-            of_model, of_optimizer = torch.load(sys.argv[1] + ".pt")
-            model.load_state_dict(of_model)
-            if sys.argv[2] == "both":
-                placed.load_state_dict(of_optimizer)
-            os._exit(0)
-    """
     store = tmp_path / "s"
     for what, step in (("first", 4), ("model", 4), ("both", 2)):
-        subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(code), str(store), what], check=True, timeout=120
-        )
+        assert ended(load_and_vanish, store, what) == 0
         model, placed, _ = place(Case(), store, **BUDGET)
         with placed:
             saved_there = torch.load(f"{store}.pt")[0]
@@ -212,27 +217,22 @@ def test_what_is_loaded_is_committed_at_once_or_not_at_all(tmp_path):
             assert placed.steps_done == step and same == (what == "both")
 
 
+def die_while_loading(store, where):
+    torch.set_num_threads(1)
+    model, placed, scaler = place(Case(), store, **BUDGET)
+    run(Case(), model, placed, scaler, 0, 1)
+    model.load_state_dict({n: v * 0 + 3 for n, v in model.state_dict().items()})
+    owner = generation if where == "remove" else generation.OpenedStore
+    setattr(owner, where, lambda *_: os._exit(7))
+    placed.flush()
+
+
 @pytest.mark.parametrize(
     ("where", "loaded"), [("commit", False), ("publish", False), ("remove", True)]
 )
 def test_a_kill_while_values_are_loaded(tmp_path, where, loaded):
     """Rule 3: the store holds what it held, or what was loaded."""
-    code = f"""
-        import os, sys
-        sys.path.insert(0, {str(Path(__file__).parent)!r})
-        from models import Case, place, run
-        from roadtrain.storage import generation
-        model, placed, scaler = place(Case(), sys.argv[1], host_budget="128MiB")
-        run(Case(), model, placed, scaler, 0, 1)
-        model.load_state_dict({{n: v * 0 + 3 for n, v in model.state_dict().items()}})
-        owner = generation if {where!r} == "remove" else generation.OpenedStore
-        setattr(owner, {where!r}, lambda *_: os._exit(7))
-        placed.flush()
-    """
-    ended = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "s")], timeout=120
-    )
-    assert ended.returncode == 7
+    assert ended(die_while_loading, tmp_path / "s", where) == 7
     model, placed, _ = place(Case(), tmp_path / "s", **BUDGET)
     with placed:
         assert placed.steps_done == 1
@@ -603,46 +603,42 @@ def test_of_servers(hosts, tmp_path, name):
         model.state_dict()
 
 
-TWO = f"""
-    import os, sys, time
-    sys.path.insert(0, {str(Path(__file__).parent)!r})
-    import torch
-    from models import Case, one_step, place
-    from roadtrain import Servers
-    rank, case = int(os.environ["RANK"]), Case(clip=0.5)
-    model, placed, scaler = place(case, Servers(sys.argv[2:]), host_budget="96MiB", chunk_elements=1 << 16)
+def one_of_two(rank, path, servers):
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
+    case = Case(clip=0.5)
+    model, placed, scaler = place(
+        case, Servers(servers), host_budget="96MiB", chunk_elements=1 << 16
+    )
     with placed:
         for step in range(2):
             one_step(case, model, placed, scaler, step, seed=2 * step + rank)
         if rank == 0:
-            torch.save([model.state_dict(), placed.state_dict()], sys.argv[1] + ".new")
-            os.rename(sys.argv[1] + ".new", sys.argv[1])
+            torch.save([model.state_dict(), placed.state_dict()], f"{path}.new")
+            os.rename(f"{path}.new", path)
         began = time.monotonic()
-        while not os.path.exists(sys.argv[1]):  # a barrier, as trainers have it
+        while not path.exists():  # a barrier, as trainers have it
             assert time.monotonic() < began + 40, "the first worker waits for this one"
             time.sleep(0.05)
         placed.flush()
-        found, small = torch.load(sys.argv[1])
+        found, small = torch.load(path)
         assert all((found[p.name].numpy() == placed.read(p.name)).all() for p in placed.params)
         placed.load_state_dict(small)
         one_step(case, model, placed, scaler, 2, seed=rank)
-"""
 
 
 def test_one_of_two_workers_saves(hosts, tmp_path):
     """Rule 5: the others wait at a barrier meanwhile."""
-    command = [
-        sys.executable,
-        "-c",
-        textwrap.dedent(TWO),
-        str(tmp_path / "saved"),
-        *(h.where for h in hosts(1)),
-    ]
+    servers = [h.where for h in hosts(1)]
     both = [
-        subprocess.Popen(command, env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2"})
+        FORK.Process(target=one_of_two, args=(rank, tmp_path / "saved", servers), daemon=True)
         for rank in range(2)
     ]
-    assert [process.wait(100) for process in both] == [0, 0]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join(100)
+    assert [process.exitcode for process in both] == [0, 0]
 
 
 LARGE = """

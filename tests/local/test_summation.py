@@ -387,6 +387,7 @@ def ddp_child(rank, workers, port, hook, out, options=None, steps=6):
         lines.append(loss.item().hex())
     whole = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
     out.put((rank, lines, hashlib.sha256(whole).hexdigest()))
+    faulthandler.dump_traceback_later(25, exit=True)  # sooner than it is given up
     if state is not None:
         state.close()
     out.close()

@@ -160,7 +160,7 @@ def test_an_older_store_is_refused(path: Path, marked: bool) -> None:
     ):
         train(job, quiet)
     with pytest.raises(StaleError):
-        cli._run(["export", str(job.run_dir), str(path.parent / "out")])
+        cli.run(["export", str(job.run_dir), str(path.parent / "out")])
     assert contents(job.run_dir) == before and not (path.parent / "out").exists()
     train(job_of(path, run__new_store=True), quiet)
     # the first step is the same store's
@@ -204,17 +204,17 @@ def test_a_copy_of_a_run_means_its_own_store(path: Path) -> None:
     before = contents(job.run_dir)
     (copy / "store" / "gen-1" / "store.json").unlink()  # damaged: the original is not taken instead
     with pytest.raises(GoneError, match=r"copy/store/gen-1/store.json"):
-        cli._run(["export", str(copy), str(path.parent / "out")])
+        cli.run(["export", str(copy), str(path.parent / "out")])
     shutil.rmtree(copy)
     shutil.copytree(job.run_dir, copy)
     with pytest.raises(ConfigError, match=r"lies in .*copy") as raised:
-        cli._run(["train", str(copy / "job.toml")])
+        cli.run(["train", str(copy / "job.toml")])
     assert f"--run.dir {copy} --store.files {copy}/store" in str(raised.value)
     # `{run}` is the copy's
-    assert cli._run(["train", str(copy / "job.toml"), "--run.dir", str(copy)]) == 0
+    assert cli.run(["train", str(copy / "job.toml"), "--run.dir", str(copy)]) == 0
     assert contents(job.run_dir) == before
     assert len(read_metrics(copy / "metrics.jsonl")) == 5
-    assert cli._run(["export", str(copy), str(path.parent / "out")]) == 0
+    assert cli.run(["export", str(copy), str(path.parent / "out")]) == 0
     edition1 = (
         (copy / "job.toml")
         .read_text()
@@ -223,7 +223,7 @@ def test_a_copy_of_a_run_means_its_own_store(path: Path) -> None:
     )
     (copy / "job.toml").write_text(edition1)
     with pytest.raises(ConfigError, match=r"are of that run"):
-        cli._run(["train", str(copy / "job.toml"), "--run.dir", str(copy)])
+        cli.run(["train", str(copy / "job.toml"), "--run.dir", str(copy)])
     assert job_of_run(str(copy)).store.files == [str(copy / "store")]
 
 
@@ -236,7 +236,7 @@ def test_servers_that_hold_no_store_or_an_older_one(path: Path, hosts: Any) -> N
     other = job_of(path, store__servers=[empty.where])
     for call in (
         lambda: train(other, quiet),
-        lambda: cli._run(["export", str(other_run(job, empty)), "out"]),
+        lambda: cli.run(["export", str(other_run(job, empty)), "out"]),
     ):
         with pytest.raises(GoneError, match="no store is there"):
             call()

@@ -12,7 +12,7 @@ import torch
 from roadtrain.errors import RuleError
 from roadtrain.kernels.generic import TorchRule, check_rule
 from roadtrain.kernels.rule import Rule
-from roadtrain.kernels.rules import rules_for
+from roadtrain.kernels.torch_rules import rules_for
 
 O = torch.optim  # noqa: E741
 

@@ -14,8 +14,8 @@ import torch
 from roadtrain.errors import RuleError
 from roadtrain.kernels import gpu
 from roadtrain.kernels.cast import reference_widen
-from roadtrain.kernels.rules import rules_for
 from roadtrain.kernels.sum import sum_squares
+from roadtrain.kernels.torch_rules import rules_for
 
 CASES = [
     (torch.optim.AdamW, {"lr": 0.01}),

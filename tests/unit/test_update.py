@@ -10,9 +10,10 @@ import torch
 
 from roadtrain.errors import RuleError
 from roadtrain.kernels.cast import reference_downcast, uncached
-from roadtrain.kernels.generic import check_rule
+from roadtrain.kernels.generic import FORMATS, check_rule
 from roadtrain.kernels.lion import Lion
-from roadtrain.kernels.rules import AdamRule, SgdRule, rules_for
+from roadtrain.kernels.rules import AdamRule, SgdRule
+from roadtrain.kernels.torch_rules import rules_for
 
 O = torch.optim  # noqa: E741
 CASES = [
@@ -45,10 +46,21 @@ CASES = [
     (Lion, {"lr": 0.01, "weight_decay": 0.3, "betas": (0.5, 0.95), "maximize": True}),
 ]
 IDS = [f"{cls.__name__}-{'-'.join(map(str, options))}" for cls, options in CASES]
-QUICK = (8,)  # of CASES: AdamW; each of the others compiles as much
+ADAMW = 8  # of CASES
+# Each pair of formats compiles a loop of its own. Three of the nine, in which every format of a
+# gradient and of a copy is met; another three for the next case.
+SOME = [[FORMATS[3 * i + (i + k) % 3] for i in range(3)] for k in range(3)]
 COMPILED = [
-    pytest.param(*case, id=name, marks=() if number in QUICK else pytest.mark.slow)
+    pytest.param(
+        *case,
+        FORMATS if number == ADAMW else SOME[number % 3],
+        id=name,
+        marks=() if number == ADAMW else pytest.mark.slow,
+    )
     for number, (case, name) in enumerate(zip(CASES, IDS))
+] + [
+    pytest.param(*case, FORMATS, id=f"{name}-all formats", marks=pytest.mark.exhaustive)
+    for case, name in zip(CASES, IDS)
 ]
 
 
@@ -59,11 +71,11 @@ def make(cls, options, n=1003):
     return param, cls([param], **options, **flags), generator
 
 
-@pytest.mark.parametrize(("cls", "options"), COMPILED)
-def test_kernel_equals_reference_in_any_cut(cls, options):
+@pytest.mark.parametrize(("cls", "options", "formats"), COMPILED)
+def test_kernel_equals_reference_in_any_cut(cls, options, formats):
     _, optimizer, _ = make(cls, options)
     (rule,) = rules_for(optimizer)
-    report = check_rule(rule, rule.hyper(optimizer.param_groups[0]), 1 << 14)
+    report = check_rule(rule, rule.hyper(optimizer.param_groups[0]), 1 << 14, formats)
     assert report.failures == ()
     assert pickle.loads(pickle.dumps(rule)) == rule
 

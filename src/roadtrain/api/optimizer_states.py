@@ -22,7 +22,8 @@ import xxhash
 from roadtrain.api.state_dicts import Pieces, Values, bytes_of, flat_of, steps_of
 from roadtrain.chunks import ParamSpec
 from roadtrain.errors import LoopError
-from roadtrain.kernels.rules import Rule, SgdRule
+from roadtrain.kernels.rule import Rule
+from roadtrain.kernels.rules import SgdRule
 from roadtrain.runtime.store_plan import start_state
 from roadtrain.storage.convert import MASTER, RecordView
 from roadtrain.storage.tier import WEIGHTS

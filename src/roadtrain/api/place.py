@@ -31,7 +31,7 @@ from roadtrain.config.lossy import Delay, Downcast, TopK
 from roadtrain.device.copies import beside_accelerator, own_device
 from roadtrain.errors import ConfigError, ModelError
 from roadtrain.kernels.generic import say_generic
-from roadtrain.kernels.rules import rules_for
+from roadtrain.kernels.torch_rules import rules_for
 from roadtrain.runtime.session import JobSession
 from roadtrain.runtime.worker_group import WorkerGroup
 from roadtrain.storage.generation import OpenedStore

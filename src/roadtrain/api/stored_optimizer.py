@@ -30,7 +30,7 @@ from roadtrain.api.session_plan import SessionPlan
 from roadtrain.api.state_dicts import ModelStates, Pieces, Values
 from roadtrain.chunks import ParamSpec
 from roadtrain.errors import GoneError, LoopError
-from roadtrain.kernels.rules import Rule
+from roadtrain.kernels.rule import Rule
 from roadtrain.runtime.local_servers import pieces_of
 from roadtrain.runtime.session import JobSession
 from roadtrain.runtime.trace import StageTotals

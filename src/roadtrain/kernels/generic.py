@@ -19,7 +19,7 @@ import pickle
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from time import perf_counter
 from typing import Any
 
@@ -38,6 +38,8 @@ NOT_OPTIONS = ("params", "param_names")
 # the last: schedulers'
 NOT_ATTRIBUTES = ("defaults", "state", "param_groups", "step", "_opt_called", "_step_count")
 PROBE_STEPS = 8
+# of a gradient and of the copy of the new parameters, if one is made
+FORMATS = (*product(("fp32", "bf16", "fp16"), (None, "bf16", "fp16")),)
 SAMPLE = 1 << 18  # elements of the slice that the speed of a generic rule is measured on
 
 
@@ -352,30 +354,32 @@ class CheckReport:
     bytes_per_s: float
 
 
-def check_rule(rule: Rule, hyper: Sequence[float], elements: int = 1 << 20) -> CheckReport:
+def check_rule(
+    rule: Rule,
+    hyper: Sequence[float],
+    elements: int = 1 << 20,
+    formats: Sequence[tuple[str, str | None]] = FORMATS,
+) -> CheckReport:
     """Run `rule` beside its reference on random data of awkward sizes, in whole and in pieces,
-    then time it."""
+    then time it. `formats`: of the gradient and of the copy."""
     rng = np.random.default_rng(3)
-    failures, cases = [], 0
-    for n in (1, 7, 64, 1000, 4099):
-        for grad_dtype in ("fp32", "bf16", "fp16"):
-            for copy_dtype, scale in ((None, 1.0), ("bf16", 0.37), ("fp16", 1.0)):
-                cases += 1
-                p = rng.standard_normal(n, dtype=np.float32)
-                sides = [_Side(rule, p, hyper) for _ in range(3)]
-                for _ in range(4):
-                    grad = reference_downcast(rng.standard_normal(n, dtype=np.float32), grad_dtype)
-                    sides[0].step(rule.apply, grad, grad_dtype, scale, copy_dtype, [0, n])
-                    sides[1].step(rule.reference, grad, grad_dtype, scale, copy_dtype, [0, n])
-                    sides[2].step(
-                        rule.apply, grad, grad_dtype, scale, copy_dtype, sorted({0, n // 3, n})
-                    )
-                case = f"{n} elements, gradient {grad_dtype}, copy {copy_dtype}"
-                if sides[0] != sides[1]:
-                    failures.append(f"{case}: differs from its reference")
-                if sides[0] != sides[2]:
-                    failures.append(f"{case}: depends on how the range is cut")
-    return CheckReport(rule.name, cases, tuple(failures), bytes_per_s(rule, hyper, elements))
+    failures = []
+    cases = [*product((1, 7, 64, 1000, 4099), formats)]
+    for n, (grad_dtype, copy_dtype) in cases:
+        scale = 0.37 if copy_dtype == "bf16" else 1.0
+        p = rng.standard_normal(n, dtype=np.float32)
+        sides = [_Side(rule, p, hyper) for _ in range(3)]
+        for _ in range(4):
+            grad = reference_downcast(rng.standard_normal(n, dtype=np.float32), grad_dtype)
+            sides[0].step(rule.apply, grad, grad_dtype, scale, copy_dtype, [0, n])
+            sides[1].step(rule.reference, grad, grad_dtype, scale, copy_dtype, [0, n])
+            sides[2].step(rule.apply, grad, grad_dtype, scale, copy_dtype, sorted({0, n // 3, n}))
+        case = f"{n} elements, gradient {grad_dtype}, copy {copy_dtype}"
+        if sides[0] != sides[1]:
+            failures.append(f"{case}: differs from its reference")
+        if sides[0] != sides[2]:
+            failures.append(f"{case}: depends on how the range is cut")
+    return CheckReport(rule.name, len(cases), tuple(failures), bytes_per_s(rule, hyper, elements))
 
 
 def bytes_per_s(rule: Rule, hyper: Sequence[float], elements: int, times: int = 5) -> float:

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from roadtrain.errors import RuleError
-from roadtrain.kernels.rules import AdamRule, Rule, SgdRule
+from roadtrain.kernels.rule import Rule
+from roadtrain.kernels.rules import AdamRule, SgdRule
 
 try:
     import triton

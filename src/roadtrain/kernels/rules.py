@@ -1,12 +1,11 @@
-"""The rules that run as compiled kernels, and `rules_for`: a torch optimizer's groups -> their
-rules.
+"""The rules that run as compiled kernels.
 
 Structure (which arrays exist) is fixed when a rule is made; everything else is read from the group
 at each step, so schedulers work. Scalars are computed in float64 as torch does, then rounded once
 to float32.
 
 Assumes: torch's option names; `foreach`, `fused`, `capturable`, `differentiable` do not change the
-numbers meant. Does NOT copy state out of a torch optimizer.
+numbers meant. Does NOT need torch: a server runs these; torch_rules.py makes them of an optimizer.
 """
 
 from __future__ import annotations
@@ -14,30 +13,14 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
-import torch
 
 from roadtrain.errors import RuleError
 from roadtrain.kernels import update
 from roadtrain.kernels.cast import fence, reference_downcast, reference_widen, typed, uncached
-from roadtrain.kernels.generic import TorchRule, check_elementwise
-from roadtrain.kernels.lion import Lion
 from roadtrain.kernels.rule import Rule
-
-__all__ = ["AdagradRule", "AdamRule", "LionRule", "RmspropRule", "Rule", "SgdRule", "rules_for"]
-
-IMPOSSIBLE = {
-    "LBFGS": ("needs all parameters and several passes at once", "use AdamW or SGD"),
-    "SparseAdam": ("wants sparse gradients", "use Adam with dense gradients"),
-    "Adafactor": (
-        "keeps row and column statistics of whole matrices",
-        "use AdamW, or Lion with one state array",
-    ),
-    "Muon": ("orthogonalises whole matrices", "use AdamW, or Lion with one state array"),
-}
-
 
 # A formula's arrays (None where it has one that the rule does not keep), sign and scalars.
 Scaled = tuple[list[np.ndarray | None], float, list[float | None]]
@@ -52,6 +35,13 @@ class _Native(Rule):
     scalars."""
 
     formula: Any
+    # of the optimizers that it does the work of, not of their subclasses, which may step otherwise
+    optimizers: ClassVar[tuple[str, ...]]
+
+    @classmethod
+    def of(cls, optimizer: str, group: Mapping[str, Any]) -> Rule:
+        """The rule of a parameter group of `optimizer`, one of `optimizers`."""
+        return cls()
 
     @abstractmethod
     def scaled(
@@ -120,7 +110,12 @@ def _sign(maximize: float) -> float:
 class SgdRule(_Native):
     momentum: bool = False
     formula = staticmethod(update.sgd)
+    optimizers = ("torch.optim.sgd.SGD",)
     name = "sgd"
+
+    @classmethod
+    def of(cls, optimizer: str, group: Mapping[str, Any]) -> SgdRule:
+        return cls(group["momentum"] != 0)
 
     @property
     def arrays(self) -> tuple[str, ...]:
@@ -158,7 +153,13 @@ class AdamRule(_Native):
     decoupled: bool = True
     amsgrad: bool = False
     formula = staticmethod(update.adam)
+    optimizers = ("torch.optim.adam.Adam", "torch.optim.adamw.AdamW")
     scalars = ("step",)
+
+    @classmethod
+    def of(cls, optimizer: str, group: Mapping[str, Any]) -> AdamRule:
+        decoupled = group.get("decoupled_weight_decay", optimizer.endswith("AdamW"))
+        return cls(bool(decoupled), bool(group["amsgrad"]))
 
     @property
     def name(self) -> str:
@@ -166,21 +167,16 @@ class AdamRule(_Native):
 
     @property
     def arrays(self) -> tuple[str, ...]:
-        return (
-            ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-            if self.amsgrad
-            else ("exp_avg", "exp_avg_sq")
-        )
+        moments = ("exp_avg", "exp_avg_sq")
+        return (*moments, "max_exp_avg_sq") if self.amsgrad else moments
 
     def hyper(self, group: Mapping[str, Any]) -> tuple[float, ...]:
         if bool(group["amsgrad"]) != self.amsgrad:
             raise RuleError(
                 "amsgrad changed after training began", hint="keep amsgrad as it was at the start"
             )
-        return (
-            *_floats(group, "lr", "weight_decay", "eps", "maximize"),
-            *map(float, group["betas"]),
-        )
+        floats = _floats(group, "lr", "weight_decay", "eps", "maximize")
+        return (*floats, *map(float, group["betas"]))
 
     def scaled(
         self, arrays: Sequence[np.ndarray], row: np.ndarray, hyper: Sequence[float]
@@ -199,6 +195,7 @@ class AdamRule(_Native):
 @dataclass(frozen=True)
 class AdagradRule(_Native):
     formula = staticmethod(update.adagrad)
+    optimizers = ("torch.optim.adagrad.Adagrad",)
     name = "adagrad"
     arrays = ("sum",)
     scalars = ("step",)
@@ -230,8 +227,13 @@ class RmspropRule(_Native):
     centered: bool = False
     momentum: bool = False
     formula = staticmethod(update.rmsprop)
+    optimizers = ("torch.optim.rmsprop.RMSprop",)
     name = "rmsprop"
     scalars = ("step",)
+
+    @classmethod
+    def of(cls, optimizer: str, group: Mapping[str, Any]) -> RmspropRule:
+        return cls(bool(group["centered"]), group["momentum"] > 0)
 
     @property
     def arrays(self) -> tuple[str, ...]:
@@ -264,6 +266,7 @@ class RmspropRule(_Native):
 @dataclass(frozen=True)
 class LionRule(_Native):
     formula = staticmethod(update.lion)
+    optimizers = ("roadtrain.kernels.lion.Lion",)
     name = "lion"
     arrays = ("exp_avg",)
 
@@ -278,24 +281,17 @@ class LionRule(_Native):
         return list(arrays), _sign(maximize), [decay, beta1, 1 - beta1, beta2, 1 - beta2, -lr]
 
 
-def _native(cls: type, group: Mapping[str, Any]) -> Rule | None:
-    """The rule of exactly this class; a subclass may have changed the step, so it goes the
-    general way."""
-    if cls is torch.optim.SGD:
-        return SgdRule(group["momentum"] != 0)
-    if cls in (torch.optim.Adam, torch.optim.AdamW):
-        decoupled = group.get("decoupled_weight_decay", cls is torch.optim.AdamW)
-        return AdamRule(bool(decoupled), bool(group["amsgrad"]))
-    if cls is torch.optim.Adagrad:
-        return AdagradRule()
-    if cls is torch.optim.RMSprop:
-        return RmspropRule(bool(group["centered"]), group["momentum"] > 0)
-    return LionRule() if cls is Lion else None
-
-
-NATIVE: dict[str, type[Rule]] = {
+NATIVE: dict[str, type[_Native]] = {
     r.__name__: r for r in (SgdRule, AdamRule, AdagradRule, RmspropRule, LionRule)
 }
+
+
+def native_rule(optimizer: str, group: Mapping[str, Any]) -> Rule | None:
+    """The compiled rule of a group of the optimizer of this full name, if there is one."""
+    for kind in NATIVE.values():
+        if optimizer in kind.optimizers:
+            return kind.of(optimizer, group)
+    return None
 
 
 def described(rule: Rule) -> list[Any]:
@@ -317,21 +313,3 @@ def rule_of(description: Sequence[Any]) -> Rule:
         return NATIVE[name](**{str(key): bool(value) for key, value in fields.items()})
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise RuleError(f"no rule is described by {description!r}") from error
-
-
-def rules_for(optimizer: torch.optim.Optimizer) -> list[Rule]:
-    """One rule per parameter group. Raises RuleError where the class cannot run on flat slices."""
-    cls = type(optimizer)
-    for base in cls.__mro__:
-        if base.__module__.startswith("torch.optim") and base.__name__ in IMPOSSIBLE:
-            why, hint = IMPOSSIBLE[base.__name__]
-            raise RuleError(f"{cls.__name__} cannot run next to the storage: it {why}", hint=hint)
-    rules: list[Rule] = []
-    for group in optimizer.param_groups:
-        rule = _native(cls, group)
-        if rule is None:
-            rule = TorchRule.of(optimizer, group)
-            check_elementwise(rule)
-        rule.hyper(group)
-        rules.append(rule)
-    return rules

@@ -31,8 +31,8 @@ from roadtrain.config.cluster import guesses, make_cluster
 from roadtrain.device.buffers import Buffer, array_in
 from roadtrain.errors import ConfigError, PeerError
 from roadtrain.kernels.cast import cast
-from roadtrain.kernels.rules import rules_for
 from roadtrain.kernels.sum import sum_k
+from roadtrain.kernels.torch_rules import rules_for
 from roadtrain.planner import probe_links as links
 from roadtrain.runtime.host import cards, topology
 from roadtrain.storage.direct import replace_file
@@ -296,7 +296,7 @@ def with_others(own: links.Said, hosts: Sequence[str], options: TcpOptions) -> b
     return not lost + broken
 
 
-def _line(words: str) -> str:
+def comment(words: str) -> str:
     """Fit for a comment, whatever it came from."""
     return " ".join("".join(c if c.isprintable() else " " for c in words).split())
 
@@ -350,7 +350,7 @@ def command(
     whole = not others or with_others(found, others, options)
     cluster = make_cluster(found.tree)
     told = [
-        _line(words)
+        comment(words)
         for words in (*found.topology, *(f"not measured: {what}" for what in found.missing))
     ]
     head = "".join(

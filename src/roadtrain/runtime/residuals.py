@@ -20,7 +20,7 @@ from typing import Any
 from roadtrain.chunks import ChunkTable, ParamSpec, Record
 from roadtrain.config.budgets import RecordBudgets
 from roadtrain.device.buffers import Buffer
-from roadtrain.kernels.rules import Rule
+from roadtrain.kernels.rule import Rule
 from roadtrain.runtime.server import Server, Setup
 from roadtrain.runtime.store_plan import StorePlan
 from roadtrain.runtime.trace import Stages

@@ -28,7 +28,7 @@ from roadtrain.config.budgets import RecordBudgets
 from roadtrain.device.buffers import Buffer, array_in
 from roadtrain.errors import DeadlineError, LostError, RoadtrainError
 from roadtrain.kernels.cast import cast
-from roadtrain.kernels.rules import Rule
+from roadtrain.kernels.rule import Rule
 from roadtrain.protocol import messages
 from roadtrain.protocol.chunk_state import Resident
 from roadtrain.protocol.queues import READ_PARAMETERS, READ_STATE, WRITE_STATE, DeviceQueue, Trial

@@ -33,7 +33,8 @@ from roadtrain.errors import (
     PeerError,
     WireError,
 )
-from roadtrain.kernels.rules import Rule, rule_of
+from roadtrain.kernels.rule import Rule
+from roadtrain.kernels.rules import rule_of
 from roadtrain.protocol import messages
 from roadtrain.runtime import frames as m
 from roadtrain.runtime.hosted_store import HostedStore

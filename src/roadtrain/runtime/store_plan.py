@@ -14,7 +14,7 @@ import numpy as np
 from roadtrain.chunks import Chunk, ChunkTable
 from roadtrain.device.buffers import Buffer
 from roadtrain.errors import ForeignError
-from roadtrain.kernels.rules import Rule
+from roadtrain.kernels.rule import Rule
 from roadtrain.protocol.assignment import assign
 from roadtrain.storage.convert import MASTER, RecordView, Source
 from roadtrain.storage.ledger import GroupRule, StoreMeta

@@ -27,8 +27,8 @@ from roadtrain.config.job import Job, load_job
 from roadtrain.errors import BudgetError, ConfigError
 from roadtrain.kernels.generic import TorchRule, check_rule
 from roadtrain.kernels.rule import Rule
-from roadtrain.kernels.rules import rules_for
 from roadtrain.kernels.sum import sum_squares
+from roadtrain.kernels.torch_rules import rules_for
 from roadtrain.storage.convert import MASTER
 from roadtrain.storage.rates import storage_rates
 from roadtrain.streaming.grads import PlacedGrad

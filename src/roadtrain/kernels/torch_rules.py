@@ -1,0 +1,43 @@
+"""`rules_for`: a torch optimizer's groups -> their rules, compiled where there is one, else
+torch's own step on flat slices.
+
+Apart from the compiled rules: a server that runs them needs no torch. Does NOT copy state out of a
+torch optimizer.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from roadtrain.errors import RuleError
+from roadtrain.kernels.generic import TorchRule, check_elementwise
+from roadtrain.kernels.rule import Rule
+from roadtrain.kernels.rules import native_rule
+
+IMPOSSIBLE = {
+    "LBFGS": ("needs all parameters and several passes at once", "use AdamW or SGD"),
+    "SparseAdam": ("wants sparse gradients", "use Adam with dense gradients"),
+    "Adafactor": (
+        "keeps row and column statistics of whole matrices",
+        "use AdamW, or Lion with one state array",
+    ),
+    "Muon": ("orthogonalises whole matrices", "use AdamW, or Lion with one state array"),
+}
+
+
+def rules_for(optimizer: torch.optim.Optimizer) -> list[Rule]:
+    """One rule per parameter group. Raises RuleError where the class cannot run on flat slices."""
+    cls = type(optimizer)
+    for base in cls.__mro__:
+        if base.__module__.startswith("torch.optim") and base.__name__ in IMPOSSIBLE:
+            why, hint = IMPOSSIBLE[base.__name__]
+            raise RuleError(f"{cls.__name__} cannot run next to the storage: it {why}", hint=hint)
+    rules: list[Rule] = []
+    for group in optimizer.param_groups:
+        rule = native_rule(f"{cls.__module__}.{cls.__qualname__}", group)
+        if rule is None:
+            rule = TorchRule.of(optimizer, group)
+            check_elementwise(rule)
+        rule.hyper(group)
+        rules.append(rule)
+    return rules
