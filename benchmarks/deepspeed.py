@@ -5,7 +5,7 @@ Every run is a process of its own; ours and the peer's alternate. A run's step t
 its steps after the first two, from a store at rest until every write of the last one is durable.
 Peak memory is the resident memory of the process and its children, pinned and shared pages
 included. Assumes the extras `bench` and `hf`, a C++ compiler and libaio's headers; the emulated
-device needs root (lab.py), without it its rows say why they are empty.
+device needs root (roadtrain.lab), without it its rows say why they are empty.
 """
 
 from __future__ import annotations

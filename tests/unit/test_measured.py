@@ -1,4 +1,4 @@
-"""bench/measured.py: rows become plans; the constants in the package keep their accuracy on
+"""benchmarks/measured.py: rows become plans; the constants in the package keep their accuracy on
 public runs."""
 
 from __future__ import annotations

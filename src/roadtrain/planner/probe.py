@@ -6,7 +6,7 @@ of each device (a machine without one computes on its processors, as device `cpu
 system: memory, network cards and their stated rates, where devices, cards and disks hang
 (runtime/host.py; comments in the file, since no plan asks for it). What could not be measured is
 named, and assumed by whoever reads the file. Links to other hosts, and back, are measured where
-these listen (probing_links.py); a host that has gone meanwhile is named, and the rest is written.
+these listen (probe_links.py); a host that has gone meanwhile is named, and the rest is written.
 """
 
 from __future__ import annotations
