@@ -6,8 +6,8 @@ losses.
     torch's:
     RANK=0 WORLD_SIZE=4 MASTER_ADDR=A MASTER_PORT=P ... --fsdp
 
-Both: bf16 parameters and gradients on the wire, products as benchmarks/model420.py says. FSDP2 keeps
-bf16 parameters, as its users do who save traffic; ours keeps fp32 masters, on the servers.
+Both: bf16 parameters and gradients on the wire, products as benchmarks/model420.py says. FSDP2
+keeps bf16 parameters, as its users do who save traffic; ours keeps fp32 masters, on the servers.
 """
 
 from __future__ import annotations

@@ -85,18 +85,18 @@ class TokenLink:
         self._lock = threading.Lock()
         # when the last piece accepted so far will have crossed; never decreases
         self._free_at = 0.0
-        self._late_s = 0.0  # how late the taker of that piece woke; 0 while it still sleeps
+        self.late_s = 0.0  # how late the taker of that piece woke; 0 while it still sleeps
 
     def take(self, nbytes: int) -> None:
         with self._lock:
-            begin = max(self._free_at, time.perf_counter() - self._late_s)
+            begin = max(self._free_at, time.perf_counter() - self.late_s)
             done = self._free_at = begin + nbytes / self.bytes_per_s
-            self.nbytes, self._late_s = self.nbytes + nbytes, 0.0
+            self.nbytes, self.late_s = self.nbytes + nbytes, 0.0
         while (left := done - time.perf_counter()) > 0:
             time.sleep(left)
         with self._lock:
             if self._free_at == done:
-                self._late_s = time.perf_counter() - done
+                self.late_s = time.perf_counter() - done
 
 
 class Wire:

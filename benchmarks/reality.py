@@ -310,8 +310,8 @@ def _sums(case: Case) -> tuple[Real, Result]:
         f"s{i}": [LabNic(link)] for i in range(case.many)
     }
     with Network(hosts) as network:
-        alone = summation_steps._steps(network, case.workers, 0, "ddp", model, STEPS)["alone"]
-        took = summation_steps._steps(network, case.workers, case.many, "hook", model, STEPS)[
+        alone = summation_steps.steps_of(network, case.workers, 0, "ddp", model, STEPS)["alone"]
+        took = summation_steps.steps_of(network, case.workers, case.many, "hook", model, STEPS)[
             "seconds"
         ]
     with torch.device("meta"):

@@ -83,7 +83,7 @@ class Power:
                 self._fail(fd)
                 raise OSError(errno.EIO, os.strerror(errno.EIO), path)
             self._real[name](fd)
-            self._record(fd, path)
+            self.record(fd, path)
             self._after(action)
         return None
 
@@ -155,7 +155,7 @@ class Power:
 
     # what is durable
 
-    def _record(self, fd: int, path: str) -> None:
+    def record(self, fd: int, path: str) -> None:
         status = os.fstat(fd)
         if stat.S_ISDIR(status.st_mode):
             names = {
@@ -167,7 +167,7 @@ class Power:
             now = _content(fd)
             failed = self.shadow / f"failed-{status.st_ino}"
             if failed.exists():
-                now = self._without_lost(status.st_ino, now, failed.read_bytes())
+                now = self.without_lost(status.st_ino, now, failed.read_bytes())
             self._keep(f"bytes-{status.st_ino}", now)
 
     def _keep(self, name: str, content: bytes) -> None:
@@ -191,7 +191,7 @@ class Power:
             with self._lock, open(self.shadow / f"again-{number}", "a") as file:
                 file.write(f"{offset} {offset + nbytes}\n")
 
-    def _without_lost(self, number: int, now: bytes, failed: bytes) -> bytes:
+    def without_lost(self, number: int, now: bytes, failed: bytes) -> bytes:
         """`now`, but for sectors that a failed sync has lost and nobody wrote since: they are
         as on the device."""
         device, again = (_read(self.shadow / f"{what}-{number}") for what in ("bytes", "again"))
@@ -213,7 +213,7 @@ def begin(shadow: Path, roots: Sequence[Path]) -> None:
         for path in [root, *root.rglob("*")]:
             fd = os.open(path, os.O_RDONLY)
             try:
-                power._record(fd, str(path))
+                power.record(fd, str(path))
             finally:
                 os.close(fd)
 
@@ -265,7 +265,7 @@ def _mixed(shadow: Path, number: int, now: Path | None, left: str, rng: random.R
     durable = _read(shadow / f"bytes-{number}")
     current = durable if now is None else now.read_bytes()
     if (shadow / f"failed-{number}").exists() and now is not None:
-        current = Power(shadow, ())._without_lost(
+        current = Power(shadow, ()).without_lost(
             number, current, _read(shadow / f"failed-{number}")
         )
     if left == "none" or durable == current:

@@ -75,7 +75,7 @@ def rows(n: int, k: int, quick: bool) -> list[Row]:
             f"s{i}": [LabNic(rate)] for i in range(k)
         }
         with Network(hosts) as network:
-            found = {way: _steps(network, n, k, way, name, 2 if quick else STEPS) for way in WAYS}
+            found = {way: steps_of(network, n, k, way, name, 2 if quick else STEPS) for way in WAYS}
         losses = {way: one["loss"] for way, one in found.items()}
         if any(abs(loss / losses["ddp"] - 1) > 1e-4 for loss in losses.values()):
             raise RoadtrainError(f"the losses differ: {losses}")
@@ -122,7 +122,9 @@ def rows(n: int, k: int, quick: bool) -> list[Row]:
     return out
 
 
-def _steps(network: Network, n: int, k: int, way: str, model: str, steps: int) -> dict[str, float]:
+def steps_of(
+    network: Network, n: int, k: int, way: str, model: str, steps: int
+) -> dict[str, float]:
     addresses = [network.hosts[f"w{i}"].address for i in range(n)]
     with ExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="roadtrain-bench-")))

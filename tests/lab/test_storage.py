@@ -196,7 +196,7 @@ def test_a_link_is_shared_first_come_first_served_and_idle_time_is_not_credit() 
     assert time.perf_counter() - begin >= 0.199
     assert order == [0, 1, 2, 3]
     # how late the last taker woke is given back, as the class says; the idle 0.2 s are not
-    late = link._late_s
+    late = link.late_s
     time.sleep(0.2)
     begin = time.perf_counter()
     link.take(50 * 10**6)

@@ -166,9 +166,9 @@ def test_every_pair_is_measured(two: list[str], capsys: pytest.CaptureFixture[st
 def test_a_reverse_flood_ends_by_itself(two: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """By bytes where the link is fast, by time where it is not."""
     sizes = list[int]()
-    room = probe_links._End.room
+    room = probe_links.LinkEnd.room
     monkeypatch.setattr(
-        probe_links._End, "room", lambda *words: sizes.append(words[-1]) or room(*words)
+        probe_links.LinkEnd, "room", lambda *words: sizes.append(words[-1]) or room(*words)
     )
     monkeypatch.setattr(probe_links, "FRAMES", 3)
     ask(two[0], BACK, "", TcpOptions())

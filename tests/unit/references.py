@@ -21,7 +21,7 @@ def reference_sum_squares(grad: np.ndarray, grad_dtype: str, scale: float = 1.0)
         for at in range(0, wide.size, sums.LANES):
             part = wide[at : at + sums.LANES]
             lanes[: part.size] += part * part
-        return sums._combined(lanes)
+        return sums.combined(lanes)
 
 
 def reference_sum_k(total: np.ndarray, buffers: Sequence[np.ndarray], dtype: str) -> None:

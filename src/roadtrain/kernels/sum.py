@@ -47,7 +47,7 @@ def _sum_squares(grad: Any, scale: Any, lanes: Any) -> Any:
         lanes[i - whole] += x * x
 
 
-def _combined(lanes: np.ndarray) -> float:
+def combined(lanes: np.ndarray) -> float:
     while lanes.size > 1:
         lanes = lanes[: lanes.size // 2] + lanes[lanes.size // 2 :]
     return float(lanes[0])
@@ -57,7 +57,7 @@ def sum_squares(grad: np.ndarray, grad_dtype: str, scale: float = 1.0) -> float:
     """Sum of (float32(grad) * scale)^2 in float64; inf or NaN when an element is."""
     lanes = np.zeros(LANES)
     _sum_squares(typed(grad, grad_dtype), np.float32(scale), lanes)
-    return _combined(lanes)
+    return combined(lanes)
 
 
 def sums_of_squares(

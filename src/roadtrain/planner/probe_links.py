@@ -58,7 +58,7 @@ LANGUAGE = language_of(
 )
 
 
-class _End:
+class LinkEnd:
     """Either end's Receiver. `describe`: what this host is, where it may be asked."""
 
     def __init__(self, options: TcpOptions, describe: Describe | None = None) -> None:
@@ -134,8 +134,8 @@ class _End:
 
 
 @contextmanager
-def _linked(address: str, options: TcpOptions) -> Iterator[_End]:
-    end = _End(options)
+def _linked(address: str, options: TcpOptions) -> Iterator[LinkEnd]:
+    end = LinkEnd(options)
     end.link = connect(address_of(address), end, options, name="probe", language=LANGUAGE)
     try:
         yield end
@@ -176,8 +176,8 @@ def ask(address: str, kind: int, words: str, options: TcpOptions) -> Said:
 def listening(address: str, options: TcpOptions, describe: Describe) -> Listener:
     """Raises ConfigError."""
 
-    def accept(link: Link, hello: bytes) -> _End:
-        end = _End(options, describe)
+    def accept(link: Link, hello: bytes) -> LinkEnd:
+        end = LinkEnd(options, describe)
         end.link = link
         return end
 
