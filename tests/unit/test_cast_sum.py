@@ -96,3 +96,24 @@ def test_sum_of_buffers_in_order(dtype, k, n):
     assert same(mine, plain)
     with pytest.raises(RuleError):
         s.sum_k(mine, [*buffers, data(n + 1, dtype)], dtype)
+
+
+def test_gradients_of_several_dtypes_in_order_made_one_after_another():  # Rule 1
+    n, dtypes = 1003, ["bf16", "fp32", "fp16", "fp32"]
+    grads = [(data(n, dtype, i), dtype) for i, dtype in enumerate(dtypes)]
+    plain = c.reference_widen(*grads[0])
+    for grad, dtype in grads[1:]:
+        references.reference_accumulate(plain, grad, dtype)
+    mine, memory = np.empty(n, np.float32), np.empty(n, np.float32)
+
+    def made():
+        for i, one in enumerate(grads):
+            into = memory if i else mine  # the first lies in the sum itself
+            into[:] = c.reference_widen(*one)
+            yield into, "fp32"
+
+    for all_of_them in (grads, made()):
+        s.sum_in_order(mine, all_of_them)
+        assert same(mine, plain)
+    s.sum_in_order(mine, [])
+    assert not mine.any()

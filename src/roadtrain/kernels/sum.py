@@ -1,5 +1,6 @@
-"""Sums: one gradient into an fp32 accumulator, k arriving buffers in one pass, the sum of squares
-for a norm.
+"""Sums: gradients in their order, k arriving buffers in one pass, the sum of squares for a norm.
+
+`sum_in_order` is the one place where gradients of several workers are added (docs/decisions/0032).
 
 Element-wise sums add in the order of their arguments, in float32. `sum_squares` adds in float64
 into LANES interleaved partial sums (element i goes to lane i mod LANES) that are combined in one
@@ -11,13 +12,13 @@ Assumes contiguous arrays of one length. Does NOT thread or allocate.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from roadtrain.errors import RuleError
-from roadtrain.kernels.cast import _cast, kernel, typed, widen
+from roadtrain.kernels.cast import _cast, cast, kernel, typed, widen
 
 LANES = 128
 TILE = 4096  # elements of the sum that stay in the first cache while k buffers pass
@@ -82,3 +83,22 @@ def sum_k(total: np.ndarray, buffers: Sequence[np.ndarray], dtype: str) -> None:
     if not buffers or any(b.size != total.size for b in buffers):
         raise RuleError(f"sum of {[b.size for b in buffers]} elements into {total.size}")
     _sum_k(total, tuple(typed(b, dtype) for b in buffers))
+
+
+def sum_in_order(total: np.ndarray, gradients: Iterable[tuple[np.ndarray, str]]) -> None:
+    """total = the sum of `gradients`, left to right: in the order of workers or of hosts (Rule 1).
+    total: float32 [N], 0 without a gradient; gradients: [N], each with its dtype. A list of one
+    dtype is added in one pass over memory. An iterator may make each when it is asked for, in
+    memory of the one before. The first may lie in `total` itself."""
+    if isinstance(gradients, list) and len({dtype for _, dtype in gradients}) == 1:
+        sum_k(total, [grad for grad, _ in gradients], gradients[0][1])
+        return
+    begun = False
+    for grad, dtype in gradients:
+        if begun:
+            accumulate(total, grad, dtype)
+        elif grad is not total:
+            cast(grad, dtype, total, "fp32")
+        begun = True
+    if not begun:
+        total[:] = 0

@@ -1,9 +1,9 @@
 """Gradients: what workers pushed for one server's chunks, until the update takes it.
 
 A push is kept where it lies, copied, written to the spill file, or (top-k) a list of indices and
-values. With several workers the sum is taken when it is asked for, into fp32 (Rule 1: hosts in
-order, the workers inside a host in order first): for the norm, and for the update. What one worker
-pushes in several passes adds up in the chunk's dtype, also where it was downcast on its way.
+values. With several workers the sum is taken when it is asked for, into fp32, for the norm and for
+the update: `sum_in_order` of the workers of each host, then of the hosts. What one worker pushes in
+several passes adds up in the chunk's dtype, also where it was downcast on its way.
 
 Assumes: one thread at a time for one chunk. Does NOT know steps or who waits.
 """
@@ -11,7 +11,7 @@ Assumes: one thread at a time for one chunk. Does NOT know steps or who waits.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,11 +20,14 @@ from roadtrain.chunks import ITEMSIZE, PAGE, Chunk
 from roadtrain.device.buffers import Buffer, array_in
 from roadtrain.device.pool import BufferPool
 from roadtrain.kernels.cast import cast, cast_in_place
-from roadtrain.kernels.sum import accumulate, sum_k, sums_of_squares
+from roadtrain.kernels.sum import accumulate, sum_in_order, sums_of_squares
 from roadtrain.kernels.topk import scatter
 from roadtrain.protocol import messages
 from roadtrain.storage.file import FileTier
 from roadtrain.units import round_up
+
+Held = Mapping[int, Any]  # worker -> what is held of it
+Gradients = Iterable[tuple[np.ndarray, str]]  # each with its dtype
 
 
 class PushedGradients:
@@ -42,6 +45,7 @@ class PushedGradients:
         local: int = 1,
     ) -> None:
         self.chunks, self.tier, self.alone, self.local = chunks, tier, workers == local == 1, local
+        self._per_host = local if local > 1 else workers  # workers that are summed first
         self._at_once = 2 + (1 < local < workers)  # scratch buffers of one sum
         self.scratch = BufferPool(max(self._at_once, buffers), scratch_bytes)
         # chunk -> worker -> (memory with room for the chunk's dtype, dtype) | dtype if spilled |
@@ -150,44 +154,36 @@ class PushedGradients:
     def _sums(self, chunk: Chunk, grad: np.ndarray, dtype: str) -> np.ndarray:
         return sums_of_squares(grad, dtype, chunk.segments)
 
-    def _total(
-        self, chunk: Chunk, held: Mapping[int, Any]
-    ) -> tuple[Buffer | None, np.ndarray, str]:
-        parts = [(worker, held[worker]) for worker in sorted(held)]
+    def _total(self, chunk: Chunk, held: Held) -> tuple[Buffer | None, np.ndarray, str]:
         if self.alone:
-            return self._dense(chunk, parts[0][1], parts[0][0])
-        hosts = [parts]
-        if self.local > 1 and parts:
-            hosts = [
-                list(host)
-                for _, host in itertools.groupby(parts, lambda part: part[0] // self.local)
-            ]
+            worker, part = next(iter(held.items()))
+            return self._dense(chunk, part, worker)
         scratch = self.scratch.get()
         total = array_in(scratch.view, "fp32", 0, chunk.numel)
-        self._add_up(chunk, total, hosts[0])
-        for host in hosts[1:]:
-            other = self.scratch.get()
-            wide = array_in(other.view, "fp32", 0, chunk.numel)
-            self._add_up(chunk, wide, host)
-            accumulate(total, wide, "fp32")
-            self.done(other)
+        sum_in_order(total, self._of_hosts(chunk, held, total))
         return scratch, total, "fp32"
 
-    def _add_up(self, chunk: Chunk, total: np.ndarray, parts: Sequence[tuple[int, Any]]) -> None:
-        """total = the sum of `parts`, left to right in fp32."""
-        here = [part for _, part in parts if isinstance(part, tuple)]
-        if len(here) == len(parts) and len({dtype for _, dtype in here}) == 1:
-            sum_k(
-                total,
-                [array_in(memory, dtype, 0, chunk.numel) for memory, dtype in here],
-                here[0][1],
-            )
-            return
-        total[:] = -0.0 if parts else 0.0  # -0.0 + x is x, for every x
-        for worker, part in parts:
-            other, dense, of_part = self._dense(chunk, part, worker)
-            accumulate(total, dense, of_part)
-            self.done(other)
+    def _of_hosts(self, chunk: Chunk, held: Held, total: np.ndarray) -> Gradients:
+        """The sum of each host's workers, one after another; the first in `total`."""
+        hosts = itertools.groupby(sorted(held), lambda worker: worker // self._per_host)
+        for i, (_, workers) in enumerate(hosts):
+            scratch = self.scratch.get() if i else None
+            into = total if scratch is None else array_in(scratch.view, "fp32", 0, chunk.numel)
+            sum_in_order(into, self._of_workers(chunk, {one: held[one] for one in workers}))
+            yield into, "fp32"
+            self.done(scratch)
+
+    def _of_workers(self, chunk: Chunk, held: Held) -> Gradients:
+        """All at once where they lie in memory, else one after another."""
+        if all(isinstance(part, tuple) for part in held.values()):
+            return [*self._one_by_one(chunk, held)]
+        return self._one_by_one(chunk, held)
+
+    def _one_by_one(self, chunk: Chunk, held: Held) -> Gradients:
+        for worker, part in held.items():
+            scratch, dense, dtype = self._dense(chunk, part, worker)
+            yield dense, dtype
+            self.done(scratch)
 
     def _dense(self, chunk: Chunk, part: Any, worker: int) -> tuple[Buffer | None, np.ndarray, str]:
         """What is held of a worker, as one array, and its dtype: where it lies, or (spilled,

@@ -16,7 +16,7 @@ import importlib
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -34,7 +34,7 @@ from roadtrain.errors import (
 )
 from roadtrain.kernels import codecs
 from roadtrain.kernels.cast import cast_in_place
-from roadtrain.kernels.sum import accumulate, sum_k
+from roadtrain.kernels.sum import sum_in_order
 from roadtrain.protocol.reducer import RULES, Arrived, PartRound, ReducerStateMachine
 from roadtrain.runtime import frames as m
 from roadtrain.runtime import health
@@ -243,12 +243,12 @@ class Reducer(HostedSession[_ReducerConnection]):
         if not raw:
             self._send(workers, part, self._encoded(part, total, views), False)
             return
-        arrays = [array_in(view, raw, 0, n) for view in views]
-        if self.rule == "accumulate":
-            accumulate(total, arrays[0], raw)
+        grads = [(array_in(view, raw, 0, n), raw) for view in views]
+        if self.rule == "sum":
+            sum_in_order(total, grads)
         else:
-            sum_k(total, arrays, raw)
-        if self.rule == "accumulate":  # the next part is added while this is still being sent
+            sum_in_order(total, [(total, "fp32"), *grads])
+            # the next part is added while this is still being sent
             result = memoryview(bytearray(result[: 4 * n]))
             total = array_in(result, "fp32", 0, n)
         narrow = raw != "fp32" and _narrow(total, raw)
@@ -274,12 +274,9 @@ class Reducer(HostedSession[_ReducerConnection]):
         return found.view
 
     def _encoded(self, part: Arrived, total: np.ndarray, views: list[memoryview]) -> memoryview:
-        form, scratch = codecs.format_of(part.format), np.empty_like(total)
+        form = codecs.format_of(part.format)
         nbytes = form.nbytes(part.elements)
-        for rank, view in enumerate(views):
-            codecs.decode(part.format, view[:nbytes], scratch if rank else total)
-            if rank:
-                accumulate(total, scratch, "fp32")
+        sum_in_order(total, _decoded(part.format, [view[:nbytes] for view in views], total))
         where, out = (part.key, part.start), np.empty(nbytes, np.uint8).data
         residual = None
         if form.feedback:
@@ -304,6 +301,17 @@ class Reducer(HostedSession[_ReducerConnection]):
         for one in workers:
             with suppress(PeerError):  # who has left is noticed elsewhere
                 one.link.send(m.SUM, header, [] if payload is None else [payload])
+
+
+def _decoded(
+    format: str, encoded: Sequence[memoryview], total: np.ndarray
+) -> Iterator[tuple[np.ndarray, str]]:
+    """One after another; the first in `total`."""
+    scratch = np.empty_like(total)
+    for rank, raw in enumerate(encoded):
+        into = scratch if rank else total
+        codecs.decode(format, raw, into)
+        yield into, "fp32"
 
 
 def seed_of(*numbers: int) -> int:
