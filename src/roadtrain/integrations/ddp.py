@@ -139,7 +139,7 @@ class Summation:
             self._epoch = ticket.epoch
             self._results.clear()
             self._host.clear()
-        key = _key(f"{named.number} {signature} {ticket.epoch}")
+        key = key_of(f"{named.number} {signature} {ticket.epoch}")
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
             devices=[tensor.device] if tensor.is_cuda else None
         )
@@ -287,7 +287,7 @@ def _shapes(tensors: Sequence[torch.Tensor]) -> str:
     return " ".join("x".join(map(str, tensor.shape)) for tensor in tensors)
 
 
-def _key(text: str) -> int:
+def key_of(text: str) -> int:
     """62 bits."""
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest()) >> 2
 

@@ -20,7 +20,6 @@ differentiate, and does NOT take sparse tensors.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ import torch.distributed as dist
 from roadtrain.chunks import TRAINABLE
 from roadtrain.device.copies import own_device
 from roadtrain.errors import ConfigError, LoopError, PeerError, RoadtrainError, TwiceError
-from roadtrain.integrations.ddp import Named, Summation, described
+from roadtrain.integrations.ddp import Named, Summation, described, key_of
 from roadtrain.runtime.agreement import OperationTicket
 from roadtrain.streaming.split import DTYPES, NAMES
 
@@ -108,7 +107,7 @@ class Exchange:
             options: dict[str, Any] = (
                 {"format": format} if format not in ("", NAMES[tensor.dtype]) else {}
             )
-            named = Named(_key(name), identity, _says(divisor, factor))
+            named = Named(key_of(name), identity, _says(divisor, factor))
             future = self.summation.sum(named, tensor.contiguous(), priority=priority, **options)
             handle = Handle(name, future.wait, future.done, out, factor, named.ticket)
         else:
@@ -150,11 +149,6 @@ class Exchange:
     def close(self) -> None:
         self._closed = True
         self.summation.close()
-
-
-def _key(name: str) -> int:
-    """62 bits."""
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) >> 2
 
 
 def _says(divisor: float, factor: float) -> str:

@@ -66,7 +66,7 @@ class PushedGradients:
         held[push.worker].append(push.grad)
         scratch, dense, dtype = self._dense(chunk, held[push.worker], push.worker)
         # of what was sent: what was left out of several passes is unknown here
-        sums = self._sums(chunk, dense, dtype)
+        sums = sums_of_squares(dense, dtype, chunk.segments)
         self.done(scratch)
         return sums, False
 
@@ -78,7 +78,7 @@ class PushedGradients:
     def _hold_dense(
         self, chunk: Chunk, held: dict[int, Any], push: messages.Push
     ) -> tuple[Any, bool]:
-        own = self._dtype(chunk)
+        own = "fp32" if self.local < 0 else chunk.dtype
         from_spill, memory, dtype = None, push.grad, push.dtype or own
         if push.spill_slot is not None:
             from_spill = self._spilled(chunk, push.spill_slot, dtype)
@@ -100,7 +100,7 @@ class PushedGradients:
             held[push.worker] = np.frombuffer(memory, np.uint8).copy().data, dtype
         else:
             spilled = True
-        sums = self._sums(chunk, grad, dtype) if self.alone else None
+        sums = sums_of_squares(grad, dtype, chunk.segments) if self.alone else None
         if spilled:
             assert self.tier is not None
             self.tier.spill_write(chunk.id, grad.view(np.uint8).data, push.worker)
@@ -117,7 +117,7 @@ class PushedGradients:
         for `take`."""
         chunk = self.chunks[number]
         scratch, total, dtype = self._total(chunk, self._held.get(number, {}))
-        sums = self._sums(chunk, total, dtype)
+        sums = sums_of_squares(total, dtype, chunk.segments)
         if scratch is not None and self.scratch.spare >= self._at_once:
             self._totals[number] = (scratch, total)
         else:
@@ -147,12 +147,6 @@ class PushedGradients:
         self._held.clear()
         for buffer in self.scratch.buffers:
             buffer.close()
-
-    def _dtype(self, chunk: Chunk) -> str:
-        return "fp32" if self.local < 0 else chunk.dtype
-
-    def _sums(self, chunk: Chunk, grad: np.ndarray, dtype: str) -> np.ndarray:
-        return sums_of_squares(grad, dtype, chunk.segments)
 
     def _total(self, chunk: Chunk, held: Held) -> tuple[Buffer | None, np.ndarray, str]:
         if self.alone:

@@ -229,16 +229,15 @@ class Reducer(HostedSession[_ReducerConnection]):
         result = self._result((part.key, part.start), 4 * n)
         if meeting.summed:
             rank, itemsize = next(iter(meeting.summed.items()))
+            have = [one for one in workers if one.rank in meeting.summed]
+            lack = [one for one in workers if one.rank not in meeting.summed]
             # who has it goes on, and fills its buffer anew
-            result[: n * itemsize] = views[rank][: n * itemsize]
-            self._send(
-                [one for one in workers if one.rank not in meeting.summed],
-                part,
-                result[: n * itemsize],
-                True,
-            )
-            self._send([one for one in workers if one.rank in meeting.summed], part, None, True)
+            payload = result[: n * itemsize]
+            payload[:] = views[rank][: n * itemsize]
+            self._send(lack, part, payload, True)
+            self._send(have, part, None, True)
             return
+        payload = result[: 4 * n]
         total = array_in(result, "fp32", 0, n)
         if not raw:
             self._send(workers, part, self._encoded(part, total, views), False)
@@ -249,10 +248,9 @@ class Reducer(HostedSession[_ReducerConnection]):
         else:
             sum_in_order(total, [(total, "fp32"), *grads])
             # the next part is added while this is still being sent
-            result = memoryview(bytearray(result[: 4 * n]))
-            total = array_in(result, "fp32", 0, n)
-        narrow = raw != "fp32" and _narrow(total, raw)
-        payload = narrow or result[: 4 * n]
+            payload = memoryview(bytearray(payload))
+        if raw != "fp32":
+            payload = cast_in_place(payload, n, "fp32", raw).view(np.uint8).data
         if self._above is None:
             self._send(workers, part, payload, False)
         else:
@@ -317,11 +315,6 @@ def _decoded(
 def seed_of(*numbers: int) -> int:
     """Other for every encoding, the same in every run."""
     return hash(numbers) & (1 << 64) - 1  # Python's, of integers: not randomized
-
-
-def _narrow(total: np.ndarray, dtype: str) -> memoryview:
-    """`total` as 16-bit values, in the first half of its own memory."""
-    return cast_in_place(total.view(np.uint8).data, total.size, "fp32", dtype).view(np.uint8).data
 
 
 class Reducers:

@@ -60,13 +60,13 @@ class _Codec:
     last round."""
 
     def __init__(self, format: str, elements: int) -> None:
-        self.format, form = format, codecs.format_of(format)
-        self.residual = np.zeros(elements, np.float32) if form.feedback else None
+        self.format, self.codec = format, codecs.format_of(format)
+        self.residual = np.zeros(elements, np.float32) if self.codec.feedback else None
         self.encoded: dict[int, tuple[int, memoryview]] = {}  # first element -> round, bytes
 
     def encode(self, values: np.ndarray, start: int, number: int, seed: int) -> memoryview:
         """Once a round: what is pushed again is the same."""
-        nbytes = codecs.format_of(self.format).nbytes(values.size)
+        nbytes = self.codec.nbytes(values.size)
         last, raw = self.encoded.get(start) or (0, Buffer(nbytes).view[:nbytes])
         if last != number:
             kept = None if self.residual is None else self.residual[start : start + values.size]
