@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -266,36 +267,16 @@ class Server:
         match action:
             case messages.Send(message, to):
                 self._deliver(message, to)
-            case messages.Answer(pull, True, newest):
-                self._kernel(
-                    0, "Fetch", action, lambda: self._answer_memory(action, pull.chunk, newest)
-                )
-            case messages.Answer(pull, False, newest):
-                self._io_push(
-                    READ_PARAMETERS,
-                    pull.ticket,
-                    "Fetch",
-                    action,
-                    lambda: self._answer(
-                        action, lambda into: self._read_weights(pull.chunk, into, newest)
-                    ),
-                )
+            case messages.Answer():
+                self._answer(action)
             case messages.Hold(push):
-                self._kernel(
-                    1,
-                    "Sum",
-                    action,
-                    lambda: (self.chunks[push.chunk].weights_nbytes, self._grads.hold(push)),
-                )
+                nbytes = self.chunks[push.chunk].weights_nbytes
+                self._kernel(1, "Sum", action, lambda: (nbytes, self._grads.hold(push)))
             case messages.Spill(push, spill_slot):
                 self._kernel(1, "Sum", action, lambda: (self._grads.spill(push, spill_slot), ()))
             case messages.Total(chunk):
-                self._kernel(
-                    1,
-                    "Sum",
-                    action,
-                    lambda: (self.chunks[chunk].weights_nbytes, (self._grads.total_sums(chunk),)),
-                )
+                nbytes = self.chunks[chunk].weights_nbytes
+                self._kernel(1, "Sum", action, lambda: (nbytes, (self._grads.total_sums(chunk),)))
             case messages.Update(chunk, apply_update):
                 self._kernel(2, "Update", action, lambda: self._update(chunk, apply_update))
             case messages.Read(chunk, buffer):
@@ -303,12 +284,7 @@ class Server:
             case messages.Write(chunk):
                 self._io_push(WRITE_STATE, 0, "Write", action, lambda: self._write(chunk))
             case messages.Prepare(step, blobs):
-                if self.tier is None:
-                    self.receive(messages.Done(action))
-                else:
-                    self._io_push(
-                        WRITE_STATE, -1, "Commit", action, lambda: self._prepare(step, blobs)
-                    )
+                self._prepare(action, step, blobs)
             case messages.Discard(chunk, worker):
                 self._grads.discard(chunk, worker)
 
@@ -408,15 +384,29 @@ class Server:
         assert buffer is not None
         return self._buffers[buffer].view
 
-    def _answer_memory(self, answer: messages.Answer, number: int, newest: bool) -> Outcome:
-        view = None if newest else self.memory.get(number)  # that may be the weights part alone
-        if view is None:
-            view = self._record_view(number)
-        if newest:
-            return self._answer(answer, lambda into: self._cast_weights(number, view, into))
-        return self._answer(answer, lambda into: copy(into, view[: len(into)]), view)
+    def _answer(self, answer: messages.Answer) -> None:
+        pull, newest = answer.pull, answer.newest
+        if answer.memory:
+            self._kernel(0, "Fetch", answer, lambda: self._give_from_memory(answer))
+            return
 
-    def _answer(
+        def read(into: memoryview) -> None:
+            self._read_weights(pull.chunk, into, newest)
+
+        job = partial(self._give, answer, read)
+        self._io_push(READ_PARAMETERS, pull.ticket, "Fetch", answer, job)
+
+    def _give_from_memory(self, answer: messages.Answer) -> Outcome:
+        chunk = answer.pull.chunk
+        if answer.newest:
+            record = self._record_view(chunk)
+            return self._give(answer, lambda into: self._cast_weights(chunk, record, into))
+        view = self.memory.get(chunk)  # that may be the weights part alone
+        if view is None:
+            view = self._record_view(chunk)
+        return self._give(answer, lambda into: copy(into, view[: len(into)]), view)
+
+    def _give(
         self,
         answer: messages.Answer,
         put: Callable[[memoryview], None],
@@ -433,36 +423,34 @@ class Server:
             put(view)
         return into.send(view, lambda: self.receive(messages.Done(answer))), None
 
+    def _state_part(self, number: int) -> tuple[str, int]:
+        """What of a record is read for an update, and its first byte."""
+        record = self.records[number]
+        return ("state", record.weights_nbytes) if record.master else ("record", 0)
+
     def _read(self, number: int, buffer: int) -> Outcome:
-        chunk, record, tier = self.chunks[number], self.records[number], self.tier
-        assert tier is not None
-        if not self.setup.rules[chunk.group].reads_state:
+        assert self.tier is not None
+        if not self.setup.rules[self.chunks[number].group].reads_state:
             return 0, ()
-        first = record.weights_nbytes if record.master else 0
-        view = self._buffers[buffer].view[first : record.nbytes]
-        tier.read(number, "state" if first else "record", view, check=False)
+        part, first = self._state_part(number)
+        view = self._buffers[buffer].view[first : self.records[number].nbytes]
+        self.tier.read(number, part, view, check=False)
         return len(view), ()
 
     def _update(self, number: int, apply_update: messages.ApplyUpdate) -> Outcome:
-        chunk, record = self.chunks[number], self.records[number]
-        view = self._record_view(number)
+        chunk, record, tier = self.chunks[number], self.records[number], self.tier
+        rule, view = self.setup.rules[chunk.group], self._record_view(number)
         scratch, grad, dtype = self._grads.take(number)
-        public, tier = self.memory.get(number, view), self.tier
-        if (
-            tier is not None
-            and number not in self._resident
-            and self.setup.rules[chunk.group].reads_state
-        ):
+        public = self.memory.get(number, view)
+        if tier is not None and number not in self._resident and rule.reads_state:
+            part, first = self._state_part(number)
             # checked here: then it lies in the cache
-            first = record.weights_nbytes if record.master else 0
-            tier.check_sums(number, "state" if first else "record", view[first : record.nbytes])
+            tier.check_sums(number, part, view[first : record.nbytes])
         late = number in self._late  # the weights part gets what the master was before
         if late:
             self._cast_weights(number, view, view)
         narrow = None if late or chunk.dtype == "fp32" else public
-        apply_rule(
-            self.setup.rules[chunk.group], chunk, record, view, narrow, grad, dtype, apply_update
-        )
+        apply_rule(rule, chunk, record, view, narrow, grad, dtype, apply_update)
         if narrow is None and public is not view:
             copy(public[: chunk.weights_nbytes], view[: chunk.weights_nbytes])
         self._grads.done(scratch)
@@ -498,13 +486,20 @@ class Server:
         derived = chunk.dtype != "fp32" and chunk.id in self.memory and chunk.id not in self._late
         return ("state", self.records[chunk.id].weights_nbytes) if derived else ("record", 0)
 
-    def _prepare(self, step: int, blobs: Sequence[bytes]) -> Outcome:
-        assert self.tier is not None
-        self.tier.prepare(step, pack(blobs))
-        if self.machine.spec.commits:
-            self.tier.committed(step)
-        self._choose()
-        return 0, ()
+    def _prepare(self, action: messages.Prepare, step: int, blobs: Sequence[bytes]) -> None:
+        tier = self.tier
+        if tier is None:
+            self.receive(messages.Done(action))
+            return
+
+        def prepare() -> Outcome:
+            tier.prepare(step, pack(blobs))
+            if self.machine.spec.commits:
+                tier.committed(step)
+            self._choose()
+            return 0, ()
+
+        self._io_push(WRITE_STATE, -1, "Commit", action, prepare)
 
     def _choose(self) -> None:
         """A step ended: mix reads and writes of state, or let them alternate in bursts?"""
