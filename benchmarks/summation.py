@@ -36,7 +36,7 @@ from roadtrain.lab import CARRIED, LabNic, Network, network_available
 from roadtrain.protocol.shares import busiest, optimum
 from roadtrain.runtime import frames as m
 from roadtrain.runtime.reducer import Reducers
-from roadtrain.runtime.summation import WorkerSums
+from roadtrain.runtime.summation import SumOptions, WorkerSums
 from roadtrain.transport.tcp import TcpOptions, listen
 
 RATE = 50e6  # bytes a second of a link: 400 Mbit/s
@@ -250,9 +250,7 @@ def host(args: argparse.Namespace) -> dict[str, Any]:
             like[:n],
             spares,
             reducers,
-            session="bench",
-            options=options,
-            deadline_s=TIMEOUT_S,
+            SumOptions("bench", options, deadline_s=TIMEOUT_S),
         )
         try:
             return rounds_of(sums, args)

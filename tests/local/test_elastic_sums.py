@@ -83,7 +83,7 @@ class Elastic(Hosts):
         link.agreement, link.sums = Nothing(), sums
         first = None if rank == 0 else self.listeners[0].address
         hello = ("s", rank, self.n, TO_COORDINATOR)
-        link.linked(summation.link_to(link, first, self.reducers[0], hello, TcpOptions()))
+        link.linked(summation.link_to(link, first, self.reducers[0].accept, hello, TcpOptions()))
         close, sums.close = sums.close, lambda: (link.close(), close())
         return sums
 

@@ -28,7 +28,7 @@ from roadtrain.kernels.cast import cast
 from roadtrain.runtime import frames as m
 from roadtrain.runtime import health, rendezvous, session_host
 from roadtrain.runtime.reducer import Reducers
-from roadtrain.runtime.summation import WorkerSums
+from roadtrain.runtime.summation import SumOptions, WorkerSums
 from roadtrain.transport.address import address_of, write_token
 from roadtrain.transport.tcp import TcpOptions, listen
 
@@ -52,15 +52,16 @@ class Hosts:
         spares = tuple(
             (i, "{}:{}".format(*address), 1.0) for i, address in enumerate(addresses) if i >= self.n
         )
-        options = {"spares": spares, "deadline_s": 20, "part_bytes": 1 << 16, **options}
+        who = {"spares": spares}
+        who |= {key: options.pop(key) for key in ("spares", "coordinator") if key in options}
+        options = {"deadline_s": 20, "part_bytes": 1 << 16, **options}
         return WorkerSums(
             rank,
             sites,
             [1.0] * self.n,
             own=self.reducers[rank],
-            session="s",
-            options=TcpOptions(),
-            **options,
+            options=SumOptions("s", TcpOptions(), **options),
+            **who,
         )
 
     def run(self, work, ranks=None, **options):
@@ -240,8 +241,7 @@ def test_what_a_stranger_sends_ends_only_his_own(hosts):  # Rule 8
             [1.0] * 2,
             (),
             made.reducers[0],
-            session="x",
-            options=TcpOptions(token=b"the wrong secret of a job"),
+            SumOptions("x", TcpOptions(token=b"the wrong secret of a job")),
         ).close()
     with pytest.raises(RoadtrainError, match="worker 5 of 2"):
         WorkerSums(
@@ -250,8 +250,7 @@ def test_what_a_stranger_sends_ends_only_his_own(hosts):  # Rule 8
             [1.0] * 2,
             (),
             None,
-            session="s",
-            options=TcpOptions(),
+            SumOptions("s", TcpOptions()),
         ).close()
     assert made.run(once(1000)) == [None, None]
 

@@ -191,6 +191,11 @@ for _kind in (Bf16, Fp16, TopKCodec, OneBit, Dither):
     register(_kind)
 
 
+def seed_of(*numbers: int) -> int:
+    """Other for every encoding, the same in every run."""
+    return hash(numbers) & (1 << 64) - 1  # Python's, of integers: not randomized
+
+
 def decode(text: str, raw: memoryview, out: np.ndarray) -> None:
     """What came from the network, checked. Raises WireError."""
     try:

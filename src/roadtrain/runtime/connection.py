@@ -15,13 +15,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, ClassVar, Generic, TypeVar
 
 from roadtrain.errors import BusyError, LostError, PeerError, RoadtrainError, WireError
 from roadtrain.runtime import frames as m
-from roadtrain.transport.link import Link
+from roadtrain.transport import local, shm
+from roadtrain.transport.address import local_options
+from roadtrain.transport.link import Link, Receiver
+from roadtrain.transport.tcp import Address, TcpOptions, connect
 
 MOST_WORKERS = 1 << 16
 COMING_S = 600.0  # a frame may be on its way for so long: one link may be that slow
@@ -179,3 +182,23 @@ class HostedSession(Generic[C]):
         for thread in list(self.threads):
             if thread is not threading.current_thread():
                 thread.join(wait_s)
+
+
+def link_to(
+    receiver: Receiver,
+    address: Address | str | None,
+    own: Callable[[Link, bytes], Receiver] | None,
+    hello: tuple[str, int, int, str],
+    options: TcpOptions,
+    name: str = "the coordinator",
+) -> Link:
+    """To a reducer or its coordinator; without an address to `own`, which accepts links of this
+    process."""
+    greeting = m.encode(hello)
+    if isinstance(address, str):
+        near = local_options(options)
+        return shm.connect(address, receiver, near, hello=greeting, name=name, language=m.LANGUAGE)
+    if address is not None:
+        return connect(address, receiver, options, hello=greeting, name=name, language=m.LANGUAGE)
+    assert own is not None
+    return local.connect(own, receiver, hello=greeting, name=name)

@@ -283,7 +283,7 @@ class Reducer(HostedSession[_ReducerConnection]):
                 self._residuals[where] = kept, array_in(kept.view, "fp32", 0, part.elements)
             residual = self._residuals[where][1]
         codecs.encode(
-            part.format, total, residual, out, seed_of(-1, part.key, part.start, part.round)
+            part.format, total, residual, out, codecs.seed_of(-1, part.key, part.start, part.round)
         )
         return out
 
@@ -310,11 +310,6 @@ def _decoded(
         into = scratch if rank else total
         codecs.decode(format, raw, into)
         yield into, "fp32"
-
-
-def seed_of(*numbers: int) -> int:
-    """Other for every encoding, the same in every run."""
-    return hash(numbers) & (1 << 64) - 1  # Python's, of integers: not randomized
 
 
 class Reducers:

@@ -44,9 +44,10 @@ from roadtrain.runtime import frames as m
 from roadtrain.runtime import health
 from roadtrain.runtime import host as topology
 from roadtrain.runtime.agreement import Agreement
+from roadtrain.runtime.connection import link_to
 from roadtrain.runtime.coordinator import TO_COORDINATOR, Coordinator, CoordinatorLink
 from roadtrain.runtime.reducer import Reducers
-from roadtrain.runtime.summation import WorkerSums, link_to
+from roadtrain.runtime.summation import SumOptions, WorkerSums
 from roadtrain.transport import shm
 from roadtrain.transport.address import address_of, local_options
 from roadtrain.transport.tcp import Address, TcpOptions, Tls, listen
@@ -295,7 +296,7 @@ class _Rendezvous:
         if link is not None:
             link.agreement, link.sums = agreement, outer if elastic else None
             hello = start.session, rank, workers, TO_COORDINATOR
-            link.linked(link_to(link, self._address(0), self.far, hello, self.options))
+            link.linked(link_to(link, self._address(0), self.far.accept, hello, self.options))
             self.ends.append(link.close)
         if self.far.coordinator is not None and elastic:
             self.ends.append(_watch(self.wanted, self.far.coordinator, self.spare))
@@ -347,12 +348,14 @@ class _Rendezvous:
             [start.rates[one] for one in group],
             self._spares(groups),
             self.far,
-            session=f"{start.session}-{number}",
-            options=self.options,
-            spare=self.spare,
-            rule=self.setup.rule,
-            deadline_s=self.setup.deadline_s,
-            coordinator=coordinator,
+            SumOptions(
+                f"{start.session}-{number}",
+                self.options,
+                self.spare,
+                self.setup.rule,
+                self.setup.deadline_s,
+            ),
+            coordinator,
         )
         self.ends.append(sums.close)
         return sums
@@ -375,10 +378,12 @@ class _Rendezvous:
             [1.0] * len(own),
             (),
             self.near,
-            session=self.start.session,
-            options=self.options,
-            deadline_s=self.setup.deadline_s,
-            part_bytes=NEAR_PART,
+            SumOptions(
+                self.start.session,
+                self.options,
+                deadline_s=self.setup.deadline_s,
+                part_bytes=NEAR_PART,
+            ),
             roots=used if groups else _roots(self.places, own),
         )
         self.ends += [partial(self.near.close, LEAVE_S), sums.close]

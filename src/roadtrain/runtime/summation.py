@@ -18,10 +18,8 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-
-import numpy as np
 
 from roadtrain.chunks import ITEMSIZE
 from roadtrain.device.buffers import Buffer
@@ -38,13 +36,14 @@ from roadtrain.kernels import codecs
 from roadtrain.protocol.membership import Change, Map, Spares
 from roadtrain.protocol.shares import cut, order
 from roadtrain.runtime import frames as m
+from roadtrain.runtime.connection import link_to
 from roadtrain.runtime.coordinator import CoordinatorLink
-from roadtrain.runtime.reducer import Reducers, seed_of
-from roadtrain.transport import local, shm
-from roadtrain.transport.address import address_of, local_options
-from roadtrain.transport.link import Link, Receiver
+from roadtrain.runtime.reducer import Reducers
+from roadtrain.runtime.tensor_round import TensorCodec, TensorRound
+from roadtrain.transport.address import address_of
+from roadtrain.transport.link import Link
 from roadtrain.transport.stream import FrameStream
-from roadtrain.transport.tcp import Address, TcpOptions, connect
+from roadtrain.transport.tcp import Address, TcpOptions
 from roadtrain.units import KIB
 
 PART_BYTES = 128 * KIB  # of one frame; the paper's bound is 4 MB
@@ -55,57 +54,16 @@ AGAIN = -(1 << 62)  # the priority of sums that others lack
 Done = Callable[[], None]
 
 
-class _Codec:
-    """Of one tensor that travels encoded: what it has lost so far, and its parts' bytes of the
-    last round."""
+@dataclass(frozen=True)
+class SumOptions:
+    """How one worker sums."""
 
-    def __init__(self, format: str, elements: int) -> None:
-        self.format, self.codec = format, codecs.format_of(format)
-        self.residual = np.zeros(elements, np.float32) if self.codec.feedback else None
-        self.encoded: dict[int, tuple[int, memoryview]] = {}  # first element -> round, bytes
-
-    def encode(self, values: np.ndarray, start: int, number: int, seed: int) -> memoryview:
-        """Once a round: what is pushed again is the same."""
-        nbytes = self.codec.nbytes(values.size)
-        last, raw = self.encoded.get(start) or (0, Buffer(nbytes).view[:nbytes])
-        if last != number:
-            kept = None if self.residual is None else self.residual[start : start + values.size]
-            codecs.encode(self.format, values, kept, raw, seed)
-            self.encoded[start] = number, raw
-        return raw
-
-
-@dataclass(eq=False)
-class _Tensor:
-    """One round of a tensor."""
-
-    key: int
-    grad: memoryview
-    out: memoryview
-    dtype: str
-    done: Done
-    urgency: tuple[int, int]  # priority, number of the call
-    parts: Sequence[tuple[int, int]]  # first element, the one behind the last
-    codec: _Codec | None
-    round: int = 0  # 0: it has not begun
-    waits: set[int] = field(default_factory=set)  # parts whose sum has not come
-    sent: dict[int, int] = field(default_factory=dict)  # part -> the reducer it was pushed to
-    began: float = field(default_factory=time.monotonic)
-
-    def number(self, start: int) -> int:
-        """Of the part that begins there; -1: none does. ~start: of one that went elsewhere
-        (Map.moved)."""
-        start = max(start, ~start)
-        size = self.parts[0][1]
-        return start // size if start % size == 0 and start // size < len(self.parts) else -1
-
-    def of(self, memory: memoryview, number: int) -> memoryview:
-        start, stop = self.parts[number]
-        return memory[start * ITEMSIZE[self.dtype] : stop * ITEMSIZE[self.dtype]]
-
-    def values(self, memory: memoryview, number: int) -> np.ndarray:
-        """fp32 [n], where the tensor is."""
-        return np.frombuffer(self.of(memory, number), np.float32)
+    session: str  # the same for all workers of one start
+    reach: TcpOptions
+    spare: TcpOptions | None = None  # how spare hosts are reached, where not by `reach`
+    rule: str = "sum"  # protocol/reducer.py
+    deadline_s: float = 600.0
+    part_bytes: int = PART_BYTES
 
 
 class _ReducerLink:
@@ -150,9 +108,8 @@ class WorkerSums:
     """`reducers`: of every worker's reducer its address (a path: shared memory); None: the one of
     this process, `own`.
     `spares`: the spare hosts; `rates`: of all workers' links; `roots`: instead, which workers'
-    reducers sum. `session`: the same for all workers of one start. `spare`: how spare hosts are
-    reached, where not by `options`. `coordinator`: with one, spare hosts may come and go. Raises
-    LostError, AuthError, WireError, DeadlineError."""
+    reducers sum. `coordinator`: with one, spare hosts may come and go. Raises LostError, AuthError,
+    WireError, DeadlineError."""
 
     def __init__(
         self,
@@ -161,27 +118,21 @@ class WorkerSums:
         rates: Sequence[float],
         spares: Spares,
         own: Reducers | None,
-        *,
-        session: str,
-        options: TcpOptions,
-        spare: TcpOptions | None = None,
-        rule: str = "sum",
-        deadline_s: float = 600.0,
-        part_bytes: int = PART_BYTES,
+        options: SumOptions,
         coordinator: CoordinatorLink | None = None,
         roots: Sequence[int] = (),
     ) -> None:
-        self.rank, self.workers, self.deadline_s = rank, len(reducers), deadline_s
-        self._part_bytes, self.sent_bytes = part_bytes, 0
-        self._options, self._spare = options, spare or options
-        self._hello = session, rank, len(reducers), rule
+        self.rank, self.workers, self.options = rank, len(reducers), options
+        self.sent_bytes = 0
+        self._spare = options.spare or options.reach
+        self._hello = options.session, rank, len(reducers), options.rule
         self._lock = threading.Condition()
         self._map = Map(rates, spares, dict.fromkeys(roots, 1.0))
-        self._tensors: dict[int, _Tensor] = {}  # under way
-        self._later: list[_Tensor] = []  # to be begun after the next change of spare hosts
-        self._last: dict[int, _Tensor] = {}  # complete
+        self._tensors: dict[int, TensorRound] = {}  # under way
+        self._later: list[TensorRound] = []  # to be begun after the next change of spare hosts
+        self._last: dict[int, TensorRound] = {}  # complete
         self._rounds: dict[int, int] = {}
-        self._codecs: dict[tuple[int, str, int], _Codec] = {}
+        self._codecs: dict[tuple[int, str, int], TensorCodec] = {}
         # priority, call, place in its order, key, round, part, whether it is the sum
         self._queue: list[tuple[int, int, int, int, int, int, bool]] = []
         # key, round, part's start: sums that others lack -> whether in the queue still; what waits
@@ -199,13 +150,11 @@ class WorkerSums:
         self._closed, self._watcher = threading.Event(), threading.Thread()
         try:
             for number, address in enumerate(reducers):
-                self._reducers[number] = self._reach(
-                    number, address, own, f"the reducer of worker {number}"
-                )
+                name = f"the reducer of worker {number}"
+                self._reducers[number] = self._reach(number, address, own, name)
             for number, text, _ in spares:
-                self._reducers[number] = self._reach(
-                    number, address_of(text), None, f"spare host {text}"
-                )
+                name = f"spare host {text}"
+                self._reducers[number] = self._reach(number, address_of(text), None, name)
         except BaseException:
             self.close()
             raise
@@ -221,9 +170,10 @@ class WorkerSums:
         options: TcpOptions | None = None,
     ) -> _ReducerLink:
         reducer = _ReducerLink(self, number, name)
-        how = options or (self._options if number < self.workers else self._spare)
+        how = options or (self.options.reach if number < self.workers else self._spare)
+        accept = None if own is None else own.accept
         try:
-            reducer.link = link_to(reducer, address, own, self._hello, how, name)
+            reducer.link = link_to(reducer, address, accept, self._hello, how, name)
         except (LostError, DeadlineError, BusyError) as error:
             if self._coordinator is None or number not in self._map.spares:
                 raise
@@ -254,9 +204,9 @@ class WorkerSums:
             )
         elements = len(grad) // ITEMSIZE[dtype]
         codec = self._codec(key, format, elements) if format else None
-        parts = cut(elements, self._part_bytes // ITEMSIZE[dtype])
+        parts = cut(elements, self.options.part_bytes // ITEMSIZE[dtype])
         urgency = priority, next(self._calls)
-        tensor = _Tensor(key, grad, out, dtype, done, urgency, parts, codec)
+        tensor = TensorRound(key, grad, out, dtype, done, urgency, parts, codec)
         with self._lock:
             self._check()
             if key in self._tensors or any(one.key == key for one in self._later):
@@ -270,7 +220,7 @@ class WorkerSums:
             done()
         self._post(posts)
 
-    def _begin(self, tensor: _Tensor) -> None:
+    def _begin(self, tensor: TensorRound) -> None:
         """Under the lock."""
         key = tensor.key
         self._rounds[key] = tensor.round = self._rounds.get(key, 0) + 1
@@ -280,12 +230,12 @@ class WorkerSums:
         for place, part in enumerate(order(of, self.rank)):
             heapq.heappush(self._queue, (*tensor.urgency, place, key, tensor.round, part, False))
 
-    def _codec(self, key: int, format: str, elements: int) -> _Codec:
+    def _codec(self, key: int, format: str, elements: int) -> TensorCodec:
         if (key, format, elements) not in self._codecs:
-            self._codecs[key, format, elements] = _Codec(format, elements)
+            self._codecs[key, format, elements] = TensorCodec(format, elements)
         return self._codecs[key, format, elements]
 
-    def _next(self) -> list[tuple[_ReducerLink, _Tensor, int, int, int]]:
+    def _next(self) -> list[tuple[_ReducerLink, TensorRound, int, int, int]]:
         """Under the lock: what may leave now, with its place, and of the sum itself its round. In
         order also where only the first's link is full: its pace is that of all, else links with a
         small share would be done early.
@@ -315,27 +265,19 @@ class WorkerSums:
             out.append((reducer, tensor, part, ~start if moved else start, number if summed else 0))
         return out
 
-    def _of(self, key: int, number: int) -> _Tensor | None:
+    def _of(self, key: int, number: int) -> TensorRound | None:
         both = (self._tensors.get(key), self._last.get(key))
         return next(
             (tensor for tensor in both if tensor is not None and tensor.round == number), None
         )
 
-    def _post(self, posts: Sequence[tuple[_ReducerLink, _Tensor, int, int, int]]) -> None:
+    def _post(self, posts: Sequence[tuple[_ReducerLink, TensorRound, int, int, int]]) -> None:
         for reducer, tensor, number, where, summed in posts:
             start, stop = tensor.parts[number]
-            view = tensor.of(tensor.out if summed else tensor.grad, number)
-            format = tensor.dtype
-            if tensor.codec is not None:
-                format = tensor.codec.format
-                if not summed:
-                    seed = seed_of(self.rank, tensor.key, start, tensor.round)
-                    view = tensor.codec.encode(
-                        tensor.values(tensor.grad, number), start, tensor.round, seed
-                    )
+            view = tensor.of(tensor.out, number) if summed else tensor.pushed(number, self.rank)
             itemsize = ITEMSIZE[tensor.dtype] if summed else 0
             header = m.encode(
-                (tensor.key, where, summed or tensor.round, stop - start, format, itemsize)
+                (tensor.key, where, summed or tensor.round, stop - start, tensor.format, itemsize)
             )
             try:
                 reducer.link.send(m.PART, header, [view], partial(self._sent, reducer))
@@ -349,11 +291,8 @@ class WorkerSums:
             posts = self._next() if self.error is None else []
         self._post(posts)
 
-    def place_of(
-        self, key: int, start: int, number: int, summed: bool, nbytes: int
-    ) -> memoryview | None:
-        """Where a sum goes that comes; None where it is still to be decoded, or given up.
-        Raises WireError."""
+    def _awaited(self, key: int, start: int, number: int) -> tuple[TensorRound, int] | None:
+        """The tensor and its part whose sum comes; None: it is given up. Raises WireError."""
         with self._lock:
             tensor = self._tensors.get(key)
             if key in self._given_up:
@@ -364,11 +303,19 @@ class WorkerSums:
                 f"a sum of round {number} of tensor {key} from {start} on came, which is not"
                 " under way"
             )
+        return tensor, part
+
+    def place_of(
+        self, key: int, start: int, number: int, summed: bool, nbytes: int
+    ) -> memoryview | None:
+        """Where a sum goes that comes; None where it is still to be decoded, or given up.
+        Raises WireError."""
+        if (awaited := self._awaited(key, start, number)) is None:
+            return None
+        tensor, part = awaited
         place = tensor.of(tensor.out, part)
         codec = None if summed else tensor.codec
-        wanted = (
-            len(place) if codec is None else codecs.format_of(codec.format).nbytes(len(place) // 4)
-        )
+        wanted = len(place) if codec is None else codec.codec.nbytes(len(place) // 4)
         if nbytes != wanted:
             raise WireError(
                 f"{nbytes} bytes of tensor {key} from {start} on came, {wanted} expected"
@@ -376,13 +323,9 @@ class WorkerSums:
         return place if codec is None else None
 
     def came(self, key: int, start: int, number: int, summed: bool, payload: memoryview) -> None:
-        with self._lock:
-            tensor = self._tensors.get(key)
-            if key in self._given_up:
-                return
-        part = -1 if tensor is None else tensor.number(start)
-        if tensor is None or part not in tensor.waits or tensor.round != number:
-            raise WireError(f"a sum of round {number} of tensor {key} came, which is not under way")
+        if (awaited := self._awaited(key, start, number)) is None:
+            return
+        tensor, part = awaited
         if not summed and tensor.codec is not None:
             codecs.decode(tensor.codec.format, payload, tensor.values(tensor.out, part))
         with self._lock:
@@ -416,17 +359,10 @@ class WorkerSums:
         workers do; all keys are other ones then, and rounds begin anew."""
         with self._lock:
             self._given_up |= self._rounds.keys()
-            for kept in (
-                self._tensors,
-                self._last,
-                self._rounds,
-                self._codecs,
-                self._owed,
-                self._after,
-            ):
-                kept.clear()
-            self._queue.clear()
-            self._later.clear()
+            for of_keys in (self._tensors, self._last, self._rounds, self._codecs):
+                of_keys.clear()
+            for of_parts in (self._queue, self._later, self._owed, self._after):
+                of_parts.clear()
             self._lock.notify_all()
             reducers = list(self._reducers.values())
         self._tell(reducers, m.GIVEN_UP)
@@ -450,11 +386,9 @@ class WorkerSums:
     def dial(self, added: Spares) -> list[int]:
         refused = []
         for number, text, _ in added:
+            how, name = replace(self._spare, retry_s=0.0, connect_s=DIAL_S), f"spare host {text}"
             try:
-                how = replace(self._spare, retry_s=0.0, connect_s=DIAL_S)
-                self._dialed[number] = self._reach(
-                    number, address_of(text), None, f"spare host {text}", how
-                )
+                self._dialed[number] = self._reach(number, address_of(text), None, name, how)
             except RoadtrainError:
                 refused.append(number)
         return refused
@@ -467,13 +401,9 @@ class WorkerSums:
             return {key: (number, key not in self._tensors) for key, number in self._rounds.items()}
 
     def change(self, change: Change) -> None:
-        gone = [
-            reducer
-            for reducer in (self._reducers.get(number) for number in change.gone)
-            if reducer is not None
-        ]
-        for reducer in gone:
-            reducer.link.close()  # nothing comes from it any more
+        for number in change.gone:
+            if (reducer := self._reducers.get(number)) is not None:
+                reducer.link.close()  # nothing comes from it any more
         with self._lock:
             again = [
                 words
@@ -515,7 +445,7 @@ class WorkerSums:
         return out
 
     def _to_push_again(
-        self, tensor: _Tensor, gone: set[int], lacked: int
+        self, tensor: TensorRound, gone: set[int], lacked: int
     ) -> list[tuple[int, int, int, int, int, int, bool]]:
         """Entries of the queue: parts that went to a host that is gone, those of `lacked` also
         where their sum has come."""
@@ -527,10 +457,10 @@ class WorkerSums:
             if part in tensor.waits:
                 if tensor.sent.pop(part, None) is not None:
                     out.append((*tensor.urgency, part, key, number, part, False))
-            elif number == lacked and not self._owed.get(
-                (key, number, tensor.parts[part][0]), False
-            ):
-                self._owed[key, number, tensor.parts[part][0]] = True
+                continue
+            owed = key, number, tensor.parts[part][0]
+            if number == lacked and not self._owed.get(owed, False):
+                self._owed[owed] = True
                 out.append((AGAIN, 0, part, key, number, part, True))
         return out
 
@@ -547,20 +477,20 @@ class WorkerSums:
 
     def _watch(self) -> None:
         """DeadlineError names what has been missing for so long."""
-        while not self._closed.wait(min(1.0, self.deadline_s / 4)):
+        while not self._closed.wait(min(1.0, self.options.deadline_s / 4)):
             with self._lock:
                 tensor = next(iter((*self._tensors.values(), *self._later)), None)  # the oldest
-                if tensor is None or time.monotonic() - tensor.began < self.deadline_s:
+                if tensor is None or time.monotonic() - tensor.began < self.options.deadline_s:
                     continue
                 what = self._waited_for(tensor)
             self.fail(
                 DeadlineError(
-                    f"worker {self.rank} waited {self.deadline_s:.0f} s for {what}",
+                    f"worker {self.rank} waited {self.options.deadline_s:.0f} s for {what}",
                     hint="is another worker late or stopped, or a link slow?",
                 )
             )
 
-    def _waited_for(self, tensor: _Tensor) -> str:
+    def _waited_for(self, tensor: TensorRound) -> str:
         """Under the lock."""
         if not tensor.round:
             return "all to agree on spares"
@@ -591,29 +521,3 @@ class WorkerSums:
             self._watcher.join()
         for reducer in [*self._reducers.values(), *self._dialed.values()]:
             reducer.link.close()
-
-
-def link_to(
-    receiver: Receiver,
-    address: Address | str | None,
-    own: Reducers | None,
-    hello: tuple[str, int, int, str],
-    options: TcpOptions,
-    name: str = "the coordinator",
-) -> Link:
-    """To a reducer or its coordinator; without an address to those of this process."""
-    if isinstance(address, str):
-        return shm.connect(
-            address,
-            receiver,
-            local_options(options),
-            hello=m.encode(hello),
-            name=name,
-            language=m.LANGUAGE,
-        )
-    if address is not None:
-        return connect(
-            address, receiver, options, hello=m.encode(hello), name=name, language=m.LANGUAGE
-        )
-    assert own is not None
-    return local.connect(own.accept, receiver, hello=m.encode(hello), name=name)
