@@ -2,8 +2,8 @@
 
 RoadtrainError
 +-- UserError                 the job, the model or the call is wrong; nothing was changed
-|   +-- UnitError             a size or a rate without a known unit
 |   +-- ConfigError           an unknown or contradictory setting
+|   |   +-- UnitError         a size or a rate without a known unit
 |   +-- BudgetError           what is asked for cannot fit (Rule 4): both numbers, and the least
 |   |                         change that would fit
 |   +-- ModelError            a model or a block that cannot be streamed exactly
@@ -46,10 +46,10 @@ class RoadtrainError(Exception):
 class UserError(RoadtrainError): ...
 
 
-class UnitError(UserError): ...
-
-
 class ConfigError(UserError): ...
+
+
+class UnitError(ConfigError): ...
 
 
 class BudgetError(UserError): ...

@@ -33,58 +33,25 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import tomli_w
-from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from roadtrain.config.job import Section, read_toml
 from roadtrain.config.names import did_you_mean
-from roadtrain.errors import ConfigError, RoadtrainError
-from roadtrain.units import (
-    parse_bytes,
-    parse_flops,
-    parse_rate,
-    parse_seconds,
-    show_rate,
-    show_seconds,
+from roadtrain.config.schema import (
+    Bytes,
+    Flag,
+    Flops,
+    Number,
+    Rate,
+    Seconds,
+    Section,
+    Whole,
+    checked,
+    read_toml,
 )
+from roadtrain.errors import ConfigError
+from roadtrain.units import show_rate, show_seconds
 
 KINDS = ("infiniband", "roce", "ethernet")  # the fastest first, where rates are the same
-
-
-def _with_unit(parse: Callable[[str], float]) -> BeforeValidator:
-    def read(value: object) -> object:
-        if isinstance(value, (int, float)) and value:
-            raise ValueError(f"{value} has no unit; write a number and a unit")
-        try:
-            return parse(str(value)) if value else 0.0
-        except RoadtrainError as error:
-            raise ValueError(" ".join(str(error).replace("hint:", "").split())) from error
-
-    return BeforeValidator(read)
-
-
-def _digits(value: float) -> str:
-    """So that what is small is not written as nothing."""
-    return f"{value:.0f}" if value >= 1e3 else f"{value:.12f}".rstrip("0").rstrip(".")
-
-
-Rate = Annotated[
-    float, _with_unit(parse_rate), PlainSerializer(lambda v: f"{_digits(v)}B/s" if v else 0)
-]
-Bytes = Annotated[
-    float, _with_unit(parse_bytes), PlainSerializer(lambda v: f"{v:.0f}B" if v else 0)
-]
-Flops = Annotated[
-    float,
-    _with_unit(parse_flops),
-    PlainSerializer(
-        lambda v: (
-            (f"{v / 1e12:.6f}TFLOP/s" if v >= 1e9 else f"{_digits(v / 1e9)}GFLOP/s") if v else 0
-        )
-    ),
-]
-Seconds = Annotated[
-    float, _with_unit(parse_seconds), PlainSerializer(lambda v: f"{_digits(v * 1e9)}ns" if v else 0)
-]
 
 
 class Device(Section):
@@ -97,8 +64,8 @@ class Device(Section):
     memory: Bytes = Field(gt=0)
     memory_rate: Rate = 0.0
     copy_rate: Rate = Field(default=0.0, alias="copy")
-    idle_watts: float = Field(default=0, ge=0)
-    peak_watts: float = Field(default=0, ge=0)
+    idle_watts: Number = 0
+    peak_watts: Number = 0
 
     def peak(self, precision: str) -> float:
         """FLOP/s; "" is the 16-bit dtype. Raises ConfigError for one that it has no peak of."""
@@ -115,15 +82,15 @@ class Ssd(Section):
     `internal`. `depth`: how many reads, and writes, share its rate at once; 1: in the order of
     arrival."""
 
-    count: int = Field(default=1, ge=1)
+    count: Whole = Field(default=1, ge=1)
     read: Rate = Field(gt=0)
     write: Rate = Field(gt=0)
-    mixed: float = Field(default=1.0, ge=1, le=2)
+    mixed: Number = Field(default=1.0, ge=1, le=2)
     capacity: Bytes = 0.0
-    depth: int = Field(default=2, ge=1)
+    depth: Whole = Field(default=2, ge=1)
     internal: Rate = 0.0
     updates: Rate = 0.0
-    price: float = Field(default=0, ge=0)
+    price: Number = 0
 
 
 class Nic(Section):
@@ -132,10 +99,10 @@ class Nic(Section):
 
     kind: Literal["infiniband", "roce", "ethernet"] = "ethernet"
     rate: Rate = Field(gt=0)
-    count: int = Field(default=1, ge=1)
+    count: Whole = Field(default=1, ge=1)
     latency: Seconds = 0.0
     switch: str = ""
-    relay: bool = False
+    relay: Flag = False
 
     @property
     def total(self) -> float:
@@ -144,8 +111,8 @@ class Nic(Section):
 
 class Switch(Section):
     name: str
-    sums: bool = Field(default=False, description="adds gradients up on the way")
-    multicasts: bool = Field(default=False, description="sends one packet to many")
+    sums: Flag = Field(default=False, description="adds gradients up on the way")
+    multicasts: Flag = Field(default=False, description="sends one packet to many")
 
 
 class Host(Section):
@@ -155,8 +122,8 @@ class Host(Section):
     """
 
     name: str
-    count: int = Field(default=1, ge=1)
-    devices: int = Field(default=0, ge=0)
+    count: Whole = Field(default=1, ge=1)
+    devices: Whole = 0
     device: Device | None = None
     fabric: Rate = 0.0
     memory: Bytes = Field(gt=0)
@@ -166,10 +133,10 @@ class Host(Section):
     ssds: tuple[Ssd, ...] = ()
     uplink: Rate = 0.0
     nics: tuple[Nic, ...] = ()
-    price: float = Field(default=0, ge=0, description="of buying one")
-    price_per_hour: float = Field(default=0, ge=0)
-    idle_watts: float = Field(default=0, ge=0)
-    peak_watts: float = Field(default=0, ge=0)
+    price: Number = Field(default=0, description="of buying one")
+    price_per_hour: Number = 0
+    idle_watts: Number = 0
+    peak_watts: Number = 0
 
     @model_validator(mode="before")
     @classmethod
@@ -222,7 +189,7 @@ class Cluster(Section):
     links: tuple[LinkRate, ...] = ()
     measured: tuple[str, ...] = ()
     assumed: tuple[str, ...] = ()
-    price_per_kwh: float = Field(default=0, ge=0)
+    price_per_kwh: Number = 0
 
     @model_validator(mode="after")
     def _meets(self) -> Self:
@@ -330,16 +297,12 @@ def load_cluster(path: str | Path) -> Cluster:
     file may be the name of a template."""
     if not Path(path).suffix and str(path) in _templates()["cluster"]:
         return make_cluster(template("cluster", str(path)))
-    return make_cluster(read_toml(path, "cluster file"))
+    return make_cluster(read_toml(path, "cluster file"), str(path))
 
 
-def make_cluster(tree: Mapping[str, Any]) -> Cluster:
-    """Raises ConfigError naming the key and the nearest valid one."""
-    try:
-        cluster = Cluster.model_validate(tree)
-    except ValidationError as cause:
-        raise _explained(cause) from cause
-    return _filled(cluster)
+def make_cluster(tree: Mapping[str, Any], where: str = "cluster") -> Cluster:
+    """`where`: the file, for errors. Raises ConfigError naming the key."""
+    return _filled(checked(Cluster, tree, where))
 
 
 def _filled(cluster: Cluster) -> Cluster:
@@ -499,33 +462,3 @@ def template(kind: str, name: str) -> dict[str, Any]:
 @cache
 def _templates() -> dict[str, dict[str, Any]]:
     return tomllib.loads(files("roadtrain.config").joinpath("devices.toml").read_text())
-
-
-def _explained(cause: ValidationError) -> ConfigError:
-    error = cause.errors()[0]
-    where = [*error["loc"]]
-    key = ".".join(str(part) for part in where)
-    if error["type"] == "extra_forbidden":
-        inside: Any = Cluster
-        for part in where[:-1]:
-            names = {
-                "hosts": Host,
-                "device": Device,
-                "ssds": Ssd,
-                "nics": Nic,
-                "switches": Switch,
-                "links": LinkRate,
-            }
-            inside = names.get(str(part), inside)
-        known = [field.alias or name for name, field in inside.model_fields.items()]
-        return ConfigError(
-            f"unknown key `{key}` in the cluster file",
-            hint=did_you_mean(str(where[-1]), known) or f"keys here are {', '.join(known)}",
-        )
-    if error["type"] == "missing":
-        return ConfigError(f"`{key}` is missing in the cluster file")
-    return ConfigError(
-        f"`{key}`: {str(error['msg']).removeprefix('Value error, ')}"
-        if key
-        else str(error["msg"]).removeprefix("Value error, ")
-    )

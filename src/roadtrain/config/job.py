@@ -11,45 +11,43 @@ from __future__ import annotations
 import json
 import sysconfig
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from roadtrain.chunks import MAX_CHUNK
-from roadtrain.config.names import did_you_mean
+from roadtrain.config.names import Former, Report, did_you_mean, in_words_of_now
+from roadtrain.config.schema import (
+    Flag,
+    Number,
+    Section,
+    SizeText,
+    Texts,
+    Whole,
+    checked,
+    flat,
+    keys_of,
+    merged,
+    read_toml,
+    unknown_key,
+)
 from roadtrain.errors import ConfigError
 from roadtrain.units import parse_bytes
 
 OPTIMIZERS = ("adamw", "adam", "sgd", "lion", "adagrad", "rmsprop")
 
 
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
-
-
-def _size_text(size: object) -> str | None:
-    """A size as text. Raises UnitError for what is none."""
-    if size is None:
-        return None
-    parse_bytes(size if isinstance(size, int) else str(size))
-    return str(size)
-
-
-def _as_list(given: object) -> object:
-    return [given] if isinstance(given, str) and given else given or []
-
-
 class RunSection(Section):
     dir: str = Field(default="", description="run directory; default runs/NAME-OF-THE-JOB-FILE")
-    steps: int = Field(default=1000, ge=0, description="train up to this step")
-    minutes: float | None = Field(
+    steps: Whole = Field(default=1000, description="train up to this step")
+    minutes: Number | None = Field(
         default=None, gt=0, description="stop after so long; the same command goes on"
     )
-    memory_limit: str | None = Field(
+    memory_limit: SizeText | None = Field(
         default=None,
         description="hard limit of a process's memory, enforced by the system, as `1.5GiB`",
     )
@@ -57,21 +55,16 @@ class RunSection(Section):
         default="",
         description="cpu, cuda (each worker's own one) or cuda:N; default: cuda where there is one",
     )
-    seed: int = Field(default=0, description="of initial parameters, data order and dropout")
-    new_store: bool = Field(
+    seed: Annotated[int, Field(strict=True)] = Field(default=0, description="of initial parameters, data order and dropout")
+    new_store: Flag = Field(
         default=False,
         description=(
             "go on with the store that is there, or a new one, whatever the run has trained"
         ),
     )
-    log_every: int = Field(
+    log_every: Whole = Field(
         default=1, ge=1, description="a line every so many steps where no progress bar can be drawn"
     )
-
-    @field_validator("memory_limit", mode="before")
-    @classmethod
-    def _size(cls, limit: object) -> object:
-        return _size_text(limit)
 
 
 class ModelSection(Section):
@@ -84,7 +77,7 @@ class ModelSection(Section):
     dtype: Literal["fp32", "bf16", "fp16"] = Field(
         default="fp32", description="of parameters in compute"
     )
-    blocks: list[str] | None = Field(
+    blocks: Texts | None = Field(
         default=None, description="names of the modules to stream; default: found"
     )
 
@@ -98,14 +91,14 @@ class ModelSection(Section):
 
 
 class DataSection(Section):
-    paths: list[str] = Field(
+    paths: Texts = Field(
         default=[f"{sysconfig.get_path('stdlib')}/**/*.py"],
         description=(
             "files, folders or globs; default: the source of this Python's standard library"
         ),
     )
-    seq_len: int = Field(default=256, ge=1)
-    batch_size: int = Field(default=8, ge=1, description="rows of one forward pass")
+    seq_len: Whole = Field(default=256, ge=1)
+    batch_size: Whole = Field(default=8, ge=1, description="rows of one forward pass")
     held_out: float = Field(
         default=0.01, ge=0, lt=1, description="fraction of the tokens never trained on"
     )
@@ -114,25 +107,25 @@ class DataSection(Section):
 
 class OptimizerSection(Section):
     name: str = Field(default="adamw", description=f"{', '.join(OPTIMIZERS)}, or MODULE:CLASS")
-    lr: float = Field(default=3e-4, ge=0)
-    weight_decay: float | None = Field(
+    lr: Number = 3e-4
+    weight_decay: Number | None = Field(
         default=None, description="default: the optimizer's own, as all below"
     )
-    betas: tuple[float, float] | None = None
-    eps: float | None = None
-    momentum: float | None = None
+    betas: tuple[Number, Number] | None = None
+    eps: Number | None = None
+    momentum: Number | None = None
     options: dict[str, Any] = Field(
         default={}, description="any other argument of the optimizer's class"
     )
     schedule: Literal["constant", "cosine", "linear"] = Field(
         default="constant", description="of lr over run.steps"
     )
-    warmup_steps: int = Field(default=0, ge=0)
-    clip_norm: float | None = Field(
+    warmup_steps: Whole = 0
+    clip_norm: Number | None = Field(
         default=None, gt=0, description="clip the gradient's global norm"
     )
-    accumulate: int = Field(default=1, ge=1, description="forward and backward passes a step")
-    delay: Annotated[int, Field(ge=0)] | Literal["none"] = Field(
+    accumulate: Whole = Field(default=1, ge=1, description="forward and backward passes a step")
+    delay: Whole | Literal["none"] = Field(
         default=0,
         description=(
             "updates that a step's parameters may lack; 1: a step computes while the last one's"
@@ -152,32 +145,27 @@ class OptimizerSection(Section):
 
 
 class StoreSection(Section):
-    files: list[str] = Field(
+    files: Texts = Field(
         default=["{run}/store"],
         description="a directory for each server of this host; [] keeps all in RAM",
     )
-    rates: list[float] | Literal["measured"] | None = Field(
+    rates: list[Number] | Literal["measured"] | None = Field(
         default=None,
         description=(
             "relative rates of the directories, or `measured`: a new store is spread by them"
         ),
     )
-    direct: bool = Field(default=True, description="direct I/O where the file system takes it")
-    moved_from: list[str] = Field(
+    direct: Flag = Field(default=True, description="direct I/O where the file system takes it")
+    moved_from: Texts = Field(
         default=[], description="directories that the store rested in and shall leave"
     )
-    chunk_elements: int = Field(
+    chunk_elements: Whole = Field(
         default=MAX_CHUNK, ge=1, description="parameters of a unit that is transferred and stored"
     )
 
-    @field_validator("files", "moved_from", mode="before")
-    @classmethod
-    def _list(cls, given: object) -> object:
-        return _as_list(given)
-
 
 class ServersSection(Section):
-    addresses: list[str] = Field(
+    addresses: Texts = Field(
         default=[], description="HOST:PORT of each `roadtrain serve`, instead of store.files"
     )
     token_file: str | None = Field(
@@ -190,8 +178,8 @@ class ServersSection(Section):
         default=None, description="TLS: PEM file of this worker's certificate, if demanded"
     )
     key: str | None = Field(default=None, description="TLS: PEM file of its key")
-    connections: int = Field(default=1, ge=1, description="TCP connections to each server")
-    relay: str | None = Field(
+    connections: Whole = Field(default=1, ge=1, description="TCP connections to each server")
+    relay: SizeText | None = Field(
         default=None, description="host bytes for a process that communicates for the workers"
     )
     buffering: Literal["auto", "all", "none"] = Field(
@@ -201,40 +189,30 @@ class ServersSection(Section):
     replicas: Literal[1, 2] = Field(
         default=1, description="2: two servers hold each chunk, any one may die"
     )
-    give_up: list[str] = Field(
+    give_up: Texts = Field(
         default=[],
         description="HOST:PORT of servers whose contents do not count at a start that is in doubt",
     )
 
-    @field_validator("addresses", "give_up", mode="before")
-    @classmethod
-    def _list(cls, given: object) -> object:
-        return _as_list(given)
-
 
 class BudgetSection(Section):
-    host: str | None = Field(
+    host: SizeText | None = Field(
         default=None, description="bytes of host memory, as `900MiB`; default: no limit"
     )
-    device: str | None = Field(
+    device: SizeText | None = Field(
         default=None,
         description="bytes of the accelerator for parameters and gradients; default: no limit",
     )
 
-    @field_validator("host", "device", mode="before")
-    @classmethod
-    def _size(cls, size: object) -> object:
-        return _size_text(size)
-
 
 class CompressSection(Section):
-    keep: float | None = Field(
+    keep: Number | None = Field(
         default=None,
         gt=0,
         lt=1,
         description="fraction of a gradient's elements that is sent, the largest; default: all",
     )
-    error_feedback: bool = Field(
+    error_feedback: Flag = Field(
         default=False, description="add to the next gradient what was not sent"
     )
     downcast: Literal["bf16", "fp16"] | None = Field(
@@ -243,30 +221,22 @@ class CompressSection(Section):
     )
 
 
-@dataclass(frozen=True)
-class FormerKey:
-    """What a key of the first edition is now."""
-
-    now: str
-    made: Callable[[Any], Any] = lambda given: given  # the former value -> the key's
-
-
 def _kept_of(percent: Any) -> Any:
     """Of the percent of the gradient's bytes, indices included, the fraction of its elements."""
     return percent / 100 / 2 if isinstance(percent, int | float) else percent
 
 
 FORMER_KEYS = {
-    "store.dirs": FormerKey("store.files"),
-    "store.servers": FormerKey("servers.addresses"),
+    "store.dirs": Former("store.files"),
+    "store.servers": Former("servers.addresses"),
     **{
-        f"store.{name}": FormerKey(f"servers.{name}")
+        f"store.{name}": Former(f"servers.{name}")
         for name in ServersSection.model_fields
         if name != "addresses"
     },
-    "compress.topk": FormerKey("compress.keep", _kept_of),
-    "compress.gradients": FormerKey("compress.downcast"),
-    "optimizer.staleness": FormerKey("optimizer.delay"),
+    "compress.topk": Former("compress.keep", _kept_of),
+    "compress.gradients": Former("compress.downcast"),
+    "optimizer.staleness": Former("optimizer.delay"),
 }
 
 
@@ -307,8 +277,8 @@ class Job(Section):
 
     def changed(self, overrides: Mapping[str, Any]) -> Job:
         """This job with dotted keys set. Raises ConfigError."""
-        tree = self.model_dump(exclude_none=True)
-        return make_job(_merged(tree, _current(overrides, lambda _: None)))
+        words = in_words_of_now(overrides, FORMER_KEYS, lambda _: None)
+        return make_job(merged(self.model_dump(exclude_none=True), words))
 
     def to_toml(self) -> str:
         """Directories inside the run directory are written as `{run}`, so that a copy of it
@@ -364,76 +334,29 @@ def check_own(path: str, job: Job) -> None:
 
 
 def load_job(
-    path: str | Path,
-    overrides: Mapping[str, Any] | None = None,
-    report: Callable[[str], None] = print,
+    path: str | Path, overrides: Mapping[str, Any] | None = None, report: Report = print
 ) -> Job:
     """Read a job file, put `overrides` (dotted key -> value) over it, resolve. `report` hears of
     each key of the first edition what it is now. Raises ConfigError."""
-    tree = _current_tree(read_toml(path, "job file"), report)
-    tree = _merged(tree, _current(overrides or {}, report))
+    tree = merged({}, in_words_of_now(flat(read_toml(path, "job file")), FORMER_KEYS, report))
+    tree = merged(tree, in_words_of_now(overrides or {}, FORMER_KEYS, report))
     run = tree.setdefault("run", {})
     if isinstance(run, dict) and not run.get("dir"):
         run["dir"] = f"runs/{Path(path).stem}"
-    return make_job(tree)
+    return make_job(tree, report, f"{path} and the command line" if overrides else str(path))
 
 
-def read_toml(path: str | Path, what: str) -> dict[str, Any]:
-    """Raises ConfigError."""
-    try:
-        return tomllib.loads(Path(path).read_text())
-    except OSError as cause:
-        raise ConfigError(f"cannot read {what} {path}: {cause.strerror}") from cause
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as cause:
-        raise ConfigError(f"{path} is not TOML: {cause}") from cause
-
-
-def make_job(tree: Mapping[str, Any], report: Callable[[str], None] = print) -> Job:
-    """Validate nested plain data into a Job. Raises ConfigError naming the key and the nearest
-    valid one."""
-    try:
-        job = Job.model_validate(_current_tree(tree, report))
-    except ValidationError as cause:
-        raise _explained(cause) from cause
+def make_job(tree: Mapping[str, Any], report: Report = print, where: str = "job") -> Job:
+    """Of nested plain data. `where`: the file, for errors. Raises ConfigError naming the key and
+    the nearest valid one."""
+    words = in_words_of_now(flat(tree), FORMER_KEYS, report)
+    job = checked(Job, merged({}, words), where)
     here = [] if job.servers.addresses else job.store.files
     files = [d.replace("{run}", job.run.dir) for d in here]
     left = [d.replace("{run}", job.run.dir) for d in job.store.moved_from]
     return job.model_copy(
         update={"store": job.store.model_copy(update={"files": files, "moved_from": left})}
     )
-
-
-def _current(words: Mapping[str, Any], report: Callable[[str], None]) -> dict[str, Any]:
-    """Dotted key -> value, with keys of the first edition as they are called now. Raises
-    ConfigError where a key is given in both words."""
-    out: dict[str, Any] = {}
-    for key, value in words.items():
-        former = FORMER_KEYS.get(key, FormerKey(key))
-        if former.now != key:
-            report(f"`{key}` is `{former.now}` now; the former key works in this version")
-        if former.now in out or (former.now != key and former.now in words):
-            raise ConfigError(f"`{key}` and `{former.now}` are one key", hint=f"give {former.now}")
-        out[former.now] = None if value is None else former.made(value)
-    return out
-
-
-def _current_tree(tree: Mapping[str, Any], report: Callable[[str], None]) -> dict[str, Any]:
-    """A job file's tables, likewise."""
-    out = {k: dict(v) if isinstance(v, Mapping) else v for k, v in tree.items()}
-    flat = {
-        f"{section}.{name}": value
-        for section, table in out.items()
-        if isinstance(table, dict)
-        for name, value in table.items()
-    }
-    if not FORMER_KEYS.keys() & flat.keys():
-        return out
-    for key in FORMER_KEYS.keys() & flat.keys():
-        section, _, name = key.partition(".")
-        del out[section][name]
-    known = {former.now for former in FORMER_KEYS.values()}
-    about = {k: v for k, v in flat.items() if k in FORMER_KEYS or k in known}
-    return _merged(out, _current(about, report))
 
 
 def parse_overrides(args: Iterable[str]) -> dict[str, Any]:
@@ -466,9 +389,7 @@ def parse_overrides(args: Iterable[str]) -> dict[str, Any]:
 def all_keys() -> Iterator[tuple[str, str, str]]:
     """(dotted key, default as text, description) of every key of a job."""
     for section, field in Job.model_fields.items():
-        kind = field.annotation
-        assert isinstance(kind, type) and issubclass(kind, BaseModel)
-        for name, sub in kind.model_fields.items():
+        for name, sub in keys_of(field.annotation).items():
             default = sub.get_default(call_default_factory=True, validated_data={})
             yield (
                 f"{section}.{name}",
@@ -477,27 +398,20 @@ def all_keys() -> Iterator[tuple[str, str, str]]:
             )
 
 
-def unknown_key(key: str) -> ConfigError:
-    known = [k for k, _, _ in all_keys()]
-    sections = sorted({k.partition(".")[0] for k in known})
-    near = did_you_mean(key, known + sections if "." in key else sections)
-    return ConfigError(f"unknown key `{key}`", hint=near or f"sections are {', '.join(sections)}")
-
-
 _FREE_KEYS = ("model.config.", "optimizer.options.")
 
 
 def _kind(key: str) -> Any:
     """The type of a key's values; None for one below a free table."""
-    section, _, name = FORMER_KEYS.get(key, FormerKey(key)).now.partition(".")
-    kinds: Any = Job.model_fields[section].annotation
-    return kinds.model_fields[name].annotation if name in kinds.model_fields else None
+    section, _, name = FORMER_KEYS.get(key, Former(key)).now.partition(".")
+    field = keys_of(Job.model_fields[section].annotation).get(name)
+    return None if field is None else field.annotation
 
 
 def _check_key(key: str) -> None:
     known = {k for k, _, _ in all_keys()} | FORMER_KEYS.keys()
     if not key.startswith(_FREE_KEYS) and key not in known:
-        raise unknown_key(key)
+        raise unknown_key(Job, key.split("."))
 
 
 def _flag(key: str) -> bool:
@@ -511,48 +425,18 @@ def _value(key: str, text: str) -> Any:
     kind = _kind(key)
     if kind is str or (kind == str | None and text != "null"):
         return text
-    try:
-        value = tomllib.loads(f"v = {text}")["v"]
-    except tomllib.TOMLDecodeError:
-        try:
-            value = json.loads(text)
-        except json.JSONDecodeError:
-            value = text
-    if kind in (list[str], list[str] | None) and isinstance(value, str):
-        return [piece for piece in value.split(",") if piece]
-    return value
+    given: Any = text
+    for read in (_toml_value, json.loads):
+        with suppress(tomllib.TOMLDecodeError, json.JSONDecodeError):
+            given = read(text)
+            break
+    if kind in (float, Number | None) and isinstance(given, str):
+        with suppress(ValueError):
+            return float(given)  # as `.01`
+    if kind in (list[str], Texts | None) and isinstance(given, str):
+        return [piece for piece in given.split(",") if piece]
+    return given
 
 
-def _merged(tree: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    out = {k: dict(v) if isinstance(v, Mapping) else v for k, v in tree.items()}
-    for key, value in overrides.items():
-        *path, last = key.split(".")
-        at = out
-        for i, part in enumerate(path):
-            inner = at.get(part, {})
-            if not isinstance(inner, Mapping):
-                raise ConfigError(
-                    f"`{'.'.join(path[: i + 1])}` is not a table, so `{key}` cannot be set"
-                )
-            at[part] = dict(inner)
-            at = at[part]
-        if value is None:
-            at.pop(last, None)
-        else:
-            at[last] = value
-    return out
-
-
-def _explained(cause: ValidationError) -> ConfigError:
-    error = cause.errors()[0]
-    key = ".".join(str(part) for part in error["loc"])
-    if error["type"] == "extra_forbidden":
-        return unknown_key(key)
-    if error["type"] == "missing":
-        return ConfigError(f"`{key}` is missing", hint=f"add a [{key}] table to the job file")
-    message = str(error["msg"]).removeprefix("Value error, ")
-    given = error["input"]
-    shown = (
-        "" if isinstance(given, (dict, BaseModel)) or repr(given) in message else f", not {given!r}"
-    )
-    return ConfigError(f"`{key}`: {message}{shown}")
+def _toml_value(text: str) -> Any:
+    return tomllib.loads(f"v = {text}")["v"]

@@ -7,31 +7,25 @@ Rates and sizes are checked and stay as they were written, for people. Does NOT 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Self
 
-from pydantic import AfterValidator, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from roadtrain.config.job import Section, read_toml
-from roadtrain.config.names import did_you_mean
-from roadtrain.errors import ConfigError
+from roadtrain.config.schema import RateText, Section, SizeText, Whole, checked, read_toml
 from roadtrain.lab.network import LabNic
-from roadtrain.units import parse_bytes, parse_rate
-
-# as `400Mbit/s` or `50MB/s`
-Rate = Annotated[str, AfterValidator(lambda text: parse_rate(text) and text)]
-Size = Annotated[str, AfterValidator(lambda text: parse_bytes(text) and text)]
+from roadtrain.units import parse_rate
 
 
 class NicSection(Section):
-    rate: Rate = Field(description="each way")
-    in_rate: Rate | None = Field(default=None, description="what arrives, where that differs")
+    rate: RateText = Field(description="each way")
+    in_rate: RateText | None = Field(default=None, description="what arrives, where that differs")
     switch: str = Field(default="", description="default: the first switch")
 
 
 class StorageSection(Section):
-    size: Size = Field(description="taken from the disk at once")
-    read: Rate = Field(description="of direct I/O")
-    write: Rate
+    size: SizeText = Field(description="taken from the disk at once")
+    read: RateText = Field(description="of direct I/O")
+    write: RateText
     dir: str = Field(
         default="", description="where the image file goes; default: the temporary directory"
     )
@@ -39,7 +33,7 @@ class StorageSection(Section):
 
 class HostSection(Section):
     name: str
-    count: int | None = Field(default=None, ge=1, description="so many, called NAME0, NAME1, ...")
+    count: Whole | None = Field(default=None, ge=1, description="so many, called NAME0, NAME1, ...")
     nics: list[NicSection] = Field(min_length=1)
     storage: StorageSection | None = None
 
@@ -50,7 +44,7 @@ class HostSection(Section):
 
 class LinkSection(Section):
     between: tuple[str, str]
-    rate: Rate = Field(description="each way")
+    rate: RateText = Field(description="each way")
 
 
 class LabFile(Section):
@@ -84,21 +78,5 @@ class LabFile(Section):
 
 
 def load_lab(path: str | Path) -> LabFile:
-    """Raises ConfigError or UnitError, which name the key and the nearest valid one."""
-    try:
-        return LabFile.model_validate(read_toml(path, "lab file"))
-    except ValidationError as cause:
-        # it explains what is missing
-        error = min(cause.errors(), key=lambda error: error["type"] != "extra_forbidden")
-        key = ".".join(map(str, error["loc"])) or path
-        if error["type"] == "extra_forbidden":
-            known = {
-                name
-                for section in (LabFile, HostSection, NicSection, StorageSection, LinkSection)
-                for name in section.model_fields
-            }
-            hint = (
-                did_you_mean(str(error["loc"][-1]), known) or f"known: {', '.join(sorted(known))}"
-            )
-            raise ConfigError(f"unknown key `{key}`", hint=hint) from cause
-        raise ConfigError(f"`{key}`: {str(error['msg']).removeprefix('Value error, ')}") from cause
+    """Raises ConfigError, which names the key and the nearest valid one."""
+    return checked(LabFile, read_toml(path, "lab file"), str(path))

@@ -1,0 +1,269 @@
+"""The one way in which what a user writes is read and checked: jobs, clusters, plans and labs.
+
+A schema is a `Section`, or a `value` where code makes one too. Its fields stand one a line, each
+with its type, its unit, its limits and its meaning; `docs/reference` is made from them. `checked`
+makes one of a table. Each mistake is a ConfigError that names the file, the key, what was found and
+what is expected, or the nearest key that is known. A number is never made of a text that looks
+like one, or of true and false.
+Does NOT know which keys there are.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import field
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, dataclass_transform, get_args
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    TypeAdapter,
+    ValidationError,
+)
+from pydantic.dataclasses import dataclass, is_pydantic_dataclass
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from roadtrain.config.names import did_you_mean
+from roadtrain.errors import ConfigError, RoadtrainError
+from roadtrain.units import parse_bytes, parse_flops, parse_rate, parse_seconds
+
+T = TypeVar("T")
+RULES = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class Section(BaseModel):
+    """A table of a file."""
+
+    model_config = RULES
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(field, Field))
+def value(kind: type[T]) -> type[T]:
+    """Makes `kind` a frozen dataclass with the rules of a Section. One that code makes is checked
+    too, and raises ConfigError."""
+    made: Any = dataclass(frozen=True, config=RULES)(kind)
+    unexplained = made.__init__
+
+    def __init__(self: T, *args: Any, **fields: Any) -> None:
+        try:
+            unexplained(self, *args, **fields)
+        except ValidationError as cause:
+            raise explained(cause, made, fields, kind.__name__) from cause
+
+    made.__init__ = __init__
+    return made  # type: ignore[no-any-return]
+
+
+Whole = Annotated[int, Field(strict=True, ge=0)]
+Number = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+Flag = Annotated[bool, Field(strict=True)]
+
+
+class _Refused(ValueError):
+    """An error of ours inside pydantic's."""
+
+    def __init__(self, error: RoadtrainError) -> None:
+        super().__init__(str(error).partition("\nhint: ")[0])
+        self.error = error
+
+
+def refusing(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`read` as a validator: what it raises is said with the key."""
+
+    def validator(given: Any) -> Any:
+        try:
+            return read(given)
+        except RoadtrainError as error:
+            raise _Refused(error) from error
+
+    return validator
+
+
+def _with_unit(parse: Callable[[str], float]) -> BeforeValidator:
+    def read(given: object) -> float:
+        if type(given) in (int, float) and given == 0:
+            return 0.0
+        if not isinstance(given, str):
+            raise ConfigError(f"{given!r} has no unit", hint="write a number and a unit")
+        return parse(given)
+
+    return BeforeValidator(refusing(read))
+
+
+def _written(unit: str, scale: float = 1.0, decimals: int = 0) -> PlainSerializer:
+    """`decimals`: of a large number. A small one has so many that it is not written as nothing."""
+
+    def write(held: float) -> str | int:
+        digits = f"{held / scale:.{12 if held < 1e3 * scale else decimals}f}"
+        digits = digits.rstrip("0").rstrip(".") if "." in digits else digits
+        return digits + unit if held else 0
+
+    return PlainSerializer(write)
+
+
+# numbers that are written with a unit
+Rate = Annotated[float, _with_unit(parse_rate), _written("B/s")]
+Bytes = Annotated[float, _with_unit(parse_bytes), _written("B")]
+Flops = Annotated[float, _with_unit(parse_flops), _written("TFLOP/s", 1e12, 6)]
+Seconds = Annotated[float, _with_unit(parse_seconds), _written("ns", 1e-9)]
+
+
+def _size_text(size: object) -> str:
+    parse_bytes(size if type(size) is int else str(size))
+    return str(size)
+
+
+def _rate_text(rate: str) -> str:
+    parse_rate(rate)
+    return rate
+
+
+# texts that stay as they were written, for people
+SizeText = Annotated[str, BeforeValidator(refusing(_size_text))]  # as `1.5GiB`
+RateText = Annotated[str, AfterValidator(refusing(_rate_text))]  # as `400Mbit/s` or `50MB/s`
+
+
+def _as_list(given: object) -> object:
+    return [text for text in (given,) if text] if isinstance(given, str) else given
+
+
+Texts = Annotated[list[str], BeforeValidator(_as_list)]  # one may stand alone
+
+
+def read_toml(path: str | Path, what: str) -> dict[str, Any]:
+    """Raises ConfigError."""
+    try:
+        return tomllib.loads(Path(path).read_text())
+    except OSError as cause:
+        raise ConfigError(f"cannot read {what} {path}: {cause.strerror}") from cause
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as cause:
+        raise ConfigError(f"{path} is not TOML: {cause}") from cause
+
+
+def checked(kind: type[T], tree: object, where: str = "") -> T:
+    """A `kind` of a table. `where`: the file, for errors. Raises ConfigError."""
+    try:
+        return TypeAdapter(kind).validate_python(tree)
+    except ValidationError as cause:
+        raise explained(cause, kind, tree, where) from cause
+
+
+def merged(tree: Mapping[str, Any], words: Mapping[str, Any]) -> dict[str, Any]:
+    """`tree` with dotted keys set; None takes a key away. Raises ConfigError."""
+    out = {k: dict(v) if isinstance(v, Mapping) else v for k, v in tree.items()}
+    for key, given in words.items():
+        *path, last = key.split(".")
+        at = out
+        for i, part in enumerate(path):
+            inner = at.get(part, {})
+            if not isinstance(inner, Mapping):
+                raise ConfigError(
+                    f"`{'.'.join(path[: i + 1])}` is not a table, so `{key}` cannot be set"
+                )
+            at[part] = dict(inner)
+            at = at[part]
+        if given is None:
+            at.pop(last, None)
+        else:
+            at[last] = given
+    return out
+
+
+def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted key -> value, of a file's tables."""
+    out: dict[str, Any] = {}
+    for name, table in tree.items():
+        if isinstance(table, Mapping) and table:
+            out |= {f"{name}.{key}": inner for key, inner in table.items()}
+        else:
+            out[name] = table
+    return out
+
+
+def keys_of(kind: Any) -> dict[str, FieldInfo]:
+    """The keys of a section, as they are written."""
+    fields: dict[str, FieldInfo] = (
+        kind.__pydantic_fields__ if is_pydantic_dataclass(kind) else kind.model_fields
+    )
+    return {about.alias or name: about for name, about in fields.items()}
+
+
+def section_in(annotation: Any) -> Any:
+    """The section that a field holds, alone, in a list or where it may be missing; else None."""
+    if isinstance(annotation, type) and (
+        is_pydantic_dataclass(annotation) or issubclass(annotation, BaseModel)
+    ):
+        return annotation
+    found = (section_in(arg) for arg in get_args(annotation))
+    return next((one for one in found if one is not None), None)
+
+
+def unknown_key(kind: Any, path: Sequence[int | str], where: str = "") -> ConfigError:
+    """The error for the first part of `path` that is no key of its section."""
+    inside, before = kind, ""
+    for part in path:
+        known = keys_of(inside) if inside is not None and isinstance(part, str) else {}
+        if isinstance(part, str) and part not in known:
+            break
+        inside = section_in(known[part].annotation) if isinstance(part, str) else inside
+        before += f"{part}."
+    near = did_you_mean(str(part), known, before)
+    return ConfigError(
+        f"{_at(where)}unknown key `{before}{part}`",
+        hint=near or f"keys here are {', '.join(known)}",
+    )
+
+
+def explained(cause: ValidationError, kind: Any, tree: object, where: str = "") -> ConfigError:
+    """The first mistake in `tree`, which is no `kind`; an unknown key explains a missing one."""
+    errors = cause.errors()
+    error = min(errors, key=lambda one: one["type"] != "extra_forbidden")
+    if error["type"] == "extra_forbidden":
+        return unknown_key(kind, error["loc"], where)
+    if error["type"].startswith("missing"):
+        key = ".".join(map(str, error["loc"]))
+        about = keys_of(kind).get(key)
+        section = about is not None and section_in(about.annotation) is not None
+        hint = f"add a [{key}] table" if section else (about.description if about else "")
+        return ConfigError(f"{_at(where)}`{key}` is missing", hint=hint or "")
+    path, found = _reached(tree, error["loc"])
+    # where a field may be of several types, each says why it is not
+    own = [one for one in errors if _reached(tree, one["loc"])[0] == path]
+    said = " or ".join(dict.fromkeys(map(_said, own)))
+    if repr(found) not in said and not (error["type"] == "value_error" and isinstance(found, dict)):
+        said += f", not {found!r:.200}"
+    refused = error.get("ctx", {}).get("error")
+    ours = refused.error if isinstance(refused, _Refused) else ConfigError("")
+    key = f"`{'.'.join(map(str, path))}`: " if path else ""
+    made: ConfigError = type(ours)(_at(where) + key + said, hint=ours.hint)
+    return made
+
+
+def _at(where: str) -> str:
+    return f"{where}: " if where else ""
+
+
+def _reached(tree: Any, path: Sequence[int | str]) -> tuple[list[int | str], Any]:
+    """The part of `path` that leads through `tree`, and what is there. What follows is the name of
+    one of the types that a field may have."""
+    through: list[int | str] = []
+    for part in path:
+        try:
+            tree = tree[part]
+        except (KeyError, IndexError, TypeError):
+            break
+        through.append(part)
+    return through, tree
+
+
+def _said(error: ErrorDetails) -> str:
+    if error["type"] in ("model_type", "dataclass_type", "dict_type"):
+        return "Input should be a table"
+    return error["msg"].removeprefix("Value error, ")
