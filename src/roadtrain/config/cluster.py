@@ -38,10 +38,12 @@ from pydantic import Field, model_validator
 from roadtrain.config.names import did_you_mean
 from roadtrain.config.schema import (
     Bytes,
+    Count,
     Flag,
     Flops,
     Number,
     Rate,
+    Real,
     Seconds,
     Section,
     Whole,
@@ -82,12 +84,12 @@ class Ssd(Section):
     `internal`. `depth`: how many reads, and writes, share its rate at once; 1: in the order of
     arrival."""
 
-    count: Whole = Field(default=1, ge=1)
+    count: Count = 1
     read: Rate = Field(gt=0)
     write: Rate = Field(gt=0)
-    mixed: Number = Field(default=1.0, ge=1, le=2)
+    mixed: Real = Field(default=1.0, ge=1, le=2)
     capacity: Bytes = 0.0
-    depth: Whole = Field(default=2, ge=1)
+    depth: Count = 2
     internal: Rate = 0.0
     updates: Rate = 0.0
     price: Number = 0
@@ -99,7 +101,7 @@ class Nic(Section):
 
     kind: Literal["infiniband", "roce", "ethernet"] = "ethernet"
     rate: Rate = Field(gt=0)
-    count: Whole = Field(default=1, ge=1)
+    count: Count = 1
     latency: Seconds = 0.0
     switch: str = ""
     relay: Flag = False
@@ -122,7 +124,7 @@ class Host(Section):
     """
 
     name: str
-    count: Whole = Field(default=1, ge=1)
+    count: Count = 1
     devices: Whole = 0
     device: Device | None = None
     fabric: Rate = 0.0

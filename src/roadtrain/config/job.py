@@ -14,7 +14,7 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import tomli_w
 from pydantic import Field, field_validator, model_validator
@@ -22,7 +22,9 @@ from pydantic import Field, field_validator, model_validator
 from roadtrain.chunks import MAX_CHUNK
 from roadtrain.config.names import Former, Report, did_you_mean, in_words_of_now
 from roadtrain.config.schema import (
+    Count,
     Flag,
+    Integer,
     Number,
     Section,
     SizeText,
@@ -55,15 +57,15 @@ class RunSection(Section):
         default="",
         description="cpu, cuda (each worker's own one) or cuda:N; default: cuda where there is one",
     )
-    seed: Annotated[int, Field(strict=True)] = Field(default=0, description="of initial parameters, data order and dropout")
+    seed: Integer = Field(default=0, description="of initial parameters, data order and dropout")
     new_store: Flag = Field(
         default=False,
         description=(
             "go on with the store that is there, or a new one, whatever the run has trained"
         ),
     )
-    log_every: Whole = Field(
-        default=1, ge=1, description="a line every so many steps where no progress bar can be drawn"
+    log_every: Count = Field(
+        default=1, description="a line every so many steps where no progress bar can be drawn"
     )
 
 
@@ -97,10 +99,10 @@ class DataSection(Section):
             "files, folders or globs; default: the source of this Python's standard library"
         ),
     )
-    seq_len: Whole = Field(default=256, ge=1)
-    batch_size: Whole = Field(default=8, ge=1, description="rows of one forward pass")
-    held_out: float = Field(
-        default=0.01, ge=0, lt=1, description="fraction of the tokens never trained on"
+    seq_len: Count = 256
+    batch_size: Count = Field(default=8, description="rows of one forward pass")
+    held_out: Number = Field(
+        default=0.01, lt=1, description="fraction of the tokens never trained on"
     )
     tokenizer: str = Field(default="bytes", description="`bytes`, or the path of a tokenizer.json")
 
@@ -124,7 +126,7 @@ class OptimizerSection(Section):
     clip_norm: Number | None = Field(
         default=None, gt=0, description="clip the gradient's global norm"
     )
-    accumulate: Whole = Field(default=1, ge=1, description="forward and backward passes a step")
+    accumulate: Count = Field(default=1, description="forward and backward passes a step")
     delay: Whole | Literal["none"] = Field(
         default=0,
         description=(
@@ -159,8 +161,8 @@ class StoreSection(Section):
     moved_from: Texts = Field(
         default=[], description="directories that the store rested in and shall leave"
     )
-    chunk_elements: Whole = Field(
-        default=MAX_CHUNK, ge=1, description="parameters of a unit that is transferred and stored"
+    chunk_elements: Count = Field(
+        default=MAX_CHUNK, description="parameters of a unit that is transferred and stored"
     )
 
 
@@ -178,7 +180,7 @@ class ServersSection(Section):
         default=None, description="TLS: PEM file of this worker's certificate, if demanded"
     )
     key: str | None = Field(default=None, description="TLS: PEM file of its key")
-    connections: Whole = Field(default=1, ge=1, description="TCP connections to each server")
+    connections: Count = Field(default=1, description="TCP connections to each server")
     relay: SizeText | None = Field(
         default=None, description="host bytes for a process that communicates for the workers"
     )

@@ -52,8 +52,9 @@ def value(kind: type[T]) -> type[T]:
     unexplained = made.__init__
 
     def __init__(self: T, *args: Any, **fields: Any) -> None:
+        fields |= zip(made.__pydantic_fields__, args, strict=False)
         try:
-            unexplained(self, *args, **fields)
+            unexplained(self, **fields)
         except ValidationError as cause:
             raise explained(cause, made, fields, kind.__name__) from cause
 
@@ -61,8 +62,11 @@ def value(kind: type[T]) -> type[T]:
     return made  # type: ignore[no-any-return]
 
 
-Whole = Annotated[int, Field(strict=True, ge=0)]
-Number = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+Integer = Annotated[int, Field(strict=True)]
+Whole = Annotated[Integer, Field(ge=0)]
+Count = Annotated[Integer, Field(ge=1)]
+Real = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Number = Annotated[Real, Field(ge=0)]
 Flag = Annotated[bool, Field(strict=True)]
 
 
@@ -240,10 +244,10 @@ def explained(cause: ValidationError, kind: Any, tree: object, where: str = "") 
     if repr(found) not in said and not (error["type"] == "value_error" and isinstance(found, dict)):
         said += f", not {found!r:.200}"
     refused = error.get("ctx", {}).get("error")
-    ours = refused.error if isinstance(refused, _Refused) else ConfigError("")
+    ours: RoadtrainError = refused.error if isinstance(refused, _Refused) else ConfigError("")
     key = f"`{'.'.join(map(str, path))}`: " if path else ""
-    made: ConfigError = type(ours)(_at(where) + key + said, hint=ours.hint)
-    return made
+    error_type = type(ours) if isinstance(ours, ConfigError) else ConfigError
+    return error_type(_at(where) + key + said, hint=ours.hint)
 
 
 def _at(where: str) -> str:

@@ -11,7 +11,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from roadtrain.config.schema import RateText, Section, SizeText, Whole, checked, read_toml
+from roadtrain.config.schema import Count, RateText, Section, SizeText, checked, read_toml
 from roadtrain.lab.network import LabNic
 from roadtrain.units import parse_rate
 
@@ -33,7 +33,7 @@ class StorageSection(Section):
 
 class HostSection(Section):
     name: str
-    count: Whole | None = Field(default=None, ge=1, description="so many, called NAME0, NAME1, ...")
+    count: Count | None = Field(default=None, description="so many, called NAME0, NAME1, ...")
     nics: list[NicSection] = Field(min_length=1)
     storage: StorageSection | None = None
 
