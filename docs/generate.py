@@ -32,6 +32,7 @@ import roadtrain
 from roadtrain import cli, errors
 from roadtrain.config.cluster import Cluster
 from roadtrain.config.job import Job
+from roadtrain.config.schema import section_in
 from roadtrain.lab.labfile import LabFile
 
 ROOT = Path(__file__).parents[1]
@@ -195,7 +196,7 @@ def _sections(model: type[BaseModel], path: str = "", several: bool = False) -> 
     rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
     for name, field in model.model_fields.items():
         key = field.alias or name
-        if (found := _model_in(field.annotation)) is not None:
+        if (found := section_in(field.annotation)) is not None:
             several = typing.get_origin(field.annotation) in (list, tuple)
             inner.append((f"{path}.{key}" if path else key, found, several))
         else:
@@ -212,17 +213,10 @@ def _sections(model: type[BaseModel], path: str = "", several: bool = False) -> 
         yield from _sections(found, inside, several)
 
 
-def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """The schema that a field holds, alone, in a tuple or a list, or where it may be missing."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    found = [_model_in(arg) for arg in typing.get_args(annotation)]
-    return next((one for one in found if one is not None), None)
-
-
 def _type_of(field: FieldInfo) -> str:
     """A number that is checked before it is one is written with its unit."""
-    with_unit = any(isinstance(rule, BeforeValidator) for rule in field.metadata)
+    read = any(isinstance(rule, BeforeValidator) for rule in field.metadata)
+    with_unit = read and field.annotation is float
     return "number with a unit" if with_unit else _type_name(field.annotation)
 
 

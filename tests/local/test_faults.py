@@ -422,7 +422,7 @@ def test_names_that_are_not_there():
     for pattern, hint in (("layer.*", "layers"), ("layers.7", r"layers\.")):
         model, optimizer = build(Case())
         with pytest.raises(
-            ConfigError, match=rf"(?s){pattern.replace('*', '.')}.*did you mean '{hint}"
+            ConfigError, match=rf"(?s){pattern.replace('*', '.')}.*did you mean `{hint}"
         ):
             roadtrain.place(model, optimizer, blocks=[pattern], **QUIET)
     one_step(Case(), model, optimizer, new_scaler(Case()), 0)  # refused before anything was changed

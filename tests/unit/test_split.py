@@ -80,7 +80,7 @@ def test_named():
     ]
     assert names(split(model, ["model.layers.3", "model.norm"])) == ["model.layers.3", "model.norm"]
     assert names(split(model, "model.layers.3.a")) == ["model.layers.3.a"]
-    with pytest.raises(ConfigError, match=r"hint: did you mean 'model.layers.0'"):
+    with pytest.raises(ConfigError, match=r"hint: did you mean `model.layers.0`"):
         split(model, ["model.layer.0"])
     with pytest.raises(ConfigError, match=r"name its items: model.layers.\*"):
         split(model, ["model.layers"])

@@ -74,7 +74,7 @@ class Servers:
     retry_s: float | None = None  # how long to try again; None: as long as place's deadline_s
     # instead of the four above: all that a link can be told
     link: TcpOptions | None = field(default=None, repr=False)
-    replicas: Literal[1, 2] = 1  # 2: a second server holds each chunk and applies the same pushes
+    replicas: int = 1  # 1 or 2: a second server holds each chunk and applies the same pushes
     # addresses whose contents are not to count at a start where that is in doubt: one that is away
     # is left out all the same, the store of one that answers is moved aside and filled up again
     give_up: Sequence[str] = ()

@@ -32,8 +32,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-import tomli_w
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from roadtrain.config.names import did_you_mean
 from roadtrain.config.schema import (
@@ -47,8 +46,10 @@ from roadtrain.config.schema import (
     Seconds,
     Section,
     Whole,
+    as_toml,
     checked,
     read_toml,
+    refusing,
 )
 from roadtrain.errors import ConfigError
 from roadtrain.units import show_rate, show_seconds
@@ -117,6 +118,10 @@ class Switch(Section):
     multicasts: Flag = Field(default=False, description="sends one packet to many")
 
 
+def _device(given: object) -> object:
+    return template("device", given) if isinstance(given, str) else given
+
+
 class Host(Section):
     """`count` machines alike. `updates`: bytes of state and gradient a second that its processors
     update; `sums`: bytes of arriving gradient that they add up. `fabric`: between its devices, of
@@ -126,7 +131,7 @@ class Host(Section):
     name: str
     count: Count = 1
     devices: Whole = 0
-    device: Device | None = None
+    device: Annotated[Device | None, BeforeValidator(refusing(_device))] = None
     fabric: Rate = 0.0
     memory: Bytes = Field(gt=0)
     memory_rate: Rate = 0.0
@@ -142,15 +147,9 @@ class Host(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _templates(cls, tree: Any) -> Any:
-        if not isinstance(tree, Mapping) or tree.get("device") is None:
-            return tree
-        device = tree["device"]
-        return {
-            "devices": 1,
-            **tree,
-            "device": template("device", device) if isinstance(device, str) else device,
-        }
+    def _one_device(cls, tree: Any) -> Any:
+        has_device = isinstance(tree, Mapping) and tree.get("device") is not None
+        return {"devices": 1, **tree} if has_device else tree
 
     @property
     def together(self) -> Self:
@@ -289,9 +288,7 @@ class Cluster(Section):
         )
 
     def to_toml(self) -> str:
-        return tomli_w.dumps(
-            self.model_dump(mode="json", exclude_none=True, exclude_defaults=True, by_alias=True)
-        )
+        return as_toml(self, exclude_defaults=True, by_alias=True)
 
 
 def load_cluster(path: str | Path) -> Cluster:

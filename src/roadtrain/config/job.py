@@ -188,8 +188,8 @@ class ServersSection(Section):
         default="auto",
         description="blocks kept from forward to backward: what fits and pays, all, none",
     )
-    replicas: Literal[1, 2] = Field(
-        default=1, description="2: two servers hold each chunk, any one may die"
+    replicas: Count = Field(
+        default=1, le=2, description="2: two servers hold each chunk, any one may die"
     )
     give_up: Texts = Field(
         default=[],

@@ -39,14 +39,21 @@ class Former:
 def in_words_of_now(
     words: Mapping[str, Any], former: Mapping[str, Former], report: Report
 ) -> dict[str, Any]:
-    """Key -> value, with keys of the first edition as they are called now. `report` hears of each
-    of them. Raises ConfigError where a key is given in both words."""
+    """Key -> value, with keys of the first edition, or of its tables, as they are called now.
+    `report` hears of each of them. Raises ConfigError where a key is given in both words."""
     out: dict[str, Any] = {}
     for key, given in words.items():
-        known = former.get(key, Former(key))
+        known = _former(key, former)
         if known.now != key:
             report(f"`{key}` is `{known.now}` now; the former key works in this version")
         if known.now in out or (known.now != key and known.now in words):
             raise ConfigError(f"`{key}` and `{known.now}` are one key", hint=f"give {known.now}")
         out[known.now] = None if given is None else known.made(given)
     return out
+
+
+def _former(key: str, former: Mapping[str, Former]) -> Former:
+    table, _, name = key.partition(".")
+    if key in former or table not in former:
+        return former.get(key, Former(key))
+    return Former(f"{former[table].now}.{name}")

@@ -1,4 +1,4 @@
-"""Layout: which devices form which parallel groups, and which layers each pipeline stage has.
+"""Parallelism: which devices form which parallel groups, and which layers each pipeline stage has.
 Arithmetic only.
 
 Devices are numbered host by host, from 0, in the order of the clusters. With t tensor-, p pipeline-
@@ -18,40 +18,37 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import Self
 
+from pydantic import model_validator
+
+from roadtrain.config.schema import Count, Whole, refusing, value
 from roadtrain.errors import ConfigError
 
 
-@dataclass(frozen=True)
+@value
 class Parallelism:
-    """Data-, tensor-, pipeline-, context- and expert-parallel ranks (`ep` divides dp x cp).
-    `vp`: parts of the model that a pipeline stage has, part k of all stages before part k + 1 of
-    any. `stages`: layers of each pipeline stage, with vp of each part in the model's order;
-    empty: as even as can be."""
+    """Degrees of data, tensor, pipeline, context and expert parallelism."""
 
-    dp: int = 1
-    tp: int = 1
-    pp: int = 1
-    stages: tuple[int, ...] = ()
-    cp: int = 1
-    ep: int = 1
-    vp: int = 1
+    dp: Count = 1
+    tp: Count = 1
+    pp: Count = 1
+    # layers of each pipeline stage, with vp of each part in the model's order; none: as even as
+    # can be
+    stages: tuple[Whole, ...] = ()
+    cp: Count = 1
+    ep: Count = 1  # divides dp x cp
+    vp: Count = 1  # parts of a pipeline stage, part k of all stages before part k + 1 of any
 
-    def __post_init__(self) -> None:
-        for name, n in (
-            *((name, getattr(self, name)) for name in ("dp", "tp", "pp", "cp", "ep", "vp")),
-            *(("stages", n) for n in self.stages),
-        ):
-            if not isinstance(n, int) or n < (name != "stages"):
-                raise ConfigError(
-                    f"parallelism: `{name}` has {n!r}", hint="a whole number, 1 or more"
-                )
+    @model_validator(mode="after")
+    @refusing
+    def _experts_fit(self) -> Self:
         if self.replicas % self.ep:
             raise ConfigError(
                 f"ep {self.ep} does not divide dp {self.dp} x cp {self.cp}",
                 hint="every expert group is a part of a data group",
             )
+        return self
 
     @property
     def replicas(self) -> int:

@@ -16,6 +16,7 @@ from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, dataclass_transform, get_args
 
+import tomli_w
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -35,13 +36,14 @@ from roadtrain.errors import ConfigError, RoadtrainError
 from roadtrain.units import parse_bytes, parse_flops, parse_rate, parse_seconds
 
 T = TypeVar("T")
-RULES = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")  # pydantic's words for a key
+RULES = ConfigDict(extra="forbid", protected_namespaces=())
 
 
 class Section(BaseModel):
     """A table of a file."""
 
-    model_config = RULES
+    model_config = RULES | {"frozen": True}
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field, Field))
@@ -120,7 +122,9 @@ Seconds = Annotated[float, _with_unit(parse_seconds), _written("ns", 1e-9)]
 
 
 def _size_text(size: object) -> str:
-    parse_bytes(size if type(size) is int else str(size))
+    if isinstance(size, bool) or not isinstance(size, int | str):
+        raise ConfigError(f"{size!r} is not a size", hint="write a number and a unit, as 1.5GiB")
+    parse_bytes(size)
     return str(size)
 
 
@@ -157,6 +161,12 @@ def checked(kind: type[T], tree: object, where: str = "") -> T:
         return TypeAdapter(kind).validate_python(tree)
     except ValidationError as cause:
         raise explained(cause, kind, tree, where) from cause
+
+
+def as_toml(held: Any, **how: Any) -> str:
+    """The file that `held` is read from. `how`: of pydantic's `dump_python`."""
+    tree = TypeAdapter(type(held)).dump_python(held, mode="json", exclude_none=True, **how)
+    return tomli_w.dumps(tree)
 
 
 def merged(tree: Mapping[str, Any], words: Mapping[str, Any]) -> dict[str, Any]:
@@ -228,8 +238,8 @@ def unknown_key(kind: Any, path: Sequence[int | str], where: str = "") -> Config
 def explained(cause: ValidationError, kind: Any, tree: object, where: str = "") -> ConfigError:
     """The first mistake in `tree`, which is no `kind`; an unknown key explains a missing one."""
     errors = cause.errors()
-    error = min(errors, key=lambda one: one["type"] != "extra_forbidden")
-    if error["type"] == "extra_forbidden":
+    error = min(errors, key=lambda one: one["type"] not in UNKNOWN)
+    if error["type"] in UNKNOWN:
         return unknown_key(kind, error["loc"], where)
     if error["type"].startswith("missing"):
         key = ".".join(map(str, error["loc"]))

@@ -33,7 +33,9 @@ class StorageSection(Section):
 
 class HostSection(Section):
     name: str
-    count: Count | None = Field(default=None, description="so many, called NAME0, NAME1, ...")
+    count: Count | None = Field(
+        default=None, le=1000, description="so many, called NAME0, NAME1, ..."
+    )
     nics: list[NicSection] = Field(min_length=1)
     storage: StorageSection | None = None
 

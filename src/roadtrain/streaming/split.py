@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 import numpy as np
@@ -23,6 +22,7 @@ import torch
 from torch import nn
 
 from roadtrain.chunks import MAX_CHUNK, ChunkTable, ParamSpec
+from roadtrain.config.names import did_you_mean
 from roadtrain.errors import ConfigError, ModelError
 
 DTYPES = {
@@ -179,10 +179,9 @@ def _named(model: nn.Module, patterns: Iterable[str]) -> Iterator[tuple[str, nn.
         parts = pattern.split(".")
         hits = [n for n in modules if _fits(n.split("."), parts) and _has_params(modules[n])]
         if not hits:
-            near = get_close_matches(pattern, modules, n=1, cutoff=0.0)
             raise ConfigError(
                 f"no module with parameters is named {pattern!r}",
-                hint=f"did you mean {near[0]!r}?" if near else "",
+                hint=did_you_mean(pattern, modules, least=0.0),
             )
         for hit in hits:
             if not _callable(modules[hit]):
