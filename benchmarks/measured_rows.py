@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from json import loads
-from typing import Any
+from typing import Any, Literal
 
 from benchmarks.paper_clusters import fitted
 from roadtrain.config.cluster import Cluster, make_cluster
@@ -25,6 +25,13 @@ from roadtrain.config.plan import ElementBytes, Framework, Plan, PlanMemory, pla
 from roadtrain.errors import ConfigError, RoadtrainError
 from roadtrain.simulator.memory import cut, needs
 from roadtrain.units import parse_rate
+
+# torchtitan's words for activation checkpointing of a part of each layer
+TORCHTITAN_AC: Mapping[str, Literal["", "products", "layers"]] = {
+    "selective": "products",
+    "selective op": "products",
+    "selective layer": "layers",
+}
 
 MPT = {
     "70b": (80, 8192, 64),
@@ -252,11 +259,7 @@ def _titan(row: dict[str, Any]) -> Made:
         recompute=ac == "full",
         memory=PlanMemory(slots=2),
         framework=Framework(
-            selective={
-                "selective": "products",
-                "selective op": "products",
-                "selective layer": "layers",
-            }.get(ac, ""),
+            selective=TORCHTITAN_AC.get(ac, ""),
             logit_bytes=18 if parallelism.tp > 1 else 14,
             hidden=1 - 1 / parallelism.tp if how.get("async_tp") else 0,
             context_bytes=0,
