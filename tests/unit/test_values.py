@@ -19,7 +19,7 @@ from roadtrain.api.session_plan import plan_session
 from roadtrain.api.stores import store_of
 from roadtrain.chunks import ChunkTable, ParamSpec
 from roadtrain.errors import BudgetError, ConfigError
-from roadtrain.kernels.rules import rules_for
+from roadtrain.kernels.torch_rules import rules_for
 from roadtrain.runtime.worker_group import WorkerGroup
 from roadtrain.transport.tcp import TcpOptions, Tls
 
