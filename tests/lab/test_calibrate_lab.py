@@ -106,6 +106,7 @@ def rows(told: str) -> dict[str, list[float]]:
     }
 
 
+@pytest.mark.exhaustive
 def test_two_workers_and_a_server(files, capsys):
     cluster, job = files('servers = ["HOST:PORT"]', count=2)
     before = Path(cluster).read_text()

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.lab
 
 
 @pytest.mark.skipif(lab_available() is not None, reason=f"no lab: {lab_available()}")
+@pytest.mark.exhaustive
 def test_ours_is_ahead_where_the_interconnect_limits(tmp_path: Path) -> None:
     before = (
         threading.active_count(),

@@ -133,7 +133,8 @@ def test_the_whole_command(lab: Lab, tmp_path: Path) -> None:
     assert not any("link from" in line for line in head)
 
 
-@pytest.mark.parametrize("how", ["killed", pytest.param("cut off", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("how", ["killed", "cut off"])
 def test_a_host_that_goes_meanwhile(lab: Lab, how: str) -> None:
     asking, going = lab.probe("--token-file", str(lab.token)), lab.listening["c"]
     # one of its directories is measured

@@ -120,9 +120,9 @@ def trained(case, servers, home, workers, **options):
     ("case", "workers", "servers", "dtype", "options"),
     [
         (replace(PLAIN, eager=True), 1, 2, FP16, {}),
-        (ALL, 1, 1, BF16, {"relay": "96MiB"}),
+        pytest.param(ALL, 1, 1, BF16, {"relay": "96MiB"}, marks=pytest.mark.exhaustive),
         (replace(ALL, clip=None, eager=True), 2, 1, BF16, {}),
-        (ALL, 2, 2, FP16, {}),
+        pytest.param(ALL, 2, 2, FP16, {}, marks=pytest.mark.exhaustive),
         (ALL, 2, 2, BF16, {"relay": "96MiB", "local": 2}),
         (ALL, 2, 2, BF16, {"replicas": 2}),
     ],

@@ -141,7 +141,7 @@ def test_stopped_and_gone_on(case, addresses, tmp_path):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_kills_change_no_loss(replicas, addresses, tmp_path):  # Rules 3 and 5
     rng, servers = random.Random(replicas), addresses(2)
     options = {"residuals": str(tmp_path / "left"), "replicas": replicas, **FEEDBACK}

@@ -19,6 +19,7 @@ def test_faults(faults):
     assert {end.kind for end in ends} == set(soak_sums.KINDS[:faults])
 
 
+@pytest.mark.exhaustive
 def test_a_worker_that_ends_is_noticed():
     with ExitStack() as stack:
         scene = soak_sums.Scene(2, random.Random(0), stack)

@@ -35,7 +35,7 @@ def trained(case, servers, home, steps, workers, **options):
     ("name", "workers", "local"),
     [
         ("plain", 1, 1),
-        ("late, bf16", 2, 1),
+        pytest.param("late, bf16", 2, 1, marks=pytest.mark.exhaustive),
         pytest.param("frozen, bf16", 2, 2, marks=pytest.mark.exhaustive),
         ("clipped, accumulated, scaler", 4, 2),
         pytest.param("late, bf16", 4, 2, marks=pytest.mark.exhaustive),
@@ -64,7 +64,7 @@ def test_a_run_goes_on_with_and_without_it(addresses, tmp_path):  # Rule 3
     assert seen == whole
 
 
-@pytest.mark.parametrize("whom", ["relay", "worker"])
+@pytest.mark.parametrize("whom", ["relay", pytest.param("worker", marks=pytest.mark.exhaustive)])
 def test_a_kill_is_noticed_and_nothing_is_lost(whom, addresses, tmp_path):  # Rule 3, Rule 5
     case, steps = Case(eager=True), 12
     whole = trained(case, addresses(1), tmp_path / "whole", steps, 2, local=2)
