@@ -3,8 +3,10 @@ store=...)`."""
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
+from roadtrain.config.former_modules import FormerPaths
 from roadtrain.errors import RoadtrainError
 
 if TYPE_CHECKING:
@@ -46,6 +48,8 @@ _HOMES = {
     "sum_hook": "roadtrain.integrations.ddp",
     "sum_fsdp": "roadtrain.integrations.fsdp",
 }
+
+sys.meta_path.append(FormerPaths())
 
 
 def __getattr__(name: str) -> Any:
