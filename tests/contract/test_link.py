@@ -247,6 +247,7 @@ def test_small_frames_in_great_number(ends):
     assert [int.from_bytes(header, "little") for _, header, _ in frames] == list(range(5000))
 
 
+@pytest.mark.slow
 def test_a_big_payload_of_many_parts_and_types(ends):
     data = memoryview(random.Random(1).randbytes(24 * MIB))
     ends.a.send(1, b"", [data[i : i + 8 * KIB].cast("d") for i in range(0, len(data), 8 * KIB)])
@@ -267,6 +268,7 @@ def test_sent_comes_once_and_the_buffer_is_free_then(ends):
     assert all(payload == bytes([kind]) * len(buffer) for kind, _, payload in frames)
 
 
+@pytest.mark.slow
 def test_back_pressure_holds_the_sender_not_its_caller(ends):
     ends.got_b.open.clear()
     data, calls, begin = memoryview(bytes(MIB)), [], time.monotonic()
@@ -284,6 +286,7 @@ def test_back_pressure_holds_the_sender_not_its_caller(ends):
     assert len(calls) == 60
 
 
+@pytest.mark.slow
 def test_what_is_urgent_overtakes_what_has_not_begun_to_leave(ends):
     ends.got_b.open.clear()  # what comes first has no room yet, so little leaves
     for i in range(40):

@@ -63,6 +63,7 @@ def settled(keep, seconds=20):
         time.sleep(0.001)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slow", [None, "pwrite", "preadv"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
 def test_spilled_and_back(tmp_path, dtype, slow, monkeypatch):

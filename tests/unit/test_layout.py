@@ -156,6 +156,7 @@ def test_stages_that_talk_finish(stages: int, micros: int, parts: int, random: R
     ]
 
 
+@pytest.mark.slow
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 5))
 def test_the_bubble_is_the_papers(stages: int, turns: int, parts: int) -> None:
     """Equal stages, a forward of 1 / v and a backward of 2 / v, messages that take no time: a

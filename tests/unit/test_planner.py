@@ -93,6 +93,7 @@ SEEDS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_pick_is_the_best_of_all(seed: int) -> None:
     cluster, model = some_cluster(seed)
@@ -272,6 +273,7 @@ def eight_ssds(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["OPT-125M", "LLaMA-7B", "LLaMA-3-70B", "DeepSeek-V3"])
 @pytest.mark.parametrize("hosts", [1, pytest.param(32, marks=pytest.mark.slow)])
 def test_hosts_with_eight_fast_ssds(name: str, hosts: int) -> None:
