@@ -102,13 +102,13 @@ def terms(run: Run) -> list[float]:
     """Of the closed form: computing with the pipeline's bubble, tensor-parallel bytes,
     data-parallel bytes over the network, blocks a step, one."""
     plan, parallelism, host = run.plan, run.plan.parallelism, run.cluster.hosts[0]
-    flops = run.model.step_flops(plan.recompute) * plan.samples / parallelism.devices
-    bubble = 1 + (parallelism.pp - 1) / plan.micros / parallelism.vp
-    passes = 3 if plan.recompute else 2
+    flops = run.model.step_flops(plan.activation_checkpointing) * plan.samples / parallelism.devices
+    bubble = 1 + (parallelism.pp - 1) / plan.num_microbatches / parallelism.virtual_stages
+    passes = 3 if plan.activation_checkpointing else 2
     tensor = (
         sum(b.input for b in run.model.blocks[1:-1])
         * plan.micro_batch
-        * plan.micros
+        * plan.num_microbatches
         / parallelism.pp
         * passes
         * (2 * 2 * (parallelism.tp - 1) / parallelism.tp)
@@ -121,7 +121,7 @@ def terms(run: Run) -> list[float]:
         share
         * (parallelism.replicas - 1)
         / parallelism.replicas
-        * (3 * plan.micros if plan.placement.streamed else 2)
+        * (3 * plan.num_microbatches if plan.placement.streamed else 2)
         / rate
     )
     peak = min(
@@ -131,7 +131,7 @@ def terms(run: Run) -> list[float]:
         flops / peak * bubble,
         tensor,
         data,
-        run.model.layers / parallelism.pp * plan.micros * 1e-3,
+        run.model.layers / parallelism.pp * plan.num_microbatches * 1e-3,
         1.0,
     ]
 

@@ -176,13 +176,13 @@ def _vtrain(row: dict[str, Any]) -> Made:
     h, layers, heads, s = (
         int(_found(rf"\b{k}=(\d+)", row["model"])) for k in ("h", "L", "heads", "s")
     )
-    micros = batch["global_batch"] // how["dp"] // batch["micro_batch"]
+    num_microbatches = batch["global_batch"] // how["dp"] // batch["micro_batch"]
     plan = Plan(
         placement("ddp"),
         Parallelism(how["dp"], how["tp"], how["pp"]),
         batch["micro_batch"],
-        micros,
-        recompute=True,
+        num_microbatches,
+        activation_checkpointing=True,
         overlap=False,
     )
     where = cluster(max(1, n // 8), min(8, n), "A100-80GB", "230GB/s", "800Gbit/s")
@@ -211,7 +211,7 @@ def _foundry(row: dict[str, Any]) -> Made:
         Parallelism(dp=n),
         batch["micro_batch"],
         batch["grad_accum"],
-        recompute=says(how["activation_ckpt"]),
+        activation_checkpointing=says(how["activation_ckpt"]),
         memory=PlanMemory(slots=2, offload=says(how.get("cpu_offload_act"))),
         framework=Framework(precision="fp8" if fp8 else "", passes=3 if fp8 else 1),
     )
@@ -247,7 +247,7 @@ def _titan(row: dict[str, Any]) -> Made:
         how.get("tp", 1),
         pp,
         cp=how.get("cp", 1),
-        vp=2 if "Interleaved" in how.get("schedule", "") else 1,
+        virtual_stages=2 if "Interleaved" in how.get("schedule", "") else 1,
     )
     compiled = "compile" in how.get("tech", "")
     ac = how.get("ac", "")
@@ -256,7 +256,7 @@ def _titan(row: dict[str, Any]) -> Made:
         parallelism,
         batch["local"] // pp,
         pp,
-        recompute=ac == "full",
+        activation_checkpointing=ac == "full",
         memory=PlanMemory(slots=2),
         framework=Framework(
             selective=TORCHTITAN_AC.get(ac, ""),
@@ -326,7 +326,7 @@ def _bridge(row: dict[str, Any]) -> Made:
     stages = () if model.layers % (pp * vp) == 0 else even(model.layers + 2, pp * vp)
     if stages:
         stages = (stages[0] - 1, *stages[1:-1], stages[-1] - 1)
-    parallelism = Parallelism(n // (tp * pp * cp), tp, pp, stages, cp=cp, vp=vp)
+    parallelism = Parallelism(n // (tp * pp * cp), tp, pp, stages, cp=cp, virtual_stages=vp)
     said = str(how["precision"])
     precision = "nvfp4" if said.startswith("NVFP4") else "" if said.startswith("BF16") else "fp8"
     plan = Plan(
@@ -369,7 +369,7 @@ def _sailor(row: dict[str, Any]) -> Made:
         batch["micro_batch"],
         batch["global_batch"] // batch["micro_batch"] // dp,
         overlap=False,
-        recompute=mixed,
+        activation_checkpointing=mixed,
         framework=Framework(sequence=False, logit_bytes=10, context_bytes=1e9 if mixed else 2.8e9),
         sizes=ElementBytes(state_bytes=16),
     )
@@ -412,7 +412,7 @@ def _offload(row: dict[str, Any]) -> Made:
         Parallelism(dp=n),
         row["batch"]["local"],
         staleness=int(late),
-        recompute=True,
+        activation_checkpointing=True,
     )
     where = cluster(1, n, "A100-40GB", "230GB/s", "")
     rate = parse_rate(fitted("deepspeed-offload")["updates"]) * (4 if late else 1)

@@ -76,7 +76,7 @@ def luwu_plan(which: str, model: ModelShape, micro_batch: int, workers: int = 8)
         placement("optimizer-node"),
         Parallelism(dp=workers),
         micro_batch,
-        recompute=True,
+        activation_checkpointing=True,
         memory=PlanMemory(root=False),
         framework=Framework(logit_bytes=10),
     )
@@ -146,7 +146,7 @@ def smart_infinity_plan(which: str) -> Plan:
     base = Plan(
         placement("raid0"),
         micro_batch=4,
-        recompute=True,
+        activation_checkpointing=True,
         memory=PlanMemory(file_slots=1, buffers=2, slots=2, root=False),
         sizes=ElementBytes(upstream_bytes=4),
     )
@@ -195,7 +195,7 @@ def holmes_plan(batch: int, nodes: int, kind: str, micro_batch: int = 8) -> Plan
         Parallelism(dp=dp, pp=2),
         micro_batch,
         batch // dp // micro_batch,
-        recompute=True,
+        activation_checkpointing=True,
         overlap=False,
         networks={"pp": "ethernet"} if kind == "Hybrid" else {},
         sizes=ElementBytes(gradient_bytes=3),
@@ -247,7 +247,7 @@ def sgc_plan(which: str, nodes: int) -> Plan:
         placement("zero-offload"),
         parallelism,
         own["batch"],
-        recompute=True,
+        activation_checkpointing=True,
         staleness=1,
         memory=PlanMemory(slots=2, root=False, offload=True),
     )

@@ -59,10 +59,10 @@ Values = dict[str, float]
 
 
 def tflops(model: ModelShape, result: Result, again: bool = True) -> float:
-    """Of a device. `again`: recompute counts, as Megatron counts it."""
+    """Of a device. `again`: activation checkpointing counts, as Megatron counts it."""
     plan = result.plan
     return (
-        model.step_flops(plan.recompute and again)
+        model.step_flops(plan.activation_checkpointing and again)
         * plan.samples
         / result.seconds
         / plan.parallelism.devices
@@ -91,9 +91,9 @@ def most(
 def _luwu(
     which: str, model: str, micro_batch: int, ssds: int = 12, workers: int = 8
 ) -> tuple[float, Result] | None:
-    """TFLOPS are a model's, without recompute: the paper calls 184 of them an MFU of 59 %, and only
-    then do 12 SSDs (108 s a step) keep the devices waiting at a micro-batch of 16 (94 s, 125 s with
-    recompute), as Figure 15 says.
+    """TFLOPS are a model's, without activation checkpointing: the paper calls 184 of them an MFU
+    of 59 %, and only then do 12 SSDs (108 s a step) keep the devices waiting at a micro-batch of 16
+    (94 s, 125 s with activation checkpointing), as Figure 15 says.
     """
     one = papers.wide(shape(model)) if which == "switchml" else shape(model)
     try:

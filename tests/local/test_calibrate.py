@@ -178,7 +178,7 @@ def test_what_was_measured_is_what_is_simulated(files, late, updating):
     }
     plan = Plan(
         placement("zero-offload"),
-        recompute=True,
+        activation_checkpointing=True,
         staleness=late,
         update_at="gradient",
         sizes=ElementBytes(parameter_bytes=4, gradient_bytes=4),

@@ -114,10 +114,10 @@ def test_interleaved_is_the_papers() -> None:
 
 
 def talk(
-    stages: int, micros: int, parts: int, pick: Callable[[int], int]
+    stages: int, num_microbatches: int, parts: int, pick: Callable[[int], int]
 ) -> list[tuple[int, RunBlocks]]:
     """Everything that runs, of state machines whose messages arrive in any order."""
-    machines = [StageStateMachine(s, stages, micros, parts) for s in range(stages)]
+    machines = [StageStateMachine(s, stages, num_microbatches, parts) for s in range(stages)]
     todo: list[tuple[int, RunBlocks]] = [
         (s, run) for s, machine in enumerate(machines) for run in machine.start()
     ]
@@ -139,16 +139,18 @@ def talk(
 
 @settings(deadline=None)
 @given(st.integers(1, 6), st.integers(1, 8), st.integers(1, 4), st.randoms(use_true_random=False))
-def test_stages_that_talk_finish(stages: int, micros: int, parts: int, random: Random) -> None:
+def test_stages_that_talk_finish(
+    stages: int, num_microbatches: int, parts: int, random: Random
+) -> None:
     """However messages arrive, every part of every stage runs every micro-batch once each way,
     the gradients of each are whole once, and no stage holds more than its depth."""
-    micros = micros * stages if parts > 1 else micros
-    done = talk(stages, micros, parts, random.randrange)
+    num_microbatches = num_microbatches * stages if parts > 1 else num_microbatches
+    done = talk(stages, num_microbatches, parts, random.randrange)
     assert sorted((s, r.what, r.micro, r.part) for s, r in done) == sorted(
         (s, what, m, k)
         for s in range(stages)
         for what in (FORWARD, BACKWARD)
-        for m in range(micros)
+        for m in range(num_microbatches)
         for k in range(parts)
     )
     assert sorted((s, r.part) for s, r in done if r.last) == [
@@ -161,13 +163,13 @@ def test_stages_that_talk_finish(stages: int, micros: int, parts: int, random: R
 def test_the_bubble_is_the_papers(stages: int, turns: int, parts: int) -> None:
     """Equal stages, a forward of 1 / v and a backward of 2 / v, messages that take no time: a
     step is 3 m + 3 (p - 1) / v long (Narayanan et al., 2021, section 2.2)."""
-    micros, now, ends, numbers = (
+    num_microbatches, now, ends, numbers = (
         turns * stages,
         Fraction(),
         list[tuple[Fraction, int, int, RunBlocks]](),
         itertools.count(),
     )
-    machines = [StageStateMachine(s, stages, micros, parts) for s in range(stages)]
+    machines = [StageStateMachine(s, stages, num_microbatches, parts) for s in range(stages)]
 
     def begin(stage: int, runs: list[RunBlocks]) -> None:
         for run in runs:
@@ -182,7 +184,7 @@ def test_the_bubble_is_the_papers(stages: int, turns: int, parts: int) -> None:
         if to is not None:
             begin(to[0], machines[to[0]].arrived(run.what, run.micro, to[1]))
         begin(stage, machines[stage].ended(run))
-    assert now == 3 * micros + Fraction(3 * (stages - 1), parts)
+    assert now == 3 * num_microbatches + Fraction(3 * (stages - 1), parts)
 
 
 @pytest.mark.parametrize("seed", range(100))

@@ -47,7 +47,7 @@ def test_every_run_has_its_plan() -> None:
         one.plan.parallelism.dp,
         one.plan.parallelism.tp,
         one.plan.parallelism.pp,
-        one.plan.micros,
+        one.plan.num_microbatches,
     ) == (
         8,
         4,
@@ -131,7 +131,7 @@ def test_plans_of_frameworks() -> None:
     assert (
         plan.parallelism.stages == (0, *[1] * 126, 0)
         and plan.framework.precision == "nvfp4"
-        and plan.micros == 384
+        and plan.num_microbatches == 384
     )
     mixed = next(one for one in all_runs() if one.id == "sailor-hetero-0003").cluster
     assert [(host.devices, host.device and host.device.kind) for host in mixed.hosts] == [

@@ -20,7 +20,7 @@ from roadtrain.config.models import ModelShape, gpt, shape
 from roadtrain.config.parallelism import Parallelism
 from roadtrain.config.plan import PLACEMENTS, Plan, load_plan, make_plan, placement
 from roadtrain.errors import ConfigError, RoadtrainError
-from roadtrain.planner.candidates import MOST_MICROS, candidates
+from roadtrain.planner.candidates import MOST_MICROBATCHES, candidates
 from roadtrain.planner.search import CLOSE, least_change, scaled, search
 from roadtrain.simulator.compute import Constants
 from roadtrain.simulator.engine import Engine
@@ -348,7 +348,11 @@ def test_memory_is_kept_free() -> None:  # Rule 4
         ).pick
         for headroom in (0.0, 0.02, 0.05)
     ]
-    assert [pick is not None and not pick.plan.recompute for pick in picks] == [True, True, False]
+    assert [pick is not None and not pick.plan.activation_checkpointing for pick in picks] == [
+        True,
+        True,
+        False,
+    ]
     assert search(cluster, model, OF, batch=1, placements=["ddp"], explain=False).pick == picks[2]
     assert picks[1] is not None and picks[1].plan.headroom == 0.02
     assert make_plan({"placement": "ddp"}).headroom == 0.05
@@ -384,10 +388,10 @@ def test_without_a_batch_accumulation_is_searched() -> None:
     cluster = eight_ssds(1, devices=1, updates="120GB/s", memory_rate="200GB/s")
     model = gpt(8, 2048, 16, vocab=32000, seq_len=512)
     answer = search(cluster, model, OF, placements=["zero-offload"], explain=False)
-    assert answer.pick is not None and answer.pick.plan.micros > 1
+    assert answer.pick is not None and answer.pick.plan.num_microbatches > 1
     assert answer.batch == answer.pick.plan.samples and "no batch was given" in answer.chosen
     scores = {}
-    for batch in (answer.batch // 2, answer.batch, 64 * MOST_MICROS):
+    for batch in (answer.batch // 2, answer.batch, 64 * MOST_MICROBATCHES):
         pick = search(
             cluster, model, OF, batch=batch, placements=["zero-offload"], explain=False
         ).pick
@@ -411,7 +415,7 @@ def test_groups_of_uneven_hosts_use_the_network() -> None:
     """Three hosts of eight devices in two stages of twelve: each stage is on two hosts; and a
     stage on hosts of two kinds has of each thing the least."""
     model = gpt(4, 1024, 16, vocab=32000, seq_len=512)
-    plan = Plan(placement("zero1"), Parallelism(dp=12, pp=2), micros=2)
+    plan = Plan(placement("zero1"), Parallelism(dp=12, pp=2), num_microbatches=2)
     result = simulate(plan, eight_ssds(3), model, OF, checked=False)
     assert result.bytes["stage 0 out"] > 0 and result.bytes["stage 1 out"] > 0
     kinds = [

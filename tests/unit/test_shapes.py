@@ -56,12 +56,12 @@ def test_every_name_has_a_shape() -> None:
 
 
 def test_flops_are_megatrons() -> None:
-    """Narayanan et al. (2021), equation 3: with recompute."""
+    """Narayanan et al. (2021), equation 3: with activation checkpointing."""
     layers, h, s, v = 30, 3072, 2048, 51200
     published = 96 * s * layers * h * h * (1 + s / (6 * h) + v / (16 * layers * h))
-    assert gpt(layers, h, 32, vocab=v, seq_len=s).step_flops(recompute=True) == pytest.approx(
-        published
-    )
+    assert gpt(layers, h, 32, vocab=v, seq_len=s).step_flops(
+        activation_checkpointing=True
+    ) == pytest.approx(published)
 
 
 def test_a_transformer_layer_is_torchs() -> None:

@@ -226,7 +226,7 @@ def test_updates_are_in_the_order_asked_for(in_turn: bool) -> None:
     plan = Plan(
         placement("optimizer-node"),
         Parallelism(dp=4),
-        recompute=True,
+        activation_checkpointing=True,
         update_at="gradient",
         in_turn=in_turn,
         memory=PlanMemory(buffers=2, slots=2, root=False),
@@ -290,17 +290,17 @@ def test_a_late_update_hides_behind_the_step() -> None:
     assert late.seconds < 1.05 * update < 0.8 * now.seconds  # the processors are busy all the time
 
 
-@pytest.mark.parametrize("micros", [4, 8, 16])
-def test_a_pipeline_has_its_bubble(micros: int) -> None:
+@pytest.mark.parametrize("num_microbatches", [4, 8, 16])
+def test_a_pipeline_has_its_bubble(num_microbatches: int) -> None:
     """(p - 1) / m of the time, for stages alike."""
     device = {"flops": "100TFLOP/s", "memory": "1TB", "memory_rate": "1000000GB/s"}
     host = {"name": "a", "devices": 4, "memory": "1TB", "fabric": "100000GB/s", "device": device}
     where = make_cluster({"hosts": [host]})
-    plan = Plan(placement("ddp"), Parallelism(dp=1, pp=4), micros=micros)
+    plan = Plan(placement("ddp"), Parallelism(dp=1, pp=4), num_microbatches=num_microbatches)
     model = lump(1e6, 5e12, blocks=8)
-    work = 3 * 5e12 / 50e12 / 4 * micros
+    work = 3 * 5e12 / 50e12 / 4 * num_microbatches
     assert simulate(plan, where, model, WHOLE).seconds == pytest.approx(
-        work * (1 + 3 / micros), rel=1e-3
+        work * (1 + 3 / num_microbatches), rel=1e-3
     )
 
 
@@ -368,7 +368,9 @@ def test_uneven_stages_help_unequal_devices() -> None:
     slow = {**fast, "name": "slow", "device": "V100-32GB"}
     where = make_cluster({"hosts": [fast, slow]})
     model = gpt(14, 2048, 16)
-    plan = Plan(placement("ddp"), Parallelism(dp=2, pp=2), micros=8, recompute=True)
+    plan = Plan(
+        placement("ddp"), Parallelism(dp=2, pp=2), num_microbatches=8, activation_checkpointing=True
+    )
     even, uneven = (
         simulate(
             plan.changed(parallelism=Parallelism(dp=2, pp=2, stages=stages)),
@@ -385,11 +387,14 @@ def test_uneven_stages_help_unequal_devices() -> None:
 def test_every_placement_comes_to_a_steady_state() -> None:
     where = cluster(4, 2, devices=2, sums=True)
     for name in PLACEMENTS:
-        result = run(name, where, gpt(6, 1024, 8), recompute=True)
+        result = run(name, where, gpt(6, 1024, 8), activation_checkpointing=True)
         assert result.differ <= 1e-5 * result.seconds and result.steps < 12, name
         assert all(0 <= share <= 1 + 1e-9 for share in result.busy.values()), name
         # the same every time
-        assert run(name, where, gpt(6, 1024, 8), recompute=True).seconds == result.seconds
+        assert (
+            run(name, where, gpt(6, 1024, 8), activation_checkpointing=True).seconds
+            == result.seconds
+        )
 
 
 def test_the_order_is_the_deciders() -> None:  # Rule 7
@@ -445,9 +450,12 @@ def test_memory_is_counted_and_what_does_not_fit_is_refused() -> None:  # Rule 4
         BudgetError, match=r"stage 0 device: the plan needs .* GiB, there are 74.5 GiB"
     ) as caught:
         simulate(Plan(placement("ddp"), Parallelism(dp=4)), where, model, WHOLE)
-    assert "recompute" in caught.value.hint
+    assert "activation_checkpointing" in caught.value.hint
     fits = simulate(
-        Plan(placement("server"), Parallelism(dp=4), recompute=True), where, model, WHOLE
+        Plan(placement("server"), Parallelism(dp=4), activation_checkpointing=True),
+        where,
+        model,
+        WHOLE,
     )
     assert all(need.fits for need in fits.needs)
     assert (
@@ -493,6 +501,13 @@ def test_plans_are_read_back() -> None:
     parts = {"memory": {"slots": 4}, "framework": {"precision": "fp8"}}
     now = {"placement": "ddp", "keep": 0.01, "headroom": 0.0, **parts}
     assert make_plan(flat) == make_plan(now) != Plan(placement("ddp"))
+    former = {"micros": 8, "recompute": True, "layout": {"pp": 2, "vp": 2}}
+    ranks = {"pp": 2, "virtual_stages": 2}
+    now = {"num_microbatches": 8, "activation_checkpointing": True, "parallelism": ranks}
+    heard: list[str] = []
+    read = make_plan({"placement": "ddp", **former}, heard.append)
+    assert read == make_plan({"placement": "ddp", **now}) and len(heard) == 4
+    assert "`micros` is `num_microbatches` now" in heard[0]
     for tree, said in (
         ({}, "`placement` is missing"),
         ({"placement": "zero4"}, "no placement is called 'zero4'"),
@@ -573,14 +588,14 @@ def test_parts_shrink_the_bubble() -> None:
     own = lump(8e6, 8e12)
     one = 3 * 8e12 / 4 / 50e12
     for parts in (1, 2):
-        plan = Plan(placement("ddp"), Parallelism(pp=4, vp=parts), micros=8)
+        plan = Plan(placement("ddp"), Parallelism(pp=4, virtual_stages=parts), num_microbatches=8)
         result = simulate(plan, cluster(1, devices=4), own, WHOLE, checked=False)
         assert result.seconds == pytest.approx(one * (8 + 3 / parts), rel=0.01)
     with pytest.raises(
         ConfigError, match="placement zero3 streams parameters in the order of one part a stage"
     ):
         simulate(
-            Plan(placement("zero3"), Parallelism(pp=4, vp=2), micros=8),
+            Plan(placement("zero3"), Parallelism(pp=4, virtual_stages=2), num_microbatches=8),
             cluster(1, devices=4),
             own,
             WHOLE,
@@ -685,7 +700,7 @@ def test_selective_is_between_all_and_nothing() -> None:
         ("none", {}),
         ("products", {"selective": "products"}),
         ("layers", {"selective": "layers"}),
-        ("all", {"recompute": True}),
+        ("all", {"activation_checkpointing": True}),
     ):
         plan = Plan(placement("ddp"), Parallelism()).changed(**given)
         seconds[name] = simulate(plan, cluster(1), model, WHOLE, checked=False).seconds
@@ -713,7 +728,7 @@ def test_micro_batches_that_repeat_are_counted_not_simulated(seed: int) -> None:
         Parallelism(dp=where.device_count // pp, pp=pp),
         rng.choice([1, 2]),
         rng.choice([24, 33, 40]),
-        recompute=rng.random() < 0.5,
+        activation_checkpointing=rng.random() < 0.5,
         update_at=rng.choice(["step", "gradient"]),
         memory=PlanMemory(slots=rng.choice([2, 3, 1000]), buffers=8, kept=rng.choice([0, 4])),
     )
@@ -831,7 +846,7 @@ def test_folded_equals_unfolded(seed: int) -> None:
         )
         for site in reducers
     ]
-    counts = _Steps(scene).steady(plan.micros)
+    counts = _Steps(scene).steady(plan.num_microbatches)
     assert counts["seconds"] == pytest.approx(folded.seconds, rel=1e-6)
     for resource in engine.resources:
         if resource.name.startswith("server") and counts[resource]:

@@ -95,10 +95,10 @@ def test_a_spare_host_that_leaves_sums_no_more() -> None:
     scene.build(engine)
     steps, sums = _Steps(scene), scene.stages[0].fabric.sums
     assert sums is not None
-    assert steps.steady(plan.micros)["seconds"] == pytest.approx(two.seconds, rel=1e-9)
+    assert steps.steady(plan.num_microbatches)["seconds"] == pytest.approx(two.seconds, rel=1e-9)
     sums.leave(4)
     sums.check()
-    assert steps.steady(plan.micros)["seconds"] == pytest.approx(one.seconds, rel=1e-9)
+    assert steps.steady(plan.num_microbatches)["seconds"] == pytest.approx(one.seconds, rel=1e-9)
     assert two.seconds < one.seconds
 
 

@@ -3,11 +3,12 @@ nothing is built.
 
 Per sample (a sequence, an image, a row) and block: `flops` of one forward (a multiply-add is 2;
 backward takes twice as many), `saved` bytes that backward needs of it, `input` bytes of its input,
-all that recompute keeps. Activations are of 2-byte elements; those of a transformer layer as in
-Korthikanti et al. (2022), section 4: s h (34 + 5 a s / h) bytes, without the second term where
-attention is fused (it then takes no s x s matrix). A gated layer has no dropout: two norms' inputs
-and outputs (4 h a token), queries, keys, values and what attention gives, and 3 ff. Logits are
-counted apart. Attention is counted in full, as is usual, not as half for its causal mask.
+all that activation checkpointing keeps. Activations are of 2-byte elements; those of a transformer
+layer as in Korthikanti et al. (2022), section 4: s h (34 + 5 a s / h) bytes, without the second
+term where attention is fused (it then takes no s x s matrix). A gated layer has no dropout: two
+norms' inputs and outputs (4 h a token), queries, keys, values and what attention gives, and 3 ff.
+Logits are counted apart. Attention is counted in full, as is usual, not as half for its causal
+mask.
 
     shape("OPT-175B").params                            # 174.6e9
     shape("LLaMA-2-13B", seq_len=2048)
@@ -82,11 +83,11 @@ class ModelShape:
     def layers(self) -> int:
         return sum("." in block.name for block in self.blocks)
 
-    def step_flops(self, recompute: bool = False) -> float:
-        """Of one sample's forward and backward; with recompute the blocks' forward runs twice,
-        the output layer's once (so Narayanan et al., 2021: 96 s l h^2 (1 + s / 6h + V /
+    def step_flops(self, activation_checkpointing: bool = False) -> float:
+        """Of one sample's forward and backward; with activation checkpointing the blocks' forward
+        runs twice, the output layer's once (so Narayanan et al., 2021: 96 s l h^2 (1 + s / 6h + V /
         16lh))."""
-        again = sum(block.flops for block in self.blocks[1:-1]) if recompute else 0.0
+        again = sum(block.flops for block in self.blocks[1:-1]) if activation_checkpointing else 0.0
         return 3 * self.flops + again
 
 

@@ -33,12 +33,13 @@ class Parallelism:
     dp: Count = 1
     tp: Count = 1
     pp: Count = 1
-    # layers of each pipeline stage, with vp of each part in the model's order; none: as even as
-    # can be
+    # layers of each pipeline stage, or of each virtual stage in the model's order; none: as even
+    # as can be
     stages: tuple[Whole, ...] = ()
     cp: Count = 1
     ep: Count = 1  # divides dp x cp
-    vp: Count = 1  # parts of a pipeline stage, part k of all stages before part k + 1 of any
+    # parts of the model that a pipeline stage has, part k of all stages before part k + 1 of any
+    virtual_stages: Count = 1
 
     @model_validator(mode="after")
     @refusing
@@ -62,7 +63,11 @@ class Parallelism:
     def __str__(self) -> str:
         more = "".join(
             f" x {name} {n}"
-            for name, n in (("cp", self.cp), ("ep", self.ep), ("vp", self.vp))
+            for name, n in (
+                ("cp", self.cp),
+                ("ep", self.ep),
+                ("virtual stages", self.virtual_stages),
+            )
             if n > 1
         )
         return f"dp {self.dp} x tp {self.tp} x pp {self.pp}{more}"
@@ -96,14 +101,14 @@ class Parallelism:
         """Of each stage, or of each part in the model's order (the first and the last of which
         may have only what comes before and after the layers). Raises ConfigError where they do
         not add up."""
+        count = self.pp * self.virtual_stages
         if not self.stages:
-            return even(layers, self.pp * self.vp)
-        inner = self.stages if self.vp == 1 else self.stages[1:-1]
-        if len(self.stages) != self.pp * self.vp or sum(self.stages) != layers or min(inner) < 1:
+            return even(layers, count)
+        inner = self.stages if self.virtual_stages == 1 else self.stages[1:-1]
+        if len(self.stages) != count or sum(self.stages) != layers or min(inner) < 1:
             raise ConfigError(
                 f"stages of {', '.join(map(str, self.stages))} layers are {len(self.stages)} with "
-                f"{sum(self.stages)} layers in all, the model has {layers} for {self.pp * self.vp} "
-                "stages",
+                f"{sum(self.stages)} layers in all, the model has {layers} for {count} stages",
                 hint="one number a stage, each 1 or more, adding up to the model's layers",
             )
         return self.stages

@@ -133,7 +133,7 @@ class Framework:
 
     precision: str = ""  # of the layers' products; "": 16 bits, as attention and the output
     # of each layer "products" (all but attention and every second product), or all of every second
-    # of the "layers", is computed again; "": see Plan.recompute
+    # of the "layers", is computed again; "": as the plan says
     selective: Literal["", "products", "layers"] = ""
     sequence: Flag = True  # tensor-parallel ranks split norms and inputs too
     hidden: Number = 0  # the share of tensor-parallel traffic that products hide
@@ -154,8 +154,8 @@ class Plan:
     ]
     parallelism: Parallelism = Parallelism()
     micro_batch: Count = 1  # samples a device and pass
-    micros: Count = 1  # passes a step
-    recompute: Flag = False  # blocks' inputs alone are kept for backward
+    num_microbatches: Count = 1  # passes a step
+    activation_checkpointing: Flag = False  # blocks' inputs alone are kept for backward
     staleness: Whole = 0  # updates that a step's parameters may lack
     # "gradient": each block's update begins as its gradient is there; "step": when all are there,
     # so that norms are known
@@ -186,7 +186,7 @@ class Plan:
     @property
     def samples(self) -> int:
         """Of one step."""
-        return self.micro_batch * self.micros * self.parallelism.dp
+        return self.micro_batch * self.num_microbatches * self.parallelism.dp
 
     def to_toml(self) -> str:
         return as_toml(self)
@@ -200,6 +200,10 @@ PARTS = {
 # keys of the first edition's plan.toml, which had no parts
 FORMER_KEYS = {
     "layout": Former("parallelism"),
+    "layout.vp": Former("parallelism.virtual_stages"),
+    "parallelism.vp": Former("parallelism.virtual_stages"),
+    "micros": Former("num_microbatches"),
+    "recompute": Former("activation_checkpointing"),
     "topk": Former(
         "keep", lambda percent: percent / 200 if type(percent) in (int, float) else percent
     ),

@@ -64,7 +64,9 @@ def learnt(cluster: Cluster, found: Measured, of: Constants = EXACT) -> Cluster:
     worker, plan, seconds = cluster.workers[0], found.plan, found.stages.get("Update", 0.0)
     assert worker.device is not None
     updater = cluster.spares[0] if plan.placement.served else worker
-    flops = found.shape.step_flops(True) * plan.micro_batch * plan.micros / found.compute_s
+    flops = (
+        found.shape.step_flops(True) * plan.micro_batch * plan.num_microbatches / found.compute_s
+    )
     updates = (
         UPDATE_BYTES * found.shape.params / seconds / updater.count if seconds else updater.updates
     )

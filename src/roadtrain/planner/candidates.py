@@ -14,14 +14,13 @@ from typing import Any
 from roadtrain.config.cluster import Cluster
 from roadtrain.config.models import ModelShape
 from roadtrain.config.parallelism import Parallelism, balanced, even
-from roadtrain.config.plan import HEADROOM, PLACEMENTS, Placement, Plan
-from roadtrain.errors import ConfigError
+from roadtrain.config.plan import HEADROOM, PLACEMENTS, Placement, Plan, placement
 from roadtrain.simulator.memory import stage_bytes
 from roadtrain.simulator.run import Scene
 
 MOST_PP, MOST_MICRO_BATCH, MOST_PARTS = 64, 64, (2, 4)
 # micro-batches a step that are tried without a batch; of a pipeline so many a stage
-MOST_MICROS, MOST_TURNS = 64, 16
+MOST_MICROBATCHES, MOST_TURNS = 64, 16
 LONG = 4096  # tokens of a sequence that a context-parallel rank has at least
 EVERY = 1000  # slots: each block keeps its own from forward to backward
 
@@ -39,21 +38,18 @@ def candidates(
     fit (`search`)."""
     total, inside = cluster.device_count, min(host.devices for host in cluster.workers)
     for name in placements or PLACEMENTS:
-        one = PLACEMENTS.get(name)
-        if one is None:
-            raise ConfigError(
-                f"no placement is called {name!r}", hint=f"known are {', '.join(PLACEMENTS)}"
-            )
+        one = placement(name)
         for parallelism in parallelisms(cluster, model, total, inside, one):
-            for micro_batch, micros in batches(parallelism, batch):
-                plan = Plan(one, parallelism, micro_batch, micros, headroom=headroom)
+            for micro_batch, num_microbatches in batches(parallelism, batch):
+                plan = Plan(one, parallelism, micro_batch, num_microbatches, headroom=headroom)
                 yield from _choices(plan, late)
 
 
 def _choices(plan: Plan, late: bool) -> Iterator[Plan]:
-    """What its placement may choose, with and without recompute; `late`: also with staleness 1."""
-    for recompute in (False, True):
-        for choice in options(plan.changed(recompute=recompute)):
+    """What its placement may choose, with and without activation checkpointing; `late`: also with
+    staleness 1."""
+    for again in (False, True):
+        for choice in options(plan.changed(activation_checkpointing=again)):
             yield choice
             if late and choice.placement.streamed:
                 yield choice.changed(staleness=1)
@@ -73,9 +69,9 @@ def parallelisms(
             if ranks % cp or ranks % ep or (not spread and cp * ep > 1):
                 continue
             yield Parallelism(ranks // cp, tp, pp, stages, cp, ep)
-            for vp in MOST_PARTS if pp > 1 else ():
-                if model.layers % (pp * vp) == 0:
-                    yield Parallelism(ranks // cp, tp, pp, (), cp, ep, vp)
+            for virtual_stages in MOST_PARTS if pp > 1 else ():
+                if model.layers % (pp * virtual_stages) == 0:
+                    yield Parallelism(ranks // cp, tp, pp, (), cp, ep, virtual_stages)
 
 
 def _splits(
@@ -126,8 +122,8 @@ def stages_that_fit(scene: Scene) -> tuple[int, ...] | None:
     layers, ends = _ends(scene.model)
     device = [need for need in scene.needs if need.where.endswith("device")]
     if (
-        plan.parallelism.vp * plan.parallelism.pp == 1
-        or plan.parallelism.vp > 1
+        plan.parallelism.virtual_stages * plan.parallelism.pp == 1
+        or plan.parallelism.virtual_stages > 1
         or sum(n.nbytes - n.room for n in device) > 0
     ):
         return None
@@ -152,12 +148,12 @@ def batches(parallelism: Parallelism, batch: int | None) -> Iterator[tuple[int, 
     tried: a sample takes least where what a step takes besides is shared by many."""
     size = 1
     while size <= MOST_MICRO_BATCH:
-        most = MOST_MICROS if parallelism.pp == 1 else MOST_TURNS * parallelism.pp
-        micros = most if batch is None else batch // (parallelism.dp * size)
+        most = MOST_MICROBATCHES if parallelism.pp == 1 else MOST_TURNS * parallelism.pp
+        num_microbatches = most if batch is None else batch // (parallelism.dp * size)
         if (batch is None or batch % (parallelism.dp * size) == 0) and (
-            parallelism.vp == 1 or micros % parallelism.pp == 0
+            parallelism.virtual_stages == 1 or num_microbatches % parallelism.pp == 0
         ):
-            yield size, micros
+            yield size, num_microbatches
         size *= 2
 
 

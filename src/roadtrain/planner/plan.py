@@ -80,13 +80,13 @@ def words(plan: Plan) -> str:
     parts.append(" x ".join(ranks) + "-parallel" if ranks else "one device")
     if parallelism.ep > 1:
         parts.append(f"experts spread over {parallelism.ep}")
-    if parallelism.vp > 1:
-        parts.append(f"{parallelism.vp} parts of the model a stage, in turn")
+    if parallelism.virtual_stages > 1:
+        parts.append(f"{parallelism.virtual_stages} parts of the model a stage, in turn")
     if parallelism.stages:
         parts.append(f"stages of {', '.join(map(str, parallelism.stages))} layers")
     parts.append(
-        f"micro-batch {plan.micro_batch} x {plan.micros}"
-        + (", recompute" if plan.recompute else "")
+        f"micro-batch {plan.micro_batch} x {plan.num_microbatches}"
+        + (", activation checkpointing" if plan.activation_checkpointing else "")
     )
     if plan.memory.kept or (plan.placement.streamed and plan.memory.slots >= EVERY):
         parts.append("blocks kept from forward to backward")
@@ -252,7 +252,7 @@ def job(plan: Plan) -> str | None:
     """What `roadtrain train` needs of it, where there is a runtime for the placement."""
     own: dict[str, Any] = {
         "data": {"batch_size": plan.micro_batch},
-        "optimizer": {"accumulate": plan.micros},
+        "optimizer": {"accumulate": plan.num_microbatches},
         "model": {"dtype": "bf16" if plan.sizes.parameter_bytes == 2 else "fp32"},
     }
     if plan.update_at == "step":

@@ -22,7 +22,7 @@ from roadtrain.config.plan import HEADROOM, Plan
 from roadtrain.errors import ConfigError
 from roadtrain.planner.candidates import (
     MOST_MICRO_BATCH,
-    MOST_MICROS,
+    MOST_MICROBATCHES,
     candidates,
     stages_that_fit,
 )
@@ -135,8 +135,8 @@ def search(
     batch, score = one.least_batch(most.pick)
     why = (
         f"no batch was given; of micro-batches of 1 to {MOST_MICRO_BATCH} samples and up to"
-        f" {MOST_MICROS} of them, this is the least that is within {CLOSE:.0%} of the best {goal} a"
-        " sample"
+        f" {MOST_MICROBATCHES} of them, this is the least that is within {CLOSE:.0%} of the best"
+        f" {goal} a sample"
     )
     if batch < most.pick.plan.samples:
         why += (
@@ -210,14 +210,14 @@ class _Search:
         ways = []
         size = 1
         while size <= MOST_MICRO_BATCH:
-            turn = best.plan.parallelism.pp if best.plan.parallelism.vp > 1 else 1
+            turn = best.plan.parallelism.pp if best.plan.parallelism.virtual_stages > 1 else 1
             ways += [
-                (size * micros, size, micros)
-                for micros in (turn << i for i in range(MOST_MICROS.bit_length()))
+                (size * num_microbatches, size, num_microbatches)
+                for num_microbatches in (turn << i for i in range(MOST_MICROBATCHES.bit_length()))
             ]
             size *= 2
-        for _, size, micros in sorted(ways, key=lambda way: (way[0], -way[1])):
-            plan = best.plan.changed(micro_batch=size, micros=micros)
+        for _, size, num_microbatches in sorted(ways, key=lambda way: (way[0], -way[1])):
+            plan = best.plan.changed(micro_batch=size, num_microbatches=num_microbatches)
             if plan.samples >= best.plan.samples:
                 break
             scene = self.scene(plan)
@@ -246,7 +246,10 @@ class _Search:
             late=self.late,
             headroom=self.headroom,
         ):
-            if plan.recompute and plan.changed(recompute=False) in fits:
+            if (
+                plan.activation_checkpointing
+                and plan.changed(activation_checkpointing=False) in fits
+            ):
                 continue  # it would only compute more
             family = families.setdefault(plan.placement.name, Family(plan.placement.name))
             family.tried += 1
@@ -292,7 +295,7 @@ class _Search:
         if self.goal == "energy":
             return 0.0
         plan, ranks = scene.plan, scene.plan.parallelism
-        key = plan.micro_batch, plan.recompute, ranks.tp, ranks.cp, ranks.ep
+        key = plan.micro_batch, plan.activation_checkpointing, ranks.tp, ranks.cp, ranks.ep
         if key not in passes:
             passes[key] = _computing(plan, self.cluster, self.model, self.constants)
         return self.score(passes[key] * _turns(plan), scene)
@@ -396,7 +399,7 @@ def _computing(plan: Plan, cluster: Cluster, model: ModelShape, constants: Const
                 plan.parallelism.ep,
                 plan.framework.passes,
             )
-            * (3 + (plan.recompute and i < last))
+            * (3 + (plan.activation_checkpointing and i < last))
             for i, block in enumerate(model.blocks)
         )
         for host in cluster.workers
@@ -406,11 +409,11 @@ def _computing(plan: Plan, cluster: Cluster, model: ModelShape, constants: Const
 
 def _turns(plan: Plan) -> float:
     """How many micro-batches' passes of the whole model a step of a pipeline takes at least: stage
-    s begins when the first has come through all before it, so it is (1 - 1 / micros) as long as the
-    one before, at best.
+    s begins when the first has come through all before it, so it is (1 - 1 / num_microbatches) as
+    long as the one before, at best.
     """
-    n = plan.micros * plan.parallelism.vp
-    return 1 / plan.parallelism.vp / (1 - (1 - 1 / n) ** plan.parallelism.pp)
+    n = plan.num_microbatches * plan.parallelism.virtual_stages
+    return 1 / plan.parallelism.virtual_stages / (1 - (1 - 1 / n) ** plan.parallelism.pp)
 
 
 def _over(need: Need) -> float:

@@ -156,7 +156,7 @@ def report(result: Result, cluster: Cluster, model: ModelShape, of: Constants) -
     """For people."""
     plan, parallelism = result.plan, result.plan.parallelism
     tflops = (
-        model.step_flops(plan.recompute)
+        model.step_flops(plan.activation_checkpointing)
         * plan.samples
         / result.seconds
         / parallelism.devices
@@ -165,7 +165,8 @@ def report(result: Result, cluster: Cluster, model: ModelShape, of: Constants) -
     lines = [
         (
             f"{model.name} ({model.params / 1e9:.2f} B parameters) on {cluster.name}: placement"
-            f" {plan.placement.name}, {parallelism}, micro-batch {plan.micro_batch} x {plan.micros}"
+            f" {plan.placement.name}, {parallelism}, micro-batch {plan.micro_batch} x"
+            f" {plan.num_microbatches}"
         ),
         (
             f"a step  {show_seconds(result.seconds)}, {result.samples_per_s:.3g} samples/s,"
@@ -308,14 +309,17 @@ def command(
     pp: int = 0,
     cp: int = 0,
     ep: int = 0,
-    vp: int = 0,
+    virtual_stages: int = 0,
     precision: str = "",
     micro_batch: int = 0,
-    micros: int = 0,
-    recompute: bool = False,
+    num_microbatches: int = 0,
+    activation_checkpointing: bool = False,
     staleness: int = 0,
     keep: float | None = None,
     topk: float | None = None,
+    micros: int = 0,
+    vp: int = 0,
+    recompute: bool = False,
     seq_len: int | None = None,
     constants: str = "",
     headroom: float | None = None,
@@ -336,14 +340,17 @@ def command(
         pp: pipeline stages (1)
         cp: context-parallel ranks (1)
         ep: expert-parallel ranks, of dp x cp (1)
-        vp: parts of the model a stage (1)
+        virtual_stages: parts of the model a stage (1)
         precision: of products, as fp8; 16 bits
         micro_batch: samples a device and pass (1)
-        micros: passes a step (1)
-        recompute: keep blocks' inputs only
+        num_microbatches: passes a step (1)
+        activation_checkpointing: keep blocks' inputs only
         staleness: 1: a step computes while the last one's updates run
         keep: fraction of a gradient's elements that travel
         topk: the older word for --keep: percent of the bytes
+        micros: the older word for --num-microbatches
+        vp: the older word for --virtual-stages
+        recompute: the older word for --activation-checkpointing
         constants: fitted constants of computing, by name
         json: also write the result to this file
         trace: write a trace for ui.perfetto.dev to this file
@@ -356,14 +363,17 @@ def command(
         given = {
             "placement": placement,
             "micro_batch": micro_batch,
-            "micros": micros,
-            "recompute": recompute,
+            "num_microbatches": num_microbatches,
+            "activation_checkpointing": activation_checkpointing,
             "staleness": staleness,
             "keep": keep,
             "topk": topk,
+            "micros": micros,
+            "recompute": recompute,
             "precision": precision,
         }
         ranks = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "vp": vp}
+        ranks["virtual_stages"] = virtual_stages
         parallelism = {name: n for name, n in ranks.items() if n}
         kept = {"headroom": HEADROOM if headroom is None else headroom}
         chosen = default_plan(

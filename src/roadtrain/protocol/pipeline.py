@@ -32,42 +32,42 @@ class RunBlocks:
     part: int = 0
 
 
-def first_forwards(stage: int, stages: int, micros: int, parts: int = 1) -> int:
+def first_forwards(stage: int, stages: int, num_microbatches: int, parts: int = 1) -> int:
     """Forwards of one part before those that take turns with a backward."""
     warm = stages - 1 - stage if parts == 1 else 2 * (stages - 1 - stage) + (parts - 1) * stages
-    return min(micros * parts, warm)
+    return min(num_microbatches * parts, warm)
 
 
-def ahead(stage: int, stages: int, micros: int, parts: int = 1) -> int:
+def ahead(stage: int, stages: int, num_microbatches: int, parts: int = 1) -> int:
     """Most passes of one part of which a stage holds the activations at once."""
-    return min(micros * parts, first_forwards(stage, stages, micros, parts) + 1)
+    return min(num_microbatches * parts, first_forwards(stage, stages, num_microbatches, parts) + 1)
 
 
 def one_forward_one_backward(
-    stage: int, stages: int, micros: int, parts: int = 1
+    stage: int, stages: int, num_microbatches: int, parts: int = 1
 ) -> list[RunBlocks]:
     """The whole order of one step. Raises ConfigError where parts take turns and micro-batches
     do not divide."""
-    if parts > 1 and micros % stages:
+    if parts > 1 and num_microbatches % stages:
         raise ConfigError(
-            f"{micros} micro-batches go through {stages} stages of {parts} parts each",
-            hint="with vp above 1 micro-batches are a multiple of the stages",
+            f"{num_microbatches} micro-batches go through {stages} stages of {parts} parts each",
+            hint="with virtual_stages above 1 micro-batches are a multiple of the stages",
         )
     turns = (
-        [range(first, first + stages) for first in range(0, micros, stages)]
+        [range(first, first + stages) for first in range(0, num_microbatches, stages)]
         if parts > 1
-        else [range(micros)]
+        else [range(num_microbatches)]
     )
     forwards = [
         RunBlocks(FORWARD, i, False, part) for turn in turns for part in range(parts) for i in turn
     ]
     backwards = [
-        RunBlocks(BACKWARD, i, i == micros - 1, part)
+        RunBlocks(BACKWARD, i, i == num_microbatches - 1, part)
         for turn in turns
         for part in reversed(range(parts))
         for i in turn
     ]
-    warm = first_forwards(stage, stages, micros, parts)
+    warm = first_forwards(stage, stages, num_microbatches, parts)
     out = forwards[:warm]
     for forward, backward in zip(forwards[warm:], backwards):
         out += [forward, backward]
@@ -78,15 +78,20 @@ class StageStateMachine:
     """Invariants (`check`): forwards begun are at most `ahead` of backwards ended; each runs
     once, after what it needs has come. `parts`: of the model, that each stage has."""
 
-    def __init__(self, stage: int, stages: int, micros: int, parts: int = 1) -> None:
-        self.stage, self.stages, self.micros, self.parts = stage, stages, micros, parts
-        self.order = one_forward_one_backward(stage, stages, micros, parts)
+    def __init__(self, stage: int, stages: int, num_microbatches: int, parts: int = 1) -> None:
+        self.stage, self.stages, self.num_microbatches, self.parts = (
+            stage,
+            stages,
+            num_microbatches,
+            parts,
+        )
+        self.order = one_forward_one_backward(stage, stages, num_microbatches, parts)
         self.at = 0
         self.running: RunBlocks | None = None
         # (micro, part)
         self.here: dict[str, set[tuple[int, int]]] = {FORWARD: set(), BACKWARD: set()}
         if stage == 0:
-            self.here[FORWARD] = {(i, 0) for i in range(micros)}
+            self.here[FORWARD] = {(i, 0) for i in range(num_microbatches)}
         self.ran: dict[str, int] = {FORWARD: 0, BACKWARD: 0}
 
     def arrived(self, what: str, micro: int, part: int = 0) -> list[RunBlocks]:
@@ -134,9 +139,9 @@ class StageStateMachine:
         assert (
             0
             <= begun - self.ran[BACKWARD]
-            <= ahead(self.stage, self.stages, self.micros, self.parts)
+            <= ahead(self.stage, self.stages, self.num_microbatches, self.parts)
         )
         assert all(
-            0 <= micro < self.micros and 0 <= part < self.parts
+            0 <= micro < self.num_microbatches and 0 <= part < self.parts
             for micro, part in self.here[FORWARD] | self.here[BACKWARD]
         )

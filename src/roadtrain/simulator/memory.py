@@ -2,11 +2,11 @@
 whether that fits.
 
 Device: parameters (all, a part, or `slots` blocks; of tables of rows and of experts, spread over
-the devices, its part), gradients, state, activations of the micro-batches under way (with recompute
-their blocks' inputs and one block's own), the loss's logits, `context_bytes`, and all of it times
-`fragmentation`. Host and SSDs: what the placement rests there; files have two slots (Rule 3). The
-mixed precision of Megatron is `zero1` with gradient_bytes = 4: 2 + 4 bytes a parameter and 12 over
-the data-parallel ranks (Rajbhandari et al., 2020, section 5.1).
+the devices, its part), gradients, state, activations of the micro-batches under way (with
+activation checkpointing their blocks' inputs and one block's own), the loss's logits,
+`context_bytes`, and all of it times `fragmentation`. Host and SSDs: what the placement rests there;
+files have two slots (Rule 3). The mixed precision of Megatron is `zero1` with gradient_bytes = 4: 2
++ 4 bytes a parameter and 12 over the data-parallel ranks (Rajbhandari et al., 2020, section 5.1).
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def _kept(plan: Plan, block: BlockShape) -> float:
         _on_rank(plan, block.input, block.input),
         _on_rank(plan, block.saved, block.whole),
     )
-    if plan.recompute or not block.attention:
-        return inputs if plan.recompute else saved
+    if plan.activation_checkpointing or not block.attention:
+        return inputs if plan.activation_checkpointing else saved
     products = _on_rank(plan, block.products, block.input) if block.products else saved
     return {"": saved, "products": products, "layers": (inputs + saved) / 2}[
         plan.framework.selective
@@ -109,7 +109,7 @@ def _on_rank(plan: Plan, nbytes: float, whole: float) -> float:
 def working_bytes(plan: Plan, blocks: Sequence[BlockShape]) -> float:
     """Of one block while it runs, besides what is saved: all of it where it is computed again,
     the loss, and a whole input where tensor-parallel ranks split it."""
-    again = plan.recompute or plan.framework.selective
+    again = plan.activation_checkpointing or plan.framework.selective
     inputs = max(
         (block.input - _on_rank(plan, block.input, block.input) for block in blocks), default=0.0
     )
@@ -196,11 +196,12 @@ def file_bytes(plan: Plan, params: float) -> float:
 def stage_bytes(plan: Plan, blocks: Sequence[BlockShape], number: int) -> float:
     """On a device of a pipeline stage, at most."""
     held = (
-        ahead(number, plan.parallelism.pp, plan.micros, plan.parallelism.vp) / plan.parallelism.vp
+        ahead(number, plan.parallelism.pp, plan.num_microbatches, plan.parallelism.virtual_stages)
+        / plan.parallelism.virtual_stages
     )
     nbytes = (
         device_bytes(plan, blocks)
-        + held * saved_bytes(plan, blocks, plan.parallelism.vp)
+        + held * saved_bytes(plan, blocks, plan.parallelism.virtual_stages)
         + working_bytes(plan, blocks)
     )
     return nbytes * plan.framework.fragmentation + plan.framework.context_bytes
@@ -263,8 +264,8 @@ def check(found: Sequence[Need], plan: Plan) -> None:
             "smaller micro_batch"
             if plan.micro_batch > 1
             else (
-                "recompute"
-                if not plan.recompute
+                "activation_checkpointing"
+                if not plan.activation_checkpointing
                 else "more tensor or pipeline ranks, or a placement that streams parameters"
             )
         )
@@ -291,7 +292,7 @@ def cut(blocks: Sequence[BlockShape], plan: Plan) -> list[list[list[BlockShape]]
     last goes with the first and the last part. Raises ConfigError where stages and layers do not
     match."""
     pp = plan.parallelism.pp
-    if pp * plan.parallelism.vp == 1:
+    if pp * plan.parallelism.virtual_stages == 1:
         return [[list(blocks)]]
     layers = [i for i, block in enumerate(blocks) if "." in block.name]
     if not layers:

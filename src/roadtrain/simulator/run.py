@@ -83,15 +83,15 @@ def simulate(
     turn = parallelism.pp  # micro-batches after which a pipeline repeats itself
     counts = None
     for times in (2, 6):
-        few = times * turn * parallelism.vp + plan.micros % turn
+        few = times * turn * parallelism.virtual_stages + plan.num_microbatches % turn
         if (
             counts is None
             and not traced
             and logs is None
-            and 3 * plan.micros > 2 * (5 * few + 3 * turn)
+            and 3 * plan.num_microbatches > 2 * (5 * few + 3 * turn)
         ):
-            counts = steps.counted(few, turn, plan.micros)
-    counts = counts or steps.steady(plan.micros)
+            counts = steps.counted(few, turn, plan.num_microbatches)
+    counts = counts or steps.steady(plan.num_microbatches)
     # work that piles up has to be done in the end
     seconds = max(counts["seconds"], scene.bound()[0])
     busy = {
@@ -132,10 +132,10 @@ class _Steps:
     def __init__(self, scene: Scene) -> None:
         self.scene, self.marks, self.differ = scene, [_mark(scene.engine)], 0.0
 
-    def one(self, micros: int) -> Counts:
+    def one(self, num_microbatches: int) -> Counts:
         engine, stages = self.scene.engine, self.scene.stages
         for stage in stages:
-            stage.micros = micros
+            stage.num_microbatches = num_microbatches
             stage.begin_step()
         engine.run(until=lambda: all(len(s.ends) == s.step for s in stages))
         if fixed := self.scene.constants.fixed:
@@ -144,24 +144,24 @@ class _Steps:
         self.marks.append(_mark(engine))
         return _less(self.marks[-1], self.marks[-2])
 
-    def steady(self, micros: int) -> Counts:
+    def steady(self, num_microbatches: int) -> Counts:
         """Of a step once two in a row are the same; of steps that take turns, their mean."""
         took: list[Counts] = []
         while len(took) < MOST_STEPS:
-            took.append(self.one(micros))
+            took.append(self.one(num_microbatches))
             if len(took) >= 3 and self._same(took[-2], took[-1], self.marks[-1]):
                 break
         self.differ = abs(took[-1]["seconds"] - took[-2]["seconds"])
         half = 1 if len(took) < MOST_STEPS else len(took) // 2
         return {key: n / half for key, n in _less(self.marks[-1], self.marks[-1 - half]).items()}
 
-    def counted(self, few: int, turn: int, micros: int) -> Counts | None:
-        """Of a step of `micros`, by what `turn` more do to steps of a few. None where that is
-        not always the same."""
+    def counted(self, few: int, turn: int, num_microbatches: int) -> Counts | None:
+        """Of a step of `num_microbatches`, by what `turn` more do to steps of a few. None where
+        that is not always the same."""
         base, one, two = self.steady(few), self.one(few + turn), self.one(few + 2 * turn)
         more = _less(two, one)
         for stage in self.scene.stages:
-            stage.micros = micros
+            stage.num_microbatches = num_microbatches
         before, took = _less(one, base), {(key, 0) for key in self.scene.engine.stages}
         if not self._same(before, more, self.marks[-1]) or any(
             abs(before.get(key, 0.0) - n) > SAME * two["seconds"]
@@ -169,7 +169,9 @@ class _Steps:
             if key in took
         ):
             return None
-        return {key: n + more[key] * ((micros - few) / turn - 2) for key, n in two.items()}
+        return {
+            key: n + more[key] * ((num_microbatches - few) / turn - 2) for key, n in two.items()
+        }
 
     def _same(self, one: Counts, other: Counts, whole: Counts) -> bool:
         """`whole`: counts so far, of which it is a small part by which resources may differ."""
@@ -207,11 +209,11 @@ class Scene:
                 f"{parallelism} is {parallelism.devices} devices, the cluster has {len(slots)}",
                 hint="smaller groups, or more hosts",
             )
-        if parallelism.vp > 1 and plan.placement.streamed:
+        if parallelism.virtual_stages > 1 and plan.placement.streamed:
             raise ConfigError(
                 f"placement {plan.placement.name} streams parameters in the order of one part a"
-                f" stage, vp is {parallelism.vp}",
-                hint="vp = 1, or parameters that stay on the device",
+                f" stage, virtual_stages is {parallelism.virtual_stages}",
+                hint="virtual_stages = 1, or parameters that stay on the device",
             )
         self.used_hosts = [hosts[i] for i in dict.fromkeys(slots[: parallelism.devices])]
         check_placement(plan.placement, cluster, self.used_hosts)
@@ -298,7 +300,11 @@ class Scene:
             )
         ends = [(i * per_stage - 1, i * per_stage) for i in range(1, parallelism.pp)]
         # the next part begins
-        ends += [(parallelism.devices - 1, 0)] if parallelism.vp > 1 and parallelism.pp > 1 else []
+        ends += (
+            [(parallelism.devices - 1, 0)]
+            if parallelism.virtual_stages > 1 and parallelism.pp > 1
+            else []
+        )
         self.between = [self._boundary(*pair) for pair in ends]
 
     def _nics(self, hosts: Sequence[Host], group: str) -> list[Nic]:
@@ -361,7 +367,9 @@ class Scene:
         bounds, before = [stage.bound() for stage in self.stages], 0.0
         # its first micro-batch comes through all stages before it, its last goes back
         for stage in self.stages:
-            bounds.append((before + self.plan.micros * stage.pass_s, f"{stage.name} device"))
+            bounds.append(
+                (before + self.plan.num_microbatches * stage.pass_s, f"{stage.name} device")
+            )
             before += stage.first_s
         seconds, what = max(bounds)
         return seconds + self.constants.fixed, what

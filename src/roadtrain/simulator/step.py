@@ -112,7 +112,7 @@ class SimulatedStage:
         ends = itertools.accumulate(map(len, parts), initial=0)
         self.spans = [range(begin, stop) for begin, stop in itertools.pairwise(ends)]
         self.lane = engine.lane(f"{name} device")
-        self.micros = plan.micros
+        self.num_microbatches = plan.num_microbatches
         self.times = block_times(fabric, self.blocks, device)
         self.pieces = _pieces(plan, self.blocks)
         self._place_blocks()
@@ -168,7 +168,7 @@ class SimulatedStage:
         plan, fabric, n = self.plan, self.fabric, len(self.blocks)
         total = sum(self.pieces.params)
         streamed = plan.placement.streamed
-        passes = self.micros if streamed else 1
+        passes = self.num_microbatches if streamed else 1
         layers = sorted(
             params
             for params, prefetch in zip(self.pieces.params, self.prefetch)
@@ -192,8 +192,10 @@ class SimulatedStage:
             for resource, weight in cost.uses:
                 used[resource] = used.get(resource, 0.0) + cost.work * weight * times
         if fabric.site.cores is not None:
-            used[fabric.site.cores] = used.get(fabric.site.cores, 0.0) + self.micros * self.pass_s
-        device = (self.micros * self.pass_s, f"{self.name} device")
+            used[fabric.site.cores] = (
+                used.get(fabric.site.cores, 0.0) + self.num_microbatches * self.pass_s
+            )
+        device = (self.num_microbatches * self.pass_s, f"{self.name} device")
         return max([device, *((u / r.capacity, r.name) for r, u in used.items())])
 
     @property
@@ -225,7 +227,10 @@ class SimulatedStage:
         self.step += 1
         self.pushing[self.step] = 0
         self.machine = StageStateMachine(
-            self.number, self.plan.parallelism.pp, self.micros, self.plan.parallelism.vp
+            self.number,
+            self.plan.parallelism.pp,
+            self.num_microbatches,
+            self.plan.parallelism.virtual_stages,
         )
         self._go(self.machine.start())
 
@@ -250,14 +255,14 @@ class SimulatedStage:
                 self._next_block()
 
     def _of(self, block: int, what: str) -> float:
-        """Seconds; with recompute a backward is a forward more, but for the output layer's. Keys
-        and values go round again, with their gradients."""
+        """Seconds; with activation checkpointing a backward is a forward more, but for the
+        output layer's. Keys and values go round again, with their gradients."""
         forward, ring = self.times.forward[block], self.times.ring[block]
         tensor = self.times.tensor[block] + self.times.routed[block]
         if what == FORWARD:
             return forward + tensor + ring
         shape, plan, again = self.blocks[block], self.plan, 0.0
-        if plan.recompute and not self._last(block):
+        if plan.activation_checkpointing and not self._last(block):
             again = 1.0
         elif shape.attention and plan.framework.selective:
             again = 0.5 if plan.framework.selective == "layers" else shape.again / shape.flops
