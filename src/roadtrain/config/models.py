@@ -17,8 +17,10 @@ mask.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.resources import files
 from itertools import pairwise
 from typing import Any
 
@@ -118,7 +120,7 @@ class Transformer:
     shared: int = 0  # experts that every token takes besides
     dense: int = 0
     dense_ff: int = 0
-    latent: tuple[int, int, int, int, int] | None = None
+    latent: Sequence[int] | None = None
     score_bytes: float = 5
 
     def layer(self) -> BlockShape:
@@ -172,155 +174,17 @@ class Transformer:
         return ModelShape(name, (embedding, *layers, output), s, h, self.heads, source)
 
 
-def _gpt(
-    layers: int, hidden: int, heads: int, vocab: int = 50257, seq_len: int = 1024, **more: Any
-) -> Transformer:
-    return Transformer(layers, hidden, heads, vocab, seq_len, positions=seq_len, **more)
+_FILE = tomllib.loads(files("roadtrain.config").joinpath("models.toml").read_text())
 
 
-def _opt(layers: int, hidden: int, heads: int) -> Transformer:
-    return Transformer(layers, hidden, heads, 50272, 1024, positions=2050)
+def _published() -> Iterator[tuple[str, tuple[Transformer, str]]]:
+    for family in _FILE["families"]:
+        shared = {key: held for key, held in family.items() if key not in ("source", "models")}
+        for name, own in family["models"].items():
+            yield name, (Transformer(**shared | own), family["source"])
 
 
-def _llama(
-    layers: int,
-    hidden: int,
-    heads: int,
-    ff: int,
-    vocab: int,
-    seq_len: int,
-    kv: int = 0,
-    experts: int = 1,
-    active: int = 1,
-    tied: bool = False,
-) -> Transformer:
-    return Transformer(
-        layers,
-        hidden,
-        heads,
-        vocab,
-        seq_len,
-        ff,
-        kv,
-        gated=True,
-        tied=tied,
-        fused=True,
-        biases=False,
-        norms=2,
-        experts=experts,
-        active=active,
-    )
-
-
-def _bert(layers: int, hidden: int, heads: int) -> Transformer:
-    return Transformer(layers, hidden, heads, 30522, 512, positions=514)
-
-
-def _vit(layers: int, hidden: int, heads: int, patch: int = 16) -> Transformer:
-    rows = (224 // patch) ** 2 + 1
-    return Transformer(layers, hidden, heads, 3 * patch * patch, rows, positions=rows)
-
-
-_QWEN = "Qwen Team (2024), Qwen2.5"
-_LUWU = "Sun et al. (LuWu), Table 2"
-_GPT2, _VIT, _BERT = "Radford et al. (2019)", "Dosovitskiy et al. (2020)", "Devlin et al. (2018)"
-_OPT = "Zhang et al., OPT (2022), Table 1"
-_TRANSFORMERS: dict[str, tuple[Transformer, str]] = {
-    "OPT-125M": (_opt(12, 768, 12), _OPT),
-    "OPT-350M": (_opt(24, 1024, 16), _OPT),
-    "OPT-1.3B": (_opt(24, 2048, 32), _OPT),
-    "OPT-2.7B": (_opt(32, 2560, 32), _OPT),
-    "OPT-6.7B": (_opt(32, 4096, 32), _OPT),
-    "OPT-13B": (_opt(40, 5120, 40), _OPT),
-    "OPT-30B": (_opt(48, 7168, 56), _OPT),
-    "OPT-66B": (_opt(64, 9216, 72), _OPT),
-    "OPT-175B": (_opt(96, 12288, 96), _OPT),
-    "OPT-276B": (_opt(112, 14336, 112), _LUWU),
-    "OPT-505B": (_opt(124, 18432, 144), _LUWU),
-    "OPT-1.0T": (_opt(172, 22016, 172), _LUWU),
-    "GPT-2": (_gpt(12, 768, 12), _GPT2),
-    "GPT-2-medium": (_gpt(24, 1024, 16), _GPT2),
-    "GPT-2-large": (_gpt(36, 1280, 20), _GPT2),
-    "GPT-2-XL": (_gpt(48, 1600, 25), _GPT2),
-    "GPT-2-1.16B": (
-        _gpt(20, 2112, 24),
-        "size of Jang et al. (2024); its layers are not printed: chosen here",
-    ),
-    "GPT-2-4.0B": (
-        _gpt(48, 2560, 32),
-        "size of Jang et al. (2024); its layers are not printed: chosen here",
-    ),
-    "GPT-2-8.4B": (
-        _gpt(50, 3712, 32),
-        "size of Jang et al. (2024); its layers are not printed: chosen here",
-    ),
-    "GPT-2-16.6B": (
-        _gpt(66, 4544, 32),
-        "size of Jang et al. (2024); its layers are not printed: chosen here",
-    ),
-    "GPT-2-33.0B": (
-        _gpt(84, 5696, 32),
-        "size of Jang et al. (2024); its layers are not printed: chosen here",
-    ),
-    "GPT-3-6.7B": (_gpt(32, 4096, 32, seq_len=2048), "Brown et al. (2020), Table 2.1"),
-    "GPT-3-13B": (_gpt(40, 5140, 40, seq_len=2048), "Brown et al. (2020), Table 2.1"),
-    "GPT-3-175B": (_gpt(96, 12288, 96, seq_len=2048), "Brown et al. (2020), Table 2.1"),
-    "LLaMA-7B": (_llama(32, 4096, 32, 11008, 32000, 2048), "Touvron et al. (2023)"),
-    "LLaMA-13B": (_llama(40, 5120, 40, 13824, 32000, 2048), "Touvron et al. (2023)"),
-    "LLaMA-33B": (_llama(60, 6656, 52, 17920, 32000, 2048), "Touvron et al. (2023)"),
-    "LLaMA-65B": (_llama(80, 8192, 64, 22016, 32000, 2048), "Touvron et al. (2023)"),
-    "LLaMA-2-7B": (_llama(32, 4096, 32, 11008, 32000, 4096), "Touvron et al. (2023), LLaMA 2"),
-    "LLaMA-2-13B": (_llama(40, 5120, 40, 13824, 32000, 4096), "Touvron et al. (2023), LLaMA 2"),
-    "LLaMA-2-70B": (
-        _llama(80, 8192, 64, 28672, 32000, 4096, 1024),
-        "Touvron et al. (2023), LLaMA 2",
-    ),
-    "LLaMA-3-8B": (_llama(32, 4096, 32, 14336, 128256, 8192, 1024), "Dubey et al. (2024)"),
-    "LLaMA-3-70B": (_llama(80, 8192, 64, 28672, 128256, 8192, 1024), "Dubey et al. (2024)"),
-    "LLaMA-3-405B": (_llama(126, 16384, 128, 53248, 128256, 8192, 1024), "Dubey et al. (2024)"),
-    "Mixtral-8x7B": (_llama(32, 4096, 32, 14336, 32000, 32768, 1024, 8, 2), "Jiang et al. (2024)"),
-    "Mixtral-8x22B": (
-        _llama(56, 6144, 48, 16384, 32768, 65536, 1024, 8, 2),
-        "Mistral AI (2024), its config",
-    ),
-    "Qwen2.5-0.5B": (_llama(24, 896, 14, 4864, 151936, 4096, 128, tied=True), _QWEN),
-    "Qwen2.5-1.5B": (_llama(28, 1536, 12, 8960, 151936, 4096, 256, tied=True), _QWEN),
-    "Qwen2.5-3B": (_llama(36, 2048, 16, 11008, 151936, 4096, 256, tied=True), _QWEN),
-    "Qwen2.5-7B": (_llama(28, 3584, 28, 18944, 152064, 4096, 512), _QWEN),
-    "Qwen2.5-14B": (_llama(48, 5120, 40, 13824, 152064, 4096, 1024), _QWEN),
-    "Qwen2.5-32B": (_llama(64, 5120, 40, 27648, 152064, 4096, 1024), _QWEN),
-    "Qwen2.5-72B": (_llama(80, 8192, 64, 29568, 152064, 4096, 1024), _QWEN),
-    "DeepSeek-V3": (
-        Transformer(
-            61,
-            7168,
-            128,
-            129280,
-            4096,
-            2048,
-            gated=True,
-            tied=False,
-            fused=True,
-            biases=False,
-            norms=2,
-            experts=256,
-            active=8,
-            shared=1,
-            dense=3,
-            dense_ff=18432,
-            latent=(1536, 512, 128, 64, 128),
-        ),
-        "DeepSeek-AI (2024), section 4.2",
-    ),
-    "BLOOM-560M": (_gpt(24, 1024, 16, 250880, 2048), "Le Scao et al. (2022)"),
-    "BLOOM-7.1B": (_gpt(30, 4096, 32, 250880, 2048), "Le Scao et al. (2022)"),
-    "BLOOM-176B": (_gpt(70, 14336, 112, 250880, 2048), "Le Scao et al. (2022)"),
-    "BERT-base": (_bert(12, 768, 12), _BERT),
-    "BERT-large": (_bert(24, 1024, 16), _BERT),
-    "ViT-B": (_vit(12, 768, 12), _VIT),
-    "ViT-L": (_vit(24, 1024, 16), _VIT),
-    "ViT-H": (_vit(32, 1280, 16, 14), _VIT),
-}
+_TRANSFORMERS = dict(_published())  # name -> what it is, and where it was published
 
 
 def _layer(name: str, weights: int, outputs: int, spatial: int, inputs: float) -> BlockShape:
@@ -378,36 +242,6 @@ def _resnet50() -> ModelShape:
         side //= 2
     blocks.append(_layer("linear", 2048 * 1000, 1000, 1, 2048))
     return ModelShape("ResNet-50", tuple(blocks), 1, source="He et al. (2015)")
-
-
-_CRITEO_KAGGLE = (
-    1460,
-    583,
-    10131227,
-    2202608,
-    305,
-    24,
-    12517,
-    633,
-    3,
-    93145,
-    5683,
-    8351593,
-    3194,
-    27,
-    14992,
-    5461306,
-    10,
-    5652,
-    2173,
-    4,
-    7046547,
-    18,
-    15,
-    286181,
-    105,
-    142572,
-)  # rows of its 26 tables
 
 
 def _dlrm(
@@ -474,7 +308,9 @@ def shape(name: str, **changes: Any) -> ModelShape:
     if wanted in made:
         return made[wanted]()
     if wanted == "dlrm-kaggle":
-        return _dlrm("DLRM-Kaggle", _CRITEO_KAGGLE, 16, (13, 512, 256, 64, 16), (512, 256, 1))
+        return _dlrm(
+            "DLRM-Kaggle", _FILE["criteo_kaggle"], 16, (13, 512, 256, 64, 16), (512, 256, 1)
+        )
     near = [known for known in NAMES if wanted.split("-")[0] == known.lower().split("-")[0]]
     raise ConfigError(
         f"no model is called {name!r}",
@@ -488,7 +324,8 @@ def gpt(
     layers: int, hidden: int, heads: int, *, vocab: int = 51200, seq_len: int = 2048, **more: Any
 ) -> ModelShape:
     """A GPT of any size, as Megatron builds it. `more`: of Transformer."""
-    return _gpt(layers, hidden, heads, vocab, seq_len, **more).shape(f"GPT-{layers}x{hidden}")
+    own = Transformer(layers, hidden, heads, vocab, seq_len, positions=seq_len, **more)
+    return own.shape(f"GPT-{layers}x{hidden}")
 
 
 KEYS = {  # of a Hugging Face config, by transformers' common name
