@@ -118,7 +118,7 @@ def main() -> None:
         then = now
     kept = 0
     if isinstance(optimizer, roadtrain.PlacedOptimizer):
-        kept = len(optimizer.session.worker._slots)
+        kept = len(optimizer.session.worker.buffers.slots)
         optimizer.close()
     Path(args.json).write_text(
         json.dumps(

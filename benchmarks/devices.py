@@ -200,7 +200,7 @@ class Ours:
                     [hyper],
                 )
             self.engine.start(b"")
-            for buffer in worker._push_all:
+            for buffer in worker.buffers.gradients:
                 np.frombuffer(buffer.view, np.float32, BLOCK)[:] = grad
             self._hosts = [HostBuffer(b.pull_nbytes, torch.device("cpu")) for b in table.blocks[1:]]
         except BaseException:
@@ -233,7 +233,7 @@ class Ours:
                 worker.block_sums(block.index)
             for block in blocks:
                 self._release(block)
-        worker.seal(self.step)
+        worker.end_step(self.step)
         worker.blob(self.step, b"")
         for host in self._hosts:
             worker.wait_pulled(host, "the new parameters")

@@ -200,7 +200,7 @@ def run(quick: bool = False, directory: str | None = None) -> Report:
     record = engine.meta.records[0].nbytes
     total = len(table.chunks) * record
     skip = engine.meta.records[0].weights_nbytes
-    for buffer in engine.worker._push_all:
+    for buffer in engine.worker.buffers.gradients:
         buffer.tensor[: 2 * block_elements].view(torch.bfloat16).copy_(
             torch.linspace(-1, 1, block_elements)
         )
@@ -292,7 +292,7 @@ def _update(engine: JobSession, table: ChunkTable, hyper: tuple[float, ...], ste
         buffer = worker.gradient_buffer(block.index)
         worker.push_block(block.index, buffer, [block.runs[0].spans[0].param], fresh=True)
         worker.apply_update(block.index, step, {0: hyper}, lambda param: 1.0)
-    worker.seal(step)
+    worker.end_step(step)
     worker.blob(step, b"")
     worker.wait_committed(step)
     return time.perf_counter() - start

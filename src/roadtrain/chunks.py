@@ -137,6 +137,10 @@ class Block:
     pull_nbytes: int
     push_nbytes: int
 
+    @property
+    def trainable(self) -> list[Chunk]:
+        return [c for c in self.chunks if c.trainable]
+
 
 @dataclass(frozen=True)
 class Record:

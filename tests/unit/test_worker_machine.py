@@ -9,7 +9,8 @@ import pytest
 from roadtrain.chunks import SEGMENT, ChunkTable, ParamSpec
 from roadtrain.errors import LoopError
 from roadtrain.protocol import messages
-from roadtrain.protocol import worker as w
+from roadtrain.protocol import worker_events as w
+from roadtrain.protocol.worker import WorkerSetup, WorkerStateMachine
 
 ROOT, ROOT_GRAD = "root", "gradient of the root"
 
@@ -28,7 +29,7 @@ def a_table(blocks=5):
 def a_machine(*, servers=(0, 1), replicas=1, slots=3, buffers=4, committed=0, **options):
     table = a_table()
     owners = [tuple((c.id + i) % len(servers) for i in range(replicas)) for c in table.chunks]
-    setup = w.WorkerSetup(
+    setup = WorkerSetup(
         table,
         owners,
         servers,
@@ -39,7 +40,7 @@ def a_machine(*, servers=(0, 1), replicas=1, slots=3, buffers=4, committed=0, **
         replicas=replicas,
         **options,
     )
-    return w.WorkerStateMachine(setup)
+    return WorkerStateMachine(setup)
 
 
 class SlowServer:

@@ -165,7 +165,7 @@ class PlacedOptimizer(StoredOptimizer):
         self._check_promise(hyperparameters, unscale, skip)
         self.root.push_gradients()
         blocks = self._update_blocks(hyperparameters, unscale, skip)
-        self._worker.seal(self.steps_done + 1)
+        self._worker.end_step(self.steps_done + 1)
         self.steps_done += 1
         self._norm, self._due = (blocks, abs(unscale)), self.steps_done
         self._begun_with, self._passes = None, 0

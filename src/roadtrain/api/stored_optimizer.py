@@ -131,7 +131,7 @@ class StoredOptimizer(torch.optim.Optimizer):
         loss scaling is undone. Waits until the servers have summed it."""
         if isinstance(self._norm, tuple):
             blocks, unscale = self._norm
-            squares = sum(sum(self._worker.block_sums(b, sealed=True).values()) for b in blocks)
+            squares = sum(sum(self._worker.block_sums(b, last_step=True).values()) for b in blocks)
             self._norm = math.sqrt(squares) * unscale if math.isfinite(squares) else math.inf
         return self._norm
 

@@ -96,12 +96,12 @@ def plan_of(training: Training) -> Plan:
         keep=job.compress.keep,
         update_at="step" if job.optimizer.clip_norm is not None else "gradient",
         memory=PlanMemory(
-            slots=len(optimizer.session.worker._slots),
+            slots=len(optimizer.session.worker.buffers.slots),
             buffers=max(1, sum(server.machine.spec.buffers for server in servers)),
             resident=kept,
             public=public if chunks else 1,
             chunk=job.store.chunk_elements,
-            pushes=len(optimizer.session.worker._push_all),
+            pushes=len(optimizer.session.worker.buffers.gradients),
         ),
         sizes=ElementBytes(
             parameter_bytes=size, gradient_bytes=size, held_bytes=size, state_bytes=own + size

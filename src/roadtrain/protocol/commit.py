@@ -21,10 +21,11 @@ is sent that it has not prepared: whichever step the job goes on from, this part
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from roadtrain.errors import DivergedError
 from roadtrain.protocol.messages import (
     Commit,
     CommitDone,
@@ -51,6 +52,20 @@ class Diverged:
         """Which of `chunks` it is; None where several differ."""
         plain, weighted = self.differences
         return next((c for c in chunks if plain and (c + 1) * plain & _MASK == weighted), None)
+
+    def error(self, one: str, other: str, owned: Mapping[int, int]) -> DivergedError:
+        """For people. `one`, `other`: the servers; `owned`: chunk -> block, of `owner`."""
+        number = self.chunk([*owned])
+        chunk = "several chunks" if number is None else f"chunk {number} of block {owned[number]}"
+        return DivergedError(
+            f"{one} and {other} made different bytes of {chunk} in step {self.step}: it is not"
+            " committed",
+            hint=(
+                "the same command goes on from the step before. If it comes again, the memory or"
+                " processor of one of them is failing, or they are of different kinds and the"
+                " optimizer has no compiled rule"
+            ),
+        )
 
 
 def added(sums: tuple[int, int], chunk: int, checksum: int) -> tuple[int, int]:

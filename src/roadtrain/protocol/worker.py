@@ -4,7 +4,7 @@ in, actions out; no I/O, no threads, no clock. runtime/worker.py carries the act
 until what an event needs is so (the questions: `slot_of`, `is_coming`, `next_buffer`, `may_say`,
 `sums_here`, `may_end`).
 
-A block's gradient through one step (PHASES says what may follow what):
+A block's gradient through one step (block_state.NEXT_PHASES says what may follow what):
     GradReady -> HELD      it rests at the block's servers, once SendDense or SendPacked has sent it
     CloseGrad -> *_CLOSED  (several workers) all were told that this worker's part is whole
     DropGrad  -> EMPTY     the servers drop it
@@ -13,287 +13,27 @@ A block's gradient through one step (PHASES says what may follow what):
 
 With several workers the sums of squares of a gradient come once, when all have closed it; with one
 they come of each push.
-Rule 4: at most two steps, or the staleness, are sealed and not committed; of the gradient buffers
-two at least are never kept by a server until its update.
+Rule 4: at most two steps, or the staleness, have ended and are not committed; of the gradient
+buffers two at least are never kept by a server until its update.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 from roadtrain.chunks import Chunk, ChunkTable
 from roadtrain.errors import LoopError
 from roadtrain.protocol import messages
+from roadtrain.protocol import worker_events as w
+from roadtrain.protocol.block_state import BlockState, GradPhase, SquareSums
 from roadtrain.protocol.commit import CommitStateMachine
 from roadtrain.protocol.prefetch import Prefetcher, PullBlock
 
-UNCOMMITTED = 2  # steps that may be sealed and not committed, where the staleness is not more
+UNCOMMITTED = 2  # steps that may have ended and not be committed, where the staleness is not more
 NEVER_KEPT = 2  # gradient buffers that servers may not keep until the update
-
-# param -> what its gradient is multiplied by, None: it has no gradient
-Scales = Callable[[int], float | None]
-
-
-class GradPhase(Enum):
-    """Of a block's gradient in the open step."""
-
-    EMPTY = "nothing of it is held"
-    HELD = "it rests at the servers"
-    EMPTY_CLOSED = "all know that this worker has none"
-    HELD_CLOSED = "all know that it is whole"
-    UPDATED = "its update has begun"
-
-
-_EMPTY, _HELD, _UPDATED = GradPhase.EMPTY, GradPhase.HELD, GradPhase.UPDATED
-_EMPTY_CLOSED, _HELD_CLOSED = GradPhase.EMPTY_CLOSED, GradPhase.HELD_CLOSED
-
-# a push behind a close is the server's to refuse
-PHASES: dict[GradPhase, tuple[GradPhase, ...]] = {
-    _EMPTY: (_HELD, _EMPTY_CLOSED, _UPDATED),
-    _HELD: (_HELD, _EMPTY, _HELD_CLOSED, _UPDATED),
-    _EMPTY_CLOSED: (_HELD_CLOSED, _UPDATED, _EMPTY),
-    _HELD_CLOSED: (_HELD_CLOSED, _EMPTY, _UPDATED, _HELD),
-    _UPDATED: (_EMPTY,),
-}
-
-
-# events, besides messages from servers
-
-
-@dataclass(frozen=True, slots=True)
-class FetchBlock:
-    """A forward or backward needs `block` now, in any slot."""
-
-    block: int
-
-
-@dataclass(frozen=True, slots=True)
-class UseBlock:
-    """It runs on `slot_of(block)` from now on."""
-
-    block: int
-
-
-@dataclass(frozen=True, slots=True)
-class ReleaseBlock:
-    """It no longer does."""
-
-    block: int
-
-
-@dataclass(frozen=True, slots=True)
-class FetchInto:
-    """`block` is wanted in a buffer of its own; `target` is opaque, but no slot's number."""
-
-    block: int
-    target: Hashable
-
-
-@dataclass(frozen=True, slots=True)
-class FetchNewest:
-    """A chunk is wanted after every update that has begun."""
-
-    chunk: int
-    target: Hashable
-
-
-@dataclass(frozen=True, slots=True)
-class GradReady:
-    """There is a gradient of `block`, of its parameters `present`."""
-
-    block: int
-    present: Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class TakeBuffer:
-    """A gradient is computed into `next_buffer`."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReturnBuffer:
-    """Nobody reads what was computed into `buffer` any more."""
-
-    buffer: Hashable
-
-
-@dataclass(frozen=True, slots=True)
-class SendDense:
-    """The host copy of what was computed into `buffer` is complete. `pieces`: (chunk, its
-    gradient, what it was downcast to). `fresh`: it begins a new sum. `then`: what is said right
-    behind a chunk. `keep_always`: no gradient waits for step(), so none is moved elsewhere."""
-
-    buffer: Hashable
-    pieces: Sequence[tuple[Chunk, Any, str]]
-    fresh: bool
-    then: Mapping[int, Say]
-    keep_always: bool
-
-
-@dataclass(frozen=True, slots=True)
-class SendPacked:
-    """As SendDense, of one chunk compressed into arrays of its own."""
-
-    chunk: int
-    grad: Any
-    sums: Any
-    fresh: bool
-
-
-@dataclass(frozen=True, slots=True)
-class CloseGrad:
-    """This worker's gradient of `block` is whole. Only where `may_say` and `is_open(block)`."""
-
-    block: int
-
-
-@dataclass(frozen=True, slots=True)
-class DropGrad:
-    """The gradient of `block` is not wanted. Only where `may_say`, and its sums are here."""
-
-    block: int
-
-
-@dataclass(frozen=True, slots=True)
-class BeginUpdate:
-    """The update of `block` as part of `step`: of every span whose `scales(param)` is not None."""
-
-    block: int
-    step: int
-    hyperparameters: Mapping[int, tuple[float, ...]]
-    scales: Scales
-
-
-@dataclass(frozen=True, slots=True)
-class EndUpdate:
-    """All of it was said. Where chunks are `left_over`: only where `may_say`, and the sums of
-    `block` are here."""
-
-    block: int
-
-
-@dataclass(frozen=True, slots=True)
-class EndOpenStep:
-    """All updates of `step` have begun. Only where `may_end`."""
-
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class JobState:
-    """The job's own state after `step`."""
-
-    step: int
-    blob: Any
-
-
-@dataclass(frozen=True, slots=True)
-class BeginAgain:
-    """The servers hold other contents, as those of `step`; nothing is on its way."""
-
-    step: int
-
-
-# actions
-
-
-@dataclass(frozen=True, slots=True)
-class Say:
-    message: Any
-    servers: Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkPull:
-    chunk: Chunk
-    version: int
-    ticket: int
-    server: int
-    at: int  # in the target
-
-
-@dataclass(frozen=True, slots=True)
-class StartPulls:
-    """As soon as the device no longer reads `target`; an int is a slot."""
-
-    target: Hashable
-    pulls: Sequence[ChunkPull]
-
-
-@dataclass(frozen=True, slots=True)
-class CopyIn:
-    """All that was pulled into `target` is there: to the device with it."""
-
-    target: Hashable
-    block: int
-
-
-Action = Say | StartPulls | CopyIn
-
-
-# what is known
-
-
-@dataclass
-class SquareSums:
-    """Sums of squares of one step's gradients of a block."""
-
-    # chunk -> GradAccumulated messages to come; a chunk's come in the order of its pushes, also
-    # from one step to the next
-    due: dict[int, int] = field(default_factory=dict)
-    values: dict[int, Any] = field(default_factory=dict)  # chunk -> a segment each
-
-    def came(self, chunk: int, values: Any) -> None:
-        self.values[chunk] = values
-        self.due[chunk] -= 1
-        if not self.due[chunk]:
-            del self.due[chunk]
-
-
-@dataclass
-class BlockState:
-    """What a worker knows of a block."""
-
-    updated_in: int  # the last step whose update of this block has begun
-    changed_in: int  # the last one in which there was something to update
-    version: int = 0  # that the updates begun so far give it
-    phase: GradPhase = GradPhase.EMPTY
-    present: set[int] = field(default_factory=set)  # parameters with a gradient in the open step
-    sums: SquareSums = field(default_factory=SquareSums)  # of the open step
-    # of those before: the last one, and those that are not all here
-    sealed: deque[SquareSums] = field(default_factory=lambda: deque([SquareSums()]))
-
-    @property
-    def held(self) -> bool:
-        return self.phase in (_HELD, _HELD_CLOSED)
-
-    @property
-    def updated(self) -> bool:
-        return self.phase is _UPDATED
-
-    def go(self, phase: GradPhase) -> None:
-        assert phase in PHASES[self.phase], f"{self.phase} -> {phase}"
-        self.phase = phase
-
-    def came(self, chunk: int, values: Any) -> None:
-        next(sums for sums in [*self.sealed, self.sums] if chunk in sums.due).came(chunk, values)
-
-    def end_step(self) -> None:
-        while self.sealed and not self.sealed[0].due:
-            self.sealed.popleft()
-        self.sealed.append(self.sums)
-        self.sums = SquareSums()
-        if self.phase is not _HELD and self.phase is not _EMPTY:
-            self.go(_HELD if self.phase is _HELD_CLOSED else _EMPTY)
-
-    def steps_due(self) -> int:
-        """Steps that have ended and whose sums are not all here."""
-        return sum(bool(sums.due) for sums in self.sealed)
 
 
 @dataclass(frozen=True)
@@ -355,24 +95,24 @@ class WorkerStateMachine:
             setup.servers, committed, everywhere=setup.replicas > 1, own=setup.own
         )
 
-    def handle(self, event: Any) -> list[Action]:
+    def handle(self, event: Any) -> list[w.Action]:
         match event:
-            case FetchBlock() | UseBlock() | ReleaseBlock() | FetchInto() | FetchNewest():
+            case w.FetchBlock() | w.UseBlock() | w.ReleaseBlock() | w.FetchInto() | w.FetchNewest():
                 return self._on_fetch(event)
-            case TakeBuffer() | ReturnBuffer() | SendDense() | SendPacked():
+            case w.TakeBuffer() | w.ReturnBuffer() | w.SendDense() | w.SendPacked():
                 return self._on_buffer(event)
-            case GradReady() | CloseGrad() | DropGrad() | BeginUpdate() | EndUpdate():
+            case w.GradReady() | w.CloseGrad() | w.DropGrad() | w.BeginUpdate() | w.EndUpdate():
                 return self._on_grad(event)
-            case EndOpenStep(step):
+            case w.EndOpenStep(step):
                 return self._end_step(step)
-            case JobState(step, blob):
+            case w.JobState(step, blob):
                 return _says(self.commit.blob(step, blob))
-            case BeginAgain(step):
+            case w.BeginAgain(step):
                 return self._begin_again(step)
             case _:
                 return self._on_message(event)
 
-    def _on_message(self, event: Any) -> list[Action]:
+    def _on_message(self, event: Any) -> list[w.Action]:
         match event:
             case messages.Pulled(ticket, _):
                 return self._pulled(ticket)
@@ -431,14 +171,15 @@ class WorkerStateMachine:
 
     def is_open(self, block: int) -> bool:
         """Whether the others have yet to hear that this worker's gradient is whole."""
-        return self.workers_of(block) > 1 and self.blocks[block].phase in (_EMPTY, _HELD)
+        state = self.blocks[block]
+        return self.workers_of(block) > 1 and not (state.closed or state.updated)
 
     def sums_here(self, block: int) -> bool:
         return not self.blocks[block].sums.due
 
     def left_over(self, block: int) -> list[Chunk]:
         """The trainable chunks that the update of `block` in the open step leaves as they are."""
-        chunks = [c for c in self.table.blocks[block].chunks if c.trainable]
+        chunks = self.table.blocks[block].trainable
         return [c for c in chunks if self._updated_in[c.id] != self.blocks[block].updated_in]
 
     def check_takes_grad(self, block: int) -> None:
@@ -471,54 +212,54 @@ class WorkerStateMachine:
 
     # pulls
 
-    def _on_fetch(self, event: Any) -> list[Action]:
+    def _on_fetch(self, event: Any) -> list[w.Action]:
         match event:
-            case FetchBlock(block):
+            case w.FetchBlock(block):
                 return self._plan(self.prefetch.asked(block))
-            case UseBlock(block):
+            case w.UseBlock(block):
                 self._uses.setdefault(block, []).append(self.prefetch.use(block))
-            case ReleaseBlock(block):
+            case w.ReleaseBlock(block):
                 return self._plan(self.prefetch.returned(self._uses[block].pop()))
-            case FetchInto(block, target):
+            case w.FetchInto(block, target):
                 if block == 0:
                     self._root_version = self.blocks[0].version
                 return [self._pull(block, target)]
-            case FetchNewest(chunk, target):
+            case w.FetchNewest(chunk, target):
                 of = self.table.chunks[chunk]
                 pull = self._ticket(of.block, of, self.chunk_version[chunk], target, 0)
-                return [StartPulls(target, [pull])]
+                return [w.StartPulls(target, [pull])]
         return []
 
-    def _plan(self, pulls: Sequence[PullBlock]) -> list[Action]:
-        out: list[Action] = []
+    def _plan(self, pulls: Sequence[PullBlock]) -> list[w.Action]:
+        out: list[w.Action] = []
         for pull in pulls:
             self.slot_version[pull.slot] = self.blocks[pull.block].version
             out.append(self._pull(pull.block, pull.slot))
         return out
 
-    def _pull(self, block: int, target: Hashable) -> Action:
+    def _pull(self, block: int, target: Hashable) -> w.Action:
         assert target not in self._coming
         chunks = self.table.blocks[block].chunks
-        return StartPulls(
+        return w.StartPulls(
             target, [self._ticket(block, c, self._wanted(c), target, c.offset) for c in chunks]
         )
 
     def _ticket(
         self, block: int, chunk: Chunk, version: int, target: Hashable, at: int
-    ) -> ChunkPull:
+    ) -> w.ChunkPull:
         ticket = next(self._tickets)
         self._pulls[ticket] = block, target
         self._coming[target] = self._coming.get(target, 0) + 1
-        return ChunkPull(chunk, version, ticket, self.owners[chunk.id][0], at)
+        return w.ChunkPull(chunk, version, ticket, self.owners[chunk.id][0], at)
 
-    def _pulled(self, ticket: int) -> list[Action]:
+    def _pulled(self, ticket: int) -> list[w.Action]:
         block, target = self._pulls.pop(ticket)
         self._coming[target] -= 1
         if self._coming[target]:
             return []
         del self._coming[target]
         more = self._plan(self.prefetch.arrived(target)) if isinstance(target, int) else []
-        return [CopyIn(target, block), *more]
+        return [w.CopyIn(target, block), *more]
 
     def _wanted(self, chunk: Chunk) -> int:
         """The version that the step at work needs, or the next one where this one's update of
@@ -532,38 +273,38 @@ class WorkerStateMachine:
 
     # pushes
 
-    def _on_buffer(self, event: Any) -> list[Action]:
+    def _on_buffer(self, event: Any) -> list[w.Action]:
         match event:
-            case TakeBuffer():
+            case w.TakeBuffer():
                 self.free.pop()
-            case ReturnBuffer(buffer):
+            case w.ReturnBuffer(buffer):
                 self._give_back(buffer)
-            case SendDense():
+            case w.SendDense():
                 return self._send_dense(event)
-            case SendPacked(chunk, grad, sums, fresh):
+            case w.SendPacked(chunk, grad, sums, fresh):
                 push = messages.Push(chunk, grad, fresh, True, next(self._tickets), sums)
-                return [Say(push, self.owners[chunk])]
+                return [w.Say(push, self.owners[chunk])]
         return []
 
-    def _send_dense(self, event: SendDense) -> list[Action]:
+    def _send_dense(self, event: w.SendDense) -> list[w.Action]:
         """The buffer is free again once every server has read every piece."""
         pooled = event.buffer in self.pool
         keep = event.keep_always or not pooled or len(self.kept) < len(self.pool) - NEVER_KEPT
         if keep and event.fresh and pooled:
             self.kept.add(event.buffer)
-        out: list[Action] = []
+        out: list[w.Action] = []
         for chunk, grad, dtype in event.pieces:
             for server in self.owners[chunk.id]:
                 ticket = next(self._tickets)
                 self._pushes[ticket] = event.buffer
                 self._read_by[event.buffer] = self._read_by.get(event.buffer, 0) + 1
                 push = messages.Push(chunk.id, grad, event.fresh, keep, ticket, dtype=dtype)
-                out.append(Say(push, (server,)))
+                out.append(w.Say(push, (server,)))
             if chunk.id in event.then:
                 out.append(event.then[chunk.id])
         return out
 
-    def _read(self, ticket: int) -> list[Action]:
+    def _read(self, ticket: int) -> list[w.Action]:
         buffer = self._pushes.pop(ticket, None)
         if buffer is None:
             return []  # a compressed push: its arrays are their own
@@ -580,25 +321,24 @@ class WorkerStateMachine:
 
     # a block's gradient
 
-    def _on_grad(self, event: Any) -> list[Action]:
+    def _on_grad(self, event: Any) -> list[w.Action]:
         match event:
-            case GradReady(block, present):
+            case w.GradReady(block, present):
                 self.check_takes_grad(block)
                 state = self.blocks[block]
-                closed = state.phase in (_EMPTY_CLOSED, _HELD_CLOSED)
-                state.go(_HELD_CLOSED if closed else _HELD)
+                state.enter(GradPhase.HELD_CLOSED if state.closed else GradPhase.HELD)
                 state.present.update(present)
                 if self.workers_of(block) == 1:
                     self._expect_sums(block)
-            case CloseGrad(block):
+            case w.CloseGrad(block):
                 self._close(block)
                 step = self.open_step
                 return self._of_chunks(block, lambda chunk: messages.Close(chunk, step))
-            case DropGrad(block):
+            case w.DropGrad(block):
                 return self._drop(block)
-            case BeginUpdate():
+            case w.BeginUpdate():
                 return self._begin_update(event)
-            case EndUpdate(block):
+            case w.EndUpdate(block):
                 self.blocks[block].present.clear()
                 return self._discard(self.left_over(block))
         return []
@@ -607,42 +347,39 @@ class WorkerStateMachine:
         """GradAccumulated messages for a gradient of `block`: one of each server, so that the
         last is that of the last push."""
         due = self.blocks[block].sums.due
-        for chunk in self.table.blocks[block].chunks:
-            if chunk.trainable:
-                due[chunk.id] = due.get(chunk.id, 0) + len(self.owners[chunk.id])
+        for chunk in self.table.blocks[block].trainable:
+            due[chunk.id] = due.get(chunk.id, 0) + len(self.owners[chunk.id])
 
-    def _of_chunks(self, block: int, message: Callable[[int], Any]) -> list[Action]:
-        chunks = [c for c in self.table.blocks[block].chunks if c.trainable]
-        return [Say(message(c.id), self.owners[c.id]) for c in chunks]
+    def _of_chunks(self, block: int, message: Callable[[int], Any]) -> list[w.Action]:
+        chunks = self.table.blocks[block].trainable
+        return [w.Say(message(c.id), self.owners[c.id]) for c in chunks]
 
-    def _discard(self, chunks: Sequence[Chunk]) -> list[Action]:
-        return [Say(messages.DiscardGrad(c.id), self.owners[c.id]) for c in chunks]
+    def _discard(self, chunks: Sequence[Chunk]) -> list[w.Action]:
+        return [w.Say(messages.DiscardGrad(c.id), self.owners[c.id]) for c in chunks]
 
     def _close(self, block: int) -> None:
         if self.is_open(block):
             state = self.blocks[block]
-            state.go(_HELD_CLOSED if state.held else _EMPTY_CLOSED)
+            state.enter(GradPhase.HELD_CLOSED if state.held else GradPhase.EMPTY_CLOSED)
             self._expect_sums(block)
 
-    def _drop(self, block: int) -> list[Action]:
+    def _drop(self, block: int) -> list[w.Action]:
         state = self.blocks[block]
         assert state.held and not state.sums.due
         self.current.discard(block)
-        state.go(_EMPTY)
+        state.enter(GradPhase.EMPTY)
         state.present.clear()
         state.sums = SquareSums()
-        return self._discard([c for c in self.table.blocks[block].chunks if c.trainable])
+        return self._discard(self.table.blocks[block].trainable)
 
-    def _begin_update(self, event: BeginUpdate) -> list[Action]:
+    def _begin_update(self, event: w.BeginUpdate) -> list[w.Action]:
         """From now on the block has its next version. One worker leaves out what has no
         gradient; several release every chunk, and the server takes what any of them has."""
         state, workers = self.blocks[event.block], self.workers_of(event.block)
         assert event.step == self.open_step
         self._close(event.block)
-        out: list[Action] = []
-        for chunk in self.table.blocks[event.block].chunks:
-            if not chunk.trainable:
-                continue
+        out: list[w.Action] = []
+        for chunk in self.table.blocks[event.block].trainable:
             scales = [
                 event.scales(s.param) if s.param in state.present else None for s in chunk.spans
             ]
@@ -654,12 +391,12 @@ class WorkerStateMachine:
             self._updated_in[chunk.id] = event.step
             hyper, order = event.hyperparameters[chunk.group], self.order.get(event.block, 0)
             update = messages.ApplyUpdate(chunk.id, event.step, hyper, scales, order)
-            out.append(Say(update, self.owners[chunk.id]))
+            out.append(w.Say(update, self.owners[chunk.id]))
         if out:
             self._new_version(event.block)
             state.changed_in = event.step
         state.updated_in = event.step
-        state.go(_UPDATED)
+        state.enter(GradPhase.UPDATED)
         return out
 
     def _new_version(self, block: int) -> None:
@@ -668,7 +405,7 @@ class WorkerStateMachine:
 
     # steps
 
-    def _end_step(self, step: int) -> list[Action]:
+    def _end_step(self, step: int) -> list[w.Action]:
         assert self.may_end(step)
         out = _says(self.commit.end_step(step))
         for block, state in enumerate(self.blocks):
@@ -678,7 +415,7 @@ class WorkerStateMachine:
             state.end_step()
         return [*out, *self._plan(self.prefetch.stepped())]
 
-    def _begin_again(self, step: int) -> list[Action]:
+    def _begin_again(self, step: int) -> list[w.Action]:
         assert not self._coming and not any(state.held for state in self.blocks)
         self.commit = self._commit_from(step)
         self.chunk_version = [0] * len(self.chunk_version)
@@ -693,18 +430,18 @@ class WorkerStateMachine:
     def check(self) -> None:
         self.prefetch.check()
         self.commit.check()
-        setup, sealed = self.setup, self.commit.ended
-        assert sealed - self.commit.committed <= max(UNCOMMITTED, setup.staleness)
+        setup, ended = self.setup, self.commit.ended
+        assert ended - self.commit.committed <= max(UNCOMMITTED, setup.staleness)
         assert sum(self._coming.values()) == len(self._pulls)
         assert all(self._coming.values()) and all(self._read_by.values())
         assert sum(self._read_by.values()) == len(self._pushes)
         assert len(set(self.free)) == len(self.free) and set(self.free) <= set(self.pool)
         assert not set(self.free) & set(self._read_by) and self.kept <= set(self._read_by)
         for state in self.blocks:
-            assert state.updated == (state.updated_in == sealed + 1)
+            assert state.updated == (state.updated_in == ended + 1)
             assert state.steps_due() <= self.sums_behind + 1
-            assert not state.present or state.phase is not _EMPTY
+            assert not state.present or state.phase is not GradPhase.EMPTY
 
 
-def _says(said: Sequence[tuple[int, Any]]) -> list[Action]:
-    return [Say(message, (server,)) for server, message in said]
+def _says(said: Sequence[tuple[int, Any]]) -> list[w.Action]:
+    return [w.Say(message, (server,)) for server, message in said]

@@ -1,5 +1,5 @@
-"""WorkerConnection and HostedSession: the workers of one start of a job, as a server, a relay, a
-reducer or a coordinator has them on its host.
+"""MessageLink: a worker's end of its way to a server. WorkerConnection and HostedSession: the
+workers of one start of a job, as a server, a relay, a reducer or a coordinator has them here.
 
     listener: a link and its hello --> HostedSession.join --> WorkerConnection, the link's Receiver
     link:     room, arrived        --> the header checked --> HostedSession.take
@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from roadtrain.errors import BusyError, LostError, PeerError, RoadtrainError, WireError
 from roadtrain.runtime import frames as m
@@ -28,6 +28,16 @@ from roadtrain.transport.tcp import Address, TcpOptions, connect
 
 MOST_WORKERS = 1 << 16
 COMING_S = 600.0  # a frame may be on its way for so long: one link may be that slow
+
+
+class MessageLink(Protocol):
+    """To one server: a Server of this process, or the end of a link to one elsewhere. Bulk bytes
+    are named by messages as memoryviews (`into`, `grad`)."""
+
+    peer: str  # for messages to people: "server 0 (/mnt/ssd0/run)"
+
+    def send(self, message: Any) -> None:
+        """Keeps the order, does not block. LostError once it is closed."""
 
 
 class WorkerConnection:

@@ -309,7 +309,7 @@ class SumHello(NamedTuple):
     session: str
     rank: int
     workers: int
-    rule: str  # of the sum; "": to the coordinator of spare hosts; "agree": to that of agreement
+    rule: str  # of the sum, or coordinator.TO_COORDINATOR
 
 
 # begins the greeting of who says that a server may go on without others; Without is the rest

@@ -18,10 +18,11 @@ from roadtrain.device.buffers import array_in
 from roadtrain.errors import DeadlineError
 from roadtrain.kernels.codecs import Compressor
 from roadtrain.protocol.worker import WorkerSetup
+from roadtrain.runtime.connection import MessageLink
 from roadtrain.runtime.residuals import Residuals, residual_block_of
 from roadtrain.runtime.store_plan import StorePlan, fill_record
 from roadtrain.runtime.trace import Stages
-from roadtrain.runtime.worker import MessageLink, Worker
+from roadtrain.runtime.worker import Worker
 from roadtrain.runtime.worker_group import WorkerGroup
 from roadtrain.storage.convert import RecordView, Source, gather_param, param_pieces
 from roadtrain.storage.generation import OpenedStore

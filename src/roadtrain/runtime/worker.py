@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,20 +28,13 @@ from roadtrain.device.copies import AfterCopies, HostBuffer
 from roadtrain.errors import DeadlineError, DivergedError, LostError, WireError
 from roadtrain.kernels.codecs import Compressor, downcast_in_place
 from roadtrain.protocol import messages
-from roadtrain.protocol import worker as w
+from roadtrain.protocol import worker_events as w
 from roadtrain.protocol.commit import Diverged
+from roadtrain.protocol.worker import WorkerSetup, WorkerStateMachine
+from roadtrain.runtime.connection import MessageLink
 from roadtrain.runtime.trace import Stages
+from roadtrain.runtime.worker_buffers import WorkerBuffers
 from roadtrain.units import round_up
-
-
-class MessageLink(Protocol):
-    """To one server: a Server of this process, or the end of a link to one elsewhere. Bulk bytes
-    are named by messages as memoryviews (`into`, `grad`)."""
-
-    peer: str  # for messages to people: "server 0 (/mnt/ssd0/run)"
-
-    def send(self, message: Any) -> None:
-        """Keeps the order, does not block. LostError once it is closed."""
 
 
 class Worker:
@@ -50,7 +43,7 @@ class Worker:
 
     def __init__(
         self,
-        setup: w.WorkerSetup,
+        setup: WorkerSetup,
         budgets: WorkerBudgets,
         device: torch.device,
         stages: Stages,
@@ -58,7 +51,7 @@ class Worker:
         deadline_s: float,
         compressor: Compressor | None = None,
     ) -> None:
-        self.machine = w.WorkerStateMachine(setup)
+        self.machine = WorkerStateMachine(setup)
         self.table, self.owners, self.workers = setup.table, setup.owners, setup.workers
         self.residual_block = setup.residual_block
         self.blocks, self.prefetch = self.machine.blocks, self.machine.prefetch
@@ -73,13 +66,9 @@ class Worker:
         self.keep_always = False
         self._lock = threading.Condition()
         self._error: BaseException | None = None
-        self._slots = [HostBuffer(budgets.slot_bytes, device) for _ in range(setup.slots)]
-        root = self.table.blocks[0]
-        self.root = HostBuffer(max(root.pull_nbytes, PAGE), device)
-        self.root_push = HostBuffer(max(root.push_nbytes, PAGE), device)
+        self.buffers = WorkerBuffers(setup, budgets, device)
+        self.root = self.buffers.root
         self.pull_rate = 0.0  # bytes a second of the last block pulled alone
-        self._permanent: dict[int, HostBuffer] = {}  # of residuals that never leave this worker
-        self._push_all = [HostBuffer(budgets.push_bytes, device) for _ in range(setup.buffers)]
         self.heap = Heap()
         # what waits for copies from the device (push) and to it (pull)
         self._after: dict[str, AfterCopies] = {}
@@ -93,10 +82,7 @@ class Worker:
         return self.machine.commit.committed
 
     def nbytes(self) -> int:
-        return sum(b.nbytes for b in self._buffers())
-
-    def _buffers(self) -> list[HostBuffer]:
-        return [*self._slots, *self._push_all, self.root, self.root_push, *self._permanent.values()]
+        return sum(b.nbytes for b in self.buffers)
 
     # messages from and to servers
 
@@ -122,31 +108,14 @@ class Worker:
                     for server in servers:
                         self._tell(server, message)
                 case w.StartPulls(target, pulls):
-                    self._start_pulls(self._host(target), pulls)
+                    self._start_pulls(self.buffers.slot(target), pulls)
                 case w.CopyIn(target, block):
-                    self._host(target).to_device(self.table.blocks[block].pull_nbytes)
+                    self.buffers.slot(target).to_device(self.table.blocks[block].pull_nbytes)
 
     def _diverged(self, found: Diverged) -> DivergedError:
-        one, other = (
-            getattr(self.links[server], "peer", f"server {server}") for server in found.servers
-        )
-        number = found.chunk(
-            [c.id for c in self.table.trainable if self.owners[c.id][0] == found.owner]
-        )
-        chunk = (
-            "several chunks"
-            if number is None
-            else f"chunk {number} of block {self.table.chunks[number].block}"
-        )
-        return DivergedError(
-            f"{one} and {other} made different bytes of {chunk} in step {found.step}: it is not"
-            " committed",
-            hint=(
-                "the same command goes on from the step before. If it comes again, the memory or"
-                " processor of one of them is failing, or they are of different kinds and the"
-                " optimizer has no compiled rule"
-            ),
-        )
+        one, other = (getattr(self.links[n], "peer", f"server {n}") for n in found.servers)
+        chunks = [c for c in self.table.trainable if self.owners[c.id][0] == found.owner]
+        return found.error(one, other, {c.id: c.block for c in chunks})
 
     def _tell(self, server: int, message: Any) -> None:
         try:
@@ -193,16 +162,13 @@ class Worker:
             self._handle(w.UseBlock(block))
             slot = self.machine.slot_in_use(block)
             version = self.machine.slot_version[slot]
-        return self._slots[slot].on_device(), version
+        return self.buffers.slots[slot].on_device(), version
 
     def release(self, block: int) -> None:
         with self._lock:
-            self._slots[self.machine.slot_in_use(block)].record_use()
+            self.buffers.slots[self.machine.slot_in_use(block)].record_use()
             self._handle(w.ReleaseBlock(block))
         self.heap.trim()
-
-    def _host(self, target: Any) -> HostBuffer:
-        return self._slots[target] if isinstance(target, int) else target
 
     def _start_pulls(self, host: HostBuffer, pulls: Sequence[w.ChunkPull]) -> None:
         """With the lock: where the device still reads what `host` held, the pulls are sent
@@ -249,9 +215,10 @@ class Worker:
 
     def give_up_slots(self, count: int) -> None:
         """Before the first step."""
-        self.prefetch.shrink(len(self._slots) - count)
+        slots = self.buffers.slots
+        self.prefetch.shrink(len(slots) - count)
         for _ in range(count):
-            self._slots.pop().close()
+            slots.pop().close()
 
     @property
     def root_is_old(self) -> bool:
@@ -272,25 +239,18 @@ class Worker:
     def gradient_buffer(self, block: int) -> torch.Tensor:
         with self._lock:
             if block == 0:
+                root = self.buffers.root_gradient
                 self._wait(
-                    lambda: not self.machine.is_read(self.root_push),
-                    lambda: "the root's gradient buffer",
+                    lambda: not self.machine.is_read(root), lambda: "the root's gradient buffer"
                 )
-                return self.root_push.tensor
+                return root.tensor
             self._wait(
                 lambda: self.machine.next_buffer() is not None,
                 lambda: f"a gradient buffer for '{self.table.blocks[block].name}'",
             )
-            host = self._buffer(self.machine.next_buffer())
+            host = self.buffers.gradient(self.machine.next_buffer())
             self._handle(w.TakeBuffer())
             return host.tensor
-
-    def _buffer(self, key: Any) -> HostBuffer:
-        """What the state machine calls `key`: one of the pool, or a buffer outside it."""
-        return self._push_all[key] if isinstance(key, int) else key
-
-    def _key(self, host: HostBuffer) -> Hashable:
-        return self._push_all.index(host) if host in self._push_all else host
 
     def push_block(
         self,
@@ -310,9 +270,7 @@ class Worker:
         self.machine.check_takes_grad(block)
         if fresh:
             self.forget(block)
-        host = next(
-            b for b in [self.root_push, *self._push_all] if b.tensor.data_ptr() == buffer.data_ptr()
-        )
+        host = self.buffers.with_gradient(buffer)
         at_once = step > 0 and self.compressor is None
         with self.stages.timed("Push", table.push_nbytes):
             copied = host.from_device(table.push_nbytes)
@@ -361,41 +319,31 @@ class Worker:
     def _push_host(
         self, table: Block, host: HostBuffer, fresh: bool, then: Mapping[int, w.Say] = {}
     ) -> None:
-        chunks = [c for c in table.chunks if c.trainable]
         if self.compressor is None:
-            self.send_dense(chunks, host, fresh, then)
+            self.send_dense(table.trainable, host, fresh, then)
         else:
-            self._send_packed(self.compressor, table, chunks, host, fresh)
+            self._send_packed(table, host, fresh, self.compressor)
 
-    def _send_packed(
-        self,
-        compressor: Compressor,
-        table: Block,
-        chunks: Sequence[Chunk],
-        host: HostBuffer,
-        fresh: bool,
-    ) -> None:
+    def _send_packed(self, table: Block, host: HostBuffer, fresh: bool, by: Compressor) -> None:
         residual_block = self.residual_block.get(table.index)
         target = residual = None
         if residual_block is not None:
             target = self._residual(residual_block, permanent=table.index == 0)
             residual = np.frombuffer(target.view, np.float32)
-        for chunk, grad, sums in compressor.compress(chunks, host.view, residual):
+        for chunk, grad, sums in by.compress(table.trainable, host.view, residual):
             with self._lock:
                 self._handle(w.SendPacked(chunk.id, grad, sums, fresh))
         if residual_block is not None and target is not None:
             self._send_residual(residual_block, target)
         with self._lock:
-            self._handle(w.ReturnBuffer(self._key(host)))
+            self._handle(w.ReturnBuffer(self.buffers.key(host)))
             self._lock.notify_all()
 
     def _residual(self, residual_block: int, *, permanent: bool) -> HostBuffer:
         """A buffer that holds the newest residuals and may be changed in place, then sent."""
         block = self.table.blocks[residual_block]
         if permanent:  # the root's: it never leaves this worker
-            if residual_block not in self._permanent:
-                self._permanent[residual_block] = HostBuffer(block.pull_nbytes, torch.device("cpu"))
-            host = self._permanent[residual_block]
+            host = self.buffers.residual(residual_block, block.pull_nbytes)
             with self._lock:
                 self._wait(
                     lambda: not (self.machine.is_read(host) or self.machine.is_coming(host)),
@@ -406,9 +354,8 @@ class Worker:
                 self.machine.current.add(residual_block)
             return host
         self.fetch(residual_block)
-        slot = self._slots[self.machine.slot_in_use(residual_block)]
-        buffer = self.gradient_buffer(residual_block)
-        host = next(b for b in self._push_all if b.tensor is buffer)
+        slot = self.buffers.slots[self.machine.slot_in_use(residual_block)]
+        host = self.buffers.with_gradient(self.gradient_buffer(residual_block))
         n = block.push_nbytes
         np.copyto(np.frombuffer(host.view, np.uint8, n), np.frombuffer(slot.view, np.uint8, n))
         self.release(residual_block)
@@ -436,7 +383,7 @@ class Worker:
             for c, dtype in zip(chunks, dtypes)
         ]
         with self._lock:
-            self._handle(w.SendDense(self._key(host), pieces, fresh, then, self.keep_always))
+            self._handle(w.SendDense(self.buffers.key(host), pieces, fresh, then, self.keep_always))
 
     # one step
 
@@ -445,17 +392,17 @@ class Worker:
         hold it."""
         return self.block_sums(self._block_of[param]).get(param, 0.0)
 
-    def block_sums(self, block: int, *, sealed: bool = False) -> dict[int, float]:
+    def block_sums(self, block: int, *, last_step: bool = False) -> dict[int, float]:
         """param -> sum of squares, added up in flat order, the same for every chunk size. Of the
         workers' mean, where there are several: the block's gradient is taken for whole then.
-        `sealed`: of the step sealed last instead.
+        `last_step`: of the step that ended last instead.
         """
         state, workers = self.blocks[block], self.machine.workers_of(block)
         with self._lock:
-            if not sealed and self.machine.is_open(block):
+            if not last_step and self.machine.is_open(block):
                 self._until_said()
                 self._handle(w.CloseGrad(block))
-            of = state.sealed[-1] if sealed else state.sums
+            of = state.ended[-1] if last_step else state.sums
             self._wait(
                 lambda: not of.due, lambda: f"the sums of block '{self.table.blocks[block].name}'"
             )
@@ -509,7 +456,7 @@ class Worker:
                 self._until_said()
             self._handle(w.EndUpdate(block))
 
-    def seal(self, step: int) -> None:
+    def end_step(self, step: int) -> None:
         """All of `step` is released. Waits while more steps are uncommitted than may be, or sums
         are behind."""
         machine = self.machine
@@ -546,5 +493,5 @@ class Worker:
     def close(self) -> None:
         for after in self._after.values():
             after.close()
-        for buffer in self._buffers():
+        for buffer in self.buffers:
             buffer.close()

@@ -117,7 +117,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def committed_by(path: Path) -> int:
     """The step that the lines of a file prove committed, -1 for none: a step's line is written
     once all steps but the last two, or but as many as its staleness allows, are committed
-    (`Worker.seal`)."""
+    (`Worker.end_step`)."""
     lines = read_metrics(path)
     if not lines:
         return -1
