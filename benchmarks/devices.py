@@ -46,10 +46,10 @@ from roadtrain.kernels.rule import Rule
 from roadtrain.kernels.torch_rules import rules_for
 from roadtrain.lab import LoopDevice, Throttle, lab_available
 from roadtrain.protocol import messages
+from roadtrain.runtime.connection import MessageLink
 from roadtrain.runtime.local_servers import LocalServers
 from roadtrain.runtime.session import JobSession
 from roadtrain.runtime.store_plan import StorePlan
-from roadtrain.runtime.worker import MessageLink
 from roadtrain.units import GIB, MIB
 
 RATE = 40e6  # bytes a second of one device, each way
