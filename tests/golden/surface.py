@@ -359,16 +359,16 @@ def summed(rule: str, form: str, values: Sequence[np.ndarray], rounds: int) -> l
     tensor 3."""
     reducer = Reducer(rule, len(values), lambda nbytes: None, lambda _: None)
     links = [Heard() for _ in values]
-    seats = [reducer.join(rank, link) for rank, link in enumerate(links)]  # type: ignore[arg-type]
+    connections = [reducer.join(rank, link) for rank, link in enumerate(links)]  # type: ignore[arg-type]
     for number in range(rounds):
-        for rank, (seat, array) in enumerate(zip(seats, values)):
+        for rank, (connection, array) in enumerate(zip(connections, values)):
             payload = encoded_as(form, array * np.float32(number + 1), 100 * number + rank)
             raw = m.encode((3, 0, number, array.size, form, 0))
-            room = seat.room(m.PART, raw, len(payload))
+            room = connection.room(m.PART, raw, len(payload))
             room[:] = payload
             for link in links:
                 link.came.clear()
-            seat.arrived(m.PART, raw, room)
+            connection.arrived(m.PART, raw, room)
             if rule == "accumulate":
                 assert links[rank].came.wait(10)
         assert rule == "accumulate" or all(link.came.wait(10) for link in links)

@@ -72,8 +72,8 @@ class Elastic(Hosts):
         """Its links end; what it had is lost."""
         self.listeners[self.where[name]].close()
         for reducer in list(self.reducers[self.where[name]].jobs.values()):
-            for seat in list(reducer.connections.values()):
-                seat.link.close()
+            for one in list(reducer.connections.values()):
+                one.link.close()
             reducer.end(LostError("killed"))
 
     def worker(self, rank, **options):
@@ -220,9 +220,9 @@ def test_a_spare_host_that_dies_while_the_job_starts_is_gone_round(when, elastic
         if when == "when others sum already" and name == f"spare host {first}" and hello[1] == 2:
             deadline = time.monotonic() + 20
             while not any(
-                seat.buffers
+                one.buffers
                 for job in made.reducers[3].jobs.values()
-                for seat in job.connections.values()
+                for one in job.connections.values()
             ):
                 assert time.monotonic() < deadline, "the others are summing"
                 time.sleep(0.01)

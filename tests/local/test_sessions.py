@@ -134,13 +134,13 @@ def test_a_worker_that_is_busy_with_a_step_is_not_silent(host, tmp_path):
     one = host(silent_s=5)
     workers = run(one, tmp_path, "slow", steps=2, deadline_s=30)
     assert workers.join() == [0], workers.errors()
-    seat = connection.WorkerConnection(None, 0, Mute())
-    seat.heard -= 100
-    assert seat.silent_for(5) > 99
-    seat._taking = True  # the server is at work for it
-    assert seat.silent_for(5) == 0
-    seat._taking, seat._roomed = False, 1  # a frame of it is on its way
-    assert seat.silent_for(5) == 0 and seat.silent_for(connection.COMING_S) == 0
+    served = connection.WorkerConnection(None, 0, Mute())
+    served.heard -= 100
+    assert served.silent_for(5) > 99
+    served._taking = True  # the server is at work for it
+    assert served.silent_for(5) == 0
+    served._taking, served._roomed = False, 1  # a frame of it is on its way
+    assert served.silent_for(5) == 0 and served.silent_for(connection.COMING_S) == 0
 
 
 @pytest.mark.alone

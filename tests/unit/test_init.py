@@ -12,7 +12,7 @@ from roadtrain.streaming.init import materialize, release
 from roadtrain.streaming.split import split
 
 sys.path.insert(0, str(Path(__file__).parent))
-from toy_lender import Streamed
+from toy_source import Streamed
 
 transformers = pytest.importorskip("transformers")
 

@@ -34,7 +34,7 @@ CHUNKS = ChunkTable.build(
 ).chunks
 
 
-def seat(local: int = 1) -> tuple[ParameterConnection, list[Any]]:
+def connection(local: int = 1) -> tuple[ParameterConnection, list[Any]]:
     told: list[Any] = []
     session = SimpleNamespace(
         chunk=lambda number: CHUNKS[number], local=local, tell=told.append, end=told.append
@@ -62,7 +62,7 @@ def arrive(at: ParameterConnection, message: messages.Push) -> bytes:
 def test_a_narrowed_gradient_is_half_as_many_bytes(dtype: str) -> None:
     """From a worker through a relay, which passes it on as it is, to a server, which has room
     for its fp32 sum."""
-    chunk, (relay, passing), (server, got) = CHUNKS[0], seat(), seat()
+    chunk, (relay, passing), (server, got) = CHUNKS[0], connection(), connection()
     grad = whole(chunk)
     sent = arrive(relay, messages.Push(chunk.id, grad, True, True, 7, dtype=dtype))
     assert sent == bytes(grad[: chunk.numel * (2 if dtype else 4)])
@@ -76,7 +76,9 @@ def test_a_narrowed_gradient_is_half_as_many_bytes(dtype: str) -> None:
         dtype,
     )
     assert push.sent == sent and len(push.grad) == chunk.weights_nbytes
-    push.grad[:] = bytes(chunk.weights_nbytes)  # it may be written to, and is the seat's own buffer
+    push.grad[:] = bytes(
+        chunk.weights_nbytes
+    )  # it may be written to, and is the connection's own buffer
     assert server.pool is not None and server.pool.spare == 3
     server.freed(7)
     assert server.pool.spare == 4
@@ -84,7 +86,7 @@ def test_a_narrowed_gradient_is_half_as_many_bytes(dtype: str) -> None:
 
 def test_gradients_follow_each_other_into_their_own_buffers() -> None:
     """Room is asked for ahead of what arrives."""
-    chunk, (server, got) = CHUNKS[0], seat()
+    chunk, (server, got) = CHUNKS[0], connection()
     frames = [
         m.frame(
             messages.Push(
@@ -115,7 +117,7 @@ def test_gradients_follow_each_other_into_their_own_buffers() -> None:
     ],
 )
 def test_what_does_not_fit_is_refused(chunk: int, dtype: str, nbytes: int, words: str) -> None:
-    at, told = seat()
+    at, told = connection()
     with pytest.raises(WireError, match=words):
         at.room(m.PUSH, m.encode((chunk, True, 1, -1, dtype)), nbytes * CHUNKS[chunk].numel)
     assert not told and at.pool is not None and at.pool.spare == 4
@@ -123,7 +125,7 @@ def test_what_does_not_fit_is_refused(chunk: int, dtype: str, nbytes: int, words
 
 @pytest.mark.parametrize("dtype", ["", "bf16"])
 def test_a_push_without_a_gradient_is_refused(dtype: str) -> None:
-    at, told = seat()
+    at, told = connection()
     at.arrived(m.PUSH, m.encode((0, True, 1, -1, dtype)), memoryview(b""))
     assert (
         len(told) == 1 and isinstance(told[0], WireError) and "without a gradient" in str(told[0])
@@ -165,7 +167,7 @@ pushes = st.tuples(
     st.one_of(st.binary(max_size=60), st.one_of(st.lists(things, max_size=7), pushes).map(encoded))
 )
 def test_any_bytes_as_a_header_are_a_header_or_a_wire_error(raw: bytes) -> None:
-    at, told = seat()
+    at, told = connection()
     with contextlib.suppress(WireError):
         fields = m.header(m.PUSH, raw)
         assert [type(f) for f in fields] == [int, bool, int, int, str]

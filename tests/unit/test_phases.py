@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 import pytest
-from test_flow import World, _run_sequence
+from test_server_machine import World, _run_sequence
 
 from roadtrain.protocol import chunk_state, messages, prefetch
 from roadtrain.protocol.chunk_state import ChunkPhase, ChunkState, Resident

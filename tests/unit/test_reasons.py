@@ -26,8 +26,8 @@ class Session:
     def __init__(self):
         self.ends = []
 
-    def left(self, seat, error):
-        self.ends.append((seat.rank, str(error)))
+    def left(self, connection, error):
+        self.ends.append((connection.rank, str(error)))
 
 
 @pytest.mark.parametrize("server_is_lost", [True, False])
@@ -43,10 +43,10 @@ def test_a_worker_says_why_it_ends(server_is_lost):
     assert end is None
 
     session = Session()
-    seat = ParameterConnection(session, 3, Wire())
+    connection = ParameterConnection(session, 3, Wire())
     for kind, header in frames:
-        seat.arrived(kind, header, memoryview(b""))
-    seat.lost(LostError("worker 3: closed by peer"))
+        connection.arrived(kind, header, memoryview(b""))
+    connection.lost(LostError("worker 3: closed by peer"))
     told = "it ended with LostError: server 1: ended without a goodbye"
     assert session.ends == [(3, told if server_is_lost else "worker 3: closed by peer")]
     assert {kind for kind, _ in frames} == ({m.FAILED} if server_is_lost else set())

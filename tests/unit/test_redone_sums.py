@@ -27,11 +27,11 @@ class Heard:
     def close(self) -> None: ...
 
 
-def push(seat: Any, number: int, values: np.ndarray, summed: int, start: int = 0) -> None:
+def push(connection: Any, number: int, values: np.ndarray, summed: int, start: int = 0) -> None:
     header = m.encode((7, start, number, values.size, "fp32", summed))
-    room = seat.room(m.PART, header, values.nbytes)
+    room = connection.room(m.PART, header, values.nbytes)
     room[:] = m.as_bytes(values)
-    seat.arrived(m.PART, header, room)
+    connection.arrived(m.PART, header, room)
 
 
 def wait(frames: list[Any], count: int) -> None:
@@ -44,28 +44,30 @@ def wait(frames: list[Any], count: int) -> None:
 def test_the_answer_is_the_sum_also_when_the_next_round_comes_first() -> None:
     links = [Heard(), Heard()]
     reducer = Reducer("sum", 2, lambda nbytes: None, lambda one: None)
-    seats = [reducer.join(rank, link) for rank, link in enumerate(links)]  # type: ignore[arg-type]
+    connections = [reducer.join(rank, link) for rank, link in enumerate(links)]  # type: ignore[arg-type]
     try:
         # worker 0 has the sum of round 3
-        push(seats[0], 3, np.full(100, 5.0, np.float32), summed=4)
-        push(seats[1], 3, np.full(100, 1.0, np.float32), summed=0)
+        push(connections[0], 3, np.full(100, 5.0, np.float32), summed=4)
+        push(connections[1], 3, np.full(100, 1.0, np.float32), summed=0)
         wait(links[1].frames, 1)
         wait(links[0].frames, 1)
         assert [(tuple(header), content) for header, content in links[0].frames] == [
             ((7, 0, 3, True), None)
         ]
-        push(seats[0], 4, np.full(100, 9.0, np.float32), summed=0)  # before the answer has left
+        push(
+            connections[0], 4, np.full(100, 9.0, np.float32), summed=0
+        )  # before the answer has left
         assert (np.frombuffer(links[1].frames[0][1], np.float32) == 5.0).all()
-        push(seats[1], 4, np.full(100, 2.0, np.float32), summed=0)
+        push(connections[1], 4, np.full(100, 2.0, np.float32), summed=0)
         wait(links[1].frames, 2)
         assert (np.frombuffer(links[1].frames[1][1], np.float32) == 11.0).all()
-        push(seats[0], 5, np.full(100, 1.0, np.float32), summed=0)  # meant for this reducer
+        push(connections[0], 5, np.full(100, 1.0, np.float32), summed=0)  # meant for this reducer
         # and apart from it the one before, not
-        push(seats[0], 4, np.full(100, 11.0, np.float32), summed=4, start=~0)
-        push(seats[1], 4, np.full(100, 2.0, np.float32), summed=0, start=~0)
+        push(connections[0], 4, np.full(100, 11.0, np.float32), summed=4, start=~0)
+        push(connections[1], 4, np.full(100, 2.0, np.float32), summed=0, start=~0)
         wait(links[1].frames, 3)
         assert (np.frombuffer(links[1].frames[2][1], np.float32) == 11.0).all()
-        push(seats[1], 5, np.full(100, 1.0, np.float32), summed=0)
+        push(connections[1], 5, np.full(100, 1.0, np.float32), summed=0)
         wait(links[1].frames, 4)
         assert (np.frombuffer(links[1].frames[3][1], np.float32) == 2.0).all()
     finally:

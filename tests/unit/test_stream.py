@@ -14,7 +14,7 @@ from roadtrain.errors import BudgetError, LoopError, ModelError
 from roadtrain.streaming.grads import PlacedGrad
 
 sys.path.insert(0, str(Path(__file__).parent))
-from toy_lender import Streamed
+from toy_source import Streamed
 
 transformers = pytest.importorskip("transformers")
 IDS = torch.randint(0, 96, (2, 24), generator=torch.Generator().manual_seed(5))
@@ -415,7 +415,7 @@ def test_frozen_prefix_is_not_recorded():
 
     s = compare(make, sq, steps=1)
     assert [b for b, _ in s.source.pushes] == [3, 2]
-    assert s.source.borrows == [1, 2, 3, 3, 2]
+    assert s.source.fetches == [1, 2, 3, 3, 2]
 
 
 def test_parameters_in_no_group():

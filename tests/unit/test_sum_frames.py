@@ -85,9 +85,9 @@ def test_a_summer(heard: list[tuple[int, tuple[int, bytes, int]]]) -> None:
         used[0] += nbytes
 
     reducer = Reducer("sum", 2, reserve, lambda _: None)
-    seats = [reducer.join(rank, Mute()) for rank in range(2)]  # type: ignore[arg-type]
+    connections = [reducer.join(rank, Mute()) for rank in range(2)]  # type: ignore[arg-type]
     for rank, frame in heard:
-        if not hear(seats[rank], frame):
+        if not hear(connections[rank], frame):
             break
         assert used[0] <= LIMIT
         with reducer.lock:
@@ -103,9 +103,9 @@ def test_a_summer(heard: list[tuple[int, tuple[int, bytes, int]]]) -> None:
 @given(st.lists(frames, max_size=12))
 def test_a_coordinator(heard: list[tuple[int, bytes, int]]) -> None:
     control = Coordinator("s", 1, True, [[0]], ((1, "a:1", 1.0),), lambda _: None)
-    seat = control.join(0, Mute())  # type: ignore[arg-type]
+    connection = control.join(0, Mute())  # type: ignore[arg-type]
     for frame in heard:
-        if not hear(seat, frame):
+        if not hear(connection, frame):
             break
         control.agreement.check()
         control.groups[0].machine.check()

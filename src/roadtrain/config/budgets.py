@@ -126,14 +126,20 @@ class _Sizes:
 
     @classmethod
     def of(
-        cls, table: ChunkTable, records: Mapping[int, Record], blocks: Sequence[Block], twin: int
+        cls,
+        table: ChunkTable,
+        records: Mapping[int, Record],
+        blocks: Sequence[Block],
+        residual_block: int,
     ) -> _Sizes:
-        """`blocks`: that take slots. `twin`: the block of the root's residuals, 0 for none."""
+        """`blocks`: they take slots. `residual_block`: of the root's residuals, 0 for none."""
         pulled, pushed = (
             round_up(nbytes, HUGE)
             for nbytes in (table.blocks[0].pull_nbytes, table.blocks[0].push_nbytes)
         )
-        residuals = round_up(table.blocks[twin].pull_nbytes, HUGE) if twin else 0
+        residuals = (
+            round_up(table.blocks[residual_block].pull_nbytes, HUGE) if residual_block else 0
+        )
         return cls(
             pulled + 2 * pushed + residuals,
             pulled + pushed,

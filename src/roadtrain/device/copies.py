@@ -1,5 +1,5 @@
 """Which device a worker computes on, and HostBuffer: bytes that a server writes or reads, and their
-twin on it.
+device copy on it.
 
 On the CPU the two are the same memory. On CUDA the host side is registered as pinned memory of
 exactly its size (torch's pinned allocator rounds up to powers of two), copies run on one side

@@ -1,4 +1,4 @@
-"""A lender in memory: keeps every block as bytes, checks who uses them when, sums gradients in
+"""A block source in memory: keeps every block as bytes, checks who uses them when, sums gradients in
 push order."""
 
 import numpy as np
@@ -11,16 +11,16 @@ from roadtrain.streaming.split import DTYPES, split, table
 from roadtrain.streaming.stream import BlockStream
 
 
-class ToyLender:
+class ToySource:
     def __init__(self, table, params):
         self.table = table
         self.params = params
         self.bytes = {b.index: np.zeros(max(b.pull_nbytes, 1), np.uint8) for b in table.blocks}
         self.version = dict.fromkeys(self.bytes, 0)
-        self.out = {}  # block -> buffers lent, latest last
+        self.out = {}  # block -> buffers given out, latest last
         self.grads = {}  # param -> sum, in the parameter's dtype as torch sums
         self.pushes = []
-        self.borrows = []
+        self.fetches = []
         for index, _, view in self.views(None):
             if not params[index].is_meta:
                 view.copy_(params[index].detach())
@@ -42,7 +42,7 @@ class ToyLender:
     def fetch(self, block):
         buffer = torch.from_numpy(self.bytes[block]).clone()  # aligned: MKL rounds by alignment
         self.out.setdefault(block, []).append(buffer)
-        self.borrows.append(block)
+        self.fetches.append(block)
         return buffer, self.version[block]
 
     def release(self, block):
@@ -80,7 +80,7 @@ class ToyLender:
 
 
 class Streamed:
-    """A model under a Stream with a ToyLender; `grad(name)`, `finish()`."""
+    """A model under a Stream with a ToySource; `grad(name)`, `finish()`."""
 
     def __init__(self, model, blocks=None, dtype=None, budget=1 << 30, scratch=None, groups=None):
         self.model = model
@@ -90,7 +90,7 @@ class Streamed:
         self.names = [n for part in parts for n, _ in part.params]
         groups = dict.fromkeys(self.params, 0) if groups is None else groups
         self.table = table(self.split, groups, dtype, SEGMENT)
-        self.source = ToyLender(self.table, self.params)
+        self.source = ToySource(self.table, self.params)
         self.activations = Activations(budget, scratch, "cpu")
         self.ends = 0
         self.stream = BlockStream(

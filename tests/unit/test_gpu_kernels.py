@@ -1,4 +1,4 @@
-"""The Triton twins under triton's interpreter, in a process of its own (the interpreter is
+"""The Triton kernels under triton's interpreter, in a process of its own (the interpreter is
 chosen at import)."""
 
 from __future__ import annotations
