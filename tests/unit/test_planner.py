@@ -214,7 +214,10 @@ def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         (["plan", "servers"], "no model"),
         (["plan", "servers", "--model", "GPT-5"], "no model is called 'GPT-5'"),
         (["plan", "nowhere.toml", "--model", "GPT-2"], "cannot read cluster file"),
-        (["plan", "servers", "--model", "GPT-2", "--goal", "fun"], "goal 'fun'"),
+        (
+            ["plan", "servers", "--model", "GPT-2", "--goal", "fun"],
+            "`goal`: Input should be 'time', 'cost' or 'energy', not 'fun'",
+        ),
         (["plan", "servers", "--model", "GPT-2", "--goal", "cost"], "no host has a price"),
         (
             ["plan", "servers", "--model", "GPT-2", "--placements", "zero9"],
@@ -404,7 +407,8 @@ def test_without_a_batch_accumulation_is_searched() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "said"), [(0, "a batch of 0"), (-8, "a batch of -8"), (7, "takes a batch of 7")]
+    ("batch", "said"),
+    [(0, "`batch`: .* 1, not 0"), (-8, "`batch`: .* 1, not -8"), (7, "takes a batch of 7")],
 )
 def test_a_batch_that_cannot_be(batch: int, said: str) -> None:
     with pytest.raises(ConfigError, match=said):

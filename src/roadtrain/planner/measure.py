@@ -9,7 +9,7 @@ where the model has 4.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,8 +36,21 @@ class Counts:
     hidden: int
     tokens: int
 
+    def blocks(
+        self, parts: Split, shape: Callable[[str, str, int], BlockShape]
+    ) -> tuple[BlockShape, ...]:
+        """What `shape` makes of the name, the key in these counts and the parameters of each: what
+        runs before the first block, the blocks, and what runs after the last."""
+        root, before = self._root(parts)
+        layers = [
+            shape(f"layer.{i}", part.name, sum(p.numel() for _, p in part.params))
+            for i, part in enumerate(parts.blocks)
+        ]
+        output = replace(shape("output", "after", root - before), logits=self.logits)
+        return (shape("embedding", "before", before), *layers, output)
+
     @staticmethod
-    def root(parts: Split) -> tuple[int, int]:
+    def _root(parts: Split) -> tuple[int, int]:
         """Parameters of the root block, and of these the embeddings'."""
         own = {id(p) for _, p in parts.root.params}
         tables = {
@@ -154,7 +167,6 @@ def shape_of(
             f"{type(model).__name__}'s forward failed: {cause}",
             hint="give the arguments that the model takes, on its own device",
         ) from cause
-    root, before = found.root(parts)
 
     def block(title: str, key: str, params: int) -> BlockShape:
         return BlockShape(
@@ -165,14 +177,9 @@ def shape_of(
             found.inputs.get(key, 0.0),
         )
 
-    output = replace(block("output", "after", root - before), logits=found.logits)
-    layers = [
-        block(f"layer.{i}", part.name, sum(p.numel() for _, p in part.params))
-        for i, part in enumerate(parts.blocks)
-    ]
     return ModelShape(
         name or type(model).__name__,
-        (block("embedding", "before", before), *layers, output),
+        found.blocks(parts, block),
         found.tokens,
         found.hidden,
         source="measured",

@@ -393,8 +393,9 @@ def _blocks(
         )
         return (found - square) * times, square * times * times
 
-    def block(title: str, key: str, params: int, own: Experts) -> BlockShape:
+    def block(title: str, key: str, params: int) -> BlockShape:
         products, attention = grown("flops", key)
+        own = experts.get(key, Experts())
         # masks and scores: not where it is fused
         inputs, saved = grown("inputs", key)[0], grown("saved", key)[0]
         routed = 2.0 * whole.tokens * times * own.active
@@ -415,15 +416,9 @@ def _blocks(
             matrices=own.count,
         )
 
-    layers = [
-        block(f"layer.{i}", part.name, sum(p.numel() for _, p in part.params), experts[part.name])
-        for i, part in enumerate(parts.blocks)
-    ]
-    (root, before), none = whole.root(parts), Experts()
-    output = replace(
-        block("output", "after", root - before, none), logits=whole.logits * times, attention=0.0
-    )
-    return (replace(block("embedding", "before", before, none), attention=0.0), *layers, output)
+    first, *layers, last = whole.blocks(parts, block)
+    last = replace(last, logits=whole.logits * times, attention=0.0)
+    return (replace(first, attention=0.0), *layers, last)
 
 
 def _line(cause: Exception) -> str:

@@ -14,11 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import Field
 
 from roadtrain.config.cluster import Cluster, Host
 from roadtrain.config.models import ModelShape
 from roadtrain.config.plan import HEADROOM, Plan
+from roadtrain.config.schema import Count, Flag, Number, value
 from roadtrain.errors import ConfigError
 from roadtrain.planner.candidates import (
     MOST_MICRO_BATCH,
@@ -33,7 +36,6 @@ from roadtrain.simulator.run import Result, Scene, simulate
 
 # bound of a sample, number, the plan; whether all is in the bound
 Waiting = tuple[float, int, Scene, bool]
-GOALS = ("time", "cost", "energy")
 CLOSE = 0.05  # what a larger batch would have to take off a sample's score to be chosen
 SMALLER, MORE = 0.5, 1.1  # a resource's rate, to see what it would change
 LITTLE = 1e-3  # share of a step in which a resource is taken, that no rate of it changes anything
@@ -92,28 +94,32 @@ class SearchResult:
     chosen: str = ""  # why, where nobody gave it
 
 
+@value
+class SearchOptions:
+    """What a plan shall be good for."""
+
+    goal: Literal["time", "cost", "energy"] = "time"
+    # samples of a step; None: the least whose score a sample is within CLOSE of the best there is,
+    # by any number of micro-batches
+    batch: Count | None = None
+    placements: Sequence[str] = ()  # that are tried; none: all
+    late: Flag = False  # staleness 1 is tried too
+    # the share of each device's and host's memory that plans leave free
+    headroom: Number = Field(default=HEADROOM, lt=1)
+
+
 def search(
     cluster: Cluster,
     model: ModelShape,
     constants: Constants,
     *,
-    goal: str = "time",
-    batch: int | None = None,
-    placements: Sequence[str] = (),
-    late: bool = False,
     explain: bool = True,
-    headroom: float = HEADROOM,
+    **options: Any,
 ) -> SearchResult:
-    """`batch`: samples of a step; None: the least whose score a sample is within CLOSE of the
-    best there is, by any number of micro-batches. `late`: also staleness 1. `headroom`: the
-    share of each device's and host's memory that plans leave free. Raises ConfigError for bad
-    input; where nothing fits the answer has no pick, and its families say what is lacking."""
-    if batch is not None and batch < 1:
-        raise ConfigError(f"a batch of {batch} samples", hint="--batch of 1 or more, or none")
-    if not 0 <= headroom < 1:
-        raise ConfigError(f"headroom {headroom}", hint="a share of memory: 0 or more, below 1")
-    if goal not in GOALS:
-        raise ConfigError(f"goal {goal!r}", hint=f"known are {', '.join(GOALS)}")
+    """`options`: fields of SearchOptions. Raises ConfigError for bad input; where nothing fits the
+    answer has no pick, and its families say what is lacking."""
+    asked = SearchOptions(**options)
+    goal, batch = asked.goal, asked.batch
     if not cluster.device_count:
         raise ConfigError(
             f"cluster {cluster.name} has no devices", hint="give a host `devices` and a `device`"
@@ -126,7 +132,7 @@ def search(
         raise ConfigError(
             "goal energy, and no device says what it takes", hint="give devices `peak_watts`"
         )
-    one = _Search(cluster, model, constants, goal, placements, late, headroom)
+    one = _Search(cluster, model, constants, asked)
     if batch is not None:
         return replace(one.best(batch, explain), batch=batch)
     most = one.best(None, explain=False)
@@ -155,10 +161,7 @@ class _Search:
     cluster: Cluster
     model: ModelShape
     constants: Constants
-    goal: str
-    placements: Sequence[str]
-    late: bool
-    headroom: float
+    asked: SearchOptions
 
     def scene(self, plan: Plan) -> Scene:
         """Raises ConfigError where the plan cannot be on this cluster."""
@@ -167,15 +170,17 @@ class _Search:
     def simulated(self, plan: Plan, cluster: Cluster | None = None) -> Found:
         """`cluster`: another one than is searched for."""
         result = simulate(plan, cluster or self.cluster, self.model, self.constants, checked=False)
-        worth = {"time": result.seconds, "cost": result.price, "energy": result.joules}[self.goal]
+        worth = {"time": result.seconds, "cost": result.price, "energy": result.joules}[
+            self.asked.goal
+        ]
         return Found(plan, result, worth / plan.samples)
 
     def score(self, seconds: float, scene: Scene) -> float:
         """Of a sample, at least."""
         samples = scene.plan.samples
-        if self.goal == "cost":  # what energy costs comes on top
+        if self.asked.goal == "cost":  # what energy costs comes on top
             return scene.price_per_s() * seconds / samples
-        if self.goal == "energy":
+        if self.asked.goal == "energy":
             return scene.watts({}) * seconds / samples
         return seconds / samples
 
@@ -242,9 +247,9 @@ class _Search:
             self.cluster,
             self.model,
             batch=batch,
-            placements=self.placements,
-            late=self.late,
-            headroom=self.headroom,
+            placements=self.asked.placements,
+            late=self.asked.late,
+            headroom=self.asked.headroom,
         ):
             if (
                 plan.activation_checkpointing
@@ -292,7 +297,7 @@ class _Search:
 
     def _first_bound(self, scene: Scene, passes: dict[Any, float]) -> float:
         """By computing alone. `passes`: what was computed before."""
-        if self.goal == "energy":
+        if self.asked.goal == "energy":
             return 0.0
         plan, ranks = scene.plan, scene.plan.parallelism
         key = plan.micro_batch, plan.activation_checkpointing, ranks.tp, ranks.cp, ranks.ep
