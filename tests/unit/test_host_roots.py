@@ -6,39 +6,33 @@ from __future__ import annotations
 import pytest
 
 from roadtrain.errors import ConfigError
-from roadtrain.protocol.host_roots import Inside, PcieSwitch, choose, switches_of
+from roadtrain.protocol.host_roots import PcieSwitch, choose, switches_of
 
 PAIRS = [(0, 1), (2, 3), (4, 5), (6, 7)]
 
 
 def test_pcie_only_two_switches_and_a_card_of_its_own() -> None:
-    """Figure 6: four devices a switch, the card on its own lanes: reduce-scatter, the processor
-    sums over switches."""
-    assert choose(
-        [PcieSwitch((0, 1, 2, 3)), PcieSwitch((4, 5, 6, 7)), PcieSwitch((), nic=True)]
-    ) == Inside("scatter", tuple(range(8)), True)
+    """Figure 6: four devices a switch, the card on its own lanes: all devices sum."""
+    switches = [PcieSwitch((0, 1, 2, 3)), PcieSwitch((4, 5, 6, 7)), PcieSwitch((), nic=True)]
+    assert choose(switches) == tuple(range(8))
 
 
-def test_one_switch_needs_no_sum_over_switches() -> None:
-    assert choose([PcieSwitch((0, 1, 2, 3))]) == Inside("scatter", (0, 1, 2, 3), False)
-    assert choose([PcieSwitch((0, 1, 2, 3), nic=True)]) == Inside("scatter", (0, 1, 2, 3), False)
+def test_one_switch() -> None:
+    assert choose([PcieSwitch((0, 1, 2, 3))]) == (0, 1, 2, 3)
+    assert choose([PcieSwitch((0, 1, 2, 3), nic=True)]) == (0, 1, 2, 3)
 
 
-def test_nvlink_with_the_card_beside_two_of_eight_devices() -> None:
+def test_the_card_beside_two_of_eight_devices() -> None:
     """Figure 8: the roots are not on the card's switch."""
-    found = choose([PcieSwitch(pair, nic=pair == (0, 1)) for pair in PAIRS], nvlink=True)
-    assert found.how == "reduce" and {2, 3} <= set(found.roots) and not {0, 1} & set(found.roots)
+    assert choose([PcieSwitch(pair, nic=pair == (0, 1)) for pair in PAIRS]) == tuple(range(2, 8))
 
 
 def test_as_many_cards_as_switches_is_symmetric() -> None:
-    found = choose([PcieSwitch(pair, nic=True) for pair in PAIRS], nvlink=True)
-    assert found == Inside("scatter", tuple(range(8)), False)
-    assert choose([PcieSwitch(pair, nic=True) for pair in PAIRS]).on_cpu
+    assert choose([PcieSwitch(pair, nic=True) for pair in PAIRS]) == tuple(range(8))
 
 
 def test_several_cards_only_change_which_switches_have_one() -> None:
-    found = choose([PcieSwitch(pair, nic=pair[0] < 4) for pair in PAIRS], nvlink=True)
-    assert found == Inside("reduce", (4, 5, 6, 7), False)
+    assert choose([PcieSwitch(pair, nic=pair[0] < 4) for pair in PAIRS]) == (4, 5, 6, 7)
 
 
 @pytest.mark.parametrize(
@@ -60,4 +54,4 @@ def test_the_machine_is_read_from_where_linux_puts_its_devices() -> None:
         "/sys/devices/virtual/net/lo",
     ]
     assert switches_of(gpus, nics) == [PcieSwitch((0, 1)), PcieSwitch((2,), nic=True)]
-    assert choose(switches_of(gpus, nics)).roots == (0, 1)
+    assert choose(switches_of(gpus, nics)) == (0, 1)

@@ -5,8 +5,7 @@ Jiang et al. (BytePS, OSDI 2020), section 4.2. A device's way to the processor's
 switch's link. Where some switches with devices have a network card and others do not, the cards'
 links are left to the network: all gradients meet at devices on the others (reduce and broadcast,
 roots in turn). Where all are alike, each device meets the others for its own piece (reduce-scatter,
-all-gather), and pieces of several switches meet in the processor's memory unless a faster fabric
-joins the devices (NVLink). Never from device to device across switches. Pure.
+all-gather). Pure.
 """
 
 from __future__ import annotations
@@ -26,32 +25,16 @@ class PcieSwitch:
     nic: bool = False
 
 
-@dataclass(frozen=True)
-class Inside:
-    """`roots`: devices (of the local workers of the same number) that sum. `on_cpu`: pieces of
-    several switches meet in the processor's memory."""
-
-    how: str  # "scatter": reduce-scatter and all-gather, or "reduce": reduce and broadcast
-    roots: tuple[int, ...]
-    on_cpu: bool
-
-
-def choose(switches: Sequence[PcieSwitch], *, nvlink: bool = False) -> Inside:
-    """Raises ConfigError where a device is named twice or none is."""
+def choose(switches: Sequence[PcieSwitch]) -> tuple[int, ...]:
+    """The devices (of the local workers of the same number) that sum. Raises ConfigError where a
+    device is named twice or none is."""
     devices = sorted(device for switch in switches for device in switch.devices)
     if not devices or devices != [*range(len(devices))]:
         raise ConfigError(
             f"switches with devices {devices}", hint="every device once, numbered from 0"
         )
-    with_nic = [switch for switch in switches if switch.devices and switch.nic]
-    without = [switch for switch in switches if switch.devices and not switch.nic]
-    if with_nic and without:
-        return Inside(
-            "reduce",
-            tuple(sorted(device for switch in without for device in switch.devices)),
-            False,
-        )
-    return Inside("scatter", tuple(devices), not nvlink and len(with_nic or without) > 1)
+    without = sorted(device for switch in switches if not switch.nic for device in switch.devices)
+    return tuple(without or devices)
 
 
 def switches_of(devices: Sequence[str], nics: Sequence[str]) -> list[PcieSwitch]:

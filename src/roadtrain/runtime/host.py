@@ -73,6 +73,24 @@ class _Part:
     link: str
     most: str
 
+    def lines(self) -> list[str]:
+        """For people."""
+        most = f" of at most {self.most}" if self.most != self.link else ""
+        out = [f"{self.name}: NUMA node {self.node}, {self.way}, link {self.link}{most}"]
+        lanes, of = (link.split(" x")[-1] for link in (self.link, self.most))
+        if UNKNOWN not in (lanes, of) and lanes != of:
+            out.append(f"note: {self.name} uses {lanes} of its {of} PCIe lanes")
+        return out
+
+    def gaps(self) -> list[str]:
+        """What is not known of it."""
+        told = {"NUMA node": self.node, "PCIe place": self.way, "PCIe link": self.link + self.most}
+        return [what for what, said in told.items() if UNKNOWN in said]
+
+    def is_far_from(self, other: _Part) -> bool:
+        """On another NUMA node, as far as is known."""
+        return UNKNOWN not in (self.node, other.node) and self.node != other.node
+
 
 def _part(name: str, path: Path, nodes: Sequence[str]) -> _Part:
     """`path`: of it or of what it belongs to, resolved."""
@@ -133,21 +151,10 @@ def topology(directories: Sequence[str | Path], root: Path = SYS) -> tuple[list[
         else:
             missing.append(f"the device under {directory}: its file system does not say it")
     for part in (*gpus, *others):
-        lines.append(
-            f"{part.name}: NUMA node {part.node}, {part.way}, link {part.link}"
-            + (f" of at most {part.most}" if part.most != part.link else "")
-        )
-        told = {"NUMA node": part.node, "PCIe place": part.way, "PCIe link": part.link + part.most}
-        if gaps := [what for what, said in told.items() if UNKNOWN in said]:
+        lines += part.lines()
+        if gaps := part.gaps():
             missing.append(f"{', '.join(gaps)} of {part.name}")
-        now, most = (link.split(" x")[-1] for link in (part.link, part.most))
-        if UNKNOWN not in (now, most) and now != most:
-            lines.append(f"note: {part.name} uses {now} of its {most} PCIe lanes")
-        far = [
-            gpu.name
-            for gpu in gpus
-            if UNKNOWN not in (gpu.node, part.node) and gpu.node != part.node
-        ]
+        far = [gpu.name for gpu in gpus if part.is_far_from(gpu)]
         if far and part in others:
             lines.append(
                 f"note: between {part.name} and {', '.join(far)} lies the link of two NUMA nodes"

@@ -481,9 +481,7 @@ def _roots_here() -> list[int]:
     """By the topology of this host's accelerators and network cards; without accelerators all
     workers are alike."""
     devices = topology.functions(topology.ACCELERATORS, topology.NVIDIA)
-    return (
-        [*choose(switches_of(devices, topology.functions(topology.CARDS))).roots] if devices else []
-    )
+    return [*choose(switches_of(devices, topology.functions(topology.CARDS)))] if devices else []
 
 
 def _watch(wanted: Wanted, coordinator: Coordinator, options: TcpOptions) -> Callable[[], None]:
