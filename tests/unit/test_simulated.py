@@ -509,7 +509,7 @@ def test_plans_are_read_back() -> None:
     assert read == make_plan({"placement": "ddp", **now}) and len(heard) == 4
     assert "`micros` is `num_microbatches` now" in heard[0]
     for tree, said in (
-        ({}, "`placement` is missing"),
+        ({}, "`placement` is missing\nhint: known are ddp, zero1"),
         ({"placement": "zero4"}, "no placement is called 'zero4'"),
         ({"placement": "ddp", "micro_bach": 2}, "unknown key `micro_bach`"),
         ({"placement": "ddp", "micro_batch": 0}, "`micro_batch`: .* not 0"),

@@ -150,7 +150,10 @@ class Plan:
     """One way to train a model on a cluster. Raises ConfigError."""
 
     placement: Annotated[
-        Placement, BeforeValidator(refusing(_named)), PlainSerializer(lambda one: one.name)
+        Placement,
+        BeforeValidator(refusing(_named)),
+        PlainSerializer(lambda one: one.name),
+        Field(description=f"known are {', '.join(PLACEMENTS)}"),
     ]
     parallelism: Parallelism = Parallelism()
     micro_batch: Count = 1  # samples a device and pass
