@@ -244,9 +244,9 @@ def explained(cause: ValidationError, kind: Any, tree: object, where: str = "") 
     if error["type"].startswith("missing"):
         key = ".".join(map(str, error["loc"]))
         about = keys_of(kind).get(key)
-        section = about is not None and section_in(about.annotation) is not None
-        hint = f"add a [{key}] table" if section else (about.description if about else "")
-        return ConfigError(f"{_at(where)}`{key}` is missing", hint=hint or "")
+        is_table = about is not None and section_in(about.annotation) is not None
+        hint = (about.description if about else "") or (f"add a [{key}] table" if is_table else "")
+        return ConfigError(f"{_at(where)}`{key}` is missing", hint=hint)
     path, found = _reached(tree, error["loc"])
     # where a field may be of several types, each says why it is not
     own = [one for one in errors if _reached(tree, one["loc"])[0] == path]
