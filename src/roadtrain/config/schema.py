@@ -280,4 +280,4 @@ def _reached(tree: Any, path: Sequence[int | str]) -> tuple[list[int | str], Any
 def _said(error: ErrorDetails) -> str:
     if error["type"] in ("model_type", "dataclass_type", "dict_type"):
         return "Input should be a table"
-    return error["msg"].removeprefix("Value error, ")
+    return error["msg"].removeprefix("Value error, ").replace("valid tuple", "valid list")
