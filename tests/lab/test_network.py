@@ -434,10 +434,10 @@ def test_a_lab_goes_with_the_process_that_holds_it(lab_file: Path, end: signal.S
         (
             'rate = "400Mbit/s"',
             'rat = "400Mbit/s"',
-            "unknown key `hosts.0.nics.0.rat`\nhint: did you mean `rate`?",
+            "unknown key `hosts.0.nics.0.rat`\nhint: did you mean `hosts.0.nics.0.rate`?",
         ),
         ('rate = "400Mbit/s"', 'rate = "400"', "'400' is not a rate"),
-        ('rate = "400Mbit/s"', 'switch = "west"', "`hosts.0.nics.0.rate`: Field required"),
+        ('rate = "400Mbit/s"', 'switch = "west"', "`hosts.0.nics.0.rate` is missing"),
         ('"east"]\n', '"eats"]\n', "no switch 'east', only west, eats"),
         ("count = 2", "count = 0", "`hosts.0.count`: Input should be greater than or equal to 1"),
         (

@@ -202,7 +202,7 @@ def test_a_host_that_cannot_is_named_and_the_rest_is_kept(two: list[str]) -> Non
     assert [host["name"] for host in own.tree["hosts"]] == ["this", "other", "other+"]
     assert own.missing[-2:] == [
         f"host {full}: {full}: FullError: no space",
-        f"host {odd}: `hosts.0.name` is missing in the cluster file",
+        f"host {odd}: what it says: `hosts.0.name` is missing",
     ]
     found, missing = matrix([two[0], gone], TcpOptions())
     assert set(found) == {("here", two[0]), (two[0], "here")}

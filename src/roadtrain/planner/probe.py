@@ -265,7 +265,8 @@ def with_others(own: links.Said, hosts: Sequence[str], options: TcpOptions) -> b
     for host in hosts:
         try:
             said = links.ask(host, links.DESCRIBE, "", options)
-            before = make_cluster(said.tree).hosts[0].name  # what others say is looked at first
+            # what others say is looked at first
+            before = make_cluster(said.tree, "what it says").hosts[0].name
         except (PeerError, ConfigError) as error:
             lost.append(f"host {host}: {error}")
             continue
