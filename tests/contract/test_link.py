@@ -226,6 +226,7 @@ def ends(request, folder):
     made.close()
 
 
+@pytest.mark.slow
 def test_order_sizes_and_parts(ends):
     pick, wanted = random.Random(0), []
     for i in range(300):
@@ -240,6 +241,7 @@ def test_order_sizes_and_parts(ends):
     assert ends.got_b.rooms == [kind for kind, _, data in wanted if data]
 
 
+@pytest.mark.slow
 def test_small_frames_in_great_number(ends):
     for i in range(5000):
         ends.a.send(i % 7, i.to_bytes(4, "little"), [memoryview(b"xy")] if i % 3 else [])
@@ -321,6 +323,7 @@ def test_little_waits_in_the_kernel_of_a_slow_connection():
         assert limit == tcp.UNSENT
 
 
+@pytest.mark.slow
 def test_a_flood_both_ways_with_answers(ends):
     data = memoryview(bytes(200 * KIB))
     ends.got_b.hook = lambda kind, header, payload: (

@@ -89,6 +89,7 @@ def test_no_thread_for_a_newcomer(served: Any, monkeypatch: pytest.MonkeyPatch) 
     talks(listener, receivers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS])
 def test_no_descriptor_for_a_newcomer(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     class Sparse:

@@ -149,6 +149,7 @@ def lump(params: float) -> ModelShape:
     return ModelShape("lump", own.times(8), 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLACEMENTS)
 @pytest.mark.parametrize("power", [-30, 14])  # of two: 1 B/s to 100 TB/s and more
 def test_rates_times_k_are_seconds_over_k(name: str, power: int) -> None:
@@ -161,6 +162,7 @@ def test_rates_times_k_are_seconds_over_k(name: str, power: int) -> None:
     assert seconds[1] * 2.0**power == pytest.approx(seconds[0], rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("params", [8, 1e5, 1e9, 1e12, 1e15])
 def test_models_of_any_size_come_to_a_step(params: float) -> None:
     for name in PLACEMENTS:

@@ -6,6 +6,8 @@ import inspect
 import subprocess
 import sys
 
+import pytest
+
 import roadtrain
 from roadtrain import cli, hvd
 from roadtrain.api.former import FORMER
@@ -192,6 +194,7 @@ def test_keys_of_a_job() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_the_command_line_and_what_sums_import_no_torch() -> None:
     """torch takes seconds and 200 MB, in each process of a relay or a reducer too."""
     code = (
@@ -201,6 +204,7 @@ def test_the_command_line_and_what_sums_import_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.slow
 def test_former_modules_work_with_a_printed_line() -> None:
     """In a process of its own: this one may have imported them."""
     code = """

@@ -112,6 +112,7 @@ def test_steps_end_committed_whatever_the_order(seed, buffers):  # Rule 3, Rule 
     assert sorted(freed) == sorted(pushed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize(
     ("closes", "staleness"), [(False, 0), (True, 0), (True, 1), (False, 3), (True, 3)]

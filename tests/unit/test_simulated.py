@@ -712,6 +712,7 @@ def test_selective_is_between_all_and_nothing() -> None:
     assert saved["all"] < saved["products"] < saved["none"] and saved["layers"] < saved["none"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "seed", [pytest.param(seed, marks=pytest.mark.slow if seed < 4 else ()) for seed in range(12)]
 )
@@ -792,6 +793,7 @@ class Alone(Fabric):
         return cost._replace(work=cost.work / self.workers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
 def test_folded_equals_unfolded(seed: int) -> None:
     """Workers that do the same are one with a multiplicity: a step takes as long as where each

@@ -114,6 +114,7 @@ def test_the_table_comes_back_from_the_description(tmp_path: Path) -> None:
 MATRIX = list(itertools.product((1, 3), (1 << 20, 1 << 16), ("fp32", "bf16", "fp16")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", MATRIX, ids=str)
 @pytest.mark.parametrize(
     "before",
