@@ -24,6 +24,7 @@ FLOORS = {
     "storage": 3,
     "streaming": 3,
     "runtime": 4,
+    "parallel": 4,
     "simulator": 4,
     "api": 5,
     "training": 6,

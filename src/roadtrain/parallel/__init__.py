@@ -1,0 +1,1 @@
+"""Groups and stages: which ranks work together, over which network, and what part of the model each has."""
