@@ -1,1 +1,1 @@
-"""Groups and stages: which ranks work together, over which network, and what part of the model each has."""
+"""Groups and stages: who works together, over which network, on which part of the model."""

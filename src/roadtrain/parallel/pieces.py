@@ -1,4 +1,4 @@
-"""Pieces: how a stage's parameters and their optimizer state are told to others, whatever holds them.
+"""Pieces: how a stage's parameters and their optimizer state are told, whatever holds them.
 
 A piece is a run of one parameter's elements under the parameter's own name in the whole model, so
 that stages, data-parallel ranks and placements may change between two starts of a run.

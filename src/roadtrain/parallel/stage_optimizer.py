@@ -1,5 +1,5 @@
-"""StageOptimizer: what the pipeline asks of whatever updates a stage's parameters, be it sharded over the
-stage's data-parallel group or placed on servers and files."""
+"""StageOptimizer: what the pipeline asks of whatever updates a stage's parameters: sharded over the
+stage's data-parallel group, or placed on servers and files."""
 
 from __future__ import annotations
 
