@@ -1,20 +1,34 @@
-"""In which order a pipeline stage runs its micro-batches: one forward, one backward, with a flush
-at the step's end.
+"""In which order a rank of a pipeline stage runs its micro-batches, and with whom it exchanges what
+passes between stages: one forward, one backward, with a flush at the step's end.
 
 Stage s of p: min(m, p - 1 - s) forwards, then a forward and a backward in turn, then the backwards
 that are left (PipeDream-Flush; Narayanan et al., 2021). At most p - s micro-batches' activations
 are held.
 
+Stage s may have a width d_s: so many replicas, of which replica r runs the micro-batches i with
+i mod d_s = r, in the same order among its own. Its forwards before the first backward are chosen
+from the last stage backwards, so that all of the stage behind can be busy:
+
+    w_{p-1} = 0        w_s = ceil((w_{s+1} + 1) d_{s+1} / d_s)        never more than it has
+
+No rank waits for ever: the backward of micro-batch i in stage s + 1 needs that stage's forwards up
+to i + w_{s+1} d_{s+1}, which stage s runs after the backward of i + w_{s+1} d_{s+1} - (w_s + 1) d_s
+at most. That one is before i, as (w_s + 1) d_s > w_{s+1} d_{s+1}. Equal widths give the order
+above.
+
 A stage may have v parts of the model, part k of stage s after all of parts k - 1 (interleaved; the
 same paper, section 2.2): the idle time (p - 1) (f + b) of a step shrinks to 1 / v of it. Forwards
 go p micro-batches at a time through a stage's parts, backwards the same with its last part first; 2
-(p - 1 - s) + (v - 1) p forwards come before the first backward. m is a multiple of p then. Pure:
-events in, actions out; the runtime and the simulator drive the same state machine.
+(p - 1 - s) + (v - 1) p forwards come before the first backward. m is a multiple of p then, and the
+widths are equal. Pure: events in, actions out; the runtime and the simulator drive the same state
+machine.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from roadtrain.errors import ConfigError
 
@@ -32,42 +46,119 @@ class RunBlocks:
     part: int = 0
 
 
-def first_forwards(stage: int, stages: int, num_microbatches: int, parts: int = 1) -> int:
-    """Forwards of one part before those that take turns with a backward."""
-    warm = stages - 1 - stage if parts == 1 else 2 * (stages - 1 - stage) + (parts - 1) * stages
-    return min(num_microbatches * parts, warm)
+class Peer(NamedTuple):
+    """A replica of a stage, and the part of the model that it runs there."""
+
+    stage: int
+    part: int
+    replica: int = 0
 
 
-def ahead(stage: int, stages: int, num_microbatches: int, parts: int = 1) -> int:
-    """Most passes of one part of which a stage holds the activations at once."""
-    return min(num_microbatches * parts, first_forwards(stage, stages, num_microbatches, parts) + 1)
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """What a run leaves for another rank: activations (FORWARD), or their gradient (BACKWARD)."""
+
+    what: str
+    micro: int
+    # boundary s is between stage s and the one after it; the one after the last is the first
+    boundary: int
+    sender: Peer
+    receiver: Peer
+
+
+def own_microbatches(num_microbatches: int, width: int = 1, replica: int = 0) -> range:
+    """Those that a replica of a stage of `width` runs, of a step's."""
+    return range(replica, num_microbatches, width)
+
+
+def first_forwards(
+    stage: int,
+    stages: int,
+    num_microbatches: int,
+    parts: int = 1,
+    *,
+    widths: Sequence[int] = (),
+    replica: int = 0,
+) -> int:
+    """Forwards of one part before those that take turns with a backward. widths: replicas of each
+    stage; none: one each."""
+    widths = widths or (1,) * stages
+    if parts > 1:
+        warm = 2 * (stages - 1 - stage) + (parts - 1) * stages
+    else:
+        warm = 0
+        for behind in range(stages - 1, stage, -1):
+            warm = -(-(warm + 1) * widths[behind] // widths[behind - 1])
+    return min(len(own_microbatches(num_microbatches, widths[stage], replica)) * parts, warm)
+
+
+def ahead(
+    stage: int,
+    stages: int,
+    num_microbatches: int,
+    parts: int = 1,
+    *,
+    widths: Sequence[int] = (),
+    replica: int = 0,
+) -> int:
+    """Most passes of one part of which a rank of a stage holds the activations at once."""
+    warm = first_forwards(stage, stages, num_microbatches, parts, widths=widths, replica=replica)
+    own = own_microbatches(num_microbatches, widths[stage] if widths else 1, replica)
+    return min(len(own) * parts, warm + 1)
+
+
+def check_order(stages: int, num_microbatches: int, parts: int, widths: Sequence[int]) -> None:
+    """Raises ConfigError where there is not one width of 1 or more a stage, and where parts take
+    turns and widths differ or micro-batches do not divide."""
+    if len(widths) != stages or min(widths) < 1:
+        raise ConfigError(
+            f"widths {', '.join(map(str, widths))} are {len(widths)} for {stages} stages",
+            hint="one width a stage, each 1 or more",
+        )
+    if parts == 1:
+        return
+    if len(set(widths)) > 1:
+        raise ConfigError(
+            f"stages of {parts} parts each have widths {', '.join(map(str, widths))}",
+            hint="with virtual_stages above 1 all stages have the same width",
+        )
+    if num_microbatches % (stages * widths[0]):
+        many = f" and {widths[0]} replicas" if widths[0] > 1 else ""
+        raise ConfigError(
+            f"{num_microbatches} micro-batches go through {stages} stages of {parts} parts"
+            f"{many} each",
+            hint="with virtual_stages above 1 micro-batches are a multiple of the stages"
+            + (" times their width" if many else ""),
+        )
 
 
 def one_forward_one_backward(
-    stage: int, stages: int, num_microbatches: int, parts: int = 1
+    stage: int,
+    stages: int,
+    num_microbatches: int,
+    parts: int = 1,
+    *,
+    widths: Sequence[int] = (),
+    replica: int = 0,
 ) -> list[RunBlocks]:
-    """The whole order of one step. Raises ConfigError where parts take turns and micro-batches
-    do not divide."""
-    if parts > 1 and num_microbatches % stages:
-        raise ConfigError(
-            f"{num_microbatches} micro-batches go through {stages} stages of {parts} parts each",
-            hint="with virtual_stages above 1 micro-batches are a multiple of the stages",
-        )
-    turns = (
-        [range(first, first + stages) for first in range(0, num_microbatches, stages)]
-        if parts > 1
-        else [range(num_microbatches)]
-    )
+    """The whole order of one step of a replica of a stage. num_microbatches: of all replicas.
+    Raises ConfigError as `check_order`."""
+    widths = widths or (1,) * stages
+    check_order(stages, num_microbatches, parts, widths)
+    own = own_microbatches(num_microbatches, widths[stage], replica)
+    turns = [own[first : first + stages] for first in range(0, len(own), stages)]
+    if parts == 1:
+        turns = [own]
     forwards = [
         RunBlocks(FORWARD, i, False, part) for turn in turns for part in range(parts) for i in turn
     ]
     backwards = [
-        RunBlocks(BACKWARD, i, i == num_microbatches - 1, part)
+        RunBlocks(BACKWARD, i, i == own[-1], part)
         for turn in turns
         for part in reversed(range(parts))
         for i in turn
     ]
-    warm = first_forwards(stage, stages, num_microbatches, parts)
+    warm = first_forwards(stage, stages, num_microbatches, parts, widths=widths, replica=replica)
     out = forwards[:warm]
     for forward, backward in zip(forwards[warm:], backwards):
         out += [forward, backward]
@@ -75,24 +166,45 @@ def one_forward_one_backward(
 
 
 class StageStateMachine:
-    """Invariants (`check`): forwards begun are at most `ahead` of backwards ended; each runs
-    once, after what it needs has come. `parts`: of the model, that each stage has."""
+    """One replica of a stage in one step. Invariants (`check`): forwards begun are at most `ahead`
+    of backwards ended; each runs once, after what it needs has come."""
 
-    def __init__(self, stage: int, stages: int, num_microbatches: int, parts: int = 1) -> None:
-        self.stage, self.stages, self.num_microbatches, self.parts = (
-            stage,
-            stages,
-            num_microbatches,
-            parts,
+    def __init__(
+        self,
+        stage: int,
+        stages: int,
+        num_microbatches: int,
+        parts: int = 1,
+        *,
+        widths: Sequence[int] = (),
+        replica: int = 0,
+    ) -> None:
+        """num_microbatches: of the step, over all replicas. parts: of the model, that each stage
+        has. widths: replicas of each stage; none: one each. Raises ConfigError as `check_order`."""
+        self.stage = stage
+        self.stages = stages
+        self.num_microbatches = num_microbatches
+        self.parts = parts
+        self.widths = tuple(widths) or (1,) * stages
+        self.replica = replica
+        self.order = one_forward_one_backward(
+            stage, stages, num_microbatches, parts, widths=self.widths, replica=replica
         )
-        self.order = one_forward_one_backward(stage, stages, num_microbatches, parts)
-        self.at = 0
+        self.ahead = ahead(
+            stage, stages, num_microbatches, parts, widths=self.widths, replica=replica
+        )
+        self.at = 0  # the index in `order` of what is begun next
         self.running: RunBlocks | None = None
-        # (micro, part)
+        # (micro, part) whose input, or whose output's gradient, is here and not used yet
         self.here: dict[str, set[tuple[int, int]]] = {FORWARD: set(), BACKWARD: set()}
         if stage == 0:
-            self.here[FORWARD] = {(i, 0) for i in range(num_microbatches)}
+            self.here[FORWARD] = {(i, 0) for i in self.own}
         self.ran: dict[str, int] = {FORWARD: 0, BACKWARD: 0}
+
+    @property
+    def own(self) -> range:
+        """The micro-batches that run here."""
+        return own_microbatches(self.num_microbatches, self.widths[self.stage], self.replica)
 
     def arrived(self, what: str, micro: int, part: int = 0) -> list[RunBlocks]:
         """The activations (for FORWARD) or the gradient of them (for BACKWARD) of `micro` are
@@ -103,13 +215,49 @@ class StageStateMachine:
     def start(self) -> list[RunBlocks]:
         return self._next()
 
-    def goes(self, run: RunBlocks) -> tuple[int, int] | None:
-        """(stage, part) that needs what `run` leaves; None: nobody, or this stage's own
-        backward of the loss."""
-        step = 1 if run.what == FORWARD else -1
+    def goes(self, run: RunBlocks) -> Peer | None:
+        """Who needs what `run` leaves; None: nobody, or this stage's own backward of the loss."""
+        return self._beside(run, 1 if run.what == FORWARD else -1)
+
+    def comes(self, run: RunBlocks) -> Peer | None:
+        """Whose run leaves what `run` needs; None: nobody's, it is the batch or the loss."""
+        return self._beside(run, -1 if run.what == FORWARD else 1)
+
+    def _beside(self, run: RunBlocks, step: int) -> Peer | None:
         turns, stage = divmod(self.stage + step, self.stages)
         part = run.part + turns
-        return (stage, part) if 0 <= part < self.parts else None
+        if not 0 <= part < self.parts:
+            return None
+        return Peer(stage, part, run.micro % self.widths[stage])
+
+    def sends(self) -> list[Transfer]:
+        """What goes from here to other ranks in this step, in order."""
+        found = [(run, self.goes(run)) for run in self.order]
+        return [self._transfer(run, self._self(run), to) for run, to in found if self._other(to)]
+
+    def receives(self) -> list[Transfer]:
+        """What comes here from other ranks in this step, in the order in which it is needed, so
+        that receives can be posted ahead. On one boundary and direction the transfers between two
+        ranks are in the order of the sender's `sends`."""
+        found = [(run, self.comes(run)) for run in self.order]
+        return [
+            self._transfer(run, sender, self._self(run))
+            for run, sender in found
+            if self._other(sender)
+        ]
+
+    def _self(self, run: RunBlocks) -> Peer:
+        return Peer(self.stage, run.part, self.replica)
+
+    def _other(self, peer: Peer | None) -> bool:
+        """Whether it is another rank."""
+        return peer is not None and (peer.stage, peer.replica) != (self.stage, self.replica)
+
+    @staticmethod
+    def _transfer(run: RunBlocks, sender: Peer | None, receiver: Peer | None) -> Transfer:
+        assert sender is not None and receiver is not None
+        boundary = sender.stage if run.what == FORWARD else receiver.stage
+        return Transfer(run.what, run.micro, boundary, sender, receiver)
 
     def ended(self, run: RunBlocks) -> list[RunBlocks]:
         assert run == self.running
@@ -135,13 +283,10 @@ class StageStateMachine:
         return self.at == len(self.order) and self.running is None
 
     def check(self) -> None:
+        """Assert every invariant."""
         begun = sum(run.what == FORWARD for run in self.order[: self.at])
-        assert (
-            0
-            <= begun - self.ran[BACKWARD]
-            <= ahead(self.stage, self.stages, self.num_microbatches, self.parts)
-        )
+        assert 0 <= begun - self.ran[BACKWARD] <= self.ahead
         assert all(
-            0 <= micro < self.num_microbatches and 0 <= part < self.parts
+            micro in self.own and 0 <= part < self.parts
             for micro, part in self.here[FORWARD] | self.here[BACKWARD]
         )

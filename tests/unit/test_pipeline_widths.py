@@ -1,0 +1,262 @@
+"""protocol/pipeline.py where stages have different numbers of replicas: nobody waits for ever, what
+is held is bounded, and receives can be posted ahead in the order of the sends (NCCL's rule)."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roadtrain.errors import ConfigError
+from roadtrain.protocol.pipeline import (
+    BACKWARD,
+    FORWARD,
+    Peer,
+    RunBlocks,
+    StageStateMachine,
+    Transfer,
+    ahead,
+    first_forwards,
+    one_forward_one_backward,
+)
+
+Rank = tuple[int, int]  # (stage, replica)
+Channel = tuple[int, str, Rank, Rank]  # (boundary, direction, sender, receiver)
+
+
+@dataclass
+class Pipeline:
+    """The state machines of all ranks of all stages, on a clock of their own."""
+
+    widths: Sequence[int]
+    num_microbatches: int
+    parts: int = 1
+    now: Fraction = Fraction()
+    ends: list[tuple[Fraction, int, str, Rank, object]] = field(default_factory=list)
+    held: dict[Rank, int] = field(default_factory=lambda: defaultdict(int))
+    most_held: dict[Rank, int] = field(default_factory=lambda: defaultdict(int))
+    ran: list[tuple[Rank, RunBlocks]] = field(default_factory=list)
+    # transfers in the order in which they were sent
+    sent: dict[Channel, list[Transfer]] = field(default_factory=lambda: defaultdict(list))
+
+    def __post_init__(self) -> None:
+        stages = len(self.widths)
+        self.numbers = itertools.count()
+        self.machines = {
+            (stage, replica): StageStateMachine(
+                stage,
+                stages,
+                self.num_microbatches,
+                self.parts,
+                widths=self.widths,
+                replica=replica,
+            )
+            for stage in range(stages)
+            for replica in range(self.widths[stage])
+        }
+
+    def after(self, seconds: Fraction, what: str, rank: Rank, about: object) -> None:
+        heapq.heappush(self.ends, (self.now + seconds, next(self.numbers), what, rank, about))
+
+    def begin(self, rank: Rank, runs: list[RunBlocks], seconds: dict[str, Fraction]) -> None:
+        for run in runs:
+            if run.what == FORWARD:
+                self.held[rank] += 1
+                self.most_held[rank] = max(self.most_held[rank], self.held[rank])
+            self.after(seconds[run.what], "ran", rank, run)
+
+    def end(self, rank: Rank, run: RunBlocks, delay: Fraction) -> list[RunBlocks]:
+        machine = self.machines[rank]
+        self.ran.append((rank, run))
+        self.held[rank] -= run.what == BACKWARD
+        to = machine.goes(run)
+        if to is not None:
+            self.after(delay, "arrived", (to.stage, to.replica), (run, to))
+            boundary = rank[0] if run.what == FORWARD else to.stage
+            channel = boundary, run.what, rank, (to.stage, to.replica)
+            sender = Peer(rank[0], run.part, rank[1])
+            self.sent[channel].append(Transfer(run.what, run.micro, boundary, sender, to))
+        return machine.ended(run)
+
+
+def random_run(pipeline: Pipeline, random: Random) -> None:
+    """Runs and deliveries of random durations: messages overtake each other."""
+
+    def some() -> Fraction:
+        return Fraction(random.choice((0, 1, 1, 2, 3, 7, 20)), 3)
+
+    def begin(rank: Rank, runs: list[RunBlocks]) -> None:
+        pipeline.begin(rank, runs, {FORWARD: some(), BACKWARD: some()})
+
+    for rank, machine in pipeline.machines.items():
+        begin(rank, machine.start())
+    while pipeline.ends:
+        pipeline.now, _, what, rank, about = heapq.heappop(pipeline.ends)
+        if what == "ran":
+            assert isinstance(about, RunBlocks)
+            begin(rank, pipeline.end(rank, about, some()))
+        else:
+            assert isinstance(about, tuple)
+            run, to = about
+            begin(rank, pipeline.machines[rank].arrived(run.what, run.micro, to.part))
+        for machine in pipeline.machines.values():
+            machine.check()
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    st.lists(st.integers(1, 5), min_size=1, max_size=6),
+    st.integers(1, 24),
+    st.randoms(use_true_random=False),
+)
+def test_stages_of_any_widths_finish(
+    widths: list[int], num_microbatches: int, random: Random
+) -> None:
+    """Also with fewer micro-batches than replicas, some of which then have nothing to do.
+    # Rule 5: nobody waits for what never comes. # Rule 4: what is held is bounded."""
+    pipeline = Pipeline(widths, num_microbatches)
+    random_run(pipeline, random)
+    assert all(machine.finished for machine in pipeline.machines.values())
+    assert sorted((rank[0], run.what, run.micro) for rank, run in pipeline.ran) == sorted(
+        (stage, what, micro)
+        for stage in range(len(widths))
+        for what in (FORWARD, BACKWARD)
+        for micro in range(num_microbatches)
+    )
+    assert all(run.micro % widths[rank[0]] == rank[1] for rank, run in pipeline.ran)
+    for (stage, replica), most in pipeline.most_held.items():
+        bound = ahead(stage, len(widths), num_microbatches, widths=widths, replica=replica)
+        assert most == bound
+
+
+def posted(pipeline: Pipeline, rank: Rank, ahead_of: bool) -> dict[Channel, list[Transfer]]:
+    """Of a rank's `receives` (or `sends`), those of each channel, in order."""
+    machine = pipeline.machines[rank]
+    out: dict[Channel, list[Transfer]] = defaultdict(list)
+    for one in machine.receives() if ahead_of else machine.sends():
+        ends = (one.sender.stage, one.sender.replica), (one.receiver.stage, one.receiver.replica)
+        assert ends[ahead_of] == rank and ends[0] != ends[1]
+        out[one.boundary, one.what, *ends].append(one)
+    return out
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(1, 5), min_size=1, max_size=6),
+    st.integers(1, 24),
+    st.integers(1, 4),
+    st.randoms(use_true_random=False),
+)
+def test_receives_are_in_the_order_of_sends(
+    widths: list[int], num_microbatches: int, parts: int, random: Random
+) -> None:
+    """Between two ranks, on one boundary and in one direction: what is told ahead on both sides
+    is what is then sent, in that order (NCCL matches by order alone)."""
+    if parts > 1:
+        widths = [widths[0]] * len(widths)
+        num_microbatches *= len(widths) * widths[0]
+    pipeline = Pipeline(
+        widths, min(num_microbatches, 60) if parts == 1 else num_microbatches, parts
+    )
+    random_run(pipeline, random)
+    sends: dict[Channel, list[Transfer]] = {}
+    receives: dict[Channel, list[Transfer]] = {}
+    for rank in pipeline.machines:
+        sends |= posted(pipeline, rank, False)
+        receives |= posted(pipeline, rank, True)
+    assert sends == receives
+    between_ranks = {c: sent for c, sent in pipeline.sent.items() if c[2] != c[3]}
+    assert between_ranks == sends
+
+
+@given(
+    st.integers(1, 5), st.integers(1, 6), st.integers(1, 24), st.integers(1, 3), st.integers(1, 3)
+)
+def test_equal_widths_are_the_order_of_one_replica(
+    width: int, stages: int, count: int, parts: int, turns: int
+) -> None:
+    """Micro-batch i of a replica is i width + r of the step."""
+    count = turns * stages if parts > 1 else count
+    for stage in range(stages):
+        alone = one_forward_one_backward(stage, stages, count, parts)
+        for replica in range(width):
+            own = one_forward_one_backward(
+                stage, stages, count * width, parts, widths=[width] * stages, replica=replica
+            )
+            assert own == [
+                RunBlocks(run.what, run.micro * width + replica, run.last, run.part)
+                for run in alone
+            ]
+
+
+@given(st.lists(st.integers(1, 9), min_size=2, max_size=9))
+def test_the_condition_that_nobody_waits_for_ever(widths: list[int]) -> None:
+    """Of every two stages that follow each other, and no forward more than the stage behind needs
+    to be busy."""
+    warm = [first_forwards(s, len(widths), 10**7, widths=widths) for s in range(len(widths))]
+    assert warm[-1] == 0
+    for (w, d), (w_next, d_next) in itertools.pairwise(zip(warm, widths, strict=True)):
+        assert (w + 1) * d > w_next * d_next
+        assert w * d >= (w_next + 1) * d_next > (w - 1) * d
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(1, 6))
+def test_every_stage_is_busy(widths: list[int], turns: int) -> None:
+    """Stages whose replicas' time for a micro-batch is in proportion to how many they are take a
+    micro-batch a second each; once the pipeline is full nobody idles: the step is as long as its
+    micro-batches, and the time in which it fills and drains."""
+    num_microbatches = turns * 12 * len(widths)
+    pipeline = Pipeline(widths, num_microbatches)
+    seconds = [{FORWARD: Fraction(d), BACKWARD: Fraction(2 * d)} for d in widths]
+    for rank, machine in pipeline.machines.items():
+        pipeline.begin(rank, machine.start(), seconds[rank[0]])
+    while pipeline.ends:
+        pipeline.now, _, what, rank, about = heapq.heappop(pipeline.ends)
+        if what == "ran":
+            assert isinstance(about, RunBlocks)
+            runs = pipeline.end(rank, about, Fraction())
+        else:
+            assert isinstance(about, tuple)
+            run, to = about
+            runs = pipeline.machines[rank].arrived(run.what, run.micro, to.part)
+        pipeline.begin(rank, runs, seconds[rank[0]])
+    fill_and_drain = 3 * (2 * sum(widths) - max(widths))
+    assert 3 * num_microbatches <= pipeline.now <= 3 * num_microbatches + fill_and_drain
+
+
+def test_a_rank_knows_its_peers() -> None:
+    """Two replicas before three: micro-batch 4 goes from the first to the second."""
+    machine = StageStateMachine(0, 2, 6, widths=(2, 3), replica=0)
+    assert machine.goes(RunBlocks(FORWARD, 4)) == Peer(1, 0, 1)
+    assert machine.comes(RunBlocks(FORWARD, 4)) is None
+    assert machine.comes(RunBlocks(BACKWARD, 4)) == Peer(1, 0, 1)
+    assert machine.goes(RunBlocks(BACKWARD, 4)) is None
+    assert machine.receives() == [
+        Transfer(BACKWARD, i, 0, Peer(1, 0, i % 3), Peer(0, 0, 0)) for i in (0, 2, 4)
+    ]
+
+
+def test_what_passes_inside_a_rank_is_no_transfer() -> None:
+    machine = StageStateMachine(0, 1, 4, 3)
+    assert machine.sends() == machine.receives() == []
+    assert machine.goes(RunBlocks(FORWARD, 1, part=0)) == Peer(0, 1, 0)
+
+
+def test_widths_that_cannot_be() -> None:
+    with pytest.raises(ConfigError, match=r"widths 2, 1 are 2 for 3 stages"):
+        one_forward_one_backward(0, 3, 4, widths=(2, 1))
+    with pytest.raises(ConfigError, match=r"widths 2, 0 are 2 for 2 stages"):
+        one_forward_one_backward(0, 2, 4, widths=(2, 0))
+    with pytest.raises(ConfigError, match=r"stages of 2 parts each have widths 2, 1"):
+        one_forward_one_backward(0, 2, 4, 2, widths=(2, 1))
+    with pytest.raises(ConfigError, match=r"6 micro-batches go through 2 stages of 2 parts and 2"):
+        one_forward_one_backward(0, 2, 6, 2, widths=(2, 2))
