@@ -344,7 +344,7 @@ class Scene:
         assert stage.machine is not None
         if (goes := stage.machine.goes(run)) is None:
             return
-        to, part = goes
+        to, part, _ = goes
         forth = run.what == FORWARD
         way = self.between[stage.number if forth else to] if self.between else None
         nbytes = (
