@@ -1,0 +1,229 @@
+"""ControlLinks: what the ranks of a job tell each other beside training: small messages of all to
+all, and tensors from one to another; every wait has a deadline and names whom it waits for (Rule
+5).
+
+Messages of all go through the first rank: it knows who has not come, and tells the others. It does
+so over a second group, since a group of gloo is of no use once one of its waits was too long.
+Nothing is unpickled (Rule 8): messages are bytes, tensors have shapes that both sides know.
+
+Assumes: a torch process group that moves host tensors (gloo); all its ranks make the same calls in
+the same order. Does NOT choose its network.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from roadtrain.errors import ConfigError, DeadlineError, LostError, RoadtrainError
+
+GRACE_S = 5.0  # how much longer the others wait for the first rank, which waits for all of them
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Where a rank runs, and what it is called in messages."""
+
+    cluster: str = ""
+    host: str = ""
+    role: str = ""  # "stage 1, replica 0"
+
+
+class ControlLinks:
+    """`places`: of every rank of `group`, the same on all of them. `replies`: another group of the
+    same ranks; None: one is made, by all of them. Raises ConfigError for a group that cannot move
+    host tensors."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        places: Sequence[RankPlace] = (),
+        *,
+        replies: dist.ProcessGroup | None = None,
+        deadline_s: float = 600.0,
+    ) -> None:
+        self.group, self.deadline_s = group, deadline_s
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.places = tuple(places) or (RankPlace(),) * self.size
+        if len(self.places) != self.size:
+            raise ConfigError(f"{len(self.places)} places for {self.size} ranks")
+        backend = dist.get_backend(group)
+        if backend != "gloo" and "cpu" not in backend:
+            raise ConfigError(
+                f"the control group is of {backend}, which moves no host tensors",
+                hint="dist.new_group(backend='gloo')",
+            )
+        self._replies = replies or dist.new_group(
+            dist.get_process_group_ranks(group or dist.GroupMember.WORLD),
+            backend="gloo",
+            use_local_synchronization=True,
+        )
+
+    def name(self, rank: int) -> str:
+        """For people: "rank 3 (stage 1, replica 0, host b2, cluster b)"."""
+        at = self.places[rank]
+        parts = [at.role] if at.role else []
+        parts += [f"host {at.host}"] if at.host else []
+        parts += [f"cluster {at.cluster}"] if at.cluster else []
+        return f"rank {rank}" + (f" ({', '.join(parts)})" if parts else "")
+
+    def distance(self, source: int, target: int) -> float:
+        """0: the same rank, 1: the same host, 2: the same cluster, 3: else."""
+        if source == target:
+            return 0.0
+        a, b = self.places[source], self.places[target]
+        if a.cluster != b.cluster:
+            return 3.0
+        return 2.0 if a.host != b.host else 1.0
+
+    def gather(self, message: bytes, what: str) -> list[bytes]:
+        """The messages of all ranks, in their order. `what`: they are about, for errors. Raises
+        DeadlineError or LostError, on every rank naming the one that did not come."""
+        if self.size == 1:
+            return [message]
+        return self._gather_here(message, what) if self.rank == 0 else self._hand_in(message, what)
+
+    def agree(self, mine: Any, what: str) -> list[Any]:
+        """As `gather`, of values that JSON has."""
+        return [json.loads(one) for one in self.gather(json.dumps(mine).encode(), what)]
+
+    def same(self, what: str, call: Callable[[], Any]) -> Any:
+        """The value that `call` returns on the first rank, on all ranks (as JSON has it); what it
+        raises there, all raise. The others do not call."""
+        told: Any = None
+        error: RoadtrainError | None = None
+        if self.rank == 0:
+            try:
+                told = {"value": call()}
+            except RoadtrainError as raised:
+                error, told = raised, {"error": str(raised)}
+        told = self.agree(told, what)[0]
+        if error is not None:
+            raise error
+        if "error" in told:
+            raise LostError(f"{self.name(0)}: {told['error']}")
+        return told["value"]
+
+    def all_well(self, error: BaseException | None, what: str) -> None:
+        """Raises `error` where it came up, and a LostError with its sentence on all other ranks,
+        so that all end what they do together."""
+        told = self.agree("" if error is None else str(error) or type(error).__name__, what)
+        if error is not None:
+            raise error
+        for rank, sentence in enumerate(told):
+            if sentence:
+                raise LostError(f"{what}: {self.name(rank)}: {sentence}")
+
+    # one to another
+
+    def send(self, tensor: torch.Tensor, peer: int, what: str) -> None:
+        """`tensor`: contiguous, on the host. Returns when it may change again."""
+        _wait(self._conversation(peer, what), dist.isend, tensor, self.deadline_s)
+
+    def receive(self, tensor: torch.Tensor, peer: int, what: str) -> None:
+        """Into `tensor`: contiguous, on the host, as long as the one that is sent."""
+        _wait(self._conversation(peer, what), dist.irecv, tensor, self.deadline_s)
+
+    def send_bytes(self, message: bytes, peer: int, what: str) -> None:
+        _send_bytes(self._conversation(peer, what), message, self.deadline_s)
+
+    def receive_bytes(self, peer: int, what: str) -> bytes:
+        return _receive_bytes(self._conversation(peer, what), self.deadline_s)
+
+    def _conversation(self, peer: int, what: str, *, reply: bool = False) -> _Conversation:
+        group = self._replies if reply else self.group
+        return _Conversation(group, peer, self.name(self.rank), self.name(peer), what)
+
+    def _gather_here(self, message: bytes, what: str) -> list[bytes]:
+        """On the first rank. The others are told who is missing before the error is raised."""
+        told, until = [message], time.monotonic() + self.deadline_s
+        error: RoadtrainError | None = None
+        for peer in range(1, self.size):
+            try:
+                left_s = until - time.monotonic()
+                told.append(_receive_bytes(self._conversation(peer, what), left_s))
+            except (DeadlineError, LostError) as raised:
+                error = raised
+                break
+        lengths = [] if error is not None else [len(one) for one in told]
+        head = {"lengths": lengths, "error": "" if error is None else str(error)}
+        for peer in range(1, self.size):
+            reply = self._conversation(peer, what, reply=True)
+            try:
+                _send_bytes(reply, json.dumps(head).encode(), self.deadline_s)
+                if not head["error"]:
+                    _send_bytes(reply, b"".join(told), self.deadline_s)
+            except (DeadlineError, LostError) as raised:
+                error = error or raised
+        if error is not None:
+            raise error
+        return told
+
+    def _hand_in(self, message: bytes, what: str) -> list[bytes]:
+        _send_bytes(self._conversation(0, what), message, self.deadline_s)
+        reply = self._conversation(0, what, reply=True)
+        head = json.loads(_receive_bytes(reply, self.deadline_s + GRACE_S))
+        if head["error"]:
+            raise LostError(head["error"])
+        body, out, at = _receive_bytes(reply, self.deadline_s), list[bytes](), 0
+        for length in head["lengths"]:
+            out.append(body[at : at + length])
+            at += length
+        return out
+
+
+@dataclass(frozen=True)
+class _Conversation:
+    """With rank `peer` of `group`; the rest is for errors."""
+
+    group: dist.ProcessGroup | None
+    peer: int
+    me: str
+    other: str
+    what: str
+
+
+def _send_bytes(talk: _Conversation, message: bytes, patience_s: float) -> None:
+    _wait(talk, dist.isend, torch.tensor([len(message)], dtype=torch.int64), patience_s)
+    if message:
+        body = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        _wait(talk, dist.isend, body, patience_s)
+
+
+def _receive_bytes(talk: _Conversation, patience_s: float) -> bytes:
+    length = torch.empty(1, dtype=torch.int64)
+    _wait(talk, dist.irecv, length, patience_s)
+    if not length.item():
+        return b""
+    message = torch.empty(int(length), dtype=torch.uint8)
+    _wait(talk, dist.irecv, message, patience_s)
+    return message.numpy().tobytes()
+
+
+def _wait(
+    talk: _Conversation, begin: Callable[..., Any], tensor: torch.Tensor, patience_s: float
+) -> None:
+    """Raises DeadlineError, LostError."""
+    start, patience_s = time.monotonic(), max(patience_s, 0.001)
+    peer = {"group_dst" if begin is dist.isend else "group_src": talk.peer}
+    try:
+        work = begin(tensor, group=talk.group, **peer)
+        work.wait(timedelta(seconds=patience_s))
+    except RuntimeError as error:
+        waited = time.monotonic() - start
+        if waited >= 0.9 * patience_s or "imed out" in str(error):
+            raise DeadlineError(
+                f"{talk.me} waited {waited:.0f} s for {talk.other}: {talk.what}",
+                hint="is that host up, and its network? Its own output says what it does",
+            ) from error
+        raise LostError(
+            f"{talk.other} is gone, {talk.me} talked with it: {talk.what}",
+            hint="its own output says why it ended",
+        ) from error

@@ -1,0 +1,94 @@
+"""exchange(): every rank says what it has and what it wants, and gets it, piece by piece.
+
+For stages that move at a step boundary, and for a start where each host has its own disk. Memory is
+bounded: of one piece, whatever the size of the model. A rank gives while it takes, so it reads its
+pieces to their end before it does anything else with the others.
+
+Assumes: what a rank has does not change while the exchange lasts. Does NOT pass on what it got: two
+ranks that want the same elements of a third one get them each.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from roadtrain.errors import LostError, RoadtrainError
+from roadtrain.parallel.control import ControlLinks
+from roadtrain.parallel.pieces import Extent, Piece, PieceSource
+from roadtrain.parallel.transfers import Cost, PieceTransfer, plan_transfers
+
+PIECE_ELEMENTS = 1 << 20  # of one piece at most: 16 MiB with four arrays of fp32
+
+
+def exchange(
+    source: PieceSource,
+    wanted: Iterable[Extent],
+    control: ControlLinks,
+    *,
+    cost: Cost | None = None,
+    most_elements: int = PIECE_ELEMENTS,
+) -> Iterator[Piece]:
+    """The pieces of `wanted`, cut as they come: from this rank where it has them, else from the
+    one with the least `cost` (none: the nearest, `ControlLinks.distance`). Collective: the plan is
+    made on return, the iterator is read to its end by all.
+
+    Raises GoneError for elements that nobody has, DeadlineError, LostError (also where a source
+    failed: its sentence)."""
+    told = control.agree(
+        {"haves": _told(source.extents()), "wants": _told(wanted)}, "what each has and wants"
+    )
+    haves, wants = ([_extents(one[key]) for one in told] for key in ("haves", "wants"))
+    plan = plan_transfers(haves, wants, cost or control.distance, most_elements)
+    mine = [t for t in plan if control.rank in (t.source, t.target)]
+    return _carry_out(mine, source, control)
+
+
+def _told(extents: Iterable[Extent]) -> list[list[Any]]:
+    return [[e.name, e.start, e.stop] for e in extents]
+
+
+def _extents(told: Sequence[Sequence[Any]]) -> list[Extent]:
+    return [Extent(str(name), int(start), int(stop)) for name, start, stop in told]
+
+
+def _carry_out(
+    plan: Sequence[PieceTransfer], source: PieceSource, control: ControlLinks
+) -> Iterator[Piece]:
+    for transfer in plan:
+        extent = transfer.extent
+        what = f"{extent.name} [{extent.start}:{extent.stop}]"
+        if transfer.source == transfer.target:
+            yield source.piece(extent)
+        elif transfer.source == control.rank:
+            _give(source, extent, control, transfer.target, what)
+        else:
+            yield _take(extent, control, transfer.source, what)
+
+
+def _give(
+    source: PieceSource, extent: Extent, control: ControlLinks, target: int, what: str
+) -> None:
+    try:
+        piece = source.piece(extent)
+    except RoadtrainError as error:
+        control.send_bytes(json.dumps({"error": str(error)}).encode(), target, what)
+        raise
+    head = {"arrays": list(piece.arrays), "scalars": dict(piece.scalars)}
+    control.send_bytes(json.dumps(head).encode(), target, what)
+    for array in piece.arrays.values():
+        control.send(array.contiguous(), target, what)
+
+
+def _take(extent: Extent, control: ControlLinks, source: int, what: str) -> Piece:
+    head = json.loads(control.receive_bytes(source, what))
+    if "error" in head:
+        raise LostError(f"{control.name(source)} could not give {what}: {head['error']}")
+    arrays = dict[str, torch.Tensor]()
+    for key in head["arrays"]:
+        arrays[str(key)] = torch.empty(extent.numel, dtype=torch.float32)
+        control.receive(arrays[str(key)], source, what)
+    return Piece(extent, arrays, {str(k): float(v) for k, v in head["scalars"].items()})
