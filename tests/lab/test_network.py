@@ -337,6 +337,7 @@ links = [{ between = ["west", "east"], rate = "100Mbit/s" }]
 [[hosts]]
 name = "worker"
 count = 2
+cpus = 0.5
 nics = [{ rate = "400Mbit/s" }, { rate = "100Mbit/s", in_rate = "20MB/s", switch = "east" }]
 """
 STORAGE = """
@@ -380,7 +381,7 @@ def test_the_command_line_end_to_end(lab_file: Path) -> None:
     assert code == 0 and not errors, errors
     pid = holder(lab_file)
     assert (
-        "worker1  10.1.0.2, 10.1.1.2  400Mbit/s, 100Mbit/s (in 20MB/s)" in shown
+        "worker1  10.1.0.2, 10.1.1.2  400Mbit/s, 100Mbit/s (in 20MB/s)  0.5" in shown
         and f"{path} is up" in shown
     )
     assert lab("up", path)[0] == 2
@@ -390,6 +391,9 @@ def test_the_command_line_end_to_end(lab_file: Path) -> None:
     code, shown, _ = lab("run", path, "worker1", "--", "ip", "-br", "addr", "--help")
     assert code != 0, "what follows -- is the command's, also --help"
     assert "10.1.1.2/16" in lab("run", path, "worker1", "--", "ip", "-br", "addr")[1]
+    groups = lab("run", path, "worker1", "--", "cat", "/proc/self/cgroup")[1]
+    assert f"{PREFIX}{pid}-" in groups, "its processes are limited"
+    assert lab("run", path, "worker1", "--", "uname", "-n")[1] == "worker1\n"
     assert (
         "no host 'worker2'\nhint: hosts: worker0, worker1"
         in lab("run", path, "worker2", "--", "ls")[2]

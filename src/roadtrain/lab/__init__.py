@@ -3,20 +3,26 @@ is undone when its context ends; what a SIGKILL left, `sweep()` removes. `roadtr
 links that are bad on purpose.
 """
 
+from roadtrain.lab.cpus import CpuLimit, cpus_available
+from roadtrain.lab.hosts import LabHost
 from roadtrain.lab.leftovers import sweep
 from roadtrain.lab.made import PREFIX
-from roadtrain.lab.network import CARRIED, LabHost, LabLink, LabNic, Network, network_available
+from roadtrain.lab.network import CARRIED, Network, network_available
+from roadtrain.lab.nics import LabLink, LabNic, Traffic
 from roadtrain.lab.storage import LoopDevice, Throttle, lab_available
 
 __all__ = [
     "CARRIED",
     "PREFIX",
+    "CpuLimit",
     "LabHost",
     "LabLink",
     "LabNic",
     "LoopDevice",
     "Network",
     "Throttle",
+    "Traffic",
+    "cpus_available",
     "lab_available",
     "network_available",
     "sweep",

@@ -19,10 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from roadtrain.errors import ConfigError, DeadlineError
+from roadtrain.lab.cpus import cpus_available
+from roadtrain.lab.hosts import inside
 from roadtrain.lab.labfile import LabFile, load_lab
 from roadtrain.lab.leftovers import sweep
 from roadtrain.lab.made import folder, folders, start_time
-from roadtrain.lab.network import Network, inside, network_available
+from roadtrain.lab.network import Network, network_available
 from roadtrain.lab.storage import LoopDevice, Throttle, lab_available
 from roadtrain.training.progress import show_table
 from roadtrain.units import parse_bytes, parse_rate
@@ -38,8 +40,7 @@ def up(path: str, detach: bool = False) -> None:
         detach: return when it is up; it stays until `lab down`
     """
     lab = load_lab(path)
-    storage = any(host.storage for host in lab.hosts)
-    if why := network_available() or (lab_available() if storage else None):
+    if why := _lacking(lab):
         raise ConfigError(f"no lab can be made here: {why}")
     sweep()
     if _found(path):
@@ -62,14 +63,15 @@ def up(path: str, detach: bool = False) -> None:
 
 
 def run(path: str, host: str, argv: list[str]) -> None:
-    """Becomes the command, on the host and under its storage's rates. Its exit code is the
-    command's."""
+    """Becomes the command, on the host, under its storage's rates and its limit of CPUs. Its exit
+    code is the command's."""
     _, _, hosts = _up(path)
     if host not in hosts:
         raise ConfigError(f"{path} has no host {host!r}", hint=f"hosts: {', '.join(hosts)}")
-    if hosts[host]["group"]:
-        Path(hosts[host]["group"], "cgroup.procs").write_text(str(os.getpid()))
-    words = [*inside(hosts[host]["net"]), *argv]
+    its = hosts[host]
+    if its["group"]:
+        Path(its["group"], "cgroup.procs").write_text(str(os.getpid()))
+    words = [*inside(host, its["net"], its["names"], its["cpus"]), *argv]
     os.execvp(words[0], words)
 
 
@@ -90,12 +92,24 @@ def down(path: str) -> None:
     sweep()
 
 
+def _lacking(lab: LabFile) -> str | None:
+    """Why this lab cannot be made here, or None when it can."""
+    why = network_available()
+    if not why and lab.cpus():
+        why = cpus_available()
+    if not why and any(host.storage for host in lab.hosts):
+        why = lab_available()
+    return why
+
+
 def _make(lab: LabFile, path: str, made: contextlib.ExitStack) -> dict[str, dict[str, Any]]:
     home = folder("up")
     made.callback(shutil.rmtree, home)  # the last to go: `down` waits for it
     sections = {name: section for section in lab.hosts for name in section.names}
     network = Network(
-        {name: lab.nics(section) for name, section in sections.items()}, lab.link_rates()
+        {name: lab.nics(section) for name, section in sections.items()},
+        lab.link_rates(),
+        lab.cpus(),
     )
     hosts: dict[str, dict[str, Any]] = {name: {"dir": "", "group": ""} for name in sections}
     for name, section in sections.items():
@@ -109,21 +123,34 @@ def _make(lab: LabFile, path: str, made: contextlib.ExitStack) -> dict[str, dict
             hosts[name] = {"dir": str(device.mount), "group": str(rates.group)}
     made.enter_context(network)  # undone first: its processes keep storage busy
     for name, host in network.hosts.items():
-        hosts[name] |= {"net": str(host.net), "addresses": [nic.address for nic in host.nics]}
+        hosts[name] |= {
+            "net": str(host.net),
+            "names": str(host.names),
+            "cpus": host.group,
+            "addresses": [nic.address for nic in host.nics],
+        }
     (home / "new").write_text(json.dumps({"file": str(Path(path).resolve()), "hosts": hosts}))
     (home / "new").rename(home / "lab.json")
     return hosts
 
 
 def _show(lab: LabFile, hosts: dict[str, dict[str, Any]]) -> None:
-    rows = [("host", "address", "NIC", "directory", "read, write")]
+    limited = bool(lab.cpus())
+    rows = [("host", "address", "NIC", *["CPUs"] * limited, "directory", "read, write")]
     for section in lab.hosts:
         rates = ", ".join(
             nic.rate + (f" (in {nic.in_rate})" if nic.in_rate else "") for nic in section.nics
         )
         storage = f"{section.storage.read}, {section.storage.write}" if section.storage else ""
         rows += [
-            (name, ", ".join(hosts[name]["addresses"]), rates, hosts[name]["dir"], storage)
+            (
+                name,
+                ", ".join(hosts[name]["addresses"]),
+                rates,
+                *[str(section.cpus or "all")] * limited,
+                hosts[name]["dir"],
+                storage,
+            )
             for name in section.names
         ]
     show_table(rows, print)

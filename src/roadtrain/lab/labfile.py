@@ -12,7 +12,8 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from roadtrain.config.schema import Count, RateText, Section, SizeText, checked, read_toml
-from roadtrain.lab.network import LabNic
+from roadtrain.lab.cpus import MIN_CPUS
+from roadtrain.lab.nics import LabNic
 from roadtrain.units import parse_rate
 
 
@@ -37,6 +38,9 @@ class HostSection(Section):
         default=None, le=1000, description="so many, called NAME0, NAME1, ..."
     )
     nics: list[NicSection] = Field(min_length=1)
+    cpus: float | None = Field(
+        default=None, ge=MIN_CPUS, description="CPUs that its processes may use, all together: 0.4"
+    )
     storage: StorageSection | None = None
 
     @property
@@ -74,6 +78,9 @@ class LabFile(Section):
             )
             for nic in host.nics
         ]
+
+    def cpus(self) -> dict[str, float]:
+        return {name: host.cpus for host in self.hosts if host.cpus for name in host.names}
 
     def link_rates(self) -> dict[tuple[str, str], float]:
         return {link.between: parse_rate(link.rate) for link in self.links}

@@ -7,24 +7,25 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from roadtrain.lab.groups import hierarchy, undo_group
 from roadtrain.lab.made import folders
 from roadtrain.lab.network import undo_network
-from roadtrain.lab.storage import blkio_root, undo_group, undo_loop
+from roadtrain.lab.storage import undo_loop
 
 UNDO: dict[str, Callable[[Path], None]] = {
     "loop": undo_loop,
     "net": undo_network,
     "up": shutil.rmtree,
 }
+CONTROLLERS = ("blkio", "cpu")
 
 
 def sweep() -> list[str]:
     """Removes what lab processes that no longer live have left; returns what it removed, for
     printing."""
     homes = [(path, kind) for path, kind, _, alive in folders() if not alive]
-    groups = (
-        [path for path, _, _, alive in folders(root) if not alive] if (root := blkio_root()) else []
-    )
+    roots = {root for name in CONTROLLERS if (root := hierarchy(name))}
+    groups = [path for root in roots for path, _, _, alive in folders(root) if not alive]
     # processes on a network keep storage busy
     for path, kind in sorted(homes, key=lambda home: home[1] != "net"):
         UNDO[kind](path)

@@ -3,9 +3,10 @@ between switches.
 
 Assumes Linux, root, iproute2 and util-linux: `network_available()` says what is missing. A rate
 counts whole Ethernet frames: of it TCP carries 0.956 at an MTU of 1500. Latency and loss are NOT
-emulated (see relay.py); file systems, process numbers and host names are shared by all hosts;
-nothing outside can be reached from a host. Undone as everything of a lab is (storage.py): the
-processes on its hosts are killed, the namespaces removed.
+emulated (see relay.py); file systems and process numbers are shared by all hosts; nothing outside
+can be reached from a host. A host knows the others by name, by the first of their NICs that one of
+its own can reach (`NAME-ethK` is NIC K). Undone as everything of a lab is (storage.py): the
+processes on its hosts are killed, the namespaces and control groups removed.
 
 Note: how it is wired. All switches are bridges in one namespace of their own, `+switch`. A NIC is a
 pair of veths, `ethN` in the host and a port `pN` of the bridge; a link between switches is a pair
@@ -13,6 +14,8 @@ of ports. On both ends tc's tbf holds what leaves, so each direction has its rat
 through a bind mount in the network's directory, and through the processes in it. Switches that
 links join are one network 10.F.0.0/16; NIC K of host H has 10.F.K.H there. A host with two NICs on
 one network answers from the address it was asked at, and sends by the NIC whose address is bound.
+The rule that finds a host's own addresses has number 1, so that a rule 0 can come before it and
+drop what arrives (`LabHost.drop_from`).
 """
 
 from __future__ import annotations
@@ -23,19 +26,18 @@ import re
 import shutil
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from roadtrain.errors import ConfigError, RoadtrainError
+from roadtrain.lab.cpus import CpuLimit, cpus_available
+from roadtrain.lab.hosts import ISOLATED, LabHost, batch
 from roadtrain.lab.made import Made, command, folder, insist, lacking
+from roadtrain.lab.nics import ETHERNET, IP, MTU, TBF, TCP, End, LabLink, LabNic
 
-# a burst below 64 kB splits segments, which burns a core
-TBF = "root tbf burst 256kb latency 20ms rate"
-CARRIED = 1448 / 1514  # of a rate: what TCP carries of whole Ethernet frames
+CARRIED = (MTU - IP - TCP) / (ETHERNET + MTU)  # of a rate: what TCP carries of Ethernet frames
 SWITCH = "+switch"  # no host can be called so
 # Each NIC answers for its own address only; congestion control is cubic, as Linux comes, whatever
 # this machine has set; where that has another default, Linux may allow a namespace only reno, which
@@ -46,105 +48,47 @@ HOST = (
 )
 TRIAL = (
     f"{HOST} && ip link add name b0 type bridge && ip link add name v0 type veth peer name v1 && "
-    f"tc qdisc add dev v0 {TBF} 1mbit && ip rule add from 10.1.0.1 table 100"
+    f"tc qdisc add dev v0 {TBF} 1mbit && ip rule add from 10.1.0.1 table 100 && "
+    "ip rule add pref 1 lookup local && ip rule del pref 0 && "
+    "ip rule add pref 0 from 10.1.0.1 ipproto tcp blackhole && "
+    "ip link set v0 mtu 9000 gso_max_segs 1"
 )
 
 
 def network_available() -> str | None:
     """Why no network can be emulated here, in one sentence, or None when it can. Tries it,
     where nothing can remain."""
-    if why := lacking("ip", "tc", "unshare", "nsenter", "umount"):
+    if why := lacking("ip", "tc", "unshare", "nsenter", "mount", "umount"):
         return why
-    done = subprocess.run(
-        ["unshare", "--net", "sh", "-c", TRIAL], capture_output=True, text=True, check=False
-    )
+    with tempfile.TemporaryDirectory() as home:
+        names = Path(home, "names")
+        names.touch()
+        trial = ["unshare", "--net", *ISOLATED, "trial", str(names), "", "sh", "-c", TRIAL]
+        done = subprocess.run(trial, capture_output=True, text=True, check=False)
     return f"the kernel refuses: {' '.join(done.stderr.split())}" if done.returncode else None
-
-
-@dataclass(frozen=True)
-class LabNic:
-    """What a host has: `bytes_per_s` leave it and, unless said otherwise, arrive."""
-
-    bytes_per_s: float
-    switch: str = "switch"
-    in_bytes_per_s: float | None = None
-
-
-@dataclass(frozen=True)
-class End:
-    """One end of a link: a device in a namespace (its file)."""
-
-    net: Path
-    device: str
-
-    def do(self, tool: str, words: str) -> None:
-        command("nsenter", f"--net={self.net}", tool, *words.split())
-
-
-@dataclass(frozen=True)
-class LabLink:
-    """A NIC and its port, or two ports of different switches. `address` is empty between
-    switches."""
-
-    near: End
-    far: End
-    address: str = ""
-
-    def set_rate(self, bytes_per_s: float, in_bytes_per_s: float | None = None) -> None:
-        """From now on: what leaves the near end (the host, the switch named first), and what
-        arrives there."""
-        for end, rate in ((self.near, bytes_per_s), (self.far, in_bytes_per_s or bytes_per_s)):
-            # tc's bps are bytes
-            end.do("tc", f"qdisc replace dev {end.device} {TBF} {int(rate)}bps")
-
-    def down(self) -> None:
-        """A cut: what is sent is lost, both ways, and the host sees no carrier. Connections
-        wait, they do not break."""
-        self.far.do("ip", f"link set {self.far.device} down")
-
-    def up(self) -> None:
-        self.far.do("ip", f"link set {self.far.device} up")
-
-
-@dataclass(frozen=True)
-class LabHost:
-    name: str
-    net: Path
-    nics: tuple[LabLink, ...]
-
-    @property
-    def address(self) -> str:
-        """Of the first NIC; `nics[k].address` has the others."""
-        return self.nics[0].address
-
-    def run(self, argv: Sequence[str], **popen: Any) -> subprocess.Popen[Any]:
-        """A process, on this host when this returns: its PID is the command's own. Killed when
-        the network ends."""
-        process = subprocess.Popen([*inside(self.net), *argv], **popen)
-        with contextlib.suppress(FileNotFoundError):  # it has ended already
-            while not os.path.samefile(f"/proc/{process.pid}/ns/net", self.net):
-                time.sleep(0.001)
-        return process
-
-
-def inside(net: str | Path) -> list[str]:
-    """The words before a command that run it in the namespace; the command replaces them in
-    their process."""
-    return ["nsenter", f"--net={net}", "--"]
 
 
 class Network(Made):
     """Hosts by name with their NICs; `links` joins two switches at a rate in bytes a second, the
-    same both ways.
+    same both ways; `cpus` says how many CPUs a host's processes may use all together.
 
     Inside the context `.hosts` has the hosts by name and `.links` the links by (switch, switch).
-    Raises ConfigError for a name that cannot be, and for links that form a circle.
+    Raises ConfigError for a name that cannot be, for links that form a circle, and for CPUs that
+    cannot be limited.
     """
 
     def __init__(
-        self, hosts: Mapping[str, Sequence[LabNic]], links: Mapping[tuple[str, str], float] = {}
+        self,
+        hosts: Mapping[str, Sequence[LabNic]],
+        links: Mapping[tuple[str, str], float] = {},
+        cpus: Mapping[str, float] = {},
     ) -> None:
         self._wanted, self._rates = hosts, links
+        self._limits = {name: CpuLimit(share) for name, share in cpus.items()}
+        if unknown := sorted(cpus.keys() - hosts.keys()):
+            raise ConfigError(f"`cpus` of hosts that are not there: {', '.join(unknown)}")
+        if cpus and (why := cpus_available()):
+            raise ConfigError(f"the CPUs of hosts cannot be limited here: {why}")
         for name, nics in hosts.items():
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", name) or not nics:
                 raise ConfigError(
@@ -167,74 +111,96 @@ class Network(Made):
 
     def _begin(self) -> Callable[[], None]:
         self.home = folder("net")
-        return partial(undo_network, self.home)
+        self._made = contextlib.ExitStack()
+        self._made.callback(partial(undo_network, self.home))
+        return self._made.close
 
     def _make(self) -> None:
         self.hosts: dict[str, LabHost] = {}
         self.links: dict[tuple[str, str], LabLink] = {}
-        switch, bridge = (
-            self._namespace(SWITCH),
-            {name: f"b{n}" for n, name in enumerate(self._root)},
-        )
-        _batch(
-            switch,
+        self._bridges = {name: f"b{n}" for n, name in enumerate(self._root)}
+        self._networks = list(dict.fromkeys(self._root.values()))
+        self._switch = self._namespace(SWITCH)
+        batch(
+            self._switch,
             [
-                f"link add name {device} up type bridge mcast_snooping 0"
-                for device in bridge.values()
+                f"link add name {at} up type bridge mcast_snooping 0"
+                for at in self._bridges.values()
             ],
         )
-        ports = (End(switch, f"p{n}") for n in range(1 << 16))
-        joined = list(dict.fromkeys(self._root.values()))
+        ports = (End(self._switch, f"p{n}") for n in range(1 << 16))
         for h, (name, nics) in enumerate(self._wanted.items(), 1):
-            net, made = self._namespace(name), []
-            for k, nic in enumerate(nics):
-                f = joined.index(self._root[nic.switch]) + 1
-                link = LabLink(End(net, f"eth{k}"), next(ports), f"10.{f}.{k}.{h}")
-                port, own, address = link.far.device, link.near.device, link.address
-                _batch(
-                    switch,
-                    [
-                        f"link add name {port} type veth peer name {own} netns {net}",
-                        f"link set {port} master {bridge[nic.switch]} up",
-                    ],
-                )
-                _batch(
-                    net,
-                    [
-                        f"link set {own} up",
-                        f"addr add {address}/16 dev {own}",
-                        f"rule add from {address} table {100 + k}",
-                        f"route add 10.{f}.0.0/16 dev {own} src {address} table {100 + k}",
-                    ],
-                )
-                link.set_rate(nic.bytes_per_s, nic.in_bytes_per_s)
-                made.append(link)
-            self.hosts[name] = LabHost(name, net, tuple(made))
+            self.hosts[name] = self._host(name, h, nics, ports)
         for pair, rate in self._rates.items():
-            link = self.links[pair] = LabLink(next(ports), next(ports))
-            near, far = link.near.device, link.far.device
-            _batch(
-                switch,
+            self.links[pair] = self._link(pair, LabLink(next(ports), next(ports)))
+            self.links[pair].set_rate(rate)
+        for host in self.hosts.values():
+            host.set_names(self._names(host))
+
+    def _host(self, name: str, h: int, nics: Sequence[LabNic], ports: Iterator[End]) -> LabHost:
+        net, made = self._namespace(name), []
+        for k, nic in enumerate(nics):
+            f = self._networks.index(self._root[nic.switch]) + 1
+            link = LabLink(End(net, f"eth{k}"), next(ports), f"10.{f}.{k}.{h}")
+            port, own, address = link.far.device, link.near.device, link.address
+            batch(
+                self._switch,
                 [
-                    f"link add name {near} type veth peer name {far}",
-                    *(
-                        f"link set {port} master {bridge[name]} up"
-                        for port, name in zip((near, far), pair)
-                    ),
+                    f"link add name {port} type veth peer name {own} netns {net}",
+                    f"link set {port} master {self._bridges[nic.switch]} up",
                 ],
             )
-            link.set_rate(rate)
+            batch(
+                net,
+                [
+                    f"link set {own} up",
+                    f"addr add {address}/16 dev {own}",
+                    f"rule add from {address} table {100 + k}",
+                    f"route add 10.{f}.0.0/16 dev {own} src {address} table {100 + k}",
+                ],
+            )
+            link.set_rate(nic.bytes_per_s, nic.in_bytes_per_s)
+            made.append(link)
+        batch(net, ["rule add pref 1 lookup local", "rule del pref 0"])
+        limit = self._limits.get(name)
+        if limit:
+            self._made.enter_context(limit)
+        return LabHost(name, net, tuple(made), self.home / f"+names.{name}", limit)
+
+    def _link(self, pair: tuple[str, str], link: LabLink) -> LabLink:
+        ends = (link.near.device, link.far.device)
+        batch(
+            self._switch,
+            [
+                f"link add name {ends[0]} type veth peer name {ends[1]}",
+                *(
+                    f"link set {port} master {self._bridges[name]} up"
+                    for port, name in zip(ends, pair)
+                ),
+            ],
+        )
+        return link
+
+    def _names(self, host: LabHost) -> dict[str, str]:
+        """What every host is called, as `host` reaches it."""
+        reached = {_network_of(nic) for nic in host.nics}
+        names: dict[str, str] = {}
+        for other in self.hosts.values():
+            shared = [nic.address for nic in other.nics if _network_of(nic) in reached]
+            names[other.name] = shared[0] if shared else other.address
+            names |= {f"{other.name}-{nic.near.device}": nic.address for nic in other.nics}
+        return names
 
     def _namespace(self, name: str) -> Path:
         net = self.home / name
         net.touch()
         command("unshare", f"--net={net}", "sh", "-c", HOST)
-        _batch(net, ["link set lo up"])
+        batch(net, ["link set lo up"])
         return net
 
 
-def _batch(net: Path, lines: Sequence[str]) -> None:
-    command(*inside(net), "ip", "-batch", "-", text="\n".join(lines) + "\n")
+def _network_of(nic: LabLink) -> str:
+    return nic.address.split(".")[1]
 
 
 def undo_network(home: Path) -> None:

@@ -9,7 +9,6 @@ the path of the image.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from roadtrain.errors import ConfigError
+from roadtrain.lab.groups import ControlGroup, hierarchy
 from roadtrain.lab.made import Made, command, folder, insist, lacking
 from roadtrain.units import show_bytes
 
@@ -30,7 +30,9 @@ def lab_available() -> str | None:
         return why
     if not Path("/dev/loop-control").exists():
         return "no loop devices: /dev/loop-control is missing"
-    if (root := blkio_root()) is None or not (root / "blkio.throttle.read_bps_device").exists():
+    if (root := hierarchy("blkio")) is None or not (
+        root / "blkio.throttle.read_bps_device"
+    ).exists():
         return "no block throttling: no cgroup v1 blkio hierarchy with blkio.throttle is mounted"
     return None
 
@@ -74,12 +76,14 @@ class LoopDevice(Made):
         command("mount", "-o", "noatime", device, str(self.mount))
 
 
-class Throttle(Made):
+class Throttle(ControlGroup):
     """A control group that holds its members, all together, to these rates on each of the devices
     (or "MAJ:MIN"s).
 
     On exit its members go to the group of the process that made it, and the group is removed.
     """
+
+    controller = "blkio"
 
     def __init__(
         self, devices: Sequence[LoopDevice | str], read_bytes_per_s: float, write_bytes_per_s: float
@@ -88,59 +92,19 @@ class Throttle(Made):
         rates = ("read", int(read_bytes_per_s)), ("write", int(write_bytes_per_s))
         self.limits = [(way, f"{name} {rate}") for name in names for way, rate in rates]
 
-    def _begin(self) -> Callable[[], None]:
-        root, back = blkio_root(), _blkio_group()
-        assert root is not None and back is not None, "ask lab_available() first"
-        self.group = folder("rate", root)
-        return partial(undo_group, self.group, back)
-
     def _make(self) -> None:
         for way, limit in self.limits:
             (self.group / f"blkio.throttle.{way}_bps_device").write_text(limit)
-
-    def enter_process(self, pid: int) -> None:
-        """Moves the process with all its threads; threads and processes that it starts later
-        follow it."""
-        (self.group / "cgroup.procs").write_text(str(pid))
 
 
 def undo_loop(home: Path) -> None:
     if os.path.ismount(home / "mount"):
         insist(lambda: command("umount", str(home / "mount")))
+    if (home / "mount").exists():
+        (home / "mount").rmdir()  # which also unmounts it for processes of other labs' hosts
     backing = Path((home / "backing").read_text()) if (home / "backing").exists() else home / "none"
     if backing.exists():
         for line in command("losetup", "-j", str(backing)).splitlines():
             command("losetup", "-d", line.split(":")[0])
         backing.unlink()
     shutil.rmtree(home)
-
-
-def undo_group(group: Path, back: Path) -> None:
-    def empty_and_remove() -> None:
-        for pid in (group / "cgroup.procs").read_text().split():
-            with contextlib.suppress(ProcessLookupError):
-                (back / "cgroup.procs").write_text(pid)
-        group.rmdir()
-
-    insist(empty_and_remove)
-
-
-def blkio_root() -> Path | None:
-    lines = (line.split() for line in Path("/proc/mounts").read_text().splitlines())
-    return next(
-        (
-            Path(at)
-            for _, at, kind, how, *_ in lines
-            if kind == "cgroup" and "blkio" in how.split(",")
-        ),
-        None,
-    )
-
-
-def _blkio_group() -> Path | None:
-    root = blkio_root()
-    lines = (line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines())
-    return next(
-        (root / at.lstrip("/") for _, kinds, at in lines if root and "blkio" in kinds.split(",")),
-        None,
-    )

@@ -1,0 +1,79 @@
+"""Control groups of a lab: made, filled, and removed with their members sent back. Does NOT know
+what a group limits."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from roadtrain.lab.made import Made, folder, insist
+
+
+class ControlGroup(Made):
+    """A group of its own below the root of one controller's hierarchy (version 1 or 2).
+
+    On exit its members go to the group of the process that made it, and the group is removed.
+    """
+
+    controller: str
+    """As the kernel calls it: `blkio`, `cpu`."""
+
+    group: Path
+    """Its directory, inside the context."""
+
+    def _begin(self) -> Callable[[], None]:
+        root, back = hierarchy(self.controller), _own_group(self.controller)
+        assert root is not None and back is not None, "ask whether it is available first"
+        self.group = folder(self.controller, root)
+        return partial(undo_group, self.group, back)
+
+    def enter_process(self, pid: int) -> None:
+        """Moves the process with all its threads; threads and processes that it starts later
+        follow it."""
+        (self.group / "cgroup.procs").write_text(str(pid))
+
+
+def hierarchy(controller: str) -> Path | None:
+    """Where the controller's groups are: the version 1 hierarchy that has it, else the version 2
+    hierarchy if it has it, else None."""
+    mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
+    for _, at, kind, how, *_ in mounts:
+        if kind == "cgroup" and controller in how.split(","):
+            return Path(at)
+    for _, at, kind, *_ in mounts:
+        if kind == "cgroup2" and controller in _words(Path(at) / "cgroup.controllers"):
+            return Path(at)
+    return None
+
+
+def is_version_2(root: Path) -> bool:
+    return (root / "cgroup.controllers").exists()
+
+
+def undo_group(group: Path, back: Path) -> None:
+    """Sends the members to `back`, and removes the group."""
+
+    def empty_and_remove() -> None:
+        for pid in (group / "cgroup.procs").read_text().split():
+            with contextlib.suppress(ProcessLookupError):
+                (back / "cgroup.procs").write_text(pid)
+        group.rmdir()
+
+    insist(empty_and_remove)
+
+
+def _own_group(controller: str) -> Path | None:
+    """The group of this process in the controller's hierarchy."""
+    if (root := hierarchy(controller)) is None:
+        return None
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, kinds, at = line.split(":", 2)
+        if (kinds == "") if is_version_2(root) else (controller in kinds.split(",")):
+            return root / at.lstrip("/")
+    return None
+
+
+def _words(path: Path) -> list[str]:
+    return path.read_text().split() if path.exists() else []
