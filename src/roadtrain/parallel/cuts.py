@@ -2,11 +2,12 @@
 uses.
 
 One forward is recorded with autograd on; parameters and all that is computed of them are on `meta`
-(no memory, no time), token numbers and masks have their values, since models look at these. A cut lies behind a block:
-what crosses it are the tensors that the block returned. The graph behind a stage's results, up to
-the tensors that came over the cut before it, ends in just the parameters that the stage uses: also
-those that several stages use (tied embeddings), wherever they stand in the model. Where it reaches a
-block of an earlier stage, something bypasses the cut (a skip connection), which is refused.
+(no memory, no time), token numbers and masks have their values, since models look at these. A cut
+lies behind a block: what crosses it are the tensors that the block returned. The graph behind a
+stage's results, up to the tensors that came over the cut before it, ends in just the parameters
+that the stage uses: also those that several stages use (tied embeddings), wherever they stand in
+the model. Where it reaches a block of an earlier stage, something bypasses the cut (a skip
+connection), which is refused.
 
 Assumes: blocks run in the order in which they are recorded, each once; what a block returns has the
 same shapes in every micro-batch. Does NOT run the user's values.
@@ -144,7 +145,7 @@ class Cuts:
         given = pytree.tree_map_only(torch.Tensor, _on_host, (tuple(args), dict(kwargs)))
         values |= {name: _on_host(b) for name, b in model.named_buffers()}
         try:
-            with torch.enable_grad(), _WithoutParameters():
+            with torch.enable_grad(), _WithoutParameters():  # type: ignore[no-untyped-call]
                 return functional_call(model, values, given[0], given[1])
         except (RuntimeError, TypeError, ValueError, NotImplementedError) as cause:
             raise ModelError(

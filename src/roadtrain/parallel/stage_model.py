@@ -1,5 +1,5 @@
-"""A model of which this rank has a stage: the model's own forward runs, from the cut before the stage
-to the cut behind it.
+"""A model of which this rank has a stage: the model's own forward runs, from the cut before the
+stage to the cut behind it.
 
 Blocks of other stages are replaced by stubs without parameters, parameters of what lies outside the
 blocks and is used elsewhere by NaN that takes no memory. The stub of the block before the stage

@@ -246,6 +246,13 @@ class StageStateMachine:
             if self._other(sender)
         ]
 
+    def transfer(self, run: RunBlocks) -> Transfer:
+        """What `run` leaves for another rank. Raises ConfigError where it leaves nothing."""
+        to = self.goes(run)
+        if not self._other(to):
+            raise ConfigError(f"{run.what} of micro-batch {run.micro} goes to no other rank")
+        return self._transfer(run, self._self(run), to)
+
     def _self(self, run: RunBlocks) -> Peer:
         return Peer(self.stage, run.part, self.replica)
 
