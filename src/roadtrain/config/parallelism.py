@@ -9,6 +9,11 @@ and d data-parallel ranks (d p t = N), as in Yang et al. (Holmes), equations 1 t
                                                                  that follow each other
     data group i       i mod t + (i div t) d t + j t             j < d     inside one stage
 
+Stages may have numbers of data-parallel ranks of their own (`widths`). Devices are numbered stage
+by stage then, inside a stage replica by replica, inside a replica the tensor ranks: where all
+widths are d that is the same. Micro-batch i of a step goes through replica i mod d_s of each stage
+s; the devices that it passes are a pipeline group, and a device of a narrow stage is in several.
+
 Context-parallel ranks have a part of each sequence, and the same parameters: d here is dp x cp, and
 the ranks of a context group follow each other in a data group. So do those of an expert group,
 which has each expert once.
@@ -17,7 +22,9 @@ which has each expert once.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Self
 
 from pydantic import model_validator
@@ -26,11 +33,22 @@ from roadtrain.config.schema import Count, Whole, refusing, value
 from roadtrain.errors import ConfigError
 
 
+@dataclass(frozen=True, slots=True)
+class RankPosition:
+    """Where a rank is in the pipeline. `replica`: of those of its stage, context-parallel ranks
+    counted too."""
+
+    stage: int
+    replica: int
+    tensor: int
+
+
 @value
 class Parallelism:
-    """Degrees of data, tensor, pipeline, context and expert parallelism."""
+    """Degrees of data, tensor, pipeline, context and expert parallelism. Widths that are all the
+    same are kept as `dp`."""
 
-    dp: Count = 1
+    dp: Count = 1  # of every stage; left at 1 where `widths` says it
     tp: Count = 1
     pp: Count = 1
     # layers of each pipeline stage, or of each virtual stage in the model's order; none: as even
@@ -40,25 +58,111 @@ class Parallelism:
     ep: Count = 1  # divides dp x cp
     # parts of the model that a pipeline stage has, part k of all stages before part k + 1 of any
     virtual_stages: Count = 1
+    # data-parallel ranks of each stage, where they differ; none: dp everywhere
+    widths: tuple[Count, ...] = ()
+
+    @model_validator(mode="after")
+    @refusing
+    def _widths_fit(self) -> Self:
+        if not self.widths:
+            return self
+        said = f"widths {', '.join(map(str, self.widths))}"
+        if len(self.widths) != self.pp:
+            raise ConfigError(
+                f"{said} are {len(self.widths)}, pp is {self.pp}", hint="one number a stage"
+            )
+        if self.dp != 1 and set(self.widths) != {self.dp}:
+            raise ConfigError(
+                f"dp {self.dp} and {said} contradict each other",
+                hint="leave dp out where widths says it",
+            )
+        if len(set(self.widths)) == 1:
+            object.__setattr__(self, "dp", self.widths[0])
+            object.__setattr__(self, "widths", ())
+        elif self.virtual_stages > 1:
+            raise ConfigError(
+                f"{said} differ and virtual_stages is {self.virtual_stages}",
+                hint="interleaved stages take turns in one order, so they have one width; give dp",
+            )
+        return self
 
     @model_validator(mode="after")
     @refusing
     def _experts_fit(self) -> Self:
-        if self.replicas % self.ep:
-            raise ConfigError(
-                f"ep {self.ep} does not divide dp {self.dp} x cp {self.cp}",
-                hint="every expert group is a part of a data group",
-            )
+        for stage, width in enumerate(self.widths or (self.dp,)):
+            if width * self.cp % self.ep:
+                said = f"width {width}" if self.widths else f"dp {width}"
+                where = f" of stage {stage}" if self.widths else ""
+                raise ConfigError(
+                    f"ep {self.ep} does not divide {said} x cp {self.cp}{where}",
+                    hint="every expert group is a part of a data group",
+                )
         return self
 
     @property
+    def replicas_of(self) -> tuple[int, ...]:
+        """Of each stage: ranks that have the same parameters, but for experts."""
+        return tuple(width * self.cp for width in self.widths or (self.dp,) * self.pp)
+
+    @property
     def replicas(self) -> int:
-        """Ranks that have the same parameters, but for experts."""
+        """Of every stage. Raises ConfigError where they differ."""
+        if self.widths:
+            raise ConfigError(
+                f"stages of widths {', '.join(map(str, self.widths))} have no number of replicas"
+                " in common",
+                hint="this needs the same dp for all stages",
+            )
         return self.dp * self.cp
 
     @property
     def devices(self) -> int:
-        return self.replicas * self.tp * self.pp
+        return sum(self.replicas_of) * self.tp
+
+    @property
+    def first_ranks(self) -> tuple[int, ...]:
+        """Of each stage; and what follows the last."""
+        return tuple(itertools.accumulate((n * self.tp for n in self.replicas_of), initial=0))
+
+    @property
+    def boundaries(self) -> tuple[tuple[int, int], ...]:
+        """(stage, stage after it) that activations go between; with virtual stages also from the
+        last to the first."""
+        last = ((self.pp - 1, 0),) if self.virtual_stages > 1 and self.pp > 1 else ()
+        return (*itertools.pairwise(range(self.pp)), *last)
+
+    def position(self, rank: int) -> RankPosition:
+        """Raises ConfigError for a rank that is none of `devices`."""
+        if not 0 <= rank < self.devices:
+            raise ConfigError(f"rank {rank} is none of the {self.devices} of {self}")
+        first = self.first_ranks
+        stage = next(s for s in range(self.pp) if rank < first[s + 1])
+        return RankPosition(stage, *divmod(rank - first[stage], self.tp))
+
+    def rank(self, at: RankPosition) -> int:
+        return self.first_ranks[at.stage] + at.replica * self.tp + at.tensor
+
+    def micro_batches(self, stage: int, replica: int, total: int) -> range:
+        """Which of a step's `total` micro-batches this replica runs. Those of a context group
+        run the same."""
+        return range(replica // self.cp, total, self.replicas_of[stage] // self.cp)
+
+    def check_micro_batches(self, total: int) -> None:
+        """Raises ConfigError where a replica of a step of `total` would have none, or those of
+        interleaved stages do not take turns."""
+        widest = max(self.widths or (self.dp,))
+        if total < widest:
+            raise ConfigError(
+                f"{total} micro-batches a step are fewer than the {widest} replicas of a stage",
+                hint=f"give at least {widest} micro-batches",
+            )
+        turn = self.dp * self.pp
+        if self.virtual_stages > 1 and total % turn:
+            raise ConfigError(
+                f"{total} micro-batches a step go through {self.pp} stages of"
+                f" {self.virtual_stages} parts each on {self.dp} replicas",
+                hint=f"with virtual_stages above 1 they are a multiple of {turn}",
+            )
 
     def __str__(self) -> str:
         more = "".join(
@@ -70,31 +174,47 @@ class Parallelism:
             )
             if n > 1
         )
-        return f"dp {self.dp} x tp {self.tp} x pp {self.pp}{more}"
+        data = f"dp {'+'.join(map(str, self.widths)) or self.dp}"
+        return f"{data} x tp {self.tp} x pp {self.pp}{more}"
 
     def tensor_groups(self) -> list[list[int]]:
-        return [[i * self.tp + j for j in range(self.tp)] for i in range(self.pp * self.replicas)]
+        return [list(range(i, i + self.tp)) for i in range(0, self.devices, self.tp)]
 
     def pipeline_groups(self) -> list[list[int]]:
-        stage = self.tp * self.replicas
-        return [[i + j * stage for j in range(self.pp)] for i in range(stage)]
+        """As many as there are different ways through the stages, times tp: each once."""
+        turns = math.lcm(*(n // self.cp for n in self.replicas_of))
 
-    def data_groups(self) -> list[list[int]]:
-        t, d = self.tp, self.replicas
-        return [[i % t + (i // t * d + j) * t for j in range(d)] for i in range(self.pp * t)]
+        def passed(way: int, context: int, tensor: int) -> list[int]:
+            return [
+                self.rank(RankPosition(stage, way * self.cp % replicas + context, tensor))
+                for stage, replicas in enumerate(self.replicas_of)
+            ]
 
-    def context_groups(self) -> list[list[int]]:
         return [
-            group[i : i + self.cp]
-            for group in self.data_groups()
-            for i in range(0, self.replicas, self.cp)
+            passed(*each)
+            for each in itertools.product(range(turns), range(self.cp), range(self.tp))
         ]
 
-    def expert_groups(self) -> list[list[int]]:
+    def data_groups(self) -> list[list[int]]:
+        """Stage by stage, inside a stage tensor rank by tensor rank."""
         return [
-            group[i : i + self.ep]
-            for group in self.data_groups()
-            for i in range(0, self.replicas, self.ep)
+            list(range(first + tensor, following, self.tp))
+            for first, following in itertools.pairwise(self.first_ranks)
+            for tensor in range(self.tp)
+        ]
+
+    def context_groups(self) -> list[list[int]]:
+        return _runs_of(self.data_groups(), self.cp)
+
+    def expert_groups(self) -> list[list[int]]:
+        return _runs_of(self.data_groups(), self.ep)
+
+    def boundary_groups(self) -> list[list[int]]:
+        """All ranks of the two stages of each of the `boundaries`."""
+        first = self.first_ranks
+        return [
+            sorted([*range(first[a], first[a + 1]), *range(first[b], first[b + 1])])
+            for a, b in self.boundaries
         ]
 
     def layers(self, layers: int) -> tuple[int, ...]:
@@ -112,6 +232,11 @@ class Parallelism:
                 hint="one number a stage, each 1 or more, adding up to the model's layers",
             )
         return self.stages
+
+
+def _runs_of(groups: Sequence[Sequence[int]], length: int) -> list[list[int]]:
+    """Each group cut into runs of that length."""
+    return [list(group[i : i + length]) for group in groups for i in range(0, len(group), length)]
 
 
 def even(layers: int, stages: int) -> tuple[int, ...]:

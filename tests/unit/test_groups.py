@@ -1,0 +1,291 @@
+"""parallel/groups.py and config/host_ranks.py: groups of clusters of any size, checked against the
+paper's formulas and against what a group is; which parallelisms are refused or suit."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roadtrain.config.host_ranks import DataGroups, suited_parallelism, suited_parallelisms
+from roadtrain.config.parallelism import Parallelism, RankPosition
+from roadtrain.errors import ConfigError
+from roadtrain.parallel.groups import GroupKind, Groups
+
+TWO_AND_ONE = [("a0", "a", 2), ("a1", "a", 2), ("b0", "b", 2)]  # clusters of 4 and 2 devices
+
+
+def printed_rank(gpus: int, nodes: tuple[int, ...], i: int, k: int, j: int) -> int:
+    """Cluster i, node k, device j, all from 1; section 2.4 with its numbering corrected."""
+    return gpus * (sum(nodes[: i - 1]) + k - 1) + j
+
+
+def printed_groups(n: int, d: int, t: int, p: int) -> dict[GroupKind, set[tuple[int, ...]]]:
+    """Yang et al. (Holmes), equations 1 to 3, from 1."""
+    assert n == d * t * p
+    return {
+        GroupKind.TENSOR: {
+            tuple((i - 1) * t + j for j in range(1, t + 1)) for i in range(1, p * d + 1)
+        },
+        GroupKind.PIPELINE: {
+            tuple(i + (j - 1) * t * d for j in range(1, p + 1)) for i in range(1, t * d + 1)
+        },
+        GroupKind.DATA: {
+            tuple((i - 1) % t + ((i - 1) // t * d + j - 1) * t + 1 for j in range(1, d + 1))
+            for i in range(1, p * t + 1)
+        },
+    }
+
+
+def one_host_each(n: int, devices: int) -> list[tuple[str, str, int]]:
+    return [(f"h{i}", "c", devices) for i in range(n // devices)]
+
+
+EQUAL = [
+    (n, n // t // p, t, p)
+    for n in (8, 12, 16, 24, 48, 64)
+    for t in (1, 2, 4)
+    for p in range(1, n // t + 1)
+    if n % (t * p) == 0
+]
+
+
+@pytest.mark.parametrize(("n", "d", "t", "p"), EQUAL)
+def test_equal_stages_are_the_papers_groups(n: int, d: int, t: int, p: int) -> None:
+    groups = Groups.of(Parallelism(dp=d, tp=t, pp=p), one_host_each(n, 4))
+    for kind, printed in printed_groups(n, d, t, p).items():
+        found = [one for one in groups.to_create if one.kind is kind]
+        assert {tuple(rank + 1 for rank in one.ranks) for one in found} == printed
+        assert sorted(itertools.chain(*printed)) == list(range(1, n + 1))
+
+
+def test_ranks_are_the_papers_with_its_numbering_corrected() -> None:
+    """2 clusters of 2 nodes of 4 devices: as printed it would be 1, 2, 3, 4, 2, 3, ..."""
+    hosts = [(f"c{i} n{k}", f"c{i}", 4) for i in (1, 2) for k in (1, 2)]
+    groups = Groups.of(Parallelism(dp=8, pp=2), hosts)
+    for i, k, j in itertools.product((1, 2), (1, 2), range(1, 5)):
+        rank = printed_rank(4, (2, 2), i, k, j) - 1
+        assert (groups.host(rank), groups.cluster(rank)) == (f"c{i} n{k}", f"c{i}")
+
+
+@st.composite
+def parallelisms(draw: st.DrawFn) -> Parallelism:
+    pp = draw(st.integers(1, 4))
+    widths = tuple(draw(st.lists(st.integers(1, 4), min_size=pp, max_size=pp)))
+    return Parallelism(tp=draw(st.integers(1, 3)), pp=pp, widths=widths, cp=draw(st.integers(1, 2)))
+
+
+@given(parallelisms())
+def test_groups_are_what_they_say(parallelism: Parallelism) -> None:
+    """By brute force over all ranks: a group is all ranks that have the rest in common."""
+    groups = Groups.of(parallelism, [("h", "c", parallelism.devices)])
+    at = [groups.position(rank) for rank in range(groups.world_size)]
+    assert [parallelism.rank(one) for one in at] == list(range(groups.world_size))
+    assert at == sorted(at, key=lambda one: (one.stage, one.replica, one.tensor))
+
+    def alike(key) -> set[tuple[int, ...]]:
+        found: dict[tuple[int, int], list[int]] = {}
+        for rank, one in enumerate(at):
+            found.setdefault(key(one), []).append(rank)
+        return {tuple(ranks) for ranks in found.values()}
+
+    assert {g.ranks for g in groups.data} == alike(lambda one: (one.stage, one.tensor))
+    assert {g.ranks for g in groups.tensor} == alike(lambda one: (one.stage, one.replica))
+    assert all(len({at[rank].stage for rank in g.ranks}) == len(g.ranks) for g in groups.pipelines)
+    names = [one.name for one in groups.to_create]
+    assert len(set(names)) == len(names)
+
+
+@given(parallelisms(), st.integers(4, 30))
+def test_micro_batches_go_along_the_pipelines(parallelism: Parallelism, total: int) -> None:
+    """Each stage runs each micro-batch once; the ranks that run one are a pipeline, and each
+    pipeline runs one where there are enough. Neighbours are in one boundary group."""
+    parallelism.check_micro_batches(total)
+    groups = Groups.of(parallelism, [("h", "c", parallelism.devices)])
+    runs: dict[int, list[tuple[int, int]]] = {}
+    for stage, replicas in enumerate(parallelism.replicas_of):
+        for replica in range(0, replicas, parallelism.cp):
+            for micro in parallelism.micro_batches(stage, replica, total):
+                runs.setdefault(micro, []).append((stage, replica))
+    assert set(runs) == set(range(total))
+    passed = set()
+    for found in runs.values():
+        assert [stage for stage, _ in found] == list(range(parallelism.pp))
+        for context, tensor in itertools.product(range(parallelism.cp), range(parallelism.tp)):
+            ranks = [parallelism.rank(RankPosition(s, r + context, tensor)) for s, r in found]
+            passed.add(tuple(ranks))
+            for a, b in itertools.pairwise(ranks):
+                assert sum({a, b} <= set(one.ranks) for one in groups.boundaries) == 2
+    ways = math.lcm(*(n // parallelism.cp for n in parallelism.replicas_of))
+    assert passed <= {one.ranks for one in groups.pipelines}
+    assert total < ways or passed == {one.ranks for one in groups.pipelines}
+
+
+def test_clusters_of_unequal_size() -> None:
+    groups = Groups.of(Parallelism(pp=2, widths=(4, 2)), TWO_AND_ONE)
+    assert [one.ranks for one in groups.data] == [(0, 1, 2, 3), (4, 5)]
+    assert [one.ranks for one in groups.pipelines] == [(0, 4), (1, 5), (2, 4), (3, 5)]
+    assert [(one.name, one.ranks) for one in groups.boundaries] == [
+        ("activations stage 0 to 1", (0, 1, 2, 3, 4, 5)),
+        ("gradients stage 1 to 0", (0, 1, 2, 3, 4, 5)),
+    ]
+    assert list(groups.stage_ranks(1)) == [4, 5]
+    assert groups.group_of(GroupKind.DATA, 5).name == "dp stage 1 tensor index 0"
+    with pytest.raises(ConfigError, match="rank 4 is in 0 groups of kind pp"):
+        groups.group_of(GroupKind.PIPELINE, 4)
+
+
+def test_interleaved_stages_meet_in_a_ring() -> None:
+    assert Parallelism(pp=3, virtual_stages=2).boundaries == ((0, 1), (1, 2), (2, 0))
+    groups = Groups.of(Parallelism(pp=2, virtual_stages=2), [("h", "c", 2)])
+    assert [one.name for one in groups.boundaries] == [
+        "activations stage 0 to 1",
+        "gradients stage 1 to 0",
+        "activations stage 1 to 0",
+        "gradients stage 0 to 1",
+    ]
+    assert Parallelism(virtual_stages=2).boundaries == ()
+
+
+def test_equal_widths_are_dp() -> None:
+    assert Parallelism(pp=2, widths=(3, 3)) == Parallelism(dp=3, pp=2)
+    assert Parallelism(dp=3, pp=2, widths=(3, 3), virtual_stages=2).replicas == 3
+    assert str(Parallelism(pp=2, widths=(4, 2))) == "dp 4+2 x tp 1 x pp 2"
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"pp": 3, "widths": (2, 1)}, "widths 2, 1 are 2, pp is 3"),
+        ({"dp": 4, "pp": 2, "widths": (2, 1)}, "dp 4 and widths 2, 1 contradict each other"),
+        ({"pp": 2, "widths": (2, 1), "virtual_stages": 2}, "differ and virtual_stages is 2"),
+        ({"pp": 2, "widths": (4, 3), "ep": 2}, "ep 2 does not divide width 3 x cp 1 of stage 1"),
+        ({"pp": 2, "widths": (2, 0)}, "greater than or equal to 1"),
+    ],
+)
+def test_widths_that_say_nothing_are_refused(fields: dict, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Parallelism(**fields)
+
+
+def test_what_needs_one_width_says_so() -> None:
+    with pytest.raises(ConfigError, match="widths 4, 2 have no number of replicas in common"):
+        _ = Parallelism(pp=2, widths=(4, 2)).replicas
+    with pytest.raises(ConfigError, match="3 micro-batches a step are fewer than the 4 replicas"):
+        Parallelism(pp=2, widths=(4, 2)).check_micro_batches(3)
+    with pytest.raises(ConfigError, match="6 micro-batches a step go through 2 stages of 2 parts"):
+        Parallelism(dp=2, pp=2, virtual_stages=2).check_micro_batches(6)
+    Parallelism(dp=2, pp=2, virtual_stages=2).check_micro_batches(8)
+    with pytest.raises(ConfigError, match="rank 6 is none of the 6"):
+        Parallelism(pp=2, widths=(4, 2)).position(6)
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "hosts", "said", "hint"),
+    [
+        (
+            Parallelism(pp=2, widths=(4, 3)),
+            TWO_AND_ONE,
+            r"dp 4\+3 x tp 1 x pp 2 is 7 ranks, 3 hosts have 6 devices",
+            "add up to the number of devices",
+        ),
+        (Parallelism(dp=2), TWO_AND_ONE, "is 2 ranks, 3 hosts have 6 devices", "widths"),
+        (
+            Parallelism(dp=3, pp=3),
+            TWO_AND_ONE,
+            r"stage 2 \(ranks 6 to 8\) has no host: 3 hosts have 6 devices",
+            "start 9 ranks",
+        ),
+        (
+            Parallelism(dp=1, tp=3, pp=2),
+            TWO_AND_ONE,
+            r"tensor group 0 \(ranks 0 to 2\) crosses hosts 'a0' and 'a1': tp is 3, host 'a0' has 2",
+            "tp divides the devices of every host",
+        ),
+        (
+            Parallelism(dp=3, pp=2),
+            TWO_AND_ONE,
+            r"data group of stage 1 \(ranks 3 to 5\) mixes clusters: 1 of 'a' and 2 of 'b'",
+            "widths gives each stage its own number of ranks",
+        ),
+        (
+            Parallelism(pp=2, widths=(4, 2)),
+            [("a0", "a", 2), ("a0", "b", 4)],
+            "host 'a0' is in cluster 'a' and in 'b'",
+            "a name of its own",
+        ),
+        (Parallelism(), [("a0", "a", 0)], "host 'a0' of cluster 'a' has 0 devices", "leave"),
+        (Parallelism(pp=6), TWO_AND_ONE, "4 layers cannot be 6 stages", "pp is at most"),
+    ],
+)
+def test_what_cannot_work_is_refused(
+    parallelism: Parallelism, hosts: list, said: str, hint: str
+) -> None:
+    with pytest.raises(ConfigError, match=said) as error:
+        Groups.of(parallelism, hosts, blocks=4)
+    assert hint in error.value.hint and "\n" not in str(error.value).partition("\nhint: ")[0]
+
+
+def test_a_data_group_may_mix_clusters_where_that_is_said() -> None:
+    groups = Groups.of(Parallelism(dp=6), TWO_AND_ONE, data_groups=DataGroups.ANYWHERE)
+    assert [one.ranks for one in groups.data] == [tuple(range(6))]
+    with pytest.raises(ConfigError, match="mixes clusters: 4 of 'a' and 2 of 'b'"):
+        Groups.of(Parallelism(dp=6), TWO_AND_ONE)
+
+
+CLUSTERS = st.lists(
+    st.lists(st.sampled_from([2, 4]), min_size=1, max_size=3), min_size=1, max_size=3
+)
+
+
+@given(CLUSTERS, st.sampled_from([1, 2]), st.integers(3, 12))
+def test_suited_parallelisms_are_all_that_can_work(
+    clusters: list[list[int]], tp: int, blocks: int
+) -> None:
+    """Each is one that `Groups.of` takes; the first has a stage a cluster; none that has stages
+    of one width inside each cluster is left out."""
+    hosts = [
+        (f"c{i}h{k}", f"c{i}", devices)
+        for i, cluster in enumerate(clusters)
+        for k, devices in enumerate(cluster)
+    ]
+    found = list(suited_parallelisms(hosts, blocks, tp=tp))
+    for one in found:
+        Groups.of(one, hosts, blocks=blocks)
+    assert found[0].pp == len(clusters)
+    assert found[0].replicas_of == tuple(sum(cluster) // tp for cluster in clusters)
+    slots = [sum(cluster) // tp for cluster in clusters]
+    tried = itertools.product(*([d for d in range(1, n + 1) if n % d == 0] for n in slots))
+    expected = {
+        tuple(n // k for n, k in zip(slots, stages) for _ in range(k))
+        for stages in tried
+        if sum(stages) <= blocks
+    }
+    assert {one.replicas_of for one in found} == expected and len(found) == len(expected)
+
+
+def test_the_suited_parallelism() -> None:
+    assert suited_parallelism(TWO_AND_ONE, 12) == Parallelism(pp=2, widths=(4, 2))
+    assert suited_parallelism(TWO_AND_ONE, 12, pp=3) == Parallelism(dp=2, pp=3)
+    assert suited_parallelism(TWO_AND_ONE, 12, tp=2) == Parallelism(tp=2, pp=2, widths=(2, 1))
+    assert suited_parallelism(TWO_AND_ONE, 12, num_microbatches=3) == Parallelism(dp=2, pp=3)
+    assert suited_parallelism([("h", "c", 4)], 12) == Parallelism(dp=4)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "blocks", "asked", "said"),
+    [
+        (TWO_AND_ONE, 1, {}, "2 clusters need a stage each, the model has 1 blocks"),
+        (TWO_AND_ONE, 12, {"pp": 7}, "7 stages do not fit 2 clusters"),
+        (TWO_AND_ONE, 2, {"num_microbatches": 3}, "3 micro-batches a step are fewer than the 4"),
+        (TWO_AND_ONE, 12, {"tp": 4}, "tp 4 does not divide the 2 devices of host 'a0'"),
+        ([("x", "a", 1), ("y", "b", 1), ("z", "a", 1)], 9, {}, "cluster 'a' are 2 runs"),
+        ([], 9, {}, "0 hosts"),
+    ],
+)
+def test_what_nothing_suits(hosts: list, blocks: int, asked: dict, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        suited_parallelism(hosts, blocks, **asked)
