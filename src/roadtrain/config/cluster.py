@@ -35,6 +35,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from roadtrain.config.names import did_you_mean
+from roadtrain.config.networks import fastest_common
 from roadtrain.config.schema import (
     Bytes,
     Count,
@@ -53,8 +54,6 @@ from roadtrain.config.schema import (
 )
 from roadtrain.errors import ConfigError
 from roadtrain.units import show_rate, show_seconds
-
-KINDS = ("infiniband", "roce", "ethernet")  # the fastest first, where rates are the same
 
 
 class Device(Section):
@@ -236,25 +235,9 @@ class Cluster(Section):
         kinds over links between switches, with what the link leaves of their rate and with its
         latency. Raises ConfigError where there are none.
         """
-        ways = []
-        for nic in hosts[0].nics:
-            nics = [
-                max(
-                    (
-                        n
-                        for n in host.nics
-                        if n.kind == nic.kind and self.switch_of(n) == self.switch_of(nic)
-                    ),
-                    key=lambda n: n.total,
-                    default=None,
-                )
-                for host in hosts
-            ]
-            own = [n for n in nics if n is not None]
-            if len(own) == len(hosts):
-                ways.append((min(n.total for n in own), -KINDS.index(nic.kind), tuple(own)))
-        if ways:
-            return max(ways, key=lambda way: way[:2])[2]
+        way = fastest_common([host.nics for host in hosts], self.switch_of, lambda nic: nic.total)
+        if way is not None:
+            return way
         best = tuple(max(host.nics, key=lambda n: n.total) for host in hosts if host.nics)
         ends = frozenset(self.switch_of(nic) for nic in best)
         link = min(

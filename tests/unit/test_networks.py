@@ -1,0 +1,239 @@
+"""Which network a group of ranks takes; what a host has; what NCCL is told."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from roadtrain.config.networks import (
+    CONTROL,
+    ETHERNET,
+    INFINIBAND,
+    INSIDE,
+    ROCE,
+    HostCard,
+    HostCards,
+    NetworkStatement,
+    choose_networks,
+    fastest_common,
+    pick,
+    stated,
+)
+from roadtrain.config.schema import checked
+from roadtrain.errors import ConfigError
+from roadtrain.parallel import networks
+from roadtrain.parallel.process_groups import nccl_network
+
+
+@dataclass(frozen=True)
+class Ranks:
+    name: str
+    ranks: tuple[int, ...]
+
+
+def card(interface, address, kind=ETHERNET, rate=0.0, **more):
+    return HostCard(interface, address, 16, kind=kind, bytes_per_s=rate, **more)
+
+
+def host(name, *cards):
+    return HostCards(f"id of {name}", name, cards)
+
+
+def holmes():
+    """Two clusters of two hosts (Yang et al., section 2.4, case 2), two ranks a host."""
+    out = []
+    for cluster, kind, net in (("a", INFINIBAND, 1), ("b", ROCE, 2)):
+        for i in (1, 2):
+            n = i + 2 * (net - 1)
+            own = host(
+                f"{cluster}{i - 1}",
+                card("eth0", f"10.{net}.0.{n}", kind, 100e6),
+                card("eth1", f"10.3.1.{n}", ETHERNET, 6e6),
+            )
+            out += [own, own]
+    return out
+
+
+def test_each_group_takes_the_network_of_the_printed_rule() -> None:
+    """Yang et al. (Holmes), section 3.2: tensor groups inside a host, data groups by RDMA inside
+    their cluster, pipelines by Ethernet between clusters."""
+    groups = [
+        Ranks("tp", (0, 1)),
+        Ranks("dp a", (0, 2)),
+        Ranks("dp b", (5, 7)),
+        Ranks("pp", (0, 4)),
+    ]
+    chosen = choose_networks(groups, holmes())
+    assert {name: network.kind for name, network in chosen.items()} == {
+        CONTROL: ETHERNET,
+        "tp": INSIDE,
+        "dp a": INFINIBAND,
+        "dp b": ROCE,
+        "pp": ETHERNET,
+    }
+    assert [one.address for one in chosen["dp b"].cards] == ["10.2.0.3", "10.2.0.4"]
+    assert chosen["pp"].card_of(4).address == "10.3.1.3"
+    assert chosen["tp"].card_of(1).address == "127.0.0.1"
+    # Rule 6: that faster cards are of no use here is said
+    assert "a0 has infiniband, b0 has roce" in str(chosen["pp"])
+    assert "has" not in str(chosen["dp a"])
+
+
+def test_kinds_that_are_the_same_are_not_enough() -> None:
+    hosts = holmes()
+    two_fabrics = [
+        replace(one, cards=(replace(one.cards[0], kind=INFINIBAND), one.cards[1])) for one in hosts
+    ]
+    assert pick(Ranks("dp", (0, 4)), dict(enumerate(two_fabrics))).kind == ETHERNET
+    joined = stated(
+        two_fabrics, [NetworkStatement(interface="eth0", kind=INFINIBAND, fabric="hall")]
+    )
+    assert pick(Ranks("dp", (0, 4)), dict(enumerate(joined))).kind == INFINIBAND
+
+
+def test_rates_decide_before_kinds_where_they_are_known() -> None:
+    slow, fast = card("ib0", "10.1.0.1", INFINIBAND, 1e9), card("eth0", "10.3.0.1", rate=12e9)
+    both = [slow, fast], [replace(slow, address="10.1.0.2"), replace(fast, address="10.3.0.2")]
+
+    def chosen(cards):
+        return fastest_common(cards, lambda one: one.meets, lambda one: one.bytes_per_s)[0].kind
+
+    assert chosen(both) == ETHERNET
+    unknown = [[one if one.kind == INFINIBAND else replace(one, bytes_per_s=0) for one in cards]
+               for cards in both]  # fmt: skip
+    assert chosen(unknown) == INFINIBAND
+
+
+def test_hosts_of_infiniband_and_of_roce_alone_are_refused() -> None:
+    hosts = {rank: replace(one, cards=one.cards[:1]) for rank, one in enumerate(holmes())}
+    with pytest.raises(ConfigError, match=r"InfiniBand and RoCE cards cannot talk.*no Ethernet"):
+        pick(Ranks("dp 0", (0, 4)), hosts)
+    assert pick(Ranks("dp 0", (0, 2)), hosts).kind == INFINIBAND
+
+
+def test_one_fabric_of_two_kinds_is_refused() -> None:
+    mixed = stated(holmes(), [NetworkStatement(interface="eth0", fabric="fast")])
+    with pytest.raises(ConfigError, match="fabric fast has eth0 of host a1, which is infiniband"):
+        choose_networks([Ranks("pp", (2, 4))], mixed)
+
+
+def test_roce_is_ethernet_inside_its_subnet_and_ethernet_is_routed() -> None:
+    roce, plain = host("a", card("p0", "10.1.0.1", ROCE)), host("b", card("p0", "10.1.0.2"))
+    far = host("c", card("p0", "10.9.0.1"))
+    assert pick(Ranks("g", (0, 1)), {0: roce, 1: plain}).kind == ETHERNET
+    assert pick(Ranks("g", (0, 1)), {0: plain, 1: far}).kind == ETHERNET
+    with pytest.raises(ConfigError, match=r"no network in common.*c has p0"):
+        pick(Ranks("g", (0, 1)), {0: roce, 1: far})
+
+
+def test_statements() -> None:
+    plain = [
+        replace(one, cards=tuple(replace(c, kind=ETHERNET, bytes_per_s=0) for c in one.cards))
+        for one in holmes()
+    ]
+    said = [
+        checked(NetworkStatement, tree)
+        for tree in (
+            {"hosts": "a*", "interface": "eth0", "kind": "infiniband", "rate": "800Mbit/s"},
+            {"subnet": "10.2.0.0/16", "kind": "roce", "rate": "600Mbit/s"},
+            {"hosts": ["b1"], "interface": "eth1", "use": False},
+        )
+    ]
+    a, b = stated(plain, said)[0], stated(plain, said)[-1]
+    assert [(c.kind, c.bytes_per_s) for c in a.cards] == [(INFINIBAND, 100e6), (ETHERNET, 0)]
+    assert [(c.kind, c.bytes_per_s) for c in b.cards] == [(ROCE, 75e6)]
+
+
+@pytest.mark.parametrize(
+    ("tree", "reason"),
+    [
+        ({"hosts": "b1", "interface": "eth7", "kind": "roce"}, "host b1 has no interface eth7"),
+        ({"interface": "ib*", "kind": "infiniband"}, "interface ib.*and no host has it"),
+        ({"subnet": "10.9.0.0/16", "kind": "roce"}, "subnet 10.9.0.0/16.*no host has it"),
+        ({"hosts": "a1", "interface": "eth0", "kind": "roce"}, "its link layer is infiniband"),
+    ],
+)
+def test_statements_that_cannot_be(tree, reason) -> None:
+    hosts = [
+        replace(one, cards=tuple(replace(c, found="" if c.kind == ETHERNET else c.kind)
+                                 for c in one.cards))
+        for one in holmes()
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match=reason):
+        stated(hosts, [checked(NetworkStatement, tree)])
+
+
+@pytest.mark.parametrize("tree", [{}, {"kind": "roce"}, {"subnet": "10.1.0.7/16"}, {"subent": "x"}])
+def test_statements_that_say_nothing_are_no_statements(tree) -> None:
+    with pytest.raises(ConfigError):
+        checked(NetworkStatement, tree)
+
+
+def test_an_address_that_several_hosts_have_is_no_use() -> None:
+    docker = card("docker0", "172.17.0.1")
+    a, b = (replace(one, cards=(docker, *one.cards)) for one in (holmes()[0], holmes()[2]))
+    assert [c.interface for c in stated([a, a, b], [])[2].cards] == ["eth0", "eth1"]
+    assert len(stated([a, a], [])[0].cards) == 3
+
+
+def test_what_nccl_can_be_told() -> None:
+    chosen = choose_networks(
+        [Ranks("tp", (0, 1)), Ranks("dp", (0, 2)), Ranks("pp", (2, 4))], holmes()
+    )
+    assert nccl_network(chosen["tp"], 0, {}).net_name is None
+    ib, socket = nccl_network(chosen["dp"], 0, {}), nccl_network(chosen["pp"], 2, {})
+    assert (ib.net_name, socket.net_name) == ("IB", "Socket")
+    assert "NCCL_IB_HCA is not set" in ib.unbound  # Rule 6
+    assert "eth1 cannot be said per group: NCCL_SOCKET_IFNAME is not set" in socket.unbound
+    assert not nccl_network(chosen["pp"], 2, {"NCCL_SOCKET_IFNAME": "=eth1"}).unbound
+    assert "'eth9'" in nccl_network(chosen["pp"], 2, {"NCCL_SOCKET_IFNAME": "eth9"}).unbound
+
+
+def interface(mac, address, speed=1000, family=None, netmask="255.255.0.0"):
+    return (
+        [
+            SimpleNamespace(family=psutil.AF_LINK, address=mac, netmask=None),
+            SimpleNamespace(family=family or socket.AF_INET, address=address, netmask=netmask),
+        ],
+        SimpleNamespace(isup=True, speed=speed, mtu=1500),
+    )
+
+
+def test_what_a_host_has(tmp_path, monkeypatch) -> None:
+    """A host with one card of each kind, a bridge, and an interface of another namespace."""
+    have = {
+        "lo": interface("00", "127.0.0.1"),
+        "ib0": interface("a0", "10.1.0.1", 0),
+        "ens1": interface("a1", "10.2.0.1"),
+        "eth0": interface("a2", "10.3.0.1", 25000),
+        "docker0": interface("a3", "172.17.0.1"),
+        "ib9": interface("a4", "10.4.0.1"),
+    }
+    for name, (addresses, _) in have.items():
+        path = tmp_path / "class/net" / name
+        path.mkdir(parents=True)
+        (path / "address").write_text(addresses[0].address if name != "ib9" else "elsewhere")
+        (path / "type").write_text("32\n" if name.startswith("ib") else "1\n")
+    (tmp_path / "class/net/docker0/bridge").mkdir()
+    for device, layer, rate, name in (
+        ("mlx5_0", "InfiniBand", "200 Gb/sec (4X HDR)", "ib0"),
+        ("mlx5_1", "Ethernet", "100 Gb/sec (4X EDR)", "ens1"),
+    ):
+        port = tmp_path / "class/infiniband" / device / "ports/1"
+        (port / "gid_attrs/ndevs").mkdir(parents=True)
+        (port / "link_layer").write_text(layer + "\n")
+        (port / "rate").write_text(rate + "\n")
+        (port / "gid_attrs/ndevs/0").write_text(name + "\n")
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {k: v[0] for k, v in have.items()})
+    monkeypatch.setattr(psutil, "net_if_stats", lambda: {k: v[1] for k, v in have.items()})
+    found = networks.this_host(tmp_path)
+    assert [(c.interface, c.kind, c.bytes_per_s, c.device, c.subnet) for c in found.cards] == [
+        ("ib0", INFINIBAND, 25e9, "mlx5_0", "10.1.0.0/16"),
+        ("ens1", ROCE, 12.5e9, "mlx5_1", "10.2.0.0/16"),
+        ("eth0", ETHERNET, 3.125e9, "", "10.3.0.0/16"),
+        ("ib9", ETHERNET, 125e6, "", "10.4.0.0/16"),  # sysfs shows another one of that name
+    ]
