@@ -45,6 +45,7 @@ EXCEPTED = {
     "storage/safetensors_io.py": {"shard"},  # Hugging Face's own name for the files of one export
     "integrations/ddp.py": {"bucket"},  # torch's own name: GradBucket
     "integrations/fsdp.py": {"shard"},  # torch's own name: _fully_shard
+    "parallel/tensor_styles.py": {"shard"},  # torch's own name of a placement
 }
 STR_METHODS = {"partition", "rpartition"}
 
