@@ -4,7 +4,8 @@ does, and train as it does."""
 from __future__ import annotations
 
 import copy
-from functools import cache
+import re
+from functools import cache, partial
 
 import pytest
 import torch
@@ -12,10 +13,14 @@ import transformers
 from ranks import Ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
+from roadtrain.errors import DifferError, UserError
+from roadtrain.parallel.pieces import VALUE, Extent, Piece
 from roadtrain.parallel.tensor import tensor_parallel
-from roadtrain.parallel.tensor_styles import Column, LocalHeads, Row
+from roadtrain.parallel.tensor_pieces import TensorPieces
+from roadtrain.parallel.tensor_styles import Column, LocalHeads, Row, Vocabulary
 
 pytestmark = pytest.mark.slow
 
@@ -152,3 +157,361 @@ def test_trains_as_the_whole_model(ranks, case, degree):
         assert max(gradients.values()) < 10 * CLOSE, max(gradients, key=gradients.get)
         assert max(parameters.values()) < 10 * CLOSE, max(parameters, key=parameters.get)
         assert numel < 1.5 / degree, "most of it is split"
+
+
+def starts(rank):
+    """Each rank builds another model, at another random state."""
+    torch.manual_seed(rank)
+    model = built(*CASES["gpt2"], seed=rank)
+    split = tensor_parallel(model, tensor_mesh(2))
+    right = built(*CASES["gpt2"], seed=rank // 2 * 2)
+    own = {name: split.whole_value(name, p) for name, p in model.named_parameters()}
+    torch.manual_seed(7)
+    split.check_random_state()
+    torch.manual_seed(rank)
+    try:
+        split.check_random_state()
+    except DifferError as error:
+        return all(torch.equal(own[n], p) for n, p in right.named_parameters()), str(error)
+
+
+def test_the_group_starts_as_its_first_rank(ranks):
+    for equal, words in ranks.run(starts):
+        assert equal
+        assert "tensor ranks 0 and 1 of a replica draw different random numbers" in words
+
+
+DROPS = {"resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.5}
+
+
+def dropped(rank):
+    """Loss, norm's gradient and own random numbers, without and with activation checkpointing."""
+    model = built("gpt2", GPT2 | DROPS)
+    split = tensor_parallel(model, tensor_mesh(2))
+    seen = []
+    attention = model.transformer.h[0].attn
+    attention.c_proj.register_forward_pre_hook(lambda _, given: seen.append(torch.rand(3)))
+    out = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        torch.manual_seed(11)
+        tokens = batch(61)
+        loss = model(tokens, labels=tokens).loss
+        loss.backward()
+        split.check_random_state()
+        gradients = [split.whole_value(n, p.grad) for n, p in model.named_parameters()]
+        out.append([loss.detach(), *gradients, seen.pop()])
+        model.zero_grad()
+    model.eval()
+    quiet = [model(tokens, labels=tokens).loss.item() for _ in range(2)]
+    return out, quiet
+
+
+def test_dropout_agrees_outside_and_differs_inside(ranks):
+    found = ranks.run(dropped)
+    for first, second in (found[:2], found[2:]):
+        for mine, other in zip(first[0], second[0]):
+            *alike, own = zip(mine, other)
+            assert all(torch.equal(x, y) for x, y in alike), "activations and gradients agree"
+            assert not torch.equal(*own), "heads of different ranks drop different scores"
+    for (plain, again), quiet in found:
+        assert torch.equal(plain[-1], again[-1]), "recomputed with the same own numbers"
+        assert max(far(x, y) for x, y in zip(again, plain)) < CLOSE
+        assert quiet[0] == quiet[1] != plain[0].item()
+
+
+class Attention(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x):
+        q, k, v = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for part in self.qkv(x).chunk(3, -1)
+        )
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class Layer(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.attention = Attention(width, heads)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        )
+
+    def forward(self, x):
+        x = x + self.attention(self.norm(x))
+        return x + self.mlp(self.norm(x))
+
+
+class Decoder(nn.Module):
+    """A user's own, which nobody knows."""
+
+    def __init__(self, vocabulary=30, width=16, heads=4, layers=2):
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList(Layer(width, heads) for _ in range(layers))
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+PLAN = {
+    "embed": RowwiseParallel(input_layouts=Replicate()),
+    "layers.*.attention": LocalHeads("heads"),
+    "layers.*.attention.qkv": Column(parts=3),
+    "layers.*.attention.out": Row(),
+    "layers.*.mlp.0": ColwiseParallel(),
+    "layers.*.mlp.2": RowwiseParallel(),
+    "head": ColwiseParallel(output_layouts=Replicate()),
+}
+
+
+def planned(rank, degree, stage):
+    """How far outputs and gradients are, of a whole decoder, or of one that lacks a block."""
+    torch.manual_seed(0)
+    whole = Decoder()
+    if stage:
+        whole.layers[1] = nn.Identity()
+    model = copy.deepcopy(whole)
+    split = tensor_parallel(model, tensor_mesh(degree), ["layers.0"] if stage else None, PLAN)
+    torch.manual_seed(1)
+    tokens = torch.randint(30, (2, 8))
+    outputs = [m(tokens) for m in (whole, model)]
+    for out in outputs:
+        out.square().sum().backward()
+    gradients = {
+        name: far(split.whole_value(name, q.grad), p.grad)
+        for (name, p), q in zip(whole.named_parameters(), model.parameters())
+    }
+    same = [n for n, _ in model.named_parameters()] == [n for n, _ in whole.named_parameters()]
+    squares = sum(q.grad.square().sum() for n, q in model.named_parameters() if split.counts(n))
+    total = squares.clone()
+    torch.distributed.all_reduce(total, group=split.mesh.get_group())
+    right = sum(p.grad.square().sum() for p in whole.parameters())
+    return (
+        far(*outputs[::-1]),
+        gradients,
+        same,
+        far(total, right),
+        isinstance(model.head, nn.Linear),
+    )
+
+
+@pytest.mark.parametrize("stage", [False, True], ids=["whole", "without a block"])
+@pytest.mark.parametrize("degree", [2, 4])
+def test_a_plan_of_ones_own(ranks, degree, stage):
+    for output, gradients, same, norm, linear in ranks.run(planned, degree, stage):
+        assert same and linear
+        assert output < CLOSE
+        assert max(gradients.values()) < 10 * CLOSE, max(gradients, key=gradients.get)
+        assert norm < CLOSE, "what all ranks have alike is counted once"
+
+
+def partly(rank):
+    """A GPT-2 that has its second block only, as a stage in the middle has it."""
+    whole = built("gpt2", GPT2).transformer
+    model = copy.deepcopy(whole)
+    model.h[0] = nn.Identity()
+    split = tensor_parallel(model, tensor_mesh(2), blocks=["h.1"])
+    torch.manual_seed(1)
+    inputs = [torch.randn(2, 8, 32)] * 2
+    inputs = [x.clone().requires_grad_() for x in inputs]
+    outputs = [m.h[1](x) for m, x in zip((whole, model), inputs)]
+    for out in outputs:
+        out.square().sum().backward()
+    found = {"input": far(inputs[1].grad, inputs[0].grad), "output": far(*outputs[::-1])}
+    right = dict(whole.named_parameters())
+    for name, p in model.named_parameters():
+        if name.startswith("h.1."):
+            found[name] = far(split.whole_value(name, p.grad), right[name].grad)
+    return found
+
+
+def test_a_stage_lacks_the_blocks_of_others(ranks):
+    for found in ranks.run(partly):
+        assert len(found) == 2 + 12
+        assert max(found.values()) < 10 * CLOSE, max(found, key=found.get)
+
+
+def refused(rank, make, degree, options):
+    model = make()
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    kinds = [type(module) for module in model.modules()]
+    try:
+        tensor_parallel(model, tensor_mesh(degree), **options)
+    except UserError as error:
+        assert [type(module) for module in model.modules()] == kinds
+        assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+        return f"{type(error).__name__}: {error}"
+
+
+def tied():
+    model = Decoder()
+    model.head.weight = model.embed.weight
+    return model
+
+
+REFUSED = {
+    "heads": (
+        partial(built, "gpt2", GPT2 | {"n_head": 2}),
+        4,
+        {},
+        r"ConfigError: 2 attention heads \(num_attention_heads\) cannot be split over tp 4",
+    ),
+    "key-value heads": (
+        partial(built, "llama", LLAMA | {"num_key_value_heads": 2}),
+        4,
+        {},
+        r"ConfigError: 2 key-value heads .* over tp 4\nhint: tp divides 2",
+    ),
+    "units": (
+        partial(built, "opt", OPT | {"ffn_dim": 50}),
+        4,
+        {},
+        r"50 units of the MLP \(ffn_dim\) cannot be split over tp 4",
+    ),
+    "inner units that follow the width": (
+        partial(built, "gpt2", GPT2 | {"n_embd": 32, "n_inner": 42}),
+        4,
+        {},
+        r"42 units of the MLP \(n_inner\) cannot be split over tp 4",
+    ),
+    "unknown": (
+        Decoder,
+        2,
+        {},
+        r"Decoder are not known, .* tp 2 .*\nhint: known are Llama, .*GPT-2, OPT",
+    ),
+    "unknown of transformers": (
+        partial(built, "bloom", {"hidden_size": 16, "n_layer": 1, "n_head": 2, "vocab_size": 32}),
+        2,
+        {},
+        r"BloomForCausalLM are not known",
+    ),
+    "a pattern": (
+        Decoder,
+        2,
+        {"plan": {"heads": Row()}},
+        r"no layer is called 'heads'\nhint: .*`head`",
+    ),
+    "a count": (
+        Decoder,
+        2,
+        {"plan": {"layers.*.attention": LocalHeads("kv_heads")}},
+        r"layers.0.attention: a Attention counts no kv_heads",
+    ),
+    "a width": (
+        partial(Decoder, vocabulary=30, width=6, heads=1),
+        4,
+        {"plan": {"layers.*.attention.qkv": Column(parts=3)}},
+        r"layers.0.attention.qkv: 6 rows or columns cannot be split over tp 4",
+    ),
+    "a layer": (
+        Decoder,
+        2,
+        {"plan": {"layers.*.norm": Column()}},
+        r"layers.0.norm: a LayerNorm cannot be split",
+    ),
+    "a style": (
+        Decoder,
+        2,
+        {"plan": {"layers.*.norm": SequenceParallel()}},
+        r"SequenceParallel.* of a LayerNorm is not known here",
+    ),
+    "one of two": (
+        tied,
+        2,
+        {"plan": {"embed": Vocabulary()}},
+        r"embed.weight and head.weight are one parameter",
+    ),
+    "a block": (
+        Decoder,
+        2,
+        {"plan": {"head": Column(gather=True)}, "blocks": ["layers.1"]},
+        r"nothing of block 'layers.1' is split",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals(ranks, case):
+    make, degree, options, words = REFUSED[case]
+    for found in ranks.run(refused, make, degree, options):
+        assert found and re.search(words, found), found
+
+
+def again(rank):
+    model = Decoder()
+    for _ in range(2):
+        try:
+            tensor_parallel(model, tensor_mesh(2), plan={"head": Column(gather=True)})
+        except UserError as error:
+            return str(error)
+    return None
+
+
+def test_a_layer_is_split_once(ranks):
+    assert all("head: the layer is split already" in words for words in ranks.run(again))
+
+
+class Values:
+    """A source of pieces as the optimizer of one of two data-parallel ranks is."""
+
+    def __init__(self, model, data):
+        self.values = {name: p.detach().flatten() for name, p in model.named_parameters()}
+        self.data = data
+
+    def extents(self):
+        out = []
+        for name, x in self.values.items():
+            bounds = [len(x) * (self.data + i) // 2 for i in (0, 1)]
+            out.append(Extent(name, *bounds))
+        return out
+
+    def piece(self, extent):
+        value = self.values[extent.name][extent.start : extent.stop].clone()
+        return Piece(extent, {"exp_avg": -value, VALUE: value}, {"step": 2.0})
+
+
+def told(rank, kind, config, chunk):
+    """(extent, value, state) of each piece, asked for in halves, and the whole model's values."""
+    whole = built(kind, config)
+    model = copy.deepcopy(whole)
+    split = tensor_parallel(model, tensor_mesh(2))
+    source = TensorPieces(Values(model, rank // 2), split, chunk).in_order()
+    pieces = []
+    for extent in source.extents():
+        half = (extent.start + extent.stop) // 2
+        for start, stop in ((extent.start, half), (half, extent.stop)):
+            pieces.append(source.piece(Extent(extent.name, start, stop)))
+    return pieces, {name: p.detach() for name, p in whole.named_parameters()}
+
+
+@pytest.mark.parametrize("chunk", [50, 400, 1 << 20])
+@pytest.mark.parametrize("case", ["gpt2", "llama, grouped heads"])
+def test_long_pieces_of_whole_parameters(ranks, case, chunk):
+    found = ranks.run(told, *CASES[case], chunk)
+    whole = found[0][1]
+    counts = {name: torch.zeros(x.numel(), dtype=torch.int64) for name, x in whole.items()}
+    for pieces, _ in found:
+        for piece in pieces:
+            name, own = piece.extent.name, slice(piece.extent.start, piece.extent.stop)
+            assert torch.equal(piece.arrays[VALUE], whole[name].flatten()[own])
+            assert torch.equal(piece.arrays["exp_avg"], -whole[name].flatten()[own])
+            assert piece.scalars == {"step": 2.0}
+            counts[name][own] += 1
+    assert all((count == 1).all() for count in counts.values()), "each element once"
+    if chunk > 1000:
+        assert max(len(pieces) for pieces, _ in found) < 10 * len(whole), "not one a row"

@@ -78,7 +78,7 @@ class TensorParallel:
         split = self.splits.get(name)
         if split is None:
             return local.detach().clone()
-        own = local.detach().to(_device(self.mesh)).contiguous()
+        own = local.detach().to(device_of(self.mesh)).contiguous()
         found = [torch.empty_like(own) for _ in range(self.degree)]
         dist.all_gather(found, own, group=self.mesh.get_group())
         return split.whole_value(found).to(local.device)
@@ -86,7 +86,7 @@ class TensorParallel:
     def check_random_state(self) -> None:
         """Raise DifferError where the ranks of the group would draw different random numbers
         (dropout would differ where their activations agree). Collective over the group."""
-        device = _device(self.mesh)
+        device = device_of(self.mesh)
         digest = hashlib.sha256(b"".join(x.numpy().tobytes() for x in _random_states(device)))
         own = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8).to(device)
         found = [torch.empty_like(own) for _ in range(self.degree)]
@@ -198,7 +198,7 @@ def _splits(
 
 def _start_alike(model: nn.Module, mesh: DeviceMesh) -> None:
     """Rank 0's values and random state on all ranks of the group, a parameter at a time."""
-    device = _device(mesh)
+    device = device_of(mesh)
     for value in (*model.parameters(), *model.buffers()):
         if not value.is_meta:
             with torch.no_grad():
@@ -211,7 +211,7 @@ def _start_alike(model: nn.Module, mesh: DeviceMesh) -> None:
 
 def _from_first(value: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """Rank 0's `value`, on the device where the own is."""
-    sent = value.to(_device(mesh), copy=True).contiguous()
+    sent = value.to(device_of(mesh), copy=True).contiguous()
     first = int(mesh.mesh.flatten()[0])
     # as bytes: not every backend knows every dtype
     dist.broadcast(sent.flatten().view(torch.uint8), first, group=mesh.get_group())
@@ -226,9 +226,9 @@ def _random_states(device: torch.device) -> list[torch.Tensor]:
     return [host, torch.get_device_module(device).get_rng_state(device)]
 
 
-def _device(mesh: DeviceMesh) -> torch.device:
+def device_of(mesh: DeviceMesh) -> torch.device:
     """This rank's own of the mesh's kind."""
     if mesh.device_type == "cpu":
         return torch.device("cpu")
-    index = torch.get_device_module(mesh.device_type).current_device()
+    index = torch.get_device_module(mesh.device_type).currentdevice_of()
     return torch.device(mesh.device_type, index)

@@ -121,4 +121,11 @@ class TensorSplit:
 
     def position(self, rank: int, place: int) -> int:
         """Where `rank`'s element `place` stands in the flattened whole."""
-        return int(self.positions(rank, place, place + 1)[0])
+        rows, rest = divmod(place, self.local_row)
+        parts, inside = divmod(rest, self.width * self.inner)
+        return (
+            rows * self.row
+            + parts * (self.row // self.parts)
+            + rank * self.width * self.inner
+            + inside
+        )
