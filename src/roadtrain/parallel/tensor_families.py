@@ -26,7 +26,7 @@ Styles = Mapping[str, TensorStyle]
 
 
 @dataclass(frozen=True)
-class Family:
+class SplitFamily:
     """models: types of whole models, of which any names the family. layers: type of module ->
     names in it -> styles. counts: keys of the config that tp divides, in the words of people.
     Types are the names of classes of transformers, or of their bases."""
@@ -45,7 +45,7 @@ _GROUPED_HEADS = {
 }
 
 
-def _gated(name: str, prefix: str, more: Styles | None = None) -> Family:
+def _gated(name: str, prefix: str, more: Styles | None = None) -> SplitFamily:
     """Llama, and those that are built as it is."""
     layer = {
         "self_attn.q_proj": Column(),
@@ -57,7 +57,7 @@ def _gated(name: str, prefix: str, more: Styles | None = None) -> Family:
         "mlp.down_proj": Row(),
         **(more or {}),
     }
-    return Family(
+    return SplitFamily(
         name,
         (f"{prefix}PreTrainedModel",),
         {
@@ -76,7 +76,7 @@ FAMILIES = (
     _gated("Mistral", "Mistral"),
     _gated("Qwen2", "Qwen2"),
     _gated("Qwen3", "Qwen3", {"self_attn.q_norm": Summed(), "self_attn.k_norm": Summed()}),
-    Family(
+    SplitFamily(
         "GPT-2",
         ("GPT2PreTrainedModel",),
         {
@@ -93,7 +93,7 @@ FAMILIES = (
         },
         {**_HEADS, "n_inner": "units of the MLP"},
     ),
-    Family(
+    SplitFamily(
         "OPT",
         ("OPTPreTrainedModel",),
         {
@@ -131,7 +131,7 @@ def family_plan(model: nn.Module, degree: int) -> dict[str, TensorStyle]:
     return dict(_styles(model, family))
 
 
-def _family(model: nn.Module) -> tuple[Family, nn.Module] | None:
+def _family(model: nn.Module) -> tuple[SplitFamily, nn.Module] | None:
     for module in model.modules():
         names = _types(module)
         for family in FAMILIES:
@@ -146,7 +146,7 @@ def _types(module: nn.Module) -> set[str]:
     }
 
 
-def _check_counts(family: Family, top: nn.Module, degree: int) -> None:
+def _check_counts(family: SplitFamily, top: nn.Module, degree: int) -> None:
     for key, words in family.counts.items():
         count = getattr(top.config, key, None)
         if count is not None and count % degree:
@@ -156,7 +156,7 @@ def _check_counts(family: Family, top: nn.Module, degree: int) -> None:
             )
 
 
-def _styles(model: nn.Module, family: Family) -> Iterator[tuple[str, TensorStyle]]:
+def _styles(model: nn.Module, family: SplitFamily) -> Iterator[tuple[str, TensorStyle]]:
     for name, module in model.named_modules():
         types = _types(module)
         for kind, styles in family.layers.items():
