@@ -71,6 +71,13 @@ def test_what_the_lines_prove(path: Path, tmp_path: Path) -> None:
         assert committed_by(late) == proven
 
 
+@pytest.mark.parametrize("step, proven", [(1, -1), (10, -1), (11, 10), (25, 20)])
+def test_what_the_lines_prove_with_snapshots(tmp_path: Path, step: int, proven: int) -> None:
+    with Metrics(tmp_path / "metrics.jsonl", step - 1) as metrics:
+        metrics.append({"step": step, "snapshot_every": 10})
+    assert committed_by(tmp_path / "metrics.jsonl") == proven
+
+
 @pytest.mark.parametrize("call", ["write", "fdatasync"])
 def test_a_full_disk(path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     """The step's line is whole or absent, and it goes on once there is room."""

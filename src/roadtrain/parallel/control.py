@@ -17,13 +17,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from roadtrain.errors import ConfigError, DeadlineError, LostError, RoadtrainError
 
+T = TypeVar("T")
 GRACE_S = 5.0  # how much longer the others wait for the first rank, which waits for all of them
 
 
@@ -94,22 +95,11 @@ class ControlLinks:
         """As `gather`, of values that JSON has."""
         return [json.loads(one) for one in self.gather(json.dumps(mine).encode(), what)]
 
-    def same(self, what: str, call: Callable[[], Any]) -> Any:
+    def same(self, call: Callable[[], Any], what: str) -> Any:
         """The value that `call` returns on the first rank, on all ranks (as JSON has it); what it
         raises there, all raise. The others do not call."""
-        told: Any = None
-        error: RoadtrainError | None = None
-        if self.rank == 0:
-            try:
-                told = {"value": call()}
-            except RoadtrainError as raised:
-                error, told = raised, {"error": str(raised)}
-        told = self.agree(told, what)[0]
-        if error is not None:
-            raise error
-        if "error" in told:
-            raise LostError(f"{self.name(0)}: {told['error']}")
-        return told["value"]
+        mine = self.together(call if self.rank == 0 else lambda: None, what)
+        return self.agree(mine, what)[0]
 
     def all_well(self, error: BaseException | None, what: str) -> None:
         """Raises `error` where it came up, and a LostError with its sentence on all other ranks,
@@ -120,6 +110,16 @@ class ControlLinks:
         for rank, sentence in enumerate(told):
             if sentence:
                 raise LostError(f"{what}: {self.name(rank)}: {sentence}")
+
+    def together(self, call: Callable[[], T], what: str) -> T:
+        """What `call` returns here; where it raises on any rank, all raise, as `all_well`."""
+        failed: RoadtrainError | None = None
+        try:
+            out = call()
+        except RoadtrainError as error:
+            failed = error
+        self.all_well(failed, what)
+        return out
 
     # one to another
 

@@ -69,7 +69,7 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview], doing: str) -> 
         raise _typed(error, path, doing, nbytes) from error
 
 
-def write_all(fd: int, data: bytes) -> None:
+def write_all(fd: int, data: bytes | memoryview) -> None:
     """All of `data`, or the OSError that stopped it; a short write goes on."""
     view = memoryview(data)
     while view:

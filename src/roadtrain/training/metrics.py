@@ -117,10 +117,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def committed_by(path: Path) -> int:
     """The step that the lines of a file prove committed, -1 for none: a step's line is written
     once all steps but the last two, or but as many as its staleness allows, are committed
-    (`Worker.end_step`)."""
+    (`Worker.end_step`). Where a line says "snapshot_every", only steps that this divides are ever
+    committed, each before the next step's line is written."""
     lines = read_metrics(path)
     if not lines:
         return -1
+    if every := lines[-1].get("snapshot_every", 0):
+        return (int(lines[-1]["step"]) - 1) // int(every) * int(every) or -1
     staleness = lines[-1].get("lossy", {}).get("staleness", 0)
     open_steps = _UNCOMMITTED_AT_MOST if staleness == "none" else max(2, staleness)
     return max(0, int(lines[-1]["step"]) - open_steps)

@@ -1,0 +1,67 @@
+"""Ranks as threads of this process: links that talk through queues, so that a fault can be put at
+any operation of any rank."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from roadtrain.parallel.control import ControlLinks, RankPlace
+
+
+class ThreadLinks(ControlLinks):
+    def __init__(self, rank: int, places: Sequence[RankPlace], shared: dict[Any, Any]) -> None:
+        self.rank, self.size, self.places = rank, len(places), tuple(places)
+        self.deadline_s, self.shared = 20.0, shared
+
+    def _queue(self, key: tuple[str, int, int]) -> queue.Queue[Any]:
+        with self.shared["lock"]:
+            return self.shared.setdefault(key, queue.Queue())
+
+    def gather(self, message: bytes, what: str) -> list[bytes]:
+        for peer in range(self.size):
+            self._queue(("gather", self.rank, peer)).put((what, message))
+        out = [
+            self._queue(("gather", peer, self.rank)).get(timeout=20) for peer in range(self.size)
+        ]
+        assert {said for said, _ in out} == {what}, "all ranks are at the same operation"
+        return [message for _, message in out]
+
+    def send(self, tensor: torch.Tensor, peer: int, what: str) -> None:
+        self._queue(("tensor", self.rank, peer)).put((what, tensor.clone()))
+
+    def receive(self, tensor: torch.Tensor, peer: int, what: str) -> None:
+        said, sent = self._queue(("tensor", peer, self.rank)).get(timeout=20)
+        assert said == what
+        tensor.copy_(sent)
+
+    def send_bytes(self, message: bytes, peer: int, what: str) -> None:
+        self._queue(("bytes", self.rank, peer)).put((what, message))
+
+    def receive_bytes(self, peer: int, what: str) -> bytes:
+        said, message = self._queue(("bytes", peer, self.rank)).get(timeout=20)
+        assert said == what
+        return message
+
+
+def run_ranks(places: Sequence[RankPlace], work: Callable[[ThreadLinks], Any]) -> list[Any]:
+    """What `work` returned, or the exception that it raised, of each rank."""
+    shared: dict[Any, Any] = {"lock": threading.Lock()}
+    out: list[Any] = [None] * len(places)
+
+    def one(rank: int) -> None:
+        try:
+            out[rank] = work(ThreadLinks(rank, places, shared))
+        except BaseException as error:
+            out[rank] = error
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(len(places))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return out
