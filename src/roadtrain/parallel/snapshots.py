@@ -178,12 +178,12 @@ class JobSnapshots:
     def _clear(self, here: Mapping[SnapshotKey, PartReader], choice: Choice) -> None:
         """Nothing is left but what counts and the one before it. A marker that is there may be in
         the system's memory only, since its writer was killed: what counts is marked anew."""
-        counts = None if choice.counts is None else choice.counts.key
-        keep = [key for key in (choice.before, counts) if key is not None]
+        told = choice.counts
+        keep = [key for key in (choice.before, told and told.key) if key is not None]
 
         def clear() -> None:
-            if choice.counts is not None and counts in here:
-                write_marker(here[counts].home, self._links.rank, choice.counts)
+            if told is not None and told.key in here:
+                write_marker(here[told.key].home, self._links.rank, told)
             for key, reader in here.items():
                 if key in choice.dropped:
                     set_snapshot_aside(reader.home)
