@@ -179,7 +179,8 @@ class JobSnapshots:
         """Nothing is left but what counts and the one before it. A marker that is there may be in
         the system's memory only, since its writer was killed: what counts is marked anew."""
         told = choice.counts
-        keep = [key for key in (choice.before, told and told.key) if key is not None]
+        counts = () if told is None else (told.key,)
+        keep = [*(() if choice.before is None else (choice.before,)), *counts]
 
         def clear() -> None:
             if told is not None and told.key in here:
