@@ -15,9 +15,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+from torch.utils import _pytree as pytree
 
 from roadtrain.errors import DifferError, UserError
+from roadtrain.parallel.cuts import Cuts, Segment
 from roadtrain.parallel.pieces import VALUE, Extent, Piece
+from roadtrain.parallel.stage_model import MicroBatch, StageModel
 from roadtrain.parallel.tensor import tensor_parallel
 from roadtrain.parallel.tensor_pieces import TensorPieces
 from roadtrain.parallel.tensor_styles import Column, LocalHeads, Row, Vocabulary
@@ -122,8 +125,9 @@ def trained(rank, kind, config, degree):
     """How far losses, gradients, parameters are from those of the whole model, and names."""
     whole = built(kind, config)
     model = copy.deepcopy(whole)
-    split = tensor_parallel(model, tensor_mesh(degree))
+    # the user's own optimizer knows the parameters already
     optimizers = [optimizer_of(whole), optimizer_of(model)]
+    split = tensor_parallel(model, tensor_mesh(degree))
     losses, gradients = [], {}
     for step in range(STEPS):
         tokens = batch(config["vocab_size"], step)
@@ -319,29 +323,49 @@ def test_a_plan_of_ones_own(ranks, degree, stage):
         assert norm < CLOSE, "what all ranks have alike is counted once"
 
 
-def partly(rank):
-    """A GPT-2 that has its second block only, as a stage in the middle has it."""
-    whole = built("gpt2", GPT2).transformer
-    model = copy.deepcopy(whole)
-    model.h[0] = nn.Identity()
-    split = tensor_parallel(model, tensor_mesh(2), blocks=["h.1"])
-    torch.manual_seed(1)
-    inputs = [torch.randn(2, 8, 32)] * 2
-    inputs = [x.clone().requires_grad_() for x in inputs]
-    outputs = [m.h[1](x) for m, x in zip((whole, model), inputs)]
-    for out in outputs:
-        out.square().sum().backward()
-    found = {"input": far(inputs[1].grad, inputs[0].grad), "output": far(*outputs[::-1])}
-    right = dict(whole.named_parameters())
-    for name, p in model.named_parameters():
-        if name.startswith("h.1."):
-            found[name] = far(split.whole_value(name, p.grad), right[name].grad)
-    return found
+def staged(rank, kind, config):
+    """How far what two stages compute is from the whole model: input's gradient, the loss, and all
+    gradients, by stage."""
+    whole = built(kind, config)
+    tokens = batch(config["vocab_size"])
+    right = whole(tokens, labels=tokens, use_cache=False).loss
+    right.backward()
+    values = {name: p.grad for name, p in whole.named_parameters()}
+    given = MicroBatch((), {"input_ids": tokens, "labels": tokens, "use_cache": False})
+    found, summed, crossed = {}, {}, ()
+    passed = []  # what the first stage returned, and what the second took
+    for segment in (Segment(0, 1), Segment(1, 2)):
+        model = copy.deepcopy(whole)
+        model.zero_grad()
+        stage = StageModel(model, Cuts(model, (), given.kwargs), [segment])
+        split = tensor_parallel(model, tensor_mesh(2), stage.own_names)
+        assert {name for name, _ in model.named_parameters()} == stage.names
+        stage.attach()
+        ended, value = stage.run(segment, crossed, given)
+        assert ended == (segment.begin == 1)
+        if not ended:
+            tensors = [x for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor)]
+            crossed = tuple(x.detach().requires_grad_(x.requires_grad) for x in tensors)
+            passed.append((model, split, tensors))
+            continue
+        value.loss.backward()
+        passed.append((model, split, []))
+        found["loss"] = far(value.loss, right)
+        model, _, tensors = passed[0]
+        with_gradient = [(x, c.grad) for x, c in zip(tensors, crossed) if x.requires_grad]
+        torch.autograd.backward(*zip(*with_gradient))
+    for model, split, _ in passed:
+        for name, p in model.named_parameters():
+            grad = torch.zeros_like(p) if p.grad is None else p.grad
+            summed[name] = summed.get(name, 0) + split.whole_value(name, grad)
+    least = 1e-3 * max(grad.abs().max().item() for grad in values.values())
+    return found | {name: far(summed[name], values[name], least) for name in values}
 
 
-def test_a_stage_lacks_the_blocks_of_others(ranks):
-    for found in ranks.run(partly):
-        assert len(found) == 2 + 12
+@pytest.mark.parametrize("case", ["llama, grouped heads", "gpt2", "opt, projected"])
+def test_stages_of_a_model(ranks, case):
+    """A stage lacks the blocks of others, and has the tied embedding on both sides."""
+    for found in ranks.run(staged, *CASES[case]):
         assert max(found.values()) < 10 * CLOSE, max(found, key=found.get)
 
 

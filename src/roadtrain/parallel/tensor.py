@@ -6,8 +6,8 @@
     whole = split.whole_value("lm_head.weight", model.lm_head.weight)
 
 Each rank's parameters are plain tensors under the model's own names: its part of those that are
-split, all of the others. So optimizers and stages need not know. The others (norms, positions,
-biases of rows) have equal gradients on all ranks of the group.
+split, all of the others. They stay the same objects, so optimizers and stages need not know. The
+others (norms, positions, biases of rows) have equal gradients on all ranks of the group.
 
 Assumes: all ranks of the group get the same micro-batch. The model is that of tensor rank 0: its
 values and its random state go to the others. Does NOT split the sequence, nor layers over hosts.
@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from roadtrain.config.names import did_you_mean
-from roadtrain.errors import ConfigError, DifferError, ModelError, UserError
+from roadtrain.errors import ConfigError, DifferError, LoopError, ModelError, UserError
 from roadtrain.parallel.tensor_families import family_plan
 from roadtrain.parallel.tensor_split import TensorSplit
 from roadtrain.parallel.tensor_styles import TensorGroup, TensorStyle, own_style
@@ -113,7 +113,7 @@ def tensor_parallel(
 
     Raises ModelError for an architecture that is not known, a layer that cannot be split or a
     block of which nothing is; ConfigError for heads or widths that do not divide and patterns
-    that match nothing. The model is as it was then.
+    that match nothing; LoopError where a parameter has a gradient. The model is as it was then.
     """
     group = TensorGroup(mesh)
     styles = (
@@ -121,10 +121,12 @@ def tensor_parallel(
         if plan is None
         else dict(_named_styles(model, plan, whole=blocks is None))
     )
+    styles = {name: s for name, s in styles.items() if _is_here(model.get_submodule(name))}
     _check_blocks(blocks or (), styles)
     splits = _splits(model, styles, group.degree)
     names = dict(model.named_parameters())
     shapes = {name: tuple(p.shape) for name, p in names.items()}
+    _check_no_gradient(names)
     _start_alike(model, mesh)
     parallelize_module(model, mesh, {name: style.within(group) for name, style in styles.items()})
     own = {name: splits[p] for name, p in names.items() if p in splits}
@@ -154,6 +156,21 @@ def _named_styles(
 def _matches(name: str, pattern: str) -> bool:
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+
+
+def _is_here(module: nn.Module) -> bool:
+    """Whether this stage has its parameters; a layer of which it has none is not split."""
+    own = [p for p in module._parameters.values() if p is not None]
+    return bool(own) or not hasattr(module, "weight")
+
+
+def _check_no_gradient(names: Mapping[str, nn.Parameter]) -> None:
+    for name, p in names.items():
+        if p.grad is not None:
+            raise LoopError(
+                f"parameter {name!r} has a gradient of the whole shape",
+                hint="split the model before its first backward",
+            )
 
 
 def _check_blocks(blocks: Sequence[str], styles: Mapping[str, TensorStyle]) -> None:

@@ -41,8 +41,8 @@ _SEEDS = 1 << 62
 class TensorGroup:
     """The ranks of one replica that split their layers, and what goes between them.
 
-    mesh: of one dimension. local: whole parameter -> what it became on this rank: a parameter of
-    two layers (tied embeddings) is split once."""
+    mesh: of one dimension. cut: parameters that are this rank's part by now: one of two layers
+    (tied embeddings) is cut once."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
@@ -50,7 +50,7 @@ class TensorGroup:
         self.degree: int = mesh.size()
         self._copied: tuple[torch.Tensor, torch.Tensor] | None = None
         self._outside: tuple[torch.device, torch.Tensor] | None = None
-        self.local: dict[nn.Parameter, nn.Parameter] = {}
+        self.cut: set[nn.Parameter] = set()
 
     def copied(self, x: torch.Tensor) -> torch.Tensor:
         """x; backward sums its gradient over the group. Layers that take the same x in turn
@@ -103,11 +103,12 @@ class TensorGroup:
         else:
             torch.get_device_module(device).set_rng_state(state, device)
 
-    def own_part(self, p: nn.Parameter, split: TensorSplit) -> nn.Parameter:
-        """The parameter that holds this rank's part of p's values."""
-        if p not in self.local:
-            self.local[p] = nn.Parameter(split.local_value(p.detach(), self.rank), p.requires_grad)
-        return self.local[p]
+    def keep_own_part(self, p: nn.Parameter, split: TensorSplit) -> None:
+        """p holds this rank's part of its values from now on; it stays the same object, which
+        optimizers know."""
+        if p not in self.cut:
+            self.cut.add(p)
+            p.data = split.local_value(p.data, self.rank)
 
 
 def _random_state(device: torch.device) -> torch.Tensor:
@@ -180,7 +181,7 @@ class TensorStyle(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, split in self.splits(module, self.group.degree).items():
-            setattr(module, name, self.group.own_part(getattr(module, name), split))
+            self.group.keep_own_part(getattr(module, name), split)
         self.change(module)
         return module
 
