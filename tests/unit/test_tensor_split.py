@@ -7,9 +7,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from thread_links import run_ranks
 
 from roadtrain.errors import ConfigError, StoreError
+from roadtrain.parallel.control import RankPlace
 from roadtrain.parallel.pieces import VALUE, Extent, Piece
+from roadtrain.parallel.snapshot_choice import ParamEntry
+from roadtrain.parallel.snapshots import JobSnapshots, SnapshotOptions
 from roadtrain.parallel.tensor import TensorParallel
 from roadtrain.parallel.tensor_pieces import TensorPieces
 from roadtrain.parallel.tensor_split import TensorSplit
@@ -202,3 +206,49 @@ def test_what_all_have_alike_is_counted_once():
     groups = [stage.split for stage in stages(4, 1)]
     assert [split.counts("norm") for split in groups] == [True, False, False, False]
     assert all(split.counts("p0") for split in groups)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("to", [(1, 2), (4, 1), (2, 2)])
+def test_a_snapshot_is_read_with_another_degree(tmp_path, to, replicas):
+    """Rule 3: of tp 2, dp 2 as any other; each host has a directory of its own."""
+    whole, _ = parameters()
+    params = [ParamEntry(name, tuple(x.shape), "fp32", "adamw") for name, x in whole.items()]
+
+    def kept(links):
+        home = tmp_path / links.places[links.rank].host
+        home.mkdir(exist_ok=True)
+        options = SnapshotOptions(every=1, replicas=replicas)
+        return JobSnapshots(home, links, params, options, report=lambda line: None)
+
+    def save(links):
+        snapshots = kept(links)
+        snapshots.find()
+        snapshots.save(3, stages(2, 2)[links.rank], {})
+
+    def resume(links):
+        stage = stages(*to)[links.rank]
+        for x in (*stage.inner.values.values(), *stage.inner.state.values()):
+            x.fill_(99.0)
+        found = kept(links).find()
+        stage.load(found.pieces(stage.wanted()), found.step)
+        return stage
+
+    def run(ranks, work):
+        places = [RankPlace("c", f"h{rank % 2}", f"rank {rank}") for rank in range(ranks)]
+        out = run_ranks(places, work)
+        for one in out:
+            if isinstance(one, BaseException):
+                raise one
+        return out
+
+    run(4, save)
+    for stage, right in zip(run(to[0] * to[1], resume), stages(*to)):
+        assert stage.steps_done == 3
+        for extent in stage.inner.wanted():
+            own = slice(extent.start, extent.stop)
+            for now, before in (
+                (stage.inner.values, right.inner.values),
+                (stage.inner.state, right.inner.state),
+            ):
+                assert torch.equal(now[extent.name][own], before[extent.name][own])
