@@ -17,9 +17,13 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 from torch.utils import _pytree as pytree
 
+from roadtrain.config.networks import HostCards, choose_networks
+from roadtrain.config.parallelism import Parallelism
 from roadtrain.errors import DifferError, UserError
 from roadtrain.parallel.cuts import Cuts, Segment
+from roadtrain.parallel.groups import GroupKind, Groups
 from roadtrain.parallel.pieces import VALUE, Extent, Piece
+from roadtrain.parallel.process_groups import make_process_groups
 from roadtrain.parallel.stage_model import MicroBatch, StageModel
 from roadtrain.parallel.tensor import tensor_parallel
 from roadtrain.parallel.tensor_pieces import TensorPieces
@@ -539,3 +543,36 @@ def test_long_pieces_of_whole_parameters(ranks, case, chunk):
     assert all((count == 1).all() for count in counts.values()), "each element once"
     if chunk > 1000:
         assert max(len(pieces) for pieces, _ in found) < 10 * len(whole), "not one a row"
+
+
+def over_chosen_networks(rank):
+    """As `trained`, where the tensor group is one of a job's own process groups."""
+    groups = Groups.of(Parallelism(dp=2, tp=2), [("h", "c", WORLD)])
+    hosts = [HostCards("h", "h", ())] * WORLD
+    processes = make_process_groups(groups.to_create, choose_networks(groups.to_create, hosts), 60)
+    own = {
+        kind: processes[groups.group_of(kind, rank)]
+        for kind in (GroupKind.PIPELINE, GroupKind.DATA, GroupKind.TENSOR)
+    }
+    mesh = groups.mesh(rank, own, "cpu")["tp"]
+    whole = built("gpt2", GPT2)
+    model = copy.deepcopy(whole)
+    split = tensor_parallel(model, mesh)
+    tokens = batch(61)
+    for one in (whole, model):
+        one(tokens, labels=tokens).loss.backward()
+    split.check_random_state()
+    source = TensorPieces(Values(model, rank // 2), split).in_order()
+    right = dict(whole.named_parameters())
+    for extent in source.extents():
+        value = source.piece(extent).arrays[VALUE]
+        assert torch.equal(value, right[extent.name].detach().flatten()[extent.start : extent.stop])
+    return max(
+        far(split.whole_value(name, p.grad), right[name].grad)
+        for name, p in model.named_parameters()
+    )
+
+
+def test_over_the_groups_of_a_job(ranks):
+    for found in ranks.run(over_chosen_networks):
+        assert found < 10 * CLOSE, found
