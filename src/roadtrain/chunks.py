@@ -273,7 +273,7 @@ def _lay_out(
                     length,
                     pull_at + start * size,
                     push_at + start * size,
-                    _cut(spans, start, start + length),
+                    cut_spans(spans, start, start + length),
                     first_chunk + len(chunks),
                     start,
                 )
@@ -284,7 +284,7 @@ def _lay_out(
     return Block(index, name, own, tuple(runs), tuple(chunks), pull_at, push_at)
 
 
-def _cut(spans: Sequence[Span], start: int, stop: int) -> tuple[Span, ...]:
+def cut_spans(spans: Sequence[Span], start: int, stop: int) -> tuple[Span, ...]:
     """The parts of `spans` inside [start, stop), relative to `start`."""
     return tuple(
         Span(

@@ -30,8 +30,9 @@ def child(work, rank, workers, port, out):
     os._exit(0)
 
 
-def run(workers, work, wait_s=100):
-    """What `work(rank)` returned on each worker, or its error's words, by rank."""
+def run(workers, work, wait_s=100, answers=None):
+    """What `work(rank)` returned on each worker, or its error's words, by rank. `answers`: so many
+    do, the others end without."""
     out, port = FORK.Queue(), free_port()
     processes = [
         FORK.Process(target=child, args=(work, rank, workers, port, out)) for rank in range(workers)
@@ -39,13 +40,13 @@ def run(workers, work, wait_s=100):
     for process in processes:
         process.start()
     try:
-        found = dict(out.get(timeout=wait_s) for _ in processes)
+        found = dict(out.get(timeout=wait_s) for _ in processes[:answers])
     finally:
         for process in processes:
             process.join(10)
             process.kill()
             process.join()
-    return [found[rank] for rank in range(workers)]
+    return [found[rank] for rank in sorted(found)]
 
 
 def between(work, options, rank):

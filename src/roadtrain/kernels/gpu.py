@@ -123,6 +123,11 @@ def _squares(n, x, scale, partial, BLOCK: tl.constexpr):
     tl.store(partial + tl.program_id(0), tl.sum(wide * wide, axis=0))
 
 
+def available() -> bool:
+    """Whether there is a compiler of these kernels."""
+    return triton is not None
+
+
 def _programs(n: int) -> tuple[int]:
     if triton is None:
         raise RuleError(

@@ -1,0 +1,189 @@
+"""Courier: one thread in which a rank's collective operations begin and end, in one order, beside
+the thread that computes.
+
+All ranks of a group must begin the same operations in the same order: whoever hands jobs in sees to
+that. A few jobs are under way at once; they end in the order in which they began. After an error
+nothing more begins, and everybody who waits or hands in a job gets it (Rule 5).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch.distributed as dist
+
+from roadtrain.errors import DeadlineError, LostError, RoadtrainError
+
+UNDER_WAY = 2  # jobs at once: one that sends while the next begins
+PATIENCE = 2.0  # deadlines without any progress before whoever waits gives up
+
+
+class Pending(Protocol):
+    """An operation that has begun: torch's Work."""
+
+    def wait(self) -> object: ...
+
+
+def nothing() -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class CourierJob:
+    """`what` stands in errors. `begin` may compute, and starts an operation (None: there is none
+    to wait for); `end` runs once that is done. `alone`: it begins when all before it have ended."""
+
+    what: str
+    begin: Callable[[], Pending | None]
+    end: Callable[[], None] = nothing
+    alone: bool = False
+
+
+class Courier:
+    """`deadline_s`: of one operation, kept by the groups; here it says how long nothing at all
+    may end. `running`: a context that the thread is in."""
+
+    def __init__(
+        self,
+        name: str,
+        deadline_s: float,
+        running: contextlib.AbstractContextManager[object] | None = None,
+    ) -> None:
+        self.name, self.deadline_s = name, deadline_s
+        self._running = running or contextlib.nullcontext()
+        self.error: BaseException | None = None
+        self._reported = False
+        self._now = ""  # what is waited for
+        self._ended = 0  # jobs
+        self._closing = False
+        self._jobs: deque[CourierJob] = deque()
+        self._under_way: deque[tuple[CourierJob, Pending | None]] = deque()  # the thread's own
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name=f"courier of {name}", daemon=True)
+        self._thread.start()
+
+    def do(self, job: CourierJob) -> None:
+        """Hand in a job. Raises what went wrong with one before."""
+        with self._changed:
+            self.check()
+            self._jobs.append(job)
+            self._changed.notify_all()
+
+    def wait(self, until: Callable[[], bool], what: str) -> None:
+        """Returns when `until()`, which the ends of jobs make true. Raises what went wrong,
+        DeadlineError when nothing ends for long."""
+        with self._changed:
+            ended = self._ended
+            while not until():
+                self.check()
+                moved = self._changed.wait(PATIENCE * self.deadline_s) or self._ended > ended
+                if not moved:
+                    raise DeadlineError(
+                        f"{self.name}: {what} is not here after {PATIENCE * self.deadline_s:g} s"
+                        f" without progress in {self._now or 'anything'}"
+                    )
+                ended = self._ended
+
+    def wait_all(self, what: str) -> None:
+        """Every job that was handed in has ended."""
+        self.wait(lambda: not self._jobs and not self._under_way and not self._now, what)
+
+    def close(self) -> None:
+        """Ends what was handed in, and the thread. Raises what went wrong, if nobody heard."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(PATIENCE * self.deadline_s)
+        if self._thread.is_alive():
+            raise DeadlineError(
+                f"{self.name}: {self._now} does not end within {PATIENCE * self.deadline_s:g} s"
+            )
+        with self._changed:
+            if not self._reported:
+                self.check()
+
+    def check(self) -> None:
+        """Raises what went wrong."""
+        if self.error is None:
+            return
+        self._reported = True
+        if isinstance(self.error, RoadtrainError):
+            raise type(self.error)(str(self.error)) from self.error
+        raise self.error
+
+    def _run(self) -> None:
+        with self._running:
+            self._work()
+
+    def _work(self) -> None:
+        while self.error is None:
+            with self._changed:
+                self._now = ""
+                self._changed.notify_all()
+                while not self._jobs and not self._under_way and not self._closing:
+                    self._changed.wait()
+                if not self._jobs and not self._under_way:
+                    return
+                begins = self._may_begin()
+                self._now = self._jobs[0].what if begins else self._under_way[0][0].what
+            try:
+                self._begin_next() if begins else self._end_oldest()
+            except BaseException as error:
+                self._fail(error)
+
+    def _may_begin(self) -> bool:
+        if not self._jobs or (self._jobs[0].alone and self._under_way):
+            return False
+        return len(self._under_way) < UNDER_WAY
+
+    def _begin_next(self) -> None:
+        job = self._jobs[0]
+        self._now = job.what
+        work = job.begin()
+        with self._changed:
+            self._under_way.append((job, work))
+            self._jobs.popleft()
+
+    def _end_oldest(self) -> None:
+        job, work = self._under_way[0]
+        if work is not None:
+            work.wait()
+        with self._changed:
+            follows = len(self._jobs) > 0 and not self._jobs[0].alone
+        if follows:  # it travels while this one's end computes
+            self._begin_next()
+        self._now = job.what
+        job.end()
+        with self._changed:
+            self._under_way.popleft()
+            self._ended += 1
+            self._changed.notify_all()
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self.error = self._told(error)
+            self._jobs.clear()
+            self._under_way.clear()
+            self._now = ""
+            self._changed.notify_all()
+
+    def _told(self, error: BaseException) -> BaseException:
+        """torch's words for a peer that is late or gone, as ours."""
+        said = " ".join(str(error).split())
+        of_group = isinstance(error, dist.DistError) or "gloo" in said.lower()
+        if not (of_group and isinstance(error, RuntimeError)):
+            return error
+        late = "timed out" in said.lower() or "timeout" in said.lower()
+        told = (DeadlineError if late else LostError)(
+            f"{self.name}: {self._now} failed"
+            + (f" after {self.deadline_s:g} s" if late else "")
+            + f": {said[:300]}",
+            hint="a rank of the group has ended or is unreachable; its own log says why",
+        )
+        told.__cause__ = error
+        return told

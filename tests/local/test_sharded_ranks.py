@@ -1,0 +1,468 @@
+"""The sharded optimizer over several ranks (gloo): bits, copies in several stages, pieces at other
+widths, and ranks that go, hang or differ."""
+
+import io
+import itertools
+import os
+import time
+from datetime import timedelta
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Case, Net, build, place
+from torch import nn
+from world import run
+
+from roadtrain.errors import DeadlineError, LoopError, LostError, ModelError, RoadtrainError
+from roadtrain.parallel.pieces import VALUE
+from roadtrain.parallel.sharded_optimizer import ShardedOptimizer, ShardedOptions
+from roadtrain.parallel.shared_copies import SharedCopies
+
+pytestmark = pytest.mark.slow
+
+STEPS = 4
+MICRO = 2
+SMALL = 32 << 10
+
+
+def joined(timeout_s=30.0):
+    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+    return dist.group.WORLD
+
+
+def micro_loss(model, step, micro, of):
+    generator = torch.Generator().manual_seed(100 * step + micro)
+    x = torch.randint(0, 50, (4, 16), generator=generator)
+    return nn.functional.cross_entropy(model(x).float().flatten(0, 1), x.roll(1, 1).flatten()) / of
+
+
+def train(model, optimizer, group, first, last, micro=MICRO, clip=None):
+    """Losses of this rank's micro-batches."""
+    rank, width = dist.get_rank(group), dist.get_world_size(group)
+    losses = []
+    for step in range(first, last):
+        mine = range(rank, micro, width)
+        optimizer.begin_step(len(mine))
+        for i in mine:
+            loss = micro_loss(model, step, i, micro)
+            loss.backward()
+            losses.append(loss.item())
+        scale = 1.0
+        if clip is not None:
+            squares = torch.tensor(optimizer.sum_squares(), dtype=torch.float64)
+            dist.all_reduce(squares, group=group)
+            scale = min(1.0, clip / float(squares.sqrt()))
+        optimizer.step(scale)
+    return losses
+
+
+def built(case):
+    model, optimizer = build(case)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(module, nn.MultiheadAttention):
+            module.dropout = 0.0
+    return model if case.dtype is None else model.to(case.dtype), optimizer
+
+
+def values(model):
+    return {n: p.detach().float().numpy().copy() for n, p in model.named_parameters()}
+
+
+def shard_child(case, overlap, micro, rank):
+    group = joined()
+    model, user = built(case)
+    said = []
+    optimizer = ShardedOptimizer(
+        model,
+        user,
+        group,
+        options=ShardedOptions(bucket_bytes=SMALL, overlap=overlap),
+        report=said.append,
+    )
+    losses = train(model, optimizer, group, 0, STEPS, micro, case.clip)
+    optimizer.wait_parameters()
+    kept = sum(array.numel() for state in optimizer.states for array in state.arrays)
+    out = losses, values(model), kept, len(optimizer.states), said
+    optimizer.close()
+    return out
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all((a[n] == b[n]).all() for n in a)
+
+
+CASES = {
+    "plain": Case(),
+    "groups": Case(groups=True),
+    "tied": Case(tied=True),
+    "frozen": Case(frozen=True),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_have_the_bits_of_a_placed_run(name):  # Rule 1
+    """One worker adds its two micro-batches; two ranks add theirs: the same sum."""
+    case = CASES[name]
+    ranks = run(2, partial(shard_child, case, True, MICRO))
+    assert all(len(found) == 5 for found in ranks), ranks
+    model, placed, _ = place(case, None)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(module, nn.MultiheadAttention):
+            module.dropout = 0.0
+    losses = []
+    with placed:
+        for step in range(STEPS):
+            for i in range(MICRO):
+                loss = micro_loss(model, step, i, MICRO)
+                loss.backward()
+                losses.append(loss.item())
+            placed.step()
+            placed.zero_grad()
+        theirs = {n: placed.read(n) for n, _ in model.named_parameters()}
+    assert [x for pair in zip(ranks[0][0], ranks[1][0]) for x in pair] == losses
+    for rank in ranks:
+        assert same(rank[1], theirs)
+        assert rank[3] > 2 - 2 * case.frozen and not rank[4]
+
+
+@pytest.mark.parametrize(("width", "dtype"), [(2, None), (3, torch.bfloat16)])
+def test_overlap_changes_no_bit(width, dtype):  # Rule 1
+    case = Case(clip=0.5, groups=True, dtype=dtype)
+    on, off = (run(width, partial(shard_child, case, overlap, 4)) for overlap in (True, False))
+    assert all(len(found) == 5 for found in (*on, *off)), (on, off)
+    for a, b in zip(on, off):
+        assert a[0] == b[0] and same(a[1], b[1]) and same(a[1], on[0][1])
+        assert a[2] == b[2]
+    model, user = built(case)
+    numel = 2 * sum(p.numel() for p in model.parameters())
+    # each rank keeps its share of the state, and what the buckets are padded by
+    assert all(numel / width <= rank[2] < numel / width * 1.2 for rank in on)
+    plain = []
+    if dtype is None:
+        for step in range(STEPS):
+            total = [micro_loss(model, step, i, 4) for i in range(4)]
+            torch.stack(total).sum().backward()
+            plain += [loss.item() for loss in total]
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            user.step()
+            user.zero_grad()
+        mine = [x for pair in zip(on[0][0], on[1][0]) for x in pair]
+        torch.testing.assert_close(torch.tensor(mine), torch.tensor(plain), atol=2e-4, rtol=2e-4)
+
+
+# copies in two stages
+
+
+class First(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(50, 24)
+        self.inner = nn.Linear(24, 24)
+
+    def forward(self, x):
+        return self.inner(self.embed(x)).square().mean()
+
+
+class Last(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(24)
+        self.embed = nn.Embedding(50, 24)
+
+    def forward(self, x):
+        h = self.norm(nn.functional.one_hot(x % 24, 24).float())
+        return (h @ self.embed.weight.T).logsumexp(-1).mean()
+
+
+class Both(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = First(), Last()
+        self.last.embed.weight = self.first.embed.weight
+
+    def forward(self, x):
+        return self.first(x) + self.last(x)
+
+
+def inputs(step, micro):
+    generator = torch.Generator().manual_seed(100 * step + micro)
+    return torch.randint(0, 50, (3, 7), generator=generator)
+
+
+def copies_child(widths, first_values, rank):
+    joined()
+    bounds = [0, widths[0], sum(widths)]
+    groups = [dist.new_group(list(range(a, b))) for a, b in itertools.pairwise(bounds)]
+    stage = int(rank >= widths[0])
+    torch.manual_seed(0)
+    first, last = First(), Last()
+    model = (first, last)[stage]
+    if first_values:  # as a pipeline cuts one model; else the copies differ at the start
+        last.embed.weight.data.copy_(first.embed.weight.data)
+    said = []
+    optimizer = ShardedOptimizer(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-2),
+        groups[stage],
+        shared={"embed.weight": SharedCopies(dist.group.WORLD, tuple(widths))},
+        options=ShardedOptions(bucket_bytes=1024),
+        report=said.append,
+    )
+    squares = []
+    own, width = rank - bounds[stage], widths[stage]
+    for step in range(STEPS):
+        mine = range(own, 6, width)
+        optimizer.begin_step(len(mine))
+        for i in mine:
+            (model(inputs(step, i)) / 6).backward()
+        total = torch.tensor(optimizer.sum_squares(), dtype=torch.float64)
+        dist.all_reduce(total)
+        squares.append(total.item())
+        optimizer.step()
+    optimizer.wait_parameters()
+    out = squares, values(model), said
+    optimizer.close()
+    return out
+
+
+@pytest.mark.parametrize("widths", [(1, 1), (2, 1), (2, 2), (1, 2), (3, 2)])
+def test_copies_in_two_stages_stay_one_parameter(widths):  # Rule 1
+    ranks = run(sum(widths), partial(copies_child, widths, True))
+    assert all(len(found) == 3 for found in ranks), ranks
+    torch.manual_seed(0)
+    model = Both()
+    user = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    squares = []
+    for step in range(STEPS):
+        for i in range(6):
+            (model(inputs(step, i)) / 6).backward()
+        squares.append(sum(float(p.grad.double().square().sum()) for p in model.parameters()))
+        user.step()
+        user.zero_grad()
+    for found in ranks:
+        assert found[0] == pytest.approx(squares, rel=1e-5)
+        assert (found[1]["embed.weight"] == ranks[0][1]["embed.weight"]).all() and not found[2]
+    whole = values(model)
+    for name, value in ranks[0][1].items():
+        torch.testing.assert_close(value, whole[f"first.{name}"], atol=2e-5, rtol=2e-5)
+    for name, value in ranks[-1][1].items():
+        if "embed" not in name:
+            torch.testing.assert_close(value, whole[f"last.{name}"], atol=2e-5, rtol=2e-5)
+
+
+def test_copies_that_differ_begin_as_the_first_stages():
+    ranks = run(3, partial(copies_child, (2, 1), False))
+    embeds = [found[1]["embed.weight"] for found in ranks]
+    assert all((embed == embeds[0]).all() for embed in embeds)
+    assert all("parameters differ at the start" in found[2][0] for found in ranks)
+    alike = run(3, partial(copies_child, (2, 1), True))
+    assert (alike[0][1]["embed.weight"] == embeds[0]).all()
+
+
+# pieces
+
+
+def saved(optimizer):
+    """As bytes: tensors do not travel between processes that end."""
+    file = io.BytesIO()
+    torch.save([optimizer.piece(extent) for extent in optimizer.extents()], file)
+    return file.getvalue()
+
+
+def pieces_of(ranks):
+    return [p for found in ranks for p in torch.load(io.BytesIO(found[1]), weights_only=False)]
+
+
+def pieces_child(case, at, first, last, bucket_bytes, rank):
+    group = joined()
+    model, user = built(case)
+    optimizer = ShardedOptimizer(
+        model, user, group, options=ShardedOptions(bucket_bytes), report=lambda line: None
+    )
+    if at is not None:
+        for p in model.parameters():  # nothing of the new start is left
+            p.data.fill_(7.0)
+        optimizer.load(torch.load(at, weights_only=False), first)
+    losses = train(model, optimizer, group, first, last, case.accumulate)
+    out = losses, saved(optimizer), optimizer.steps_done
+    optimizer.close()
+    return out
+
+
+def in_order(ranks):
+    """The losses of all ranks' micro-batches in the order of one rank."""
+    width = len(ranks)
+    losses = [iter(found[0]) for found in ranks]
+    return [next(losses[i % width]) for i in range(sum(len(found[0]) for found in ranks))]
+
+
+def together(ranks):
+    """name -> array -> whole parameter; every element exactly once."""
+    out = {}
+    for piece in pieces_of(ranks):
+        for key, array in piece.arrays.items():
+            parts = out.setdefault((piece.extent.name, key), {})
+            assert piece.extent.start not in parts
+            parts[piece.extent.start] = array
+        for key, value in piece.scalars.items():
+            parts = out.setdefault((piece.extent.name, key), {0: torch.tensor([value])})
+            assert parts[0].item() == value
+    whole = {}
+    for key, parts in out.items():
+        at = 0
+        for start in sorted(parts):
+            assert start == at
+            at += parts[start].numel()
+        whole[key] = torch.cat([parts[start] for start in sorted(parts)])
+    return whole
+
+
+@pytest.mark.parametrize("widths", [(2, 1), (1, 2)])
+def test_a_state_goes_on_at_another_width(tmp_path, widths):  # Rule 3
+    """With two micro-batches a step one rank and two add the same: losses and state are equal."""
+    case = Case(accumulate=2, groups=True, frozen=True)
+    before = run(widths[0], partial(pieces_child, case, None, 0, 3, SMALL))
+    assert all(len(found) == 3 for found in before), before
+    torch.save(pieces_of(before), tmp_path / "state")
+    after = run(widths[1], partial(pieces_child, case, tmp_path / "state", 3, 6, 5000))
+    whole = run(widths[0], partial(pieces_child, case, None, 0, 6, SMALL))
+    assert in_order(before) + in_order(after) == in_order(whole)
+    mine, theirs = together(after), together(whole)
+    assert mine.keys() == theirs.keys() and len({name for name, _ in mine}) == len(
+        dict(Net().named_parameters())
+    )
+    assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+    assert {key for _, key in mine} == {VALUE, "exp_avg", "exp_avg_sq", "step"}
+    assert all(found[2] == 6 for found in after)
+
+
+# ranks that differ, go or hang
+
+
+def unused_child(rank):
+    """`b` has a gradient on rank 1 alone, in step 1 on no rank; `c` never."""
+    group = joined()
+    model = nn.ParameterDict({n: nn.Parameter(torch.ones(40)) for n in "abc"})
+    user = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
+    optimizer = ShardedOptimizer(
+        model, user, group, options=ShardedOptions(bucket_bytes=256), report=lambda line: None
+    )
+    for step in range(3):
+        optimizer.begin_step(1)
+        loss = (model["a"] * (rank + 1)).sum()
+        if rank == 1 and step != 1:
+            loss = loss + model["b"].sum()
+        loss.backward()
+        optimizer.step()
+    optimizer.wait_parameters()
+    out = [p.detach().unique().tolist() for p in model.values()]
+    optimizer.close()
+    return out
+
+
+def test_a_gradient_of_one_rank_counts_for_all():
+    a, b = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
+    user = torch.optim.SGD([a, b], lr=0.5, momentum=0.5)
+    for step in range(3):
+        a.grad = torch.tensor([3.0])
+        b.grad = torch.tensor([1.0]) if step != 1 else None
+        user.step()
+    assert run(2, unused_child) == [[[a.item()], [b.item()], [1.0]]] * 2
+
+
+def differing_child(what, rank):
+    group = joined(20)
+    torch.manual_seed(rank if what == "values" else 0)
+    model = nn.Linear(8, 8 + (rank if what == "shapes" else 0))
+    user = torch.optim.SGD(model.parameters(), lr=0.1)
+    said = []
+    try:
+        optimizer = ShardedOptimizer(model, user, group, report=said.append)
+    except RoadtrainError as error:
+        return type(error), str(error)
+    if what == "rate":
+        user.param_groups[0]["lr"] *= rank + 1
+    try:
+        optimizer.begin_step(1)
+        model(torch.ones(1, 8)).sum().backward()
+        optimizer.step()
+        optimizer.wait_parameters()
+    except RoadtrainError as error:
+        optimizer.close()
+        return type(error), str(error)
+    optimizer.close()
+    return said, values(model)
+
+
+def test_ranks_that_differ_are_refused():  # Rule 6
+    for what, kind, words in (
+        ("shapes", ModelError, "different parameters, dtypes"),
+        ("rate", LoopError, "step 0: the ranks of the group of ranks 0, 1 have different hyper"),
+    ):
+        for found in run(2, partial(differing_child, what)):
+            assert found[0] is kind and words in found[1], found
+
+
+def test_other_first_values_become_the_first_ranks():
+    first, second = run(2, partial(differing_child, "values"))
+    assert first[0] == second[0] and "those of its first rank are taken" in first[0][0]
+    assert same(first[1], second[1])
+
+
+def gone_child(how, at, rank):
+    group = joined(2)
+    model, user = built(Case())
+    optimizer = ShardedOptimizer(
+        model, user, group, options=ShardedOptions(SMALL, label="stage 3"), report=lambda line: None
+    )
+    train(model, optimizer, group, 0, 2)
+    optimizer.begin_step(1)
+    loss = micro_loss(model, 2, rank, MICRO)
+    if rank == 1 and at == "backward":
+        leave(how)
+    loss.backward()
+    began = time.monotonic()
+    try:
+        optimizer.sum_squares()
+        if rank == 1:
+            leave(how)
+        optimizer.step()
+        optimizer.wait_parameters()
+    except RoadtrainError as error:
+        found = type(error), str(error), time.monotonic() - began
+    try:
+        model(torch.zeros(1, 4, dtype=torch.long))
+        went_on = True
+    except RoadtrainError:
+        went_on = False
+    optimizer.close()
+    return *found, went_on, time.monotonic() - began
+
+
+def leave(how):
+    if how == "hangs":
+        time.sleep(10)
+    os._exit(0)
+
+
+@pytest.mark.parametrize(
+    ("how", "at"), [("ends", "backward"), ("hangs", "backward"), ("ends", "step")]
+)
+def test_a_rank_that_is_gone_is_named(how, at):  # Rule 5
+    kind, words, took_s, went_on, closed_s = first_of(2, partial(gone_child, how, at))
+    assert kind is (DeadlineError if how == "hangs" else LostError), words
+    assert words.startswith("stage 3: step 2: the ")
+    assert "over the group of ranks 0, 1 failed" in words
+    assert ("reduce-scatter of bucket" in words) == (at == "backward")
+    assert took_s < 8 and closed_s < 9 and not went_on
+
+
+def first_of(workers, work):
+    """What rank 0 found; the others do not say anything."""
+    return run(workers, work, answers=1)[0]

@@ -1,0 +1,403 @@
+"""The sharded optimizer with one rank: hooks, waits, refusals, and the bits of the rules."""
+
+import time
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import nn
+
+from roadtrain.errors import LoopError, ModelError, RuleError, StoreError
+from roadtrain.kernels.torch_rules import rules_for
+from roadtrain.parallel.bucket_state import BucketState
+from roadtrain.parallel.pieces import VALUE, Extent, Piece
+from roadtrain.parallel.sharded_optimizer import ShardedOptimizer, ShardedOptions
+
+SMALL = ShardedOptions(bucket_bytes=2048)
+
+
+class Mixed(nn.Module):
+    """Blocks, a module whose children are not called, and weights that are used without their
+    owner."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(11, 16)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16)) for _ in range(3)
+        )
+        self.attend = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.head = nn.Linear(16, 11)
+
+    def forward(self, x):
+        h = self.embed(x)
+        for block in self.blocks:
+            h = torch.tanh(block(h))
+        h = h + self.attend(h, h, h)[0]
+        return h @ self.head.weight.T + self.embed.weight.sum()
+
+
+def loss_of(model, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randint(0, 11, (2, 5), generator=generator)
+    return nn.functional.cross_entropy(model(x).flatten(0, 1), x.flatten())
+
+
+def train(model, optimizer, steps, micro=2):
+    losses = []
+    for step in range(steps):
+        optimizer.begin_step(micro)
+        for i in range(micro):
+            loss = loss_of(model, 10 * step + i) / micro
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+    optimizer.wait_parameters()
+    return losses
+
+
+@pytest.fixture
+def made():
+    """`made(model, optimizer)`: a sharded optimizer, closed in the end."""
+    all_made = []
+
+    def make(model, optimizer, **options):
+        options = {"options": SMALL, "report": lambda line: None, **options}
+        all_made.append(ShardedOptimizer(model, optimizer, **options))
+        return all_made[-1]
+
+    yield make
+    for one in all_made:
+        one.close()
+
+
+def adamw(model, **options):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
+
+
+def momentum(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def by_rules(model, optimizer, steps, micro=2):
+    """The same training with each rule's plain reference on whole parameters."""
+    rules = rules_for(optimizer)
+    state = {}
+    losses = []
+    for step in range(steps):
+        for i in range(micro):
+            loss = loss_of(model, 10 * step + i) / micro
+            loss.backward()
+            losses.append(loss.item())
+        for rule, group in zip(rules, optimizer.param_groups):
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                flat = p.detach().view(-1).numpy()
+                new = [torch.zeros(p.numel()).numpy() for _ in rule.arrays]
+                arrays, row = state.setdefault(
+                    p, (new, torch.zeros(len(rule.scalars), dtype=torch.float64).numpy())
+                )
+                hyper = rule.hyper(group)
+                if step == 0:
+                    rule.start(flat, arrays, row, hyper)
+                grad = p.grad.view(-1).numpy()
+                rule.reference(flat, grad, "fp32", arrays, row, hyper, 1.0, None, None)
+                p.grad = None
+    return losses
+
+
+def same_parameters(a, b):
+    return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters()))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        adamw,
+        momentum,
+        lambda m: torch.optim.Adagrad(m.parameters(), lr=0.1, initial_accumulator_value=0.5),
+        lambda m: torch.optim.NAdam(m.parameters(), lr=0.01),
+    ],
+    ids=["adamw", "sgd", "adagrad", "generic"],
+)
+def test_equals_the_rules_on_whole_parameters(made, kind):  # Rule 1
+    mine, theirs = Mixed(), Mixed()
+    optimizer = made(mine, kind(mine))
+    assert len(optimizer.states) > 5
+    assert train(mine, optimizer, 4) == by_rules(theirs, kind(theirs), 4)
+    assert same_parameters(mine, theirs)
+
+
+def test_overlap_changes_no_bit(made):  # Rule 1
+    losses, models = [], []
+    for overlap in (True, False):
+        model = Mixed()
+        options = ShardedOptions(bucket_bytes=2048, overlap=overlap)
+        losses.append(train(model, made(model, adamw(model), options=options), 4))
+        models.append(model)
+    assert losses[0] == losses[1] and same_parameters(*models)
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """Until it is updated, which is late, a bucket holds NaN: who does not wait reads it."""
+    update = BucketState.update
+
+    def late(self, *args):
+        before = self.values.clone()
+        self.values.fill_(float("nan"))
+        time.sleep(0.01)
+        self.values.copy_(before)
+        update(self, *args)
+
+    monkeypatch.setattr(BucketState, "update", late)
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_modules_wait_for_what_they_use(made, poisoned, checkpoint):  # Rule 6
+    mine, theirs = Mixed(), Mixed()
+    if checkpoint:
+        for block in mine.blocks:
+            run = block.forward
+            block.forward = lambda h, run=run: torch.utils.checkpoint.checkpoint(
+                run, h, use_reentrant=False
+            )
+    assert train(mine, made(mine, adamw(mine)), 4) == by_rules(theirs, adamw(theirs), 4)
+
+
+def test_evaluation_and_state_dicts_wait(made, poisoned):  # Rule 6
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True)
+    model = nn.Sequential(nn.Linear(16, 16), layer)
+    optimizer = made(model, adamw(model))
+    x = torch.randn(2, 3, 16)
+    for _ in range(3):
+        optimizer.begin_step(1)
+        model(x).sum().backward()
+        optimizer.step()
+        model.eval()
+        with torch.no_grad():  # takes a way of its own, past the modules inside
+            assert torch.isfinite(model(x)).all()
+        model.train()
+        optimizer.begin_step(1)
+        model(x).sum().backward()
+        optimizer.step()
+        assert all(torch.isfinite(v).all() for v in model.state_dict().values())
+
+
+def test_a_block_does_not_wait_for_others(made, monkeypatch):
+    """The first block runs while the last bucket's update is still held back."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32)) for _ in range(4)))
+    optimizer = made(model, adamw(model), options=ShardedOptions(bucket_bytes=4096))
+    x = torch.randn(2, 32)
+    for _ in range(2):  # now the order is known
+        optimizer.begin_step(1)
+        model(x).sum().backward()
+        optimizer.step()
+    optimizer.wait_parameters()
+    update, release = BucketState.update, []
+    held = optimizer.states[optimizer.hooks.order[0]]
+
+    def slow(self, *args):
+        deadline = time.monotonic() + 20
+        while self is held and not release and time.monotonic() < deadline:
+            time.sleep(0.001)
+        update(self, *args)
+
+    monkeypatch.setattr(BucketState, "update", slow)
+    optimizer.begin_step(1)
+    model(x).sum().backward()
+    optimizer.step()
+    assert torch.isfinite(model[0](x)).all()
+    assert optimizer.waiting
+    release.append(True)
+    model(x)
+    assert not optimizer.waiting
+
+
+def test_a_parameter_without_a_gradient_is_left_alone(made):
+    model, plain = Mixed(), Mixed()
+    optimizer, reference = made(model, momentum(model)), momentum(plain)
+    for one, opt in ((model, optimizer), (plain, reference)):
+        for step in range(3):
+            if one is model:
+                opt.begin_step(1)
+            one.blocks[1].requires_grad_(step != 1)
+            loss_of(one, step).backward()
+            opt.step()
+            opt.zero_grad()
+    optimizer.wait_parameters()
+    steps = {e.name: optimizer.piece(e).scalars["step"] for e in optimizer.extents()}
+    assert steps["blocks.1.0.weight"] == 2 and steps["blocks.0.0.weight"] == 3
+    assert "head.bias" in steps and steps["head.bias"] == 0  # nothing uses it
+    for (name, p), q in zip(model.named_parameters(), plain.parameters()):
+        torch.testing.assert_close(p, q, atol=1e-5, rtol=1e-5, msg=name)
+
+
+def test_narrow_parameters_have_wide_masters_and_gradients(made):
+    """Each micro-batch's bf16 gradient is added in fp32; masters keep what bf16 cannot."""
+    model = nn.Linear(64, 64, bias=False).bfloat16()
+    master = model.weight.detach().float().view(-1).clone()
+    optimizer = made(model, torch.optim.SGD(model.parameters(), lr=1e-4))
+    for step in range(3):
+        optimizer.begin_step(3)
+        total = torch.zeros(64 * 64)
+        for i in range(3):
+            x = torch.randn(4, 64, generator=torch.Generator().manual_seed(10 * step + i))
+            grad = torch.autograd.grad(model(x.bfloat16()).square().sum(), model.weight)[0]
+            total += grad.float().view(-1)
+            model(x.bfloat16()).square().sum().backward()
+        assert model.weight.grad is None
+        assert optimizer.sum_squares() == pytest.approx(
+            float(total.double().square().sum()), rel=1e-12
+        )
+        optimizer.step(0.5)
+        master += (-1e-4) * (total * 0.5)
+        optimizer.wait_parameters()
+        assert torch.equal(model.weight.view(-1), master.bfloat16())
+    extents = optimizer.extents()
+    kept = torch.cat([optimizer.piece(extent).arrays[VALUE] for extent in extents])
+    assert torch.equal(kept, master)
+
+
+def test_the_rate_of_the_users_group_is_read_at_each_step(made):
+    models = [Mixed(), Mixed()]
+    user = torch.optim.SGD(models[0].parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(user, 0.5)
+    plain = torch.optim.SGD(models[1].parameters(), lr=0.1, foreach=False)
+    optimizer = made(models[0], user)
+    for step in range(3):
+        plain.param_groups[0]["lr"] = 0.1 * 0.5**step
+        optimizer.begin_step(1)
+        for model, opt in zip(models, (optimizer, plain)):
+            loss_of(model, step).backward()
+            opt.step()
+            opt.zero_grad()
+        # torch asks for it; the user's own step has nothing to do, it is never ours
+        user.step()
+        scheduler.step()
+    optimizer.wait_parameters()
+    for p, q in zip(models[0].parameters(), models[1].parameters()):
+        torch.testing.assert_close(p, q)
+
+
+def test_infinite_gradients_show_in_the_norm(made):
+    model = Mixed()
+    optimizer = made(model, adamw(model))
+    optimizer.begin_step(1)
+    (loss_of(model, 0) * float("inf")).backward()
+    assert not torch.isfinite(torch.tensor(optimizer.sum_squares()))
+    before = deepcopy(model.state_dict())
+    optimizer.zero_grad()  # the step is skipped
+    assert train(model, optimizer, 1) and optimizer.steps_done == 1
+    assert not torch.equal(before["embed.weight"], model.embed.weight)
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+def test_more_gradients_than_were_said_are_refused(made):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = made(model, adamw(model))
+    optimizer.begin_step(1)
+    model(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(LoopError, match="gradient 2 of a step of 1 backwards"):
+        model(torch.ones(2, 4)).sum().backward()
+
+
+def test_without_a_number_of_backwards_the_step_is_the_end(made):
+    mine, theirs = Mixed(), Mixed()
+    optimizer = made(mine, adamw(mine))
+    for step in range(2):
+        for i in range(2):
+            (loss_of(mine, 10 * step + i) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.wait_parameters()
+    by_rules(theirs, adamw(theirs), 2)
+    assert same_parameters(mine, theirs)
+
+
+def test_a_step_that_nobody_took_is_refused(made):
+    model = Mixed()
+    optimizer = made(model, adamw(model))
+    optimizer.begin_step(1)
+    loss_of(model, 0).backward()
+    with pytest.raises(LoopError, match="step 0: it begins again"):
+        optimizer.begin_step(1)
+
+
+def test_what_was_frozen_cannot_begin_to_train(made):
+    model = Mixed()
+    model.embed.weight.requires_grad_(False)
+    optimizer = made(model, adamw(model))
+    train(model, optimizer, 1)
+    model.embed.weight.requires_grad_(True)
+    optimizer.begin_step(1)
+    loss_of(model, 0).backward()
+    with pytest.raises(LoopError, match=r"'embed\.weight' was frozen"):
+        optimizer.step()
+
+
+def test_what_cannot_be_is_refused():
+    model = Mixed()
+    quiet = {"report": lambda line: None}
+    with pytest.raises(RuleError, match="LBFGS"):
+        ShardedOptimizer(model, torch.optim.LBFGS(model.parameters()), **quiet)
+    with pytest.raises(ModelError, match="1 parameters that the stage has not"):
+        strange = [*model.parameters(), nn.Parameter(torch.zeros(1))]
+        ShardedOptimizer(model, torch.optim.SGD(strange, lr=1.0), **quiet)
+    with pytest.raises(ModelError, match=r"torch\.float64"):
+        wide = nn.Linear(2, 2).double()
+        ShardedOptimizer(wide, adamw(wide), **quiet)
+    with pytest.raises(ModelError, match="two parts"):
+        parts = [nn.Linear(2, 2), nn.Linear(2, 2)]
+        both = [p for part in parts for p in part.parameters()]
+        ShardedOptimizer(parts, torch.optim.SGD(both, lr=1.0), **quiet)
+
+
+def test_pieces_bring_the_whole_state(made):  # Rule 3
+    model = Mixed()
+    model.attend.in_proj_bias.requires_grad_(False)
+    optimizer = made(model, adamw(model))
+    train(model, optimizer, 3)
+    pieces = [optimizer.piece(extent) for extent in optimizer.extents()]
+    numel = sum(p.numel() for p in model.parameters())
+    assert sum(piece.extent.numel for piece in pieces) == numel
+    other = Mixed()
+    with torch.no_grad():
+        for p in other.parameters():
+            p.add_(1.0)
+    other.attend.in_proj_bias.requires_grad_(False)
+    # other buckets, so other pieces than it wants
+    again = made(other, adamw(other), options=ShardedOptions(bucket_bytes=777))
+    again.load(iter(pieces), 3)
+    assert again.steps_done == 3 and same_parameters(model, other)
+    assert train(model, optimizer, 2) == train(other, again, 2)
+    assert same_parameters(model, other)
+
+
+def test_pieces_of_values_alone_begin_anew(made):
+    model, fresh = Mixed(), Mixed()
+    optimizer = made(model, adamw(model))
+    train(model, optimizer, 2)
+    first = [
+        Piece(Extent(n, 0, p.numel()), {VALUE: p.detach().view(-1).clone()}, {})
+        for n, p in fresh.named_parameters()
+    ]
+    optimizer.load(first, 0)
+    assert train(model, optimizer, 2) == train(fresh, made(fresh, adamw(fresh)), 2)
+
+
+def test_a_state_that_lacks_something_is_refused(made):
+    model = Mixed()
+    optimizer = made(model, adamw(model))
+    pieces = [optimizer.piece(extent) for extent in optimizer.extents()]
+    with pytest.raises(StoreError, match="elements of its state are lacking"):
+        optimizer.load(pieces[1:], 1)
+    own = Mixed()
+    sgd = made(own, torch.optim.SGD(own.parameters(), lr=1.0))
+    with pytest.raises(StoreError, match="sgd keeps value"):
+        sgd.load(pieces, 1)
+    with pytest.raises(StoreError, match="not in one of its extents"):
+        optimizer.piece(Extent("head.weight", 0, 10**6))
