@@ -97,6 +97,7 @@ def test_place() -> None:
         "mark",
         "deadline_s",
         "report",
+        "group",
         "former",
     ]
     assert list(FORMER) == [

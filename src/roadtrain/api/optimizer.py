@@ -61,6 +61,8 @@ class PlacedOptimizer(StoredOptimizer):
         ]
         self._promise = plan.request.backwards_per_step
         self._passes = 0  # backward passes of this step that have ended
+        # the root's gradients stay here after a pass, until root.pass_ended() is called
+        self.root_waits = False
         # used by updates that have begun in this step's backward
         self._begun_with: dict[int, tuple[float, ...]] | None = None
         self._stream: BlockStream | None = None
@@ -122,7 +124,7 @@ class PlacedOptimizer(StoredOptimizer):
 
     def pass_ended(self) -> None:
         self._passes += 1
-        if self._worker.workers > 1:
+        if self._worker.workers > 1 and not self.root_waits:
             self.root.pass_ended()
 
     def memory(self) -> dict[str, int]:

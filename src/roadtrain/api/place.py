@@ -60,6 +60,7 @@ def place(
     mark: Mark | None = None,
     deadline_s: float = 600.0,
     report: Report = print,
+    group: WorkerGroup | None = None,
     **former: Any,
 ) -> PlacedOptimizer:
     """Move `model`'s parameters and `optimizer`'s state to servers; returns the optimizer to use
@@ -86,6 +87,8 @@ def place(
     an older one, or none, is refused before anything is changed.
     deadline_s: after which a wait is an error that says for whom (Rule 5).
     report: hears each line that is printed.
+    group: which of the servers' workers this process is (None: as torchrun says it); the ranks of
+    a pipeline's stage are a group of their own.
     former: keywords of the first edition (api/former.py).
 
     Raises UserError (ConfigError, ModelError, RuleError, BudgetError) before anything is changed,
@@ -101,7 +104,12 @@ def place(
         "device_budget": device_budget,
     }
     request = _request(
-        current(given, former, report), backwards_per_step, chunk_elements, deadline_s, report
+        current(given, former, report),
+        backwards_per_step,
+        chunk_elements,
+        deadline_s,
+        report,
+        group or WorkerGroup.of_environment(),
     )
     device = _device(model, device, report)
     parts = split(model, blocks)
@@ -138,11 +146,11 @@ def _request(
     chunk_elements: int,
     deadline_s: float,
     report: Report,
+    all_workers: WorkerGroup,
 ) -> Request:
     """Raises ConfigError where the options contradict each other."""
     options["store"] = store_of(options["store"])
     served = isinstance(options["store"], Servers)
-    all_workers = WorkerGroup.of_environment()
     request = Request(
         **options,
         backwards_per_step=backwards_per_step,

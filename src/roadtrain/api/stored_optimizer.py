@@ -18,6 +18,7 @@ import math
 import uuid
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ from roadtrain.runtime.local_servers import pieces_of
 from roadtrain.runtime.session import JobSession
 from roadtrain.runtime.trace import StageTotals
 from roadtrain.storage.generation import OpenedStore, open_store
+from roadtrain.streaming.grads import PlacedGrad
 from roadtrain.streaming.split import Split
 
 
@@ -300,6 +302,40 @@ class StoredOptimizer(torch.optim.Optimizer):
             self.root.refresh()
         finally:
             self._writing = False
+
+    def take_values(
+        self, step: int, values: Mapping[int, torch.Tensor], state: Mapping[int, Mapping[str, Any]]
+    ) -> None:
+        """The store is at `step` afterwards. By index of a parameter: `values`, fp32 where it is
+        trained, else in its own dtype; `state`, by the names of its rule's arrays and scalars, for
+        one that was updated before. Committed on return. Raises LoopError as `check_rewrite`."""
+        self.check_rewrite()
+        numbers = self.numbers
+        masters = {numbers[i]: value for i, value in values.items() if i in numbers}
+        self._states.staged.update({i: v for i, v in values.items() if i not in numbers})
+        given = {
+            "state": {numbers[i]: dict(entry) for i, entry in state.items()},
+            optimizer_states.KEY: {"masters": masters},
+        }
+        try:
+            self._rewrite(given, step)
+        except BaseException:
+            self._states.discard()
+            raise
+
+    @property
+    def scratch(self) -> Path:
+        """Where values that are handed out or taken may lie."""
+        return self._states.where
+
+    def square_sums(self) -> dict[int, float]:
+        """By index of each parameter with a gradient: the sum of squares of what all workers have
+        pushed in this step, added up. Waits for it."""
+        workers, out = self.group.workers, dict[int, float]()
+        for index, p in enumerate(self._params):
+            if isinstance(p.grad, PlacedGrad):
+                out[index] = self._worker.sum_squares(index) * workers**2
+        return out
 
     def check_rewrite(self) -> None:
         """Raises LoopError where other values cannot be written to the store now."""

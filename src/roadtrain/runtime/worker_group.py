@@ -40,3 +40,9 @@ class WorkerGroup:
         alone = uuid.uuid4().hex if workers == 1 else ""
         session = ":".join([*parts, environ.get("MASTER_PORT", ""), alone])
         return WorkerGroup(rank, workers, session, local if local * hosts == workers else 1)
+
+    def of_stage(self, stage: int, replica: int, width: int) -> WorkerGroup:
+        """`self`: of all processes of a pipeline. Replica `replica` of the `width` that stage
+        `stage` has, which are alone with their servers."""
+        alone = uuid.uuid4().hex if width == 1 else ""
+        return WorkerGroup(replica, width, f"{self.session}:stage {stage}:{alone}")

@@ -1,0 +1,263 @@
+"""A placed model as a stage's optimizer: sums over its ranks, several forwards under way, state that
+moves. Against plain torch on all micro-batches."""
+
+import functools
+import math
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import world
+from models import VOCAB, Net
+from torch.nn import functional
+
+import roadtrain
+from roadtrain import Files, Memory, Servers
+from roadtrain.api.placed_stage import PlacedStage, times
+from roadtrain.errors import LoopError
+from roadtrain.parallel.pieces import VALUE, Extent
+from roadtrain.runtime.worker_group import WorkerGroup
+
+MICROS = 4
+
+
+def made(tied=False, frozen=False):
+    torch.manual_seed(3)
+    model = Net(depth=2, width=32, dropout=0.0, tied=tied, frozen=frozen)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return model, torch.optim.AdamW(trained, lr=1e-2, foreach=False)
+
+
+def micro(step, number):
+    torch.manual_seed(1000 * step + number)
+    return torch.randint(VOCAB, (2, 8)), torch.randint(VOCAB, (2, 8))
+
+
+def loss_of(model, step, number):
+    x, y = micro(step, number)
+    return functional.cross_entropy(model(x).flatten(0, 1), y.flatten()) / MICROS
+
+
+def staged(store, tied=False, frozen=False, group=None, **options):
+    model, optimizer = made(tied, frozen)
+    placed = roadtrain.place(
+        model,
+        optimizer,
+        store=store,
+        host_budget="200MiB",
+        group=group or WorkerGroup(),
+        chunk_elements=1 << 16,
+        report=lambda line: None,
+        **options,
+    )
+    return model, placed
+
+
+def over_ranks(value):
+    """Added up over the ranks of the job, where there are several."""
+    if not dist.is_initialized():
+        return value
+    total = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(total)
+    return float(total)
+
+
+def stage_step(model, stage, step, numbers=range(MICROS), clip=None):
+    """All forwards are recorded before the first backward. The sum of the losses, and the norm."""
+    stage.begin_step(len(numbers))
+    losses = [loss_of(model, step, number) for number in numbers]
+    for loss in losses:
+        loss.backward()
+    norm = math.sqrt(over_ranks(stage.sum_squares())) if clip else None
+    stage.step(min(1.0, clip / norm) if clip else 1.0)
+    return sum(float(loss.detach()) for loss in losses), norm
+
+
+def plain_steps(steps, clip=None, tied=False):
+    model, optimizer = made(tied)
+    out = []
+    for step in range(steps):
+        total = 0.0
+        for number in range(MICROS):
+            loss = loss_of(model, step, number)
+            loss.backward()
+            total += float(loss.detach())
+        norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), clip)) if clip else None
+        optimizer.step()
+        optimizer.zero_grad()
+        out.append((total, norm))
+    return out, model
+
+
+def close(found, expected):
+    for (loss, norm), (plain, plain_norm) in zip(found, expected, strict=True):
+        assert loss == pytest.approx(plain, rel=1e-5)
+        assert norm == plain_norm or norm == pytest.approx(plain_norm, rel=1e-4)
+
+
+@pytest.mark.parametrize("clip", [None, 0.3])
+@pytest.mark.parametrize("on", ["memory", "files"])
+def test_as_plain_torch_with_forwards_before_backwards(on, clip, tmp_path):
+    model, placed = staged(Memory() if on == "memory" else Files(tmp_path / "store"))
+    with placed:
+        stage = PlacedStage(placed)
+        found = [stage_step(model, stage, step, clip=clip) for step in range(4)]
+        assert stage.steps_done == 4
+    close(found, plain_steps(4, clip)[0])
+
+
+def state_of(stage):
+    """All pieces of a stage, cut small."""
+    out = []
+    for extent in stage.extents():
+        for start in range(extent.start, extent.stop, 1500):
+            out.append(stage.piece(Extent(extent.name, start, min(start + 1500, extent.stop))))
+    return out
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(("one", "other"), [("memory", "files"), ("files", "memory")])
+def test_state_moves_to_another_placement(one, other, frozen, tmp_path):
+    stores = {"memory": Memory(), "files": Files(tmp_path / "store")}
+    model, placed = staged(stores[one], frozen=frozen)
+    with placed:
+        stage = PlacedStage(placed)
+        for step in range(2):
+            stage_step(model, stage, step)
+        pieces = state_of(stage)
+        expected = [stage_step(model, stage, step) for step in (2, 3)]
+    assert {key for piece in pieces for key in piece.arrays} == {VALUE, "exp_avg", "exp_avg_sq"}
+    model, placed = staged(stores[other], frozen=frozen)
+    with placed:
+        stage = PlacedStage(placed)
+        assert [e.name for e in stage.wanted()] == [e.name for e in stage.extents()]
+        stage.load(iter(pieces), 2)
+        assert stage.steps_done == 2
+        assert [stage_step(model, stage, step) for step in (2, 3)] == expected  # Rule 1
+
+
+def test_a_store_that_went_on_is_brought_back_and_one_at_that_step_is_left(tmp_path, monkeypatch):
+    model, placed = staged(Files(tmp_path / "store"))
+    with placed:
+        stage = PlacedStage(placed)
+        stage_step(model, stage, 0)
+        pieces = state_of(stage)
+        expected = stage_step(model, stage, 1)
+    model, placed = staged(Files(tmp_path / "store"))
+    with placed:
+        assert placed.steps_done == 2
+        stage = PlacedStage(placed)
+        stage.load(iter(pieces), 1)
+        assert (stage.steps_done, stage_step(model, stage, 1)) == (1, expected)
+        now = state_of(stage)
+        monkeypatch.setattr(placed, "take_values", None)  # nothing is written
+        stage.load(iter(now), 2)
+
+
+def test_gradients_that_no_update_took_are_refused():
+    model, placed = staged(Memory())
+    with placed:
+        stage = PlacedStage(placed)
+        loss_of(model, 0, 0).backward()
+        with pytest.raises(LoopError, match="gradients that no update took"):
+            stage.begin_step(1)
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 5, 7, 100])
+def test_the_mean_of_the_servers_is_undone_exactly(width):
+    for i in range(200):
+        scale = 1.0 / (1 + 0.37 * i)
+        assert times(scale, width) / width in (scale, float(torch.tensor(scale)))
+    assert times(1.0, width) / width == 1.0
+
+
+def with_servers(addresses, clip, rank):
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    group = WorkerGroup.of_environment().of_stage(1, rank, 2)
+    model, placed = staged(Servers(addresses), group=group)
+    with placed:
+        stage = PlacedStage(placed)
+        found = []
+        for step in range(3):
+            loss, norm = stage_step(model, stage, step, range(rank, MICROS, 2), clip)
+            found.append((loss, norm))
+        extents = [(e.name, e.start, e.stop) for e in stage.extents()]
+        pieces = state_of(stage)
+        stage.load(iter(pieces), 3)  # what they hold
+        try:
+            stage.load(iter(pieces), 2)
+            refused = ""
+        except roadtrain.RoadtrainError as error:
+            refused = str(error)
+        values = {(p.extent.name, p.extent.start): p.arrays[VALUE].tolist() for p in pieces}
+    return found, extents, refused, values
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("clip", [None, 0.3])
+def test_two_ranks_of_a_stage_share_servers_and_sum(clip, addresses):
+    found = world.run(2, functools.partial(with_servers, addresses(2), clip))
+    assert all(isinstance(one, tuple) for one in found), found
+    expected, plain = plain_steps(3, clip)
+    for step in range(3):
+        assert sum(one[0][step][0] for one in found) == pytest.approx(expected[step][0], rel=1e-5)
+    shapes = dict(plain.named_parameters())
+    covered = dict.fromkeys(shapes, 0)
+    for _, extents, refused, values in found:
+        assert "at step 3, the job's snapshot is of step 2" in refused
+        for name, start, stop in extents:
+            covered[name] += stop - start
+        for (name, start), numbers in values.items():
+            if "in_proj_bias" in name:
+                continue  # gradients of the keys' biases are nothing but rounding
+            own = shapes[name].detach().reshape(-1)[start : start + len(numbers)]
+            torch.testing.assert_close(torch.tensor(numbers), own, rtol=1e-4, atol=1e-5)
+    assert covered == {name: p.numel() for name, p in shapes.items()}
+
+
+@dataclass(frozen=True)
+class AllCopies:
+    group: dist.ProcessGroup
+    replica: int
+    counts: bool
+
+
+def tied_over_stages(rank):
+    """Two stages of a rank each; both have the whole model, and share what is tied."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    model, placed = staged(Memory(), tied=True)
+    with placed:
+        shared = {"embed.weight": AllCopies(dist.group.WORLD, 0, rank == 0)}
+        stage = PlacedStage(placed, shared)
+        stage.begin_step(1)
+        loss_of(model, 0, rank).backward()
+        squares = stage.sum_squares()
+        stage.step()
+        (extent,) = [e for e in stage.extents() if e.name == "embed.weight"]
+        return squares, stage.piece(extent).arrays["exp_avg"].tolist()
+
+
+@pytest.mark.slow
+def test_copies_of_a_tied_parameter_get_the_same_gradient():
+    os.environ.pop("RANK", None)
+    found = world.run(2, tied_over_stages)
+    assert all(isinstance(one, tuple) for one in found), found
+    assert found[0][1] == found[1][1]  # bit for bit
+    model, _ = made(tied=True)
+    own = []
+    for rank in range(2):
+        model.zero_grad()
+        loss_of(model, 0, rank).backward()
+        own.append({n: p.grad.clone() for n, p in model.named_parameters()})
+    both = own[0]["embed.weight"] + own[1]["embed.weight"]
+    torch.testing.assert_close(
+        torch.tensor(found[0][1]), 0.1 * both.flatten(), rtol=1e-4, atol=1e-8
+    )
+    rest = [
+        sum(float(g.square().sum()) for n, g in one.items() if n != "embed.weight") for one in own
+    ]
+    assert found[0][0] == pytest.approx(rest[0] + float(both.square().sum()), rel=1e-4)
+    assert found[1][0] == pytest.approx(rest[1], rel=1e-4)
