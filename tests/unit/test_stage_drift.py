@@ -1,0 +1,162 @@
+"""protocol/drift.py, stage_memory.py and stage_moves.py: when other sizes are offered, which fit,
+and what has to move."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roadtrain.errors import BudgetError, ConfigError
+from roadtrain.protocol.drift import DriftRule, DriftWatch, SizesOffer
+from roadtrain.protocol.stage_memory import BlockMemory, StageMemory
+from roadtrain.protocol.stage_moves import BlockMove, block_moves, stage_of_blocks
+from roadtrain.protocol.stage_sizes import best_sizes
+from roadtrain.protocol.step_model import StageSpeed, StepModel, StepWork
+
+WORK = StepWork((StageSpeed(0.1, 0.2),) * 2, (1.0,) * 12, 16)
+RULE = DriftRule()
+
+
+def watch(work: StepWork = WORK, rule: DriftRule = RULE) -> DriftWatch:
+    best = best_sizes(work)
+    assert best is not None
+    return DriftWatch(work, best.sizes, rule=rule)
+
+
+def noisy(rng: Random, seconds: float) -> float:
+    """5 % either way, and one step in ten three times as slow."""
+    return seconds * rng.uniform(0.95, 1.05) * (3 if rng.random() < 0.1 else 1)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_noise_offers_nothing(seed: int) -> None:
+    rng, one = Random(seed), watch()
+    assert one.sizes == (6, 6)
+    assert not any(one.step([noisy(rng, 0.3), noisy(rng, 0.3)]) for _ in range(300))
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("seed", range(10))
+def test_a_throttle_is_answered_within_steps(stage: int, seed: int) -> None:
+    """To 60 % of its speed, with noise of 3 %: offered in the window's half and `hold` steps,
+    with sizes that are the best of that speed; then nothing for a while, nor ever again."""
+    rng, one = Random(seed), watch()
+
+    def seconds(slow: float) -> list[float]:
+        both = [0.3 * rng.uniform(0.97, 1.03) for _ in range(2)]
+        both[stage] /= slow
+        return both
+
+    assert not any(one.step(seconds(1.0)) for _ in range(20))
+    steps = RULE.window // 2 + RULE.hold
+    offers = [offer for _ in range(steps) if (offer := one.step(seconds(0.6)))]
+    assert len(offers) == 1
+    offer = offers[0]
+    assert offer.after == ((4, 8) if stage == 0 else (8, 4)) or offer.after in ((5, 7), (7, 5))
+    assert offer.gain > RULE.gain
+    assert f"stage {stage} computes at " in str(offer) and "instead of 6 + 6" in str(offer)
+    one.moved(offer)
+    assert one.sizes == offer.after
+    assert not any(one.step(seconds(0.6)) for _ in range(200))
+    # the neighbour goes: the same in the other direction
+    back = [offer for _ in range(RULE.window + steps) if (offer := one.step(seconds(1.0)))]
+    assert [one.after for one in back] == [(6, 6)]
+
+
+def test_an_offer_that_is_not_taken_comes_again_after_a_rest() -> None:
+    one = watch(rule=DriftRule(rest=7, hold=2, window=3))
+    offered = [step for step in range(30) if one.step([0.3, 0.6]) is not None]
+    assert offered == [3, 12, 21]
+
+
+def test_a_small_gain_is_not_offered() -> None:
+    """Stage 1 at half its speed: other stages save about a quarter of the step."""
+    asks_much, asks_less = watch(rule=DriftRule(gain=0.4)), watch(rule=DriftRule(gain=0.2))
+    assert not any(asks_much.step([0.3, 0.6]) for _ in range(50))
+    assert any(asks_less.step([0.3, 0.6]) for _ in range(50))
+
+
+def test_offers_respect_memory() -> None:
+    one = DriftWatch(WORK, (6, 6), fits=lambda stage, blocks: sum(map(len, blocks)) <= 7)
+    offers = [offer for _ in range(20) if (offer := one.step([0.3, 0.6]))]
+    assert [offer.after for offer in offers] == [(7, 5)]
+
+
+def test_the_offers_sentence() -> None:
+    offer = SizesOffer((6, 6), (8, 4), 10.0, 8.0, (0.3, 0.5), (0.3, 0.3))
+    assert str(offer) == (
+        "stage 1 computes at 60% of its speed: stages of 8 + 4 blocks instead of 6 + 6 would take"
+        " 8 s a step instead of 10 s"
+    )
+
+
+def test_what_cannot_be_watched_is_refused() -> None:
+    with pytest.raises(ConfigError, match="3 stages took 1 s a block at least, 2 take"):
+        watch().step([1.0, 1.0, 1.0])
+    with pytest.raises(ConfigError, match="gain is between 0 and 1"):
+        DriftRule(gain=0)
+
+
+MEMORY = StageMemory(
+    (1000.0, 700.0), (BlockMemory(10, 20),) * 8, 8, (2, 1), (BlockMemory(5, 0), BlockMemory(0, 40))
+)
+
+
+def test_a_stages_memory() -> None:
+    """Stage 0: 3 blocks and what comes before; 8 bytes a parameter, 8 / 2 of state; two
+    micro-batches' activations (width 2 before width 1: one forward ahead of a backward). Stage 1:
+    8 + 8 bytes a parameter, one micro-batch's."""
+    assert MEMORY.need(0, (range(3),)) == 35 * (8 + 4) + 2 * 60
+    assert MEMORY.need(1, (range(3, 8),)) == 50 * 16 + 1 * (5 * 20 + 40)
+    assert not MEMORY.fits(1, (range(3, 8),)) and MEMORY.fits(1, (range(5, 8),))
+    found = best_sizes(StepWork((StageSpeed(1, 2),) * 2, (1.0,) * 8, 8, (2, 1)), fits=MEMORY.fits)
+    assert found is not None and found.sizes == (5, 3)
+
+
+def test_memories_that_fit_nothing() -> None:
+    small = StageMemory((500.0, 400.0), MEMORY.blocks, 8, (2, 1))
+    with pytest.raises(BudgetError, match="no division of 8 blocks into 2 stages fits: stage") as e:
+        raise small.refusal()
+    lacking = [
+        max(small.need(0, (range(k),)) - 500, small.need(1, (range(k, 8),)) - 400)
+        for k in range(1, 8)
+    ]
+    assert f"{min(lacking):.0f} B more on each would fit" in e.value.hint
+
+
+@settings(deadline=None)
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(0, 1 << 20))
+def test_moves_make_the_new_stages(p: int, q: int, seed: int) -> None:
+    rng = Random(seed)
+
+    def sizes(n: int) -> list[int]:
+        cuts = sorted(rng.sample(range(1, 12), n - 1))
+        return [b - a for a, b in zip([0, *cuts], [*cuts, 12])]
+
+    v = rng.choice([1, 2])
+    before, after = sizes(p * v), sizes(q * v)
+    owner = stage_of_blocks(before, p)
+    moves = block_moves(before, p, after, q)
+    for move in moves:
+        assert owner[move.block] == move.source != move.target
+        owner[move.block] = move.target
+    assert owner == stage_of_blocks(after, q)
+    assert len({move.block for move in moves}) == len(moves)
+
+
+def test_moves() -> None:
+    assert block_moves((6, 6), 2, (8, 4), 2) == [BlockMove(6, 1, 0), BlockMove(7, 1, 0)]
+    assert stage_of_blocks((2, 1, 1, 2), 2) == [0, 0, 1, 0, 1, 1]
+    with pytest.raises(ConfigError, match="stages with 12 blocks cannot become ones with 11"):
+        block_moves((6, 6), 2, (8, 3), 2)
+
+
+def test_the_gain_that_is_offered_is_the_models() -> None:
+    one = watch()
+    offer = next(found for _ in range(20) if (found := one.step([0.3, 0.5])))
+    slow = StepWork((StageSpeed(0.1, 0.2), StageSpeed(0.5 / 3, 1 / 3)), (1.0,) * 12, 16)
+    assert offer.before_s == pytest.approx(StepModel(slow).seconds((6, 6)))
+    assert offer.after_s == pytest.approx(StepModel(slow).seconds(offer.after))
