@@ -76,7 +76,7 @@ def best_sizes(
 ) -> FoundSizes | None:
     """The sizes with the shortest step among those that fit; the most even ones where they are as
     good. known: sizes than which it is never worse. None where none fit."""
-    return _Search(work, fits).run(known, most_looked_at)
+    return _SizeSearch(work, fits).run(known, most_looked_at)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class _Begun:
     passes: tuple[float, ...]  # seconds of a pass of each stage, of these parts
 
 
-class _Search:
+class _SizeSearch:
     def __init__(self, work: StepWork, fits: Fits) -> None:
         self.work, self.fits = work, fits
         self.model = StepModel(work)
