@@ -4,6 +4,7 @@ returned. Transformers is imported once a rank, not once a test."""
 from __future__ import annotations
 
 import os
+import pickle
 import traceback
 from datetime import timedelta
 
@@ -20,13 +21,13 @@ def child(rank, size, port, asked):
     dist.init_process_group(
         "gloo", rank=rank, world_size=size, timeout=timedelta(seconds=WAIT_S - 10)
     )
-    while (work := asked.recv()) is not None:
+    while (work := pickle.loads(asked.recv_bytes())) is not None:
         function, args = work
         try:
             answer = function(rank, *args)
         except BaseException as error:
             answer = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
-        asked.send(answer)
+        asked.send_bytes(pickle.dumps(answer))
     os._exit(0)  # gloo's groups may hang while they end
 
 
@@ -48,16 +49,16 @@ class Ranks:
 
     def run(self, function, *args):
         for end in self.ends:
-            end.send((function, args))
+            end.send_bytes(pickle.dumps((function, args)))  # tensors by value
         return [self._answer(rank, end) for rank, end in enumerate(self.ends)]
 
     def _answer(self, rank, end):
         assert end.poll(WAIT_S), f"rank {rank} said nothing for {WAIT_S} s"
-        return end.recv()
+        return pickle.loads(end.recv_bytes())
 
     def close(self):
         for end in self.ends:
-            end.send(None)
+            end.send_bytes(pickle.dumps(None))
         for process, end in zip(self.processes, self.ends):
             process.join(10)
             process.kill()

@@ -24,6 +24,7 @@ from roadtrain.parallel.cuts import Cuts, Segment
 from roadtrain.parallel.groups import GroupKind, Groups
 from roadtrain.parallel.pieces import VALUE, Extent, Piece
 from roadtrain.parallel.process_groups import make_process_groups
+from roadtrain.parallel.sharded_optimizer import ShardedOptimizer, ShardedOptions
 from roadtrain.parallel.stage_model import MicroBatch, StageModel
 from roadtrain.parallel.tensor import tensor_parallel
 from roadtrain.parallel.tensor_pieces import TensorPieces
@@ -576,3 +577,90 @@ def over_chosen_networks(rank):
 def test_over_the_groups_of_a_job(ranks):
     for found in ranks.run(over_chosen_networks):
         assert found < 10 * CLOSE, found
+
+
+MICRO_BATCHES, CLIP = 4, 0.5  # of a step; the largest norm
+
+
+def sharded(rank, degree, told, steps):
+    """`steps` steps of tensor and data parallelism with an overlapped sharded optimizer, after
+    those that the pieces `told` are of. Gradient norms, all pieces, whole values."""
+    kind, config = CASES["llama, grouped heads"]
+    width, mesh = WORLD // degree, tensor_mesh(degree)
+    model = built(kind, config)
+    user = optimizer_of(model)
+    split = tensor_parallel(model, mesh)
+    data = data_group(degree)
+    inner = ShardedOptimizer(
+        model, user, data, options=ShardedOptions(bucket_bytes=8 << 10, counts=split.counts)
+    )
+    optimizer = TensorPieces(inner, split)
+    if told:
+        optimizer.load(wanted_of(told, optimizer.wanted()), 2)
+    norms = []
+    for step in range(optimizer.steps_done, optimizer.steps_done + steps):
+        own = range(rank // degree, MICRO_BATCHES, width)
+        optimizer.begin_step(len(own))
+        for micro in own:
+            tokens = batch(config["vocab_size"], 100 * step + micro)
+            (model(tokens, labels=tokens).loss / MICRO_BATCHES).backward()
+        squares = torch.tensor(optimizer.sum_squares(), dtype=torch.float64)
+        torch.distributed.all_reduce(squares)
+        norms.append(squares.sqrt().item())
+        optimizer.step(min(1.0, CLIP / norms[-1]))
+    inner.wait_parameters()
+    pieces = [optimizer.piece(extent) for extent in optimizer.extents()]
+    whole = {name: split.whole_value(name, p) for name, p in model.named_parameters()}
+    optimizer.close()
+    return norms, pieces, whole
+
+
+@cache
+def data_group(degree):
+    mesh = init_device_mesh("cpu", (WORLD // degree, degree), mesh_dim_names=("data", "tensor"))
+    return mesh["data"].get_group()
+
+
+def wanted_of(told, wanted):
+    """What of the pieces lies in `wanted`."""
+    for extent in wanted:
+        for piece in told:
+            start = max(extent.start, piece.extent.start)
+            stop = min(extent.stop, piece.extent.stop)
+            if piece.extent.name == extent.name and start < stop:
+                own = slice(start - piece.extent.start, stop - piece.extent.start)
+                arrays = {key: x[own].clone() for key, x in piece.arrays.items()}
+                yield Piece(Extent(extent.name, start, stop), arrays, piece.scalars)
+
+
+def plainly(steps):
+    """Norms and values of the whole model after `steps` steps of one process."""
+    kind, config = CASES["llama, grouped heads"]
+    model = built(kind, config)
+    optimizer, norms = optimizer_of(model), []
+    for step in range(steps):
+        for micro in range(MICRO_BATCHES):
+            tokens = batch(config["vocab_size"], 100 * step + micro)
+            (model(tokens, labels=tokens).loss / MICRO_BATCHES).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def test_beside_a_sharded_optimizer_and_with_another_degree_later(ranks):
+    """tp 2 x dp 2 for two steps, then tp 4 from its pieces, as one process does it."""
+    norms, values = plainly(4)
+    first = ranks.run(sharded, 2, [], 2)
+    told = [piece for _, pieces, _ in first for piece in pieces]
+    counts = {name: torch.zeros(x.numel(), dtype=torch.int64) for name, x in values.items()}
+    for piece in told:
+        counts[piece.extent.name][piece.extent.start : piece.extent.stop] += 1
+    assert all((count == 1).all() for count in counts.values()), "each element once"
+    second = ranks.run(sharded, 4, told, 2)
+    for found in (first, second):
+        for got, _, _ in found:
+            right = norms[:2] if found is first else norms[2:]
+            assert got == pytest.approx(right, rel=1e-5), "what all have alike is counted once"
+    for _, _, whole in second:
+        assert max(far(whole[name], values[name]) for name in values) < 10 * CLOSE

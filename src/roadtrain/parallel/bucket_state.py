@@ -70,12 +70,13 @@ class BucketState:
         for array, started in zip(self.arrays, arrays):
             array[part].copy_(started)
 
-    def sum_squares(self) -> float:
-        """Of this rank's share of the summed gradients, in float64."""
+    def sum_squares(self, counts: Sequence[bool]) -> float:
+        """Of this rank's share of the summed gradients, in float64. counts: of each of the
+        stage's parameters, whether it is added."""
+        parts = [self.own_grads[s.start : s.stop] for s in self.spans if counts[s.param]]
         if self.own_grads.device.type != "cpu":
-            return float(self.own_grads.double().square().sum())
-        grads = self.own_grads.numpy()
-        return sum(sums.sum_squares(grads[s.start : s.stop], "fp32") for s in self.spans)
+            return float(sum(part.double().square().sum() for part in parts))
+        return sum(sums.sum_squares(part.numpy(), "fp32") for part in parts)
 
     def update(
         self, hyper: Sequence[float], scale: float, has_gradient: Callable[[int], bool]

@@ -48,11 +48,14 @@ from roadtrain.units import MIB
 @dataclass(frozen=True)
 class ShardedOptions:
     """`bucket_bytes`: of fp32 gradients that travel at once. `overlap`: communication runs beside
-    the computing, else inside `step`. `label`: this stage's name in errors."""
+    the computing, else inside `step`. `label`: this stage's name in errors. `counts(name)`: whether
+    `sum_squares` has the parameter's gradient; None: it has all (ranks of a tensor group have some
+    alike, which one of them counts)."""
 
     bucket_bytes: int = 16 * MIB
     overlap: bool = True
     label: str = "the stage"
+    counts: Callable[[str], bool] | None = None
 
 
 class ShardedOptimizer:
@@ -159,7 +162,9 @@ class ShardedOptimizer:
         self._finish_gradients()
         self.courier.wait_all(f"{self._step}: the sum of the gradients")
         self.side.join()
-        return sum(state.sum_squares() for state in self.states if self._counts(state))
+        counts = self.options.counts or _always
+        own = [counts(spec.name) for spec in self.layout.params]
+        return sum(state.sum_squares(own) for state in self.states if self._counts(state))
 
     def step(self, scale: float = 1.0) -> None:
         """See StageOptimizer. What goes wrong later is raised by what waits for it."""
@@ -459,3 +464,7 @@ def _links(
         if name in trainable:
             by_group.setdefault(id(copies.group), ([], copies))[0].append(name)
     return list(by_group.values())
+
+
+def _always(name: str) -> bool:
+    return True
