@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, PlainSerializer
+from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 
 from roadtrain.config.names import Former, Report, did_you_mean, in_words_of_now
 from roadtrain.config.parallelism import Parallelism
@@ -99,6 +99,10 @@ def _named(given: object) -> object:
     return placement(given) if isinstance(given, str) else given
 
 
+def _all_named(given: object) -> object:
+    return tuple(map(_named, given)) if isinstance(given, list | tuple) else given
+
+
 @value
 class PlanMemory:
     """What is in memory, and for how long."""
@@ -121,6 +125,7 @@ class ElementBytes:
 
     parameter_bytes: Number = 2
     gradient_bytes: Number = 2  # on the wire
+    activation_bytes: Number = 2  # between stages, on the wire
     held_bytes: Number = 4  # of a gradient at rest
     upstream_bytes: Number = 2  # of a parameter that comes back from a processor beside an SSD
     state_bytes: Number = 12
@@ -157,13 +162,24 @@ class Plan:
     ]
     parallelism: Parallelism = Parallelism()
     micro_batch: Count = 1  # samples a device and pass
-    num_microbatches: Count = 1  # passes a step
+    # passes a step; of all replicas of a stage together, where `parallelism.widths` gives each
+    # stage its own number of them
+    num_microbatches: Count = 1
+    # of each pipeline stage, where they are not all `placement`
+    stage_placements: Annotated[
+        tuple[Placement, ...],
+        BeforeValidator(refusing(_all_named)),
+        PlainSerializer(lambda every: [one.name for one in every]),
+    ] = ()
     activation_checkpointing: Flag = False  # blocks' inputs alone are kept for backward
     staleness: Whole = 0  # updates that a step's parameters may lack
     # "gradient": each block's update begins as its gradient is there; "step": when all are there,
     # so that norms are known
     update_at: Literal["gradient", "step"] = "step"
     overlap: Flag = True  # gradients leave while backward runs, else after it
+    # where each device updates its part: parameters are gathered as the update ends; or, block by
+    # block, during the next forward
+    gather: Literal["update", "forward"] = "update"
     in_turn: Flag = False  # updates in the order of their gradients, not of the next forward
     keep: Number | None = None  # fraction of a gradient's elements that travels; None: all
     # kind of card for a group ("dp", "pp"); for what is not named one is chosen
@@ -172,6 +188,17 @@ class Plan:
     memory: PlanMemory = PlanMemory()
     sizes: ElementBytes = ElementBytes()
     framework: Framework = Framework()
+
+    @model_validator(mode="after")
+    @refusing
+    def _one_placement_a_stage(self) -> Self:
+        if self.stage_placements and len(self.stage_placements) != self.parallelism.pp:
+            raise ConfigError(
+                f"{len(self.stage_placements)} stages have a placement, pp is"
+                f" {self.parallelism.pp}",
+                hint="stage_placements has one name a stage; or `placement` alone is of all",
+            )
+        return self
 
     def changed(self, **changes: Any) -> Plan:
         """With other values of fields, of its own or of one of its parts."""
@@ -189,7 +216,36 @@ class Plan:
     @property
     def samples(self) -> int:
         """Of one step."""
-        return self.micro_batch * self.num_microbatches * self.parallelism.dp
+        return self.micro_batch * self.step_microbatches
+
+    @property
+    def step_microbatches(self) -> int:
+        """Of one step, over all replicas."""
+        replicas = 1 if self.parallelism.widths else self.parallelism.dp
+        return self.num_microbatches * replicas
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Data-parallel replicas of each stage."""
+        return self.parallelism.widths or (self.parallelism.dp,) * self.parallelism.pp
+
+    def placement_of(self, stage: int) -> Placement:
+        return self.stage_placements[stage] if self.stage_placements else self.placement
+
+    def of_stage(self, stage: int) -> Plan:
+        """The plan as one stage has it: its own placement, and its own replicas as all."""
+        parallelism = replace(self.parallelism, dp=self.widths[stage], widths=())
+        return replace(
+            self,
+            placement=self.placement_of(stage),
+            stage_placements=(),
+            parallelism=parallelism,
+        )
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """Those of its stages, each once."""
+        return tuple(dict.fromkeys(map(self.placement_of, range(self.parallelism.pp))))
 
     def to_toml(self) -> str:
         return as_toml(self)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from importlib.resources import files
 
@@ -37,7 +37,18 @@ class Constants:
     fixed: float = 0.0
     traffic: float = 0.0
     source: str = "assumed"
+    # seconds of a backward over those of a forward
+    backward: float = 2.0
+    # (kind of block, samples) -> measured seconds of its forward
     table: Mapping[tuple[str, int], float] = field(default_factory=dict)
+    # name of a host -> such a table of its own
+    hosts: Mapping[str, Mapping[tuple[str, int], float]] = field(default_factory=dict)
+
+    def of_host(self, name: str) -> Constants:
+        """As they are on the hosts of that name."""
+        if name not in self.hosts:
+            return self
+        return replace(self, table={**self.table, **self.hosts[name]})
 
     def forward(
         self,
@@ -77,7 +88,7 @@ class Constants:
     @property
     def from_what(self) -> str:
         """Which of the three sources is used, for people."""
-        if self.table:
+        if self.table or self.hosts:
             return "a measured table"
         return "a curve by size" if self.half or self.launch else "one efficiency"
 

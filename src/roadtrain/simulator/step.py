@@ -267,7 +267,8 @@ class SimulatedStage:
         elif shape.attention and plan.framework.selective:
             again = 0.5 if plan.framework.selective == "layers" else shape.again / shape.flops
         whole = again if plan.framework.selective != "products" else 0.0  # sums are kept
-        return forward * (2 + again) + tensor * (1 + whole) + ring * (2 + whole)
+        both = self.fabric.constants.backward + again
+        return forward * both + tensor * (1 + whole) + ring * (2 + whole)
 
     def _last(self, block: int) -> bool:
         return self.number == self.plan.parallelism.pp - 1 and block == len(self.blocks) - 1

@@ -1,0 +1,110 @@
+"""protocol/traffic.py: bytes of each link in a step, against closed forms."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roadtrain.config.parallelism import Parallelism
+from roadtrain.errors import ConfigError
+from roadtrain.protocol.traffic import (
+    BoundaryBytes,
+    HostLink,
+    Links,
+    SharedBytes,
+    StageBytes,
+    Traffic,
+    host_bytes,
+    link_bytes,
+)
+
+NOTHING = BoundaryBytes(0, 0)
+
+
+def total(links: Links, kind: Traffic) -> float:
+    return sum(nbytes for (_, _, one), nbytes in links.items() if one is kind)
+
+
+@given(
+    st.lists(st.integers(1, 4), min_size=1, max_size=5),
+    st.integers(4, 24),
+    st.integers(1, 3),
+    st.integers(1, 2),
+)
+def test_every_micro_batch_crosses_every_boundary_once_each_way(
+    widths: list[int], num_microbatches: int, tp: int, cp: int
+) -> None:
+    parallelism = Parallelism(tp=tp, cp=cp, pp=len(widths), widths=tuple(widths))
+    stages = [StageBytes()] * len(widths)
+    links = link_bytes(parallelism, num_microbatches, BoundaryBytes(100, 50), stages)
+    crossed = num_microbatches * (len(widths) - 1) * tp * cp
+    assert total(links, Traffic.ACTIVATIONS) == 100 * crossed
+    assert total(links, Traffic.ACTIVATION_GRADIENTS) == 50 * crossed
+    for (here, there, kind), nbytes in links.items():
+        a, b = parallelism.position(here), parallelism.position(there)
+        assert b.stage - a.stage == (1 if kind is Traffic.ACTIVATIONS else -1)
+        assert (a.tensor, a.replica % cp) == (b.tensor, b.replica % cp)
+        back = {Traffic.ACTIVATIONS: Traffic.ACTIVATION_GRADIENTS}.get(kind, Traffic.ACTIVATIONS)
+        ratio = 0.5 if kind is Traffic.ACTIVATIONS else 2
+        assert links[there, here, back] == ratio * nbytes
+
+
+def test_parts_cross_the_boundary_from_the_last_stage_to_the_first() -> None:
+    parallelism = Parallelism(pp=2, virtual_stages=3)
+    links = link_bytes(parallelism, 4, BoundaryBytes(10, 10), [StageBytes()] * 2)
+    # three times from stage 0 to 1, twice back to it; gradients the other way
+    assert links[0, 1, Traffic.ACTIVATIONS] == links[1, 0, Traffic.ACTIVATION_GRADIENTS] == 120
+    assert links[1, 0, Traffic.ACTIVATIONS] == links[0, 1, Traffic.ACTIVATION_GRADIENTS] == 80
+
+
+@pytest.mark.parametrize("width", [1, 2, 5])
+def test_a_sharded_optimizer_sends_what_is_not_its_own(width: int) -> None:
+    parallelism = Parallelism(pp=2, tp=2, widths=(width, 3))
+    links = link_bytes(parallelism, 15, NOTHING, [StageBytes(400, 200), StageBytes()])
+    sent: dict[tuple[int, Traffic], float] = defaultdict(float)
+    got: dict[tuple[int, Traffic], float] = defaultdict(float)
+    for (here, there, kind), nbytes in links.items():
+        sent[here, kind] += nbytes
+        got[there, kind] += nbytes
+    assert sent == pytest.approx(got)
+    ranks = range(2 * width) if width > 1 else ()
+    others = (width - 1) / width
+    assert sent == pytest.approx(
+        {(rank, Traffic.GRADIENTS): 400 * others for rank in ranks}
+        | {(rank, Traffic.PARAMETERS): 200 * others for rank in ranks}
+    )
+
+
+@given(st.integers(1, 5), st.integers(1, 5))
+def test_a_shared_parameter_goes_once_each_way(first: int, last: int) -> None:
+    """Every rank of each stage gets the elements that it keeps the state of, once."""
+    parallelism = Parallelism(pp=3, widths=(first, 2, last))
+    shared = [SharedBytes((0, 2), 60)]
+    links = link_bytes(parallelism, 10, NOTHING, [StageBytes()] * 3, shared)
+    got: dict[int, float] = defaultdict(float)
+    for (here, there, kind), nbytes in links.items():
+        assert kind is Traffic.SHARED_GRADIENTS
+        assert {parallelism.position(rank).stage for rank in (here, there)} == {0, 2}
+        got[there] += nbytes
+    firsts, lasts = range(first), range(first + 2, first + 2 + last)
+    assert got == pytest.approx(dict.fromkeys(firsts, 60 / first) | dict.fromkeys(lasts, 60 / last))
+
+
+def test_what_stays_inside_a_host_crosses_no_link() -> None:
+    links: Links = {
+        (0, 1, Traffic.GRADIENTS): 5.0,
+        (0, 2, Traffic.ACTIVATIONS): 7.0,
+        (1, 2, Traffic.ACTIVATIONS): 11.0,
+    }
+    assert host_bytes(links, ["a", "a", "b"]) == {
+        (HostLink("a", True), Traffic.ACTIVATIONS): 18.0,
+        (HostLink("b", False), Traffic.ACTIVATIONS): 18.0,
+    }
+
+
+def test_stages_that_are_not_those_of_the_parallelism() -> None:
+    with pytest.raises(ConfigError, match="bytes of 1 stages are given, pp is 2"):
+        link_bytes(Parallelism(pp=2), 1, NOTHING, [StageBytes()])
