@@ -110,7 +110,7 @@ def device_peak(run: Run) -> float:
         [block for part in parts for block in part] for parts in cut(run.model.blocks, run.plan)
     ]
     hosts = [run.cluster.workers[0]] * len(stages)
-    found = needs(run.plan, run.cluster, run.model, stages, hosts)
+    found = needs(run.plan, run.cluster, stages, hosts)
     return max(need.nbytes for need in found if need.where.endswith("device"))
 
 

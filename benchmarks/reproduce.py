@@ -27,7 +27,8 @@ from roadtrain.protocol.shares import busiest, cut, optimum, order, reducers
 from roadtrain.simulator.compute import constants
 from roadtrain.simulator.engine import Cost, Engine, Task
 from roadtrain.simulator.memory import check
-from roadtrain.simulator.run import Result, Scene, simulate
+from roadtrain.simulator.run import Result, simulate
+from roadtrain.simulator.scene import Scene
 from roadtrain.storage.direct import replace_file
 
 NEAR = 0.10

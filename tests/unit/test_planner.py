@@ -24,7 +24,8 @@ from roadtrain.planner.candidates import MOST_MICROBATCHES, candidates
 from roadtrain.planner.search import CLOSE, least_change, scaled, search
 from roadtrain.simulator.compute import Constants
 from roadtrain.simulator.engine import Engine
-from roadtrain.simulator.run import Scene, simulate
+from roadtrain.simulator.run import simulate
+from roadtrain.simulator.scene import Scene
 
 OF = Constants()
 

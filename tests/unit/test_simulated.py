@@ -29,7 +29,8 @@ from roadtrain.simulator.compute import Constants
 from roadtrain.simulator.engine import Cost, Engine
 from roadtrain.simulator.fabric import Fabric, FlowGroup, Site
 from roadtrain.simulator.memory import device_bytes, saved_bytes
-from roadtrain.simulator.run import Result, Scene, _Steps, simulate
+from roadtrain.simulator.run import Result, _Steps, simulate
+from roadtrain.simulator.scene import Scene
 from roadtrain.simulator.step import SimulatedStage
 
 RATE = 10e9
@@ -541,7 +542,8 @@ def test_no_key_of_a_plan_takes_what_it_cannot_be(wrong: Any) -> None:
             assert name in str(error) or "placement" in str(error)
         else:
             held = getattr(plan, parts[name]) if name in parts else plan
-            assert name in PARTS or type(getattr(held, name)) is type(wrong) or wrong is None
+            kept = tuple if type(wrong) is list else type(wrong)
+            assert name in PARTS or type(getattr(held, name)) is kept or wrong is None
 
 
 def test_more_devices_than_there_are() -> None:
@@ -591,15 +593,6 @@ def test_parts_shrink_the_bubble() -> None:
         plan = Plan(placement("ddp"), Parallelism(pp=4, virtual_stages=parts), num_microbatches=8)
         result = simulate(plan, cluster(1, devices=4), own, WHOLE, checked=False)
         assert result.seconds == pytest.approx(one * (8 + 3 / parts), rel=0.01)
-    with pytest.raises(
-        ConfigError, match="placement zero3 streams parameters in the order of one part a stage"
-    ):
-        simulate(
-            Plan(placement("zero3"), Parallelism(pp=4, virtual_stages=2), num_microbatches=8),
-            cluster(1, devices=4),
-            own,
-            WHOLE,
-        )
 
 
 def test_context_ranks_split_a_sequence() -> None:

@@ -19,7 +19,8 @@ from roadtrain.protocol.reducer import ReducerStateMachine
 from roadtrain.protocol.relay import RelayStateMachine
 from roadtrain.protocol.server import ServerStateMachine
 from roadtrain.simulator.engine import Engine
-from roadtrain.simulator.run import Scene, _Steps
+from roadtrain.simulator.run import _Steps
+from roadtrain.simulator.scene import Scene
 
 EVENTS: list[tuple[type, str]] = [
     (ServerStateMachine, "handle"),

@@ -234,6 +234,8 @@ class Plan:
 
     def of_stage(self, stage: int) -> Plan:
         """The plan as one stage has it: its own placement, and its own replicas as all."""
+        if not (self.stage_placements or self.parallelism.widths):
+            return self
         parallelism = replace(self.parallelism, dp=self.widths[stage], widths=())
         return replace(
             self,

@@ -16,7 +16,7 @@ from roadtrain.config.models import ModelShape
 from roadtrain.config.parallelism import Parallelism, balanced, even
 from roadtrain.config.plan import HEADROOM, PLACEMENTS, Placement, Plan, placement
 from roadtrain.simulator.memory import stage_bytes
-from roadtrain.simulator.run import Scene
+from roadtrain.simulator.scene import Scene
 
 MOST_PP, MOST_MICRO_BATCH, MOST_PARTS = 64, 64, (2, 4)
 # micro-batches a step that are tried without a batch; of a pipeline so many a stage

@@ -32,7 +32,8 @@ from roadtrain.planner.candidates import (
 from roadtrain.simulator.compute import Constants
 from roadtrain.simulator.engine import Engine
 from roadtrain.simulator.memory import Need
-from roadtrain.simulator.run import Result, Scene, simulate
+from roadtrain.simulator.run import Result, simulate
+from roadtrain.simulator.scene import Scene
 
 # bound of a sample, number, the plan; whether all is in the bound
 Waiting = tuple[float, int, Scene, bool]

@@ -11,7 +11,7 @@ other), so its slowest part sets its pace. `latency` counts the steps of the alg
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from roadtrain.config.cluster import Cluster, Host, Nic
@@ -31,10 +31,19 @@ class Site:
     same."""
 
     def __init__(
-        self, engine: Engine, host: Host, nic: Nic | None, constants: Constants, name: str
+        self,
+        engine: Engine,
+        host: Host,
+        nic: Nic | None,
+        constants: Constants,
+        name: str,
+        resource: Callable[[str, float], Resource] | None = None,
     ) -> None:
-        def resource(what: str, capacity: float) -> Resource:
-            return engine.resource(f"{name} {what}", capacity)
+        """`resource`: gives what is called so, where sites share it; None: each is its own."""
+        if resource is None:
+
+            def resource(what: str, capacity: float) -> Resource:
+                return engine.resource(f"{name} {what}", capacity)
 
         self.host, self.name, self.nic = host, name, nic
         rate = nic.total * constants.network if nic is not None else float("inf")
@@ -202,6 +211,23 @@ class Fabric:
         weight = per_device * group.tp
         return [(site.out, weight), (site.into, weight), *inside]
 
+    def _at_server(self, once: bool) -> float:
+        """Of a byte that each host sends a server, or gets from it, what crosses the server's card
+        for one task. `once`: the switch sums it, or sends it to all."""
+        return 1.0 if once else float(self.group.hosts)
+
+    @property
+    def _server_share(self) -> float:
+        """Of what a server does once for all hosts, the part of one task."""
+        return 1.0
+
+    @property
+    def gathers(self) -> bool:
+        """Whether parameters that the devices updated in parts come together during the forward."""
+        place = self.plan.placement
+        split = place.parameters == "device" and place.state == "split"
+        return split and self.plan.gather == "forward" and self.group.dp > 1
+
     def _ring(self, passes: float) -> tuple[list[tuple[Resource, float]], float]:
         n, hosts = self.group.dp, self.group.hosts
         if n == 1:
@@ -256,16 +282,16 @@ class Fabric:
             params * self.plan.sizes.parameter_bytes,
         )
         if place.parameters == "device":
-            return Cost(0, [])
+            return Cost(nbytes, *self._ring(1)) if self.gathers else Cost(0, [])
         if kept:
             return Cost(nbytes, list(self._to_device))
         if place.parameters == "server":
             assert self.server is not None
-            many = 1.0 if self.multicasts else float(self.group.hosts)
+            many = self._at_server(self.multicasts)
             inside = [(self.site.fabric, 1.0)] if self.group.ranks > 1 else []
             uses = [
                 (self.server.out, many * self.group.tp),
-                (self.server.memory, 1.0 * self.group.tp),
+                (self.server.memory, self._server_share * self.group.tp),
                 (self.site.into, float(self.group.tp)),
                 *self._to_device,
                 *inside,
@@ -304,7 +330,7 @@ class Fabric:
         if place.sum == "ring":
             back = (
                 plan.sizes.parameter_bytes / plan.sizes.gradient_bytes
-                if place.parameters == "device"
+                if place.parameters == "device" and not self.gathers
                 else 0.0
             )
             uses, latency = self._ring(2 if place.state == "device" else 1 + back)
@@ -330,8 +356,9 @@ class Fabric:
         out = [(site.out, float(group.tp)), *inside, *self._from_device]
         if place.update == "server":
             assert self.server is not None
-            many = 1.0 if place.sum == "switch" and self.switch_sums else float(group.hosts)
-            sums = [(self.server.sums, many * group.tp)] if many > 1 else []
+            once = place.sum == "switch" and self.switch_sums
+            many = self._at_server(once)
+            sums = [(self.server.sums, many * group.tp)] if group.hosts > 1 and not once else []
             uses = [
                 *out,
                 (self.server.into, many * group.tp),
@@ -359,7 +386,7 @@ class Fabric:
         devices together."""
         place, group = self.plan.placement, self.group
         if place.state == "server":
-            return float(group.tp)
+            return self._server_share * group.tp
         return group.tp * group.ranks / group.dp
 
     def hold(self, params: float) -> Cost:
@@ -437,7 +464,7 @@ class Fabric:
         if self.plan.placement.parameters != "server" or not self.on_files:
             return self.plan.memory.public
         return (
-            params * self._own * self.plan.sizes.parameter_bytes
+            params * self.group.tp * self.plan.sizes.parameter_bytes
             <= self._state_site().host.memory / 2
         )
 

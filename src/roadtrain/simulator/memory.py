@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from roadtrain.chunks import PAGE
 from roadtrain.config.budgets import HUGE
 from roadtrain.config.cluster import Cluster, Host
-from roadtrain.config.models import BlockShape, ModelShape
+from roadtrain.config.models import BlockShape
 from roadtrain.config.plan import Plan
 from roadtrain.errors import BudgetError, ConfigError
 from roadtrain.protocol.pipeline import ahead
@@ -195,10 +195,16 @@ def file_bytes(plan: Plan, params: float) -> float:
 
 def stage_bytes(plan: Plan, blocks: Sequence[BlockShape], number: int) -> float:
     """On a device of a pipeline stage, at most."""
-    held = (
-        ahead(number, plan.parallelism.pp, plan.num_microbatches, plan.parallelism.virtual_stages)
-        / plan.parallelism.virtual_stages
+    parallelism = plan.parallelism
+    passes = ahead(
+        number,
+        parallelism.pp,
+        plan.num_microbatches,
+        parallelism.virtual_stages,
+        widths=parallelism.widths,
     )
+    held = passes / parallelism.virtual_stages
+    plan = plan.of_stage(number)
     nbytes = (
         device_bytes(plan, blocks)
         + held * saved_bytes(plan, blocks, plan.parallelism.virtual_stages)
@@ -210,7 +216,6 @@ def stage_bytes(plan: Plan, blocks: Sequence[BlockShape], number: int) -> float:
 def needs(
     plan: Plan,
     cluster: Cluster,
-    model: ModelShape,
     cuts: Sequence[Sequence[BlockShape]],
     hosts: Sequence[Host],
     sharing: Sequence[int] = (),
@@ -218,8 +223,7 @@ def needs(
     """Of the devices and hosts of each stage (`hosts`: the least of its hosts), of SSDs and the
     server. `sharing`: how many stages share each one's hosts."""
     out: list[Need] = []
-    parallelism, place = plan.parallelism, plan.placement
-    free = 1 - plan.headroom
+    free, served = 1 - plan.headroom, 0
 
     def need(where: str, nbytes: float, memory: float, share: float) -> None:
         out.append(Need(where, nbytes, memory * share, share))
@@ -227,23 +231,27 @@ def needs(
     for number, (blocks, host, many) in enumerate(zip(cuts, hosts, sharing or [1] * len(cuts))):
         assert host.device is not None
         need(f"stage {number} device", stage_bytes(plan, blocks, number), host.device.memory, free)
+        own = plan.of_stage(number)
+        parallelism, place, params = own.parallelism, own.placement, sum(b.params for b in blocks)
+        served += params if place.served else 0
         ranks = max(1, min(host.devices // parallelism.tp, parallelism.replicas))
         need(
             f"stage {number} memory",
-            host_bytes(plan, blocks, ranks),
+            host_bytes(own, blocks, ranks),
             host.memory,
             USABLE * free / many,
         )
         if place.state == "ssd":
             share = ranks / parallelism.replicas
-            nbytes = file_bytes(plan, sum(block.params for block in blocks)) * share
+            nbytes = file_bytes(own, params) * share
             need(f"stage {number} SSDs", nbytes, _room(host), 1 / many)
-    if place.served and cluster.spares:
+    if served and cluster.spares:
         server = cluster.spares[0].together
         if server.ssds:
-            out.append(Need("server SSDs", file_bytes(plan, model.params), _room(server)))
+            serving = next(p for p in map(plan.of_stage, range(len(cuts))) if p.placement.served)
+            out.append(Need("server SSDs", file_bytes(serving, served), _room(server)))
         else:
-            nbytes = model.params * (
+            nbytes = served * (
                 plan.sizes.state_bytes + plan.sizes.parameter_bytes + plan.sizes.held_bytes
             )
             need("server memory", nbytes, server.memory, USABLE * free)

@@ -24,9 +24,16 @@ from roadtrain.config.cluster import Device
 from roadtrain.config.models import BlockShape
 from roadtrain.config.plan import Plan
 from roadtrain.protocol.messages import ApplyUpdate, Done, Pull, Pulled, Push
-from roadtrain.protocol.pipeline import BACKWARD, FORWARD, RunBlocks, StageStateMachine
+from roadtrain.protocol.pipeline import (
+    BACKWARD,
+    FORWARD,
+    RunBlocks,
+    StageStateMachine,
+    own_microbatches,
+)
 from roadtrain.protocol.prefetch import Prefetcher, PullBlock
 from roadtrain.protocol.relay import Give, RelayEvent, RelayStateMachine, Up
+from roadtrain.simulator.apart import RankOf, StagePush
 from roadtrain.simulator.engine import Cost, Engine, Lane, Resource
 from roadtrain.simulator.fabric import Fabric
 from roadtrain.simulator.memory import device_bytes, host_bytes, saved_bytes, working_bytes
@@ -102,8 +109,15 @@ class SimulatedStage:
         send: Callable[[SimulatedStage, RunBlocks], None],
         *,
         log: list[Any] | None = None,
+        rank: RankOf | None = None,
     ) -> None:
-        plan, name = fabric.plan, f"stage {number}"
+        """`rank`: the replica that this is, where those of a stage are simulated apart."""
+        plan = fabric.plan
+        name = f"stage {number}" if rank is None else f"stage {number} replica {rank.replica}"
+        self.rank = rank
+        self.widths = (1,) * plan.parallelism.pp if rank is None else rank.widths
+        self.width = self.widths[number]
+        self.replica = 0 if rank is None else rank.replica
         self.engine, self.fabric, self.plan, self.device = engine, fabric, plan, device
         self.number, self.name, self.log = number, name, log
         self.send = send  # what a run leaves goes to the stage that needs it
@@ -118,7 +132,9 @@ class SimulatedStage:
         self._place_blocks()
         # Transfers that follow each other: collectives on a stream, a server's links.
         self.lanes: dict[str, Lane] = {}
-        if plan.placement.sum == "ring" and fabric.group.dp > 1:
+        if rank is not None and plan.placement.sum == "ring":
+            self.lanes = {"Fetch": engine.lane(f"{name} fetch")}
+        elif plan.placement.sum == "ring" and fabric.group.dp > 1:
             self.lanes = dict.fromkeys(("Fetch", "Push"), engine.lane(f"{name} collectives"))
         elif plan.placement.served:
             self.lanes = {what: engine.lane(f"{name} {what.lower()}") for what in ("Fetch", "Push")}
@@ -143,7 +159,7 @@ class SimulatedStage:
         self.fresh = [True] * len(self.blocks)  # whether a block's next push begins a step
         self.pushing: dict[int, int] = {}  # step -> its gradients on their way
         self.computed: set[int] = set()  # steps that are computed and not ended
-        self.later: list[tuple[int, bool]] = []  # gradients that wait for the end of backward
+        self.later: list[tuple[int, RunBlocks]] = []  # gradients that wait for the end of backward
         self.ends: list[float] = []  # seconds, of each step: all its updates are asked for
         self.pool = f"{name} device"
         self.saved = [saved_bytes(plan, part) * plan.framework.fragmentation for part in parts]
@@ -168,18 +184,12 @@ class SimulatedStage:
         plan, fabric, n = self.plan, self.fabric, len(self.blocks)
         total = sum(self.pieces.params)
         streamed = plan.placement.streamed
-        passes = self.num_microbatches if streamed else 1
-        layers = sorted(
-            params
-            for params, prefetch in zip(self.pieces.params, self.prefetch)
-            if prefetch is self.streams
-        )
+        passes = self.passes if streamed else 1
         stay = self.slots + (min(plan.memory.kept, n) if self.relay is not None else 0)
-        # the largest may be here still at every turn
-        again = sum(layers[: max(0, len(layers) - stay)])
+        again = self._refetched(stay)
         costs = [
-            (fabric.answer(total), 1.0 if streamed else 0.0),
-            (fabric.answer(again), 2.0 * passes - 1),
+            (fabric.answer(total), 1.0 if streamed or fabric.gathers else 0.0),
+            (fabric.answer(again), 2.0 * passes - 1 if streamed else 0.0),
             (fabric.push(total), float(passes)),
             (fabric.hold(total), float(passes)),
             (fabric.update(total), 1.0),
@@ -192,11 +202,23 @@ class SimulatedStage:
             for resource, weight in cost.uses:
                 used[resource] = used.get(resource, 0.0) + cost.work * weight * times
         if fabric.site.cores is not None:
-            used[fabric.site.cores] = (
-                used.get(fabric.site.cores, 0.0) + self.num_microbatches * self.pass_s
-            )
-        device = (self.num_microbatches * self.pass_s, f"{self.name} device")
+            used[fabric.site.cores] = used.get(fabric.site.cores, 0.0) + self.passes * self.pass_s
+        device = (self.passes * self.pass_s, f"{self.name} device")
         return max([device, *((u / r.capacity, r.name) for r, u in used.items())])
+
+    def _refetched(self, stay: int) -> float:
+        """Parameters that a pass through each part fetches at least where it is not the part's
+        first: of its blocks the largest `stay` may be here still."""
+        total = 0.0
+        for span in self.spans:
+            layers = sorted(self.pieces.params[i] for i in span if self.prefetch[i] is self.streams)
+            total += sum(layers[: max(0, len(layers) - stay)])
+        return total
+
+    @property
+    def passes(self) -> int:
+        """Micro-batches that run here in a step."""
+        return len(own_microbatches(self.num_microbatches, self.width, self.replica))
 
     @property
     def pass_s(self) -> float:
@@ -231,6 +253,8 @@ class SimulatedStage:
             self.plan.parallelism.pp,
             self.num_microbatches,
             self.plan.parallelism.virtual_stages,
+            widths=self.widths,
+            replica=self.replica,
         )
         self._go(self.machine.start())
 
@@ -246,7 +270,7 @@ class SimulatedStage:
             if run.what == FORWARD:
                 self.engine.hold(self.pool, self.saved[run.part])
             whole = not self.plan.placement.streamed and (
-                run.micro if run.what == FORWARD else not run.last
+                run.micro != self.replica if run.what == FORWARD else not run.last
             )
             if whole:  # all parameters are here and nothing is pushed
                 self.todo.clear()
@@ -317,9 +341,9 @@ class SimulatedStage:
         pulls = self.prefetch[block].returned(slot)
         if self.run.what == BACKWARD and (self.run.last or self.plan.placement.streamed):
             if self.plan.overlap:
-                self._push(block, self.run.last)
+                self._push(block, self.run)
             else:
-                self.later.append((block, self.run.last))
+                self.later.append((block, self.run))
         self._pull(pulls)
         self._next_block()
 
@@ -334,8 +358,8 @@ class SimulatedStage:
             self._go(following)
         elif self.machine.finished:
             later, self.later = self.later, []
-            for block, last in later:
-                self._push(block, last)
+            for block, pushed in later:
+                self._push(block, pushed)
             self.computed.add(self.step)
             # all is released: the next forward waits for what it pulls
             if self.plan.update_at == "gradient":
@@ -393,7 +417,8 @@ class SimulatedStage:
 
     # gradients
 
-    def _push(self, block: int, last: bool) -> None:
+    def _push(self, block: int, run: RunBlocks) -> None:
+        last = run.last
         params, pieces = self.pieces.params[block], self.pieces.pieces
         cost = self.fabric.push(params / pieces)
         self._tax(self.fabric.push(params))
@@ -405,9 +430,24 @@ class SimulatedStage:
             self.pushing[self.step] += 1
             push = Push(chunk, None, fresh, True, next(self.tickets))
             arrived = partial(self._arrived, push, last, self.step)
-            self._cost("Push", cost, arrived, lane=self.lanes.get("Push"))
+            if self.rank is None:
+                self._cost("Push", cost, arrived, lane=self.lanes.get("Push"))
+            else:
+                at = (chunk, self.step, None if last else run.micro // self.width)
+                pushed = StagePush(cost.of_bytes, arrived, self.lanes.get("Push"))
+                self.rank.meeting.push(at, self._partners(run), pushed)
         if last and self.plan.update_at == "gradient":
             self._updated_in(block, self.step)
+
+    def _partners(self, run: RunBlocks) -> int:
+        """Replicas that push a gradient of the same round: the last of each, or the k-th."""
+        if run.last:
+            return self.width
+        rounds = (
+            len(own_microbatches(self.num_microbatches, self.width, replica))
+            for replica in range(self.width)
+        )
+        return sum(run.micro // self.width < many - 1 for many in rounds)
 
     def _arrived(self, push: Push, last: bool, step: int) -> None:
         """A gradient is where it is summed. Where reducers sum, they say when that is done."""

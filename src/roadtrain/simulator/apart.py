@@ -1,0 +1,185 @@
+"""Data-parallel ranks that are simulated apart: where stages have different widths, hosts different
+speeds, or what passes between stages shares its cards with gradients.
+
+Each replica of a stage (with its tensor- and context-parallel devices) has state machines of its
+own and a part of the stage's state. Hosts have their cards, memory and SSDs once, whoever uses
+them. What replicas do together begins, or ends, when the last of them is there.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+
+from roadtrain.config.cluster import Cluster, Host, Nic
+from roadtrain.config.plan import Plan
+from roadtrain.simulator.compute import Constants
+from roadtrain.simulator.engine import Cost, Engine, Lane, Resource
+from roadtrain.simulator.fabric import Fabric, FlowGroup, Site
+
+OF_A_DEVICE = ("to device", "from device", "fabric", "memory of the device", "processors")
+OF_A_CARD = ("out", "in")
+Uses = list[tuple[Resource, float]]
+
+
+class SharedHost:
+    """One host's resources, of which each is made once."""
+
+    def __init__(self, engine: Engine, host: Host, name: str, constants: Constants) -> None:
+        self.engine, self.host, self.name, self.constants = engine, host, name, constants
+        self.resources: dict[str, Resource] = {}
+
+    def site(self, nic: Nic | None, rank: str) -> Site:
+        """As a rank sees it: with devices of its own, by the card that its group uses."""
+
+        def resource(what: str, capacity: float) -> Resource:
+            if what in OF_A_DEVICE:
+                return self._once(f"{rank} {what}", capacity)
+            if what in OF_A_CARD and nic is not None:
+                return self.card(nic, what)
+            return self._once(f"{self.name} {what}", capacity)
+
+        return Site(self.engine, self.host, nic, self.constants, f"{self.name} of {rank}", resource)
+
+    def card(self, nic: Nic, way: str) -> Resource:
+        """`way`: one of OF_A_CARD. A link between switches may be slower than the card."""
+        own = max((n for n in self.host.nics if n.kind == nic.kind), key=lambda n: n.total)
+        return self._once(f"{self.name} {nic.kind} {way}", own.total * self.constants.network)
+
+    def _once(self, name: str, capacity: float) -> Resource:
+        if name not in self.resources:
+            self.resources[name] = self.engine.resource(name, capacity)
+        return self.resources[name]
+
+
+class SwitchLinks:
+    """What crosses from one switch to another, together with all else that does."""
+
+    def __init__(self, engine: Engine, cluster: Cluster, constants: Constants) -> None:
+        self.engine, self.cluster, self.constants = engine, cluster, constants
+        self.resources: dict[tuple[str, str], Resource] = {}
+
+    def uses(self, here: Nic, there: Nic) -> Uses:
+        """Of a byte from one card to the other; none inside one switch."""
+        rate = self.cluster.between([here, there])
+        ends = self.cluster.switch_of(here), self.cluster.switch_of(there)
+        if ends[0] == ends[1] or rate == float("inf"):
+            return []
+        if ends not in self.resources:
+            capacity = rate * self.constants.network
+            self.resources[ends] = self.engine.resource(f"{ends[0]} to {ends[1]}", capacity)
+        return [(self.resources[ends], 1.0)]
+
+
+class RankFabric(Fabric):
+    """Costs of one replica's own part. `beside`: replicas of its group on its host, itself
+    included. `across`: of a byte that its group's ring carries between switches."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        cluster: Cluster,
+        plan: Plan,
+        group: FlowGroup,
+        constants: Constants,
+        server: Site | None,
+        *,
+        beside: int,
+        across: Uses,
+    ) -> None:
+        self.beside, self.across = beside, across
+        super().__init__(engine, cluster, plan, group, constants, server, cluster.spares)
+
+    def _network(self, per_device: float) -> Uses:
+        """Of what goes to all others, the part for those on this host stays inside."""
+        others = max(1, self.group.dp - 1)
+        near = (self.beside - 1) / others
+        uses: Uses = [(self.site.fabric, per_device * near)] if near else []
+        if (far := per_device * (1 - near) * self.group.tp) > 0:
+            uses += [(self.site.out, far), (self.site.into, far)]
+            uses += [(resource, weight * far / self.group.dp) for resource, weight in self.across]
+        return uses
+
+    def _at_server(self, once: bool) -> float:
+        return self._server_share if once else 1.0
+
+    @property
+    def _server_share(self) -> float:
+        return 1.0 / self.group.dp
+
+
+Then = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class StagePush:
+    """One replica's gradient of a chunk. `lane`: its own, where replicas push by themselves."""
+
+    cost: Cost
+    then: Then
+    lane: Lane | None
+
+
+@dataclass
+class Meeting:
+    """The replicas of one stage, where gradients meet. `together`: all transfer at once, as in a
+    collective, from when the last has come; else each by itself, and the sum is there when the
+    last has come."""
+
+    engine: Engine
+    where: str
+    together: bool
+    # Of each gradient on its way: those that are there. Empty between steps.
+    there: dict[Hashable, list[StagePush]] = field(default_factory=lambda: defaultdict(list))
+
+    def __post_init__(self) -> None:
+        self.lane = self.engine.lane(f"{self.where} collectives")
+
+    def push(self, at: Hashable, partners: int, pushed: StagePush) -> None:
+        """`at`: the chunk and round; `partners`: replicas that push it."""
+        if self.together:
+            if (every := self._come(at, partners, pushed)) is not None:
+                cost = joined([one.cost for one in every])
+                self._task(cost, every, self.lane)
+            return
+
+        def arrived() -> None:
+            if (every := self._come(at, partners, pushed)) is not None:
+                _all(every)
+
+        self.engine.task("Push", pushed.cost, then=arrived, lane=pushed.lane, where=self.where)
+
+    def _task(self, cost: Cost, every: Sequence[StagePush], lane: Lane) -> None:
+        self.engine.task("Push", cost, then=lambda: _all(every), lane=lane, where=self.where)
+
+    def _come(self, at: Hashable, partners: int, pushed: StagePush) -> list[StagePush] | None:
+        """All of them, once the last is there."""
+        self.there[at].append(pushed)
+        return self.there.pop(at) if len(self.there[at]) == partners else None
+
+    def check(self) -> None:
+        assert not self.there, "replicas wait for one that never comes"
+
+
+def _all(every: Sequence[StagePush]) -> None:
+    for one in every:
+        one.then()
+
+
+def joined(costs: Sequence[Cost]) -> Cost:
+    """Of transfers of the same work that go on at once, at the pace of the slowest."""
+    uses: dict[Resource, float] = defaultdict(float)
+    for cost in costs:
+        for resource, weight in cost.uses:
+            uses[resource] += weight
+    return Cost(costs[0].work, list(uses.items()), max(cost.latency for cost in costs))
+
+
+@dataclass(frozen=True)
+class RankOf:
+    """Which replica of a stage, whose replicas meet where."""
+
+    replica: int
+    widths: tuple[int, ...]
+    meeting: Meeting

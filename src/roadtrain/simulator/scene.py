@@ -1,0 +1,392 @@
+"""A plan laid out on a cluster: which hosts each stage is on, what it takes of every memory, and
+the resources, stages and links that a simulated step runs on.
+
+Ranks of a stage that do the same are one, with a multiplicity; or each is there (apart.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from roadtrain.config.cluster import Cluster, Device, Host, Nic, least_of
+from roadtrain.config.models import BlockShape, ModelShape
+from roadtrain.config.plan import Plan
+from roadtrain.errors import ConfigError
+from roadtrain.protocol.pipeline import FORWARD, RunBlocks
+from roadtrain.protocol.traffic import BoundaryBytes, Links, SharedBytes, StageBytes, link_bytes
+from roadtrain.simulator.apart import Meeting, RankFabric, RankOf, SharedHost, SwitchLinks, Uses
+from roadtrain.simulator.compute import Constants
+from roadtrain.simulator.engine import Cost, Engine, Lane, Resource
+from roadtrain.simulator.fabric import Fabric, FlowGroup, Site, check_placement
+from roadtrain.simulator.memory import cut, needs
+from roadtrain.simulator.step import SimulatedStage
+
+
+class Scene:
+    """A plan on a cluster: `needs`, what it takes of every memory; once built, the stages on their
+    hosts, the server, and what goes between stages. `apart`: each replica of a stage is simulated,
+    as those of different widths are; else those of a stage are one. Raises ConfigError for a plan
+    that this cluster cannot carry out.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        cluster: Cluster,
+        model: ModelShape,
+        constants: Constants,
+        *,
+        apart: bool = False,
+    ) -> None:
+        self.plan, self.cluster, self.model, self.constants = plan, cluster, model, constants
+        parallelism = plan.parallelism
+        self.apart = apart or bool(parallelism.widths)
+        # that the state machines of a step have
+        self.num_microbatches = plan.step_microbatches if self.apart else plan.num_microbatches
+        if self.apart:
+            parallelism.check_micro_batches(self.num_microbatches)
+        hosts = [host for host in cluster.workers for _ in range(host.count)]
+        slots = [i for i, host in enumerate(hosts) for _ in range(host.devices)]
+        self.hosts, self.slots = hosts, slots
+        if parallelism.devices > len(slots):
+            raise ConfigError(
+                f"{parallelism} is {parallelism.devices} devices, the cluster has {len(slots)}",
+                hint="smaller groups, or more hosts",
+            )
+        self.used_hosts = [hosts[i] for i in dict.fromkeys(slots[: parallelism.devices])]
+        first = parallelism.first_ranks
+        # hosts of each stage's devices, by number
+        self.slots_of = [slots[begin:stop] for begin, stop in itertools.pairwise(first)]
+        self.groups_of = [[hosts[i] for i in dict.fromkeys(own)] for own in self.slots_of]
+        self._check_placements()
+        self.cuts = cut(model.blocks, plan)
+        self.least = [least_of(group) for group in self.groups_of]
+        sharing = [
+            max(sum(slot in other for other in map(set, self.slots_of)) for slot in set(own))
+            for own in self.slots_of
+        ]
+        self.needs = needs(
+            plan,
+            cluster,
+            [[b for part in parts for b in part] for parts in self.cuts],
+            self.least,
+            sharing,
+        )
+
+    def _check_placements(self) -> None:
+        if not self.plan.stage_placements:
+            check_placement(self.plan.placement, self.cluster, self.used_hosts)
+            return
+        for number, group in enumerate(self.groups_of):
+            check_placement(self.plan.placement_of(number), self.cluster, group)
+
+    @property
+    def served(self) -> bool:
+        """Whether a stage's state is at the server."""
+        return any(place.served for place in self.plan.placements)
+
+    def build(self, engine: Engine, logs: list[list[Any]] | None = None) -> None:
+        """Raises ConfigError where hosts have no network in common, or a tensor group does not
+        fit them."""
+        cluster, constants = self.cluster, self.constants
+        self.engine = engine
+        self.server: Site | None = None
+        if self.served:
+            node = cluster.spares[0].together
+            nics = [cluster.common([host, node])[1] for host in cluster.workers]
+            server_nic = min(nics, key=lambda n: n.total)
+            self.server = Site(engine, node, server_nic, constants, "server")
+        self.stages: list[SimulatedStage] = []
+        if self.apart:
+            self._build_apart(logs)
+            return
+        for number in range(self.plan.parallelism.pp):
+            self._build_stage(number, logs)
+        per_stage, pp = len(self.slots_of[0]), self.plan.parallelism.pp
+        ends = [(i * per_stage - 1, i * per_stage) for i in range(1, pp)]
+        # the next part begins
+        if self.plan.parallelism.virtual_stages > 1 and pp > 1:
+            ends.append((self.plan.parallelism.devices - 1, 0))
+        self.between = [self._boundary(*pair) for pair in ends]
+
+    def _build_stage(self, number: int, logs: list[list[Any]] | None) -> None:
+        """Its workers, which do the same, as one."""
+        plan, cluster, constants = self.plan.of_stage(number), self.cluster, self.constants
+        parallelism, mine = plan.parallelism, self.groups_of[number]
+        first = self.least[number]  # the slowest sets the pace
+        self._check_tensor_groups(number)
+        nics = self._nics(mine, "dp", number)
+        slowest = min(nics, key=lambda n: n.total) if nics else None
+        # they meet over a link
+        if slowest is not None and (most := cluster.between(nics)) < slowest.total:
+            slowest = slowest.model_copy(update={"rate": most, "count": 1})
+        devices = Counter(self.slots_of[number]).values()  # of each host
+        ranks = min(parallelism.replicas, max(devices) // parallelism.tp or 1)
+        many = len(devices) if parallelism.tp <= first.devices else parallelism.replicas // ranks
+        rates = tuple((n.total if n else 1.0) * constants.network for n in nics)
+        site = Site(self.engine, first, slowest, constants, f"stage {number}")
+        group = FlowGroup(
+            site, many, ranks, min(parallelism.tp, first.devices), rates, parallelism.replicas
+        )
+        # a table of its own belongs to the slowest too
+        own = max(
+            (constants.of_host(host.name) for host in mine),
+            key=lambda of: sum(of.table.values()),
+        )
+        fabric = Fabric(self.engine, cluster, plan, group, own, self.server, cluster.spares)
+        self._add(fabric, number, self._send, logs)
+
+    def _add(
+        self,
+        fabric: Fabric,
+        number: int,
+        send: Callable[[SimulatedStage, RunBlocks], None],
+        logs: list[list[Any]] | None,
+        rank: RankOf | None = None,
+    ) -> None:
+        device = fabric.site.host.device
+        assert device is not None
+        if logs is not None:
+            logs.append([])
+        log = None if logs is None else logs[-1]
+        parts = self.cuts[number]
+        self.stages.append(
+            SimulatedStage(self.engine, fabric, parts, device, number, send, log=log, rank=rank)
+        )
+
+    def _check_tensor_groups(self, number: int) -> None:
+        tp, fewest = self.plan.parallelism.tp, min(h.devices for h in self.groups_of[number])
+        if (tp % fewest or fewest < self.least[number].devices) and fewest % tp:
+            raise ConfigError(
+                f"a tensor group of {tp} does not fit a host of {fewest} devices",
+                hint="tp divides the devices of a host, or is a multiple of them",
+            )
+
+    # each replica by itself
+
+    def _build_apart(self, logs: list[list[Any]] | None) -> None:
+        used, named = dict.fromkeys(itertools.chain.from_iterable(self.slots_of)), Counter[str]()
+        self.shared: dict[int, SharedHost] = {}
+        for slot in used:
+            host = self.hosts[slot]
+            name = f"{host.name} {named[host.name]}" if host.count > 1 else host.name
+            named[host.name] += 1
+            self.shared[slot] = SharedHost(self.engine, host, name, self.constants)
+        self.switch_links = SwitchLinks(self.engine, self.cluster, self.constants)
+        # (sender, receiver, direction) -> what is sent there
+        self.lanes: dict[tuple[str, str, str], Lane] = {}
+        self.meetings: list[Meeting] = []
+        for number in range(self.plan.parallelism.pp):
+            self._check_tensor_groups(number)
+            self._build_replicas(number, logs)
+        self.replica_of = {(one.number, one.replica): one for one in self.stages}
+
+    def _build_replicas(self, number: int, logs: list[list[Any]] | None) -> None:
+        plan, slots = self.plan.of_stage(number), self.slots_of[number]
+        parallelism, widths = plan.parallelism, self.plan.widths
+        hosts = list(dict.fromkeys(slots))
+        nics = dict(zip(hosts, self._nics(self.groups_of[number], "dp", number)))
+        across = self._across(list(nics.values()))
+        meeting = Meeting(self.engine, f"stage {number}", plan.placement.sum == "ring")
+        self.meetings.append(meeting)
+        # where each replica begins
+        at = slots[:: self._devices_of_replica]
+        rates = tuple((nics[s].total if s in nics else 1.0) * self.constants.network for s in hosts)
+        for replica, slot in enumerate(at):
+            host = self.hosts[slot]
+            site = self.shared[slot].site(nics.get(slot), f"stage {number} replica {replica}")
+            tp = min(parallelism.tp, host.devices)
+            ranks = min(parallelism.cp, max(1, host.devices // tp))
+            group = FlowGroup(site, len(hosts), ranks, tp, rates, parallelism.replicas)
+            fabric = RankFabric(
+                self.engine,
+                self.cluster,
+                plan,
+                group,
+                self.constants.of_host(host.name),
+                self.server,
+                beside=at.count(slot) * ranks,
+                across=across,
+            )
+            self._add(fabric, number, self._send_apart, logs, RankOf(replica, widths, meeting))
+
+    def _across(self, nics: Sequence[Nic]) -> Uses:
+        """Links between switches that a ring over these cards crosses, each once."""
+        found = [self.switch_links.uses(a, b) for a, b in itertools.permutations(nics, 2)]
+        return list(dict(use for uses in found for use in uses).items())
+
+    def _send_apart(self, stage: SimulatedStage, run: RunBlocks) -> None:
+        assert stage.machine is not None
+        if (to := stage.machine.goes(run)) is None:
+            return
+        receiver = self.replica_of[to.stage, to.replica]
+        way = stage.name, receiver.name, run.what
+        if way not in self.lanes:  # in the order in which they are sent
+            self.lanes[way] = self.engine.lane(f"{stage.name} to {receiver.name}, {run.what}")
+        self.engine.task(
+            "Activations",
+            self._crossing(stage, receiver),
+            lane=self.lanes[way],
+            then=lambda: receiver.arrived(run.what, run.micro, to.part),
+            where=stage.name,
+        )
+
+    def _crossing(self, sender: SimulatedStage, receiver: SimulatedStage) -> Cost:
+        """Of what one micro-batch leaves, from all devices of a replica to those of another."""
+        here, there = self._slot(sender), self._slot(receiver)
+        if here == there:
+            return Cost(0.0)
+        nics = self._nics([self.hosts[here], self.hosts[there]], "pp")
+        uses = [
+            (self.shared[here].card(nics[0], "out"), 1.0),
+            (self.shared[there].card(nics[1], "in"), 1.0),
+            *self.switch_links.uses(*nics),
+        ]
+        nbytes = (
+            boundary_bytes(self.plan, self.model)
+            * self.plan.parallelism.tp
+            * self.plan.parallelism.cp
+        )
+        return Cost(nbytes, uses, max(nic.latency for nic in nics))
+
+    def _slot(self, stage: SimulatedStage) -> int:
+        """The host, by number, where a replica begins."""
+        return self.slots_of[stage.number][stage.replica * self._devices_of_replica]
+
+    @property
+    def _devices_of_replica(self) -> int:
+        return self.plan.parallelism.tp * self.plan.parallelism.cp
+
+    def _nics(self, hosts: Sequence[Host], group: str, stage: int = 0) -> list[Nic]:
+        """The card of each host that the group's data takes."""
+        wanted, place = self.plan.networks.get(group), self.plan.placement_of(stage)
+        if self.apart and place.served and group == "dp":
+            node = self.cluster.spares[0].together
+            return [self.cluster.common([host, node])[0] for host in hosts]
+        if place.sum == "relay" and group == "dp":
+            hosts = [
+                h.model_copy(update={"nics": tuple(n for n in h.nics if n.relay)}) for h in hosts
+            ]
+        if wanted is not None:
+            hosts = [
+                h.model_copy(update={"nics": tuple(n for n in h.nics if n.kind == wanted)})
+                for h in hosts
+            ]
+        if len({h.name for h in hosts}) == 1 and len(hosts) == 1:
+            return [max(hosts[0].nics, key=lambda n: n.total)] if hosts[0].nics else []
+        return list(self.cluster.common(hosts))
+
+    def _boundary(self, last: int, at: int) -> tuple[Resource, Resource, float] | None:
+        """(forward, backward, latency) from the stage of device `last` to that of `at`; None:
+        inside a host."""
+        hosts, a, b = self.hosts, self.slots[last], self.slots[at]
+        if a == b:
+            return None
+        nics = self._nics([hosts[a], hosts[b]], "pp")
+        rate = min(*(n.total for n in nics), self.cluster.between(nics))
+        flows = self.stages[0].fabric.group.ranks  # that each host sends side by side
+        name = f"between {at}"
+        each = rate * self.constants.network / flows
+        return (
+            self.engine.resource(name + " forth", each),
+            self.engine.resource(name + " back", each),
+            max(n.latency for n in nics),
+        )
+
+    def _send(self, stage: SimulatedStage, run: RunBlocks) -> None:
+        assert stage.machine is not None
+        if (goes := stage.machine.goes(run)) is None:
+            return
+        to, part, _ = goes
+        forth = run.what == FORWARD
+        way = self.between[stage.number if forth else to] if self.between else None
+        nbytes = boundary_bytes(self.plan, self.model)
+        uses = [] if way is None else [(way[0] if forth else way[1], 1.0)]
+        self.engine.task(
+            "Activations",
+            Cost(nbytes if uses else 0.0, uses, way[2] if way else 0.0),
+            then=lambda: self.stages[to].arrived(run.what, run.micro, part),
+            where=stage.name,
+        )
+
+    def bound(self) -> tuple[float, str]:
+        """Seconds that a step takes at least, and what takes them."""
+        bounds, before = [stage.bound() for stage in self.stages], 0.0
+        # its first micro-batch comes through all stages before it, its last goes back
+        for number in range(self.plan.parallelism.pp):
+            own = [stage for stage in self.stages if stage.number == number]
+            bounds += [
+                (before + stage.passes * stage.pass_s, f"{stage.name} device") for stage in own
+            ]
+            before += min(stage.first_s for stage in own)
+        seconds, what = max(bounds)
+        return seconds + self.constants.fixed, what
+
+    def watts(self, busy: dict[str, float]) -> float:
+        """Idle, and what the busy share adds, of all hosts and devices that the plan uses."""
+        total, n = 0.0, max(1, len(self.stages))
+        for stage in self.stages:
+            device, site = stage.device, stage.fabric.site
+            share = busy.get(stage.lane.name, 0.0)
+            devices = len(self.slots_of[stage.number]) // stage.width
+            total += devices * _watts(device, share)
+            work = max(busy.get(r.name, 0.0) for r in (site.updates, site.sums, site.out))
+            total += len(self.used_hosts) / n * _watts(site.host, work)
+        if self.uses_spares:
+            for host in self.cluster.spares:
+                total += host.count * _watts(host, busy.get("server updates", 0.0))
+        return total
+
+    @property
+    def uses_spares(self) -> bool:
+        return self.served or any(p.sum in ("spares", "separate") for p in self.plan.placements)
+
+    def check(self) -> None:
+        """Assert every invariant of what drives the stages."""
+        for stage in self.stages:
+            stage.check()
+        for meeting in self.meetings if self.apart else ():
+            meeting.check()
+
+    def price_per_s(self) -> float:
+        """Of the hosts that the plan uses, by the hour."""
+        hosts = [*self.used_hosts]
+        if self.uses_spares:
+            hosts += [host for host in self.cluster.spares for _ in range(host.count)]
+        return sum(host.price_per_hour for host in hosts) / 3600
+
+
+def boundary_bytes(plan: Plan, model: ModelShape) -> float:
+    """Of a micro-batch between two devices of stages that follow each other, one way."""
+    samples = plan.micro_batch / plan.parallelism.cp
+    return plan.sizes.activation_bytes * model.hidden * model.tokens * samples
+
+
+def step_links(plan: Plan, model: ModelShape, shared: Sequence[SharedBytes] = ()) -> Links:
+    """Bytes that each rank sends to each other in a step, between stages and where the devices of a
+    stage sum its gradients; without what goes to servers, and parameters that are streamed."""
+    one = boundary_bytes(plan, model)
+    stages = [
+        _stage_bytes(plan.of_stage(number), [block for part in parts for block in part])
+        for number, parts in enumerate(cut(model.blocks, plan))
+    ]
+    boundary = BoundaryBytes(one, one)
+    return link_bytes(plan.parallelism, plan.step_microbatches, boundary, stages, shared)
+
+
+def _stage_bytes(plan: Plan, blocks: Sequence[BlockShape]) -> StageBytes:
+    place, sizes = plan.placement, plan.sizes
+    if place.sum != "ring" or place.streamed:
+        return StageBytes()
+    params = sum(block.params - block.tables for block in blocks) / plan.parallelism.tp
+    if place.state == "device":  # an all-reduce
+        return StageBytes(2 * params * sizes.gradient_bytes)
+    return StageBytes(params * sizes.gradient_bytes, params * sizes.parameter_bytes)
+
+
+def _watts(of: Host | Device, share: float) -> float:
+    """What says no peak takes what it takes idle."""
+    return of.idle_watts + max(0.0, of.peak_watts - of.idle_watts) * share

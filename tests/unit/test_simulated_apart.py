@@ -1,0 +1,309 @@
+"""simulator/: stages of unequal width, hosts of unequal speed, shared cards, a placement a stage,
+streamed virtual stages and optimizers whose parameters are gathered in the next forward, against
+closed forms and against the simulation of one worker for all."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+from test_simulated import RATE, WHOLE, cluster, lump, run
+
+from roadtrain.config.cluster import Cluster, make_cluster
+from roadtrain.config.models import BlockShape, ModelShape, gpt
+from roadtrain.config.parallelism import Parallelism
+from roadtrain.config.plan import PLACEMENTS, Plan, PlanMemory, placement
+from roadtrain.errors import ConfigError
+from roadtrain.protocol.traffic import HostLink, host_bytes
+from roadtrain.simulator.compute import Constants
+from roadtrain.simulator.run import Result, simulate
+from roadtrain.simulator.scene import step_links
+
+
+def pipe(
+    blocks: int = 8,
+    flops: float = 8e12,
+    params: float = 8e6,
+    hidden: int = 1000,
+    tokens: int = 1000,
+) -> ModelShape:
+    """Blocks alike, with something that passes between them."""
+    own = BlockShape("layer", int(params / blocks), flops / blocks, 0.0, 2.0 * hidden * tokens)
+    return ModelShape("pipe", own.times(blocks), tokens, hidden)
+
+
+def apart(plan: Plan, where: Cluster, model: ModelShape, of: Constants = WHOLE) -> Result:
+    return simulate(plan, where, model, of, checked=False, apart=True)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_apart_is_as_one_for_all(seed: int) -> None:
+    """Where all hosts are alike and nothing shares a card, each replica takes as long as the one
+    that stands for all."""
+    rng = Random(seed)
+    name = rng.choice(["ddp", "zero1", "files", "summation", "server", "zero-offload", "zero3"])
+    n, pp = rng.choice([2, 4]), rng.choice([1, 2])
+    where = cluster(n * pp, 1 if name == "server" else 0)
+    plan = Plan(
+        placement(name),
+        Parallelism(dp=n, pp=pp),
+        1,
+        rng.choice([1, 3, 4]),
+        overlap=rng.random() < 0.5,
+        gather=rng.choice(["update", "forward"]),
+        update_at=rng.choice(["step", "gradient"]),
+        memory=PlanMemory(slots=rng.choice([2, 1000])),
+    )
+    model = gpt(4, 512, 8, vocab=8000, seq_len=256)
+    one = simulate(plan, where, model, WHOLE, checked=False, logs=[])
+    each = apart(plan, where, model)
+    # pieces of a block that two lanes send side by side end later than one after the other
+    assert each.seconds == pytest.approx(one.seconds, rel=0.03)
+    sent = [
+        nbytes for what, nbytes in each.bytes.items() if what.startswith("gpu") and "out" in what
+    ]
+    if pp == 1:
+        assert sent[0] == pytest.approx(one.bytes["stage 0 out"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("widths", "num_microbatches"), [((2, 1), 8), ((1, 3), 9), ((1, 2, 4), 16), ((3, 2), 12)]
+)
+def test_unequal_widths_take_the_slowest_stage(
+    widths: tuple[int, ...], num_microbatches: int
+) -> None:
+    """Layers in proportion to widths: nobody waits but while the pipeline fills and drains."""
+    where = cluster(1, devices=sum(widths))
+    blocks = 2 * sum(widths)
+    model = pipe(blocks, 1e12 * blocks)
+    stages = tuple(2 * d for d in widths)
+    plan = Plan(
+        placement("ddp"),
+        Parallelism(pp=len(widths), widths=widths, stages=stages),
+        num_microbatches=num_microbatches,
+    )
+    one = 3 * 2e12 / 50e12  # a micro-batch a replica of one width's layers
+    result = simulate(plan, where, model, WHOLE, checked=False)
+    fill = one * (2 * sum(widths) - max(widths))
+    assert one * num_microbatches <= result.seconds <= one * num_microbatches + fill
+    assert plan.samples == num_microbatches
+    busy = (
+        result.busy[f"stage {number} replica {replica} device"]
+        for number, width in enumerate(widths)
+        for replica in range(width)
+    )
+    assert sum(busy) * result.seconds == pytest.approx(3 * 1e12 * blocks / 50e12 * num_microbatches)
+
+
+def test_a_slow_host_has_its_own_measured_seconds() -> None:
+    """A stage of two hosts, one of half the speed: it holds the other up; given its own share of
+    layers in a stage of its own it does not."""
+    model = pipe(12)
+    kinds = [
+        cluster(1).hosts[0].model_copy(update={"name": name, "nics": cluster(1).hosts[0].nics})
+        for name in ("fast", "slow")
+    ]
+    where = cluster(1).model_copy(update={"hosts": tuple(kinds)})
+    of = Constants(network=1.0, hosts={"fast": {("layer", 1): 0.01}, "slow": {("layer", 1): 0.02}})
+    shared = Plan(placement("ddp"), Parallelism(dp=2), num_microbatches=8)
+    result = apart(shared, where, model, of)
+    assert result.seconds == pytest.approx(8 * 12 * 0.02 * 3, rel=0.01)
+    assert result.busy["stage 0 replica 0 device"] == pytest.approx(0.5, rel=0.02)
+    folded = simulate(shared, where, model, of, checked=False)
+    assert folded.seconds == pytest.approx(result.seconds, rel=0.01)
+    for stages, slowest in (((6, 6), 6 * 0.02), ((8, 4), 8 * 0.01)):
+        plan = Plan(placement("ddp"), Parallelism(pp=2, stages=stages), num_microbatches=60)
+        assert apart(plan, where, model, of).seconds == pytest.approx(
+            60 * 3 * slowest + 3 * (12 - stages[0]) * 0.01, rel=0.03
+        )
+
+
+def test_a_backward_may_take_as_long_as_was_measured() -> None:
+    of = Constants(network=1.0, table={("layer", 1): 0.1}, backward=1.5)
+    result = apart(Plan(placement("ddp")), cluster(1), pipe(4), of)
+    assert result.seconds == pytest.approx(4 * 0.1 * 2.5, rel=1e-3)
+
+
+def two_networks(between: str) -> Cluster:
+    """Two hosts each in two clusters, every host with both cards."""
+    host = cluster(1).hosts[0].model_dump(mode="json", by_alias=True, exclude={"ssds"})
+
+    def hosts(name: str, kind: str, rate: str) -> dict[str, Any]:
+        slow = {"kind": "ethernet", "rate": between, "latency": "1us"}
+        nics = [{"kind": kind, "rate": rate, "latency": "1us"}, slow]
+        return {**host, "name": name, "count": 2, "nics": nics}
+
+    return make_cluster(
+        {"hosts": [hosts("a", "infiniband", "10GB/s"), hosts("b", "roce", "8GB/s")]}
+    )
+
+
+def test_each_group_has_the_fastest_network_that_its_members_share() -> None:
+    """Gradients inside the clusters, activations between them; bytes of every card are those of the
+    arithmetic."""
+    model, m = pipe(8, flops=1e11, params=8e6), 6
+    plan = Plan(placement("zero1"), Parallelism(dp=2, pp=2), num_microbatches=m)
+    plan = plan.changed(activation_bytes=4, gradient_bytes=4, parameter_bytes=4, gather="forward")
+    result = apart(plan, two_networks("100MB/s"), model)
+    gradients = 4e6 * 4 / 2
+    for host, kind in (("a", "infiniband"), ("b", "roce")):
+        for number in (0, 1):
+            for way in ("out", "in"):
+                assert result.bytes[f"{host} {number} {kind} {way}"] == pytest.approx(2 * gradients)
+                assert result.bytes[f"{host} {number} ethernet {way}"] == pytest.approx(m * 4e6)
+    # all over Ethernet: gradients and activations share its cards
+    slow = plan.changed(networks={"dp": "ethernet", "pp": "ethernet"})
+    other = apart(slow, two_networks("100MB/s"), model)
+    assert other.bytes["a 0 ethernet out"] == pytest.approx(2 * gradients + m * 4e6)
+    assert other.seconds >= (2 * gradients + m * 4e6) / 100e6 > result.seconds
+
+
+def test_half_the_bytes_of_activations_take_half_the_time() -> None:
+    """Where a slow link between stages sets the pace."""
+    model = pipe(8, flops=1e9, params=8e3)
+    plan = Plan(placement("ddp"), Parallelism(dp=2, pp=2), num_microbatches=32)
+    fp32, bf16 = (
+        apart(plan.changed(activation_bytes=n), two_networks("20MB/s"), model).seconds
+        for n in (4, 2)
+    )
+    assert fp32 == pytest.approx(2 * bf16, rel=0.02)
+    assert fp32 >= 32 * 4e6 / 20e6
+
+
+def test_two_switches_share_the_link_between_them() -> None:
+    """Both replicas' activations cross one link."""
+    hosts = [
+        {
+            **cluster(2).hosts[0].model_dump(mode="json", by_alias=True, exclude={"ssds"}),
+            "name": name,
+            "nics": [{"kind": "ethernet", "rate": "1GB/s", "latency": "1us", "switch": name}],
+        }
+        for name in ("a", "b")
+    ]
+    links = [{"between": ["a", "b"], "rate": "20MB/s"}]
+    where = make_cluster(
+        {"hosts": hosts, "switches": [{"name": "a"}, {"name": "b"}], "links": links}
+    )
+    model = pipe(8, flops=1e9, params=8e3)
+    result = apart(
+        Plan(placement("ddp"), Parallelism(dp=2, pp=2), num_microbatches=16), where, model
+    )
+    assert result.bytes["a to b"] == pytest.approx(32 * 2e6)
+    assert result.seconds >= 32 * 2e6 / 20e6
+
+
+def test_an_optimizer_that_overlaps_hides_its_traffic() -> None:
+    """Gradients leave during the last backward, parameters come during the next forward: of both
+    only what is longer than the computing beside it is seen."""
+    model = lump(1e9, 4e13, blocks=32)
+    each = 4e9 * 3 / 4 / RATE  # (d - 1) / d of fp32, a way
+    compute = 3 * 4e13 / 50e12
+    plan = {"gradient_bytes": 4, "parameter_bytes": 4}
+    off = run("zero1", cluster(4), model, overlap=False, **plan)
+    on = run("zero1", cluster(4), model, overlap=True, gather="forward", **plan)
+    assert off.seconds == pytest.approx(compute + 2 * each, rel=0.02)
+    assert compute <= on.seconds <= compute + each / 8
+    for result in (on, off):
+        assert result.bytes["stage 0 out"] == pytest.approx(2 * 3 / 4 * 4e9)
+
+
+@pytest.mark.parametrize("widths", [(2, 2), (3, 1), (1, 2, 1)])
+@pytest.mark.parametrize("name", ["zero1", "ddp"])
+def test_the_bytes_of_cards_are_those_of_the_arithmetic(name: str, widths: tuple[int, ...]) -> None:
+    """What the real run holds its counters against (protocol/traffic.py) is what the simulated
+    cards carry. # Rule 7"""
+    pp = len(widths)
+    plan = Plan(
+        placement(name), Parallelism(pp=pp, widths=widths), num_microbatches=6, gather="forward"
+    ).changed(gradient_bytes=4, parameter_bytes=4, activation_bytes=2)
+    model = pipe(7, params=7e6)
+    result = apart(plan, two_networks("1GB/s"), model)
+    hosts = ["a 0", "a 1", "b 0", "b 1"]
+    by_host = host_bytes(step_links(plan, model), hosts)
+    for host in hosts:
+        for outward, way in ((True, "out"), (False, "in")):
+            planned = sum(n for (at, _), n in by_host.items() if at == HostLink(host, outward))
+            carried = sum(
+                nbytes
+                for what, nbytes in result.bytes.items()
+                if what.startswith(host) and what.endswith(f" {way}")
+            )
+            assert planned == pytest.approx(carried) and planned > 0
+
+
+@pytest.mark.parametrize("name", ["files", "server", "zero-offload", "zero3"])
+def test_virtual_stages_are_streamed(name: str) -> None:
+    """Each device fetches its own share of the model alone, in each pass of each micro-batch; the
+    blocks of a part are fetched once where micro-batches take turns on it and its slots are
+    enough."""
+    model, m, pp, parts = lump(8e8, 1e9, blocks=16), 4, 2, 2
+    plan = Plan(
+        placement(name),
+        Parallelism(pp=pp, virtual_stages=parts),
+        num_microbatches=m,
+        memory=PlanMemory(slots=2),
+    )
+    where = cluster(2, 1)
+    result = simulate(plan, where, model, WHOLE, checked=False)
+    whole = model.params / pp * plan.sizes.parameter_bytes
+    for number in range(pp):
+        fetched = result.bytes[f"stage {number} to device"]
+        # of 8 blocks 2 may be here still at each of the 2 m passes of each part
+        assert 2 * m * whole / 2 <= fetched <= 2 * m * whole if name != "zero3" else True
+    enough = simulate(plan.changed(slots=8), where, model, WHOLE, checked=False)
+    if name != "zero3":
+        assert enough.bytes["stage 0 to device"] == pytest.approx(whole)
+        assert enough.seconds < result.seconds
+    assert result.seconds >= 0.999 * enough.seconds
+
+
+def test_a_placement_for_each_stage() -> None:
+    """An optimizer node, plain data parallel, and files, in one plan: each stage's traffic is that
+    of its own placement."""
+    names = ("optimizer-node", "ddp", "files")
+    where, model = cluster(4, 1, sums=True), pipe(12, params=1.2e8)
+    plan = Plan(
+        placement("ddp"),
+        Parallelism(pp=3, widths=(1, 2, 1)),
+        num_microbatches=4,
+        stage_placements=tuple(placement(name) for name in names),
+        memory=PlanMemory(slots=2),
+    )
+    result = simulate(plan, where, model, WHOLE, checked=False)
+    share = model.params / 3
+    assert result.bytes["server in"] == pytest.approx(4 * share * 2)
+    ring = 2 / 2 * share * 2
+    activations = 4 * 2e6
+    for host in (1, 2):
+        assert result.bytes[f"gpu {host} roce out"] == pytest.approx(ring + activations)
+    state = share * plan.sizes.state_bytes
+    assert result.bytes["gpu 3 ssd read"] == pytest.approx(state)
+    assert "gpu 1 ssd read" not in {name for name, n in result.bytes.items() if n}
+    assert {need.where for need in result.needs} >= {"server SSDs", "stage 2 SSDs"}
+    with pytest.raises(ConfigError, match="2 stages have a placement, pp is 3"):
+        plan.changed(stage_placements=(placement("ddp"),) * 2)
+    with pytest.raises(ConfigError, match="host without devices, the cluster has none"):
+        simulate(plan, cluster(4), model, WHOLE)
+
+
+@pytest.mark.parametrize("name", [*PLACEMENTS])
+def test_every_placement_takes_unequal_widths(name: str) -> None:
+    """It comes to a steady state, no resource gives more than it has, and no bound is broken."""
+    where = cluster(5, 2, sums=True)
+    plan = Plan(
+        placement(name),
+        Parallelism(pp=2, widths=(3, 2)),
+        num_microbatches=7,
+        memory=PlanMemory(slots=2),
+    )
+    result = simulate(plan, where, gpt(6, 1024, 8), WHOLE, checked=False)
+    assert result.differ <= 1e-5 * result.seconds and result.steps < 12
+    assert all(0 <= share <= 1 + 1e-9 for share in result.busy.values())
+    assert result.watts > 0 and result.price > 0
+
+
+def test_fewer_micro_batches_than_replicas_are_refused() -> None:
+    plan = Plan(placement("ddp"), Parallelism(pp=2, widths=(3, 1)), num_microbatches=2)
+    with pytest.raises(ConfigError, match="2 micro-batches a step are fewer than the 3 replicas"):
+        simulate(plan, cluster(4), pipe(), WHOLE)
