@@ -267,7 +267,7 @@ def test_a_placement_for_each_stage() -> None:
         placement("ddp"),
         Parallelism(pp=3, widths=(1, 2, 1)),
         num_microbatches=4,
-        stage_placements=tuple(placement(name) for name in names),
+        stage_placements=names,
         memory=PlanMemory(slots=2),
     )
     result = simulate(plan, where, model, WHOLE, checked=False)
@@ -282,7 +282,9 @@ def test_a_placement_for_each_stage() -> None:
     assert "gpu 1 ssd read" not in {name for name, n in result.bytes.items() if n}
     assert {need.where for need in result.needs} >= {"server SSDs", "stage 2 SSDs"}
     with pytest.raises(ConfigError, match="2 stages have a placement, pp is 3"):
-        plan.changed(stage_placements=(placement("ddp"),) * 2)
+        plan.changed(stage_placements=("ddp",) * 2)
+    with pytest.raises(ConfigError, match="no placement is called 'dpd'"):
+        plan.changed(stage_placements=("ddp", "dpd", "files"))
     with pytest.raises(ConfigError, match="host without devices, the cluster has none"):
         simulate(plan, cluster(4), model, WHOLE)
 

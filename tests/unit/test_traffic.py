@@ -16,7 +16,7 @@ from roadtrain.protocol.traffic import (
     Links,
     SharedBytes,
     StageBytes,
-    Traffic,
+    TrafficKind,
     host_bytes,
     link_bytes,
 )
@@ -24,7 +24,7 @@ from roadtrain.protocol.traffic import (
 NOTHING = BoundaryBytes(0, 0)
 
 
-def total(links: Links, kind: Traffic) -> float:
+def total(links: Links, kind: TrafficKind) -> float:
     return sum(nbytes for (_, _, one), nbytes in links.items() if one is kind)
 
 
@@ -41,14 +41,16 @@ def test_every_micro_batch_crosses_every_boundary_once_each_way(
     stages = [StageBytes()] * len(widths)
     links = link_bytes(parallelism, num_microbatches, BoundaryBytes(100, 50), stages)
     crossed = num_microbatches * (len(widths) - 1) * tp * cp
-    assert total(links, Traffic.ACTIVATIONS) == 100 * crossed
-    assert total(links, Traffic.ACTIVATION_GRADIENTS) == 50 * crossed
+    assert total(links, TrafficKind.ACTIVATIONS) == 100 * crossed
+    assert total(links, TrafficKind.ACTIVATION_GRADIENTS) == 50 * crossed
     for (here, there, kind), nbytes in links.items():
         a, b = parallelism.position(here), parallelism.position(there)
-        assert b.stage - a.stage == (1 if kind is Traffic.ACTIVATIONS else -1)
+        assert b.stage - a.stage == (1 if kind is TrafficKind.ACTIVATIONS else -1)
         assert (a.tensor, a.replica % cp) == (b.tensor, b.replica % cp)
-        back = {Traffic.ACTIVATIONS: Traffic.ACTIVATION_GRADIENTS}.get(kind, Traffic.ACTIVATIONS)
-        ratio = 0.5 if kind is Traffic.ACTIVATIONS else 2
+        back = {TrafficKind.ACTIVATIONS: TrafficKind.ACTIVATION_GRADIENTS}.get(
+            kind, TrafficKind.ACTIVATIONS
+        )
+        ratio = 0.5 if kind is TrafficKind.ACTIVATIONS else 2
         assert links[there, here, back] == ratio * nbytes
 
 
@@ -56,16 +58,20 @@ def test_parts_cross_the_boundary_from_the_last_stage_to_the_first() -> None:
     parallelism = Parallelism(pp=2, virtual_stages=3)
     links = link_bytes(parallelism, 4, BoundaryBytes(10, 10), [StageBytes()] * 2)
     # three times from stage 0 to 1, twice back to it; gradients the other way
-    assert links[0, 1, Traffic.ACTIVATIONS] == links[1, 0, Traffic.ACTIVATION_GRADIENTS] == 120
-    assert links[1, 0, Traffic.ACTIVATIONS] == links[0, 1, Traffic.ACTIVATION_GRADIENTS] == 80
+    assert (
+        links[0, 1, TrafficKind.ACTIVATIONS] == links[1, 0, TrafficKind.ACTIVATION_GRADIENTS] == 120
+    )
+    assert (
+        links[1, 0, TrafficKind.ACTIVATIONS] == links[0, 1, TrafficKind.ACTIVATION_GRADIENTS] == 80
+    )
 
 
 @pytest.mark.parametrize("width", [1, 2, 5])
 def test_a_sharded_optimizer_sends_what_is_not_its_own(width: int) -> None:
     parallelism = Parallelism(pp=2, tp=2, widths=(width, 3))
     links = link_bytes(parallelism, 15, NOTHING, [StageBytes(400, 200), StageBytes()])
-    sent: dict[tuple[int, Traffic], float] = defaultdict(float)
-    got: dict[tuple[int, Traffic], float] = defaultdict(float)
+    sent: dict[tuple[int, TrafficKind], float] = defaultdict(float)
+    got: dict[tuple[int, TrafficKind], float] = defaultdict(float)
     for (here, there, kind), nbytes in links.items():
         sent[here, kind] += nbytes
         got[there, kind] += nbytes
@@ -73,8 +79,8 @@ def test_a_sharded_optimizer_sends_what_is_not_its_own(width: int) -> None:
     ranks = range(2 * width) if width > 1 else ()
     others = (width - 1) / width
     assert sent == pytest.approx(
-        {(rank, Traffic.GRADIENTS): 400 * others for rank in ranks}
-        | {(rank, Traffic.PARAMETERS): 200 * others for rank in ranks}
+        {(rank, TrafficKind.GRADIENTS): 400 * others for rank in ranks}
+        | {(rank, TrafficKind.PARAMETERS): 200 * others for rank in ranks}
     )
 
 
@@ -86,7 +92,7 @@ def test_a_shared_parameter_goes_once_each_way(first: int, last: int) -> None:
     links = link_bytes(parallelism, 10, NOTHING, [StageBytes()] * 3, shared)
     got: dict[int, float] = defaultdict(float)
     for (here, there, kind), nbytes in links.items():
-        assert kind is Traffic.SHARED_GRADIENTS
+        assert kind is TrafficKind.SHARED_GRADIENTS
         assert {parallelism.position(rank).stage for rank in (here, there)} == {0, 2}
         got[there] += nbytes
     firsts, lasts = range(first), range(first + 2, first + 2 + last)
@@ -95,13 +101,13 @@ def test_a_shared_parameter_goes_once_each_way(first: int, last: int) -> None:
 
 def test_what_stays_inside_a_host_crosses_no_link() -> None:
     links: Links = {
-        (0, 1, Traffic.GRADIENTS): 5.0,
-        (0, 2, Traffic.ACTIVATIONS): 7.0,
-        (1, 2, Traffic.ACTIVATIONS): 11.0,
+        (0, 1, TrafficKind.GRADIENTS): 5.0,
+        (0, 2, TrafficKind.ACTIVATIONS): 7.0,
+        (1, 2, TrafficKind.ACTIVATIONS): 11.0,
     }
     assert host_bytes(links, ["a", "a", "b"]) == {
-        (HostLink("a", True), Traffic.ACTIVATIONS): 18.0,
-        (HostLink("b", False), Traffic.ACTIVATIONS): 18.0,
+        (HostLink("a", True), TrafficKind.ACTIVATIONS): 18.0,
+        (HostLink("b", False), TrafficKind.ACTIVATIONS): 18.0,
     }
 
 

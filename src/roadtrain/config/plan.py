@@ -12,7 +12,7 @@ from dataclasses import field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, model_validator
 
 from roadtrain.config.names import Former, Report, did_you_mean, in_words_of_now
 from roadtrain.config.parallelism import Parallelism
@@ -99,8 +99,8 @@ def _named(given: object) -> object:
     return placement(given) if isinstance(given, str) else given
 
 
-def _all_named(given: object) -> object:
-    return tuple(map(_named, given)) if isinstance(given, list | tuple) else given
+def _known(name: str) -> str:
+    return placement(name).name
 
 
 @value
@@ -165,12 +165,8 @@ class Plan:
     # passes a step; of all replicas of a stage together, where `parallelism.widths` gives each
     # stage its own number of them
     num_microbatches: Count = 1
-    # of each pipeline stage, where they are not all `placement`
-    stage_placements: Annotated[
-        tuple[Placement, ...],
-        BeforeValidator(refusing(_all_named)),
-        PlainSerializer(lambda every: [one.name for one in every]),
-    ] = ()
+    # of each pipeline stage the name of its placement, where it is not `placement` for all
+    stage_placements: tuple[Annotated[str, AfterValidator(refusing(_known))], ...] = ()
     activation_checkpointing: Flag = False  # blocks' inputs alone are kept for backward
     staleness: Whole = 0  # updates that a step's parameters may lack
     # "gradient": each block's update begins as its gradient is there; "step": when all are there,
@@ -230,7 +226,7 @@ class Plan:
         return self.parallelism.widths or (self.parallelism.dp,) * self.parallelism.pp
 
     def placement_of(self, stage: int) -> Placement:
-        return self.stage_placements[stage] if self.stage_placements else self.placement
+        return placement(self.stage_placements[stage]) if self.stage_placements else self.placement
 
     def of_stage(self, stage: int) -> Plan:
         """The plan as one stage has it: its own placement, and its own replicas as all."""

@@ -21,7 +21,7 @@ from roadtrain.errors import ConfigError
 from roadtrain.protocol.pipeline import FORWARD, Peer, StageStateMachine
 
 
-class Traffic(StrEnum):
+class TrafficKind(StrEnum):
     ACTIVATIONS = "activations"
     ACTIVATION_GRADIENTS = "activation gradients"
     GRADIENTS = "gradients"
@@ -29,7 +29,7 @@ class Traffic(StrEnum):
     SHARED_GRADIENTS = "gradients of shared parameters"
 
 
-Links = dict[tuple[int, int, Traffic], float]  # (from rank, to rank, kind) -> bytes
+Links = dict[tuple[int, int, TrafficKind], float]  # (from rank, to rank, kind) -> bytes
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def link_bytes(
     return dict(links)
 
 
-Sent = Iterator[tuple[int, int, Traffic, float]]
+Sent = Iterator[tuple[int, int, TrafficKind, float]]
 
 
 def _between_stages(
@@ -98,9 +98,9 @@ def _between_stages(
             replica=replica,
         )
         for one in machine.sends():
-            kind, nbytes = Traffic.ACTIVATION_GRADIENTS, boundary.gradients
+            kind, nbytes = TrafficKind.ACTIVATION_GRADIENTS, boundary.gradients
             if one.what == FORWARD:
-                kind, nbytes = Traffic.ACTIVATIONS, boundary.activations
+                kind, nbytes = TrafficKind.ACTIVATIONS, boundary.activations
             ends = zip(_ranks(parallelism, one.sender), _ranks(parallelism, one.receiver))
             yield from ((here, there, kind, nbytes) for here, there in ends)
 
@@ -120,9 +120,9 @@ def _inside_stages(parallelism: Parallelism, stages: Sequence[StageBytes]) -> Se
         for group in itertools.islice(groups, parallelism.tp):
             others = (len(group) - 1) / len(group)
             for here, there in itertools.permutations(group, 2):
-                yield here, there, Traffic.GRADIENTS, stage.gradients / len(group)
+                yield here, there, TrafficKind.GRADIENTS, stage.gradients / len(group)
             for here, there in zip(group, [*group[1:], group[0]]):
-                yield here, there, Traffic.PARAMETERS, stage.parameters * others
+                yield here, there, TrafficKind.PARAMETERS, stage.parameters * others
 
 
 def _of_shared(parallelism: Parallelism, shared: Sequence[SharedBytes]) -> Sent:
@@ -135,7 +135,7 @@ def _of_shared(parallelism: Parallelism, shared: Sequence[SharedBytes]) -> Sent:
                 for tensor in range(parallelism.tp):
                     here = parallelism.rank(RankPosition(a, i, tensor))
                     there = parallelism.rank(RankPosition(b, j, tensor))
-                    yield here, there, Traffic.SHARED_GRADIENTS, share * one.gradients
+                    yield here, there, TrafficKind.SHARED_GRADIENTS, share * one.gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,10 +146,10 @@ class HostLink:
     outward: bool
 
 
-def host_bytes(links: Links, hosts: Sequence[str]) -> Mapping[tuple[HostLink, Traffic], float]:
+def host_bytes(links: Links, hosts: Sequence[str]) -> Mapping[tuple[HostLink, TrafficKind], float]:
     """What leaves and enters each host. `hosts`: of each rank; what stays inside one crosses no
     link."""
-    out: dict[tuple[HostLink, Traffic], float] = defaultdict(float)
+    out: dict[tuple[HostLink, TrafficKind], float] = defaultdict(float)
     for (here, there, kind), nbytes in links.items():
         if hosts[here] != hosts[there]:
             out[HostLink(hosts[here], True), kind] += nbytes
