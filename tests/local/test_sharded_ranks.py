@@ -416,7 +416,7 @@ def test_other_first_values_become_the_first_ranks():
 
 
 def gone_child(how, at, rank):
-    group = joined(2)
+    group = joined(6)
     model, user = built(Case())
     optimizer = ShardedOptimizer(
         model, user, group, options=ShardedOptions(SMALL, label="stage 3"), report=lambda line: None
@@ -447,7 +447,7 @@ def gone_child(how, at, rank):
 
 def leave(how):
     if how == "hangs":
-        time.sleep(10)
+        time.sleep(20)
     os._exit(0)
 
 
@@ -460,9 +460,11 @@ def test_a_rank_that_is_gone_is_named(how, at):  # Rule 5
     assert words.startswith("stage 3: step 2: the ")
     assert "over the group of ranks 0, 1 failed" in words
     assert ("reduce-scatter of bucket" in words) == (at == "backward")
-    assert took_s < 8 and closed_s < 9 and not went_on
+    assert took_s < 13 and closed_s < 14 and not went_on
 
 
 def first_of(workers, work):
     """What rank 0 found; the others do not say anything."""
-    return run(workers, work, answers=1)[0]
+    found = run(workers, work, answers=1)[0]
+    assert not isinstance(found, str), found
+    return found

@@ -296,13 +296,46 @@ def test_infinite_gradients_show_in_the_norm(made):
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
-def test_more_gradients_than_were_said_are_refused(made):
+def test_more_gradients_than_in_the_first_step_are_refused(made):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     optimizer = made(model, adamw(model))
+    for _ in range(2):
+        optimizer.begin_step(1)
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
     optimizer.begin_step(1)
     model(torch.ones(2, 4)).sum().backward()
     with pytest.raises(LoopError, match="gradient 2 of a step of 1 backwards"):
         model(torch.ones(2, 4)).sum().backward()
+
+
+def test_a_weight_that_one_backward_adds_to_twice_is_whole_after_both(made):
+    """Two reentrant checkpoints of one module: two gradients a backward."""
+    torch.manual_seed(0)
+    inner = nn.Linear(8, 8)
+    outer = nn.Linear(8, 8)
+    model = nn.ModuleDict({"outer": outer, "inner": inner})
+    plain = deepcopy(model)
+
+    def forward(m, x):
+        h = m["outer"](x)
+        for _ in range(2):
+            h = torch.utils.checkpoint.checkpoint(m["inner"], h, use_reentrant=True)
+        return h.square().sum()
+
+    optimizer, reference = made(model, momentum(model)), momentum(plain)
+    for step in range(4):
+        x = torch.randn(3, 8, generator=torch.Generator().manual_seed(step))
+        optimizer.begin_step(2)
+        for m in (model, plain):
+            for _ in range(2):
+                (forward(m, x) / 100).backward()
+        optimizer.step()
+        reference.step()
+        reference.zero_grad()
+    optimizer.wait_parameters()
+    for p, q in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(p, q)
 
 
 def test_without_a_number_of_backwards_the_step_is_the_end(made):

@@ -7,8 +7,10 @@ first gradient of a step is copied while it is in the cache, those of further mi
 added, in fp32 also where parameters are narrower. And nobody can take for the step's gradient what
 is the sum of one rank.
 
-Counting: after `backwards` gradients a parameter's is whole. Buckets are handed on in one order,
-the same on all ranks. Does NOT communicate.
+Counting: after `backwards` gradients a parameter's is whole, or after a multiple of that, where one
+backward adds to it several times (a block in two parts of the stage, reentrant checkpoints). The
+first step shows which multiple, so nothing is handed on before its end. Buckets are handed on in
+one order, the same on all ranks. Does NOT communicate.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ class GradientHooks:
         self.order: list[int] = list(reversed(range(len(layout.buckets))))
         self.open = False  # a step has begun, and was neither taken nor forgotten
         self.backwards = 0  # of the step; 0: unknown, nothing is whole before `finish`
-        self.seen: list[int] = []  # buckets in the order in which they became whole
+        # how often one backward adds to each parameter; None until a step has shown it
+        self._each: list[int] | None = None
         self._reset()
         self._handles = []
         for i, p in enumerate(params):
@@ -55,7 +58,9 @@ class GradientHooks:
         # parameters of each bucket that are not whole
         self._lacking = [len({s.param for s in b.spans}) for b in self.layout.buckets]
         self._handed_on: set[int] = set()
-        self.seen = []
+        # when each parameter got its last gradient: a count over the step
+        self._touched = [0] * len(self.params)
+        self._touches = 0
 
     def begin(self, backwards: int) -> None:
         self.open, self.backwards = True, backwards
@@ -78,7 +83,9 @@ class GradientHooks:
         else:
             view.add_(grad)
         self.counts[i] += 1
-        if self.counts[i] == self.backwards:
+        self._touches += 1
+        self._touched[i] = self._touches
+        if self._each is not None and self.counts[i] == self.backwards * self._each[i]:
             self._is_whole(own)
 
     def _check_open(self, i: int) -> None:
@@ -87,15 +94,13 @@ class GradientHooks:
         raise LoopError(
             f"parameter {self.layout.params[i].name!r} gets gradient {self.counts[i] + 1} of a step"
             f" of {self.backwards} backwards, after its sum has begun",
-            hint="say how many backwards a step has; where one backward adds to a parameter"
-            " several times (reentrant checkpoints), overlap=False",
+            hint="say how many backwards a step has; where that is right, one adds to the parameter"
+            " more often than in the first step: overlap=False",
         )
 
     def _is_whole(self, buckets: Collection[int]) -> None:
         for bucket in buckets:
             self._lacking[bucket] -= 1
-            if not self._lacking[bucket]:
-                self.seen.append(bucket)
         while (at := len(self._handed_on)) < len(self.order) and not self._lacking[self.order[at]]:
             self._hand_on(self.order[at])
 
@@ -112,6 +117,17 @@ class GradientHooks:
                 view.zero_()
         for bucket in self.order[len(self._handed_on) :]:
             self._hand_on(bucket)
+        if self._each is None and self.backwards:
+            self._each = [max(1, -(-count // self.backwards)) for count in self.counts]
+
+    def seen(self) -> list[int]:
+        """The buckets in the order in which they became whole in this step; those without any
+        gradient last."""
+        last = [
+            max((self._touched[span.param] for span in bucket.spans), default=0)
+            for bucket in self.layout.buckets
+        ]
+        return sorted(self.order, key=lambda bucket: last[bucket] or self._touches + 1)
 
     def has_gradient(self) -> list[bool]:
         return [count > 0 for count in self.counts]

@@ -9,9 +9,9 @@ al., section 4.1).
 Gradients are gathered in flat fp32 memory as backward makes them; `p.grad` is None between
 backwards. When the last backward has made all of a bucket, its reduce-scatter begins; after `step`
 each rank updates its share by the rules of roadtrain's servers, and the all-gather of the new
-values begins. A block of the next forward waits for its own parameters. Which buckets go first is
-what the first step's backward showed on the first rank. A parameter that got no gradient on any
-rank is left as it is, as by torch.
+values begins. A block of the next forward waits for its own parameters. The first step shows which
+buckets go first, and does not overlap. A parameter that got no gradient on any rank is left as it
+is, as by torch.
 
 Without overlap the same operations run inside `step`, with the same bits. With two and more ranks
 on the host sums are in rank order (Rule 1). An infinite or NaN gradient is applied, as by torch;
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -302,11 +302,9 @@ class ShardedOptimizer:
     # the order of buckets
 
     def _agree_on_order(self) -> None:
-        """The order in which buckets became whole on the first rank, all later ones last."""
+        """The order in which buckets became whole on the first rank."""
         self._order_asked = True
-        seen = self.hooks.seen
-        rest = [index for index in self.hooks.order if index not in set(seen)]
-        order = torch.tensor([*seen, *rest], dtype=torch.int64, device=self.parameters.device)
+        order = torch.tensor(self.hooks.seen(), dtype=torch.int64, device=self.parameters.device)
 
         def end() -> None:
             self._order = order.tolist()
@@ -367,6 +365,15 @@ class ShardedOptimizer:
         own = [self._extent(state, i) for state in self.states for i in range(len(state.spans))]
         return [*own, *(e for e in self._frozen_extents() if e.numel)]
 
+    @cached_property
+    def _kept(self) -> dict[str, list[tuple[BucketState, int]]]:
+        """Where this rank has parts of each parameter that trains: spans of buckets."""
+        out: dict[str, list[tuple[BucketState, int]]] = {}
+        for state in self.states:
+            for i, span in enumerate(state.spans):
+                out.setdefault(self.layout.params[span.param].name, []).append((state, i))
+        return out
+
     def _extent(self, state: BucketState, span: int) -> Extent:
         s = state.spans[span]
         name = self.layout.params[s.param].name
@@ -386,12 +393,10 @@ class ShardedOptimizer:
         if (frozen := self.parameters.frozen.get(extent.name)) is not None:
             values = frozen.detach().reshape(-1)[extent.start : extent.stop]
             return Piece(extent, {VALUE: values.to("cpu", torch.float32, copy=True)}, {})
-        for state in self.states:
-            for i in range(len(state.spans)):
-                kept = self._extent(state, i)
-                inside = kept.start <= extent.start and extent.stop <= kept.stop
-                if kept.name == extent.name and inside:
-                    return state.piece(i, extent.name, extent.start, extent.stop)
+        for state, i in self._kept.get(extent.name, ()):
+            kept = self._extent(state, i)
+            if kept.start <= extent.start and extent.stop <= kept.stop:
+                return state.piece(i, extent.name, extent.start, extent.stop)
         raise StoreError(
             f"{self.options.label}, rank {self.group.rank} of {self.group}: elements"
             f" [{extent.start}, {extent.stop}) of {extent.name!r} are not in one of its extents"
@@ -427,17 +432,13 @@ class ShardedOptimizer:
     @torch.no_grad()
     def _load_own(self, pieces: Iterable[Piece]) -> None:
         lacking = Lacking(self.wanted())
-        spans: dict[str, list[tuple[BucketState, int]]] = {}
-        for state in self.states:
-            for i, span in enumerate(state.spans):
-                spans.setdefault(self.layout.params[span.param].name, []).append((state, i))
         hypers = self._hyperparameters()
         for piece in pieces:
             extent = piece.extent
             lacking.came(extent)
             if (frozen := self.parameters.frozen.get(extent.name)) is not None:
                 frozen.view(-1)[extent.start : extent.stop].copy_(piece.arrays[VALUE])
-            for state, i in spans.get(extent.name, ()):
+            for state, i in self._kept.get(extent.name, ()):
                 state.take(i, piece, hypers[self.layout.runs[state.bucket.run].group])
         lacking.check(f"{self.options.label}, rank {self.group.rank} of {self.group}")
 
