@@ -136,6 +136,12 @@ COMMANDS = {
         " sgc, byteps.",
         ("[PAPER]",),
     ),
+    "preflight": Command(
+        "roadtrain.parallel.preflight:command",
+        "Test every pair of hosts of every group over the network that it will use; print the"
+        " matrix, or what is wrong. Started on every host, under torchrun or with --hosts.",
+        ("[JOB.toml]",),
+    ),
     "soak": Command(
         "benchmarks.soak:command",
         "Run scripted faults (kills, power cuts, flipped bits, cut links, full disks, wrong"

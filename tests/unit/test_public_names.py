@@ -136,6 +136,7 @@ def test_commands() -> None:
         "plan",
         "simulate",
         "reproduce",
+        "preflight",
         "soak",
         "bench",
     ]

@@ -169,7 +169,10 @@ class GroupNetwork:
         if self.kind == INSIDE:
             return f"{self.group}: inside host {self.hosts[0]}"
         by_host = dict(zip(self.hosts, self.cards))
-        where = ", ".join(f"{card.interface} of {host}" for host, card in by_host.items())
+        by_interface: dict[str, list[str]] = {}
+        for host, card in by_host.items():
+            by_interface.setdefault(card.interface, []).append(host)
+        where = ", ".join(f"{name} of {listed(hosts)}" for name, hosts in by_interface.items())
         rate = f" at {show_rate(self.bytes_per_s)}" if self.bytes_per_s else ""
         return f"{self.group}: {self.kind}{rate} ({where}){self.passed_over}"
 
@@ -269,7 +272,7 @@ def choose_networks(
     """The network of each group by its name, and of CONTROL, the group of all ranks. hosts: of
     each rank. Raises ConfigError (`pick`)."""
     host_of = dict(enumerate(hosts))
-    every = (_Everyone(tuple(host_of)), *groups)
+    every = (*groups, _Everyone(tuple(host_of)))
     return {group.name: pick(group, host_of) for group in every}
 
 
@@ -333,5 +336,14 @@ def _passed_over(hosts: Sequence[HostCards], way: Sequence[HostCard]) -> str:
     best = [min((card.kind for card in host.cards), key=KINDS.index) for host in hosts]
     if way[0].kind != ETHERNET or ETHERNET in best:
         return ""
-    have = ", ".join(f"{host.name} has {kind}" for host, kind in zip(hosts, best))
-    return f"; faster cards do not reach each other ({have})"
+    have = (
+        f"{kind} of {listed([host.name for host, its in zip(hosts, best) if its == kind])}"
+        for kind in dict.fromkeys(best)
+    )
+    return f"; faster cards do not reach each other: {', '.join(have)}"
+
+
+def listed(names: Sequence[str], most: int = 4) -> str:
+    """For people."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return " ".join(names[:most]) + more

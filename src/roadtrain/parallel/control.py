@@ -56,7 +56,7 @@ class ControlLinks:
         if len(self.places) != self.size:
             raise ConfigError(f"{len(self.places)} places for {self.size} ranks")
         backend = dist.get_backend(group)
-        if backend != "gloo" and "cpu" not in backend:
+        if "gloo" not in backend and "cpu" not in backend:
             raise ConfigError(
                 f"the control group is of {backend}, which moves no host tensors",
                 hint="dist.new_group(backend='gloo')",

@@ -34,6 +34,7 @@ class ProcessGroups:
     """This rank's process groups, by the names of their groups."""
 
     control: ProcessGroup  # of all ranks, gloo: moves host tensors
+    replies: ProcessGroup  # another one like it, for what comes back
     of: Mapping[str, ProcessGroup]  # those that this rank is in
     networks: Mapping[str, GroupNetwork]  # of all groups
 
@@ -96,7 +97,7 @@ def make_process_groups(
         if group.name not in networks:
             raise ConfigError(f"no network was chosen for {group.name}")
     rank, made = dist.get_rank(), dict[str, ProcessGroup]()
-    control = _gloo_group(networks[CONTROL], deadline_s)
+    control, replies = (_gloo_group(networks[CONTROL], deadline_s) for _ in range(2))
     for group in groups:
         network = networks[group.name]
         if device_type == "cpu":
@@ -108,7 +109,7 @@ def make_process_groups(
             process_group = _nccl_group(network, choice, deadline_s)
         if rank in network.ranks:
             made[group.name] = process_group
-    return ProcessGroups(control, made, dict(networks))
+    return ProcessGroups(control, replies, made, dict(networks))
 
 
 def nccl_network(network: GroupNetwork, rank: int, environment: Mapping[str, str]) -> NcclNetwork:

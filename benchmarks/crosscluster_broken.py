@@ -1,0 +1,298 @@
+"""Set-ups that are broken on purpose: each is refused by the preflight, with a sentence of its own.
+
+Two clusters of two hosts in the lab, InfiniBand here, RoCE there, Ethernet between. One process a
+host stays up and runs one preflight after another, as `roadtrain preflight` does.
+
+    python -m benchmarks.crosscluster_broken     prints the scenarios, seconds and sentences
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from roadtrain.errors import RoadtrainError
+from roadtrain.lab import LabHost, LabNic, Network
+from roadtrain.parallel.preflight import command
+
+MBIT = 1e6 / 8
+HOSTS = ("a0", "a1", "b0", "b1")
+LIMIT_S = 30.0
+NETWORKS = """
+[[networks]]
+hosts = "a*"
+interface = "eth0"
+kind = "infiniband"
+rate = "800Mbit/s"
+[[networks]]
+hosts = "b*"
+interface = "eth0"
+kind = "roce"
+rate = "600Mbit/s"
+[[networks]]
+interface = "eth1"
+rate = "50Mbit/s"
+"""
+PARALLELISM = "[parallelism]\ndp = 2\npp = 2\n"
+SWAPPED = """
+[[networks]]
+hosts = "a1"
+interface = "eth1"
+kind = "infiniband"
+fabric = "hall a"
+[[networks]]
+hosts = "a1"
+interface = "eth0"
+kind = "ethernet"
+[[networks]]
+hosts = "a0"
+interface = "eth0"
+kind = "infiniband"
+fabric = "hall a"
+"""
+ONE_FABRIC = NETWORKS.replace('interface = "eth0"', 'interface = "eth0"\nfabric = "fast"')
+JOB = PARALLELISM + NETWORKS
+
+
+@dataclass(frozen=True)
+class Told:
+    """What one rank is started with. `clock_s`: its clock is so much ahead."""
+
+    rank: int
+    job: str
+    address: str
+    port: int
+    world_size: int = len(HOSTS)
+    clock_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Said:
+    """How a rank ended. `sentence`: of the error, "" where there was none."""
+
+    seconds: float
+    sentence: str
+    printed: str
+
+
+@dataclass
+class Clusters:
+    """A network that is up, with a process on each host."""
+
+    network: Network
+    home: Path
+    workers: dict[str, subprocess.Popen[str]] = field(default_factory=dict)
+    port: int = 29500
+
+    def host(self, name: str) -> LabHost:
+        return self.network.hosts[name]
+
+    def start(self) -> None:
+        words = [sys.executable, "-m", "benchmarks.crosscluster_broken", "worker"]
+        for name in HOSTS:
+            with (self.home / f"errors of {name}").open("w") as errors:
+                self.workers[name] = self.host(name).run(
+                    words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+                )
+        for name in HOSTS:
+            self.answer(name)
+
+    def answer(self, name: str) -> Any:
+        stream = self.workers[name].stdout
+        assert stream is not None
+        line = stream.readline()
+        if not line:
+            raise RoadtrainError((self.home / f"errors of {name}").read_text()[-3000:])
+        return json.loads(line)
+
+    def run(
+        self, job: str = JOB, *, hosts: Sequence[str] = HOSTS, **changes: dict[str, Any]
+    ) -> dict[str, Said]:
+        """A preflight on these hosts, and how each ended. changes: by host, of Told."""
+        self.port += 1
+        address = self.host("a0").nics[1].address
+        for name in hosts:
+            told = {
+                "rank": HOSTS.index(name),
+                "job": job,
+                "address": address,
+                "port": self.port,
+                **changes.get("every", {}),
+                **changes.get(name, {}),
+            }
+            stream = self.workers[name].stdin
+            assert stream is not None
+            stream.write(json.dumps(told) + "\n")
+            stream.flush()
+        return {name: Said(**self.answer(name)) for name in hosts}
+
+    def stop(self) -> None:
+        for worker in self.workers.values():
+            worker.kill()
+            worker.wait()
+            for stream in (worker.stdin, worker.stdout):
+                assert stream is not None
+                stream.close()
+
+
+@contextlib.contextmanager
+def clusters() -> Iterator[Clusters]:
+    """Up, with all four processes."""
+    nics = {
+        name: [
+            LabNic((800 if name[0] == "a" else 600) * MBIT, f"fast {name[0]}"),
+            LabNic(50 * MBIT, "ethernet"),
+        ]
+        for name in HOSTS
+    }
+    with tempfile.TemporaryDirectory() as home, Network(nics) as network:
+        made = Clusters(network, Path(home))
+        try:
+            made.start()
+            yield made
+        finally:
+            made.stop()
+
+
+def wrong_interface(lab: Clusters) -> dict[str, Said]:
+    """The names of the InfiniBand and the Ethernet card of a1 are swapped."""
+    return lab.run(PARALLELISM + SWAPPED + NETWORKS)
+
+
+def one_way_firewall(lab: Clusters) -> dict[str, Said]:
+    """What a1 sends to b1 is dropped there."""
+    lab.host("b1").drop_from(lab.host("a1"))
+    try:
+        return lab.run()
+    finally:
+        lab.host("b1").pass_from(lab.host("a1"))
+
+
+def mixed_kinds(lab: Clusters) -> dict[str, Said]:
+    """The InfiniBand of a and the RoCE of b are said to be one fabric."""
+    return lab.run(PARALLELISM + ONE_FABRIC)
+
+
+def wrong_world_size(lab: Clusters) -> dict[str, Said]:
+    """b1 was started as one of six."""
+    return lab.run(b1={"world_size": 6})
+
+
+def clock_skew(lab: Clusters) -> dict[str, Said]:
+    """The clock of b0 is a minute ahead."""
+    return lab.run(b0={"clock_s": 60.0})
+
+
+def mtu(lab: Clusters) -> dict[str, Said]:
+    """The cards of cluster a send jumbo frames, the switch's port at a1 carries none."""
+    for name in ("a0", "a1"):
+        lab.host(name).nics[0].set_mtu(9000, 1500 if name == "a1" else 9000)
+    try:
+        return lab.run()
+    finally:
+        for name in ("a0", "a1"):
+            lab.host(name).nics[0].set_mtu(1500)
+
+
+def missing_host(lab: Clusters) -> dict[str, Said]:
+    """Nothing was started on b1."""
+    return lab.run(hosts=HOSTS[:-1])
+
+
+def loopback_name(lab: Clusters) -> dict[str, Said]:
+    """/etc/hosts of every host calls a0 127.0.1.1, as a0's own does."""
+    for name in HOSTS:
+        lab.host(name).set_names({"a0": "127.0.1.1"})
+    try:
+        return lab.run(every={"address": "a0"})
+    finally:
+        for name in HOSTS:
+            lab.host(name).set_names({"a0": lab.host("a0").nics[1].address})
+
+
+SCENARIOS: dict[str, Callable[[Clusters], dict[str, Said]]] = {
+    "wrong interface": wrong_interface,
+    "one-way firewall": one_way_firewall,
+    "mixed kinds": mixed_kinds,
+    "wrong world size": wrong_world_size,
+    "clock skew": clock_skew,
+    "MTU": mtu,
+    "missing host": missing_host,
+    "name that resolves to loopback": loopback_name,
+}
+
+
+def rows() -> list[dict[str, Any]]:
+    """Of each scenario: the seconds until the last rank had ended, the sentence of rank 0, and
+    how many ranks said the same. A set-up that is whole comes first, and is not refused."""
+    with clusters() as lab:
+        out = [_row("whole", lab.run())]
+        out += [_row(name, scenario(lab)) for name, scenario in SCENARIOS.items()]
+    return out
+
+
+def _row(name: str, said: dict[str, Said]) -> dict[str, Any]:
+    sentence = said["a0"].sentence
+    return {
+        "scenario": name,
+        "seconds": round(max(one.seconds for one in said.values()), 2),
+        "sentence": sentence,
+        "ranks": len(said),
+        "agree": sum(one.sentence == sentence for one in said.values()),
+        "refused": all(one.sentence for one in said.values()),
+    }
+
+
+def worker() -> None:
+    """Runs one preflight after another, as it is told on its input; a line of JSON for each."""
+    out = os.fdopen(os.dup(1), "w")
+    real = time.time
+    print(json.dumps("ready"), file=out, flush=True)
+    for line in sys.stdin:
+        told = Told(**json.loads(line))
+        os.environ |= {
+            "RANK": str(told.rank),
+            "WORLD_SIZE": str(told.world_size),
+            "MASTER_ADDR": told.address,
+            "MASTER_PORT": str(told.port),
+        }
+        time.time = lambda ahead=told.clock_s: real() + ahead  # type: ignore[misc]
+        said = _preflight(told.job)
+        print(json.dumps(vars(said)), file=out, flush=True)
+
+
+def _preflight(job: str) -> Said:
+    begin, sentence, printed = time.monotonic(), "", []
+    with tempfile.TemporaryDirectory() as home:
+        path = Path(home, "job.toml")
+        path.write_text(job)
+        text = Path(home, "printed")
+        with text.open("w") as file, contextlib.redirect_stdout(file):
+            try:
+                command(str(path))
+            except RoadtrainError as error:
+                sentence = str(error)
+        printed = text.read_text()
+    return Said(time.monotonic() - begin, sentence, printed)
+
+
+def main() -> None:
+    if sys.argv[1:] == ["worker"]:
+        worker()
+        return
+    for row in rows():
+        print(f"{row['scenario']}: {row['seconds']} s, {row['agree']} of {row['ranks']} ranks say:")
+        print(f"    {row['sentence'] or 'nothing: all is well'}")
+
+
+if __name__ == "__main__":
+    main()

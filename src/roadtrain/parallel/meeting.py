@@ -1,0 +1,406 @@
+"""meet(): the ranks of a start find each other, and every rank learns who is there, or why not.
+
+All goes through the TCPStore of torchrun (MASTER_ADDR, MASTER_PORT), as JSON with known fields:
+nothing is unpickled (Rule 8). Rank 0 collects what the others say of themselves and answers all of
+them at once, so that every rank that has come ends with the same sentence where somebody is missing
+or means another job (Rule 5). A rank that cannot reach the store can only say so itself.
+
+Does NOT make process groups, nor test the networks that they will use (preflight.py).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import torch.distributed as dist
+
+from roadtrain.config.networks import KINDS, HostCards
+from roadtrain.errors import (
+    ConfigError,
+    DeadlineError,
+    LostError,
+    PeerError,
+    RoadtrainError,
+    WireError,
+)
+from roadtrain.parallel.networks import this_host
+
+T = TypeVar("T")
+GRACE_S = 3.0  # how much longer the others wait for rank 0, and it for them to read its answer
+MEET_S = 12.0  # from the import of torch on: hosts begin together
+POLL_S = 0.02
+TRY_S = 3.0  # of one attempt to connect to the store
+HALF_OPEN = "03"  # SYN_RECV, as /proc/net/tcp has it
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What torchrun says to a rank, in its environment."""
+
+    rank: int
+    world_size: int
+    address: str  # of the store: a name or an address
+    port: int
+    agent: bool  # whether torchrun's agent has the store; else rank 0 does
+    attempt: str  # which start of the same agents this is
+
+
+@dataclass(frozen=True)
+class RankHello:
+    """What a rank says of itself. `job`: what must be the same on all ranks. `needed`: the ranks
+    that the job's parallelism has, 0 where it has none."""
+
+    rank: int
+    world_size: int
+    host: HostCards
+    job: str
+    needed: int
+
+
+@dataclass(frozen=True)
+class MeetingAnswer:
+    """Rank 0's, to all. `hosts`: of each rank; none where `refused` says why not."""
+
+    hosts: tuple[HostCards, ...] = ()
+    refused: str = ""
+    error: str = ""  # the class of the error
+    hint: str = ""
+
+    def check(self) -> None:
+        """Raises the error that the answer is."""
+        if self.refused:
+            errors: dict[str, type[RoadtrainError]] = {
+                one.__name__: one for one in (ConfigError, DeadlineError, PeerError)
+            }
+            raise errors.get(self.error, PeerError)(self.refused, hint=self.hint)
+
+
+def refusal(error: RoadtrainError) -> MeetingAnswer:
+    """An answer that raises such an error on every rank."""
+    return MeetingAnswer(
+        refused=str(error).partition("\nhint: ")[0], error=type(error).__name__, hint=error.hint
+    )
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Ranks that have met. `hosts`: of each rank, as its system says; names are unique."""
+
+    launch: Launch
+    store: dist.Store  # of this start alone; lives as long as rank 0, or its agent
+    hosts: tuple[HostCards, ...]
+
+    @property
+    def rank(self) -> int:
+        return self.launch.rank
+
+    @property
+    def world_size(self) -> int:
+        return len(self.hosts)
+
+    def host_devices(self, hosts: Sequence[HostCards] = ()) -> list[tuple[str, str, int]]:
+        """(host, cluster, ranks there), in the order of ranks. A cluster is the hosts that have
+        one fast fabric. hosts: with what the user states (`stated`); default: as they are."""
+        out: list[tuple[str, str, int]] = []
+        for host in hosts or self.hosts:
+            if out and out[-1][0] == host.name:
+                out[-1] = (*out[-1][:2], out[-1][2] + 1)
+            else:
+                out.append((host.name, cluster_of(host), 1))
+        return out
+
+
+def cluster_of(host: HostCards) -> str:
+    """Named by the fabric of its fastest kind of card; "ethernet" where it has no faster one."""
+    card = min(host.cards, key=lambda one: KINDS.index(one.kind), default=None)
+    if card is None or card.kind == KINDS[-1]:
+        return KINDS[-1]
+    return f"{card.kind} {card.meets}"
+
+
+def launch_of(environment: Mapping[str, str]) -> Launch:
+    """Raises ConfigError where torchrun (or what starts ranks as it does) has not said it."""
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    if missing := [name for name in names if not environment.get(name)]:
+        raise ConfigError(
+            f"{', '.join(missing)} {'are' if len(missing) > 1 else 'is'} not set",
+            hint="start ranks with torchrun",
+        )
+    rank, world_size, _, port = (environment[name] for name in names)
+    return Launch(
+        int(rank),
+        int(world_size),
+        environment["MASTER_ADDR"],
+        int(port),
+        environment.get("TORCHELASTIC_USE_AGENT_STORE") == str(True),
+        environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
+    )
+
+
+def meet(
+    launch: Launch,
+    *,
+    job: str = "",
+    needed: int = 0,
+    deadline_s: float = MEET_S,
+    host: HostCards | None = None,
+) -> Meeting:
+    """Waits for all ranks, at most `deadline_s`. Collective.
+
+    job, needed: see RankHello. host: this one; default: as the system says. Raises ConfigError for
+    ranks that mean different things, DeadlineError where some do not come (which, and from where
+    the others came), PeerError where the store cannot be reached.
+    """
+    until = time.monotonic() + deadline_s
+    host = host or this_host()
+    store = _store(launch, host.name, deadline_s)
+    own = dist.PrefixStore(f"roadtrain/{launch.attempt}", store)
+    hello = RankHello(launch.rank, launch.world_size, host, job, needed)
+    number = own.add("arrived", 1)
+    put(own, f"hello/{number}", hello)
+    if launch.rank == 0:
+        answer = _collect(own, launch, hello, max(until - time.monotonic(), 1.0))
+        publish(own, "met", answer, number_of=lambda: int(own.add("arrived", 0)))
+    else:
+        me = f"rank {launch.rank} of host {host.name}"
+        answer = read(own, "met", MeetingAnswer, deadline_s + GRACE_S, me)
+    answer.check()
+    if launch.world_size != len(answer.hosts):  # it came when all that rank 0 knows of were there
+        raise _other_size(hello, len(answer.hosts))
+    return Meeting(launch, own, answer.hosts)
+
+
+def publish(store: dist.Store, key: str, said: object, number_of: Callable[[], int]) -> None:
+    """Rank 0 says something to all; returns when they have read it, or have had the time to:
+    the store may end with rank 0. number_of: ranks that are there, rank 0 included."""
+    put(store, key, said)
+    until = time.monotonic() + GRACE_S
+    while store.add(f"{key}/read", 0) < number_of() - 1 and time.monotonic() < until:
+        time.sleep(POLL_S)
+
+
+def read(store: dist.Store, key: str, kind: type[T], patience_s: float, who: str) -> T:
+    """What rank 0 says. Raises DeadlineError, LostError."""
+    said = get(store, key, kind, patience_s, f"{who} waited for rank 0: {key}")
+    try:
+        store.add(f"{key}/read", 1)
+    except RuntimeError:  # it has not waited: what it said counts
+        pass
+    return said
+
+
+def put(store: dist.Store, key: str, said: object) -> None:
+    store.set(key, msgspec.json.encode(said).decode())
+
+
+def get(store: dist.Store, key: str, kind: type[T], patience_s: float, waiting: str) -> T:
+    """A value of the store. Raises DeadlineError and LostError, which say `waiting`."""
+    try:
+        store.wait([key], timedelta(seconds=max(patience_s, POLL_S)))
+        data = store.get(key)
+    except dist.DistStoreError as error:
+        raise DeadlineError(f"{waiting}: nothing came within {patience_s:.0f} s") from error
+    except RuntimeError as error:
+        raise LostError(f"{waiting}: the store of the rendezvous is gone") from error
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.DecodeError as error:
+        raise WireError(f"{waiting}: what came is not valid: {error}") from error
+
+
+def _store(launch: Launch, host: str, deadline_s: float) -> dist.Store:
+    me = f"host {host} (rank {launch.rank})"
+    addresses = _resolved(launch, me)
+    own = launch.rank == 0 and not launch.agent
+    why = "" if own else _unanswered(addresses[0], launch.port, deadline_s)
+    try:
+        if why:
+            raise OSError(why)
+        return dist.TCPStore(
+            addresses[0],
+            launch.port,
+            is_master=own,
+            timeout=timedelta(seconds=deadline_s),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except (OSError, RuntimeError) as error:
+        if _only_loopback(addresses) and not own:
+            raise _loopback_error(launch, addresses) from error
+        where = f"{addresses[0]}:{launch.port}"
+        raise PeerError(
+            f"{me} cannot {'open' if own else 'reach'} the rendezvous at {where} (MASTER_ADDR"
+            f" {launch.address}) within {deadline_s:.0f} s: {str(error).splitlines()[0]}",
+            hint="is rank 0's host up, is MASTER_ADDR its address, does a firewall stop the port?",
+        ) from error
+
+
+def _unanswered(address: str, port: int, patience_s: float) -> str:
+    """ "" when something listens there, else why not within `patience_s`. torch's store would wait
+    longer than it is told, and print what it tries."""
+    until, why = time.monotonic() + patience_s, ""
+    while (left := until - time.monotonic()) > 0:
+        try:
+            with socket.create_connection((address, port), timeout=min(left, TRY_S)):
+                return ""
+        except OSError as error:
+            why = error.strerror or "no answer"
+            time.sleep(min(0.1, left))
+    return why or "no answer"
+
+
+def _resolved(launch: Launch, me: str) -> list[str]:
+    """The addresses of the store, those beyond this host before its own. Raises ConfigError."""
+    try:
+        found = socket.getaddrinfo(launch.address, launch.port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(
+            f"{me} knows no address of MASTER_ADDR {launch.address}: {error.strerror or error}",
+            hint="put it into the name server or /etc/hosts, or give an address",
+        ) from error
+    addresses = [str(one[4][0]).partition("%")[0] for one in found]
+    return sorted(addresses, key=lambda one: ipaddress.ip_address(one).is_loopback)
+
+
+def _only_loopback(addresses: Sequence[str]) -> bool:
+    return all(ipaddress.ip_address(one).is_loopback for one in addresses)
+
+
+def _loopback_error(launch: Launch, addresses: Sequence[str]) -> ConfigError:
+    return ConfigError(
+        f"MASTER_ADDR {launch.address} resolves to {addresses[0]}, which is loopback (lo): a host"
+        " that takes it for that looks for rank 0 in itself, and finds no one",
+        hint=f"give {launch.address} the address of its card in /etc/hosts of every host, or give"
+        " the address as MASTER_ADDR",
+    )
+
+
+def _collect(
+    store: dist.Store, launch: Launch, mine: RankHello, patience_s: float
+) -> MeetingAnswer:
+    """Rank 0's: what all are told."""
+    found: dict[int, RankHello] = {}
+    until, number = time.monotonic() + patience_s, 0
+    try:
+        while len(found) < launch.world_size:
+            left = until - time.monotonic()
+            try:
+                hello = get(
+                    store, f"hello/{number + 1}", RankHello, left, "rank 0 waited for others"
+                )
+            except DeadlineError:
+                return refusal(_missing(launch, found))
+            number += 1
+            check_same(mine, found, hello)
+            found[hello.rank] = hello
+    except (ConfigError, PeerError) as error:
+        return refusal(error)
+    return MeetingAnswer(hosts=named([found[rank].host for rank in range(launch.world_size)]))
+
+
+def check_same(mine: RankHello, found: Mapping[int, RankHello], hello: RankHello) -> None:
+    """Raises ConfigError where a rank that comes means another start than rank 0, whose `mine`
+    is: the first difference."""
+    here, there = (f"rank {one.rank} of host {one.host.name}" for one in (mine, hello))
+    if hello.world_size != mine.world_size:
+        raise _other_size(hello, mine.world_size, here)
+    if hello.needed and hello.needed != hello.world_size:
+        raise ConfigError(
+            f"the job's parallelism has {hello.needed} ranks, and {hello.world_size} were started"
+            f" (WORLD_SIZE of {there})",
+            hint="one rank a device: nnodes times nproc-per-node is dp x tp x pp",
+        )
+    if hello.rank in found:
+        raise ConfigError(
+            f"host {found[hello.rank].host.name} and host {hello.host.name} both have rank"
+            f" {hello.rank}",
+            hint="give each host its own --node-rank",
+        )
+    if hello.job != mine.job:
+        raise ConfigError(
+            f"{here} and {there} do not mean the same job", hint="give all ranks the same job"
+        )
+
+
+def _other_size(hello: RankHello, world_size: int, other: str = "rank 0") -> ConfigError:
+    needed = f"; the job's parallelism has {hello.needed}" if hello.needed else ""
+    return ConfigError(
+        f"rank {hello.rank} of host {hello.host.name} was started as one of {hello.world_size}"
+        f" ranks (WORLD_SIZE), {other} as one of {world_size}{needed}",
+        hint="give torchrun the same --nnodes and --nproc-per-node on all hosts",
+    )
+
+
+def late(meeting: Meeting) -> RoadtrainError | None:
+    """Why a rank that came after all were there is one too many."""
+    for number in range(meeting.world_size + 1, meeting.store.add("arrived", 0) + 1):
+        hello = get(meeting.store, f"hello/{number}", RankHello, GRACE_S, "rank 0 read who is late")
+        return _other_size(hello, meeting.world_size)
+    return None
+
+
+def named(hosts: Sequence[HostCards]) -> tuple[HostCards, ...]:
+    """`hosts` of which no two have one name: the address is added where they have."""
+    by_name: dict[str, set[str]] = {}
+    for host in hosts:
+        by_name.setdefault(host.name, set()).add(host.identity)
+
+    def unique(host: HostCards) -> HostCards:
+        if len(by_name[host.name]) == 1:
+            return host
+        address = host.cards[0].address if host.cards else host.identity.rpartition(" ")[2]
+        return replace(host, name=f"{host.name} at {address}")
+
+    return tuple(map(unique, hosts))
+
+
+def _missing(launch: Launch, found: Mapping[int, RankHello]) -> RoadtrainError:
+    absent = [rank for rank in range(launch.world_size) if rank not in found]
+    hosts = dict.fromkeys(found[rank].host.name for rank in sorted(found))
+    resolved = [str(one[4][0]) for one in socket.getaddrinfo(launch.address, launch.port)]
+    if _only_loopback(resolved) and len(hosts) == 1:
+        return _loopback_error(launch, resolved)
+    which = f"rank {absent[0]}" if len(absent) == 1 else f"ranks {', '.join(map(str, absent))}"
+    unanswered = sorted(half_open(launch.port))
+    heard = (
+        f"; packets of {', '.join(unanswered)} arrive here, and the answers do not arrive there: a"
+        " firewall lets one direction through only"
+        if unanswered
+        else ""
+    )
+    return DeadlineError(
+        f"{len(found)} of {launch.world_size} ranks have come to {launch.address}:{launch.port}"
+        f" (of {', '.join(hosts)}), {which} {'has' if len(absent) == 1 else 'have'} not{heard}",
+        hint="is the missing host up, can it reach this address, and what does it say itself?",
+    )
+
+
+def half_open(port: int, proc: Path = Path("/proc/net")) -> set[str]:
+    """Addresses that ask for connections to `port` of this host and do not get its answers."""
+    out = set()
+    for name in ("tcp", "tcp6"):
+        path = proc / name
+        for line in path.read_text().splitlines()[1:] if path.exists() else ():
+            _, local, remote, state, *_ = line.split()
+            if state == HALF_OPEN and int(local.rpartition(":")[2], 16) == port:
+                out.add(_address(remote.rpartition(":")[0]))
+    return out
+
+
+def _address(words: str) -> str:
+    """Of 32-bit words in this machine's order, as /proc/net/tcp has them."""
+    data = b"".join(
+        int(words[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(words), 8)
+    )
+    address = ipaddress.ip_address(data)
+    mapped = getattr(address, "ipv4_mapped", None)
+    return str(mapped or address)

@@ -1,0 +1,76 @@
+"""A preflight on hosts of a lab: what is whole passes, what is broken is refused on every rank with
+one sentence (Rule 5)."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import crosscluster_broken as broken
+from roadtrain.lab import network_available
+
+pytestmark = [
+    pytest.mark.lab,
+    pytest.mark.slow,
+    pytest.mark.skipif(network_available() is not None, reason=str(network_available())),
+]
+SENTENCES = {
+    "wrong interface": (
+        "host a1: eth0 (ethernet, 10.1.0.2) cannot reach",
+        "is eth0 the right interface of a1",
+    ),
+    "one-way firewall": (
+        "host a1: eth1 (ethernet, 10.2.1.2) cannot reach 10.2.1.4 (eth1) of host b1",
+        "packets of b1 arrive at a1, those of a1 do not arrive at b1",
+    ),
+    "mixed kinds": ("which is infiniband, and eth0 of host b", "NCCL would hang there"),
+    "wrong world size": (
+        "rank 3 of host b1 was started as one of 6 ranks (WORLD_SIZE), rank 0 of host a0 as one of"
+        " 4; the job's parallelism has 4",
+    ),
+    "clock skew": ("the clock of host b0 is 60.0 s ahead of that of the others",),
+    "MTU": (
+        "host a0: eth0 (infiniband, 10.1.0.1) exchanges small messages with 10.1.0.2",
+        "carries smaller frames only",
+    ),
+    "missing host": ("3 of 4 ranks have come", "(of a0, a1, b0), rank 3 has not"),
+    "name that resolves to loopback": ("MASTER_ADDR a0 resolves to 127.0.1.1, which is loopback",),
+}
+
+
+@pytest.fixture(scope="module")
+def lab():
+    with broken.clusters() as made:
+        yield made
+
+
+def test_what_is_whole_passes_at_once(lab) -> None:
+    said = lab.run()
+    assert not any(one.sentence for one in said.values())
+    assert max(one.seconds for one in said.values()) < 6  # 1.1 s on a machine that is free
+    printed = said["a0"].printed
+    # each group goes by the fastest network that its hosts share (Yang et al., section 3.2)
+    assert "dp stage 0 tensor index 0: infiniband at 100 MB/s (eth0 of a0 a1)" in printed
+    assert "dp stage 1 tensor index 0: roce at 75 MB/s (eth0 of b0 b1)" in printed
+    assert "activations stage 0 to 1: ethernet at 6 MB/s" in printed
+    assert "tp stage 0 replica 0: inside host a0" in printed
+    assert not said["b1"].printed
+
+
+def test_there_is_a_sentence_for_each_scenario() -> None:
+    assert SENTENCES.keys() == broken.SCENARIOS.keys()
+
+
+@pytest.mark.parametrize("name", SENTENCES)
+def test_what_is_broken_is_refused(lab, name) -> None:
+    said = broken.SCENARIOS[name](lab)
+    sentences = {one.sentence for one in said.values()}
+    assert len(sentences) == 1, sentences  # the same on every rank
+    for part in SENTENCES[name]:
+        assert part in min(sentences)
+    assert max(one.seconds for one in said.values()) < broken.LIMIT_S
+    assert not any(one.printed for one in said.values())
+
+
+def test_it_is_whole_again(lab) -> None:
+    """What the scenarios broke is mended: they were refused for what they broke."""
+    assert not any(one.sentence for one in lab.run().values())

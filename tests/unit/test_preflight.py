@@ -1,0 +1,300 @@
+"""What a preflight makes of what it found; who is there; what a job says. No networks."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from dataclasses import dataclass, replace
+
+import pytest
+import torch.distributed as dist
+
+from roadtrain.config.networks import HostCard, HostCards, choose_networks
+from roadtrain.errors import ConfigError, DeadlineError, PeerError
+from roadtrain.parallel import meeting, preflight
+from roadtrain.parallel.findings import Finding, Report, Trouble, links_of, matrix, problem
+from roadtrain.parallel.meeting import (
+    Launch,
+    MeetingAnswer,
+    RankHello,
+    check_same,
+    half_open,
+    refusal,
+)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    name: str
+    ranks: tuple[int, ...]
+
+
+def host(name, n, net=1, **more):
+    card = HostCard("eth0", f"10.{net}.0.{n}", 16, bytes_per_s=1e8, mtu=1500, **more)
+    return HostCards(f"id of {name}", name, (card,))
+
+
+HOSTS = [host("a", 1), host("b", 2), host("c", 3)]
+NETWORKS = [*choose_networks([Ranks("dp", (0, 1))], HOSTS).values()]
+LINKS = links_of(NETWORKS)
+
+
+def reports(heard=None, ahead=None, **trouble):
+    """`trouble`: by "source_target"; `ahead`: by host, of its clock."""
+    ahead, out = ahead or {}, {}
+    for name in ("a", "b", "c"):
+        findings = []
+        for link in LINKS:
+            if link.source == name:
+                why = trouble.get(f"{link.source}_{link.target}")
+                off = ahead.get(link.target, 0.0) - ahead.get(name, 0.0)
+                findings.append(Finding(link, why, "nothing" if why else "", 1e-4, off, 5e7))
+        out[name] = Report(name, tuple(findings), (heard or {}).get(name, ()))
+    return out
+
+
+def said(found, links=LINKS):
+    return str(problem(found, links))
+
+
+def test_every_pair_of_every_group_once() -> None:
+    assert [(link.source, link.target) for link in LINKS] == [
+        (x, y) for x in "abc" for y in "abc" if x != y
+    ]
+    assert problem(reports(), LINKS) is None
+
+
+def test_links_that_do_not_connect() -> None:
+    closed = Trouble.CANNOT_CONNECT
+    assert "host b: eth0 (ethernet, 10.1.0.2) cannot reach 10.1.0.3 (eth0) of host c: nothing" in (
+        said(reports(b_c=closed, c_b=closed))
+    )
+    one_way = said(reports(c_a=closed))
+    assert "although a reaches c: one direction is closed" in one_way
+    both = {"c_a": closed, "a_c": closed}
+    # a's connections arrive at c; what c answers does not arrive at a
+    assert "those of c do not arrive at a" in said(reports(heard={"c": ("10.1.0.1",)}, **both))
+    # the host that most of the links that fail end at is named first
+    all_of_c = reports(c_a=closed, a_c=closed, c_b=closed, b_c=closed)
+    assert said(all_of_c).startswith("host c: eth0")
+    assert "(and 3 more such links)" in said(all_of_c)
+
+
+def test_addresses_of_different_subnets_are_said() -> None:
+    far = [HOSTS[0], host("b", 2, net=9)]
+    links = links_of([*choose_networks([], far).values()])
+    found = {
+        name: Report(name, tuple(Finding(one, Trouble.CANNOT_CONNECT, "x") for one in links
+                                 if one.source == name))
+        for name in "ab"
+    }  # fmt: skip
+    assert "different subnets, 10.1.0.0/16 and 10.9.0.0/16" in said(found, links)
+
+
+def test_what_comes_first_explains_the_rest() -> None:
+    lost, closed = Trouble.LARGE_LOST, Trouble.CANNOT_CONNECT
+    assert "a large payload to it is lost (MTU 1500 here, 1500 there)" in said(reports(a_b=lost))
+    assert "cannot reach" in said(reports(a_b=lost, b_c=closed, ahead={"c": 99.0}))
+    assert "gets no answer" in said(reports(a_b=Trouble.NO_ANSWER, b_a=lost))
+    assert "from it is lost" in said(reports(a_b=Trouble.LARGE_LOST_BACK))
+    absent = reports(b_c=closed)
+    del absent["c"]
+    assert "host c came to the rendezvous and has not reported" in said(absent)
+    failed = reports() | {"b": Report("b", (), failed="eth0 is gone")}
+    assert said(failed) == "host b: eth0 is gone"
+
+
+@pytest.mark.parametrize(("host", "ahead"), [("a", 60.0), ("b", -60.0), ("c", 3.0)])
+def test_a_clock_that_differs_is_named(host, ahead) -> None:
+    way = "ahead of" if ahead > 0 else "behind"
+    assert f"clock of host {host} is {abs(ahead):.1f} s {way} that of the others" in said(
+        reports(ahead={host: ahead})
+    )
+    assert problem(reports(ahead={host: ahead / 100}), LINKS) is None
+
+
+def test_the_matrix() -> None:
+    lines = matrix(reports(b_c=Trouble.NO_ANSWER), ["a", "b", "c"], NETWORKS)
+    assert lines[0].split() == ["from", "\\", "to", "a", "b", "c"]
+    assert "ethernet 100 us 50 MB/s" in lines[1]
+    assert "ethernet no answer" in lines[2]
+    assert lines[-1].strip() == "control: ethernet at 100 MB/s (eth0 of a b c)"
+    many = [f"h{i}" for i in range(13)]
+    assert "6 links, 100 us, 50 MB/s, the slowest 50 MB/s" in matrix(reports(), many, [])[0]
+
+
+def hello(rank, world_size=4, name="a", job="", needed=0):
+    return RankHello(rank, world_size, replace(HOSTS[0], name=name), job, needed)
+
+
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        (
+            hello(1, 6, "b"),
+            "rank 1 of host b was started as one of 6 ranks .*, rank 0 of host a as one of 4",
+        ),
+        (hello(1, 4, "b", needed=8), "parallelism has 8 ranks, and 4 were started"),
+        (hello(0, 4, "b"), "host a and host b both have rank 0"),
+        (hello(1, 4, "b", job="x"), "rank 0 of host a and rank 1 of host b do not mean the same"),
+    ],
+)
+def test_ranks_that_mean_different_starts(other, reason) -> None:
+    check_same(hello(0), {}, hello(0))
+    check_same(hello(0), {0: hello(0)}, hello(1, name="b"))
+    with pytest.raises(ConfigError, match=reason):
+        check_same(hello(0), {0: hello(0)}, other)
+
+
+def test_hosts_of_one_name_are_told_apart() -> None:
+    a, b = host("box", 1), replace(host("box", 2), identity="another")
+    assert [one.name for one in meeting.named([a, a, b])] == [
+        "box at 10.1.0.1",
+        "box at 10.1.0.1",
+        "box at 10.1.0.2",
+    ]
+    assert [one.name for one in meeting.named([a, a])] == ["box", "box"]
+
+
+def test_clusters_are_the_fast_fabrics() -> None:
+    ib = [replace(one, cards=(replace(one.cards[0], kind="infiniband"), *one.cards))
+          for one in HOSTS[:2]]  # fmt: skip
+    hosts = (ib[0], ib[0], ib[1], HOSTS[2])
+    met = meeting.Meeting(launch(0, 1), dist.HashStore(), hosts)
+    assert met.host_devices() == [
+        ("a", "infiniband 10.1.0.0/16", 2),
+        ("b", "infiniband 10.1.0.0/16", 1),
+        ("c", "ethernet", 1),
+    ]
+
+
+def test_connections_that_cannot_be_answered(tmp_path) -> None:
+    head = "  sl  local_address rem_address   st tx_queue\n"
+    (tmp_path / "tcp").write_text(
+        head
+        + "   0: 0100000A:1F90 0200000A:C350 03 00\n"  # asks for 8080
+        + "   1: 0100000A:1F90 0300000A:C350 01 00\n"  # is connected
+        + "   2: 0100000A:1F91 0400000A:C350 03 00\n"  # another port
+    )
+    mapped = "0000000000000000FFFF00000500000A"
+    (tmp_path / "tcp6").write_text(head + f"   0: {mapped}:1F90 {mapped}:C350 03 00\n")
+    assert half_open(8080, tmp_path) == {"10.0.0.2", "10.0.0.5"}
+
+
+def free_port():
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def launch(rank, world_size, port=0, address="127.0.0.1"):
+    return Launch(rank, world_size, address, port, agent=False, attempt="0")
+
+
+def all_meet(world_size, changes=None, absent=(), deadline_s=8.0):
+    """What each rank of a start in threads ended with."""
+    port, out = free_port(), {}
+
+    def one(rank):
+        own = {"job": "", "needed": 0, "deadline_s": deadline_s, "host": HOSTS[rank % 3]}
+        own |= (changes or {}).get(rank, {})
+        size = own.pop("world_size", world_size)
+        try:
+            out[rank] = meeting.meet(launch(rank, size, port), **own)
+        except Exception as error:
+            out[rank] = error
+
+    threads = [
+        threading.Thread(target=one, args=(rank,))
+        for rank in range(world_size)
+        if rank not in absent
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return out
+
+
+def test_all_ranks_meet() -> None:
+    met = all_meet(4)
+    assert all(one.hosts == (*HOSTS, HOSTS[0]) for one in met.values()), met
+    assert meeting.late(met[0]) is None
+
+
+def test_every_rank_that_came_says_the_same_of_one_that_did_not() -> None:  # Rule 5
+    met = all_meet(3, absent={1}, deadline_s=1.0)
+    assert {type(one) for one in met.values()} == {DeadlineError}
+    assert len({str(one) for one in met.values()}) == 1
+    assert "2 of 3 ranks have come" in str(met[0])
+    assert "(of a, c), rank 1 has not" in str(met[0])
+
+
+def test_every_rank_says_the_same_of_another_world() -> None:
+    met = all_meet(3, {2: {"world_size": 4}})
+    assert {type(one) for one in met.values()} == {ConfigError}
+    assert len({str(one) for one in met.values()}) == 1
+
+
+def test_a_rank_too_many_is_found_later() -> None:
+    store = dist.HashStore()
+    store.add("arrived", 2)
+    meeting.put(store, "hello/2", hello(1, 2))
+    met = meeting.Meeting(launch(0, 1), store, (HOSTS[0],))
+    assert "rank 1 of host a was started as one of 2 ranks" in str(meeting.late(met))
+
+
+@pytest.mark.parametrize("kind", [ConfigError, PeerError, DeadlineError])
+def test_a_refusal_is_the_same_error_elsewhere(kind) -> None:
+    with pytest.raises(kind, match=r"so\nhint: because"):
+        refusal(kind("so", hint="because")).check()
+    MeetingAnswer(hosts=tuple(HOSTS)).check()
+
+
+@pytest.mark.parametrize(
+    ("environment", "reason"),
+    [({}, "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are not set")],
+)
+def test_ranks_that_were_not_started_by_torchrun(environment, reason) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        meeting.launch_of(environment)
+
+
+def test_nobody_at_the_rendezvous(monkeypatch) -> None:  # Rule 5
+    with pytest.raises(ConfigError, match=r"MASTER_ADDR 127.0.0.1 resolves to 127.0.0.1, which is"):
+        meeting.meet(launch(1, 2, free_port()), deadline_s=0.5, host=HOSTS[0])
+
+    def unknown(*_, **__):
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(meeting.socket, "getaddrinfo", unknown)
+    with pytest.raises(ConfigError, match="knows no address of MASTER_ADDR nowhere: Name or"):
+        meeting.meet(launch(1, 2, address="nowhere"), deadline_s=0.5, host=HOSTS[0])
+
+
+def test_which_of_the_hosts_this_is(monkeypatch) -> None:
+    known = {"a": "10.1.0.1", "b": "10.1.0.2", "c": "127.0.1.1", "10.1.0.2": "10.1.0.2"}
+    monkeypatch.setattr(preflight, "this_host", lambda: HOSTS[1])
+    monkeypatch.setattr(preflight.socket, "gethostname", lambda: "b")
+    monkeypatch.setattr(
+        preflight.socket, "getaddrinfo", lambda name, *_, **__: [(0, 0, 0, "", (known[name], 0))]
+    )
+    assert preflight.launch_among(["a", "b"], 7).rank == 1
+    assert preflight.launch_among(["a", "10.1.0.2"], 7).address == "a"
+    with pytest.raises(ConfigError, match=r"name c resolves to 127.0.1.1 on host b"):
+        preflight.launch_among(["a", "b", "c"], 7)
+    with pytest.raises(ConfigError, match=r"host b \(addresses 10.1.0.2\) is 0 of a"):
+        preflight.launch_among(["a"], 7)
+
+
+def test_what_is_read_of_a_job(tmp_path) -> None:
+    job = tmp_path / "job.toml"
+    job.write_text(
+        '[run]\nsteps = 3\n[parallelism]\ndp = 2\npp = 2\n[[networks]]\ninterface = "ib0"\n'
+    )
+    parallelism, statements = preflight.read_job(str(job))
+    assert (parallelism.devices, [one.interface for one in statements]) == (4, ["ib0"])
+    assert preflight.read_job("") == (None, ())
+    job.write_text('[[networks]]\ninterfase = "ib0"\n')
+    with pytest.raises(ConfigError, match="interfase"):
+        preflight.read_job(str(job))
