@@ -271,7 +271,7 @@ def worker() -> None:
 
 
 def _preflight(job: str) -> Said:
-    begin, sentence, printed = time.monotonic(), "", []
+    begin, sentence, printed = time.monotonic(), "", ""
     with tempfile.TemporaryDirectory() as home:
         path = Path(home, "job.toml")
         path.write_text(job)
