@@ -160,7 +160,7 @@ def test_clusters_are_the_fast_fabrics() -> None:
     ib = [replace(one, cards=(replace(one.cards[0], kind="infiniband"), *one.cards))
           for one in HOSTS[:2]]  # fmt: skip
     hosts = (ib[0], ib[0], ib[1], HOSTS[2])
-    met = meeting.Meeting(launch(0, 1), dist.HashStore(), hosts)
+    met = meeting.RankMeeting(launch(0, 1), dist.HashStore(), hosts)
     assert met.host_devices() == [
         ("a", "infiniband 10.1.0.0/16", 2),
         ("b", "infiniband 10.1.0.0/16", 1),
@@ -240,7 +240,7 @@ def test_a_rank_too_many_is_found_later() -> None:
     store = dist.HashStore()
     store.add("arrived", 2)
     meeting.put(store, "hello/2", hello(1, 2))
-    met = meeting.Meeting(launch(0, 1), store, (HOSTS[0],))
+    met = meeting.RankMeeting(launch(0, 1), store, (HOSTS[0],))
     assert "rank 1 of host a was started as one of 2 ranks" in str(meeting.late(met))
 
 

@@ -30,7 +30,7 @@ class Trouble(StrEnum):
 
 
 @dataclass(frozen=True, order=True)
-class HostLink:
+class CardLink:
     """From a host to another, by name, over cards of theirs."""
 
     source: str
@@ -40,8 +40,8 @@ class HostLink:
     target_address: str
 
     @property
-    def back(self) -> HostLink:
-        return HostLink(
+    def back(self) -> CardLink:
+        return CardLink(
             self.target, self.source, self.kind, self.target_address, self.source_address
         )
 
@@ -50,7 +50,7 @@ class HostLink:
 class Finding:
     """Of a link, by its source."""
 
-    link: HostLink
+    link: CardLink
     trouble: Trouble | None
     why: str  # of the trouble
     latency_s: float = 0.0  # one way
@@ -68,10 +68,10 @@ class Report:
     failed: str = ""  # why it could not test at all
 
 
-def links_of(networks: Sequence[GroupNetwork]) -> dict[HostLink, tuple[HostCard, HostCard]]:
+def links_of(networks: Sequence[GroupNetwork]) -> dict[CardLink, tuple[HostCard, HostCard]]:
     """Every pair of hosts of every group over the network chosen for it, both directions, each
     once, with the cards."""
-    out: dict[HostLink, tuple[HostCard, HostCard]] = {}
+    out: dict[CardLink, tuple[HostCard, HostCard]] = {}
     for network in networks:
         cards = dict(zip(network.hosts, network.cards))
         if network.kind == INSIDE:
@@ -79,14 +79,14 @@ def links_of(networks: Sequence[GroupNetwork]) -> dict[HostLink, tuple[HostCard,
         for source, own in cards.items():
             for target, other in cards.items():
                 if source != target:
-                    link = HostLink(source, target, network.kind, own.address, other.address)
+                    link = CardLink(source, target, network.kind, own.address, other.address)
                     out.setdefault(link, (own, other))
     return dict(sorted(out.items()))
 
 
 def problem(
     reports: Mapping[str, Report],
-    links: Mapping[HostLink, tuple[HostCard, HostCard]],
+    links: Mapping[CardLink, tuple[HostCard, HostCard]],
     clock_s: float = CLOCK_S,
 ) -> RoadtrainError | None:
     """The first thing that is wrong. reports: by host; one that is absent has not reported."""
@@ -116,9 +116,9 @@ def _most_troubled(failed: Sequence[Finding]) -> str:
 
 def _troubled(
     one: Finding,
-    found: Mapping[HostLink, Finding],
+    found: Mapping[CardLink, Finding],
     reports: Mapping[str, Report],
-    links: Mapping[HostLink, tuple[HostCard, HostCard]],
+    links: Mapping[CardLink, tuple[HostCard, HostCard]],
     failures: int,
 ) -> PeerError:
     link, (own, other) = one.link, links[one.link]
@@ -145,7 +145,7 @@ def _troubled(
 
 def _unreachable(
     one: Finding,
-    found: Mapping[HostLink, Finding],
+    found: Mapping[CardLink, Finding],
     reports: Mapping[str, Report],
     own: HostCard,
     other: HostCard,

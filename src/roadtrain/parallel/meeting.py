@@ -92,7 +92,7 @@ def refusal(error: RoadtrainError) -> MeetingAnswer:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class RankMeeting:
     """Ranks that have met. `hosts`: of each rank, as its system says; names are unique."""
 
     launch: Launch
@@ -153,7 +153,7 @@ def meet(
     needed: int = 0,
     deadline_s: float = MEET_S,
     host: HostCards | None = None,
-) -> Meeting:
+) -> RankMeeting:
     """Waits for all ranks, at most `deadline_s`. Collective.
 
     job, needed: see RankHello. host: this one; default: as the system says. Raises ConfigError for
@@ -176,7 +176,7 @@ def meet(
     answer.check()
     if launch.world_size != len(answer.hosts):  # it came when all that rank 0 knows of were there
         raise _other_size(hello, len(answer.hosts))
-    return Meeting(launch, own, answer.hosts)
+    return RankMeeting(launch, own, answer.hosts)
 
 
 def publish(store: dist.Store, key: str, said: object, number_of: Callable[[], int]) -> None:
@@ -340,7 +340,7 @@ def _other_size(hello: RankHello, world_size: int, other: str = "rank 0") -> Con
     )
 
 
-def late(meeting: Meeting) -> RoadtrainError | None:
+def late(meeting: RankMeeting) -> RoadtrainError | None:
     """Why a rank that came after all were there is one too many."""
     for number in range(meeting.world_size + 1, meeting.store.add("arrived", 0) + 1):
         hello = get(meeting.store, f"hello/{number}", RankHello, GRACE_S, "rank 0 read who is late")

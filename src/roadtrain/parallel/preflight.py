@@ -34,8 +34,8 @@ from roadtrain.config.schema import Section, checked, keys_of, read_toml
 from roadtrain.errors import ConfigError, DeadlineError
 from roadtrain.parallel.findings import (
     CLOCK_S,
+    CardLink,
     Finding,
-    HostLink,
     Report,
     links_of,
     matrix,
@@ -45,8 +45,8 @@ from roadtrain.parallel.groups import Groups
 from roadtrain.parallel.meeting import (
     MEET_S,
     Launch,
-    Meeting,
     MeetingAnswer,
+    RankMeeting,
     get,
     late,
     launch_of,
@@ -68,14 +68,14 @@ PORT = 29500  # torchrun's own
 class Preflight:
     """What every rank knows after a preflight that found nothing wrong."""
 
-    meeting: Meeting
+    meeting: RankMeeting
     hosts: tuple[HostCards, ...]  # of each rank, with what the user states
     networks: dict[str, GroupNetwork]  # by group, and CONTROL
     lines: tuple[str, ...]  # the matrix, on rank 0
 
 
 def preflight(
-    meeting: Meeting,
+    meeting: RankMeeting,
     groups: Sequence[NamedRanks],
     hosts: Sequence[HostCards],
     *,
@@ -99,9 +99,9 @@ def preflight(
 
 
 def _tested(
-    meeting: Meeting,
+    meeting: RankMeeting,
     networks: Sequence[GroupNetwork],
-    links: Mapping[HostLink, tuple[HostCard, HostCard]],
+    links: Mapping[CardLink, tuple[HostCard, HostCard]],
     clock_s: float,
 ) -> tuple[str, ...]:
     """Raises what rank 0 says; returns its matrix."""
@@ -116,7 +116,7 @@ def _tested(
     return lines
 
 
-def _verdict(meeting: Meeting, me: str) -> MeetingAnswer:
+def _verdict(meeting: RankMeeting, me: str) -> MeetingAnswer:
     who = f"rank {meeting.rank} of host {me}"
     return read(meeting.store, "verdict", MeetingAnswer, DOORS_S + PROBE_S + 5.0, who)
 
@@ -126,11 +126,11 @@ class _Tester:
 
     def __init__(
         self,
-        meeting: Meeting,
+        meeting: RankMeeting,
         hosts: Sequence[str],
         me: str,
         networks: Sequence[GroupNetwork],
-        links: Mapping[HostLink, tuple[HostCard, HostCard]],
+        links: Mapping[CardLink, tuple[HostCard, HostCard]],
         clock_s: float,
     ) -> None:
         self.meeting, self.store, self.hosts, self.me = meeting, meeting.store, hosts, me
@@ -158,7 +158,7 @@ class _Tester:
         doors = listeners.listen([link.source_address for link, _ in self.own])
         put(self.store, f"doors/{self.me}", doors)
 
-    def _door(self, link: HostLink, until: float) -> tuple[tuple[str, int], bytes]:
+    def _door(self, link: CardLink, until: float) -> tuple[tuple[str, int], bytes]:
         waiting = f"host {self.me} waited for host {link.target} to listen"
         doors = get(self.store, f"doors/{link.target}", Doors, until - time.monotonic(), waiting)
         port = doors.ports[link.target_address]

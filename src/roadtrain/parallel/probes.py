@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from roadtrain.config.networks import HostCard
-from roadtrain.parallel.findings import Finding, HostLink, Trouble
+from roadtrain.parallel.findings import CardLink, Finding, Trouble
 from roadtrain.parallel.meeting import half_open
 from roadtrain.units import KIB, MIB
 
@@ -72,7 +72,7 @@ class Listeners:
 class Target:
     """A link of this host, and the door at its other end."""
 
-    link: HostLink
+    link: CardLink
     own: HostCard
     door: tuple[str, int]
     token: bytes
