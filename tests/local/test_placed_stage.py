@@ -18,7 +18,9 @@ import roadtrain
 from roadtrain import Files, Memory, Servers
 from roadtrain.api.placed_stage import PlacedStage, times
 from roadtrain.errors import LoopError
+from roadtrain.parallel.cuts import Cuts, Segment
 from roadtrain.parallel.pieces import VALUE, Extent
+from roadtrain.parallel.stage_model import MicroBatch, StageModel
 from roadtrain.runtime.worker_group import WorkerGroup
 
 MICROS = 4
@@ -261,3 +263,72 @@ def test_copies_of_a_tied_parameter_get_the_same_gradient():
     ]
     assert found[0][0] == pytest.approx(rest[0] + float(both.square().sum()), rel=1e-4)
     assert found[1][0] == pytest.approx(rest[1], rel=1e-4)
+
+
+def cut_stage(segment, store):
+    model, optimizer = made_deep()
+    cuts = Cuts(model, (micro(0, 0)[0],), {}, None)
+    stage_model = StageModel(model, cuts, [segment])
+    own = {*model.parameters()}
+    for group in optimizer.param_groups:
+        group["params"] = [p for p in group["params"] if p in own]
+    placed = roadtrain.place(
+        model,
+        optimizer,
+        store=store,
+        host_budget="200MiB",
+        group=WorkerGroup(),
+        blocks=stage_model.own_names,
+        report=lambda line: None,
+    )
+    stage_model.attach()
+    return stage_model, PlacedStage(placed)
+
+
+def made_deep():
+    torch.manual_seed(3)
+    model = Net(depth=4, width=32, dropout=0.0)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+
+
+def pipelined(stages, step):
+    """All forwards, then all backwards, through stages of one process. The loss."""
+    for _, optimizer in stages:
+        optimizer.begin_step(MICROS)
+    total, kept = 0.0, []
+    for number in range(MICROS):
+        x, y = micro(step, number)
+        received, passed = (), []
+        for stage_model, _ in stages:
+            ended, value = stage_model.run(stage_model.segments[0], received, MicroBatch((x,)))
+            if ended:
+                value = functional.cross_entropy(value.flatten(0, 1), y.flatten()) / MICROS
+                total += float(value.detach())
+            arrives = value.detach().requires_grad_()
+            passed.append((value, arrives))
+            received = (arrives,)
+        kept.append(passed)
+    for passed in kept:
+        passed[-1][0].backward()
+        for value, arrives in reversed(passed[:-1]):
+            value.backward(arrives.grad)
+    for _, optimizer in stages:
+        optimizer.step()
+    return total
+
+
+def test_stages_of_a_model_that_are_placed_differently_train_as_plain_torch(tmp_path):
+    stores = [Memory(), Files(tmp_path / "middle"), Memory()]
+    segments = [Segment(0, 1), Segment(1, 3), Segment(3, 4)]
+    stages = [cut_stage(*pair) for pair in zip(segments, stores, strict=True)]
+    found = [pipelined(stages, step) for step in range(3)]
+    for _, optimizer in stages:
+        optimizer.close()
+    model, optimizer = made_deep()
+    for step in range(3):
+        losses = [loss_of(model, step, number) for number in range(MICROS)]
+        for loss in losses:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert found[step] == pytest.approx(sum(float(x.detach()) for x in losses), rel=1e-5)

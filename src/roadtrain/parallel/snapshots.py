@@ -238,7 +238,7 @@ class JobSnapshots:
             self._parallelism,
         )
         home, what = self.directory / str(told.key), f"the snapshot of step {step}"
-        shared = self._share(blobs)
+        shared = self._share(blobs, what)
         try:
             nbytes = self._write(home, told.key, source, shared, what)
         except RoadtrainError:
@@ -255,9 +255,9 @@ class JobSnapshots:
             f"snapshot of step {step}: {show_bytes(nbytes)} of this rank in {seconds:.1f} s"
         )
 
-    def _share(self, blobs: Mapping[str, bytes]) -> dict[str, bytes]:
+    def _share(self, blobs: Mapping[str, bytes], what: str) -> dict[str, bytes]:
         """All ranks' blobs, which every part holds."""
-        told = self._links.gather(msgspec.msgpack.encode(dict(blobs)), "the state of the job")
+        told = self._links.gather(msgspec.msgpack.encode(dict(blobs)), f"{what}, state of the job")
         shared: dict[str, bytes] = {}
         for one in told:
             for name, blob in msgspec.msgpack.decode(one, type=dict[str, bytes]).items():
@@ -280,13 +280,14 @@ class JobSnapshots:
             mine = [cut for extent in source.extents() for cut in cut_up(extent, PIECE_ELEMENTS)]
             together(lambda: part.add_all(map(source.piece, mine)), what)
             if self.options.replicas > 1:
-                together(lambda: part.add_all(self._copies(source, mine)), what)
+                together(lambda: part.add_all(self._copies(source, mine, what)), what)
             together(lambda: part.finish(blobs), what)
             return part.nbytes
 
-    def _copies(self, source: PieceSource, mine: Sequence[Extent]) -> Iterator[Piece]:
+    def _copies(self, source: PieceSource, mine: Sequence[Extent], what: str) -> Iterator[Piece]:
         """What this rank keeps of others."""
-        told = self._links.agree([[e.name, e.start, e.stop] for e in mine], "what each one has")
+        own = [[e.name, e.start, e.stop] for e in mine]
+        told = self._links.agree(own, f"{what}, what each one has")
         has, of_others = set(mine), (Extent(*e) for rank in self._copies_of for e in told[rank])
         wanted = dict.fromkeys(one for one in of_others if one not in has)
         return exchange(source, wanted, self._links)
