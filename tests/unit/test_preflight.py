@@ -11,9 +11,10 @@ import torch.distributed as dist
 
 from roadtrain.config.networks import HostCard, HostCards, choose_networks
 from roadtrain.errors import ConfigError, DeadlineError, PeerError
-from roadtrain.parallel import meeting, preflight
+from roadtrain.parallel import preflight
+from roadtrain.parallel import rank_meeting as meeting
 from roadtrain.parallel.findings import Finding, Report, Trouble, links_of, matrix, problem
-from roadtrain.parallel.meeting import (
+from roadtrain.parallel.rank_meeting import (
     Launch,
     MeetingAnswer,
     RankHello,

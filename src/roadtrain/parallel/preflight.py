@@ -42,7 +42,9 @@ from roadtrain.parallel.findings import (
     problem,
 )
 from roadtrain.parallel.groups import Groups
-from roadtrain.parallel.meeting import (
+from roadtrain.parallel.networks import this_host
+from roadtrain.parallel.probes import Doors, Listeners, Target, probe
+from roadtrain.parallel.rank_meeting import (
     MEET_S,
     Launch,
     MeetingAnswer,
@@ -56,8 +58,6 @@ from roadtrain.parallel.meeting import (
     read,
     refusal,
 )
-from roadtrain.parallel.networks import this_host
-from roadtrain.parallel.probes import Doors, Listeners, Target, probe
 
 DOORS_S = 5.0  # from the meeting on, until all hosts listen
 PROBE_S = 11.0  # from then on, until all have reported

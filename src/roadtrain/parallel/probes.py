@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 from roadtrain.config.networks import HostCard
 from roadtrain.parallel.findings import CardLink, Finding, Trouble
-from roadtrain.parallel.meeting import half_open
+from roadtrain.parallel.rank_meeting import half_open
 from roadtrain.units import KIB, MIB
 
 STEP_S = 4.0  # of connecting, of the answer, of the large payload each
