@@ -1,0 +1,236 @@
+"""How fast this rank computes: a short timing of its own segment of the model, forward and backward
+of one micro-batch, block by block; and what each block leaves for its backward.
+
+Forward is timed by block, between the moments at which blocks begin; backward as a whole, shared
+out over the blocks as forward is. The model, its buffers, its gradients and the random numbers are
+as before. Does NOT communicate.
+
+Assumes: the segment's parameters have values; nobody else computes on this device.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+
+from roadtrain.parallel.cuts import Cuts, Segment
+from roadtrain.parallel.stage_model import MicroBatch, StageModel
+from roadtrain.protocol.stage_memory import BlockMemory
+
+TIMED_PASSES = 3  # after one that is not timed
+
+LossFunction = Callable[[Any, MicroBatch], torch.Tensor]  # of the model's result
+
+
+@dataclass(frozen=True)
+class BlockTimes:
+    """Of one rank. Seconds are of one micro-batch and a block of weight 1."""
+
+    forward_s: float
+    backward_s: float
+    before: float  # weight of what comes before the model's first block; 0 where it is not here
+    after: float  # of what comes after the last one, with the loss
+    activation_bytes: Mapping[int, int]  # of each own block: kept from forward to backward
+    before_bytes: int = 0
+    after_bytes: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, tree: Mapping[str, Any]) -> BlockTimes:
+        kept = {int(block): nbytes for block, nbytes in tree["activation_bytes"].items()}
+        return cls(**{**tree, "activation_bytes": kept})
+
+
+@dataclass
+class _Pass:
+    """Of one timed forward and backward. Block `begin` - 1 stands for what comes before, `stop`
+    for what comes after."""
+
+    starts: list[tuple[int, float]] = field(default_factory=list)  # (block, when it began)
+    forward: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    backward_s: float = 0.0
+    kept: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    storages: set[int] = field(default_factory=set)  # that are counted, or the model's own
+
+
+def measure_blocks(
+    stage_model: StageModel,
+    batch: MicroBatch,
+    loss: LossFunction,
+    weights: Sequence[float] = (),
+    passes: int = TIMED_PASSES,
+) -> BlockTimes:
+    """Times the segments of `stage_model`, which is attached. weights: of all blocks of the model;
+    none: all alike. Takes `passes` + 1 forwards and backwards of each segment."""
+    cuts = stage_model.cuts
+    weights = weights or (1.0,) * len(cuts.blocks)
+    with _as_before(stage_model.model, stage_model.device):
+        many = []
+        for number in range(passes + 1):
+            found = [_timed(stage_model, one, batch, loss) for one in stage_model.segments]
+            many += [found] if number else []
+    forward, kept, ends, end_bytes = dict[int, float](), dict[int, int](), [0.0, 0.0], [0, 0]
+    backward_s = 0.0
+    for i, segment in enumerate(stage_model.segments):
+        runs = [found[i] for found in many]
+        times = {block: median(run.forward[block] for run in runs) for block in runs[0].forward}
+        sizes = runs[0].kept
+        backward_s += median(run.backward_s for run in runs)
+        for end, block in ((0, segment.begin - 1), (1, segment.stop)):
+            at_edge = segment.begin == 0 if end == 0 else segment.stop == len(cuts.blocks)
+            into = segment.begin if end == 0 else segment.stop - 1
+            seconds, nbytes = times.pop(block, 0.0), sizes.pop(block, 0)
+            if at_edge:
+                ends[end], end_bytes[end] = seconds, nbytes
+            else:  # what every stage computes for itself (masks, positions) is its blocks'
+                times[into] += seconds
+                sizes[into] += nbytes
+        forward |= times
+        kept |= {block: sizes.get(block, 0) for block in times}
+    unit = sum(forward.values()) / sum(weights[block] for block in forward)
+    backward = backward_s / (sum(forward.values()) + sum(ends))  # a second of forward
+    return BlockTimes(
+        unit, unit * backward, ends[0] / unit, ends[1] / unit, kept, end_bytes[0], end_bytes[1]
+    )
+
+
+def block_memories(
+    cuts: Cuts, parameters: Mapping[str, int], times: Sequence[BlockTimes]
+) -> tuple[tuple[BlockMemory, ...], tuple[BlockMemory, BlockMemory]]:
+    """Of all blocks; of what comes before and after. parameters: how many elements each of the
+    whole model has. times: of ranks that have all blocks together."""
+    last = len(cuts.blocks) - 1
+    counts, ends = [], [0, 0]
+    for i, block in enumerate(cuts.blocks):
+        names = cuts.parameters(Segment(i, i + 1))
+        own = {name for name in names if name.startswith(f"{block}.")}
+        rest = sum(parameters[name] for name in names - own)
+        ends[0] += rest * (i == 0)
+        ends[1] += rest * (i == last and last > 0)
+        counts.append(sum(parameters[name] for name in own))
+    kept: dict[int, int] = {}
+    for one in times:
+        for number, nbytes in one.activation_bytes.items():
+            kept[number] = max(nbytes, kept.get(number, 0))
+    blocks = tuple(BlockMemory(count, kept.get(i, 0)) for i, count in enumerate(counts))
+    before, after = (max(one.before_bytes for one in times), max(one.after_bytes for one in times))
+    return blocks, (BlockMemory(ends[0], before), BlockMemory(ends[1], after))
+
+
+def _timed(
+    stage_model: StageModel, segment: Segment, batch: MicroBatch, loss: LossFunction
+) -> _Pass:
+    one, device = _Pass(), stage_model.device
+    one.storages = {_storage(x) for x in [*stage_model.model.parameters(), *_buffers(stage_model)]}
+    received = _received(stage_model, segment)
+    blocks = [stage_model.model.get_submodule(n) for n in stage_model.cuts.blocks]
+    hooks = [
+        blocks[i].register_forward_pre_hook(_begins(one, i, device))
+        for i in range(segment.begin, segment.stop)
+    ]
+    if segment.stop == len(blocks):
+        hooks.append(blocks[-1].register_forward_hook(_begins(one, segment.stop, device)))
+    try:
+        start = finished_at(device)
+        one.starts.append((segment.begin - 1, start))
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_keeps(one), _same):
+            ended, value = stage_model.run(segment, received, batch)
+            ends = [loss(value, batch)] if ended else _with_gradient(value)
+        stop = finished_at(device)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    _backward(stage_model, received, ends)
+    one.backward_s = finished_at(device) - stop
+    moments = [*one.starts, (segment.stop, stop)]
+    for (block, begin), (_, end) in itertools.pairwise(moments):
+        one.forward[block] += end - begin
+    return one
+
+
+def _backward(
+    stage_model: StageModel, received: Sequence[torch.Tensor], ends: Sequence[torch.Tensor]
+) -> None:
+    """Gradients of what a backward of the stage gives, which nobody keeps."""
+    own = [p for p in stage_model.model.parameters() if p.requires_grad]
+    wanted = [*own, *(x for x in received if x.requires_grad)]
+    ones = [torch.ones_like(x) for x in ends]
+    torch.autograd.grad(ends, wanted, ones, allow_unused=True)
+
+
+def _received(stage_model: StageModel, segment: Segment) -> list[torch.Tensor]:
+    """What might have crossed the cut before the segment."""
+    if not segment.begin:
+        return []
+    return [
+        torch.zeros(x.shape, dtype=x.dtype, device=stage_model.device).requires_grad_(
+            x.requires_grad
+        )
+        for x in stage_model.cuts.crossing(segment.begin)
+    ]
+
+
+def _begins(one: _Pass, block: int, device: torch.device) -> Callable[..., None]:
+    def hook(*_: Any) -> None:
+        one.starts.append((block, finished_at(device)))
+
+    return hook
+
+
+def _keeps(one: _Pass) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Counts a storage that is kept for backward to the block that keeps it first."""
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        key = _storage(tensor)
+        if key not in one.storages:
+            one.storages.add(key)
+            one.kept[one.starts[-1][0]] += tensor.untyped_storage().nbytes()
+        return tensor
+
+    return pack
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _with_gradient(value: Any) -> list[torch.Tensor]:
+    leaves = torch.utils._pytree.tree_leaves(value)
+    return [x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad]
+
+
+def _buffers(stage_model: StageModel) -> list[torch.Tensor]:
+    return list(stage_model.model.buffers())
+
+
+def finished_at(device: torch.device) -> float:
+    """When all that was asked of the device is done."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()
+
+
+@contextmanager
+def _as_before(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
+    """Buffers (running means) and random numbers are after it what they were before."""
+    buffers = [(b, b.detach().clone()) for b in model.buffers()]
+    devices = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+        yield
+    with torch.no_grad():
+        for buffer, value in buffers:
+            buffer.copy_(value)

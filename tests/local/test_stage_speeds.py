@@ -1,0 +1,133 @@
+"""parallel/partition.py on three processes, two replicas before one: what each measures, the sizes
+that all choose from it, and the seconds of a step that a DriftWatch is given."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+import world
+from torch import nn
+
+from roadtrain.config.parallelism import Parallelism, RankPosition
+from roadtrain.errors import BudgetError
+from roadtrain.parallel.block_times import block_memories, measure_blocks
+from roadtrain.parallel.control import ControlLinks
+from roadtrain.parallel.cuts import Cuts, Segment
+from roadtrain.parallel.groups import GroupKind, Groups
+from roadtrain.parallel.links import Position, StageLinks
+from roadtrain.parallel.partition import (
+    MeasuredRank,
+    choose_sizes,
+    gather_measured,
+    gather_passes,
+    measure_messages,
+    measured_work,
+    own_pass_s,
+)
+from roadtrain.parallel.pipeline import PipelineShape, StepTimes
+from roadtrain.parallel.stage_model import MicroBatch, StageModel
+from roadtrain.protocol.pipeline import BACKWARD, FORWARD
+from roadtrain.protocol.stage_memory import StageMemory
+
+BLOCKS, MICROS, NBYTES = 8, 6, 1 << 20
+SLOW = 2  # the rank of stage 1 takes 12 ms a block, the others 4 ms
+HOSTS = [("a0", "a", 2), ("b0", "b", 1)]
+CPU = torch.device("cpu")
+
+
+class Layer(nn.Module):
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        time.sleep(self.seconds)
+        return self.linear(x)
+
+
+class Model(nn.Module):
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(seconds) for _ in range(BLOCKS))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def links_of(groups: Groups, rank: int) -> StageLinks:
+    channels = {}
+    for number, one in enumerate(groups.boundaries):
+        group = dist.new_group(list(one.ranks))
+        what = FORWARD if one.kind is GroupKind.ACTIVATIONS else BACKWARD
+        channels[number // 2, what] = group
+    at = groups.position(rank)
+    position = Position(
+        at.stage,
+        at.replica,
+        lambda peer: groups.parallelism.rank(RankPosition(peer.stage, peer.replica, 0)),
+        groups.host,
+    )
+    return StageLinks(channels, position, 30.0)
+
+
+def measured(rank: int):
+    dist.init_process_group("gloo")
+    groups = Groups.of(Parallelism(pp=2, widths=(2, 1)), HOSTS, blocks=BLOCKS)
+    control = ControlLinks(deadline_s=30.0)
+    links = links_of(groups, rank)
+    at = groups.position(rank)
+    shape = PipelineShape(at.stage, at.replica, (2, 1), 1, MICROS)
+    batch = MicroBatch((torch.ones(4, 8),))
+    model = Model(0.012 if rank == SLOW else 0.004)
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    cuts = Cuts(model, batch.args, {})
+    stage = StageModel(model, cuts, [Segment(0, 4) if at.stage == 0 else Segment(4, 8)])
+    stage.attach()
+    times = measure_blocks(stage, batch, lambda result, _: result.sum())
+    messages = measure_messages(links, shape, NBYTES, CPU)
+    every = gather_measured(control, MeasuredRank(times, messages))
+    work = measured_work(groups, every, MICROS, (1.0,) * BLOCKS)
+    blocks, ends = block_memories(cuts, sizes, [one.times for one in every])
+    memory = StageMemory((1e6, 1e6), blocks, MICROS, (2, 1), ends)
+    lines: list[str] = []
+    found = choose_sizes(groups, work, memory, lines.append)
+    refused = ""
+    try:
+        choose_sizes(groups, work, replace(memory, rooms=(100.0, 100.0)), lines.append)
+    except BudgetError as error:
+        refused = str(error)
+    own = own_pass_s(StepTimes(0.1 * (rank + 1), 0.2 * (rank + 1)), shape, 4.0)
+    passes = gather_passes(control, groups, own)
+    links.flush()
+    dist.barrier()
+    dist.destroy_process_group()
+    sent = dict(links.sent_bytes)
+    return messages, work, found, lines, refused, passes, sent
+
+
+def test_the_stages_of_measured_speeds() -> None:
+    results = world.run(3, measured)
+    for rank, result in enumerate(results):
+        assert not isinstance(result, str), result
+        messages, work, found, lines, refused, passes, sent = result
+        received = (0, BACKWARD) if rank < 2 else (0, FORWARD)
+        assert set(messages) == {received} and 0 < messages[received] < 5
+        assert all(count == 0 for count in sent.values()), "measuring counts no bytes"
+        assert work == results[0][1] and work.widths == (2, 1)
+        assert 0.004 <= work.stages[0].forward_s < work.stages[1].forward_s
+        assert work.stages[1].forward_s >= 0.012
+        assert work.boundaries[0].activations_s == results[2][0][0, FORWARD]
+        assert work.boundaries[0].gradients_s == max(results[r][0][0, BACKWARD] for r in (0, 1))
+        # stage 1 has one replica, of a third of the speed: 6 times the seconds of a block a step
+        assert found == results[0][2] and found.proven and found.sizes in ((7, 1), (6, 2))
+        assert len(lines) == 1 and "even" in lines[0] and "paper" in lines[0]
+        assert f"exact    {found.sizes[0]} + {found.sizes[1]}" in lines[0]
+        assert "no division of 8 blocks into 2 stages fits" in refused
+        # 3 micro-batches of 4 blocks on each replica of stage 0, 6 on the one of stage 1
+        assert [round(one, 9) for one in passes] == [0.05, 0.0375]

@@ -1,0 +1,122 @@
+"""parallel/block_times.py: a segment's own speed, block by block, and what is as before."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from roadtrain.parallel.block_times import BlockTimes, block_memories, measure_blocks
+from roadtrain.parallel.cuts import Cuts, Segment
+from roadtrain.parallel.stage_model import MicroBatch, StageModel
+from roadtrain.protocol.stage_memory import BlockMemory
+
+ROWS, WIDTH = 4, 8
+
+
+class _Sleeps(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, seconds):
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        time.sleep(2 * ctx.seconds)
+        return grad, None
+
+
+class Block(nn.Module):
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.drop(self.norm(self.linear(_Sleeps.apply(x, self.seconds))))
+
+
+class Slow(nn.Module):
+    """Blocks that take 5 ms forward and 10 ms backward times their weight; a head of 10 ms."""
+
+    def __init__(self, weights: tuple[float, ...]) -> None:
+        super().__init__()
+        self.embed = nn.Linear(3, WIDTH)
+        self.layers = nn.ModuleList(Block(0.005 * w) for w in weights)
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, x):
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(_Sleeps.apply(x, 0.01))
+
+
+WEIGHTS = (1.0, 1.0, 3.0, 1.0)
+BATCH = MicroBatch((torch.ones(ROWS, 3),))
+
+
+def staged(*segments: Segment) -> tuple[StageModel, Cuts, dict[str, int]]:
+    model = Slow(WEIGHTS)
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    cuts = Cuts(model, BATCH.args, {})
+    stage = StageModel(model, cuts, segments)
+    stage.attach()
+    return stage, cuts, sizes
+
+
+def loss(result: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+    return result.square().sum()
+
+
+@pytest.mark.parametrize(
+    ("segments", "blocks", "after"),
+    [
+        ([Segment(0, 4)], [0, 1, 2, 3], 2.0),
+        ([Segment(0, 2)], [0, 1], 0.0),
+        ([Segment(2, 4)], [2, 3], 2.0),
+        ([Segment(1, 3)], [1, 2], 0.0),
+        ([Segment(0, 1), Segment(2, 3)], [0, 2], 0.0),
+    ],
+)
+def test_a_segments_speed(segments: list[Segment], blocks: list[int], after: float) -> None:
+    """5 ms forward and 10 ms backward a weight of 1, wherever the cuts are; the head is worth two
+    blocks. Sleeps are never shorter; others on this machine may make them longer."""
+    stage, _, _ = staged(*segments)
+    found = measure_blocks(stage, BATCH, loss, WEIGHTS)
+    assert 0.005 <= found.forward_s < 0.020
+    assert 0.009 <= found.backward_s < 0.040
+    assert found.after == pytest.approx(after, abs=1.0)
+    assert 0 <= found.before < 1.0 and (found.before > 0) == (segments[0].begin == 0)
+    assert sorted(found.activation_bytes) == blocks
+    assert BlockTimes.from_json(found.to_json()) == found
+
+
+def test_all_is_as_before() -> None:
+    stage, _, _ = staged(Segment(0, 4))
+    model, rng = stage.model, torch.get_rng_state()
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    heard: list[str] = []
+    for name, p in model.named_parameters():
+        p.register_post_accumulate_grad_hook(lambda _, name=name: heard.append(name))
+    measure_blocks(stage, BATCH, loss)
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters()) and not heard
+    assert torch.equal(rng, torch.get_rng_state())
+
+
+def test_what_blocks_need() -> None:
+    """A block keeps its input, the linear's output, two statistics, the mask of its dropout and
+    what that is multiplied with, at most; parameters are counted to who has them."""
+    stage, cuts, sizes = staged(Segment(0, 4))
+    blocks, (before, after) = block_memories(cuts, sizes, [measure_blocks(stage, BATCH, loss)])
+    assert [one.parameters for one in blocks] == [WIDTH * WIDTH + WIDTH + 2 * WIDTH] * 4
+    assert before.parameters == 3 * WIDTH + WIDTH and after.parameters == 2 * WIDTH + 2
+    state = ROWS * WIDTH * 4
+    assert all(2 * state <= one.activation_bytes <= 4 * state + 4 * WIDTH * 4 for one in blocks)
+    assert isinstance(before, BlockMemory) and after.activation_bytes > 0
