@@ -1,8 +1,11 @@
 """How many blocks each stage of a pipeline has, so that a step is as short as can be: exactly, by
 the published formula, and all alike.
 
-The exact search goes through the sizes by a bound, the least first, and runs those that are whole
-through the step model, until no bound is below the best. With the pass of a stage its forward and
+The exact search begins with good sizes: the others', with blocks given from stage to stage as long
+as that helps. Then it goes through all sizes by a bound, the least first, and runs those that are
+whole through the step model, until no bound is below the best. Where that takes too long (deep
+pipelines over slow links, many interleaved parts), it ends and says how much better sizes could be
+at most. With the pass of a stage its forward and
 backward of one micro-batch, no step is shorter than any of:
 
     the way of the first micro-batch to a stage and of the last one back, and between them all
@@ -109,33 +112,53 @@ class _SizeSearch:
     def run(self, known: Sequence[Sequence[int]], most_looked_at: int) -> FoundSizes | None:
         flat = even(self.blocks, self.parts)
         self._try([sizes for sizes in (flat, *map(tuple, known)) if self._all_fit(sizes)])
-        heap: list[tuple[float, int, _Begun]] = []
-        numbers = itertools.count()
-        start = _Begun((), 0, (0.0,), (0.0,) * self.stages)
-        heapq.heappush(heap, (self.ends[0][0], next(numbers), start))
-        whole: list[tuple[int, ...]] = []
-        looked, at_once = 0, 1
-        while heap:
-            bound, _, begun = heap[0]
-            if self._is_no_better(bound) or looked >= most_looked_at:
-                break
-            heapq.heappop(heap)
-            looked += 1
-            if len(begun.sizes) == self.parts:
-                whole.append(begun.sizes)
-            else:
-                for one in self._longer(begun):
-                    if not self._is_no_better(least := max(bound, self._bound(one))):
-                        heapq.heappush(heap, (least, -next(numbers), one))
-            if whole and (len(whole) >= at_once or not heap):
-                self._try(whole)
-                whole, at_once = [], min(2 * at_once, MOST_RUNS)
-        self._try(whole)
+        self._improve()
+        left_s = self._go_through(most_looked_at)
         if self.best is None:
             return None
         step_s, sizes = self.best
-        left = heap[0][0] if heap else step_s
-        return FoundSizes(sizes, step_s, min(step_s, left))
+        return FoundSizes(sizes, step_s, min(step_s, left_s))
+
+    def _go_through(self, most_looked_at: int) -> float:
+        """The beginnings of sizes, the least bound first, until none is better or enough were
+        looked at and some fit. The bound of what is left."""
+        numbers = itertools.count()
+        start = _Begun((), 0, (0.0,), (0.0,) * self.stages)
+        heap = [(self.ends[0][0], next(numbers), start)]
+        whole: list[tuple[int, ...]] = []
+        at_once = 1
+        while heap:
+            bound, _, begun = heap[0]
+            if self._is_no_better(bound) or bound == math.inf:
+                break
+            if self.best is not None and next(numbers) >= most_looked_at:
+                break
+            heapq.heappop(heap)
+            if len(begun.sizes) == self.parts:
+                whole.append(begun.sizes)
+            for one in self._longer(begun):
+                number, least = next(numbers), max(bound, self._bound(one))
+                if not self._is_no_better(least):
+                    heapq.heappush(heap, (least, -number, one))
+            if len(whole) >= at_once:
+                self._try(whole)
+                whole, at_once = [], min(2 * at_once, MOST_RUNS)
+        self._try(whole)
+        return heap[0][0] if heap else math.inf
+
+    def _improve(self) -> None:
+        """Gives blocks from one part to another, as long as that is better: a good beginning, of
+        which the search has less to look at."""
+        before = None
+        while self.best is not None and self.best != before:
+            before = self.best
+            near = []
+            for source, target in itertools.permutations(range(self.parts), 2):
+                sizes = list(before[1])
+                sizes[source] -= 1
+                sizes[target] += 1
+                near.append(tuple(sizes))
+            self._try([sizes for sizes in near if self._all_fit(sizes)])
 
     def _is_no_better(self, bound: float) -> bool:
         return self.best is not None and bound >= self.best[0] * (1 - AS_GOOD)
@@ -152,8 +175,10 @@ class _SizeSearch:
     def _longer(self, begun: _Begun) -> Iterator[_Begun]:
         """With one part more, of each size that fits and leaves the others a block each."""
         part = len(begun.sizes)
-        stage = part % self.stages
         left = self.parts - part - 1
+        if left < 0:
+            return
+        stage = part % self.stages
         stops = range(begun.stop + 1, self.blocks - left + 1) if left else (self.blocks,)
         for stop in stops:
             sizes = (*begun.sizes, stop - begun.stop)
