@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from roadtrain.parallel.block_times import BlockTimes, block_memories, measure_blocks
+from roadtrain.parallel.block_times import RankTimes, block_memories, measure_blocks
 from roadtrain.parallel.cuts import Cuts, Segment
 from roadtrain.parallel.stage_model import MicroBatch, StageModel
 from roadtrain.protocol.stage_memory import BlockMemory
@@ -94,7 +94,7 @@ def test_a_segments_speed(segments: list[Segment], blocks: list[int], after: flo
     assert found.after == pytest.approx(after, abs=1.0)
     assert 0 <= found.before < 1.0 and (found.before > 0) == (segments[0].begin == 0)
     assert sorted(found.activation_bytes) == blocks
-    assert BlockTimes.from_json(found.to_json()) == found
+    assert RankTimes.from_json(found.to_json()) == found
 
 
 def test_all_is_as_before() -> None:

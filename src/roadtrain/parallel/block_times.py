@@ -31,7 +31,7 @@ LossFunction = Callable[[Any, MicroBatch], torch.Tensor]  # of the model's resul
 
 
 @dataclass(frozen=True)
-class BlockTimes:
+class RankTimes:
     """Of one rank. Seconds are of one micro-batch and a block of weight 1."""
 
     forward_s: float
@@ -46,7 +46,7 @@ class BlockTimes:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, tree: Mapping[str, Any]) -> BlockTimes:
+    def from_json(cls, tree: Mapping[str, Any]) -> RankTimes:
         kept = {int(block): nbytes for block, nbytes in tree["activation_bytes"].items()}
         return cls(**{**tree, "activation_bytes": kept})
 
@@ -69,7 +69,7 @@ def measure_blocks(
     loss: LossFunction,
     weights: Sequence[float] = (),
     passes: int = TIMED_PASSES,
-) -> BlockTimes:
+) -> RankTimes:
     """Times the segments of `stage_model`, which is attached. weights: of all blocks of the model;
     none: all alike. Takes `passes` + 1 forwards and backwards of each segment."""
     cuts = stage_model.cuts
@@ -99,13 +99,13 @@ def measure_blocks(
         kept |= {block: sizes.get(block, 0) for block in times}
     unit = sum(forward.values()) / sum(weights[block] for block in forward)
     backward = backward_s / (sum(forward.values()) + sum(ends))  # a second of forward
-    return BlockTimes(
+    return RankTimes(
         unit, unit * backward, ends[0] / unit, ends[1] / unit, kept, end_bytes[0], end_bytes[1]
     )
 
 
 def block_memories(
-    cuts: Cuts, parameters: Mapping[str, int], times: Sequence[BlockTimes]
+    cuts: Cuts, parameters: Mapping[str, int], times: Sequence[RankTimes]
 ) -> tuple[tuple[BlockMemory, ...], tuple[BlockMemory, BlockMemory]]:
     """Of all blocks; of what comes before and after. parameters: how many elements each of the
     whole model has. times: of ranks that have all blocks together."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from roadtrain.errors import ConfigError
-from roadtrain.parallel.block_times import BlockTimes, finished_at
+from roadtrain.parallel.block_times import RankTimes, finished_at
 from roadtrain.parallel.control import ControlLinks
 from roadtrain.parallel.groups import Groups
 from roadtrain.parallel.links import StageLinks
@@ -33,7 +33,7 @@ Channels = dict[tuple[int, str], float]  # boundary, FORWARD or BACKWARD -> seco
 class MeasuredRank:
     """What one rank measured of itself and of the messages that it received."""
 
-    times: BlockTimes
+    times: RankTimes
     messages: Channels
 
 
@@ -119,7 +119,7 @@ def gather_measured(control: ControlLinks, own: MeasuredRank) -> list[MeasuredRa
     )
     return [
         MeasuredRank(
-            BlockTimes.from_json(one["times"]),
+            RankTimes.from_json(one["times"]),
             {(boundary, what): s for boundary, what, s in one["messages"]},
         )
         for one in told
