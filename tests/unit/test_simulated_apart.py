@@ -125,6 +125,20 @@ def test_a_backward_may_take_as_long_as_was_measured() -> None:
     assert result.seconds == pytest.approx(4 * 0.1 * 2.5, rel=1e-3)
 
 
+def test_processors_that_communicate_compute_less() -> None:
+    """Where they do both: each byte that leaves or enters takes its part of them."""
+    kind = cluster(2).hosts[0].device.model_copy(update={"kind": "cpu"})  # type: ignore[union-attr]
+    host = cluster(2).hosts[0].model_copy(update={"device": kind})
+    where = cluster(2).model_copy(update={"hosts": (host,)})
+    model, plan = lump(1e9, 4e13), Plan(placement("ddp"), Parallelism(dp=2))
+    free, busy = (
+        apart(plan, where, model, Constants(network=1.0, touch=touch)).seconds
+        for touch in (0.0, 2e-10)
+    )
+    # 2 GB leave and 2 GB enter, of which backward's time has nearly all
+    assert busy - free == pytest.approx(2 * 2e9 * 2e-10, rel=0.15)
+
+
 def two_networks(between: str) -> Cluster:
     """Two hosts each in two clusters, every host with both cards."""
     host = cluster(1).hosts[0].model_dump(mode="json", by_alias=True, exclude={"ssds"})

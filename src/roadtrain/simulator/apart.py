@@ -99,6 +99,7 @@ class RankFabric(Fabric):
         if (far := per_device * (1 - near) * self.group.tp) > 0:
             uses += [(self.site.out, far), (self.site.into, far)]
             uses += [(resource, weight * far / self.group.dp) for resource, weight in self.across]
+            uses += touched(self.site, self.constants, 2 * far)
         return uses
 
     def _at_server(self, once: bool) -> float:
@@ -107,6 +108,13 @@ class RankFabric(Fabric):
     @property
     def _server_share(self) -> float:
         return 1.0 / self.group.dp
+
+
+def touched(site: Site, constants: Constants, crossings: float) -> Uses:
+    """What a byte that leaves or enters a host so often takes of processors that compute."""
+    if site.cores is None or not constants.touch:
+        return []
+    return [(site.cores, crossings * constants.touch)]
 
 
 Then = Callable[[], None]

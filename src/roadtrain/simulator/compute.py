@@ -37,6 +37,8 @@ class Constants:
     fixed: float = 0.0
     traffic: float = 0.0
     source: str = "assumed"
+    # seconds of a host's processors that a byte takes to leave or to enter it, where they compute
+    touch: float = 0.0
     # seconds of a backward over those of a forward
     backward: float = 2.0
     # (kind of block, samples) -> measured seconds of its forward

@@ -17,7 +17,15 @@ from roadtrain.config.plan import Plan
 from roadtrain.errors import ConfigError
 from roadtrain.protocol.pipeline import FORWARD, RunBlocks
 from roadtrain.protocol.traffic import BoundaryBytes, Links, SharedBytes, StageBytes, link_bytes
-from roadtrain.simulator.apart import Meeting, RankFabric, RankOf, SharedHost, SwitchLinks, Uses
+from roadtrain.simulator.apart import (
+    Meeting,
+    RankFabric,
+    RankOf,
+    SharedHost,
+    SwitchLinks,
+    Uses,
+    touched,
+)
 from roadtrain.simulator.compute import Constants
 from roadtrain.simulator.engine import Cost, Engine, Lane, Resource
 from roadtrain.simulator.fabric import Fabric, FlowGroup, Site, check_placement
@@ -249,6 +257,8 @@ class Scene:
             (self.shared[here].card(nics[0], "out"), 1.0),
             (self.shared[there].card(nics[1], "in"), 1.0),
             *self.switch_links.uses(*nics),
+            *touched(sender.fabric.site, sender.fabric.constants, 1.0),
+            *touched(receiver.fabric.site, receiver.fabric.constants, 1.0),
         ]
         nbytes = (
             boundary_bytes(self.plan, self.model)
