@@ -16,7 +16,7 @@ from roadtrain.config.parallelism import Parallelism
 from roadtrain.config.plan import PLACEMENTS, Plan, PlanMemory, placement
 from roadtrain.errors import ConfigError
 from roadtrain.protocol.traffic import HostLink, host_bytes
-from roadtrain.simulator.compute import Constants
+from roadtrain.simulator.compute import Constants, HostTimes
 from roadtrain.simulator.run import Result, simulate
 from roadtrain.simulator.scene import step_links
 
@@ -105,7 +105,8 @@ def test_a_slow_host_has_its_own_measured_seconds() -> None:
         for name in ("fast", "slow")
     ]
     where = cluster(1).model_copy(update={"hosts": tuple(kinds)})
-    of = Constants(network=1.0, hosts={"fast": {("layer", 1): 0.01}, "slow": {("layer", 1): 0.02}})
+    times = {name: HostTimes({("layer", 1): s}) for name, s in (("fast", 0.01), ("slow", 0.02))}
+    of = Constants(network=1.0, hosts=times)
     shared = Plan(placement("ddp"), Parallelism(dp=2), num_microbatches=8)
     result = apart(shared, where, model, of)
     assert result.seconds == pytest.approx(8 * 12 * 0.02 * 3, rel=0.01)

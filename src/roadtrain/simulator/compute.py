@@ -20,6 +20,14 @@ from roadtrain.errors import ConfigError
 
 
 @dataclass(frozen=True)
+class HostTimes:
+    """Of one kind of host: `table` and `touch` as in Constants; 0.0: as there."""
+
+    table: Mapping[tuple[str, int], float]
+    touch: float = 0.0
+
+
+@dataclass(frozen=True)
 class Constants:
     """`efficiency`: of the device's peak, where a block is large; `half`: FLOPs of a block at
     which half of it is reached; `attention`: efficiency of its FLOPs, over that of others;
@@ -43,14 +51,15 @@ class Constants:
     backward: float = 2.0
     # (kind of block, samples) -> measured seconds of its forward
     table: Mapping[tuple[str, int], float] = field(default_factory=dict)
-    # name of a host -> such a table of its own
-    hosts: Mapping[str, Mapping[tuple[str, int], float]] = field(default_factory=dict)
+    # name of a host -> what was measured on it
+    hosts: Mapping[str, HostTimes] = field(default_factory=dict)
 
     def of_host(self, name: str) -> Constants:
         """As they are on the hosts of that name."""
-        if name not in self.hosts:
+        own = self.hosts.get(name)
+        if own is None:
             return self
-        return replace(self, table={**self.table, **self.hosts[name]})
+        return replace(self, table={**self.table, **own.table}, touch=own.touch or self.touch)
 
     def forward(
         self,
