@@ -16,6 +16,28 @@ from roadtrain.parallel.sharded_optimizer import ShardedOptimizer, ShardedOption
 SMALL = ShardedOptions(bucket_bytes=2048)
 
 
+class ReachedInto(nn.Module):
+    """Its list's items are never called: their parts are."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(11, 16)
+        self.pairs = nn.ModuleList(
+            nn.ModuleDict({"one": nn.Linear(16, 16), "two": nn.Sequential(nn.Linear(16, 16))})
+            for _ in range(3)
+        )
+        self.loose = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+
+    def forward(self, x):
+        h = self.embed(x)
+        for pair in self.pairs:
+            h = pair["two"](torch.tanh(pair["one"](h)))
+        for linear in self.loose:
+            h = h @ linear.weight
+        return h[..., :11]
+
+
 class Mixed(nn.Module):
     """Blocks, a module whose children are not called, and weights that are used without their
     owner."""
@@ -155,6 +177,27 @@ def poisoned(monkeypatch):
     monkeypatch.setattr(BucketState, "update", late)
 
 
+def test_a_model_that_is_never_called_as_a_whole(made, poisoned):  # Rule 6
+    """The loop calls parts of it and uses a weight by itself."""
+
+    def loss(model, step):
+        x = torch.randn(3, 8, generator=torch.Generator().manual_seed(step))
+        return (model["b"](model["a"](x)) @ model["c"].weight).square().sum() / 100
+
+    torch.manual_seed(0)
+    mine = nn.ModuleDict({name: nn.Linear(8, 8) for name in "abc"})
+    theirs = deepcopy(mine)
+    optimizer, reference = made(mine, momentum(mine)), momentum(theirs)
+    for step in range(4):
+        optimizer.begin_step(1)
+        values = [loss(mine, step), loss(theirs, step)]
+        torch.testing.assert_close(*values)
+        for value, opt in zip(values, (optimizer, reference)):
+            value.backward()
+            opt.step()
+            opt.zero_grad()
+
+
 @pytest.mark.parametrize("checkpoint", [False, True])
 def test_modules_wait_for_what_they_use(made, poisoned, checkpoint):  # Rule 6
     mine, theirs = Mixed(), Mixed()
@@ -165,6 +208,22 @@ def test_modules_wait_for_what_they_use(made, poisoned, checkpoint):  # Rule 6
                 run, h, use_reentrant=False
             )
     assert train(mine, made(mine, adamw(mine)), 4) == by_rules(theirs, adamw(theirs), 4)
+
+
+def test_blocks_that_are_reached_into_are_waited_for(made, poisoned):  # Rule 6
+    mine, theirs = ReachedInto(), ReachedInto()
+    options = {"foreach": False, "eps": 1.0}  # noise stays noise
+    assert train(mine, made(mine, adamw(mine, **options)), 4) == by_rules(
+        theirs, adamw(theirs, **options), 4
+    )
+
+
+def test_blocks_are_found_where_other_stages_have_theirs(made):
+    """A stage's model has stubs without parameters in its list of blocks."""
+    model = Mixed()
+    model.blocks[0], model.blocks[2] = nn.Identity(), nn.Identity()
+    optimizer = made(model, adamw(model))
+    assert list(optimizer.waits.blocks.values()) == [model.blocks[1]]
 
 
 def test_evaluation_and_state_dicts_wait(made, poisoned):  # Rule 6

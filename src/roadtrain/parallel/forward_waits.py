@@ -1,11 +1,11 @@
 """ForwardWaits: a module that is about to run waits for the parameters that it needs.
 
 A block (an item of the model's outermost module lists, unless stated) waits for all of its
-parameters when it is called, whatever uses them inside. A parameter outside of blocks is waited for
-by the module that owns it, if the first step showed that this module is called; else by the nearest
-module around it that is (a weight may be used without its owner, as that of a tied head). Before
-the first step has shown that, and in evaluation, where modules may take other ways, whatever runs
-first waits for everything.
+parameters when it is called, whatever uses them inside. A parameter outside of blocks, or in one
+that is reached into instead of called, is waited for by the module that owns it, if the first step
+showed that this module is called; else by the nearest module around it that is (a weight may be
+used without its owner, as that of a tied head). Before the first step has shown that, and in
+evaluation, where modules may take other ways, whatever runs first waits for everything.
 
 Assumes: parameters are used only while the model, or a block of it, runs; reading its state dict
 waits as well. Who reads a parameter elsewhere waits by itself.
@@ -13,8 +13,7 @@ waits as well. Who reads a parameter elsewhere waits by itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -38,28 +37,30 @@ class ForwardWaits:
         self.models, self.numbers_of, self._wait = models, numbers_of, wait
         found = _blocks_of(models) if blocks is None else blocks
         self.blocks = {id(block): block for block in found}
-        self._called: set[int] = set()  # ids of modules outside of blocks
+        self._called: set[int] = set()  # ids of modules
         # id of a module -> what it waits for; None until it is known which modules are called
         self._needs: dict[int, set[int]] | None = None
-        self._handles: list[RemovableHandle] = []
+        self._by_nobody: set[int] = set()  # what no module that is called has: all wait for it
+        self._handles: dict[int, RemovableHandle] = {}  # by id of the module
+        self._of_state_dicts: list[RemovableHandle] = []
         for model in models:
-            self._hook(model)
+            for module in model.modules():
+                self._unhook(module)  # one that several parts have
+                handle = module.register_forward_pre_hook(self._before, prepend=True)
+                self._handles[id(module)] = handle
+            handle = model.register_state_dict_pre_hook(self._before_state_dict)
+            self._of_state_dicts.append(handle)
 
-    def _hook(self, model: nn.Module) -> None:
-        inside = {id(m) for block in self.blocks.values() for m in block.modules()}
-        for module in model.modules():
-            if id(module) in self.blocks or id(module) not in inside:
-                self._handles.append(
-                    module.register_forward_pre_hook(partial(self._before), prepend=True)
-                )
-        self._handles.append(model.register_state_dict_pre_hook(self._before_state_dict))
+    def _unhook(self, module: nn.Module) -> None:
+        if (handle := self._handles.pop(id(module), None)) is not None:
+            handle.remove()
 
     def _before(self, module: nn.Module, _: Any) -> None:
         if self._needs is None:
             self._called.add(id(module))
-        if self._needs is None or not module.training:
+        if self._needs is None or not any(model.training for model in self.models):
             self._wait(None)
-        elif needed := self._needs.get(id(module)):
+        elif needed := self._needs.get(id(module), set()) | self._by_nobody:
             self._wait(needed)
 
     def _before_state_dict(self, *_: Any) -> None:
@@ -67,7 +68,7 @@ class ForwardWaits:
 
     def learn(self) -> None:
         """A whole step has run: which modules are called is known."""
-        if self._needs is not None:
+        if self._needs is not None or not self._called:
             return
         self._needs = {}
         for model in self.models:
@@ -75,31 +76,48 @@ class ForwardWaits:
             for name, module in named.items():
                 for p in module.parameters(recurse=False):
                     self._need(self._runs(named, name), p)
+        for index in self._called & self.blocks.keys():
+            for inner in self.blocks[index].modules():
+                if id(inner) != index and id(inner) not in self._needs:
+                    self._unhook(inner)
 
-    def _runs(self, named: Mapping[str, nn.Module], name: str) -> nn.Module:
-        """The nearest module from `name` outwards that is a block or is called."""
-        while name:
-            module = named[name]
-            if id(module) in self.blocks or id(module) in self._called:
-                return module
-            name = name.rpartition(".")[0]
-        return named[""]
+    def _runs(self, named: Mapping[str, nn.Module], name: str) -> nn.Module | None:
+        """The block around `name` if it is called, else the nearest module around it, or itself,
+        that is."""
+        parts = name.split(".") if name else []
+        around = [named[".".join(parts[:n])] for n in range(len(parts), -1, -1)]
+        called = [module for module in around if id(module) in self._called]
+        blocks = [module for module in called if id(module) in self.blocks]
+        return next(iter(blocks or called), None)
 
-    def _need(self, module: nn.Module, p: nn.Parameter) -> None:
+    def _need(self, module: nn.Module | None, p: nn.Parameter) -> None:
         assert self._needs is not None
-        if numbers := self.numbers_of.get(p):
+        numbers = self.numbers_of.get(p, ())
+        if module is None:
+            self._by_nobody.update(numbers)
+        elif numbers:
             self._needs.setdefault(id(module), set()).update(numbers)
 
     def close(self) -> None:
-        for handle in self._handles:
+        for handle in (*self._handles.values(), *self._of_state_dicts):
             handle.remove()
 
 
 def _blocks_of(models: Sequence[nn.Module]) -> list[nn.Module]:
-    found = []
+    found: list[nn.Module] = []
     for model in models:
         try:
-            found += [part.module for part in split(model).blocks]
+            found += list(_own_items(model)) or [part.module for part in split(model).blocks]
         except ModelError:  # it has no parameters
             continue
     return found
+
+
+def _own_items(module: nn.Module) -> Iterator[nn.Module]:
+    """The items of the outermost lists that have parameters here: those of other stages may be
+    stubs without any."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            yield from (item for item in child if next(item.parameters(), None) is not None)
+        else:
+            yield from _own_items(child)

@@ -144,6 +144,18 @@ class ShardedOptimizer:
         largest = max((b.numel for b in layout.buckets), default=0) * self.group.exchanges
         self._arriving = [torch.empty(largest, device=device) for _ in range(UNDER_WAY + 1)]
 
+    def _say_what_differs(self, report: Callable[[str], None]) -> None:
+        """What is not as it may be expected (Rules 1 and 6)."""
+        label, device = self.options.label, self.parameters.device
+        if not self.group.exact:
+            report(f"{label}: gradients are summed in the order of the device's own library")
+        here = {s.rule.name for s in self.states if s.where != device}
+        if here:
+            report(
+                f"{label}: updates of {', '.join(sorted(here))} run on the host, where their state"
+                f" is: there is no kernel for {device}"
+            )
+
     # a step
 
     def begin_step(self, backwards: int) -> None:
@@ -278,7 +290,7 @@ class ShardedOptimizer:
         groups: list[tuple[Any, list[int]]] = [(self.group, list(range(len(has))))]
         groups += [(copies, [positions[n] for n in names]) for names, copies in self.links]
         for group, own in groups:
-            flags = torch.zeros(len(own), dtype=torch.uint8, device=self.parameters.device)
+            flags = torch.empty(len(own), dtype=torch.uint8, device=self.parameters.device)
 
             def begin(group: Any = group, own: list[int] = own, flags: Any = flags) -> Any:
                 flags.copy_(torch.tensor([has[i] for i in own], dtype=torch.uint8))
@@ -292,10 +304,17 @@ class ShardedOptimizer:
             self.courier.do(CourierJob(what, begin, end, alone=True))
 
     def _exchange(self, index: int, copies: SharedCopies) -> None:
-        own = self.states[index].own_grads
-        arriving = torch.empty(len(copies.widths) - 1, own.numel(), device=own.device)
-        begin = partial(copies.exchange, self.states[index].bucket, own, arriving)
-        end = partial(copies.sum_arrived, own, arriving)
+        bucket, own = self.states[index].bucket, self.states[index].own_grads
+        arrived: list[torch.Tensor] = []
+
+        def begin() -> Pending:
+            # made here: memory belongs to the stream of the thread that makes it
+            arrived.append(torch.empty(len(copies.widths) - 1, own.numel(), device=own.device))
+            return copies.exchange(bucket, own, arrived[0])
+
+        def end() -> None:
+            copies.sum_arrived(own, arrived[0])
+
         what = self._name("exchange between stages", index)
         self.courier.do(CourierJob(what, begin, end, alone=True))
 
@@ -412,6 +431,7 @@ class ShardedOptimizer:
         """See StageOptimizer. Pieces of values alone begin with the state of a first step. Raises
         StoreError on all ranks where one lacks a part."""
         self.courier.wait_all("the load of a state")
+        self.side.join()
         wrong: StoreError | None = None
         try:
             self._load_own(pieces)
@@ -421,13 +441,19 @@ class ShardedOptimizer:
         what = f"the load of step {steps_done} over {self.group}"
         self.courier.do(CourierJob(what, partial(self.group.any_of, failed), alone=True))
         self.courier.wait_all(what)
+        self.side.join()
         if bool(failed.item()):
             raise wrong or StoreError(f"{what}: another rank lacks a part of its state")
+        taken = self.side.mark()
         for index, state in enumerate(self.states):
             self._away.add(index)
-            self._gather(index, state.publish)
+            self._gather(index, partial(self._publish, state, taken))
         self.wait_parameters()
         self.steps_done = steps_done
+
+    def _publish(self, state: BucketState, taken: torch.Event | None) -> None:
+        self.side.after(taken)
+        state.publish()
 
     @torch.no_grad()
     def _load_own(self, pieces: Iterable[Piece]) -> None:
