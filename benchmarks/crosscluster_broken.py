@@ -28,32 +28,32 @@ MBIT = 1e6 / 8
 HOSTS = ("a0", "a1", "b0", "b1")
 LIMIT_S = 30.0
 NETWORKS = """
-[[networks]]
+[[parallelism.networks]]
 hosts = "a*"
 interface = "eth0"
 kind = "infiniband"
 rate = "800Mbit/s"
-[[networks]]
+[[parallelism.networks]]
 hosts = "b*"
 interface = "eth0"
 kind = "roce"
 rate = "600Mbit/s"
-[[networks]]
+[[parallelism.networks]]
 interface = "eth1"
 rate = "50Mbit/s"
 """
 PARALLELISM = "[parallelism]\ndp = 2\npp = 2\n"
 SWAPPED = """
-[[networks]]
+[[parallelism.networks]]
 hosts = "a1"
 interface = "eth1"
 kind = "infiniband"
 fabric = "hall a"
-[[networks]]
+[[parallelism.networks]]
 hosts = "a1"
 interface = "eth0"
 kind = "ethernet"
-[[networks]]
+[[parallelism.networks]]
 hosts = "a0"
 interface = "eth0"
 kind = "infiniband"

@@ -211,6 +211,8 @@ def test_what_a_host_has(tmp_path, monkeypatch) -> None:
         "ens1": interface("a1", "10.2.0.1"),
         "eth0": interface("a2", "10.3.0.1", 25000),
         "docker0": interface("a3", "172.17.0.1"),
+        "eth1": interface("a5", "fd00::5%eth1", family=socket.AF_INET6, netmask="ffff:ffff::"),
+        "eth2": interface("a6", "fe80::5", family=socket.AF_INET6, netmask="ffff:ffff::"),
         "ib9": interface("a4", "10.4.0.1"),
     }
     for name, (addresses, _) in have.items():
@@ -230,10 +232,14 @@ def test_what_a_host_has(tmp_path, monkeypatch) -> None:
         (port / "gid_attrs/ndevs/0").write_text(name + "\n")
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: {k: v[0] for k, v in have.items()})
     monkeypatch.setattr(psutil, "net_if_stats", lambda: {k: v[1] for k, v in have.items()})
+    have["eth0"][0].append(interface("a2", "10.5.0.1")[0][1])  # its second address
+    have["eth0"][0].append(interface("a2", "fd00::1", family=socket.AF_INET6)[0][1])
     found = networks.this_host(tmp_path)
     assert [(c.interface, c.kind, c.bytes_per_s, c.device, c.subnet) for c in found.cards] == [
         ("ib0", INFINIBAND, 25e9, "mlx5_0", "10.1.0.0/16"),
         ("ens1", ROCE, 12.5e9, "mlx5_1", "10.2.0.0/16"),
         ("eth0", ETHERNET, 3.125e9, "", "10.3.0.0/16"),
+        ("eth0", ETHERNET, 3.125e9, "", "10.5.0.0/16"),
+        ("eth1", ETHERNET, 125e6, "", "fd00::/32"),
         ("ib9", ETHERNET, 125e6, "", "10.4.0.0/16"),  # sysfs shows another one of that name
     ]

@@ -217,8 +217,8 @@ def _check_there(statement: NetworkStatement, hosts: Sequence[HostCards]) -> Non
     for host in meant:
         if named and not any(card.interface == statement.interface for card in host.cards):
             raise ConfigError(
-                f"host {host.name} has no interface {statement.interface}, which `networks` calls"
-                f" {statement.kind or 'a network'}: {host}",
+                f"host {host.name} has no interface {statement.interface} with an address that is"
+                f" up; `networks` calls it {statement.kind or 'a network'}: {host}",
                 hint="name the interface that it has, or say in `hosts` which hosts have this one",
             )
     if not any(statement.about(host.name, card) for host in meant for card in host.cards):

@@ -199,7 +199,10 @@ def matrix(
 ) -> list[str]:
     """For people: hosts by hosts, then each group's network."""
     found = [one for report in reports.values() for one in report.findings]
-    lines = [*_table(found, hosts)] if len(hosts) <= MATRIX else [*_summary(found)]
+    if not found:  # all are on one host
+        lines = []
+    else:
+        lines = [*_table(found, hosts)] if len(hosts) <= MATRIX else [*_summary(found)]
     return lines + [f"  {network}" for network in networks]
 
 

@@ -40,8 +40,7 @@ def this_host(sys: Path = Path("/sys")) -> HostCards:
     cards = []
     for interface, addresses in psutil.net_if_addrs().items():
         state = states.get(interface)
-        found = _address(addresses)
-        if state is None or not state.isup or found is None:
+        if state is None or not state.isup:
             continue
         ours = _in_sysfs(sys, interface, addresses)
         if ours is not None and (ours / "bridge").exists():
@@ -49,18 +48,19 @@ def this_host(sys: Path = Path("/sys")) -> HostCards:
         port = ports.get(interface) if ours is not None else None
         kind = _kind(ours, port)
         rate = max(state.speed, 0) * MBIT if port is None else port.bytes_per_s
-        cards.append(
+        cards += [
             HostCard(
                 interface,
-                found[0],
-                found[1],
+                address,
+                prefix,
                 kind=kind or ETHERNET,
                 bytes_per_s=rate,
                 mtu=state.mtu,
                 found=kind,
                 device=port.device if port else "",
             )
-        )
+            for address, prefix in _addresses(addresses)
+        ]
     return HostCards(identity(), socket.gethostname(), tuple(cards))
 
 
@@ -94,18 +94,17 @@ def _read(path: Path) -> str:
         return ""
 
 
-def _address(addresses: list[psutil._common.snicaddr]) -> tuple[str, int] | None:
-    """The address and the length of its prefix: IPv4 before IPv6."""
-    found = []
+def _addresses(addresses: list[psutil._common.snicaddr]) -> list[tuple[str, int]]:
+    """Each with the length of its prefix; of IPv6 the first, where there is no IPv4."""
+    found: dict[int, list[tuple[str, int]]] = {4: [], 6: []}
     for one in addresses:
         if one.family not in (socket.AF_INET, socket.AF_INET6) or not one.netmask:
             continue
         address = ipaddress.ip_address(one.address.partition("%")[0])
-        if address.is_loopback or address.is_link_local:
-            continue
-        mask = int(ipaddress.ip_address(one.netmask))
-        found.append((one.family == socket.AF_INET6, str(address), mask.bit_count()))
-    return min(found)[1:] if found else None
+        if not (address.is_loopback or address.is_link_local):
+            mask = int(ipaddress.ip_address(one.netmask))
+            found[address.version].append((str(address), mask.bit_count()))
+    return found[4] or found[6][:1]
 
 
 def _in_sysfs(sys: Path, interface: str, addresses: list[psutil._common.snicaddr]) -> Path | None:

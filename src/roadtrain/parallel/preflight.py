@@ -89,10 +89,11 @@ def preflight(
     clock_s: by how much clocks may differ. Raises ConfigError or PeerError, on every rank the same.
     """
     networks = choose_networks(groups, hosts)
-    links = links_of([*networks.values()])
-    lines: tuple[str, ...] = ()
-    if links:
-        lines = _tested(meeting, [*networks.values()], links, clock_s)
+    chosen = [*networks.values()]
+    if links := links_of(chosen):
+        lines = _tested(meeting, chosen, links, clock_s)
+    else:
+        lines = tuple(matrix({}, [], chosen)) if meeting.rank == 0 else ()
     for line in lines:
         say(line)
     return Preflight(meeting, tuple(hosts), networks, lines)
@@ -204,7 +205,7 @@ def command(
     patience: float = MEET_S,
 ) -> int:
     """Under torchrun on every host (`torchrun ... --no-python roadtrain preflight JOB.toml`), or
-    started on every host with the same --hosts. Of the job it reads `networks` and `parallelism`;
+    started on every host with the same --hosts. Of the job it reads `parallelism`;
     without them every pair of hosts is tested over the fastest network of all.
 
     Args:
@@ -241,11 +242,10 @@ class _JobNetworks(Section):
 
 def read_job(path: str) -> tuple[Parallelism | None, tuple[NetworkStatement, ...]]:
     """Of a job file, its parallelism and what it says of networks; nothing without a file."""
-    tree = read_toml(path, "job") if path else {}
-    said = tree.get("parallelism")
-    known = {key: found for key, found in (said or {}).items() if key in keys_of(Parallelism)}
-    networks = checked(_JobNetworks, {"networks": tree.get("networks", [])}, path).networks
-    return (checked(Parallelism, known, path) if said else None), networks
+    said = read_toml(path, "job").get("parallelism", {}) if path else {}
+    known = {key: found for key, found in said.items() if key in keys_of(Parallelism)}
+    networks = checked(_JobNetworks, {"networks": said.get("networks", [])}, path).networks
+    return (checked(Parallelism, known, path) if known else None), networks
 
 
 def launch_among(names: Sequence[str], port: int) -> Launch:
