@@ -4,6 +4,8 @@ closed forms and against the simulation of one worker for all."""
 
 from __future__ import annotations
 
+import json
+import tomllib
 from random import Random
 from typing import Any
 
@@ -13,8 +15,9 @@ from test_simulated import RATE, WHOLE, cluster, lump, run
 from roadtrain.config.cluster import Cluster, make_cluster
 from roadtrain.config.models import BlockShape, ModelShape, gpt
 from roadtrain.config.parallelism import Parallelism
-from roadtrain.config.plan import PLACEMENTS, Plan, PlanMemory, placement
+from roadtrain.config.plan import PLACEMENTS, Plan, PlanMemory, make_plan, placement
 from roadtrain.errors import ConfigError
+from roadtrain.planner.simulate import as_json, report
 from roadtrain.protocol.traffic import HostLink, host_bytes
 from roadtrain.simulator.compute import Constants, HostTimes
 from roadtrain.simulator.run import Result, simulate
@@ -324,3 +327,22 @@ def test_fewer_micro_batches_than_replicas_are_refused() -> None:
     plan = Plan(placement("ddp"), Parallelism(pp=2, widths=(3, 1)), num_microbatches=2)
     with pytest.raises(ConfigError, match="2 micro-batches a step are fewer than the 3 replicas"):
         simulate(plan, cluster(4), pipe(), WHOLE)
+
+
+def test_people_read_what_each_replica_did_and_each_card_carried() -> None:
+    plan = Plan(
+        placement("zero1"),
+        Parallelism(pp=2, widths=(3, 1)),
+        num_microbatches=6,
+        stage_placements=("zero1", "files"),
+    )
+    where, model = cluster(4), pipe()
+    result = simulate(plan, where, model, WHOLE, checked=False)
+    text = report(result, where, model, WHOLE)
+    assert "placement zero1, files, dp 3+1 x tp 1 x pp 2" in text
+    assert "stage 0 replica 2: the device waits" in text and "stage 1 replica 0: the" in text
+    assert "carried gpu 3 roce out: 11.4 MiB a step" in text  # gradients of 6 x 2 MB activations
+    told = as_json(result, where, model, WHOLE)
+    assert make_plan(tomllib.loads(plan.to_toml())) == plan
+    assert told["plan"]["stage_placements"] == ("zero1", "files")
+    assert json.loads(json.dumps(told))["bytes"]["gpu 3 roce out"] == pytest.approx(12e6)

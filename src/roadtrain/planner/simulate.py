@@ -17,6 +17,7 @@ from typing import Any
 
 from roadtrain.config.cluster import Cluster, guesses, load_cluster
 from roadtrain.config.models import ModelShape, from_config, named_shape
+from roadtrain.config.networks import KINDS
 from roadtrain.config.plan import HEADROOM, Plan, load_plan, make_plan
 from roadtrain.errors import ConfigError
 from roadtrain.simulator.compute import Constants
@@ -28,6 +29,8 @@ from roadtrain.storage.direct import replace_file
 from roadtrain.units import show_bytes, show_seconds
 
 SCHEMA = 1
+# of replicas that are simulated each by itself: what a host's cards carry
+CARDS = tuple(f" {kind} {way}" for kind in KINDS for way in ("out", "in"))
 
 
 def load_model(name: str, seq_len: int | None = None) -> ModelShape:
@@ -165,8 +168,8 @@ def report(result: Result, cluster: Cluster, model: ModelShape, of: Constants) -
     lines = [
         (
             f"{model.name} ({model.params / 1e9:.2f} B parameters) on {cluster.name}: placement"
-            f" {plan.placement.name}, {parallelism}, micro-batch {plan.micro_batch} x"
-            f" {plan.num_microbatches}"
+            f" {', '.join(plan.stage_placements) or plan.placement.name}, {parallelism},"
+            f" micro-batch {plan.micro_batch} x {plan.num_microbatches}"
         ),
         (
             f"a step  {show_seconds(result.seconds)}, {result.samples_per_s:.3g} samples/s,"
@@ -186,9 +189,12 @@ def report(result: Result, cluster: Cluster, model: ModelShape, of: Constants) -
     )
     for stage in sorted({where for where, _ in result.stages if where}):
         parts = {what: both for (where, what), both in result.stages.items() if where == stage}
-        idle = 1 - result.busy.get(f"{stage} device", 0.0)
+        busy = result.busy.get(f"{stage} device")
+        if busy is None and not any(seconds for seconds, _ in parts.values()):
+            continue  # where the replicas of a stage meet: one alone meets nobody
         lines.append(
-            f"{stage}: the device waits {idle:.0%}; "
+            f"{stage}: "
+            + ("" if busy is None else f"the device waits {1 - busy:.0%}; ")
             + ", ".join(
                 f"{what} {show_seconds(seconds)}"
                 + (
@@ -200,6 +206,11 @@ def report(result: Result, cluster: Cluster, model: ModelShape, of: Constants) -
                 if seconds > 0
             )
         )
+    lines += [
+        f"carried {name}: {show_bytes(nbytes)} a step"
+        for name, nbytes in result.bytes.items()
+        if nbytes and name.endswith(CARDS)
+    ]
     lines += [
         f"memory  {need.where}: {show_bytes(need.nbytes)} of {show_bytes(need.room)}"
         for need in result.needs

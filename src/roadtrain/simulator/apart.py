@@ -138,8 +138,8 @@ class Meeting:
     engine: Engine
     where: str
     together: bool
-    # Of each gradient on its way: those that are there. Empty between steps.
-    there: dict[Hashable, list[StagePush]] = field(default_factory=lambda: defaultdict(list))
+    # Of each gradient of which some are there: these, and of how many. Never all of them.
+    there: dict[Hashable, tuple[list[StagePush], int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.lane = self.engine.lane(f"{self.where} collectives")
@@ -163,11 +163,16 @@ class Meeting:
 
     def _come(self, at: Hashable, partners: int, pushed: StagePush) -> list[StagePush] | None:
         """All of them, once the last is there."""
-        self.there[at].append(pushed)
-        return self.there.pop(at) if len(self.there[at]) == partners else None
+        every, of = self.there.setdefault(at, ([], partners))
+        assert of == partners, "replicas push in different rounds"
+        every.append(pushed)
+        if len(every) < partners:
+            return None
+        del self.there[at]
+        return every
 
     def check(self) -> None:
-        assert not self.there, "replicas wait for one that never comes"
+        assert all(0 < len(every) < partners for every, partners in self.there.values())
 
 
 def _all(every: Sequence[StagePush]) -> None:
