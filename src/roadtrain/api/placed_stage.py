@@ -9,7 +9,7 @@ of ranks. Gradients leave after each backward, updates wait for `step`.
 
 Note "what is committed": the store commits each step by itself, and may so be ahead of, or behind,
 the job's snapshot. `load` compares: a store that holds just what is loaded is left as it is, any
-other one on this host is rewritten. Servers elsewhere cannot be: refused, with both steps.
+other one is made anew. Servers are filled by the stage's first rank.
 
 Assumes: nothing else takes steps with the placed optimizer. Does NOT move blocks (streaming/).
 """
@@ -147,8 +147,10 @@ class PlacedStage:
         return self._share()
 
     def wanted(self) -> list[Extent]:
-        """See StageOptimizer."""
-        return self._share()
+        """See StageOptimizer. The stage's first rank fills the servers."""
+        if self.placed.group.rank:
+            return []
+        return [Extent(spec.name, 0, spec.numel) for spec in self.placed.params if spec.numel]
 
     def _share(self) -> list[Extent]:
         rank, width = self.placed.group.rank, self.width
@@ -188,23 +190,33 @@ class PlacedStage:
 
     def load(self, pieces: Iterable[Piece], steps_done: int) -> None:
         """See StageOptimizer, and Note "what is committed". Raises StaleError where servers hold
-        another step, StoreError where a piece did not come, LoopError with a delayed update."""
-        placed, local = self.placed, self.placed.session.servers.local
+        other values of that very step, StoreError where a piece did not come, LoopError where the
+        store cannot take other values."""
+        placed = self.placed
         placed.flush()
         self._record = None
         same = placed.steps_done == steps_done
-        taken = TakenPieces(placed.params, placed.rules, placed.scratch) if local else None
+        taken = TakenPieces(placed.params, placed.rules, placed.scratch)
         for piece in pieces:
             same = same and self._holds(piece)
-            if taken is not None:
-                taken.take(piece)
-        if taken is None:
-            self._check_servers(same, steps_done)
-            return
-        taken.check(f"the stage at step {steps_done}")
+            taken.take(piece)
+        first = placed.group.rank == 0
+        if first:
+            taken.check(f"the stage at step {steps_done}")
         if not same:
-            placed.take_values(steps_done, taken.values(), taken.state())
+            self._check_all_know(steps_done)
+            values, state = (taken.values(), taken.state()) if first else ({}, {})
+            placed.take_values(steps_done, values, state)
         self._record = None
+
+    def _check_all_know(self, steps_done: int) -> None:
+        """The other ranks of the stage see only which step it is."""
+        if self.width > 1 and self.placed.steps_done == steps_done:
+            raise StaleError(
+                f"the servers of this stage hold other values of step {steps_done} than the job's"
+                " snapshot",
+                hint="give this stage the servers of this run, or empty ones",
+            )
 
     def _holds(self, piece: Piece) -> bool:
         own = self.piece(piece.extent)
@@ -215,17 +227,6 @@ class PlacedStage:
                 torch.equal(array.view(torch.int32), piece.arrays[key].view(torch.int32))
                 for key, array in own.arrays.items()
             )
-        )
-
-    def _check_servers(self, same: bool, steps_done: int) -> None:
-        if same:
-            return
-        raise StaleError(
-            f"the servers of this stage are at step {self.steps_done}, the job's snapshot is of"
-            f" step {steps_done}"
-            + (", with other values" if self.steps_done == steps_done else ""),
-            hint="what servers hold cannot be loaded anew: place this stage in memory or on files"
-            " of its host, or start from the beginning with empty servers and run directory",
         )
 
 

@@ -306,22 +306,41 @@ class StoredOptimizer(torch.optim.Optimizer):
     def take_values(
         self, step: int, values: Mapping[int, torch.Tensor], state: Mapping[int, Mapping[str, Any]]
     ) -> None:
-        """The store is at `step` afterwards. By index of a parameter: `values`, fp32 where it is
-        trained, else in its own dtype; `state`, by the names of its rule's arrays and scalars, for
-        one that was updated before. Committed on return. Raises LoopError as `check_rewrite`."""
-        self.check_rewrite()
+        """The store is at `step` afterwards, with these. By index of a parameter: `values`, fp32
+        where it is trained, else in its own dtype; `state`, by the names of its rule's arrays and
+        scalars, for one that was updated before. Committed on return. With servers all workers call
+        it, and the first one's values count. Raises LoopError where the store cannot take them."""
         numbers = self.numbers
         masters = {numbers[i]: value for i, value in values.items() if i in numbers}
-        self._states.staged.update({i: v for i, v in values.items() if i not in numbers})
         given = {
             "state": {numbers[i]: dict(entry) for i, entry in state.items()},
             optimizer_states.KEY: {"masters": masters},
         }
+        self._states.staged.update({i: v for i, v in values.items() if i not in numbers})
         try:
-            self._rewrite(given, step)
-        except BaseException:
+            if self.session.servers.local:
+                self._rewrite(given, step)
+            else:
+                self._refill(given, step)
+        finally:
             self._states.discard()
-            raise
+
+    def _refill(self, given: Mapping[str, Any], step: int) -> None:
+        """Servers elsewhere are filled anew."""
+        self._check_replaceable()
+        if self.session.store_plan.staleness or self._worker.residual_block:
+            raise LoopError(
+                "other values cannot be loaded into servers with a delay or error feedback",
+                hint="leave them out, or place this stage on files of its host",
+            )
+        self._states.settle()
+        self._finish_steps()
+        self._history = uuid.uuid4().hex
+        hyperparameters = [*self.hyperparameters().values()]
+        change = optimizer_states.writer(self, given, self._states.staged, hyperparameters)
+        self.session.refill(change, step, self.job_state())
+        self.steps_done, self._norm = step, math.nan
+        self.root.refresh()
 
     @property
     def scratch(self) -> Path:
@@ -354,6 +373,10 @@ class StoredOptimizer(torch.optim.Optimizer):
                     " there"
                 ),
             )
+        self._check_replaceable()
+
+    def _check_replaceable(self) -> None:
+        """Raises LoopError where a step is under way."""
         if any(p.grad is not None for p in self._params):
             raise LoopError(
                 "other values cannot be loaded while gradients wait for step()",

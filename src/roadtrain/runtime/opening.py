@@ -6,7 +6,7 @@ remote_servers.py does.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from roadtrain.errors import ConfigError, ForeignError, ForkedError, StaleError
@@ -44,6 +44,11 @@ class Opening:
     meta: StoreMeta  # of the store, before this session
     kept: int  # the newest step of which snapshots are whole, -1 for none
     having: tuple[int, ...]  # who has it
+
+    def anew(self, step: int) -> Opening:
+        """The same store, whose contents are made anew as those of `step`."""
+        history = back_to(self.history, step)
+        return replace(self, begin=Begin.NEW, step=step, history=history, kept=-1, having=())
 
 
 @dataclass(frozen=True)

@@ -82,9 +82,12 @@ class RemoteServers:
         deadline_s: float,
         holds_gradients: bool,
         report: Callable[[str], None] = print,
+        anew: int | None = None,
     ) -> None:
+        """`anew`: whatever they hold, they are filled by worker 0, as the contents of that step."""
         self.store_plan, self.reach, self.group = store_plan, reach, reach.group
         self._deadline_s, self._report = deadline_s, report
+        self._holds_gradients, self._anew = holds_gradients, anew
         self.names = tuple(
             f"server {number} ({host}:{port})"
             for number, (host, port) in enumerate(reach.addresses)
@@ -109,10 +112,23 @@ class RemoteServers:
         try:
             missing = self._join_all()
             if self.group.rank == 0:
-                self._open(missing, holds_gradients)
+                self._open(missing)
         except BaseException:
             self.abort()
             raise
+
+    def again(self, step: int) -> RemoteServers:
+        """All workers, once this session is closed: the same servers in a new one, whose contents
+        are to be filled anew as those of `step`."""
+        group = replace(self.group, session=f"{self.group.session}:from step {step}")
+        return RemoteServers(
+            self.store_plan,
+            replace(self.reach, group=group),
+            deadline_s=self._deadline_s,
+            holds_gradients=self._holds_gradients,
+            report=self._report,
+            anew=step,
+        )
 
     @property
     def numbers(self) -> Sequence[int]:
@@ -290,10 +306,12 @@ class RemoteServers:
 
     # the store
 
-    def _open(self, missing: Mapping[int, PeerError | None], holds_gradients: bool) -> None:
+    def _open(self, missing: Mapping[int, PeerError | None]) -> None:
         """Worker 0: the servers make a store, or open the one that they hold, or go back to a
         snapshot."""
         opening = self._stores.opening(missing, self._report)
+        if self._anew is not None:
+            opening = opening.anew(self._anew)
         self.new, self.step = opening.begin is Begin.NEW, opening.step
         back = opening.begin is Begin.SNAPSHOT
         behind = self.servers if back else sorted(self.servers.keys() - set(opening.members))
@@ -305,7 +323,7 @@ class RemoteServers:
         self.meta = replace(opening.meta, history=(*history, link), sessions=(), without=())
         self.history = str(Witness(history[-1].id if history else "", link.id, link.members))
         for number in self.servers:
-            self._say_open(number, opening, holds_gradients)
+            self._say_open(number, opening)
         if missing:
             self._report(
                 f"replicas: no answer from {self._names(missing)}: left out, its chunks have one"
@@ -318,7 +336,7 @@ class RemoteServers:
                 )
                 self._fill_up(number, opening.members)
 
-    def _say_open(self, number: int, opening: Opening, holds_gradients: bool) -> None:
+    def _say_open(self, number: int, opening: Opening) -> None:
         rules = [described(rule) for rule in self.store_plan.rules]
         meta = replace(self.meta, index=number).to_json()
         new = self.new or number in self._behind
@@ -331,7 +349,7 @@ class RemoteServers:
                 new,
                 self.step,
                 len(self.names),
-                holds_gradients,
+                self._holds_gradients,
                 opening.kept if ours else -1,
                 given_up,
             ),

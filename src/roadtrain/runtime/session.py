@@ -14,11 +14,12 @@ import torch
 
 from roadtrain.chunks import Block, Chunk
 from roadtrain.config.budgets import Budgets
-from roadtrain.device.buffers import array_in
-from roadtrain.errors import DeadlineError
+from roadtrain.device.buffers import Buffer, array_in
+from roadtrain.errors import DeadlineError, LostError
 from roadtrain.kernels.codecs import Compressor
 from roadtrain.protocol.worker import WorkerSetup
 from roadtrain.runtime.connection import MessageLink
+from roadtrain.runtime.remote_servers import RemoteServers
 from roadtrain.runtime.residuals import Residuals, residual_block_of
 from roadtrain.runtime.store_plan import StorePlan, fill_record
 from roadtrain.runtime.trace import Stages
@@ -215,6 +216,30 @@ class JobSession:
         committed on return. Only where the servers are local."""
         self.worker.rest()
         self.servers.rewrite(change, step, blob)
+        self.worker.begin_again(step)
+
+    def refill(self, change: Callable[[RecordView], None], step: int, blob: bytes) -> None:
+        """As `rewrite`, where the servers are elsewhere; by all workers together. `change`: of
+        worker 0, made to records of zeros. Raises PeerError: the session is of no use then."""
+        self.worker.rest()
+        before = self.servers
+        assert isinstance(before, RemoteServers)
+        before.stop()
+        before.close()
+        self.servers = servers = before.again(step)
+        if servers.numbers != before.numbers:
+            raise LostError(
+                f"servers {list(before.numbers)} were filled anew, and now {list(servers.numbers)}"
+                " answer"
+            )
+        self.worker.links.update(servers.connect(self.worker.deliver, self.stages))
+        if servers.new:
+            for chunk in self.store_plan.table.chunks:
+                view = RecordView(self.meta, chunk, Buffer(self.meta.records[chunk.id].nbytes).view)
+                change(view)
+                for number in self.worker.owners[chunk.id]:
+                    servers.fill(number, chunk.id, view.view[: view.record.nbytes])
+        servers.start(blob)
         self.worker.begin_again(step)
 
     def nbytes(self) -> int:
