@@ -410,6 +410,97 @@ def test_without_a_number_of_backwards_the_step_is_the_end(made):
     assert same_parameters(mine, theirs)
 
 
+def test_a_group_that_comes_later_is_refused(made):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    user = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    optimizer = made(model, user)
+    user.add_param_group({"params": list(model[1].parameters())})
+    optimizer.begin_step(1)
+    model(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(LoopError, match=r"have \[2, 2\] parameters, they had \[2\]"):
+        optimizer.step()
+
+
+class Backwards(nn.Module):
+    """It runs its layers in the reverse of the order in which it names them."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(5))
+
+    def forward(self, x):
+        for layer in reversed(self.layers):
+            x = torch.tanh(layer(x))
+        return x.sum()
+
+
+def test_sums_begin_during_the_last_backward_in_its_order(made, monkeypatch):
+    model = Backwards()
+    optimizer = made(model, adamw(model), options=ShardedOptions(bucket_bytes=4096))
+    assert len(optimizer.states) == 5
+    begun = []
+    do = optimizer.courier.do
+    monkeypatch.setattr(optimizer.courier, "do", lambda job: (begun.append(job.what), do(job)))
+    # the first step shows the order, later ones overlap
+    for step, (before, after) in enumerate([(0, 0), (0, 5), (0, 5)]):
+        begun.clear()
+        optimizer.begin_step(2)
+        model(torch.ones(2, 32)).backward()
+        assert len(begun) == before
+        seen = []
+        handles = [
+            layer.weight.register_hook(lambda grad, i=i, seen=seen: seen.append((i, len(begun))))
+            for i, layer in enumerate(model.layers)
+        ]
+        model(torch.ones(2, 32)).backward()
+        assert [i for i, _ in seen] == [0, 1, 2, 3, 4]
+        # each begins as soon as its own gradient is there
+        assert [count for _, count in seen] == ([0, 0, 0, 0, 0] if step == 0 else [0, 1, 2, 3, 4])
+        assert len(begun) == after
+        assert all(f"bucket {i} of 5" in what for i, what in enumerate(begun))
+        optimizer.step()
+        gathers = [what for what in begun if "all-gather" in what]
+        order = [4, 3, 2, 1, 0] if step else [0, 1, 2, 3, 4]
+        assert all(f"bucket {i} of 5" in what for i, what in zip(order, gathers, strict=True))
+        for handle in handles:
+            handle.remove()
+
+
+def test_parts_of_a_stage_are_one_optimizer(made):
+    """Two virtual stages, each with backwards of its own; both have one of the weights."""
+
+    def build():
+        torch.manual_seed(0)
+        first, last = (nn.ModuleDict({"own": nn.Linear(8, 8)}) for _ in range(2))
+        first["own2"], last["own3"] = first.pop("own"), last.pop("own")
+        first["both"] = last["both"] = nn.Linear(8, 8)
+        return first, last
+
+    parts, plain = build(), build()
+    params = {p: None for part in plain for p in part.parameters()}
+    reference = torch.optim.SGD([*params], lr=0.1, momentum=0.9)
+    own = {p: None for part in parts for p in part.parameters()}
+    optimizer = made(parts, torch.optim.SGD([*own], lr=0.1, momentum=0.9))
+    for step in range(4):
+        optimizer.begin_step(2)
+        for stage in (parts, plain):
+            for part in (1, 0):
+                for micro in range(2):
+                    generator = torch.Generator().manual_seed(10 * step + micro)
+                    h = torch.randn(3, 8, generator=generator)
+                    for module in stage[part].values():
+                        h = torch.tanh(module(h))
+                    h.sum().backward()
+        optimizer.step()
+        reference.step()
+        reference.zero_grad()
+    optimizer.wait_parameters()
+    for part, other in zip(parts, plain):
+        for p, q in zip(part.parameters(), other.parameters()):
+            torch.testing.assert_close(p, q)
+
+
 def test_a_step_that_nobody_took_is_refused(made):
     model = Mixed()
     optimizer = made(model, adamw(model))

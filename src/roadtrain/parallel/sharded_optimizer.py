@@ -87,6 +87,7 @@ class ShardedOptimizer:
         self.param_groups: list[dict[str, Any]] = optimizer.param_groups
         self.steps_done = 0
         self.rules = rules_for(optimizer)
+        self._group_sizes = _group_sizes(optimizer)
         self.parameters = StageParameters(stage, optimizer)
         self.group = DataGroup(group, self.parameters.device)
         self.links = _links(shared, self.parameters.trainable, self.group)
@@ -228,6 +229,12 @@ class ShardedOptimizer:
         self._reduced = False
 
     def _refuse_strays(self) -> None:
+        if (now := _group_sizes(self.optimizer)) != self._group_sizes:
+            raise LoopError(
+                f"{self._step}: the optimizer's groups have {now} parameters, they had"
+                f" {self._group_sizes} when training began",
+                hint="give the optimizer all parameters at the start, and freeze some of them",
+            )
         for name, p in self.parameters.late.items():
             if p.grad is not None:
                 raise LoopError(
@@ -491,6 +498,10 @@ def _links(
         if name in trainable:
             by_group.setdefault(id(copies.group), ([], copies))[0].append(name)
     return list(by_group.values())
+
+
+def _group_sizes(optimizer: torch.optim.Optimizer) -> list[int]:
+    return [len(group["params"]) for group in optimizer.param_groups]
 
 
 def _always(name: str) -> bool:
