@@ -268,6 +268,53 @@ def test_copies_that_differ_begin_as_the_first_stages():
     assert (alike[0][1]["embed.weight"] == embeds[0]).all()
 
 
+def three_stages_child(widths, rank):
+    """Each stage has a copy of `w`; a rank's gradient is a known one."""
+    joined()
+    bounds = [0, *itertools.accumulate(widths)]
+    groups = [dist.new_group(list(range(a, b))) for a, b in itertools.pairwise(bounds)]
+    stage = next(s for s, stop in enumerate(bounds[1:]) if rank < stop)
+    model = nn.ParameterDict({"w": nn.Parameter(torch.zeros(999))})
+    optimizer = ShardedOptimizer(
+        model,
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        groups[stage],
+        shared={"w": SharedCopies(dist.group.WORLD, widths)},
+        options=ShardedOptions(bucket_bytes=1024),
+        report=lambda line: None,
+    )
+    optimizer.begin_step(1)
+    (model["w"] * known_gradient(rank)).sum().backward()
+    squares = optimizer.sum_squares()
+    optimizer.step()
+    optimizer.wait_parameters()
+    out = values(model)["w"], squares
+    optimizer.close()
+    return out
+
+
+def known_gradient(rank):
+    return torch.randn(999, generator=torch.Generator().manual_seed(rank))
+
+
+def test_copies_in_three_stages_of_different_widths():  # Rule 1
+    widths = (1, 3, 2)
+    found = run(sum(widths), partial(three_stages_child, widths))
+    assert all(len(one) == 2 for one in found), found
+    bounds = [0, *itertools.accumulate(widths)]
+    of_stages = []
+    for first, stop in itertools.pairwise(bounds):
+        total = known_gradient(first)
+        for rank in range(first + 1, stop):
+            total = total + known_gradient(rank)
+        of_stages.append(total)
+    total = of_stages[0] + of_stages[1] + of_stages[2]
+    for value, _ in found:
+        assert (value == (-total).numpy()).all()
+    assert found[0][1] == pytest.approx(float(total.double().square().sum()), rel=1e-12)
+    assert [squares for _, squares in found[1:]] == [0] * 5
+
+
 # pieces
 
 
