@@ -44,8 +44,13 @@ LINK = {"between": ["s", "t"], "rate": "1GB/s"}
 SWITCHES = [{"name": "s"}, {"name": "t"}]
 STORAGE = {"size": "1GB", "read": "1GB/s", "write": "1GB/s"}
 LAB_HOST = {"name": "a", "nics": [{"rate": "1GB/s"}], "storage": STORAGE}
+STAGED = {"networks": [{"hosts": ["a"]}], "placements": [{"stage": 0, "memory": True}]}
 FILES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "job": (Job, lambda tree: make_job(tree, where="file"), {"model": {"pretrained": "here"}}),
+    "job": (
+        Job,
+        lambda tree: make_job(tree, where="file"),
+        {"model": {"pretrained": "here"}, "parallelism": STAGED},
+    ),
     "cluster": (
         Cluster,
         lambda tree: make_cluster(tree, "file"),
@@ -114,7 +119,7 @@ def test_no_key_takes_what_it_cannot_be(name: str, way: tuple[str | int, ...]) -
 
 def test_all_files_have_keys_of_every_depth() -> None:
     depths = {name: max(len(way) for n, way in EVERY if n == name) for name in FILES}
-    assert depths == {"job": 2, "cluster": 5, "plan": 2, "lab": 5} and len(EVERY) > 120
+    assert depths == {"job": 4, "cluster": 5, "plan": 2, "lab": 5} and len(EVERY) > 120
 
 
 def test_an_unknown_key_at_any_depth_is_answered_with_the_nearest() -> None:

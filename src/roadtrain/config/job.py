@@ -20,6 +20,7 @@ import tomli_w
 from pydantic import Field, field_validator, model_validator
 
 from roadtrain.chunks import MAX_CHUNK
+from roadtrain.config.job_parallelism import ParallelismSection
 from roadtrain.config.names import Former, Report, did_you_mean, in_words_of_now
 from roadtrain.config.schema import (
     Count,
@@ -251,6 +252,7 @@ class Job(Section):
     servers: ServersSection = ServersSection()
     budget: BudgetSection = BudgetSection()
     compress: CompressSection = CompressSection()
+    parallelism: ParallelismSection = ParallelismSection()
 
     @property
     def run_dir(self) -> Path:
@@ -275,7 +277,8 @@ class Job(Section):
         late = {"staleness": self.optimizer.delay} if self.optimizer.delay else {}
         top_k = {"keep": self.compress.keep, "error_feedback": self.compress.error_feedback}
         narrow = {"downcast": self.compress.downcast} if self.compress.downcast else {}
-        return late | narrow | (top_k if self.compress.keep is not None else {})
+        wire = {"activations": self.parallelism.activations} if self.parallelism.activations else {}
+        return late | narrow | wire | (top_k if self.compress.keep is not None else {})
 
     def changed(self, overrides: Mapping[str, Any]) -> Job:
         """This job with dotted keys set. Raises ConfigError."""

@@ -1,4 +1,4 @@
-"""First values of a stage: those that one process alone would begin with, of this stage's parameters.
+"""First values of a stage: those that one process alone would begin with, of its parameters.
 
 A model on `meta` is initialised a block at a time in its own order, and what is not this stage's is
 dropped at once, so that the whole model never exists and every stage draws the same numbers.

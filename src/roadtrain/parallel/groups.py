@@ -29,6 +29,7 @@ class GroupKind(StrEnum):
     PIPELINE = "pp"  # the stages that a micro-batch goes through
     ACTIVATIONS = "activations"  # from a stage to the one after it
     GRADIENTS = "gradients"  # of activations, from a stage to the one before it
+    SHARED = "shared"  # sums of gradients of parameters that several stages have
 
 
 MESH_DIMS = (GroupKind.PIPELINE, GroupKind.DATA, GroupKind.TENSOR)  # outermost first

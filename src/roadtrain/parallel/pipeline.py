@@ -121,6 +121,34 @@ class Pipeline:
         self.times.waiting = self.links.wait_s
         return step.total
 
+    @torch.no_grad()
+    def evaluate(self, batch: Callable[[int], MicroBatch]) -> float:
+        """All micro-batches forward. Returns the sum of this rank's losses, each divided by
+        num_microbatches: 0.0 before the last stage. Raises as `step`."""
+        machine, total = self.shape.machine(), 0.0
+        handed: dict[tuple[int, int], list[torch.Tensor]] = {}
+        for run in (run for run in machine.order if run.what == FORWARD):
+            part, sender = self.parts[run.part], machine.comes(run)
+            slot = 0  # one micro-batch of a part at a time
+            if sender is not None and (run.part, run.micro) in handed:
+                for buffer, x in zip(part.inputs(slot), handed.pop((run.part, run.micro))):
+                    buffer.detach().copy_(x)
+            elif sender is not None:
+                transfer = machine.arrival(run)
+                self.links.post(transfer, part.inputs(slot))
+                self.links.wait(transfer)
+            out = part.run_forward(slot, batch(run.micro))
+            part.drop()
+            peer = machine.goes(run)
+            if peer is None:
+                total += float(out) / self.shape.num_microbatches
+            elif (peer.stage, peer.replica) == (self.shape.stage, self.shape.replica):
+                handed[peer.part, run.micro] = list(out)
+            else:
+                self.links.send(machine.transfer(run), list(out))
+        self.links.flush()
+        return total
+
     def _runs(self, step: _Step) -> Iterator[RunBlocks]:
         """What the machine says, each after what it needs is here."""
         machine = step.machine

@@ -253,6 +253,13 @@ class StageStateMachine:
             raise ConfigError(f"{run.what} of micro-batch {run.micro} goes to no other rank")
         return self._transfer(run, self._self(run), to)
 
+    def arrival(self, run: RunBlocks) -> Transfer:
+        """What `run` needs of another rank. Raises ConfigError where it needs nothing."""
+        sender = self.comes(run)
+        if not self._other(sender):
+            raise ConfigError(f"{run.what} of micro-batch {run.micro} needs no other rank")
+        return self._transfer(run, sender, self._self(run))
+
     def _self(self, run: RunBlocks) -> Peer:
         return Peer(self.stage, run.part, self.replica)
 

@@ -1,0 +1,97 @@
+"""ParallelOptions: what parallelize() was asked for, in one value that checks itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import nn
+
+from roadtrain.api.stores import Files, Memory, Servers
+from roadtrain.config.networks import NetworkStatement
+from roadtrain.config.parallelism import Parallelism
+from roadtrain.errors import ConfigError
+
+StageStore = Files | Memory | Servers
+STAGES = ("even", "measured", "paper")
+
+
+@dataclass(frozen=True)
+class ParallelOptions:
+    """Raises ConfigError for values that do not go together.
+
+    parallelism: degrees, and where they are stated the blocks of each stage.
+    num_microbatches: of a step, over all replicas.
+    stages: how blocks are divided where parallelism does not say it: evenly, by measured speeds
+    (exact), or by the formula of Yang et al. (Holmes).
+    stores: of a stage by its number: where its parameters and optimizer state rest, instead of
+    beside the stage's ranks.
+    networks: what the user knows of cards.
+    activations: what activations and their gradients travel as between stages; None: as they are.
+    overlap: a stage's sums and new parameters travel while it computes.
+    blocks: names or patterns of the blocks; None: found, as in place().
+    dtype: what parameters compute in; None: their own. Masters and state are fp32.
+    weights: a directory of safetensors that the first values come from.
+    init: initialises a module of a model built on `meta`; None: the model's own.
+    seed: of first values and dropout.
+    deadline_s: after which a wait is an error that says for whom (Rule 5).
+    """
+
+    parallelism: Parallelism
+    num_microbatches: int
+    stages: Literal["even", "measured", "paper"] = "even"
+    stores: Mapping[int, StageStore] = field(default_factory=dict)
+    networks: Sequence[NetworkStatement] = ()
+    activations: torch.dtype | None = None
+    overlap: bool = True
+    blocks: Sequence[str] | None = None
+    dtype: torch.dtype | None = None
+    weights: str | Path | None = None
+    init: Callable[[nn.Module], None] | None = None
+    seed: int = 0
+    deadline_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        given = self.parallelism
+        if given.cp > 1 or given.ep > 1:
+            raise ConfigError(
+                f"context groups of {given.cp} and expert groups of {given.ep} are simulated only",
+                hint="cp = 1 and ep = 1",
+            )
+        given.check_micro_batches(self.num_microbatches)
+        if self.stages not in STAGES:
+            raise ConfigError(f"stages {self.stages!r}", hint=f"one of {', '.join(STAGES)}")
+        for stage, store in self.stores.items():
+            self._check_store(stage, store)
+        if self.activations not in (None, torch.bfloat16, torch.float16):
+            raise ConfigError(
+                f"activations travel as {self.activations}", hint="torch.bfloat16 or torch.float16"
+            )
+
+    def _check_store(self, stage: int, store: StageStore) -> None:
+        widths = self.parallelism.replicas_of
+        if not 0 <= stage < self.parallelism.pp:
+            raise ConfigError(
+                f"a store for stage {stage}, there are {self.parallelism.pp}",
+                hint="stages count from 0",
+            )
+        if self.parallelism.tp > 1:
+            raise ConfigError(
+                f"stage {stage} has a store and tensor groups of {self.parallelism.tp}",
+                hint="tp = 1, or leave the stage's state beside its ranks",
+            )
+        if widths[stage] > 1 and not isinstance(store, Servers):
+            raise ConfigError(
+                f"stage {stage} has {widths[stage]} data-parallel ranks, and"
+                f" {type(store).__name__} is of one",
+                hint="Servers, which add up the gradients of several ranks, or a width of 1",
+            )
+
+    def say_lossy(self) -> list[str]:
+        """Rule 2: what is lossy, for printing."""
+        if self.activations is None:
+            return []
+        return [f"lossy: activations travel as {self.activations}"]

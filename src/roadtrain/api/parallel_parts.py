@@ -1,0 +1,175 @@
+"""What a process's part of a parallel training is made of: process groups over chosen networks, the
+stage's optimizer, the pipeline."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import distributed, nn
+
+from roadtrain.api.parallel_options import ParallelOptions
+from roadtrain.config.networks import CONTROL, choose_networks
+from roadtrain.config.parallelism import RankPosition
+from roadtrain.parallel.control import ControlLinks, RankPlace
+from roadtrain.parallel.groups import GroupKind, Groups
+from roadtrain.parallel.layout import StageLayout
+from roadtrain.parallel.links import Channel, Position, StageLinks
+from roadtrain.parallel.meeting import Meeting
+from roadtrain.parallel.pipeline import Pipeline, PipelineShape
+from roadtrain.parallel.process_groups import ProcessGroups, make_process_groups, start_processes
+from roadtrain.parallel.sharded_optimizer import ShardedOptimizer
+from roadtrain.parallel.shared_copies import SharedCopies
+from roadtrain.parallel.stage_model import StageModel
+from roadtrain.parallel.stage_optimizer import StageOptimizer
+from roadtrain.parallel.torch_stage import LossFunction, SegmentModule, TorchStage
+from roadtrain.protocol.pipeline import BACKWARD, FORWARD, Peer
+
+Report = Callable[[str], None]
+WHAT = {GroupKind.ACTIVATIONS: FORWARD, GroupKind.GRADIENTS: BACKWARD}
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A process among the others of a job."""
+
+    rank: int
+    groups: Groups
+    layout: StageLayout
+    processes: ProcessGroups
+    control: ControlLinks
+    options: ParallelOptions
+    device: torch.device
+
+    @property
+    def position(self) -> RankPosition:
+        return self.groups.position(self.rank)
+
+    @property
+    def data_group(self) -> distributed.ProcessGroup:
+        return self.processes[self.groups.group_of(GroupKind.DATA, self.rank)]
+
+    @property
+    def width(self) -> int:
+        return self.groups.parallelism.replicas_of[self.position.stage]
+
+
+def connect(
+    meeting: Meeting,
+    groups: Groups,
+    layout: StageLayout,
+    options: ParallelOptions,
+    device: torch.device,
+    report: Report,
+) -> ProcessGroups:
+    """Choose a network for every group and make the process groups; prints which is which.
+    Raises ConfigError where a group has no network in common, LostError."""
+    shared = [one for lot in layout.shared_groups().values() for one in lot]
+    every = [*groups.to_create, *shared]
+    networks = choose_networks(every, meeting.hosts)
+    for network in networks.values():
+        report(f"network: {network}")
+    rank, world, deadline_s = meeting.started.rank, meeting.started.world_size, options.deadline_s
+    start_processes(networks[CONTROL], meeting.store, rank, world, deadline_s)
+    return make_process_groups(
+        every, networks, deadline_s, device_type=device.type, environment=os.environ, say=report
+    )
+
+
+def control_links(processes: ProcessGroups, groups: Groups, deadline_s: float) -> ControlLinks:
+    places = []
+    for rank in range(groups.world_size):
+        at = groups.position(rank)
+        role = f"stage {at.stage}, replica {at.replica}"
+        places.append(RankPlace(groups.cluster(rank), groups.host(rank), role))
+    return ControlLinks(processes.control, places, deadline_s=deadline_s)
+
+
+def keep_own_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """The optimizer's groups keep the parameters that `model` still has."""
+    own = set(model.parameters())
+    for group in optimizer.param_groups:
+        group["params"] = [p for p in group["params"] if p in own]
+
+
+def make_stage_optimizer(
+    joined: Joined,
+    stage_model: StageModel,
+    optimizer: torch.optim.Optimizer,
+    report: Report,
+) -> StageOptimizer:
+    """What updates this rank's stage."""
+    bring(stage_model.model, joined.device, joined.options.dtype)
+    return ShardedOptimizer(
+        stage_model.model,
+        optimizer,
+        joined.data_group,
+        shared=shared_copies(joined),
+        overlap=joined.options.overlap,
+    )
+
+
+def shared_copies(joined: Joined) -> dict[str, SharedCopies]:
+    """Of the parameters that this stage has in common with others, by name."""
+    at, out = joined.position, dict[str, SharedCopies]()
+    widths = joined.groups.parallelism.replicas_of
+    all_groups = joined.layout.shared_groups()
+    for stages, names in joined.layout.shared().items():
+        if at.stage in stages:
+            group = joined.processes[all_groups[stages][at.tensor]]
+            copies = SharedCopies(group, tuple(widths[stage] for stage in stages))
+            out |= dict.fromkeys(names, copies)
+    return out
+
+
+def bring(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
+    """Parameters in `dtype` (None: their own), and buffers, to the device."""
+    for p in model.parameters():
+        floating = dtype if dtype is not None and p.is_floating_point() else p.dtype
+        p.data = p.data.to(device, floating)
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(device)
+
+
+def make_pipeline(joined: Joined, stage_model: StageModel, loss: LossFunction) -> Pipeline:
+    """This rank's segments and its links to the stages beside it."""
+    at, options, layout = joined.position, joined.options, joined.layout
+    parallelism = joined.groups.parallelism
+    shape = PipelineShape(
+        at.stage,
+        at.replica,
+        parallelism.replicas_of,
+        parallelism.virtual_stages,
+        options.num_microbatches,
+    )
+    alone = distributed.new_group([joined.rank], backend="gloo", use_local_synchronization=True)
+    parts = [
+        TorchStage(
+            SegmentModule(stage_model, layout.segments[number], loss, options.activations),
+            number,
+            len(layout.segments),
+            shape.slots(),
+            joined.device,
+            alone,
+        )
+        for number in layout.numbers(at.stage)
+    ]
+    return Pipeline(shape, parts, stage_links(joined))
+
+
+def stage_links(joined: Joined) -> StageLinks:
+    groups, at = joined.groups, joined.position
+
+    def rank_of(peer: Peer) -> int:
+        return groups.parallelism.rank(RankPosition(peer.stage, peer.replica, at.tensor))
+
+    channels: dict[Channel, Any] = {}
+    pairs = [pair for pair in groups.parallelism.boundaries for _ in WHAT]
+    for group, (boundary, _) in zip(groups.boundaries, pairs, strict=True):
+        if group in joined.processes:
+            channels[boundary, WHAT[group.kind]] = joined.processes[group]
+    position = Position(at.stage, at.replica, rank_of, groups.host)
+    return StageLinks(channels, position, joined.options.deadline_s)

@@ -1,0 +1,127 @@
+"""ParallelTraining: what parallelize() returns: one process's part of a model that is trained in
+stages, and the step that all processes take together."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import distributed, nn
+
+from roadtrain.api.parallel_parts import Joined
+from roadtrain.errors import LoopError
+from roadtrain.parallel.pipeline import Pipeline, StepTimes
+from roadtrain.parallel.stage_model import MicroBatch, StageModel
+from roadtrain.parallel.stage_optimizer import StageOptimizer
+
+Batch = Callable[[int], MicroBatch]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Of one step, the same on all ranks. loss: mean over the micro-batches. grad_norm: global,
+    before clipping. times: of this rank."""
+
+    loss: float
+    grad_norm: float
+    times: StepTimes
+
+    def __float__(self) -> float:
+        return self.loss
+
+
+class ParallelTraining:
+    """`optimizer.param_groups` are the user's optimizer's; a scheduler made of that one works."""
+
+    def __init__(
+        self,
+        joined: Joined,
+        stage_model: StageModel,
+        optimizer: StageOptimizer,
+        pipeline: Pipeline,
+    ) -> None:
+        self.joined, self.stage_model = joined, stage_model
+        self.optimizer, self.pipeline = optimizer, pipeline
+        stage_model.attach()
+        self._closed = False
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's model, with this stage's parameters."""
+        return self.stage_model.model
+
+    @property
+    def rank(self) -> int:
+        return self.joined.rank
+
+    @property
+    def steps_done(self) -> int:
+        return self.optimizer.steps_done
+
+    def step(self, batch: Batch, clip_norm: float | None = None) -> StepResult:
+        """One step of the whole job; every process calls it.
+
+        batch: the micro-batch of a number, 0 to num_microbatches - 1; asked for those that this
+        process runs. clip_norm: the most that the global norm of the gradients may be. Raises
+        PeerError where another process is gone or late (Rule 5); the step has no effect then.
+        """
+        if self._closed:
+            raise LoopError("this training is closed")
+        self._seed()
+        at = self.joined.position
+        total = self.joined.options.num_microbatches
+        own = self.joined.groups.parallelism.micro_batches(at.stage, at.replica, total)
+        self.optimizer.begin_step(len(own))
+        loss = self.pipeline.step(self.steps_done, batch)
+        # every tensor rank of the last stage has the same loss
+        sums = self._summed([loss if at.tensor == 0 else 0.0, self.optimizer.sum_squares()])
+        norm = math.sqrt(sums[1]) if sums[1] >= 0 else math.nan
+        scale = 1.0
+        if clip_norm is not None and norm > clip_norm:
+            scale = clip_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
+        self.optimizer.step(scale)
+        return StepResult(sums[0], norm, self.pipeline.times)
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> float:
+        """The mean loss over num_microbatches micro-batches; nothing is trained."""
+        self.model.eval()
+        try:
+            at = self.joined.position
+            loss = self.pipeline.evaluate(batch)
+            return self._summed([loss if at.tensor == 0 else 0.0])[0]
+        finally:
+            self.model.train()
+
+    def close(self) -> None:
+        """End threads and process groups; the model's parameters stay as they are."""
+        if self._closed:
+            return
+        self._closed = True
+        self.stage_model.detach()
+        try:
+            self.optimizer.close()
+        finally:
+            with contextlib.suppress(RuntimeError):
+                distributed.destroy_process_group()
+
+    def __enter__(self) -> ParallelTraining:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _seed(self) -> None:
+        """Dropout differs between steps, stages and replicas, and not within a tensor group."""
+        at = self.joined.position
+        place = at.stage * max(self.joined.groups.parallelism.replicas_of) + at.replica
+        most = self.joined.groups.world_size
+        torch.manual_seed((self.joined.options.seed * 1_000_003 + self.steps_done) * most + place)
+
+    def _summed(self, values: list[float]) -> list[float]:
+        """Over all ranks, in their order."""
+        told = self.joined.control.agree(values, f"sums of step {self.steps_done}")
+        return [math.fsum(one) for one in zip(*told, strict=True)]

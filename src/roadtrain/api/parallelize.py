@@ -1,0 +1,107 @@
+"""parallelize(): a model trained over several hosts or clusters, in stages. The user's model keeps
+its forward and its names, their optimizer its class and groups.
+
+    options = ParallelOptions(Parallelism(pp=2, dp=2), num_microbatches=8)
+    training = roadtrain.parallelize(model, optimizer, options,
+                                     example=MicroBatch((), {"input_ids": x, "labels": x}))
+    for number in range(steps):
+        loss = training.step(lambda micro: MicroBatch((), {"input_ids": ..., "labels": ...}))
+
+Every process calls it with the same model and options; torchrun starts them, one a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from roadtrain.api.parallel_options import ParallelOptions
+from roadtrain.api.parallel_parts import (
+    Joined,
+    connect,
+    keep_own_groups,
+    make_pipeline,
+    make_stage_optimizer,
+)
+from roadtrain.api.parallel_training import ParallelTraining
+from roadtrain.device.copies import own_device
+from roadtrain.errors import ModelError
+from roadtrain.parallel.cuts import Cuts
+from roadtrain.parallel.first_values import fill
+from roadtrain.parallel.groups import Groups
+from roadtrain.parallel.layout import StageLayout
+from roadtrain.parallel.meeting import Started, meet
+from roadtrain.parallel.stage_model import MicroBatch, StageModel
+from roadtrain.streaming.split import split
+
+Loss = Callable[[Any, MicroBatch], torch.Tensor]
+Report = Callable[[str], None]
+
+
+def own_loss(result: Any, batch: MicroBatch) -> torch.Tensor:
+    """The loss that the model itself returns, as models of transformers do."""
+    loss = getattr(result, "loss", None)
+    if loss is None and isinstance(result, torch.Tensor) and result.dim() == 0:
+        loss = result
+    if not isinstance(loss, torch.Tensor):
+        raise ModelError(
+            f"the model returned a {type(result).__name__} without a loss",
+            hint="give parallelize(loss=...), a function of its result and the micro-batch",
+        )
+    return loss
+
+
+def parallelize(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    options: ParallelOptions,
+    *,
+    example: MicroBatch,
+    loss: Loss = own_loss,
+    device: torch.device | str | None = None,
+    report: Report = print,
+) -> ParallelTraining:
+    """Cut `model` into stages and train this process's part of it.
+
+    model: whole, best built on `meta`; this process keeps its own stage's parameters. optimizer:
+    the user's own, over the model's parameters. example: a micro-batch; its shapes are those of
+    all. loss: of the model's result and the micro-batch, a scalar: the mean over the micro-batch.
+    device: where this process computes ("cuda": its own, by LOCAL_RANK; None: CUDA where there is
+    one). report: hears each line, on the first process.
+
+    Raises ConfigError, ModelError before anything is trained, DeadlineError where a process or a
+    network does not come (Rule 5).
+    """
+    started = Started.of_environment()
+    say = report if started.rank == 0 else _silent
+    for line in options.say_lossy():
+        say(line)
+    at = own_device(device or _default_device(), say)
+    meeting = meet(started, options.networks, options.deadline_s)
+    parts = split(model, options.blocks)
+    cuts = Cuts(model, example.args, example.kwargs or {}, options.blocks)
+    parallelism = options.parallelism
+    groups = Groups.of(parallelism, meeting.host_clusters(), blocks=len(cuts.blocks))
+    layout = StageLayout.of(parallelism, cuts)
+    processes = connect(meeting, groups, layout, options, at, say)
+    own = groups.position(started.rank)
+    torch.manual_seed(options.seed)
+    fill(model, parts, layout.names_of(own.stage), options.weights, options.init)
+    stage_model = StageModel(model, cuts, layout.segments_of(own.stage), at)
+    keep_own_groups(optimizer, model)
+    joined = Joined(started.rank, groups, layout, processes, options, at)
+    stage_optimizer = make_stage_optimizer(joined, stage_model, optimizer, say)
+    pipeline = make_pipeline(joined, stage_model, loss)
+    micro = f"{options.num_microbatches} micro-batches a step"
+    say(f"parallel: {parallelism}, {micro}, stages of {layout}")
+    return ParallelTraining(joined, stage_model, stage_optimizer, pipeline)
+
+
+def _default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _silent(_: str) -> None: ...

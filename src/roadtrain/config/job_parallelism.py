@@ -1,0 +1,102 @@
+"""The `[parallelism]` of a job: degrees, stages, networks, and where a stage's state rests."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from roadtrain.config.networks import NetworkStatement
+from roadtrain.config.parallelism import Parallelism
+from roadtrain.config.schema import Count, Flag, Number, Section, Texts, Whole
+from roadtrain.errors import ConfigError
+
+
+class StagePlacement(Section):
+    """Where one stage's parameters and optimizer state rest, instead of beside its ranks: files,
+    servers, or memory alone."""
+
+    stage: Whole
+    files: Texts = Field(default=[], description="directories of the stage's host")
+    servers: Texts = Field(default=[], description="HOST:PORT of each `roadtrain serve`")
+    token_file: str | None = Field(default=None, description="file with the servers' token")
+    memory: Flag = Field(default=False, description="streamed from this host's memory")
+
+    @model_validator(mode="after")
+    def _one_place(self) -> Self:
+        if bool(self.files) + bool(self.servers) + self.memory != 1:
+            raise ValueError(f"stage {self.stage}: give one of files, servers and memory = true")
+        return self
+
+
+class ParallelismSection(Section):
+    dp: Count | None = Field(
+        default=None,
+        description="data-parallel ranks of each stage; default: what the processes give",
+    )
+    tp: Count = Field(default=1, description="tensor-parallel ranks, of one host")
+    pp: Count = Field(default=1, description="pipeline stages")
+    widths: list[Count] = Field(
+        default=[], description="data-parallel ranks of each stage, where they differ"
+    )
+    stages: list[Whole] | Literal["even", "measured", "paper"] = Field(
+        default="even",
+        description="blocks of each stage; or: as even as can be, exactly by measured speeds, or "
+        "by the formula of Yang et al. (Holmes)",
+    )
+    virtual_stages: Count = Field(
+        default=1, description="parts of the model that a stage has (interleaved)"
+    )
+    num_microbatches: Count | None = Field(
+        default=None,
+        description="of a step, over all replicas; default: optimizer.accumulate of each replica"
+        " of the widest stage",
+    )
+    activations: Literal["bf16", "fp16"] | None = Field(
+        default=None, description="what activations travel as between stages; default: as they are"
+    )
+    overlap: Flag = Field(
+        default=True, description="a stage's gradients and new parameters travel while it computes"
+    )
+    repartition: Number | None = Field(
+        default=None,
+        gt=0,
+        description="divide the stages anew where that shortens a step by this fraction",
+    )
+    snapshot_every: Count = Field(
+        default=50, description="steps between snapshots of what rests beside the ranks"
+    )
+    deadline: Number = Field(default=600.0, gt=0, description="seconds that a wait may take")
+    networks: list[NetworkStatement] = Field(
+        default=[], description="what is known of network cards; the rest is found"
+    )
+    placements: list[StagePlacement] = Field(
+        default=[], description="stages whose state rests elsewhere than beside their ranks"
+    )
+
+    @property
+    def used(self) -> bool:
+        """Whether the job is one of stages and groups."""
+        several = self.pp > 1 or self.tp > 1 or self.dp is not None
+        return several or bool(self.widths) or bool(self.placements)
+
+    def degrees(self, processes: int) -> Parallelism:
+        """For so many processes. Raises ConfigError where they do not divide."""
+        dp = self.dp
+        if dp is None and not self.widths:
+            dp, rest = divmod(processes, self.pp * self.tp)
+            if rest or not dp:
+                raise ConfigError(
+                    f"{processes} processes do not divide into {self.pp} stages of {self.tp}"
+                    " tensor-parallel ranks",
+                    hint="start a multiple of pp x tp, or give widths",
+                )
+        stated = tuple(self.stages) if isinstance(self.stages, list) else ()
+        return Parallelism(
+            dp=dp or 1,
+            tp=self.tp,
+            pp=self.pp,
+            stages=stated,
+            virtual_stages=self.virtual_stages,
+            widths=tuple(self.widths),
+        )
