@@ -21,7 +21,7 @@ from roadtrain.parallel.links import Channel, Position, StageLinks
 from roadtrain.parallel.meeting import Meeting
 from roadtrain.parallel.pipeline import Pipeline, PipelineShape
 from roadtrain.parallel.process_groups import ProcessGroups, make_process_groups, start_processes
-from roadtrain.parallel.sharded_optimizer import ShardedOptimizer
+from roadtrain.parallel.sharded_optimizer import ShardedOptimizer, ShardedOptions
 from roadtrain.parallel.shared_copies import SharedCopies
 from roadtrain.parallel.stage_model import StageModel
 from roadtrain.parallel.stage_optimizer import StageOptimizer
@@ -43,6 +43,7 @@ class Joined:
     control: ControlLinks
     options: ParallelOptions
     device: torch.device
+    rule: str  # the name of the optimizer's class, which a snapshot tells
 
     @property
     def position(self) -> RankPosition:
@@ -85,7 +86,7 @@ def control_links(processes: ProcessGroups, groups: Groups, deadline_s: float) -
         at = groups.position(rank)
         role = f"stage {at.stage}, replica {at.replica}"
         places.append(RankPlace(groups.cluster(rank), groups.host(rank), role))
-    return ControlLinks(processes.control, places, deadline_s=deadline_s)
+    return ControlLinks(processes.control, places, replies=processes.replies, deadline_s=deadline_s)
 
 
 def keep_own_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
@@ -103,12 +104,15 @@ def make_stage_optimizer(
 ) -> StageOptimizer:
     """What updates this rank's stage."""
     bring(stage_model.model, joined.device, joined.options.dtype)
+    label = f"stage {joined.position.stage}"
     return ShardedOptimizer(
         stage_model.model,
         optimizer,
         joined.data_group,
         shared=shared_copies(joined),
-        overlap=joined.options.overlap,
+        blocks=stage_model.own_modules,
+        options=ShardedOptions(overlap=joined.options.overlap, label=label),
+        report=report,
     )
 
 
@@ -145,7 +149,6 @@ def make_pipeline(joined: Joined, stage_model: StageModel, loss: LossFunction) -
         parallelism.virtual_stages,
         options.num_microbatches,
     )
-    alone = distributed.new_group([joined.rank], backend="gloo", use_local_synchronization=True)
     parts = [
         TorchStage(
             SegmentModule(stage_model, layout.segments[number], loss, options.activations),
@@ -153,7 +156,7 @@ def make_pipeline(joined: Joined, stage_model: StageModel, loss: LossFunction) -
             len(layout.segments),
             shape.slots(),
             joined.device,
-            alone,
+            joined.processes.alone,
         )
         for number in layout.numbers(at.stage)
     ]

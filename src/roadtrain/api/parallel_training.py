@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import distributed, nn
@@ -14,20 +15,26 @@ from torch import distributed, nn
 from roadtrain.api.parallel_parts import Joined
 from roadtrain.errors import LoopError
 from roadtrain.parallel.pipeline import Pipeline, StepTimes
+from roadtrain.parallel.snapshot_choice import ParamEntry
+from roadtrain.parallel.snapshots import JobSnapshots, SnapshotOptions
 from roadtrain.parallel.stage_model import MicroBatch, StageModel
 from roadtrain.parallel.stage_optimizer import StageOptimizer
+from roadtrain.storage.mark import Mark
+from roadtrain.streaming.split import NAMES
 
 Batch = Callable[[int], MicroBatch]
+Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Of one step, the same on all ranks. loss: mean over the micro-batches. grad_norm: global,
-    before clipping. times: of this rank."""
+    """Of one step, the same on all ranks but for `times`, which are of this rank. loss: mean over
+    the micro-batches. grad_norm: global, before clipping."""
 
     loss: float
     grad_norm: float
     times: StepTimes
+    stop: bool  # whether any rank asked to stop after this step
 
     def __float__(self) -> float:
         return self.loss
@@ -45,8 +52,10 @@ class ParallelTraining:
     ) -> None:
         self.joined, self.stage_model = joined, stage_model
         self.optimizer, self.pipeline = optimizer, pipeline
-        stage_model.attach()
+        self.committed_step = 0
+        self._snapshots: JobSnapshots | None = None
         self._closed = False
+        stage_model.attach()
 
     @property
     def model(self) -> nn.Module:
@@ -61,11 +70,14 @@ class ParallelTraining:
     def steps_done(self) -> int:
         return self.optimizer.steps_done
 
-    def step(self, batch: Batch, clip_norm: float | None = None) -> StepResult:
+    def step(
+        self, batch: Batch, clip_norm: float | None = None, *, stop: bool = False
+    ) -> StepResult:
         """One step of the whole job; every process calls it.
 
         batch: the micro-batch of a number, 0 to num_microbatches - 1; asked for those that this
-        process runs. clip_norm: the most that the global norm of the gradients may be. Raises
+        process runs. clip_norm: the most that the global norm of the gradients may be. stop: this
+        process wants this step to be the last; every process hears whether one did. Raises
         PeerError where another process is gone or late (Rule 5); the step has no effect then.
         """
         if self._closed:
@@ -77,13 +89,61 @@ class ParallelTraining:
         self.optimizer.begin_step(len(own))
         loss = self.pipeline.step(self.steps_done, batch)
         # every tensor rank of the last stage has the same loss
-        sums = self._summed([loss if at.tensor == 0 else 0.0, self.optimizer.sum_squares()])
+        squares = self.optimizer.sum_squares()
+        sums = self._summed([loss if at.tensor == 0 else 0.0, squares, float(stop)])
         norm = math.sqrt(sums[1]) if sums[1] >= 0 else math.nan
         scale = 1.0
         if clip_norm is not None and norm > clip_norm:
             scale = clip_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
         self.optimizer.step(scale)
-        return StepResult(sums[0], norm, self.pipeline.times)
+        return StepResult(sums[0], norm, self.pipeline.times, sums[2] > 0)
+
+    def keep(
+        self, directory: Path, options: SnapshotOptions, mark: Mark | None, report: Report
+    ) -> Mapping[str, bytes]:
+        """From now on `snapshot` writes into the run directory; what is committed there is
+        loaded. Returns what else the step consisted of, as `snapshot` was given it. Raises
+        StoreError where what is there cannot be gone on with."""
+        parallelism = str(self.joined.groups.parallelism)
+        self._snapshots = JobSnapshots(
+            directory,
+            self.joined.control,
+            self._entries(),
+            options,
+            parallelism=parallelism,
+            mark=mark,
+            report=report,
+        )
+        report(self._snapshots.describe())
+        found = self._snapshots.find()
+        if found is None:
+            return {}
+        self.optimizer.load(found.pieces(self.optimizer.wanted()), found.step)
+        self.committed_step = found.step
+        report(f"resumed at step {found.step}, which ran as {found.parallelism}")
+        return found.blobs
+
+    def due(self) -> bool:
+        """Whether a snapshot is to be written after this step."""
+        return self._snapshots is not None and self._snapshots.due(self.steps_done)
+
+    def snapshot(self, blobs: Mapping[str, bytes]) -> None:
+        """Commit the step on all ranks. blobs: what else it consists of. Raises StoreError."""
+        if self._snapshots is None:
+            raise LoopError("no directory for snapshots was given", hint="call keep() first")
+        if self.steps_done != self.committed_step:
+            self._snapshots.save(self.steps_done, self.optimizer, blobs)
+            self.committed_step = self.steps_done
+
+    def _entries(self) -> list[ParamEntry]:
+        """This stage's parameters, as the whole model calls them."""
+        rules: dict[nn.Parameter, str] = {}
+        for group in self.optimizer.param_groups:
+            rules |= dict.fromkeys(group["params"], self.joined.rule)
+        return [
+            ParamEntry(name, tuple(p.shape), NAMES[p.dtype], rules.get(p, ""))
+            for name, p in self.model.named_parameters()
+        ]
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> float:

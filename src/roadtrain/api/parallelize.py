@@ -22,6 +22,7 @@ from roadtrain.api.parallel_options import ParallelOptions
 from roadtrain.api.parallel_parts import (
     Joined,
     connect,
+    control_links,
     keep_own_groups,
     make_pipeline,
     make_stage_optimizer,
@@ -92,7 +93,9 @@ def parallelize(
     fill(model, parts, layout.names_of(own.stage), options.weights, options.init)
     stage_model = StageModel(model, cuts, layout.segments_of(own.stage), at)
     keep_own_groups(optimizer, model)
-    joined = Joined(started.rank, groups, layout, processes, options, at)
+    rule = type(optimizer).__name__
+    control = control_links(processes, groups, options.deadline_s)
+    joined = Joined(started.rank, groups, layout, processes, control, options, at, rule)
     stage_optimizer = make_stage_optimizer(joined, stage_model, optimizer, say)
     pipeline = make_pipeline(joined, stage_model, loss)
     micro = f"{options.num_microbatches} micro-batches a step"

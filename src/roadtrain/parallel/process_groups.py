@@ -23,7 +23,14 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from roadtrain.config.networks import CONTROL, ETHERNET, INSIDE, GroupNetwork, NamedRanks
+from roadtrain.config.networks import (
+    CONTROL,
+    ETHERNET,
+    INSIDE,
+    LOOPBACK,
+    GroupNetwork,
+    NamedRanks,
+)
 from roadtrain.errors import ConfigError, LostError
 
 GLOO = "roadtrain_gloo"  # gloo whose groups have an address each
@@ -34,7 +41,12 @@ class ProcessGroups:
     """This rank's process groups, by the names of their groups."""
 
     control: ProcessGroup  # of all ranks, gloo: moves host tensors
+<<<<<<< HEAD
     replies: ProcessGroup  # another one like it, for what comes back
+=======
+    replies: ProcessGroup  # another of the same, for ControlLinks
+    alone: ProcessGroup  # of this rank only, gloo
+>>>>>>> f5f88d1 (train: a job with [parallelism] trains in stages)
     of: Mapping[str, ProcessGroup]  # those that this rank is in
     networks: Mapping[str, GroupNetwork]  # of all groups
 
@@ -98,6 +110,10 @@ def make_process_groups(
             raise ConfigError(f"no network was chosen for {group.name}")
     rank, made = dist.get_rank(), dict[str, ProcessGroup]()
     control, replies = (_gloo_group(networks[CONTROL], deadline_s) for _ in range(2))
+<<<<<<< HEAD
+=======
+    alone = _alone(rank, deadline_s)
+>>>>>>> f5f88d1 (train: a job with [parallelism] trains in stages)
     for group in groups:
         network = networks[group.name]
         if device_type == "cpu":
@@ -109,7 +125,11 @@ def make_process_groups(
             process_group = _nccl_group(network, choice, deadline_s)
         if rank in network.ranks:
             made[group.name] = process_group
+<<<<<<< HEAD
     return ProcessGroups(control, replies, made, dict(networks))
+=======
+    return ProcessGroups(control, replies, alone, made, dict(networks))
+>>>>>>> f5f88d1 (train: a job with [parallelism] trains in stages)
 
 
 def nccl_network(network: GroupNetwork, rank: int, environment: Mapping[str, str]) -> NcclNetwork:
@@ -139,6 +159,17 @@ def _gloo_group(network: GroupNetwork, deadline_s: float) -> Any:
     rank = dist.get_rank()
     address = network.card_of(rank).address if rank in network.ranks else ""
     return _new_group(network, GLOO, address, deadline_s)
+
+
+def _alone(rank: int, deadline_s: float) -> Any:
+    return dist.new_group(
+        [rank],
+        timeout=timedelta(seconds=deadline_s),
+        backend=GLOO,
+        pg_options=LOOPBACK,
+        use_local_synchronization=True,
+        group_desc=f"rank {rank} alone",
+    )
 
 
 def _nccl_group(network: GroupNetwork, choice: NcclNetwork, deadline_s: float) -> Any:

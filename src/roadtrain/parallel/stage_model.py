@@ -97,6 +97,10 @@ class StageModel:
         return [i for s in self.segments for i in range(s.begin, s.stop)]
 
     @property
+    def own_modules(self) -> list[nn.Module]:
+        return [self._blocks[i] for i in self.own]
+
+    @property
     def own_names(self) -> list[str]:
         return [self.cuts.blocks[i] for i in self.own]
 

@@ -10,15 +10,11 @@ from __future__ import annotations
 
 import math
 import os
-import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -40,6 +36,8 @@ from roadtrain.training.data import Tokens
 from roadtrain.training.memory_limit import ENFORCED_BY, limited
 from roadtrain.training.metrics import Metrics, committed_by
 from roadtrain.training.progress import progress, show_table
+from roadtrain.training.schedule import learning_rate
+from roadtrain.training.stop import Stop
 from roadtrain.training.summary import Summary, Totals, disk_bytes, rows
 from roadtrain.transport.address import tls_of, token_of
 from roadtrain.transport.tcp import TcpOptions
@@ -81,7 +79,12 @@ def command(path: str, overrides: Mapping[str, Any], new_store: bool = False) ->
     """
     job = load_job(path, {**overrides, "run.new_store": True} if new_store else overrides)
     check_own(path, job)
-    summary = train(job, program=sys.argv[0])
+    if job.parallelism.used:
+        from roadtrain.training.train_parallel import train_parallel
+
+        summary = train_parallel(job, program=sys.argv[0])
+    else:
+        summary = train(job, program=sys.argv[0])
     return 130 if summary.stopped == "interrupted" else 0
 
 
@@ -98,7 +101,7 @@ def train(job: Job, report: Report = print, program: str = "roadtrain") -> Summa
 
 
 def _train(job: Job, report: Report, program: str) -> Summary:
-    stop = _Stop(job.run.minutes, report)  # its time runs from here
+    stop = Stop(job.run.minutes, report)  # its time runs from here
     make_directory(job.run_dir)
     mark = mark_of(job, report)
     training = place_job(job, report, mark)
@@ -230,18 +233,6 @@ def held_out_loss(training: Training, batches: int = HELD_OUT_BATCHES) -> float 
     return sum(losses) / len(losses) if losses else None
 
 
-def learning_rate(job: Job, number: int) -> float:
-    """Of step `number` (from 0): linear warm-up, then the schedule down to a tenth at run.steps."""
-    o = job.optimizer
-    if number < o.warmup_steps:
-        return o.lr * (number + 1) / o.warmup_steps
-    if o.schedule == "constant":
-        return o.lr
-    part = min(1.0, (number - o.warmup_steps) / max(1, job.run.steps - o.warmup_steps))
-    fall = part if o.schedule == "linear" else (1 - math.cos(math.pi * part)) / 2
-    return o.lr * (1 - 0.9 * fall)
-
-
 def mark_of(job: Job, report: Report = print, *, reads: bool = False) -> Mark:
     """What the job's run directory knows of its store. `reads`: none shall be made. A worker
     that was started again has said `new_store` once before."""
@@ -365,42 +356,6 @@ def _promise(job: Job) -> int | None:
     in it."""
     scaled = job.optimizer.clip_norm is not None or job.model.dtype == "fp16"
     return None if scaled else job.optimizer.accumulate
-
-
-class _Stop:
-    """Why to stop early: Ctrl-C or SIGTERM (the step at work is finished; a second one ends at
-    once), or the time."""
-
-    def __init__(self, minutes: float | None, report: Report) -> None:
-        self._until = math.inf if minutes is None else time.monotonic() + 60 * minutes
-        self._minutes, self._report, self._asked = minutes, report, False
-
-    def why(self) -> str:
-        if self._asked:
-            return "interrupted"
-        return f"{self._minutes:g} minutes are over" if time.monotonic() > self._until else ""
-
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self._asked:
-            raise KeyboardInterrupt
-        self._asked = True
-        self._report("stopping after this step (again: at once)")
-
-    @contextmanager
-    def heard(self) -> Iterator[None]:
-        """Signals come here, where this is the main thread; elsewhere whoever runs us handles
-        them."""
-        signals = (
-            (signal.SIGINT, signal.SIGTERM)
-            if threading.current_thread() is threading.main_thread()
-            else ()
-        )
-        before = [(number, signal.signal(number, self._ask)) for number in signals]
-        try:
-            yield
-        finally:
-            for number, handler in before:
-                signal.signal(number, handler)
 
 
 def _line(

@@ -1,0 +1,19 @@
+"""The learning rate of a step: a function of its number, so that a resumed run repeats it."""
+
+from __future__ import annotations
+
+import math
+
+from roadtrain.config.job import Job
+
+
+def learning_rate(job: Job, number: int) -> float:
+    """Of step `number` (from 0): linear warm-up, then the schedule down to a tenth at run.steps."""
+    o = job.optimizer
+    if number < o.warmup_steps:
+        return o.lr * (number + 1) / o.warmup_steps
+    if o.schedule == "constant":
+        return o.lr
+    part = min(1.0, (number - o.warmup_steps) / max(1, job.run.steps - o.warmup_steps))
+    fall = part if o.schedule == "linear" else (1 - math.cos(math.pi * part)) / 2
+    return o.lr * (1 - 0.9 * fall)

@@ -1,0 +1,267 @@
+"""A job with `[parallelism]`: every process of it, started by torchrun, trains its stage.
+
+The same data, learning rates, metrics and table as `train`; micro-batch i of a step is what pass i
+of one process alone would be, so that losses are the same. Process 0 writes the run directory's
+files; snapshots are written by all. Does NOT know how stages talk: that is `parallelize`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from roadtrain.api.parallel_options import ParallelOptions, StageStore
+from roadtrain.api.parallel_training import ParallelTraining, StepResult
+from roadtrain.api.parallelize import parallelize
+from roadtrain.api.stores import Files, Memory, Servers
+from roadtrain.config.job import Job
+from roadtrain.config.job_parallelism import StagePlacement
+from roadtrain.device.copies import own_device
+from roadtrain.errors import ConfigError
+from roadtrain.parallel.meeting import Started
+from roadtrain.parallel.snapshots import SnapshotOptions
+from roadtrain.parallel.stage_model import MicroBatch
+from roadtrain.storage.direct import make_directory
+from roadtrain.storage.mark import Mark
+from roadtrain.streaming.plain import decode, encode
+from roadtrain.streaming.split import DTYPES
+from roadtrain.training.build import build_model, build_optimizer, fitted
+from roadtrain.training.data import Tokens
+from roadtrain.training.metrics import Metrics
+from roadtrain.training.progress import progress, show_table
+from roadtrain.training.schedule import learning_rate
+from roadtrain.training.stop import Stop
+from roadtrain.training.summary import Summary, Totals
+from roadtrain.training.train import RETRY_S, mark_of, silent, write_job
+from roadtrain.transport.address import token_of
+
+HELD_OUT_BATCHES = 8
+DATA = "data"  # the name of the tokens' state in a snapshot
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class StagedJob:
+    """A job whose model is cut into stages, on one process."""
+
+    job: Job
+    training: ParallelTraining
+    tokens: Tokens
+    device: torch.device
+
+    @property
+    def num_microbatches(self) -> int:
+        return self.training.joined.options.num_microbatches
+
+    def blobs(self) -> dict[str, bytes]:
+        """What a step consists of beside parameters and their state."""
+        return {DATA: encode(self.tokens.state_dict())}
+
+    def line(self, result: StepResult, lr: float, seconds: float) -> dict[str, Any]:
+        """Of metrics.jsonl."""
+        job, times = self.job, result.times
+        loss, norm = result.loss, result.grad_norm
+        tokens = job.data.batch_size * job.data.seq_len * self.num_microbatches
+        stages = {"Forward": times.forward, "Backward": times.backward, "Wait": times.waiting}
+        line: dict[str, Any] = {
+            "step": self.training.steps_done,
+            "loss": loss if math.isfinite(loss) else None,
+            "grad_norm": norm if math.isfinite(norm) else None,
+            "lr": lr,
+            "tokens": tokens,
+            "seconds": round(seconds, 6),
+            "stages": {k: {"seconds": round(v, 6), "bytes": 0} for k, v in stages.items()},
+        }
+        return line | ({"lossy": job.lossy} if job.lossy else {})
+
+    def step(self, *, stop: bool) -> tuple[StepResult, float]:
+        """The next step and its learning rate. stop: as ParallelTraining.step's."""
+        number, job = self.training.steps_done, self.job
+        lr = learning_rate(job, number)
+        for group in self.training.optimizer.param_groups:
+            group["lr"] = lr
+
+        def batch(micro: int) -> MicroBatch:
+            rows, length = job.data.batch_size, job.data.seq_len
+            return micro_batch(*self.tokens.batch(number, micro, rows, length), self.device)
+
+        return self.training.step(batch, job.optimizer.clip_norm, stop=stop), lr
+
+    def held_out_loss(self) -> float | None:
+        """Mean over the held-out batches; None where none are held out."""
+        job = self.job
+        if not job.data.held_out:
+            return None
+        found = self.tokens.held_out_batches(
+            max(HELD_OUT_BATCHES, self.num_microbatches), job.data.batch_size, job.data.seq_len
+        )
+        batches = [micro_batch(x_BT, y_BT, self.device) for x_BT, y_BT in found]
+        rounds = max(1, len(batches) // self.num_microbatches)
+        losses = [self._evaluated(batches, n * self.num_microbatches) for n in range(rounds)]
+        return sum(losses) / len(losses)
+
+    def _evaluated(self, batches: Sequence[MicroBatch], first: int) -> float:
+        return self.training.evaluate(lambda micro: batches[(first + micro) % len(batches)])
+
+
+def micro_batch(x_BT: torch.Tensor, y_BT: torch.Tensor, device: torch.device) -> MicroBatch:
+    kwargs = {"input_ids": x_BT.to(device), "use_cache": False}
+    return MicroBatch((), kwargs, y_BT.to(device))
+
+
+def loss_of(result: Any, batch: MicroBatch) -> torch.Tensor:
+    logits_BTV: torch.Tensor = result.logits
+    return functional.cross_entropy(logits_BTV.float().flatten(0, 1), batch.target.flatten())
+
+
+def train_parallel(job: Job, report: Report = print, program: str = "roadtrain") -> Summary:
+    """Train `job` from its last committed step up to run.steps. Raises RoadtrainError."""
+    stop = Stop(job.run.minutes, report)
+    started = Started.of_environment()
+    say = report if started.rank == 0 else silent
+    make_directory(job.run_dir)
+    mark = mark_of(job, report) if started.rank == 0 else None
+    staged = stage_job(job, started, say)
+    with staged.training, stop.heard():
+        resume(staged, mark, say)
+        why, totals = train_steps(staged, mark, stop, say)
+        staged.training.snapshot(staged.blobs())
+        held_out = None if why == "interrupted" else staged.held_out_loss()
+        summary = Summary(staged.training.steps_done, *totals.first_and_last(), held_out, why)
+        show_table(rows(staged, summary, totals, program), say)
+        return summary
+
+
+def stage_job(job: Job, started: Started, report: Report) -> StagedJob:
+    """Text, model, optimizer, and the line that cuts them into stages. Raises RoadtrainError."""
+    check(job)
+    tokens = Tokens(job.data.paths, job.data.tokenizer, job.data.held_out, job.run.seed)
+    trained, held = len(tokens.train), len(tokens.held_out)
+    report(f"data: {trained:,} tokens of {len(tokens.files):,} files, {held:,} held out")
+    job = fitted(job, tokens)
+    device = own_device(job.run.device or ("cuda" if torch.cuda.is_available() else "cpu"), report)
+    options = options_of(job, started.world_size)
+    model = build_model(job, "meta")
+    x_BT, y_BT = tokens.batch(0, 0, job.data.batch_size, job.data.seq_len)
+    training = parallelize(
+        model,
+        build_optimizer(job, model.parameters()),
+        options,
+        example=micro_batch(x_BT, y_BT, device),
+        loss=loss_of,
+        device=device,
+        report=report,
+    )
+    return StagedJob(job, training, tokens, device)
+
+
+def check(job: Job) -> None:
+    """Raises ConfigError for what a job of stages cannot have."""
+    for key, given, hint in (
+        ("compress", job.compress.keep or job.compress.downcast, "parallelism.activations"),
+        ("optimizer.delay", job.optimizer.delay, "leave it out"),
+        ("servers.addresses", job.servers.addresses, "parallelism.placements, for each stage"),
+        ("model.dtype = fp16", job.model.dtype == "fp16", "bf16, which needs no loss scaling"),
+    ):
+        if given:
+            raise ConfigError(f"{key} and [parallelism] do not go together yet", hint=hint)
+
+
+def options_of(job: Job, processes: int) -> ParallelOptions:
+    """Raises ConfigError."""
+    asked = job.parallelism
+    degrees = asked.degrees(processes)
+    total = asked.num_microbatches or job.optimizer.accumulate * max(degrees.replicas_of)
+    return ParallelOptions(
+        degrees,
+        total,
+        "even" if isinstance(asked.stages, list) else asked.stages,
+        {one.stage: store_of(one, job) for one in asked.placements},
+        asked.networks,
+        None if asked.activations is None else DTYPES[asked.activations],
+        asked.overlap,
+        blocks=job.model.blocks,
+        dtype=DTYPES[job.model.dtype],
+        weights=job.model.pretrained,
+        seed=job.run.seed,
+        deadline_s=asked.deadline,
+    )
+
+
+def store_of(placement: StagePlacement, job: Job) -> StageStore:
+    if placement.servers:
+        token = token_of(placement.token_file)
+        return Servers(placement.servers, token=token, retry_s=RETRY_S)
+    if placement.files:
+        return Files([one.replace("{run}", job.run.dir) for one in placement.files])
+    return Memory()
+
+
+def resume(staged: StagedJob, mark: Mark | None, report: Report) -> None:
+    """Go on from the last committed step of the run directory."""
+    job, training = staged.job, staged.training
+    every = SnapshotOptions(every=job.parallelism.snapshot_every)
+    blobs = training.keep(job.run_dir, every, mark, report)
+    if DATA in blobs:
+        staged.tokens.load_state_dict(decode(blobs[DATA]))
+    staged.tokens.begun = True
+    if training.rank == 0:
+        write_job(job)
+
+
+def train_steps(
+    staged: StagedJob, mark: Mark | None, stop: Stop, report: Report
+) -> tuple[str, Totals]:
+    """The steps that are left. Returns why it ended before run.steps, or nothing."""
+    job, training, totals, why = staged.job, staged.training, Totals(), ""
+    lines = job.run_dir / (
+        "metrics.jsonl" if training.rank == 0 else f"metrics.{training.rank}.jsonl"
+    )
+    with (
+        Metrics(lines, training.steps_done, fresh=training.steps_done == 0) as metrics,
+        progress(job.run.steps, training.steps_done, job.run.log_every, report) as show,
+    ):
+        then = time.perf_counter()
+        while training.steps_done < job.run.steps and not why:
+            result, lr = staged.step(stop=bool(stop.why()))
+            now = time.perf_counter()
+            line = staged.line(result, lr, now - then)
+            then = now
+            metrics.append(line)
+            show(line)
+            totals.add(line, 0)
+            why = (stop.why() or "another process was interrupted") if result.stop else ""
+            if training.due() and not why:
+                training.snapshot(staged.blobs())
+    return (why if training.steps_done < job.run.steps else ""), totals
+
+
+def rows(
+    staged: StagedJob, summary: Summary, totals: Totals, program: str
+) -> list[tuple[str, str]]:
+    """The table at the end."""
+    job = staged.job
+    out = [("steps done", f"{summary.steps} of {job.run.steps}")]
+    first, last = summary.first_loss, summary.last_loss
+    if math.isfinite(first):
+        change = f"{'fell' if last <= first else 'rose'} by {abs(first - last):.2f} nats"
+        out.append(("training loss, first and last steps", f"{first:.3f} -> {last:.3f}, {change}"))
+    if summary.held_out_loss is not None:
+        out.append(("held-out loss", f"{summary.held_out_loss:.3f}"))
+    if steps := len(totals.losses):
+        waited = totals.waited / steps
+        out.append(
+            (
+                "a step took, on the first process",
+                f"{totals.seconds / steps:.2f} s, of which it waited {waited:.2f} s for others",
+            )
+        )
+    out.append(("committed", f"step {staged.training.committed_step}, in {job.run_dir}"))
+    command = f"torchrun ... {program} train {job.run_dir / 'job.toml'}"
+    return [*out, ("to go on", command)]
