@@ -48,7 +48,7 @@ class Option:
 
 COMMANDS = {
     "train": Command(
-        "roadtrain.training.train:command",
+        "roadtrain.training.command:command",
         "Train a job. The same command resumes at the last committed step.",
         ("JOB.toml",),
         job_keys=True,

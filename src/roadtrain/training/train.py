@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from torch.nn import functional
 
 from roadtrain.api.place import place
 from roadtrain.api.stores import Files, Memory, Servers
-from roadtrain.config.job import Job, check_own, load_job
+from roadtrain.config.job import Job
 from roadtrain.config.lossy import Delay, Downcast, TopK
 from roadtrain.device.copies import own_device
 from roadtrain.errors import ConfigError
@@ -69,23 +68,6 @@ class Training:
         limit = self.job.optimizer.clip_norm
         if limit is not None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit * self.scaler.get_scale())
-
-
-def command(path: str, overrides: Mapping[str, Any], new_store: bool = False) -> int:
-    """`roadtrain train`. Raises RoadtrainError.
-
-    Args:
-        new_store: go on with the store that is there, or a new one, whatever the run has trained
-    """
-    job = load_job(path, {**overrides, "run.new_store": True} if new_store else overrides)
-    check_own(path, job)
-    if job.parallelism.used:
-        from roadtrain.training.train_parallel import train_parallel
-
-        summary = train_parallel(job, program=sys.argv[0])
-    else:
-        summary = train(job, program=sys.argv[0])
-    return 130 if summary.stopped == "interrupted" else 0
 
 
 def train(job: Job, report: Report = print, program: str = "roadtrain") -> Summary:

@@ -1,0 +1,24 @@
+"""`roadtrain train`: a job, trained by this process, or as its part of one with [parallelism]."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from roadtrain.config.job import check_own, load_job
+from roadtrain.training.train import train
+from roadtrain.training.train_parallel import train_parallel
+
+
+def command(path: str, overrides: Mapping[str, Any], new_store: bool = False) -> int:
+    """`roadtrain train`. Raises RoadtrainError.
+
+    Args:
+        new_store: go on with the store that is there, or a new one, whatever the run has trained
+    """
+    job = load_job(path, {**overrides, "run.new_store": True} if new_store else overrides)
+    check_own(path, job)
+    run = train_parallel if job.parallelism.used else train
+    summary = run(job, program=sys.argv[0])
+    return 130 if summary.stopped == "interrupted" else 0
