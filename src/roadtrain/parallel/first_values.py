@@ -9,7 +9,7 @@ Assumes: all ranks have the same seed set. Does NOT move anything to a device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -50,7 +50,7 @@ def drop(p: nn.Parameter) -> None:
         p.data = p.data.new_empty(()).expand(p.shape)
 
 
-def read(name: str, p: nn.Parameter, given: dict[str, Tensor]) -> None:
+def read(name: str, p: nn.Parameter, given: Mapping[str, Tensor]) -> None:
     """The values of `p`, of the tensor of its name. Raises ConfigError where it does not fit."""
     tensor = given.get(name)
     if tensor is None or tuple(tensor.shape) != tuple(p.shape):

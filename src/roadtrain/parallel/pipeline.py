@@ -141,6 +141,7 @@ class Pipeline:
             part.drop()
             peer = machine.goes(run)
             if peer is None:
+                assert isinstance(out, torch.Tensor)
                 total += float(out) / self.shape.num_microbatches
             elif (peer.stage, peer.replica) == (self.shape.stage, self.shape.replica):
                 handed[peer.part, run.micro] = list(out)
