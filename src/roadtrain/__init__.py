@@ -11,12 +11,16 @@ from roadtrain.errors import RoadtrainError
 
 if TYPE_CHECKING:
     from roadtrain.api.optimizer import PlacedOptimizer
+    from roadtrain.api.parallel_options import ParallelOptions
+    from roadtrain.api.parallelize import parallelize
     from roadtrain.api.place import place
     from roadtrain.api.stores import Files, Memory, Servers
     from roadtrain.config.lossy import Delay, Downcast, TopK
+    from roadtrain.config.parallelism import Parallelism
     from roadtrain.integrations.ddp import Summation, sum_hook
     from roadtrain.integrations.fsdp import sum_fsdp
     from roadtrain.kernels.lion import Lion
+    from roadtrain.parallel.stage_model import MicroBatch
 
 __all__ = [
     "Delay",
@@ -24,11 +28,15 @@ __all__ = [
     "Files",
     "Lion",
     "Memory",
+    "MicroBatch",
+    "ParallelOptions",
+    "Parallelism",
     "PlacedOptimizer",
     "RoadtrainError",
     "Servers",
     "Summation",
     "TopK",
+    "parallelize",
     "place",
     "sum_fsdp",
     "sum_hook",
@@ -43,6 +51,10 @@ _HOMES = {
     "Downcast": "roadtrain.config.lossy",
     "Delay": "roadtrain.config.lossy",
     "PlacedOptimizer": "roadtrain.api.optimizer",
+    "parallelize": "roadtrain.api.parallelize",
+    "ParallelOptions": "roadtrain.api.parallel_options",
+    "Parallelism": "roadtrain.config.parallelism",
+    "MicroBatch": "roadtrain.parallel.stage_model",
     "Lion": "roadtrain.kernels.lion",
     "Summation": "roadtrain.integrations.ddp",
     "sum_hook": "roadtrain.integrations.ddp",

@@ -9,6 +9,7 @@ Does NOT know torch: names of optimizers and dtypes stay text here.
 from __future__ import annotations
 
 import json
+import re
 import sysconfig
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,7 +21,7 @@ import tomli_w
 from pydantic import Field, field_validator, model_validator
 
 from roadtrain.chunks import MAX_CHUNK
-from roadtrain.config.job_parallelism import ParallelismSection
+from roadtrain.config.job_parallelism import ParallelismSection, Stages
 from roadtrain.config.names import Former, Report, did_you_mean, in_words_of_now
 from roadtrain.config.schema import (
     Count,
@@ -403,6 +404,7 @@ def all_keys() -> Iterator[tuple[str, str, str]]:
             )
 
 
+_NUMBERS = re.compile(r"\d+(,\d+)*")  # as `--parallelism.widths 2,1`
 _FREE_KEYS = ("model.config.", "optimizer.options.")
 
 
@@ -438,6 +440,8 @@ def _value(key: str, text: str) -> Any:
     if kind in (float, Number | None) and isinstance(given, str):
         with suppress(ValueError):
             return float(given)  # as `.01`
+    if kind in (list[Count], Stages) and isinstance(given, str) and _NUMBERS.fullmatch(given):
+        return [int(piece) for piece in given.split(",")]
     if kind in (list[str], Texts | None) and isinstance(given, str):
         return [piece for piece in given.split(",") if piece]
     return given

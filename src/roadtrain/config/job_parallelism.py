@@ -11,6 +11,8 @@ from roadtrain.config.parallelism import Parallelism
 from roadtrain.config.schema import Count, Flag, Number, Section, Texts, Whole
 from roadtrain.errors import ConfigError
 
+Stages = list[Whole] | Literal["even", "measured", "paper"]
+
 
 class StagePlacement(Section):
     """Where one stage's parameters and optimizer state rest, instead of beside its ranks: files,
@@ -39,7 +41,7 @@ class ParallelismSection(Section):
     widths: list[Count] = Field(
         default=[], description="data-parallel ranks of each stage, where they differ"
     )
-    stages: list[Whole] | Literal["even", "measured", "paper"] = Field(
+    stages: Stages = Field(
         default="even",
         description="blocks of each stage; or: as even as can be, exactly by measured speeds, or "
         "by the formula of Yang et al. (Holmes)",

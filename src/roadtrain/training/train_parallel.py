@@ -61,7 +61,8 @@ class StagedJob:
 
     def blobs(self) -> dict[str, bytes]:
         """What a step consists of beside parameters and their state."""
-        return {DATA: encode(self.tokens.state_dict())}
+        tokens = self.tokens.state_dict()
+        return {DATA: encode({"tokens": tokens, "num_microbatches": self.num_microbatches})}
 
     def line(self, result: StepResult, lr: float, seconds: float) -> dict[str, Any]:
         """Of metrics.jsonl."""
@@ -209,7 +210,13 @@ def resume(staged: StagedJob, mark: Mark | None, report: Report) -> None:
     every = SnapshotOptions(every=job.parallelism.snapshot_every)
     blobs = training.keep(job.run_dir, every, mark, report)
     if DATA in blobs:
-        staged.tokens.load_state_dict(decode(blobs[DATA]))
+        state = decode(blobs[DATA])
+        staged.tokens.load_state_dict(state["tokens"])
+        if (then := state["num_microbatches"]) != staged.num_microbatches:
+            report(
+                f"a step was of {then} micro-batches and is of {staged.num_microbatches} now: its"
+                " loss is another one (parallelism.num_microbatches keeps it)"
+            )
     staged.tokens.begun = True
     if training.rank == 0:
         write_job(job)

@@ -1,0 +1,125 @@
+"""parallelize(): losses, norms and evaluation are those of one process with place(), for several
+models, widths and stages."""
+
+from functools import partial
+
+import pytest
+import torch
+import transformers
+from world import run
+
+import roadtrain
+from roadtrain import MicroBatch, Parallelism, ParallelOptions
+
+STEPS = 3
+SHAPES = {
+    "llama": {
+        "num_hidden_layers": 6,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "vocab_size": 100,
+    },
+    # tied: the first and the last stage have a copy of the embeddings
+    "gpt2": {
+        "n_layer": 6,
+        "n_embd": 32,
+        "n_head": 4,
+        "vocab_size": 100,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    },
+    "opt": {
+        "num_hidden_layers": 6,
+        "hidden_size": 32,
+        "ffn_dim": 48,
+        "num_attention_heads": 4,
+        "vocab_size": 100,
+        "word_embed_proj_dim": 32,
+        "dropout": 0.0,
+    },
+}
+
+
+def model_of(kind):
+    config = transformers.AutoConfig.for_model(kind, **SHAPES[kind])
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def micro_batch(step, micro):
+    seed = torch.Generator().manual_seed(100 * step + micro)
+    x = torch.randint(0, 100, (2, 16), generator=seed)
+    return MicroBatch((), {"input_ids": x, "labels": x})
+
+
+def alone(kind, num_microbatches):
+    """(loss, norm) of each step by one process."""
+    torch.manual_seed(0)
+    model = model_of(kind)
+    optimizer = roadtrain.place(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-3), report=lambda _: None
+    )
+    found = []
+    for step in range(STEPS):
+        total = 0.0
+        for micro in range(num_microbatches):
+            loss = model(**micro_batch(step, micro).kwargs).loss / num_microbatches
+            loss.backward()
+            total += loss.item()
+        optimizer.step()
+        found.append((total, optimizer.grad_norm()))
+        optimizer.zero_grad()
+    optimizer.close()
+    return found
+
+
+def staged(kind, parallelism, num_microbatches, options, rank):
+    model, lines = model_of(kind), []
+    training = roadtrain.parallelize(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-3),
+        ParallelOptions(parallelism, num_microbatches, deadline_s=60.0, **options),
+        example=micro_batch(0, 0),
+        report=lines.append,
+    )
+    with training:
+        results = [training.step(partial(micro_batch, step)) for step in range(STEPS)]
+        held_out = training.evaluate(partial(micro_batch, STEPS))
+    return [(one.loss, one.grad_norm) for one in results], held_out, lines
+
+
+CASES = [
+    ("llama", Parallelism(pp=2), 4, {}),
+    ("llama", Parallelism(pp=2, dp=2, stages=(2, 4)), 4, {}),
+    ("llama", Parallelism(pp=2, widths=(2, 1)), 5, {}),
+    ("gpt2", Parallelism(pp=2, virtual_stages=3), 4, {}),
+    ("gpt2", Parallelism(pp=2, dp=2), 4, {}),
+    ("opt", Parallelism(pp=2, widths=(1, 2)), 4, {}),
+    ("llama", Parallelism(dp=2), 4, {"overlap": False}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "parallelism", "num_microbatches", "options"), CASES)
+def test_steps_are_those_of_one_process(kind, parallelism, num_microbatches, options):
+    found = run(parallelism.devices, partial(staged, kind, parallelism, num_microbatches, options))
+    want = alone(kind, num_microbatches)
+    assert all(isinstance(one, tuple) for one in found), found
+    for steps, _, _ in found:
+        assert steps == found[0][0]  # all ranks say the same
+        for (loss, norm), (own_loss, own_norm) in zip(steps, want, strict=True):
+            assert loss == pytest.approx(own_loss, rel=1e-6)
+            assert norm == pytest.approx(own_norm, rel=1e-5)
+    if set(parallelism.replicas_of) == {1}:
+        # one sum of each gradient, in the same order: the same bits (Rule 1)
+        assert [loss for loss, _ in found[0][0]] == [loss for loss, _ in want]
+    assert len({held_out for _, held_out, _ in found}) == 1
+    assert any(line.startswith("parallel: ") for line in found[0][2])
+    assert not found[-1][2]  # the first rank speaks for all
+
+
+def test_lossy_activations_are_printed():  # Rule 2
+    options = ParallelOptions(Parallelism(pp=2), 2, activations=torch.bfloat16)
+    assert options.say_lossy() == ["lossy: activations travel as torch.bfloat16"]
