@@ -197,6 +197,20 @@ def test_keys_of_a_job() -> None:
         "compress.keep",
         "compress.error_feedback",
         "compress.downcast",
+        "parallelism.dp",
+        "parallelism.tp",
+        "parallelism.pp",
+        "parallelism.widths",
+        "parallelism.stages",
+        "parallelism.virtual_stages",
+        "parallelism.num_microbatches",
+        "parallelism.activations",
+        "parallelism.overlap",
+        "parallelism.resize_stages",
+        "parallelism.snapshot_every",
+        "parallelism.deadline",
+        "parallelism.networks",
+        "parallelism.placements",
     ]
 
 

@@ -18,7 +18,7 @@ from roadtrain.parallel.control import ControlLinks, RankPlace
 from roadtrain.parallel.groups import GroupKind, Groups
 from roadtrain.parallel.layout import StageLayout
 from roadtrain.parallel.links import Channel, Position, StageLinks
-from roadtrain.parallel.meeting import Meeting
+from roadtrain.parallel.meeting import ParallelStart
 from roadtrain.parallel.pipeline import Pipeline, PipelineShape
 from roadtrain.parallel.process_groups import ProcessGroups, make_process_groups, start_processes
 from roadtrain.parallel.sharded_optimizer import ShardedOptimizer, ShardedOptions
@@ -59,7 +59,7 @@ class Joined:
 
 
 def connect(
-    meeting: Meeting,
+    meeting: ParallelStart,
     groups: Groups,
     layout: StageLayout,
     options: ParallelOptions,

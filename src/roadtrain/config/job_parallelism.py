@@ -60,7 +60,7 @@ class ParallelismSection(Section):
     overlap: Flag = Field(
         default=True, description="a stage's gradients and new parameters travel while it computes"
     )
-    repartition: Number | None = Field(
+    resize_stages: Number | None = Field(
         default=None,
         gt=0,
         description="divide the stages anew where that shortens a step by this fraction",
