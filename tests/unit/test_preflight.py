@@ -291,11 +291,14 @@ def test_which_of_the_hosts_this_is(monkeypatch) -> None:
 def test_what_is_read_of_a_job(tmp_path) -> None:
     job = tmp_path / "job.toml"
     job.write_text(
-        '[run]\nsteps = 3\n[parallelism]\ndp = 2\npp = 2\n[[parallelism.networks]]\ninterface = "ib0"\n'
+        '[run]\nsteps = 3\n[model.config]\nmodel_type = "llama"\n[parallelism]\npp = 2\n'
+        '[[parallelism.networks]]\ninterface = "ib0"\n'
     )
-    parallelism, statements = preflight.read_job(str(job))
+    parallelism, statements = preflight.read_job(str(job), 4)
     assert (parallelism.devices, [one.interface for one in statements]) == (4, ["ib0"])
-    assert preflight.read_job("") == (None, ())
-    job.write_text('[[parallelism.networks]]\ninterfase = "ib0"\n')
+    assert preflight.read_job("", 4) == (None, ())
+    job.write_text(
+        '[model.config]\nmodel_type = "llama"\n[[parallelism.networks]]\ninterfase = "i"\n'
+    )
     with pytest.raises(ConfigError, match="interfase"):
-        preflight.read_job(str(job))
+        preflight.read_job(str(job), 4)

@@ -205,6 +205,7 @@ def test_keys_of_a_job() -> None:
         "parallelism.virtual_stages",
         "parallelism.num_microbatches",
         "parallelism.activations",
+        "parallelism.across_clusters",
         "parallelism.overlap",
         "parallelism.resize_stages",
         "parallelism.snapshot_every",

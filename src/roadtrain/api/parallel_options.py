@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from roadtrain.api.stores import Files, Memory, Servers
+from roadtrain.config.host_ranks import DataGroups
 from roadtrain.config.networks import NetworkStatement
 from roadtrain.config.parallelism import Parallelism
 from roadtrain.errors import ConfigError
@@ -30,6 +31,8 @@ class ParallelOptions:
     stores: of a stage by its number: where its parameters and optimizer state rest, instead of
     beside the stage's ranks.
     networks: what the user knows of cards.
+    data_groups: whether a stage's ranks may be in several clusters, whose slow network then
+    carries gradients.
     activations: what activations and their gradients travel as between stages; None: as they are.
     overlap: a stage's sums and new parameters travel while it computes.
     blocks: names or patterns of the blocks; None: found, as in place().
@@ -45,6 +48,7 @@ class ParallelOptions:
     stages: Literal["even", "measured", "paper"] = "even"
     stores: Mapping[int, StageStore] = field(default_factory=dict)
     networks: Sequence[NetworkStatement] = ()
+    data_groups: DataGroups = DataGroups.IN_ONE_CLUSTER
     activations: torch.dtype | None = None
     overlap: bool = True
     blocks: Sequence[str] | None = None
@@ -89,6 +93,13 @@ class ParallelOptions:
                 f" {type(store).__name__} is of one",
                 hint="Servers, which add up the gradients of several ranks, or a width of 1",
             )
+
+    def told(self) -> str:
+        """What must be the same on all ranks, in words."""
+        stores = {stage: type(store).__name__ for stage, store in sorted(self.stores.items())}
+        said = [one.model_dump_json() for one in self.networks]
+        how = (self.stages, self.activations, self.overlap, self.dtype, self.blocks, self.seed)
+        return f"{self.parallelism} {self.num_microbatches} {how} {stores} {said}"
 
     def say_lossy(self) -> list[str]:
         """Rule 2: what is lossy, for printing."""

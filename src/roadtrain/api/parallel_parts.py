@@ -6,27 +6,35 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import distributed, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from roadtrain.api.parallel_options import ParallelOptions
-from roadtrain.config.networks import CONTROL, choose_networks
+from roadtrain.api.place import place
+from roadtrain.api.placed_stage import PlacedStage
+from roadtrain.config.networks import CONTROL, stated
 from roadtrain.config.parallelism import RankPosition
 from roadtrain.parallel.control import ControlLinks, RankPlace
 from roadtrain.parallel.groups import GroupKind, Groups
 from roadtrain.parallel.layout import StageLayout
 from roadtrain.parallel.links import Channel, Position, StageLinks
-from roadtrain.parallel.meeting import ParallelStart
+from roadtrain.parallel.meeting import RankMeeting
 from roadtrain.parallel.pipeline import Pipeline, PipelineShape
+from roadtrain.parallel.preflight import preflight
 from roadtrain.parallel.process_groups import ProcessGroups, make_process_groups, start_processes
 from roadtrain.parallel.sharded_optimizer import ShardedOptimizer, ShardedOptions
 from roadtrain.parallel.shared_copies import SharedCopies
 from roadtrain.parallel.stage_model import StageModel
 from roadtrain.parallel.stage_optimizer import StageOptimizer
+from roadtrain.parallel.tensor import TensorParallel, tensor_parallel
+from roadtrain.parallel.tensor_pieces import TensorPieces
 from roadtrain.parallel.torch_stage import LossFunction, SegmentModule, TorchStage
 from roadtrain.protocol.pipeline import BACKWARD, FORWARD, Peer
+from roadtrain.runtime.worker_group import WorkerGroup
 
 Report = Callable[[str], None]
 WHAT = {GroupKind.ACTIVATIONS: FORWARD, GroupKind.GRADIENTS: BACKWARD}
@@ -59,24 +67,29 @@ class Joined:
 
 
 def connect(
-    meeting: ParallelStart,
+    meeting: RankMeeting,
     groups: Groups,
     layout: StageLayout,
     options: ParallelOptions,
     device: torch.device,
     report: Report,
 ) -> ProcessGroups:
-    """Choose a network for every group and make the process groups; prints which is which.
-    Raises ConfigError where a group has no network in common, LostError."""
-    shared = [one for lot in layout.shared_groups().values() for one in lot]
-    every = [*groups.to_create, *shared]
-    networks = choose_networks(every, meeting.hosts)
-    for network in networks.values():
+    """Choose a network for every group, prove that it works, and make the process groups. Raises
+    ConfigError where a group has no network in common, PeerError where one does not work."""
+    every = [*groups.to_create, *layout.shared_groups()]
+    hosts = stated(meeting.hosts, options.networks)
+    found = preflight(meeting, every, hosts, say=report)
+    for network in dict.fromkeys(map(str, found.networks.values())):
         report(f"network: {network}")
-    rank, world, deadline_s = meeting.started.rank, meeting.started.world_size, options.deadline_s
-    start_processes(networks[CONTROL], meeting.store, rank, world, deadline_s)
+    control = found.networks[CONTROL]
+    start_processes(control, meeting.store, meeting.rank, meeting.world_size, options.deadline_s)
     return make_process_groups(
-        every, networks, deadline_s, device_type=device.type, environment=os.environ, say=report
+        every,
+        found.networks,
+        options.deadline_s,
+        device_type=device.type,
+        environment=os.environ,
+        say=report,
     )
 
 
@@ -102,28 +115,70 @@ def make_stage_optimizer(
     optimizer: torch.optim.Optimizer,
     report: Report,
 ) -> StageOptimizer:
-    """What updates this rank's stage."""
+    """What updates this rank's stage: placed, or with its state cut over the data group."""
+    stage = joined.position.stage
+    if stage in joined.options.stores:
+        return placed_stage(joined, stage_model, optimizer)
     bring(stage_model.model, joined.device, joined.options.dtype)
-    label = f"stage {joined.position.stage}"
-    return ShardedOptimizer(
+    split = split_layers(joined, stage_model)
+    cut_over_ranks = ShardedOptimizer(
         stage_model.model,
         optimizer,
         joined.data_group,
         shared=shared_copies(joined),
         blocks=stage_model.own_modules,
-        options=ShardedOptions(overlap=joined.options.overlap, label=label),
+        options=ShardedOptions(
+            overlap=joined.options.overlap,
+            label=f"stage {stage}",
+            counts=None if split is None else split.counts,
+        ),
         report=report,
     )
+    return cut_over_ranks if split is None else TensorPieces(cut_over_ranks, split)
+
+
+def placed_stage(
+    joined: Joined, stage_model: StageModel, optimizer: torch.optim.Optimizer
+) -> PlacedStage:
+    """The stage's state rests where the options say. Each stage says itself where that is."""
+    at, options = joined.position, joined.options
+    placed = place(
+        stage_model.model,
+        optimizer,
+        store=options.stores[at.stage],
+        dtype=options.dtype,
+        blocks=stage_model.own_names,
+        device=joined.device,
+        deadline_s=options.deadline_s,
+        report=partial(_of_stage, at.stage) if at.replica == 0 else _silent,
+        group=WorkerGroup.of_environment().of_stage(at.stage, at.replica, joined.width),
+    )
+    return PlacedStage(placed, shared_copies(joined))
+
+
+def _of_stage(stage: int, line: str) -> None:
+    print(f"stage {stage}: {line}", flush=True)
+
+
+def _silent(_: str) -> None: ...
+
+
+def split_layers(joined: Joined, stage_model: StageModel) -> TensorParallel | None:
+    """Every layer in parts over the replica's tensor group, where there are several ranks."""
+    if joined.groups.parallelism.tp == 1:
+        return None
+    group = joined.processes[joined.groups.group_of(GroupKind.TENSOR, joined.rank)]
+    mesh = DeviceMesh.from_group(group, joined.device.type, mesh_dim_names=("tp",))
+    return tensor_parallel(stage_model.model, mesh, stage_model.own_names)
 
 
 def shared_copies(joined: Joined) -> dict[str, SharedCopies]:
     """Of the parameters that this stage has in common with others, by name."""
     at, out = joined.position, dict[str, SharedCopies]()
     widths = joined.groups.parallelism.replicas_of
-    all_groups = joined.layout.shared_groups()
     for stages, names in joined.layout.shared().items():
         if at.stage in stages:
-            group = joined.processes[all_groups[stages][at.tensor]]
+            group = joined.processes[joined.layout.shared_group(stages, at.tensor)]
             copies = SharedCopies(group, tuple(widths[stage] for stage in stages))
             out |= dict.fromkeys(names, copies)
     return out

@@ -12,6 +12,7 @@ Every process calls it with the same model and options; torchrun starts them, on
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -28,13 +29,14 @@ from roadtrain.api.parallel_parts import (
     make_stage_optimizer,
 )
 from roadtrain.api.parallel_training import ParallelTraining
+from roadtrain.config.networks import stated
 from roadtrain.device.copies import own_device
 from roadtrain.errors import ModelError
 from roadtrain.parallel.cuts import Cuts
 from roadtrain.parallel.first_values import fill
 from roadtrain.parallel.groups import Groups
 from roadtrain.parallel.layout import StageLayout
-from roadtrain.parallel.meeting import Started, meet
+from roadtrain.parallel.meeting import launch_of, meet
 from roadtrain.parallel.stage_model import MicroBatch, StageModel
 from roadtrain.streaming.split import split
 
@@ -76,26 +78,27 @@ def parallelize(
     Raises ConfigError, ModelError before anything is trained, DeadlineError where a process or a
     network does not come (Rule 5).
     """
-    started = Started.of_environment()
-    say = report if started.rank == 0 else _silent
+    launch = launch_of(os.environ)
+    say = report if launch.rank == 0 else _silent
     for line in options.say_lossy():
         say(line)
     at = own_device(device or _default_device(), say)
-    meeting = meet(started, options.networks, options.deadline_s)
     parts = split(model, options.blocks)
     cuts = Cuts(model, example.args, example.kwargs or {}, options.blocks)
     parallelism = options.parallelism
-    groups = Groups.of(parallelism, meeting.host_clusters(), blocks=len(cuts.blocks))
+    meeting = meet(launch, job=options.told(), needed=parallelism.devices)
+    hosts = meeting.host_devices(stated(meeting.hosts, options.networks))
+    groups = Groups.of(parallelism, hosts, blocks=len(cuts.blocks), data_groups=options.data_groups)
     layout = StageLayout.of(parallelism, cuts)
     processes = connect(meeting, groups, layout, options, at, say)
-    own = groups.position(started.rank)
+    own = groups.position(launch.rank)
     torch.manual_seed(options.seed)
     fill(model, parts, layout.names_of(own.stage), options.weights, options.init)
     stage_model = StageModel(model, cuts, layout.segments_of(own.stage), at)
     keep_own_groups(optimizer, model)
     rule = type(optimizer).__name__
     control = control_links(processes, groups, options.deadline_s)
-    joined = Joined(started.rank, groups, layout, processes, control, options, at, rule)
+    joined = Joined(launch.rank, groups, layout, processes, control, options, at, rule)
     stage_optimizer = make_stage_optimizer(joined, stage_model, optimizer, say)
     pipeline = make_pipeline(joined, stage_model, loss)
     micro = f"{options.num_microbatches} micro-batches a step"

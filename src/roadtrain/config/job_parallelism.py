@@ -57,6 +57,10 @@ class ParallelismSection(Section):
     activations: Literal["bf16", "fp16"] | None = Field(
         default=None, description="what activations travel as between stages; default: as they are"
     )
+    across_clusters: Flag = Field(
+        default=False,
+        description="a stage's ranks may be in several clusters: a slow network carries gradients",
+    )
     overlap: Flag = Field(
         default=True, description="a stage's gradients and new parameters travel while it computes"
     )

@@ -55,21 +55,18 @@ class StageLayout:
                 found[stages].append(name)
         return {stages: tuple(names) for stages, names in found.items()}
 
-    def shared_groups(self) -> dict[tuple[int, ...], tuple[RankGroup, ...]]:
-        """For each set of stages that have parameters in common: of each tensor index the ranks
-        of all these stages, stage by stage, replica by replica."""
-        return {stages: self._groups(stages) for stages in self.shared()}
+    def shared_groups(self) -> list[RankGroup]:
+        """For each set of stages that have parameters in common and each tensor index."""
+        tensors = range(self.parallelism.tp)
+        return [self.shared_group(stages, tensor) for stages in self.shared() for tensor in tensors]
 
-    def _groups(self, stages: tuple[int, ...]) -> tuple[RankGroup, ...]:
+    def shared_group(self, stages: tuple[int, ...], tensor: int) -> RankGroup:
+        """The ranks of all these stages, stage by stage, replica by replica."""
+        ranks = tuple(
+            self.parallelism.rank(RankPosition(stage, replica, tensor))
+            for stage in stages
+            for replica in range(self.parallelism.replicas_of[stage])
+        )
         where = " and ".join(map(str, stages))
-        out = []
-        for tensor in range(self.parallelism.tp):
-            ranks = tuple(
-                self.parallelism.rank(RankPosition(stage, replica, tensor))
-                for stage in stages
-                for replica in range(self.parallelism.replicas_of[stage])
-            )
-            more = f" tensor rank {tensor}" if self.parallelism.tp > 1 else ""
-            name = f"shared parameters of stages {where}{more}"
-            out.append(RankGroup(GroupKind.SHARED, name, ranks))
-        return tuple(out)
+        more = f" tensor index {tensor}" if self.parallelism.tp > 1 else ""
+        return RankGroup(GroupKind.SHARED, f"shared parameters of stages {where}{more}", ranks)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from roadtrain.config.host_ranks import DataGroups
+from roadtrain.config.job import load_job
 from roadtrain.config.networks import (
     GroupNetwork,
     HostCard,
@@ -30,7 +31,6 @@ from roadtrain.config.networks import (
     stated,
 )
 from roadtrain.config.parallelism import Parallelism
-from roadtrain.config.schema import Section, checked, keys_of, read_toml
 from roadtrain.errors import ConfigError, DeadlineError
 from roadtrain.parallel.findings import (
     CLOCK_S,
@@ -215,9 +215,9 @@ def command(
         patience: seconds to wait for all ranks
     """
     begin = time.monotonic()
-    parallelism, statements = read_job(path)
     launch = launch_among(hosts.split(","), port) if hosts else launch_of(os.environ)
     per_rank = devices if hosts else 1
+    parallelism, statements = read_job(path, launch.world_size * per_rank)
     needed = parallelism.devices if parallelism else 0
     if needed % per_rank:
         raise ConfigError(f"{parallelism} is {needed} ranks, {devices} a host do not divide them")
@@ -234,18 +234,13 @@ def command(
     return 0
 
 
-class _JobNetworks(Section):
-    """What a preflight reads of a job."""
-
-    networks: tuple[NetworkStatement, ...] = ()
-
-
-def read_job(path: str) -> tuple[Parallelism | None, tuple[NetworkStatement, ...]]:
-    """Of a job file, its parallelism and what it says of networks; nothing without a file."""
-    said = read_toml(path, "job").get("parallelism", {}) if path else {}
-    known = {key: found for key, found in said.items() if key in keys_of(Parallelism)}
-    networks = checked(_JobNetworks, {"networks": said.get("networks", [])}, path).networks
-    return (checked(Parallelism, known, path) if known else None), networks
+def read_job(path: str, processes: int) -> tuple[Parallelism | None, tuple[NetworkStatement, ...]]:
+    """Of a job file, its parallelism for so many processes and what it says of networks; nothing
+    without a file."""
+    if not path:
+        return None, ()
+    said = load_job(path, report=lambda _: None).parallelism
+    return (said.degrees(processes) if said.used else None), tuple(said.networks)
 
 
 def launch_among(names: Sequence[str], port: int) -> Launch:

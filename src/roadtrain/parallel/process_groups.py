@@ -41,12 +41,8 @@ class ProcessGroups:
     """This rank's process groups, by the names of their groups."""
 
     control: ProcessGroup  # of all ranks, gloo: moves host tensors
-<<<<<<< HEAD
     replies: ProcessGroup  # another one like it, for what comes back
-=======
-    replies: ProcessGroup  # another of the same, for ControlLinks
     alone: ProcessGroup  # of this rank only, gloo
->>>>>>> f5f88d1 (train: a job with [parallelism] trains in stages)
     of: Mapping[str, ProcessGroup]  # those that this rank is in
     networks: Mapping[str, GroupNetwork]  # of all groups
 
@@ -110,10 +106,7 @@ def make_process_groups(
             raise ConfigError(f"no network was chosen for {group.name}")
     rank, made = dist.get_rank(), dict[str, ProcessGroup]()
     control, replies = (_gloo_group(networks[CONTROL], deadline_s) for _ in range(2))
-<<<<<<< HEAD
-=======
     alone = _alone(rank, deadline_s)
->>>>>>> f5f88d1 (train: a job with [parallelism] trains in stages)
     for group in groups:
         network = networks[group.name]
         if device_type == "cpu":
@@ -125,11 +118,7 @@ def make_process_groups(
             process_group = _nccl_group(network, choice, deadline_s)
         if rank in network.ranks:
             made[group.name] = process_group
-<<<<<<< HEAD
-    return ProcessGroups(control, replies, made, dict(networks))
-=======
     return ProcessGroups(control, replies, alone, made, dict(networks))
->>>>>>> f5f88d1 (train: a job with [parallelism] trains in stages)
 
 
 def nccl_network(network: GroupNetwork, rank: int, environment: Mapping[str, str]) -> NcclNetwork:

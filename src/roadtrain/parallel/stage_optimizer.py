@@ -17,9 +17,13 @@ class StageOptimizer(PieceSource, Protocol):
     micro-batch's loss by the number of micro-batches of the whole step.
     """
 
-    # torch's own form; learning rates are read from here at each step
-    param_groups: list[dict[str, Any]]
-    steps_done: int
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Torch's own form; learning rates are read from here at each step."""
+
+    @property
+    def steps_done(self) -> int:
+        """Steps taken, over all starts of the job."""
 
     def begin_step(self, backwards: int) -> None:
         """Parameters of the last step may still be on their way (a block waits before it runs).

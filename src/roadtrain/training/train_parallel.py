@@ -8,6 +8,7 @@ files; snapshots are written by all. Does NOT know how stages talk: that is `par
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,11 +21,12 @@ from roadtrain.api.parallel_options import ParallelOptions, StageStore
 from roadtrain.api.parallel_training import ParallelTraining, StepResult
 from roadtrain.api.parallelize import parallelize
 from roadtrain.api.stores import Files, Memory, Servers
+from roadtrain.config.host_ranks import DataGroups
 from roadtrain.config.job import Job
 from roadtrain.config.job_parallelism import StagePlacement
 from roadtrain.device.copies import own_device
 from roadtrain.errors import ConfigError
-from roadtrain.parallel.meeting import Started
+from roadtrain.parallel.meeting import launch_of
 from roadtrain.parallel.snapshots import SnapshotOptions
 from roadtrain.parallel.stage_model import MicroBatch
 from roadtrain.storage.direct import make_directory
@@ -124,11 +126,11 @@ def loss_of(result: Any, batch: MicroBatch) -> torch.Tensor:
 def train_parallel(job: Job, report: Report = print, program: str = "roadtrain") -> Summary:
     """Train `job` from its last committed step up to run.steps. Raises RoadtrainError."""
     stop = Stop(job.run.minutes, report)
-    started = Started.of_environment()
-    say = report if started.rank == 0 else silent
+    launch = launch_of(os.environ)
+    say = report if launch.rank == 0 else silent
     make_directory(job.run_dir)
-    mark = mark_of(job, report) if started.rank == 0 else None
-    staged = stage_job(job, started, say)
+    mark = mark_of(job, report) if launch.rank == 0 else None
+    staged = stage_job(job, launch.world_size, say)
     with staged.training, stop.heard():
         resume(staged, mark, say)
         why, totals = train_steps(staged, mark, stop, say)
@@ -139,7 +141,7 @@ def train_parallel(job: Job, report: Report = print, program: str = "roadtrain")
         return summary
 
 
-def stage_job(job: Job, started: Started, report: Report) -> StagedJob:
+def stage_job(job: Job, processes: int, report: Report) -> StagedJob:
     """Text, model, optimizer, and the line that cuts them into stages. Raises RoadtrainError."""
     check(job)
     tokens = Tokens(job.data.paths, job.data.tokenizer, job.data.held_out, job.run.seed)
@@ -147,7 +149,7 @@ def stage_job(job: Job, started: Started, report: Report) -> StagedJob:
     report(f"data: {trained:,} tokens of {len(tokens.files):,} files, {held:,} held out")
     job = fitted(job, tokens)
     device = own_device(job.run.device or ("cuda" if torch.cuda.is_available() else "cpu"), report)
-    options = options_of(job, started.world_size)
+    options = options_of(job, processes)
     model = build_model(job, "meta")
     x_BT, y_BT = tokens.batch(0, 0, job.data.batch_size, job.data.seq_len)
     training = parallelize(
@@ -185,6 +187,7 @@ def options_of(job: Job, processes: int) -> ParallelOptions:
         "even" if isinstance(asked.stages, list) else asked.stages,
         {one.stage: store_of(one, job) for one in asked.placements},
         asked.networks,
+        DataGroups.ANYWHERE if asked.across_clusters else DataGroups.IN_ONE_CLUSTER,
         None if asked.activations is None else DTYPES[asked.activations],
         asked.overlap,
         blocks=job.model.blocks,
