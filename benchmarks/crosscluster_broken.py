@@ -42,7 +42,7 @@ rate = "600Mbit/s"
 interface = "eth1"
 rate = "50Mbit/s"
 """
-PARALLELISM = "[parallelism]\ndp = 2\npp = 2\n"
+PARALLELISM = '[model.config]\nmodel_type = "llama"\n[parallelism]\ndp = 2\npp = 2\n'
 SWAPPED = """
 [[parallelism.networks]]
 hosts = "a1"

@@ -22,10 +22,10 @@ from roadtrain.parallel.control import ControlLinks, RankPlace
 from roadtrain.parallel.groups import GroupKind, Groups
 from roadtrain.parallel.layout import StageLayout
 from roadtrain.parallel.links import Channel, Position, StageLinks
-from roadtrain.parallel.meeting import RankMeeting
 from roadtrain.parallel.pipeline import Pipeline, PipelineShape
 from roadtrain.parallel.preflight import preflight
 from roadtrain.parallel.process_groups import ProcessGroups, make_process_groups, start_processes
+from roadtrain.parallel.rank_meeting import RankMeeting
 from roadtrain.parallel.sharded_optimizer import ShardedOptimizer, ShardedOptions
 from roadtrain.parallel.shared_copies import SharedCopies
 from roadtrain.parallel.stage_model import StageModel

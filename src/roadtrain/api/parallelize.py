@@ -36,7 +36,7 @@ from roadtrain.parallel.cuts import Cuts
 from roadtrain.parallel.first_values import fill
 from roadtrain.parallel.groups import Groups
 from roadtrain.parallel.layout import StageLayout
-from roadtrain.parallel.meeting import launch_of, meet
+from roadtrain.parallel.rank_meeting import launch_of, meet
 from roadtrain.parallel.stage_model import MicroBatch, StageModel
 from roadtrain.streaming.split import split
 

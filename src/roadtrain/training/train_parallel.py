@@ -26,7 +26,7 @@ from roadtrain.config.job import Job
 from roadtrain.config.job_parallelism import StagePlacement
 from roadtrain.device.copies import own_device
 from roadtrain.errors import ConfigError
-from roadtrain.parallel.meeting import launch_of
+from roadtrain.parallel.rank_meeting import launch_of
 from roadtrain.parallel.snapshots import SnapshotOptions
 from roadtrain.parallel.stage_model import MicroBatch
 from roadtrain.storage.direct import make_directory
