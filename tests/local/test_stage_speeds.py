@@ -13,7 +13,12 @@ from torch import nn
 
 from roadtrain.config.parallelism import Parallelism, RankPosition
 from roadtrain.errors import BudgetError
-from roadtrain.parallel.block_times import block_memories, measure_blocks
+from roadtrain.parallel.block_times import (
+    block_memories,
+    block_parameters,
+    block_weights,
+    measure_blocks,
+)
 from roadtrain.parallel.control import ControlLinks
 from roadtrain.parallel.cuts import Cuts, Segment
 from roadtrain.parallel.groups import GroupKind, Groups
@@ -24,13 +29,13 @@ from roadtrain.parallel.partition import (
     gather_measured,
     gather_passes,
     measure_messages,
+    measured_memory,
     measured_work,
     own_pass_s,
 )
 from roadtrain.parallel.pipeline import PipelineShape, StepTimes
 from roadtrain.parallel.stage_model import MicroBatch, StageModel
 from roadtrain.protocol.pipeline import BACKWARD, FORWARD
-from roadtrain.protocol.stage_memory import StageMemory
 
 BLOCKS, MICROS, NBYTES = 8, 6, 1 << 20
 SLOW = 2  # the rank of stage 1 takes 12 ms a block, the others 4 ms
@@ -91,10 +96,10 @@ def measured(rank: int):
     stage.attach()
     times = measure_blocks(stage, batch, lambda result, _: result.sum())
     messages = measure_messages(links, shape, NBYTES, CPU)
-    every = gather_measured(control, MeasuredRank(times, messages))
-    work = measured_work(groups, every, MICROS, (1.0,) * BLOCKS)
+    every = gather_measured(control, MeasuredRank(times, messages, 1e6 - rank))
+    work = measured_work(groups, every, MICROS, block_weights(block_parameters(cuts, sizes)[0]))
     blocks, ends = block_memories(cuts, sizes, [one.times for one in every])
-    memory = StageMemory((1e6, 1e6), blocks, MICROS, (2, 1), ends)
+    memory = measured_memory(groups, every, work, blocks, ends, state_bytes=4.0)
     lines: list[str] = []
     found = choose_sizes(groups, work, memory, lines.append)
     refused = ""
@@ -108,24 +113,27 @@ def measured(rank: int):
     dist.barrier()
     dist.destroy_process_group()
     sent = dict(links.sent_bytes)
-    return messages, work, found, lines, refused, passes, sent
+    return messages, work, memory, found, lines, refused, passes, sent
 
 
 def test_the_stages_of_measured_speeds() -> None:
     results = world.run(3, measured)
     for rank, result in enumerate(results):
         assert not isinstance(result, str), result
-        messages, work, found, lines, refused, passes, sent = result
+        messages, work, memory, found, lines, refused, passes, sent = result
         received = (0, BACKWARD) if rank < 2 else (0, FORWARD)
         assert set(messages) == {received} and 0 < messages[received] < 5
         assert all(count == 0 for count in sent.values()), "measuring counts no bytes"
         assert work == results[0][1] and work.widths == (2, 1)
+        assert work.weights == (1.0,) * BLOCKS
+        assert memory.rooms == (1e6 - 1, 1e6 - 2) and memory.state_bytes == 4
+        assert [one.parameters for one in memory.blocks] == [72] * BLOCKS
         assert 0.004 <= work.stages[0].forward_s < work.stages[1].forward_s
         assert work.stages[1].forward_s >= 0.012
         assert work.boundaries[0].activations_s == results[2][0][0, FORWARD]
         assert work.boundaries[0].gradients_s == max(results[r][0][0, BACKWARD] for r in (0, 1))
         # stage 1 has one replica, of a third of the speed: 6 times the seconds of a block a step
-        assert found == results[0][2] and found.proven and found.sizes in ((7, 1), (6, 2))
+        assert found == results[0][3] and found.proven and found.sizes in ((7, 1), (6, 2))
         assert len(lines) == 1 and "even" in lines[0] and "paper" in lines[0]
         assert f"exact    {found.sizes[0]} + {found.sizes[1]}" in lines[0]
         assert "no division of 8 blocks into 2 stages fits" in refused

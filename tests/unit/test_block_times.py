@@ -8,7 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from roadtrain.parallel.block_times import RankTimes, block_memories, measure_blocks
+from roadtrain.parallel.block_times import (
+    RankTimes,
+    block_memories,
+    block_parameters,
+    block_weights,
+    measure_blocks,
+)
 from roadtrain.parallel.cuts import Cuts, Segment
 from roadtrain.parallel.stage_model import MicroBatch, StageModel
 from roadtrain.protocol.stage_memory import BlockMemory
@@ -116,6 +122,9 @@ def test_what_blocks_need() -> None:
     stage, cuts, sizes = staged(Segment(0, 4))
     blocks, (before, after) = block_memories(cuts, sizes, [measure_blocks(stage, BATCH, loss)])
     assert [one.parameters for one in blocks] == [WIDTH * WIDTH + WIDTH + 2 * WIDTH] * 4
+    counts, ends = block_parameters(cuts, sizes)
+    assert (counts, ends) == (tuple(b.parameters for b in blocks), (32, 18))
+    assert block_weights(counts) == (1.0,) * 4 and block_weights((3, 1, 0)) == (2.25, 0.75, 0.01)
     assert before.parameters == 3 * WIDTH + WIDTH and after.parameters == 2 * WIDTH + 2
     state = ROWS * WIDTH * 4
     assert all(2 * state <= one.activation_bytes <= 4 * state + 4 * WIDTH * 4 for one in blocks)

@@ -26,6 +26,7 @@ from roadtrain.parallel.stage_model import MicroBatch, StageModel
 from roadtrain.protocol.stage_memory import BlockMemory
 
 TIMED_PASSES = 3  # after one that is not timed
+LEAST_WEIGHT = 0.01  # of a block without parameters
 
 LossFunction = Callable[[Any, MicroBatch], torch.Tensor]  # of the model's result
 
@@ -104,11 +105,11 @@ def measure_blocks(
     )
 
 
-def block_memories(
-    cuts: Cuts, parameters: Mapping[str, int], times: Sequence[RankTimes]
-) -> tuple[tuple[BlockMemory, ...], tuple[BlockMemory, BlockMemory]]:
-    """Of all blocks; of what comes before and after. parameters: how many elements each of the
-    whole model has. times: of ranks that have all blocks together."""
+def block_parameters(
+    cuts: Cuts, parameters: Mapping[str, int]
+) -> tuple[tuple[int, ...], tuple[int, int]]:
+    """Elements of each block's parameters; of what comes before all blocks, and after. parameters:
+    how many elements each of the whole model has, by its name."""
     last = len(cuts.blocks) - 1
     counts, ends = [], [0, 0]
     for i, block in enumerate(cuts.blocks):
@@ -118,6 +119,21 @@ def block_memories(
         ends[0] += rest * (i == 0)
         ends[1] += rest * (i == last and last > 0)
         counts.append(sum(parameters[name] for name in own))
+    return tuple(counts), (ends[0], ends[1])
+
+
+def block_weights(counts: Sequence[int]) -> tuple[float, ...]:
+    """Work of each block over that of the mean one, taken to be as its parameters' elements."""
+    mean = sum(counts) / len(counts)
+    return tuple(max(count / mean, LEAST_WEIGHT) if mean else 1.0 for count in counts)
+
+
+def block_memories(
+    cuts: Cuts, parameters: Mapping[str, int], times: Sequence[RankTimes]
+) -> tuple[tuple[BlockMemory, ...], tuple[BlockMemory, BlockMemory]]:
+    """Of all blocks; of what comes before and after. parameters: as for `block_parameters`. times:
+    of ranks that have all blocks together."""
+    counts, ends = block_parameters(cuts, parameters)
     kept: dict[int, int] = {}
     for one in times:
         for number, nbytes in one.activation_bytes.items():

@@ -7,6 +7,7 @@ All ranks make the same calls and come to the same sizes. Does NOT cut a model n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -19,7 +20,7 @@ from roadtrain.parallel.groups import Groups
 from roadtrain.parallel.links import StageLinks
 from roadtrain.parallel.pipeline import PipelineShape, StepTimes
 from roadtrain.protocol.pipeline import BACKWARD, FORWARD, Peer, Transfer
-from roadtrain.protocol.stage_memory import StageMemory
+from roadtrain.protocol.stage_memory import BlockMemory, StageMemory
 from roadtrain.protocol.stage_sizes import FoundSizes, always, compare_sizes
 from roadtrain.protocol.step_model import BoundarySpeed, StageSpeed, StepWork
 
@@ -35,6 +36,7 @@ class MeasuredRank:
 
     times: RankTimes
     messages: Channels
+    room: float = math.inf  # bytes of its device that training may take; inf: nobody says
 
 
 def measure_messages(
@@ -114,13 +116,13 @@ def _message(nbytes: int, device: torch.device) -> torch.Tensor:
 def gather_measured(control: ControlLinks, own: MeasuredRank) -> list[MeasuredRank]:
     """Of all ranks, in their order. Raises PeerError."""
     messages = [[boundary, what, s] for (boundary, what), s in own.messages.items()]
-    told = control.agree(
-        {"times": own.times.to_json(), "messages": messages}, "speeds of all ranks"
-    )
+    mine = {"times": own.times.to_json(), "messages": messages, "room": own.room}
+    told = control.agree(mine, "speeds of all ranks")
     return [
         MeasuredRank(
             RankTimes.from_json(one["times"]),
             {(boundary, what): s for boundary, what, s in one["messages"]},
+            one["room"],
         )
         for one in told
     ]
@@ -158,6 +160,31 @@ def measured_work(
         boundaries,
         ends,
         parallelism.virtual_stages,
+    )
+
+
+def measured_memory(
+    groups: Groups,
+    measured: Sequence[MeasuredRank],
+    work: StepWork,
+    blocks: Sequence[BlockMemory],
+    ends: tuple[BlockMemory, BlockMemory],
+    **nbytes: float,
+) -> StageMemory:
+    """Of each stage the device with the least room. blocks, ends: of the whole model
+    (`block_memories`). nbytes: those of StageMemory, a parameter's."""
+    rooms = tuple(
+        min(measured[rank].room for rank in groups.stage_ranks(stage))
+        for stage in range(len(work.stages))
+    )
+    return StageMemory(
+        rooms,
+        tuple(blocks),
+        work.num_microbatches,
+        work.widths_of_stages,
+        ends,
+        virtual_stages=work.virtual_stages,
+        **nbytes,
     )
 
 

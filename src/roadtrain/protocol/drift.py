@@ -21,6 +21,7 @@ from roadtrain.protocol.step_model import StepModel, StepWork
 from roadtrain.units import show_seconds
 
 GRAIN = 1.02  # speeds closer than this are the same: sizes are not searched for anew
+MOST_LOOKED_AT = 20_000  # as of `best_sizes`: about half a second, while training waits
 MOST_KNOWN = 64  # speeds whose best sizes are remembered
 
 
@@ -123,7 +124,9 @@ class DriftWatch:
         if key not in self._known:
             if len(self._known) >= MOST_KNOWN:
                 self._known.clear()
-            self._known[key] = best_sizes(work, fits=self.fits, known=[self.sizes])
+            self._known[key] = best_sizes(
+                work, fits=self.fits, known=[self.sizes], most_looked_at=MOST_LOOKED_AT
+            )
         best = self._known[key]
         if best is None or best.sizes == self.sizes:
             return None
