@@ -94,7 +94,7 @@ def measured(rank: int):
     cuts = Cuts(model, batch.args, {})
     stage = StageModel(model, cuts, [Segment(0, 4) if at.stage == 0 else Segment(4, 8)])
     stage.attach()
-    times = measure_blocks(stage, batch, lambda result, _: result.sum())
+    times = measure_blocks(stage, batch, lambda result, _: result.sum(), least_s=0.2)
     messages = measure_messages(links, shape, NBYTES, CPU)
     every = gather_measured(control, MeasuredRank(times, messages, 1e6 - rank))
     work = measured_work(groups, every, MICROS, block_weights(block_parameters(cuts, sizes)[0]))

@@ -5,18 +5,20 @@ Forward is timed by block, between the moments at which blocks begin; backward a
 out over the blocks as forward is. The model, its buffers, its gradients and the random numbers are
 as before. Does NOT communicate.
 
-Assumes: the segment's parameters have values; nobody else computes on this device.
+Assumes: the segment's parameters have values; nobody else computes on this device; no optimizer is
+placed on the model yet.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from statistics import median
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -25,7 +27,10 @@ from roadtrain.parallel.cuts import Cuts, Segment
 from roadtrain.parallel.stage_model import MicroBatch, StageModel
 from roadtrain.protocol.stage_memory import BlockMemory
 
-TIMED_PASSES = 3  # after one that is not timed
+# Note: a mean over a second. A host may compute in bursts (a limit of CPU time is one of every
+# 100 ms), of which short timings or a median would see the fast part alone.
+TIMED_S = 1.0
+LEAST_PASSES, MOST_PASSES = 3, 200  # after two that are not counted
 LEAST_WEIGHT = 0.01  # of a block without parameters
 
 LossFunction = Callable[[Any, MicroBatch], torch.Tensor]  # of the model's result
@@ -64,45 +69,74 @@ class _Pass:
     storages: set[int] = field(default_factory=set)  # that are counted, or the model's own
 
 
+def _as_it_is(passes: int) -> int:
+    return passes
+
+
 def measure_blocks(
     stage_model: StageModel,
     batch: MicroBatch,
     loss: LossFunction,
     weights: Sequence[float] = (),
-    passes: int = TIMED_PASSES,
+    *,
+    agree: Callable[[int], int] = _as_it_is,
+    least_s: float = TIMED_S,
 ) -> RankTimes:
-    """Times the segments of `stage_model`, which is attached. weights: of all blocks of the model;
-    none: all alike. Takes `passes` + 1 forwards and backwards of each segment."""
-    cuts = stage_model.cuts
-    weights = weights or (1.0,) * len(cuts.blocks)
+    """Times the segments of `stage_model`, which is attached, for `least_s` or a few passes more.
+    weights: of all blocks of the model; none: all alike. agree: of how many passes this rank
+    wants, how many all ranks run that compute together (those of a tensor group)."""
+    weights = weights or (1.0,) * len(stage_model.cuts.blocks)
+
+    def one_pass() -> list[_Pass]:
+        return [_timed(stage_model, one, batch, loss) for one in stage_model.segments]
+
     with _as_before(stage_model.model, stage_model.device):
-        many = []
-        for number in range(passes + 1):
-            found = [_timed(stage_model, one, batch, loss) for one in stage_model.segments]
-            many += [found] if number else []
-    forward, kept, ends, end_bytes = dict[int, float](), dict[int, int](), [0.0, 0.0], [0, 0]
-    backward_s = 0.0
-    for i, segment in enumerate(stage_model.segments):
-        runs = [found[i] for found in many]
-        times = {block: median(run.forward[block] for run in runs) for block in runs[0].forward}
-        sizes = runs[0].kept
-        backward_s += median(run.backward_s for run in runs)
-        for end, block in ((0, segment.begin - 1), (1, segment.stop)):
-            at_edge = segment.begin == 0 if end == 0 else segment.stop == len(cuts.blocks)
-            into = segment.begin if end == 0 else segment.stop - 1
-            seconds, nbytes = times.pop(block, 0.0), sizes.pop(block, 0)
-            if at_edge:
-                ends[end], end_bytes[end] = seconds, nbytes
-            else:  # what every stage computes for itself (masks, positions) is its blocks'
-                times[into] += seconds
-                sizes[into] += nbytes
-        forward |= times
-        kept |= {block: sizes.get(block, 0) for block in times}
-    unit = sum(forward.values()) / sum(weights[block] for block in forward)
-    backward = backward_s / (sum(forward.values()) + sum(ends))  # a second of forward
+        one_pass()
+        warm_s = sum(sum(one.forward.values()) + one.backward_s for one in one_pass())
+        passes = agree(min(MOST_PASSES, max(LEAST_PASSES, math.ceil(least_s / warm_s))))
+        many = [one_pass() for _ in range(passes)]
+    parts = [
+        _Part(stage_model, segment, [found[i] for found in many])
+        for i, segment in enumerate(stage_model.segments)
+    ]
+    forward_s = sum(sum(one.forward.values()) for one in parts)
+    unit = forward_s / sum(weights[block] for one in parts for block in one.forward)
+    before, after = (sum(one.ends[i] for one in parts) for i in (0, 1))
+    backward = sum(one.backward_s for one in parts) / (forward_s + before + after)
     return RankTimes(
-        unit, unit * backward, ends[0] / unit, ends[1] / unit, kept, end_bytes[0], end_bytes[1]
+        unit,
+        unit * backward,
+        before / unit,
+        after / unit,
+        {block: nbytes for one in parts for block, nbytes in one.kept.items()},
+        *(sum(one.end_bytes[i] for one in parts) for i in (0, 1)),
     )
+
+
+class _Part:
+    """The mean of a segment's passes: what each of its blocks takes, and the model's ends. What
+    every stage computes for itself before its blocks (masks, positions) is its blocks'."""
+
+    def __init__(self, stage_model: StageModel, segment: Segment, passes: Sequence[_Pass]) -> None:
+        self.forward = {
+            block: fmean(one.forward[block] for one in passes) for block in passes[0].forward
+        }
+        self.backward_s = fmean(one.backward_s for one in passes)
+        kept = dict(passes[0].kept)
+        self.ends, self.end_bytes = [0.0, 0.0], [0, 0]
+        blocks = range(segment.begin, segment.stop)
+        is_end = segment.begin == 0, segment.stop == len(stage_model.cuts.blocks)
+        for end, outside, inside in (
+            (0, blocks.start - 1, blocks[0]),
+            (1, blocks.stop, blocks[-1]),
+        ):
+            seconds, nbytes = self.forward.pop(outside, 0.0), kept.pop(outside, 0)
+            if is_end[end]:
+                self.ends[end], self.end_bytes[end] = seconds, nbytes
+            else:
+                self.forward[inside] += seconds
+                kept[inside] = kept.get(inside, 0) + nbytes
+        self.kept = {block: kept.get(block, 0) for block in blocks}
 
 
 def block_parameters(
