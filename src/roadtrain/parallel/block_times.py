@@ -96,7 +96,7 @@ def measure_blocks(
         passes = agree(min(MOST_PASSES, max(LEAST_PASSES, math.ceil(least_s / warm_s))))
         many = [one_pass() for _ in range(passes)]
     parts = [
-        _Part(stage_model, segment, [found[i] for found in many])
+        _SegmentMeans(stage_model, segment, [found[i] for found in many])
         for i, segment in enumerate(stage_model.segments)
     ]
     forward_s = sum(sum(one.forward.values()) for one in parts)
@@ -113,7 +113,7 @@ def measure_blocks(
     )
 
 
-class _Part:
+class _SegmentMeans:
     """The mean of a segment's passes: what each of its blocks takes, and the model's ends. What
     every stage computes for itself before its blocks (masks, positions) is its blocks'."""
 
