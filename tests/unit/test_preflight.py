@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from dataclasses import dataclass, replace
 
 import pytest
@@ -200,6 +201,7 @@ def all_meet(world_size, changes=None, absent=(), deadline_s=8.0):
         own = {"job": "", "needed": 0, "deadline_s": deadline_s, "host": HOSTS[rank % 3]}
         own |= (changes or {}).get(rank, {})
         size = own.pop("world_size", world_size)
+        time.sleep(own.pop("late_s", 0.0))
         try:
             out[rank] = meeting.meet(launch(rank, size, port), **own)
         except Exception as error:
@@ -232,7 +234,8 @@ def test_every_rank_that_came_says_the_same_of_one_that_did_not() -> None:  # Ru
 
 
 def test_every_rank_says_the_same_of_another_world() -> None:
-    met = all_meet(3, {2: {"world_size": 4}})
+    """Also one that comes when it has been refused."""
+    met = all_meet(3, {1: {"late_s": 1.0}, 2: {"world_size": 4}})
     assert {type(one) for one in met.values()} == {ConfigError}
     assert len({str(one) for one in met.values()}) == 1
 

@@ -169,7 +169,13 @@ def meet(
     put(own, f"hello/{number}", hello)
     if launch.rank == 0:
         answer = _collect(own, launch, hello, max(until - time.monotonic(), 1.0))
-        publish(own, "met", answer, number_of=lambda: int(own.add("arrived", 0)))
+
+        def readers() -> int:
+            """Who is refused early waits for those that are still on their way."""
+            coming = launch.world_size if time.monotonic() < until else 0
+            return max(int(own.add("arrived", 0)), coming)
+
+        publish(own, "met", answer, readers, max(until - time.monotonic(), 0.0) + GRACE_S)
     else:
         me = f"rank {launch.rank} of host {host.name}"
         answer = read(own, "met", MeetingAnswer, deadline_s + GRACE_S, me)
@@ -179,11 +185,17 @@ def meet(
     return RankMeeting(launch, own, answer.hosts)
 
 
-def publish(store: dist.Store, key: str, said: object, number_of: Callable[[], int]) -> None:
+def publish(
+    store: dist.Store,
+    key: str,
+    said: object,
+    number_of: Callable[[], int],
+    patience_s: float = GRACE_S,
+) -> None:
     """Rank 0 says something to all; returns when they have read it, or have had the time to:
-    the store may end with rank 0. number_of: ranks that are there, rank 0 included."""
+    the store may end with rank 0. number_of: ranks that shall read it, rank 0 included."""
     put(store, key, said)
-    until = time.monotonic() + GRACE_S
+    until = time.monotonic() + patience_s
     while store.add(f"{key}/read", 0) < number_of() - 1 and time.monotonic() < until:
         time.sleep(POLL_S)
 
