@@ -429,7 +429,9 @@ def test_a_gradient_of_one_rank_counts_for_all():
 def differing_child(what, rank):
     group = joined(20)
     torch.manual_seed(rank if what == "values" else 0)
-    model = nn.Linear(8, 8 + (rank if what == "shapes" else 0))
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8 + (rank if what == "shapes" else 0)))
+    model[0].requires_grad_(False)
+    model[0].weight.data = model[0].weight.data.T  # not contiguous
     user = torch.optim.SGD(model.parameters(), lr=0.1)
     said = []
     try:

@@ -467,6 +467,29 @@ def test_sums_begin_during_the_last_backward_in_its_order(made, monkeypatch):
             handle.remove()
 
 
+def test_a_stage_may_have_nothing_that_trains(made):
+    model = nn.Linear(4, 4).requires_grad_(False)
+    model.weight.data = model.weight.data.T  # not contiguous
+    other = nn.Linear(4, 4)
+    user = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
+    user.param_groups[0]["params"] = []  # those of other stages
+    optimizer = made(model, user)
+    for _ in range(2):
+        optimizer.begin_step(1)
+        x = torch.ones(2, 4, requires_grad=True)
+        model(x).sum().backward()
+        assert optimizer.sum_squares() == 0
+        optimizer.step()
+    assert optimizer.extents() == optimizer.wanted()
+    pieces = [optimizer.piece(extent) for extent in optimizer.extents()]
+    with torch.no_grad():
+        before = [p.clone() for p in model.parameters()]
+        for p in model.parameters():
+            p.zero_()
+    optimizer.load(pieces, 2)
+    assert all(torch.equal(p, q) for p, q in zip(before, model.parameters()))
+
+
 def test_parts_of_a_stage_are_one_optimizer(made):
     """Two virtual stages, each with backwards of its own; both have one of the weights."""
 

@@ -35,7 +35,12 @@ def digest(*parts: Any) -> int:
 
 
 def digest_of(values: Sequence[torch.Tensor]) -> int:
-    return digest(*(v.detach().cpu().view(torch.uint8).numpy() for v in values))
+    return digest(*(_bytes(value).cpu().numpy() for value in values))
+
+
+def _bytes(value: torch.Tensor) -> torch.Tensor:
+    """The tensor's own memory where it is contiguous, else a copy."""
+    return value.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def pair(*digests: int) -> torch.Tensor:
@@ -49,13 +54,14 @@ def differ(largest: torch.Tensor) -> list[bool]:
 
 def begin_alike(
     group: Alike,
+    device: torch.device,
     layout: str,
     values: Sequence[torch.Tensor],
     who: str,
     report: Callable[[str], None],
 ) -> None:
-    """layout: how the rank has laid out `values`. Collective. Raises ModelError."""
-    device = values[0].device
+    """device: of the group's tensors. layout: how the rank has laid out `values`. Collective.
+    Raises ModelError."""
     said = pair(digest(layout.encode()), digest_of(values)).to(device)
     _wait(group.any_of(said))
     other_layout, other_values = differ(said)
@@ -68,7 +74,9 @@ def begin_alike(
     if other_values:
         report(f"{who}: parameters differ at the start; those of its first rank are taken")
         for value in values:
-            _wait(group.from_first(value))
+            first = _bytes(value)
+            _wait(group.from_first(first))
+            value.copy_(first.view(value.dtype).view(value.shape))
 
 
 def _wait(work: Pending | None) -> None:

@@ -121,10 +121,14 @@ class ShardedOptimizer:
         """Values, gradients, what arrives, and the state of this rank's shares."""
         layout, device = self.layout, self.parameters.device
         values = self.parameters.flatten(layout)
-        begin_alike(self.group, layout.whole, values, str(self.group), report)
+        frozen = {n: p.detach() for n, p in self.parameters.frozen.items() if p.numel()}
+        shapes = repr([(n, p.shape, p.dtype) for n, p in frozen.items()])
+        everything = [*values, *frozen.values()]
+        begin_alike(self.group, device, layout.whole + shapes, everything, str(self.group), report)
         for i, (names, copies) in enumerate(self.links):
             common = [values[run] for run in layout.shared_runs(i)]
-            begin_alike(copies, layout.common(i), common, f"copies of {names[0]!r}", report)
+            who = f"copies of {names[0]!r}"
+            begin_alike(copies, device, layout.common(i), common, who, report)
         grads = [torch.zeros(run.numel, device=device) for run in layout.runs]
         views = [v for g, run in zip(grads, layout.runs) for v in views_of(g, run, layout.params)]
         empty = torch.empty(0, device=device)
@@ -288,7 +292,7 @@ class ShardedOptimizer:
         for link, (_, copies) in enumerate(self.links):
             for index in self.layout.shared_buckets(link):
                 self._exchange(index, copies)
-        if self.options.overlap and not self._order_asked:
+        if self.options.overlap and self.states and not self._order_asked:
             self._agree_on_order()
 
     def _agree_on_gradients(self, has: list[bool]) -> None:
@@ -297,6 +301,8 @@ class ShardedOptimizer:
         groups: list[tuple[Any, list[int]]] = [(self.group, list(range(len(has))))]
         groups += [(copies, [positions[n] for n in names]) for names, copies in self.links]
         for group, own in groups:
+            if not own:
+                continue
             flags = torch.empty(len(own), dtype=torch.uint8, device=self.parameters.device)
 
             def begin(group: Any = group, own: list[int] = own, flags: Any = flags) -> Any:
@@ -470,7 +476,10 @@ class ShardedOptimizer:
             extent = piece.extent
             lacking.came(extent)
             if (frozen := self.parameters.frozen.get(extent.name)) is not None:
-                frozen.view(-1)[extent.start : extent.stop].copy_(piece.arrays[VALUE])
+                flat = frozen.detach().reshape(-1)  # a copy where it is not contiguous
+                flat[extent.start : extent.stop].copy_(piece.arrays[VALUE])
+                if not frozen.is_contiguous():
+                    frozen.copy_(flat.view(frozen.shape))
             for state, i in self._kept.get(extent.name, ()):
                 state.take(i, piece, hypers[self.layout.runs[state.bucket.run].group])
         lacking.check(f"{self.options.label}, rank {self.group.rank} of {self.group}")

@@ -23,7 +23,8 @@ FROZEN_DTYPES = (*TRAINABLE, "i8", "u8", "i16", "bool")
 class StageParameters:
     """`trainable`: what the optimizer has and requires gradients; `frozen`: the rest. Raises
     ModelError for a parameter that is nowhere, of a dtype that cannot be, or elsewhere than the
-    others; for one name of two parameters; for what the optimizer has and the stage has not."""
+    others; for one name of two parameters; for what the optimizer has and the stage has not. A
+    stage may have nothing that trains."""
 
     def __init__(self, models: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
         groups = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
@@ -43,14 +44,13 @@ class StageParameters:
                 self.specs.append(spec)
         own = {*self.trainable.values(), *self.frozen.values()}
         strangers = sum(p not in own for p in groups)
-        if strangers or not self.trainable:
+        if strangers:
             raise ModelError(
-                f"the optimizer has {strangers} parameters that the stage has not"
-                if strangers
-                else "no parameter of this stage is trained by the optimizer",
+                f"the optimizer has {strangers} parameters that the stage has not",
                 hint="make the optimizer of the stage's own parameters",
             )
-        self.device = next(iter(self.trainable.values())).device
+        some = next(iter((*self.trainable.values(), *self.frozen.values())), torch.empty(0))
+        self.device = some.device
 
     def _check(self, name: str, p: nn.Parameter, trains: bool) -> None:
         devices = {q.device for q in (*self.trainable.values(), p)} if trains else {p.device}
