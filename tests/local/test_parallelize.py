@@ -10,6 +10,7 @@ from world import run
 
 import roadtrain
 from roadtrain import MicroBatch, Parallelism, ParallelOptions
+from roadtrain.parallel.snapshots import SnapshotOptions
 
 STEPS = 3
 SHAPES = {
@@ -54,7 +55,7 @@ def micro_batch(step, micro):
     return MicroBatch((), {"input_ids": x, "labels": x})
 
 
-def alone(kind, num_microbatches):
+def alone(kind, num_microbatches, steps=STEPS):
     """(loss, norm) of each step by one process."""
     torch.manual_seed(0)
     model = model_of(kind)
@@ -62,7 +63,7 @@ def alone(kind, num_microbatches):
         model, torch.optim.AdamW(model.parameters(), lr=1e-3), report=lambda _: None
     )
     found = []
-    for step in range(STEPS):
+    for step in range(steps):
         total = 0.0
         for micro in range(num_microbatches):
             loss = model(**micro_batch(step, micro).kwargs).loss / num_microbatches
@@ -98,6 +99,9 @@ CASES = [
     ("gpt2", Parallelism(pp=2, dp=2), 4, {}),
     ("opt", Parallelism(pp=2, widths=(1, 2)), 4, {}),
     ("llama", Parallelism(dp=2), 4, {"overlap": False}),
+    ("llama", Parallelism(pp=2, tp=2), 4, {}),
+    ("gpt2", Parallelism(pp=2, tp=2), 4, {}),
+    ("opt", Parallelism(tp=2, dp=2), 4, {}),
 ]
 
 
@@ -112,7 +116,7 @@ def test_steps_are_those_of_one_process(kind, parallelism, num_microbatches, opt
         for (loss, norm), (own_loss, own_norm) in zip(steps, want, strict=True):
             assert loss == pytest.approx(own_loss, rel=1e-6)
             assert norm == pytest.approx(own_norm, rel=1e-5)
-    if set(parallelism.replicas_of) == {1}:
+    if set(parallelism.replicas_of) == {1} and parallelism.tp == 1:
         # one sum of each gradient, in the same order: the same bits (Rule 1)
         assert [loss for loss, _ in found[0][0]] == [loss for loss, _ in want]
     assert len({held_out for _, held_out, _ in found}) == 1
@@ -123,3 +127,33 @@ def test_steps_are_those_of_one_process(kind, parallelism, num_microbatches, opt
 def test_lossy_activations_are_printed():  # Rule 2
     options = ParallelOptions(Parallelism(pp=2), 2, activations=torch.bfloat16)
     assert options.say_lossy() == ["lossy: activations travel as torch.bfloat16"]
+
+
+def continued(kind, parallelism, directory, rank):
+    """Three steps from what was committed in `directory`, and a snapshot."""
+    training = roadtrain.parallelize(
+        model := model_of(kind),
+        torch.optim.AdamW(model.parameters(), lr=1e-3),
+        ParallelOptions(parallelism, 4, deadline_s=60.0),
+        example=micro_batch(0, 0),
+        report=lambda _: None,
+    )
+    with training:
+        training.keep(directory, SnapshotOptions(), None, lambda _: None)
+        first = training.steps_done
+        steps = range(first, first + STEPS)
+        losses = [training.step(partial(micro_batch, step)).loss for step in steps]
+        training.snapshot({})
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_tensor_parallel_steps_go_on_with_other_degrees(kind, tmp_path):
+    """Rule 3: tp 2 first, then stages, then both."""
+    want, found = [loss for loss, _ in alone(kind, 4, 3 * STEPS)], []
+    for degrees in (Parallelism(tp=2), Parallelism(pp=2), Parallelism(tp=2, dp=2)):
+        losses = run(degrees.devices, partial(continued, kind, degrees, tmp_path))
+        assert all(one == losses[0] for one in losses)
+        found += losses[0]
+    assert found == pytest.approx(want, rel=1e-5)

@@ -498,6 +498,8 @@ def test_a_layer_is_split_once(ranks):
 class Values:
     """A source of pieces as the optimizer of one of two data-parallel ranks is."""
 
+    param_groups, steps_done = (), 0
+
     def __init__(self, model, data):
         self.values = {name: p.detach().flatten() for name, p in model.named_parameters()}
         self.data = data

@@ -82,6 +82,8 @@ class Kept:
     """The optimizer of rank `data` of `width`: each parameter is cut into shares that respect
     nothing."""
 
+    param_groups = ()
+
     def __init__(self, values, data=0, width=1):
         self.values = {name: x.flatten().clone() for name, x in values.items()}
         self.state = {name: -x for name, x in self.values.items()}

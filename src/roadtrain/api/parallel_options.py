@@ -15,6 +15,7 @@ from roadtrain.config.host_ranks import DataGroups
 from roadtrain.config.networks import NetworkStatement
 from roadtrain.config.parallelism import Parallelism
 from roadtrain.errors import ConfigError
+from roadtrain.parallel.tensor import TensorPlan
 
 StageStore = Files | Memory | Servers
 STAGES = ("even", "measured", "paper")
@@ -36,6 +37,8 @@ class ParallelOptions:
     activations: what activations and their gradients travel as between stages; None: as they are.
     overlap: a stage's sums and new parameters travel while it computes.
     blocks: names or patterns of the blocks; None: found, as in place().
+    tensor_plan: styles by patterns of layer names, where tp is above 1; None: what is known of the
+    architecture (parallel/tensor_families.py).
     dtype: what parameters compute in; None: their own. Masters and state are fp32.
     weights: a directory of safetensors that the first values come from.
     init: initialises a module of a model built on `meta`; None: the model's own.
@@ -52,6 +55,7 @@ class ParallelOptions:
     activations: torch.dtype | None = None
     overlap: bool = True
     blocks: Sequence[str] | None = None
+    tensor_plan: TensorPlan | None = None
     dtype: torch.dtype | None = None
     weights: str | Path | None = None
     init: Callable[[nn.Module], None] | None = None

@@ -119,8 +119,10 @@ def make_stage_optimizer(
     stage = joined.position.stage
     if stage in joined.options.stores:
         return placed_stage(joined, stage_model, optimizer)
-    bring(stage_model.model, joined.device, joined.options.dtype)
     split = split_layers(joined, stage_model)
+    if split is not None:
+        report(f"stage {stage}: {split}")
+    bring(stage_model.model, joined.device, joined.options.dtype)
     cut_over_ranks = ShardedOptimizer(
         stage_model.model,
         optimizer,
@@ -169,7 +171,8 @@ def split_layers(joined: Joined, stage_model: StageModel) -> TensorParallel | No
         return None
     group = joined.processes[joined.groups.group_of(GroupKind.TENSOR, joined.rank)]
     mesh = DeviceMesh.from_group(group, joined.device.type, mesh_dim_names=("tp",))
-    return tensor_parallel(stage_model.model, mesh, stage_model.own_names)
+    plan = joined.options.tensor_plan
+    return tensor_parallel(stage_model.model, mesh, stage_model.own_names, plan)
 
 
 def shared_copies(joined: Joined) -> dict[str, SharedCopies]:

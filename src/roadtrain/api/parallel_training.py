@@ -19,6 +19,7 @@ from roadtrain.parallel.snapshot_choice import ParamEntry
 from roadtrain.parallel.snapshots import JobSnapshots, SnapshotOptions
 from roadtrain.parallel.stage_model import MicroBatch, StageModel
 from roadtrain.parallel.stage_optimizer import StageOptimizer
+from roadtrain.parallel.tensor_pieces import TensorPieces
 from roadtrain.storage.mark import Mark
 from roadtrain.streaming.split import NAMES
 
@@ -140,8 +141,10 @@ class ParallelTraining:
         rules: dict[nn.Parameter, str] = {}
         for group in self.optimizer.param_groups:
             rules |= dict.fromkeys(group["params"], self.joined.rule)
+        tensor = self.optimizer
+        shapes = tensor.split.shapes if isinstance(tensor, TensorPieces) else {}
         return [
-            ParamEntry(name, tuple(p.shape), NAMES[p.dtype], rules.get(p, ""))
+            ParamEntry(name, shapes.get(name, tuple(p.shape)), NAMES[p.dtype], rules.get(p, ""))
             for name, p in self.model.named_parameters()
         ]
 

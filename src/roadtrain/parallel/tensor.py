@@ -16,6 +16,7 @@ values and its random state go to the others. Does NOT split the sequence, nor l
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -32,7 +33,7 @@ from roadtrain.parallel.tensor_families import family_plan
 from roadtrain.parallel.tensor_split import TensorSplit
 from roadtrain.parallel.tensor_styles import TensorGroup, TensorStyle, own_style
 
-Plan = Mapping[str, ParallelStyle]
+TensorPlan = Mapping[str, ParallelStyle]
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,14 @@ class TensorParallel:
     def degree(self) -> int:
         degree: int = self.mesh.size()
         return degree
+
+    def __str__(self) -> str:
+        whole = sum(math.prod(shape) for shape in self.shapes.values())
+        split = sum(one.numel for one in self.splits.values())
+        return (
+            f"{len(self.splits)} of {len(self.shapes)} parameters, {split / whole:.1%} of their"
+            f" elements, are split over {self.degree} ranks"
+        )
 
     def counts(self, name: str) -> bool:
         """Whether this rank counts the gradient of parameter `name` in a norm over all ranks:
@@ -103,7 +112,7 @@ def tensor_parallel(
     model: nn.Module,
     mesh: DeviceMesh,
     blocks: Sequence[str] | None = None,
-    plan: Plan | None = None,
+    plan: TensorPlan | None = None,
 ) -> TensorParallel:
     """Split `model` in place over the ranks of `mesh`, which has one dimension. Collective.
 
@@ -134,7 +143,7 @@ def tensor_parallel(
 
 
 def _named_styles(
-    model: nn.Module, plan: Plan, *, whole: bool
+    model: nn.Module, plan: TensorPlan, *, whole: bool
 ) -> Iterator[tuple[str, TensorStyle]]:
     """Layers that the plan's patterns name, the first that does. Raises ConfigError where the
     `whole` model is here and a pattern names none."""

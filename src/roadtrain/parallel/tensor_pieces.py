@@ -38,18 +38,12 @@ class TensorPieces:
         self, inner: StageOptimizer, split: TensorParallel, chunk_elements: int = CHUNK_ELEMENTS
     ) -> None:
         self.inner = inner
+        self.param_groups: list[dict[str, Any]] = inner.param_groups
+        self.steps_done = inner.steps_done
         self.split = split
         self.chunk_elements = chunk_elements
         # what was read last of `inner`; of the values that are there now
         self._read: Piece | None = None
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.inner.param_groups
-
-    @property
-    def steps_done(self) -> int:
-        return self.inner.steps_done
 
     def begin_step(self, backwards: int) -> None:
         self._read = None
@@ -61,6 +55,7 @@ class TensorPieces:
     def step(self, scale: float = 1.0) -> None:
         self._read = None
         self.inner.step(scale)
+        self.steps_done = self.inner.steps_done
 
     def close(self) -> None:
         self.inner.close()
@@ -99,6 +94,7 @@ class TensorPieces:
         """Collective over the stage's ranks, as inner's is."""
         self._read = None
         self.inner.load(self._locals(pieces), steps_done)
+        self.steps_done = self.inner.steps_done
 
     def in_order(self) -> PieceSource:
         """The same elements in long pieces. `piece` is collective over the tensor group then: all
