@@ -1,0 +1,123 @@
+"""The decoder of `crosscluster`, what it trains on, and what a run of it is told. Does NOT train."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import LlamaConfig, LlamaForCausalLM
+
+SEED = 20
+LEARNING_RATE = 3e-4
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Llama's: `hidden` and `inner` are widths of the stream and of the MLP."""
+
+    layers: int = 16
+    hidden: int = 512
+    inner: int = 1024
+    heads: int = 8
+    vocabulary: int = 512
+
+    def build(self) -> LlamaForCausalLM:
+        """The same values in every process; float32, untied embeddings."""
+        torch.manual_seed(SEED)
+        model: LlamaForCausalLM = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=self.vocabulary,
+                hidden_size=self.hidden,
+                intermediate_size=self.inner,
+                num_hidden_layers=self.layers,
+                num_attention_heads=self.heads,
+                tie_word_embeddings=False,
+                use_cache=False,
+            )
+        )
+        return model
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a step trains on: `rows` of `sequence` tokens, in micro-batches of the same size."""
+
+    rows: int = 16
+    sequence: int = 128
+    microbatches: int = 8
+
+    @property
+    def micro_rows(self) -> int:
+        return self.rows // self.microbatches
+
+    def tokens(self, step: int, vocabulary: int) -> torch.Tensor:
+        """int64 [rows, sequence]: each row counts on from somewhere by a stride of its own, so that
+        there is something to learn."""
+        generator = torch.Generator().manual_seed(SEED + step)
+        start = torch.randint(vocabulary, (self.rows, 1), generator=generator)
+        stride = torch.randint(1, 8, (self.rows, 1), generator=generator)
+        return (start + stride * torch.arange(self.sequence)) % vocabulary
+
+    def micros(self, step: int, vocabulary: int) -> list[torch.Tensor]:
+        """The micro-batches of a step, int64 [micro_rows, sequence] each."""
+        return list(self.tokens(step, vocabulary).split(self.micro_rows))
+
+
+def next_token_loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Mean cross entropy of each token but the first, of its logits.
+
+    Args:
+        logits: float [rows, sequence, vocabulary]
+        tokens: int64 [rows, sequence]
+    """
+    return functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """What every process of a run is told."""
+
+    method: str
+    """`ours`, or a peer: `ddp`, `torch_pipeline`; `single`: one process."""
+
+    model: ModelSize = field(default_factory=ModelSize)
+    batch: Batch = field(default_factory=Batch)
+    warmup: int = 1
+    """Steps before those that are measured."""
+
+    steps: int = 3
+    master: str = "127.0.0.1"
+    port: int = 29400
+    interface: str = "lo"
+    """By which a peer talks: it has one for everything."""
+
+    parallelism: dict[str, Any] = field(default_factory=dict)
+    """Of ours: the fields of `Parallelism`; of torch's pipeline: `dp`, `pp`, `stages`."""
+
+    networks: list[dict[str, Any]] = field(default_factory=list)
+    """Of ours: what is said of the hosts' cards."""
+
+    overlap: bool = True
+    """Of ours: the optimizer talks while the backward and the next forward run."""
+
+    stage_stores: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Of ours: stage -> what keeps and updates it, where that is not the stage's own ranks."""
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(dataclasses.asdict(self)))
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        known = json.loads(path.read_text())
+        known["model"], known["batch"] = ModelSize(**known["model"]), Batch(**known["batch"])
+        return cls(**known)
