@@ -24,6 +24,7 @@ from roadtrain.lab import LabHost, LabNic, Network, Traffic
 MBIT = 1e6 / 8
 INFINIBAND, ROCE, ETHERNET = 800 * MBIT, 600 * MBIT, 50 * MBIT
 CPUS = 0.4  # of each of four hosts, of a machine of two cores
+START_CPUS = 2.0  # while a process imports torch, which is not what is measured
 FAST, SLOW = 0, 1  # a host's NICs
 RUN_S, START_S = 900.0, 180.0
 
@@ -132,8 +133,14 @@ def measure(network: Network, spec: RunSpec, home: Path) -> Measured:
     home.mkdir(parents=True, exist_ok=True)
     spec.write(home / "spec.json")
     hosts = list(network.hosts.values())
+    limits = [host.limit.cpus for host in hosts if host.limit]
+    _limit(hosts, [START_CPUS] * len(hosts))
     ranks = [Rank(h, home / "spec.json", r, len(hosts), home) for r, h in enumerate(hosts)]
     try:
+        _all(ranks, "imported", START_S)
+        _limit(hosts, limits)
+        for rank in ranks:
+            rank.go_on()
         _all(ranks, "ready", START_S + RUN_S)
         before = _traffic(hosts)
         for rank in ranks:
@@ -159,6 +166,11 @@ def measure(network: Network, spec: RunSpec, home: Path) -> Measured:
 def _all(ranks: Sequence[Rank], what: str, within_s: float) -> list[dict[str, Any]]:
     until = time.monotonic() + within_s
     return [rank.wait_for(what, until) for rank in ranks]
+
+
+def _limit(hosts: Sequence[LabHost], cpus: Sequence[float]) -> None:
+    for host, share in zip(hosts, cpus, strict=True):
+        host.set_cpus(share)
 
 
 def _traffic(hosts: Sequence[LabHost]) -> dict[str, list[Traffic]]:

@@ -3,8 +3,8 @@ steps' seconds and losses.
 
     python -m benchmarks.crosscluster_worker SPEC.json RANK WORLD
 
-It prints `ready` after the warm-up, `done` after the measured steps, each time waits for a line,
-and prints `result {...}` at the end.
+It prints `imported` at the start, `ready` after the warm-up, `done` after the measured steps, each
+time waits for a line, and prints `result {...}` at the end.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class PlainData:
     def __init__(self, spec: RunSpec, rank: int, world: int) -> None:
         self.spec, self.rank, self.world = spec, rank, world
         _start_gloo(spec, rank, world)
-        self.model = DistributedDataParallel(spec.model.build())
+        self.model = DistributedDataParallel(spec.model.build(), init_sync=False)
         self.optimizer = adamw(self.model)
 
     def step(self, number: int) -> float:
@@ -217,6 +217,7 @@ def _pause(what: str) -> None:
 def main() -> None:
     path, rank, world = sys.argv[1:]
     torch.set_num_threads(1)
+    _pause("imported")
     result = run(RunSpec.read(Path(path)), int(rank), int(world), _pause)
     print("result", json.dumps(result), flush=True)
 
