@@ -1,4 +1,4 @@
-"""The decoder of `crosscluster`, what it trains on, and what a run of it is told. Does NOT train."""
+"""The decoder of `crosscluster`, what it trains on, and what a run is told. Does NOT train."""
 
 from __future__ import annotations
 
@@ -79,7 +79,10 @@ def next_token_loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def adamw(model: nn.Module) -> torch.optim.AdamW:
+def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    """`adamw`, or `sgd` with momentum: to which it matters by what gradients are multiplied."""
+    if name == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
     return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
 
 
@@ -92,6 +95,7 @@ class RunSpec:
 
     model: ModelSize = field(default_factory=ModelSize)
     batch: Batch = field(default_factory=Batch)
+    optimizer: str = "adamw"
     warmup: int = 1
     """Steps before those that are measured."""
 
@@ -106,6 +110,9 @@ class RunSpec:
 
     networks: list[dict[str, Any]] = field(default_factory=list)
     """Of ours: what is said of the hosts' cards."""
+
+    stages: str = "even"
+    """Of ours: how layers are divided where `parallelism` does not say it."""
 
     overlap: bool = True
     """Of ours: the optimizer talks while the backward and the next forward run."""

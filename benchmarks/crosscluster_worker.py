@@ -23,7 +23,8 @@ from torch import distributed, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.crosscluster_model import ModelSize, RunSpec, adamw, next_token_loss
+from benchmarks.crosscluster_model import ModelSize, RunSpec, next_token_loss, optimizer_of
+from benchmarks.crosscluster_ours import Ours
 
 TIMEOUT = timedelta(seconds=300)
 BUCKET_ELEMENTS = 25 << 18  # 25 MiB, as torch's DDP
@@ -38,6 +39,9 @@ class Training(Protocol):
     def settle(self) -> None:
         """Waits for what the last step has left under way."""
 
+    def told(self) -> dict[str, Any]:
+        """What else this rank knows of the run."""
+
     def close(self) -> None:
         """Ends what was started."""
 
@@ -47,7 +51,7 @@ class Single:
 
     def __init__(self, spec: RunSpec) -> None:
         self.spec, self.model = spec, spec.model.build()
-        self.optimizer = adamw(self.model)
+        self.optimizer = optimizer_of(spec.optimizer, self.model)
 
     def step(self, number: int) -> float:
         total = 0.0
@@ -63,6 +67,9 @@ class Single:
     def settle(self) -> None:
         pass
 
+    def told(self) -> dict[str, Any]:
+        return {}
+
     def close(self) -> None:
         pass
 
@@ -74,7 +81,7 @@ class PlainData:
         self.spec, self.rank, self.world = spec, rank, world
         _start_gloo(spec, rank, world)
         self.model = DistributedDataParallel(spec.model.build(), init_sync=False)
-        self.optimizer = adamw(self.model)
+        self.optimizer = optimizer_of(spec.optimizer, self.model)
 
     def step(self, number: int) -> float:
         tokens = self.spec.batch.tokens(number, self.spec.model.vocabulary)
@@ -89,6 +96,9 @@ class PlainData:
 
     def settle(self) -> None:
         distributed.barrier()
+
+    def told(self) -> dict[str, Any]:
+        return {}
 
     def close(self) -> None:
         distributed.destroy_process_group()
@@ -136,7 +146,7 @@ class TorchPipeline:
         stops = [sum(spec.parallelism["stages"][: s + 1]) for s in range(pp)]
         begin = stops[self.stage - 1] if self.stage else 0
         self.module = LlamaStage(spec.model, begin, stops[self.stage])
-        self.optimizer = adamw(self.module)
+        self.optimizer = optimizer_of(spec.optimizer, self.module)
         stage = PipelineStage(
             self.module, self.stage, pp, torch.device("cpu"), group=pipelines[self.replica]
         )
@@ -167,6 +177,9 @@ class TorchPipeline:
     def settle(self) -> None:
         distributed.barrier()
 
+    def told(self) -> dict[str, Any]:
+        return {}
+
     def close(self) -> None:
         distributed.destroy_process_group()
 
@@ -183,15 +196,17 @@ def _start_gloo(spec: RunSpec, rank: int, world: int) -> None:
 
 
 METHODS: dict[str, Callable[[RunSpec, int, int], Training]] = {
+    "ours": Ours,
     "single": lambda spec, rank, world: Single(spec),
     "ddp": PlainData,
     "torch_pipeline": TorchPipeline,
 }
 
 
-def run(spec: RunSpec, rank: int, world: int, pause: Callable[[str], None]) -> dict[str, Any]:
-    """Seconds and loss of each measured step. pause: called when the warm-up is over, and when the
-    steps are."""
+def train(spec: RunSpec, rank: int, world: int, pause: Callable[[str], None]) -> dict[str, Any]:
+    """Seconds and loss of each measured step, and what the method tells of itself.
+
+    pause: called when the warm-up is over, and when the steps are."""
     training = METHODS[spec.method](spec, rank, world)
     losses = [training.step(number) for number in range(spec.warmup)]
     training.settle()
@@ -205,8 +220,9 @@ def run(spec: RunSpec, rank: int, world: int, pause: Callable[[str], None]) -> d
     training.settle()
     seconds[-1] += time.perf_counter() - then  # what it left for later is part of it
     pause("done")
+    told = training.told()
     training.close()
-    return {"seconds": seconds, "losses": losses}
+    return {"seconds": seconds, "losses": losses, **told}
 
 
 def _pause(what: str) -> None:
@@ -218,7 +234,7 @@ def main() -> None:
     path, rank, world = sys.argv[1:]
     torch.set_num_threads(1)
     _pause("imported")
-    result = run(RunSpec.read(Path(path)), int(rank), int(world), _pause)
+    result = train(RunSpec.read(Path(path)), int(rank), int(world), _pause)
     print("result", json.dumps(result), flush=True)
 
 

@@ -1,0 +1,243 @@
+"""Training over two clusters whose fast networks cannot reach each other, in the lab: ours beside
+torch's data parallel and torch's own pipeline.
+
+Two clusters of two hosts, one process a host, 0.4 CPUs each: 800 Mbit/s "InfiniBand" in one, 600
+Mbit/s "RoCE" in the other, 50 Mbit/s "Ethernet" between all. A decoder of 42 M parameters, fp32,
+trained with AdamW; a step is 16 rows of 128 tokens, in 8 micro-batches. The layout is that of Yang
+et al. (Holmes): a pipeline across the clusters, data parallel inside them. Rates hold for whole
+Ethernet frames; bytes are TCP payload, counted by the NICs. Needs root. Does NOT emulate latency.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from benchmarks import crosscluster_losses
+from benchmarks.crosscluster_lab import (
+    CPUS,
+    ENVIRONMENTS,
+    FAST,
+    HYBRID,
+    SLOW,
+    Environment,
+    Measured,
+    measure,
+    two_clusters,
+)
+from benchmarks.crosscluster_model import Batch, ModelSize, RunSpec
+from benchmarks.crosscluster_traffic import stage_parameters, stage_traffic
+from benchmarks.report import Report, Row
+from roadtrain.errors import ConfigError
+from roadtrain.lab import cpus_available, network_available
+
+LAYOUT = {"pp": 2, "dp": 2}
+SLOWED = 0.6  # of a throttled cluster's CPUs
+DDP, TORCH = "torch DDP over Ethernet", "torch 1F1B over Ethernet"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What every measurement of a run of the benchmark has in common."""
+
+    size: ModelSize
+    batch: Batch
+    steps: int
+    home: Path
+
+
+@dataclass(frozen=True)
+class Run:
+    """One measurement, with all that a simulator needs to predict it."""
+
+    case: str
+    environment: Environment
+    cpus: tuple[float, float]
+    """Of each host of the two clusters."""
+
+    spec: RunSpec
+    measured: Measured
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.spec.batch.rows / self.measured.seconds
+
+
+@dataclass
+class Bench:
+    """Runs, in the order in which they were measured."""
+
+    setting: Setting
+    runs: list[Run] = field(default_factory=list)
+
+    def ours(
+        self,
+        case: str,
+        environment: Environment = HYBRID,
+        cpus: tuple[float, float] = (CPUS, CPUS),
+        **more: object,
+    ) -> Run:
+        spec = replace(
+            self._spec("ours"),
+            parallelism=LAYOUT,
+            networks=environment.statements(),
+            **more,  # type: ignore[arg-type]
+        )
+        return self._run(case, environment, cpus, spec)
+
+    def peer(self, case: str, method: str) -> Run:
+        layers = self.setting.size.layers
+        halves = [layers - layers // 2, layers // 2]
+        spec = replace(self._spec(method), parallelism={**LAYOUT, "stages": halves})
+        return self._run(case, ENVIRONMENTS["all Ethernet"], (CPUS, CPUS), spec)
+
+    def _spec(self, method: str) -> RunSpec:
+        had = self.setting
+        return RunSpec(
+            method, had.size, had.batch, steps=had.steps, master="a0-eth1", interface="eth1"
+        )
+
+    def _run(
+        self, case: str, environment: Environment, cpus: tuple[float, float], spec: RunSpec
+    ) -> Run:
+        with two_clusters(environment, cpus) as network:
+            home = self.setting.home / f"run{len(self.runs)}"
+            self.runs.append(Run(case, environment, cpus, spec, measure(network, spec, home)))
+        run = self.runs[-1]
+        print(f"{case}: {run.measured.seconds:.2f} s a step", flush=True)
+        return run
+
+
+def run(quick: bool = False) -> Report:
+    if (why := network_available() or cpus_available()) is not None:
+        raise ConfigError(f"the clusters cannot be emulated here: {why}")
+    size = ModelSize(layers=4, hidden=128, inner=256) if quick else ModelSize()
+    batch = Batch(rows=8, sequence=32, microbatches=4) if quick else Batch()
+    with tempfile.TemporaryDirectory(prefix="roadtrain-bench-") as name:
+        bench = Bench(Setting(size, batch, 1 if quick else 3, Path(name)))
+        rows = [
+            *four_environments(bench),
+            *throttled_cluster(bench),
+            *overlapped_optimizer(bench),
+        ]
+    return Report("crosscluster", [*rows, *crosscluster_losses.rows(quick)])
+
+
+def four_environments(bench: Bench) -> Iterator[Row]:
+    """Item 1: the same layout with a network of each kind everywhere, and in the hybrid."""
+    plain = bench.peer("plain data parallel", "ddp")
+    torchs = bench.peer("torch's pipeline", "torch_pipeline")
+    runs = {name: bench.ours(name, one) for name, one in ENVIRONMENTS.items()}
+    for name, got in runs.items():
+        goal = 2.5 if name == HYBRID.name else None
+        yield _faster(got, plain, DDP, goal)
+        yield _faster(got, torchs, TORCH, None)
+    hybrid = runs[HYBRID.name]
+    share = hybrid.samples_per_s / runs["all RoCE"].samples_per_s
+    yield _row(hybrid.case, "of all RoCE's samples a second", "", share, at_least=0.85)
+    yield _row(hybrid.case, "loss of the last step", "", hybrid.measured.losses[-1])
+    apart = crosscluster_losses.worst_difference(hybrid.measured.losses, plain.measured.losses)
+    yield _row(
+        hybrid.case,
+        "largest relative difference of losses to DDP's",
+        "",
+        apart,
+        at_most=crosscluster_losses.WITHIN,
+    )
+    for got in runs.values():
+        yield from _bytes(got)
+
+
+def _bytes(run: Run) -> Iterator[Row]:
+    """Payload that a host of each stage sent, beside the plan's figures."""
+    stages = run.measured.results[0]["stages"]
+    counts = stage_parameters(run.spec, stages)
+    sums, between = (SLOW, SLOW) if run.environment.fast is None else (FAST, SLOW)
+    if run.environment.fast and len(set(run.environment.fast)) == 1:
+        between = FAST
+    for stage, host in enumerate(("a0", "b0")):
+        planned = stage_traffic(run.spec, stage, counts[stage])
+        nics = {FAST: 0.0, SLOW: 0.0}
+        nics[sums] += planned.gradients
+        nics[between] += planned.activations
+        for nic, figure in nics.items():
+            if figure:
+                got = run.measured.traffic[host][nic].sent
+                yield _within(run.case, f"sent a step by {host}'s eth{nic}", got, figure)
+
+
+def throttled_cluster(bench: Bench) -> Iterator[Row]:
+    """Item 2: the second cluster's CPUs at 60 %."""
+    cpus = (CPUS, SLOWED * CPUS)
+    runs = {
+        how: bench.ours(f"second cluster at 60 %, {how} stages", cpus=cpus, stages=how)
+        for how in ("even", "paper", "measured")
+    }
+    got, uniform = runs["measured"], runs["even"]
+    yield _faster(got, uniform, "uniform stages", 1.15)
+    yield _faster(got, runs["paper"], "the paper's formula", None)
+    for how, one in runs.items():
+        stages = one.measured.results[0]["stages"]
+        yield _row(got.case, f"layers of the first stage, {how}", "", float(stages[0]))
+
+
+def overlapped_optimizer(bench: Bench) -> Iterator[Row]:
+    """Item 3: where gradients go over Ethernet."""
+    ethernet = ENVIRONMENTS["all Ethernet"]
+    batch = replace(bench.setting.batch, microbatches=4)
+    on, off = (
+        bench.ours(f"all Ethernet, 4 micro-batches, {what}", ethernet, batch=batch, overlap=how)
+        for what, how in (("overlapped optimizer", True), ("optimizer after the step", False))
+    )
+    yield _faster(on, off, "without overlap", 1.1)
+
+
+def _faster(got: Run, peer: Run, name: str, goal: float | None) -> Row:
+    ratio = got.samples_per_s / peer.samples_per_s
+    return Row(
+        got.case,
+        "samples",
+        "1/s",
+        got.samples_per_s,
+        peer.samples_per_s,
+        name,
+        ratio,
+        None,
+        f"ratio >= {goal}" if goal else None,
+        ratio >= goal if goal else None,
+    )
+
+
+def _within(case: str, metric: str, got: float, planned: float, share: float = 0.02) -> Row:
+    ratio = got / planned
+    return Row(
+        case,
+        metric,
+        "MB",
+        got / 1e6,
+        planned / 1e6,
+        "the plan",
+        ratio,
+        None,
+        f"within {share:.0%}",
+        abs(ratio - 1) <= share,
+    )
+
+
+def _row(
+    case: str,
+    metric: str,
+    unit: str,
+    ours: float,
+    *,
+    at_least: float | None = None,
+    at_most: float | None = None,
+) -> Row:
+    goal, met = None, None
+    if at_least is not None:
+        goal, met = f">= {at_least:g}", ours >= at_least
+    if at_most is not None:
+        goal, met = f"<= {at_most:g}", ours <= at_most
+    return Row(case, metric, unit, ours, None, None, None, None, goal, met)

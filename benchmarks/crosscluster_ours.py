@@ -1,0 +1,89 @@
+"""Ours, as a process of a run of `crosscluster` trains: roadtrain.parallelize() in the user's own
+loop."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from benchmarks.crosscluster_model import RunSpec, next_token_loss, optimizer_of
+from roadtrain.api.parallel_options import ParallelOptions
+from roadtrain.api.parallelize import parallelize
+from roadtrain.api.stores import Files, Servers
+from roadtrain.config.networks import NetworkStatement
+from roadtrain.config.parallelism import Parallelism
+from roadtrain.parallel.stage_model import MicroBatch
+
+DEADLINE_S = 240.0
+
+
+def loss_of(result: Any, batch: MicroBatch) -> torch.Tensor:
+    return next_token_loss(result.logits, batch.target)
+
+
+def parallelism_of(fields: dict[str, Any]) -> Parallelism:
+    """Lists, as JSON has them, become tuples."""
+    return Parallelism(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
+
+
+class Ours:
+    """A step is one call; what is measured is all that a user sees."""
+
+    def __init__(self, spec: RunSpec, rank: int, world: int) -> None:
+        self.spec, self.notes = spec, list[str]()
+        os.environ |= {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world),
+            "LOCAL_RANK": "0",
+            "MASTER_ADDR": spec.master,
+            "MASTER_PORT": str(spec.port),
+        }
+        model = spec.model.build()
+        options = ParallelOptions(
+            parallelism=parallelism_of(spec.parallelism),
+            num_microbatches=spec.batch.microbatches,
+            stages=spec.stages,  # type: ignore[arg-type]
+            stores={int(stage): _store(said) for stage, said in spec.stage_stores.items()},
+            networks=[NetworkStatement(**said) for said in spec.networks],
+            overlap=spec.overlap,
+            deadline_s=DEADLINE_S,
+        )
+        self.training = parallelize(
+            model,
+            optimizer_of(spec.optimizer, model),
+            options,
+            example=self._micro(0, 0),
+            loss=loss_of,
+            report=self.notes.append,
+        )
+
+    def _micro(self, step: int, micro: int) -> MicroBatch:
+        tokens = self.spec.batch.micros(step, self.spec.model.vocabulary)[micro]
+        return MicroBatch((tokens,), target=tokens)
+
+    def step(self, number: int) -> float:
+        return self.training.step(lambda micro: self._micro(number, micro)).loss
+
+    def settle(self) -> None:
+        optimizer = self.training.optimizer
+        optimizer.piece(optimizer.extents()[0])  # waits for the last step
+        self.training.joined.control.agree(None, "the end of what is measured")
+
+    def told(self) -> dict[str, Any]:
+        layout = self.training.joined.layout
+        return {
+            "notes": self.notes,
+            "stages": [segment.stop - segment.begin for segment in layout.segments],
+        }
+
+    def close(self) -> None:
+        self.training.close()
+
+
+def _store(said: dict[str, Any]) -> Files | Servers:
+    """`files`: directories. `servers`: addresses, and `token`, the job's secret."""
+    if "files" in said:
+        return Files(said["files"])
+    return Servers(said["servers"], token=said["token"].encode())
