@@ -19,16 +19,14 @@ from benchmarks import crosscluster_losses
 from benchmarks.crosscluster_lab import (
     CPUS,
     ENVIRONMENTS,
-    FAST,
     HYBRID,
-    SLOW,
     Environment,
     Measured,
     measure,
     two_clusters,
 )
 from benchmarks.crosscluster_model import Batch, ModelSize, RunSpec
-from benchmarks.crosscluster_traffic import stage_parameters, stage_traffic
+from benchmarks.crosscluster_traffic import sent_by_nics
 from benchmarks.report import Report, Row
 from roadtrain.errors import ConfigError
 from roadtrain.lab import cpus_available, network_available
@@ -151,21 +149,13 @@ def four_environments(bench: Bench) -> Iterator[Row]:
 
 
 def _bytes(run: Run) -> Iterator[Row]:
-    """Payload that a host of each stage sent, beside the plan's figures."""
+    """Payload that each NIC sent, beside the plan's figures."""
     stages = run.measured.results[0]["stages"]
-    counts = stage_parameters(run.spec, stages)
-    sums, between = (SLOW, SLOW) if run.environment.fast is None else (FAST, SLOW)
-    if run.environment.fast and len(set(run.environment.fast)) == 1:
-        between = FAST
-    for stage, host in enumerate(("a0", "b0")):
-        planned = stage_traffic(run.spec, stage, counts[stage])
-        nics = {FAST: 0.0, SLOW: 0.0}
-        nics[sums] += planned.gradients
-        nics[between] += planned.activations
-        for nic, figure in nics.items():
-            if figure:
-                got = run.measured.traffic[host][nic].sent
-                yield _within(run.case, f"sent a step by {host}'s eth{nic}", got, figure)
+    planned = sent_by_nics(run.spec, run.environment, stages)
+    hosts = list(run.measured.traffic)
+    for (rank, nic), figure in sorted(planned.items()):
+        got = run.measured.traffic[hosts[rank]][nic].sent
+        yield _within(run.case, f"sent a step by {hosts[rank]}'s eth{nic}", got, figure)
 
 
 def throttled_cluster(bench: Bench) -> Iterator[Row]:

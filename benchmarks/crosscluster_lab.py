@@ -42,6 +42,10 @@ class Environment:
         rate = ROCE if switch == "roce" else INFINIBAND
         return [LabNic(rate, switch), LabNic(ETHERNET, "ethernet")]
 
+    def share_fast(self, rank: int, other: int) -> bool:
+        """Whether these ranks' hosts reach each other by their fast NICs."""
+        return self.fast is not None and self.fast[rank // 2] == self.fast[other // 2]
+
     def statements(self) -> list[dict[str, Any]]:
         """What is said of the cards, as `networks` of a job: nothing of this is found out by the
         system, to which all of the lab is Ethernet."""

@@ -1,37 +1,39 @@
-"""What a step of a pipeline must send over each network, in closed form: the figures of a plan that
-`crosscluster` counts bytes against. Arithmetic only."""
+"""What a step must send by each NIC: the figures of a plan, which `crosscluster` counts bytes
+against. Arithmetic only."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Sequence
 
+from benchmarks.crosscluster_lab import FAST, SLOW, Environment
 from benchmarks.crosscluster_model import RunSpec
+from benchmarks.crosscluster_ours import parallelism_of
+from roadtrain.protocol.traffic import BoundaryBytes, StageBytes, link_bytes
 
 FP32 = 4
 
 
-@dataclass(frozen=True)
-class HostTraffic:
-    """Bytes of payload that one host of a stage sends in one step."""
-
-    gradients: float
-    """To the other ranks of its stage: a reduce-scatter of gradients and an all-gather of the new
-    parameters, each (d - 1) / d of the stage's, fp32."""
-
-    activations: float
-    """To the stages beside it: activations one way, their gradients the other, fp32."""
-
-
-def stage_traffic(spec: RunSpec, stage: int, parameters: int) -> HostTraffic:
-    """parameters: of the stage. Stages have one width, and one part of the model each."""
-    pp, dp = spec.parallelism["pp"], spec.parallelism["dp"]
-    shared = FP32 * parameters * (dp - 1) / dp
-    passed = FP32 * spec.batch.rows / dp * spec.batch.sequence * spec.model.hidden
-    neighbours = (stage > 0) + (stage < pp - 1)
-    return HostTraffic(2 * shared, neighbours * passed)
+def sent_by_nics(
+    spec: RunSpec, environment: Environment, stages: Sequence[int]
+) -> dict[tuple[int, int], float]:
+    """(rank, its host's NIC) -> bytes that it sends in a step. stages: layers of each."""
+    counts = [FP32 * n for n in stage_parameters(spec, stages)]
+    passed = FP32 * spec.batch.micro_rows * spec.batch.sequence * spec.model.hidden
+    links = link_bytes(
+        parallelism_of(spec.parallelism),
+        spec.batch.microbatches,
+        BoundaryBytes(passed, passed),
+        [StageBytes(gradients=n, parameters=n) for n in counts],
+    )
+    out: dict[tuple[int, int], float] = defaultdict(float)
+    for (here, there, _), nbytes in links.items():
+        nic = FAST if environment.share_fast(here, there) else SLOW
+        out[here, nic] += nbytes
+    return dict(out)
 
 
-def stage_parameters(spec: RunSpec, stages: list[int]) -> list[int]:
+def stage_parameters(spec: RunSpec, stages: Sequence[int]) -> list[int]:
     """Of each stage of so many layers: embeddings are in the first, head and norm in the last."""
     size = spec.model
     layer = 4 * size.hidden**2 + 3 * size.hidden * size.inner + 2 * size.hidden
