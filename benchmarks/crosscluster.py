@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from benchmarks import crosscluster_losses
+from benchmarks import crosscluster_losses, crosscluster_sizes
 from benchmarks.crosscluster_lab import (
     CPUS,
     ENVIRONMENTS,
@@ -120,7 +120,8 @@ def run(quick: bool = False) -> Report:
             *throttled_cluster(bench),
             *overlapped_optimizer(bench),
         ]
-    return Report("crosscluster", [*rows, *crosscluster_losses.rows(quick)])
+    more = [*crosscluster_sizes.rows(quick), *crosscluster_losses.rows(quick)]
+    return Report("crosscluster", [*rows, *more])
 
 
 def four_environments(bench: Bench) -> Iterator[Row]:
@@ -176,9 +177,9 @@ def throttled_cluster(bench: Bench) -> Iterator[Row]:
 def overlapped_optimizer(bench: Bench) -> Iterator[Row]:
     """Item 3: where gradients go over Ethernet."""
     ethernet = ENVIRONMENTS["all Ethernet"]
-    batch = replace(bench.setting.batch, microbatches=4)
+    batch = replace(bench.setting.batch, microbatches=2)
     on, off = (
-        bench.ours(f"all Ethernet, 4 micro-batches, {what}", ethernet, batch=batch, overlap=how)
+        bench.ours(f"all Ethernet, 2 micro-batches, {what}", ethernet, batch=batch, overlap=how)
         for what, how in (("overlapped optimizer", True), ("optimizer after the step", False))
     )
     yield _faster(on, off, "without overlap", 1.1)
