@@ -25,7 +25,8 @@ def loss_of(result: Any, batch: MicroBatch) -> torch.Tensor:
 
 def parallelism_of(fields: dict[str, Any]) -> Parallelism:
     """Lists, as JSON has them, become tuples."""
-    return Parallelism(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
+    given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+    return Parallelism(**given)
 
 
 class Ours:

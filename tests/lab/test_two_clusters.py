@@ -50,10 +50,9 @@ def test_the_script_trains_over_both_clusters_and_goes_on(tmp_path: Path) -> Non
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
     assert "steps done" in said and "4 of 4" in said
-    mounts = Path("/proc/mounts").read_text()
-    homes = [path for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*-up-*")]
+    homes = Path(tempfile.gettempdir()).glob(f"{PREFIX}*-up-*")
     labs = [json.loads((home / "lab.json").read_text())["file"] for home in homes]
-    assert str(EXAMPLE / "lab.toml") not in labs, mounts
+    assert str(EXAMPLE / "lab.toml") not in labs
 
 
 def test_its_lab_and_its_readme_say_the_same() -> None:
