@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from benchmarks import crosscluster_losses, crosscluster_sizes
+from benchmarks import crosscluster_broken, crosscluster_losses, crosscluster_sizes
 from benchmarks.crosscluster_lab import (
     CPUS,
     ENVIRONMENTS,
@@ -120,7 +120,7 @@ def run(quick: bool = False) -> Report:
             *throttled_cluster(bench),
             *overlapped_optimizer(bench),
         ]
-    more = [*crosscluster_sizes.rows(quick), *crosscluster_losses.rows(quick)]
+    more = [*crosscluster_sizes.rows(quick), *crosscluster_losses.rows(quick), *broken_setups()]
     return Report("crosscluster", [*rows, *more])
 
 
@@ -183,6 +183,29 @@ def overlapped_optimizer(bench: Bench) -> Iterator[Row]:
         for what, how in (("overlapped optimizer", True), ("optimizer after the step", False))
     )
     yield _faster(on, off, "without overlap", 1.1)
+
+
+def broken_setups() -> Iterator[Row]:
+    """Item 6: what the preflight says of set-ups that are broken on purpose."""
+    case = "preflight: seconds until all ranks have ended, and the sentence of the first"
+    whole, *broken = crosscluster_broken.rows()
+    fine = not any((whole["refused"], whole["sentence"]))
+    yield Row(
+        case, "nothing is broken: all is well", "s", whole["seconds"], *[None] * 4, "accepted", fine
+    )
+    sentences = [one["sentence"] for one in broken]
+    for one in broken:
+        own = one["refused"] and sentences.count(one["sentence"]) == 1
+        said = " ".join(one["sentence"].split())
+        yield Row(
+            case,
+            f"{one['scenario']}: {said}",
+            "s",
+            one["seconds"],
+            *[None] * 4,
+            f"refused within {crosscluster_broken.LIMIT_S:.0f} s by a sentence of its own",
+            own and one["seconds"] < crosscluster_broken.LIMIT_S,
+        )
 
 
 def _faster(got: Run, peer: Run, name: str, goal: float | None) -> Row:
