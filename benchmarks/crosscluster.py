@@ -12,100 +12,20 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks import crosscluster_broken, crosscluster_losses, crosscluster_sizes
-from benchmarks.crosscluster_lab import (
-    CPUS,
-    ENVIRONMENTS,
-    HYBRID,
-    Environment,
-    Measured,
-    measure,
-    two_clusters,
-)
-from benchmarks.crosscluster_model import Batch, ModelSize, RunSpec
+from benchmarks.crosscluster_lab import CPUS, ENVIRONMENTS, HYBRID
+from benchmarks.crosscluster_model import Batch, ModelSize
+from benchmarks.crosscluster_runs import Bench, Run, Setting
 from benchmarks.crosscluster_traffic import sent_by_nics
 from benchmarks.report import Report, Row
 from roadtrain.errors import ConfigError
 from roadtrain.lab import cpus_available, network_available
 
-LAYOUT = {"pp": 2, "dp": 2}
 SLOWED = 0.6  # of a throttled cluster's CPUs
 DDP, TORCH = "torch DDP over Ethernet", "torch 1F1B over Ethernet"
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What every measurement of a run of the benchmark has in common."""
-
-    size: ModelSize
-    batch: Batch
-    steps: int
-    home: Path
-
-
-@dataclass(frozen=True)
-class Run:
-    """One measurement, with all that a simulator needs to predict it."""
-
-    case: str
-    environment: Environment
-    cpus: tuple[float, float]
-    """Of each host of the two clusters."""
-
-    spec: RunSpec
-    measured: Measured
-
-    @property
-    def samples_per_s(self) -> float:
-        return self.spec.batch.rows / self.measured.seconds
-
-
-@dataclass
-class Bench:
-    """Runs, in the order in which they were measured."""
-
-    setting: Setting
-    runs: list[Run] = field(default_factory=list)
-
-    def ours(
-        self,
-        case: str,
-        environment: Environment = HYBRID,
-        cpus: tuple[float, float] = (CPUS, CPUS),
-        **more: object,
-    ) -> Run:
-        spec = replace(
-            self._spec("ours"),
-            parallelism=LAYOUT,
-            networks=environment.statements(),
-            **more,  # type: ignore[arg-type]
-        )
-        return self._run(case, environment, cpus, spec)
-
-    def peer(self, case: str, method: str) -> Run:
-        layers = self.setting.size.layers
-        halves = [layers - layers // 2, layers // 2]
-        spec = replace(self._spec(method), parallelism={**LAYOUT, "stages": halves})
-        return self._run(case, ENVIRONMENTS["all Ethernet"], (CPUS, CPUS), spec)
-
-    def _spec(self, method: str) -> RunSpec:
-        had = self.setting
-        return RunSpec(
-            method, had.size, had.batch, steps=had.steps, master="a0-eth1", interface="eth1"
-        )
-
-    def _run(
-        self, case: str, environment: Environment, cpus: tuple[float, float], spec: RunSpec
-    ) -> Run:
-        with two_clusters(environment, cpus) as network:
-            home = self.setting.home / f"run{len(self.runs)}"
-            self.runs.append(Run(case, environment, cpus, spec, measure(network, spec, home)))
-        run = self.runs[-1]
-        print(f"{case}: {run.measured.seconds:.2f} s a step", flush=True)
-        return run
 
 
 def run(quick: bool = False) -> Report:

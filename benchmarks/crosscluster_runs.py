@@ -1,0 +1,91 @@
+"""Measurements of `crosscluster`: what each was told, and what came of it. Does NOT judge them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from benchmarks.crosscluster_lab import (
+    CPUS,
+    ENVIRONMENTS,
+    HYBRID,
+    Environment,
+    Measured,
+    measure,
+    two_clusters,
+)
+from benchmarks.crosscluster_model import Batch, ModelSize, RunSpec
+
+LAYOUT = {"pp": 2, "dp": 2}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What every measurement of a run of the benchmark has in common."""
+
+    size: ModelSize
+    batch: Batch
+    steps: int
+    home: Path
+
+
+@dataclass(frozen=True)
+class Run:
+    """One measurement, with all that a simulator needs to predict it."""
+
+    case: str
+    environment: Environment
+    cpus: tuple[float, float]
+    """Of each host of the two clusters."""
+
+    spec: RunSpec
+    measured: Measured
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.spec.batch.rows / self.measured.seconds
+
+
+@dataclass
+class Bench:
+    """Runs, in the order in which they were measured."""
+
+    setting: Setting
+    runs: list[Run] = field(default_factory=list)
+
+    def ours(
+        self,
+        case: str,
+        environment: Environment = HYBRID,
+        cpus: tuple[float, float] = (CPUS, CPUS),
+        **more: object,
+    ) -> Run:
+        spec = replace(
+            self._spec("ours"),
+            parallelism=LAYOUT,
+            networks=environment.statements(),
+            **more,  # type: ignore[arg-type]
+        )
+        return self._run(case, environment, cpus, spec)
+
+    def peer(self, case: str, method: str) -> Run:
+        layers = self.setting.size.layers
+        halves = [layers - layers // 2, layers // 2]
+        spec = replace(self._spec(method), parallelism={**LAYOUT, "stages": halves})
+        return self._run(case, ENVIRONMENTS["all Ethernet"], (CPUS, CPUS), spec)
+
+    def _spec(self, method: str) -> RunSpec:
+        had = self.setting
+        return RunSpec(
+            method, had.size, had.batch, steps=had.steps, master="a0-eth1", interface="eth1"
+        )
+
+    def _run(
+        self, case: str, environment: Environment, cpus: tuple[float, float], spec: RunSpec
+    ) -> Run:
+        with two_clusters(environment, cpus) as network:
+            home = self.setting.home / f"run{len(self.runs)}"
+            self.runs.append(Run(case, environment, cpus, spec, measure(network, spec, home)))
+        run = self.runs[-1]
+        print(f"{case}: {run.measured.seconds:.2f} s a step", flush=True)
+        return run
