@@ -1,0 +1,60 @@
+"""Two clusters whose fast networks cannot reach each other: each group's bytes go by the network that
+its members share, as many as the plan says, and losses are those of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.crosscluster_lab import ENVIRONMENTS, FAST, HYBRID, SLOW, Environment
+from benchmarks.crosscluster_losses import WITHIN, worst_difference
+from benchmarks.crosscluster_model import Batch, ModelSize, RunSpec
+from benchmarks.crosscluster_runs import Bench, Setting
+from benchmarks.crosscluster_traffic import sent_by_nics, stage_parameters
+from benchmarks.crosscluster_worker import train
+from roadtrain.lab import cpus_available, network_available
+
+SIZE = ModelSize(layers=4, hidden=128, inner=256)
+# long enough that messages of a few bytes (the sums of losses) are far below 2 %
+BATCH = Batch(rows=8, sequence=256, microbatches=4)
+STAGES = [2, 2]
+WHY = network_available() or cpus_available()
+pytestmark = [pytest.mark.lab, pytest.mark.slow]
+
+
+def spec() -> RunSpec:
+    return RunSpec("ours", SIZE, BATCH, parallelism={"pp": 2, "dp": 2, "stages": STAGES})
+
+
+@pytest.mark.parametrize("environment", ENVIRONMENTS.values(), ids=list(ENVIRONMENTS))
+def test_the_plan_in_closed_form(environment: Environment) -> None:
+    counts = stage_parameters(spec(), STAGES)
+    assert sum(counts) == sum(p.numel() for p in SIZE.build().parameters())
+    fast, slow = (
+        FAST if environment.fast else SLOW,
+        FAST if environment.name in ("all InfiniBand", "all RoCE") else SLOW,
+    )
+    want: dict[tuple[int, int], float] = {}
+    for rank in range(4):
+        # reduce-scatter and all-gather of two ranks: half of the stage's 4 bytes a parameter each
+        want[rank, fast] = 2 * 0.5 * 4 * counts[rank // 2]
+        # a rank has half of the rows; stage 0 sends activations, stage 1 their gradients
+        passed = 4 * (BATCH.rows // 2) * BATCH.sequence * SIZE.hidden
+        want[rank, slow] = want.get((rank, slow), 0.0) + passed
+    assert sent_by_nics(spec(), environment, STAGES) == pytest.approx(want)
+
+
+@pytest.mark.skipif(WHY is not None, reason=f"no lab: {WHY}")
+def test_bytes_are_the_plans_and_losses_are_one_processs(tmp_path: Path) -> None:
+    run = Bench(Setting(SIZE, BATCH, 2, tmp_path)).ours(HYBRID.name)
+    hosts = list(run.measured.traffic)
+    planned = sent_by_nics(run.spec, HYBRID, run.measured.results[0]["stages"])
+    counted = {
+        (rank, nic): run.measured.traffic[host][nic].sent
+        for rank, host in enumerate(hosts)
+        for nic in (FAST, SLOW)
+    }
+    assert counted == pytest.approx(planned, rel=0.02)
+    one = train(RunSpec("single", SIZE, BATCH, steps=2), 0, 1, lambda what: None)["losses"]
+    assert worst_difference(run.measured.losses, one) < WITHIN
