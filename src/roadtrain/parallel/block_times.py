@@ -165,14 +165,15 @@ def block_weights(counts: Sequence[int]) -> tuple[float, ...]:
 def block_memories(
     cuts: Cuts, parameters: Mapping[str, int], times: Sequence[RankTimes]
 ) -> tuple[tuple[BlockMemory, ...], tuple[BlockMemory, BlockMemory]]:
-    """Of all blocks; of what comes before and after. parameters: as for `block_parameters`. times:
-    of ranks that have all blocks together."""
+    """Of all blocks; of what comes before and after. parameters: as for `block_parameters`. A
+    block that none of `times` is of keeps for its backward what the others keep at most."""
     counts, ends = block_parameters(cuts, parameters)
     kept: dict[int, int] = {}
     for one in times:
         for number, nbytes in one.activation_bytes.items():
             kept[number] = max(nbytes, kept.get(number, 0))
-    blocks = tuple(BlockMemory(count, kept.get(i, 0)) for i, count in enumerate(counts))
+    most = max(kept.values(), default=0)
+    blocks = tuple(BlockMemory(count, kept.get(i, most)) for i, count in enumerate(counts))
     before, after = (max(one.before_bytes for one in times), max(one.after_bytes for one in times))
     return blocks, (BlockMemory(ends[0], before), BlockMemory(ends[1], after))
 

@@ -8,11 +8,12 @@ All ranks make the same calls and come to the same sizes. Does NOT cut a model n
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from roadtrain.config.networks import GroupNetwork
 from roadtrain.errors import ConfigError
 from roadtrain.parallel.block_times import RankTimes, finished_at
 from roadtrain.parallel.control import ControlLinks
@@ -111,6 +112,24 @@ def _answer(links: StageLinks, mine: Sequence[Transfer], nbytes: int, device: to
 
 def _message(nbytes: int, device: torch.device) -> torch.Tensor:
     return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+
+
+def known_messages(groups: Groups, networks: Mapping[str, GroupNetwork], nbytes: int) -> Channels:
+    """Seconds of a message of `nbytes` over each boundary and direction whose network's rate is
+    known: a card carries what all ranks of its host send at once. networks: by group (those of
+    ProcessGroups)."""
+    found: Channels = {}
+    pairs = [
+        (boundary, what, ends)
+        for boundary, ends in enumerate(groups.parallelism.boundaries)
+        for what, ends in ((FORWARD, ends), (BACKWARD, ends[::-1]))
+    ]
+    for group, (boundary, what, (sender, _)) in zip(groups.boundaries, pairs, strict=True):
+        rate = networks[group.name].bytes_per_s
+        hosts = [groups.host(rank) for rank in groups.stage_ranks(sender)]
+        if rate:
+            found[boundary, what] = nbytes * max(map(hosts.count, hosts)) / rate
+    return found
 
 
 def gather_measured(control: ControlLinks, own: MeasuredRank) -> list[MeasuredRank]:
