@@ -1,4 +1,4 @@
-"""One rank of tests/lab/test_networks.py: meets, makes its groups, and does what it is told on each,
+"""One rank of tests/lab/test_group_networks.py: meets, makes its groups, and does what it is told on each,
 a line of its input at a time."""
 
 import os
@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 
 from roadtrain.config.host_ranks import DataGroups
+from roadtrain.config.job import load_job
 from roadtrain.config.networks import CONTROL, stated
 from roadtrain.parallel.groups import GroupKind, Groups
-from roadtrain.parallel.preflight import preflight, read_job
+from roadtrain.parallel.preflight import preflight
 from roadtrain.parallel.process_groups import make_process_groups, start_processes
 from roadtrain.parallel.rank_meeting import launch_of, meet
 
@@ -18,9 +19,10 @@ NBYTES = 4 << 20
 
 
 def main(job: str) -> None:
-    parallelism, statements = read_job(job)
-    met = meet(launch_of(os.environ), needed=parallelism.devices, deadline_s=60)
-    hosts = stated(met.hosts, statements)
+    asked = load_job(job).parallelism
+    met = meet(launch_of(os.environ), deadline_s=60)
+    parallelism = asked.degrees(met.world_size)
+    hosts = stated(met.hosts, asked.networks)
     groups = Groups.of(parallelism, met.host_devices(hosts), data_groups=DataGroups.IN_ONE_CLUSTER)
     networks = preflight(met, groups.to_create, hosts, say=lambda _: None).networks
     start_processes(networks[CONTROL], met.store, met.rank, met.world_size, 60.0)

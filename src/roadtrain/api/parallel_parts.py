@@ -79,8 +79,6 @@ def connect(
     every = [*groups.to_create, *layout.shared_groups()]
     hosts = stated(meeting.hosts, options.networks)
     found = preflight(meeting, every, hosts, say=report)
-    for network in dict.fromkeys(map(str, found.networks.values())):
-        report(f"network: {network}")
     control = found.networks[CONTROL]
     start_processes(control, meeting.store, meeting.rank, meeting.world_size, options.deadline_s)
     return make_process_groups(

@@ -203,7 +203,7 @@ def matrix(
         lines = []
     else:
         lines = [*_table(found, hosts)] if len(hosts) <= MATRIX else [*_summary(found)]
-    return lines + [f"  {network}" for network in networks]
+    return lines + [f"network: {network}" for network in networks]
 
 
 def _table(found: Sequence[Finding], hosts: Sequence[str]) -> Iterator[str]:

@@ -21,16 +21,15 @@ from dataclasses import dataclass
 
 from roadtrain.config.host_ranks import DataGroups
 from roadtrain.config.job import load_job
+from roadtrain.config.job_parallelism import ParallelismSection
 from roadtrain.config.networks import (
     GroupNetwork,
     HostCard,
     HostCards,
     NamedRanks,
-    NetworkStatement,
     choose_networks,
     stated,
 )
-from roadtrain.config.parallelism import Parallelism
 from roadtrain.errors import ConfigError, DeadlineError
 from roadtrain.parallel.findings import (
     CLOCK_S,
@@ -205,8 +204,8 @@ def command(
     patience: float = MEET_S,
 ) -> int:
     """Under torchrun on every host (`torchrun ... --no-python roadtrain preflight JOB.toml`), or
-    started on every host with the same --hosts. Of the job it reads `parallelism`;
-    without them every pair of hosts is tested over the fastest network of all.
+    started on every host with the same --hosts. Of the job it reads `parallelism`; without it
+    every pair of hosts is tested over the fastest network of all.
 
     Args:
         hosts: HOST,HOST,...: names or addresses in the order of ranks; this host is found in it
@@ -217,16 +216,15 @@ def command(
     begin = time.monotonic()
     launch = launch_among(hosts.split(","), port) if hosts else launch_of(os.environ)
     per_rank = devices if hosts else 1
-    parallelism, statements = read_job(path, launch.world_size * per_rank)
-    needed = parallelism.devices if parallelism else 0
-    if needed % per_rank:
-        raise ConfigError(f"{parallelism} is {needed} ranks, {devices} a host do not divide them")
-    job = f"{parallelism} {[one.model_dump_json() for one in statements]} {devices}"
-    meeting = meet(launch, job=job, needed=needed // per_rank, deadline_s=patience)
-    of_ranks = [host for host in stated(meeting.hosts, statements) for _ in range(per_rank)]
+    asked = load_job(path, report=lambda _: None).parallelism if path else ParallelismSection()
+    needed = needed_ranks(asked, per_rank)
+    job = f"{asked.model_dump_json()} {devices}"
+    meeting = meet(launch, job=job, needed=needed, deadline_s=patience)
+    of_ranks = [host for host in stated(meeting.hosts, asked.networks) for _ in range(per_rank)]
     groups: Sequence[NamedRanks] = ()
-    if parallelism:
+    if asked.used:
         places = meeting.host_devices(of_ranks)
+        parallelism = asked.degrees(len(of_ranks))
         groups = Groups.of(parallelism, places, data_groups=DataGroups.ANYWHERE).to_create
     preflight(meeting, groups, of_ranks)
     if meeting.rank == 0:
@@ -234,13 +232,19 @@ def command(
     return 0
 
 
-def read_job(path: str, processes: int) -> tuple[Parallelism | None, tuple[NetworkStatement, ...]]:
-    """Of a job file, its parallelism for so many processes and what it says of networks; nothing
-    without a file."""
-    if not path:
-        return None, ()
-    said = load_job(path, report=lambda _: None).parallelism
-    return (said.degrees(processes) if said.used else None), tuple(said.networks)
+def needed_ranks(asked: ParallelismSection, per_rank: int) -> int:
+    """That meet, where each stands for `per_rank` of the job; 0 where the job takes what comes.
+    Raises ConfigError."""
+    if not asked.used or (asked.dp is None and not asked.widths):
+        return 0
+    parallelism = asked.degrees(0)
+    ranks, rest = divmod(parallelism.devices, per_rank)
+    if rest:
+        raise ConfigError(
+            f"{parallelism} is {parallelism.devices} ranks, which {per_rank} a host do not divide",
+            hint="--devices is the number of ranks of each host",
+        )
+    return ranks
 
 
 def launch_among(names: Sequence[str], port: int) -> Launch:

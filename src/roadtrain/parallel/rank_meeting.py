@@ -36,7 +36,7 @@ from roadtrain.parallel.networks import this_host
 
 T = TypeVar("T")
 GRACE_S = 3.0  # how much longer the others wait for rank 0, and it for them to read its answer
-MEET_S = 12.0  # from the import of torch on: hosts begin together
+MEET_S = 18.0  # from the import of torch on: hosts begin together
 POLL_S = 0.02
 TRY_S = 3.0  # of one attempt to connect to the store
 HALF_OPEN = "03"  # SYN_RECV, as /proc/net/tcp has it

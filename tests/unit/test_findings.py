@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 import pytest
 import torch.distributed as dist
 
+from roadtrain.config.job_parallelism import ParallelismSection
 from roadtrain.config.networks import HostCard, HostCards, choose_networks
+from roadtrain.config.schema import checked
 from roadtrain.errors import ConfigError, DeadlineError, PeerError
 from roadtrain.parallel import preflight
 from roadtrain.parallel import rank_meeting as meeting
@@ -120,7 +122,7 @@ def test_the_matrix() -> None:
     assert lines[0].split() == ["from", "\\", "to", "a", "b", "c"]
     assert "ethernet 100 us 50 MB/s" in lines[1]
     assert "ethernet no answer" in lines[2]
-    assert lines[-1].strip() == "control: ethernet at 100 MB/s (eth0 of a b c)"
+    assert lines[-1] == "network: control: ethernet at 100 MB/s (eth0 of a b c)"
     many = [f"h{i}" for i in range(13)]
     assert "6 links, 100 us, 50 MB/s, the slowest 50 MB/s" in matrix(reports(), many, [])[0]
 
@@ -291,17 +293,15 @@ def test_which_of_the_hosts_this_is(monkeypatch) -> None:
         preflight.launch_among(["a"], 7)
 
 
-def test_what_is_read_of_a_job(tmp_path) -> None:
-    job = tmp_path / "job.toml"
-    job.write_text(
-        '[run]\nsteps = 3\n[model.config]\nmodel_type = "llama"\n[parallelism]\npp = 2\n'
-        '[[parallelism.networks]]\ninterface = "ib0"\n'
-    )
-    parallelism, statements = preflight.read_job(str(job), 4)
-    assert (parallelism.devices, [one.interface for one in statements]) == (4, ["ib0"])
-    assert preflight.read_job("", 4) == (None, ())
-    job.write_text(
-        '[model.config]\nmodel_type = "llama"\n[[parallelism.networks]]\ninterfase = "i"\n'
-    )
-    with pytest.raises(ConfigError, match="interfase"):
-        preflight.read_job(str(job), 4)
+def asked(**keys):
+    return checked(ParallelismSection, keys)
+
+
+def test_how_many_ranks_must_meet() -> None:
+    assert preflight.needed_ranks(asked(), 1) == 0
+    assert preflight.needed_ranks(asked(pp=2), 1) == 0  # as many as come
+    assert preflight.needed_ranks(asked(pp=2, dp=2), 1) == 4
+    assert preflight.needed_ranks(asked(pp=2, widths=[2, 1]), 1) == 3
+    assert preflight.needed_ranks(asked(pp=2, dp=2, tp=2), 4) == 2
+    with pytest.raises(ConfigError, match="is 4 ranks, which 3 a host do not divide"):
+        preflight.needed_ranks(asked(pp=2, dp=2), 3)
