@@ -454,7 +454,7 @@ def differing_child(what, rank):
 
 def test_ranks_that_differ_are_refused():  # Rule 6
     for what, kind, words in (
-        ("shapes", ModelError, "different parameters, dtypes"),
+        ("shapes", ModelError, "ranks have different parameters, dtypes"),
         ("rate", LoopError, "step 0: the ranks of the group of ranks 0, 1 have different hyper"),
     ):
         for found in run(2, partial(differing_child, what)):
@@ -495,6 +495,23 @@ def gone_child(how, at, rank):
         went_on = False
     optimizer.close()
     return *found, went_on, time.monotonic() - began
+
+
+def absent_child(rank):
+    group = joined(4)
+    if rank == 1:
+        leave("hangs")
+    model, user = built(Case())
+    try:
+        ShardedOptimizer(model, user, group, options=ShardedOptions(label="stage 3"))
+    except RoadtrainError as error:
+        return type(error), str(error)
+
+
+def test_a_rank_that_never_starts_is_named():  # Rule 5
+    kind, words = first_of(2, absent_child)
+    assert kind is DeadlineError, words
+    assert words.startswith("stage 3, the group of ranks 0, 1: the comparison of first values")
 
 
 def leave(how):

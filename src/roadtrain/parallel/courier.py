@@ -20,6 +20,8 @@ import torch.distributed as dist
 from roadtrain.errors import DeadlineError, LostError, RoadtrainError
 
 UNDER_WAY = 2  # jobs at once: one that sends while the next begins
+# what errors of gloo and NCCL say that are about a peer; some do not name their library
+OF_PEERS = ("gloo", "nccl", "pair closure", "connection", "timed out")
 PATIENCE = 2.0  # deadlines without any progress before whoever waits gives up
 
 
@@ -166,24 +168,23 @@ class Courier:
 
     def _fail(self, error: BaseException) -> None:
         with self._changed:
-            self.error = self._told(error)
+            self.error = typed(error, f"{self.name}: {self._now}", self.deadline_s)
             self._jobs.clear()
             self._under_way.clear()
             self._now = ""
             self._changed.notify_all()
 
-    def _told(self, error: BaseException) -> BaseException:
-        """torch's words for a peer that is late or gone, as ours."""
-        said = " ".join(str(error).split())
-        of_group = isinstance(error, dist.DistError) or "gloo" in said.lower()
-        if not (of_group and isinstance(error, RuntimeError)):
-            return error
-        late = "timed out" in said.lower() or "timeout" in said.lower()
-        told = (DeadlineError if late else LostError)(
-            f"{self.name}: {self._now} failed"
-            + (f" after {self.deadline_s:g} s" if late else "")
-            + f": {said[:300]}",
-            hint="a rank of the group has ended or is unreachable; its own log says why",
-        )
-        told.__cause__ = error
-        return told
+
+def typed(error: BaseException, what: str, deadline_s: float) -> BaseException:
+    """torch's words for a peer that is late or gone, as ours; other errors as they are."""
+    said = " ".join(str(error).split())
+    of_group = isinstance(error, dist.DistError) or any(w in said.lower() for w in OF_PEERS)
+    if isinstance(error, RoadtrainError) or not (of_group and isinstance(error, RuntimeError)):
+        return error
+    late = "timed out" in said.lower() or "timeout" in said.lower()
+    told = (DeadlineError if late else LostError)(
+        f"{what} failed" + (f" after {deadline_s:g} s" if late else "") + f": {said[:300]}",
+        hint="a rank of the group has ended or is unreachable; its own log says why",
+    )
+    told.__cause__ = error
+    return told

@@ -8,13 +8,15 @@ does, and that is said.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 import xxhash
 
 from roadtrain.errors import ModelError
-from roadtrain.parallel.courier import Pending
+from roadtrain.parallel.courier import Pending, typed
 
 BITS = 62  # of a digest: it and its negative are int64
 
@@ -52,33 +54,44 @@ def differ(largest: torch.Tensor) -> list[bool]:
     return [int(row[0]) != -int(row[1]) for row in largest]
 
 
+@dataclass(frozen=True)
+class StartingRanks:
+    """device: of the group's tensors. who: they are, for people. deadline_s: the group's."""
+
+    group: Alike
+    device: torch.device
+    who: str
+    deadline_s: float
+
+    def wait(self, begin: Callable[[], Pending | None]) -> None:
+        """Raises PeerError."""
+        try:
+            if (work := begin()) is not None:
+                work.wait()
+        except RuntimeError as error:
+            told = typed(error, f"{self.who}: the comparison of first values", self.deadline_s)
+            raise told from error
+
+
 def begin_alike(
-    group: Alike,
-    device: torch.device,
+    ranks: StartingRanks,
     layout: str,
     values: Sequence[torch.Tensor],
-    who: str,
     report: Callable[[str], None],
 ) -> None:
-    """device: of the group's tensors. layout: how the rank has laid out `values`. Collective.
-    Raises ModelError."""
-    said = pair(digest(layout.encode()), digest_of(values)).to(device)
-    _wait(group.any_of(said))
+    """layout: how the rank has laid out `values`. Collective. Raises ModelError, PeerError."""
+    said = pair(digest(layout.encode()), digest_of(values)).to(ranks.device)
+    ranks.wait(partial(ranks.group.any_of, said))
     other_layout, other_values = differ(said)
     if other_layout:
         raise ModelError(
-            f"the ranks of {who} have different parameters, dtypes, parameter groups or sizes of"
+            f"{ranks.who}: ranks have different parameters, dtypes, parameter groups or sizes of"
             " buckets",
             hint="they build the same model and optimizer, with the same options",
         )
     if other_values:
-        report(f"{who}: parameters differ at the start; those of its first rank are taken")
+        report(f"{ranks.who}: parameters differ at the start; those of its first rank are taken")
         for value in values:
             first = _bytes(value)
-            _wait(group.from_first(first))
+            ranks.wait(partial(ranks.group.from_first, first))
             value.copy_(first.view(value.dtype).view(value.shape))
-
-
-def _wait(work: Pending | None) -> None:
-    if work is not None:
-        work.wait()

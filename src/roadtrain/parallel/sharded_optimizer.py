@@ -32,13 +32,13 @@ from roadtrain.errors import LoopError, ModelError, StoreError
 from roadtrain.kernels.torch_rules import rules_for
 from roadtrain.parallel.bucket_state import BucketState
 from roadtrain.parallel.courier import UNDER_WAY, Courier, CourierJob, Pending
-from roadtrain.parallel.data_group import DataGroup
+from roadtrain.parallel.data_group import DataGroup, deadline_of
 from roadtrain.parallel.flat_layout import lay_out
 from roadtrain.parallel.forward_waits import ForwardWaits
 from roadtrain.parallel.gradient_hooks import GradientHooks
 from roadtrain.parallel.lacking import Lacking
 from roadtrain.parallel.pieces import VALUE, Extent, Piece
-from roadtrain.parallel.same_start import begin_alike, differ, digest, pair
+from roadtrain.parallel.same_start import StartingRanks, begin_alike, differ, digest, pair
 from roadtrain.parallel.shared_copies import SharedCopies
 from roadtrain.parallel.side_stream import SideStream
 from roadtrain.parallel.stage_parameters import StageParameters, views_of
@@ -112,10 +112,7 @@ class ShardedOptimizer:
         )
         numbers = dict(zip(params, self.layout.buckets_of))
         self.waits = ForwardWaits(stage, blocks, numbers, self._wait)
-        if not self.group.exact:
-            report(
-                f"{options.label}: gradients are summed in the order of the device's own library"
-            )
+        self._say_what_differs(report)
 
     def _make_memory(self, report: Callable[[str], None]) -> None:
         """Values, gradients, what arrives, and the state of this rank's shares."""
@@ -124,11 +121,14 @@ class ShardedOptimizer:
         frozen = {n: p.detach() for n, p in self.parameters.frozen.items() if p.numel()}
         shapes = repr([(n, p.shape, p.dtype) for n, p in frozen.items()])
         everything = [*values, *frozen.values()]
-        begin_alike(self.group, device, layout.whole + shapes, everything, str(self.group), report)
+        who, deadline_s = f"{self.options.label}, {self.group}", self.group.deadline_s
+        alike = StartingRanks(self.group, device, who, deadline_s)
+        begin_alike(alike, layout.whole + shapes, everything, report)
         for i, (names, copies) in enumerate(self.links):
             common = [values[run] for run in layout.shared_runs(i)]
-            who = f"copies of {names[0]!r}"
-            begin_alike(copies, device, layout.common(i), common, who, report)
+            who = f"{self.options.label}, copies of {names[0]!r}"
+            alike = StartingRanks(copies, device, who, deadline_of(copies.group, device))
+            begin_alike(alike, layout.common(i), common, report)
         grads = [torch.zeros(run.numel, device=device) for run in layout.runs]
         views = [v for g, run in zip(grads, layout.runs) for v in views_of(g, run, layout.params)]
         empty = torch.empty(0, device=device)

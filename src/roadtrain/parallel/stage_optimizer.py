@@ -27,7 +27,8 @@ class StageOptimizer(PieceSource, Protocol):
 
     def begin_step(self, backwards: int) -> None:
         """Parameters of the last step may still be on their way (a block waits before it runs).
-        backwards: backward passes of this step on this rank; after so many a gradient is whole."""
+        backwards: passes of this step on this rank through each part of the stage; after so many a
+        gradient is whole."""
 
     def sum_squares(self) -> float:
         """Of the step's summed gradients, of this rank's share alone, so that the sum over all
