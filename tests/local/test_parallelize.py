@@ -11,6 +11,7 @@ from world import run
 import roadtrain
 from roadtrain import MicroBatch, Parallelism, ParallelOptions
 from roadtrain.parallel.snapshots import SnapshotOptions
+from roadtrain.parallel.tensor_styles import Column, Row
 
 STEPS = 3
 SHAPES = {
@@ -91,6 +92,8 @@ def staged(kind, parallelism, num_microbatches, options, rank):
     return [(one.loss, one.grad_norm) for one in results], held_out, lines
 
 
+MLP = "model.layers.*.mlp"
+PLAN = {f"{MLP}.gate_proj": Column(), f"{MLP}.up_proj": Column(), f"{MLP}.down_proj": Row()}
 CASES = [
     ("llama", Parallelism(pp=2), 4, {}),
     ("llama", Parallelism(pp=2, dp=2, stages=(2, 4)), 4, {}),
@@ -102,6 +105,7 @@ CASES = [
     ("llama", Parallelism(pp=2, tp=2), 4, {}),
     ("gpt2", Parallelism(pp=2, tp=2), 4, {}),
     ("opt", Parallelism(tp=2, dp=2), 4, {}),
+    ("llama", Parallelism(tp=2, pp=2), 4, {"tensor_plan": PLAN}),
 ]
 
 
