@@ -1,0 +1,146 @@
+"""A pipeline that is killed at any moment goes on from its last snapshot (Rule 3), with the same
+parallelism bit for bit, with another one to rounding; who is left ends with a sentence (Rule 5)."""
+
+import random
+import time
+
+import pytest
+from pipeline_job import (
+    DEADLINE_S,
+    EVERY,
+    Fault,
+    PipelineProcesses,
+    PipelineSpec,
+    losses,
+    resumed,
+    start,
+)
+
+from roadtrain.config.parallelism import Parallelism
+
+pytestmark = pytest.mark.slow
+STEPS = 5
+TWO = Parallelism(pp=2)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    home = tmp_path_factory.mktemp("undisturbed") / "run"
+    assert start(PipelineSpec(home, TWO, STEPS)) == ["ended"] * 2
+    found = losses(home)
+    assert sorted(found) == list(range(STEPS))
+    return found
+
+
+def killed_and_resumed(home, fault, separate=False):
+    said = start(PipelineSpec(home, TWO, STEPS, separate, fault))
+    assert said[fault.rank] == "", said
+    other = said[1 - fault.rank]
+    # a snapshot's last write is of one rank alone: the other may have come to its end
+    assert other == "ended" or other.startswith(("LostError: ", "DeadlineError: ")), said
+    if fault.kind == "run":
+        assert "step" in other and "stage" in other, other
+    assert start(PipelineSpec(home, TWO, STEPS, separate)) == ["ended"] * 2
+
+
+# 8 runs a step of a rank; a snapshot syncs some 10 times
+POINTS = [
+    Fault(0, "run", 3),
+    Fault(1, "run", 8 * 2 + 5),
+    Fault(0, "run", 8 * 4 + 1),
+    Fault(0, "fsync", 1),
+    Fault(1, "fsync", 3),
+    Fault(1, "fsync", 6),
+    Fault(0, "fsync", 8),
+    Fault(1, "fsync", 11),
+]
+
+
+@pytest.mark.parametrize("fault", POINTS, ids=lambda f: f"{f.kind}-{f.at}-of-{f.rank}")
+def test_killed_at_a_point_it_repeats_the_same_losses(fault, undisturbed, tmp_path):  # Rule 3
+    home = tmp_path / "run"
+    killed_and_resumed(home, fault)
+    assert losses(home) == undisturbed
+    assert all(step % EVERY == 0 for step in resumed(home))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(12))
+def test_killed_anywhere_on_hosts_with_their_own_disks(seed, undisturbed, tmp_path):
+    choose = random.Random(seed)
+    kind = choose.choice(["run", "fsync"])
+    fault = Fault(
+        choose.randrange(2), kind, choose.randrange(1, 8 * STEPS if kind == "run" else 12)
+    )
+    home = tmp_path / "run"
+    killed_and_resumed(home, fault, separate=True)
+    assert losses(home) == undisturbed
+
+
+@pytest.mark.parametrize("fault", [Fault(1, "run", 21), Fault(0, "run", 8 * 4 + 3)], ids=str)
+def test_a_stage_on_files_goes_back_to_the_snapshot(fault, tmp_path):  # Rule 3
+    """Its store has committed steps since then, or not all up to then."""
+    spec = PipelineSpec(tmp_path / "whole", TWO, STEPS, on_files=(1,))
+    assert start(spec) == ["ended"] * 2
+    home = tmp_path / "run"
+    said = start(PipelineSpec(home, TWO, STEPS, fault=fault, on_files=(1,)))
+    assert said[fault.rank] == ""
+    assert start(PipelineSpec(home, TWO, STEPS, on_files=(1,))) == ["ended"] * 2
+    assert losses(home) == losses(spec.home)
+    # and the stage need not be on files any more
+    said = start(PipelineSpec(home, TWO, STEPS + 2))
+    assert said == ["ended"] * 2
+    assert resumed(home)[-1] == STEPS - STEPS % EVERY
+
+
+def test_a_stage_on_servers_goes_back_to_the_snapshot(addresses, tmp_path):  # Rule 3
+    shape, where = Parallelism(pp=2, widths=(1, 2)), {1: addresses(2)}
+    whole, home = tmp_path / "whole", tmp_path / "run"
+    assert start(PipelineSpec(whole, shape, STEPS, on_servers={1: addresses(1)})) == ["ended"] * 3
+    fault = Fault(0, "run", 8 * 3 + 2)
+    said = start(PipelineSpec(home, shape, STEPS, fault=fault, on_servers=where))
+    assert said[0] == "" and all(one.startswith(("Lost", "Deadline")) for one in said[1:]), said
+    assert start(PipelineSpec(home, shape, STEPS, on_servers=where)) == ["ended"] * 3
+    assert resumed(home) == [0, 2]
+    assert losses(home) == losses(whole)
+
+
+OTHERS = {
+    "one process": Parallelism(),
+    "two replicas": Parallelism(dp=2),
+    "uneven stages": Parallelism(pp=2, stages=(1, 3)),
+    "unequal widths": Parallelism(pp=2, widths=(1, 2)),
+    "interleaved": Parallelism(pp=2, virtual_stages=2),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_it_goes_on_with_other_parallelism(name, tmp_path):
+    """Without dropout, whose numbers depend on the layout."""
+    options = {"dropout": 0.0}
+    home, other = tmp_path / "run", tmp_path / "whole"
+    assert start(PipelineSpec(home, TWO, 2, options=options)) == ["ended"] * 2
+    spec = PipelineSpec(home, OTHERS[name], STEPS, options=options)
+    assert start(spec) == ["ended"] * spec.ranks
+    assert resumed(home) == [0, 2]
+    assert start(PipelineSpec(other, TWO, STEPS, options=options)) == ["ended"] * 2
+    found, expected = losses(home), losses(other)
+    assert sorted(found) == sorted(expected)
+    for step, loss in expected.items():
+        assert float.fromhex(found[step]) == pytest.approx(float.fromhex(loss), rel=2e-5)
+
+
+@pytest.mark.parametrize("stopped", [(2, 3), (0, 1)], ids=["second", "first"])
+def test_a_cluster_that_says_nothing_any_more_ends_the_others(stopped, tmp_path):  # Rule 5
+    spec = PipelineSpec(tmp_path / "run", Parallelism(pp=2, dp=2), 1000)
+    job = PipelineProcesses(spec)
+    job.wait_for_step(3)
+    then = time.monotonic()
+    for rank in stopped:
+        job.stop(rank)
+    said = job.join(wait_s=3 * DEADLINE_S, but=stopped)
+    took = time.monotonic() - then
+    assert took < 2.5 * DEADLINE_S, (took, said)
+    for rank in {0, 1, 2, 3} - {*stopped}:
+        assert said[rank].startswith(("DeadlineError: ", "LostError: ")), said
+        assert "stage" in said[rank] and "step" in said[rank] and "rank" in said[rank], said[rank]
