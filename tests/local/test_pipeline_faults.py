@@ -77,7 +77,10 @@ def test_killed_anywhere_on_hosts_with_their_own_disks(seed, undisturbed, tmp_pa
     assert losses(home) == undisturbed
 
 
-@pytest.mark.parametrize("fault", [Fault(1, "run", 21), Fault(0, "run", 8 * 4 + 3)], ids=str)
+FILES_FAULTS = [Fault(0, "run", 8 + 3), Fault(1, "run", 21), Fault(0, "run", 8 * 4 + 3)]
+
+
+@pytest.mark.parametrize("fault", FILES_FAULTS, ids=lambda f: f"{f.at}-of-{f.rank}")
 def test_a_stage_on_files_goes_back_to_the_snapshot(fault, tmp_path):  # Rule 3
     """Its store has committed steps since then, or not all up to then."""
     spec = PipelineSpec(tmp_path / "whole", TWO, STEPS, on_files=(1,))
@@ -87,10 +90,22 @@ def test_a_stage_on_files_goes_back_to_the_snapshot(fault, tmp_path):  # Rule 3
     assert said[fault.rank] == ""
     assert start(PipelineSpec(home, TWO, STEPS, on_files=(1,))) == ["ended"] * 2
     assert losses(home) == losses(spec.home)
+    assert resumed(home)[1] == (fault.at // 8 // EVERY) * EVERY
     # and the stage need not be on files any more
     said = start(PipelineSpec(home, TWO, STEPS + 2))
     assert said == ["ended"] * 2
     assert resumed(home)[-1] == STEPS - STEPS % EVERY
+
+
+def test_a_stage_with_steps_that_no_snapshot_has_is_refused(tmp_path):  # Rule 6
+    start(PipelineSpec(tmp_path / "run", TWO, STEPS, on_files=(1,)))
+    (tmp_path / "run" / "stage-1").rename(tmp_path / "stage-1")
+    other = tmp_path / "other"
+    other.mkdir()
+    (tmp_path / "stage-1").rename(other / "stage-1")
+    said = start(PipelineSpec(other, TWO, STEPS, on_files=(1,)))
+    for one in said:
+        assert one.startswith("StaleError: ") and f"at step {STEPS}" in one, said
 
 
 def test_a_stage_on_servers_goes_back_to_the_snapshot(addresses, tmp_path):  # Rule 3

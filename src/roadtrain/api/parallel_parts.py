@@ -18,6 +18,7 @@ from roadtrain.api.place import place
 from roadtrain.api.placed_stage import PlacedStage
 from roadtrain.config.networks import CONTROL, stated
 from roadtrain.config.parallelism import RankPosition
+from roadtrain.errors import ConfigError
 from roadtrain.parallel.control import ControlLinks, RankPlace
 from roadtrain.parallel.groups import GroupKind, Groups
 from roadtrain.parallel.layout import StageLayout
@@ -174,10 +175,18 @@ def split_layers(joined: Joined, stage_model: StageModel) -> TensorParallel | No
 
 
 def shared_copies(joined: Joined) -> dict[str, SharedCopies]:
-    """Of the parameters that this stage has in common with others, by name."""
+    """Of the parameters that this stage has in common with others, by name. Raises ConfigError
+    where some of these stages are placed and some are not: they sum gradients in other ways."""
     at, out = joined.position, dict[str, SharedCopies]()
     widths = joined.groups.parallelism.replicas_of
     for stages, names in joined.layout.shared().items():
+        placed = [stage for stage in stages if stage in joined.options.stores]
+        if placed and len(placed) < len(stages):
+            raise ConfigError(
+                f"stages {', '.join(map(str, stages))} share {names[0]!r}, and of these only"
+                f" {', '.join(map(str, placed))} have a store",
+                hint="give all of them a store, or none",
+            )
         if at.stage in stages:
             group = joined.processes[joined.layout.shared_group(stages, at.tensor)]
             copies = SharedCopies(group, tuple(widths[stage] for stage in stages))

@@ -13,7 +13,8 @@ import torch
 from torch import distributed, nn
 
 from roadtrain.api.parallel_parts import Joined
-from roadtrain.errors import LoopError
+from roadtrain.api.stage_buffers import buffers_blob, restore_buffers
+from roadtrain.errors import LoopError, StaleError
 from roadtrain.parallel.pipeline import Pipeline, StepTimes
 from roadtrain.parallel.snapshot_choice import ParamEntry
 from roadtrain.parallel.snapshots import JobSnapshots, SnapshotOptions
@@ -56,6 +57,7 @@ class ParallelTraining:
         self.committed_step = 0
         self._snapshots: JobSnapshots | None = None
         self._closed = False
+        self._begun = False  # a step has begun here
         stage_model.attach()
 
     @property
@@ -83,6 +85,9 @@ class ParallelTraining:
         """
         if self._closed:
             raise LoopError("this training is closed")
+        if not self._begun:
+            self._check_same_step()
+            self._begun = True
         self._seed()
         at = self.joined.position
         total = self.joined.options.num_microbatches
@@ -118,8 +123,14 @@ class ParallelTraining:
         report(self._snapshots.describe())
         found = self._snapshots.find()
         if found is None:
+            self._check_same_step()
+            if self.joined.options.stores:
+                # a placed stage commits by itself: there is always a snapshot that it can go
+                # back to
+                self._snapshots.save(self.steps_done, self.optimizer, self._buffers())
             return {}
         self.optimizer.load(found.pieces(self.optimizer.wanted()), found.step)
+        restore_buffers(found.blobs, self.model)
         self.committed_step = found.step
         report(f"resumed at step {found.step}, which ran as {found.parallelism}")
         return found.blobs
@@ -133,8 +144,24 @@ class ParallelTraining:
         if self._snapshots is None:
             raise LoopError("no directory for snapshots was given", hint="call keep() first")
         if self.steps_done != self.committed_step:
-            self._snapshots.save(self.steps_done, self.optimizer, blobs)
+            self._snapshots.save(self.steps_done, self.optimizer, {**blobs, **self._buffers()})
             self.committed_step = self.steps_done
+
+    def _buffers(self) -> dict[str, bytes]:
+        """Of this stage; every stage's are in a snapshot."""
+        return buffers_blob(self.model, self.joined.position.stage)
+
+    def _check_same_step(self) -> None:
+        """Raises StaleError where a stage's store has steps that the others do not."""
+        steps = self.joined.control.agree(self.steps_done, "the step at which each rank is")
+        if len({*steps}) > 1:
+            where = (f"{self.joined.control.name(r)} at step {n}" for r, n in enumerate(steps))
+            raise StaleError(
+                f"no snapshot is gone on from, and the stages are at several steps:"
+                f" {', '.join(where)}",
+                hint="give placed stages the run directory that they were trained with, or empty"
+                " directories and servers",
+            )
 
     def _entries(self) -> list[ParamEntry]:
         """This stage's parameters, as the whole model calls them."""

@@ -80,6 +80,7 @@ class StagedJob:
             "tokens": tokens,
             "seconds": round(seconds, 6),
             "stages": {k: {"seconds": round(v, 6), "bytes": 0} for k, v in stages.items()},
+            "snapshot_every": job.parallelism.snapshot_every,
         }
         return line | ({"lossy": job.lossy} if job.lossy else {})
 
