@@ -1,0 +1,184 @@
+"""What is known of the lab of `crosscluster` before any of its rows runs, from two hosts of one
+cluster that do nothing else: seconds of a layer, of what is not in a layer, of an update, and of
+processors for each byte that is sent.
+
+    python -m benchmarks.crosscluster_known RANK SPEC.json...      (one process of the two)
+
+Does NOT know pipelines, stages or the slow network.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import distributed
+
+from benchmarks.crosscluster_lab import CPUS, START_CPUS
+from benchmarks.crosscluster_model import Batch, ModelSize, RunSpec, next_token_loss
+from roadtrain.errors import RoadtrainError
+from roadtrain.lab import Network
+from roadtrain.parallel.data_group import DataGroup
+from roadtrain.parallel.sharded_optimizer import ShardedOptimizer
+
+TIMES = 5
+SENT = 4 << 20  # elements each way
+FP32 = 4
+LEAST_S = 1e-6  # of a layer, however much the clock wavers
+HOSTS = ("a0", "a1")
+
+
+@dataclass(frozen=True)
+class Known:
+    """On a host of CPUS processors. `layer`, `ends`: rows of a micro-batch -> seconds of the
+    forward of one layer, and of all that is in none."""
+
+    layer: dict[int, float]
+    ends: dict[int, float]
+    backward: float  # seconds of a backward over those of its forward
+    update: float  # seconds a parameter
+    touch: float  # seconds a byte that is sent, and a byte that arrives
+
+
+def known(network: Network, size: ModelSize, batches: Sequence[Batch], home: Path) -> Known:
+    """Measured on HOSTS of the network, by whose first cards they reach each other."""
+    home.mkdir(parents=True, exist_ok=True)
+    hosts = [network.hosts[name] for name in HOSTS]
+    for batch in batches:
+        spec = RunSpec("known", size, batch, master=f"{HOSTS[0]}-eth0", interface="eth0")
+        spec.write(home / f"rows{batch.micro_rows}.json")
+    specs = [str(home / f"rows{batch.micro_rows}.json") for batch in batches]
+    ranks = []
+    for rank, host in enumerate(hosts):
+        host.set_cpus(START_CPUS)
+        words = [sys.executable, "-m", "benchmarks.crosscluster_known", str(rank), *specs]
+        ranks.append(host.run(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+    try:
+        for rank in ranks:
+            _line(rank, "imported")
+        for rank, host in zip(ranks, hosts):
+            host.set_cpus(CPUS)
+            assert rank.stdin is not None
+            rank.stdin.write("go\n")
+            rank.stdin.flush()
+        found = json.loads(_line(ranks[0], "known"))
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    layer, ends = ({int(rows): s for rows, s in found[what].items()} for what in ("layer", "ends"))
+    return Known(**{**found, "layer": layer, "ends": ends})
+
+
+def _line(rank: subprocess.Popen[str], what: str) -> str:
+    assert rank.stdout is not None
+    for line in rank.stdout:
+        word, _, rest = line.partition(" ")
+        if word.strip() == what:
+            return rest
+    raise RoadtrainError(f"a process that measures the lab ended with {rank.wait()}")
+
+
+# in a process
+
+
+def took(work: Callable[[], Any]) -> float:
+    then = time.perf_counter()
+    work()
+    return time.perf_counter() - then
+
+
+def passes(size: ModelSize, batch: Batch) -> tuple[float, float]:
+    """Seconds of a micro-batch's forward and of its backward through the whole model."""
+    model, tokens = size.build(), batch.micros(0, size.vocabulary)[0]
+    forward, backward = list[float](), list[float]()
+    for _ in range(TIMES + 1):
+        then = time.perf_counter()
+        loss = next_token_loss(model(tokens).logits, tokens)
+        between = time.perf_counter()
+        loss.backward()
+        forward.append(between - then)
+        backward.append(time.perf_counter() - between)
+    return median(forward[1:]), median(backward[1:])
+
+
+def update_s(size: ModelSize, batch: Batch) -> float:
+    """Seconds a parameter of a stage's optimizer that is alone."""
+    model, tokens = size.build(), batch.micros(0, size.vocabulary)[0]
+    optimizer = ShardedOptimizer(model, torch.optim.AdamW(model.parameters()), None)
+    seconds = []
+    for _ in range(TIMES + 1):
+        optimizer.begin_step(1)
+        next_token_loss(model(tokens).logits, tokens).backward()
+
+        def step() -> None:
+            optimizer.step()
+            optimizer.wait_parameters()
+
+        seconds.append(took(step))
+    optimizer.close()
+    return median(seconds[1:]) / sum(p.numel() for p in model.parameters())
+
+
+def touch_s() -> float:
+    """Seconds of this process's processors for a byte that it sends or gets, sums of gradients
+    included."""
+    group = DataGroup(distributed.group.WORLD, torch.device("cpu"))
+    own, other = torch.zeros(2 * SENT), torch.zeros(2 * SENT)
+    seconds = []
+    for _ in range(TIMES + 1):
+        then = time.process_time()
+        if (pending := group.reduce_scatter(own, other)) is not None:
+            pending.wait()
+        group.sum_arrived(own, other)
+        seconds.append(time.process_time() - then)
+    return median(seconds[1:]) / (2 * SENT * FP32)
+
+
+def measured(rank: int, specs: Sequence[RunSpec]) -> Known | None:
+    """None of the rank that only answers."""
+    distributed.init_process_group(
+        "gloo",
+        init_method=f"tcp://{specs[0].master}:{specs[0].port}",
+        rank=rank,
+        world_size=len(HOSTS),
+        timeout=timedelta(seconds=300),
+    )
+    touch = touch_s() / CPUS  # of the seconds of a host that has so few
+    if rank:
+        return None
+    layer, ends, ratios, size = dict[int, float](), dict[int, float](), [], specs[0].model
+    fewer = dataclasses.replace(size, layers=size.layers // 2)
+    for spec in specs:
+        rows = spec.batch.micro_rows
+        whole, half = passes(size, spec.batch), passes(fewer, spec.batch)
+        more = (whole[0] - half[0]) / (size.layers - fewer.layers)
+        layer[rows] = min(max(more, LEAST_S), whole[0] / size.layers)
+        ends[rows] = max(0.0, whole[0] - size.layers * layer[rows])
+        ratios.append(whole[1] / whole[0])
+    return Known(layer, ends, median(ratios), update_s(fewer, specs[0].batch), touch)
+
+
+def main() -> None:
+    rank, *paths = sys.argv[1:]
+    torch.set_num_threads(1)
+    print("imported", flush=True)
+    sys.stdin.readline()
+    found = measured(int(rank), [RunSpec.read(Path(path)) for path in paths])
+    if found is not None:
+        print("known", json.dumps(dataclasses.asdict(found)), flush=True)
+    sys.stdin.readline()  # until it is ended
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""What the simulator says of a row of `crosscluster`: the run's plan, its cluster, and what is
+known of the lab's hosts (crosscluster_known.py). Arithmetic only.
+
+The sizes of stages are those that the run chose. A throttled cluster has the seconds of the others
+over its share of their processors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.crosscluster_known import Known
+from benchmarks.crosscluster_lab import CPUS, ETHERNET, INFINIBAND, ROCE
+from benchmarks.crosscluster_model import RunSpec
+from benchmarks.crosscluster_runs import Run
+from roadtrain.config.cluster import Cluster, make_cluster
+from roadtrain.config.models import ModelShape, from_config
+from roadtrain.config.parallelism import Parallelism
+from roadtrain.config.plan import ElementBytes, Plan, placement
+from roadtrain.lab import CARRIED
+from roadtrain.simulator.compute import Constants, HostTimes
+from roadtrain.simulator.fabric import UPDATE_BYTES
+from roadtrain.simulator.run import Result, simulate
+
+FP32 = ElementBytes(parameter_bytes=4, gradient_bytes=4, activation_bytes=4)
+KINDS = {"ib": ("infiniband", INFINIBAND), "roce": ("roce", ROCE)}
+LATENCY = "50us"
+
+
+def predicted(run: Run, of: Known) -> Result:
+    """Of each rank by itself."""
+    model = shape_of(run.spec)
+    return simulate(
+        plan_of(run),
+        cluster_of(run, of),
+        model,
+        constants_of(run, of),
+        checked=False,
+        apart=True,
+    )
+
+
+def shape_of(spec: RunSpec) -> ModelShape:
+    size = spec.model
+    config = {
+        "model_type": "llama",
+        "hidden_size": size.hidden,
+        "intermediate_size": size.inner,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.heads,
+        "vocab_size": size.vocabulary,
+    }
+    return from_config(config, seq_len=spec.batch.sequence)
+
+
+def plan_of(run: Run) -> Plan:
+    spec, batch = run.spec, run.spec.batch
+    networks = {} if run.environment.fast else {"dp": "ethernet", "pp": "ethernet"}
+    if spec.method == "ddp":  # each rank its rows in one pass
+        whole = Parallelism(dp=4)
+        return Plan(
+            placement("ddp"), whole, batch.rows // 4, networks={"dp": "ethernet"}, sizes=FP32
+        )
+    had = dict(spec.parallelism)
+    # of each replica; of all of them where widths differ
+    many = batch.microbatches // (1 if "widths" in had else had.get("dp", 1))
+    stages = had.pop("stages", None) or run.measured.results[0]["stages"]
+    tuples = {key: tuple(given) for key, given in had.items() if isinstance(given, list)}
+    parallelism = Parallelism(**{**had, **tuples}, stages=tuple(stages))
+    if spec.method == "torch_pipeline":  # sums when all backwards are done
+        return Plan(
+            placement("ddp"),
+            parallelism,
+            batch.micro_rows,
+            many,
+            overlap=False,
+            networks={"dp": "ethernet", "pp": "ethernet"},
+            sizes=FP32,
+        )
+    return Plan(
+        placement("zero1"),
+        parallelism,
+        batch.micro_rows,
+        many,
+        overlap=spec.overlap,
+        gather="forward" if spec.overlap else "update",
+        networks=networks,
+        sizes=FP32,
+    )
+
+
+def cluster_of(run: Run, of: Known) -> Cluster:
+    """Two hosts of a cluster, with the cards that the run used."""
+
+    def hosts(name: str, number: int) -> dict[str, Any]:
+        nics = [{"kind": "ethernet", "rate": rate(ETHERNET), "latency": LATENCY}]
+        if run.environment.fast is not None:
+            kind, fast = KINDS[run.environment.fast[number]]
+            nics.append({"kind": kind, "rate": rate(fast), "latency": LATENCY})
+        return {
+            "name": name,
+            "count": 2,
+            "devices": 1,
+            "device": {
+                "kind": "cpu",
+                "flops": "1TFLOP/s",
+                "memory": "24GB",
+                "memory_rate": "20GB/s",
+                "copy": "10GB/s",
+            },
+            "memory": "24GB",
+            "memory_rate": "20GB/s",
+            "updates": rate(UPDATE_BYTES / of.update * run.cpus[number] / CPUS),
+            "nics": nics,
+        }
+
+    return make_cluster({"hosts": [hosts("a", 0), hosts("b", 1)]})
+
+
+def rate(nbytes: float) -> str:
+    return f"{nbytes:.0f}B/s"
+
+
+def constants_of(run: Run, of: Known) -> Constants:
+    def times(cpus: float) -> HostTimes:
+        slower = CPUS / cpus
+        rows = {("layer", rows): seconds * slower for rows, seconds in of.layer.items()}
+        rows |= {("output", rows): seconds * slower for rows, seconds in of.ends.items()}
+        rows |= {("embedding", rows): 0.0 for rows in of.ends}
+        return HostTimes(rows, of.touch * slower)
+
+    return Constants(
+        network=CARRIED,
+        backward=of.backward,
+        hosts={name: times(run.cpus[i]) for i, name in enumerate("ab")},
+        source="two hosts of the lab that do nothing else",
+    )

@@ -1,0 +1,78 @@
+"""benchmarks/crosscluster_simulated.py: a row of the benchmark becomes the plan and the cluster that
+it ran on. Nothing is run here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from benchmarks.crosscluster_known import Known
+from benchmarks.crosscluster_lab import CPUS, ENVIRONMENTS, ETHERNET, Environment, Measured
+from benchmarks.crosscluster_model import RunSpec
+from benchmarks.crosscluster_simulated import plan_of, predicted, shape_of
+from roadtrain.lab import CARRIED
+
+KNOWN = Known({2: 0.04, 4: 0.08}, {2: 0.01, 4: 0.02}, 2.0, 2e-9, 0.0)
+LAYOUT: dict[str, Any] = {"pp": 2, "dp": 2}
+
+
+def measured(stages: list[int]) -> Measured:
+    return Measured(1.0, [], {}, [{"stages": stages}])
+
+
+@dataclass(frozen=True)
+class Case:
+    """As the benchmark's own Run."""
+
+    environment: Environment = ENVIRONMENTS["hybrid"]
+    spec: RunSpec = field(default_factory=lambda: RunSpec("ours", parallelism=LAYOUT))
+    cpus: tuple[float, float] = (CPUS, CPUS)
+    measured: Measured = field(default_factory=lambda: measured([8, 8]))
+
+    def seconds(self, **more: Any) -> float:
+        """Of this run, with other values of its spec."""
+        run: Any = replace(self, spec=replace(self.spec, **more))
+        return predicted(run, KNOWN).seconds
+
+
+def test_the_shape_is_the_models() -> None:
+    size = RunSpec("ours").model
+    assert shape_of(RunSpec("ours")).params == sum(p.numel() for p in size.build().parameters())
+
+
+def test_a_step_samples_what_the_run_samples() -> None:
+    run: Any = Case()
+    assert plan_of(run).samples == run.spec.batch.rows
+    peer: Any = replace(run, spec=replace(run.spec, method="ddp"))
+    assert plan_of(peer).samples == run.spec.batch.rows
+    wide: Any = replace(
+        run,
+        spec=replace(run.spec, parallelism={"pp": 2, "widths": [3, 1]}),
+        measured=measured([11, 5]),
+    )
+    assert plan_of(wide).samples == run.spec.batch.rows
+    assert plan_of(wide).parallelism.stages == (11, 5)
+
+
+def test_computing_alone_is_what_was_known() -> None:
+    """On fast networks: the first stage's half of the layers, the pipeline's fill, the update."""
+    seconds = Case(ENVIRONMENTS["all InfiniBand"]).seconds()
+    pass_s = 3 * (8 * 0.04 + 0.01)
+    assert 4 * pass_s < seconds < 5.6 * pass_s + 0.5
+
+
+def test_what_a_slow_network_carries_bounds_a_step() -> None:
+    case = Case(ENVIRONMENTS["all Ethernet"])
+    params = shape_of(case.spec).params
+    whole = 2 * 3 / 4 * params * 4 / (ETHERNET * CARRIED)
+    assert whole < case.seconds(method="ddp") < whole + 4
+    on, off = (case.seconds(overlap=overlap) for overlap in (True, False))
+    assert params * 4 / 2 / (ETHERNET * CARRIED) < on < off
+    assert Case().seconds() < on / 2  # the hybrid has fast networks for gradients
+
+
+def test_a_throttled_cluster_is_as_much_slower() -> None:
+    even = Case(cpus=(CPUS, 0.6 * CPUS))
+    uneven = replace(even, measured=measured([10, 6]))
+    assert even.seconds() > 1.4 * Case().seconds()
+    assert uneven.seconds() < 0.9 * even.seconds()
