@@ -58,35 +58,36 @@ def known(network: Network, size: ModelSize, batches: Sequence[Batch], home: Pat
         spec = RunSpec("known", size, batch, master=f"{HOSTS[0]}-eth0", interface="eth0")
         spec.write(home / f"rows{batch.micro_rows}.json")
     specs = [str(home / f"rows{batch.micro_rows}.json") for batch in batches]
-    ranks = []
+    processes: list[subprocess.Popen[str]] = []
     for rank, host in enumerate(hosts):
         host.set_cpus(START_CPUS)
         words = [sys.executable, "-m", "benchmarks.crosscluster_known", str(rank), *specs]
-        ranks.append(host.run(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        processes.append(host.run(words, **pipes, text=True))
     try:
-        for rank in ranks:
-            _line(rank, "imported")
-        for rank, host in zip(ranks, hosts):
+        for process in processes:
+            _line(process, "imported")
+        for process, host in zip(processes, hosts):
             host.set_cpus(CPUS)
-            assert rank.stdin is not None
-            rank.stdin.write("go\n")
-            rank.stdin.flush()
-        found = json.loads(_line(ranks[0], "known"))
+            assert process.stdin is not None
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        found = json.loads(_line(processes[0], "known"))
     finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
+        for process in processes:
+            process.kill()
+            process.communicate()
     layer, ends = ({int(rows): s for rows, s in found[what].items()} for what in ("layer", "ends"))
     return Known(**{**found, "layer": layer, "ends": ends})
 
 
-def _line(rank: subprocess.Popen[str], what: str) -> str:
-    assert rank.stdout is not None
-    for line in rank.stdout:
+def _line(process: subprocess.Popen[str], what: str) -> str:
+    assert process.stdout is not None
+    for line in process.stdout:
         word, _, rest = line.partition(" ")
         if word.strip() == what:
             return rest
-    raise RoadtrainError(f"a process that measures the lab ended with {rank.wait()}")
+    raise RoadtrainError(f"a process that measures the lab ended with {process.wait()}")
 
 
 # in a process
