@@ -101,7 +101,7 @@ def test_what_comes_first_explains_the_rest() -> None:
     assert "cannot reach" in said(reports(a_b=lost, b_c=closed, ahead={"c": 99.0}))
     assert "gets no answer" in said(reports(a_b=Trouble.NO_ANSWER, b_a=lost))
     assert "from it is lost" in said(reports(a_b=Trouble.LARGE_LOST_BACK))
-    absent = reports(b_c=closed)
+    absent = reports(b_c=closed) | {"a": Report("a", (), failed="a waited for c")}
     del absent["c"]
     assert "host c came to the rendezvous and has not reported" in said(absent)
     failed = reports() | {"b": Report("b", (), failed="eth0 is gone")}
@@ -123,6 +123,11 @@ def test_the_matrix() -> None:
     assert "ethernet 100 us 50 MB/s" in lines[1]
     assert "ethernet no answer" in lines[2]
     assert lines[-1] == "network: control: ethernet at 100 MB/s (eth0 of a b c)"
+    pairs = [Ranks(f"dp {i}", (0, 1)) for i in range(30)]
+    networks = [*choose_networks(pairs, HOSTS).values()]
+    assert matrix({}, [], networks) == [
+        "network: ethernet at 100 MB/s: 31 groups (dp 0 to control)"
+    ]
     many = [f"h{i}" for i in range(13)]
     assert "6 links, 100 us, 50 MB/s, the slowest 50 MB/s" in matrix(reports(), many, [])[0]
 

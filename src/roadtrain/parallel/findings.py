@@ -17,6 +17,7 @@ from roadtrain.errors import ConfigError, DeadlineError, PeerError, RoadtrainErr
 from roadtrain.units import show_rate, show_seconds
 
 CLOCK_S = 2.0  # by which clocks may differ: hosts that ask a time server differ by milliseconds
+GROUPS = 24  # that have a line each; above, those of one kind and rate are one line
 MATRIX = 12  # hosts of a matrix that people can read; above, links of one kind are one line
 
 
@@ -90,12 +91,13 @@ def problem(
     clock_s: float = CLOCK_S,
 ) -> RoadtrainError | None:
     """The first thing that is wrong. reports: by host; one that is absent has not reported."""
-    for host in dict.fromkeys(link.source for link in links):
-        if host not in reports:
-            return DeadlineError(
-                f"host {host} came to the rendezvous and has not reported what its network does",
-                hint="its own output says why",
-            )
+    hosts = dict.fromkeys(link.source for link in links)
+    if absent := [host for host in hosts if host not in reports]:
+        return DeadlineError(
+            f"host {absent[0]} came to the rendezvous and has not reported what its network does",
+            hint="its own output says why",
+        )
+    for host in hosts:
         if reports[host].failed:
             return PeerError(f"host {host}: {reports[host].failed}")
     found = {one.link: one for report in reports.values() for one in report.findings}
@@ -203,7 +205,19 @@ def matrix(
         lines = []
     else:
         lines = [*_table(found, hosts)] if len(hosts) <= MATRIX else [*_summary(found)]
-    return lines + [f"network: {network}" for network in networks]
+    return lines + [*_of_groups(networks)]
+
+
+def _of_groups(networks: Sequence[GroupNetwork]) -> Iterator[str]:
+    if len(networks) <= GROUPS:
+        yield from (f"network: {network}" for network in networks)
+        return
+    alike: dict[str, list[str]] = {}
+    for network in networks:
+        rate = f" at {show_rate(network.bytes_per_s)}" if network.bytes_per_s else ""
+        alike.setdefault(f"{network.kind}{rate}", []).append(network.group)
+    for by, groups in alike.items():
+        yield f"network: {by}: {len(groups)} groups ({groups[0]} to {groups[-1]})"
 
 
 def _table(found: Sequence[Finding], hosts: Sequence[str]) -> Iterator[str]:

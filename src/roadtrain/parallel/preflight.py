@@ -58,7 +58,7 @@ from roadtrain.parallel.rank_meeting import (
     refusal,
 )
 
-DOORS_S = 5.0  # from the meeting on, until all hosts listen
+DOORS_S = 10.0  # from the meeting on, until all hosts listen
 PROBE_S = 11.0  # from then on, until all have reported
 PORT = 29500  # torchrun's own
 
