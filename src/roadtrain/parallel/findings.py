@@ -205,7 +205,7 @@ def matrix(
         lines = []
     else:
         lines = [*_table(found, hosts)] if len(hosts) <= MATRIX else [*_summary(found)]
-    return lines + [*_of_groups(networks)]
+    return [*lines, *_of_groups(networks)]
 
 
 def _of_groups(networks: Sequence[GroupNetwork]) -> Iterator[str]:
