@@ -7,16 +7,19 @@ import os
 from dataclasses import dataclass
 from datetime import timedelta
 
+import pipeline_job
 import pytest
 import torch
 import torch.distributed as dist
 import world
 from models import VOCAB, Net
+from pipeline_job import PipelineSpec
 from torch.nn import functional
 
 import roadtrain
 from roadtrain import Files, Memory, Servers
 from roadtrain.api.placed_stage import PlacedStage, times
+from roadtrain.config.parallelism import Parallelism
 from roadtrain.errors import LoopError
 from roadtrain.parallel.control import ControlLinks
 from roadtrain.parallel.cuts import Cuts, Segment
@@ -391,3 +394,31 @@ def test_stages_of_a_model_that_are_placed_differently_train_as_plain_torch(tmp_
         optimizer.step()
         optimizer.zero_grad()
         assert found[step] == pytest.approx(sum(float(x.detach()) for x in losses), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_pipeline_whose_stages_rest_in_different_places(addresses, tmp_path):
+    """The first with servers, the second in its rank's memory, the third on files."""
+    shape, steps = Parallelism(pp=3, stages=(1, 2, 1)), 3
+    spec = PipelineSpec(
+        tmp_path / "run",
+        shape,
+        steps,
+        on_servers={0: addresses(2)},
+        on_files=(2,),
+        options={"dropout": 0.0},
+    )
+    assert pipeline_job.start(spec) == ["ended"] * 3
+    found = pipeline_job.losses(spec.home)
+    model, optimizer = pipeline_job.made(dropout=0.0)
+    for step in range(steps):
+        total = 0.0
+        for number in range(pipeline_job.MICROS):
+            batch = pipeline_job.micro(step, number)
+            loss = pipeline_job.loss_of(model(*batch.args), batch) / pipeline_job.MICROS
+            loss.backward()
+            total += float(loss.detach())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert float.fromhex(found[step]) == pytest.approx(total, rel=2e-5)
