@@ -306,3 +306,18 @@ def test_a_part_of_nothing(tmp_path):
 
     assert run_ranks(places(2), rank) == [None, None]
     assert resume(tmp_path, places(2)) == [1, 1]
+
+
+def test_going_back_needs_the_word_of_the_run_directory_too(tmp_path):
+    root, run = tmp_path / "disks", tmp_path / "run"
+    run.mkdir()
+    train(root, places(2), [1, 2], mark=Mark(run))
+    for path in root.glob("h1/snapshots/step-0000000002.*/*.pieces"):
+        path.unlink()
+    found = resume(root, places(2), mark=Mark(run), go_back=True)
+    assert isinstance(found[0], StaleError) and "committed step 2" in str(found[0])
+    lines = []
+    mark = Mark(run, new_store=True, report=lines.append)
+    assert resume(root, places(2), mark=mark, go_back=True) == [1, 1]
+    assert any("--new-store" in line for line in lines)
+    assert Mark(run).known.step == 1

@@ -197,7 +197,10 @@ def _announced(key: SnapshotKey, seen: Sequence[Sequence[SeenSnapshot]]) -> bool
 
 def _way_out(older: Sequence[SnapshotKey]) -> str:
     back = "start with the hosts that hold it, or bring back their run directories"
-    return back + (f"; going back to step {older[0].step} has to be asked for" if older else "")
+    if not older:
+        return back
+    asked = "go_back, --new-store of a job"
+    return f"{back}; going back to step {older[0].step} has to be asked for ({asked})"
 
 
 def _told(entry: ParamEntry | None) -> str:

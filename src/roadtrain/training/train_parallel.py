@@ -211,8 +211,8 @@ def store_of(placement: StagePlacement, job: Job) -> StageStore:
 def resume(staged: StagedJob, mark: Mark | None, report: Report) -> None:
     """Go on from the last committed step of the run directory."""
     job, training = staged.job, staged.training
-    every = SnapshotOptions(every=job.parallelism.snapshot_every)
-    blobs = training.keep(job.run_dir, every, mark, report)
+    options = SnapshotOptions(job.parallelism.snapshot_every, go_back=job.run.new_store)
+    blobs = training.keep(job.run_dir, options, mark, report)
     if DATA in blobs:
         state = decode(blobs[DATA])
         staged.tokens.load_state_dict(state["tokens"])
