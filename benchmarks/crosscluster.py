@@ -18,6 +18,7 @@ from pathlib import Path
 from benchmarks import crosscluster_broken, crosscluster_losses, crosscluster_sizes
 from benchmarks.crosscluster_lab import CPUS, ENVIRONMENTS, HYBRID
 from benchmarks.crosscluster_model import Batch, ModelSize
+from benchmarks.crosscluster_predicted import measured_known, predictions
 from benchmarks.crosscluster_runs import Bench, Run, Setting
 from benchmarks.crosscluster_traffic import sent_by_nics
 from benchmarks.report import Report, Row
@@ -35,10 +36,12 @@ def run(quick: bool = False) -> Report:
     batch = Batch(rows=8, sequence=32, microbatches=4) if quick else Batch()
     with tempfile.TemporaryDirectory(prefix="roadtrain-bench-") as name:
         bench = Bench(Setting(size, batch, 1 if quick else 3, Path(name)))
+        known = measured_known(size, batch, Path(name) / "known")
         rows = [
             *four_environments(bench),
             *throttled_cluster(bench),
             *overlapped_optimizer(bench),
+            *predictions(bench.runs, known),
         ]
     more = [*crosscluster_sizes.rows(quick), *crosscluster_losses.rows(quick), *broken_setups()]
     return Report("crosscluster", [*rows, *more])

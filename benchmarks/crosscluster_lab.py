@@ -159,7 +159,9 @@ def measure(network: Network, spec: RunSpec, home: Path) -> Measured:
             rank.process.kill()
             rank.process.communicate()
     traffic = {
-        name: [_per_step(now - then, spec.steps) for now, then in zip(after[name], nics)]
+        name: [
+            _per_step(now - then, spec.warmup + spec.steps) for now, then in zip(after[name], nics)
+        ]
         for name, nics in before.items()
     }
     # a step ends when its last rank has ended it

@@ -97,7 +97,7 @@ class RunSpec:
     batch: Batch = field(default_factory=Batch)
     optimizer: str = "adamw"
     warmup: int = 1
-    """Steps before those that are measured."""
+    """Steps before those whose seconds count."""
 
     steps: int = 3
     master: str = "127.0.0.1"

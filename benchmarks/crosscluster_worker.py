@@ -3,7 +3,7 @@ steps' seconds and losses.
 
     python -m benchmarks.crosscluster_worker SPEC.json RANK WORLD
 
-It prints `imported` at the start, `ready` after the warm-up, `done` after the measured steps, each
+It prints `imported` at the start, `ready` before the first step, `done` after the last one, each
 time waits for a line, and prints `result {...}` at the end.
 """
 
@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -206,19 +207,16 @@ METHODS: dict[str, Callable[[RunSpec, int, int], Training]] = {
 def train(spec: RunSpec, rank: int, world: int, pause: Callable[[str], None]) -> dict[str, Any]:
     """Seconds and loss of each measured step, and what the method tells of itself.
 
-    pause: called when the warm-up is over, and when the steps are."""
+    pause: called before the first step, and when all that the last one left has ended."""
     training = METHODS[spec.method](spec, rank, world)
-    losses = [training.step(number) for number in range(spec.warmup)]
-    training.settle()
     pause("ready")
-    seconds, then = list[float](), time.perf_counter()
-    for number in range(spec.warmup, spec.warmup + spec.steps):
+    losses, ends = list[float](), list[float]()
+    for number in range(spec.warmup + spec.steps):
         losses.append(training.step(number))
-        now = time.perf_counter()
-        seconds.append(now - then)
-        then = now
+        ends.append(time.perf_counter())
+    # what a step leaves for later is in the step after it, so not in the last one's seconds
+    seconds = [after - before for before, after in pairwise(ends[max(spec.warmup - 1, 0) :])]
     training.settle()
-    seconds[-1] += time.perf_counter() - then  # what it left for later is part of it
     pause("done")
     told = training.told()
     training.close()
