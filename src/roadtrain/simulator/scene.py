@@ -72,10 +72,8 @@ class Scene:
         self._check_placements()
         self.cuts = cut(model.blocks, plan)
         self.least = [least_of(group) for group in self.groups_of]
-        sharing = [
-            max(sum(slot in other for other in map(set, self.slots_of)) for slot in set(own))
-            for own in self.slots_of
-        ]
+        stages_on = Counter(slot for own in self.slots_of for slot in set(own))
+        sharing = [max(stages_on[slot] for slot in own) for own in self.slots_of]
         self.needs = needs(
             plan,
             cluster,
