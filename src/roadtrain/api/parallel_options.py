@@ -29,6 +29,8 @@ class ParallelOptions:
     num_microbatches: of a step, over all replicas.
     stages: how blocks are divided where parallelism does not say it: evenly, by measured speeds
     (exact), or by the formula of Yang et al. (Holmes).
+    resize_stages: speeds are watched, and blocks move between stages where that makes a step
+    shorter by this fraction; None: they stay.
     stores: of a stage by its number: where its parameters and optimizer state rest, instead of
     beside the stage's ranks.
     networks: what the user knows of cards.
@@ -49,6 +51,7 @@ class ParallelOptions:
     parallelism: Parallelism
     num_microbatches: int
     stages: Literal["even", "measured", "paper"] = "even"
+    resize_stages: float | None = None
     stores: Mapping[int, StageStore] = field(default_factory=dict)
     networks: Sequence[NetworkStatement] = ()
     data_groups: DataGroups = DataGroups.IN_ONE_CLUSTER
@@ -72,6 +75,14 @@ class ParallelOptions:
         given.check_micro_batches(self.num_microbatches)
         if self.stages not in STAGES:
             raise ConfigError(f"stages {self.stages!r}", hint=f"one of {', '.join(STAGES)}")
+        measured = self.stages != "even" or self.resize_stages is not None
+        if measured and (given.tp > 1 or self.stores or given.stages):
+            raise ConfigError(
+                f"stages {self.stages!r} are measured, with tensor groups of {given.tp},"
+                f" {len(self.stores)} placed stages and sizes {given.stages or 'not stated'}",
+                hint="blocks move between stages of plain layers whose state is beside their ranks,"
+                " where no sizes are stated; else leave stages and resize_stages out",
+            )
         for stage, store in self.stores.items():
             self._check_store(stage, store)
         if self.activations not in (None, torch.bfloat16, torch.float16):

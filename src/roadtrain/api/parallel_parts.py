@@ -101,11 +101,23 @@ def control_links(processes: ProcessGroups, groups: Groups, deadline_s: float) -
     return ControlLinks(processes.control, places, replies=processes.replies, deadline_s=deadline_s)
 
 
-def keep_own_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """The optimizer's groups keep the parameters that `model` still has."""
-    own = set(model.parameters())
-    for group in optimizer.param_groups:
-        group["params"] = [p for p in group["params"] if p in own]
+class UserOptimizer:
+    """The user's optimizer, and the parameters of the whole model that its groups were made of."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self._whole = [list(group["params"]) for group in optimizer.param_groups]
+
+    @property
+    def rule(self) -> str:
+        return type(self.optimizer).__name__
+
+    def keep(self, model: nn.Module) -> torch.optim.Optimizer:
+        """The optimizer, whose groups have those parameters that `model` has."""
+        own = set(model.parameters())
+        for group, whole in zip(self.optimizer.param_groups, self._whole, strict=True):
+            group["params"] = [p for p in whole if p in own]
+        return self.optimizer
 
 
 def make_stage_optimizer(

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import distributed, nn
@@ -42,6 +43,13 @@ class StepResult:
         return self.loss
 
 
+class WatchedSizes(Protocol):
+    """What moves blocks between stages (api/parallel_sizes.py)."""
+
+    def own_pass_s(self, times: StepTimes) -> float: ...
+    def step(self, passes_s: Sequence[float]) -> None: ...
+
+
 class ParallelTraining:
     """`optimizer.param_groups` are the user's optimizer's; a scheduler made of that one works."""
 
@@ -55,6 +63,7 @@ class ParallelTraining:
         self.joined, self.stage_model = joined, stage_model
         self.optimizer, self.pipeline = optimizer, pipeline
         self.committed_step = 0
+        self.sizes: WatchedSizes | None = None  # where speeds are measured
         self._snapshots: JobSnapshots | None = None
         self._closed = False
         self._begun = False  # a step has begun here
@@ -96,12 +105,15 @@ class ParallelTraining:
         loss = self.pipeline.step(self.steps_done, batch)
         # every tensor rank of the last stage has the same loss
         squares = self.optimizer.sum_squares()
-        sums = self._summed([loss if at.tensor == 0 else 0.0, squares, float(stop)])
+        told = self._told([loss if at.tensor == 0 else 0.0, squares, float(stop), self._pass_s()])
+        sums = [math.fsum(one) for one in zip(*told, strict=True)]
         norm = math.sqrt(sums[1]) if sums[1] >= 0 else math.nan
         scale = 1.0
         if clip_norm is not None and norm > clip_norm:
             scale = clip_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
         self.optimizer.step(scale)
+        if self.sizes is not None:
+            self.sizes.step([one[3] for one in told])
         return StepResult(sums[0], norm, self.pipeline.times, sums[2] > 0)
 
     def keep(
@@ -182,7 +194,7 @@ class ParallelTraining:
         try:
             at = self.joined.position
             loss = self.pipeline.evaluate(batch)
-            return self._summed([loss if at.tensor == 0 else 0.0])[0]
+            return math.fsum(one[0] for one in self._told([loss if at.tensor == 0 else 0.0]))
         finally:
             self.model.train()
 
@@ -211,7 +223,22 @@ class ParallelTraining:
         most = self.joined.groups.world_size
         torch.manual_seed((self.joined.options.seed * 1_000_003 + self.steps_done) * most + place)
 
-    def _summed(self, values: list[float]) -> list[float]:
-        """Over all ranks, in their order."""
-        told = self.joined.control.agree(values, f"sums of step {self.steps_done}")
-        return [math.fsum(one) for one in zip(*told, strict=True)]
+    def _told(self, values: list[float]) -> list[list[float]]:
+        """Of all ranks, in their order."""
+        return self.joined.control.agree(values, f"sums of step {self.steps_done}")
+
+    def _pass_s(self) -> float:
+        """Of this rank, for the sizes of stages."""
+        return 0.0 if self.sizes is None else self.sizes.own_pass_s(self.pipeline.times)
+
+    def adopt(
+        self,
+        joined: Joined,
+        stage_model: StageModel,
+        optimizer: StageOptimizer,
+        pipeline: Pipeline,
+    ) -> None:
+        """Another part of the model is this process's, from the next step on."""
+        self.joined, self.stage_model = joined, stage_model
+        self.optimizer, self.pipeline = optimizer, pipeline
+        stage_model.attach()

@@ -22,12 +22,13 @@ from torch import nn
 from roadtrain.api.parallel_options import ParallelOptions
 from roadtrain.api.parallel_parts import (
     Joined,
+    UserOptimizer,
     connect,
     control_links,
-    keep_own_groups,
     make_pipeline,
     make_stage_optimizer,
 )
+from roadtrain.api.parallel_sizes import StageSizes
 from roadtrain.api.parallel_training import ParallelTraining
 from roadtrain.config.networks import stated
 from roadtrain.device.copies import own_device
@@ -95,15 +96,18 @@ def parallelize(
     torch.manual_seed(options.seed)
     fill(model, parts, layout.names_of(own.stage), options.weights, options.init)
     stage_model = StageModel(model, cuts, layout.segments_of(own.stage), at)
-    keep_own_groups(optimizer, model)
-    rule = type(optimizer).__name__
+    users = UserOptimizer(optimizer)
     control = control_links(processes, groups, options.deadline_s)
-    joined = Joined(launch.rank, groups, layout, processes, control, options, at, rule)
-    stage_optimizer = make_stage_optimizer(joined, stage_model, optimizer, say)
+    joined = Joined(launch.rank, groups, layout, processes, control, options, at, users.rule)
+    stage_optimizer = make_stage_optimizer(joined, stage_model, users.keep(model), say)
     pipeline = make_pipeline(joined, stage_model, loss)
     micro = f"{options.num_microbatches} micro-batches a step"
     say(f"parallel: {parallelism}, {micro}, stages of {layout}")
-    return ParallelTraining(joined, stage_model, stage_optimizer, pipeline)
+    training = ParallelTraining(joined, stage_model, stage_optimizer, pipeline)
+    if options.stages != "even" or options.resize_stages is not None:
+        training.sizes = StageSizes(training, users, loss, say)
+        training.sizes.begin(example)
+    return training
 
 
 def _default_device() -> str:

@@ -101,6 +101,10 @@ class PlacedStage:
         self.placed.zero_grad()
         self._finished = False
 
+    def settle(self) -> None:
+        """See StageOptimizer."""
+        self.placed.flush()
+
     def close(self) -> None:
         """See StageOptimizer."""
         self.placed.close()

@@ -212,6 +212,11 @@ class ShardedOptimizer:
         """The last step's parameters are here, also for who reads them outside of a forward."""
         self._wait(None)
 
+    def settle(self) -> None:
+        """See StageOptimizer."""
+        self.wait_parameters()
+        self.courier.wait_all(f"{self._step}: the end of what is under way")
+
     @property
     def waiting(self) -> bool:
         """Whether new parameters are still on their way."""

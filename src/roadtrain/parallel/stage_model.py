@@ -88,6 +88,9 @@ class StageModel:
         self._running: _Running | None = None
         self._own_forwards: dict[nn.Module, Any] = {}
         self._blocks = {i: model.get_submodule(name) for i, name in enumerate(cuts.blocks)}
+        self.whole = dict(model.named_parameters())  # those of other stages hold no values
+        self._whole_blocks = dict(self._blocks)
+        self._whole_parameters = {m: dict(m._parameters) for m in model.modules()}
         self._drop_parameters()
         self._drop_blocks()
 
@@ -119,6 +122,18 @@ class StageModel:
             if before is not None:
                 block.forward = before
         self._own_forwards.clear()
+
+    def restore(self) -> None:
+        """The model has all blocks and parameters again, those of other stages without values; so
+        it can be cut anew."""
+        self.detach()
+        for number, block in self._whole_blocks.items():
+            self._replace_block(number, block)
+        for module, parameters in self._whole_parameters.items():
+            for key in parameters.keys() - module._parameters.keys():
+                delattr(module, key)
+            module._parameters.clear()
+            module._parameters.update(parameters)
 
     def run(
         self, segment: Segment, received: Sequence[torch.Tensor], batch: MicroBatch
@@ -177,11 +192,13 @@ class StageModel:
 
     def _drop_blocks(self) -> None:
         for number in set(self._blocks) - set(self.own):
-            name = self.cuts.blocks[number]
             stub = _Stub(self._blocks[number], partial(self._before, number))
-            above, _, key = name.rpartition(".")
-            setattr(self.model.get_submodule(above), key, stub)
+            self._replace_block(number, stub)
             self._blocks[number] = stub
+
+    def _replace_block(self, number: int, module: nn.Module) -> None:
+        above, _, key = self.cuts.blocks[number].rpartition(".")
+        setattr(self.model.get_submodule(above), key, module)
 
     def _drop_parameters(self) -> None:
         """Those of modules that stay and that no own segment uses."""

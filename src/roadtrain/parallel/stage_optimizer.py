@@ -38,6 +38,10 @@ class StageOptimizer(PieceSource, Protocol):
         """Update with `scale` times the gradients, and forget them. May go on while the next
         forward runs."""
 
+    def settle(self) -> None:
+        """Wait until nothing of the last step is under way, so that its process groups may be used
+        by others. Raises PeerError."""
+
     def extents(self) -> list[Extent]:
         """What this rank keeps of the stage: every element of the stage once over its ranks."""
 

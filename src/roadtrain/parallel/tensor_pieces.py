@@ -60,6 +60,10 @@ class TensorPieces:
     def close(self) -> None:
         self.inner.close()
 
+    def settle(self) -> None:
+        """See StageOptimizer."""
+        self.inner.settle()
+
     def extents(self) -> list[Extent]:
         """Runs of the whole parameters that this rank tells; a rank's own columns are one run a
         row."""

@@ -186,6 +186,7 @@ def options_of(job: Job, processes: int) -> ParallelOptions:
         degrees,
         total,
         "even" if isinstance(asked.stages, list) else asked.stages,
+        asked.resize_stages,
         {one.stage: store_of(one, job) for one in asked.placements},
         asked.networks,
         DataGroups.ANYWHERE if asked.across_clusters else DataGroups.IN_ONE_CLUSTER,

@@ -1,0 +1,212 @@
+"""StageSizes: how many blocks each stage has, by measured speeds; and blocks move between stages at
+a step's end, where devices have become slower or faster.
+
+    measured speeds -> sizes -> the model is cut anew -> values and state move -> the next step
+
+Nothing is lost: the parts of every parameter go from the rank that has them to the one that is to
+have them (parallel/exchange.py). Does NOT search for sizes (protocol/stage_sizes.py) or say when
+speeds have changed (protocol/drift.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import psutil
+import torch
+
+from roadtrain.api.parallel_parts import (
+    Joined,
+    UserOptimizer,
+    make_pipeline,
+    make_stage_optimizer,
+)
+from roadtrain.api.parallel_training import ParallelTraining
+from roadtrain.errors import ConfigError
+from roadtrain.parallel.block_times import RankTimes, block_memories, measure_blocks
+from roadtrain.parallel.exchange import exchange
+from roadtrain.parallel.first_values import drop
+from roadtrain.parallel.layout import StageLayout
+from roadtrain.parallel.partition import (
+    MeasuredRank,
+    choose_sizes,
+    gather_measured,
+    measure_messages,
+    measured_work,
+    own_pass_s,
+)
+from roadtrain.parallel.pipeline import StepTimes
+from roadtrain.parallel.stage_model import MicroBatch, StageModel
+from roadtrain.parallel.torch_stage import LossFunction, SegmentModule
+from roadtrain.protocol.drift import DriftRule, DriftWatch
+from roadtrain.protocol.stage_memory import StageMemory
+from roadtrain.protocol.stage_sizes import papers_sizes
+
+Report = Callable[[str], None]
+OFFERED = 0.1  # the share of a step that other sizes must save to be told of
+
+
+class StageSizes:
+    """The sizes of `training`'s stages. Collective, as all its methods."""
+
+    def __init__(
+        self,
+        training: ParallelTraining,
+        users: UserOptimizer,
+        loss: LossFunction,
+        report: Report,
+    ) -> None:
+        self._training, self._users, self._loss, self._report = training, users, loss, report
+        self._numels = {name: p.numel() for name, p in training.stage_model.whole.items()}
+        self._watch: DriftWatch | None = None
+        self._ends = (0.0, 0.0)  # weights of what comes before and after the blocks
+
+    def begin(self, example: MicroBatch) -> None:
+        """Measure, choose, and move blocks where other sizes are better. Raises BudgetError where
+        no sizes fit (Rule 4), PeerError."""
+        training, joined = self._training, self._training.joined
+        times = measure_blocks(training.stage_model, example, self._loss)
+        links, shape = training.pipeline.links, training.pipeline.shape
+        messages = measure_messages(links, shape, self._message_bytes(), joined.device)
+        told = gather_measured(joined.control, MeasuredRank(times, messages))
+        weights = (1.0,) * len(training.stage_model.cuts.blocks)
+        work = measured_work(joined.groups, told, joined.options.num_microbatches, weights)
+        self._ends = work.ends
+        memory = self._memory([one.times for one in told])
+        found = choose_sizes(joined.groups, work, memory, self._report)
+        sizes = found.sizes
+        if joined.options.stages == "paper":
+            clusters = [
+                joined.groups.cluster(joined.groups.stage_ranks(s)[0])
+                for s in range(len(work.stages))
+            ]
+            sizes = papers_sizes(work, clusters, fits=memory.fits) or found.sizes
+        elif joined.options.stages == "even":
+            sizes = self._sizes()
+        gain = joined.options.resize_stages or OFFERED
+        self._watch = DriftWatch(work, sizes, memory.fits, DriftRule(gain=gain))
+        if sizes != self._sizes():
+            self.move(sizes)
+
+    def own_pass_s(self, times: StepTimes) -> float:
+        """What the watch is told of this rank's step."""
+        joined = self._training.joined
+        own = joined.layout.segments_of(joined.position.stage)
+        last = len(self._training.stage_model.cuts.blocks)
+        weight = sum(float(s.stop - s.begin) for s in own)
+        weight += self._ends[0] * any(s.begin == 0 for s in own)
+        weight += self._ends[1] * any(s.stop == last for s in own)
+        return own_pass_s(times, self._training.pipeline.shape, weight)
+
+    def step(self, passes_s: Sequence[float]) -> None:
+        """After each step. passes_s: what every rank's `own_pass_s` was. Moves blocks, or says
+        that it would be worth it."""
+        if self._watch is None:
+            return
+        joined = self._training.joined
+        groups = joined.groups
+        of_stages = [
+            max(passes_s[rank] for rank in groups.stage_ranks(stage))
+            for stage in range(groups.parallelism.pp)
+        ]
+        offer = self._watch.step(of_stages)
+        if offer is None:
+            return
+        if joined.options.resize_stages is None:
+            self._report(f"stages: {offer}; parallelism.resize_stages lets them move")
+            return
+        self._report(f"stages: {offer}; they move before the next step")
+        self.move(offer.after)
+        self._watch.moved(offer)
+
+    def _sizes(self) -> tuple[int, ...]:
+        return tuple(s.stop - s.begin for s in self._training.joined.layout.segments)
+
+    def _message_bytes(self) -> int:
+        """Of what crosses a cut, the largest."""
+        found = [0]
+        for part in self._training.pipeline.parts:
+            segment = part.submod
+            assert isinstance(segment, SegmentModule)
+            for shapes in (segment.arrives, segment.leaves):
+                found.append(sum(x.nbytes for x in segment.on_wire(shapes)))
+        return max(int(one) for one in self._training.joined.control.agree(max(found), "sizes"))
+
+    def _memory(self, times: Sequence[RankTimes]) -> StageMemory:
+        training, joined = self._training, self._training.joined
+        groups = joined.groups
+        rooms = joined.control.agree(self._room(), "free memory")
+        dtype = joined.options.dtype or torch.float32
+        blocks, ends = block_memories(training.stage_model.cuts, self._numels, times)
+        return StageMemory(
+            tuple(
+                min(float(rooms[rank]) for rank in groups.stage_ranks(stage))
+                for stage in range(groups.parallelism.pp)
+            ),
+            blocks,
+            joined.options.num_microbatches,
+            groups.parallelism.replicas_of,
+            ends,
+            parameter_bytes=dtype.itemsize,
+            virtual_stages=groups.parallelism.virtual_stages,
+        )
+
+    def _room(self) -> float:
+        """Bytes that this rank's stage may take: what is free, and what it has taken."""
+        joined = self._training.joined
+        taken = 4.0 * sum(p.nbytes for p in self._training.model.parameters())
+        if joined.device.type == "cpu":
+            host = joined.groups.host(joined.rank)
+            ranks = range(joined.groups.world_size)
+            here = sum(joined.groups.host(rank) == host for rank in ranks)
+            return float(psutil.virtual_memory().available / here + taken)
+        free, _ = torch.accelerator.get_memory_info(joined.device)
+        return float(free + taken)
+
+    def move(self, sizes: tuple[int, ...]) -> None:
+        """Cut the model anew, and bring every parameter and its state to where it is now."""
+        training, old = self._training, self._training.joined
+        parallelism = replace(old.groups.parallelism, stages=sizes)
+        layout = StageLayout.of(parallelism, training.stage_model.cuts)
+        check_shared(old, layout)
+        joined = replace(old, groups=replace(old.groups, parallelism=parallelism), layout=layout)
+        source, steps_done = training.optimizer, training.steps_done
+        source.settle()
+        old.control.agree(None, "blocks are about to move")
+        stage_model = recut(training.stage_model, joined)
+        optimizer = make_stage_optimizer(
+            joined, stage_model, self._users.keep(stage_model.model), _silent
+        )
+        optimizer.load(exchange(source, optimizer.wanted(), joined.control), steps_done)
+        source.close()
+        pipeline = make_pipeline(joined, stage_model, self._loss)
+        training.adopt(joined, stage_model, optimizer, pipeline)
+        self._report(f"stages of {layout} from step {steps_done + 1} on")
+
+
+def check_shared(joined: Joined, layout: StageLayout) -> None:
+    """Raises ConfigError where stages would share parameters that have no process group."""
+    for group in layout.shared_groups():
+        if joined.rank in group.ranks and group not in joined.processes:
+            raise ConfigError(
+                f"with {layout} there would be {group.name}, for which there is no process group",
+                hint="state the sizes with stages=[...] at the next start",
+            )
+
+
+def recut(old: StageModel, joined: Joined) -> StageModel:
+    """The model with this rank's new segments; what is new here has zeros until it is loaded."""
+    old.restore()
+    segments = joined.layout.segments_of(joined.position.stage)
+    new = StageModel(old.model, old.cuts, segments, joined.device)
+    for name, p in new.whole.items():
+        if name in new.names - old.names:
+            dtype = p.dtype if joined.options.dtype is None else joined.options.dtype
+            p.data = torch.zeros(p.shape, dtype=dtype, device=joined.device)
+        elif name not in new.names:
+            drop(p)
+    return new
+
+
+def _silent(_: str) -> None: ...
