@@ -24,7 +24,12 @@ from roadtrain.api.parallel_parts import (
 )
 from roadtrain.api.parallel_training import ParallelTraining
 from roadtrain.errors import ConfigError
-from roadtrain.parallel.block_times import RankTimes, block_memories, measure_blocks
+from roadtrain.parallel.block_times import (
+    block_memories,
+    block_parameters,
+    block_weights,
+    measure_blocks,
+)
 from roadtrain.parallel.exchange import exchange
 from roadtrain.parallel.first_values import drop
 from roadtrain.parallel.layout import StageLayout
@@ -33,6 +38,7 @@ from roadtrain.parallel.partition import (
     choose_sizes,
     gather_measured,
     measure_messages,
+    measured_memory,
     measured_work,
     own_pass_s,
 )
@@ -42,6 +48,7 @@ from roadtrain.parallel.torch_stage import LossFunction, SegmentModule
 from roadtrain.protocol.drift import DriftRule, DriftWatch
 from roadtrain.protocol.stage_memory import StageMemory
 from roadtrain.protocol.stage_sizes import papers_sizes
+from roadtrain.protocol.step_model import StepWork
 
 Report = Callable[[str], None]
 OFFERED = 0.1  # the share of a step that other sizes must save to be told of
@@ -59,6 +66,8 @@ class StageSizes:
     ) -> None:
         self._training, self._users, self._loss, self._report = training, users, loss, report
         self._numels = {name: p.numel() for name, p in training.stage_model.whole.items()}
+        counts, _ = block_parameters(training.stage_model.cuts, self._numels)
+        self._weights = block_weights(counts)
         self._watch: DriftWatch | None = None
         self._ends = (0.0, 0.0)  # weights of what comes before and after the blocks
 
@@ -66,14 +75,13 @@ class StageSizes:
         """Measure, choose, and move blocks where other sizes are better. Raises BudgetError where
         no sizes fit (Rule 4), PeerError."""
         training, joined = self._training, self._training.joined
-        times = measure_blocks(training.stage_model, example, self._loss)
+        times = measure_blocks(training.stage_model, example, self._loss, self._weights)
         links, shape = training.pipeline.links, training.pipeline.shape
         messages = measure_messages(links, shape, self._message_bytes(), joined.device)
-        told = gather_measured(joined.control, MeasuredRank(times, messages))
-        weights = (1.0,) * len(training.stage_model.cuts.blocks)
-        work = measured_work(joined.groups, told, joined.options.num_microbatches, weights)
+        told = gather_measured(joined.control, MeasuredRank(times, messages, self._room()))
+        work = measured_work(joined.groups, told, joined.options.num_microbatches, self._weights)
         self._ends = work.ends
-        memory = self._memory([one.times for one in told])
+        memory = self._memory(told, work)
         found = choose_sizes(joined.groups, work, memory, self._report)
         sizes = found.sizes
         if joined.options.stages == "paper":
@@ -94,7 +102,7 @@ class StageSizes:
         joined = self._training.joined
         own = joined.layout.segments_of(joined.position.stage)
         last = len(self._training.stage_model.cuts.blocks)
-        weight = sum(float(s.stop - s.begin) for s in own)
+        weight = sum(self._weights[block] for s in own for block in range(s.begin, s.stop))
         weight += self._ends[0] * any(s.begin == 0 for s in own)
         weight += self._ends[1] * any(s.stop == last for s in own)
         return own_pass_s(times, self._training.pipeline.shape, weight)
@@ -133,23 +141,12 @@ class StageSizes:
                 found.append(sum(x.nbytes for x in segment.on_wire(shapes)))
         return max(int(one) for one in self._training.joined.control.agree(max(found), "sizes"))
 
-    def _memory(self, times: Sequence[RankTimes]) -> StageMemory:
-        training, joined = self._training, self._training.joined
-        groups = joined.groups
-        rooms = joined.control.agree(self._room(), "free memory")
+    def _memory(self, told: Sequence[MeasuredRank], work: StepWork) -> StageMemory:
+        cuts, joined = self._training.stage_model.cuts, self._training.joined
+        blocks, ends = block_memories(cuts, self._numels, [one.times for one in told])
         dtype = joined.options.dtype or torch.float32
-        blocks, ends = block_memories(training.stage_model.cuts, self._numels, times)
-        return StageMemory(
-            tuple(
-                min(float(rooms[rank]) for rank in groups.stage_ranks(stage))
-                for stage in range(groups.parallelism.pp)
-            ),
-            blocks,
-            joined.options.num_microbatches,
-            groups.parallelism.replicas_of,
-            ends,
-            parameter_bytes=dtype.itemsize,
-            virtual_stages=groups.parallelism.virtual_stages,
+        return measured_memory(
+            joined.groups, told, work, blocks, ends, parameter_bytes=dtype.itemsize
         )
 
     def _room(self) -> float:
@@ -202,8 +199,7 @@ def recut(old: StageModel, joined: Joined) -> StageModel:
     new = StageModel(old.model, old.cuts, segments, joined.device)
     for name, p in new.whole.items():
         if name in new.names - old.names:
-            dtype = p.dtype if joined.options.dtype is None else joined.options.dtype
-            p.data = torch.zeros(p.shape, dtype=dtype, device=joined.device)
+            p.data = torch.zeros(p.shape, dtype=new.cuts.dtype_of(p), device=joined.device)
         elif name not in new.names:
             drop(p)
     return new

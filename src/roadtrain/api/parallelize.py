@@ -84,10 +84,10 @@ def parallelize(
     for line in options.say_lossy():
         say(line)
     at = own_device(device or _default_device(), say)
+    meeting = meet(launch, job=options.told(), needed=options.parallelism.devices)
     parts = split(model, options.blocks)
-    cuts = Cuts(model, example.args, example.kwargs or {}, options.blocks)
+    cuts = Cuts(model, example.args, example.kwargs or {}, options.blocks, options.dtype)
     parallelism = options.parallelism
-    meeting = meet(launch, job=options.told(), needed=parallelism.devices)
     hosts = meeting.host_devices(stated(meeting.hosts, options.networks))
     groups = Groups.of(parallelism, hosts, blocks=len(cuts.blocks), data_groups=options.data_groups)
     layout = StageLayout.of(parallelism, cuts)

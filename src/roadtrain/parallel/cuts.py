@@ -81,11 +81,14 @@ class Cuts:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         blocks: Sequence[str] | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """args, kwargs: of one micro-batch (only shapes and dtypes count). blocks: as in place().
+        dtype: what floating parameters will compute in; None: their own.
         Raises ModelError for a forward that fails on `meta`, a block that runs twice or not at
         all, or a result without a gradient; ConfigError for a name that matches nothing."""
         parts = split(model, blocks)
+        self._dtype = dtype
         self._block_of = {name: part.name for part in parts.blocks for name, _ in part.params}
         self._name_of: dict[int, str] = {}
         self.blocks: list[str] = []
@@ -101,6 +104,11 @@ class Cuts:
         self._results = _with_gradient(pytree.tree_leaves(result))
         if not self._results:
             raise ModelError(f"{type(model).__name__} returned no tensor that has a gradient")
+
+    def dtype_of(self, p: torch.Tensor) -> torch.dtype:
+        """What a parameter computes in."""
+        wanted = self._dtype if p.is_floating_point() else None
+        return p.dtype if wanted is None else wanted
 
     def whole(self) -> Segment:
         return Segment(0, len(self.blocks))
@@ -138,7 +146,8 @@ class Cuts:
     ) -> Any:
         values: dict[str, torch.Tensor] = {}
         for name, p in model.named_parameters():
-            copy = torch.empty_like(p, device="meta").requires_grad_(p.is_floating_point())
+            copy = torch.empty_like(p, device="meta", dtype=self.dtype_of(p))
+            copy.requires_grad_(p.is_floating_point())
             values[name] = copy
             self._name_of[id(copy)] = name
         hooks = [part.module.register_forward_hook(self._returns(part.name)) for part in parts]

@@ -80,7 +80,7 @@ class StageModel:
         segments: Sequence[Segment],
         device: torch.device | str = "cpu",
     ) -> None:
-        """Changes `model` in place. Raises ModelError where it cannot be cut so; nothing has
+        """Changes `model` in place; it will compute in the dtype of `cuts`. Raises ModelError where it cannot be cut so; nothing has
         changed then."""
         self.model, self.cuts, self.segments = model, cuts, tuple(segments)
         self.device = torch.device(device)
@@ -207,4 +207,5 @@ class StageModel:
             for key, p in list(module._parameters.items()):
                 if p is not None and names[id(p)] not in self.names:
                     del module._parameters[key]
-                    setattr(module, key, released_value(p.shape, p.dtype, self.device))
+                    dtype = self.cuts.dtype_of(p)
+                    setattr(module, key, released_value(p.shape, dtype, self.device))
