@@ -80,8 +80,8 @@ class StageModel:
         segments: Sequence[Segment],
         device: torch.device | str = "cpu",
     ) -> None:
-        """Changes `model` in place; it will compute in the dtype of `cuts`. Raises ModelError where it cannot be cut so; nothing has
-        changed then."""
+        """Changes `model` in place; it will compute in the dtype of `cuts`. Raises ModelError where
+        it cannot be cut so; nothing has changed then."""
         self.model, self.cuts, self.segments = model, cuts, tuple(segments)
         self.device = torch.device(device)
         self.names = frozenset().union(*(cuts.parameters(s) for s in segments))
