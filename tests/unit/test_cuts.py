@@ -1,0 +1,187 @@
+"""Where models can be cut, what crosses a cut, and a stage that runs a model's own forward."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from roadtrain.config.parallelism import Parallelism
+from roadtrain.errors import LoopError, ModelError
+from roadtrain.parallel.cuts import Cuts, Returned, Segment
+from roadtrain.parallel.layout import StageLayout
+from roadtrain.parallel.stage_model import MicroBatch, StageModel
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 4, "vocab_size": 50}
+ATTENTION = {"intermediate_size": 48, "num_attention_heads": 4}
+KINDS = {
+    "llama": SMALL | ATTENTION,
+    "gemma3_text": SMALL | ATTENTION | {"num_key_value_heads": 2, "head_dim": 8},
+    "gpt_neox": SMALL | ATTENTION,
+    "bloom": {"hidden_size": 32, "n_layer": 4, "n_head": 4, "vocab_size": 50},
+    "mamba": SMALL,
+}
+
+
+class Block(nn.Module):
+    def __init__(self, kind: str = "plain") -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.kind = kind  # which the model reads
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class Chain(nn.Module):
+    """`skip`: block 3 sees what block 0 returned, too. `shared`: a scale that all blocks get."""
+
+    def __init__(self, skip: bool = False, shared: bool = False) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((4,), 0.5))
+        self.blocks = nn.ModuleList(Block(f"kind {i}") for i in range(4))
+        self.head = nn.Linear(4, 2)
+        self.skip, self.shared = skip, shared
+        self.kinds: list[str] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = None
+        for number, block in enumerate(self.blocks):
+            self.kinds.append(block.kind)
+            x = block(x * self.scale if self.shared else x)
+            first = x if number == 0 else first
+            if self.skip and number == 2:
+                x = x + first
+        return self.head(x)
+
+
+def in_stages(model, cuts, stages, batch):
+    """The model's result by stages, each in a copy of the model."""
+    received = ()
+    for segment in stages:
+        own = StageModel(copy.deepcopy(model), cuts, [segment])
+        own.attach()
+        ended, value = own.run(segment, received, batch)
+        if not ended:
+            received = tuple(x.detach() for x in Returned.of(value).tensors)
+    assert ended
+    return value
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stages_of_hugging_face_models_give_the_models_result(kind: str) -> None:
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **KINDS[kind])
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    x = torch.randint(0, 50, (2, 8))
+    batch = MicroBatch((), {"input_ids": x, "use_cache": False})
+    cuts = Cuts(model, (), batch.kwargs)
+    with torch.no_grad():
+        got = in_stages(model, cuts, [Segment(0, 1), Segment(1, 3), Segment(3, 4)], batch)
+        assert torch.equal(got.logits, model(input_ids=x, use_cache=False).logits)
+
+
+def test_every_parameter_is_of_a_stage_and_tied_ones_of_two() -> None:
+    config = transformers.AutoConfig.for_model("llama", **SMALL, **ATTENTION)
+    config.tie_word_embeddings = True
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    cuts = Cuts(model, (), {"input_ids": torch.zeros(1, 8, dtype=torch.long)})
+    layout = StageLayout.of(Parallelism(pp=2), cuts)
+    every = {name for name, _ in model.named_parameters()}
+    assert frozenset.union(*layout.names) == every
+    assert layout.shared() == {(0, 1): ("model.embed_tokens.weight",)}
+    (group,) = layout.shared_groups()
+    assert group.ranks == (0, 1)
+    three = StageLayout.of(Parallelism(pp=2, widths=(2, 1)), cuts)
+    assert three.shared_groups()[0].ranks == (0, 1, 2)
+
+
+def test_a_parameter_that_all_blocks_use_is_of_all_stages() -> None:
+    cuts = Cuts(Chain(shared=True), (torch.zeros(2, 4),), {})
+    layout = StageLayout.of(Parallelism(pp=3, stages=(1, 1, 2)), cuts)
+    assert layout.stages_of("scale") == (0, 1, 2)
+    assert layout.stages_of("head.weight") == (2,)
+
+
+def test_what_bypasses_a_cut_is_refused() -> None:  # Rule 6
+    cuts = Cuts(Chain(skip=True), (torch.zeros(2, 4),), {})
+    with pytest.raises(ModelError, match=r"blocks 2 to 3 use what 'blocks\.0' computed past"):
+        cuts.parameters(Segment(2, 4))
+    assert "head.weight" in cuts.parameters(Segment(1, 4))  # nothing bypasses this cut
+
+
+def test_a_stub_has_the_blocks_attributes_and_the_stage_its_names() -> None:
+    model, x = Chain(), torch.randn(2, 4)
+    cuts = Cuts(model, (x,), {})
+    stage = StageModel(model, cuts, [Segment(2, 4)])
+    stage.attach()
+    model.kinds.clear()
+    stage.run(Segment(2, 4), [x], MicroBatch((x,)))
+    assert model.kinds == [f"kind {i}" for i in range(4)]
+    names = {name for name, _ in model.named_parameters()}
+    assert (
+        names
+        == stage.names
+        == {
+            "blocks.2.linear.weight",
+            "blocks.2.linear.bias",
+            "blocks.3.linear.weight",
+            "blocks.3.linear.bias",
+            "head.weight",
+            "head.bias",
+        }
+    )
+
+
+def test_a_restored_model_is_cut_anew() -> None:
+    model, x = Chain(), torch.randn(2, 4)
+    want = model(x)
+    order = [name for name, _ in model.named_parameters()]
+    cuts = Cuts(model, (x,), {})
+    stage = StageModel(model, cuts, [Segment(0, 2)])
+    stage.attach()
+    stage.restore()
+    assert [name for name, _ in model.named_parameters()] == order
+    assert torch.equal(model(x), want)
+
+
+def test_a_stage_called_as_a_whole_is_refused() -> None:
+    model, x = Chain(), torch.zeros(2, 4)
+    stage = StageModel(model, Cuts(model, (x,), {}), [Segment(0, 2)])
+    stage.attach()
+    with pytest.raises(LoopError, match="this rank has only blocks 0 to 1 of the model"):
+        model(x)
+
+
+def test_models_that_cannot_be_recorded() -> None:
+    class Twice(Chain):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(super().forward(x) @ torch.ones(2, 4))
+
+    with pytest.raises(ModelError, match="runs twice in one forward"):
+        Cuts(Twice(), (torch.zeros(2, 4),), {})
+
+    class Short(Chain):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.blocks[0](x))
+
+    with pytest.raises(ModelError, match="3 of the model's 4 blocks did not run"):
+        Cuts(Short(), (torch.zeros(2, 4),), {})
+
+    class ByValue(Chain):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) if self.scale.sum() > 0 else x
+
+    with pytest.raises(ModelError, match="forward failed on meta"):
+        Cuts(ByValue(), (torch.zeros(2, 4),), {})
+
+
+def test_a_model_computes_in_the_dtype_of_its_cuts() -> None:
+    model, x = Chain(shared=True), torch.zeros(2, 4, dtype=torch.bfloat16)
+    cuts = Cuts(model, (x,), {}, dtype=torch.bfloat16)
+    assert [t.dtype for t in cuts.crossing(2)] == [torch.bfloat16]
+    assert cuts.dtype_of(torch.zeros(1, dtype=torch.int64)) == torch.int64
