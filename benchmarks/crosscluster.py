@@ -3,7 +3,7 @@ torch's data parallel and torch's own pipeline.
 
 Two clusters of two hosts, one process a host, 0.4 CPUs each: 800 Mbit/s "InfiniBand" in one, 600
 Mbit/s "RoCE" in the other, 50 Mbit/s "Ethernet" between all. A decoder of 42 M parameters, fp32,
-trained with AdamW; a step is 16 rows of 128 tokens, in 8 micro-batches. The layout is that of Yang
+trained with AdamW; a step is 32 rows of 128 tokens, in 8 micro-batches. The layout is that of Yang
 et al. (Holmes): a pipeline across the clusters, data parallel inside them. Rates hold for whole
 Ethernet frames; bytes are TCP payload, counted by the NICs. Needs root. Does NOT emulate latency.
 """

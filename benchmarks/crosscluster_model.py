@@ -48,7 +48,7 @@ class ModelSize:
 class Batch:
     """What a step trains on: `rows` of `sequence` tokens, in micro-batches of the same size."""
 
-    rows: int = 16
+    rows: int = 32
     sequence: int = 128
     microbatches: int = 8
 
