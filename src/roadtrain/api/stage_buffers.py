@@ -25,19 +25,25 @@ def buffers_blob(model: nn.Module, stage: int) -> dict[str, bytes]:
     return {_NAME.format(stage): plain.encode(held, "the buffers")} if held else {}
 
 
+def buffers_in(blobs: Mapping[str, bytes]) -> dict[str, torch.Tensor]:
+    """Of a snapshot, by name; of a buffer that several stages have the first one's."""
+    prefix, found = _NAME.partition("{")[0], dict[str, torch.Tensor]()
+    for name in sorted((n for n in blobs if n.startswith(prefix)), reverse=True):
+        found |= plain.decode(blobs[name])
+    return found
+
+
 @torch.no_grad()
 def restore_buffers(blobs: Mapping[str, bytes], model: nn.Module) -> None:
     """`blobs`: of all stages of the snapshot, whatever these were. Raises ForeignError where one
     has another shape."""
     here = persistent_buffers(model)
-    prefix = _NAME.partition("{")[0]
-    for name in sorted((n for n in blobs if n.startswith(prefix)), reverse=True):
-        for key, value in plain.decode(blobs[name]).items():
-            if key not in here:
-                continue
-            if here[key].shape != value.shape:
-                raise ForeignError(
-                    f"buffer {key!r} is {tuple(value.shape)} in the snapshot,"
-                    f" {tuple(here[key].shape)} here"
-                )
-            here[key].copy_(value)
+    for key, value in buffers_in(blobs).items():
+        if key not in here:
+            continue
+        if here[key].shape != value.shape:
+            raise ForeignError(
+                f"buffer {key!r} is {tuple(value.shape)} in the snapshot,"
+                f" {tuple(here[key].shape)} here"
+            )
+        here[key].copy_(value)

@@ -167,6 +167,10 @@ class PartReader:
         found = {Extent(name, a, b) for name, all_ in self._at.items() for a, b, _, _ in all_}
         return sorted(found, key=lambda e: (e.name, e.start, e.stop))
 
+    def extents_of(self, name: str) -> list[Extent]:
+        """Of one parameter."""
+        return sorted({Extent(name, a, b) for a, b, _, _ in self._at.get(name, ())}, key=_start)
+
     def piece(self, extent: Extent) -> Piece:
         """Raises DamagedError that names the file."""
         entries = self._at[extent.name]
@@ -250,6 +254,10 @@ def set_snapshot_aside(home: Path) -> None:
     with typed_errors(home, "renaming"), contextlib.suppress(FileNotFoundError):
         home.rename(home.with_name(f"{home.name}.aside"))
     sync_directory(home.parent)
+
+
+def _start(extent: Extent) -> int:
+    return extent.start
 
 
 def _key_of(name: str) -> SnapshotKey | None:

@@ -29,6 +29,7 @@ from roadtrain.streaming import plain
 from roadtrain.streaming.split import DTYPES, NAMES, as_numpy
 from roadtrain.training.build import build_config
 from roadtrain.training.data import need
+from roadtrain.training.export_stages import export_of
 from roadtrain.training.train import mark_of, place_job, write_job
 
 
@@ -42,6 +43,22 @@ def export_run(
         masters: the fp32 masters, instead of the dtype that the model computes in
     """
     job = job_of_run(run)
+    if job.parallelism.used:
+        found = export_of(job, masters)
+        step, files = found.step, export_dir(found.items, directory)
+    else:
+        step, files = _export_store(run, job, directory, masters, report)
+    _write_config(job, Path(directory), "fp32" if masters else job.model.dtype)
+    if Path(run, "tokenizer.json").is_file():
+        shutil.copyfile(Path(run, "tokenizer.json"), Path(directory, "tokenizer.json"))
+    report(f"exported step {step}: {len(files)} files in {directory}")
+    return 0
+
+
+def _export_store(
+    run: str, job: Job, directory: str, masters: bool, report: Callable[[str], None]
+) -> tuple[int, list[Path]]:
+    """The step that the job's store is at, and the files that were made of it."""
     mark = mark_of(job, report, reads=True)
     with ExitStack() as stack:
         # as the only worker of the servers, which must not be at work for others
@@ -66,12 +83,7 @@ def export_run(
             step, params, read = store.step, store.table.params, partial(read_param, store)
             state = plain.decode(store.blob) if store.blob else {}
             buffers = state.get("buffers", {})
-        files = export_dir(_items(params, read, buffers, masters), directory)
-    _write_config(job, Path(directory), "fp32" if masters else job.model.dtype)
-    if Path(run, "tokenizer.json").is_file():
-        shutil.copyfile(Path(run, "tokenizer.json"), Path(directory, "tokenizer.json"))
-    report(f"exported step {step}: {len(files)} files in {directory}")
-    return 0
+        return step, export_dir(_items(params, read, buffers, masters), directory)
 
 
 def import_weights(
