@@ -100,8 +100,11 @@ def took(work: Callable[[], Any]) -> float:
 
 
 def passes(size: ModelSize, batch: Batch) -> tuple[float, float]:
-    """Seconds of a micro-batch's forward and of its backward through the whole model."""
+    """Seconds of a micro-batch's forward and of its backward through the whole model, whose
+    gradients a stage's optimizer takes."""
     model, tokens = size.build(), batch.micros(0, size.vocabulary)[0]
+    optimizer = ShardedOptimizer(model, torch.optim.AdamW(model.parameters()), None)
+    optimizer.begin_step(TIMES + 1)
     forward, backward = list[float](), list[float]()
     for _ in range(TIMES + 1):
         then = time.perf_counter()
@@ -110,6 +113,8 @@ def passes(size: ModelSize, batch: Batch) -> tuple[float, float]:
         loss.backward()
         forward.append(between - then)
         backward.append(time.perf_counter() - between)
+    optimizer.step()
+    optimizer.close()
     return median(forward[1:]), median(backward[1:])
 
 
