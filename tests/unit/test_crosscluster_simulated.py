@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.crosscluster_known import Known
 from benchmarks.crosscluster_lab import CPUS, ENVIRONMENTS, ETHERNET, Environment, Measured
-from benchmarks.crosscluster_model import RunSpec
+from benchmarks.crosscluster_model import Batch, ModelSize, RunSpec
 from benchmarks.crosscluster_simulated import plan_of, predicted, shape_of
 from roadtrain.lab import CARRIED
 
@@ -25,7 +25,11 @@ class Case:
     """As the benchmark's own Run."""
 
     environment: Environment = ENVIRONMENTS["hybrid"]
-    spec: RunSpec = field(default_factory=lambda: RunSpec("ours", parallelism=LAYOUT))
+    spec: RunSpec = field(
+        default_factory=lambda: RunSpec(
+            "ours", ModelSize(layers=16), Batch(16, 128, 8), parallelism=LAYOUT
+        )
+    )
     cpus: tuple[float, float] = (CPUS, CPUS)
     measured: Measured = field(default_factory=lambda: measured([8, 8]))
 
