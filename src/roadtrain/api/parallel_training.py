@@ -198,6 +198,14 @@ class ParallelTraining:
         finally:
             self.model.train()
 
+    def abandon(self) -> None:
+        """After an error: end without waiting for others, who may be gone; they hear of it when
+        this process ends. What is committed stays."""
+        if not self._closed:
+            self._closed = True
+            self.stage_model.detach()
+            self.optimizer.abandon()
+
     def close(self) -> None:
         """End threads and process groups; the model's parameters stay as they are."""
         if self._closed:
@@ -213,8 +221,11 @@ class ParallelTraining:
     def __enter__(self) -> ParallelTraining:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abandon()
 
     def _seed(self) -> None:
         """Dropout differs between steps, stages and replicas, and not within a tensor group."""

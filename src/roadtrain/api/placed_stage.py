@@ -16,6 +16,7 @@ Assumes: nothing else takes steps with the placed optimizer. Does NOT move block
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
@@ -26,7 +27,7 @@ import torch.distributed as dist
 from roadtrain.api.optimizer import PlacedOptimizer
 from roadtrain.api.taken_pieces import TakenPieces
 from roadtrain.chunks import NUMPY, ParamSpec
-from roadtrain.errors import ConfigError, LoopError, StaleError
+from roadtrain.errors import ConfigError, LoopError, RoadtrainError, StaleError
 from roadtrain.kernels.cast import cast
 from roadtrain.parallel.pieces import VALUE, Extent, Piece
 from roadtrain.storage.convert import MASTER, RecordView
@@ -100,6 +101,12 @@ class PlacedStage:
         self.placed.step()
         self.placed.zero_grad()
         self._finished = False
+
+    def abandon(self) -> None:
+        """See StageOptimizer. What the store has committed stays."""
+        self.placed.abandon()
+        with contextlib.suppress(RoadtrainError, RuntimeError):
+            self.placed.close()
 
     def settle(self) -> None:
         """See StageOptimizer."""

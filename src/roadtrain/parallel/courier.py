@@ -95,6 +95,13 @@ class Courier:
         """Every job that was handed in has ended."""
         self.wait(lambda: not self._jobs and not self._under_way and not self._now, what)
 
+    def abandon(self) -> None:
+        """No further job begins; nobody waits for those that are under way."""
+        with self._changed:
+            self._jobs.clear()
+            self._closing = True
+            self._changed.notify_all()
+
     def close(self) -> None:
         """Ends what was handed in, and the thread. Raises what went wrong, if nobody heard."""
         with self._changed:

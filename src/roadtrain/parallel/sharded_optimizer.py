@@ -489,6 +489,12 @@ class ShardedOptimizer:
                 state.take(i, piece, hypers[self.layout.runs[state.bucket.run].group])
         lacking.check(f"{self.options.label}, rank {self.group.rank} of {self.group}")
 
+    def abandon(self) -> None:
+        """See StageOptimizer. The thread ends with what it waits for, or with the process."""
+        self.hooks.close()
+        self.waits.close()
+        self.courier.abandon()
+
     def close(self) -> None:
         """See StageOptimizer. Raises what went wrong, if nobody heard of it."""
         self.hooks.close()

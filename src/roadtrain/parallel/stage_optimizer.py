@@ -54,5 +54,8 @@ class StageOptimizer(PieceSource, Protocol):
     def load(self, pieces: Iterable[Piece], steps_done: int) -> None:
         """Take values and state. Collective over the stage's ranks."""
 
+    def abandon(self) -> None:
+        """After an error: forget what is under way, without waiting for it. Nothing follows."""
+
     def close(self) -> None:
         """Wait for what is under way; end threads. The model's parameters stay as they are."""

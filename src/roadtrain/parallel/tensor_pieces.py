@@ -60,6 +60,10 @@ class TensorPieces:
     def close(self) -> None:
         self.inner.close()
 
+    def abandon(self) -> None:
+        """See StageOptimizer."""
+        self.inner.abandon()
+
     def settle(self) -> None:
         """See StageOptimizer."""
         self.inner.settle()
