@@ -80,7 +80,7 @@ def late(who, rank):
         return f"{type(error).__name__}: {error}"
 
 
-@pytest.mark.parametrize("who", [0, 2])
+@pytest.mark.parametrize("who", [0, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_who_does_not_come_is_named_by_all_within_the_deadline(who):  # Rule 5
     found = world.run(3, functools.partial(late, who))
     for rank, said in enumerate(found):

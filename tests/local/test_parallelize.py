@@ -139,7 +139,10 @@ CASES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "parallelism", "num_microbatches", "options"), CASES)
+@pytest.mark.parametrize(
+    ("kind", "parallelism", "num_microbatches", "options"),
+    [*CASES[::2], *(pytest.param(*c, marks=pytest.mark.exhaustive) for c in CASES[1::2])],
+)
 def test_steps_are_those_of_one_process(kind, parallelism, num_microbatches, options):
     work = partial(staged, kind, parallelism, num_microbatches, options)
     near = 1e-6 if options.get("dtype") is None else 1e-2

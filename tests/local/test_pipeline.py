@@ -151,7 +151,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "widths", "parts", "layers", "num_microbatches"), CASES)
+@pytest.mark.parametrize(
+    ("kind", "widths", "parts", "layers", "num_microbatches"),
+    [*CASES[1::2], *(pytest.param(*c, marks=pytest.mark.exhaustive) for c in CASES[::2])],
+)
 def test_losses_are_those_of_one_process(kind, widths, parts, layers, num_microbatches):
     found = run(sum(widths), partial(staged, kind, widths, parts, layers, num_microbatches, None))
     want = alone(kind, num_microbatches)

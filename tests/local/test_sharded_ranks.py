@@ -234,7 +234,13 @@ def copies_child(widths, first_values, rank):
     return out
 
 
-@pytest.mark.parametrize("widths", [(1, 1), (2, 1), (2, 2), (1, 2), (3, 2)])
+MORE_WIDTHS = [(1, 1), (2, 2), (1, 2)]
+
+
+@pytest.mark.parametrize(
+    "widths",
+    [(2, 1), (3, 2), *(pytest.param(w, marks=pytest.mark.exhaustive) for w in MORE_WIDTHS)],
+)
 def test_copies_in_two_stages_stay_one_parameter(widths):  # Rule 1
     ranks = run(sum(widths), partial(copies_child, widths, True))
     assert all(len(found) == 3 for found in ranks), ranks
@@ -508,6 +514,7 @@ def absent_child(rank):
         return type(error), str(error)
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_never_starts_is_named():  # Rule 5
     kind, words = first_of(2, absent_child)
     assert kind is DeadlineError, words

@@ -157,7 +157,7 @@ def trained(rank, kind, config, degree):
     return losses, gradients, parameters, same, numel
 
 
-@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("degree", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("case", CASES)
 def test_trains_as_the_whole_model(ranks, case, degree):
     for losses, gradients, parameters, same, numel in ranks.run(trained, *CASES[case], degree):
@@ -319,7 +319,7 @@ def planned(rank, degree, stage):
 
 
 @pytest.mark.parametrize("stage", [False, True], ids=["whole", "without a block"])
-@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("degree", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_a_plan_of_ones_own(ranks, degree, stage):
     for output, gradients, same, norm, linear in ranks.run(planned, degree, stage):
         assert same and linear
@@ -530,7 +530,9 @@ def told(rank, kind, config, chunk):
     return pieces, {name: p.detach() for name, p in whole.named_parameters()}
 
 
-@pytest.mark.parametrize("chunk", [50, 400, 1 << 20])
+@pytest.mark.parametrize(
+    "chunk", [400, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (50, 1 << 20))]
+)
 @pytest.mark.parametrize("case", ["gpt2", "llama, grouped heads"])
 def test_long_pieces_of_whole_parameters(ranks, case, chunk):
     found = ranks.run(told, *CASES[case], chunk)

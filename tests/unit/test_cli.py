@@ -16,7 +16,8 @@ import pytest
 
 from roadtrain import cli
 from roadtrain.errors import BudgetError
-from roadtrain.training import status, train, verify
+from roadtrain.training import command as train_command
+from roadtrain.training import status, verify
 from roadtrain.training.metrics import Metrics
 
 
@@ -24,7 +25,7 @@ from roadtrain.training.metrics import Metrics
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """`train`, `verify` and `status` go to a recorder."""
     calls: list[Any] = []
-    for module in (train, verify, status):
+    for module in (train_command, verify, status):
         monkeypatch.setattr(
             module, "command", lambda *words, **keywords: calls.append((words, keywords))
         )
@@ -81,7 +82,7 @@ def test_errors_made_on_purpose_have_no_traceback(
     def refuse(*_: Any, **__: Any) -> None:
         raise BudgetError("needs 9 GiB, 2 GiB are free", hint="less")
 
-    monkeypatch.setattr(train, "command", refuse)
+    monkeypatch.setattr(train_command, "command", refuse)
     assert cli.main(["train", "a.toml"]) == 2
     assert capsys.readouterr().err == "roadtrain: needs 9 GiB, 2 GiB are free\nhint: less\n"
 
