@@ -42,6 +42,7 @@ def trained(tmp_path, rate, depth, steps):
         return [json.loads(process.communicate(timeout=150)[0]) for process in processes]
 
 
+@pytest.mark.exhaustive
 def test_overlap_saves_time_and_sends_the_same(tmp_path):
     ranks = trained(tmp_path, RATE, depth=4, steps=4)
     for found in ranks:
