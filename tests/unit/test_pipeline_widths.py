@@ -111,6 +111,7 @@ def random_run(pipeline: Pipeline, random: Random) -> None:
             machine.check()
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=300)
 @given(
     st.lists(st.integers(1, 5), min_size=1, max_size=6),
@@ -148,6 +149,7 @@ def posted(pipeline: Pipeline, rank: Rank, ahead_of: bool) -> dict[Channel, list
     return out
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(
     st.lists(st.integers(1, 5), min_size=1, max_size=6),
@@ -208,6 +210,7 @@ def test_the_condition_that_nobody_waits_for_ever(widths: list[int]) -> None:
         assert w * d >= (w_next + 1) * d_next > (w - 1) * d
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(1, 6))
 def test_every_stage_is_busy(widths: list[int], turns: int) -> None:
