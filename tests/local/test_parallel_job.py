@@ -11,10 +11,12 @@ import pytest
 from processes import free_port
 
 from roadtrain.config.job import load_job
+from roadtrain.errors import ConfigError
 from roadtrain.storage.safetensors_io import open_dir
 from roadtrain.training.export import export_run
 from roadtrain.training.export_stages import newest
 from roadtrain.training.train import train
+from roadtrain.training.train_parallel import check
 
 JOB = """
 [run]
@@ -72,6 +74,15 @@ def torchrun(path, ranks, *options):
 def losses(path):
     lines = (load_job(path).run_dir / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line)["loss"] for line in lines]
+
+
+@pytest.mark.parametrize(
+    "key", ["budget.host", "budget.device", "compress.downcast", "optimizer.delay"]
+)
+def test_what_stages_do_not_keep_is_refused(job, key):  # Rules 4 and 6
+    given = {"compress.downcast": "bf16", "optimizer.delay": 1}.get(key, "1GiB")
+    with pytest.raises(ConfigError, match=key.partition(".")[0]):
+        check(load_job(job("refused", 1), {key: given, "parallelism.pp": 2}))
 
 
 @pytest.mark.slow

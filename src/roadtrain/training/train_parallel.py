@@ -35,6 +35,7 @@ from roadtrain.streaming.plain import decode, encode
 from roadtrain.streaming.split import DTYPES
 from roadtrain.training.build import build_model, build_optimizer, fitted
 from roadtrain.training.data import Tokens
+from roadtrain.training.memory_limit import limited
 from roadtrain.training.metrics import Metrics
 from roadtrain.training.progress import progress, show_table
 from roadtrain.training.schedule import learning_rate
@@ -125,7 +126,13 @@ def loss_of(result: Any, batch: MicroBatch) -> torch.Tensor:
 
 
 def train_parallel(job: Job, report: Report = print, program: str = "roadtrain") -> Summary:
-    """Train `job` from its last committed step up to run.steps. Raises RoadtrainError."""
+    """Train `job` from its last committed step up to run.steps; run.memory_limit is each process's.
+    Raises RoadtrainError."""
+    with limited(job.limit_nbytes):
+        return _train(job, report, program)
+
+
+def _train(job: Job, report: Report, program: str) -> Summary:
     stop = Stop(job.run.minutes, report)
     launch = launch_of(os.environ)
     say = report if launch.rank == 0 else silent
@@ -170,6 +177,8 @@ def check(job: Job) -> None:
     for key, given, hint in (
         ("compress", job.compress.keep or job.compress.downcast, "parallelism.activations"),
         ("optimizer.delay", job.optimizer.delay, "leave it out"),
+        ("budget.host", job.budget.host, "run.memory_limit, which holds for each process"),
+        ("budget.device", job.budget.device, "more stages, or a placement for a stage"),
         ("servers.addresses", job.servers.addresses, "parallelism.placements, for each stage"),
         ("model.dtype = fp16", job.model.dtype == "fp16", "bf16, which needs no loss scaling"),
     ):
