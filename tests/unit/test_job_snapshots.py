@@ -321,3 +321,16 @@ def test_going_back_needs_the_word_of_the_run_directory_too(tmp_path):
     assert resume(root, places(2), mark=mark, go_back=True) == [1, 1]
     assert any("--new-store" in line for line in lines)
     assert Mark(run).known.step == 1
+
+
+def test_ranks_that_share_a_directory_remove_a_snapshot_together(tmp_path):  # Rule 3
+    def rank(links):
+        for step in range(200):
+            home = tmp_path / f"step-{step:010}.a"
+            snapshot_files.make_directory(home)
+            (home / f"rank-{links.rank}.pieces").write_bytes(b"")
+            links.together(lambda: None, "all have written")
+            snapshot_files.remove_snapshot(home)
+
+    assert run_ranks(places(4), rank) == [None] * 4
+    assert not [*tmp_path.iterdir()]

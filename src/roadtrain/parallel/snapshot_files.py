@@ -8,6 +8,8 @@ Memory: one piece. Does NOT know the other ranks.
 from __future__ import annotations
 
 import contextlib
+import errno
+import fnmatch
 import os
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
@@ -241,9 +243,13 @@ def remove_snapshot(home: Path) -> None:
     with typed_errors(home, "removing"):
         for path in sorted(_files_of(home), key=lambda path: path.suffix != f".{MARKER}"):
             path.unlink(missing_ok=True)
-        if home.is_dir() and not any(home.iterdir()):
-            with contextlib.suppress(FileNotFoundError):
-                home.rmdir()
+        try:
+            home.rmdir()
+        except FileNotFoundError:
+            pass  # another rank did it
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
     if home.parent.is_dir():
         sync_directory(home.parent)
 
@@ -268,7 +274,12 @@ def _key_of(name: str) -> SnapshotKey | None:
 
 
 def _files_of(home: Path) -> list[Path]:
-    return sorted(home.glob("rank-*.*"))
+    """None where `home` is absent, also where another rank removes it meanwhile."""
+    try:
+        names = os.listdir(home)
+    except FileNotFoundError:
+        return []
+    return sorted(home / name for name in fnmatch.filter(names, "rank-*.*"))
 
 
 def _size(path: Path) -> int:
