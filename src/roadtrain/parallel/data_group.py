@@ -1,6 +1,6 @@
 """DataGroup: the collective operations of one stage's data-parallel ranks on flat memory.
 
-On the host gradients are exchanged all to all, which moves each share once, and are summed in the
+On the host gradients are exchanged in messages, which move each share once, and are summed in the
 order of the ranks in fp32 (Rule 1). gloo's own reduce-scatter is an all-reduce inside and moves
 twice as much. On an accelerator NCCL's reduce-scatter sums in an order of its own, which is said.
 
@@ -9,12 +9,15 @@ An operation that has begun is returned, to be waited for; a group of one begins
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
 from roadtrain.errors import ConfigError
 from roadtrain.kernels.sum import sum_in_order
 from roadtrain.parallel.courier import Pending
+from roadtrain.parallel.messages import Messages, exchange_messages
 
 DEFAULT_DEADLINE_S = 600.0
 # torch 2.13 renames it
@@ -54,10 +57,13 @@ class DataGroup:
         """Begin. grads: fp32 [width * share]; arriving: fp32 of the same length, memory to use."""
         if self.width == 1:
             return None
-        if self.exact:
-            return dist.all_to_all_single(arriving, grads, group=self.group, async_op=True)
-        own = grads.view(self.width, -1)[self.rank]
-        return _reduce_scatter(own, grads, group=self.group, async_op=True)
+        shares = grads.view(self.width, -1)
+        own = shares[self.rank]
+        if not self.exact:
+            return _reduce_scatter(own, grads, group=self.group, async_op=True)
+        places = arriving.view(self.width, -1)
+        places[self.rank].copy_(own)
+        return self._exchange(shares.unbind(), places.unbind())
 
     def sum_arrived(self, grads: torch.Tensor, arriving: torch.Tensor) -> None:
         """The sum over ranks of the own share, into the own share of `grads`."""
@@ -69,8 +75,15 @@ class DataGroup:
         """Begin, in place: each rank's share of `values` [width * share] comes to all."""
         if self.width == 1:
             return None
-        own = values.view(self.width, -1)[self.rank]
+        shares = values.view(self.width, -1)
+        own = shares[self.rank]
+        if self.exact and self.width == 2:  # in gloo's ring both directions share a connection
+            return self._exchange([own] * 2, shares.unbind())
         return _all_gather(values, own, group=self.group, async_op=True)
+
+    def _exchange(self, sent: Sequence[torch.Tensor], arriving: Sequence[torch.Tensor]) -> Messages:
+        assert self.group is not None
+        return exchange_messages(sent, arriving, self.group)
 
     def any_of(self, flags: torch.Tensor) -> Pending | None:
         """Begin, in place: the largest of each element over the ranks."""

@@ -21,6 +21,7 @@ from roadtrain.errors import ConfigError
 from roadtrain.kernels.sum import sum_in_order
 from roadtrain.parallel.courier import Pending
 from roadtrain.parallel.flat_layout import Bucket, overlaps
+from roadtrain.parallel.messages import exchange_messages
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,10 @@ class SharedCopies:
         first = sum(self.widths[: self.stage])
         splits[first : first + self.widths[self.stage]] = [0] * self.widths[self.stage]
         sent = own if others == 1 else own.repeat(others)
+        if own.device.type == "cpu":
+            return exchange_messages(
+                sent.split(splits), arriving.view(-1).split(splits), self.group
+            )
         work = dist.all_to_all_single(
             arriving.view(-1), sent, splits, splits, group=self.group, async_op=True
         )
