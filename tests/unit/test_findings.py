@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 import time
@@ -14,9 +15,17 @@ from roadtrain.config.job_parallelism import ParallelismSection
 from roadtrain.config.networks import HostCard, HostCards, choose_networks
 from roadtrain.config.schema import checked
 from roadtrain.errors import ConfigError, DeadlineError, PeerError
-from roadtrain.parallel import preflight
+from roadtrain.parallel import preflight, probes
 from roadtrain.parallel import rank_meeting as meeting
-from roadtrain.parallel.findings import Finding, Report, Trouble, links_of, matrix, problem
+from roadtrain.parallel.findings import (
+    CardLink,
+    Finding,
+    Report,
+    Trouble,
+    links_of,
+    matrix,
+    problem,
+)
 from roadtrain.parallel.rank_meeting import (
     Launch,
     MeetingAnswer,
@@ -169,12 +178,18 @@ def test_clusters_are_the_fast_fabrics() -> None:
     ib = [replace(one, cards=(replace(one.cards[0], kind="infiniband"), *one.cards))
           for one in HOSTS[:2]]  # fmt: skip
     hosts = (ib[0], ib[0], ib[1], HOSTS[2])
-    met = meeting.RankMeeting(launch(0, 1), dist.HashStore(), hosts)
+    met = meeting.RankMeeting(launch(0, 1), dist.HashStore(), hosts, dist.HashStore())
     assert met.host_devices() == [
         ("a", "infiniband 10.1.0.0/16", 2),
         ("b", "infiniband 10.1.0.0/16", 1),
         ("c", "ethernet", 1),
     ]
+    # systems list cards in any order
+    rails = [HostCard(f"ib{n}", f"10.{n}.0.1", 16, kind="infiniband") for n in (1, 2)]
+    both = [
+        HostCards(name, name, tuple(cards)) for name, cards in (("a", rails), ("b", rails[::-1]))
+    ]
+    assert meeting.cluster_of(both[0]) == meeting.cluster_of(both[1])
 
 
 def test_connections_that_cannot_be_answered(tmp_path) -> None:
@@ -196,21 +211,22 @@ def free_port():
         return sock.getsockname()[1]
 
 
-def launch(rank, world_size, port=0, address="127.0.0.1"):
-    return Launch(rank, world_size, address, port, agent=False, attempt="0")
+def launch(rank, world_size, port=0, address="127.0.0.1", **more):
+    return Launch(rank, world_size, address, port, **{"agent": False, "attempt": "0", **more})
 
 
-def all_meet(world_size, changes=None, absent=(), deadline_s=8.0):
-    """What each rank of a start in threads ended with."""
-    port, out = free_port(), {}
+def all_meet(world_size, changes=None, absent=(), deadline_s=8.0, agent=None):
+    """What each rank of a start in threads ended with. agent: has the store."""
+    port, out = agent.port if agent else free_port(), {}
 
     def one(rank):
         own = {"job": "", "needed": 0, "deadline_s": deadline_s, "host": HOSTS[rank % 3]}
         own |= (changes or {}).get(rank, {})
         size = own.pop("world_size", world_size)
         time.sleep(own.pop("late_s", 0.0))
+        how = {"agent": agent is not None, "attempt": own.pop("attempt", "0")}
         try:
-            out[rank] = meeting.meet(launch(rank, size, port), **own)
+            out[rank] = meeting.meet(launch(rank, size, port, **how), **own)
         except Exception as error:
             out[rank] = error
 
@@ -247,12 +263,97 @@ def test_every_rank_says_the_same_of_another_world() -> None:
     assert len({str(one) for one in met.values()}) == 1
 
 
-def test_a_rank_too_many_is_found_later() -> None:
+@pytest.fixture
+def agent():
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def test_agents_count_restarts_as_they_like(agent) -> None:
+    """One agent has started its rank again, that of another host was told to: all meet."""
+    met = all_meet(3, {1: {"attempt": "1"}}, agent=agent)
+    assert all(one.hosts == tuple(HOSTS) for one in met.values()), met
+
+
+def test_starts_after_each_other_on_one_store(agent, monkeypatch) -> None:
+    """Nobody takes the answer of an earlier start for his own, nor meets who has ended."""
+    monkeypatch.setattr(meeting, "GRACE_S", 0.2)
+    first = all_meet(2, agent=agent)
+    first[0].store.set("verdict", "of the first")
+    again = all_meet(2, agent=agent)  # another parallelize() of the same processes
+    assert again[1].hosts == tuple(HOSTS[:2]) and not again[1].store.check(["verdict"])
+    # rank 1 ends; what it began again ends too, while rank 0 still computes
+    alone = all_meet(2, {1: {"attempt": "1"}}, absent={0}, deadline_s=0.1, agent=agent)
+    assert "rank 1 of host b came when all 2 ranks were there" in str(alone[1])
+    third = all_meet(2, {0: {"attempt": "1"}, 1: {"attempt": "2", "late_s": 0.3}}, agent=agent)
+    assert third[1].hosts == tuple(HOSTS[:2]) and meeting.late(third[0]) is None
+
+
+def test_who_was_started_again_waits_until_the_others_notice(agent) -> None:
+    """An agent starts its ranks again at once; a step of the others may take minutes."""
+    again = {"attempt": "1", "deadline_s": 0.2, "notice_s": 5.0}
+    met = all_meet(2, {0: {"late_s": 1.0}, 1: again}, agent=agent)
+    assert met[1].hosts == tuple(HOSTS[:2]), met
+
+
+@pytest.mark.parametrize(
+    ("size", "reason"),
+    [(2, "rank 0 of host a was started as one of 2 ranks"), (1, "came when all 1 ranks were")],
+)
+def test_a_rank_too_many_is_found_later(size, reason) -> None:
     store = dist.HashStore()
+    store.set("heard", "1")
     store.add("arrived", 2)
-    meeting.put(store, "hello/2", hello(1, 2))
-    met = meeting.RankMeeting(launch(0, 1), store, (HOSTS[0],))
-    assert "rank 1 of host a was started as one of 2 ranks" in str(meeting.late(met))
+    meeting.put(store, "hello/2", hello(0, size))
+    met = meeting.RankMeeting(launch(0, 1), dist.HashStore(), (HOSTS[0],), store)
+    assert reason in str(meeting.late(met))
+
+
+def test_a_verdict_is_waited_for_once(monkeypatch) -> None:  # Rule 5
+    """Rank 0 is gone, and its agent's store is there."""
+    waits = []
+
+    def nobody(*_):
+        waits.append(1)
+        raise DeadlineError("nothing came")
+
+    async def probed(listeners, targets, reported):
+        await reported([], set())
+
+    store, doors = dist.HashStore(), probes.Doors("00", {"10.1.0.1": 1, "10.1.0.3": 1})
+    for name in "ac":
+        meeting.put(store, f"doors/{name}", doors)
+    monkeypatch.setattr(probes.Listeners, "listen", lambda *_: doors)
+    monkeypatch.setattr(preflight, "_verdict", nobody)
+    monkeypatch.setattr(preflight, "probe", probed)
+    met = meeting.RankMeeting(launch(1, 3), store, tuple(HOSTS), dist.HashStore())
+    with pytest.raises(DeadlineError, match="nothing came"):
+        preflight.preflight(met, [], HOSTS)
+    assert len(waits) == 1
+
+
+def test_a_link_whose_rate_cannot_be_had_has_passed(monkeypatch) -> None:
+    here, found, taken = HostCard("lo", "127.0.0.1", 8), [], []
+
+    async def once(reader):
+        taken.append(1)
+        if len(taken) > 1:
+            raise EOFError  # the host went away
+        await reader.readexactly(probes.LARGE + 2 * probes.LENGTH.size)
+        return 0.0
+
+    async def reported(findings, heard):
+        found.extend(findings)
+
+    async def both():
+        listeners = probes.Listeners()
+        ports = listeners.listen([here.address]).ports
+        link = CardLink("a", "a", "ethernet", here.address, here.address)
+        door = (here.address, ports[here.address])
+        await probes.probe(listeners, [probes.Target(link, here, door, listeners.token)], reported)
+
+    monkeypatch.setattr(probes, "_take", once)
+    asyncio.run(both())
+    assert [(one.trouble, one.bytes_per_s) for one in found] == [(None, 0.0)]
 
 
 @pytest.mark.parametrize("kind", [ConfigError, PeerError, DeadlineError])
@@ -264,11 +365,16 @@ def test_a_refusal_is_the_same_error_elsewhere(kind) -> None:
 
 @pytest.mark.parametrize(
     ("environment", "reason"),
-    [({}, "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are not set")],
+    [
+        ({}, "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are not set"),
+        ({"RANK": "4"}, "RANK is 4 and WORLD_SIZE 4"),
+        ({"RANK": "first"}, "is no number: .*first"),
+    ],
 )
 def test_ranks_that_were_not_started_by_torchrun(environment, reason) -> None:
+    told = {"WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"} if environment else {}
     with pytest.raises(ConfigError, match=reason):
-        meeting.launch_of(environment)
+        meeting.launch_of(environment | told)
 
 
 def test_nobody_at_the_rendezvous(monkeypatch) -> None:  # Rule 5
@@ -310,3 +416,34 @@ def test_how_many_ranks_must_meet() -> None:
     assert preflight.needed_ranks(asked(pp=2, dp=2, tp=2), 4) == 2
     with pytest.raises(ConfigError, match="is 4 ranks, which 3 a host do not divide"):
         preflight.needed_ranks(asked(pp=2, dp=2), 3)
+
+
+@pytest.mark.parametrize(
+    ("placements", "reason"),
+    [
+        ([{"stage": 0, "memory": True}, {"stage": 0, "files": "x"}], "stage 0 has 2 placements"),
+        ([{"stage": 1, "files": "x", "token_file": "t"}], "token_file is for servers"),
+    ],
+)
+def test_placements_that_contradict_each_other(placements, reason) -> None:  # Rule 6
+    with pytest.raises(ConfigError, match=reason):
+        asked(placements=placements)
+
+
+def test_all_is_well_only_where_the_job_would_run(monkeypatch) -> None:
+    """A data group over two clusters is refused by the command too, once its links are proven."""
+    ib = [replace(one, cards=(replace(one.cards[0], kind="infiniband"),)) for one in HOSTS[:2]]
+    apart = replace(ib[1], cards=(replace(ib[1].cards[0], fabric="hall b"), *HOSTS[1].cards))
+    met = meeting.RankMeeting(launch(1, 2), dist.HashStore(), (ib[0], apart), dist.HashStore())
+    proven = []
+    monkeypatch.setattr(preflight, "launch_of", lambda _: met.launch)
+    monkeypatch.setattr(preflight, "meet", lambda *_, **__: met)
+    monkeypatch.setattr(preflight, "stated", lambda hosts, _: hosts)
+    monkeypatch.setattr(preflight, "preflight", lambda *words: proven.append(words))
+    monkeypatch.setattr(preflight, "load_job", lambda *_, **__: Ranks("", ()))
+    monkeypatch.setattr(Ranks, "parallelism", asked(dp=2), raising=False)
+    with pytest.raises(ConfigError, match=r"the data group of stage 0 .* mixes clusters"):
+        preflight.command("job.toml")
+    assert proven
+    monkeypatch.setattr(Ranks, "parallelism", asked(dp=2, across_clusters=True))
+    assert preflight.command("job.toml") == 0

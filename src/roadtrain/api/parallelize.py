@@ -84,7 +84,12 @@ def parallelize(
     for line in options.say_lossy():
         say(line)
     at = own_device(device or _default_device(), say)
-    meeting = meet(launch, job=options.told(), needed=options.parallelism.devices)
+    meeting = meet(
+        launch,
+        job=options.told(),
+        needed=options.parallelism.devices,
+        notice_s=options.deadline_s,
+    )
     parts = split(model, options.blocks)
     cuts = Cuts(model, example.args, example.kwargs or {}, options.blocks, options.dtype)
     parallelism = options.parallelism

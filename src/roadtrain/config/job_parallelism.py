@@ -6,6 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from roadtrain.config.host_ranks import DataGroups
 from roadtrain.config.networks import NetworkStatement
 from roadtrain.config.parallelism import Parallelism
 from roadtrain.config.schema import Count, Flag, Number, Section, Texts, Whole
@@ -28,6 +29,8 @@ class StagePlacement(Section):
     def _one_place(self) -> Self:
         if bool(self.files) + bool(self.servers) + self.memory != 1:
             raise ValueError(f"stage {self.stage}: give one of files, servers and memory = true")
+        if self.token_file and not self.servers:
+            raise ValueError(f"stage {self.stage}: token_file is for servers, and none are given")
         return self
 
 
@@ -79,6 +82,17 @@ class ParallelismSection(Section):
     placements: list[StagePlacement] = Field(
         default=[], description="stages whose state rests elsewhere than beside their ranks"
     )
+
+    @model_validator(mode="after")
+    def _one_placement_a_stage(self) -> Self:
+        stages = [one.stage for one in self.placements]
+        if twice := [stage for stage in stages if stages.count(stage) > 1]:
+            raise ValueError(f"stage {twice[0]} has {len(twice)} placements, give it one")
+        return self
+
+    @property
+    def data_groups(self) -> DataGroups:
+        return DataGroups.ANYWHERE if self.across_clusters else DataGroups.IN_ONE_CLUSTER
 
     @property
     def used(self) -> bool:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from roadtrain.config.host_ranks import DataGroups
+from roadtrain.config.host_ranks import DataGroups, check_ranks
 from roadtrain.config.job import load_job
 from roadtrain.config.job_parallelism import ParallelismSection
 from roadtrain.config.networks import (
@@ -138,6 +138,7 @@ class _Tester:
         self.own = [(link, cards) for link, cards in links.items() if link.source == me]
         self.lines: tuple[str, ...] = ()
         self.answer = MeetingAnswer()
+        self.said = False  # what this host found
 
     def run(self) -> tuple[str, ...]:
         """Raises the verdict; on rank 0 the matrix, else nothing."""
@@ -148,6 +149,8 @@ class _Tester:
             targets = [Target(link, cards[0], *self._door(link, until)) for link, cards in self.own]
             asyncio.run(probe(listeners, targets, self._report))
         except (OSError, DeadlineError) as error:
+            if self.said:  # it has waited for the verdict
+                raise
             self._say(Report(self.me, (), failed=str(error)))
         finally:
             listeners.close()
@@ -170,12 +173,13 @@ class _Tester:
 
     def _say(self, report: Report) -> None:
         """What this host found; returns when the verdict is there."""
+        self.said = True
         put(self.store, f"report/{self.me}", report)
         if self.meeting.rank:
             self.answer = _verdict(self.meeting, self.me)
             return
         self.answer = self._judged()
-        publish(self.store, "verdict", self.answer, lambda: self.meeting.world_size)
+        publish(self.store, "verdict", self.answer, self.meeting.world_size - 1)
 
     def _judged(self) -> MeetingAnswer:
         reports: dict[str, Report] = {}
@@ -218,18 +222,25 @@ def command(
     per_rank = devices if hosts else 1
     asked = load_job(path, report=lambda _: None).parallelism if path else ParallelismSection()
     needed = needed_ranks(asked, per_rank)
-    job = f"{asked.model_dump_json()} {devices}"
-    meeting = meet(launch, job=job, needed=needed, deadline_s=patience)
+    meeting = meet(launch, job=in_lines(asked, per_rank), needed=needed, deadline_s=patience)
     of_ranks = [host for host in stated(meeting.hosts, asked.networks) for _ in range(per_rank)]
+    places = meeting.host_devices(of_ranks)
+    parallelism = asked.degrees(len(of_ranks)) if asked.used else None
     groups: Sequence[NamedRanks] = ()
-    if asked.used:
-        places = meeting.host_devices(of_ranks)
-        parallelism = asked.degrees(len(of_ranks))
+    if parallelism is not None:
         groups = Groups.of(parallelism, places, data_groups=DataGroups.ANYWHERE).to_create
     preflight(meeting, groups, of_ranks)
+    if parallelism is not None:  # last: a wrong card can make a cluster of its own
+        check_ranks(parallelism, places, data_groups=asked.data_groups)
     if meeting.rank == 0:
         print(f"preflight: all is well ({time.monotonic() - begin:.1f} s)")
     return 0
+
+
+def in_lines(asked: ParallelismSection, per_rank: int) -> str:
+    """What must be the same on all ranks."""
+    said = {**asked.model_dump(mode="json"), "devices": per_rank}
+    return "\n".join(f"{key} = {value}" for key, value in said.items())
 
 
 def needed_ranks(asked: ParallelismSection, per_rank: int) -> int:

@@ -17,7 +17,7 @@ import socket
 import struct
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from roadtrain.config.networks import HostCard
 from roadtrain.parallel.findings import CardLink, Finding, Trouble
@@ -204,7 +204,8 @@ async def _test(target: Target) -> Finding:
 
 
 async def _rate(target: Target, finding: Finding) -> Finding:
-    """With the rate, where it can be had: a link that fails here has passed every test."""
+    """With the rate, where it can be had: a link that fails here has passed every test, and a
+    host that went away does not report."""
     begin = time.monotonic()
     try:
         async with _connected(target) as (reader, writer), _step(Trouble.LARGE_LOST):
@@ -216,11 +217,9 @@ async def _rate(target: Target, finding: Finding) -> Finding:
                 sent += len(PIECE)
             writer.write(LENGTH.pack(0))
             (rate,) = CLOCK.unpack(await reader.readexactly(CLOCK.size))
-    except _Stuck as stuck:
-        return Finding(target.link, stuck.trouble, stuck.why)
-    return Finding(
-        target.link, None, "", finding.latency_s, finding.ahead_s, rate if sent > FIRST else 0.0
-    )
+    except _Stuck:
+        return finding
+    return replace(finding, bytes_per_s=rate if sent > FIRST else 0.0)
 
 
 async def _ping(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[float, float]:

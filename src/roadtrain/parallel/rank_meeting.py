@@ -5,6 +5,11 @@ nothing is unpickled (Rule 8). Rank 0 collects what the others say of themselves
 them at once, so that every rank that has come ends with the same sentence where somebody is missing
 or means another job (Rule 5). A rank that cannot reach the store can only say so itself.
 
+Note: starts after each other. The store outlives a start where an agent has it, and agents do not
+count restarts alike: one that fails counts, one that is told to begin again does not. So ranks are
+numbered as they come, rank 0 hears each of them once, and says to each which meeting it is in: the
+one that has the number of rank 0.
+
 Does NOT make process groups, nor test the networks that they will use (preflight.py).
 """
 
@@ -14,7 +19,8 @@ import ipaddress
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -51,19 +57,23 @@ class Launch:
     address: str  # of the store: a name or an address
     port: int
     agent: bool  # whether torchrun's agent has the store; else rank 0 does
-    attempt: str  # which start of the same agents this is
+    attempt: str  # how often this rank's agent has started it before
 
 
 @dataclass(frozen=True)
 class RankHello:
-    """What a rank says of itself. `job`: what must be the same on all ranks. `needed`: the ranks
-    that the job's parallelism has, 0 where it has none."""
+    """What a rank says of itself. `job`: what must be the same on all ranks, a line each. `needed`:
+    the ranks that the job's parallelism has, 0 where it has none."""
 
     rank: int
     world_size: int
     host: HostCards
     job: str
     needed: int
+    attempt: str = "0"
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of host {self.host.name}"
 
 
 @dataclass(frozen=True)
@@ -96,8 +106,9 @@ class RankMeeting:
     """Ranks that have met. `hosts`: of each rank, as its system says; names are unique."""
 
     launch: Launch
-    store: dist.Store  # of this start alone; lives as long as rank 0, or its agent
+    store: dist.Store  # of this meeting alone; lives as long as rank 0, or its agent
     hosts: tuple[HostCards, ...]
+    arrivals: dist.Store  # where ranks come, those of other starts too
 
     @property
     def rank(self) -> int:
@@ -121,7 +132,7 @@ class RankMeeting:
 
 def cluster_of(host: HostCards) -> str:
     """Named by the fabric of its fastest kind of card; "ethernet" where it has no faster one."""
-    card = min(host.cards, key=lambda one: KINDS.index(one.kind), default=None)
+    card = min(host.cards, key=lambda one: (KINDS.index(one.kind), one.meets), default=None)
     if card is None or card.kind == KINDS[-1]:
         return KINDS[-1]
     return f"{card.kind} {card.meets}"
@@ -135,12 +146,17 @@ def launch_of(environment: Mapping[str, str]) -> Launch:
             f"{', '.join(missing)} {'are' if len(missing) > 1 else 'is'} not set",
             hint="start ranks with torchrun",
         )
-    rank, world_size, _, port = (environment[name] for name in names)
+    try:
+        rank, world_size, port = (int(environment[name]) for name in names if name != "MASTER_ADDR")
+    except ValueError as error:
+        raise ConfigError(f"RANK, WORLD_SIZE or MASTER_PORT is no number: {error}") from error
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"RANK is {rank} and WORLD_SIZE {world_size}", hint="ranks begin with 0")
     return Launch(
-        int(rank),
-        int(world_size),
+        rank,
+        world_size,
         environment["MASTER_ADDR"],
-        int(port),
+        port,
         environment.get("TORCHELASTIC_USE_AGENT_STORE") == str(True),
         environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
     )
@@ -152,51 +168,62 @@ def meet(
     job: str = "",
     needed: int = 0,
     deadline_s: float = MEET_S,
+    notice_s: float = 0.0,
     host: HostCards | None = None,
 ) -> RankMeeting:
     """Waits for all ranks, at most `deadline_s`. Collective.
 
-    job, needed: see RankHello. host: this one; default: as the system says. Raises ConfigError for
-    ranks that mean different things, DeadlineError where some do not come (which, and from where
-    the others came), PeerError where the store cannot be reached.
+    job, needed: see RankHello. notice_s: how much longer a rank waits that was started again: the
+    others have so much time to notice that it was gone. host: this one; default: as the system
+    says. Raises ConfigError for ranks that mean different things, DeadlineError where some do not
+    come (which, and from where the others came), PeerError where the store cannot be reached.
     """
+    if launch.attempt != "0":
+        deadline_s += notice_s
     until = time.monotonic() + deadline_s
     host = host or this_host()
-    store = _store(launch, host.name, deadline_s)
-    own = dist.PrefixStore(f"roadtrain/{launch.attempt}", store)
-    hello = RankHello(launch.rank, launch.world_size, host, job, needed)
-    number = own.add("arrived", 1)
-    put(own, f"hello/{number}", hello)
+    store = dist.PrefixStore("roadtrain", _store(launch, host.name, deadline_s))
+    hello = RankHello(launch.rank, launch.world_size, host, job, needed, launch.attempt)
+    number = store.add("arrived", 1)
+    put(store, f"hello/{number}", hello)
     if launch.rank == 0:
-        answer = _collect(own, launch, hello, max(until - time.monotonic(), 1.0))
-
-        def readers() -> int:
-            """Who is refused early waits for those that are still on their way."""
-            coming = launch.world_size if time.monotonic() < until else 0
-            return max(int(own.add("arrived", 0)), coming)
-
-        publish(own, "met", answer, readers, max(until - time.monotonic(), 0.0) + GRACE_S)
+        own = dist.PrefixStore(f"meeting/{number}", store)
+        until = max(until, time.monotonic() + 1.0)
+        answer = _Arrivals(store, own, number, launch, hello, until).answered()
     else:
-        me = f"rank {launch.rank} of host {host.name}"
-        answer = read(own, "met", MeetingAnswer, deadline_s + GRACE_S, me)
+        met_as = _meeting_of(store, number, hello, deadline_s + GRACE_S)
+        own = dist.PrefixStore(f"meeting/{met_as}", store)
+        answer = read(own, "met", MeetingAnswer, GRACE_S, str(hello))
     answer.check()
-    if launch.world_size != len(answer.hosts):  # it came when all that rank 0 knows of were there
-        raise _other_size(hello, len(answer.hosts))
-    return RankMeeting(launch, own, answer.hosts)
+    return RankMeeting(launch, own, answer.hosts, store)
+
+
+def _meeting_of(store: dist.Store, number: int, hello: RankHello, patience_s: float) -> int:
+    """The number of the meeting that the rank is in which came as `number`."""
+    try:
+        return get(store, f"meeting of/{number}", int, patience_s, f"{hello} waited for rank 0")
+    except DeadlineError as error:
+        store.set(f"gone/{number}", "")
+        if store.check(["last"]):
+            raise _too_many(hello, int(store.get("last"))) from error
+        raise
 
 
 def publish(
     store: dist.Store,
     key: str,
     said: object,
-    number_of: Callable[[], int],
-    patience_s: float = GRACE_S,
+    readers: int,
 ) -> None:
-    """Rank 0 says something to all; returns when they have read it, or have had the time to:
-    the store may end with rank 0. number_of: ranks that shall read it, rank 0 included."""
+    """Rank 0 says something to all; returns when the others, `readers`, have read it, or have had
+    the time to: the store may end with rank 0."""
     put(store, key, said)
-    until = time.monotonic() + patience_s
-    while store.add(f"{key}/read", 0) < number_of() - 1 and time.monotonic() < until:
+    _wait_for(store, f"{key}/read", readers)
+
+
+def _wait_for(store: dist.Store, key: str, readers: int) -> None:
+    until = time.monotonic() + GRACE_S
+    while store.add(key, 0) < readers and time.monotonic() < until:
         time.sleep(POLL_S)
 
 
@@ -296,27 +323,81 @@ def _loopback_error(launch: Launch, addresses: Sequence[str]) -> ConfigError:
     )
 
 
-def _collect(
-    store: dist.Store, launch: Launch, mine: RankHello, patience_s: float
-) -> MeetingAnswer:
-    """Rank 0's: what all are told."""
-    found: dict[int, RankHello] = {}
-    until, number = time.monotonic() + patience_s, 0
-    try:
-        while len(found) < launch.world_size:
-            left = until - time.monotonic()
+class _Arrivals:
+    """Rank 0's: hears the ranks that come, one after another, until `until`, and answers all of
+    them in the store `own`, of the meeting `number`."""
+
+    def __init__(
+        self,
+        store: dist.Store,
+        own: dist.Store,
+        number: int,
+        launch: Launch,
+        mine: RankHello,
+        until: float,
+    ) -> None:
+        self.store, self.own, self.number = store, own, number
+        self.launch, self.mine, self.until = launch, mine, until
+        self.first = self.heard = _heard(store)
+
+    def answered(self) -> MeetingAnswer:
+        """What all are told; they have read it, or have had the time to."""
+        answer = self._collected()
+        if not answer.refused:
+            self.store.set("last", str(len(answer.hosts)))
+        put(self.own, "met", answer)
+        for number in range(self.first + 1, self.heard + 1):
+            put(self.store, f"meeting of/{number}", self.number)
+        while answer.refused and self.heard - self.first < self.launch.world_size:
             try:
-                hello = get(
-                    store, f"hello/{number + 1}", RankHello, left, "rank 0 waited for others"
-                )
+                self._next()
             except DeadlineError:
-                return refusal(_missing(launch, found))
-            number += 1
-            check_same(mine, found, hello)
-            found[hello.rank] = hello
-    except (ConfigError, PeerError) as error:
-        return refusal(error)
-    return MeetingAnswer(hosts=named([found[rank].host for rank in range(launch.world_size)]))
+                break
+            except WireError:
+                pass  # it is told that the others were refused
+            put(self.store, f"meeting of/{self.heard}", self.number)
+        _wait_for(self.own, "met/read", self.heard - self.first - 1)
+        return answer
+
+    def _collected(self) -> MeetingAnswer:
+        found: dict[int, RankHello] = {}
+        try:
+            while len(found) < self.launch.world_size:
+                try:
+                    hello = self._next()
+                except DeadlineError:
+                    return refusal(_missing(self.launch, found))
+                before = found.get(hello.rank)
+                if before and before.attempt != hello.attempt and before.host == hello.host:
+                    del found[hello.rank]  # it has ended, and was started again
+                check_same(self.mine, found, hello)
+                found[hello.rank] = hello
+        except (ConfigError, PeerError) as error:
+            return refusal(error)
+        hosts = [found[rank].host for rank in range(self.launch.world_size)]
+        return MeetingAnswer(hosts=named(hosts))
+
+    def _next(self) -> RankHello:
+        """Of the next one who still waits. Raises DeadlineError, WireError."""
+        while True:
+            key, left = f"hello/{self.heard + 1}", self.until - time.monotonic()
+            try:
+                hello = get(self.store, key, RankHello, left, "rank 0 waited for others")
+            except WireError:
+                self._count()
+                raise
+            self._count()
+            if not self.store.check([f"gone/{self.heard}"]):
+                return hello
+
+    def _count(self) -> None:
+        self.heard += 1
+        self.store.set("heard", str(self.heard))
+
+
+def _heard(store: dist.Store) -> int:
+    """How many of those who came rank 0 has heard, in this start and those before."""
+    return int(store.get("heard")) if store.check(["heard"]) else 0
 
 
 def check_same(mine: RankHello, found: Mapping[int, RankHello], hello: RankHello) -> None:
@@ -346,17 +427,30 @@ def check_same(mine: RankHello, found: Mapping[int, RankHello], hello: RankHello
 def _other_size(hello: RankHello, world_size: int, other: str = "rank 0") -> ConfigError:
     needed = f"; the job's parallelism has {hello.needed}" if hello.needed else ""
     return ConfigError(
-        f"rank {hello.rank} of host {hello.host.name} was started as one of {hello.world_size}"
-        f" ranks (WORLD_SIZE), {other} as one of {world_size}{needed}",
+        f"{hello} was started as one of {hello.world_size} ranks (WORLD_SIZE), {other} as one of"
+        f" {world_size}{needed}",
         hint="give torchrun the same --nnodes and --nproc-per-node on all hosts",
+    )
+
+
+def _too_many(hello: RankHello, world_size: int) -> ConfigError:
+    """For a rank that came when all others had met."""
+    if hello.world_size != world_size:
+        return _other_size(hello, world_size)
+    return ConfigError(
+        f"{hello} came when all {world_size} ranks were there",
+        hint="give each host its own --node-rank; if it was started again, start all others too",
     )
 
 
 def late(meeting: RankMeeting) -> RoadtrainError | None:
     """Why a rank that came after all were there is one too many."""
-    for number in range(meeting.world_size + 1, meeting.store.add("arrived", 0) + 1):
-        hello = get(meeting.store, f"hello/{number}", RankHello, GRACE_S, "rank 0 read who is late")
-        return _other_size(hello, meeting.world_size)
+    store = meeting.arrivals
+    for number in range(_heard(store) + 1, store.add("arrived", 0) + 1):
+        with suppress(DeadlineError):
+            hello = get(store, f"hello/{number}", RankHello, GRACE_S, "rank 0 read who is late")
+            if not store.check([f"gone/{number}"]):
+                return _too_many(hello, meeting.world_size)
     return None
 
 
