@@ -24,8 +24,8 @@ from roadtrain.config.networks import (
     stated,
 )
 from roadtrain.config.schema import checked
-from roadtrain.errors import ConfigError
-from roadtrain.parallel import networks
+from roadtrain.errors import ConfigError, LostError
+from roadtrain.parallel import networks, process_groups
 from roadtrain.parallel.process_groups import nccl_network
 
 
@@ -193,6 +193,16 @@ def test_what_nccl_can_be_told() -> None:
     assert "'eth9'" in nccl_network(chosen["pp"], 2, {"NCCL_SOCKET_IFNAME": "eth9"}).unbound
 
 
+def test_a_world_that_does_not_connect_says_who_and_where(monkeypatch) -> None:  # Rule 5
+    def fails(*_, **__):
+        raise RuntimeError("connectFullMesh failed\nC++ stack")
+
+    monkeypatch.setattr(process_groups.dist, "init_process_group", fails)
+    control = choose_networks([], holmes())[CONTROL]
+    with pytest.raises(LostError, match=r"control did not .* 7 s .*rank 7 at .* of b1\): connect"):
+        process_groups.start_processes(control, None, 0, 8, 7.0)
+
+
 def interface(mac, address, speed=1000, family=None, netmask="255.255.0.0"):
     return (
         [
@@ -211,6 +221,7 @@ def test_what_a_host_has(tmp_path, monkeypatch) -> None:
         "ens1": interface("a1", "10.2.0.1"),
         "eth0": interface("a2", "10.3.0.1", 25000),
         "docker0": interface("a3", "172.17.0.1"),
+        "br0": interface("a7", "10.6.0.1"),  # as virtual machines' hosts have: its port is a card
         "eth1": interface("a5", "fd00::5%eth1", family=socket.AF_INET6, netmask="ffff:ffff::"),
         "eth2": interface("a6", "fe80::5", family=socket.AF_INET6, netmask="ffff:ffff::"),
         "ib9": interface("a4", "10.4.0.1"),
@@ -220,7 +231,10 @@ def test_what_a_host_has(tmp_path, monkeypatch) -> None:
         path.mkdir(parents=True)
         (path / "address").write_text(addresses[0].address if name != "ib9" else "elsewhere")
         (path / "type").write_text("32\n" if name.startswith("ib") else "1\n")
-    (tmp_path / "class/net/docker0/bridge").mkdir()
+    for bridge, port in (("docker0", "veth0"), ("br0", "eno1")):
+        (tmp_path / "class/net" / bridge / "bridge").mkdir()
+        (tmp_path / "class/net" / bridge / "brif" / port).mkdir(parents=True)
+    (tmp_path / "class/net/eno1/device").mkdir(parents=True)
     for device, layer, rate, name in (
         ("mlx5_0", "InfiniBand", "200 Gb/sec (4X HDR)", "ib0"),
         ("mlx5_1", "Ethernet", "100 Gb/sec (4X EDR)", "ens1"),
@@ -240,6 +254,7 @@ def test_what_a_host_has(tmp_path, monkeypatch) -> None:
         ("ens1", ROCE, 12.5e9, "mlx5_1", "10.2.0.0/16"),
         ("eth0", ETHERNET, 3.125e9, "", "10.3.0.0/16"),
         ("eth0", ETHERNET, 3.125e9, "", "10.5.0.0/16"),
+        ("br0", ETHERNET, 125e6, "", "10.6.0.0/16"),
         ("eth1", ETHERNET, 125e6, "", "fd00::/32"),
         ("ib9", ETHERNET, 125e6, "", "10.4.0.0/16"),  # sysfs shows another one of that name
     ]

@@ -2,7 +2,7 @@
 
 A kind is certain where there is an RDMA device (/sys/class/infiniband, by its link layer) or an
 InfiniBand interface; all else is Ethernet unless the user states otherwise. Left out: interfaces
-that are down, loopback, bridges (what containers hang on), link-local addresses.
+that are down, loopback, bridges without a card (what containers hang on), link-local addresses.
 
 Assumes Linux. Does NOT choose among cards (config/networks.py).
 """
@@ -43,7 +43,7 @@ def this_host(sys: Path = Path("/sys")) -> HostCards:
         if state is None or not state.isup:
             continue
         ours = _in_sysfs(sys, interface, addresses)
-        if ours is not None and (ours / "bridge").exists():
+        if ours is not None and (ours / "bridge").exists() and not _has_card(sys, ours):
             continue
         port = ports.get(interface) if ours is not None else None
         kind = _kind(ours, port)
@@ -112,6 +112,12 @@ def _in_sysfs(sys: Path, interface: str, addresses: list[psutil._common.snicaddr
     path = sys / "class" / "net" / interface
     own = next((one.address for one in addresses if one.family == psutil.AF_LINK), "")
     return path if _read(path / "address").lower() == own.lower() != "" else None
+
+
+def _has_card(sys: Path, bridge: Path) -> bool:
+    """Whether a card, or a bond of cards, is a port of the bridge."""
+    ports = [sys / "class" / "net" / port.name for port in (bridge / "brif").glob("*")]
+    return any((port / "device").exists() or (port / "bonding").exists() for port in ports)
 
 
 def _kind(ours: Path | None, port: RdmaPort | None) -> str:

@@ -1,5 +1,5 @@
 """Process groups, each over a network of its own: gloo bound to an address, NCCL to one of its
-network modules, in the group's own options. No environment variable is set or read.
+network modules, in the group's own options. No environment variable is set.
 
 A group's operations wait for `deadline_s` at most (Rule 5). gloo is bound through torch's public
 way for a backend with options of its own (`register_backend`, `new_group(pg_options=...)`).
@@ -15,7 +15,8 @@ Assumes: every rank makes the same calls in the same order. Does NOT choose netw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -71,16 +72,17 @@ def start_processes(
     network: GroupNetwork, store: dist.Store, rank: int, world_size: int, deadline_s: float
 ) -> None:
     """Makes the default process group, of all ranks, over `network` by gloo. network: of all
-    ranks."""
+    ranks. Raises LostError."""
     _register_gloo()
-    dist.init_process_group(
-        GLOO,
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=deadline_s),
-        pg_options=network.card_of(rank).address,
-    )
+    with _connecting(network, deadline_s):
+        dist.init_process_group(
+            GLOO,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=deadline_s),
+            pg_options=network.card_of(rank).address,
+        )
 
 
 def make_process_groups(
@@ -169,7 +171,7 @@ def _nccl_group(network: GroupNetwork, choice: NcclNetwork, deadline_s: float) -
 
 
 def _new_group(network: GroupNetwork, backend: str, options: Any, deadline_s: float) -> Any:
-    try:
+    with _connecting(network, deadline_s):
         return dist.new_group(
             list(network.ranks),
             timeout=timedelta(seconds=deadline_s),
@@ -177,6 +179,12 @@ def _new_group(network: GroupNetwork, backend: str, options: Any, deadline_s: fl
             pg_options=options,
             group_desc=network.group,
         )
+
+
+@contextmanager
+def _connecting(network: GroupNetwork, deadline_s: float) -> Iterator[None]:
+    try:
+        yield
     except RuntimeError as error:  # torch's own errors too
         who = ", ".join(
             f"rank {rank} at {card.address} of {host}"
