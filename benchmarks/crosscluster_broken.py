@@ -23,6 +23,7 @@ from typing import Any
 from roadtrain.errors import RoadtrainError
 from roadtrain.lab import LabHost, LabNic, Network
 from roadtrain.parallel.preflight import command
+from roadtrain.parallel.rank_meeting import MEET_S
 
 MBIT = 1e6 / 8
 HOSTS = ("a0", "a1", "b0", "b1")
@@ -73,6 +74,7 @@ class Told:
     port: int
     world_size: int = len(HOSTS)
     clock_s: float = 0.0
+    patience: float = MEET_S
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ class Clusters:
     home: Path
     workers: dict[str, subprocess.Popen[str]] = field(default_factory=dict)
     port: int = 29500
+    patience: float = MEET_S  # of ranks that wait for others
 
     def host(self, name: str) -> LabHost:
         return self.network.hosts[name]
@@ -126,6 +129,7 @@ class Clusters:
                 "job": job,
                 "address": address,
                 "port": self.port,
+                "patience": self.patience,
                 **changes.get("every", {}),
                 **changes.get(name, {}),
             }
@@ -145,7 +149,7 @@ class Clusters:
 
 
 @contextlib.contextmanager
-def clusters() -> Iterator[Clusters]:
+def clusters(patience: float = MEET_S) -> Iterator[Clusters]:
     """Up, with all four processes."""
     nics = {
         name: [
@@ -155,7 +159,7 @@ def clusters() -> Iterator[Clusters]:
         for name in HOSTS
     }
     with tempfile.TemporaryDirectory() as home, Network(nics) as network:
-        made = Clusters(network, Path(home))
+        made = Clusters(network, Path(home), patience=patience)
         try:
             made.start()
             yield made
@@ -266,11 +270,11 @@ def worker() -> None:
             "MASTER_PORT": str(told.port),
         }
         time.time = lambda ahead=told.clock_s: real() + ahead  # type: ignore[misc]
-        said = _preflight(told.job)
+        said = _preflight(told.job, told.patience)
         print(json.dumps(vars(said)), file=out, flush=True)
 
 
-def _preflight(job: str) -> Said:
+def _preflight(job: str, patience: float) -> Said:
     begin, sentence, printed = time.monotonic(), "", ""
     with tempfile.TemporaryDirectory() as home:
         path = Path(home, "job.toml")
@@ -278,7 +282,7 @@ def _preflight(job: str) -> Said:
         text = Path(home, "printed")
         with text.open("w") as file, contextlib.redirect_stdout(file):
             try:
-                command(str(path))
+                command(str(path), patience=patience)
             except RoadtrainError as error:
                 sentence = str(error)
         printed = text.read_text()
