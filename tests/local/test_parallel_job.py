@@ -5,18 +5,28 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from processes import free_port
 
+from roadtrain.api.parallel_training import StepResult
 from roadtrain.config.job import load_job
 from roadtrain.errors import ConfigError
+from roadtrain.parallel.pipeline import StepTimes
+from roadtrain.parallel.stage_model import MicroBatch
 from roadtrain.storage.safetensors_io import open_dir
+from roadtrain.training import train_parallel
+from roadtrain.training.command import idle_keys
+from roadtrain.training.data import Tokens
 from roadtrain.training.export import export_run
 from roadtrain.training.export_stages import newest
+from roadtrain.training.stop import Stop
 from roadtrain.training.train import train
-from roadtrain.training.train_parallel import check
+from roadtrain.training.train_parallel import StagedJob, check
 
 JOB = """
 [run]
@@ -77,12 +87,113 @@ def losses(path):
 
 
 @pytest.mark.parametrize(
-    "key", ["budget.host", "budget.device", "compress.downcast", "optimizer.delay"]
+    ("key", "given"),
+    [
+        ("budget.host", "1GiB"),
+        ("budget.device", "1GiB"),
+        ("compress.downcast", "bf16"),
+        ("compress.error_feedback", True),
+        ("optimizer.delay", 1),
+    ],
 )
-def test_what_stages_do_not_keep_is_refused(job, key):  # Rules 4 and 6
-    given = {"compress.downcast": "bf16", "optimizer.delay": 1}.get(key, "1GiB")
+def test_what_stages_do_not_keep_is_refused(job, key, given):  # Rules 4 and 6
     with pytest.raises(ConfigError, match=key.partition(".")[0]):
         check(load_job(job("refused", 1), {key: given, "parallelism.pp": 2}))
+
+
+def test_what_has_no_effect_without_stages_is_said(job):  # Rule 6
+    alone, staged = load_job(job("said", 1)), load_job(job("said", 1), {"parallelism.dp": 2})
+    assert idle_keys(alone) == ["num_microbatches", "snapshot_every"]
+    assert not idle_keys(staged)
+    assert not load_job(job("said", 1), {"parallelism.activations": "bf16"}).lossy  # Rule 2
+
+
+class OneOf:
+    """A process of a job in stages whose others are made up: it hears `told` of them."""
+
+    def __init__(self, rank=0, steps_done=0, told=("",), stop=False):
+        self.rank, self.steps_done, self.committed_step = rank, steps_done, steps_done
+        self.joined = SimpleNamespace(
+            options=SimpleNamespace(num_microbatches=5),
+            control=SimpleNamespace(agree=lambda mine, what: [mine, *told]),
+        )
+        self.optimizer = SimpleNamespace(param_groups=[])
+        self.stop, self.turns = stop, []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def keep(self, *_):
+        return {}
+
+    def due(self):
+        return False
+
+    def snapshot(self, blobs):
+        self.committed_step = self.steps_done
+
+    def step(self, batch, clip_norm, *, stop):
+        self.steps_done += 1
+        return StepResult(1.0, 1.0, StepTimes(0.0, 0.0, 0.0), self.stop)
+
+    def evaluate(self, batch):
+        got = [batch(micro).args[0] for micro in range(5)]
+        self.turns += got
+        return sum(got) / 5
+
+
+def one_of(job, training):
+    given = load_job(job)
+    return StagedJob(given, training, Tokens(given.data.paths), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("told", "why"),
+    [
+        (["interrupted", ""], "another process was interrupted"),
+        (["", "5 minutes are over"], "5 minutes are over"),
+    ],
+)
+def test_all_hear_why_training_ends(job, monkeypatch, told, why):
+    """Where one process is interrupted nobody evaluates: the others would wait for it."""
+    training = OneOf(told=told, stop=True)
+    staged = one_of(job("ended", 4), training)
+    for name, value in (
+        ("RANK", "0"),
+        ("WORLD_SIZE", "1"),
+        ("MASTER_ADDR", "a"),
+        ("MASTER_PORT", "1"),
+    ):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(train_parallel, "stage_job", lambda *_: staged)
+    monkeypatch.setattr(train_parallel, "micro_batch", lambda *_: MicroBatch((1.0,)))
+    summary = train_parallel.train_parallel(staged.job, report=lambda _: None)
+    assert (summary.stopped, summary.steps) == (why, 1)
+    assert bool(training.turns) == ("interrupted" not in why)
+
+
+def test_held_out_batches_count_alike(job, monkeypatch):
+    """2 batches, 5 in each turn: their mean is that of one process (Rule 1)."""
+    training = OneOf()
+    staged = one_of(job("held", 4), training)
+    numbers = iter(range(100))
+    monkeypatch.setattr(train_parallel, "micro_batch", lambda *_: MicroBatch((next(numbers),)))
+    assert staged.held_out_loss() == 0.5
+    assert Counter(training.turns) == {0: 5, 1: 5}
+
+
+def test_a_rank_that_was_away_goes_on(job):
+    """With 3 ranks, then 2, then 3: the lines of the third one end at the first start."""
+    staged = one_of(job("away", 6), OneOf(rank=2, steps_done=6))
+    home = staged.job.run_dir
+    home.mkdir()
+    (home / "metrics.2.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
+    said = []
+    train_parallel.train_steps(staged, None, Stop(None, said.append), said.append)
+    assert (home / "metrics.2.before-1.jsonl").exists() and "told of other steps" in said[0]
 
 
 @pytest.mark.slow

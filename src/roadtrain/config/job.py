@@ -278,7 +278,8 @@ class Job(Section):
         late = {"staleness": self.optimizer.delay} if self.optimizer.delay else {}
         top_k = {"keep": self.compress.keep, "error_feedback": self.compress.error_feedback}
         narrow = {"downcast": self.compress.downcast} if self.compress.downcast else {}
-        wire = {"activations": self.parallelism.activations} if self.parallelism.activations else {}
+        across = self.parallelism.activations if self.parallelism.used else None
+        wire = {"activations": across} if across else {}
         return late | narrow | wire | (top_k if self.compress.keep is not None else {})
 
     def changed(self, overrides: Mapping[str, Any]) -> Job:

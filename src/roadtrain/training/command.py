@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from typing import Any
 
-from roadtrain.config.job import check_own, load_job
+from roadtrain.config.job import Job, check_own, load_job
+from roadtrain.config.job_parallelism import ParallelismSection
 from roadtrain.training.train import train
 from roadtrain.training.train_parallel import train_parallel
 
@@ -19,6 +21,15 @@ def command(path: str, overrides: Mapping[str, Any], new_store: bool = False) ->
     """
     job = load_job(path, {**overrides, "run.new_store": True} if new_store else overrides)
     check_own(path, job)
+    if (idle := idle_keys(job)) and os.environ.get("RANK", "0") == "0":
+        print(f"parallelism: {', '.join(idle)} without dp, tp, pp, widths or placements: no effect")
     run = train_parallel if job.parallelism.used else train
     summary = run(job, program=sys.argv[0])
     return 130 if summary.stopped == "interrupted" else 0
+
+
+def idle_keys(job: Job) -> list[str]:
+    """Of a job that is not one of stages: what its [parallelism] says all the same (Rule 6)."""
+    said, default = job.parallelism, ParallelismSection()
+    names = [] if said.used else [*ParallelismSection.model_fields]
+    return [name for name in names if getattr(said, name) != getattr(default, name)]

@@ -63,6 +63,18 @@ class Metrics:
         """Where the lines of steps go that were not committed."""
         return self.path.with_name(f"{self.path.stem}.uncommitted.jsonl")
 
+    @property
+    def note(self) -> str:
+        """For people: where lines that do not count are now; "" where all count."""
+        if self.aside is not None:
+            return f"metrics: {self.path} told of other steps, it is {self.aside} now"
+        if self.dropped:
+            return (
+                f"metrics: {self.dropped} steps after the last committed one are dropped, their"
+                f" lines are in {self.uncommitted}"
+            )
+        return ""
+
     def append(self, line: dict[str, Any]) -> None:
         """Write the next step's line and wait until it is on disk. FullError: the file is as
         before."""

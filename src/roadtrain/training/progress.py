@@ -7,6 +7,7 @@ several threads, so the shares may add up to more than 100 %; Wait is what the t
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -29,7 +30,7 @@ def progress(
             report(f"step {line['step']}/{steps}  {describe(line)}")
 
     console = Console()
-    if not console.is_terminal:
+    if not console.is_terminal or os.environ.get("RANK", "0") != "0":  # one bar of one process
         yield say
         return
     columns = (

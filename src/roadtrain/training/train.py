@@ -95,13 +95,8 @@ def _train(job: Job, report: Report, program: str) -> Summary:
         if rank == 0:
             write_job(training.job)  # now that nothing was refused
             mark.advance(optimizer.steps_done)
-        if metrics.aside is not None:
-            report(f"metrics: {lines} told of another store, it is {metrics.aside} now")
-        elif metrics.dropped:
-            report(
-                f"metrics: {metrics.dropped} steps after the last committed one are dropped, their"
-                f" lines are in {metrics.uncommitted}"
-            )
+        if metrics.note:
+            report(metrics.note)
         _report_needs(training, report)
         totals = Totals()
         with progress(job.run.steps, optimizer.steps_done, job.run.log_every, report) as show:

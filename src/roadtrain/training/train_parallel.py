@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,8 +22,7 @@ from roadtrain.api.parallel_options import ParallelOptions, StageStore
 from roadtrain.api.parallel_training import ParallelTraining, StepResult
 from roadtrain.api.parallelize import parallelize
 from roadtrain.api.stores import Files, Memory, Servers
-from roadtrain.config.host_ranks import DataGroups
-from roadtrain.config.job import Job
+from roadtrain.config.job import CompressSection, Job
 from roadtrain.config.job_parallelism import StagePlacement
 from roadtrain.device.copies import own_device
 from roadtrain.errors import ConfigError
@@ -36,7 +36,7 @@ from roadtrain.streaming.split import DTYPES
 from roadtrain.training.build import build_model, build_optimizer, fitted
 from roadtrain.training.data import Tokens
 from roadtrain.training.memory_limit import limited
-from roadtrain.training.metrics import Metrics
+from roadtrain.training.metrics import Metrics, read_metrics
 from roadtrain.training.progress import progress, show_table
 from roadtrain.training.schedule import learning_rate
 from roadtrain.training.stop import Stop
@@ -99,16 +99,17 @@ class StagedJob:
         return self.training.step(batch, job.optimizer.clip_norm, stop=stop), lr
 
     def held_out_loss(self) -> float | None:
-        """Mean over the held-out batches; None where none are held out."""
-        job = self.job
+        """Mean over the held-out batches, those of one process; None where none are held out."""
+        job, together = self.job, self.num_microbatches
         if not job.data.held_out:
             return None
         found = self.tokens.held_out_batches(
-            max(HELD_OUT_BATCHES, self.num_microbatches), job.data.batch_size, job.data.seq_len
+            HELD_OUT_BATCHES, job.data.batch_size, job.data.seq_len
         )
         batches = [micro_batch(x_BT, y_BT, self.device) for x_BT, y_BT in found]
-        rounds = max(1, len(batches) // self.num_microbatches)
-        losses = [self._evaluated(batches, n * self.num_microbatches) for n in range(rounds)]
+        # so often that each batch has had as many turns as any other
+        rounds = math.lcm(len(batches), together) // together
+        losses = [self._evaluated(batches, n * together) for n in range(rounds)]
         return sum(losses) / len(losses)
 
     def _evaluated(self, batches: Sequence[MicroBatch], first: int) -> float:
@@ -143,7 +144,7 @@ def _train(job: Job, report: Report, program: str) -> Summary:
         resume(staged, mark, say)
         why, totals = train_steps(staged, mark, stop, say)
         staged.training.snapshot(staged.blobs())
-        held_out = None if why == "interrupted" else staged.held_out_loss()
+        held_out = None if "interrupted" in why else staged.held_out_loss()
         summary = Summary(staged.training.steps_done, *totals.first_and_last(), held_out, why)
         show_table(rows(staged, summary, totals, program), say)
         return summary
@@ -175,7 +176,7 @@ def stage_job(job: Job, processes: int, report: Report) -> StagedJob:
 def check(job: Job) -> None:
     """Raises ConfigError for what a job of stages cannot have."""
     for key, given, hint in (
-        ("compress", job.compress.keep or job.compress.downcast, "parallelism.activations"),
+        ("compress", job.compress != CompressSection(), "parallelism.activations"),
         ("optimizer.delay", job.optimizer.delay, "leave it out"),
         ("budget.host", job.budget.host, "run.memory_limit, which holds for each process"),
         ("budget.device", job.budget.device, "more stages, or a placement for a stage"),
@@ -198,7 +199,7 @@ def options_of(job: Job, processes: int) -> ParallelOptions:
         asked.resize_stages,
         {one.stage: store_of(one, job) for one in asked.placements},
         asked.networks,
-        DataGroups.ANYWHERE if asked.across_clusters else DataGroups.IN_ONE_CLUSTER,
+        asked.data_groups,
         None if asked.activations is None else DTYPES[asked.activations],
         asked.overlap,
         blocks=job.model.blocks,
@@ -240,27 +241,47 @@ def train_steps(
     staged: StagedJob, mark: Mark | None, stop: Stop, report: Report
 ) -> tuple[str, Totals]:
     """The steps that are left. Returns why it ended before run.steps, or nothing."""
-    job, training, totals, why = staged.job, staged.training, Totals(), ""
+    job, training, totals, stopped = staged.job, staged.training, Totals(), False
     lines = job.run_dir / (
         "metrics.jsonl" if training.rank == 0 else f"metrics.{training.rank}.jsonl"
     )
+    fresh = training.steps_done == 0 or was_away(lines, training.steps_done)
     with (
-        Metrics(lines, training.steps_done, fresh=training.steps_done == 0) as metrics,
+        Metrics(lines, training.steps_done, fresh=fresh) as metrics,
         progress(job.run.steps, training.steps_done, job.run.log_every, report) as show,
     ):
+        if metrics.note:
+            report(metrics.note)
         then = time.perf_counter()
-        while training.steps_done < job.run.steps and not why:
+        while training.steps_done < job.run.steps and not stopped:
             result, lr = staged.step(stop=bool(stop.why()))
+            stopped = result.stop
             now = time.perf_counter()
             line = staged.line(result, lr, now - then)
             then = now
             metrics.append(line)
             show(line)
             totals.add(line, 0)
-            why = (stop.why() or "another process was interrupted") if result.stop else ""
-            if training.due() and not why:
+            if training.due() and not stopped:
                 training.snapshot(staged.blobs())
-    return (why if training.steps_done < job.run.steps else ""), totals
+    early = stopped and training.steps_done < job.run.steps
+    return (why_of_all(training, stop.why()) if early else ""), totals
+
+
+def why_of_all(training: ParallelTraining, why: str) -> str:
+    """Why training ended before run.steps; all ranks hear of an interruption, so that all go on
+    alike. why: of this one, "" where it would have gone on."""
+    told = training.joined.control.agree(why, "why training ends")
+    if "interrupted" in told:
+        return why if why == "interrupted" else "another process was interrupted"
+    return str(max(told))
+
+
+def was_away(lines: Path, done: int) -> bool:
+    """Whether this file's last line is of a step before `done`: with other stages or hosts, this
+    rank, or this host as the first one, was not there in the steps since."""
+    known = read_metrics(lines)
+    return bool(known) and known[-1]["step"] < done
 
 
 def rows(
