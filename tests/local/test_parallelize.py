@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 import transformers
+from models import Net
 from world import run
 
 import roadtrain
@@ -220,6 +221,27 @@ def test_a_store_of_several_ranks_is_of_servers():
 def test_lossy_activations_are_printed():  # Rule 2
     options = ParallelOptions(Parallelism(pp=2), 2, activations=torch.bfloat16)
     assert options.say_lossy() == ["lossy: activations travel as torch.bfloat16"]
+
+
+def seeded_differently(rank):
+    torch.manual_seed(rank)
+    model, x = Net(depth=2, width=32), torch.zeros(2, 8, dtype=torch.long)
+    training = roadtrain.parallelize(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        ParallelOptions(Parallelism(pp=2, widths=(1, 2)), 2, deadline_s=30.0),
+        example=MicroBatch((x,)),
+        loss=lambda result, batch: result.mean(),
+        report=lambda _: None,
+    )
+    training.close()
+
+
+@pytest.mark.slow
+def test_what_differs_in_another_stage_is_said(capfd):  # Rule 6
+    assert run(3, seeded_differently) == [None] * 3
+    said = capfd.readouterr().out
+    assert said.count("stage 1, the group of ranks 1, 2: parameters differ at the start") == 1
 
 
 def continued(kind, parallelism, directory, rank):

@@ -4,8 +4,10 @@ moves. Against plain torch on all micro-batches."""
 import functools
 import math
 import os
+import time
 from dataclasses import dataclass
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pipeline_job
 import pytest
@@ -19,8 +21,9 @@ from torch.nn import functional
 import roadtrain
 from roadtrain import Files, Memory, Servers
 from roadtrain.api.placed_stage import PlacedStage, times
+from roadtrain.chunks import ParamSpec
 from roadtrain.config.parallelism import Parallelism
-from roadtrain.errors import LoopError
+from roadtrain.errors import LoopError, PeerError, RoadtrainError
 from roadtrain.parallel.control import ControlLinks
 from roadtrain.parallel.cuts import Cuts, Segment
 from roadtrain.parallel.exchange import exchange
@@ -222,6 +225,34 @@ def test_two_ranks_of_a_stage_share_servers_and_sum(clip, addresses):
     assert covered == {name: p.numel() for name, p in shapes.items()}
 
 
+def partly_used(addresses, rank):
+    """In the first rank's micro-batch the second layer is left out."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    model, placed = in_servers(addresses, rank)
+    if rank == 0:
+        model.layers[1].forward = lambda h, *_, **__: h
+    with placed:
+        stage = PlacedStage(placed)
+        return [stage_step(model, stage, step, [rank], 0.3)[1] for step in range(2)]
+
+
+@pytest.mark.slow
+def test_a_block_that_one_rank_did_not_use_counts(addresses):  # Rules 5 and 6
+    found = world.run(2, functools.partial(partly_used, addresses(1)))
+    model, optimizer = made()
+    norms = []
+    for step in range(2):
+        loss_of(model, step, 1).backward()
+        layer = model.layers[1].forward
+        model.layers[1].forward = lambda h, *_, **__: h
+        loss_of(model, step, 0).backward()
+        model.layers[1].forward = layer
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert found == [pytest.approx(norms, rel=1e-4)] * 2
+
+
 def take_steps(model, stage, rank, steps):
     return [stage_step(model, stage, step, range(rank, MICROS, 2)) for step in steps]
 
@@ -325,6 +356,41 @@ def test_copies_of_a_tied_parameter_get_the_same_gradient():
     ]
     assert found[0][0] == pytest.approx(rest[0] + float(both.square().sum()), rel=1e-4)
     assert found[1][0] == pytest.approx(rest[1], rel=1e-4)
+
+
+class NoStore:
+    """A placed optimizer of a root block in bf16, as far as the sum of copies needs it."""
+
+    def __init__(self, p):
+        self.group, self.root_waits, self.steps_done = WorkerGroup(), False, 4
+        spec = ParamSpec("w", tuple(p.shape), "bf16", True, 0)
+        self.params, self.param_groups = [spec], [{"params": [p]}]
+        self.root = SimpleNamespace(specs=[spec], params=[("w", p)], pass_ended=lambda: None)
+        self.square_sums = self.step = self.zero_grad = dict
+
+
+def copies_of_a_rank(rank):
+    dist.init_process_group("gloo", timeout=timedelta(seconds=3))
+    p = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    p.grad = torch.tensor([256.0 if rank == 0 else 1.0, float(rank)], dtype=torch.bfloat16)
+    stage = PlacedStage(NoStore(p), {"w": AllCopies(dist.group.WORLD, 0, rank == 0)})
+    stage.sum_squares()
+    found = p.grad.tolist()
+    stage.step()
+    if rank:
+        time.sleep(0.5)  # until the first one has it
+        os._exit(0)
+    try:
+        stage.sum_squares()
+    except RoadtrainError as error:
+        return found, type(error), str(error)
+
+
+@pytest.mark.slow
+def test_copies_are_added_in_fp32_and_a_stage_that_is_gone_is_said():  # Rules 1 and 5
+    ((found, kind, words),) = world.run(3, copies_of_a_rank, answers=1)
+    assert found == [258.0, 3.0]  # in bf16 256 + 1 is 256
+    assert issubclass(kind, PeerError) and "step 5: the sum of the copies of 'w'" in words
 
 
 def cut_stage(segment, store):

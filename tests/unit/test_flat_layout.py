@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from roadtrain.chunks import ParamSpec
 from roadtrain.errors import StoreError
-from roadtrain.parallel.flat_layout import bucket_bytes_for, lay_out, overlaps
+from roadtrain.parallel.flat_layout import lay_out, overlaps
 from roadtrain.parallel.lacking import Lacking
 from roadtrain.parallel.pieces import Extent
 
@@ -71,13 +71,6 @@ def test_overlaps_are_what_two_ranks_both_have(widths, data):
     assert overlaps(numel, own.start, own.stop, widths) == [
         len(set(own) & set(share)) for share in shares
     ]
-
-
-def test_size_of_buckets_follows_the_link():
-    mib = 1 << 20
-    assert bucket_bytes_for(50e-6, 75e6) == 4 * mib
-    assert bucket_bytes_for(1e-3, 400e6) == 8 * mib
-    assert bucket_bytes_for(5e-3, 3e9) == 32 * mib
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=8))

@@ -7,11 +7,13 @@ import pytest
 import torch
 from torch import nn
 
+from roadtrain.api.parallel_parts import bring
 from roadtrain.errors import LoopError, ModelError, RuleError, StoreError
 from roadtrain.kernels.torch_rules import rules_for
 from roadtrain.parallel.bucket_state import BucketState
 from roadtrain.parallel.pieces import VALUE, Extent, Piece
 from roadtrain.parallel.sharded_optimizer import ShardedOptimizer, ShardedOptions
+from roadtrain.parallel.side_stream import SideStream
 
 SMALL = ShardedOptions(bucket_bytes=2048)
 
@@ -246,6 +248,44 @@ def test_evaluation_and_state_dicts_wait(made, poisoned):  # Rule 6
         assert all(torch.isfinite(v).all() for v in model.state_dict().values())
 
 
+class TwoWays(nn.Module):
+    """In training it uses the head's weight by itself, as losses that never make all logits do."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(16, 16)
+        self.head = nn.Linear(16, 11, bias=False)
+
+    def forward(self, x):
+        h = self.body(nn.functional.one_hot(x, 16).float())
+        return h @ self.head.weight.T if self.training else self.head(h)
+
+
+def test_an_evaluation_does_not_teach_what_training_calls(made, poisoned):  # Rule 6
+    mine, theirs = TwoWays(), TwoWays()
+    optimizer = made(mine, momentum(mine), options=ShardedOptions(bucket_bytes=256))
+    mine.eval()
+    loss_of(mine, 0)
+    mine.train()
+    assert train(mine, optimizer, 3) == by_rules(theirs, momentum(theirs), 3)
+
+
+def test_no_piece_is_told_of_an_update_that_failed(made, monkeypatch):  # Rule 3
+    """A snapshot of it would be of no step."""
+    model = Mixed()
+    optimizer = made(model, adamw(model))
+    train(model, optimizer, 1)
+    extents = optimizer.extents()
+    monkeypatch.setattr(BucketState, "update", lambda *_: 1 // 0)
+    optimizer.begin_step(1)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    for wait in (lambda: optimizer.piece(extents[0]), optimizer.settle, optimizer.sum_squares):
+        with pytest.raises(ZeroDivisionError):
+            wait()
+
+
 def test_a_block_does_not_wait_for_others(made, monkeypatch):
     """The first block runs while the last bucket's update is still held back."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32)) for _ in range(4)))
@@ -321,6 +361,19 @@ def test_narrow_parameters_have_wide_masters_and_gradients(made):
     assert torch.equal(kept, master)
 
 
+def test_parameters_that_were_narrowed_keep_their_first_values(made):  # Rule 1
+    """As place(dtype=...) does: the masters begin with fp32 values, not with rounded ones."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).requires_grad_(True)
+    model[1].bias.requires_grad_(False)
+    wide = {name: p.detach().clone().view(-1) for name, p in model.named_parameters()}
+    masters = bring(model, torch.device("cpu"), torch.bfloat16)
+    assert model[0].weight.dtype == torch.bfloat16 and not bring(model, torch.device("cpu"), None)
+    optimizer = made(model, momentum(model), masters=masters)
+    kept = {e.name: optimizer.piece(e).arrays[VALUE] for e in optimizer.extents()}
+    assert torch.equal(kept.pop("1.bias"), model[1].bias.detach().float())  # nothing updates it
+    assert all(torch.equal(kept[name], wide[name]) for name in kept)
+
+
 def test_the_rate_of_the_users_group_is_read_at_each_step(made):
     models = [Mixed(), Mixed()]
     user = torch.optim.SGD(models[0].parameters(), lr=0.1)
@@ -334,8 +387,6 @@ def test_the_rate_of_the_users_group_is_read_at_each_step(made):
             loss_of(model, step).backward()
             opt.step()
             opt.zero_grad()
-        # torch asks for it; the user's own step has nothing to do, it is never ours
-        user.step()
         scheduler.step()
     optimizer.wait_parameters()
     for p, q in zip(models[0].parameters(), models[1].parameters()):
@@ -353,6 +404,28 @@ def test_infinite_gradients_show_in_the_norm(made):
     assert train(model, optimizer, 1) and optimizer.steps_done == 1
     assert not torch.equal(before["embed.weight"], model.embed.weight)
     assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+def test_what_follows_comes_after_what_the_devices_other_stream_has_begun(made, monkeypatch):
+    """Rule 6. That a job has ended says on an accelerator only that its work was handed in: what
+    overwrites gradients, or reads parameters or state, is put behind it."""
+    joined = []
+    monkeypatch.setattr(SideStream, "join", lambda self: joined.append(self))
+    model = Mixed()
+    optimizer = made(model, adamw(model))
+    optimizer.begin_step(1)
+    loss_of(model, 0).backward()
+    extents = optimizer.extents()
+    for act in (
+        optimizer.zero_grad,
+        optimizer.sum_squares,
+        optimizer.settle,
+        lambda: optimizer.piece(extents[0]),
+        optimizer.close,
+    ):
+        joined.clear()
+        act()
+        assert joined == [optimizer.side]
 
 
 def test_more_gradients_than_in_the_first_step_are_refused(made):

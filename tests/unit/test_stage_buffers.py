@@ -1,40 +1,148 @@
 """Buffers of a model in stages are those of the snapshot, whatever stages there were."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
-from roadtrain.api.stage_buffers import buffers_blob, restore_buffers
+from roadtrain.api.stage_buffers import (
+    adopt_buffers,
+    buffers_blob,
+    gather_buffers,
+    restore_buffers,
+    told_buffers,
+)
 from roadtrain.errors import ForeignError
+from roadtrain.parallel.cuts import Cuts, Segment
+from roadtrain.parallel.stage_model import MicroBatch, StageModel
+
+X = torch.arange(12.0).view(4, 3)
 
 
-def model(names, width=3):
-    out = nn.Module()
-    out.register_buffer("steps", torch.zeros((), dtype=torch.int64))
-    out.register_buffer("scratch", torch.zeros(2), persistent=False)
-    for name in names:
-        setattr(out, name, nn.BatchNorm1d(width))
+class Model(nn.Module):
+    """It counts its forwards; what is before, in and behind the blocks has running means."""
+
+    def __init__(self, width=3):
+        super().__init__()
+        torch.manual_seed(0)
+        self.before = nn.BatchNorm1d(width, affine=False)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width)) for _ in range(3)
+        )
+        self.behind = nn.BatchNorm1d(width, affine=False)
+        self.head = nn.Linear(width, 1)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+
+    def forward(self, x):
+        self.steps += 1
+        x = self.before(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.behind(x))
+
+
+def staged(model, *segments, cuts=None):
+    """Stages of copies of `model`."""
+    cuts = cuts or Cuts(model, (X,), {})
+    stages = [StageModel(copy.deepcopy(model), cuts, [segment]) for segment in segments]
+    for stage in stages:
+        stage.attach()
+    return stages
+
+
+def forward(stages):
+    received = ()
+    for stage in stages:
+        _, value = stage.run(stage.segments[0], received, MicroBatch((X,)))
+        received = (value.detach(),)
+
+
+def blobs_of(stages):
+    out = {"job": b"another"}
+    for number, stage in enumerate(stages):
+        out |= buffers_blob(stage, number)
     return out
 
 
-def test_each_block_gets_its_own_and_what_is_common_the_first_stages() -> None:
-    first, second = model(["a"]), model(["b"])
-    first.a.running_mean.fill_(1.5)
-    second.b.running_var.fill_(2.5)
-    first.steps.fill_(7)
-    second.steps.fill_(9)
-    blobs = buffers_blob(first, 0) | buffers_blob(second, 1) | {"job": b"another"}
-    whole = model(["a", "b"])
-    restore_buffers(blobs, whole)
-    assert whole.a.running_mean.tolist() == [1.5] * 3
-    assert whole.b.running_var.tolist() == [2.5] * 3
-    assert int(whole.steps) == 7
-    later = model(["b"])
-    restore_buffers(blobs, later)
-    assert later.b.running_var.tolist() == [2.5] * 3
+def persistent(model):
+    return {k: v for k, v in model.state_dict().items() if k in dict(model.named_buffers())}
 
 
-def test_none_is_nothing_and_another_shape_is_refused() -> None:
-    assert buffers_blob(nn.Linear(2, 2), 0) == {}
-    with pytest.raises(ForeignError, match=r"'a.running_mean' is \(3,\) in the snapshot, \(4,\)"):
-        restore_buffers(buffers_blob(model(["a"]), 0), model(["a"], width=4))
+def same(found, want):
+    assert found.keys() == want.keys()
+    for name, value in want.items():
+        torch.testing.assert_close(found[name], value, msg=name)
+
+
+def test_a_recorded_forward_counts_for_nothing():  # Rule 6
+    model = Model()
+    Cuts(model, (X,), {})
+    same(persistent(model), persistent(Model()))
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (1, 1, 1)])
+def test_each_buffer_is_told_by_the_stage_that_changes_it(sizes):  # Rule 3
+    whole, begin, segments = Model(), 0, []
+    for size in sizes:
+        segments.append(Segment(begin, begin + size))
+        begin += size
+    stages = staged(whole, *segments)
+    for _ in range(2):
+        forward(stages)
+        whole(X)
+    (again,) = staged(Model(), Segment(0, 3))
+    restore_buffers(blobs_of(stages), again)
+    same(persistent(again.model), persistent(whole))
+    told = [name for stage in stages for name in told_buffers(stage)]
+    assert sorted(told) == sorted(persistent(whole))
+    later = staged(Model(), Segment(0, 2), Segment(2, 3))
+    for stage in later:
+        restore_buffers(blobs_of(stages), stage)
+    forward(later)
+    whole(X)
+    restore_buffers(blobs_of(later), again)
+    same(persistent(again.model), persistent(whole))
+
+
+class Together:
+    """As ControlLinks of one rank a stage."""
+
+    def __init__(self, stages):
+        self.stages = stages
+
+    def gather(self, mine, what):
+        return [bytes(next(iter(buffers_blob(s, 0).values()), b"")) for s in self.stages]
+
+
+def test_blocks_that_move_keep_their_buffers():
+    whole = Model()
+    stages = staged(whole, Segment(0, 1), Segment(1, 3))
+    forward(stages)
+    whole(X)
+    gathered = gather_buffers(stages[0], Together(stages))
+    moved = []
+    for old, segment in zip(stages, (Segment(0, 2), Segment(2, 3)), strict=True):
+        had = told_buffers(old)
+        old.restore()
+        new = StageModel(old.model, old.cuts, [segment])
+        new.attach()
+        adopt_buffers(gathered, had, new)
+        moved.append(new)
+    forward(moved)
+    whole(X)
+    (again,) = staged(Model(), Segment(0, 3))
+    restore_buffers(blobs_of(moved), again)
+    same(persistent(again.model), persistent(whole))
+
+
+def test_none_is_nothing_and_another_shape_is_refused():
+    plain = nn.Sequential(*(nn.Linear(3, 3) for _ in range(2)))
+    (stage,) = staged(plain, Segment(0, 2), cuts=Cuts(plain, (X,), {}, ["0", "1"]))
+    assert buffers_blob(stage, 0) == {}
+    (three,) = staged(Model(), Segment(0, 3))
+    wide = Model(4)
+    four = StageModel(wide, Cuts(wide, (torch.zeros(2, 4),), {}), [Segment(0, 3)])
+    with pytest.raises(ForeignError, match=r"is \(3,\) in the snapshot, \(4,\) here"):
+        restore_buffers(buffers_blob(three, 0), four)

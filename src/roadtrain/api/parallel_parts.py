@@ -14,7 +14,7 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from roadtrain.api.parallel_options import ParallelOptions
-from roadtrain.api.place import place
+from roadtrain.api.place import check_fresh, groups_of, place
 from roadtrain.api.placed_stage import PlacedStage
 from roadtrain.config.networks import CONTROL, stated
 from roadtrain.config.parallelism import RankPosition
@@ -102,11 +102,24 @@ def control_links(processes: ProcessGroups, groups: Groups, deadline_s: float) -
 
 
 class UserOptimizer:
-    """The user's optimizer, and the parameters of the whole model that its groups were made of."""
+    """The user's optimizer, and the parameters of the whole model that its groups were made of.
+    Raises ConfigError for one of other parameters, and one that has taken steps, also later, where
+    it loads the state of such a one."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, report: Report) -> None:
+        groups_of(model, optimizer, report)
+        check_fresh(optimizer)
         self.optimizer = optimizer
-        self._whole = [list(group["params"]) for group in optimizer.param_groups]
+        self._groups = optimizer.param_groups
+        self._whole = [list(group["params"]) for group in self._groups]
+        optimizer.register_load_state_dict_post_hook(self._loaded)
+
+    def _loaded(self, optimizer: torch.optim.Optimizer) -> None:
+        """torch has put other groups in the place of those that the stages read."""
+        for group, loaded in zip(self._groups, optimizer.param_groups, strict=True):
+            group.update(loaded)
+        optimizer.param_groups = self._groups
+        check_fresh(optimizer)
 
     @property
     def rule(self) -> str:
@@ -133,13 +146,14 @@ def make_stage_optimizer(
     split = split_layers(joined, stage_model)
     if split is not None:
         report(f"stage {stage}: {split}")
-    bring(stage_model.model, joined.device, joined.options.dtype)
+    masters = bring(stage_model.model, joined.device, joined.options.dtype)
     cut_over_ranks = ShardedOptimizer(
         stage_model.model,
         optimizer,
         joined.data_group,
         shared=shared_copies(joined),
         blocks=stage_model.own_modules,
+        masters=masters,
         options=ShardedOptions(
             overlap=joined.options.overlap,
             label=f"stage {stage}",
@@ -206,13 +220,20 @@ def shared_copies(joined: Joined) -> dict[str, SharedCopies]:
     return out
 
 
-def bring(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
-    """Parameters in `dtype` (None: their own), and buffers, to the device."""
-    for p in model.parameters():
+def bring(
+    model: nn.Module, device: torch.device, dtype: torch.dtype | None
+) -> dict[str, torch.Tensor]:
+    """Parameters in `dtype` (None: their own), and buffers, to the device. Returns the fp32 values
+    of those that are narrower now, by name and where they were."""
+    masters = {}
+    for name, p in model.named_parameters():
         floating = dtype if dtype is not None and p.is_floating_point() else p.dtype
+        if p.dtype == torch.float32 != floating:
+            masters[name] = p.data
         p.data = p.data.to(device, floating)
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device)
+    return masters
 
 
 def make_pipeline(joined: Joined, stage_model: StageModel, loss: LossFunction) -> Pipeline:

@@ -23,6 +23,7 @@ from roadtrain.api.parallel_parts import (
     make_stage_optimizer,
 )
 from roadtrain.api.parallel_training import ParallelTraining
+from roadtrain.api.stage_buffers import adopt_buffers, gather_buffers, told_buffers
 from roadtrain.errors import ConfigError
 from roadtrain.parallel.block_times import (
     block_memories,
@@ -170,12 +171,14 @@ class StageSizes:
         joined = replace(old, groups=replace(old.groups, parallelism=parallelism), layout=layout)
         source, steps_done = training.optimizer, training.steps_done
         source.settle()
-        old.control.agree(None, "blocks are about to move")
+        had = told_buffers(training.stage_model)
+        buffers = gather_buffers(training.stage_model, old.control)
         stage_model = recut(training.stage_model, joined)
         optimizer = make_stage_optimizer(
             joined, stage_model, self._users.keep(stage_model.model), _silent
         )
         optimizer.load(exchange(source, optimizer.wanted(), joined.control), steps_done)
+        adopt_buffers(buffers, had, stage_model)
         source.close()
         pipeline = make_pipeline(joined, stage_model, self._loss)
         training.adopt(joined, stage_model, optimizer, pipeline)

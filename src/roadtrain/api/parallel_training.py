@@ -142,7 +142,7 @@ class ParallelTraining:
                 self._snapshots.save(self.steps_done, self.optimizer, self._buffers())
             return {}
         self.optimizer.load(found.pieces(self.optimizer.wanted()), found.step)
-        restore_buffers(found.blobs, self.model)
+        restore_buffers(found.blobs, self.stage_model)
         self.committed_step = found.step
         report(f"resumed at step {found.step}, which ran as {found.parallelism}")
         return found.blobs
@@ -161,7 +161,7 @@ class ParallelTraining:
 
     def _buffers(self) -> dict[str, bytes]:
         """Of this stage; every stage's are in a snapshot."""
-        return buffers_blob(self.model, self.joined.position.stage)
+        return buffers_blob(self.stage_model, self.joined.position.stage)
 
     def _check_same_step(self) -> None:
         """Raises StaleError where a stage's store has steps that the others do not."""

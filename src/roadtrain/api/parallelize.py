@@ -74,7 +74,8 @@ def parallelize(
     the user's own, over the model's parameters. example: a micro-batch; its shapes are those of
     all. loss: of the model's result and the micro-batch, a scalar: the mean over the micro-batch.
     device: where this process computes ("cuda": its own, by LOCAL_RANK; None: CUDA where there is
-    one). report: hears each line, on the first process.
+    one). report: hears each line, on the first process; what another stage has to say of itself
+    is printed by the first process of that stage.
 
     Raises ConfigError, ModelError before anything is trained, DeadlineError where a process or a
     network does not come (Rule 5).
@@ -83,6 +84,7 @@ def parallelize(
     say = report if launch.rank == 0 else _silent
     for line in options.say_lossy():
         say(line)
+    users = UserOptimizer(model, optimizer, say)
     at = own_device(device or _default_device(), say)
     meeting = meet(
         launch,
@@ -101,10 +103,11 @@ def parallelize(
     torch.manual_seed(options.seed)
     fill(model, parts, layout.names_of(own.stage), options.weights, options.init)
     stage_model = StageModel(model, cuts, layout.segments_of(own.stage), at)
-    users = UserOptimizer(optimizer)
     control = control_links(processes, groups, options.deadline_s)
     joined = Joined(launch.rank, groups, layout, processes, control, options, at, users.rule)
-    stage_optimizer = make_stage_optimizer(joined, stage_model, users.keep(model), say)
+    speaks = (own.replica, own.tensor) == (0, 0)  # for its stage
+    of_stage = say if launch.rank == 0 else _print if speaks else _silent
+    stage_optimizer = make_stage_optimizer(joined, stage_model, users.keep(model), of_stage)
     pipeline = make_pipeline(joined, stage_model, loss)
     micro = f"{options.num_microbatches} micro-batches a step"
     say(f"parallel: {parallelism}, {micro}, stages of {layout}")
@@ -120,3 +123,7 @@ def _default_device() -> str:
 
 
 def _silent(_: str) -> None: ...
+
+
+def _print(line: str) -> None:
+    print(line, flush=True)

@@ -95,7 +95,7 @@ def place(
     StoreError (also ForkedError, where servers went on without each other, and StaleError, where
     later steps are known of).
     """
-    _check_fresh(optimizer)
+    check_fresh(optimizer)
     given = {
         "store": store,
         "compress": compress,
@@ -113,7 +113,7 @@ def place(
     )
     device = _device(model, device, report)
     parts = split(model, blocks)
-    groups = _groups(model, optimizer, report)
+    groups = groups_of(model, optimizer, report)
     rules = rules_for(optimizer)
     say_generic(rules, report)
     plan = plan_session(request, device, table(parts, groups, dtype, request.chunk_elements), rules)
@@ -182,7 +182,7 @@ def _device(model: nn.Module, asked: torch.device | str | None, report: Report) 
     return own_device(device, report)
 
 
-def _groups(
+def groups_of(
     model: nn.Module, optimizer: torch.optim.Optimizer, report: Report
 ) -> dict[nn.Parameter, int]:
     """Parameter -> its group of the optimizer. Raises ConfigError for one that is not the
@@ -194,7 +194,7 @@ def _groups(
         raise ConfigError(
             f"{len(strangers)} of the optimizer's {len(groups)} parameters are not in the model "
             f"(the first has shape {tuple(strangers[0].shape)})",
-            hint="make the optimizer from the parameters of the model that is placed",
+            hint="make the optimizer from the parameters of this model",
         )
     if outside := [n for n, p in model.named_parameters() if p.requires_grad and p not in groups]:
         report(
@@ -204,7 +204,8 @@ def _groups(
     return groups
 
 
-def _check_fresh(optimizer: torch.optim.Optimizer) -> None:
+def check_fresh(optimizer: torch.optim.Optimizer) -> None:
+    """Raises ConfigError for an optimizer that is placed, or whose state would be lost."""
     if isinstance(optimizer, PlacedOptimizer):
         raise ConfigError(
             "this optimizer is placed already",

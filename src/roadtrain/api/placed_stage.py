@@ -29,6 +29,8 @@ from roadtrain.api.taken_pieces import TakenPieces
 from roadtrain.chunks import NUMPY, ParamSpec
 from roadtrain.errors import ConfigError, LoopError, RoadtrainError, StaleError
 from roadtrain.kernels.cast import cast
+from roadtrain.parallel.courier import typed
+from roadtrain.parallel.data_group import deadline_of
 from roadtrain.parallel.pieces import VALUE, Extent, Piece
 from roadtrain.storage.convert import MASTER, RecordView
 from roadtrain.streaming.grads import PlacedGrad
@@ -130,23 +132,28 @@ class PlacedStage:
             return
         for name, p in self._copies.items():
             if p.requires_grad:
-                self._sum_copies(p, self._shared[name])
+                self._sum_copies(name, p, self._shared[name])
         self.placed.root.pass_ended()
         self._finished = True
 
-    def _sum_copies(self, p: torch.nn.Parameter, copies: Copies) -> None:
-        """The first rank of each stage has the sum over all ranks of all of them, in their order,
-        the others zero: so each stage sums to the same bits."""
+    def _sum_copies(self, name: str, p: torch.nn.Parameter, copies: Copies) -> None:
+        """The first rank of each stage has the sum over all ranks of all of them, in their order
+        and in fp32, the others zero: so each stage sums to the same bits. Raises PeerError."""
         grad = torch.zeros_like(p) if p.grad is None else p.grad.contiguous()
         flat = grad.view(-1)
         ranks = dist.get_world_size(copies.group)
         for start in range(0, flat.numel(), SUM_ELEMENTS):
             part = flat[start : start + SUM_ELEMENTS]
             terms = [torch.empty_like(part) for _ in range(ranks)]
-            dist.all_gather(terms, part.clone(), group=copies.group)
-            part.copy_(terms[0])
+            try:
+                dist.all_gather(terms, part.clone(), group=copies.group)
+            except RuntimeError as error:
+                what = f"step {self.steps_done + 1}: the sum of the copies of {name!r}"
+                raise typed(error, what, deadline_of(copies.group, p.device)) from error
+            total = terms[0].float()
             for term in terms[1:]:
-                part.add_(term)
+                total += term
+            part.copy_(total)
         p.grad = grad if copies.replica == 0 else torch.zeros_like(grad)
 
     # state

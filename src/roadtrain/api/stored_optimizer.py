@@ -351,10 +351,14 @@ class StoredOptimizer(torch.optim.Optimizer):
         """By index of each parameter with a gradient: the sum of squares of what all workers have
         pushed in this step, added up. Waits for it."""
         workers, out = self.group.workers, dict[int, float]()
-        for index, p in enumerate(self._params):
-            if isinstance(p.grad, PlacedGrad):
-                out[index] = self._worker.sum_squares(index) * workers**2
-        return out
+        if workers > 1:  # all ask for all: another one may have a gradient where this one has none
+            for block in range(len(self.table.blocks)):
+                out |= self._worker.block_sums(block)
+        else:
+            for index, p in enumerate(self._params):
+                if isinstance(p.grad, PlacedGrad):
+                    out[index] = self._worker.sum_squares(index)
+        return {index: value * workers**2 for index, value in out.items()}
 
     def check_rewrite(self) -> None:
         """Raises LoopError where other values cannot be written to the store now."""

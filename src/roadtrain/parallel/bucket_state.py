@@ -11,7 +11,7 @@ host, to which the share's gradient is copied. Does NOT communicate.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -54,11 +54,15 @@ class BucketState:
         self.arrays = [torch.zeros(bucket.share, device=self.where) for _ in rule.arrays]
         self.rows = np.zeros((len(self.spans), len(rule.scalars)))
 
-    def begin(self, hyper: Sequence[float]) -> None:
-        """Masters of the values, and state as it is before the first step."""
+    def begin(self, hyper: Sequence[float], masters: Mapping[int, torch.Tensor]) -> None:
+        """Masters, and state as it is before the first step. masters: flat, by `Span.param`; where
+        there is none the values are taken."""
         if self.master is not self.own_values:
             self.master.copy_(self.own_values)
         for i, span in enumerate(self.spans):
+            if (flat := masters.get(span.param)) is not None:
+                stop = span.origin + span.stop - span.start
+                self.master[span.start : span.stop].copy_(flat[span.origin : stop])
             self._start(i, slice(span.start, span.stop), hyper)
 
     def _start(self, span: int, part: slice, hyper: Sequence[float]) -> None:

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from roadtrain.errors import DeadlineError, LostError, RoadtrainError
+from roadtrain.errors import DeadlineError, LoopError, LostError, RoadtrainError
 
 UNDER_WAY = 2  # jobs at once: one that sends while the next begins
 # what errors of gloo and NCCL say that are about a peer; some do not name their library
@@ -70,9 +70,11 @@ class Courier:
         self._thread.start()
 
     def do(self, job: CourierJob) -> None:
-        """Hand in a job. Raises what went wrong with one before."""
+        """Hand in a job. Raises what went wrong with one before, LoopError after the end."""
         with self._changed:
             self.check()
+            if self._closing:
+                raise LoopError(f"{self.name}: {job.what} after close()")
             self._jobs.append(job)
             self._changed.notify_all()
 
@@ -80,16 +82,17 @@ class Courier:
         """Returns when `until()`, which the ends of jobs make true. Raises what went wrong,
         DeadlineError when nothing ends for long."""
         with self._changed:
-            ended = self._ended
-            while not until():
-                self.check()
+            while True:
+                self.check()  # first: an error ends all jobs, which may make `until()` true
+                if until():
+                    return
+                ended = self._ended
                 moved = self._changed.wait(PATIENCE * self.deadline_s) or self._ended > ended
                 if not moved:
                     raise DeadlineError(
                         f"{self.name}: {what} is not here after {PATIENCE * self.deadline_s:g} s"
                         f" without progress in {self._now or 'anything'}"
                     )
-                ended = self._ended
 
     def wait_all(self, what: str) -> None:
         """Every job that was handed in has ended."""
@@ -138,34 +141,37 @@ class Courier:
                     self._changed.wait()
                 if not self._jobs and not self._under_way:
                     return
-                begins = self._may_begin()
-                self._now = self._jobs[0].what if begins else self._under_way[0][0].what
+                job = self._take()
             try:
-                self._begin_next() if begins else self._end_oldest()
+                if job is None:
+                    self._end_oldest()
+                else:
+                    self._begin(job)
             except BaseException as error:
                 self._fail(error)
 
-    def _may_begin(self) -> bool:
-        if not self._jobs or (self._jobs[0].alone and self._under_way):
-            return False
-        return len(self._under_way) < UNDER_WAY
+    def _take(self, done: int = 0) -> CourierJob | None:
+        """The next job, if it may begin. `done`: operations under way that have only to `end`."""
+        busy = len(self._under_way)
+        if not self._jobs or busy - done >= UNDER_WAY or (self._jobs[0].alone and busy):
+            return None
+        self._now = self._jobs[0].what
+        return self._jobs.popleft()
 
-    def _begin_next(self) -> None:
-        job = self._jobs[0]
-        self._now = job.what
+    def _begin(self, job: CourierJob) -> None:
         work = job.begin()
         with self._changed:
             self._under_way.append((job, work))
-            self._jobs.popleft()
 
     def _end_oldest(self) -> None:
         job, work = self._under_way[0]
+        self._now = job.what
         if work is not None:
             work.wait()
         with self._changed:
-            follows = len(self._jobs) > 0 and not self._jobs[0].alone
-        if follows:  # it travels while this one's end computes
-            self._begin_next()
+            following = self._take(done=1)
+        if following is not None:  # it travels while this one's end computes
+            self._begin(following)
         self._now = job.what
         job.end()
         with self._changed:

@@ -73,6 +73,7 @@ class Cuts:
     """The recorded forward of `model`.
 
     blocks: the names of its blocks in the order in which they run. returned: what each returns.
+    begun: of each module, how many blocks had returned when it first ran.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Cuts:
         self._name_of: dict[int, str] = {}
         self.blocks: list[str] = []
         self.returned: list[Returned] = []
+        self.begun: dict[str, int] = {}
         result = self._record(model, parts.blocks, args, kwargs)
         if missing := [part.name for part in parts.blocks if part.name not in self.blocks]:
             raise ModelError(
@@ -151,8 +153,10 @@ class Cuts:
             values[name] = copy
             self._name_of[id(copy)] = name
         hooks = [part.module.register_forward_hook(self._returns(part.name)) for part in parts]
+        hooks += [m.register_forward_pre_hook(self._begins(n)) for n, m in model.named_modules()]
         given = pytree.tree_map_only(torch.Tensor, _on_host, (tuple(args), dict(kwargs)))
-        values |= {name: _on_host(b) for name, b in model.named_buffers()}
+        # copies: this forward counts for nothing
+        values |= {name: _on_host(b).clone() for name, b in model.named_buffers()}
         try:
             with torch.enable_grad(), _WithoutParameters():  # type: ignore[no-untyped-call]
                 return functional_call(model, values, given[0], given[1])
@@ -164,6 +168,12 @@ class Cuts:
         finally:
             for hook in hooks:
                 hook.remove()
+
+    def _begins(self, name: str) -> Any:
+        def hook(module: nn.Module, given: Any) -> None:
+            self.begun.setdefault(name, len(self.blocks))
+
+        return hook
 
     def _returns(self, name: str) -> Any:
         def hook(module: nn.Module, given: Any, value: Any) -> None:

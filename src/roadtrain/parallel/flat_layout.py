@@ -17,11 +17,9 @@ from functools import cached_property
 from itertools import chain
 
 from roadtrain.chunks import PARAM_ALIGN, ParamSpec, Span, cut_spans
-from roadtrain.units import MIB, round_up
+from roadtrain.units import round_up
 
 GRADIENT_ITEMSIZE = 4  # gradients are summed in fp32
-LEAST_BUCKET, MOST_BUCKET = 4 * MIB, 32 * MIB  # bytes of `bucket_bytes_for`
-LATENCIES = 20  # a bucket takes so many times as long as a message without content
 
 
 @dataclass(frozen=True)
@@ -146,13 +144,6 @@ def lay_out(
         runs.append(run)
     buckets.sort(key=lambda bucket: min((s.param for s in bucket.spans), default=0))
     return FlatLayout(tuple(params), tuple(runs), tuple(buckets))
-
-
-def bucket_bytes_for(latency_s: float, bytes_per_s: float) -> int:
-    """A size of buckets for a link: large enough that its latency does not count, small enough
-    that the first one leaves soon."""
-    wanted = int(LATENCIES * latency_s * bytes_per_s)
-    return min(MOST_BUCKET, max(LEAST_BUCKET, round_up(wanted, MIB)))
 
 
 def overlaps(numel: int, start: int, stop: int, widths: Sequence[int]) -> list[int]:

@@ -37,7 +37,7 @@ class ForwardWaits:
         self.models, self.numbers_of, self._wait = models, numbers_of, wait
         found = _blocks_of(models) if blocks is None else blocks
         self.blocks = {id(block): block for block in found}
-        self._called: set[int] = set()  # ids of modules
+        self._called: set[int] = set()  # ids of modules, while the model trains
         # id of a module -> what it waits for; None until it is known which modules are called
         self._needs: dict[int, set[int]] | None = None
         self._by_nobody: set[int] = set()  # what no module that is called has: all wait for it
@@ -56,9 +56,10 @@ class ForwardWaits:
             handle.remove()
 
     def _before(self, module: nn.Module, _: Any) -> None:
-        if self._needs is None:
+        training = any(model.training for model in self.models)
+        if self._needs is None and training:
             self._called.add(id(module))
-        if self._needs is None or not any(model.training for model in self.models):
+        if self._needs is None or not training:
             self._wait(None)
         elif needed := self._needs.get(id(module), set()) | self._by_nobody:
             self._wait(needed)

@@ -50,8 +50,9 @@ def pair(*digests: int) -> torch.Tensor:
     return torch.tensor([[value, -value] for value in digests], dtype=torch.int64)
 
 
-def differ(largest: torch.Tensor) -> list[bool]:
-    return [int(row[0]) != -int(row[1]) for row in largest]
+def differ(largest: Sequence[Sequence[int]]) -> list[bool]:
+    """Of each pair."""
+    return [value != -negative for value, negative in largest]
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def begin_alike(
     """layout: how the rank has laid out `values`. Collective. Raises ModelError, PeerError."""
     said = pair(digest(layout.encode()), digest_of(values)).to(ranks.device)
     ranks.wait(partial(ranks.group.any_of, said))
-    other_layout, other_values = differ(said)
+    other_layout, other_values = differ(said.tolist())
     if other_layout:
         raise ModelError(
             f"{ranks.who}: ranks have different parameters, dtypes, parameter groups or sizes of"
@@ -92,6 +93,6 @@ def begin_alike(
     if other_values:
         report(f"{ranks.who}: parameters differ at the start; those of its first rank are taken")
         for value in values:
-            first = _bytes(value)
+            first = _bytes(value).to(ranks.device)
             ranks.wait(partial(ranks.group.from_first, first))
             value.copy_(first.view(value.dtype).view(value.shape))

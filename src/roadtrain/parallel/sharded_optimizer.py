@@ -22,13 +22,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from roadtrain.errors import LoopError, ModelError, StoreError
+from roadtrain.errors import LoopError, StoreError
 from roadtrain.kernels.torch_rules import rules_for
 from roadtrain.parallel.bucket_state import BucketState
 from roadtrain.parallel.courier import UNDER_WAY, Courier, CourierJob, Pending
@@ -36,12 +36,12 @@ from roadtrain.parallel.data_group import DataGroup, deadline_of
 from roadtrain.parallel.flat_layout import lay_out
 from roadtrain.parallel.forward_waits import ForwardWaits
 from roadtrain.parallel.gradient_hooks import GradientHooks
-from roadtrain.parallel.lacking import Lacking
-from roadtrain.parallel.pieces import VALUE, Extent, Piece
+from roadtrain.parallel.pieces import Extent, Piece
 from roadtrain.parallel.same_start import StartingRanks, begin_alike, differ, digest, pair
-from roadtrain.parallel.shared_copies import SharedCopies
+from roadtrain.parallel.sharded_pieces import ShardedPieces
+from roadtrain.parallel.shared_copies import SharedCopies, links_of
 from roadtrain.parallel.side_stream import SideStream
-from roadtrain.parallel.stage_parameters import StageParameters, views_of
+from roadtrain.parallel.stage_parameters import StageParameters, views_of_all
 from roadtrain.units import MIB
 
 
@@ -65,7 +65,7 @@ class ShardedOptimizer:
     user's own, of this stage's parameters; its groups are read at each step and its own step is
     never run. group: the stage's data-parallel ranks; None: there is one. shared: parameters that
     other stages have copies of. blocks: modules that wait for their parameters as one, found as
-    `place` finds them if not given.
+    `place` finds them if not given. masters: by name, fp32 values of parameters that are narrower.
 
     Collective over the group. Raises RuleError for an optimizer that is not elementwise,
     ModelError for parameters that cannot be or that differ, ConfigError for a group that cannot.
@@ -79,6 +79,7 @@ class ShardedOptimizer:
         *,
         shared: Mapping[str, SharedCopies] = {},
         blocks: Iterable[nn.Module] | None = None,
+        masters: Mapping[str, torch.Tensor] = {},
         options: ShardedOptions = ShardedOptions(),
         report: Callable[[str], None] = print,
     ) -> None:
@@ -90,7 +91,7 @@ class ShardedOptimizer:
         self._group_sizes = _group_sizes(optimizer)
         self.parameters = StageParameters(stage, optimizer)
         self.group = DataGroup(group, self.parameters.device)
-        self.links = _links(shared, self.parameters.trainable, self.group)
+        self.links = links_of(shared, self.parameters.trainable, self.group)
         self.layout = lay_out(
             self.parameters.specs,
             self.group.width,
@@ -98,7 +99,7 @@ class ShardedOptimizer:
             {name: i for i, (names, _) in enumerate(self.links) for name in names},
             [copies.widths for _, copies in self.links],
         )
-        self._make_memory(report)
+        self._make_memory(masters, report)
         self.side = SideStream(self.parameters.device)
         self.courier = Courier(options.label, self.group.deadline_s, self.side.running)
         self._away: set[int] = set()  # buckets whose new values are not here yet
@@ -114,40 +115,55 @@ class ShardedOptimizer:
         self.waits = ForwardWaits(stage, blocks, numbers, self._wait)
         self._say_what_differs(report)
 
-    def _make_memory(self, report: Callable[[str], None]) -> None:
+    def _make_memory(
+        self, masters: Mapping[str, torch.Tensor], report: Callable[[str], None]
+    ) -> None:
         """Values, gradients, what arrives, and the state of this rank's shares."""
         layout, device = self.layout, self.parameters.device
         values = self.parameters.flatten(layout)
-        frozen = {n: p.detach() for n, p in self.parameters.frozen.items() if p.numel()}
-        shapes = repr([(n, p.shape, p.dtype) for n, p in frozen.items()])
-        everything = [*values, *frozen.values()]
-        who, deadline_s = f"{self.options.label}, {self.group}", self.group.deadline_s
-        alike = StartingRanks(self.group, device, who, deadline_s)
-        begin_alike(alike, layout.whole + shapes, everything, report)
-        for i, (names, copies) in enumerate(self.links):
-            common = [values[run] for run in layout.shared_runs(i)]
-            who = f"{self.options.label}, copies of {names[0]!r}"
-            alike = StartingRanks(copies, device, who, deadline_of(copies.group, device))
-            begin_alike(alike, layout.common(i), common, report)
+        trainable, frozen = self.parameters.trainable, self.parameters.frozen
+        wide = {name: masters[name].reshape(-1) for name in trainable if name in masters}
+        self._begin_alike(values, wide, report)
         grads = [torch.zeros(run.numel, device=device) for run in layout.runs]
-        views = [v for g, run in zip(grads, layout.runs) for v in views_of(g, run, layout.params)]
-        empty = torch.empty(0, device=device)
-        held = dict(views)
-        self._grad_views = [
-            held.get(i, empty.view(spec.shape) if not spec.numel else empty)
-            for i, spec in enumerate(layout.params)
-        ]
+        self._grad_views = views_of_all(layout, grads)
         hypers = self._hyperparameters()
+        names = [spec.name for spec in layout.params]
+        firsts = {i: wide[name] for i, name in enumerate(names) if name in wide}
         self.states = []
         for b in layout.buckets:
             group, part = layout.runs[b.run].group, slice(b.start, b.stop)
             state = BucketState(
                 b, self.group.rank, values[b.run][part], grads[b.run][part], self.rules[group]
             )
-            state.begin(hypers[group])
+            state.begin(hypers[group], firsts)
             self.states.append(state)
+        rank, width = self.group.rank, self.group.width
+        who = f"{self.options.label}, rank {rank} of {self.group}"
+        self.pieces = ShardedPieces(self.states, names, frozen, rank, width, who)
         largest = max((b.numel for b in layout.buckets), default=0) * self.group.exchanges
         self._arriving = [torch.empty(largest, device=device) for _ in range(UNDER_WAY + 1)]
+
+    def _begin_alike(
+        self,
+        values: Sequence[torch.Tensor],
+        wide: Mapping[str, torch.Tensor],
+        report: Callable[[str], None],
+    ) -> None:
+        """All ranks of the stage, and of stages with copies, have the same first values. values: of
+        the runs; wide: fp32 values of narrower parameters."""
+        layout, device = self.layout, self.parameters.device
+        frozen = {n: p.detach() for n, p in self.parameters.frozen.items() if p.numel()}
+        shapes = repr([(n, p.shape, p.dtype) for n, p in (*frozen.items(), *wide.items())])
+        everything = [*values, *frozen.values(), *wide.values()]
+        who, deadline_s = f"{self.options.label}, {self.group}", self.group.deadline_s
+        alike = StartingRanks(self.group, device, who, deadline_s)
+        begin_alike(alike, layout.whole + shapes, everything, report)
+        for i, (names, copies) in enumerate(self.links):
+            common = [values[run] for run in layout.shared_runs(i)]
+            common += [wide[name] for name in names if name in wide]
+            who = f"{self.options.label}, copies of {names[0]!r}"
+            alike = StartingRanks(copies, device, who, deadline_of(copies.group, device))
+            begin_alike(alike, layout.common(i), common, report)
 
     def _say_what_differs(self, report: Callable[[str], None]) -> None:
         """What is not as it may be expected (Rules 1 and 6)."""
@@ -177,8 +193,7 @@ class ShardedOptimizer:
         """See StageOptimizer. In float64; of copies the first stage's counts. Infinite or NaN
         where a gradient is."""
         self._finish_gradients()
-        self.courier.wait_all(f"{self._step}: the sum of the gradients")
-        self.side.join()
+        self._settle("the sum of the gradients")
         counts = self.options.counts or _always
         own = [counts(spec.name) for spec in self.layout.params]
         return sum(state.sum_squares(own) for state in self.states if self._counts(state))
@@ -192,10 +207,11 @@ class ShardedOptimizer:
         began = self.side.mark()
         for index in reversed(self.hooks.order):
             group = self.layout.runs[self.states[index].bucket.run].group
-            update = partial(self.states[index].update, hypers[group], scale)
-            self._away.add(index)
-            self._gather(index, partial(self._update, update, self._has_gradient, began))
+            has_gradient = self._has_gradient.__getitem__
+            update = partial(self.states[index].update, hypers[group], scale, has_gradient)
+            self._gather(index, began, update)
         self.steps_done += 1
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look at it
         self._forget()
         self.waits.learn()
         if not self.options.overlap:
@@ -205,7 +221,7 @@ class ShardedOptimizer:
         """Drops the gradients of a step that is not taken. Collective, inside a step."""
         if self.hooks.open:
             self._finish_gradients()
-            self.courier.wait_all(f"{self._step}: the sum of gradients that are dropped")
+            self._settle("the sum of gradients that are dropped")
             self._forget()
 
     def wait_parameters(self) -> None:
@@ -214,8 +230,13 @@ class ShardedOptimizer:
 
     def settle(self) -> None:
         """See StageOptimizer."""
+        self._settle("the end of what is under way")
         self.wait_parameters()
-        self.courier.wait_all(f"{self._step}: the end of what is under way")
+
+    def _settle(self, what: str) -> None:
+        """All that was handed in has ended; what the caller's thread does now comes after it."""
+        self.courier.wait_all(f"{self._step}: {what}")
+        self.side.join()
 
     @property
     def waiting(self) -> bool:
@@ -305,21 +326,38 @@ class ShardedOptimizer:
         positions = {spec.name: i for i, spec in enumerate(self.layout.params)}
         groups: list[tuple[Any, list[int]]] = [(self.group, list(range(len(has))))]
         groups += [(copies, [positions[n] for n in names]) for names, copies in self.links]
+        what = f"{self._step}: which parameters have gradients, over {self.group}"
         for group, own in groups:
             if not own:
                 continue
-            flags = torch.empty(len(own), dtype=torch.uint8, device=self.parameters.device)
 
-            def begin(group: Any = group, own: list[int] = own, flags: Any = flags) -> Any:
-                flags.copy_(torch.tensor([has[i] for i in own], dtype=torch.uint8))
-                return group.any_of(flags)
+            def flags(own: list[int] = own) -> torch.Tensor:
+                return torch.tensor([has[i] for i in own], dtype=torch.uint8)
 
-            def end(own: list[int] = own, flags: torch.Tensor = flags) -> None:
-                for i, flag in zip(own, flags.tolist()):
+            def end(largest: list[int], own: list[int] = own) -> None:
+                for i, flag in zip(own, largest, strict=True):
                     has[i] = bool(flag)
 
-            what = f"{self._step}: which parameters have gradients, over {self.group}"
-            self.courier.do(CourierJob(what, begin, end, alone=True))
+            self._agree(what, flags, end, group.any_of)
+
+    def _agree(
+        self,
+        what: str,
+        values: Callable[[], torch.Tensor],
+        end: Callable[[list[Any]], None],
+        operation: Callable[[torch.Tensor], Pending | None] | None = None,
+        *,
+        alone: bool = True,
+    ) -> None:
+        """`end` of what `operation` (None: the largest over the group) makes of `values()`."""
+        made: list[torch.Tensor] = []
+
+        def begin() -> Pending | None:
+            # made here: memory belongs to the stream of the thread that makes it
+            made.append(values().to(self.parameters.device))
+            return (operation or self.group.any_of)(made[0])
+
+        self.courier.do(CourierJob(what, begin, lambda: end(made[0].tolist()), alone))
 
     def _exchange(self, index: int, copies: SharedCopies) -> None:
         bucket, own = self.states[index].bucket, self.states[index].own_grads
@@ -341,13 +379,14 @@ class ShardedOptimizer:
     def _agree_on_order(self) -> None:
         """The order in which buckets became whole on the first rank."""
         self._order_asked = True
-        order = torch.tensor(self.hooks.seen(), dtype=torch.int64, device=self.parameters.device)
+        seen = self.hooks.seen()
 
-        def end() -> None:
-            self._order = order.tolist()
+        def end(order: list[int]) -> None:
+            self._order = order
 
         what = f"{self._step}: the order of buckets over {self.group}"
-        self.courier.do(CourierJob(what, partial(self.group.from_first, order), end))
+        first = self.group.from_first
+        self._agree(what, lambda: torch.tensor(seen, dtype=torch.int64), end, first, alone=False)
 
     def _take_order(self) -> None:
         """A step begins."""
@@ -359,33 +398,26 @@ class ShardedOptimizer:
 
     def _agree_on_step(self, hypers: Sequence[tuple[float, ...]], scale: float) -> None:
         """Ranks that updated their shares differently would train two models."""
-        said = pair(digest(repr((hypers, scale)).encode())).to(self.parameters.device)
+        step, said = self._step, digest(repr((hypers, scale)).encode())
 
-        def end() -> None:
-            if any(differ(said)):
+        def end(largest: list[list[int]]) -> None:
+            if any(differ(largest)):
                 raise LoopError(
                     f"{step}: the ranks of {self.group} have different hyperparameters or scales;"
                     f" this one has {hypers} and {scale}",
                     hint="every rank runs the same loop; clip by the norm of the whole job",
                 )
 
-        step = self._step
         what = f"{step}: the agreement on hyperparameters over {self.group}"
-        self.courier.do(CourierJob(what, partial(self.group.any_of, said), end, alone=True))
+        self._agree(what, lambda: pair(said), end)
 
-    def _update(
-        self,
-        update: Callable[[Callable[[int], bool]], None],
-        has_gradient: Sequence[bool],
-        began: torch.Event | None,
-    ) -> None:
-        self.side.after(began)
-        update(has_gradient.__getitem__)
-
-    def _gather(self, index: int, prepare: Callable[[], None]) -> None:
-        """After `prepare` this rank's share of the bucket is new; bring the others'."""
+    def _gather(self, index: int, made: torch.Event | None, prepare: Callable[[], None]) -> None:
+        """After `prepare`, which needs what was `made`, this rank's share of the bucket is new;
+        bring the others'."""
+        self._away.add(index)
 
         def begin() -> Pending | None:
+            self.side.after(made)
             prepare()
             return self.group.all_gather(self.states[index].values)
 
@@ -399,95 +431,37 @@ class ShardedOptimizer:
 
     def extents(self) -> list[Extent]:
         """See StageOptimizer. Frozen parameters are cut evenly over the ranks."""
-        own = [self._extent(state, i) for state in self.states for i in range(len(state.spans))]
-        return [*own, *(e for e in self._frozen_extents() if e.numel)]
-
-    @cached_property
-    def _kept(self) -> dict[str, list[tuple[BucketState, int]]]:
-        """Where this rank has parts of each parameter that trains: spans of buckets."""
-        out: dict[str, list[tuple[BucketState, int]]] = {}
-        for state in self.states:
-            for i, span in enumerate(state.spans):
-                out.setdefault(self.layout.params[span.param].name, []).append((state, i))
-        return out
-
-    def _extent(self, state: BucketState, span: int) -> Extent:
-        s = state.spans[span]
-        name = self.layout.params[s.param].name
-        return Extent(name, s.origin, s.origin + s.stop - s.start)
-
-    def _frozen_extents(self) -> list[Extent]:
-        rank, width = self.group.rank, self.group.width
-        return [
-            Extent(name, p.numel() * rank // width, p.numel() * (rank + 1) // width)
-            for name, p in self.parameters.frozen.items()
-        ]
-
-    def piece(self, extent: Extent) -> Piece:
-        """See StageOptimizer. Raises StoreError for what this rank does not keep."""
-        self.courier.wait_all(f"{self._step}: the state of {extent.name!r}")
-        self.side.join()
-        if (frozen := self.parameters.frozen.get(extent.name)) is not None:
-            values = frozen.detach().reshape(-1)[extent.start : extent.stop]
-            return Piece(extent, {VALUE: values.to("cpu", torch.float32, copy=True)}, {})
-        for state, i in self._kept.get(extent.name, ()):
-            kept = self._extent(state, i)
-            if kept.start <= extent.start and extent.stop <= kept.stop:
-                return state.piece(i, extent.name, extent.start, extent.stop)
-        raise StoreError(
-            f"{self.options.label}, rank {self.group.rank} of {self.group}: elements"
-            f" [{extent.start}, {extent.stop}) of {extent.name!r} are not in one of its extents"
-        )
+        return self.pieces.extents()
 
     def wanted(self) -> list[Extent]:
         """See StageOptimizer. Frozen parameters are wanted whole by every rank."""
-        own = [self._extent(state, i) for state in self.states for i in range(len(state.spans))]
-        frozen = [Extent(n, 0, p.numel()) for n, p in self.parameters.frozen.items() if p.numel()]
-        return [*own, *frozen]
+        return self.pieces.wanted()
+
+    def piece(self, extent: Extent) -> Piece:
+        """See StageOptimizer. Raises StoreError for what this rank does not keep."""
+        self._settle(f"the state of {extent.name!r}")
+        return self.pieces.piece(extent)
 
     def load(self, pieces: Iterable[Piece], steps_done: int) -> None:
         """See StageOptimizer. Pieces of values alone begin with the state of a first step. Raises
         StoreError on all ranks where one lacks a part."""
-        self.courier.wait_all("the load of a state")
-        self.side.join()
+        self._settle("the load of a state")
+        groups = [run.group for run in self.layout.runs]
         wrong: StoreError | None = None
         try:
-            self._load_own(pieces)
+            self.pieces.take(pieces, self._hyperparameters(), groups)
         except StoreError as error:
             wrong = error
-        failed = torch.tensor([wrong is not None], dtype=torch.uint8).to(self.parameters.device)
-        what = f"the load of step {steps_done} over {self.group}"
-        self.courier.do(CourierJob(what, partial(self.group.any_of, failed), alone=True))
-        self.courier.wait_all(what)
-        self.side.join()
-        if bool(failed.item()):
+        what, failed = f"the load of step {steps_done} over {self.group}", [wrong is not None]
+        self._agree(what, lambda: torch.tensor(failed, dtype=torch.uint8), failed.extend)
+        self._settle(what)
+        if failed[-1]:
             raise wrong or StoreError(f"{what}: another rank lacks a part of its state")
         taken = self.side.mark()
         for index, state in enumerate(self.states):
-            self._away.add(index)
-            self._gather(index, partial(self._publish, state, taken))
+            self._gather(index, taken, state.publish)
         self.wait_parameters()
         self.steps_done = steps_done
-
-    def _publish(self, state: BucketState, taken: torch.Event | None) -> None:
-        self.side.after(taken)
-        state.publish()
-
-    @torch.no_grad()
-    def _load_own(self, pieces: Iterable[Piece]) -> None:
-        lacking = Lacking(self.wanted())
-        hypers = self._hyperparameters()
-        for piece in pieces:
-            extent = piece.extent
-            lacking.came(extent)
-            if (frozen := self.parameters.frozen.get(extent.name)) is not None:
-                flat = frozen.detach().reshape(-1)  # a copy where it is not contiguous
-                flat[extent.start : extent.stop].copy_(piece.arrays[VALUE])
-                if not frozen.is_contiguous():
-                    frozen.copy_(flat.view(frozen.shape))
-            for state, i in self._kept.get(extent.name, ()):
-                state.take(i, piece, hypers[self.layout.runs[state.bucket.run].group])
-        lacking.check(f"{self.options.label}, rank {self.group.rank} of {self.group}")
 
     def abandon(self) -> None:
         """See StageOptimizer. The thread ends with what it waits for, or with the process."""
@@ -500,24 +474,7 @@ class ShardedOptimizer:
         self.hooks.close()
         self.waits.close()
         self.courier.close()
-
-
-def _links(
-    shared: Mapping[str, SharedCopies], trainable: Collection[str], group: DataGroup
-) -> list[tuple[list[str], SharedCopies]]:
-    """The names that each group of stages shares, in an order that is the same everywhere."""
-    by_group: dict[int, tuple[list[str], SharedCopies]] = {}
-    for name, copies in sorted(shared.items()):
-        if (copies.widths[copies.stage], copies.replica) != (group.width, group.rank):
-            raise ModelError(
-                f"{name!r} is shared by stages of {copies.widths} ranks, where this one is rank"
-                f" {copies.replica} of stage {copies.stage}; in its own group it is rank"
-                f" {group.rank} of {group.width}",
-                hint="the group of copies has the stages' ranks in the order of their own groups",
-            )
-        if name in trainable:
-            by_group.setdefault(id(copies.group), ([], copies))[0].append(name)
-    return list(by_group.values())
+        self.side.join()
 
 
 def _group_sizes(optimizer: torch.optim.Optimizer) -> list[int]:

@@ -10,16 +10,17 @@ stages are added in the order of the stages on all of them, so the copies stay e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 
-from roadtrain.errors import ConfigError
+from roadtrain.errors import ConfigError, ModelError
 from roadtrain.kernels.sum import sum_in_order
 from roadtrain.parallel.courier import Pending
+from roadtrain.parallel.data_group import DataGroup
 from roadtrain.parallel.flat_layout import Bucket, overlaps
 from roadtrain.parallel.messages import exchange_messages
 
@@ -90,6 +91,25 @@ class SharedCopies:
     def from_first(self, values: torch.Tensor) -> Pending | None:
         """Begin, in place: those of the first stage's first rank."""
         return dist.broadcast(values, group=self.group, group_src=0, async_op=True)
+
+
+def links_of(
+    shared: Mapping[str, SharedCopies], trainable: Collection[str], group: DataGroup
+) -> list[tuple[list[str], SharedCopies]]:
+    """The names that each group of stages shares, in an order that is the same everywhere. Raises
+    ModelError for a group in which the ranks of the stage `group` have another order."""
+    by_group: dict[int, tuple[list[str], SharedCopies]] = {}
+    for name, copies in sorted(shared.items()):
+        if (copies.widths[copies.stage], copies.replica) != (group.width, group.rank):
+            raise ModelError(
+                f"{name!r} is shared by stages of {copies.widths} ranks, where this one is rank"
+                f" {copies.replica} of stage {copies.stage}; in its own group it is rank"
+                f" {group.rank} of {group.width}",
+                hint="the group of copies has the stages' ranks in the order of their own groups",
+            )
+        if name in trainable:
+            by_group.setdefault(id(copies.group), ([], copies))[0].append(name)
+    return list(by_group.values())
 
 
 def add_in_order(total: torch.Tensor, terms: Sequence[torch.Tensor]) -> None:

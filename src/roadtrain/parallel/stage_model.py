@@ -107,6 +107,14 @@ class StageModel:
     def own_names(self) -> list[str]:
         return [self.cuts.blocks[i] for i in self.own]
 
+    def runs_first(self, module: str) -> bool:
+        """Whether this is the first stage that runs the module of that name: one of an own block,
+        or one outside of blocks. What no forward calls is the first stage's."""
+        if any(f"{module}.".startswith(f"{block}.") for block in self.own_names):
+            return True
+        at, last = self.cuts.begun.get(module, 0), len(self.cuts.blocks)
+        return any(s.begin <= at < s.stop or at == s.stop == last for s in self.segments)
+
     def attach(self) -> None:
         """Take over the blocks' forwards; after whatever else wraps them (`place` does)."""
         for number in self.own:

@@ -87,6 +87,17 @@ def views_of(
     return [(s.param, flat[s.start : s.stop].view(params[s.param].shape)) for s in run.spans]
 
 
+def views_of_all(layout: FlatLayout, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Of each parameter of the layout its place in `flats`, the runs' memory."""
+    held: dict[int, torch.Tensor] = {}
+    for flat, run in zip(flats, layout.runs, strict=True):
+        held |= views_of(flat, run, layout.params)
+    return [
+        held[i] if i in held else torch.empty(spec.shape, device=flats[0].device)  # without any
+        for i, spec in enumerate(layout.params)
+    ]
+
+
 def _named(models: Sequence[nn.Module]) -> Mapping[str, nn.Parameter]:
     """Of all parts of the stage; a parameter that is in several has its first name."""
     out: dict[str, nn.Parameter] = {}

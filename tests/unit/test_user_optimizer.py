@@ -1,0 +1,46 @@
+"""The optimizer that a model in stages is trained with stays the user's own."""
+
+import pytest
+import torch
+from torch import nn
+
+from roadtrain.api.parallel_parts import UserOptimizer
+from roadtrain.errors import ConfigError
+
+
+def quiet(line):
+    return None
+
+
+def test_what_a_state_dict_brings_is_where_the_stages_read_it():  # Rule 6
+    model = nn.Linear(2, 2)
+    user = torch.optim.SGD(model.parameters(), lr=0.1)
+    read = user.param_groups
+    UserOptimizer(model, user, quiet)
+    state = user.state_dict()
+    state["param_groups"][0]["lr"] = 0.5
+    user.load_state_dict(state)
+    assert read[0]["lr"] == 0.5 and read[0]["params"] == [*model.parameters()]
+    user.param_groups[0]["lr"] = 0.25  # as a scheduler does
+    assert read[0]["lr"] == 0.25
+
+
+def test_steps_that_were_taken_are_not_forgotten_silently():  # Rule 6
+    model = nn.Linear(2, 2)
+    user = torch.optim.AdamW(model.parameters())
+    fresh = torch.optim.AdamW(model.parameters())
+    UserOptimizer(model, fresh, quiet)
+    model(torch.ones(1, 2)).sum().backward()
+    user.step()
+    with pytest.raises(ConfigError, match="has taken steps"):
+        UserOptimizer(model, user, quiet)
+    with pytest.raises(ConfigError, match="has taken steps"):
+        fresh.load_state_dict(user.state_dict())
+
+
+def test_another_models_parameters_are_refused():  # Rule 6
+    model, other, said = nn.Linear(2, 2), nn.Linear(2, 2), []
+    with pytest.raises(ConfigError, match="2 of the optimizer's 2 parameters are not in the model"):
+        UserOptimizer(model, torch.optim.SGD(other.parameters(), lr=1.0), quiet)
+    UserOptimizer(model, torch.optim.SGD([model.weight], lr=1.0), said.append)
+    assert "1 parameters are in no parameter group ('bias'" in said[0]
