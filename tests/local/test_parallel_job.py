@@ -15,8 +15,10 @@ from processes import free_port
 
 from roadtrain.api.parallel_training import StepResult
 from roadtrain.config.job import load_job
+from roadtrain.config.networks import HostCards
 from roadtrain.errors import ConfigError
 from roadtrain.parallel.pipeline import StepTimes
+from roadtrain.parallel.rank_meeting import RankHello, check_same
 from roadtrain.parallel.stage_model import MicroBatch
 from roadtrain.storage.safetensors_io import open_dir
 from roadtrain.training import train_parallel
@@ -26,7 +28,7 @@ from roadtrain.training.export import export_run
 from roadtrain.training.export_stages import newest
 from roadtrain.training.stop import Stop
 from roadtrain.training.train import train
-from roadtrain.training.train_parallel import StagedJob, check
+from roadtrain.training.train_parallel import StagedJob, check, told_of, unused
 
 JOB = """
 [run]
@@ -194,6 +196,30 @@ def test_a_rank_that_was_away_goes_on(job):
     said = []
     train_parallel.train_steps(staged, None, Stop(None, said.append), said.append)
     assert (home / "metrics.2.before-1.jsonl").exists() and "told of other steps" in said[0]
+
+
+def test_what_has_no_effect_is_named(job):  # Rule 6
+    plain = load_job(job("plain", 1), {"parallelism.pp": 2})
+    given = {"store.rates": [1.0], "store.chunk_elements": 4096, "servers.connections": 2}
+    assert unused(plain) == []
+    assert unused(plain.changed({**given, "store.files": ["/mnt/ssd"]})) == [
+        "store.files",
+        "store.rates",
+        "store.chunk_elements",
+        "servers.connections",
+    ]
+
+
+def test_hosts_whose_text_or_optimizer_differs_do_not_mean_the_same(job):  # Rule 6
+    """The last stage would compare the first one's rows with others."""
+    own = load_job(job("own", 1))
+    texts = [Tokens([str(path)]) for path in (*own.data.paths, job("other", 1))]
+    slower = own.changed({"optimizer.lr": 1e-4})
+    told = [told_of(own, texts[0]), told_of(own, texts[1]), told_of(slower, texts[0])]
+    hosts = HostCards("a", "a", ())
+    for there in told[1:]:
+        with pytest.raises(ConfigError, match=r"the same job: (text|optimizer) = .*, and \1 = "):
+            check_same(RankHello(0, 2, hosts, told[0], 2), {}, RankHello(1, 2, hosts, there, 2))
 
 
 @pytest.mark.slow

@@ -9,10 +9,12 @@ import pytest
 import torch
 import transformers
 from models import Net
+from torch import nn
 from world import run
 
 import roadtrain
 from roadtrain import MicroBatch, Parallelism, ParallelOptions
+from roadtrain.api.stage_buffers import told_buffers
 from roadtrain.errors import ConfigError
 from roadtrain.parallel.snapshots import SnapshotOptions
 from roadtrain.parallel.tensor_styles import Column, Row
@@ -276,3 +278,83 @@ def test_tensor_parallel_steps_go_on_with_other_degrees(kind, tmp_path):
         assert all(one == losses[0] for one in losses)
         found += losses[0]
     assert found == pytest.approx(want, rel=1e-5)
+
+
+class Expert(nn.Module):
+    """A block that computes on the rows that it chooses, and counts."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.norm(x)
+        out = torch.zeros_like(x)
+        for rows, layer in ((x[:, 0] > 0, self.first), (x[:, 0] <= 0, self.second)):
+            (chosen,) = rows.nonzero(as_tuple=True)
+            out = out.index_add(0, chosen, layer(x[chosen]))
+        return x + torch.tanh(out)
+
+
+def unusual():
+    """Experts, running means inside and outside of blocks; the first stage is frozen."""
+    torch.manual_seed(4)
+    model = nn.Sequential(
+        nn.Linear(4, 8), nn.ModuleList(Expert() for _ in range(4)), nn.BatchNorm1d(8)
+    )
+    model.forward = lambda x: forward(model, x)
+    for p in (*model[0].parameters(), *model[1][0].parameters()):
+        p.requires_grad_(False)
+    return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+
+def forward(model, x):
+    x = model[0](x)
+    for block in model[1]:
+        x = block(x)
+    return model[2](x)
+
+
+def rows(step, micro):
+    return MicroBatch((torch.randn(6, 4, generator=torch.Generator().manual_seed(step + micro)),))
+
+
+def squared(result, _):
+    return (result[:, 0] - result[:, 1:].sum(1)).square().mean()
+
+
+def unusual_stages(rank):
+    model, optimizer = unusual()
+    options = ParallelOptions(Parallelism(pp=2), 4, resize_stages=0.9, deadline_s=60.0)
+    training = roadtrain.parallelize(
+        model, optimizer, options, example=rows(0, 0), loss=squared, report=lambda _: None
+    )
+    losses = []
+    with training:
+        for step, sizes in enumerate([(1, 3), (3, 1), (2, 2)]):
+            training.sizes.move(sizes)
+            losses.append(training.step(partial(rows, 10 * step)).loss)
+        training.sizes.move((1, 3))
+        own = told_buffers(training.stage_model)
+        return losses, {name: value.tolist() for name, value in own.items()}
+
+
+def test_unusual_models_in_stages_that_move():
+    """Rules 1 and 3: what a block has counted moves with it."""
+    model, optimizer = unusual()
+    want = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        parts = [squared(model(*rows(10 * step, micro).args), None) / 4 for micro in range(4)]
+        sum(parts).backward()
+        optimizer.step()
+        want.append(sum(parts).item())
+    found = run(2, unusual_stages)
+    assert all(isinstance(one, tuple) for one in found), found
+    counted = found[0][1] | found[1][1]
+    assert counted.keys() == {name for name, _ in model.named_buffers()}
+    for losses, _ in found:
+        assert losses == pytest.approx(want, rel=1e-5)
+    for name, value in model.named_buffers():
+        assert counted[name] == pytest.approx(value.tolist(), rel=1e-5, abs=1e-6), name

@@ -8,12 +8,14 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from roadtrain.config.parallelism import Parallelism
-from roadtrain.errors import LoopError, ModelError
+from roadtrain.errors import ConfigError, LoopError, ModelError
 from roadtrain.parallel.cuts import Cuts, Returned, Segment
 from roadtrain.parallel.layout import StageLayout
 from roadtrain.parallel.stage_model import MicroBatch, StageModel
+from roadtrain.parallel.torch_stage import SegmentModule
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 4, "vocab_size": 50}
 ATTENTION = {"intermediate_size": 48, "num_attention_heads": 4}
@@ -23,6 +25,8 @@ KINDS = {
     "gpt_neox": SMALL | ATTENTION,
     "bloom": {"hidden_size": 32, "n_layer": 4, "n_head": 4, "vocab_size": 50},
     "mamba": SMALL,
+    # the shapes inside of its blocks depend on the router's values
+    "mixtral": SMALL | ATTENTION | {"num_key_value_heads": 2, "num_local_experts": 3},
 }
 
 
@@ -105,6 +109,125 @@ def test_a_parameter_that_all_blocks_use_is_of_all_stages() -> None:
     layout = StageLayout.of(Parallelism(pp=3, stages=(1, 1, 2)), cuts)
     assert layout.stages_of("scale") == (0, 1, 2)
     assert layout.stages_of("head.weight") == (2,)
+
+
+class WithoutGradient(Chain):
+    """Parameters and results of blocks that count, and no gradient comes to."""
+
+    def __init__(self, bypass: str = "") -> None:
+        super().__init__()
+        self.limit = nn.Parameter(torch.full((4,), 0.25))
+        self.order = nn.Parameter(torch.tensor([3, 1, 2, 0]), requires_grad=False)
+        self.idle = nn.Linear(4, 4)
+        self.blocks[2].idle = nn.Linear(2, 2)
+        self.bypass = bypass
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        small = None
+        for number, block in enumerate(self.blocks):
+            if number == 3:
+                x = torch.where(small if self.bypass else x > self.limit, x, 2 * x)
+            x = block(x)
+            if number == 1:
+                small = x < 0 if self.bypass else None
+        return self.head(x[:, self.order])
+
+
+def test_what_has_no_gradient_counts_too() -> None:  # Rule 6: not NaN, not the least integer
+    """Compared with, used as an index, not used at all."""
+    torch.manual_seed(0)
+    model, x = WithoutGradient(), torch.randn(3, 4)
+    cuts = Cuts(model, (x,), {})
+    layout = StageLayout.of(Parallelism(pp=2), cuts)
+    assert frozenset.union(*layout.names) == {name for name, _ in model.named_parameters()}
+    assert layout.stages_of("limit") == layout.stages_of("order") == (1,)
+    assert layout.stages_of("blocks.2.idle.weight") == (1,)
+    assert layout.stages_of("idle.bias") == (0,)
+    want = model(x)
+    assert torch.equal(in_stages(model, cuts, layout.segments, MicroBatch((x,))), want)
+
+
+def test_what_bypasses_a_cut_without_a_gradient_is_refused() -> None:  # Rule 6
+    cuts = Cuts(WithoutGradient("mask"), (torch.zeros(2, 4),), {})
+    with pytest.raises(ModelError, match=r"blocks 3 to 3 use what 'blocks\.1' computed past"):
+        cuts.parameters(Segment(3, 4))
+    assert "limit" not in cuts.parameters(Segment(2, 4))
+
+
+def test_the_recording_changes_nothing() -> None:
+    class Counts(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(super().forward(x))
+
+    model = Chain()
+    model.blocks[1] = Counts()
+    model.first, model.last = nn.BatchNorm1d(4), nn.BatchNorm1d(2)
+    blocks, head = model.forward, model.head
+    model.head = nn.Sequential(head, model.last)
+    model.forward = lambda x: blocks(model.first(x))
+    before = {name: b.clone() for name, b in model.named_buffers()}
+    Cuts(model, (torch.randn(3, 4),), {})
+    assert all(torch.equal(b, before[name]) for name, b in model.named_buffers())
+    # also of a module that has two names
+    assert all(isinstance(p, nn.Parameter) and not p.is_meta for p in model.last.parameters())
+    assert "forward" not in model.blocks[1].__dict__
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpoints(reentrant: bool) -> None:
+    class Recomputed(Chain):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x * self.scale
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=reentrant)
+            return self.head(x)
+
+    torch.manual_seed(0)
+    model, x = Recomputed(), torch.randn(3, 4)
+    model(x).sum().backward()
+    cuts, own = Cuts(model, (x,), {}), copy.deepcopy(model)
+    own.zero_grad()
+    stage_model = StageModel(own, cuts, [Segment(0, 2)])
+    stage_model.attach()
+    module = SegmentModule(stage_model, Segment(0, 2), None)
+    if reentrant:  # Rule 6: it would not have been trained
+        with pytest.raises(ModelError, match=r"'blocks\.1' returned has no gradient"):
+            module(batch=MicroBatch((x,)))
+        return
+    (out,) = module(batch=MicroBatch((x,)))
+    received = out.detach().requires_grad_()
+    rest = copy.deepcopy(model)
+    rest.head(rest.blocks[3](rest.blocks[2](received))).sum().backward()
+    out.backward(received.grad)
+    for name, p in own.named_parameters():
+        assert torch.equal(p.grad, model.get_parameter(name).grad), name
+
+
+def test_micro_batches_of_other_shapes_are_refused() -> None:  # Rule 6
+    """Their activations would fill a part of the next stage's buffer."""
+    stage_model = StageModel(
+        model := Chain(), Cuts(model, (torch.zeros(3, 4),), {}), [Segment(0, 2)]
+    )
+    stage_model.attach()
+    module = SegmentModule(stage_model, Segment(0, 2), None)
+    module(batch=MicroBatch((torch.zeros(3, 4),)))
+    with pytest.raises(ModelError, match=r"returned \(2, 4\) torch.float32, and \(3, 4\) torch"):
+        module(batch=MicroBatch((torch.zeros(2, 4),)))
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(ModelError, match=r"returned \(3, 4\) torch.bfloat16, and \(3, 4\) torch"),
+    ):
+        module(batch=MicroBatch((torch.zeros(3, 4),)))
+
+
+def test_parts_without_blocks_are_refused() -> None:
+    cuts = Cuts(Chain(), (torch.zeros(2, 4),), {})
+    with pytest.raises(ConfigError, match="stages of 0, 1, 2, 1 blocks"):
+        StageLayout.of(Parallelism(pp=2, virtual_stages=2, stages=(0, 1, 2, 1)), cuts)
 
 
 def test_what_bypasses_a_cut_is_refused() -> None:  # Rule 6

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
@@ -46,6 +46,7 @@ class ParallelOptions:
     init: initialises a module of a model built on `meta`; None: the model's own.
     seed: of first values and dropout.
     deadline_s: after which a wait is an error that says for whom (Rule 5).
+    job: what else must be the same on all processes, in words; a line each.
     """
 
     parallelism: Parallelism
@@ -64,6 +65,7 @@ class ParallelOptions:
     init: Callable[[nn.Module], None] | None = None
     seed: int = 0
     deadline_s: float = 600.0
+    job: str = ""
 
     def __post_init__(self) -> None:
         given = self.parallelism
@@ -110,11 +112,16 @@ class ParallelOptions:
             )
 
     def told(self) -> str:
-        """What must be the same on all ranks, in words."""
-        stores = {stage: type(store).__name__ for stage, store in sorted(self.stores.items())}
-        said = [one.model_dump_json() for one in self.networks]
-        how = (self.stages, self.activations, self.overlap, self.dtype, self.blocks, self.seed)
-        return f"{self.parallelism} {self.num_microbatches} {how} {stores} {said}"
+        """What must be the same on all ranks, in words; a line each."""
+        apart = {"weights", "init", "deadline_s", "job"}  # each rank's own
+        said = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in apart}
+        said["stores"] = {n: type(store).__name__ for n, store in sorted(self.stores.items())}
+        said["networks"] = [one.model_dump_json() for one in self.networks]
+        said["parallelism"] = repr(self.parallelism)
+        said["tensor_plan"] = self.tensor_plan and sorted(
+            (pattern, type(style).__name__) for pattern, style in self.tensor_plan.items()
+        )
+        return "\n".join([*(f"{key} = {value}" for key, value in said.items()), self.job])
 
     def say_lossy(self) -> list[str]:
         """Rule 2: what is lossy, for printing."""

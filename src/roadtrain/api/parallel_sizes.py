@@ -24,7 +24,7 @@ from roadtrain.api.parallel_parts import (
 )
 from roadtrain.api.parallel_training import ParallelTraining
 from roadtrain.api.stage_buffers import adopt_buffers, gather_buffers, told_buffers
-from roadtrain.errors import ConfigError
+from roadtrain.errors import ConfigError, UserError
 from roadtrain.parallel.block_times import (
     block_memories,
     block_parameters,
@@ -44,6 +44,7 @@ from roadtrain.parallel.partition import (
     own_pass_s,
 )
 from roadtrain.parallel.pipeline import StepTimes
+from roadtrain.parallel.sharded_optimizer import ShardedOptimizer
 from roadtrain.parallel.stage_model import MicroBatch, StageModel
 from roadtrain.parallel.torch_stage import LossFunction, SegmentModule
 from roadtrain.protocol.drift import DriftRule, DriftWatch
@@ -93,10 +94,11 @@ class StageSizes:
             sizes = papers_sizes(work, clusters, fits=memory.fits) or found.sizes
         elif joined.options.stages == "even":
             sizes = self._sizes()
-        gain = joined.options.resize_stages or OFFERED
-        self._watch = DriftWatch(work, sizes, memory.fits, DriftRule(gain=gain))
-        if sizes != self._sizes():
-            self.move(sizes)
+        asked = joined.options.resize_stages
+        rule = DriftRule(gain=OFFERED if asked is None else asked)
+        if sizes != self._sizes() and not self._move_or_say(sizes):
+            sizes = self._sizes()
+        self._watch = DriftWatch(work, sizes, memory.fits, rule)
 
     def own_pass_s(self, times: StepTimes) -> float:
         """What the watch is told of this rank's step."""
@@ -126,8 +128,20 @@ class StageSizes:
             self._report(f"stages: {offer}; parallelism.resize_stages lets them move")
             return
         self._report(f"stages: {offer}; they move before the next step")
-        self.move(offer.after)
-        self._watch.moved(offer)
+        if self._move_or_say(offer.after):
+            self._watch.moved(offer)
+
+    def _move_or_say(self, sizes: tuple[int, ...]) -> bool:
+        """Whether blocks moved; where the model cannot be cut so, all ranks stay as they are."""
+        try:
+            layout = self._layout(sizes)
+        except UserError as why:
+            self._report(
+                f"stages of {', '.join(map(str, sizes))} blocks cannot be, they stay: {why}"
+            )
+            return False
+        self._move(layout)
+        return True
 
     def _sizes(self) -> tuple[int, ...]:
         return tuple(s.stop - s.begin for s in self._training.joined.layout.segments)
@@ -145,9 +159,22 @@ class StageSizes:
     def _memory(self, told: Sequence[MeasuredRank], work: StepWork) -> StageMemory:
         cuts, joined = self._training.stage_model.cuts, self._training.joined
         blocks, ends = block_memories(cuts, self._numels, [one.times for one in told])
-        dtype = joined.options.dtype or torch.float32
+        optimizer = self._training.optimizer
+        assert isinstance(optimizer, ShardedOptimizer)  # measured stages are neither placed nor cut
+        whole = self._training.stage_model.whole.values()
+        bytes_each = sum(p.numel() * cuts.dtype_of(p).itemsize for p in whole) / sum(
+            p.numel() for p in whole
+        )
+        arrays = max((len(rule.arrays) for rule in optimizer.rules), default=0)
+        masters = 4.0 * (bytes_each < 4)
         return measured_memory(
-            joined.groups, told, work, blocks, ends, parameter_bytes=dtype.itemsize
+            joined.groups,
+            told,
+            work,
+            blocks,
+            ends,
+            parameter_bytes=bytes_each,
+            state_bytes=4.0 * arrays + masters,
         )
 
     def _room(self) -> float:
@@ -163,12 +190,22 @@ class StageSizes:
         return float(free + taken)
 
     def move(self, sizes: tuple[int, ...]) -> None:
-        """Cut the model anew, and bring every parameter and its state to where it is now."""
+        """Cut the model anew, and bring every parameter and its state to where it is now. Raises
+        ModelError, ConfigError where it cannot be cut so; nothing has changed then."""
+        self._move(self._layout(sizes))
+
+    def _layout(self, sizes: tuple[int, ...]) -> StageLayout:
+        """Raises as `move`, on all ranks alike."""
+        joined = self._training.joined
+        parallelism = replace(joined.groups.parallelism, stages=sizes)
+        layout = StageLayout.of(parallelism, self._training.stage_model.cuts)
+        check_shared(joined, layout)
+        return layout
+
+    def _move(self, layout: StageLayout) -> None:
         training, old = self._training, self._training.joined
-        parallelism = replace(old.groups.parallelism, stages=sizes)
-        layout = StageLayout.of(parallelism, training.stage_model.cuts)
-        check_shared(old, layout)
-        joined = replace(old, groups=replace(old.groups, parallelism=parallelism), layout=layout)
+        groups = replace(old.groups, parallelism=layout.parallelism)
+        joined = replace(old, groups=groups, layout=layout)
         source, steps_done = training.optimizer, training.steps_done
         source.settle()
         had = told_buffers(training.stage_model)
@@ -188,7 +225,7 @@ class StageSizes:
 def check_shared(joined: Joined, layout: StageLayout) -> None:
     """Raises ConfigError where stages would share parameters that have no process group."""
     for group in layout.shared_groups():
-        if joined.rank in group.ranks and group not in joined.processes:
+        if group.name not in joined.processes.networks:
             raise ConfigError(
                 f"with {layout} there would be {group.name}, for which there is no process group",
                 hint="state the sizes with stages=[...] at the next start",

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -66,6 +66,7 @@ class ParallelTraining:
         self.sizes: WatchedSizes | None = None  # where speeds are measured
         self._snapshots: JobSnapshots | None = None
         self._closed = False
+        self._failed = ""  # what ended with an error here, in the midst of the others' work
         self._begun = False  # a step has begun here
         stage_model.attach()
 
@@ -90,10 +91,31 @@ class ParallelTraining:
         batch: the micro-batch of a number, 0 to num_microbatches - 1; asked for those that this
         process runs. clip_norm: the most that the global norm of the gradients may be. stop: this
         process wants this step to be the last; every process hears whether one did. Raises
-        PeerError where another process is gone or late (Rule 5); the step has no effect then.
+        PeerError where another process is gone or late (Rule 5); the step has no effect then, and
+        none follows it, whatever the error was.
         """
+        with self._in_time(f"step {self.steps_done}"):
+            return self._step(batch, clip_norm, stop)
+
+    @contextlib.contextmanager
+    def _in_time(self, what: str) -> Iterator[None]:
+        """What all processes do together. After an error in the midst of it their messages would
+        be taken for others (Rule 6)."""
         if self._closed:
             raise LoopError("this training is closed")
+        if self._failed:
+            raise LoopError(
+                f"{self._failed} ended with an error on this process, which is out of time with"
+                " the others since then",
+                hint="end all processes and start again, from the last snapshot",
+            )
+        try:
+            yield
+        except BaseException:
+            self._failed = what
+            raise
+
+    def _step(self, batch: Batch, clip_norm: float | None, stop: bool) -> StepResult:
         if not self._begun:
             self._check_same_step()
             self._begun = True
@@ -190,13 +212,16 @@ class ParallelTraining:
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> float:
         """The mean loss over num_microbatches micro-batches; nothing is trained."""
+        modes = {module: module.training for module in self.model.modules()}
         self.model.eval()
         try:
-            at = self.joined.position
-            loss = self.pipeline.evaluate(batch)
-            return math.fsum(one[0] for one in self._told([loss if at.tensor == 0 else 0.0]))
+            with self._in_time(f"the evaluation after step {self.steps_done}"):
+                loss = self.pipeline.evaluate(batch)
+                own = loss if self.joined.position.tensor == 0 else 0.0
+                return math.fsum(one[0] for one in self._told([own]))
         finally:
-            self.model.train()
+            for module, training in modes.items():
+                module.training = training
 
     def abandon(self) -> None:
         """After an error: end without waiting for others, who may be gone; they hear of it when
@@ -230,8 +255,9 @@ class ParallelTraining:
     def _seed(self) -> None:
         """Dropout differs between steps, stages and replicas, and not within a tensor group."""
         at = self.joined.position
-        place = at.stage * max(self.joined.groups.parallelism.replicas_of) + at.replica
-        most = self.joined.groups.world_size
+        widest = max(self.joined.groups.parallelism.replicas_of)
+        place = at.stage * widest + at.replica
+        most = max(self.joined.groups.world_size, self.joined.groups.parallelism.pp * widest)
         torch.manual_seed((self.joined.options.seed * 1_000_003 + self.steps_done) * most + place)
 
     def _told(self, values: list[float]) -> list[list[float]]:

@@ -215,8 +215,9 @@ def _backward(
     """Gradients of what a backward of the stage gives, which nobody keeps."""
     own = [p for p in stage_model.model.parameters() if p.requires_grad]
     wanted = [*own, *(x for x in received if x.requires_grad)]
-    ones = [torch.ones_like(x) for x in ends]
-    torch.autograd.grad(ends, wanted, ones, allow_unused=True)
+    if ends and wanted:  # else all of it is frozen
+        ones = [torch.ones_like(x) for x in ends]
+        torch.autograd.grad(ends, wanted, ones, allow_unused=True)
 
 
 def _received(stage_model: StageModel, segment: Segment) -> list[torch.Tensor]:

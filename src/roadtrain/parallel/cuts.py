@@ -1,13 +1,17 @@
 """Cuts: where a model can be cut into stages, what crosses a cut, and which parameters each stage
 uses.
 
-One forward is recorded with autograd on; parameters and all that is computed of them are on `meta`
-(no memory, no time), token numbers and masks have their values, since models look at these. A cut
-lies behind a block: what crosses it are the tensors that the block returned. The graph behind a
-stage's results, up to the tensors that came over the cut before it, ends in just the parameters
-that the stage uses: also those that several stages use (tied embeddings), wherever they stand in
-the model. Where it reaches a block of an earlier stage, something bypasses the cut (a skip
-connection), which is refused.
+One forward is recorded; parameters and all that is computed of them are on `meta` (no memory, no
+time), token numbers and masks have their values, since models look at these. A cut lies behind a
+block: what crosses it are the tensors that the block returned. What a stage's results were computed
+of, back to the tensors that came over the cut before it, are just the parameters that the stage
+uses, with or without a gradient: also those that several stages use (tied embeddings), wherever
+they stand in the model. Where that way back leads to a block of an earlier stage, something
+bypasses the cut (a skip connection), which is refused. A parameter that nothing was computed of is
+of the stage that has its block, else of the first.
+
+A block whose inner shapes depend on values (experts that sort their tokens) cannot run on `meta`:
+the first one of its kind runs once on zeros on the host, to see what it returns.
 
 Assumes: blocks run in the order in which they are recorded, each once; what a block returns has the
 same shapes in every micro-batch. Does NOT run the user's values.
@@ -15,17 +19,18 @@ same shapes in every micro-batch. Does NOT run the user's values.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.func import functional_call
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from roadtrain.errors import ModelError
+from roadtrain.parallel.data_flow import DataFlow
 from roadtrain.streaming.leaves import distinct, flatten
 from roadtrain.streaming.split import split
 
@@ -91,7 +96,11 @@ class Cuts:
         parts = split(model, blocks)
         self._dtype = dtype
         self._block_of = {name: part.name for part in parts.blocks for name, _ in part.params}
-        self._name_of: dict[int, str] = {}
+        self._flow = DataFlow()
+        self._name_of: dict[int, str] = {}  # of a parameter, by its node
+        self._of_block: dict[int, int] = {}  # the number of the block that returned the node
+        self._crossed: list[list[int]] = []  # the nodes that each block returned
+        self._alike: dict[Any, Returned] = {}  # what blocks that cannot run on `meta` return
         self.blocks: list[str] = []
         self.returned: list[Returned] = []
         self.begun: dict[str, int] = {}
@@ -103,9 +112,15 @@ class Cuts:
                 hint="name the blocks that run with blocks=[...]",
             )
         self._index = {name: i for i, name in enumerate(self.blocks)}
-        self._results = _with_gradient(pytree.tree_leaves(result))
+        leaves = [x for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
+        self._results = [self._flow.node(x) for x in leaves if x.requires_grad]
         if not self._results:
             raise ModelError(f"{type(model).__name__} returned no tensor that has a gradient")
+        self._unused: dict[str, int] = {}  # parameters, and the number of their block
+        self._unused = {
+            name: self._index.get(self._block_of.get(name, ""), 0)
+            for name in {*self._name_of.values()} - self.parameters(self.whole())
+        }
 
     def dtype_of(self, p: torch.Tensor) -> torch.dtype:
         """What a parameter computes in."""
@@ -123,21 +138,20 @@ class Cuts:
         """Names (the first in named_parameters()) of those that `segment` uses. Raises ModelError
         where it uses what a block before it computed, other than what crosses the cut."""
         last = segment.stop == len(self.blocks)
-        ends = self._results if last else _with_gradient(self.returned[segment.stop - 1].tensors)
-        stops = _with_gradient(self.returned[segment.begin - 1].tensors) if segment.begin else []
-        names = {self._name_of[id(p)] for p in _reached(ends, stops)}
-        self._check_own(segment, names)
-        return frozenset(names)
-
-    def _check_own(self, segment: Segment, names: Iterable[str]) -> None:
-        for name in sorted(names):
-            block = self._block_of.get(name)
-            if block is not None and self._index[block] < segment.begin:
-                raise ModelError(
-                    f"{segment} use what {block!r} computed past what"
-                    f" {self.blocks[segment.begin - 1]!r} returns: the model cannot be cut there",
-                    hint="keep both in one stage, or cut elsewhere with stages=[...]",
-                )
+        ends = self._results if last else self._crossed[segment.stop - 1]
+        stops = self._crossed[segment.begin - 1] if segment.begin else []
+        nodes = self._flow.behind(ends, stops)
+        names = {self._name_of[node] for node in nodes & self._name_of.keys()}
+        past = {self._of_block[node] for node in nodes & self._of_block.keys()}
+        past |= {self._index[self._block_of[name]] for name in names & self._block_of.keys()}
+        if past := {block for block in past if block < segment.begin}:
+            raise ModelError(
+                f"{segment} use what {self.blocks[max(past)]!r} computed past what"
+                f" {self.blocks[segment.begin - 1]!r} returns: the model cannot be cut there",
+                hint="keep both in one stage, or cut elsewhere with stages=[...]",
+            )
+        unused = {n for n, block in self._unused.items() if segment.begin <= block < segment.stop}
+        return frozenset(names | unused)
 
     def _record(
         self,
@@ -146,28 +160,41 @@ class Cuts:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        values: dict[str, torch.Tensor] = {}
+        values: dict[int, torch.Tensor] = {}
         for name, p in model.named_parameters():
             copy = torch.empty_like(p, device="meta", dtype=self.dtype_of(p))
             copy.requires_grad_(p.is_floating_point())
-            values[name] = copy
-            self._name_of[id(copy)] = name
-        hooks = [part.module.register_forward_hook(self._returns(part.name)) for part in parts]
-        hooks += [m.register_forward_pre_hook(self._begins(n)) for n, m in model.named_modules()]
+            values[id(p)] = copy
+            self._name_of[self._flow.node(copy)] = name
         given = pytree.tree_map_only(torch.Tensor, _on_host, (tuple(args), dict(kwargs)))
-        # copies: this forward counts for nothing
-        values |= {name: _on_host(b).clone() for name, b in model.named_buffers()}
+        values |= {id(b): _on_host(b) for b in model.buffers()}
         try:
-            with torch.enable_grad(), _WithoutParameters():  # type: ignore[no-untyped-call]
-                return functional_call(model, values, given[0], given[1])
+            with torch.enable_grad(), self._watched(model, parts), _held(model, values), self._flow:
+                return model(*given[0], **given[1])
         except (RuntimeError, TypeError, ValueError, NotImplementedError) as cause:
             raise ModelError(
                 f"{type(model).__name__}'s forward failed on meta: {cause}",
-                hint="a pipeline needs a forward whose shapes do not depend on values",
+                hint="outside of blocks, no shape and no choice of a model in stages may depend on"
+                " parameters' values",
             ) from cause
+
+    @contextmanager
+    def _watched(self, model: nn.Module, parts: Sequence[Any]) -> Iterator[None]:
+        """Hooks of all modules; the model is as before after it."""
+        own = {part.module: part.module.__dict__.get("forward") for part in parts}
+        hooks = [m.register_forward_pre_hook(self._begins(n)) for n, m in model.named_modules()]
+        for part in parts:
+            hooks.append(part.module.register_forward_hook(self._returns(part.name)))
+            part.module.forward = partial(self._through, part.module, part.module.forward)
+        try:
+            yield
         finally:
             for hook in hooks:
                 hook.remove()
+            for module, forward in own.items():
+                module.__dict__.pop("forward")
+                if forward is not None:
+                    module.forward = forward
 
     def _begins(self, name: str) -> Any:
         def hook(module: nn.Module, given: Any) -> None:
@@ -176,61 +203,72 @@ class Cuts:
         return hook
 
     def _returns(self, name: str) -> Any:
-        def hook(module: nn.Module, given: Any, value: Any) -> None:
+        def hook(module: nn.Module, given: Any, value: Any) -> Any:
             if name in self.blocks:
                 raise ModelError(
                     f"block {name!r} runs twice in one forward: it cannot be in a stage",
                     hint="name larger blocks with blocks=[...]",
                 )
+            found = Returned.of(value)
+            # of their own, also where a block returns what it was given
+            copies = tuple(x.clone() for x in found.tensors)
+            self._crossed.append([self._flow.node(x) for x in copies])
+            self._of_block |= dict.fromkeys(self._crossed[-1], len(self.blocks))
             self.blocks.append(name)
-            self.returned.append(Returned.of(value))
+            self.returned.append(Returned(copies, found.leaves, found.spec))
+            return self.returned[-1].made_of(copies)
 
         return hook
 
+    def _through(self, block: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        """The forward of a block; where it cannot run on `meta`, results like those that it, or
+        one of its kind, gives on the host."""
+        try:
+            return forward(*args, **kwargs)
+        except RuntimeError:
+            leaves, spec = flatten((args, kwargs))
+            tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+            parameters = [*block.parameters()]
+            kind = type(block), *((x.shape, x.dtype) for x in (*tensors, *parameters))
+            if kind not in self._alike:
+                given = [_zeros(x) if isinstance(x, torch.Tensor) else _no_cache(x) for x in leaves]
+                values = {id(x): _zeros(x) for x in (*parameters, *block.buffers())}
+                a, k = pytree.tree_unflatten(given, spec)
+                with self._flow.paused(), _held(block, values):
+                    self._alike[kind] = Returned.of(forward(*a, **k))
+            with self._flow.paused():
+                copies = self._alike[kind].shapes
+            self._flow.computed(copies, [*tensors, *parameters])
+            return self._alike[kind].made_of(copies)
 
-class _WithoutParameters(TorchDispatchMode):
-    """An operation on anything from `meta` is one on `meta`; what is made without it (positions,
-    masks) is made on the host, where its values can be looked at."""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:  # the name and the arguments are torch's
-        kwargs = kwargs or {}
-        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        if any(x.is_meta for x in tensors):
-            args, kwargs = pytree.tree_map_only(torch.Tensor, _on_meta, (args, kwargs))
-        elif kwargs.get("device") is not None:
-            kwargs = {**kwargs, "device": torch.device("cpu")}
-        return func(*args, **kwargs)
+@contextmanager
+def _held(module: nn.Module, values: Mapping[int, torch.Tensor]) -> Iterator[None]:
+    """Inside it parameters and buffers are others. values: by id."""
+    # torch's functional_call leaves a module that has two names with what it was given
+    before = [(held, {**held}) for m in module.modules() for held in (m._parameters, m._buffers)]
+    for held, own in before:
+        held |= {key: values[id(x)] for key, x in own.items() if x is not None}
+    try:
+        yield
+    finally:
+        for held, own in before:
+            held.clear()
+            held |= own
 
 
-def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.is_meta else tensor.to("meta")
+def _zeros(tensor: torch.Tensor) -> torch.Tensor:
+    """On the host; a tensor that is there already as it is."""
+    if not tensor.is_meta:
+        return tensor
+    return torch.zeros(tensor.shape, dtype=tensor.dtype).requires_grad_(tensor.requires_grad)
+
+
+def _no_cache(leaf: Any) -> Any:
+    """A key-value cache that a first try has filled is of no use."""
+    return None if hasattr(leaf, "get_seq_length") else leaf
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach() if tensor.is_meta else tensor.detach().cpu()
-
-
-def _with_gradient(values: Iterable[Any]) -> list[torch.Tensor]:
-    return [x for x in values if isinstance(x, torch.Tensor) and x.requires_grad]
-
-
-def _reached(ends: Sequence[torch.Tensor], stops: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The leaves of the graph behind `ends`, on ways that do not lead through `stops`."""
-    edges = torch.autograd.graph.get_gradient_edge
-    closed = {(edge.node, edge.output_nr) for edge in map(edges, stops)}
-    todo = [edge for edge in map(edges, ends) if (edge.node, edge.output_nr) not in closed]
-    nodes = [edge.node for edge in todo]
-    seen: set[Any] = set(nodes)
-    leaves: list[torch.Tensor] = []
-    while nodes:
-        node: Any = nodes.pop()
-        if (leaf := getattr(node, "variable", None)) is not None:
-            leaves.append(leaf)
-        for following, number in node.next_functions:
-            if following is None or (following, number) in closed or following in seen:
-                continue
-            seen.add(following)
-            nodes.append(following)
-    return leaves
+    """A copy, which the model may write to."""
+    return tensor.detach() if tensor.is_meta else tensor.detach().to("cpu", copy=True)

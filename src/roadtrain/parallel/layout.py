@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from roadtrain.config.parallelism import Parallelism, RankPosition
+from roadtrain.errors import ConfigError
 from roadtrain.parallel.cuts import Cuts, Segment
 from roadtrain.parallel.groups import GroupKind, RankGroup
 
@@ -26,6 +27,12 @@ class StageLayout:
         """Raises ConfigError where stages and blocks do not add up, ModelError where the model
         cannot be cut there."""
         counts = parallelism.layers(len(cuts.blocks))
+        if not all(counts):
+            raise ConfigError(
+                f"stages of {', '.join(map(str, counts))} blocks: a part without any is simulated"
+                " only",
+                hint="a block or more in each",
+            )
         segments = tuple(Segment(*ends) for ends in pairwise(accumulate(counts, initial=0)))
         return StageLayout(parallelism, segments, tuple(map(cuts.parameters, segments)))
 

@@ -146,7 +146,8 @@ class Pipeline:
             elif (peer.stage, peer.replica) == (self.shape.stage, self.shape.replica):
                 handed[peer.part, run.micro] = list(out)
             else:
-                self.links.send(machine.transfer(run), list(out))
+                # copies, since a block may return what it got, whose buffer is filled again
+                self.links.send(machine.transfer(run), [x.clone() for x in out])
         self.links.flush()
         return total
 

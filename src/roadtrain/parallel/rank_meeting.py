@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import zip_longest
 from pathlib import Path
 from typing import TypeVar
 
@@ -419,8 +420,11 @@ def check_same(mine: RankHello, found: Mapping[int, RankHello], hello: RankHello
             hint="give each host its own --node-rank",
         )
     if hello.job != mine.job:
+        lines = zip_longest(mine.job.splitlines(), hello.job.splitlines(), fillvalue="nothing")
+        one, other = next(pair for pair in lines if pair[0] != pair[1])
         raise ConfigError(
-            f"{here} and {there} do not mean the same job", hint="give all ranks the same job"
+            f"{here} and {there} do not mean the same job: {one}, and {other}",
+            hint="give all ranks the same job",
         )
 
 

@@ -166,6 +166,8 @@ class StageModel:
             self._running = None
 
     def _run_block(self, number: int, original: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch._C._current_graph_task_id() != -1:  # in backward: a checkpoint's recomputation
+            return original(*args, **kwargs)
         segment = self._now().segment
         if number < segment.begin:
             return self._before(number)

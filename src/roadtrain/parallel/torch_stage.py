@@ -22,7 +22,7 @@ from torch import distributed, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._utils import InferenceMode
 
-from roadtrain.errors import RoadtrainError
+from roadtrain.errors import ModelError, RoadtrainError
 from roadtrain.parallel.cuts import Segment
 from roadtrain.parallel.stage_model import MicroBatch, StageModel
 from roadtrain.streaming.leaves import distinct, flatten
@@ -56,6 +56,12 @@ class SegmentModule(nn.Module):
             self.arrives = cuts.crossing(segment.begin)
         if segment.stop < len(cuts.blocks):
             self.leaves = cuts.crossing(segment.stop)
+        self._last = cuts.blocks[segment.stop - 1]
+        own = (stage_model.whole[name] for name in cuts.parameters(segment))
+        # whether a gradient has to come back from what leaves
+        self._trains = segment.begin > 0 or any(p.requires_grad for p in own)
+        if segment.stop < len(cuts.blocks):
+            self._trains = self._trains and any(x.requires_grad for x in self.leaves)
 
     def on_wire(self, shapes: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """`shapes` as they travel."""
@@ -70,9 +76,34 @@ class SegmentModule(nn.Module):
         own = [x.to(shape.dtype) for x, shape in zip(received, self.arrives, strict=True)]
         ended, value = self._stage_model[0].run(self.segment, own, batch)
         if ended:
-            return self._loss(value, batch)
+            loss = self._loss(value, batch)
+            self._check_gradient([loss], "the loss")
+            return loss
         tensors, _ = distinct(flatten(value)[0])
+        self._check_shapes(tensors)
+        self._check_gradient(tensors, f"what block {self._last!r} returned")
         return tuple(x.to(narrowed(x.dtype, self._wire_dtype)) for x in tensors)
+
+    def _check_shapes(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Raises ModelError for what the next stage has no buffers for."""
+        told, recorded = (
+            ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in many)
+            for many in (tensors, self.leaves)
+        )
+        if told != recorded:
+            raise ModelError(
+                f"block {self._last!r} returned {told}, and {recorded} for the example micro-batch",
+                hint="micro-batches have the example's shapes; a dtype in the options stands for"
+                " autocast",
+            )
+
+    def _check_gradient(self, tensors: Sequence[torch.Tensor], what: str) -> None:
+        """Raises ModelError where the segment would silently not be trained."""
+        if torch.is_grad_enabled() and self._trains and not any(x.requires_grad for x in tensors):
+            raise ModelError(
+                f"{what} has no gradient: {self.segment} would not be trained",
+                hint="checkpoints with use_reentrant=False; no detach() or no_grad()",
+            )
 
 
 def narrowed(dtype: torch.dtype, wire: torch.dtype | None) -> torch.dtype:

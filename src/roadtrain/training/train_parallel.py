@@ -11,7 +11,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -153,12 +153,14 @@ def _train(job: Job, report: Report, program: str) -> Summary:
 def stage_job(job: Job, processes: int, report: Report) -> StagedJob:
     """Text, model, optimizer, and the line that cuts them into stages. Raises RoadtrainError."""
     check(job)
+    if idle := unused(job):
+        report(f"a job in stages does not use {', '.join(idle)}")
     tokens = Tokens(job.data.paths, job.data.tokenizer, job.data.held_out, job.run.seed)
     trained, held = len(tokens.train), len(tokens.held_out)
     report(f"data: {trained:,} tokens of {len(tokens.files):,} files, {held:,} held out")
     job = fitted(job, tokens)
     device = own_device(job.run.device or ("cuda" if torch.cuda.is_available() else "cpu"), report)
-    options = options_of(job, processes)
+    options = replace(options_of(job, processes), job=told_of(job, tokens))
     model = build_model(job, "meta")
     x_BT, y_BT = tokens.batch(0, 0, job.data.batch_size, job.data.seq_len)
     training = parallelize(
@@ -185,6 +187,31 @@ def check(job: Job) -> None:
     ):
         if given:
             raise ConfigError(f"{key} and [parallelism] do not go together yet", hint=hint)
+
+
+def unused(job: Job) -> list[str]:
+    """Keys that say something and have no effect (Rule 6): a stage's state rests beside its ranks,
+    or where parallelism.placements says."""
+    plain = job.changed({"store": {}, "servers": {}})
+    return [
+        f"{section}.{key}"
+        for section in ("store", "servers")
+        for key, value in getattr(job, section)
+        if value != getattr(getattr(plain, section), key)
+    ]
+
+
+def told_of(job: Job, tokens: Tokens) -> str:
+    """What all processes must have alike, a line each: each host has its own text and job file."""
+    said = {
+        "text": tokens.fingerprint,
+        "data": job.data.model_dump(exclude={"paths", "tokenizer"}),
+        "model": job.model.model_dump(exclude={"pretrained"}),
+        "optimizer": job.optimizer.model_dump(),
+        "run.steps": job.run.steps,
+        "parallelism.snapshot_every": job.parallelism.snapshot_every,
+    }
+    return "\n".join(f"{key} = {value}" for key, value in said.items())
 
 
 def options_of(job: Job, processes: int) -> ParallelOptions:
