@@ -1,18 +1,14 @@
-"""protocol/drift.py, stage_memory.py and stage_moves.py: when other sizes are offered, which fit,
-and what has to move."""
+"""protocol/drift.py and stage_memory.py: when other sizes are offered, and which fit."""
 
 from __future__ import annotations
 
 from random import Random
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from roadtrain.errors import BudgetError, ConfigError
 from roadtrain.protocol.drift import DriftRule, DriftWatch, SizesOffer
 from roadtrain.protocol.stage_memory import BlockMemory, StageMemory
-from roadtrain.protocol.stage_moves import BlockMove, block_moves, stage_of_blocks
 from roadtrain.protocol.stage_sizes import best_sizes
 from roadtrain.protocol.step_model import StageSpeed, StepModel, StepWork
 
@@ -125,33 +121,6 @@ def test_memories_that_fit_nothing() -> None:
         for k in range(1, 8)
     ]
     assert f"{min(lacking):.0f} B more on each would fit" in e.value.hint
-
-
-@settings(deadline=None)
-@given(st.integers(1, 3), st.integers(1, 3), st.integers(0, 1 << 20))
-def test_moves_make_the_new_stages(p: int, q: int, seed: int) -> None:
-    rng = Random(seed)
-
-    def sizes(n: int) -> list[int]:
-        cuts = sorted(rng.sample(range(1, 12), n - 1))
-        return [b - a for a, b in zip([0, *cuts], [*cuts, 12])]
-
-    v = rng.choice([1, 2])
-    before, after = sizes(p * v), sizes(q * v)
-    owner = stage_of_blocks(before, p)
-    moves = block_moves(before, p, after, q)
-    for move in moves:
-        assert owner[move.block] == move.source != move.target
-        owner[move.block] = move.target
-    assert owner == stage_of_blocks(after, q)
-    assert len({move.block for move in moves}) == len(moves)
-
-
-def test_moves() -> None:
-    assert block_moves((6, 6), 2, (8, 4), 2) == [BlockMove(6, 1, 0), BlockMove(7, 1, 0)]
-    assert stage_of_blocks((2, 1, 1, 2), 2) == [0, 0, 1, 0, 1, 1]
-    with pytest.raises(ConfigError, match="stages with 12 blocks cannot become ones with 11"):
-        block_moves((6, 6), 2, (8, 3), 2)
 
 
 def test_the_gain_that_is_offered_is_the_models() -> None:

@@ -69,22 +69,16 @@ class _Pass:
     storages: set[int] = field(default_factory=set)  # that are counted, or the model's own
 
 
-def _as_it_is(passes: int) -> int:
-    return passes
-
-
 def measure_blocks(
     stage_model: StageModel,
     batch: MicroBatch,
     loss: LossFunction,
     weights: Sequence[float] = (),
     *,
-    agree: Callable[[int], int] = _as_it_is,
     least_s: float = TIMED_S,
 ) -> RankTimes:
     """Times the segments of `stage_model`, which is attached, for `least_s` or a few passes more.
-    weights: of all blocks of the model; none: all alike. agree: of how many passes this rank
-    wants, how many all ranks run that compute together (those of a tensor group)."""
+    weights: of all blocks of the model; none: all alike."""
     weights = weights or (1.0,) * len(stage_model.cuts.blocks)
 
     def one_pass() -> list[_Pass]:
@@ -93,7 +87,7 @@ def measure_blocks(
     with _as_before(stage_model.model, stage_model.device):
         one_pass()
         warm_s = sum(sum(one.forward.values()) + one.backward_s for one in one_pass())
-        passes = agree(min(MOST_PASSES, max(LEAST_PASSES, math.ceil(least_s / warm_s))))
+        passes = min(MOST_PASSES, max(LEAST_PASSES, math.ceil(least_s / warm_s)))
         many = [one_pass() for _ in range(passes)]
     parts = [
         _SegmentMeans(stage_model, segment, [found[i] for found in many])

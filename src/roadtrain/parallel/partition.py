@@ -1,6 +1,6 @@
 """The stages' sizes from what is measured: every rank's own speed, the time of messages between
 stages, and what fits each device; printed beside the published formula and even stages. While it
-trains: every stage's seconds of a step, for a DriftWatch.
+trains: this rank's seconds of a step, for a DriftWatch.
 
 All ranks make the same calls and come to the same sizes. Does NOT cut a model nor move blocks.
 """
@@ -8,12 +8,11 @@ All ranks make the same calls and come to the same sizes. Does NOT cut a model n
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from roadtrain.config.networks import GroupNetwork
 from roadtrain.errors import ConfigError
 from roadtrain.parallel.block_times import RankTimes, finished_at
 from roadtrain.parallel.control import ControlLinks
@@ -114,24 +113,6 @@ def _message(nbytes: int, device: torch.device) -> torch.Tensor:
     return torch.zeros(nbytes, dtype=torch.uint8, device=device)
 
 
-def known_messages(groups: Groups, networks: Mapping[str, GroupNetwork], nbytes: int) -> Channels:
-    """Seconds of a message of `nbytes` over each boundary and direction whose network's rate is
-    known: a card carries what all ranks of its host send at once. networks: by group (those of
-    ProcessGroups)."""
-    found: Channels = {}
-    pairs = [
-        (boundary, what, ends)
-        for boundary, ends in enumerate(groups.parallelism.boundaries)
-        for what, ends in ((FORWARD, ends), (BACKWARD, ends[::-1]))
-    ]
-    for group, (boundary, what, (sender, _)) in zip(groups.boundaries, pairs, strict=True):
-        rate = networks[group.name].bytes_per_s
-        hosts = [groups.host(rank) for rank in groups.stage_ranks(sender)]
-        if rate:
-            found[boundary, what] = nbytes * max(map(hosts.count, hosts)) / rate
-    return found
-
-
 def gather_measured(control: ControlLinks, own: MeasuredRank) -> list[MeasuredRank]:
     """Of all ranks, in their order. Raises PeerError."""
     messages = [[boundary, what, s] for (boundary, what), s in own.messages.items()]
@@ -222,22 +203,9 @@ def choose_sizes(
     return table.best
 
 
-def own_pass_s(
-    times: StepTimes, shape: PipelineShape, weight: float, computed: float | None = None
-) -> float:
+def own_pass_s(times: StepTimes, shape: PipelineShape, weight: float) -> float:
     """Seconds in which this rank ran a block of weight 1 forward and backward for one micro-batch,
-    in the step of `times`. weight: of all its blocks and ends. computed: seconds, where the
-    device's own clock is better than the host's."""
-    seconds = times.forward + times.backward if computed is None else computed
+    in the step of `times`. weight: of all its blocks and ends."""
+    seconds = times.forward + times.backward
     passes = len(range(shape.replica, shape.num_microbatches, shape.widths[shape.stage]))
     return seconds / (passes * weight)
-
-
-def gather_passes(control: ControlLinks, groups: Groups, own_s: float) -> list[float]:
-    """Of each stage, the `own_pass_s` of its slowest rank: what DriftWatch.step is given. Raises
-    PeerError."""
-    told = control.agree(own_s, "seconds of the step")
-    return [
-        max(told[rank] for rank in groups.stage_ranks(stage))
-        for stage in range(groups.parallelism.pp)
-    ]
