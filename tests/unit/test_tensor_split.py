@@ -4,6 +4,7 @@ say where they stand in the whole."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,9 +15,10 @@ from roadtrain.parallel.control import RankPlace
 from roadtrain.parallel.pieces import VALUE, Extent, Piece
 from roadtrain.parallel.snapshot_choice import ParamEntry
 from roadtrain.parallel.snapshots import JobSnapshots, SnapshotOptions
-from roadtrain.parallel.tensor import TensorParallel
+from roadtrain.parallel.tensor import TensorParallel, device_of
 from roadtrain.parallel.tensor_pieces import TensorPieces
 from roadtrain.parallel.tensor_split import TensorSplit
+from roadtrain.parallel.tensor_styles import Summed
 
 # shape, dim, parts, padded
 SHAPES = [
@@ -71,6 +73,8 @@ class Mesh:
     rank: int
     degree: int
 
+    device_type: str = "cpu"
+
     def get_local_rank(self):
         return self.rank
 
@@ -110,10 +114,13 @@ class Kept:
     def load(self, pieces, steps_done):
         self.steps_done = steps_done
         for piece in pieces:
-            assert piece.scalars == {"step": 3.0}
             own = slice(piece.extent.start, piece.extent.stop)
             self.values[piece.extent.name][own] = piece.arrays[VALUE]
-            self.state[piece.extent.name][own] = piece.arrays["exp_avg"]
+            if not piece.scalars:  # the state of a first step: of padding alone
+                assert piece.arrays.keys() == {VALUE} and not piece.arrays[VALUE].any()
+            else:
+                assert piece.scalars == {"step": 3.0}
+            self.state[piece.extent.name][own] = piece.arrays.get("exp_avg", torch.zeros(()))
             self.loaded += piece.extent.numel
 
 
@@ -254,3 +261,18 @@ def test_a_snapshot_is_read_with_another_degree(tmp_path, to, replicas):
                 (stage.inner.state, right.inner.state),
             ):
                 assert torch.equal(now[extent.name][own], before[extent.name][own])
+
+
+def test_a_rank_of_a_tensor_group_has_a_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert device_of(Mesh(0, 2)) == torch.device("cpu")
+    assert device_of(Mesh(0, 2, "cuda")) == torch.device("cuda", 3)
+
+
+def test_a_frozen_layer_between_split_ones_has_nothing_to_sum():
+    layer = torch.nn.LayerNorm(4)
+    layer.weight.requires_grad_(False)
+    summed = []
+    Summed().within(SimpleNamespace(total=lambda x: summed.append(x))).change(layer)
+    layer(torch.ones(2, 4)).sum().backward()
+    assert len(summed) == 1

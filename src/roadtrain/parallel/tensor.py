@@ -256,5 +256,5 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     """This rank's own of the mesh's kind."""
     if mesh.device_type == "cpu":
         return torch.device("cpu")
-    index = torch.get_device_module(mesh.device_type).currentdevice_of()
+    index = torch.get_device_module(mesh.device_type).current_device()
     return torch.device(mesh.device_type, index)

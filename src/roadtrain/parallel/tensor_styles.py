@@ -127,6 +127,7 @@ class SplitLayer(nn.Module):
     transposed: bool  # the weight is [inputs, outputs], as transformers' Conv1D has it
     outputs: int | None  # of the whole layer, where they are gathered
     padding_idx: int | None  # of an embedding: a token without a gradient
+    num_embeddings: int  # of an embedding: tokens of the whole vocabulary
 
 
 class ColumnLayer(SplitLayer):
@@ -159,7 +160,9 @@ class VocabularyLayer(SplitLayer):
         padding = None if self.padding_idx is None else self.padding_idx - first
         if padding is not None and not 0 <= padding < len(self.weight):
             padding = None
-        rows = F.embedding(places.where(own, 0), self.weight, padding)
+        known = (tokens >= 0) & (tokens < self.num_embeddings)
+        # -1: torch refuses what is in no vocabulary, as it does in the whole layer (Rule 6)
+        rows = F.embedding(places.where(own, 0).where(known, -1), self.weight, padding)
         return self.group.summed(rows.where(own.unsqueeze(-1), 0))
 
 
@@ -250,7 +253,8 @@ class Vocabulary(TensorStyle):
 class Summed(TensorStyle):
     def change(self, module: Any) -> None:
         for p in module.parameters():
-            p.register_hook(self.group.total)
+            if p.requires_grad:
+                p.register_hook(self.group.total)
 
 
 class LocalHeads(TensorStyle):
