@@ -125,6 +125,74 @@ def moved(kind, parallelism, num_microbatches, options, sizes, rank):
     return [(one.loss, one.grad_norm) for one in results], 0.0, lines
 
 
+class Part(nn.Module):
+    """With a frozen parameter and a buffer that counts."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.scale = nn.Parameter(torch.rand(8), requires_grad=False)
+        self.register_buffer("runs", torch.zeros(()))
+
+    def forward(self, x):
+        self.runs.add_(1)
+        return x + self.scale * torch.tanh(self.linear(x))
+
+
+class Parts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList(Part() for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def number(step, micro):
+    return MicroBatch((torch.full((2, 8), 0.1 * (step + micro + 1)),))
+
+
+def square(result, _):
+    return result.square().mean()
+
+
+def parts_moved(rank):
+    """The losses, and how often each part has run, where parts move to and fro."""
+    model = Parts()
+    training = roadtrain.parallelize(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-2),
+        ParallelOptions(Parallelism(pp=2), 4, resize_stages=0.9, deadline_s=60.0),
+        example=number(0, 0),
+        loss=square,
+        report=lambda _: None,
+    )
+    losses = []
+    with training:
+        for step, sizes in enumerate([(3, 1), (1, 3), (2, 2)]):
+            training.sizes.move(sizes)
+            losses.append(training.step(partial(number, step)).loss)
+    return losses, {name: int(count) for name, count in model.named_buffers()}
+
+
+@pytest.mark.slow
+def test_what_is_no_trained_parameter_moves_too():  # Rule 6
+    found, model, want = run(2, parts_moved), Parts(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(3):
+        total = sum(square(model(*number(step, micro).args), None) / 4 for micro in range(4))
+        total.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        want.append(total.item())
+    for rank, (losses, runs) in enumerate(found):
+        assert losses == pytest.approx(want, rel=1e-6)
+        assert runs == {f"layers.{i}.runs": 12 for i in (2 * rank, 2 * rank + 1)}
+
+
 MLP = "model.layers.*.mlp"
 PLAN = {f"{MLP}.gate_proj": Column(), f"{MLP}.up_proj": Column(), f"{MLP}.down_proj": Row()}
 CASES = [

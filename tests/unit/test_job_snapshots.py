@@ -4,8 +4,10 @@ and a damaged byte do to them. Ranks are threads; every host has a directory of 
 from __future__ import annotations
 
 import errno
+import queue
 import shutil
 import threading
+import time
 
 import pytest
 from power import Disk
@@ -148,6 +150,21 @@ def test_half_of_a_snapshot_is_said_and_removed(tmp_path):
     assert not [*tmp_path.glob("h*/snapshots/step-0000000002.*")]
 
 
+def test_a_half_that_filled_the_disk_is_removed_first(tmp_path, monkeypatch):
+    train(tmp_path, places(2), [1, 2])
+    for path in tmp_path.glob("h*/snapshots/step-0000000002.*/*.committed"):
+        path.unlink()
+    replace = snapshot_files.replace_file
+
+    def full(path, *args):
+        if [*path.parent.parent.glob("step-0000000002.*")]:
+            raise FullError(f"{path}: full")
+        replace(path, *args)
+
+    monkeypatch.setattr(snapshot_files, "replace_file", full)
+    assert resume(tmp_path, places(2)) == [1, 1]
+
+
 def test_one_marker_is_enough(tmp_path):
     train(tmp_path, places(3), [1, 2])
     for host in ("h0", "h2"):
@@ -275,6 +292,44 @@ def test_a_full_disk_costs_nothing_that_was_there(tmp_path, monkeypatch):
     assert not [*tmp_path.glob("h*/snapshots/step-0000000002.*")]
     monkeypatch.undo()
     assert resume(tmp_path, places(2)) == [1, 1]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_who_does_not_hear_that_all_is_well_removes_nothing(tmp_path, shared):  # Rule 3
+    """Others may have heard it, and have made their markers."""
+    if shared:
+        (tmp_path / "h0").mkdir()
+        (tmp_path / "h1").symlink_to(tmp_path / "h0")
+    train(tmp_path, places(2), [1])
+
+    def rank(links):
+        kept = snapshots(links, tmp_path)
+        kept.find()
+        rounds, gather = [], links.gather
+
+        def breaks(message, what):
+            """A round of rank 1 is lost on its way back: the last one before the markers."""
+            rounds.append(what)
+            last = rounds.count("the snapshot of step 2") == 3
+            try:
+                return gather(message, what) if links.rank == 0 else cut(message, what, last)
+            except (queue.Empty, LostError) as error:
+                links.broken = True
+                raise LostError("a cable") from error
+
+        def cut(message, what, last):
+            told = gather(message, what)
+            if last:
+                time.sleep(0.2)  # rank 0 has its marker
+                raise LostError("a cable")
+            return told
+
+        links.gather, links.patience_s = breaks, 0.5
+        kept.save(2, RandomSource(spread(1, 2)[links.rank], version=2), {"job": b"step 2"})
+
+    raised(run_ranks(places(2), rank), LostError, "a cable")
+    assert len([*tmp_path.glob("h*/snapshots/step-0000000002.*/*.committed")]) == 1 + shared
+    assert resume(tmp_path, places(2)) == [2, 2]
 
 
 def test_the_run_directory_knows_of_a_later_snapshot(tmp_path):

@@ -14,6 +14,8 @@ from roadtrain.parallel.control import ControlLinks, RankPlace
 
 
 class ThreadLinks(ControlLinks):
+    patience_s = 20.0  # of a wait, after which the test has failed
+
     def __init__(self, rank: int, places: Sequence[RankPlace], shared: dict[Any, Any]) -> None:
         self.rank, self.size, self.places = rank, len(places), tuple(places)
         self.deadline_s, self.shared = 20.0, shared
@@ -26,7 +28,8 @@ class ThreadLinks(ControlLinks):
         for peer in range(self.size):
             self._queue(("gather", self.rank, peer)).put((what, message))
         out = [
-            self._queue(("gather", peer, self.rank)).get(timeout=20) for peer in range(self.size)
+            self._queue(("gather", peer, self.rank)).get(timeout=self.patience_s)
+            for peer in range(self.size)
         ]
         assert {said for said, _ in out} == {what}, "all ranks are at the same operation"
         return [message for _, message in out]

@@ -217,6 +217,7 @@ class StageSizes:
         optimizer.load(exchange(source, optimizer.wanted(), joined.control), steps_done)
         adopt_buffers(buffers, had, stage_model)
         source.close()
+        drop_others(stage_model)
         pipeline = make_pipeline(joined, stage_model, self._loss)
         training.adopt(joined, stage_model, optimizer, pipeline)
         self._report(f"stages of {layout} from step {steps_done + 1} on")
@@ -233,16 +234,22 @@ def check_shared(joined: Joined, layout: StageLayout) -> None:
 
 
 def recut(old: StageModel, joined: Joined) -> StageModel:
-    """The model with this rank's new segments; what is new here has zeros until it is loaded."""
+    """The model with this rank's new segments; what is new here has zeros until it is loaded, what
+    was here has its values until `drop_others`: others may ask for them."""
     old.restore()
     segments = joined.layout.segments_of(joined.position.stage)
     new = StageModel(old.model, old.cuts, segments, joined.device)
     for name, p in new.whole.items():
         if name in new.names - old.names:
             p.data = torch.zeros(p.shape, dtype=new.cuts.dtype_of(p), device=joined.device)
-        elif name not in new.names:
-            drop(p)
     return new
+
+
+def drop_others(stage_model: StageModel) -> None:
+    """The values of what is with other stages."""
+    for name, p in stage_model.whole.items():
+        if name not in stage_model.names:
+            drop(p)
 
 
 def _silent(_: str) -> None: ...

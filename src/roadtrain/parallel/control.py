@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from roadtrain.errors import ConfigError, DeadlineError, LostError, RoadtrainError
+from roadtrain.errors import ConfigError, DeadlineError, LostError, PeerError, RoadtrainError
 
 T = TypeVar("T")
 GRACE_S = 5.0  # how much longer the others wait for the first rank, which waits for all of them
@@ -40,7 +40,10 @@ class RankPlace:
 class ControlLinks:
     """`places`: of every rank of `group`, the same on all of them. `replies`: another group of the
     same ranks; None: one is made, by all of them. Raises ConfigError for a group that cannot move
-    host tensors."""
+    host tensors. `broken`: a message of all did not come through here; what the others have heard
+    is not known."""
+
+    broken = False
 
     def __init__(
         self,
@@ -89,7 +92,12 @@ class ControlLinks:
         DeadlineError or LostError, on every rank naming the one that did not come."""
         if self.size == 1:
             return [message]
-        return self._gather_here(message, what) if self.rank == 0 else self._hand_in(message, what)
+        try:
+            here = self.rank == 0
+            return self._gather_here(message, what) if here else self._hand_in(message, what)
+        except PeerError:
+            self.broken = True
+            raise
 
     def agree(self, mine: Any, what: str) -> list[Any]:
         """As `gather`, of values that JSON has."""

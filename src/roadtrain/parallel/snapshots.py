@@ -176,20 +176,21 @@ class JobSnapshots:
         self._links.same(check, "which snapshot the run directory knows")
 
     def _clear(self, here: Mapping[SnapshotKey, PartReader], choice: Choice) -> None:
-        """Nothing is left but what counts and the one before it. A marker that is there may be in
-        the system's memory only, since its writer was killed: what counts is marked anew."""
+        """Nothing is left but what counts and the one before it, so that a half which filled the
+        disk is gone first. A marker that is there may be in the system's memory only, since its
+        writer was killed: what counts is marked anew."""
         told = choice.counts
         counts = () if told is None else (told.key,)
         keep = [*(() if choice.before is None else (choice.before,)), *counts]
 
         def clear() -> None:
-            if told is not None and told.key in here:
-                write_marker(here[told.key].home, self._links.rank, told)
             for key, reader in here.items():
                 if key in choice.dropped:
                     set_snapshot_aside(reader.home)
                 elif key not in keep:
                     remove_snapshot(reader.home)
+            if told is not None and told.key in here:
+                write_marker(here[told.key].home, self._links.rank, told)
 
         self._links.together(clear, "removing older snapshots")
         self._kept = keep
@@ -227,7 +228,8 @@ class JobSnapshots:
         """All of `source`, of `step`, committed on return. `blobs`: what else the step consists of;
         of a name that several ranks give the first one's counts. Raises FullError and others
         where it failed, and LostError with the same sentence on the other ranks; the snapshots
-        before are as they were."""
+        before are as they were. Where ranks cannot talk, some may hear that all parts are durable
+        and others not: what is written stays then, and the next start judges it."""
         begun = time.monotonic()
         told = Description(
             self._job,
@@ -242,7 +244,8 @@ class JobSnapshots:
         try:
             nbytes = self._write(home, told.key, source, shared, what)
         except RoadtrainError:
-            remove_snapshot(home)
+            if not self._links.broken:
+                remove_snapshot(home)
             raise
         self._links.together(
             lambda: write_marker(home, self._links.rank, told), f"committing {what}"
