@@ -1,4 +1,5 @@
-"""Which piece goes from whom to whom: against brute force, element by element."""
+"""Which piece goes from whom to whom: against brute force, element by element; and what a source
+that fails leaves behind."""
 
 from __future__ import annotations
 
@@ -7,10 +8,14 @@ import random
 from collections import Counter
 
 import pytest
+from thread_links import run_ranks
 
-from roadtrain.errors import GoneError
+from roadtrain.errors import DamagedError, GoneError, LostError
+from roadtrain.parallel.control import RankPlace
+from roadtrain.parallel.exchange import exchange
 from roadtrain.parallel.pieces import Extent
 from roadtrain.parallel.transfers import PieceTransfer, plan_transfers, uncovered
+from tests.local import state_pieces
 
 SIZES = {"a": 37, "b": 1, "c": 64}
 RANKS = 4
@@ -114,3 +119,24 @@ def test_what_nobody_has_is_named() -> None:
         Extent("a", 20, 25),
         Extent("z", 0, 1),
     ]
+
+
+def test_after_a_source_failed_all_ranks_are_at_the_same_place() -> None:  # Rule 5
+    """Rank 1 has what the others want, and cannot read a part of it."""
+    everything = [Extent(name, 0, size) for name, size in state_pieces.SIZES.items()]
+
+    def rank(links):
+        mine = everything if links.rank == 1 else []
+        source = state_pieces.RandomSource(mine, broken="first.weight")
+        came, failed = [], None
+        try:
+            for piece in exchange(source, everything, links, most_elements=3000):
+                came.append(piece.extent)
+        except (DamagedError, LostError) as error:
+            failed = error
+        return links.agree(str(failed), "how it was"), {one.name for one in came}
+
+    for said, came in run_ranks([RankPlace()] * 3, rank):
+        assert said[1] == "first.weight is damaged"
+        assert all("rank 1 could not give first.weight" in said[i] for i in (0, 2))
+        assert came == {"first.bias", "second.weight"}

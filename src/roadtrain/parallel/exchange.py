@@ -19,7 +19,7 @@ import torch
 from roadtrain.errors import LostError, RoadtrainError
 from roadtrain.parallel.control import ControlLinks
 from roadtrain.parallel.pieces import Extent, Piece, PieceSource
-from roadtrain.parallel.transfers import Cost, PieceTransfer, plan_transfers
+from roadtrain.parallel.transfers import PieceTransfer, plan_transfers
 
 PIECE_ELEMENTS = 1 << 20  # of one piece at most: 16 MiB with four arrays of fp32
 
@@ -29,20 +29,19 @@ def exchange(
     wanted: Iterable[Extent],
     control: ControlLinks,
     *,
-    cost: Cost | None = None,
     most_elements: int = PIECE_ELEMENTS,
 ) -> Iterator[Piece]:
     """The pieces of `wanted`, cut as they come: from this rank where it has them, else from the
-    one with the least `cost` (none: the nearest, `ControlLinks.distance`). Collective: the plan is
-    made on return, the iterator is read to its end by all.
+    nearest one (`ControlLinks.distance`). Collective: the plan is made on return, the iterator is
+    read to its end by all.
 
-    Raises GoneError for elements that nobody has, DeadlineError, LostError (also where a source
-    failed: its sentence)."""
+    Raises GoneError for elements that nobody has, DeadlineError, LostError; at the end, where a
+    source failed, its error, and a LostError with its sentence on who wanted of it."""
     told = control.agree(
         {"haves": _told(source.extents()), "wants": _told(wanted)}, "what each has and wants"
     )
     haves, wants = ([_extents(one[key]) for one in told] for key in ("haves", "wants"))
-    plan = plan_transfers(haves, wants, cost or control.distance, most_elements)
+    plan = plan_transfers(haves, wants, control.distance, most_elements)
     mine = [t for t in plan if control.rank in (t.source, t.target)]
     return _carry_out(mine, source, control)
 
@@ -58,35 +57,48 @@ def _extents(told: Sequence[Sequence[Any]]) -> list[Extent]:
 def _carry_out(
     plan: Sequence[PieceTransfer], source: PieceSource, control: ControlLinks
 ) -> Iterator[Piece]:
+    """What a source cannot give is raised at the end: until then others wait for the rest of it,
+    and afterwards all ranks are at the same place."""
+    wrong: RoadtrainError | None = None
     for transfer in plan:
         extent = transfer.extent
         what = f"{extent.name} [{extent.start}:{extent.stop}]"
-        if transfer.source == transfer.target:
-            yield source.piece(extent)
-        elif transfer.source == control.rank:
-            _give(source, extent, control, transfer.target, what)
+        if transfer.source == control.rank:
+            found = _read(source, extent)
+            if transfer.target != control.rank:
+                _give(found, control, transfer.target, what)
         else:
-            yield _take(extent, control, transfer.source, what)
+            found = _take(extent, control, transfer.source, what)
+        if not isinstance(found, Piece):
+            wrong = wrong or found
+        elif transfer.target == control.rank:
+            yield found
+    if wrong is not None:
+        raise wrong
 
 
-def _give(
-    source: PieceSource, extent: Extent, control: ControlLinks, target: int, what: str
-) -> None:
+def _read(source: PieceSource, extent: Extent) -> Piece | RoadtrainError:
     try:
-        piece = source.piece(extent)
+        return source.piece(extent)
     except RoadtrainError as error:
-        control.send_bytes(json.dumps({"error": str(error)}).encode(), target, what)
-        raise
-    head = {"arrays": list(piece.arrays), "scalars": dict(piece.scalars)}
+        return error
+
+
+def _give(found: Piece | RoadtrainError, control: ControlLinks, target: int, what: str) -> None:
+    if not isinstance(found, Piece):
+        control.send_bytes(json.dumps({"error": str(found)}).encode(), target, what)
+        return
+    head = {"arrays": list(found.arrays), "scalars": dict(found.scalars)}
     control.send_bytes(json.dumps(head).encode(), target, what)
-    for array in piece.arrays.values():
+    for array in found.arrays.values():
         control.send(array.contiguous(), target, what)
 
 
-def _take(extent: Extent, control: ControlLinks, source: int, what: str) -> Piece:
+def _take(extent: Extent, control: ControlLinks, source: int, what: str) -> Piece | LostError:
+    """A LostError is what the source says; that it is gone is raised."""
     head = json.loads(control.receive_bytes(source, what))
     if "error" in head:
-        raise LostError(f"{control.name(source)} could not give {what}: {head['error']}")
+        return LostError(f"{control.name(source)} could not give {what}: {head['error']}")
     arrays = dict[str, torch.Tensor]()
     for key in head["arrays"]:
         arrays[str(key)] = torch.empty(extent.numel, dtype=torch.float32)

@@ -20,6 +20,8 @@ on the host sums are in rank order (Rule 1). An infinite or NaN gradient is appl
 
 from __future__ import annotations
 
+import contextlib
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -452,6 +454,8 @@ class ShardedOptimizer:
             self.pieces.take(pieces, self._hyperparameters(), groups)
         except StoreError as error:
             wrong = error
+            with contextlib.suppress(StoreError):  # others wait for what this rank gives
+                deque(pieces, maxlen=0)
         what, failed = f"the load of step {steps_done} over {self.group}", [wrong is not None]
         self._agree(what, lambda: torch.tensor(failed, dtype=torch.uint8), failed.extend)
         self._settle(what)
