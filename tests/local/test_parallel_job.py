@@ -19,6 +19,7 @@ from roadtrain.config.networks import HostCards
 from roadtrain.errors import ConfigError
 from roadtrain.parallel.pipeline import StepTimes
 from roadtrain.parallel.rank_meeting import RankHello, check_same
+from roadtrain.parallel.snapshots import SnapshotOptions
 from roadtrain.parallel.stage_model import MicroBatch
 from roadtrain.storage.safetensors_io import open_dir
 from roadtrain.training import train_parallel
@@ -28,7 +29,13 @@ from roadtrain.training.export import export_run
 from roadtrain.training.export_stages import newest
 from roadtrain.training.stop import Stop
 from roadtrain.training.train import train
-from roadtrain.training.train_parallel import StagedJob, check, told_of, unused
+from roadtrain.training.train_parallel import (
+    StagedJob,
+    check,
+    snapshot_options,
+    told_of,
+    unused,
+)
 
 JOB = """
 [run]
@@ -220,6 +227,16 @@ def test_hosts_whose_text_or_optimizer_differs_do_not_mean_the_same(job):  # Rul
     for there in told[1:]:
         with pytest.raises(ConfigError, match=r"the same job: (text|optimizer) = .*, and \1 = "):
             check_same(RankHello(0, 2, hosts, told[0], 2), {}, RankHello(1, 2, hosts, there, 2))
+
+
+def test_what_a_job_says_of_snapshots(job):
+    path = job("snapshots", 1)
+    assert snapshot_options(load_job(path)) == SnapshotOptions(every=2)
+    given = {"parallelism.snapshot_replicas": 2, "run.new_store": True}
+    asked = SnapshotOptions(every=2, replicas=2, go_back=True)
+    assert snapshot_options(load_job(path, given)) == asked
+    with pytest.raises(ConfigError, match="snapshot_replicas"):
+        load_job(path, {"parallelism.snapshot_replicas": 3})
 
 
 @pytest.mark.slow

@@ -209,6 +209,7 @@ def test_keys_of_a_job() -> None:
         "parallelism.overlap",
         "parallelism.resize_stages",
         "parallelism.snapshot_every",
+        "parallelism.snapshot_replicas",
         "parallelism.deadline",
         "parallelism.networks",
         "parallelism.placements",

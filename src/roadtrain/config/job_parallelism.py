@@ -75,6 +75,9 @@ class ParallelismSection(Section):
     snapshot_every: Count = Field(
         default=50, description="steps between snapshots of what rests beside the ranks"
     )
+    snapshot_replicas: Count = Field(
+        default=1, le=2, description="2: each part of a snapshot also on a host of another cluster"
+    )
     deadline: Number = Field(default=600.0, gt=0, description="seconds that a wait may take")
     networks: list[NetworkStatement] = Field(
         default=[], description="what is known of network cards; the rest is found"

@@ -246,11 +246,15 @@ def store_of(placement: StagePlacement, job: Job) -> StageStore:
     return Memory()
 
 
+def snapshot_options(job: Job) -> SnapshotOptions:
+    asked = job.parallelism
+    return SnapshotOptions(asked.snapshot_every, asked.snapshot_replicas, job.run.new_store)
+
+
 def resume(staged: StagedJob, mark: Mark | None, report: Report) -> None:
     """Go on from the last committed step of the run directory."""
     job, training = staged.job, staged.training
-    options = SnapshotOptions(job.parallelism.snapshot_every, go_back=job.run.new_store)
-    blobs = training.keep(job.run_dir, options, mark, report)
+    blobs = training.keep(job.run_dir, snapshot_options(job), mark, report)
     if DATA in blobs:
         state = decode(blobs[DATA])
         staged.tokens.load_state_dict(state["tokens"])
