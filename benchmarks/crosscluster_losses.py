@@ -9,6 +9,7 @@ another.
 from __future__ import annotations
 
 import json
+import math
 import socket
 import subprocess
 import sys
@@ -76,8 +77,9 @@ def cell(parallelism: dict[str, Any], micros: int, what: str, **more: Any) -> Ce
 
 
 def worst_difference(losses: Sequence[float], alone: Sequence[float]) -> float:
-    """The largest relative difference of a step's losses."""
-    return max(abs(ours - one) / abs(one) for ours, one in zip(losses, alone, strict=True))
+    """The largest relative difference of a step's losses; infinite where one is not a number."""
+    found = [abs(ours - one) / abs(one) for ours, one in zip(losses, alone, strict=True)]
+    return math.inf if any(map(math.isnan, found)) else max(found)
 
 
 def alone() -> list[float]:

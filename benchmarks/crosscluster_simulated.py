@@ -7,7 +7,7 @@ over its share of their processors.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from benchmarks.crosscluster_known import Known
 from benchmarks.crosscluster_lab import CPUS, ETHERNET, INFINIBAND, ROCE
@@ -16,7 +16,7 @@ from benchmarks.crosscluster_runs import Run
 from roadtrain.config.cluster import Cluster, make_cluster
 from roadtrain.config.models import ModelShape, from_config
 from roadtrain.config.parallelism import Parallelism
-from roadtrain.config.plan import ElementBytes, Plan, placement
+from roadtrain.config.plan import ElementBytes, NetworkGroup, Plan, placement
 from roadtrain.lab import CARRIED
 from roadtrain.simulator.compute import Constants, HostTimes
 from roadtrain.simulator.fabric import UPDATE_BYTES
@@ -25,6 +25,7 @@ from roadtrain.simulator.run import Result, simulate
 FP32 = ElementBytes(parameter_bytes=4, gradient_bytes=4, activation_bytes=4)
 KINDS = {"ib": ("infiniband", INFINIBAND), "roce": ("roce", ROCE)}
 LATENCY = "50us"
+Networks = dict[NetworkGroup, Literal["ethernet"]]
 
 
 def predicted(run: Run, of: Known) -> Result:
@@ -56,7 +57,7 @@ def shape_of(spec: RunSpec) -> ModelShape:
 
 def plan_of(run: Run) -> Plan:
     spec, batch = run.spec, run.spec.batch
-    networks = {} if run.environment.fast else {"dp": "ethernet", "pp": "ethernet"}
+    networks: Networks = {} if run.environment.fast else {"dp": "ethernet", "pp": "ethernet"}
     if spec.method == "ddp":  # each rank its rows in one pass
         whole = Parallelism(dp=4)
         return Plan(

@@ -3,11 +3,15 @@ it ran on. Nothing is run here."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
+
 from benchmarks.crosscluster_known import Known
 from benchmarks.crosscluster_lab import CPUS, ENVIRONMENTS, ETHERNET, Environment, Measured
+from benchmarks.crosscluster_losses import WITHIN, worst_difference
 from benchmarks.crosscluster_model import Batch, ModelSize, RunSpec
 from benchmarks.crosscluster_simulated import plan_of, predicted, shape_of
 from roadtrain.lab import CARRIED
@@ -80,3 +84,16 @@ def test_a_throttled_cluster_is_as_much_slower() -> None:
     uneven = replace(even, measured=measured([10, 6]))
     assert even.seconds() > 1.4 * Case().seconds()
     assert uneven.seconds() < 0.9 * even.seconds()
+
+
+def test_the_measured_seconds_of_an_update_count() -> None:
+    """On fast networks nothing hides them: a second of each rank's half of a stage."""
+    run: Any = Case(ENVIRONMENTS["all InfiniBand"])
+    slow = replace(KNOWN, update=KNOWN.update + 1 / (shape_of(run.spec).params / 4))
+    assert predicted(run, slow).seconds == pytest.approx(run.seconds() + 1, rel=0.1)
+
+
+def test_a_loss_that_is_no_number_is_not_the_same() -> None:
+    """Whichever step has it. # Rule 6"""
+    assert worst_difference([1.0, math.nan], [1.0, 1.0]) == math.inf > WITHIN
+    assert worst_difference([math.nan, 1.0], [1.0, 1.0]) == math.inf

@@ -7,6 +7,7 @@ import json
 import random
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,15 @@ from hypothesis import strategies as st
 
 from roadtrain import cli
 from roadtrain.config.cluster import Cluster, make_cluster
+from roadtrain.config.job import make_job
 from roadtrain.config.models import ModelShape, gpt, shape
 from roadtrain.config.parallelism import Parallelism
 from roadtrain.config.plan import PLACEMENTS, Plan, load_plan, make_plan, placement
 from roadtrain.errors import ConfigError, RoadtrainError
 from roadtrain.planner.candidates import MOST_MICROBATCHES, candidates
+from roadtrain.planner.plan import job, words
 from roadtrain.planner.search import CLOSE, least_change, scaled, search
-from roadtrain.simulator.compute import Constants
+from roadtrain.simulator.compute import Constants, HostTimes
 from roadtrain.simulator.engine import Engine
 from roadtrain.simulator.run import simulate
 from roadtrain.simulator.scene import Scene
@@ -121,6 +124,78 @@ def test_the_pick_is_the_best_of_all(seed: int) -> None:
     assert answer.pick is not None
     assert answer.pick.score <= min(scores) * (1 + 1e-9)
     assert sum(family.simulated for family in answer.families.values()) <= len(scores)
+
+
+def two_clusters(devices: tuple[int, int] = (3, 1)) -> Cluster:
+    """Hosts on InfiniBand and on RoCE, of one device each, with slow Ethernet between all."""
+    slow = {"kind": "ethernet", "rate": "10MB/s"}
+    device = {"flops": "1TFLOP/s", "memory": "24GB", "memory_rate": "200GB/s", "copy": "12GB/s"}
+    hosts = [
+        {
+            "name": kind,
+            "count": count,
+            "device": device,
+            "memory": "64GB",
+            "nics": [{"kind": kind, "rate": "1GB/s"}, slow],
+        }
+        for kind, count in zip(("infiniband", "roce"), devices)
+    ]
+    return make_cluster({"hosts": hosts})
+
+
+def test_clusters_of_unequal_size_get_stages_of_unequal_width() -> None:
+    """Gradients stay on the fast networks, and nobody is without work."""
+    cluster, model = two_clusters(), gpt(8, 1024, 16, vocab=32000, seq_len=512)
+    answer = search(cluster, model, OF, batch=16, placements=["zero1"])
+    assert answer.pick is not None and answer.pick.plan.widths == (3, 1)
+    said = words(answer.pick.plan)
+    assert "3+1 data x 2 pipeline-parallel" in said and "summed by a ring" in said
+    free = search(cluster, model, OF, placements=["zero1"], explain=False)
+    assert free.pick is not None and free.batch >= max(free.pick.plan.widths)
+
+
+def test_a_plan_in_stages_has_a_job() -> None:
+    plan = Plan(placement("zero1"), Parallelism(pp=2, widths=(3, 1), stages=(6, 2)), 2, 12)
+    tree = tomllib.loads(job(plan) or "")
+    made = make_job({**tree, "model": {"config": {"model_type": "llama"}}})
+    assert made.parallelism.degrees(4) == plan.parallelism
+    assert made.parallelism.num_microbatches == 12 and made.data.batch_size == 2
+    even = plan.changed(parallelism=Parallelism(dp=2, pp=2, tp=2))
+    assert tomllib.loads(job(even) or "")["parallelism"]["num_microbatches"] == 24
+    assert job(plan.changed(activation_checkpointing=True)) is None
+
+
+def test_measured_speeds_bound_a_plan() -> None:
+    """A backward that is shorter than twice its forward, and seconds measured on a host, are in
+    the bounds by which plans are left out."""
+    cluster, model = two_clusters((2, 2)), gpt(4, 1024, 16, vocab=32000, seq_len=512)
+    times = {("layer", n): 1e-3 * n for n in (1, 2, 4, 8)}
+    of = Constants(backward=0.5, hosts={"roce": HostTimes(times), "infiniband": HostTimes(times)})
+    names = ["ddp", "zero1"]
+    answer = search(cluster, model, of, batch=8, explain=False, placements=names)
+    assert answer.pick is not None
+    for plan in candidates(cluster, model, batch=8, placements=names):
+        try:
+            result = simulate(plan, cluster, model, of)
+        except RoadtrainError:
+            continue
+        assert answer.pick.score <= result.seconds / plan.samples * (1 + 1e-9), plan
+
+
+def test_a_faster_network_has_faster_links_between_its_switches() -> None:
+    nics = [[{"kind": "ethernet", "rate": "1GB/s", "switch": name}] for name in "ab"]
+    device = {"flops": "1TFLOP/s", "memory": "24GB"}
+    hosts = [
+        {"name": name, "device": device, "memory": "64GB", "nics": own}
+        for name, own in zip("ab", nics)
+    ]
+    links = [{"between": ["a", "b"], "rate": "20MB/s"}]
+    switches = [{"name": name} for name in "ab"]
+    cluster = make_cluster({"hosts": hosts, "switches": switches, "links": links})
+    assert scaled(cluster, 2)["network"].links[0].rate == 40e6
+    plan, model = Plan(placement("ddp"), Parallelism(dp=2)), gpt(4, 1024, 16, seq_len=16)
+    twice = simulate(plan, scaled(cluster, 2)["network"], model, OF).seconds
+    assert twice == pytest.approx(simulate(plan, cluster, model, OF).seconds / 2, rel=0.1)
 
 
 @pytest.mark.slow

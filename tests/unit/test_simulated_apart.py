@@ -70,6 +70,23 @@ def test_apart_is_as_one_for_all(seed: int) -> None:
         assert sent[0] == pytest.approx(one.bytes["stage 0 out"], rel=1e-6)
 
 
+@pytest.mark.parametrize("name", [*PLACEMENTS])
+def test_ranks_that_share_a_host_share_what_it_sends(name: str) -> None:
+    """Hosts of two devices, each rank apart: a ring crosses a card once for both, and a host's
+    servers get one gradient of it, as where all are one."""
+    where = cluster(2, 1, devices=2, sums=True)
+    plan = Plan(placement(name), Parallelism(dp=4), num_microbatches=2, overlap=False)
+    model = lump(4e8, 1e12)
+    one = simulate(plan, where, model, WHOLE, checked=False, logs=[])
+    each = apart(plan, where, model)
+    assert each.seconds == pytest.approx(one.seconds, rel=0.05)
+    for way in ("out", "in"):
+        sent = each.bytes[f"gpu 0 roce {way}"]
+        assert sent == pytest.approx(one.bytes[f"stage 0 {way}"]) and sent > 0
+        if "server in" in one.bytes:
+            assert each.bytes[f"server {way}"] == pytest.approx(one.bytes[f"server {way}"])
+
+
 @pytest.mark.parametrize(
     ("widths", "num_microbatches"), [((2, 1), 8), ((1, 3), 9), ((1, 2, 4), 16), ((3, 2), 12)]
 )
@@ -143,9 +160,33 @@ def test_processors_that_communicate_compute_less() -> None:
     assert busy - free == pytest.approx(2 * 2e9 * 2e-10, rel=0.15)
 
 
-def two_networks(between: str) -> Cluster:
+@pytest.mark.parametrize(("name", "ranks"), [("ddp", 1), ("zero1", 2)])
+@pytest.mark.parametrize("one_by_one", [True, False])
+def test_processors_that_compute_update(name: str, ranks: int, one_by_one: bool) -> None:
+    """At the host's rate of updates, which all of its ranks share; not at a device's memory's."""
+    kind = cluster(1).hosts[0].device.model_copy(update={"kind": "cpu"})  # type: ignore[union-attr]
+    update = {"device": kind, "devices": ranks, "updates": 28e9, "fabric": 1e12}
+    host = cluster(1).hosts[0].model_copy(update=update)
+    where = cluster(1).model_copy(update={"hosts": (host,)})
+    plan = Plan(placement(name), Parallelism(dp=ranks), overlap=False)
+    result = simulate(plan, where, lump(1e9), WHOLE, checked=False, apart=one_by_one)
+    assert result.seconds == pytest.approx(1.0, rel=0.05)
+
+
+def test_what_was_measured_is_of_one_device_and_of_so_many_samples() -> None:
+    """Ranks that share a layer take a part of it each; other samples take in proportion."""
+    of, block = Constants(table={("layer", 4): 0.8}), pipe().blocks[0]
+    device = cluster(1).hosts[0].device
+    assert device is not None
+    for samples, ranks, seconds in ((4, 1, 0.8), (4, 2, 0.4), (2, 1, 0.4), (6, 2, 0.6)):
+        assert of.forward(block, samples, ranks, device) == pytest.approx(seconds)
+
+
+def two_networks(between: str, *, devices: int = 1, kind: str = "device") -> Cluster:
     """Two hosts each in two clusters, every host with both cards."""
-    host = cluster(1).hosts[0].model_dump(mode="json", by_alias=True, exclude={"ssds"})
+    host = cluster(1, devices=devices).hosts[0]
+    host = host.model_dump(mode="json", by_alias=True, exclude={"ssds"})
+    host["device"]["kind"] = kind
 
     def hosts(name: str, kind: str, rate: str) -> dict[str, Any]:
         slow = {"kind": "ethernet", "rate": between, "latency": "1us"}
@@ -175,6 +216,13 @@ def test_each_group_has_the_fastest_network_that_its_members_share() -> None:
     other = apart(slow, two_networks("100MB/s"), model)
     assert other.bytes["a 0 ethernet out"] == pytest.approx(2 * gradients + m * 4e6)
     assert other.seconds >= (2 * gradients + m * 4e6) / 100e6 > result.seconds
+
+
+def test_networks_that_no_group_has_are_refused() -> None:
+    """A word that means nothing would be passed over. # Rule 6"""
+    for networks in ({"data": "ethernet"}, {"dp": "ib"}):
+        with pytest.raises(ConfigError, match="networks"):
+            make_plan({"placement": "ddp", "networks": networks})
 
 
 def test_half_the_bytes_of_activations_take_half_the_time() -> None:
@@ -207,7 +255,7 @@ def test_two_switches_share_the_link_between_them() -> None:
     result = apart(
         Plan(placement("ddp"), Parallelism(dp=2, pp=2), num_microbatches=16), where, model
     )
-    assert result.bytes["a to b"] == pytest.approx(32 * 2e6)
+    assert result.bytes["a to b link"] == pytest.approx(32 * 2e6)
     assert result.seconds >= 32 * 2e6 / 20e6
 
 
@@ -226,19 +274,35 @@ def test_an_optimizer_that_overlaps_hides_its_traffic() -> None:
         assert result.bytes["stage 0 out"] == pytest.approx(2 * 3 / 4 * 4e9)
 
 
-@pytest.mark.parametrize("widths", [(2, 2), (3, 1), (1, 2, 1)])
+@pytest.mark.parametrize(
+    ("widths", "devices", "tp"),
+    [
+        ((2, 2), 1, 1),
+        ((3, 1), 1, 1),
+        ((1, 2, 1), 1, 1),
+        ((4, 4), 2, 1),
+        ((6, 2), 2, 1),
+        ((3, 1), 2, 2),
+        ((8,), 2, 1),
+    ],
+)
 @pytest.mark.parametrize("name", ["zero1", "ddp"])
-def test_the_bytes_of_cards_are_those_of_the_arithmetic(name: str, widths: tuple[int, ...]) -> None:
+def test_the_bytes_of_cards_are_those_of_the_arithmetic(
+    name: str, widths: tuple[int, ...], devices: int, tp: int
+) -> None:
     """What the real run holds its counters against (protocol/traffic.py) is what the simulated
-    cards carry. # Rule 7"""
+    cards carry, also of hosts of several devices. # Rule 7"""
     pp = len(widths)
     plan = Plan(
-        placement(name), Parallelism(pp=pp, widths=widths), num_microbatches=6, gather="forward"
+        placement(name),
+        Parallelism(pp=pp, widths=widths, tp=tp),
+        num_microbatches=8,
+        gather="forward",
     ).changed(gradient_bytes=4, parameter_bytes=4, activation_bytes=2)
     model = pipe(7, params=7e6)
-    result = apart(plan, two_networks("1GB/s"), model)
+    result = apart(plan, two_networks("1GB/s", devices=devices, kind="cpu"), model)
     hosts = ["a 0", "a 1", "b 0", "b 1"]
-    by_host = host_bytes(step_links(plan, model), hosts)
+    by_host = host_bytes(step_links(plan, model), [host for host in hosts for _ in range(devices)])
     for host in hosts:
         for outward, way in ((True, "out"), (False, "in")):
             planned = sum(n for (at, _), n in by_host.items() if at == HostLink(host, outward))
@@ -340,6 +404,7 @@ def test_people_read_what_each_replica_did_and_each_card_carried() -> None:
     result = simulate(plan, where, model, WHOLE, checked=False)
     text = report(result, where, model, WHOLE)
     assert "placement zero1, files, dp 3+1 x tp 1 x pp 2" in text
+    assert "micro-batch 1 x 6 over all replicas" in text
     assert "stage 0 replica 2: the device waits" in text and "stage 1 replica 0: the" in text
     assert "carried gpu 3 roce out: 11.4 MiB a step" in text  # gradients of 6 x 2 MB activations
     told = as_json(result, where, model, WHOLE)

@@ -84,6 +84,11 @@ def test_a_sharded_optimizer_sends_what_is_not_its_own(width: int) -> None:
     )
 
 
+def test_an_all_reduce_goes_round_twice() -> None:
+    links = link_bytes(Parallelism(dp=3), 3, NOTHING, [StageBytes(ring_gradients=2 * 300)])
+    assert links == {(a, b, TrafficKind.GRADIENTS): 400 for a, b in ((0, 1), (1, 2), (2, 0))}
+
+
 @given(st.integers(1, 5), st.integers(1, 5))
 def test_a_shared_parameter_goes_once_each_way(first: int, last: int) -> None:
     """Every rank of each stage gets the elements that it keeps the state of, once."""

@@ -35,6 +35,7 @@ from roadtrain.errors import ConfigError
 # of each device's and host's memory, that a plan leaves free where nobody says otherwise
 HEADROOM = 0.05
 Where = Literal["device", "split", "host", "ssd", "server"]
+NetworkGroup = Literal["dp", "pp"]
 
 
 @value
@@ -178,8 +179,10 @@ class Plan:
     gather: Literal["update", "forward"] = "update"
     in_turn: Flag = False  # updates in the order of their gradients, not of the next forward
     keep: Number | None = None  # fraction of a gradient's elements that travels; None: all
-    # kind of card for a group ("dp", "pp"); for what is not named one is chosen
-    networks: Mapping[str, str] = field(default_factory=dict, hash=False)
+    # kind of card for a group; for what is not named one is chosen
+    networks: Mapping[NetworkGroup, Literal["infiniband", "roce", "ethernet"]] = field(
+        default_factory=dict, hash=False
+    )
     headroom: Number = Field(default=0.0, lt=1)  # share of devices' and hosts' memory left free
     memory: PlanMemory = PlanMemory()
     sizes: ElementBytes = ElementBytes()

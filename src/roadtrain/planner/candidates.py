@@ -7,14 +7,18 @@ which is good.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
 from roadtrain.config.cluster import Cluster
+from roadtrain.config.host_ranks import suited_parallelisms
 from roadtrain.config.models import ModelShape
 from roadtrain.config.parallelism import Parallelism, balanced, even
 from roadtrain.config.plan import HEADROOM, PLACEMENTS, Placement, Plan, placement
+from roadtrain.errors import ConfigError
 from roadtrain.simulator.memory import stage_bytes
 from roadtrain.simulator.scene import Scene
 
@@ -22,6 +26,7 @@ MOST_PP, MOST_MICRO_BATCH, MOST_PARTS = 64, 64, (2, 4)
 # micro-batches a step that are tried without a batch; of a pipeline so many a stage
 MOST_MICROBATCHES, MOST_TURNS = 64, 16
 LONG = 4096  # tokens of a sequence that a context-parallel rank has at least
+MOST_APART = 16  # devices of clusters on which stages of unequal width are tried
 EVERY = 1000  # slots: each block keeps its own from forward to backward
 
 
@@ -64,7 +69,7 @@ def parallelisms(
     spread = one.parameters in ("device", "split")
     for tp, pp in _splits(model, total, inside, one):
         ranks = total // tp // pp
-        stages = _balanced(cluster, model, total // pp, pp)
+        stages = _balanced(cluster, model, Parallelism(ranks, tp, pp))
         for cp, ep in product(_powers(model.tokens // LONG), _powers(experts)):
             if ranks % cp or ranks % ep or (not spread and cp * ep > 1):
                 continue
@@ -72,6 +77,26 @@ def parallelisms(
             for virtual_stages in MOST_PARTS if pp > 1 else ():
                 if model.layers % (pp * virtual_stages) == 0:
                     yield Parallelism(ranks // cp, tp, pp, (), cp, ep, virtual_stages)
+    tensor = dict.fromkeys(tp for tp, _ in _splits(model, total, inside, one))
+    for parallelism in () if one.streamed else _unequal(cluster, model, tensor):
+        yield replace(parallelism, stages=_balanced(cluster, model, parallelism))
+
+
+def _unequal(cluster: Cluster, model: ModelShape, tensor: Iterable[int]) -> Iterator[Parallelism]:
+    """Stages of unequal width, each among hosts whose fastest cards meet, where not all do."""
+    hosts = [
+        (f"{host.name} {n}", cluster.switch_of(max(host.nics, key=lambda nic: nic.total)), devices)
+        for host in cluster.workers
+        if host.nics
+        for n, devices in enumerate([host.devices] * host.count)
+    ]
+    if len({where for _, where, _ in hosts}) < 2 or cluster.device_count > MOST_APART:
+        return
+    for tp in tensor:
+        with suppress(ConfigError):  # hosts whose cards meet are not beside each other, or others
+            for found in suited_parallelisms(hosts, max(1, model.layers), tp=tp):
+                if found.widths and found.devices == cluster.device_count:
+                    yield found
 
 
 def _splits(
@@ -100,20 +125,28 @@ def _ends(model: ModelShape) -> tuple[list[int], tuple[float, float]]:
     )
 
 
-def _balanced(cluster: Cluster, model: ModelShape, per_stage: int, pp: int) -> tuple[int, ...]:
+def _balanced(cluster: Cluster, model: ModelShape, parallelism: Parallelism) -> tuple[int, ...]:
     """Layers of each stage by its slowest device's speed; () where even ones are as fast."""
+    pp, first = parallelism.pp, parallelism.first_ranks
     flops = [
         host.device.flops
         for host in cluster.workers
         for _ in range(host.count * host.devices)
         if host.device
     ]
-    speeds = [min(flops[i * per_stage : (i + 1) * per_stage]) for i in range(pp)]
+    slowest = [min(flops[begin:stop]) for begin, stop in itertools.pairwise(first)]
+    speeds = _of_widths(parallelism, slowest)
     layers, ends = _ends(model)
     stages = (
         balanced([model.blocks[i].flops for i in layers], speeds, ends=ends) if pp > 1 else None
     )
     return () if stages is None or stages == even(len(layers), pp) else stages
+
+
+def _of_widths(parallelism: Parallelism, speeds: Sequence[float]) -> list[float]:
+    """Of each stage, all its replicas together; as they are where all have as many."""
+    widths = parallelism.widths or (1,) * parallelism.pp
+    return [speed * width for speed, width in zip(speeds, widths, strict=True)]
 
 
 def stages_that_fit(scene: Scene) -> tuple[int, ...] | None:
@@ -139,19 +172,23 @@ def stages_that_fit(scene: Scene) -> tuple[int, ...] | None:
             known[key] = stage_bytes(plan, blocks[first:last], stage) <= device[stage].room
         return known[key]
 
-    speeds = [min(host.device.flops for host in group if host.device) for group in scene.groups_of]
+    slowest = [min(host.device.flops for host in group if host.device) for group in scene.groups_of]
+    speeds = _of_widths(plan.parallelism, slowest)
     return balanced([blocks[i].flops for i in layers], speeds, ends=ends, fits=fits)
 
 
 def batches(parallelism: Parallelism, batch: int | None) -> Iterator[tuple[int, int]]:
     """(micro-batch, passes) whose product is the batch; without one, the most passes that are
     tried: a sample takes least where what a step takes besides is shared by many."""
-    size = 1
+    size, widest = 1, max(parallelism.widths, default=1)  # unequal ones share all micro-batches
     while size <= MOST_MICRO_BATCH:
-        most = MOST_MICROBATCHES if parallelism.pp == 1 else MOST_TURNS * parallelism.pp
+        most = MOST_MICROBATCHES if parallelism.pp == 1 else MOST_TURNS * parallelism.pp * widest
         num_microbatches = most if batch is None else batch // (parallelism.dp * size)
-        if (batch is None or batch % (parallelism.dp * size) == 0) and (
-            parallelism.virtual_stages == 1 or num_microbatches % parallelism.pp == 0
+        if (
+            (batch is None or batch % (parallelism.dp * size) == 0)
+            and (parallelism.virtual_stages == 1 or num_microbatches % parallelism.pp == 0)
+            and num_microbatches >= widest
+            and (num_microbatches <= most or not parallelism.widths)
         ):
             yield size, num_microbatches
         size *= 2
@@ -168,5 +205,7 @@ def options(plan: Plan) -> Iterator[Plan]:
             yield plan.changed(buffers=8, slots=slots, update_at="step")
             if place.gradients == "memory":
                 yield plan.changed(buffers=8, slots=slots, update_at="gradient")
+    elif place.name == "zero1":  # as jobs with [parallelism] are run
+        yield plan.changed(gradient_bytes=4, gather="forward")
     else:
         yield plan

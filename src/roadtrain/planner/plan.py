@@ -62,21 +62,22 @@ def words(plan: Plan) -> str:
         "relay": "a relay beside each host",
         "server": "the server",
     }
+    widths = "+".join(map(str, parallelism.widths))
     parts = [
         f"{place.name}: parameters {rests[place.parameters]}, optimizer state {rests[place.state]}"
     ]
-    if parallelism.dp > 1:
+    if max(plan.widths) > 1:
         parts.append(f"gradients summed by {sums[place.sum]}")
     parts.append(
         f"updates {'beside the SSDs' if place.update == 'ssd' else 'on the ' + place.update}"
     )
     groups = (
-        (parallelism.dp, "data"),
+        (widths or parallelism.dp, "data"),
         (parallelism.cp, "context"),
         (parallelism.tp, "tensor"),
         (parallelism.pp, "pipeline"),
     )
-    ranks = [f"{n} {what}" for n, what in groups if n > 1]
+    ranks = [f"{n} {what}" for n, what in groups if n != 1]
     parts.append(" x ".join(ranks) + "-parallel" if ranks else "one device")
     if parallelism.ep > 1:
         parts.append(f"experts spread over {parallelism.ep}")
@@ -86,6 +87,7 @@ def words(plan: Plan) -> str:
         parts.append(f"stages of {', '.join(map(str, parallelism.stages))} layers")
     parts.append(
         f"micro-batch {plan.micro_batch} x {plan.num_microbatches}"
+        + (" over all replicas" if widths else "")
         + (", activation checkpointing" if plan.activation_checkpointing else "")
     )
     if plan.memory.kept or (plan.placement.streamed and plan.memory.slots >= EVERY):
@@ -271,9 +273,25 @@ def job(plan: Plan) -> str | None:
             "servers": {"addresses": ["HOST:PORT"], "relay": "4GiB", "buffering": relayed}
         },
     }
-    if plan.placement.name not in where or plan.parallelism.tp > 1 or plan.parallelism.pp > 1:
+    ranks = plan.parallelism
+    if plan.placement.name == "zero1" and ranks.cp == ranks.ep == 1:
+        if plan.activation_checkpointing:
+            return None
+        del own["optimizer"]["accumulate"]
+        return tomli_w.dumps({**own, "parallelism": _degrees(plan)})
+    if plan.placement.name not in where or ranks.tp > 1 or ranks.pp > 1:
         return None
     return tomli_w.dumps({**own, **where[plan.placement.name]})
+
+
+def _degrees(plan: Plan) -> dict[str, Any]:
+    """[parallelism] of a job in stages."""
+    ranks = plan.parallelism
+    width = {"widths": list(ranks.widths)} if ranks.widths else {"dp": ranks.dp}
+    stages = {"stages": list(ranks.stages)} if ranks.stages else {}
+    names = ("tp", "pp", "virtual_stages")
+    degrees = {name: getattr(ranks, name) for name in names if getattr(ranks, name) > 1}
+    return {**degrees, **width, **stages, "num_microbatches": plan.step_microbatches}
 
 
 def steps_of(cluster_file: str, model: str, plan: Plan, seq_len: int, lab: bool) -> int:
@@ -392,14 +410,11 @@ def command(
         replace_file(Path(trace), (dumps(perfetto(traced)) + "\n").encode(), "writing")
     if job_file:
         if (text := job(answer.pick.plan)) is None:
-            print(
-                f"no job file: placement {answer.pick.plan.placement.name} with this parallelism"
-                " has no runtime here"
-            )
+            print(f"no job file: `roadtrain train` cannot run this: {words(answer.pick.plan)}")
         else:
             replace_file(Path(job_file), text.encode(), "writing")
-            print(
-                f"job     {job_file}: add [model.config]; put your servers in where it says"
-                " HOST:PORT"
-            )
+            more = "put your servers in where it says HOST:PORT"
+            if "[parallelism]" in text:
+                more = "torchrun starts it, one process a device"
+            print(f"job     {job_file}: add [model.config]; {more}")
     return steps_of(cluster_file, model, answer.pick.plan, one.tokens, lab) if verify else 0

@@ -41,7 +41,7 @@ CLOSE = 0.05  # what a larger batch would have to take off a sample's score to b
 SMALLER, MORE = 0.5, 1.1  # a resource's rate, to see what it would change
 LITTLE = 1e-3  # share of a step in which a resource is taken, that no rate of it changes anything
 ENDS = {
-    "network": (" out", " in", " forth", " back"),
+    "network": (" out", " in", " forth", " back", " link"),
     "PCIe": ("to device", "from device"),
     "SSDs": ("read", "write", "mixed"),
     "device links": ("fabric",),
@@ -216,7 +216,9 @@ class _Search:
         ways = []
         size = 1
         while size <= MOST_MICRO_BATCH:
-            turn = best.plan.parallelism.pp if best.plan.parallelism.virtual_stages > 1 else 1
+            parallelism = best.plan.parallelism
+            turn = parallelism.pp if parallelism.virtual_stages > 1 else 1
+            turn = max(parallelism.widths, default=turn)
             ways += [
                 (size * num_microbatches, size, num_microbatches)
                 for num_microbatches in (turn << i for i in range(MOST_MICROBATCHES.bit_length()))
@@ -393,10 +395,13 @@ class _Search:
 
 def _computing(plan: Plan, cluster: Cluster, model: ModelShape, constants: Constants) -> float:
     """Seconds that one micro-batch takes at least, both ways, on the fastest device."""
-    split, last = plan.parallelism.tp * plan.parallelism.cp, len(model.blocks) - 1
-    return min(
-        sum(
-            constants.forward(
+    split = plan.parallelism.tp * plan.parallelism.cp
+    found = []
+    for host in cluster.workers:
+        assert host.device is not None
+        of = constants.of_host(host.name)
+        forward = [
+            of.forward(
                 block,
                 plan.micro_batch,
                 split,
@@ -405,12 +410,11 @@ def _computing(plan: Plan, cluster: Cluster, model: ModelShape, constants: Const
                 plan.parallelism.ep,
                 plan.framework.passes,
             )
-            * (3 + (plan.activation_checkpointing and i < last))
-            for i, block in enumerate(model.blocks)
-        )
-        for host in cluster.workers
-        if host.device
-    )
+            for block in model.blocks
+        ]
+        again = sum(forward[:-1]) if plan.activation_checkpointing else 0.0
+        found.append(sum(forward) * (1 + of.backward) + again)
+    return min(found)
 
 
 def _turns(plan: Plan) -> float:
@@ -418,6 +422,8 @@ def _turns(plan: Plan) -> float:
     s begins when the first has come through all before it, so it is (1 - 1 / num_microbatches) as
     long as the one before, at best.
     """
+    if widths := plan.parallelism.widths:
+        return max(1.0, plan.num_microbatches / sum(widths))  # of all devices together
     n = plan.num_microbatches * plan.parallelism.virtual_stages
     return 1 / plan.parallelism.virtual_stages / (1 - (1 - 1 / n) ** plan.parallelism.pp)
 
@@ -471,13 +477,14 @@ def scaled(cluster: Cluster, factor: float) -> dict[str, Cluster]:
             )
         }
 
+    def rates(links: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(link.model_copy(update={"rate": link.rate * factor}) for link in links)
+
+    network = hosts(lambda h: {"nics": rates(h.nics)})
+    network = network.model_copy(update={"links": rates(cluster.links)})
     out = {
         "computing": hosts(lambda h: device(h, "flops")),
-        "network": hosts(
-            lambda h: {
-                "nics": tuple(n.model_copy(update={"rate": n.rate * factor}) for n in h.nics)
-            }
-        ),
+        "network": network,
         "PCIe": hosts(lambda h: device(h, "copy_rate")),
         "device links": hosts(lambda h: {"fabric": h.fabric * factor}),
         "host updates": hosts(lambda h: {"updates": h.updates * factor}),

@@ -29,8 +29,8 @@ from roadtrain.storage.direct import replace_file
 from roadtrain.units import show_bytes, show_seconds
 
 SCHEMA = 1
-# of replicas that are simulated each by itself: what a host's cards carry
-CARDS = tuple(f" {kind} {way}" for kind in KINDS for way in ("out", "in"))
+# of replicas that are simulated each by itself: what hosts' cards and links of switches carry
+CARDS = (*(f" {kind} {way}" for kind in KINDS for way in ("out", "in")), " link")
 
 
 def load_model(name: str, seq_len: int | None = None) -> ModelShape:
@@ -170,6 +170,7 @@ def report(result: Result, cluster: Cluster, model: ModelShape, of: Constants) -
             f"{model.name} ({model.params / 1e9:.2f} B parameters) on {cluster.name}: placement"
             f" {', '.join(plan.stage_placements) or plan.placement.name}, {parallelism},"
             f" micro-batch {plan.micro_batch} x {plan.num_microbatches}"
+            + (" over all replicas" if parallelism.widths else "")
         ),
         (
             f"a step  {show_seconds(result.seconds)}, {result.samples_per_s:.3g} samples/s,"
@@ -334,6 +335,7 @@ def command(
     seq_len: int | None = None,
     constants: str = "",
     headroom: float | None = None,
+    apart: bool = False,
     json: str = "",
     trace: str = "",
 ) -> int:
@@ -363,6 +365,7 @@ def command(
         vp: the older word for --virtual-stages
         recompute: the older word for --activation-checkpointing
         constants: fitted constants of computing, by name
+        apart: each data-parallel rank by itself, on cards that all traffic shares
         json: also write the result to this file
         trace: write a trace for ui.perfetto.dev to this file
     """
@@ -391,7 +394,7 @@ def command(
             cluster, {**{k: v for k, v in given.items() if v}, **kept, "parallelism": parallelism}
         )
     of = named(constants) if constants else Constants()
-    result = simulate(chosen, cluster, one, of, traced=bool(trace))
+    result = simulate(chosen, cluster, one, of, traced=bool(trace), apart=apart)
     print(report(result, cluster, one, of))
     if json:
         replace_file(

@@ -3,9 +3,9 @@ link, and what the counters of a real run are held against.
 
 Between stages: the transfers of the pipeline's state machines, each of one micro-batch. Inside a
 stage of d replicas whose optimizer is sharded: each rank sends (d - 1) / d of its gradients' bytes
-to those that own them (all to all), and as much of its parameters' to the next rank of a ring
-(all-gather). What a placed optimizer exchanges with its servers is counted by them. Payload alone:
-no headers, no padding, no norms. Pure arithmetic.
+to those that own them (as processors do; NCCL passes them round a ring), and as much of its
+parameters' to the next rank of a ring (all-gather). What a placed optimizer exchanges with its
+servers is counted by them. Payload alone: no headers, no padding, no norms. Pure arithmetic.
 """
 
 from __future__ import annotations
@@ -45,8 +45,10 @@ class StageBytes:
     """What one rank of a stage exchanges with the stage's other ranks of its tensor rank. Of a
     stage of one replica, or of a placed optimizer, nothing is sent."""
 
-    gradients: float = 0.0  # bytes of its gradients, as they travel
-    parameters: float = 0.0  # bytes of its parameters, as they travel
+    gradients: float = 0.0  # bytes of its gradients, of which each rank gets its part from all
+    parameters: float = 0.0  # bytes of its parameters, which go round a ring
+    # bytes of its gradients that go round a ring; twice those of an all-reduce
+    ring_gradients: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,7 @@ def _inside_stages(parallelism: Parallelism, stages: Sequence[StageBytes]) -> Se
                 yield here, there, TrafficKind.GRADIENTS, stage.gradients / len(group)
             for here, there in zip(group, [*group[1:], group[0]]):
                 yield here, there, TrafficKind.PARAMETERS, stage.parameters * others
+                yield here, there, TrafficKind.GRADIENTS, stage.ring_gradients * others
 
 
 def _of_shared(parallelism: Parallelism, shared: Sequence[SharedBytes]) -> Sent:

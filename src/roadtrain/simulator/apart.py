@@ -9,7 +9,7 @@ them. What replicas do together begins, or ends, when the last of them is there.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from roadtrain.config.cluster import Cluster, Host, Nic
@@ -68,13 +68,13 @@ class SwitchLinks:
             return []
         if ends not in self.resources:
             capacity = rate * self.constants.network
-            self.resources[ends] = self.engine.resource(f"{ends[0]} to {ends[1]}", capacity)
+            self.resources[ends] = self.engine.resource(f"{ends[0]} to {ends[1]} link", capacity)
         return [(self.resources[ends], 1.0)]
 
 
 class RankFabric(Fabric):
-    """Costs of one replica's own part. `beside`: replicas of its group on its host, itself
-    included. `across`: of a byte that its group's ring carries between switches."""
+    """Costs of one replica's own part. `beside`: ranks of its group on its host, its own included.
+    `across`: links between switches, and how many pairs of ranks reach each other over each."""
 
     def __init__(
         self,
@@ -86,28 +86,33 @@ class RankFabric(Fabric):
         server: Site | None,
         *,
         beside: int,
-        across: Uses,
+        across: Mapping[Resource, int],
     ) -> None:
-        self.beside, self.across = beside, across
         super().__init__(engine, cluster, plan, group, constants, server, cluster.spares)
+        self.beside, self.across = beside, across
 
-    def _network(self, per_device: float) -> Uses:
-        """Of what goes to all others, the part for those on this host stays inside."""
-        others = max(1, self.group.dp - 1)
-        near = (self.beside - 1) / others
-        uses: Uses = [(self.site.fabric, per_device * near)] if near else []
-        if (far := per_device * (1 - near) * self.group.tp) > 0:
+    def _network(self, ring: float, exchanged: float = 0.0) -> Uses:
+        """A ring crosses a host's card once for all ranks there; of what each rank sends to each
+        other, all crosses it that is for other hosts."""
+        group, own = self.group, self.group.ranks
+        others, away = max(1, group.dp - 1), group.dp - self.beside
+        near = exchanged * (self.beside - 1) / others + (ring if self.beside > 1 else 0.0)
+        uses: Uses = [(self.site.fabric, near)] if near else []
+        if away:
+            far = group.tp * own * (ring / self.beside + exchanged * away / others)
             uses += [(self.site.out, far), (self.site.into, far)]
-            uses += [(resource, weight * far / self.group.dp) for resource, weight in self.across]
             uses += touched(self.site, self.constants, 2 * far)
+        for link, pairs in self.across.items():
+            each = group.tp * own / group.dp  # of what the whole group sends there
+            uses.append((link, each * (ring + exchanged * pairs / others)))
         return uses
 
     def _at_server(self, once: bool) -> float:
-        return self._server_share if once else 1.0
+        return self._server_share if once else self.group.ranks / self.beside
 
     @property
     def _server_share(self) -> float:
-        return 1.0 / self.group.dp
+        return self.group.ranks / self.group.dp
 
 
 def touched(site: Site, constants: Constants, crossings: float) -> Uses:

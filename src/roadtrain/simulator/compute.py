@@ -49,7 +49,7 @@ class Constants:
     touch: float = 0.0
     # seconds of a backward over those of a forward
     backward: float = 2.0
-    # (kind of block, samples) -> measured seconds of its forward
+    # (kind of block, samples) -> measured seconds of its forward on one device
     table: Mapping[tuple[str, int], float] = field(default_factory=dict)
     # name of a host -> what was measured on it
     hosts: Mapping[str, HostTimes] = field(default_factory=dict)
@@ -76,8 +76,8 @@ class Constants:
         `spread`. `precision`: of a layer's products; attention, and what is no layer, is computed
         in 16 bits.
         `passes`: as in Plan."""
-        if (known := self.table.get((block.name.partition(".")[0], int(samples)))) is not None:
-            return known
+        if (known := self._measured(block.name.partition(".")[0], samples)) is not None:
+            return known / ranks
         slower = device.flops / device.peak(precision) if "." in block.name else 1.0
         flops = (
             ((block.flops - block.attention) * slower + block.attention / self.attention)
@@ -91,6 +91,17 @@ class Constants:
         )
         small = self.half * (flops > 0) * max(1.0, block.matrices / spread)
         return max((flops + small) / (device.flops * self.efficiency) + moved, self.launch)
+
+    def _measured(self, kind: str, samples: float) -> float | None:
+        """Seconds of a block of that kind on one device; of another number of samples than were
+        measured, in proportion to the nearest."""
+        if (known := self.table.get((kind, int(samples)))) is not None:
+            return known
+        sizes = [size for name, size in self.table if name == kind]
+        if not sizes:
+            return None
+        nearest = min(sizes, key=lambda size: (abs(size - samples), size))
+        return self.table[kind, nearest] * samples / nearest
 
     def scores(self, block: BlockShape, samples: float, ranks: int, device: Device) -> float:
         """Seconds of its attention alone, in which keys and values may come."""

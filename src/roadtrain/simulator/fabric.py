@@ -186,6 +186,7 @@ class Fabric:
         )
         self.switch_sums = any(switch.sums for switch in cluster.switches)
         self.multicasts = any(switch.multicasts for switch in cluster.switches)
+        self.beside = group.ranks  # ranks of the group on this host
         self.sums: SimulatedSums | None = None  # where reducers on several hosts sum
         if plan.placement.sum in ("spares", "separate") and group.hosts > 1:
             extra = [
@@ -202,14 +203,22 @@ class Fabric:
 
     # the network
 
-    def _network(self, per_device: float) -> list[tuple[Resource, float]]:
-        """Uses of a byte of which each device puts `per_device` on its host's card, both ways."""
-        group, site = self.group, self.site
+    def _network(self, ring: float, exchanged: float = 0.0) -> list[tuple[Resource, float]]:
+        """Uses of a byte of which each device passes `ring` on to the next one, and sends
+        `exchanged` to the others, each its part; both ways. Here both cross a host's card once for
+        all its ranks."""
+        group, site, per_device = self.group, self.site, ring + exchanged
         inside = [(site.fabric, per_device)] if group.ranks > 1 else []
         if group.hosts == 1:
             return inside
         weight = per_device * group.tp
         return [(site.out, weight), (site.into, weight), *inside]
+
+    @property
+    def _card(self) -> float:
+        """How often a byte that a host sends once for all its ranks crosses its card in one
+        task."""
+        return self.group.tp * self.group.ranks / self.beside
 
     def _at_server(self, once: bool) -> float:
         """Of a byte that each host sends a server, or gets from it, what crosses the server's card
@@ -228,13 +237,20 @@ class Fabric:
         split = place.parameters == "device" and place.state == "split"
         return split and self.plan.gather == "forward" and self.group.dp > 1
 
-    def _ring(self, passes: float) -> tuple[list[tuple[Resource, float]], float]:
+    def _ring(
+        self, passes: float, exchanges: float = 0.0
+    ) -> tuple[list[tuple[Resource, float]], float]:
+        """Uses and latency of a byte that goes round so often. `exchanges`: of these, those in
+        which processors send each part straight to who needs it (parallel/data_group.py)."""
         n, hosts = self.group.dp, self.group.hosts
         if n == 1:
             return [], 0.0
+        if self.site.cores is None:
+            exchanges = 0.0
         # between hosts, inside one
         steps = (hosts if hosts > 1 else 0), n - (hosts if hosts > 1 else 1)
-        return self._network(passes * (n - 1) / n), passes * (
+        each = (n - 1) / n
+        return self._network((passes - exchanges) * each, exchanges * each), passes * (
             steps[0] * self.site.latency + steps[1] * INSIDE_S
         )
 
@@ -288,11 +304,11 @@ class Fabric:
         if place.parameters == "server":
             assert self.server is not None
             many = self._at_server(self.multicasts)
-            inside = [(self.site.fabric, 1.0)] if self.group.ranks > 1 else []
+            inside = [(self.site.fabric, 1.0)] if self.beside > 1 else []
             uses = [
                 (self.server.out, many * self.group.tp),
                 (self.server.memory, self._server_share * self.group.tp),
-                (self.site.into, float(self.group.tp)),
+                (self.site.into, self._card),
                 *self._to_device,
                 *inside,
             ]
@@ -333,7 +349,8 @@ class Fabric:
                 if place.parameters == "device" and not self.gathers
                 else 0.0
             )
-            uses, latency = self._ring(2 if place.state == "device" else 1 + back)
+            whole = place.state == "device"  # an all-reduce; else each gets its part of the sum
+            uses, latency = self._ring(2) if whole else self._ring(1 + back, 1)
             if place.update in ("host", "ssd"):
                 uses = uses + [(resource, weight / n) for resource, weight in self._from_device]
             return Cost(nbytes, uses, latency)
@@ -343,17 +360,17 @@ class Fabric:
         if place.sum in ("spares", "separate"):
             if self.sums is None:
                 return Cost(nbytes, self._ring(2)[0])
-            weight = self.sums.exchange * group.tp
-            sums = [(site.sums, float(group.tp))] if place.sum == "spares" else []
-            copies = [(site.from_device, 1.0 / group.ranks), (site.to_device, 1.0 / group.ranks)]
-            inside = [(site.fabric, 2 * (group.ranks - 1) / group.ranks)] if group.ranks > 1 else []
+            weight, here = self.sums.exchange * self._card, self.beside
+            sums = [(site.sums, self._card)] if place.sum == "spares" else []
+            copies = [(site.from_device, 1.0 / here), (site.to_device, 1.0 / here)]
+            inside = [(site.fabric, 2 * (here - 1) / here)] if here > 1 else []
             return Cost(
                 nbytes,
                 [(site.out, weight), (site.into, weight), *copies, *inside, *sums],
                 2 * site.latency,
             )
-        inside = [(site.fabric, 1.0)] if group.ranks > 1 else []
-        out = [(site.out, float(group.tp)), *inside, *self._from_device]
+        inside = [(site.fabric, 1.0)] if self.beside > 1 else []
+        out = [(site.out, self._card), *inside, *self._from_device]
         if place.update == "server":
             assert self.server is not None
             once = place.sum == "switch" and self.switch_sums
@@ -366,9 +383,7 @@ class Fabric:
                 *sums,
             ]
             return Cost(nbytes, uses, site.latency)
-        return Cost(
-            nbytes, [*out, (site.into, float(group.tp)), *self._to_device], 2 * site.latency
-        )
+        return Cost(nbytes, [*out, (site.into, self._card), *self._to_device], 2 * site.latency)
 
     def all_to_all(self, nbytes: float) -> Cost:
         """All-to-all of rows of tables that are spread over all devices; of one device's share
@@ -376,7 +391,7 @@ class Fabric:
         n = self.group.dp
         return Cost(
             nbytes,
-            self._network((n - 1) / n) if n > 1 else [],
+            self._network(0.0, (n - 1) / n) if n > 1 else [],
             (self.group.hosts - 1) * self.site.latency,
         )
 
@@ -421,10 +436,13 @@ class Fabric:
 
     def update(self, params: float) -> Cost:
         place, site = self.plan.placement, self._state_site()
+        share = self._own
         if place.update == "device":
             share = 1.0 if place.state == "device" else 1.0 / self.group.dp
-            return Cost(params * share * UPDATE_BYTES, [(site.device_memory, 1.0)])
-        nbytes = params * self._own * UPDATE_BYTES
+            if site.cores is None:
+                return Cost(params * share * UPDATE_BYTES, [(site.device_memory, 1.0)])
+            share *= self.group.ranks * self.group.tp  # the host's processors do that of all
+        nbytes = params * share * UPDATE_BYTES
         if place.update == "ssd":
             return Cost(
                 params * self._own * (self.plan.sizes.state_bytes + self.plan.sizes.held_bytes),

@@ -13,7 +13,7 @@ from typing import Any
 
 from roadtrain.config.cluster import Cluster, Device, Host, Nic, least_of
 from roadtrain.config.models import BlockShape, ModelShape
-from roadtrain.config.plan import Plan
+from roadtrain.config.plan import NetworkGroup, Plan
 from roadtrain.errors import ConfigError
 from roadtrain.protocol.pipeline import FORWARD, RunBlocks
 from roadtrain.protocol.traffic import BoundaryBytes, Links, SharedBytes, StageBytes, link_bytes
@@ -23,7 +23,6 @@ from roadtrain.simulator.apart import (
     RankOf,
     SharedHost,
     SwitchLinks,
-    Uses,
     touched,
 )
 from roadtrain.simulator.compute import Constants
@@ -200,7 +199,7 @@ class Scene:
         parallelism, widths = plan.parallelism, self.plan.widths
         hosts = list(dict.fromkeys(slots))
         nics = dict(zip(hosts, self._nics(self.groups_of[number], "dp", number)))
-        across = self._across(list(nics.values()))
+        across = self._across([nics[s] for s in slots[:: parallelism.tp] if s in nics])
         meeting = Meeting(self.engine, f"stage {number}", plan.placement.sum == "ring")
         self.meetings.append(meeting)
         # where each replica begins
@@ -224,10 +223,12 @@ class Scene:
             )
             self._add(fabric, number, self._send_apart, logs, RankOf(replica, widths, meeting))
 
-    def _across(self, nics: Sequence[Nic]) -> Uses:
-        """Links between switches that a ring over these cards crosses, each once."""
-        found = [self.switch_links.uses(a, b) for a, b in itertools.permutations(nics, 2)]
-        return list(dict(use for uses in found for use in uses).items())
+    def _across(self, nics: Sequence[Nic]) -> Counter[Resource]:
+        """Links between switches, and how many pairs of ranks with these cards use each."""
+        found = Counter[Resource]()
+        for (a, n), (b, m) in itertools.permutations(Counter(nics).items(), 2):
+            found.update({link: n * m for link, _ in self.switch_links.uses(a, b)})
+        return found
 
     def _send_apart(self, stage: SimulatedStage, run: RunBlocks) -> None:
         assert stage.machine is not None
@@ -273,7 +274,7 @@ class Scene:
     def _devices_of_replica(self) -> int:
         return self.plan.parallelism.tp * self.plan.parallelism.cp
 
-    def _nics(self, hosts: Sequence[Host], group: str, stage: int = 0) -> list[Nic]:
+    def _nics(self, hosts: Sequence[Host], group: NetworkGroup, stage: int = 0) -> list[Nic]:
         """The card of each host that the group's data takes."""
         wanted, place = self.plan.networks.get(group), self.plan.placement_of(stage)
         if self.apart and place.served and group == "dp":
@@ -379,8 +380,9 @@ def boundary_bytes(plan: Plan, model: ModelShape) -> float:
 
 
 def step_links(plan: Plan, model: ModelShape, shared: Sequence[SharedBytes] = ()) -> Links:
-    """Bytes that each rank sends to each other in a step, between stages and where the devices of a
-    stage sum its gradients; without what goes to servers, and parameters that are streamed."""
+    """Bytes that each rank sends to each other in a step, between stages and where the ranks of a
+    stage, on processors, sum its gradients; without what goes to servers, and parameters that are
+    streamed."""
     one = boundary_bytes(plan, model)
     stages = [
         _stage_bytes(plan.of_stage(number), [block for part in parts for block in part])
@@ -396,7 +398,7 @@ def _stage_bytes(plan: Plan, blocks: Sequence[BlockShape]) -> StageBytes:
         return StageBytes()
     params = sum(block.params - block.tables for block in blocks) / plan.parallelism.tp
     if place.state == "device":  # an all-reduce
-        return StageBytes(2 * params * sizes.gradient_bytes)
+        return StageBytes(ring_gradients=2 * params * sizes.gradient_bytes)
     return StageBytes(params * sizes.gradient_bytes, params * sizes.parameter_bytes)
 
 
