@@ -18,10 +18,10 @@ from roadtrain.config.parallelism import Parallelism
 from roadtrain.config.plan import PLACEMENTS, Plan, PlanMemory, make_plan, placement
 from roadtrain.errors import ConfigError
 from roadtrain.planner.simulate import as_json, report
-from roadtrain.protocol.traffic import HostLink, host_bytes
+from roadtrain.protocol.traffic import BoundaryBytes, StageBytes, link_bytes
 from roadtrain.simulator.compute import Constants, HostTimes
+from roadtrain.simulator.memory import cut
 from roadtrain.simulator.run import Result, simulate
-from roadtrain.simulator.scene import step_links
 
 
 def pipe(
@@ -302,10 +302,21 @@ def test_the_bytes_of_cards_are_those_of_the_arithmetic(
     model = pipe(7, params=7e6)
     result = apart(plan, two_networks("1GB/s", devices=devices, kind="cpu"), model)
     hosts = ["a 0", "a 1", "b 0", "b 1"]
-    by_host = host_bytes(step_links(plan, model), [host for host in hosts for _ in range(devices)])
+    passed = BoundaryBytes(2.0 * model.hidden * model.tokens, 2.0 * model.hidden * model.tokens)
+    counts = [
+        4 * sum(b.params for part in own for b in part) / tp for own in cut(model.blocks, plan)
+    ]
+    sharded = name == "zero1"
+    stages = [StageBytes(n, n) if sharded else StageBytes(ring_gradients=2 * n) for n in counts]
+    links = link_bytes(plan.parallelism, plan.step_microbatches, passed, stages)
     for host in hosts:
-        for outward, way in ((True, "out"), (False, "in")):
-            planned = sum(n for (at, _), n in by_host.items() if at == HostLink(host, outward))
+        for end, way in ((0, "out"), (1, "in")):
+            planned = sum(
+                nbytes
+                for (*ranks, _), nbytes in links.items()
+                if len({hosts[rank // devices] for rank in ranks}) == 2  # it leaves its host
+                and hosts[ranks[end] // devices] == host
+            )
             carried = sum(
                 nbytes
                 for what, nbytes in result.bytes.items()

@@ -12,12 +12,10 @@ from roadtrain.config.parallelism import Parallelism
 from roadtrain.errors import ConfigError
 from roadtrain.protocol.traffic import (
     BoundaryBytes,
-    HostLink,
     Links,
     SharedBytes,
     StageBytes,
     TrafficKind,
-    host_bytes,
     link_bytes,
 )
 
@@ -102,18 +100,6 @@ def test_a_shared_parameter_goes_once_each_way(first: int, last: int) -> None:
         got[there] += nbytes
     firsts, lasts = range(first), range(first + 2, first + 2 + last)
     assert got == pytest.approx(dict.fromkeys(firsts, 60 / first) | dict.fromkeys(lasts, 60 / last))
-
-
-def test_what_stays_inside_a_host_crosses_no_link() -> None:
-    links: Links = {
-        (0, 1, TrafficKind.GRADIENTS): 5.0,
-        (0, 2, TrafficKind.ACTIVATIONS): 7.0,
-        (1, 2, TrafficKind.ACTIVATIONS): 11.0,
-    }
-    assert host_bytes(links, ["a", "a", "b"]) == {
-        (HostLink("a", True), TrafficKind.ACTIVATIONS): 18.0,
-        (HostLink("b", False), TrafficKind.ACTIVATIONS): 18.0,
-    }
 
 
 def test_stages_that_are_not_those_of_the_parallelism() -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -139,22 +139,3 @@ def _of_shared(parallelism: Parallelism, shared: Sequence[SharedBytes]) -> Sent:
                     here = parallelism.rank(RankPosition(a, i, tensor))
                     there = parallelism.rank(RankPosition(b, j, tensor))
                     yield here, there, TrafficKind.SHARED_GRADIENTS, share * one.gradients
-
-
-@dataclass(frozen=True, slots=True)
-class HostLink:
-    """One direction of the cards of a host."""
-
-    host: str
-    outward: bool
-
-
-def host_bytes(links: Links, hosts: Sequence[str]) -> Mapping[tuple[HostLink, TrafficKind], float]:
-    """What leaves and enters each host. `hosts`: of each rank; what stays inside one crosses no
-    link."""
-    out: dict[tuple[HostLink, TrafficKind], float] = defaultdict(float)
-    for (here, there, kind), nbytes in links.items():
-        if hosts[here] != hosts[there]:
-            out[HostLink(hosts[here], True), kind] += nbytes
-            out[HostLink(hosts[there], False), kind] += nbytes
-    return dict(out)

@@ -12,11 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from roadtrain.config.cluster import Cluster, Device, Host, Nic, least_of
-from roadtrain.config.models import BlockShape, ModelShape
+from roadtrain.config.models import ModelShape
 from roadtrain.config.plan import NetworkGroup, Plan
 from roadtrain.errors import ConfigError
 from roadtrain.protocol.pipeline import FORWARD, RunBlocks
-from roadtrain.protocol.traffic import BoundaryBytes, Links, SharedBytes, StageBytes, link_bytes
 from roadtrain.simulator.apart import (
     Meeting,
     RankFabric,
@@ -377,29 +376,6 @@ def boundary_bytes(plan: Plan, model: ModelShape) -> float:
     """Of a micro-batch between two devices of stages that follow each other, one way."""
     samples = plan.micro_batch / plan.parallelism.cp
     return plan.sizes.activation_bytes * model.hidden * model.tokens * samples
-
-
-def step_links(plan: Plan, model: ModelShape, shared: Sequence[SharedBytes] = ()) -> Links:
-    """Bytes that each rank sends to each other in a step, between stages and where the ranks of a
-    stage, on processors, sum its gradients; without what goes to servers, and parameters that are
-    streamed."""
-    one = boundary_bytes(plan, model)
-    stages = [
-        _stage_bytes(plan.of_stage(number), [block for part in parts for block in part])
-        for number, parts in enumerate(cut(model.blocks, plan))
-    ]
-    boundary = BoundaryBytes(one, one)
-    return link_bytes(plan.parallelism, plan.step_microbatches, boundary, stages, shared)
-
-
-def _stage_bytes(plan: Plan, blocks: Sequence[BlockShape]) -> StageBytes:
-    place, sizes = plan.placement, plan.sizes
-    if place.sum != "ring" or place.streamed:
-        return StageBytes()
-    params = sum(block.params - block.tables for block in blocks) / plan.parallelism.tp
-    if place.state == "device":  # an all-reduce
-        return StageBytes(ring_gradients=2 * params * sizes.gradient_bytes)
-    return StageBytes(params * sizes.gradient_bytes, params * sizes.parameter_bytes)
 
 
 def _watts(of: Host | Device, share: float) -> float:
