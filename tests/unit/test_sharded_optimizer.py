@@ -618,6 +618,16 @@ def test_what_was_frozen_cannot_begin_to_train(made):
         optimizer.step()
 
 
+def test_a_gradient_that_backward_did_not_add_is_refused(made):  # Rule 6
+    model = Mixed()
+    optimizer = made(model, adamw(model))
+    optimizer.begin_step(1)
+    loss_of(model, 0).backward()
+    model.head.weight.grad = torch.ones_like(model.head.weight)
+    with pytest.raises(LoopError, match=r"'head\.weight' was set by hand"):
+        optimizer.step()
+
+
 def test_what_cannot_be_is_refused():
     model = Mixed()
     quiet = {"report": lambda line: None}

@@ -274,6 +274,12 @@ class ShardedOptimizer:
                     " gradient now",
                     hint="let it require gradients at the start, and freeze it after that",
                 )
+        for name, p in self.parameters.trainable.items():
+            if p.grad is not None:
+                raise LoopError(
+                    f"{self._step}: the gradient of {name!r} was set by hand, and is in no sum",
+                    hint="gradients come from backward()",
+                )
 
     def _wait(self, buckets: Collection[int] | None) -> None:
         self.courier.check()
