@@ -53,6 +53,7 @@ class PipelineSpec:
     on_files: tuple[int, ...] = ()  # stages whose state rests in files under `home`
     on_servers: dict = field(default_factory=dict)  # stage -> addresses
     replicas: int = 1
+    again: bool = False  # each rank's agent has started it before, as often as its rank
 
     @property
     def ranks(self):
@@ -106,6 +107,7 @@ def train(spec, rank):
     """Trains to the end, each step's loss in a line of a file of the rank."""
     home = spec.home / f"rank-{rank}" if spec.separate else spec.home
     home.mkdir(exist_ok=True, parents=True)
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(rank if spec.again else 0)
     model, optimizer = made(spec.options.get("dropout", 0.1))
     stores = {stage: Files(spec.home / f"stage-{stage}") for stage in spec.on_files}
     stores |= {stage: Servers(where) for stage, where in spec.on_servers.items()}

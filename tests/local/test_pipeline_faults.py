@@ -124,7 +124,7 @@ def test_a_stage_on_servers_goes_back_to_the_snapshot(addresses, tmp_path):  # R
     fault = Fault(0, "run", 8 * 3 + 2)
     said = start(PipelineSpec(home, shape, STEPS, fault=fault, on_servers=where))
     assert said[0] == "" and all(one.startswith(("Lost", "Deadline")) for one in said[1:]), said
-    assert start(PipelineSpec(home, shape, STEPS, on_servers=where)) == ["ended"] * 3
+    assert start(PipelineSpec(home, shape, STEPS, on_servers=where, again=True)) == ["ended"] * 3
     assert resumed(home) == [0, 2]
     assert losses(home) == losses(whole)
 

@@ -53,6 +53,7 @@ class Joined:
     options: ParallelOptions
     device: torch.device
     rule: str  # the name of the optimizer's class, which a snapshot tells
+    start: str  # the name of this start, another one for each
 
     @property
     def position(self) -> RankPosition:
@@ -178,7 +179,7 @@ def placed_stage(
         device=joined.device,
         deadline_s=options.deadline_s,
         report=partial(_of_stage, at.stage) if at.replica == 0 else _silent,
-        group=WorkerGroup.of_environment().of_stage(at.stage, at.replica, joined.width),
+        group=WorkerGroup(session=joined.start).of_stage(at.stage, at.replica, joined.width),
     )
     return PlacedStage(placed, shared_copies(joined))
 

@@ -13,6 +13,7 @@ Every process calls it with the same model and options; torchrun starts them, on
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -104,7 +105,8 @@ def parallelize(
     fill(model, parts, layout.names_of(own.stage), options.weights, options.init)
     stage_model = StageModel(model, cuts, layout.segments_of(own.stage), at)
     control = control_links(processes, groups, options.deadline_s)
-    joined = Joined(launch.rank, groups, layout, processes, control, options, at, users.rule)
+    start = control.same(lambda: uuid.uuid4().hex, "the name of this start")  # agents have none
+    joined = Joined(launch.rank, groups, layout, processes, control, options, at, users.rule, start)
     speaks = (own.replica, own.tensor) == (0, 0)  # for its stage
     of_stage = say if launch.rank == 0 else _print if speaks else _silent
     stage_optimizer = make_stage_optimizer(joined, stage_model, users.keep(model), of_stage)
