@@ -178,7 +178,7 @@ class PartReader:
         entries = self._at[extent.name]
         at = bisect_right(entries, extent.start, key=lambda entry: entry[0])
         start, _, rank, stored = next(
-            entry for entry in reversed(entries[:at]) if entry[1] >= extent.stop
+            entries[i] for i in reversed(range(at)) if entries[i][1] >= extent.stop
         )
         if self._last is None or self._last[0] is not stored:
             arrays = {
