@@ -87,6 +87,16 @@ def test_ranks_that_share_a_host_share_what_it_sends(name: str) -> None:
             assert each.bytes[f"server {way}"] == pytest.approx(one.bytes[f"server {way}"])
 
 
+@pytest.mark.parametrize("name", ["server", "optimizer-node"])
+def test_a_server_gets_what_every_host_of_a_replica_sends(name: str) -> None:
+    """Also where a replica's context ranks are on several hosts."""
+    where, plan = cluster(4, 1, sums=True), Plan(placement(name), Parallelism(dp=2, cp=2))
+    one = simulate(plan, where, lump(1e8), WHOLE, checked=False, logs=[])
+    each = apart(plan, where, lump(1e8))
+    for way in ("out", "in"):
+        assert each.bytes[f"server {way}"] == pytest.approx(one.bytes[f"server {way}"])
+
+
 @pytest.mark.parametrize(
     ("widths", "num_microbatches"), [((2, 1), 8), ((1, 3), 9), ((1, 2, 4), 16), ((3, 2), 12)]
 )

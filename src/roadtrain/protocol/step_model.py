@@ -5,7 +5,9 @@ Each replica runs in its machine's order. A message of a replica leaves after th
 before over the same boundary and direction, while it computes on. The step ends when each stage
 has done what nothing hides after its last backward (gradients that are still to be summed, the
 update). Which run follows which does not depend on the durations, so the order is found once and
-many stages are tried with it. Pure arithmetic. Does NOT know where durations come from.
+many stages are tried with it. Messages of different senders, boundaries or directions take nothing
+from each other: where links are busier than devices and a card carries several, a step is longer.
+Pure arithmetic. Does NOT know where durations come from.
 """
 
 from __future__ import annotations

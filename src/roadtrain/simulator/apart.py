@@ -108,11 +108,11 @@ class RankFabric(Fabric):
         return uses
 
     def _at_server(self, once: bool) -> float:
-        return self._server_share if once else self.group.ranks / self.beside
+        return self._server_share * (1 if once else self.group.hosts)
 
     @property
     def _server_share(self) -> float:
-        return self.group.ranks / self.group.dp
+        return self.plan.parallelism.cp / self.group.dp  # one of so many replicas
 
 
 def touched(site: Site, constants: Constants, crossings: float) -> Uses:

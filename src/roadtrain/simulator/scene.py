@@ -209,7 +209,8 @@ class Scene:
             site = self.shared[slot].site(nics.get(slot), f"stage {number} replica {replica}")
             tp = min(parallelism.tp, host.devices)
             ranks = min(parallelism.cp, max(1, host.devices // tp))
-            group = FlowGroup(site, len(hosts), ranks, tp, rates, parallelism.replicas)
+            many = len(hosts) if tp == parallelism.tp else parallelism.replicas
+            group = FlowGroup(site, many, ranks, tp, rates, parallelism.replicas)
             fabric = RankFabric(
                 self.engine,
                 self.cluster,
@@ -236,7 +237,7 @@ class Scene:
         receiver = self.replica_of[to.stage, to.replica]
         way = stage.name, receiver.name, run.what
         if way not in self.lanes:  # in the order in which they are sent
-            self.lanes[way] = self.engine.lane(f"{stage.name} to {receiver.name}, {run.what}")
+            self.lanes[way] = self.engine.lane(f"{run.what} of {stage.name} to {receiver.name}")
         self.engine.task(
             "Activations",
             self._crossing(stage, receiver),
