@@ -6,7 +6,7 @@ import itertools
 import os
 import time
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -234,6 +234,13 @@ def copies_child(widths, first_values, rank):
     return out
 
 
+@cache
+def copies(widths, first_values):
+    ranks = run(sum(widths), partial(copies_child, widths, first_values))
+    assert all(len(found) == 3 for found in ranks), ranks
+    return ranks
+
+
 MORE_WIDTHS = [(1, 1), (2, 2), (1, 2)]
 
 
@@ -242,8 +249,7 @@ MORE_WIDTHS = [(1, 1), (2, 2), (1, 2)]
     [(2, 1), (3, 2), *(pytest.param(w, marks=pytest.mark.exhaustive) for w in MORE_WIDTHS)],
 )
 def test_copies_in_two_stages_stay_one_parameter(widths):  # Rule 1
-    ranks = run(sum(widths), partial(copies_child, widths, True))
-    assert all(len(found) == 3 for found in ranks), ranks
+    ranks = copies(widths, True)
     torch.manual_seed(0)
     model = Both()
     user = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -266,11 +272,11 @@ def test_copies_in_two_stages_stay_one_parameter(widths):  # Rule 1
 
 
 def test_copies_that_differ_begin_as_the_first_stages():
-    ranks = run(3, partial(copies_child, (2, 1), False))
+    ranks = copies((2, 1), False)
     embeds = [found[1]["embed.weight"] for found in ranks]
     assert all((embed == embeds[0]).all() for embed in embeds)
     assert all("parameters differ at the start" in found[2][0] for found in ranks)
-    alike = run(3, partial(copies_child, (2, 1), True))
+    alike = copies((2, 1), True)
     assert (alike[0][1]["embed.weight"] == embeds[0]).all()
 
 
@@ -331,11 +337,13 @@ def saved(optimizer):
     return file.getvalue()
 
 
-def pieces_of(ranks):
-    return [p for found in ranks for p in torch.load(io.BytesIO(found[1]), weights_only=False)]
+def pieces_of(ranks, step):
+    states = (io.BytesIO(found[1][step]) for found in ranks)
+    return [p for state in states for p in torch.load(state, weights_only=False)]
 
 
-def pieces_child(case, at, first, last, bucket_bytes, rank):
+def pieces_child(case, at, first, stops, bucket_bytes, rank):
+    """The losses of the steps from `first` on, and the state at each of `stops`."""
     group = joined()
     model, user = built(case)
     optimizer = ShardedOptimizer(
@@ -345,8 +353,11 @@ def pieces_child(case, at, first, last, bucket_bytes, rank):
         for p in model.parameters():  # nothing of the new start is left
             p.data.fill_(7.0)
         optimizer.load(torch.load(at, weights_only=False), first)
-    losses = train(model, optimizer, group, first, last, case.accumulate)
-    out = losses, saved(optimizer), optimizer.steps_done
+    losses, states = [], {}
+    for last in stops:
+        losses += train(model, optimizer, group, first, last, case.accumulate)
+        first, states[last] = last, saved(optimizer)
+    out = losses, states, optimizer.steps_done
     optimizer.close()
     return out
 
@@ -358,10 +369,10 @@ def in_order(ranks, micro=MICRO):
     return [next(losses[i % micro % len(ranks)]) for i in range(count)]
 
 
-def together(ranks):
+def together(ranks, step):
     """name -> array -> whole parameter; every element exactly once."""
     out = {}
-    for piece in pieces_of(ranks):
+    for piece in pieces_of(ranks, step):
         for key, array in piece.arrays.items():
             parts = out.setdefault((piece.extent.name, key), {})
             assert piece.extent.start not in parts
@@ -383,13 +394,12 @@ def together(ranks):
 def test_a_state_goes_on_at_another_width(tmp_path, widths):  # Rule 3
     """With two micro-batches a step one rank and two add the same: losses and state are equal."""
     case = Case(accumulate=2, groups=True, frozen=True)
-    before = run(widths[0], partial(pieces_child, case, None, 0, 3, SMALL))
-    assert all(len(found) == 3 for found in before), before
-    torch.save(pieces_of(before), tmp_path / "state")
-    after = run(widths[1], partial(pieces_child, case, tmp_path / "state", 3, 6, 5000))
-    whole = run(widths[0], partial(pieces_child, case, None, 0, 6, SMALL))
-    assert in_order(before) + in_order(after) == in_order(whole)
-    mine, theirs = together(after), together(whole)
+    whole = run(widths[0], partial(pieces_child, case, None, 0, (3, 6), SMALL))
+    assert all(len(found) == 3 for found in whole), whole
+    torch.save(pieces_of(whole, 3), tmp_path / "state")
+    after = run(widths[1], partial(pieces_child, case, tmp_path / "state", 3, (6,), 5000))
+    assert in_order(after) == in_order(whole)[3 * MICRO :]
+    mine, theirs = together(after, 6), together(whole, 6)
     assert mine.keys() == theirs.keys() and len({name for name, _ in mine}) == len(
         dict(Net().named_parameters())
     )
