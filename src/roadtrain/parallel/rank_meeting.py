@@ -210,12 +210,7 @@ def _meeting_of(store: dist.Store, number: int, hello: RankHello, patience_s: fl
         raise
 
 
-def publish(
-    store: dist.Store,
-    key: str,
-    said: object,
-    readers: int,
-) -> None:
+def publish(store: dist.Store, key: str, said: object, readers: int) -> None:
     """Rank 0 says something to all; returns when the others, `readers`, have read it, or have had
     the time to: the store may end with rank 0."""
     put(store, key, said)
@@ -459,16 +454,19 @@ def late(meeting: RankMeeting) -> RoadtrainError | None:
 
 
 def named(hosts: Sequence[HostCards]) -> tuple[HostCards, ...]:
-    """`hosts` of which no two have one name: the address is added where they have."""
-    by_name: dict[str, set[str]] = {}
+    """`hosts` of which no two have one name: where they have, an address is added that only one
+    of them has."""
+    by_name: dict[str, dict[str, HostCards]] = {}
     for host in hosts:
-        by_name.setdefault(host.name, set()).add(host.identity)
+        by_name.setdefault(host.name, {})[host.identity] = host
 
     def unique(host: HostCards) -> HostCards:
-        if len(by_name[host.name]) == 1:
+        alike = by_name[host.name].values()
+        if len(alike) == 1:
             return host
-        address = host.cards[0].address if host.cards else host.identity.rpartition(" ")[2]
-        return replace(host, name=f"{host.name} at {address}")
+        known = [card.address for one in alike for card in one.cards]
+        own = (card.address for card in host.cards if known.count(card.address) == 1)
+        return replace(host, name=f"{host.name} at {next(own, host.identity)}")
 
     return tuple(map(unique, hosts))
 
