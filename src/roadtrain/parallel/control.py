@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -25,6 +26,7 @@ import torch.distributed as dist
 from roadtrain.errors import ConfigError, DeadlineError, LostError, PeerError, RoadtrainError
 
 T = TypeVar("T")
+TELL_S = 2.0  # for a sentence to reach who listens
 GRACE_S = 5.0  # how much longer the others wait for the first rank, which waits for all of them
 
 
@@ -152,27 +154,41 @@ class ControlLinks:
     def _gather_here(self, message: bytes, what: str) -> list[bytes]:
         """On the first rank. The others are told who is missing before the error is raised."""
         told, until = [message], time.monotonic() + self.deadline_s
-        error: RoadtrainError | None = None
         for peer in range(1, self.size):
             try:
                 left_s = until - time.monotonic()
                 told.append(_receive_bytes(self._conversation(peer, what), left_s))
-            except (DeadlineError, LostError) as raised:
-                error = raised
-                break
-        lengths = [] if error is not None else [len(one) for one in told]
-        head = {"lengths": lengths, "error": "" if error is None else str(error)}
+            except (DeadlineError, LostError) as error:
+                self._tell_error(str(error))
+                raise
+        head = json.dumps({"lengths": [len(one) for one in told], "error": ""}).encode()
+        failed: RoadtrainError | None = None
         for peer in range(1, self.size):
             reply = self._conversation(peer, what, reply=True)
             try:
-                _send_bytes(reply, json.dumps(head).encode(), self.deadline_s)
-                if not head["error"]:
-                    _send_bytes(reply, b"".join(told), self.deadline_s)
-            except (DeadlineError, LostError) as raised:
-                error = error or raised
-        if error is not None:
-            raise error
+                _send_bytes(reply, head, self.deadline_s)
+                _send_bytes(reply, b"".join(told), self.deadline_s)
+            except (DeadlineError, LostError) as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
         return told
+
+    def _tell_error(self, sentence: str) -> None:
+        """To all others at once: who is gone is not waited for."""
+        head = json.dumps({"lengths": [], "error": sentence}).encode()
+        length = torch.tensor([len(head)], dtype=torch.int64)
+        body = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        works: list[Any] = []
+        until = time.monotonic() + TELL_S
+        for peer in range(1, self.size):
+            with suppress(RuntimeError):
+                works += [
+                    dist.isend(x, group=self._replies, group_dst=peer) for x in (length, body)
+                ]
+        for work in works:
+            with suppress(RuntimeError):
+                work.wait(timedelta(seconds=max(until - time.monotonic(), 0.001)))
 
     def _hand_in(self, message: bytes, what: str) -> list[bytes]:
         _send_bytes(self._conversation(0, what), message, self.deadline_s)
