@@ -118,9 +118,7 @@ class ParallelOptions:
         said["stores"] = {n: type(store).__name__ for n, store in sorted(self.stores.items())}
         said["networks"] = [one.model_dump_json() for one in self.networks]
         said["parallelism"] = repr(self.parallelism)
-        said["tensor_plan"] = self.tensor_plan and sorted(
-            (pattern, type(style).__name__) for pattern, style in self.tensor_plan.items()
-        )
+        said["tensor_plan"] = sorted(self.tensor_plan or ())
         return "\n".join([*(f"{key} = {value}" for key, value in said.items()), self.job])
 
     def say_lossy(self) -> list[str]:

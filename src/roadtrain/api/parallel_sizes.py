@@ -162,20 +162,12 @@ class StageSizes:
         optimizer = self._training.optimizer
         assert isinstance(optimizer, ShardedOptimizer)  # measured stages are neither placed nor cut
         whole = self._training.stage_model.whole.values()
-        bytes_each = sum(p.numel() * cuts.dtype_of(p).itemsize for p in whole) / sum(
-            p.numel() for p in whole
-        )
-        arrays = max((len(rule.arrays) for rule in optimizer.rules), default=0)
-        masters = 4.0 * (bytes_each < 4)
-        return measured_memory(
-            joined.groups,
-            told,
-            work,
-            blocks,
-            ends,
-            parameter_bytes=bytes_each,
-            state_bytes=4.0 * arrays + masters,
-        )
+        nbytes = sum(p.numel() * cuts.dtype_of(p).itemsize for p in whole)
+        each = nbytes / sum(p.numel() for p in whole)
+        # fp32 arrays of the rule, and masters of parameters in 16 bits
+        kept = 4.0 * (max(len(rule.arrays) for rule in optimizer.rules) + (each < 4))
+        of = {"parameter_bytes": each, "state_bytes": kept}
+        return measured_memory(joined.groups, told, work, blocks, ends, **of)
 
     def _room(self) -> float:
         """Bytes that this rank's stage may take: what is free, and what it has taken."""

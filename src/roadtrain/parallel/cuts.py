@@ -119,16 +119,13 @@ class Cuts:
         self._unused: dict[str, int] = {}  # parameters, and the number of their block
         self._unused = {
             name: self._index.get(self._block_of.get(name, ""), 0)
-            for name in {*self._name_of.values()} - self.parameters(self.whole())
+            for name in {*self._name_of.values()} - self.parameters(Segment(0, len(self.blocks)))
         }
 
     def dtype_of(self, p: torch.Tensor) -> torch.dtype:
         """What a parameter computes in."""
         wanted = self._dtype if p.is_floating_point() else None
         return p.dtype if wanted is None else wanted
-
-    def whole(self) -> Segment:
-        return Segment(0, len(self.blocks))
 
     def crossing(self, cut: int) -> tuple[torch.Tensor, ...]:
         """The shapes of what crosses the cut behind block `cut` - 1, as tensors on `meta`."""
@@ -231,7 +228,9 @@ class Cuts:
             parameters = [*block.parameters()]
             kind = type(block), *((x.shape, x.dtype) for x in (*tensors, *parameters))
             if kind not in self._alike:
-                given = [_zeros(x) if isinstance(x, torch.Tensor) else _no_cache(x) for x in leaves]
+                # a key-value cache is of no use, which the first try has filled
+                rest = [None if hasattr(x, "get_seq_length") else x for x in leaves]
+                given = [_zeros(x) if isinstance(x, torch.Tensor) else x for x in rest]
                 values = {id(x): _zeros(x) for x in (*parameters, *block.buffers())}
                 a, k = pytree.tree_unflatten(given, spec)
                 with self._flow.paused(), _held(block, values):
@@ -262,11 +261,6 @@ def _zeros(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_meta:
         return tensor
     return torch.zeros(tensor.shape, dtype=tensor.dtype).requires_grad_(tensor.requires_grad)
-
-
-def _no_cache(leaf: Any) -> Any:
-    """A key-value cache that a first try has filled is of no use."""
-    return None if hasattr(leaf, "get_seq_length") else leaf
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
