@@ -549,6 +549,33 @@ def test_a_rank_that_is_gone_is_named(how, at):  # Rule 5
     assert took_s < 13 and closed_s < 14 and not went_on
 
 
+def copies_gone_child(rank):
+    joined(5)
+    groups = [dist.new_group([r]) for r in range(2)]
+    model = nn.ParameterDict({"w": nn.Parameter(torch.zeros(9))})
+    optimizer = ShardedOptimizer(
+        model,
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        groups[rank],
+        shared={"w": SharedCopies(dist.group.WORLD, (1, 1))},
+        report=lambda line: None,
+    )
+    optimizer.begin_step(1)
+    model["w"].sum().backward()
+    if rank == 1:
+        leave("ends")
+    try:
+        optimizer.sum_squares()
+    except RoadtrainError as error:
+        return type(error), str(error)
+
+
+def test_the_ranks_of_another_stage_are_named():  # Rule 5
+    kind, words = first_of(2, copies_gone_child)
+    assert kind is LostError
+    assert "which parameters have gradients, over the copies in the group of ranks 0, 1" in words
+
+
 def first_of(workers, work):
     """What rank 0 found; the others do not say anything."""
     found = run(workers, work, answers=1)[0]

@@ -30,7 +30,7 @@ from roadtrain.chunks import NUMPY, ParamSpec
 from roadtrain.errors import ConfigError, LoopError, RoadtrainError, StaleError
 from roadtrain.kernels.cast import cast
 from roadtrain.parallel.courier import typed
-from roadtrain.parallel.data_group import deadline_of
+from roadtrain.parallel.data_group import deadline_of, ranks_of
 from roadtrain.parallel.pieces import VALUE, Extent, Piece
 from roadtrain.storage.convert import MASTER, RecordView
 from roadtrain.streaming.grads import PlacedGrad
@@ -148,7 +148,8 @@ class PlacedStage:
             try:
                 dist.all_gather(terms, part.clone(), group=copies.group)
             except RuntimeError as error:
-                what = f"step {self.steps_done + 1}: the sum of the copies of {name!r}"
+                who = f"{name!r} over {ranks_of(copies.group)}"
+                what = f"step {self.steps_done + 1}: the sum of the copies of {who}"
                 raise typed(error, what, deadline_of(copies.group, p.device)) from error
             total = terms[0].float()
             for term in terms[1:]:

@@ -50,8 +50,7 @@ class DataGroup:
     def __str__(self) -> str:
         if self.group is None:
             return "a group of one"
-        ranks = dist.get_process_group_ranks(self.group)
-        return f"the group of ranks {', '.join(map(str, ranks))}"
+        return ranks_of(self.group)
 
     def reduce_scatter(self, grads: torch.Tensor, arriving: torch.Tensor) -> Pending | None:
         """Begin. grads: fp32 [width * share]; arriving: fp32 of the same length, memory to use."""
@@ -96,6 +95,11 @@ class DataGroup:
         if self.width == 1:
             return None
         return dist.broadcast(values, group=self.group, group_src=0, async_op=True)
+
+
+def ranks_of(group: dist.ProcessGroup) -> str:
+    """For people."""
+    return f"the group of ranks {', '.join(map(str, dist.get_process_group_ranks(group)))}"
 
 
 def deadline_of(group: dist.ProcessGroup, device: torch.device) -> float:

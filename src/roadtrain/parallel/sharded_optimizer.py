@@ -196,7 +196,7 @@ class ShardedOptimizer:
         where a gradient is."""
         self._finish_gradients()
         self._settle("the sum of the gradients")
-        counts = self.options.counts or _always
+        counts = self.options.counts or (lambda _: True)
         own = [counts(spec.name) for spec in self.layout.params]
         return sum(state.sum_squares(own) for state in self.states if self._counts(state))
 
@@ -293,11 +293,9 @@ class ShardedOptimizer:
 
     # gradients
 
-    def _name(self, operation: str, index: int) -> str:
-        return (
-            f"{self._step}: the {operation} of bucket {index} of {len(self.states)}"
-            f" over {self.group}"
-        )
+    def _name(self, operation: str, index: int, over: DataGroup | SharedCopies) -> str:
+        bucket = f"bucket {index} of {len(self.states)}"
+        return f"{self._step}: the {operation} of {bucket} over {over}"
 
     def _reduce(self, index: int) -> None:
         """The bucket's gradients are whole on this rank."""
@@ -313,7 +311,7 @@ class ShardedOptimizer:
             self.group.sum_arrived(state.grads, arrived[0][: state.grads.numel()])
             self._arriving.append(arrived[0])
 
-        self.courier.do(CourierJob(self._name("reduce-scatter", index), begin, end))
+        self.courier.do(CourierJob(self._name("reduce-scatter", index, self.group), begin, end))
 
     def _finish_gradients(self) -> None:
         """Hand on what backward left; which parameters have a gradient; copies of other stages."""
@@ -334,7 +332,6 @@ class ShardedOptimizer:
         positions = {spec.name: i for i, spec in enumerate(self.layout.params)}
         groups: list[tuple[Any, list[int]]] = [(self.group, list(range(len(has))))]
         groups += [(copies, [positions[n] for n in names]) for names, copies in self.links]
-        what = f"{self._step}: which parameters have gradients, over {self.group}"
         for group, own in groups:
             if not own:
                 continue
@@ -346,6 +343,7 @@ class ShardedOptimizer:
                 for i, flag in zip(own, largest, strict=True):
                     has[i] = bool(flag)
 
+            what = f"{self._step}: which parameters have gradients, over {group}"
             self._agree(what, flags, end, group.any_of)
 
     def _agree(
@@ -379,7 +377,7 @@ class ShardedOptimizer:
         def end() -> None:
             copies.sum_arrived(own, arrived[0])
 
-        what = self._name("exchange between stages", index)
+        what = self._name("exchange between stages", index, copies)
         self.courier.do(CourierJob(what, begin, end, alone=True))
 
     # the order of buckets
@@ -433,7 +431,7 @@ class ShardedOptimizer:
             self.side.leave_mark(index)
             self._away.discard(index)
 
-        self.courier.do(CourierJob(self._name("all-gather", index), begin, end))
+        self.courier.do(CourierJob(self._name("all-gather", index, self.group), begin, end))
 
     # state
 
@@ -489,7 +487,3 @@ class ShardedOptimizer:
 
 def _group_sizes(optimizer: torch.optim.Optimizer) -> list[int]:
     return [len(group["params"]) for group in optimizer.param_groups]
-
-
-def _always(name: str) -> bool:
-    return True

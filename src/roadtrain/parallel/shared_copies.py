@@ -20,7 +20,7 @@ import torch.distributed as dist
 from roadtrain.errors import ConfigError, ModelError
 from roadtrain.kernels.sum import sum_in_order
 from roadtrain.parallel.courier import Pending
-from roadtrain.parallel.data_group import DataGroup
+from roadtrain.parallel.data_group import DataGroup, ranks_of
 from roadtrain.parallel.flat_layout import Bucket, overlaps
 from roadtrain.parallel.messages import exchange_messages
 
@@ -41,6 +41,9 @@ class SharedCopies:
                 f" {size}",
                 hint="the group has every rank of each stage that has a copy",
             )
+
+    def __str__(self) -> str:
+        return f"the copies in {ranks_of(self.group)}"
 
     @property
     def rank(self) -> int:
