@@ -457,7 +457,8 @@ def test_a_relay_only_where_a_card_has_one() -> None:
         else:  # its traffic takes that card, though another is faster
             scene = Scene(answer.pick.plan, eight_ssds(nics=nics), model, OF)
             scene.build(Engine())
-            assert scene.groups[0].site.nic is not None and scene.groups[0].site.nic.relay
+            nic = scene.stages[0].fabric.site.nic
+            assert nic is not None and nic.relay
 
 
 @pytest.mark.slow
@@ -513,7 +514,8 @@ def test_groups_of_uneven_hosts_use_the_network() -> None:
     mixed = make_cluster({"hosts": kinds})
     scene = Scene(Plan(placement("zero-offload"), Parallelism(dp=10)), mixed, model, OF)
     scene.build(Engine())
-    assert (scene.groups[0].hosts, scene.groups[0].dp) == (2, 10)
+    group = scene.stages[0].fabric.group
+    assert (group.hosts, group.dp) == (2, 10)
     assert next(n for n in scene.needs if n.where == "stage 0 memory").room == pytest.approx(
         0.9 * 8e9
     )

@@ -13,7 +13,7 @@ import pytest
 from test_simulated import RATE, WHOLE, cluster, lump, run
 
 from roadtrain.config.cluster import Cluster, make_cluster
-from roadtrain.config.models import BlockShape, ModelShape, gpt
+from roadtrain.config.models import BlockShape, ModelShape, Transformer, gpt
 from roadtrain.config.parallelism import Parallelism
 from roadtrain.config.plan import PLACEMENTS, Plan, PlanMemory, make_plan, placement
 from roadtrain.errors import ConfigError
@@ -412,6 +412,16 @@ def test_fewer_micro_batches_than_replicas_are_refused() -> None:
     plan = Plan(placement("ddp"), Parallelism(pp=2, widths=(3, 1)), num_microbatches=2)
     with pytest.raises(ConfigError, match="2 micro-batches a step are fewer than the 3 replicas"):
         simulate(plan, cluster(4), pipe(), WHOLE)
+
+
+def test_embeddings_that_two_stages_share_are_said_to_be_left_out() -> None:
+    """Their gradients would cross the network between the stages. # Rule 6"""
+    plan, where = Plan(placement("ddp"), Parallelism(pp=2)), cluster(2)
+    for tied, stages in ((True, plan), (False, plan), (True, Plan(placement("ddp")))):
+        model = Transformer(2, 512, 8, vocab=8000, seq_len=64, tied=tied).shape("tied or not")
+        text = report(simulate(stages, where, model, WHOLE), where, model, WHOLE)
+        said = "the first and the last stage share: 15.6 MiB of gradients each way" in text
+        assert said == (tied and stages is plan)
 
 
 def test_people_read_what_each_replica_did_and_each_card_carried() -> None:

@@ -274,9 +274,8 @@ def job(plan: Plan) -> str | None:
         },
     }
     ranks = plan.parallelism
-    if plan.placement.name == "zero1" and ranks.cp == ranks.ep == 1:
-        if plan.activation_checkpointing:
-            return None
+    staged = plan.placement.name == "zero1" and ranks.cp == ranks.ep == 1
+    if staged and not plan.activation_checkpointing:
         del own["optimizer"]["accumulate"]
         return tomli_w.dumps({**own, "parallelism": _degrees(plan)})
     if plan.placement.name not in where or ranks.tp > 1 or ranks.pp > 1:

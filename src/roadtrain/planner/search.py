@@ -216,9 +216,8 @@ class _Search:
         ways = []
         size = 1
         while size <= MOST_MICRO_BATCH:
-            parallelism = best.plan.parallelism
-            turn = parallelism.pp if parallelism.virtual_stages > 1 else 1
-            turn = max(parallelism.widths, default=turn)
+            ranks = best.plan.parallelism
+            turn = max(ranks.widths, default=ranks.pp if ranks.virtual_stages > 1 else 1)
             ways += [
                 (size * num_microbatches, size, num_microbatches)
                 for num_microbatches in (turn << i for i in range(MOST_MICROBATCHES.bit_length()))

@@ -155,6 +155,16 @@ def assumed(cluster: Cluster, model: ModelShape, of: Constants, plan: Plan | Non
     return [*lines, "assumed " + ", ".join(rest), *(f"assumed {note}" for note in model.notes)]
 
 
+def not_counted(plan: Plan, model: ModelShape) -> list[str]:
+    """Lines for people: an output layer in a later stage has its own copy of tied embeddings."""
+    last = model.blocks[-1]
+    table = last.logits / model.tokens * model.hidden
+    if last.params >= table or plan.parallelism.pp == 1:
+        return []
+    said = f"{show_bytes(4 * table)} of gradients each way, and the last stage's copy of them"
+    return [f"not counted: embeddings that the first and the last stage share: {said}"]
+
+
 def report(result: Result, cluster: Cluster, model: ModelShape, of: Constants) -> str:
     """For people."""
     plan, parallelism = result.plan, result.plan.parallelism
@@ -227,6 +237,7 @@ def report(result: Result, cluster: Cluster, model: ModelShape, of: Constants) -
     lines += [
         f"computing time from {of.from_what} ({of.source})",
         *assumed(cluster, model, of, plan),
+        *not_counted(plan, model),
     ]
     return "\n".join(lines)
 

@@ -95,8 +95,6 @@ class Constants:
     def _measured(self, kind: str, samples: float) -> float | None:
         """Seconds of a block of that kind on one device; of another number of samples than were
         measured, in proportion to the nearest."""
-        if (known := self.table.get((kind, int(samples)))) is not None:
-            return known
         sizes = [size for name, size in self.table if name == kind]
         if not sizes:
             return None

@@ -88,11 +88,6 @@ class Scene:
             check_placement(self.plan.placement_of(number), self.cluster, group)
 
     @property
-    def groups(self) -> list[FlowGroup]:
-        """Of each of `stages`, once built."""
-        return [stage.fabric.group for stage in self.stages]
-
-    @property
     def served(self) -> bool:
         """Whether a stage's state is at the server."""
         return any(place.served for place in self.plan.placements)
