@@ -257,9 +257,13 @@ def test_placed_stages_stream_their_share(kind, parallelism, stages, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "parallelism", "num_microbatches", "options"),
     [
-        ("llama", Parallelism(pp=2), 4, {"stages": "measured"}),
         ("gpt2", Parallelism(pp=2, dp=2), 4, {"stages": "paper"}),
-        ("llama", Parallelism(pp=2, widths=(2, 1)), 5, {"resize_stages": 0.2}),
+        (
+            "llama",
+            Parallelism(pp=2, widths=(2, 1)),
+            5,
+            {"stages": "measured", "resize_stages": 0.2},
+        ),
     ],
 )
 def test_blocks_move_between_steps(kind, parallelism, num_microbatches, options):
@@ -337,7 +341,7 @@ def continued(kind, parallelism, directory, rank):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("gpt2", marks=pytest.mark.exhaustive)])
 def test_tensor_parallel_steps_go_on_with_other_degrees(kind, tmp_path):
     """Rule 3: tp 2 first, then stages, then both."""
     want, found = [loss for loss, _ in alone(kind, 4, 3 * STEPS)], []

@@ -149,11 +149,12 @@ CASES = [
     ("gpt2", (1,), 2, (2, 4), 4),
     ("llama", (1, 1, 1, 1), 1, (1, 2, 2, 1), 2),
 ]
+REST = (*CASES[::2], CASES[1])  # test_parallelize.py has their like with whole steps
 
 
 @pytest.mark.parametrize(
     ("kind", "widths", "parts", "layers", "num_microbatches"),
-    [*CASES[1::2], *(pytest.param(*c, marks=pytest.mark.exhaustive) for c in CASES[::2])],
+    [*CASES[3::2], *(pytest.param(*c, marks=pytest.mark.exhaustive) for c in REST)],
 )
 def test_losses_are_those_of_one_process(kind, widths, parts, layers, num_microbatches):
     found = run(sum(widths), partial(staged, kind, widths, parts, layers, num_microbatches, None))
