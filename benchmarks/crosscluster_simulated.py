@@ -17,6 +17,7 @@ from roadtrain.config.cluster import Cluster, make_cluster
 from roadtrain.config.models import ModelShape, from_config
 from roadtrain.config.parallelism import Parallelism
 from roadtrain.config.plan import ElementBytes, NetworkGroup, Plan, placement
+from roadtrain.errors import ConfigError
 from roadtrain.lab import CARRIED
 from roadtrain.simulator.compute import Constants, HostTimes
 from roadtrain.simulator.fabric import UPDATE_BYTES
@@ -56,7 +57,10 @@ def shape_of(spec: RunSpec) -> ModelShape:
 
 
 def plan_of(run: Run) -> Plan:
+    """Raises ConfigError for a run of which no plan is made."""
     spec, batch = run.spec, run.spec.batch
+    if spec.stage_stores:
+        raise ConfigError(f"{run.case}: stages with stores of their own are not predicted")
     networks: Networks = {} if run.environment.fast else {"dp": "ethernet", "pp": "ethernet"}
     if spec.method == "ddp":  # each rank its rows in one pass
         whole = Parallelism(dp=4)

@@ -14,6 +14,7 @@ from benchmarks.crosscluster_lab import CPUS, ENVIRONMENTS, ETHERNET, Environmen
 from benchmarks.crosscluster_losses import WITHIN, worst_difference
 from benchmarks.crosscluster_model import Batch, ModelSize, RunSpec
 from benchmarks.crosscluster_simulated import plan_of, predicted, shape_of
+from roadtrain.errors import ConfigError
 from roadtrain.lab import CARRIED
 
 KNOWN = Known({2: 0.04, 4: 0.08}, {2: 0.01, 4: 0.02}, 2.0, 2e-9, 0.0)
@@ -28,6 +29,7 @@ def measured(stages: list[int]) -> Measured:
 class Case:
     """As the benchmark's own Run."""
 
+    case: str = "a row"
     environment: Environment = ENVIRONMENTS["hybrid"]
     spec: RunSpec = field(
         default_factory=lambda: RunSpec(
@@ -62,15 +64,21 @@ def test_a_step_samples_what_the_run_samples() -> None:
     assert plan_of(wide).parallelism.stages == (11, 5)
 
 
+def test_what_is_not_predicted_is_refused() -> None:
+    """A stage that rests on a server is not one of the plan's. # Rule 6"""
+    with pytest.raises(ConfigError, match="a row: stages with stores"):
+        Case().seconds(stage_stores={"0": {"servers": ["h:1"]}})
+
+
 def test_computing_alone_is_what_was_known() -> None:
     """On fast networks: the first stage's half of the layers, the pipeline's fill, the update."""
-    seconds = Case(ENVIRONMENTS["all InfiniBand"]).seconds()
+    seconds = Case(environment=ENVIRONMENTS["all InfiniBand"]).seconds()
     pass_s = 3 * (8 * 0.04 + 0.01)
     assert 4 * pass_s < seconds < 5.6 * pass_s + 0.5
 
 
 def test_what_a_slow_network_carries_bounds_a_step() -> None:
-    case = Case(ENVIRONMENTS["all Ethernet"])
+    case = Case(environment=ENVIRONMENTS["all Ethernet"])
     params = shape_of(case.spec).params
     whole = 2 * 3 / 4 * params * 4 / (ETHERNET * CARRIED)
     assert whole < case.seconds(method="ddp") < whole + 4
@@ -88,7 +96,7 @@ def test_a_throttled_cluster_is_as_much_slower() -> None:
 
 def test_the_measured_seconds_of_an_update_count() -> None:
     """On fast networks nothing hides them: a second of each rank's half of a stage."""
-    run: Any = Case(ENVIRONMENTS["all InfiniBand"])
+    run: Any = Case(environment=ENVIRONMENTS["all InfiniBand"])
     slow = replace(KNOWN, update=KNOWN.update + 1 / (shape_of(run.spec).params / 4))
     assert predicted(run, slow).seconds == pytest.approx(run.seconds() + 1, rel=0.1)
 
