@@ -28,7 +28,14 @@ from roadtrain.transport.tcp import TcpOptions
 FORK = multiprocessing.get_context("forkserver")
 # torch._dynamo: torch's optimizers import it; pytest: each child imports what its parent runs
 FORK.set_forkserver_preload(
-    ["torch._dynamo", "roadtrain.api.place", "roadtrain.runtime.session_host", "pytest"]
+    [
+        "torch._dynamo",
+        "roadtrain.api.place",
+        "roadtrain.runtime.session_host",
+        "pytest",
+        "transformers.models.llama.modeling_llama",
+        "transformers.models.gpt2.modeling_gpt2",
+    ]
 )
 BUDGET = "96MiB"
 OF_SERVERS = {"replicas", "give_up", "relay", "buffering", "residuals"}
