@@ -248,20 +248,24 @@ class Server:
             if event is None:
                 return
             try:
-                if callable(event):
-                    event()
-                    continue
-                if (
-                    isinstance(event, messages.CommitDone)
-                    and self.tier
-                    and event.step > self.machine.committed
-                ):
-                    self.tier.committed(event.step)
-                for action in self.machine.handle(event):
-                    self._carry_out(action)
+                self._take(event)
             except BaseException as error:
                 self._fail(error)
                 return
+            del event  # it may name a worker's memory, which no thread that waits holds
+
+    def _take(self, event: Any) -> None:
+        if callable(event):
+            event()
+            return
+        if (
+            isinstance(event, messages.CommitDone)
+            and self.tier
+            and event.step > self.machine.committed
+        ):
+            self.tier.committed(event.step)
+        for action in self.machine.handle(event):
+            self._carry_out(action)
 
     def _carry_out(self, action: Any) -> None:
         match action:
@@ -310,11 +314,9 @@ class Server:
         return nbytes
 
     def _compute(self) -> None:
-        while True:
-            work = self._kernels.get()[2]
-            if work is None or self._stopping:
-                return
+        while (work := self._kernels.get()[2]) is not None and not self._stopping:
             self._work(*work)
+            del work
 
     def _io(self) -> None:
         while True:
@@ -327,6 +329,7 @@ class Server:
                     self._began = time.perf_counter()
             priority, work = item
             nbytes = self._work(*work)
+            del item, work
             with self._device_ready:
                 self._moved += nbytes if priority != READ_PARAMETERS else 0
                 self._device.done(priority)
