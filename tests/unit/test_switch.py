@@ -7,7 +7,13 @@ import random
 
 import pytest
 
-from roadtrain.protocol.switch import Heartbeat, Packet, Sender, SwitchReceiver, SwitchStateMachine
+from roadtrain.protocol.switch import (
+    WorkerHeartbeat,
+    Packet,
+    Sender,
+    SwitchReceiver,
+    SwitchStateMachine,
+)
 
 WINDOW, COUNT = 8, 200
 
@@ -46,7 +52,7 @@ def gradients(workers: int, seed: int, lost: float) -> list[int]:
                     got.append(item.data)
                     server.freed(1)
             else:
-                assert isinstance(item, Heartbeat)
+                assert isinstance(item, WorkerHeartbeat)
                 for worker, beat in switch.from_server(item):
                     if rng.random() >= lost:
                         before = senders[worker].ack
@@ -77,7 +83,7 @@ def test_a_late_resend_does_not_poison_a_slot() -> None:
     assert switch.gradient(Packet(0, 1, 0)) == []
     assert switch.gradient(Packet(0, 2, 1)) == [Packet(0, 3)]
     assert switch.gradient(Packet(0, 1, 0)) == [Packet(0, 3)]  # a resend is answered
-    switch.from_server(Heartbeat(1, 2))
+    switch.from_server(WorkerHeartbeat(1, 2))
     assert switch.gradient(Packet(0, 1, 0)) == []  # acknowledged: dropped
     assert switch.gradient(Packet(2, 5, 0)) == [] and switch.gradient(Packet(0, 1, 1)) == []
     assert switch.gradient(Packet(2, 7, 1)) == [Packet(2, 12)]
@@ -86,11 +92,11 @@ def test_a_late_resend_does_not_poison_a_slot() -> None:
 def test_parameters_go_to_all_and_heartbeats_are_merged() -> None:
     switch = SwitchStateMachine(3, 4, 4, int.__add__)
     assert [worker for worker, _ in switch.parameters(Packet(0, "p"))] == [0, 1, 2]
-    assert switch.from_worker(Heartbeat(5, 8, 0)) == Heartbeat(0, 3)
-    switch.from_worker(Heartbeat(4, 7, 1))
-    assert switch.from_worker(Heartbeat(6, 9, 2)) == Heartbeat(4, 7)
+    assert switch.from_worker(WorkerHeartbeat(5, 8, 0)) == WorkerHeartbeat(0, 3)
+    switch.from_worker(WorkerHeartbeat(4, 7, 1))
+    assert switch.from_worker(WorkerHeartbeat(6, 9, 2)) == WorkerHeartbeat(4, 7)
     # a late one moves nothing back
-    assert switch.from_worker(Heartbeat(3, 6, 1)) == Heartbeat(4, 7)
+    assert switch.from_worker(WorkerHeartbeat(3, 6, 1)) == WorkerHeartbeat(4, 7)
 
 
 def test_credit_bounds_what_is_under_way() -> None:

@@ -25,7 +25,7 @@ class Packet:
 
 
 @dataclass(frozen=True, slots=True)
-class Heartbeat:
+class WorkerHeartbeat:
     ack: int  # the next number that its sender expects
     credit: int  # the greatest number that its buffer takes
     worker: int = 0
@@ -51,7 +51,9 @@ class SwitchStateMachine:
         # one.
         self.table: dict[int, Aggregate] = {}
         self.acked = 0  # the server has all gradients below it
-        self.beats = [Heartbeat(0, depth - 1, worker) for worker in range(workers)]  # the last ones
+        self.beats = [
+            WorkerHeartbeat(0, depth - 1, worker) for worker in range(workers)
+        ]  # the last ones
 
     def parameters(self, packet: Packet) -> list[tuple[int, Packet]]:
         """(worker, packet) of a packet of parameters: one for each."""
@@ -74,18 +76,18 @@ class SwitchStateMachine:
         entry.done = len(entry.came) == self.workers
         return [Packet(number, entry.data)] if entry.done else []
 
-    def from_server(self, beat: Heartbeat) -> list[tuple[int, Heartbeat]]:
+    def from_server(self, beat: WorkerHeartbeat) -> list[tuple[int, WorkerHeartbeat]]:
         """A heartbeat about gradients, to every worker."""
         self.acked = max(self.acked, beat.ack)
         return [(worker, beat) for worker in range(self.workers)]
 
-    def from_worker(self, beat: Heartbeat) -> Heartbeat:
+    def from_worker(self, beat: WorkerHeartbeat) -> WorkerHeartbeat:
         """A heartbeat about parameters: the minimum of all workers' goes to the server."""
         last = self.beats[beat.worker]
-        self.beats[beat.worker] = Heartbeat(
+        self.beats[beat.worker] = WorkerHeartbeat(
             max(last.ack, beat.ack), max(last.credit, beat.credit), beat.worker
         )
-        return Heartbeat(min(b.ack for b in self.beats), min(b.credit for b in self.beats))
+        return WorkerHeartbeat(min(b.ack for b in self.beats), min(b.credit for b in self.beats))
 
     def check(self) -> None:
         """Assert every invariant: what is not done lacks a worker, nothing acknowledged is summed
@@ -111,7 +113,7 @@ class Sender:
         self.next = max(self.next, stop)
         return out
 
-    def beat(self, beat: Heartbeat) -> None:
+    def beat(self, beat: WorkerHeartbeat) -> None:
         self.ack, self.credit = max(self.ack, beat.ack), max(self.credit, beat.credit)
         self.next = max(self.next, self.ack)
 
@@ -137,5 +139,5 @@ class SwitchReceiver:
     def freed(self, count: int) -> None:
         self.consumed += count
 
-    def heartbeat(self) -> Heartbeat:
-        return Heartbeat(self.ack, self.consumed + self.depth - 1, self.worker)
+    def heartbeat(self) -> WorkerHeartbeat:
+        return WorkerHeartbeat(self.ack, self.consumed + self.depth - 1, self.worker)

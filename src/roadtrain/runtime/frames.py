@@ -6,6 +6,7 @@ payload.
     server -> worker   Welcome Progress Filled Settled Ready Record Failed |
                        Pulled GradAccumulated Written Prepared Committed
     worker <-> reducer  Part Moved GivenUp | Sum Failed
+    worker <-> fan-in end  Announce Heard | FanIn Grant;  fan-in end <-> switch  | SwitchReady
     worker <-> worker 0's coordinators  Gone State | Ask Change;  Say Stall Has | Agreed Asked
                                                                   Differ Failed
 
@@ -83,6 +84,13 @@ HAS = 40
 AGREED = 41
 ASKED = 42
 DIFFER = 43
+
+# worker <-> the fan-in end in front of its server, switch -> fan-in end
+ANNOUNCE = 44
+HEARD = 45
+FAN_IN = 46
+GRANT = 47
+SWITCH_READY = 48
 
 
 class ChunkHeader(NamedTuple):
@@ -245,6 +253,42 @@ class DifferHeader(NamedTuple):
     why: str
 
 
+class AnnounceHeader(NamedTuple):
+    """A worker has a gradient of the chunk to be summed: its next one of this chunk."""
+
+    chunk: int
+    fresh: bool  # the first of its step: it replaces what is held
+
+
+class HeardHeader(NamedTuple):
+    trial: bool  # the network's own multicast has come through
+
+
+class FanInHeader(NamedTuple):
+    """All that a worker needs to take part; said once the switches are ready. The payload is the
+    nonce that the keys of the packets are derived with."""
+
+    job: int  # of the packets
+    child: int  # this worker's number at its switch
+    port: int  # of the switch, where this job's datagrams go; its host is the plan's
+    delay_ms: int  # that this worker waits longer than worker 0 before it sends again
+    group: str  # HOST:PORT of the network's multicast; empty: the switches copy
+
+
+class GrantHeader(NamedTuple):
+    """All workers have announced the chunk, or closed it: its exponents are wanted. Who has
+    announced nothing sends zeros."""
+
+    chunk: int
+    round: int  # counts the sums of this chunk, from 1
+    first: int  # number of the first packet of exponents
+
+
+class SwitchReadyHeader(NamedTuple):
+    port: int  # where the job's datagrams go
+    slots: int  # of the table, that the job has
+
+
 NO_FIELDS = tuple[()]
 _HEADERS: Mapping[int, Any] = {
     OPEN: OpenHeader,
@@ -286,6 +330,11 @@ _HEADERS: Mapping[int, Any] = {
     AGREED: AgreedHeader,
     ASKED: AskedHeader,
     DIFFER: DifferHeader,
+    ANNOUNCE: AnnounceHeader,
+    HEARD: HeardHeader,
+    FAN_IN: FanInHeader,
+    GRANT: GrantHeader,
+    SWITCH_READY: SwitchReadyHeader,
 }
 
 
@@ -312,6 +361,37 @@ class SumHello(NamedTuple):
     rule: str  # of the sum, or coordinator.TO_COORDINATOR
 
 
+# begins the greeting of a worker (or relay) of a job that sums in the network; FanInHello is the
+# rest
+FAN_IN_GREETING = b"roadtrain fan-in "
+
+
+class FanInHello(NamedTuple):
+    hello: Hello
+    # The job's config/fan_in.py: (address, parent, workers) of each switch, wire, window, multicast
+    switches: tuple[tuple[str, str, tuple[int, ...]], ...]
+    wire: str
+    window: int
+    multicast: str
+
+
+# begins the greeting of a fan-in end to a switch; SwitchHello is the rest
+SWITCH_GREETING = b"roadtrain switch "
+
+
+class SwitchHello(NamedTuple):
+    """A job asks a switch to sum and copy for it, until this link ends."""
+
+    session: str  # for people
+    job: int  # of the packets
+    nonce: bytes  # that the keys of the packets are derived with
+    children: int
+    slots: int  # of the table that it asks for
+    child: int  # this switch's number at its parent; of the root 0
+    parent: tuple[str, int]  # where datagrams to the parent go; of the root those to the server
+    port: int  # where datagrams came before this switch was lost; 0: any
+
+
 # begins the greeting of who says that a server may go on without others; Without is the rest
 WITHOUT = b"roadtrain without "
 
@@ -334,6 +414,8 @@ Stalled = tuple[list[tuple[str, int, str]], list[tuple[str, int, str]]]
 HELLO = msgspec.msgpack.Decoder(Hello)
 SUM_HELLO = msgspec.msgpack.Decoder(SumHello)
 WITHOUT_REST = msgspec.msgpack.Decoder(Without)
+FAN_IN_HELLO = msgspec.msgpack.Decoder(FanInHello)
+SWITCH_HELLO = msgspec.msgpack.Decoder(SwitchHello)
 ROUNDS = msgspec.msgpack.Decoder(Rounds)
 STALLED = msgspec.msgpack.Decoder(Stalled)
 _DECODERS = {kind: msgspec.msgpack.Decoder(header) for kind, header in _HEADERS.items()}
@@ -369,6 +451,8 @@ LANGUAGE = language_of(
         "hello": Hello,
         "hello of a summation": SumHello,
         "without": Without,
+        "hello of a fan-in": FanInHello,
+        "hello to a switch": SwitchHello,
         "rounds": Rounds,
         "status": Status,
         "stalled": Stalled,
