@@ -8,11 +8,11 @@ import random
 import pytest
 
 from roadtrain.protocol.switch import (
-    WorkerHeartbeat,
     Packet,
     Sender,
     SwitchReceiver,
     SwitchStateMachine,
+    WorkerHeartbeat,
 )
 
 WINDOW, COUNT = 8, 200
