@@ -276,12 +276,14 @@ class FanInHeader(NamedTuple):
 
 
 class GrantHeader(NamedTuple):
-    """All workers have announced the chunk, or closed it: its exponents are wanted. Who has
-    announced nothing sends zeros."""
+    """All workers have announced the chunk, or closed it: its exponents are wanted."""
 
     chunk: int
     round: int  # counts the sums of this chunk, from 1
     first: int  # number of the first packet of exponents
+    # what this worker adds: the first of what it has announced and was not granted; else zeros. It
+    # cannot know: what it has announced may be of its next step already.
+    announced: bool
 
 
 class SwitchReadyHeader(NamedTuple):
