@@ -7,7 +7,7 @@ from roadtrain.lab.cpus import CpuLimit, cpus_available
 from roadtrain.lab.hosts import LabHost
 from roadtrain.lab.leftovers import sweep
 from roadtrain.lab.made import PREFIX
-from roadtrain.lab.network import CARRIED, Network, network_available
+from roadtrain.lab.network import CARRIED, Network, loss_available, network_available
 from roadtrain.lab.nics import LabLink, LabNic, Traffic
 from roadtrain.lab.storage import LoopDevice, Throttle, lab_available
 
@@ -24,6 +24,7 @@ __all__ = [
     "Traffic",
     "cpus_available",
     "lab_available",
+    "loss_available",
     "network_available",
     "sweep",
 ]

@@ -139,7 +139,10 @@ def _show(lab: LabFile, hosts: dict[str, dict[str, Any]]) -> None:
     rows = [("host", "address", "NIC", *["CPUs"] * limited, "directory", "read, write")]
     for section in lab.hosts:
         rates = ", ".join(
-            nic.rate + (f" (in {nic.in_rate})" if nic.in_rate else "") for nic in section.nics
+            nic.rate
+            + (f" (in {nic.in_rate})" if nic.in_rate else "")
+            + (f" (loses {nic.loss:.2%})" if nic.loss else "")
+            for nic in section.nics
         )
         storage = f"{section.storage.read}, {section.storage.write}" if section.storage else ""
         rows += [

@@ -21,6 +21,9 @@ class NicSection(Section):
     rate: RateText = Field(description="each way")
     in_rate: RateText | None = Field(default=None, description="what arrives, where that differs")
     switch: str = Field(default="", description="default: the first switch")
+    loss: float = Field(
+        default=0.0, ge=0, lt=1, description="share of the packets that are lost, each way: 0.001"
+    )
 
 
 class StorageSection(Section):
@@ -75,6 +78,7 @@ class LabFile(Section):
                 parse_rate(nic.rate),
                 nic.switch or self.switches[0],
                 parse_rate(nic.in_rate or nic.rate),
+                nic.loss,
             )
             for nic in host.nics
         ]

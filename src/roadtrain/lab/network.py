@@ -2,8 +2,8 @@
 between switches.
 
 Assumes Linux, root, iproute2 and util-linux: `network_available()` says what is missing. A rate
-counts whole Ethernet frames: of it TCP carries 0.956 at an MTU of 1500. Latency and loss are NOT
-emulated (see relay.py); file systems and process numbers are shared by all hosts; nothing outside
+counts whole Ethernet frames: of it TCP carries 0.956 at an MTU of 1500. Latency is NOT emulated
+(see relay.py); file systems and process numbers are shared by all hosts; nothing outside
 can be reached from a host. A host knows the others by name, by the first of their NICs that one of
 its own can reach (`NAME-ethK` is NIC K). Undone as everything of a lab is (storage.py): the
 processes on its hosts are killed, the namespaces and control groups removed.
@@ -35,7 +35,7 @@ from roadtrain.errors import ConfigError, RoadtrainError
 from roadtrain.lab.cpus import CpuLimit, cpus_available
 from roadtrain.lab.hosts import ISOLATED, LabHost, batch
 from roadtrain.lab.made import Made, command, folder, insist, lacking
-from roadtrain.lab.nics import ETHERNET, IP, MTU, TBF, TCP, End, LabLink, LabNic
+from roadtrain.lab.nics import ETHERNET, FILTER, IP, MTU, TBF, TCP, End, LabLink, LabNic, losing
 
 CARRIED = (MTU - IP - TCP) / (ETHERNET + MTU)  # of a rate: what TCP carries of Ethernet frames
 SWITCH = "+switch"  # no host can be called so
@@ -53,17 +53,29 @@ TRIAL = (
     "ip rule add pref 0 from 10.1.0.1 ipproto tcp blackhole && "
     "ip link set v0 mtu 9000 gso_max_segs 1"
 )
+LOSS_TRIAL = (
+    "ip link add name v0 type veth peer name v1 && tc qdisc add dev v0 clsact && "
+    f"tc filter replace dev v0 {FILTER} '{losing(0.5)}'"
+)
 
 
 def network_available() -> str | None:
     """Why no network can be emulated here, in one sentence, or None when it can. Tries it,
     where nothing can remain."""
-    if why := lacking("ip", "tc", "unshare", "nsenter", "mount", "umount"):
-        return why
+    return lacking("ip", "tc", "unshare", "nsenter", "mount", "umount") or _refused(TRIAL)
+
+
+def loss_available() -> str | None:
+    """Why NICs cannot lose packets here, in one sentence, or None when they can."""
+    return network_available() or _refused(LOSS_TRIAL)
+
+
+def _refused(script: str) -> str | None:
+    """What the kernel says of a script, run where nothing remains of it; None: nothing."""
     with tempfile.TemporaryDirectory() as home:
         names = Path(home, "names")
         names.touch()
-        trial = ["unshare", "--net", *ISOLATED, "trial", str(names), "", "sh", "-c", TRIAL]
+        trial = ["unshare", "--net", *ISOLATED, "trial", str(names), "", "sh", "-c", script]
         done = subprocess.run(trial, capture_output=True, text=True, check=False)
     return f"the kernel refuses: {' '.join(done.stderr.split())}" if done.returncode else None
 
@@ -160,6 +172,8 @@ class Network(Made):
                 ],
             )
             link.set_rate(nic.bytes_per_s, nic.in_bytes_per_s)
+            if nic.loss:
+                link.set_loss(nic.loss)
             made.append(link)
         batch(net, ["rule add pref 1 lookup local", "rule del pref 0"])
         limit = self._limits.get(name)

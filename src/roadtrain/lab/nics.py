@@ -1,5 +1,11 @@
-"""The NICs and links of a lab: rates, cuts, MTUs and what crossed them. Does NOT make them
-(network.py)."""
+"""The NICs and links of a lab: rates, cuts, loss, MTUs and what crossed them. Does NOT make them
+(network.py).
+
+Note: loss. At the end where packets of a direction arrive, tc's clsact asks a filter of four
+instructions of classic BPF, which draws 32 random bits for each packet and drops it where they are
+below the share. A train of segments that its sender left to the hardware is one packet to it, so
+ends that lose send such trains cut up.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +22,17 @@ ETHERNET, IP, TCP = 14, 20, 32  # bytes of the headers of one frame, TCP's with 
 HEADERS = ETHERNET + IP + TCP
 MTU = 1500
 MIN_MTU, MAX_MTU = 68, 65535  # what the kernel's veth takes
+FILTER = "ingress pref 1 handle 1 bpf direct-action bytecode"
+RANDOM_BITS = 32
+# linux/filter.h: load a random word; where it is at least the bound pass (0), else drop (2)
+LOSING = "4,32 0 0 4294963256,53 0 1 {bound},6 0 0 0,6 0 0 2"
+
+
+def losing(share: float) -> str:
+    """The filter that drops this share of packets, as tc's bytecode. Raises ConfigError."""
+    if not 0 <= share < 1:
+        raise ConfigError(f"a loss of {share} of all packets, it is a share: 0 <= share < 1")
+    return LOSING.format(bound=round(share * (1 << RANDOM_BITS)))
 
 
 @dataclass(frozen=True)
@@ -25,6 +42,11 @@ class LabNic:
     bytes_per_s: float
     switch: str = "switch"
     in_bytes_per_s: float | None = None
+    loss: float = 0.0
+    """Share of the packets that are lost, each way; of each alone, by chance."""
+
+    def __post_init__(self) -> None:
+        losing(self.loss)
 
 
 @dataclass(frozen=True)
@@ -34,19 +56,19 @@ class End:
     net: Path
     device: str
 
-    def do(self, tool: str, words: str) -> str:
-        """What the command says."""
-        return command("nsenter", f"--net={self.net}", tool, *words.split())
+    def do(self, tool: str, words: str, *more: str) -> str:
+        """What the command says. `more`: words that hold blanks."""
+        return command("nsenter", f"--net={self.net}", tool, *words.split(), *more)
+
+
+def _send_cut_up(end: End, wanted: bool) -> None:
+    """Whether what leaves as one large piece is split before it leaves, not by hardware."""
+    end.do("ip", f"link set {end.device} gso_max_segs {1 if wanted else 65535}")
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of TCP payload since the NIC was made.
-
-    The kernel counts bytes and packets; 66 bytes a packet are headers (14 + 20 + 32). What is not a
-    segment with time stamps (ARP, the first packets of a connection, selective acknowledgements)
-    makes an error of some bytes each. What was sent again counts again.
-    """
+    """Bytes since the NIC was made, as `LabLink.traffic` or `LabLink.frames` says."""
 
     sent: int
     received: int
@@ -83,10 +105,42 @@ class LabLink:
                 raise ConfigError(f"an MTU of {nbytes} bytes, it is {MIN_MTU} to {MAX_MTU}")
             end.do("ip", f"link set {end.device} mtu {nbytes}")
         # what leaves as one large piece, to be split by hardware, no port would find too large
-        self.near.do("ip", f"link set {self.near.device} gso_max_segs {1 if carried else 65535}")
+        if not self._loses(self.near):
+            _send_cut_up(self.near, carried is not None)
+
+    def set_loss(self, share: float) -> None:
+        """From now on each packet is lost with this probability, each way, alone and by chance.
+        Once it was called, also with 0, packets travel one by one: that costs processor time.
+
+        Raises ConfigError for what is no share below 1.
+        """
+        dropping = losing(share)
+        for end in (self.near, self.far):
+            if not self._loses(end):
+                _send_cut_up(end, True)
+                end.do("tc", f"qdisc add dev {end.device} clsact")
+            end.do("tc", f"filter replace dev {end.device} {FILTER}", dropping)
+
+    @staticmethod
+    def _loses(end: End) -> bool:
+        return "clsact" in end.do("tc", f"qdisc show dev {end.device}")
+
+    def frames(self) -> Traffic:
+        """Whole Ethernet frames, whatever is in them, as the rate counts them: what has left the
+        near end, and what has left the far end for it. What was then lost counts."""
+        sent, received = (
+            json.loads(end.do("tc", f"-s -j qdisc show dev {end.device} root"))[0]["bytes"]
+            for end in (self.near, self.far)
+        )
+        return Traffic(sent, received)
 
     def traffic(self) -> Traffic:
-        """What has left the near end, and what has arrived there."""
+        """TCP payload: what has left the near end, and what has arrived there.
+
+        The kernel counts bytes and packets; 66 bytes a packet are headers (14 + 20 + 32). What is
+        not a segment with time stamps (ARP, the first packets of a connection, selective
+        acknowledgements) makes an error of some bytes each. What was sent again counts again.
+        """
         (shown,) = json.loads(self.near.do("ip", f"-s -j link show dev {self.near.device}"))
         sent, received = (
             way["bytes"] - HEADERS * way["packets"]
