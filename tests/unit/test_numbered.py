@@ -1,0 +1,199 @@
+"""protocol/numbered.py: the ends of a numbered stream, alone and through a link that loses, delays
+and repeats."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roadtrain.errors import WireError
+from roadtrain.protocol.numbered import (
+    NOTHING,
+    Heartbeat,
+    NumberedReceiver,
+    NumberedSender,
+    heard,
+    merged,
+)
+
+
+def numbers_of(beat: Heartbeat) -> set[int]:
+    """All that have come."""
+    later = {beat.ack + i for i in range(beat.have.bit_length()) if beat.have >> i & 1}
+    return set(range(beat.ack)) | later
+
+
+def beat_of(numbers: set[int], credit: int) -> Heartbeat:
+    """The plain reference: from a set."""
+    ack = next(n for n in range(len(numbers) + 1) if n not in numbers)
+    return Heartbeat(ack, credit, sum(1 << (n - ack) for n in numbers if n > ack))
+
+
+SETS = st.sets(st.integers(0, 20))
+
+
+@given(st.lists(st.tuples(SETS, st.integers(20, 30)), min_size=1, max_size=5))
+def test_merged_is_what_all_have(receivers: list[tuple[set[int], int]]) -> None:
+    beat = merged([beat_of(numbers, credit) for numbers, credit in receivers])
+    assert numbers_of(beat) == set.intersection(*(numbers for numbers, _ in receivers))
+    assert beat == beat_of(numbers_of(beat), min(credit for _, credit in receivers))
+
+
+@given(SETS, SETS)
+def test_heard_is_what_either_says(one: set[int], other: set[int]) -> None:
+    assert heard(beat_of(one, 21), beat_of(other, 20)) == beat_of(one | other, 21)
+    assert heard(NOTHING, beat_of(one, 25)) == beat_of(one, 25)
+
+
+def sent_to(receiver: NumberedReceiver | None = None, ready: int = 100) -> NumberedSender:
+    sender = NumberedSender()
+    sender.may_send(ready)
+    if receiver is not None:
+        sender.heartbeat(receiver.heartbeat())
+    return sender
+
+
+def test_nothing_is_sent_before_somebody_has_spoken() -> None:
+    sender = sent_to()
+    assert list(sender.next_numbers(10)) == [] and not sender.idle
+    sender.heartbeat(Heartbeat(0, 3))
+    assert list(sender.next_numbers(0)) == []
+    assert list(sender.next_numbers(3)) == [0, 1, 2] and list(sender.next_numbers(3)) == [3]
+    assert list(sender.next_numbers(3)) == []
+    sender.check()
+
+
+def test_a_sender_ends_where_numbers_do() -> None:
+    sender = NumberedSender()
+    assert sender.idle
+    sender.heartbeat(Heartbeat(0, 9))
+    sender.may_send(2)
+    sender.may_send(1)  # a late word takes nothing back
+    assert list(sender.next_numbers(9)) == [0, 1] and not sender.idle
+    sender.heartbeat(Heartbeat(2, 9))
+    assert sender.idle and list(sender.next_numbers(9)) == []
+    sender.silent()
+    assert list(sender.next_numbers(9)) == [] and sender.stats.sent == 2
+
+
+def test_a_hole_goes_again_once_before_new_numbers() -> None:
+    sender = sent_to(NumberedReceiver(16))
+    assert list(sender.next_numbers(8)) == list(range(8))
+    seen = Heartbeat(1, 16, 0b101100)  # missing: 1, 2, 5; 7 is still under way
+    sender.heartbeat(seen)
+    assert [list(sender.next_numbers(9)) for _ in range(2)] == [[1, 2], [5]]
+    sender.heartbeat(seen)  # says nothing new
+    assert sender.stats.resent == 3
+    assert list(sender.next_numbers(2)) == [8, 9]
+    sender.heartbeat(Heartbeat(1, 16, 0b1101100))  # 7 has come, sent before the resends
+    assert list(sender.next_numbers(0)) == [] and list(sender.next_numbers(1)) == [10]
+    sender.heartbeat(Heartbeat(1, 16, 0b11101100))  # 8 was sent after them
+    assert [list(sender.next_numbers(9)) for _ in range(2)] == [[1, 2], [5]]
+    sender.check()
+
+
+def test_a_resend_that_comes_shows_that_earlier_resends_were_lost() -> None:
+    sender = sent_to(NumberedReceiver(4))
+    assert len(sender.next_numbers(4)) == 4
+    sender.heartbeat(Heartbeat(0, 3, 0b1000))
+    assert list(sender.next_numbers(4)) == [0, 1, 2]
+    sender.heartbeat(Heartbeat(0, 3, 0b1010))
+    assert list(sender.next_numbers(4)) == [0]  # 2 went after 1, and may still come
+    sender.check()
+
+
+def test_silence_sends_again_all_that_has_not_come() -> None:
+    sender = sent_to(NumberedReceiver(8))
+    sender.next_numbers(5)
+    sender.heartbeat(Heartbeat(0, 7, 0b100))
+    sender.next_numbers(1)
+    sender.silent()
+    assert [list(sender.next_numbers(9)) for _ in range(3)] == [[0, 1], [3, 4], [5, 6, 7]]
+    assert sender.stats.sent == 5 + 1 + 7 and sender.stats.resent == 5
+    sender.check()
+
+
+def test_what_was_never_sent_cannot_have_come() -> None:  # Rule 6
+    sender = sent_to(NumberedReceiver(8))
+    sender.next_numbers(4)
+    for beat in (Heartbeat(5, 20), Heartbeat(2, 20, 0b100)):
+        with pytest.raises(WireError, match="5 packets have come, 4 were sent"):
+            sender.heartbeat(beat)
+
+
+def test_a_receiver_takes_each_number_of_its_window_once() -> None:
+    receiver = NumberedReceiver(4)
+    assert [receiver.came(n) for n in (2, 4, 2, 0, 4, 1, 3)] == [
+        *(True, False, False, True),
+        *(True, True, True),
+    ]
+    assert receiver.heartbeat() == Heartbeat(5, 8)
+    assert not receiver.came(4) and not receiver.came(0) and not receiver.came(-3)
+    receiver.check()
+
+
+@settings(max_examples=300)
+@given(
+    st.integers(1, 70),
+    st.lists(st.lists(st.tuples(st.integers(-2, 90), st.integers(1, 90)), max_size=4), max_size=6),
+)
+def test_many_are_as_one_after_the_other(depth: int, batches: list[list[tuple[int, int]]]) -> None:
+    one, many = NumberedReceiver(depth), NumberedReceiver(depth)
+    for batch in batches:
+        numbers = [n for first, count in batch for n in range(first, first + count)]
+        new = many.came_many(np.array(numbers, np.int64))
+        assert new.dtype == np.bool_ and new.tolist() == [one.came(n) for n in numbers]
+        assert many.heartbeat() == one.heartbeat()
+        many.check()
+
+
+def test_a_plain_set_agrees() -> None:
+    """Against a receiver that keeps all numbers."""
+    rng = random.Random(1)
+    for depth in (1, 3, 64, 200):
+        receiver, came, ack = NumberedReceiver(depth), set[int](), 0
+        for _ in range(2000):
+            number = ack + rng.randrange(-5, depth + 3)
+            new = number >= 0 and number not in came and number < ack + depth
+            assert receiver.came(number) == new
+            came |= {number} if new else set()
+            while ack in came:
+                ack += 1
+            assert numbers_of(receiver.heartbeat()) == came
+
+
+@pytest.mark.parametrize("loss", [0.0, 0.01, 0.3])
+@pytest.mark.parametrize("receivers", [1, 3])
+def test_all_comes_to_all_once(loss: float, receivers: int) -> None:  # Rule 5
+    """Whatever the link loses, repeats and reorders; and what is not lost is not sent again."""
+    rng = random.Random(f"{loss} {receivers}")
+    count, depth = 3000, 32
+    sender, ends = NumberedSender(), [NumberedReceiver(depth) for _ in range(receivers)]
+    got = [list[int]() for _ in ends]
+    sender.may_send(count)
+    said = [NOTHING] * receivers
+    for _ in range(200_000):
+        batch = [n for _ in range(3) for n in sender.next_numbers(rng.randrange(9))]
+        for end, mine in zip(ends, got):
+            arrived = [n for n in batch if rng.random() >= loss]
+            if loss:
+                arrived += rng.sample(arrived, len(arrived) // 4)
+                rng.shuffle(arrived)
+            mine += [n for n in arrived if end.came(n)]
+        said = [
+            heard(old, end.heartbeat()) if rng.random() >= loss else old
+            for old, end in zip(said, ends)
+        ]
+        sender.heartbeat(merged(said))
+        sender.check()
+        if sender.idle:
+            break
+        if not batch:
+            sender.silent()
+    assert all(sorted(mine) == list(range(count)) for mine in got)
+    if loss == 0:
+        assert sender.stats.resent == 0 and sender.stats.sent == count
