@@ -8,18 +8,18 @@ To its workers it is the server, to the server it is one worker:
     Push ..   one worker: goes on as it is. Several: held until all have closed the chunk, then
               their sum goes on
     EndStep   goes on once all have said it
+What of that any intermediary does: protocol/intermediary.py.
 
 Assumes the workers' messages in their order. Does NOT know what a step computes.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field, replace
-from enum import Enum
-from typing import Any, TypeAlias
+from functools import partial
+from typing import TypeAlias
 
-from roadtrain.errors import LostError
+from roadtrain.protocol.intermediary import CopyRequest, Give, Intermediary, Up
 from roadtrain.protocol.messages import (
     ApplyUpdate,
     Close,
@@ -39,23 +39,6 @@ from roadtrain.protocol.messages import (
 )
 from roadtrain.protocol.server import agreed
 
-Key: TypeAlias = tuple[int, int]  # chunk, version
-
-
-@dataclass(frozen=True, slots=True)
-class Up:
-    """A message to the server. A pull's `into` is the number of its buffer."""
-
-    message: WorkerMessage
-
-
-@dataclass(frozen=True, slots=True)
-class Give:
-    """Send what is in a buffer to the worker that asked."""
-
-    pull: Pull
-    buffer: int
-
 
 @dataclass(frozen=True, slots=True)
 class PushSum:
@@ -67,25 +50,6 @@ class PushSum:
 
 RelayEvent: TypeAlias = WorkerMessage | Pulled | PeerLost | Done[Give]
 RelayAction: TypeAlias = Up | Give | Hold | Discard | PushSum
-
-
-class CopyPhase(Enum):
-    COMING = "coming"  # from the server: pulls wait for it
-    HERE = "here"  # it may be dropped while nobody reads it
-
-
-@dataclass(slots=True)
-class Copy:
-    """The weights part of one version of a chunk."""
-
-    buffer: int
-    phase: CopyPhase = CopyPhase.COMING
-    pulls: list[Pull] = field(default_factory=list)  # that wait for it; none once it is HERE
-    readers: int = 0  # sends that read it; none before it is HERE
-
-    @property
-    def droppable(self) -> bool:
-        return self.phase is CopyPhase.HERE and not self.readers
 
 
 @dataclass(slots=True)
@@ -103,101 +67,31 @@ class ChunkRound:
         return bool(self.closed or self.asked or self.summed)
 
 
-class RelayStateMachine:
+class RelayStateMachine(Intermediary[Give]):
+    OF_WORKERS = " of this host"
+
     def __init__(self, workers: int, buffers: int) -> None:
-        self.workers, self.n_buffers = workers, buffers
-        # Free buffers and those of copies are disjoint and together all buffers.
-        self.free = list(range(buffers))
-        self.copies: dict[Key, Copy] = {}  # the least recently used first
-        self.asked: dict[int, Key] = {}  # ticket of ours -> the copy that is COMING, each once
-        # Pulls that wait for a buffer, only while none can be had.
-        self.queue: deque[Pull] = deque()
-        self.rounds: dict[
-            int, ChunkRound
-        ] = {}  # chunk -> its round, where there are several workers
-        self.ending: dict[int, set[int]] = {}  # step -> the workers that ended it: some, not all
-        self.commits: dict[
-            int, dict[int, Any]
-        ] = {}  # step -> worker -> its blob: of some, not of all
-        self.committed: int | None = None  # the last step that the server was told of
-        self.lost: str | None = None  # which worker has gone, and why
-        self._ticket = 0
+        super().__init__(workers, buffers)
+        # chunk -> its round, where there are several workers
+        self.rounds: dict[int, ChunkRound] = {}
 
     def handle(self, event: RelayEvent) -> list[RelayAction]:
         """Next actions. Raises LostError where a step needs a worker that has gone, LoopError
         where they differ."""
         match event:
             case Pull():
-                return self._pull(event)
+                return [*self._request(CopyRequest(event, partial(Give, event)))]
             case Pulled(ticket):
-                return self._pulled(ticket)
+                return [*self._pulled(ticket)]
             case Done(give):
-                return self._given(give)
+                return [*self._given(give.pull)]
             case Push() | Close() | ApplyUpdate() | DiscardGrad():
                 return [Up(event)] if self.workers == 1 else self._gradient(event)
-            case EndStep():
-                return self._end_step(event)
-            case Commit():
-                return self._commit(event)
-            case CommitDone(step):
-                return self._committed(step)
-            case PeerLost():
-                return self._peer_lost(event)
+            case EndStep() | Commit() | CommitDone() | PeerLost():
+                return [*self._step(event)]
 
-    # pulls
-
-    def _pull(self, pull: Pull) -> list[RelayAction]:
-        if self.queue:
-            self.queue.append(pull)
-            return []
-        return self._ask(pull)
-
-    def _ask(self, pull: Pull) -> list[RelayAction]:
-        """Give it, wait for what is coming, or ask the server for it."""
-        key = (pull.chunk, pull.version)
-        copy = self.copies.pop(key, None)
-        out: list[RelayAction] = []
-        if copy is None:
-            if (buffer := self._room()) is None:
-                self.queue.appendleft(pull)
-                return []
-            copy = Copy(buffer)
-            self._ticket += 1
-            self.asked[self._ticket] = key
-            out.append(Up(replace(pull, into=buffer, ticket=self._ticket)))
-        self.copies[key] = copy
-        if copy.phase is CopyPhase.HERE:
-            copy.readers += 1
-            return [Give(pull, copy.buffer)]
-        copy.pulls.append(pull)
-        return out
-
-    def _room(self) -> int | None:
-        """A free buffer, else that of the least recently used copy that nobody reads."""
-        if self.free:
-            return self.free.pop()
-        for key, copy in self.copies.items():
-            if copy.droppable:
-                del self.copies[key]
-                return copy.buffer
-        return None
-
-    def _pulled(self, ticket: int) -> list[RelayAction]:
-        copy = self.copies[self.asked.pop(ticket)]
-        pulls, copy.pulls = copy.pulls, []
-        copy.phase = CopyPhase.HERE
-        copy.readers += len(pulls)
-        return [Give(pull, copy.buffer) for pull in pulls]
-
-    def _given(self, give: Give) -> list[RelayAction]:
-        self.copies[give.pull.chunk, give.pull.version].readers -= 1
-        out: list[RelayAction] = []
-        while self.queue:
-            waiting = len(self.queue)
-            out += self._ask(self.queue.popleft())
-            if len(self.queue) == waiting:
-                break
-        return out
+    def in_step(self) -> bool:
+        return any(round.open for round in self.rounds.values())
 
     # gradients of several workers
 
@@ -241,58 +135,9 @@ class RelayStateMachine:
             out += self._gradient(later)
         return out
 
-    # steps
-
-    def _end_step(self, event: EndStep) -> list[RelayAction]:
-        self._nobody_lost()
-        ending = self.ending.setdefault(event.step, set())
-        ending.add(event.worker)
-        if len(ending) < self.workers:
-            return []
-        del self.ending[event.step]
-        return [Up(EndStep(event.step))]
-
-    def _commit(self, event: Commit) -> list[RelayAction]:
-        blobs = self.commits.setdefault(event.step, {})
-        blobs[event.worker] = event.blob
-        if len(blobs) < self.workers:
-            return []
-        del self.commits[event.step]
-        return [Up(Commit(event.step, [blobs[worker] for worker in range(self.workers)]))]
-
-    def _committed(self, step: int) -> list[RelayAction]:
-        if self.committed is not None and step <= self.committed:
-            return []  # another worker said so before
-        self.committed = step
-        return [Up(CommitDone(step))]
-
-    # workers that go
-
-    def _peer_lost(self, event: PeerLost) -> list[RelayAction]:
-        """Nothing is lost where no step is open and none of the others begins one: they may be
-        leaving too."""
-        self.lost = f"worker {event.worker} of this host has gone: {event.why}"
-        if self.ending or self.commits or any(round.open for round in self.rounds.values()):
-            raise LostError(self.lost)
-        return []
-
-    def _nobody_lost(self) -> None:
-        if self.lost is not None:
-            raise LostError(self.lost)
-
     def check(self) -> None:
         """Assert every invariant."""
-        copies = self.copies.values()
-        used = [copy.buffer for copy in copies]
-        assert sorted(used + self.free) == list(range(self.n_buffers))
-        coming = {key for key, copy in self.copies.items() if copy.phase is CopyPhase.COMING}
-        assert set(self.asked.values()) == coming and len(self.asked) == len(coming)
-        for copy in copies:
-            assert copy.readers >= 0
-            assert not (copy.pulls if copy.phase is CopyPhase.HERE else copy.readers)
-        assert not self.queue or not (self.free or any(copy.droppable for copy in copies))
+        super().check()
         for round in self.rounds.values():
             assert len(round.closed) < self.workers and len(round.asked) < self.workers
             assert all(early.worker in round.asked for early in round.early)
-        for said in (*self.ending.values(), *self.commits.values()):
-            assert 0 < len(said) < self.workers

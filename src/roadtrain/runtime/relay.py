@@ -45,7 +45,8 @@ from roadtrain.errors import (
     WireError,
 )
 from roadtrain.protocol import messages
-from roadtrain.protocol.relay import Give, PushSum, RelayStateMachine, Up
+from roadtrain.protocol.intermediary import Give, Up
+from roadtrain.protocol.relay import PushSum, RelayStateMachine
 from roadtrain.runtime import frames as m
 from roadtrain.runtime.gradients import PushedGradients
 from roadtrain.runtime.parameter_connection import ParameterConnection, ParameterSession
@@ -231,15 +232,10 @@ class ServerChannel(ParameterSession):
             return memoryview(bytearray(nbytes))
         ticket, number = fields
         with self.lock:
-            asked, _ = self.machine.asked.get(ticket, (-1, 0))
-            if asked != number or nbytes != round_up(self.chunk(number).weights_nbytes, PAGE):
-                raise WireError(
-                    f"{nbytes} bytes of chunk {number} came for ticket {ticket}, which asked for"
-                    f" {asked}"
-                )
-            return self._copies[self.machine.copies[self.machine.asked[ticket]].buffer].view[
-                :nbytes
-            ]
+            buffer = self.machine.buffer_for(ticket, number)
+            if buffer is None or nbytes != round_up(self.chunk(number).weights_nbytes, PAGE):
+                raise WireError(f"{nbytes} bytes of chunk {number} came for ticket {ticket}")
+            return self._copies[buffer].view[:nbytes]
 
     def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
         fields = m.header(kind, header)

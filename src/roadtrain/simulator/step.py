@@ -23,6 +23,7 @@ from typing import Any
 from roadtrain.config.cluster import Device
 from roadtrain.config.models import BlockShape
 from roadtrain.config.plan import Plan
+from roadtrain.protocol.intermediary import Give, Up
 from roadtrain.protocol.messages import ApplyUpdate, Done, Pull, Pulled, Push
 from roadtrain.protocol.pipeline import (
     BACKWARD,
@@ -32,7 +33,7 @@ from roadtrain.protocol.pipeline import (
     own_microbatches,
 )
 from roadtrain.protocol.prefetch import Prefetcher, PullBlock
-from roadtrain.protocol.relay import Give, RelayEvent, RelayStateMachine, Up
+from roadtrain.protocol.relay import RelayEvent, RelayStateMachine
 from roadtrain.simulator.apart import RankOf, StagePush
 from roadtrain.simulator.engine import Cost, Engine, Lane, Resource
 from roadtrain.simulator.fabric import Fabric

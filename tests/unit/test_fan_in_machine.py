@@ -1,0 +1,389 @@
+"""The state machine of a fan-in's end in a scripted world: workers, switches and the server go on in
+random order; what reaches the server is compared with a plain model."""
+
+import random
+from collections import Counter
+
+import pytest
+
+from roadtrain.errors import LoopError, LostError
+from roadtrain.protocol import messages
+from roadtrain.protocol.fan_in import (
+    ALONE_S,
+    Announce,
+    Broadcast,
+    ExponentsCame,
+    FanInStateMachine,
+    GradientCame,
+    Grant,
+    PushRound,
+    SendMaxima,
+    Tick,
+)
+from roadtrain.protocol.intermediary import Give, Up
+
+
+def packets_of(chunk):
+    return 1 + chunk % 2, 3 + chunk
+
+
+class World:
+    """Plays the switches, the links and the server. `up`: what the server hears, sums as
+    ("sum", chunk, fresh, contributions)."""
+
+    def __init__(self, workers, *, buffers=3, sums=2, seed=0):
+        self.machine = FanInStateMachine(workers, buffers, sums, packets_of)
+        self.workers, self.random = workers, random.Random(seed)
+        self.todo = []  # what takes a while; done in any order
+        self.up, self.given, self.filled = [], [], {}
+        self.announced = {}  # (worker, chunk) -> values that were not granted, in order
+        self.sums, self.buffers, self.numbers = {}, {}, []
+        self.now = 0.0
+
+    def announce(self, chunk, fresh, worker, value):
+        self.announced.setdefault((worker, chunk), []).append(value)
+        self.feed(Announce(chunk, fresh, worker))
+
+    def feed(self, event):
+        for action in self.machine.handle(event):
+            self.carry_out(action)
+        self.machine.check()
+
+    def carry_out(self, action):
+        match action:
+            case Up(messages.Pull() as pull):
+                self.todo.append(pull)
+                self.up.append(pull)
+            case Up(message):
+                self.up.append(message)
+            case Grant(chunk, number, first, announced):
+                exponents, _ = packets_of(chunk)
+                self.numbers.append((first, exponents))
+                self.sums[chunk, number] = [
+                    self.announced[worker, chunk].pop(0) for worker in sorted(announced)
+                ]
+                self.todo.append(ExponentsCame(chunk, number))
+            case SendMaxima(chunk, number, first, buffer):
+                _, gradient = packets_of(chunk)
+                self.numbers.append((first, gradient))
+                assert buffer not in self.buffers, "a sum buffer is used twice"
+                self.buffers[buffer] = chunk, number
+                self.todo.append(GradientCame(chunk, number))
+            case PushRound(chunk, number, buffer, fresh):
+                assert self.buffers[buffer] == (chunk, number)
+                self.up.append(("sum", chunk, fresh, self.sums.pop((chunk, number))))
+                self.todo.append(action)
+            case Give() | Broadcast():
+                self.todo.append(action)
+
+    def run_one(self):
+        match self.todo.pop(self.random.randrange(len(self.todo))):
+            case messages.Pull(chunk, version, into, ticket):
+                assert self.machine.buffer_for(ticket, chunk) == into
+                self.filled[into] = (chunk, version)
+                self.feed(messages.Pulled(ticket, chunk))
+            case Give(pull, buffer) as give:
+                assert self.filled[buffer] == (pull.chunk, pull.version)
+                self.given.append(pull)
+                self.feed(messages.Done(give))
+            case Broadcast(pulls, buffer) as broadcast:
+                assert [pull.worker for pull in pulls] == list(range(self.workers))
+                assert {self.filled[buffer]} == {(pull.chunk, pull.version) for pull in pulls}
+                self.given += pulls
+                self.feed(messages.Done(broadcast))
+            case PushRound() as push:
+                del self.buffers[push.buffer]
+                self.feed(messages.Done(push))
+            case event:
+                self.feed(event)
+
+    def run_all(self):
+        while self.todo:
+            self.run_one()
+
+    def tick(self, seconds):
+        self.now += seconds
+        self.feed(Tick(self.now))
+
+    def about(self, chunk):
+        """What the server heard of its gradient."""
+        return [
+            m
+            for m in self.up
+            if (m[1] if isinstance(m, tuple) else getattr(m, "chunk", None)) == chunk
+            and not isinstance(m, messages.Pull)
+        ]
+
+    def at_the_end(self):
+        """Nothing is lost: every buffer is free, every number was given out once, in order."""
+        assert not (self.todo or self.sums or self.buffers or self.machine.in_step())
+        assert not (any(self.announced.values()) or self.machine.rounds or self.machine.order)
+        assert not (self.machine.queue or self.machine.alone or self.machine.late())
+        following = 0
+        for first, count in self.numbers:
+            assert first == following
+            following += count
+        assert self.machine.next_number == following
+
+
+def update(chunk, step, worker, has=True):
+    return messages.ApplyUpdate(chunk, step, (0.1,), [1.0 if has else None], 0, worker)
+
+
+class Script:
+    """A worker, as far ahead as it likes. `plan`: (step, chunk) -> how many gradients; of some
+    steps all workers drop what they pushed and push `again`."""
+
+    def __init__(self, world, worker, plan, dropped, closes):
+        self.world, self.worker, self.plan = world, worker, plan
+        self.dropped, self.closes = dropped, closes
+
+    def run(self, steps, chunks):
+        for step in range(1, steps + 1):
+            for chunk in chunks:
+                yield from self.gradients(step, chunk)
+            for chunk in chunks:
+                self.world.feed(update(chunk, step, self.worker))
+                yield
+            self.world.feed(messages.EndStep(step, self.worker))
+            self.world.feed(messages.Commit(step, self.worker, self.worker))
+
+    def gradients(self, step, chunk):
+        many = self.plan[self.worker, step, chunk]
+        if (step, chunk) in self.dropped:
+            for i in range(many):
+                self.world.announce(chunk, i == 0, self.worker, ("dropped", self.worker, step, i))
+                yield
+            if self.closes and self.world.random.random() < 0.5:
+                self.world.feed(messages.Close(chunk, step, self.worker))
+                yield
+            self.world.feed(messages.DiscardGrad(chunk, self.worker))
+            yield
+        for i in range(many):
+            self.world.announce(chunk, i == 0, self.worker, (self.worker, step, i))
+            yield
+        if self.closes:
+            self.world.feed(messages.Close(chunk, step, self.worker))
+            yield
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+@pytest.mark.parametrize("seed", range(40))
+def test_what_reaches_the_server_is_what_the_plain_model_says(workers, seed):  # Rule 1, Rule 5
+    """0 to 3 gradients of each worker a step, also of none; some dropped by all; time passes or
+    not."""
+    rng, steps, chunks = random.Random(seed), 3, range(3)
+    world = World(workers, sums=rng.choice([1, 2, 3]), seed=seed)
+    plan = {
+        (w, s, c): rng.choice([0, 1, 1, 1, 2, 3])
+        for w in range(workers)
+        for s in range(1, steps + 1)
+        for c in chunks
+    }
+    dropped = {(s, c) for s in range(1, steps + 1) for c in chunks if rng.random() < 0.2}
+    closes, hurried = rng.random() < 0.5, rng.random() < 0.3
+    scripts = [Script(world, w, plan, dropped, closes).run(steps, chunks) for w in range(workers)]
+    while scripts or world.todo:
+        if world.todo and (not scripts or rng.random() < 0.5):
+            world.run_one()
+        else:
+            script = rng.choice(scripts)
+            if next(script, "over") == "over":
+                scripts.remove(script)
+        if hurried and rng.random() < 0.1:
+            world.tick(ALONE_S)
+    world.at_the_end()
+    for chunk in chunks:
+        said = iter(world.about(chunk))
+        for step in range(1, steps + 1):
+            wanted = Counter(
+                (w, step, i) for w in range(workers) for i in range(plan[w, step, chunk])
+            )
+            found, fresh = Counter(), []
+            for message in said:
+                match message:
+                    case ("sum", _, is_fresh, values):
+                        fresh.append(is_fresh)
+                        found.update(values)
+                    case messages.DiscardGrad():
+                        assert all(value[0] == "dropped" for value in found)
+                        found, fresh = Counter(), []
+                    case messages.ApplyUpdate():
+                        assert message.step == step
+                        break
+            assert found == wanted
+            assert fresh == [True] * bool(fresh) + [False] * (len(fresh) - 1)
+            if not hurried:
+                most = max(plan[w, step, chunk] for w in range(workers))
+                assert len(fresh) == most, "the r-th gradients of all are one round"
+    ends = [m.step for m in world.up if isinstance(m, messages.EndStep)]
+    assert ends == list(range(1, steps + 1))
+    blobs = [m.blob for m in world.up if isinstance(m, messages.Commit)]
+    assert blobs == [list(range(workers))] * steps
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("buffers", [1, 3, 40])
+def test_every_pull_is_answered_once_and_one_broadcast_is_one_pull_of_each(
+    workers, seed, buffers
+):  # Rule 4, Rule 5
+    """Each asks twice for a chunk and version; one may be a whole step ahead."""
+    rng, world, asked = random.Random(seed), World(workers, buffers=buffers, seed=seed), []
+
+    def pulls_of(worker):
+        for version in range(3):
+            for i, chunk in enumerate([*range(5), *reversed(range(5))]):
+                pull = messages.Pull(chunk, version, None, 100 * version + i, worker)
+                asked.append(pull)
+                world.feed(pull)
+                yield
+
+    scripts = [pulls_of(worker) for worker in range(workers)]
+    while scripts or world.todo:
+        if world.todo and (not scripts or rng.random() < 0.5):
+            world.run_one()
+        else:
+            script = rng.choice(scripts)
+            if next(script, "over") == "over":
+                scripts.remove(script)
+    assert Counter(map(id, world.given)) == Counter(map(id, asked))
+    assert world.now == 0.0, "nobody was served alone"
+    world.at_the_end()
+    if buffers == 40:
+        assert sum(isinstance(m, messages.Pull) for m in world.up) == 3 * 5
+
+
+def test_one_asks_twice_before_another_asks_once():
+    world = World(2)
+    tickets = [(0, 1), (0, 2), (1, 3)]
+    for worker, ticket in tickets:
+        world.feed(messages.Pull(7, 0, None, ticket, worker))
+    world.run_all()
+    assert [pull.ticket for pull in world.given] == [1, 3]
+    world.feed(messages.Pull(7, 0, None, 4, 1))
+    world.run_all()
+    assert [pull.ticket for pull in world.given] == [1, 3, 2, 4]
+    assert len(world.up) == 1, "the copy is still there"
+    world.at_the_end()
+
+
+def test_a_pull_that_nobody_joins_is_answered_by_itself():  # Rule 5
+    world = World(2)
+    world.tick(5.0)
+    world.feed(messages.Pull(7, 0, None, 1, 0))
+    world.tick(0.5)
+    assert not world.up
+    world.feed(messages.Pull(7, 0, None, 2, 0))
+    world.tick(0.6)
+    world.run_all()
+    assert [pull.ticket for pull in world.given] == [1], "the second has not waited long enough"
+    world.feed(messages.Pull(7, 0, None, 3, 1))
+    world.run_all()
+    assert [pull.ticket for pull in world.given] == [1, 2, 3]
+    world.at_the_end()
+
+
+def test_workers_that_wait_for_each_other_are_summed_alone():  # Rule 5
+    """Each has a gradient that the other has not, and no room for another one."""
+    world = World(2)
+    world.announce(0, True, 0, "mine")
+    world.announce(1, True, 1, "theirs")
+    world.tick(ALONE_S / 2)
+    assert not world.todo
+    world.tick(ALONE_S)
+    world.run_all()
+    for worker in range(2):
+        for chunk in range(2):
+            if worker != chunk:
+                world.announce(chunk, True, worker, "late")
+            world.feed(update(chunk, 1, worker))
+    world.run_all()
+    assert world.about(0)[:2] == [("sum", 0, True, ["mine"]), ("sum", 0, False, ["late"])]
+    assert world.about(1)[:2] == [("sum", 1, True, ["theirs"]), ("sum", 1, False, ["late"])]
+    world.at_the_end()
+
+
+def test_a_slow_worker_is_waited_for_and_named():  # Rule 5
+    """What it is about to announce is not summed without it."""
+    world = World(3)
+    world.tick(10.0)
+    world.announce(4, True, 0, "a")
+    world.tick(2.0)
+    world.announce(4, True, 2, "c")
+    world.tick(5.0)
+    assert not world.todo
+    [late] = world.machine.late()
+    assert (late.worker, late.chunk, world.now - late.since) == (1, 4, 7.0)
+    world.announce(4, True, 1, "b")
+    assert not world.machine.late()
+    world.tick(1.5)
+    assert world.machine.stuck(1.0) == 1 and world.machine.stuck(2.0) == 0
+    world.run_all()
+    assert world.about(4) == [("sum", 4, True, ["a", "b", "c"])]
+
+
+def test_a_chunk_without_a_gradient_is_closed_alone():
+    world = World(2)
+    for worker in range(2):
+        world.feed(messages.Close(0, 1, worker))
+    assert world.up == [messages.Close(0, 1)]
+    for worker in range(2):
+        world.feed(update(0, 1, worker, has=False))
+    assert [type(m) for m in world.up] == [messages.Close, messages.ApplyUpdate]
+    world.at_the_end()
+
+
+def test_data_is_granted_only_where_a_sum_buffer_is_free():  # Rule 4
+    world = World(2, sums=1)
+    for chunk in range(3):
+        for worker in range(2):
+            world.announce(chunk, True, worker, worker)
+    grants = [one for one in world.todo if isinstance(one, ExponentsCame)]
+    assert len(grants) == 3, "exponents need no sum buffer"
+    world.todo.clear()
+    for came in reversed(grants):
+        world.feed(came)
+    assert world.todo == [GradientCame(0, 1)], "in the order of their exponents"
+    world.todo.clear()
+    world.feed(GradientCame(0, 1))
+    [push] = world.todo
+    world.run_one()
+    assert isinstance(push, PushRound) and world.todo == [GradientCame(1, 1)]
+    world.run_all()
+
+
+def test_what_workers_differ_in_is_said():
+    world = World(3)
+    for worker in range(3):
+        world.announce(5, True, worker, worker)
+    world.feed(messages.DiscardGrad(5, 0))
+    world.feed(messages.Close(5, 1, 1))
+    world.feed(messages.DiscardGrad(5, 2))
+    with pytest.raises(LoopError, match=r"worker\(s\) 0, 2 drop .* chunk 5, worker\(s\) 1 do not"):
+        world.feed(update(5, 1, 1))
+    world = World(2)
+    world.announce(5, True, 0, 0)
+    with pytest.raises(LoopError, match="worker 1 says that its gradient of chunk 5 is not the"):
+        world.announce(5, False, 1, 1)
+    world = World(2)
+    world.feed(update(5, 1, 0))
+    with pytest.raises(LoopError, match="hyperparameters"):
+        world.feed(messages.ApplyUpdate(5, 1, (0.2,), [1.0], 0, 1))
+    world = World(2)
+    world.feed(messages.Close(5, 1, 0))
+    with pytest.raises(LoopError, match="steps 1, 2"):
+        world.feed(messages.Close(5, 2, 1))
+
+
+def test_a_worker_that_goes_in_the_middle_of_a_step_is_missed():  # Rule 5
+    world = World(2)
+    world.feed(messages.PeerLost(1, "killed"))  # between steps it may be leaving
+    with pytest.raises(LostError, match="worker 1 has gone: killed"):
+        world.announce(0, True, 0, 0)
+    world = World(2)
+    for worker in range(2):
+        world.announce(0, True, worker, worker)
+    world.run_all()
+    with pytest.raises(LostError):
+        world.feed(messages.PeerLost(1, "killed"))
