@@ -14,7 +14,7 @@ from pathlib import Path
 
 import benchmarks
 from roadtrain.config.names import unknown_name
-from roadtrain.errors import RoadtrainError
+from roadtrain.errors import ConfigError, RoadtrainError
 
 
 def names() -> list[str]:
@@ -24,12 +24,16 @@ def names() -> list[str]:
     return [name for name in found if "\ndef run(" in (folder / f"{name}.py").read_text()]
 
 
-def run(name: str, json: str | None = None, quick: bool = False) -> None:
-    """Run benchmarks.NAME; `json`: the file that its figures go to. Raises ConfigError."""
+def run(name: str, json: str | None = None, quick: bool = False, only: Sequence[str] = ()) -> None:
+    """Run benchmarks.NAME; `json`: the file that its figures go to; `only`: items of it. Raises
+    ConfigError."""
     known = names()
     if name not in known:
         raise unknown_name("benchmark", name, known)
-    report = importlib.import_module(f"benchmarks.{name}").run(quick=quick)
+    module = importlib.import_module(f"benchmarks.{name}")
+    if only and not hasattr(module, "ITEMS"):
+        raise ConfigError(f"benchmark {name} has no items", hint="leave --only out")
+    report = module.run(quick=quick, **({"only": only} if only else {}))
     report.print()
     if json is not None:
         Path(json).write_text(report.to_json() + "\n")
@@ -51,9 +55,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("name", help=f"one of {', '.join(names())}")
     parser.add_argument("--json", help="also write the figures to this file")
     parser.add_argument("--quick", action="store_true", help="small sizes: does it run at all")
+    parser.add_argument(
+        "--only", metavar="ITEM,..", default="", help="items of it, where it has some"
+    )
     args = parser.parse_args(argv)
     try:
-        run(args.name, args.json, args.quick)
+        run(args.name, args.json, args.quick, [item for item in args.only.split(",") if item])
     except RoadtrainError as error:
         print(f"benchmarks: {error}", file=sys.stderr)
         return 2

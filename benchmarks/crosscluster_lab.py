@@ -98,10 +98,12 @@ class Measured:
 class Rank:
     """A process of a run. It says what it has reached, a line each, and goes on when it is told."""
 
+    MODULE = "benchmarks.crosscluster_worker"
+
     def __init__(self, host: LabHost, spec: Path, rank: int, world: int, home: Path) -> None:
         self.name = f"rank {rank} on {host.name}"
         self.errors = home / f"errors{rank}"
-        words = [sys.executable, "-m", "benchmarks.crosscluster_worker", str(spec)]
+        words = [sys.executable, "-m", self.MODULE, str(spec)]
         with self.errors.open("w") as errors:
             self.process = host.run(
                 [*words, str(rank), str(world)],

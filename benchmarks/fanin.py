@@ -1,0 +1,75 @@
+"""Sums inside the network: workers, switches and one optimizer node in the lab, beside the same
+servers over TCP and torch's all-reduce; and what protocol, kernels and numbers do alone.
+
+    --only ITEM,..
+    model        the protocol, explored
+    lab          4 and 8 workers below one switch
+    loss         links that lose
+    random       packets by the million
+    rate         packets a second of a switch
+    beats        heartbeats, and a worker that stands still
+    convergence  integers of 32, 16 and 8 bits
+    tree         8 workers in two racks
+    predicted    what was measured in `lab` and `tree`, by the simulator
+
+Links have 400 Mbit/s each way, unless a case says otherwise; rates hold for whole frames, and all
+hosts share this machine's processors: rows say how busy they were. Needs root.
+"""
+
+from __future__ import annotations
+
+import importlib
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from benchmarks.fanin_transfer import Bench, one_switch, tree
+from benchmarks.report import Report, Row
+from roadtrain.config.names import unknown_name
+from roadtrain.errors import ConfigError
+from roadtrain.lab import network_available
+
+
+def _rows_of(*modules: str) -> Callable[[Bench], list[Row]]:
+    """Those of modules that need no lab, each after the other."""
+
+    def rows(bench: Bench) -> list[Row]:
+        found = [importlib.import_module(f"benchmarks.{name}") for name in modules]
+        return [row for module in found for row in module.rows(bench.quick)]
+
+    return rows
+
+
+def _of_lab(name: str) -> Callable[[Bench], Iterable[Row]]:
+    return lambda bench: importlib.import_module(f"benchmarks.{name}").rows(bench)
+
+
+ITEMS: dict[str, Callable[[Bench], Iterable[Row]]] = {
+    "model": _rows_of("fanin_model"),
+    "lab": one_switch,
+    "loss": _of_lab("fanin_loss"),
+    "random": _rows_of("fanin_random"),
+    "rate": _rows_of("fanin_rate", "fanin_xdp"),
+    "beats": _of_lab("fanin_beats"),
+    "convergence": _rows_of("fanin_convergence"),
+    "tree": tree,
+    "predicted": lambda bench: importlib.import_module("benchmarks.fanin_predicted").rows(
+        bench.cases
+    ),
+}
+
+
+def run(quick: bool = False, only: Sequence[str] = ()) -> Report:
+    """Raises ConfigError where the lab cannot be emulated, or for an item that is not there."""
+    for name in only:
+        if name not in ITEMS:
+            raise unknown_name("item", name, list(ITEMS))
+    if (why := network_available()) is not None:
+        raise ConfigError(f"the lab cannot be emulated here: {why}")
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="roadtrain-bench-") as home:
+        bench = Bench(Path(home), quick)
+        for name in only or ITEMS:
+            print(f"fanin: {name}", flush=True)
+            rows += ITEMS[name](bench)
+    return Report("fanin", rows)

@@ -1,0 +1,322 @@
+"""The lab of `fanin`: workers and one optimizer node with the same rate each way, and hosts on
+which switches run.
+
+A switch of hardware has a port for each that is connected; here its host has one fast NIC, which
+is no bottleneck. `racks = 2`: each rack has a bridge of its own with its workers and its switch's
+host, joined to the others by one link of the workers' rate; the root's host and the node are beside
+the racks. Bytes are counted where tc's rates hold, whole frames. Does NOT train (fanin_worker.py).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+
+from benchmarks.crosscluster_lab import Rank, _all
+from benchmarks.fanin_worker import WorkerSpec
+from roadtrain.errors import DeadlineError, RoadtrainError
+from roadtrain.lab import LabHost, LabLink, LabNic, Network, Traffic
+from roadtrain.transport.address import write_token
+
+MBIT = 1e6 / 8
+RATE = 400 * MBIT
+FAST = 10_000 * MBIT  # of a switch's host
+PLACING = 4_000 * MBIT  # of all links until everything is placed, which is not what is measured
+SERVER_PORT, SWITCH_PORT = 7000, 7100
+NODE, ROOT, SPINE = "node", "switch", "spine"
+WARM_UP = 2
+RUN_S, START_S = 600.0, 300.0
+FRAME, PAYLOAD = 14 + 28 + 1456, 1408  # bytes of a packet on the link, of what it is for
+CARRIED = PAYLOAD / FRAME  # of a rate: what datagrams of the fan-in carry
+
+
+@dataclass(frozen=True)
+class Scene:
+    workers: int
+    rate: float = RATE
+    racks: int = 1
+    loss: float | None = None
+    """Of each packet, at the NICs of workers and node, each way; None: packets are cut and joined
+    as network cards do it."""
+
+    @property
+    def per_rack(self) -> int:
+        return self.workers // self.racks
+
+    def rack_of(self, worker: int) -> str:
+        return SPINE if self.racks == 1 else f"rack{worker // self.per_rack}"
+
+    @property
+    def rack_names(self) -> list[str]:
+        return [] if self.racks == 1 else [f"rack{r}" for r in range(self.racks)]
+
+    def network(self) -> Network:
+        hosts = {f"w{w}": [LabNic(self.rate, self.rack_of(w))] for w in range(self.workers)}
+        hosts |= {NODE: [LabNic(self.rate, SPINE)], ROOT: [LabNic(FAST, SPINE)]}
+        hosts |= {f"{ROOT}-{rack}": [LabNic(FAST, rack)] for rack in self.rack_names}
+        return Network(hosts, {(rack, SPINE): self.rate for rack in self.rack_names})
+
+    def fan_in(self, network: Network, wire: str) -> dict[str, Any]:
+        """The tree, as a job says it."""
+
+        def at(host: str) -> str:
+            return f"{network.hosts[host].address}:{SWITCH_PORT}"
+
+        if not self.rack_names:
+            return {"switches": [{"address": at(ROOT), "workers": []}], "wire": wire}
+        racks = [
+            {
+                "address": at(f"{ROOT}-{rack}"),
+                "parent": at(ROOT),
+                "workers": [w for w in range(self.workers) if self.rack_of(w) == rack],
+            }
+            for rack in self.rack_names
+        ]
+        return {"switches": [{"address": at(ROOT), "workers": []}, *racks], "wire": wire}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One run. Bytes and seconds of processors are those of one step."""
+
+    seconds: float
+    """Of a step: of its last worker, in the middle of those after the first two."""
+
+    losses: list[list[float]]
+    """Of each worker, of each step."""
+
+    frames: dict[str, Traffic]
+    """By link: "w0", "node", "rack0-spine": what left the first, and what came to it."""
+
+    busy: float
+    """Share of the machine's processors that was busy, by whatever."""
+
+    cpu: dict[str, float]
+    """By role: seconds of processors of all its processes."""
+
+    logs: dict[str, str] = field(default_factory=dict)
+    """By role: what its processes printed."""
+
+
+class FanInRank(Rank):
+    MODULE = "benchmarks.fanin_worker"
+
+
+class Lab:
+    """A scene's network, with a server at the node and switches, for as long as the context."""
+
+    def __init__(self, scene: Scene, home: Path) -> None:
+        self.scene, self.home = scene, home
+        self.network = scene.network()
+        self.token = home / "token"
+        self.servers: dict[str, psutil.Process] = {}
+        self._made = ExitStack()
+
+    def __enter__(self) -> Lab:
+        self.home.mkdir(parents=True, exist_ok=True)
+        write_token(self.token)
+        self._made.enter_context(self.network)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._made.close()
+
+    # what runs beside the workers
+
+    @contextmanager
+    def serving(self, *, switches: bool) -> Iterator[str]:
+        """A server of an empty store at the node, and where wished the switches: the server's
+        address."""
+        store = Path(tempfile.mkdtemp(prefix="roadtrain-bench-", dir="/dev/shm"))
+        address = f"{self.network.hosts[NODE].address}:{SERVER_PORT}"
+        running = []
+        try:
+            if switches:
+                for host in self.switch_hosts:
+                    running.append(self._serve(host, SWITCH_PORT, "--switch"))
+            more = ("--store", str(store / "part"), "--budget", "1500MiB")
+            running.append(self._serve(self.network.hosts[NODE], SERVER_PORT, *more))
+            yield address
+        finally:
+            for process in running:
+                process.terminate()
+            for process in running:
+                _ended(process)
+            shutil.rmtree(store, ignore_errors=True)
+            self.servers = {}
+
+    @property
+    def switch_hosts(self) -> list[LabHost]:
+        return [host for name, host in self.network.hosts.items() if name.startswith(ROOT)]
+
+    def _serve(self, host: LabHost, port: int, *words: str) -> subprocess.Popen[Any]:
+        command = [sys.executable, "-m", "roadtrain.cli", "serve", f"{host.address}:{port}"]
+        with self.log(host.name).open("w") as out:
+            process = host.run(
+                [*command, *words, "--token-file", str(self.token)],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            )
+        self.servers[host.name] = psutil.Process(process.pid)
+        return process
+
+    def log(self, host: str) -> Path:
+        return self.home / f"{host}.log"
+
+    # links
+
+    @property
+    def links(self) -> dict[str, LabLink]:
+        """Those that have the workers' rate."""
+        hosts = self.network.hosts
+        own = {name: host.nics[0] for name, host in hosts.items() if not name.startswith(ROOT)}
+        return own | {f"{a}-{b}": link for (a, b), link in self.network.links.items()}
+
+    def set_rate(self, rate: float) -> None:
+        for link in self.links.values():
+            link.set_rate(rate)
+
+    def frames(self) -> dict[str, Traffic]:
+        return {name: link.frames() for name, link in self.links.items()}
+
+    # runs
+
+    def train(self, spec: WorkerSpec, wire: str | None = None) -> Measured:
+        """One worker a host. `wire`: gradients are summed by switches, as integers of so many bits;
+        None: not by switches."""
+        if spec.method != "ours":
+            return self._train(replace(spec, master=self.network.hosts["w0"].address))
+        with self.serving(switches=wire is not None) as address:
+            fan_in = self.scene.fan_in(self.network, wire) if wire else None
+            full = replace(spec, servers=(address,), token=str(self.token), fan_in=fan_in)
+            return self._train(full)
+
+    def _train(self, spec: WorkerSpec) -> Measured:
+        self.set_rate(PLACING)
+        ranks = self.start(spec)
+        try:
+            return self._measured(spec, ranks)
+        except (RoadtrainError, OSError) as error:
+            raise RoadtrainError(f"{error}\n{self._last_words()}") from error
+        finally:
+            end(ranks)
+
+    def start(self, spec: WorkerSpec) -> list[FanInRank]:
+        """Processes of all workers, each with its place in the model's first values."""
+        spec.write(path := self.home / "spec.json")
+        world = self.scene.workers
+        hosts = [self.network.hosts[f"w{w}"] for w in range(world)]
+        ranks = [FanInRank(host, path, r, world, self.home) for r, host in enumerate(hosts)]
+        try:
+            self._all(ranks, "imported", START_S)
+            go(ranks)
+            self._all(ranks, "ready", START_S)
+        except BaseException:
+            end(ranks)
+            raise
+        self.set_rate(self.scene.rate)
+        if self.scene.loss is not None:
+            for name in (NODE, *(f"w{w}" for w in range(world))):
+                self.links[name].set_loss(self.scene.loss)
+        return ranks
+
+    def _all(self, ranks: Sequence[FanInRank], what: str, within_s: float) -> list[dict[str, Any]]:
+        try:
+            return _all(ranks, what, within_s)
+        except RoadtrainError as error:
+            raise RoadtrainError(f"{error}\n{self._last_words()}") from error
+
+    def _measured(self, spec: WorkerSpec, ranks: Sequence[FanInRank]) -> Measured:
+        roles = {"worker": [psutil.Process(rank.process.pid) for rank in ranks]}
+        roles |= {name: [process] for name, process in self.servers.items()}
+        frames, cpu, machine = self.frames(), _cpu(roles), psutil.cpu_times()
+        go(ranks)
+        self._all(ranks, "done", RUN_S)
+        busy = _busy(machine, psutil.cpu_times())
+        cpu = {role: then / spec.steps for role, then in _minus(_cpu(roles), cpu).items()}
+        go(ranks)
+        results = self._all(ranks, "result", START_S)
+        after = self.frames()  # gradients of the last step come late, until all is closed
+        logs = {name: self.log(name).read_text() for name in self.servers}
+        logs["worker"] = ranks[0].errors.read_text()
+        return Measured(
+            step_seconds(results),
+            [result["losses"] for result in results],
+            {name: _per_step(after[name] - then, spec.steps) for name, then in frames.items()},
+            busy,
+            cpu,
+            logs=logs,
+        )
+
+    def _last_words(self) -> str:
+        logs = sorted(self.home.glob("*.log")) + sorted(self.home.glob("errors*"))
+        return "\n".join(f"-- {log.name}: {log.read_text()[-1500:]}" for log in logs)
+
+
+def go(ranks: Sequence[Rank]) -> None:
+    for rank in ranks:
+        rank.go_on()
+
+
+def end(ranks: Sequence[Rank]) -> None:
+    for rank in ranks:
+        rank.process.kill()
+        rank.process.communicate()
+
+
+def step_seconds(results: Sequence[Mapping[str, Any]]) -> float:
+    """The middle of the steps after the first ones. All processes read one clock; a step ends when
+    its last worker has ended it."""
+    ends = [max(of_step) for of_step in zip(*(result["ends"] for result in results))]
+    counted = [after - before for before, after in zip(ends[WARM_UP - 1 :], ends[WARM_UP:])]
+    return median(counted)
+
+
+def _per_step(traffic: Traffic, steps: int) -> Traffic:
+    return Traffic(round(traffic.sent / steps), round(traffic.received / steps))
+
+
+def _cpu(roles: Mapping[str, Sequence[psutil.Process]]) -> dict[str, float]:
+    times = {role: [one.cpu_times() for one in some] for role, some in roles.items()}
+    return {role: sum(t.user + t.system for t in some) for role, some in times.items()}
+
+
+def _minus(now: Mapping[str, float], then: Mapping[str, float]) -> dict[str, float]:
+    return {role: seconds - then[role] for role, seconds in now.items()}
+
+
+def _busy(then: Any, now: Any) -> float:
+    idle = now.idle + now.iowait - then.idle - then.iowait
+    whole = sum(now) - sum(then)
+    return 1 - idle / whole
+
+
+def _ended(process: subprocess.Popen[Any]) -> None:
+    try:
+        process.wait(30)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def wait_until(what: str, done: Any, within_s: float) -> float:
+    """Seconds until `done()` is true. Raises DeadlineError."""
+    begin = time.monotonic()
+    while not done():
+        if time.monotonic() - begin > within_s:
+            raise DeadlineError(f"waited {within_s:.0f} s for {what}")
+        time.sleep(0.01)
+    return time.monotonic() - begin

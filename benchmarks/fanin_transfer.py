@@ -1,0 +1,162 @@
+"""Items 2 and 7 of `fanin`: what the links carry and how long a step takes, below one switch and
+below a tree of them, beside the same servers without switches and torch's all-reduce.
+
+S: bytes of the parameters in fp32, and of the gradients as int32; B: the links' rate each way, of
+which the fan-in's datagrams carry 0.940 (1408 of 1498 bytes of a frame).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.fanin_lab import CARRIED, RATE, Lab, Measured, Scene
+from benchmarks.fanin_worker import WorkerSpec
+from benchmarks.report import Row
+from roadtrain.lab import CARRIED as TCP_CARRIED
+
+WIRE = "int32"
+TRANSFER, STEP, NEAR = 0.9, 1.2, 0.03
+STEPS, PEER_STEPS, QUICK_STEPS = 7, 4, 4
+QUICK: dict[str, Any] = {"layers": 3, "width": 256, "inner": 512}
+TCP, DDP = "the same servers over TCP", "torch DDP over gloo"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measurement, with all that a simulator needs to predict it."""
+
+    name: str
+    scene: Scene
+    spec: WorkerSpec
+    wire: str | None
+    measured: Measured
+
+
+@dataclass
+class Bench:
+    """Measurements, in the order in which they were made."""
+
+    home: Path
+    quick: bool = False
+    cases: list[Case] = field(default_factory=list)
+
+    def spec(
+        self, method: str = "ours", steps: int = STEPS, *, computes: bool = True
+    ) -> WorkerSpec:
+        made = WorkerSpec(method, steps, computes=computes)
+        return replace(made, steps=QUICK_STEPS, **QUICK) if self.quick else made
+
+    def sized(self, **size: Any) -> WorkerSpec:
+        """Of another size of the decoder."""
+        return self.spec() if self.quick else replace(self.spec(), **size)
+
+    def measure(self, name: str, lab: Lab, spec: WorkerSpec, wire: str | None = None) -> Measured:
+        measured = lab.train(spec, wire)
+        self.cases.append(Case(name, lab.scene, spec, wire, measured))
+        print(
+            f"{name}: {measured.seconds:.2f} s a step, processors {measured.busy:.0%} busy",
+            flush=True,
+        )
+        return measured
+
+
+def one_switch(bench: Bench) -> Iterator[Row]:
+    """Item 2."""
+    for workers in (4, 8):
+        scene = Scene(workers)
+        with Lab(scene, bench.home / f"{workers}") as lab:
+            yield from _below(bench, lab, f"{workers} workers")
+
+
+def _below(bench: Bench, lab: Lab, name: str) -> Iterator[Row]:
+    case = f"{name}, one switch, {_sizes(bench.spec())}"
+    moved = bench.measure(f"{name}, transfer", lab, bench.spec(computes=False), WIRE)
+    yield from transfer_rows(
+        f"{case}, transfer alone", moved, bench.spec(computes=False), lab.scene
+    )
+    ours = bench.measure(f"{name}, decoder", lab, bench.spec(), WIRE)
+    tcp = bench.measure(f"{name}, decoder, {TCP}", lab, bench.spec(steps=PEER_STEPS))
+    ddp = bench.measure(f"{name}, decoder, {DDP}", lab, bench.spec("ddp", PEER_STEPS))
+    case = f"{case}, {bench.spec().tokens} tokens a worker, staleness 1"
+    yield from step_rows(case, ours, {TCP: tcp, DDP: ddp}, bench.spec(), lab.scene)
+    yield from link_rows(case, ours, bench.spec())
+    carried = tcp.frames["node"].received * TCP_CARRIED / bench.spec().nbytes
+    yield row(case, f"comes to the node a step, {TCP}", "S", carried)
+
+
+def tree(bench: Bench) -> Iterator[Row]:
+    """Item 7."""
+    with Lab(Scene(8, racks=2), bench.home / "tree") as lab:
+        name = "8 workers, tree of two racks"
+        case = f"{name}, {_sizes(bench.spec())}"
+        moved = bench.measure(f"{name}, transfer", lab, bench.spec(computes=False), WIRE)
+        spec = bench.spec(computes=False)
+        yield from transfer_rows(f"{case}, transfer alone", moved, spec, lab.scene)
+        ours = bench.measure(f"{name}, decoder", lab, bench.spec(), WIRE)
+        yield from step_rows(case, ours, {}, bench.spec(), lab.scene)
+        yield from link_rows(case, ours, bench.spec())
+
+
+def _sizes(spec: WorkerSpec) -> str:
+    return (
+        f"{RATE * 8 / 1e6:.0f} Mbit/s each way, {spec.elements / 1e6:.1f} M parameters,"
+        f" S = {spec.nbytes / 1e6:.0f} MB (fp32, {WIRE})"
+    )
+
+
+def transfer_rows(case: str, run: Measured, spec: WorkerSpec, scene: Scene) -> Iterator[Row]:
+    """Parameters and gradients at once: every link carries S each way in a step's time."""
+    goodput = spec.nbytes / run.seconds
+    share = goodput / (scene.rate * CARRIED)
+    met = share >= TRANSFER
+    what = "of what datagrams can carry, each way at every link"
+    yield row(case, what, "", share, f">= {TRANSFER}", met)
+    yield row(case, "S / seconds, each way", "MB/s", goodput / 1e6)
+    yield row(case, "processors busy, share of all", "", run.busy)
+
+
+def step_rows(
+    case: str, run: Measured, peers: Mapping[str, Measured], spec: WorkerSpec, scene: Scene
+) -> Iterator[Row]:
+    unit = spec.nbytes / scene.rate
+    steps = run.seconds / unit
+    goal, met = f"<= {STEP}", steps <= STEP
+    floor = unit / CARRIED / run.seconds
+    yield Row(case, "step", "S/B", steps, None, None, None, floor, goal, met)
+    for name, peer in peers.items():
+        ratio = peer.seconds / run.seconds
+        yield Row(case, "step", "s", run.seconds, peer.seconds, name, ratio, None, None, None)
+    yield row(case, "processors busy, share of all", "", run.busy)
+    for role, seconds in run.cpu.items():
+        whose = "all workers" if role == "worker" else role
+        yield row(case, f"processor time of {whose}, a step", "s", seconds)
+
+
+def link_rows(case: str, run: Measured, spec: WorkerSpec) -> Iterator[Row]:
+    """What each link carried a step, each way, beside S."""
+    shares = {
+        (name, way): getattr(traffic, way) * CARRIED / spec.nbytes
+        for name, traffic in run.frames.items()
+        for way in ("sent", "received")
+    }
+    links = [name for name in run.frames if not name.startswith("w")]
+    for name in links:
+        for way in ("sent", "received"):
+            what = f"{way} by {name}" if name == "node" else f"{way} by a rack: {name}"
+            yield _near(case, f"{what}, a step", shares[name, way])
+    own = {key: share for key, share in shares.items() if key[0] not in links}
+    key = max(own, key=lambda key: abs(own[key] - 1))
+    yield _near(case, f"of all workers farthest from S: {key[1]} by {key[0]}, a step", own[key])
+
+
+def _near(case: str, metric: str, share: float) -> Row:
+    return row(case, metric, "S", share, f"within {NEAR:.0%} of S", abs(share - 1) <= NEAR)
+
+
+def row(
+    case: str, metric: str, unit: str, ours: float, goal: str | None = None, met: bool | None = None
+) -> Row:
+    return Row(case, metric, unit, ours, None, None, None, None, goal, met)

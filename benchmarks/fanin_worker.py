@@ -1,0 +1,266 @@
+"""One worker of a run of `fanin`: trains as its spec says, ours or torch's, and writes its steps'
+seconds and losses.
+
+    python -m benchmarks.fanin_worker SPEC.json RANK WORLD
+
+It prints `imported`, then `ready` before the first step and `done` after the last one, each time
+waits for a line, and prints `result {...}` at the end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import roadtrain
+from benchmarks.apart import peak_bytes
+from benchmarks.model420 import adamw, batch, build
+from roadtrain.config.fan_in import FanIn, SwitchNode
+
+TIMEOUT = timedelta(seconds=300)
+DEADLINE_S = 120.0
+CHUNK = 1 << 20  # elements
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """What every worker of a run is told."""
+
+    method: str
+    """`ours`; `ddp`: torch's data parallel, all-reduce by gloo."""
+
+    steps: int
+    dtype: str = "fp32"
+    """Of parameters and gradients: `fp32` or `bf16`."""
+
+    computes: bool = True
+    """False: blocks without products, whose gradients are constants; the transfer counts."""
+
+    layers: int = 10
+    width: int = 512
+    inner: int = 1536
+    tokens: int = 8
+    """Of a worker's batch, a step: few, the machine's processors are everybody's."""
+
+    staleness: int = 1
+    servers: tuple[str, ...] = ()
+    token: str = ""
+    """The file with it."""
+
+    fan_in: dict[str, Any] | None = None
+    """As a job's file says it; None: gradients come to the servers one by one."""
+
+    budget: str = "1500MiB"
+    master: str = "127.0.0.1"
+    port: int = 29511
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(dataclasses.asdict(self)))
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        return cls(**json.loads(path.read_text()))
+
+    def build(self) -> nn.Module:
+        """The same values in every process."""
+        if not self.computes:
+            return Transferred(self.layers, _block_elements(self), DTYPES[self.dtype])
+        compute = self.dtype
+        return build(compute, layers=self.layers, width=self.width, inner=self.inner).to(
+            DTYPES[self.dtype]
+        )
+
+    @property
+    def elements(self) -> int:
+        """Parameters of the whole model."""
+        with torch.device("meta"):
+            return sum(p.numel() for p in self.build().parameters())
+
+    @property
+    def nbytes(self) -> int:
+        """S: bytes of the parameters, and of the gradients as one worker has them."""
+        return self.elements * DTYPES[self.dtype].itemsize
+
+
+def _block_elements(spec: WorkerSpec) -> int:
+    """Of one layer of the decoder that a transfer stands for."""
+    return 4 * spec.width**2 + 3 * spec.width * spec.inner + 2 * spec.width
+
+
+class _Constant(torch.autograd.Function):
+    """What goes in comes out; every element of the weight has the same gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return grad, torch.full_like(ctx.saved_tensors[0], 1e-3)
+
+
+class Block(nn.Module):
+    def __init__(self, elements: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(elements, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = _Constant.apply(x, self.weight)  # type: ignore[no-untyped-call]
+        return out
+
+
+class Transferred(nn.Module):
+    """As many bytes as a decoder, and next to nothing to compute."""
+
+    def __init__(self, blocks: int, elements: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(elements, dtype) for _ in range(blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.layers:
+            x = block(x)
+        return x.sum()
+
+
+class Method(Protocol):
+    def step(self, number: int) -> float:
+        """The loss of this worker's part of a step."""
+
+    def close(self) -> None:
+        """Ends what was started."""
+
+
+class Ours:
+    def __init__(self, spec: WorkerSpec, rank: int, world: int) -> None:
+        self.loss = _losses(spec, rank, world)
+        self.model = spec.build()
+        self.optimizer = roadtrain.place(
+            self.model,
+            adamw(self.model.parameters()),
+            store=_store(spec),
+            host_budget=spec.budget,
+            backwards_per_step=1,
+            delay=roadtrain.Delay(spec.staleness) if spec.staleness else None,
+            chunk_elements=CHUNK,
+            deadline_s=DEADLINE_S,
+            report=lambda line: print(line, file=sys.stderr, flush=True),
+        )
+
+    def step(self, number: int) -> float:
+        loss = self.loss(self.model, number)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+    def close(self) -> None:
+        self.optimizer.close()
+
+
+class Ddp:
+    """torch's DistributedDataParallel over gloo: an all-reduce of the gradients."""
+
+    def __init__(self, spec: WorkerSpec, rank: int, world: int) -> None:
+        self.loss = _losses(spec, rank, world)
+        os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+        distributed.init_process_group(
+            "gloo",
+            init_method=f"tcp://{spec.master}:{spec.port}",
+            rank=rank,
+            world_size=world,
+            timeout=TIMEOUT,
+        )
+        self.model = DistributedDataParallel(spec.build(), init_sync=False)
+        self.optimizer = adamw(self.model.parameters())
+
+    def step(self, number: int) -> float:
+        loss = self.loss(self.model, number)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+    def close(self) -> None:
+        distributed.destroy_process_group()
+
+
+METHODS: dict[str, Callable[[WorkerSpec, int, int], Method]] = {"ours": Ours, "ddp": Ddp}
+
+
+def _losses(spec: WorkerSpec, rank: int, world: int) -> Callable[[Any, int], torch.Tensor]:
+    """From the model and the number of a step to the loss of this worker's tokens."""
+
+    def of(model: Any, number: int) -> torch.Tensor:
+        if not spec.computes:
+            out: torch.Tensor = model(torch.ones(1, dtype=DTYPES[spec.dtype]))
+            return out
+        tokens = batch(number * world + rank, 1, spec.tokens)
+        loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
+        return loss
+
+    return of
+
+
+def _store(spec: WorkerSpec) -> roadtrain.Servers:
+    more: dict[str, Any] = {}
+    if spec.fan_in is not None:
+        more["fan_in"] = fan_in_of(spec.fan_in)
+    return roadtrain.Servers(spec.servers, token=spec.token, **more)
+
+
+def fan_in_of(said: dict[str, Any]) -> FanIn:
+    nodes = [SwitchNode(**{**one, "workers": tuple(one["workers"])}) for one in said["switches"]]
+    return FanIn(**{**said, "switches": tuple(nodes)})
+
+
+def train(spec: WorkerSpec, rank: int, world: int, pause: Callable[[str], None]) -> dict[str, Any]:
+    """Seconds and loss of each step. pause: called before the first step and after the last one."""
+    method = METHODS[spec.method](spec, rank, world)
+    pause("ready")
+    cpu, ends, losses = time.process_time(), [time.perf_counter()], list[float]()
+    for number in range(spec.steps):
+        losses.append(method.step(number))
+        ends.append(time.perf_counter())
+    told = {
+        "seconds": [after - before for before, after in pairwise(ends)],
+        "ends": ends[1:],
+        "losses": losses,
+        "cpu": time.process_time() - cpu,
+        "peak": peak_bytes(),
+    }
+    pause("done")
+    method.close()
+    return told
+
+
+def _pause(what: str) -> None:
+    print(what, flush=True)
+    sys.stdin.readline()
+
+
+def main() -> None:
+    path, rank, world = sys.argv[1:]
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": "1"}
+    _pause("imported")
+    result = train(WorkerSpec.read(Path(path)), int(rank), int(world), _pause)
+    print("result", json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()
