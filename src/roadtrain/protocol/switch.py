@@ -1,143 +1,115 @@
-"""What a switch does that sums gradients and multicasts parameters; the ends' go-back-n. Pure:
-packets in, packets out.
+"""What a switch does that sums what goes up and copies what goes down. Pure: no clock, no sockets.
 
-Sun et al. (LuWu), section 3.2.3: gradient packets carry a running number; an entry of the switch's
-window adds up those of all workers and sends the sum on; heartbeats carry what is acknowledged and
-how far a receiver's buffer reaches, and those of workers are merged to their minimum. As printed,
-an entry is cleared when it is complete though resends are answered from it, and a late resend can
-poison the number that takes its slot (L10 in the paper's inconsistencies). Here an entry keeps its
-number and its sum until a greater number takes the slot, and the switch reads the acknowledgements
-that pass, so that a late packet is dropped. `data` is opaque but for `add`.
+    child 0 --packet 7-->            --sum of 7-->          up: integers are added; of exponents
+    child 1 --packet 7-->   switch                 parent       the greatest are taken
+    child 0 <--copy------            <--packet----          down: parameters, as they are
+    child 1 <--copy------
+
+Sun et al. (LuWu), section 3.2.3 and appendix A: an entry of the switch's window adds up the packets
+of a number of all children and sends the sum on; heartbeats that come from children are merged. A
+child is a worker, or a switch with all that is below it; the parent is a switch or the server.
+
+As printed, an entry is cleared when it is complete though resends are answered from it, and a late
+resend can poison the number that takes its slot (L10 in the paper's inconsistencies). Here an entry
+keeps its number and its sum until a greater number takes the slot, and the switch reads the
+acknowledgements that pass, so that a late packet is dropped. A restarted switch is a new machine:
+as a number's data never change, what it makes of resends are the same sums.
+
+Does NOT look at data, but through a packet's `op`; does not tell jobs apart: a machine is one
+job's. `kernels/switch_table.py` is the same table compiled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
+
+from roadtrain.protocol.numbered import NOTHING, Heartbeat, heard, merged
+
+T = TypeVar("T")
+Op = Callable[[Any, Any], Any]  # of two data; associative and commutative
 
 
 @dataclass(frozen=True, slots=True)
 class Packet:
-    number: int  # running, one sequence each for parameters and for gradients
+    """What a child sends up, or a switch to its parent."""
+
+    number: int  # running, one sequence for all that goes up
     data: Any
-    worker: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerHeartbeat:
-    ack: int  # the next number that its sender expects
-    credit: int  # the greatest number that its buffer takes
-    worker: int = 0
+    op: Op  # how the data of this number are summed
+    child: int = 0  # its sender, at the receiver
 
 
 @dataclass(slots=True)
-class Aggregate:
-    """One number that took the slot: the sum of its packets."""
+class Entry:
+    """The number that took a slot. Invariants: `came` is not empty; done = all children came."""
 
     number: int
-    came: set[int] = field(default_factory=set)  # workers whose packet is in the sum, each once
+    op: Op
+    came: set[int] = field(default_factory=set)  # children whose packet is in the sum, each once
     data: Any = None  # their sum
-    done: bool = False  # all have come
+    done: bool = False  # all have come; `data` stays as it is until another number takes the slot
 
 
 class SwitchStateMachine:
-    def __init__(
-        self, workers: int, window: int, depth: int, add: Callable[[Any, Any], Any]
-    ) -> None:
-        assert depth <= window, "the receiver's buffer must not exceed the window"
-        self.workers, self.window, self.add = workers, window, add
-        # Slot -> the greatest number that took it: numbers that are equal modulo the window share
-        # one.
-        self.table: dict[int, Aggregate] = {}
-        self.acked = 0  # the server has all gradients below it
-        self.beats = [
-            WorkerHeartbeat(0, depth - 1, worker) for worker in range(workers)
-        ]  # the last ones
+    """child: which one it is, at its parent."""
 
-    def parameters(self, packet: Packet) -> list[tuple[int, Packet]]:
-        """(worker, packet) of a packet of parameters: one for each."""
-        return [(worker, packet) for worker in range(self.workers)]
+    def __init__(self, slots: int, children: int, child: int = 0) -> None:
+        assert slots > 0 and children > 0
+        self.slots, self.children, self.child = slots, children, child
+        # Slot -> the greatest number that took it. Numbers that are equal modulo `slots` share one;
+        # as at most `slots` numbers are under way, an entry that is replaced was acknowledged, or
+        # is made of packets that were sent before that and came late.
+        self.table: dict[int, Entry] = {}
+        self.acked = 0  # the receiver of the sums has all below it; never falls
+        # Child -> all that it has said of what goes down. Who has not spoken is not there.
+        self.beats: dict[int, Heartbeat] = {}
 
-    def gradient(self, packet: Packet) -> list[Packet]:
-        """What goes on to the server: the sum, once all have come, or again for a resend."""
-        number, slot = packet.number, packet.number % self.window
-        entry = self.table.get(slot)
-        if number < self.acked or (entry is not None and number < entry.number):
-            return []
-        if entry is None or number > entry.number:
-            entry = self.table[slot] = Aggregate(number)
-        if entry.done:
-            return [Packet(number, entry.data)]
-        if packet.worker in entry.came:
-            return []
-        entry.data = packet.data if not entry.came else self.add(entry.data, packet.data)
-        entry.came.add(packet.worker)
-        entry.done = len(entry.came) == self.workers
-        return [Packet(number, entry.data)] if entry.done else []
+    def packet(self, packet: Packet) -> Packet | None:
+        """What goes on to the parent: the sum, once all have come, and again for a resend."""
+        entry = self._entry(packet)
+        if entry is None or entry.op != packet.op:
+            return None
+        if not entry.done:
+            if packet.child in entry.came:
+                return None
+            entry.data = packet.op(entry.data, packet.data) if entry.came else packet.data
+            entry.came.add(packet.child)
+            entry.done = len(entry.came) == self.children
+        return Packet(entry.number, entry.data, entry.op, self.child) if entry.done else None
 
-    def from_server(self, beat: WorkerHeartbeat) -> list[tuple[int, WorkerHeartbeat]]:
-        """A heartbeat about gradients, to every worker."""
+    def down(self, what: T) -> Mapping[int, T]:
+        """A packet from the parent, as it is, for each child."""
+        return dict.fromkeys(range(self.children), what)
+
+    def parent_beat(self, beat: Heartbeat) -> Mapping[int, Heartbeat]:
+        """What the receiver of the sums has, for each child."""
         self.acked = max(self.acked, beat.ack)
-        return [(worker, beat) for worker in range(self.workers)]
+        return self.down(beat)
 
-    def from_worker(self, beat: WorkerHeartbeat) -> WorkerHeartbeat:
-        """A heartbeat about parameters: the minimum of all workers' goes to the server."""
-        last = self.beats[beat.worker]
-        self.beats[beat.worker] = WorkerHeartbeat(
-            max(last.ack, beat.ack), max(last.credit, beat.credit), beat.worker
-        )
-        return WorkerHeartbeat(min(b.ack for b in self.beats), min(b.credit for b in self.beats))
+    def child_beat(self, child: int, beat: Heartbeat) -> Heartbeat | None:
+        """What a child has of what goes down. What all have is for the parent; before all have
+        spoken there is nothing to say."""
+        self.beats[child] = heard(self.beats.get(child, NOTHING), beat)
+        return merged(list(self.beats.values())) if len(self.beats) == self.children else None
 
     def check(self) -> None:
-        """Assert every invariant: what is not done lacks a worker, nothing acknowledged is summed
-        again."""
+        """Assert every invariant."""
         for slot, entry in self.table.items():
-            assert slot == entry.number % self.window
-            assert entry.came and entry.done == (len(entry.came) == self.workers)
-            assert entry.done or entry.number >= self.acked
-        assert [beat.worker for beat in self.beats] == list(range(self.workers))
+            assert slot == entry.number % self.slots
+            assert entry.came and entry.came <= set(range(self.children))
+            assert entry.done == (len(entry.came) == self.children)
+        assert self.beats.keys() <= set(range(self.children))
+        for beat in self.beats.values():
+            assert beat.credit >= beat.ack - 1 and not beat.have & 1
 
-
-class Sender:
-    """One end's go-back-n: it sends up to its credit, and from the acknowledged number again
-    when told that time has passed without progress."""
-
-    def __init__(self, depth: int) -> None:
-        self.next, self.ack, self.credit = 0, 0, depth - 1
-
-    def ready(self, until: int) -> list[int]:
-        """Numbers to send now, of those below `until`."""
-        stop = min(until, self.credit + 1)
-        out = list(range(self.next, stop))
-        self.next = max(self.next, stop)
-        return out
-
-    def beat(self, beat: WorkerHeartbeat) -> None:
-        self.ack, self.credit = max(self.ack, beat.ack), max(self.credit, beat.credit)
-        self.next = max(self.next, self.ack)
-
-    def silent(self) -> None:
-        """No progress for as long as a loss takes to be believed."""
-        self.next = self.ack
-
-
-class SwitchReceiver:
-    """The other end: takes numbers in order, drops others. `depth`: packets that its buffer
-    holds."""
-
-    def __init__(self, depth: int, worker: int = 0) -> None:
-        self.ack, self.consumed, self.depth, self.worker = 0, 0, depth, worker
-
-    def packet(self, number: int) -> bool:
-        """Whether it is the next one, to be kept."""
-        if number != self.ack or number - self.consumed >= self.depth:
-            return False
-        self.ack += 1
-        return True
-
-    def freed(self, count: int) -> None:
-        self.consumed += count
-
-    def heartbeat(self) -> WorkerHeartbeat:
-        return WorkerHeartbeat(self.ack, self.consumed + self.depth - 1, self.worker)
+    def _entry(self, packet: Packet) -> Entry | None:
+        """The packet's number's; none where it comes too late."""
+        slot = packet.number % self.slots
+        entry = self.table.get(slot)
+        if packet.number < self.acked or (entry is not None and packet.number < entry.number):
+            return None
+        if entry is None or packet.number > entry.number:
+            entry = self.table[slot] = Entry(packet.number, packet.op)
+        return entry
