@@ -21,7 +21,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -39,18 +38,17 @@ from roadtrain.errors import (
     ConfigError,
     DeadlineError,
     ForeignError,
-    LostError,
     PeerError,
-    RoadtrainError,
     WireError,
 )
 from roadtrain.protocol import messages
-from roadtrain.protocol.intermediary import Give, Up
+from roadtrain.protocol.intermediary import Up
 from roadtrain.protocol.relay import PushSum, RelayStateMachine
 from roadtrain.runtime import frames as m
 from roadtrain.runtime.gradients import PushedGradients
-from roadtrain.runtime.parameter_connection import ParameterConnection, ParameterSession
-from roadtrain.storage.ledger import StoreMeta, pack, unpack
+from roadtrain.runtime.intermediary import IntermediarySession
+from roadtrain.runtime.parameter_connection import ParameterConnection
+from roadtrain.storage.ledger import StoreMeta
 from roadtrain.transport import shm
 from roadtrain.transport.address import local_options
 from roadtrain.transport.link import Link
@@ -106,22 +104,19 @@ def end(process: subprocess.Popen[bytes] | None) -> None:
             process.wait()
 
 
-class ServerChannel(ParameterSession):
+class ServerChannel(IntermediarySession):
     """What goes between the workers here and one server: to the workers their session, to the
     server's link its Receiver. Ranks are those on this host."""
+
+    machine: RelayStateMachine
 
     def __init__(
         self, orders: Orders, number: int, meta: StoreMeta, finished: Callable[[], None]
     ) -> None:
-        super().__init__(orders.local, 1)
+        super().__init__(orders.local, deadline_s=orders.deadline_s)
         budgets, table = orders.budgets, meta.table
         self.orders, self.number, self._finished = orders, number, finished
         self._signature, self._chunks = meta.signature, table.chunks
-        self._connected = threading.Event()
-        self._up: Link
-        # welcome and ready, for those who come later
-        self._said: list[tuple[int, bytes, bytes]] = []
-        self._readers: deque[ParameterConnection] = deque()
         self._tickets = itertools.count(1)  # of sums: the server knows a push's buffer by it
         self.machine = RelayStateMachine(orders.local, budgets.copies)
         self._copies = [Buffer(budgets.piece_bytes) for _ in range(budgets.copies)]
@@ -168,18 +163,11 @@ class ServerChannel(ParameterSession):
                 )
             return self.join(index, link)
 
-    def takes(self, rank: int) -> bool:
-        return not self.gone and super().takes(rank)
-
     def name_of(self, rank: int) -> str:
         return super().name_of(self.orders.host * self.orders.local + rank)
 
-    def new_connection(self, rank: int, link: Link) -> ParameterConnection:
-        worker = super().new_connection(rank, link)
+    def prepare(self, worker: ParameterConnection) -> None:
         worker.pool = BufferPool(self.orders.budgets.pool, self.orders.budgets.piece_bytes)
-        for kind, header, payload in self._said:
-            self._tell_one(worker, kind, header, payload)
-        return worker
 
     def one_left(self, rank: int, error: PeerError, all_gone: bool) -> None:
         if all_gone:
@@ -201,72 +189,12 @@ class ServerChannel(ParameterSession):
             raise WireError(f"chunk {number} of {len(self._chunks)}")
         return self._chunks[number]
 
-    def set_up(
-        self, worker: ParameterConnection, kind: int, fields: Any, payload: memoryview
-    ) -> None:
-        with self.lock:
-            if kind == m.READ:
-                self._readers.append(worker)
-            self._up.send(kind, m.encode(fields), [payload] if payload else [])
-
     def beat(self) -> None:
         """To the server its host lives, if all of its workers do."""
         silent = any(one.silent_for(SILENT_S) for one in self.everyone())
         if self._connected.is_set() and not silent:
             with suppress(PeerError):
                 self._up.send(m.BEAT, m.encode(()), urgent=True)
-
-    def tell(self, message: Any) -> None:
-        try:
-            with self.lock:
-                for action in self.machine.handle(message):
-                    self._carry_out(action)
-        except RoadtrainError as error:
-            self.end(error)
-
-    # the Receiver's, called by the link of the server
-
-    def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
-        fields = m.header(kind, header)
-        if kind != m.PULLED:
-            return memoryview(bytearray(nbytes))
-        ticket, number = fields
-        with self.lock:
-            buffer = self.machine.buffer_for(ticket, number)
-            if buffer is None or nbytes != round_up(self.chunk(number).weights_nbytes, PAGE):
-                raise WireError(f"{nbytes} bytes of chunk {number} came for ticket {ticket}")
-            return self._copies[buffer].view[:nbytes]
-
-    def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
-        fields = m.header(kind, header)
-        if kind == m.PULLED:
-            self.tell(messages.Pulled(*fields))
-            return
-        self._connected.wait(self.orders.deadline_s)
-        with self.lock:
-            if kind in (m.WELCOME, m.READY):
-                self._said.append((kind, header, bytes(payload)))
-            if kind == m.RECORD:
-                with suppress(PeerError):
-                    self._readers.popleft().link.send(kind, header, [payload])
-                return
-            workers = [self.connections[0]] if kind in (m.FILLED, m.SETTLED) else self.everyone()
-            for worker in workers:
-                self._tell_one(worker, kind, header, payload)
-        if kind == m.FAILED:
-            self.end(LostError(fields[1]))
-
-    def lost(self, error: PeerError) -> None:
-        self.end(error)
-
-    def _tell_one(
-        self, worker: ParameterConnection, kind: int, header: bytes, payload: bytes | memoryview
-    ) -> None:
-        if kind == m.READY and self.orders.local > 1:
-            blobs = unpack(bytes(payload))
-            payload = blobs[worker.rank] if worker.rank < len(blobs) else blobs[0]
-        with suppress(PeerError):
-            worker.link.send(kind, header, [memoryview(payload)], urgent=True)
 
     # what the state machine says
 
@@ -275,12 +203,6 @@ class ServerChannel(ParameterSession):
             case Up(messages.Push() as push):
                 pusher = self.connections[push.worker]
                 self._send(push, lambda: pusher.freed(push.ticket))
-            case Up(messages.Commit(step, blobs)):
-                self._send(messages.Commit(step, pack(blobs)))
-            case Up(message):
-                self._send(message)
-            case Give(pull, buffer):
-                pull.into.send(self._copies[buffer].view, lambda: self.tell(messages.Done(action)))
             case messages.Hold(push):
                 _, kept = self._grads.hold(push)
                 if kept:
@@ -293,6 +215,8 @@ class ServerChannel(ParameterSession):
                 self._free(chunk, worker)
             case PushSum(chunk):
                 self._push_sum(chunk)
+            case _:
+                super()._carry_out(action)
 
     def _push_sum(self, number: int) -> None:
         grads = self._grads
@@ -310,9 +234,6 @@ class ServerChannel(ParameterSession):
     def _free(self, chunk: int, worker: int) -> None:
         for ticket in self._kept.pop((chunk, worker), ()):
             self.connections[worker].freed(ticket)
-
-    def _send(self, message: Any, sent: Callable[[], None] | None = None) -> None:
-        self._up.send(*m.frame(message), sent, urgent=isinstance(message, messages.Pull))
 
 
 def run(orders: Orders) -> None:
