@@ -48,6 +48,7 @@ def rows(bench: Bench) -> Iterator[Row]:
         spec = replace(spec, steps=1000, servers=(address,), token=str(lab.token), fan_in=fan_in)
         ranks = lab.start(spec)
         try:
+            lab.warm_up(ranks)
             go(ranks)
             time.sleep(1.0)
             beats = _counted(lab)

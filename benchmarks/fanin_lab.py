@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,7 +26,7 @@ from typing import Any
 import psutil
 
 from benchmarks.crosscluster_lab import Rank, _all
-from benchmarks.fanin_worker import WorkerSpec
+from benchmarks.fanin_worker import WARM_UP, WorkerSpec
 from roadtrain.errors import DeadlineError, RoadtrainError
 from roadtrain.lab import LabHost, LabLink, LabNic, Network, Traffic
 from roadtrain.transport.address import write_token
@@ -36,7 +37,7 @@ FAST = 10_000 * MBIT  # of a switch's host
 PLACING = 4_000 * MBIT  # of all links until everything is placed, which is not what is measured
 SERVER_PORT, SWITCH_PORT = 7000, 7100
 NODE, ROOT, SPINE = "node", "switch", "spine"
-WARM_UP = 2
+STILL_S, STILL_BYTES = 0.3, 50_000  # nothing but signs of life goes over any link
 RUN_S, START_S = 600.0, 300.0
 FRAME, PAYLOAD = 14 + 28 + 1456, 1408  # bytes of a packet on the link, of what it is for
 CARRIED = PAYLOAD / FRAME  # of a rate: what datagrams of the fan-in carry
@@ -92,7 +93,7 @@ class Measured:
     """One run. Bytes and seconds of processors are those of one step."""
 
     seconds: float
-    """Of a step: of its last worker, in the middle of those after the first two."""
+    """Of a step: of its last worker, in the middle of those that count."""
 
     losses: list[list[float]]
     """Of each worker, of each step."""
@@ -233,6 +234,11 @@ class Lab:
                 self.links[name].set_loss(self.scene.loss)
         return ranks
 
+    def warm_up(self, ranks: Sequence[FanInRank]) -> None:
+        """Until each waits behind its first steps."""
+        go(ranks)
+        self._all(ranks, "warm", RUN_S)
+
     def _all(self, ranks: Sequence[FanInRank], what: str, within_s: float) -> list[dict[str, Any]]:
         try:
             return _all(ranks, what, within_s)
@@ -242,24 +248,38 @@ class Lab:
     def _measured(self, spec: WorkerSpec, ranks: Sequence[FanInRank]) -> Measured:
         roles = {"worker": [psutil.Process(rank.process.pid) for rank in ranks]}
         roles |= {name: [process] for name, process in self.servers.items()}
-        frames, cpu, machine = self.frames(), _cpu(roles), psutil.cpu_times()
+        self.warm_up(ranks)
+        frames, cpu, machine = self._still(), _cpu(roles), psutil.cpu_times()
         go(ranks)
         self._all(ranks, "done", RUN_S)
-        busy = _busy(machine, psutil.cpu_times())
-        cpu = {role: then / spec.steps for role, then in _minus(_cpu(roles), cpu).items()}
+        busy, steps = _busy(machine, psutil.cpu_times()), spec.steps - WARM_UP
+        cpu = {role: then / steps for role, then in _minus(_cpu(roles), cpu).items()}
+        after = self._still()
         go(ranks)
         results = self._all(ranks, "result", START_S)
-        after = self.frames()  # gradients of the last step come late, until all is closed
         logs = {name: self.log(name).read_text() for name in self.servers}
         logs["worker"] = ranks[0].errors.read_text()
         return Measured(
             step_seconds(results),
             [result["losses"] for result in results],
-            {name: _per_step(after[name] - then, spec.steps) for name, then in frames.items()},
+            {name: _per_step(after[name] - then, steps) for name, then in frames.items()},
             busy,
             cpu,
             logs=logs,
         )
+
+    def _still(self) -> dict[str, Traffic]:
+        """The links' counts once what the last step has left under way is there: gradients that
+        are pushed behind it, parameters that are pulled ahead."""
+        then, until = self.frames(), time.monotonic() + RUN_S
+        while time.monotonic() < until:
+            time.sleep(STILL_S)
+            now = self.frames()
+            moved = (now[name] - before for name, before in then.items())
+            if all(max(by.sent, by.received) < STILL_BYTES for by in moved):
+                return now
+            then = now
+        raise DeadlineError(f"links are not still {RUN_S:.0f} s after a step")
 
     def _last_words(self) -> str:
         logs = sorted(self.home.glob("*.log")) + sorted(self.home.glob("errors*"))
@@ -278,11 +298,10 @@ def end(ranks: Sequence[Rank]) -> None:
 
 
 def step_seconds(results: Sequence[Mapping[str, Any]]) -> float:
-    """The middle of the steps after the first ones. All processes read one clock; a step ends when
-    its last worker has ended it."""
+    """The middle of the steps after the warm-up and the one that follows the pause. All processes
+    read one clock; a step ends when its last worker has ended it."""
     ends = [max(of_step) for of_step in zip(*(result["ends"] for result in results))]
-    counted = [after - before for before, after in zip(ends[WARM_UP - 1 :], ends[WARM_UP:])]
-    return median(counted)
+    return median(after - before for before, after in pairwise(ends[WARM_UP:]))
 
 
 def _per_step(traffic: Traffic, steps: int) -> Traffic:

@@ -19,7 +19,7 @@ from roadtrain.lab import CARRIED as TCP_CARRIED
 
 WIRE = "int32"
 TRANSFER, STEP, NEAR = 0.9, 1.2, 0.03
-STEPS, PEER_STEPS, QUICK_STEPS = 7, 4, 4
+STEPS, PEER_STEPS, QUICK_STEPS = 6, 4, 4
 QUICK: dict[str, Any] = {"layers": 3, "width": 256, "inner": 512}
 TCP, DDP = "the same servers over TCP", "torch DDP over gloo"
 

@@ -3,8 +3,8 @@ seconds and losses.
 
     python -m benchmarks.fanin_worker SPEC.json RANK WORLD
 
-It prints `imported`, then `ready` before the first step and `done` after the last one, each time
-waits for a line, and prints `result {...}` at the end.
+It prints `imported`, then `ready` before the first step, `warm` after WARM_UP steps and `done`
+after the last one, each time waits for a line, and prints `result {...}` at the end.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -33,6 +32,7 @@ from roadtrain.config.fan_in import FanIn, SwitchNode
 TIMEOUT = timedelta(seconds=300)
 DEADLINE_S = 120.0
 CHUNK = 1 << 20  # elements
+WARM_UP = 1  # steps before the bytes and seconds that count
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -229,20 +229,17 @@ def fan_in_of(said: dict[str, Any]) -> FanIn:
 
 
 def train(spec: WorkerSpec, rank: int, world: int, pause: Callable[[str], None]) -> dict[str, Any]:
-    """Seconds and loss of each step. pause: called before the first step and after the last one."""
+    """When each step ended, and its loss. pause: called before the first step, after the warm-up
+    and after the last one."""
     method = METHODS[spec.method](spec, rank, world)
     pause("ready")
-    cpu, ends, losses = time.process_time(), [time.perf_counter()], list[float]()
+    ends, losses = list[float](), list[float]()
     for number in range(spec.steps):
         losses.append(method.step(number))
         ends.append(time.perf_counter())
-    told = {
-        "seconds": [after - before for before, after in pairwise(ends)],
-        "ends": ends[1:],
-        "losses": losses,
-        "cpu": time.process_time() - cpu,
-        "peak": peak_bytes(),
-    }
+        if number + 1 == WARM_UP:
+            pause("warm")
+    told = {"ends": ends, "losses": losses, "peak": peak_bytes()}
     pause("done")
     method.close()
     return told
