@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.__main__ import main as benchmarks_main
 from roadtrain import cli
 from roadtrain.errors import BudgetError
 from roadtrain.training import command as train_command
@@ -143,6 +144,13 @@ def test_bench_writes_what_it_prints(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "benchmarks.update", module)
     assert cli.main(["bench", "update", "--quick", "--json", str(tmp_path / "r.json")]) == 0
     assert shown and json.loads((tmp_path / "r.json").read_text()) == {"name": "update"}
+
+
+def test_benchmarks_of_items(capsys: pytest.CaptureFixture[str]) -> None:
+    assert benchmarks_main(["fanin", "--only", "model,tre"]) == 2
+    assert "unknown item `tre`" in (error := capsys.readouterr().err) and "`tree`" in error
+    assert benchmarks_main(["update", "--only", "model"]) == 2
+    assert "benchmark update has no items" in capsys.readouterr().err
 
 
 def test_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
