@@ -12,7 +12,14 @@ from typing import Any
 from roadtrain.config.cluster import Cluster, make_cluster
 from roadtrain.config.models import BlockShape, ModelShape
 from roadtrain.config.parallelism import Parallelism
-from roadtrain.config.plan import ElementBytes, Framework, Plan, PlanMemory, placement
+from roadtrain.config.plan import (
+    ElementBytes,
+    Framework,
+    Plan,
+    PlanMemory,
+    SwitchPackets,
+    placement,
+)
 
 
 @cache
@@ -65,6 +72,11 @@ def luwu(ssds: int = 12, workers: int = 8) -> Cluster:
     )
 
 
+# Width, header, window and scales are not printed (L13). Its times need 16 bits an element; what
+# packets take besides is in the fitted share of a card's rate.
+PRINTED_PACKETS = SwitchPackets("int16", window=1 << 30, overhead=0, block=0)
+
+
 def luwu_plan(which: str, model: ModelShape, micro_batch: int, workers: int = 8) -> Plan:
     """Activations go to the host (printed for LuWu and ZeRO-Infinity); `host_bytes`: 16- and
     32-bit gradients and pinned buffers of ZeRO-Infinity, 8 a parameter, so that 175B is the last
@@ -79,6 +91,7 @@ def luwu_plan(which: str, model: ModelShape, micro_batch: int, workers: int = 8)
         activation_checkpointing=True,
         memory=PlanMemory(root=False),
         framework=Framework(logit_bytes=10),
+        packets=PRINTED_PACKETS,
     )
     if which == "luwu":
         return base.changed(update_at="gradient", buffers=16, slots=2, offload=True, in_turn=True)
@@ -98,6 +111,7 @@ def luwu_plan(which: str, model: ModelShape, micro_batch: int, workers: int = 8)
         precision="tf32",
         logit_bytes=20,
         context_bytes=1e9 + 4 * model.params,
+        wire="int32",
     )
 
 

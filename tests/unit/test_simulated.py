@@ -119,9 +119,10 @@ def test_traffic_is_the_closed_form(n: int) -> None:
     assert traffic(run("summation", cluster(n, n), model), "out") == pytest.approx(
         shares.seconds * s
     )
-    switched = run("switch-sum", cluster(n, sums=True), model)
+    plain_packets = {"wire": "int16", "overhead": 0, "block": 0, "payload": 1}  # the paper's
+    switched = run("switch-sum", cluster(n, sums=True), model, **plain_packets)
     assert traffic(switched, "out") == traffic(switched, "in") == pytest.approx(s)
-    node = run("optimizer-node", cluster(n, 1, sums=True), model, slots=2)
+    node = run("optimizer-node", cluster(n, 1, sums=True), model, slots=2, **plain_packets)
     assert traffic(node, "out") == pytest.approx(s) and node.bytes["server in"] == pytest.approx(s)
     assert node.bytes["server out"] == traffic(node, "in") == pytest.approx(2 * s, rel=0.15)
     plain = run("server", cluster(n, 1), model, slots=2)

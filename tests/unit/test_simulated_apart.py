@@ -372,7 +372,7 @@ def test_a_placement_for_each_stage() -> None:
         num_microbatches=4,
         stage_placements=names,
         memory=PlanMemory(slots=2),
-    )
+    ).changed(wire="int16", overhead=0, block=0, payload=1)
     result = simulate(plan, where, model, WHOLE, checked=False)
     share = model.params / 3
     assert result.bytes["server in"] == pytest.approx(4 * share * 2)

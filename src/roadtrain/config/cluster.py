@@ -112,9 +112,24 @@ class Nic(Section):
 
 
 class Switch(Section):
+    """Of the network, or a machine beside it that runs `roadtrain serve --switch` (`rate`)."""
+
     name: str
-    sums: Flag = Field(default=False, description="adds gradients up on the way")
-    multicasts: Flag = Field(default=False, description="sends one packet to many")
+    sums: Flag = Field(
+        default=False, description="adds gradients up on the way, and copies parameters to all"
+    )
+    multicasts: Flag = Field(default=False, description="the network sends one packet to many")
+    slots: Whole = Field(
+        default=0, description="packets that its table has room for; 0: all that a plan asks for"
+    )
+    packet_rate: Number = Field(
+        default=0, description="that it takes in and sends out a second, together; 0: any number"
+    )
+    rate: Rate = Field(
+        default=0.0,
+        description="of its own card, each way, where it is a machine beside the network; 0: it is"
+        " in the way of all that crosses it",
+    )
 
 
 def _device(given: object) -> object:

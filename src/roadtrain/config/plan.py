@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, model_validator
 
+from roadtrain.config.fan_in import WIDTH, WINDOW, Wire
 from roadtrain.config.names import Former, Report, did_you_mean, in_words_of_now
 from roadtrain.config.parallelism import Parallelism
 from roadtrain.config.schema import (
@@ -63,6 +64,12 @@ class Placement:
     def served(self) -> bool:
         """Whether a server of its own has the state."""
         return self.state == "server"
+
+    @property
+    def fans_in(self) -> bool:
+        """Whether switches stand between workers and that server: the network's, or machines that
+        run `roadtrain serve --switch`."""
+        return self.served and self.sum == "switch"
 
 
 PLACEMENTS = {
@@ -134,6 +141,23 @@ class ElementBytes:
 
 
 @value
+class SwitchPackets:
+    """How data crosses switches that sum. As roadtrain's own packets (kernels/packets.py), unless a
+    plan describes others'."""
+
+    wire: Wire = "int32"  # what an element of a gradient travels as
+    window: Count = WINDOW  # packets under way of a stream, at most
+    payload: Count = 1408  # bytes of data in a packet
+    overhead: Whole = 90  # bytes of a packet besides: our header 48, UDP 8, IP 20, Ethernet 14
+    block: Whole = 352  # elements that share an exponent, which is a byte; 0: scales are fixed
+
+    @property
+    def width(self) -> int:
+        """Bytes of an element on the wire."""
+        return WIDTH[self.wire]
+
+
+@value
 class Framework:
     """What a framework does besides."""
 
@@ -187,6 +211,7 @@ class Plan:
     memory: PlanMemory = PlanMemory()
     sizes: ElementBytes = ElementBytes()
     framework: Framework = Framework()
+    packets: SwitchPackets = SwitchPackets()  # of placements that sum in switches
 
     @model_validator(mode="after")
     @refusing
@@ -255,7 +280,12 @@ class Plan:
 # parts of a plan -> names of their fields, no two of which are the same
 PARTS = {
     part: frozenset(f.name for f in fields(kind))
-    for part, kind in (("memory", PlanMemory), ("sizes", ElementBytes), ("framework", Framework))
+    for part, kind in (
+        ("memory", PlanMemory),
+        ("sizes", ElementBytes),
+        ("framework", Framework),
+        ("packets", SwitchPackets),
+    )
 }
 # keys of the first edition's plan.toml, which had no parts
 FORMER_KEYS = {
@@ -267,7 +297,11 @@ FORMER_KEYS = {
     "topk": Former(
         "keep", lambda percent: percent / 200 if type(percent) in (int, float) else percent
     ),
-    **{name: Former(f"{part}.{name}") for part, names in PARTS.items() for name in names},
+    **{
+        name: Former(f"{part}.{name}")
+        for part in ("memory", "sizes", "framework")
+        for name in PARTS[part]
+    },
 }
 
 

@@ -101,7 +101,7 @@ class RankFabric(Fabric):
         if away:
             far = group.tp * own * (ring / self.beside + exchanged * away / others)
             uses += [(self.site.out, far), (self.site.into, far)]
-            uses += touched(self.site, self.constants, 2 * far)
+            uses += self.touched(2 * far)
         for link, pairs in self.across.items():
             each = group.tp * own / group.dp  # of what the whole group sends there
             uses.append((link, each * (ring + exchanged * pairs / others)))
@@ -113,13 +113,6 @@ class RankFabric(Fabric):
     @property
     def _server_share(self) -> float:
         return self.plan.parallelism.cp / self.group.dp  # one of so many replicas
-
-
-def touched(site: Site, constants: Constants, crossings: float) -> Uses:
-    """What a byte that leaves or enters a host so often takes of processors that compute."""
-    if site.cores is None or not constants.touch:
-        return []
-    return [(site.cores, crossings * constants.touch)]
 
 
 Then = Callable[[], None]

@@ -4,22 +4,30 @@ at a time.
 Hosts that do the same are one *site* with a multiplicity: what each of `hosts` sites sends to one
 server weighs `hosts` times there. Collectives are closed-form traffic, with n ranks and M bytes, in
 each direction of a card: ring all-reduce 2 (n - 1) / n M, all-gather and reduce-scatter (n - 1) / n
-M, a sum in the switch M, the summation service (1 + (n - 2) x) M with x from protocol/shares.py,
-servers n M. A transfer takes all that it crosses at once (it is cut into pieces that follow each
-other), so its slowest part sets its pace. `latency` counts the steps of the algorithm.
+M, a sum in switches M (fan_in_costs.py), the summation service (1 + (n - 2) x) M with x from
+protocol/shares.py, servers n M. A transfer takes all that it crosses at once (it is cut into pieces
+that follow each other), so its slowest part sets its pace. `latency` counts the steps of the
+algorithm.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from roadtrain.config.cluster import Cluster, Host, Nic
 from roadtrain.config.plan import Placement, Plan
+from roadtrain.config.switch_tree import switch_tree
 from roadtrain.errors import ConfigError
 from roadtrain.simulator.compute import Constants
 from roadtrain.simulator.engine import Cost, Engine, Resource
+from roadtrain.simulator.fan_in_costs import FanInCosts
 from roadtrain.simulator.sums import SimulatedSums
+from roadtrain.simulator.switches import SwitchResources
+
+if TYPE_CHECKING:
+    from roadtrain.simulator.fan_in import SimulatedFanIn
 
 INSIDE_S = 2e-6  # latency of a step of a collective between devices of a host
 # that one pass of AdamW moves for a parameter: gradient 2, three arrays in and out 24, copy 2
@@ -97,6 +105,7 @@ class FlowGroup:
     tp: int
     rates: tuple[float, ...] = ()  # of each host's card
     replicas: int = 0
+    switches: SwitchResources | None = None  # that sum what its hosts send
 
     @property
     def dp(self) -> int:
@@ -118,15 +127,8 @@ def check_placement(place: Placement, cluster: Cluster, hosts: Sequence[Host]) -
             " with a card",
             hint="add a host without devices, or choose placement summation",
         )
-    if (
-        place.sum == "switch"
-        and place.update != "server"
-        and not any(switch.sums for switch in cluster.switches)
-    ):
-        raise ConfigError(
-            f"placement {place.name} sums in the switch, and no switch of {cluster.name} sums",
-            hint="give a switch `sums = true`, or choose placement ddp",
-        )
+    if place.sum == "switch":
+        _check_switches(place, cluster, hosts)
     for host in {host.name: host for host in hosts}.values():
         if place.sum == "relay" and not any(nic.relay for nic in host.nics):
             raise ConfigError(
@@ -161,6 +163,17 @@ def check_placement(place: Placement, cluster: Cluster, hosts: Sequence[Host]) -
             )
 
 
+def _check_switches(place: Placement, cluster: Cluster, hosts: Sequence[Host]) -> None:
+    try:
+        switch_tree(cluster, hosts, cluster.spares[0] if place.served else None)
+    except ConfigError as error:
+        other = "server" if place.served else "ddp"
+        raise ConfigError(
+            f"placement {place.name} sums in switches: {str(error).splitlines()[0]}",
+            hint=f"{error.hint}; or choose placement {other}",
+        ) from error
+
+
 class Fabric:
     """`plan`'s costs on one stage's group, the server (if any) and the spare hosts. All sizes are
     in parameters of a block that one device has (1 / tp of it); costs are of one device, or of one
@@ -184,8 +197,9 @@ class Fabric:
             server,
             constants,
         )
-        self.switch_sums = any(switch.sums for switch in cluster.switches)
-        self.multicasts = any(switch.multicasts for switch in cluster.switches)
+        # through switches that sum; and their end before the server, which the scene makes
+        self.fan_in = None if group.switches is None else FanInCosts(self, group.switches)
+        self.end: SimulatedFanIn | None = None
         self.beside = group.ranks  # ranks of the group on this host
         self.sums: SimulatedSums | None = None  # where reducers on several hosts sum
         if plan.placement.sum in ("spares", "separate") and group.hosts > 1:
@@ -290,6 +304,13 @@ class Fabric:
 
     # actions
 
+    def handed(self, params: float) -> Cost:
+        """Parameters from a server to whom it answers: to every device, or to the fan-in end that
+        stands before it."""
+        if self.fan_in is not None and self.server is not None:
+            return self.fan_in.handed(params)
+        return self.answer(params)
+
     def answer(self, params: float, kept: bool = False) -> Cost:
         """Parameters to every device. `kept`: they are in this host's memory already."""
         place, n, nbytes = (
@@ -302,8 +323,10 @@ class Fabric:
         if kept:
             return Cost(nbytes, list(self._to_device))
         if place.parameters == "server":
+            if self.fan_in is not None:
+                return self.fan_in.parameters(params)
             assert self.server is not None
-            many = self._at_server(self.multicasts)
+            many = self._at_server(False)
             inside = [(self.site.fabric, 1.0)] if self.beside > 1 else []
             uses = [
                 (self.server.out, many * self.group.tp),
@@ -369,21 +392,29 @@ class Fabric:
                 [(site.out, weight), (site.into, weight), *copies, *inside, *sums],
                 2 * site.latency,
             )
+        if self.fan_in is not None:
+            if self.server is None:
+                return self.fan_in.exchanged(params)
+            return self.fan_in.sums(params)
+        assert self.server is not None
         inside = [(site.fabric, 1.0)] if self.beside > 1 else []
-        out = [(site.out, self._card), *inside, *self._from_device]
-        if place.update == "server":
-            assert self.server is not None
-            once = place.sum == "switch" and self.switch_sums
-            many = self._at_server(once)
-            sums = [(self.server.sums, many * group.tp)] if group.hosts > 1 and not once else []
-            uses = [
-                *out,
-                (self.server.into, many * group.tp),
-                (self.server.memory, many * group.tp),
-                *sums,
-            ]
-            return Cost(nbytes, uses, site.latency)
-        return Cost(nbytes, [*out, (site.into, self._card), *self._to_device], 2 * site.latency)
+        many = self._at_server(False)
+        sums = [(self.server.sums, many * group.tp)] if group.hosts > 1 else []
+        uses = [
+            (site.out, self._card),
+            *inside,
+            *self._from_device,
+            (self.server.into, many * group.tp),
+            (self.server.memory, many * group.tp),
+            *sums,
+        ]
+        return Cost(nbytes, uses, site.latency)
+
+    def touched(self, crossings: float) -> list[tuple[Resource, float]]:
+        """What a byte that leaves or enters the host so often takes of processors that compute."""
+        if self.site.cores is None or not self.constants.touch:
+            return []
+        return [(self.site.cores, crossings * self.constants.touch)]
 
     def all_to_all(self, nbytes: float) -> Cost:
         """All-to-all of rows of tables that are spread over all devices; of one device's share

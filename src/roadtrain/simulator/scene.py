@@ -14,6 +14,7 @@ from typing import Any
 from roadtrain.config.cluster import Cluster, Device, Host, Nic, least_of
 from roadtrain.config.models import ModelShape
 from roadtrain.config.plan import NetworkGroup, Plan
+from roadtrain.config.switch_tree import SwitchTree, switch_tree
 from roadtrain.errors import ConfigError
 from roadtrain.protocol.pipeline import FORWARD, RunBlocks
 from roadtrain.simulator.apart import (
@@ -22,13 +23,14 @@ from roadtrain.simulator.apart import (
     RankOf,
     SharedHost,
     SwitchLinks,
-    touched,
 )
 from roadtrain.simulator.compute import Constants
 from roadtrain.simulator.engine import Cost, Engine, Lane, Resource
 from roadtrain.simulator.fabric import Fabric, FlowGroup, Site, check_placement
+from roadtrain.simulator.fan_in import SimulatedFanIn
 from roadtrain.simulator.memory import cut, needs
-from roadtrain.simulator.step import SimulatedStage
+from roadtrain.simulator.step import SimulatedStage, block_pieces
+from roadtrain.simulator.switches import SwitchResources
 
 
 class Scene:
@@ -97,10 +99,11 @@ class Scene:
         fit them."""
         cluster, constants = self.cluster, self.constants
         self.engine = engine
+        self.switches: dict[str, Resource] = {}  # of all switches that sum, by name
         self.server: Site | None = None
         if self.served:
             node = cluster.spares[0].together
-            nics = [cluster.common([host, node])[1] for host in cluster.workers]
+            nics = [nic for hosts in self._served_hosts() for nic in self._of_server(hosts, node)]
             server_nic = min(nics, key=lambda n: n.total)
             self.server = Site(engine, node, server_nic, constants, "server")
         self.stages: list[SimulatedStage] = []
@@ -116,6 +119,47 @@ class Scene:
             ends.append((self.plan.parallelism.devices - 1, 0))
         self.between = [self._boundary(*pair) for pair in ends]
 
+    def _served_hosts(self) -> list[tuple[int, Sequence[Host]]]:
+        """Of each stage that the server serves, its number and hosts."""
+        stages = enumerate(self.groups_of)
+        return [(n, hosts) for n, hosts in stages if self.plan.placement_of(n).served]
+
+    def _of_server(self, stage: tuple[int, Sequence[Host]], node: Host) -> list[Nic]:
+        """The server's cards, one for each of the stage's hosts, by which they reach it."""
+        number, hosts = stage
+        if (tree := self._tree(number)) is not None:
+            assert tree.node is not None
+            return [tree.node]
+        return [self.cluster.common([host, node])[1] for host in hosts]
+
+    def _tree(self, stage: int) -> SwitchTree | None:
+        """Of the switches that sum its gradients; None where none do."""
+        place = self.plan.placement_of(stage)
+        if place.sum != "switch":
+            return None
+        node = self.cluster.spares[0].together if place.served else None
+        return switch_tree(self.cluster, self.groups_of[stage], node)
+
+    def _switches(self, stage: int) -> SwitchResources | None:
+        tree = self._tree(stage)
+        if tree is None:
+            return None
+        return SwitchResources(self._switch, tree, self.plan.packets, self.constants)
+
+    def _end(self, stage: int, workers: int) -> SimulatedFanIn | None:
+        """Between a stage's switches and its server; `workers`: that it waits for."""
+        plan = self.plan.of_stage(stage)
+        if not plan.placement.fans_in:
+            return None
+        blocks = [block for part in self.cuts[stage] for block in part]
+        return SimulatedFanIn(self.engine, f"stage {stage}", workers, block_pieces(plan, blocks))
+
+    def _switch(self, name: str, capacity: float) -> Resource:
+        """What all stages share whose data crosses the same switches."""
+        if name not in self.switches:
+            self.switches[name] = self.engine.resource(name, capacity)
+        return self.switches[name]
+
     def _build_stage(self, number: int, logs: list[list[Any]] | None) -> None:
         """Its workers, which do the same, as one."""
         plan, cluster, constants = self.plan.of_stage(number), self.cluster, self.constants
@@ -124,8 +168,12 @@ class Scene:
         self._check_tensor_groups(number)
         nics = self._nics(mine, "dp", number)
         slowest = min(nics, key=lambda n: n.total) if nics else None
-        # they meet over a link
-        if slowest is not None and (most := cluster.between(nics)) < slowest.total:
+        # they meet over a link; links of a tree are resources of their own
+        if (
+            self._tree(number) is None
+            and slowest is not None
+            and (most := cluster.between(nics)) < slowest.total
+        ):
             slowest = slowest.model_copy(update={"rate": most, "count": 1})
         devices = Counter(self.slots_of[number]).values()  # of each host
         ranks = min(parallelism.replicas, max(devices) // parallelism.tp or 1)
@@ -133,7 +181,13 @@ class Scene:
         rates = tuple((n.total if n else 1.0) * constants.network for n in nics)
         site = Site(self.engine, first, slowest, constants, f"stage {number}")
         group = FlowGroup(
-            site, many, ranks, min(parallelism.tp, first.devices), rates, parallelism.replicas
+            site,
+            many,
+            ranks,
+            min(parallelism.tp, first.devices),
+            rates,
+            parallelism.replicas,
+            self._switches(number),
         )
         # a table of its own belongs to the slowest too
         own = max(
@@ -141,6 +195,7 @@ class Scene:
             key=lambda of: sum(of.table.values()),
         )
         fabric = Fabric(self.engine, cluster, plan, group, own, self.server, cluster.spares)
+        fabric.end = self._end(number, many)
         self._add(fabric, number, self._send, logs)
 
     def _add(
@@ -193,19 +248,21 @@ class Scene:
         parallelism, widths = plan.parallelism, self.plan.widths
         hosts = list(dict.fromkeys(slots))
         nics = dict(zip(hosts, self._nics(self.groups_of[number], "dp", number)))
+        switches = self._switches(number)
         across = self._across([nics[s] for s in slots[:: parallelism.tp] if s in nics])
         meeting = Meeting(self.engine, f"stage {number}", plan.placement.sum == "ring")
         self.meetings.append(meeting)
         # where each replica begins
         at = slots[:: self._devices_of_replica]
         rates = tuple((nics[s].total if s in nics else 1.0) * self.constants.network for s in hosts)
+        end = self._end(number, len(at))
         for replica, slot in enumerate(at):
             host = self.hosts[slot]
             site = self.shared[slot].site(nics.get(slot), f"stage {number} replica {replica}")
             tp = min(parallelism.tp, host.devices)
             ranks = min(parallelism.cp, max(1, host.devices // tp))
             many = len(hosts) if tp == parallelism.tp else parallelism.replicas
-            group = FlowGroup(site, many, ranks, tp, rates, parallelism.replicas)
+            group = FlowGroup(site, many, ranks, tp, rates, parallelism.replicas, switches)
             fabric = RankFabric(
                 self.engine,
                 self.cluster,
@@ -216,6 +273,7 @@ class Scene:
                 beside=at.count(slot) * ranks,
                 across=across,
             )
+            fabric.end = end
             self._add(fabric, number, self._send_apart, logs, RankOf(replica, widths, meeting))
 
     def _across(self, nics: Sequence[Nic]) -> Counter[Resource]:
@@ -251,8 +309,8 @@ class Scene:
             (self.shared[here].card(nics[0], "out"), 1.0),
             (self.shared[there].card(nics[1], "in"), 1.0),
             *self.switch_links.uses(*nics),
-            *touched(sender.fabric.site, sender.fabric.constants, 1.0),
-            *touched(receiver.fabric.site, receiver.fabric.constants, 1.0),
+            *sender.fabric.touched(1.0),
+            *receiver.fabric.touched(1.0),
         ]
         nbytes = (
             boundary_bytes(self.plan, self.model)
@@ -272,6 +330,8 @@ class Scene:
     def _nics(self, hosts: Sequence[Host], group: NetworkGroup, stage: int = 0) -> list[Nic]:
         """The card of each host that the group's data takes."""
         wanted, place = self.plan.networks.get(group), self.plan.placement_of(stage)
+        if group == "dp" and (tree := self._tree(stage)) is not None:
+            return list(tree.cards)
         if self.apart and place.served and group == "dp":
             node = self.cluster.spares[0].together
             return [self.cluster.common([host, node])[0] for host in hosts]

@@ -37,6 +37,7 @@ from roadtrain.protocol.relay import RelayEvent, RelayStateMachine
 from roadtrain.simulator.apart import RankOf, StagePush
 from roadtrain.simulator.engine import Cost, Engine, Lane, Resource
 from roadtrain.simulator.fabric import Fabric
+from roadtrain.simulator.fan_in import SimulatedFanInLink
 from roadtrain.simulator.memory import device_bytes, host_bytes, saved_bytes, working_bytes
 from roadtrain.simulator.server import BlockPieces, SimulatedServer
 
@@ -81,7 +82,7 @@ def block_times(fabric: Fabric, blocks: Sequence[BlockShape], device: Device) ->
     )
 
 
-def _pieces(plan: Plan, blocks: Sequence[BlockShape]) -> BlockPieces:
+def block_pieces(plan: Plan, blocks: Sequence[BlockShape]) -> BlockPieces:
     parallelism = plan.parallelism
     # ranks that sum an expert, and all else
     e, n = parallelism.replicas // parallelism.ep, parallelism.replicas
@@ -129,7 +130,7 @@ class SimulatedStage:
         self.lane = engine.lane(f"{name} device")
         self.num_microbatches = plan.num_microbatches
         self.times = block_times(fabric, self.blocks, device)
-        self.pieces = _pieces(plan, self.blocks)
+        self.pieces = block_pieces(plan, self.blocks)
         self._place_blocks()
         # Transfers that follow each other: collectives on a stream, a server's links.
         self.lanes: dict[str, Lane] = {}
@@ -139,7 +140,8 @@ class SimulatedStage:
             self.lanes = dict.fromkeys(("Fetch", "Push"), engine.lane(f"{name} collectives"))
         elif plan.placement.served:
             self.lanes = {what: engine.lane(f"{name} {what.lower()}") for what in ("Fetch", "Push")}
-        self.server = SimulatedServer(engine, fabric, self.pieces, name, self.lanes.get("Fetch"))
+        fetches = self.lanes.get("Fetch") if fabric.end is None else None
+        self.server = SimulatedServer(engine, fabric, self.pieces, name, fetches)
         self.server.pulled = self._answered
         self.server.held = lambda: self._end_step(self.step)
         self.server.log = self._log
@@ -147,6 +149,11 @@ class SimulatedStage:
         if plan.placement.sum == "relay":
             kept = min(plan.memory.kept, len(self.blocks))
             self.relay = RelayStateMachine(1, (2 + kept) * self.pieces.pieces)
+        self.link: SimulatedFanInLink | None = None
+        if fabric.end is not None and fabric.fan_in is not None:
+            self.link = SimulatedFanInLink(
+                fabric.end, fabric.fan_in, self.server, self._pulled, self._settled
+            )
 
         self.machine: StageStateMachine | None = None  # of the step at work
         self.run: RunBlocks | None = None  # what the device runs
@@ -159,7 +166,8 @@ class SimulatedStage:
         self.step = 0  # the step at work
         self.fresh = [True] * len(self.blocks)  # whether a block's next push begins a step
         self.pushing: dict[int, int] = {}  # step -> its gradients on their way
-        self.computed: set[int] = set()  # steps that are computed and not ended
+        self.computed: set[int] = set()  # steps that are computed and not in `asked`
+        self.asked: set[int] = set()  # steps whose updates are all asked for, that have not ended
         self.later: list[tuple[int, RunBlocks]] = []  # gradients that wait for the end of backward
         self.ends: list[float] = []  # seconds, of each step: all its updates are asked for
         self.pool = f"{name} device"
@@ -364,6 +372,8 @@ class SimulatedStage:
             self.computed.add(self.step)
             # all is released: the next forward waits for what it pulls
             if self.plan.update_at == "gradient":
+                if self.link is not None:
+                    self.link.all_asked(self.step)
                 self._step_ended()
             self._end_step(self.step)
 
@@ -380,10 +390,12 @@ class SimulatedStage:
                 ticket = next(self.tickets)
                 self.pulls[ticket] = pull.block, pull.slot
                 message = Pull(chunk, version, None, ticket)
-                if self.relay is None:
-                    self.server.tell(message)
-                else:
+                if self.link is not None:
+                    self.link.pull(message)
+                elif self.relay is not None:
                     self._relay(self.relay, message)
+                else:
+                    self.server.tell(message)
 
     def _relay(self, relay: RelayStateMachine, event: RelayEvent) -> None:
         for action in relay.handle(event):
@@ -400,10 +412,12 @@ class SimulatedStage:
 
     def _answered(self, ticket: int) -> None:
         """By the server."""
-        if self.relay is None:
-            self._pulled(ticket)
-        else:
+        if self.link is not None:
+            self.link.end.answered(ticket)
+        elif self.relay is not None:
             self._relay(self.relay, Pulled(ticket, 0))
+        else:
+            self._pulled(ticket)
 
     def _pulled(self, ticket: int) -> None:
         block, slot = self.pulls.pop(ticket)
@@ -431,7 +445,11 @@ class SimulatedStage:
             self.pushing[self.step] += 1
             push = Push(chunk, None, fresh, True, next(self.tickets))
             arrived = partial(self._arrived, push, last, self.step)
-            if self.rank is None:
+            if (link := self._link_of(block)) is not None:
+                link.push(self.step, chunk, fresh, arrived)
+                if last:
+                    self._gradient_whole(link, chunk, self.step)
+            elif self.rank is None:
                 self._cost("Push", cost, arrived, lane=self.lanes.get("Push"))
             else:
                 at = (chunk, self.step, None if last else run.micro // self.width)
@@ -439,6 +457,21 @@ class SimulatedStage:
                 self.rank.meeting.push(at, self._partners(run), pushed)
         if last and self.plan.update_at == "gradient":
             self._updated_in(block, self.step)
+
+    def _link_of(self, block: int) -> SimulatedFanInLink | None:
+        """By which a block's gradients go to switches; rows of tables go from device to device."""
+        return None if self.blocks[block].tables else self.link
+
+    def _gradient_whole(self, link: SimulatedFanInLink, chunk: int, step: int) -> None:
+        if self.plan.update_at == "gradient":
+            link.ask_update(self._update_of(chunk, step))
+        else:
+            link.close(step, chunk)
+
+    def _update_of(self, chunk: int, step: int) -> ApplyUpdate:
+        eager = self.plan.in_turn and self.plan.update_at == "gradient"
+        order = next(self.tickets) if eager else self.pieces.block(chunk)
+        return ApplyUpdate(chunk, step, (), (1.0,), order)
 
     def _partners(self, run: RunBlocks) -> int:
         """Replicas that push a gradient of the same round: the last of each, or the k-th."""
@@ -462,9 +495,9 @@ class SimulatedStage:
         self.pushing[step] -= 1
         assert self.pushing[step] >= 0, f"chunk {push.chunk} is summed twice"
         self.server.tell(push)
-        if last and self.plan.update_at == "gradient":
-            order = next(self.tickets) if self.plan.in_turn else self.pieces.block(push.chunk)
-            self.server.tell(ApplyUpdate(push.chunk, step, (), (1.0,), order))
+        block = self.pieces.block(push.chunk)
+        if last and self.plan.update_at == "gradient" and self._link_of(block) is None:
+            self.server.tell(self._update_of(push.chunk, step))
         self._end_step(step)
 
     def _updated_in(self, block: int, step: int) -> None:
@@ -480,15 +513,30 @@ class SimulatedStage:
         if self.plan.update_at == "step":
             if self.server.holding:
                 return
-            for chunk in range(self.pieces.chunks):
-                order = self.pieces.block(chunk)
-                self.server.tell(ApplyUpdate(chunk, step, (), (1.0,), order))
+            self._ask_updates(step)
             for block in range(len(self.blocks)):
                 self._updated_in(block, step)
             self._step_ended()
         self.computed.remove(step)
-        self.server.end_step(step)
-        self._end_step(step + 1)
+        self.asked.add(step)
+        self._settled(step)
+
+    def _ask_updates(self, step: int) -> None:
+        for chunk in range(self.pieces.chunks):
+            update, link = self._update_of(chunk, step), self._link_of(self.pieces.block(chunk))
+            if link is None:
+                self.server.tell(update)
+            else:
+                link.ask_update(update)
+        if self.link is not None:
+            self.link.all_asked(step)
+
+    def _settled(self, step: int) -> None:
+        """The server is told of the end of a step once it knows all updates of it."""
+        if step in self.asked and (self.link is None or self.link.settled(step)):
+            self.asked.remove(step)
+            self.server.end_step(step)
+            self._end_step(step + 1)
 
     def _step_ended(self) -> None:
         self.ends.append(self.engine.now)
@@ -515,3 +563,6 @@ class SimulatedStage:
             self.machine.check()
         if self.fabric.sums is not None:
             self.fabric.sums.check()
+        if self.link is not None:
+            self.link.check()
+            self.link.end.check()

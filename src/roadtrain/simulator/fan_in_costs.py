@@ -1,0 +1,163 @@
+"""What each packet stream of the fan-in costs: between one stage's workers and its server, through
+the switches of a tree.
+
+    down   parameters, which all workers get;   the greatest exponents of each block
+    up     each worker's exponents;             each worker's gradient as integers
+
+Every link carries each of them once (Sun et al. (LuWu), section 3.1). Work is counted in bytes on
+the wire: whole packets, with their headers. `params`: parameters that one device has of a chunk.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from roadtrain.simulator.engine import Cost, Resource
+from roadtrain.simulator.switches import SwitchResources, Uses
+
+if TYPE_CHECKING:
+    from roadtrain.simulator.fabric import Fabric
+
+SUM_BYTES = 4  # of an element of a sum, in the server's memory
+
+
+class FanInCosts:
+    def __init__(self, fabric: Fabric, switches: SwitchResources) -> None:
+        self.fabric, self.switches, self.packets = fabric, switches, switches.packets
+
+    @property
+    def latency(self) -> float:
+        """Seconds of one way."""
+        return self.switches.latency(self._rate)
+
+    @property
+    def message_s(self) -> float:
+        """Seconds that a message over TCP takes, one way."""
+        return self.fabric.site.latency
+
+    def gradient_packets(self, params: float) -> int:
+        return self.switches.packets_of(params * self.packets.width)
+
+    def exponent_packets(self, params: float) -> int:
+        return self.switches.packets_of(self._blocks(params))
+
+    @property
+    def _rate(self) -> float:
+        """Bytes a second of the slower of a worker's card and the server's."""
+        server = self.fabric.server
+        ends = [self.fabric.site.out.capacity]
+        return min([*ends, server.out.capacity] if server is not None else ends)
+
+    def handed(self, params: float) -> Cost:
+        """Parameters from the server to the fan-in end, which is in the same process: a copy."""
+        nbytes = params * self.fabric.plan.sizes.parameter_bytes
+        return Cost(nbytes, self._server_memory(2.0))
+
+    def taken(self, params: float) -> Cost:
+        """A sum from the fan-in end to the server: a copy."""
+        return Cost(params * SUM_BYTES, self._server_memory(2.0))
+
+    def parameters(self, params: float) -> Cost:
+        """To all workers and their devices."""
+        fabric = self.fabric
+        nbytes = params * fabric.plan.sizes.parameter_bytes
+        wire = self.switches.on_wire(nbytes)
+        data = nbytes / wire if wire else 0.0
+        inside = [(fabric.site.fabric, data)] if fabric.beside > 1 else []
+        uses = [*self._down(), *self._server_memory(1.0), *inside]
+        return self._cost(wire, [*uses, *_times(fabric._to_device, data)])
+
+    def alone(self, params: float) -> Cost:
+        """Parameters to one worker, over TCP."""
+        fabric, tp = self.fabric, float(self.fabric.group.tp)
+        assert fabric.server is not None
+        inside = [(fabric.site.fabric, 1.0)] if fabric.beside > 1 else []
+        ends = [(fabric.server.out, tp), (fabric.server.memory, tp), (fabric.site.into, tp)]
+        nbytes = params * fabric.plan.sizes.parameter_bytes
+        return Cost(nbytes, [*ends, *inside, *fabric._to_device], self.message_s)
+
+    def maxima(self, params: float) -> Cost:
+        """The greatest exponents to all workers."""
+        return self._cost(self.switches.on_wire(self._blocks(params)), self._down())
+
+    def exponents(self, params: float) -> Cost:
+        return self._cost(self.switches.on_wire(self._blocks(params)), self._up())
+
+    def gradients(self, params: float) -> Cost:
+        """From each worker's devices to the server's memory, where the sum is fp32."""
+        fabric = self.fabric
+        wire = self.switches.on_wire(params * self.packets.width)
+        data = params * fabric.plan.sizes.gradient_bytes / wire if wire else 0.0
+        inside = [(fabric.site.fabric, data)] if fabric.beside > 1 else []
+        made = 1.0 + params * SUM_BYTES / wire if wire else 0.0
+        uses = [*self._up(), *self._server_memory(made), *self._server_sums()]
+        return self._cost(wire, [*uses, *inside, *_times(fabric._from_device, data)])
+
+    def sums(self, params: float) -> Cost:
+        """All that a sum takes of each resource, as one: exponents, their maxima, the gradient."""
+        parts = [self.exponents(params), self.maxima(params), self.gradients(params)]
+        whole = parts[-1].work
+        uses: dict[Resource, float] = {}
+        for part in parts if whole else ():
+            for resource, weight in part.uses if part.work else ():
+                uses[resource] = uses.get(resource, 0.0) + weight * part.work / whole
+        return Cost(whole, list(uses.items()), max_rate=parts[-1].max_rate)
+
+    def exchanged(self, params: float) -> Cost:
+        """A sum without a server, which comes back to all as it left: in integers."""
+        fabric, up = self.fabric, self.sums(params)
+        data = params * fabric.plan.sizes.gradient_bytes / up.work if up.work else 0.0
+        back = self._cost(up.work, [*self._down(), *_times(fabric._to_device, data)])
+        return up._replace(uses=[*up.uses, *back.uses], latency=2 * self.latency)
+
+    def _blocks(self, params: float) -> float:
+        """Bytes of the exponents."""
+        return -(-params // self.packets.block) if self.packets.block else 0.0
+
+    def _cost(self, wire: float, uses: Uses) -> Cost:
+        most = self.switches.most(self._rate)
+        taken = [(resource, weight) for resource, weight in uses if weight > 0]
+        return Cost(wire, taken, max_rate=most if most < float("inf") else None)
+
+    def _once(self) -> float:
+        """Of what crosses a link once for all workers, the part of this task."""
+        return self.fabric._at_server(True) * self.fabric.group.tp
+
+    def _down(self) -> Uses:
+        fabric, once = self.fabric, self._once()
+        card, beat = fabric._card, self._beat()
+        uses = [(fabric.site.into, card), (fabric.site.out, card * beat)]
+        uses += _times(self.switches.down, once)
+        uses += _times(self.switches.up, once * beat)
+        if fabric.server is not None:
+            uses += [(fabric.server.out, once), (fabric.server.into, once * beat)]
+        return uses + fabric.touched(card)
+
+    def _up(self) -> Uses:
+        fabric, once = self.fabric, self._once()
+        card, beat = fabric._card, self._beat()
+        uses = [(fabric.site.out, card), (fabric.site.into, card * beat)]
+        uses += _times(self.switches.up, once)
+        uses += _times(self.switches.down, once * beat)
+        if fabric.server is not None:
+            uses += [(fabric.server.into, once), (fabric.server.out, once * beat)]
+        return uses + fabric.touched(card)
+
+    def _beat(self) -> float:
+        """Bytes of heartbeats that a byte of packets brings about, the other way."""
+        rate = self._rate
+        if rate == float("inf") or not self.packets.overhead:
+            return 0.0
+        return self.packets.overhead * self.switches.beats(rate)
+
+    def _server_memory(self, crossings: float) -> Uses:
+        server = self.fabric.server
+        return [] if server is None else [(server.memory, crossings * self._once())]
+
+    def _server_sums(self) -> Uses:
+        server = self.fabric.server
+        return [] if server is None else [(server.sums, self._once())]
+
+
+def _times(uses: Uses, factor: float) -> Uses:
+    return [(resource, weight * factor) for resource, weight in uses]
