@@ -387,3 +387,37 @@ def test_a_worker_that_goes_in_the_middle_of_a_step_is_missed():  # Rule 5
     world.run_all()
     with pytest.raises(LostError):
         world.feed(messages.PeerLost(1, "killed"))
+
+
+def test_the_end_of_a_step_goes_behind_its_updates():  # Rule 3
+    """Else the server could commit a step that lacks what is still in the network."""
+    world = World(2)
+    for worker in range(2):
+        world.announce(0, True, worker, worker)
+        world.feed(messages.ApplyUpdate(0, 1, (), (1.0,), 0, worker))
+        world.feed(messages.EndStep(1, worker))
+    assert world.up == []
+    while world.todo:
+        world.run_one()
+    assert [type(said).__name__ for said in world.up] == [
+        "tuple",
+        "Close",
+        "ApplyUpdate",
+        "EndStep",
+    ]
+
+
+def test_pulls_of_the_next_step_keep_no_buffer_from_a_slow_worker():  # Rule 5
+    """Worker 0 has asked for all updates and wants what they make; worker 1 still needs the
+    version before, which has to go through the same buffers."""
+    world = World(2, buffers=2)
+    for chunk in range(3):
+        world.announce(chunk, True, 0, 0)
+        world.feed(messages.ApplyUpdate(chunk, 1, (), (1.0,), 0, 0))
+        world.feed(messages.Pull(chunk, 1, None, chunk, 0))
+    world.feed(Tick(2 * ALONE_S))
+    assert world.todo == []
+    world.feed(messages.Pull(0, 0, None, 9, 1))
+    world.feed(Tick(4 * ALONE_S))
+    [pull] = world.todo
+    assert (pull.chunk, pull.version) == (0, 0)

@@ -24,7 +24,7 @@ Assumes each worker's messages in their order. What it shares with relays: proto
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -261,6 +261,9 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         # Free sum buffers and those of rounds are disjoint and together all.
         self.free_sums = list(range(sums))
         self.next_number = 0  # of a packet that goes up
+        # Step -> its updates that all have asked for and the server has not heard of; never 0.
+        self.owed: Counter[int] = Counter()
+        self.ended: dict[int, EndStep] = {}  # steps that all have ended, of which updates are owed
 
     def handle(self, event: FanInEvent) -> list[FanInAction]:
         """Next actions. Raises LostError where a step needs a worker that has gone, LoopError
@@ -284,7 +287,7 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
                 self.now = now_s
                 return [*self._pulls_alone(), *self._gradients_alone()]
             case EndStep() | Commit() | CommitDone() | PeerLost():
-                return [*self._step(event)]
+                return [*self._behind_updates(self._step(event))]
 
     def _done(self, action: Reported) -> list[FanInAction]:
         match action:
@@ -318,7 +321,7 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         late: list[Pull] = []
         for key, waiting in list(self.alone.items()):
             for one in waiting:
-                while one and self.now - one[0][1] >= ALONE_S:
+                while one and self.now - one[0][1] >= ALONE_S and not self._early(one[0][0]):
                     late.append(one.popleft()[0])
             if not any(waiting):
                 del self.alone[key]
@@ -326,6 +329,13 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         for pull in late:
             out += self._request(CopyRequest(pull, partial(Give, pull)))
         return out
+
+    def _early(self, pull: Pull) -> bool:
+        """Whether its worker waits for others to ask for the chunk's update too: until then an
+        answer may never come, and would keep a buffer from those that the others wait for."""
+        chunk = self.chunks.get(pull.chunk)
+        heard = () if chunk is None else chunk.heard[pull.worker]
+        return any(isinstance(one.word, ApplyUpdate) for one in heard)
 
     # gradients
 
@@ -413,6 +423,7 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         if not chunk.closed and self.workers > 1:
             chunk.up.append(Close(chunk.number, step))
         chunk.up.append(replace(update, worker=0))
+        self.owed[step] += 1
         chunk.begin()
 
     def _step_of(self, chunk: ChunkQueue) -> int:
@@ -432,7 +443,7 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         while chunk.up:
             first = chunk.up[0]
             if not isinstance(first, SumRound):
-                out.append(Up(first))
+                out += [Up(first), *self._paid(first)]
             elif first.phase is RoundPhase.SUMMED and first.buffer is not None:
                 first.enter(RoundPhase.PUSHED, self.now)
                 out.append(PushRound(first.chunk, first.number, first.buffer, first.fresh))
@@ -440,6 +451,26 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
                 break
             chunk.up.popleft()
         return out
+
+    def _behind_updates(self, said: Sequence[Up]) -> list[Up]:
+        """The end of a step goes on once all its updates have."""
+        out = []
+        for up in said:
+            if isinstance(up.message, EndStep) and self.owed[up.message.step]:
+                self.ended[up.message.step] = up.message
+            else:
+                out.append(up)
+        return out
+
+    def _paid(self, word: Close | ApplyUpdate | DiscardGrad) -> list[Up]:
+        if not isinstance(word, ApplyUpdate):
+            return []
+        self.owed[word.step] -= 1
+        if self.owed[word.step]:
+            return []
+        del self.owed[word.step]
+        end = self.ended.pop(word.step, None)
+        return [] if end is None else [Up(end)]
 
     def _grant_data(self) -> list[FanInAction]:
         out: list[FanInAction] = []
@@ -504,6 +535,7 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         super().check()
         for waiting in self.alone.values():
             assert any(waiting) and not all(waiting)
+        assert all(self.owed.values()) and set(self.ended) <= set(self.owed)
         used = [round.buffer for round in self.rounds.values() if round.buffer is not None]
         assert sorted(used + self.free_sums) == list(range(self.n_sums))
         before = RoundPhase.EXPONENTS, RoundPhase.READY
