@@ -625,7 +625,7 @@ def simulations() -> list[list[str]]:
     xl = ["--model", "GPT-2-XL", "--recompute"]
     own = ["zero-offload", "zero-infinity", "raid0", "files"]
     out = [["simulate", "workstation", *xl, "--placement", name] for name in own]
-    refused = ("switch-sum", "near-storage", "smartnic")
+    refused = ("switch-sum", "near-storage", "smartnic", "optimizer-node")
     out += [
         ["simulate", "servers", *xl, "--placement", name]
         for name in everywhere

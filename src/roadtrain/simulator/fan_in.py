@@ -41,7 +41,6 @@ from roadtrain.simulator.apart import joined
 from roadtrain.simulator.engine import Cost, Engine, Lane
 from roadtrain.simulator.fan_in_costs import FanInCosts
 from roadtrain.simulator.server import BlockPieces, SimulatedServer
-from roadtrain.simulator.switches import BEAT_S
 
 COPIES, SUMS = 4, 2  # buffers of an end: for chunks that it sends, and for sums
 TICK_S = 0.25  # how often the end looks for who is late, while anybody waits for others
@@ -194,7 +193,7 @@ class SimulatedFanIn:
         def arrived() -> None:
             for number, member in enumerate(self.members):
                 member.pulled(action.pulls[self._workers(number)[0]].ticket)
-            self._after(self._costs[0].latency + BEAT_S, partial(self._handle, Done(action)))
+            self._after(self._costs[0].acknowledged_s, partial(self._handle, Done(action)))
 
         self._stream("Fetch", [c.parameters(params) for c in self._costs], self.down, arrived)
 

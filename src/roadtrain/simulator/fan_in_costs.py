@@ -31,6 +31,11 @@ class FanInCosts:
         return self.switches.latency(self._rate)
 
     @property
+    def acknowledged_s(self) -> float:
+        """Seconds from when a packet has come until its sender knows."""
+        return self.latency + self.switches.beat_s(self._rate)
+
+    @property
     def message_s(self) -> float:
         """Seconds that a message over TCP takes, one way."""
         return self.fabric.site.latency
@@ -148,7 +153,7 @@ class FanInCosts:
         rate = self._rate
         if rate == float("inf") or not self.packets.overhead:
             return 0.0
-        return self.packets.overhead * self.switches.beats(rate)
+        return self.packets.overhead / (self.switches.beat_s(rate) * rate)
 
     def _server_memory(self, crossings: float) -> Uses:
         server = self.fabric.server

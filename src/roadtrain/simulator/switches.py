@@ -72,10 +72,9 @@ class SwitchResources:
         batch = BATCH * (self.packets.payload + self.packets.overhead) / rate
         return self.tree.latency + min(machines, self.tree.levels) * batch
 
-    def beats(self, rate: float) -> float:
-        """Heartbeats that a byte of packets brings about: one a quarter of a window, and one a
-        moment after something came."""
-        return max(4 / self._window_nbytes, 1 / (BEAT_S * rate))
+    def beat_s(self, rate: float) -> float:
+        """Seconds until what came is told: after a quarter of a window, at most a moment."""
+        return min(self._window_nbytes / 4 / rate, BEAT_S)
 
     def most(self, rate: float) -> float:
         """Bytes a second on the wire that a window of packets allows: it opens again when a
