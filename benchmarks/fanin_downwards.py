@@ -1,0 +1,176 @@
+"""Parameters, as a model to explore: the server's sender, a switch, workers' receivers, and their
+heartbeats, which the switch merges.
+
+What is assumed of network, restarts and the end: the notes of benchmarks/fanin_model.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+
+from benchmarks.fanin_explore import Parts, State, Step, What
+from benchmarks.fanin_machines import (
+    RESTART,
+    SEND,
+    SILENT,
+    ReceiverStep,
+    SwitchStep,
+    beat_of,
+    eager_step,
+    earlier_beats,
+    sender_state,
+    sender_step,
+)
+from benchmarks.fanin_upwards import Variant
+from roadtrain.protocol.numbered import NOTHING, Heartbeat, NumberedSender, heard, merged
+from roadtrain.protocol.switch import SwitchStateMachine
+
+
+class HastySwitch(SwitchStateMachine):
+    """Merges what those have said that have spoken."""
+
+    def child_beat(self, child: int, beat: Heartbeat) -> Heartbeat | None:
+        super().child_beat(child, beat)
+        return merged(list(self.beats.values()))
+
+
+SENDER, SWITCH, SENT_UP, RECEIVERS = 0, 1, 2, 3  # where in a state they stand; SENT_UP: all that
+# the switch's heartbeats have said, of which any may come to the sender late
+
+
+class Downwards:
+    def __init__(
+        self, workers: int, window: int, numbers: int, variant: Variant, eager: bool = False
+    ) -> None:
+        self.workers, self.window, self.numbers = workers, window, numbers
+        sender = NumberedSender()
+        sender.may_send(numbers)
+        self.senders = Parts(sender_state(sender), eager_step if eager else sender_step)
+        machine = HastySwitch if variant is Variant.HASTY else SwitchStateMachine
+        kind = SwitchStep(machine, window, workers)
+        self.switch = Parts(kind.first, kind)
+        self.sent_up = Parts(NOTHING, lambda said, beat: (heard(said, beat), None))
+        self.receivers = Parts((0, 0), ReceiverStep(window))
+        self.said = cache(self._said)
+        self.heard = cache(self._heard)
+
+    def first(self) -> State:
+        first = self.senders.first, self.switch.first, self.sent_up.first
+        return (*first, *(self.receivers.first for _ in range(self.workers)))
+
+    def done(self, state: State) -> bool:
+        return self.senders.states[state[SENDER]][0] == self.numbers
+
+    # --- steps -----------------------------------------------------------------------------------
+
+    def steps(self, state: State) -> Iterator[Step]:
+        yield from self._sender(state)
+        for worker in range(self.workers):
+            yield from self._worker(state, worker)
+        restarted, _ = self.switch.step(state[SWITCH], self.switch.event(RESTART))
+        if restarted != state[SWITCH]:
+            yield ("restarts",), _with(state, SWITCH, restarted), ""
+
+    def _sender(self, state: State) -> Iterator[Step]:
+        """It sends, or a heartbeat comes to it."""
+        part = state[SENDER]
+        to, number = self.senders.step(part, self.senders.event(SEND))
+        if to != part:
+            yield ("sends", number), _with(state, SENDER, to), self._beyond(state, number)
+        for beat in self.heard(state[SENT_UP]):
+            to, _ = self.senders.step(part, self.senders.event(beat))
+            if to != part:
+                last = self.senders.states[to][4] - 1  # the greatest that it has sent then
+                yield ("hears", beat), _with(state, SENDER, to), self._beyond(state, last)
+
+    def _worker(self, state: State, worker: int) -> Iterator[Step]:
+        """A packet comes to it, or one of its heartbeats to the switch."""
+        at = RECEIVERS + worker
+        for number in range(self.senders.states[state[SENDER]][4]):
+            to, new = self.receivers.step(state[at], self.receivers.event(number))
+            if new:
+                yield ("comes", worker, number), _with(state, at, to), ""
+        for beat in self.said(state[at]):
+            after, merged_beat = self._merge(state, worker, beat)
+            if after != state:
+                wrong = self._untrue(state, merged_beat)
+                yield ("merges", worker, beat, merged_beat), after, wrong
+
+    def _merge(self, state: State, worker: int, beat: Heartbeat) -> tuple[State, Heartbeat | None]:
+        event = self.switch.event((worker, beat))
+        to, (out, _) = self.switch.step(state[SWITCH], event)
+        state = _with(state, SWITCH, to)
+        if not isinstance(out, Heartbeat):
+            return state, None
+        said, _ = self.sent_up.step(state[SENT_UP], self.sent_up.event(out))
+        return _with(state, SENT_UP, said), out
+
+    def _beats(self, state: State) -> list[Heartbeat]:
+        """What is true of each worker."""
+        return [beat_of(self.receivers.states[part], self.window) for part in state[RECEIVERS:]]
+
+    def _beyond(self, state: State, number: int) -> str:
+        credit = min(beat.credit for beat in self._beats(state))
+        return f"{number} is beyond a worker's credit of {credit}" if number > credit else ""
+
+    def _untrue(self, state: State, beat: Heartbeat | None) -> str:
+        """A heartbeat that says more than is true of all workers."""
+        true = merged(self._beats(state))
+        if beat is None or heard(true, beat) == true:
+            return ""
+        return f"the switch says {beat}, and {true} is true"
+
+    def _said(self, receiver: int) -> list[Heartbeat]:
+        return earlier_beats(self.receivers.states[receiver], self.window)
+
+    def _heard(self, said: int) -> list[Heartbeat]:
+        beat = self.sent_up.states[said]
+        if beat == NOTHING:
+            return []
+        found = earlier_beats((beat.ack, beat.have), self.window)
+        return [replace(one, credit=min(one.credit, beat.credit)) for one in found]
+
+    # --- a round without loss --------------------------------------------------------------------
+
+    def round(self, state: State) -> State:
+        state = self._beats_up(state)
+        sender, _ = self.senders.step(state[SENDER], self.senders.event(SILENT))
+        number = 0
+        while number >= 0:
+            sender, number = self.senders.step(sender, self.senders.event(SEND))
+            for at in range(RECEIVERS, len(state) if number >= 0 else 0):
+                to, _ = self.receivers.step(state[at], self.receivers.event(number))
+                state = _with(state, at, to)
+        return self._beats_up(_with(state, SENDER, sender))
+
+    def _beats_up(self, state: State) -> State:
+        """Each worker's heartbeat comes to the switch, the last merged one to the sender."""
+        out = None
+        for worker, beat in enumerate(self._beats(state)):
+            state, out = self._merge(state, worker, beat)
+        assert out is not None, "all have spoken"
+        sender, _ = self.senders.step(state[SENDER], self.senders.event(out))
+        return _with(state, SENDER, sender)
+
+    # --- words -----------------------------------------------------------------------------------
+
+    def words(self, what: What) -> str:
+        match what:
+            case ("sends", number):
+                return f"the server sends {number}"
+            case ("hears", beat):
+                return f"the server hears {beat}"
+            case ("comes", worker, number):
+                return f"{number} comes to worker {worker}"
+            case ("merges", worker, beat, out):
+                sent = "nothing on" if out is None else f"on {out}"
+                return f"{beat} of worker {worker} comes to the switch, which sends {sent}"
+            case ("restarts",):
+                return "the switch restarts"
+        raise AssertionError(what)
+
+
+def _with(state: State, at: int, part: int) -> State:
+    return (*state[:at], part, *state[at + 1 :])

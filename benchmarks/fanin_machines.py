@@ -1,0 +1,173 @@
+"""The machines of the fan-in (protocol/numbered.py, protocol/switch.py) as states that can be
+compared: each step makes a machine of a state, lets it act, and looks at it again.
+
+What is left out of a state: counters; of resends all but their order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from roadtrain.protocol.numbered import (
+    Heartbeat,
+    NumberedReceiver,
+    NumberedSender,
+    Resend,
+)
+from roadtrain.protocol.switch import Entry, Packet, SwitchStateMachine
+
+Data = tuple[tuple[int, int], ...]  # (worker, number) of all that is in a sum, sorted
+SEND, SILENT, RESTART = "send", "silent", "restart"
+
+
+def collected(one: Data, other: Data) -> Data:
+    """A sum that shows what it is made of, and how often."""
+    return tuple(sorted(one + other))
+
+
+class LiteralSwitch(SwitchStateMachine):
+    """The paper's words taken literally (L10): the table is indexed by the number modulo the
+    window, an entry is cleared when it is complete, and a resend is a packet like others."""
+
+    def packet(self, packet: Packet) -> Packet | None:
+        slot = packet.number % self.slots
+        entry = self.table.setdefault(slot, Entry(packet.number, packet.op))
+        if packet.child in entry.came:
+            return None
+        entry.data = packet.op(entry.data, packet.data) if entry.came else packet.data
+        entry.came.add(packet.child)
+        if len(entry.came) < self.children:
+            return None
+        del self.table[slot]
+        return Packet(packet.number, entry.data, packet.op, self.child)
+
+
+# (ack, credit, have, ready, next, judged, lost, numbers that went again in that order)
+SenderState = tuple[int, int, int, int, int, int, int, tuple[tuple[int, int], ...]]
+
+
+def sender_state(sender: NumberedSender) -> SenderState:
+    beat = sender.beat
+    again = sorted(sender.resent.items(), key=lambda item: item[1].order)
+    return (
+        *(beat.ack, beat.credit, beat.have),
+        *(sender.ready, sender.next, sender.judged, sender.lost),
+        tuple((number, resend.before) for number, resend in again),
+    )
+
+
+def sender_step(state: SenderState, event: Heartbeat | str) -> tuple[SenderState, int]:
+    """Returns the number that was sent, or -1."""
+    sender, sent = NumberedSender(), -1
+    ack, credit, have, sender.ready, sender.next, sender.judged, sender.lost, again = state
+    sender.beat = Heartbeat(ack, credit, have)
+    sender.resent = {number: Resend(before, i) for i, (number, before) in enumerate(again)}
+    sender.stats.resent = len(again)  # the next one's order
+    if isinstance(event, Heartbeat):
+        sender.heartbeat(event)
+    elif event == SILENT:
+        sender.silent()
+    else:
+        sent = next(iter(sender.next_numbers(1)), -1)
+    sender.check()
+    return sender_state(sender), sent
+
+
+def eager_step(state: SenderState, event: Heartbeat | str) -> tuple[SenderState, int]:
+    """Of a worker that sends all that it may as soon as it hears a heartbeat."""
+    state, sent = sender_step(state, event)
+    more = isinstance(event, Heartbeat)
+    while more:
+        state, number = sender_step(state, SEND)
+        more = number >= 0
+    return state, sent
+
+
+ReceiverState = tuple[int, int]  # ack, have
+
+
+@dataclass(frozen=True)
+class ReceiverStep:
+    depth: int
+
+    def __call__(self, state: ReceiverState, number: int) -> tuple[ReceiverState, bool]:
+        receiver = NumberedReceiver(self.depth)
+        receiver.ack, receiver.have = state
+        had = number < receiver.ack or receiver.have >> (number - receiver.ack) & 1
+        new = receiver.came(number)
+        assert not (new and had), f"{number} was taken twice"
+        receiver.check()
+        return (receiver.ack, receiver.have), new
+
+
+def beat_of(state: ReceiverState, depth: int) -> Heartbeat:
+    return Heartbeat(state[0], state[0] + depth - 1, state[1])
+
+
+def earlier_beats(state: ReceiverState, depth: int) -> list[Heartbeat]:
+    """All that a receiver may have said before: of what has come, whatever came first."""
+    ack, have = state
+    came = [n for n in range(ack + have.bit_length()) if n < ack or have >> (n - ack) & 1]
+    found = []
+    for first in range(ack + 1):
+        later = [n for n in came if first < n < first + depth]
+        for choice in range(1 << len(later)):
+            bits = sum(1 << (n - first) for i, n in enumerate(later) if choice >> i & 1)
+            found.append(Heartbeat(first, first + depth - 1, bits))
+    return found
+
+
+# acked; (slot, number, children, data, done) of each entry; (child, its heartbeat)
+SwitchState = tuple[int, tuple[tuple[int, int, tuple[int, ...], Data, bool], ...], Any]
+
+
+@dataclass(frozen=True)
+class SwitchStep:
+    """What it gives: what goes up, and the number that lost its slot to a greater one (or -1)."""
+
+    machine: type[SwitchStateMachine]
+    slots: int
+    children: int
+
+    @property
+    def first(self) -> SwitchState:
+        return self._state(self.machine(self.slots, self.children))
+
+    def __call__(
+        self, state: SwitchState, event: Any
+    ) -> tuple[SwitchState, tuple[Packet | Heartbeat | None, int]]:
+        if event == RESTART:
+            return self.first, (None, -1)
+        switch, lost = self._machine(state), -1
+        out: Packet | Heartbeat | None = None
+        match event:
+            case Packet():
+                slot = event.number % self.slots
+                old = switch.table[slot].number if slot in switch.table else -1
+                out = switch.packet(event)
+                if slot in switch.table and old >= 0 and switch.table[slot].number != old:
+                    lost = old
+            case Heartbeat():
+                switch.parent_beat(event)
+            case (child, beat):
+                out = switch.child_beat(child, beat)
+        switch.check()
+        return self._state(switch), (out, lost)
+
+    def _machine(self, state: SwitchState) -> SwitchStateMachine:
+        switch = self.machine(self.slots, self.children)
+        switch.acked = state[0]
+        switch.table = {
+            slot: Entry(number, collected, set(came), data, done)
+            for slot, number, came, data, done in state[1]
+        }
+        switch.beats = dict(state[2])
+        return switch
+
+    def _state(self, switch: SwitchStateMachine) -> SwitchState:
+        entries = tuple(
+            (slot, entry.number, tuple(sorted(entry.came)), entry.data, entry.done)
+            for slot, entry in sorted(switch.table.items())
+        )
+        return switch.acked, entries, tuple(sorted(switch.beats.items()))

@@ -1,0 +1,56 @@
+"""The fan-in's machines, explored: small scenes of benchmarks/fanin_model.py, and that it finds
+what is wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.fanin_explore import Result
+from benchmarks.fanin_model import REFUTED, check, check_down, literal_trace
+from benchmarks.fanin_upwards import Tree, Variant
+
+
+def assert_right(result: Result, states: int, exhaustive: bool = True) -> None:
+    """states: at least so many are reached, else something was not explored."""
+    assert result.right, f"{result.wrong}: {result.trace}"
+    assert result.exhaustive == exhaustive and result.states >= states
+
+
+@pytest.mark.parametrize(
+    "window, numbers, timeouts, states", [(2, 3, False, 10_000), (2, 2, True, 5_000)]
+)
+def test_every_sum_is_right_and_comes(
+    window: int, numbers: int, timeouts: bool, states: int
+) -> None:  # Rules 1, 5
+    assert_right(check(window=window, numbers=numbers, timeouts=timeouts), states)
+
+
+def test_a_window_of_three() -> None:
+    assert_right(check(window=3, numbers=4, eager=True, most_states=10_000), 10_000, False)
+
+
+@pytest.mark.parametrize("tree, exhaustive", [(((0, 1),), True), (((0, 1), 2), False)], ids=str)
+def test_switches_below_a_switch(tree: Tree, exhaustive: bool) -> None:
+    numbers = 2 if exhaustive else 3
+    result = check(tree=tree, numbers=numbers, eager=True, most_states=20_000)
+    assert_right(result, 10_000, exhaustive)
+
+
+@pytest.mark.parametrize("window, numbers", [(2, 3), (3, 4)])
+def test_what_goes_down_comes_to_all(window: int, numbers: int) -> None:  # Rule 5
+    assert_right(check_down(window=window, numbers=numbers, most_states=10_000), 5_000, window == 2)
+
+
+@pytest.mark.parametrize("variant", REFUTED, ids=lambda variant: variant.name)
+def test_what_is_wrong_is_found(variant: Variant) -> None:
+    result = REFUTED[variant].result()
+    assert not result.right and result.wrong and result.trace
+
+
+def test_the_literal_switch_poisons_a_number() -> None:
+    """L10, as a story: what came twice is in the sum of another number."""
+    *steps, wrong = literal_trace()
+    assert wrong == "the sum of 2 is wrong"
+    assert steps[-1] == "the end takes as 2: 2 of worker 0 + 0 of worker 1"
+    arrivals = [step for step in steps if step.startswith("0 of worker 1 comes to the switch")]
+    assert len(arrivals) == 2 and len(steps) == 11
