@@ -12,12 +12,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.fanin_lab import CARRIED, RATE, Lab, Measured, Scene
+from benchmarks.fanin_lab import CARRIED, MBIT, RATE, Lab, Measured, Scene
 from benchmarks.fanin_worker import WorkerSpec
 from benchmarks.report import Row
 from roadtrain.lab import CARRIED as TCP_CARRIED
 
 WIRE = "int32"
+SLOW = 100 * MBIT
 TRANSFER, STEP, NEAR = 0.9, 1.2, 0.03
 STEPS, PEER_STEPS, QUICK_STEPS = 6, 4, 4
 QUICK: dict[str, Any] = {"layers": 3, "width": 256, "inner": 512}
@@ -69,6 +70,15 @@ def one_switch(bench: Bench) -> Iterator[Row]:
         scene = Scene(workers)
         with Lab(scene, bench.home / f"{workers}") as lab:
             yield from _below(bench, lab, f"{workers} workers")
+    with Lab(Scene(8, SLOW), bench.home / "slow") as lab:
+        yield from slower(bench, lab, "8 workers")
+
+
+def slower(bench: Bench, lab: Lab, name: str) -> Iterator[Row]:
+    """The same at a rate at which the processors of one machine are no bottleneck."""
+    ours = bench.measure(f"{name}, decoder, slower links", lab, bench.spec(steps=PEER_STEPS), WIRE)
+    case = f"{name}, one switch, {_sizes(bench.spec(), SLOW)}, staleness 1"
+    yield from step_rows(case, ours, {}, bench.spec(), lab.scene)
 
 
 def _below(bench: Bench, lab: Lab, name: str) -> Iterator[Row]:
@@ -100,9 +110,9 @@ def tree(bench: Bench) -> Iterator[Row]:
         yield from link_rows(case, ours, bench.spec())
 
 
-def _sizes(spec: WorkerSpec) -> str:
+def _sizes(spec: WorkerSpec, rate: float = RATE) -> str:
     return (
-        f"{RATE * 8 / 1e6:.0f} Mbit/s each way, {spec.elements / 1e6:.1f} M parameters,"
+        f"{rate * 8 / 1e6:.0f} Mbit/s each way, {spec.elements / 1e6:.1f} M parameters,"
         f" S = {spec.nbytes / 1e6:.0f} MB (fp32, {WIRE})"
     )
 
