@@ -54,7 +54,7 @@ ITEMS: dict[str, Callable[[Bench], Iterable[Row]]] = {
     "convergence": _rows_of("fanin_convergence"),
     "tree": tree,
     "predicted": lambda bench: importlib.import_module("benchmarks.fanin_predicted").rows(
-        bench.cases
+        case for case in bench.cases if case.scene.loss is None
     ),
 }
 
