@@ -1,0 +1,74 @@
+"""PlainTable: a switch's table as kernels/switch_table.py has it, by the state machine of
+protocol/switch.py and numpy. What the compiled one is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+
+from roadtrain.kernels.packets import HEADER, HEADER_NBYTES, PACKET_NBYTES, Kind
+from roadtrain.protocol.numbered import Heartbeat
+from roadtrain.protocol.switch import Packet, SwitchStateMachine
+
+Payload = np.ndarray  # uint8 [PAYLOAD_NBYTES]
+WIDTHS = {1: np.int8, 2: np.int16, 4: np.int32}
+
+
+@cache
+def operation(kind: Kind, width: int) -> Callable[[Payload, Payload], Payload]:
+    """How payloads of a kind are summed, always the same one for the same arguments."""
+    if kind is Kind.EXPONENTS:
+        return np.maximum
+    dtype = WIDTHS[width]
+
+    def add(one: Payload, other: Payload) -> Payload:
+        return (one.view(dtype) + other.view(dtype)).view(np.uint8)
+
+    return add
+
+
+class PlainTable:
+    def __init__(
+        self, slots: int, children: int, machine: type[SwitchStateMachine] = SwitchStateMachine
+    ) -> None:
+        self.machine = machine(slots, children)
+
+    def add(
+        self,
+        buffer: np.ndarray,
+        segment: int,
+        count: int,
+        ok: np.ndarray,
+        out: np.ndarray,
+        child: int,
+    ) -> int:
+        """As SwitchTable.add."""
+        assert segment == PACKET_NBYTES
+        packets = buffer[: count * segment].reshape(count, segment)
+        answers = out[: count * segment].reshape(count, segment)
+        made = 0
+        for packet in packets[ok[:count]]:
+            header = packet[:HEADER_NBYTES].view(HEADER)[0]
+            sum_ = self._sum(header, packet[HEADER_NBYTES:].copy())
+            if sum_ is not None:
+                answers[made] = packet
+                answers[made, :HEADER_NBYTES].view(HEADER)["sender"] = child
+                answers[made, HEADER_NBYTES:] = sum_
+                made += 1
+        self.machine.check()
+        return made
+
+    def snoop(self, ack: int) -> None:
+        self.machine.parent_beat(Heartbeat(ack, ack - 1))
+
+    def check(self) -> None:
+        self.machine.check()
+
+    def _sum(self, header: np.void, payload: Payload) -> Payload | None:
+        op = operation(Kind(header["kind"]), int(header["width"]))
+        sender = int(header["sender"])
+        packet = Packet(int(header["number"]), payload, op, sender)
+        sum_ = self.machine.packet(packet)
+        return None if sum_ is None else sum_.data

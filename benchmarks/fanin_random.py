@@ -1,0 +1,270 @@
+"""Packets by the million through a switch whose links lose, repeat and reorder: no wrong sum.
+
+Workers' NumberedSender, a switch's table and the end's NumberedReceiver, with real payloads: most
+numbers are gradients, of each width in turn, some are exponents. All links lose, repeat and delay,
+some packets for very long; the switch restarts now and then. Every sum that the end takes is
+compared with what numpy makes of the workers' payloads.
+
+Time is ticks: in one, whoever may sends, and of all that is under way some arrives, in any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Protocol
+
+import numpy as np
+
+from benchmarks.fanin_plain import WIDTHS
+from roadtrain.kernels.packets import (
+    HEADER,
+    HEADER_NBYTES,
+    MAGIC,
+    PACKET_NBYTES,
+    PAYLOAD_NBYTES,
+    VERSION,
+    Kind,
+)
+from roadtrain.protocol.numbered import Heartbeat, NumberedReceiver, NumberedSender
+
+BATCH = 45  # numbers that a worker takes at once: what one call sends
+SILENT_TICKS = 8  # without progress, after which workers send again
+EXPONENTS_EVERY = 8  # every so manieth number is of exponents
+FACTORS = (3, 1_000_003, 77_777, 123_457, 31, 65_537, 999_983, 7)  # of workers; that repeat later
+
+
+class Table(Protocol):
+    """What a switch adds up with: SwitchTable, or PlainTable."""
+
+    def add(
+        self,
+        buffer: np.ndarray,
+        segment: int,
+        count: int,
+        ok: np.ndarray,
+        out: np.ndarray,
+        child: int,
+    ) -> int: ...
+
+    def snoop(self, ack: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class Weather:
+    """What becomes of packets: shares of them, of any link."""
+
+    loss: float = 0.01
+    repeated: float = 0.01
+    late: float = 0.3  # not in this tick; in the next ones as many of those
+    very_late: float = 0.002  # once more, some hundred ticks later
+    restart: float = 0.001  # of ticks: the switch loses its table
+
+
+@dataclass
+class Outcome:
+    packets: int = 0  # gradients and sums that were sent, those that were lost included
+    sums: int = 0  # that the end took, each of another number
+    wrong: int = 0  # of them
+    resent: int = 0  # by workers
+    restarts: int = 0
+    seconds: float = 0.0
+
+
+class Payloads:
+    """What each worker sends as each number: a row of its own plus a multiple of the number, so
+    that a sum shows whose packet of which number is in it, or is not."""
+
+    def __init__(self, workers: int, random: np.random.Generator) -> None:
+        self.rows = random.integers(0, 256, (workers, PAYLOAD_NBYTES), np.uint8)
+
+    def width(self, numbers: np.ndarray) -> np.ndarray:
+        """Bytes of an element; 0 of exponents."""
+        widths = np.array([1, 2, 4], np.uint8)[numbers // EXPONENTS_EVERY % 3]
+        return np.where(numbers % EXPONENTS_EVERY == 0, 0, widths)
+
+    def fill(self, workers: np.ndarray, numbers: np.ndarray, into: np.ndarray) -> None:
+        """into: uint8 [count, PAYLOAD_NBYTES]."""
+        widths = self.width(numbers)
+        for width in np.unique(widths):
+            rows = np.flatnonzero(widths == width)
+            into[rows] = self._made(int(width), workers[rows], numbers[rows])
+
+    def sums(self, numbers: np.ndarray) -> np.ndarray:
+        """What the end should get. Returns uint8 [count, PAYLOAD_NBYTES]."""
+        total = np.empty((len(numbers), PAYLOAD_NBYTES), np.uint8)
+        widths = self.width(numbers)
+        for width in np.unique(widths):
+            rows = np.flatnonzero(widths == width)
+            total[rows] = self._total(int(width), numbers[rows])
+        return total
+
+    def _made(self, width: int, workers: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+        dtype = WIDTHS[width] if width else np.uint8
+        factors = np.array(FACTORS, np.int64)[workers % len(FACTORS)]
+        scattered = numbers * 2_654_435_761 >> 13  # else numbers of one slot are alike in 8 bits
+        plus = (scattered * factors).astype(dtype)
+        return (self.rows.view(dtype)[workers] + plus[:, None]).view(np.uint8)
+
+    def _total(self, width: int, numbers: np.ndarray) -> np.ndarray:
+        each = (
+            self._made(width, np.full(len(numbers), worker), numbers)
+            for worker in range(len(self.rows))
+        )
+        total = next(each)
+        for one in each:
+            if width:
+                total = (total.view(WIDTHS[width]) + one.view(WIDTHS[width])).view(np.uint8)
+            else:
+                total = np.maximum(total, one)
+        return total
+
+
+@dataclass
+class Link:
+    """What is under way: rows of one array. What of it arrives is said tick by tick."""
+
+    weather: Weather
+    random: np.random.Generator
+    under_way: np.ndarray  # no rows yet
+    very_late: np.ndarray = field(init=False)
+    sent: int = 0
+
+    def __post_init__(self) -> None:
+        self.very_late = self.under_way
+
+    def send(self, rows: np.ndarray) -> None:
+        self.sent += len(rows)
+        chance, weather = self.random.random(len(rows)), self.weather
+        kept = rows[chance >= weather.loss]
+        again = rows[chance >= 1 - weather.repeated]
+        late = rows[self.random.random(len(rows)) < weather.very_late]
+        self.under_way = np.concatenate([self.under_way, kept, again])
+        self.very_late = np.concatenate([self.very_late, late])
+
+    def arrived(self) -> np.ndarray:
+        """Takes what arrives in this tick from what is under way, in any order."""
+        stays = self.random.random(len(self.under_way)) < self.weather.late
+        comes = self.random.random(len(self.very_late)) < 0.005
+        found = np.concatenate([self.under_way[~stays], self.very_late[comes]])
+        self.under_way, self.very_late = self.under_way[stays], self.very_late[~comes]
+        return found[self.random.permutation(len(found))]
+
+
+class Scene:
+    """Workers, a switch and the end."""
+
+    def __init__(
+        self,
+        table: Callable[[int, int], Table],
+        weather: Weather,
+        *,
+        seed: int,
+        workers: int,
+        window: int,
+    ) -> None:
+        self.random = np.random.default_rng(seed)
+        self.workers, self.window, self.weather = workers, window, weather
+        self.new_table = lambda: table(window, workers)
+        self.table = self.new_table()
+        self.payloads = Payloads(workers, self.random)
+        self.senders = [NumberedSender() for _ in range(workers)]
+        self.end = NumberedReceiver(window)
+        self.beats = [self.end.heartbeat()]  # the last ones: any of them may come
+        gradients = np.empty((0, 2), np.int64)  # (worker, number)
+        self.up = Link(weather, self.random, gradients)
+        self.sums = Link(weather, self.random, np.empty((0, PACKET_NBYTES), np.uint8))
+        self.still = 0  # ticks since the end had anything new
+        self.outcome = Outcome()
+
+    def tick(self) -> None:
+        if self.random.random() < self.weather.restart:
+            self.table = self.new_table()
+            self.outcome.restarts += 1
+        self._send()
+        self._switch(self.up.arrived())
+        self._end(self.sums.arrived())
+        self._beat()
+
+    def finish(self) -> Outcome:
+        """Until all that was begun has come to the end and all workers know it."""
+        last = max(sender.next for sender in self.senders)
+        for sender in self.senders:
+            sender.ready = last
+        ticks = 0
+        while not all(sender.idle for sender in self.senders):
+            self.tick()
+            ticks += 1
+            assert ticks < 10_000, f"it stands still at {self.end.ack} of {last}"
+        self.outcome.packets = self.up.sent + self.sums.sent
+        self.outcome.resent = sum(sender.stats.resent for sender in self.senders)
+        return self.outcome
+
+    def _send(self) -> None:
+        for worker, sender in enumerate(self.senders):
+            if self.still > SILENT_TICKS + worker:
+                sender.silent()
+            for _ in range(self.random.integers(1, 6)):
+                numbers = sender.next_numbers(BATCH)
+                rows = np.full((len(numbers), 2), worker)
+                rows[:, 1] = numbers
+                self.up.send(rows)
+        if self.still > SILENT_TICKS + self.workers:
+            self.still = 0
+
+    def _switch(self, arrived: np.ndarray) -> None:
+        count = len(arrived)
+        packets = np.zeros((count, PACKET_NBYTES), np.uint8)
+        headers = packets[:, :HEADER_NBYTES].view(HEADER)[:, 0]
+        workers, numbers = arrived[:, 0], arrived[:, 1]
+        widths = self.payloads.width(numbers)
+        headers["magic"], headers["version"] = MAGIC, VERSION
+        headers["kind"] = np.where(widths == 0, Kind.EXPONENTS, Kind.GRADIENT)
+        headers["number"], headers["sender"], headers["width"] = numbers, workers, widths
+        self.payloads.fill(workers, numbers, packets[:, HEADER_NBYTES:])
+        out = np.empty((count, PACKET_NBYTES), np.uint8)
+        ok = np.ones(count, np.bool_)
+        made = self.table.add(packets.reshape(-1), PACKET_NBYTES, count, ok, out.reshape(-1), 0)
+        self.sums.send(out[:made])
+
+    def _end(self, sums: np.ndarray) -> None:
+        numbers = sums[:, :HEADER_NBYTES].view(HEADER)[:, 0]["number"].astype(np.int64)
+        new = self.end.came_many(numbers)
+        right = (sums[new, HEADER_NBYTES:] == self.payloads.sums(numbers[new])).all(axis=1)
+        self.outcome.sums += len(right)
+        self.outcome.wrong += int((~right).sum())
+        self.still = 0 if new.any() else self.still + 1
+
+    def _beat(self) -> None:
+        """A heartbeat comes late or not at all, at the switch and at each worker by itself."""
+        self.beats = [*self.beats[-4:], self.end.heartbeat()]
+        self._hear(lambda beat: self.table.snoop(beat.ack))
+        for sender in self.senders:
+            self._hear(sender.heartbeat)
+            sender.check()
+
+    def _hear(self, hear: Callable[[Heartbeat], None]) -> None:
+        if self.random.random() >= self.weather.loss:
+            hear(self.beats[self.random.integers(len(self.beats))])
+
+
+def through(
+    table: Callable[[int, int], Table],
+    packets: int = 10_000_000,
+    *,
+    seed: int = 0,
+    workers: int = 4,
+    window: int = 1024,
+    weather: Weather = Weather(),
+) -> Outcome:
+    """At least so many packets through a switch with such a table (slots, children)."""
+    began = perf_counter()
+    scene = Scene(table, weather, seed=seed, workers=workers, window=window)
+    for sender in scene.senders:
+        sender.may_send(packets)
+    while scene.up.sent + scene.sums.sent < packets:
+        scene.tick()
+    outcome = scene.finish()
+    outcome.seconds = perf_counter() - began
+    return outcome

@@ -1,0 +1,41 @@
+"""benchmarks/fanin_random.py, small: packets through a switch that loses, repeats and delays them."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import partial
+
+import pytest
+
+from benchmarks.fanin_machines import LiteralSwitch
+from benchmarks.fanin_plain import PlainTable
+from benchmarks.fanin_random import Scene, Table, Weather, through
+from roadtrain.errors import WireError
+
+BAD = Weather(loss=0.05, repeated=0.05, very_late=0.05, restart=0.05)
+
+
+@pytest.mark.parametrize("table", [PlainTable])
+@pytest.mark.parametrize("workers, window", [(2, 64), (3, 256)])
+def test_no_sum_is_wrong(table: type[Table], workers: int, window: int) -> None:  # Rule 1
+    found = through(table, 20_000, seed=1, workers=workers, window=window, weather=BAD)
+    assert found.wrong == 0 and found.packets >= 20_000 and found.restarts > 0
+    assert found.sums > 2_000
+
+
+def test_what_is_not_lost_is_not_sent_again() -> None:
+    still = Weather(loss=0, repeated=0, late=0, very_late=0, restart=0)
+    found = through(PlainTable, 5_000, workers=2, window=64, weather=still)
+    assert found.wrong == 0 and found.resent == 0 and found.packets == 3 * found.sums
+
+
+def test_a_wrong_sum_is_seen() -> None:
+    """L10: the switch of the paper, taken literally."""
+    literal = partial(PlainTable, machine=LiteralSwitch)
+    scene = Scene(literal, BAD, seed=1, workers=2, window=64)
+    for sender in scene.senders:
+        sender.may_send(10_000)
+    with suppress(WireError):  # a number that one worker never sent may be what comes
+        while not scene.outcome.wrong and scene.end.ack < 10_000:
+            scene.tick()
+    assert scene.outcome.wrong
