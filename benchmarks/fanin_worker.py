@@ -147,7 +147,7 @@ class Method(Protocol):
 
 class Ours:
     def __init__(self, spec: WorkerSpec, rank: int, world: int) -> None:
-        self.loss = _losses(spec, rank, world)
+        self.loss = losses_of(spec, rank, world)
         self.model = spec.build()
         self.optimizer = roadtrain.place(
             self.model,
@@ -176,7 +176,7 @@ class Ddp:
     """torch's DistributedDataParallel over gloo: an all-reduce of the gradients."""
 
     def __init__(self, spec: WorkerSpec, rank: int, world: int) -> None:
-        self.loss = _losses(spec, rank, world)
+        self.loss = losses_of(spec, rank, world)
         os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
         distributed.init_process_group(
             "gloo",
@@ -202,7 +202,7 @@ class Ddp:
 METHODS: dict[str, Callable[[WorkerSpec, int, int], Method]] = {"ours": Ours, "ddp": Ddp}
 
 
-def _losses(spec: WorkerSpec, rank: int, world: int) -> Callable[[Any, int], torch.Tensor]:
+def losses_of(spec: WorkerSpec, rank: int, world: int) -> Callable[[Any, int], torch.Tensor]:
     """From the model and the number of a step to the loss of this worker's tokens."""
 
     def of(model: Any, number: int) -> torch.Tensor:
