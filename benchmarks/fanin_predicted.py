@@ -87,7 +87,8 @@ def predict(
 
 
 def lab_cluster(workers: int, racks: int, rate: float, updates: float) -> Cluster:
-    """Workers in racks, and one optimizer node; each switch is a host with a fast card."""
+    """Workers in racks, and one optimizer node; each switch is a host with a fast card. The lab's
+    bridges copy what is sent to a group."""
     at = [SPINE] if racks == 1 else [f"rack{r}" for r in range(racks)]
 
     def host(name: str, count: int, switch: str) -> dict[str, Any]:
@@ -100,10 +101,8 @@ def lab_cluster(workers: int, racks: int, rate: float, updates: float) -> Cluste
         {**host(f"workers of {switch}", workers // racks, switch), "device": device}
         for switch in at
     ]
-    switches = [
-        {"name": name, "sums": True, "rate": rate_text(FAST)}
-        for name in dict.fromkeys([SPINE, *at])
-    ]
+    fast = {"sums": True, "multicasts": True, "rate": rate_text(FAST)}
+    switches = [{"name": name, **fast} for name in dict.fromkeys([SPINE, *at])]
     links = [{"between": [name, SPINE], "rate": rate_text(rate)} for name in at if name != SPINE]
     tree = {"hosts": [*hosts, host("node", 1, SPINE)], "switches": switches, "links": links}
     return make_cluster({"name": "lab", **tree})

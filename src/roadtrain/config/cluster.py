@@ -25,6 +25,7 @@ at one switch, unless they name others. What the file leaves out is filled in an
 
 from __future__ import annotations
 
+import itertools
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -247,20 +248,15 @@ class Cluster(Section):
     def common(self, hosts: Sequence[Host]) -> tuple[Nic, ...]:
         """The cards (one a host, in order) by which all of `hosts` reach each other fastest: of one
         kind and one switch (Yang et al. (Holmes), section 3.2, the general case), else of different
-        kinds over links between switches, with what the link leaves of their rate and with its
-        latency. Raises ConfigError where there are none.
+        kinds or switches over links between these, with what the slowest link leaves of their rate
+        and with all latency. Raises ConfigError where there are none.
         """
         way = fastest_common([host.nics for host in hosts], self.switch_of, lambda nic: nic.total)
         if way is not None:
             return way
         best = tuple(max(host.nics, key=lambda n: n.total) for host in hosts if host.nics)
-        ends = frozenset(self.switch_of(nic) for nic in best)
-        link = min(
-            (link for link in self.links if frozenset(link.between) == ends),
-            key=lambda one: one.rate,
-            default=None,
-        )
-        if len(best) == len(hosts) and len(ends) == 2 and link is not None:
+        link = self._slowest_way(best)
+        if len(best) == len(hosts) and link is not None:
             return tuple(
                 nic.model_copy(
                     update={
@@ -277,13 +273,37 @@ class Cluster(Section):
         )
 
     def between(self, nics: Sequence[Nic]) -> float:
-        """Bytes a second of the link between the switches of these cards; infinite where it is
-        one switch."""
-        ends = frozenset(self.switch_of(nic) for nic in nics)
-        return min(
-            (link.rate for link in self.links if frozenset(link.between) == ends),
-            default=float("inf"),
-        )
+        """Bytes a second of the slowest way between the switches of these cards; infinite where it
+        is one switch, or where no links lead from one to another."""
+        link = self._slowest_way(nics)
+        return float("inf") if link is None else link.rate
+
+    def _slowest_way(self, nics: Sequence[Nic]) -> LinkRate | None:
+        """Between any two of the cards' switches, as one link; None where it is one switch, or
+        where two are not connected."""
+        ends = sorted({self.switch_of(nic) for nic in nics})
+        ways = [self.way(a, b) for a, b in itertools.combinations(ends, 2)]
+        found = [way for way in ways if way is not None]
+        return min(found, key=lambda way: way.rate) if found and len(found) == len(ways) else None
+
+    def way(self, here: str, there: str) -> LinkRate | None:
+        """From one switch to another by the fewest links, as one link; None where none lead
+        there."""
+        ways = {here: LinkRate.model_construct(between=(here, here), rate=float("inf"))}
+        front = [here]
+        for at in front:  # grows meanwhile
+            for link in sorted(self.links, key=lambda link: link.rate):
+                if at not in link.between:
+                    continue
+                end = link.between[link.between[0] == at]
+                if end not in ways:
+                    rate = min(ways[at].rate, link.rate)
+                    latency = ways[at].latency + link.latency
+                    ways[end] = LinkRate.model_construct(
+                        between=(here, end), rate=rate, latency=latency
+                    )
+                    front.append(end)
+        return ways.get(there)
 
     def to_toml(self) -> str:
         return as_toml(self, exclude_defaults=True, by_alias=True)

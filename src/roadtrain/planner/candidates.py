@@ -14,6 +14,7 @@ from itertools import product
 from typing import Any
 
 from roadtrain.config.cluster import Cluster
+from roadtrain.config.fan_in import WINDOW, WINDOWS
 from roadtrain.config.host_ranks import suited_parallelisms
 from roadtrain.config.models import ModelShape
 from roadtrain.config.parallelism import Parallelism, balanced, even
@@ -47,7 +48,15 @@ def candidates(
         for parallelism in parallelisms(cluster, model, total, inside, one):
             for micro_batch, num_microbatches in batches(parallelism, batch):
                 plan = Plan(one, parallelism, micro_batch, num_microbatches, headroom=headroom)
+                plan = plan.changed(window=window_for(cluster))
                 yield from _choices(plan, late)
+
+
+def window_for(cluster: Cluster) -> int:
+    """Packets under way that every switch has slots for; WINDOW where they have more."""
+    slots = [switch.slots for switch in cluster.switches if switch.sums and switch.slots]
+    most = min([WINDOW, *slots])
+    return max(WINDOWS[0], 1 << (most.bit_length() - 1))
 
 
 def _choices(plan: Plan, late: bool) -> Iterator[Plan]:

@@ -22,6 +22,7 @@ from roadtrain.config.cluster import Cluster, load_cluster
 from roadtrain.config.models import ModelShape
 from roadtrain.config.plan import HEADROOM, Plan
 from roadtrain.errors import ConfigError
+from roadtrain.planner import switches
 from roadtrain.planner.candidates import EVERY
 from roadtrain.planner.page import Point, page
 from roadtrain.planner.search import Family, Found, SearchResult, least_change, search
@@ -56,7 +57,7 @@ def words(plan: Plan) -> str:
     }
     sums = {
         "ring": "a ring",
-        "switch": "the switch",
+        "switch": f"switches as {plan.packets.wire}",
         "spares": "the summation service",
         "separate": "the spare hosts",
         "relay": "a relay beside each host",
@@ -250,8 +251,9 @@ def plain(
     }
 
 
-def job(plan: Plan) -> str | None:
-    """What `roadtrain train` needs of it, where there is a runtime for the placement."""
+def job(plan: Plan, cluster: Cluster | None = None) -> str | None:
+    """What `roadtrain train` needs of it, where there is a runtime for the placement. `cluster`:
+    whose switches it names."""
     own: dict[str, Any] = {
         "data": {"batch_size": plan.micro_batch},
         "optimizer": {"accumulate": plan.num_microbatches},
@@ -278,6 +280,11 @@ def job(plan: Plan) -> str | None:
     if staged and not plan.activation_checkpointing:
         del own["optimizer"]["accumulate"]
         return tomli_w.dumps({**own, "parallelism": _degrees(plan)})
+    if plan.placement.fans_in and cluster is not None:
+        keys = switches.job_keys(plan, cluster)
+        where[plan.placement.name] = {
+            "servers": {"addresses": ["HOST:PORT"], "buffering": kept, **keys}
+        }
     if plan.placement.name not in where or ranks.tp > 1 or ranks.pp > 1:
         return None
     return tomli_w.dumps({**own, **where[plan.placement.name]})
@@ -404,11 +411,13 @@ def command(
     if answer.pick is None:
         return 1
     replace_file(Path(out), answer.pick.plan.to_toml().encode(), "writing")
-    print(f"plan    {out} (roadtrain simulate {cluster_file} --model {model} --plan {out})")
+    start = [f"start   {line}" for line in switches.commands(answer.pick.plan, cluster)]
+    again = f"plan    {out} (roadtrain simulate {cluster_file} --model {model} --plan {out})"
+    print("\n".join([again, *start]))
     if traced is not None and trace:
         replace_file(Path(trace), (dumps(perfetto(traced)) + "\n").encode(), "writing")
     if job_file:
-        if (text := job(answer.pick.plan)) is None:
+        if (text := job(answer.pick.plan, cluster)) is None:
             print(f"no job file: `roadtrain train` cannot run this: {words(answer.pick.plan)}")
         else:
             replace_file(Path(job_file), text.encode(), "writing")

@@ -46,6 +46,7 @@ ENDS = {
     "SSDs": ("read", "write", "mixed"),
     "device links": ("fabric",),
     "host updates": ("updates", "processors"),
+    "switches": (" packets",),
     "host sums": ("sums",),
     "host memory": (" memory",),
     "SSD uplink": ("uplink in", "uplink out"),
@@ -480,7 +481,9 @@ def scaled(cluster: Cluster, factor: float) -> dict[str, Cluster]:
         return tuple(link.model_copy(update={"rate": link.rate * factor}) for link in links)
 
     network = hosts(lambda h: {"nics": rates(h.nics)})
-    network = network.model_copy(update={"links": rates(cluster.links)})
+    network = network.model_copy(
+        update={"links": rates(cluster.links), "switches": rates(cluster.switches)}
+    )
     out = {
         "computing": hosts(lambda h: device(h, "flops")),
         "network": network,
@@ -490,6 +493,12 @@ def scaled(cluster: Cluster, factor: float) -> dict[str, Cluster]:
         "host sums": hosts(lambda h: {"sums": h.sums * factor}),
         "host memory": hosts(lambda h: {"memory_rate": h.memory_rate * factor}),
     }
+    if any(switch.packet_rate for switch in cluster.switches):
+        faster = (
+            switch.model_copy(update={"packet_rate": switch.packet_rate * factor})
+            for switch in cluster.switches
+        )
+        out["switches"] = cluster.model_copy(update={"switches": tuple(faster)})
     if any(host.ssds for host in cluster.hosts):
         out |= {"SSDs": hosts(ssds), "SSD uplink": hosts(lambda h: {"uplink": h.uplink * factor})}
     return out

@@ -20,6 +20,7 @@ from roadtrain.config.models import ModelShape, from_config, named_shape
 from roadtrain.config.networks import KINDS
 from roadtrain.config.plan import HEADROOM, Plan, load_plan, make_plan
 from roadtrain.errors import ConfigError
+from roadtrain.planner import switches
 from roadtrain.simulator.compute import Constants
 from roadtrain.simulator.compute import constants as named
 from roadtrain.simulator.fabric import INSIDE_S, UPDATE_BYTES
@@ -188,6 +189,7 @@ def report(result: Result, cluster: Cluster, model: ModelShape, of: Constants) -
             f" {show_seconds(result.differ)})"
         ),
     ]
+    lines += switches.lines(plan, cluster)
     if plan.staleness or plan.keep is not None:
         lines.append(f"lossy or late: staleness {plan.staleness}, keep {plan.keep}")
     lines.append(
@@ -214,7 +216,7 @@ def report(result: Result, cluster: Cluster, model: ModelShape, of: Constants) -
                     else ""
                 )
                 for what, (seconds, work) in parts.items()
-                if seconds > 0
+                if seconds > 0 and what != "Message"
             )
         )
     lines += [

@@ -42,7 +42,8 @@ from roadtrain.simulator.engine import Cost, Engine, Lane
 from roadtrain.simulator.fan_in_costs import FanInCosts
 from roadtrain.simulator.server import BlockPieces, SimulatedServer
 
-COPIES, SUMS = 4, 2  # buffers of an end: for chunks that it sends, and for sums
+# buffers of an end where its server has memory to spare: for chunks that it sends, and for sums
+COPIES, SUMS = 6, 6
 TICK_S = 0.25  # how often the end looks for who is late, while anybody waits for others
 
 Then = Callable[[], None]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from roadtrain.config.cluster import Cluster, Device, Host, Nic, least_of
+from roadtrain.config.fan_in import MOST_CHILDREN
 from roadtrain.config.models import ModelShape
 from roadtrain.config.plan import NetworkGroup, Plan
 from roadtrain.config.switch_tree import SwitchTree, switch_tree
@@ -83,6 +84,36 @@ class Scene:
         )
 
     def _check_placements(self) -> None:
+        self._check_each()
+        for number, place in enumerate(map(self.plan.placement_of, range(len(self.groups_of)))):
+            if place.sum == "switch":
+                self._check_packets(place.name, self._tree(number))
+
+    def _check_packets(self, name: str, tree: SwitchTree | None) -> None:
+        """As the runtime would refuse them."""
+        assert tree is not None
+        window = self.plan.packets.window
+        for switch in tree.switches.values():
+            if 0 < switch.slots < window:
+                raise ConfigError(
+                    f"placement {name} has {window} packets under way, switch {switch.name} has"
+                    f" {switch.slots} slots",
+                    hint="a smaller packets.window, or a switch with more memory",
+                )
+            if (children := tree.children(switch.name)) > MOST_CHILDREN:
+                raise ConfigError(
+                    f"{children} hosts and switches send to switch {switch.name}, at most"
+                    f" {MOST_CHILDREN} can",
+                    hint="a level of switches more",
+                )
+        if self.plan.keep is not None:
+            raise ConfigError(
+                f"placement {name} sums whole gradients, keep = {self.plan.keep:g} sends a part of"
+                " their elements",
+                hint="leave keep out, or choose placement server",
+            )
+
+    def _check_each(self) -> None:
         if not self.plan.stage_placements:
             check_placement(self.plan.placement, self.cluster, self.used_hosts)
             return

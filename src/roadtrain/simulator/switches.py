@@ -51,12 +51,6 @@ class SwitchResources:
                 self.up.append((handled, (children + 1) / nbytes))
                 self.down.append((handled, (copies + 1) / nbytes if copies else 0.0))
 
-    @property
-    def window(self) -> int:
-        """Packets under way: the plan's, where no table is smaller."""
-        slots = [switch.slots for switch in self.tree.switches.values() if switch.slots]
-        return min([self.packets.window, *slots])
-
     def on_wire(self, nbytes: float) -> float:
         """Bytes that links carry for so many of data: whole packets."""
         nbytes_of_one = self.packets.payload + self.packets.overhead
@@ -85,4 +79,4 @@ class SwitchResources:
 
     @property
     def _window_nbytes(self) -> float:
-        return float(self.window * (self.packets.payload + self.packets.overhead))
+        return float(self.packets.window * (self.packets.payload + self.packets.overhead))

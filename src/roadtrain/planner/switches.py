@@ -1,0 +1,89 @@
+"""Switches that sum, as people and jobs say them: of a plan on a cluster, who they are, what a job
+writes, and what is started. Does NOT know what they cost."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from roadtrain.config.cluster import Cluster, Host
+from roadtrain.config.fan_in import WINDOW
+from roadtrain.config.plan import Plan
+from roadtrain.config.switch_tree import SwitchTree, switch_tree
+
+PORT = "PORT"  # where people put a number
+RELAY = "4GiB"  # of the process that communicates for the workers of a host
+
+
+def hosts_of(plan: Plan, cluster: Cluster) -> list[Host]:
+    """Those that compute, each as often as it is there."""
+    hosts = [host for host in cluster.workers for _ in range(host.count)]
+    ends = itertools.accumulate(host.devices for host in hosts)
+    begins = (end - host.devices for end, host in zip(ends, hosts, strict=True))
+    return [host for host, at in zip(hosts, begins) if at < plan.parallelism.devices]
+
+
+def tree_of(plan: Plan, cluster: Cluster) -> SwitchTree | None:
+    """None where no switch sums. Raises ConfigError."""
+    places = [place for place in plan.placements if place.sum == "switch"]
+    if not places:
+        return None
+    served = any(place.served for place in places)
+    return switch_tree(cluster, hosts_of(plan, cluster), cluster.spares[0] if served else None)
+
+
+def lines(plan: Plan, cluster: Cluster) -> list[str]:
+    """Which switches sum, and as what (Rule 2)."""
+    tree = tree_of(plan, cluster)
+    if tree is None:
+        return []
+    packets = plan.packets
+    below = [f"{name} (below {parent})" for name, parent in tree.parents.items()]
+    return [
+        f"summed  by {', '.join([tree.root, *below])}: gradients travel as {packets.wire} in fixed"
+        f" point, at most {packets.window} packets of a stream at once; parameters are copied by"
+        f" {'the network' if tree.multicasts else 'the switches'}"
+    ]
+
+
+def job_keys(plan: Plan, cluster: Cluster) -> dict[str, Any]:
+    """[servers] of a job whose gradients are summed by switches; names stand for their hosts."""
+    tree = tree_of(plan, cluster)
+    if tree is None:
+        return {}
+    keys: dict[str, Any] = {"switches": _switches(tree), "wire": plan.packets.wire}
+    if plan.packets.window != WINDOW:
+        keys["window"] = plan.packets.window
+    if any(host.devices > 1 for host in hosts_of(plan, cluster)):
+        keys["relay"] = RELAY
+    return keys
+
+
+def _switches(tree: SwitchTree) -> list[Any]:
+    """Ranks below each are those of hosts, which a relay stands for where they have several."""
+    if not tree.parents:
+        return [_address(tree.root)]
+    return [
+        {
+            "address": _address(name),
+            **({"parent": _address(tree.parents[name])} if name in tree.parents else {}),
+            "workers": [rank for rank, at in enumerate(tree.at) if at == name],
+        }
+        for name in tree.switches
+    ]
+
+
+def commands(plan: Plan, cluster: Cluster) -> Sequence[str]:
+    """To be run on each switch that is a machine, and on the server."""
+    tree = tree_of(plan, cluster)
+    if tree is None or not any(place.fans_in for place in plan.placements):
+        return ()
+    node = cluster.spares[0].name
+    serve = "roadtrain serve {}:" + PORT
+    found = [f"{serve.format(name)} --switch --token-file token" for name in tree.switches]
+    return [*found, f"{serve.format(node)} --store DIR --token-file token"]
+
+
+def _address(name: str) -> str:
+    return f"{name}:{PORT}"
