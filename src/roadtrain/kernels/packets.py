@@ -56,8 +56,9 @@ class Kind(IntEnum):
     # down: the greatest exponents of a chunk; a: chunk, b: its round modulo 2**32, c: which packet
     # of them; credit: the first number of the gradient packets that follow (grants them)
     MAXIMA = 4
-    # up: about PARAMETERS and MAXIMA; number: ack; credit: the greatest number there is room for;
-    # a: milliseconds since the most silent worker below was heard, b: its rank, c: bytes of bitmap
+    # up: about PARAMETERS and MAXIMA; number: ack; credit: one more than the greatest number that
+    # there is room for; a: milliseconds since the most silent worker below was heard, b: its rank,
+    # c: bytes of the bitmap, whose bit i says that number ack + i has come
     PARAMETER_BEAT = 5
     GRADIENT_BEAT = 6  # down: about GRADIENT and EXPONENTS; number, credit, c as above
     TRIAL = 7  # down: by the network's own multicast, to find out whether that reaches all

@@ -1,0 +1,270 @@
+"""Streams of numbered packets on real sockets: the threads around protocol/numbered.py.
+
+    PacketSender   thread: machine.next_numbers -> fill -> seal -> socket
+    PacketPort     thread: socket -> verify -> take[kind]; and `tick`, now and then
+
+Nobody holds a lock while bytes are copied, sealed or sent. Does NOT know what is in a payload.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from roadtrain.errors import LostError
+from roadtrain.kernels import packets
+from roadtrain.kernels.packets import HEADER_NBYTES, PACKET_NBYTES, Kind, PacketKey
+from roadtrain.protocol.numbered import Heartbeat, NumberedSender
+from roadtrain.transport.datagrams import DatagramSocket
+from roadtrain.transport.tcp import Address
+
+RUN = 44  # packets of one call to the kernel: 64 KB
+RECEIVE_NBYTES = 1 << 16
+LOSS_S = 0.1  # without progress, after which what has not come goes again; doubles each time
+MOST_LOSS_S = 2.0
+BUSY_S = 0.01  # between two heartbeats while packets come
+IDLE_S = 0.5  # between two heartbeats while none come
+END_S = 5.0  # for a thread to end
+
+Failed = Callable[[BaseException], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Packets of one kind that came together; its memory is used again when its taker returns."""
+
+    kind: Kind
+    buffer: np.ndarray  # uint8; packet i begins at i * segment
+    segment: int  # bytes of a packet
+    count: int
+    ok: np.ndarray  # bool, one a packet: it is of this kind and has the right tag
+    headers: np.ndarray  # HEADER, one a packet; a copy
+    source: Address
+
+    @property
+    def numbers(self) -> np.ndarray:
+        """int64, one a packet."""
+        return self.headers["number"].astype(np.int64)
+
+
+class Fill(Protocol):
+    """Who has the bytes that numbers stand for."""
+
+    def __call__(self, first: int, count: int, staging: np.ndarray) -> int:
+        """Writes whole, sealed packets of the numbers from `first` on, one after the other, and
+        returns how many: `count`, or fewer where the others are acknowledged meanwhile."""
+
+
+class PacketSender:
+    """One direction of a stream, to one address. The machine is guarded by `_changed`."""
+
+    def __init__(
+        self,
+        socket: DatagramSocket,
+        to: Address,
+        fill: Fill,
+        failed: Failed,
+        *,
+        name: str,
+        delay_s: float = 0.0,
+        loss_s: float = LOSS_S,
+    ) -> None:
+        """`delay_s`: what this sender waits longer than others that send the same numbers."""
+        self.machine = NumberedSender()
+        self._socket, self.to, self._fill, self._failed = socket, to, fill, failed
+        self._delay_s, self._loss_s, self._patience_s = delay_s, loss_s, loss_s
+        self._moved = time.monotonic()  # when the ack rose last, or something new was sent
+        self._changed, self._over = threading.Condition(), False
+        self._staging = np.zeros(RUN * PACKET_NBYTES, np.uint8)
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def may_send(self, below: int) -> None:
+        with self._changed:
+            if self.machine.idle:
+                self._moved = time.monotonic()
+            self.machine.may_send(below)
+            self._changed.notify_all()
+
+    def heartbeat(self, beat: Heartbeat) -> int:
+        """What the receivers say. Returns the number below which all is acknowledged."""
+        with self._changed:
+            before = self.machine.ack
+            self.machine.heartbeat(beat)
+            if self.machine.ack > before:
+                self._moved, self._patience_s = time.monotonic(), self._loss_s
+            self._changed.notify_all()
+            return self.machine.ack
+
+    def close(self) -> None:
+        """Idempotent; from any thread but its own it waits for the thread."""
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(END_S)
+
+    def _work(self) -> None:
+        try:
+            while (numbers := self._next()) is not None:
+                self._send(numbers)
+        except BaseException as error:
+            if not self._over:
+                self._failed(error)
+
+    def _next(self) -> range | None:
+        """Waits for numbers to be sent; None at the end."""
+        with self._changed:
+            while not self._over:
+                if numbers := self.machine.next_numbers(RUN):
+                    return numbers
+                if self.machine.idle:
+                    self._changed.wait()
+                    continue
+                left_s = self._moved + self._patience_s + self._delay_s - time.monotonic()
+                if left_s > 0:
+                    self._changed.wait(left_s)
+                    continue
+                self.machine.silent()
+                self._moved = time.monotonic()
+                self._patience_s = min(2 * self._patience_s, MOST_LOSS_S)
+        return None
+
+    def _send(self, numbers: range) -> None:
+        filled = self._fill(numbers.start, len(numbers), self._staging)
+        if filled:
+            self._socket.send(self._staging[: filled * PACKET_NBYTES], PACKET_NBYTES, self.to)
+
+
+class PacketPort:
+    """What comes to a socket of one job. `strangers`: packets without the job's tag, which
+    changed nothing. Takers and `tick` are called by its thread, one at a time; what they raise
+    ends it and is told to `failed`."""
+
+    def __init__(
+        self,
+        socket: DatagramSocket,
+        key: PacketKey,
+        job: int,
+        take: Mapping[Kind, Callable[[Batch], None]],
+        failed: Failed,
+        *,
+        name: str,
+        tick: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._socket, self._key, self._job, self._take = socket, key, job, dict(take)
+        self._failed, self._tick, self._over = failed, tick, False
+        self.strangers = self.packets = 0
+        self._buffer = np.zeros(RECEIVE_NBYTES, np.uint8)
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Idempotent. The socket is its owner's."""
+        self._over = True
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(END_S)
+
+    def _work(self) -> None:
+        try:
+            while not self._over:
+                came = self._socket.receive(self._buffer, BUSY_S)
+                if came is not None:
+                    self._took(*came)
+                self._tick()
+        except LostError as error:
+            if not self._over:
+                self._failed(error)
+        except BaseException as error:
+            self._failed(error)
+
+    def _took(self, nbytes: int, segment: int, source: Address) -> None:
+        count, rest = divmod(nbytes, segment) if segment >= HEADER_NBYTES else (0, nbytes)
+        self.strangers += rest > 0
+        if not count:
+            return
+        ok = packets.verify(self._buffer, segment, count, self._key, self._job)
+        self.packets += count
+        self.strangers += count - int(np.count_nonzero(ok))
+        headers = packets.headers(self._buffer, segment, count)
+        kinds = headers["kind"]
+        for kind in np.unique(kinds[ok]):
+            taker = self._take.get(kind)
+            if taker is not None:
+                of_kind = ok & (kinds == kind)
+                taker(Batch(Kind(kind), self._buffer, segment, count, of_kind, headers, source))
+
+
+class BeatClock:
+    """When a receiver says what it has: after a quarter of a window, a moment after something
+    came, and now and then while nothing does (Sun et al., appendix B)."""
+
+    def __init__(self, window: int) -> None:
+        self._quarter = max(window // 4, 1)
+        self._came = 0  # packets since the last heartbeat
+        self._last = 0.0  # when that was
+
+    def came(self, count: int) -> None:
+        self._came += count
+
+    def due(self) -> bool:
+        """Whether to say it now; then it counts as said."""
+        since = time.monotonic() - self._last
+        if self._came < self._quarter and since < (BUSY_S if self._came else IDLE_S):
+            return False
+        self._came, self._last = 0, time.monotonic()
+        return True
+
+
+def beat_packet(
+    key: PacketKey,
+    job: int,
+    kind: Kind,
+    beat: Heartbeat,
+    *,
+    sender: int = 0,
+    a: int = 0,
+    b: int = 0,
+) -> np.ndarray:
+    """A sealed heartbeat: uint8[HEADER_NBYTES + bytes of the bitmap]."""
+    bitmap = beat.have.to_bytes((beat.have.bit_length() + 7) // 8, "little")
+    packet = np.zeros(HEADER_NBYTES + len(bitmap), np.uint8)
+    packet[HEADER_NBYTES:] = np.frombuffer(bitmap, np.uint8)
+    packets.write_headers(
+        packet,
+        packet.size,
+        1,
+        kind=kind,
+        job=job,
+        first=beat.ack,
+        sender=sender,
+        a=a,
+        b=b,
+        c=len(bitmap),
+        credit=beat.credit + 1,  # unsigned: nothing may be sent yet is 0
+    )
+    packets.seal(packet, packet.size, 1, key)
+    return packet
+
+
+def beats_of(batch: Batch) -> list[tuple[Heartbeat, np.void]]:
+    """The heartbeats of a batch, each with its header."""
+    found = []
+    for i in np.flatnonzero(batch.ok):
+        header = batch.headers[i]
+        at, nbytes = int(i) * batch.segment + HEADER_NBYTES, int(header["c"])
+        if nbytes > batch.segment - HEADER_NBYTES:
+            continue
+        have = int.from_bytes(batch.buffer[at : at + nbytes].tobytes(), "little")
+        beat = Heartbeat(int(header["number"]), int(header["credit"]) - 1, have)
+        found.append((beat, header))
+    return found
