@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from roadtrain.api.parallelize import parallelize
     from roadtrain.api.place import place
     from roadtrain.api.stores import Files, Memory, Servers
+    from roadtrain.config.fan_in import FanIn, SwitchNode
     from roadtrain.config.lossy import Delay, Downcast, TopK
     from roadtrain.config.parallelism import Parallelism
     from roadtrain.integrations.ddp import Summation, sum_hook
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Delay",
     "Downcast",
+    "FanIn",
     "Files",
     "Lion",
     "Memory",
@@ -35,6 +37,7 @@ __all__ = [
     "RoadtrainError",
     "Servers",
     "Summation",
+    "SwitchNode",
     "TopK",
     "parallelize",
     "place",
@@ -47,6 +50,8 @@ _HOMES = {
     "Files": "roadtrain.api.stores",
     "Memory": "roadtrain.api.stores",
     "Servers": "roadtrain.api.stores",
+    "FanIn": "roadtrain.config.fan_in",
+    "SwitchNode": "roadtrain.config.fan_in",
     "TopK": "roadtrain.config.lossy",
     "Downcast": "roadtrain.config.lossy",
     "Delay": "roadtrain.config.lossy",

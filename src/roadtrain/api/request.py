@@ -7,11 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from roadtrain.api.stores import Memory, Servers, Store
+from roadtrain.config.fan_in import FanIn
 from roadtrain.config.lossy import Delay, Downcast, TopK
 from roadtrain.errors import ConfigError
+from roadtrain.kernels.fixed_point import BIAS, error_bound
+from roadtrain.kernels.packets import BLOCK
 from roadtrain.runtime.worker_group import WorkerGroup
 
 Report = Callable[[str], None]
+ONE = BIAS  # the exponent byte of a block whose greatest magnitude is from 0.5 to below 1
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,17 @@ class Request:
         return self.store if isinstance(self.store, Servers) else None
 
     @property
+    def fan_in(self) -> FanIn | None:
+        """How gradients are summed in the network, if they are."""
+        return self.servers.plan if self.servers else None
+
+    @property
+    def participants(self) -> int:
+        """Who sends to switches: workers, or relays that communicate for those of a host."""
+        relayed = self.servers is not None and self.servers.relay is not None
+        return self.group.workers // self.group.local if relayed else self.group.workers
+
+    @property
     def buffering(self) -> str:
         return self.servers.buffering if self.servers else "auto"
 
@@ -73,11 +88,35 @@ class Request:
             self.report(f"lossy: {self.compress}")
         if self.delay is not None:
             self.report(f"late: {self.delay}")
+        if self.fan_in is not None:
+            self.report(f"lossy: {described(self.fan_in, self.participants)}")
+
+
+def described(plan: FanIn, participants: int) -> str:
+    """For people: the choice of integers and what it costs (Rule 2)."""
+    # of the greatest magnitude of a block, which is at least half of the power of two above it
+    off = 2 * error_bound(ONE, participants, plan.width)
+    return (
+        f"gradients are summed in the network as {plan.wire}, by {len(plan.switches)} switch(es): an"
+        f" element of the sum of {participants} is off by at most {off:.1e} of the greatest magnitude"
+        f" among the {BLOCK} elements that share its scale"
+    )
+
+
+def _check_fan_in(asked: Request, plan: FanIn) -> None:
+    if asked.top_k:
+        raise ConfigError(
+            f"{asked.top_k}, and fan_in: switches add whole gradients", hint="leave one of them out"
+        )
+    plan.check(asked.participants)
+    error_bound(ONE, asked.participants, plan.width)
 
 
 def check(asked: Request) -> None:
     """Raises ConfigError for values that are each good and do not go together."""
     _check_error_feedback(asked)
+    if asked.fan_in is not None:
+        _check_fan_in(asked, asked.fan_in)
     servers = asked.servers
     if asked.downcast and servers is None:
         raise ConfigError(

@@ -226,6 +226,7 @@ def _servers(plan: SessionPlan, opened: OpenedStore | None, mark: Mark | None) -
         relay=_relay(servers, plan),
         mark=mark if request.group.rank == 0 else None,
         give_up=[addresses.index(one) for one in servers.given_up],
+        fan_in=servers.plan,
     )
     return RemoteServers(
         plan.store_plan,

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+from roadtrain.config.fan_in import FanIn, SwitchNode, fan_in_of
 from roadtrain.config.lossy import is_number
 from roadtrain.errors import ConfigError
 from roadtrain.transport.address import address_of, token_of
@@ -79,6 +80,9 @@ class Servers:
     # is left out all the same, the store of one that answers is moved aside and filled up again
     give_up: Sequence[str] = ()
     relay: str | int | None = None  # host bytes of a process that communicates for the workers here
+    # gradients are summed, and parameters copied, by switches on the way: a FanIn, or the HOST:PORT
+    # of the only switch in a list
+    fan_in: FanIn | Sequence[str | SwitchNode] | None = None
     # which blocks are kept from forward to backward, which then pulls nothing: as many as fit where
     # that is faster than the network (auto), all, or none
     buffering: Literal["auto", "all", "none"] = "auto"
@@ -107,6 +111,7 @@ class Servers:
             )
         self._check_replicas()
         self._check_relay()
+        self._check_fan_in()
 
     def _check_replicas(self) -> None:
         count, given_up = len(self.resolved), set(self.given_up)
@@ -137,6 +142,33 @@ class Servers:
                 f" {type(self.link).__module__}.{type(self.link).__name__}",
                 hint="leave relay out, or give roadtrain.transport.tcp.TcpOptions",
             )
+
+    def _check_fan_in(self) -> None:
+        if self.plan is None:
+            return
+        for switch in self.plan.switches:
+            address_of(switch.address)
+        if self.link is not None and type(self.link) is not TcpOptions:
+            raise ConfigError(
+                "fan_in sends what is no bulk over TCP, and link= is"
+                f" {type(self.link).__module__}.{type(self.link).__name__}",
+                hint="leave fan_in out, or give roadtrain.transport.tcp.TcpOptions",
+            )
+        if self.tls is not None or (self.link is not None and self.link.tls is not None):
+            raise ConfigError(
+                "fan_in together with TLS: packets to switches are authenticated, not encrypted",
+                hint="leave fan_in out, or tls and give a token",
+            )
+
+    @property
+    def plan(self) -> FanIn | None:
+        """How gradients are summed in the network, if they are."""
+        given = self.fan_in
+        if given is None or isinstance(given, FanIn):
+            return given
+        if isinstance(given, str):
+            raise ConfigError(f"fan_in = {given!r}", hint="a list of one HOST:PORT, or a FanIn")
+        return fan_in_of(given)
 
     @property
     def resolved(self) -> list[Address]:

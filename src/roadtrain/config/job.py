@@ -15,12 +15,13 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import tomli_w
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from roadtrain.chunks import MAX_CHUNK
+from roadtrain.config.fan_in import WINDOW, WINDOWS, FanIn, SwitchNode, Wire
 from roadtrain.config.job_parallelism import ParallelismSection, Stages
 from roadtrain.config.names import Former, Report, did_you_mean, in_words_of_now
 from roadtrain.config.schema import (
@@ -37,6 +38,7 @@ from roadtrain.config.schema import (
     keys_of,
     merged,
     read_toml,
+    refusing,
     unknown_key,
 )
 from roadtrain.errors import ConfigError
@@ -168,6 +170,26 @@ class StoreSection(Section):
     )
 
 
+class SwitchSection(Section):
+    """A switch that sums the workers' gradients."""
+
+    address: str = Field(description="HOST:PORT of its `roadtrain serve --switch`")
+    parent: str = Field(default="", description="the switch above it; default: the server is")
+    workers: list[Whole] = Field(
+        default=[],
+        description="ranks (with servers.relay: hosts) that send to it; default: of the only switch"
+        " all",
+    )
+
+
+def _switch_tables(given: object) -> object:
+    """An address alone stands for a switch of all workers, text for addresses with commas."""
+    texts = [text for text in given.split(",") if text] if isinstance(given, str) else given
+    if not isinstance(texts, list):
+        return given
+    return [{"address": one} if isinstance(one, str) else one for one in texts]
+
+
 class ServersSection(Section):
     addresses: Texts = Field(
         default=[], description="HOST:PORT of each `roadtrain serve`, instead of store.files"
@@ -197,6 +219,42 @@ class ServersSection(Section):
         default=[],
         description="HOST:PORT of servers whose contents do not count at a start that is in doubt",
     )
+    switches: Annotated[list[SwitchSection], BeforeValidator(_switch_tables)] = Field(
+        default=[],
+        description="switches that sum gradients on their way: HOST:PORT of the only one, or tables",
+    )
+    wire: Wire = Field(
+        default="int32", description="what an element of a gradient travels as to switches"
+    )
+    window: Count = Field(
+        default=WINDOW,
+        ge=WINDOWS[0],
+        le=WINDOWS[-1],
+        description="packets of a job that are under way to switches, a power of two",
+    )
+    multicast: Literal["auto", "off"] = Field(
+        default="auto",
+        description="auto: the network copies parameters to all workers where it can; off: switches",
+    )
+
+    @model_validator(mode="after")
+    def _fan_in_is_a_tree(self) -> Self:
+        refusing(lambda _: self.fan_in)(None)
+        if not self.switches and (self.wire, self.window, self.multicast) != (
+            "int32",
+            WINDOW,
+            "auto",
+        ):
+            raise ValueError("wire, window or multicast, and no switches are given")
+        return self
+
+    @property
+    def fan_in(self) -> FanIn | None:
+        """That gradients are summed in the network, and how. Raises ConfigError."""
+        if not self.switches:
+            return None
+        nodes = [SwitchNode(one.address, one.parent, tuple(one.workers)) for one in self.switches]
+        return FanIn(tuple(nodes), self.wire, self.window, self.multicast)
 
 
 class BudgetSection(Section):
@@ -280,7 +338,8 @@ class Job(Section):
         narrow = {"downcast": self.compress.downcast} if self.compress.downcast else {}
         across = self.parallelism.activations if self.parallelism.used else None
         wire = {"activations": across} if across else {}
-        return late | narrow | wire | (top_k if self.compress.keep is not None else {})
+        in_network = {"fan_in": self.servers.wire} if self.servers.switches else {}
+        return late | narrow | in_network | wire | (top_k if self.compress.keep is not None else {})
 
     def changed(self, overrides: Mapping[str, Any]) -> Job:
         """This job with dotted keys set. Raises ConfigError."""

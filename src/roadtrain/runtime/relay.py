@@ -31,6 +31,7 @@ import msgspec
 
 from roadtrain.chunks import PAGE, Chunk
 from roadtrain.config.budgets import RelayBudgets
+from roadtrain.config.fan_in import FanIn
 from roadtrain.device.buffers import Buffer
 from roadtrain.device.pool import BufferPool
 from roadtrain.errors import (
@@ -45,6 +46,7 @@ from roadtrain.protocol import messages
 from roadtrain.protocol.intermediary import Up
 from roadtrain.protocol.relay import PushSum, RelayStateMachine
 from roadtrain.runtime import frames as m
+from roadtrain.runtime.fan_in.link import Participant, dial
 from roadtrain.runtime.gradients import PushedGradients
 from roadtrain.runtime.intermediary import IntermediarySession
 from roadtrain.runtime.parameter_connection import ParameterConnection
@@ -54,7 +56,7 @@ from roadtrain.transport.address import local_options
 from roadtrain.transport.link import Link
 from roadtrain.transport.listener import Listener
 from roadtrain.transport.retry import retry
-from roadtrain.transport.tcp import Address, TcpOptions, connect
+from roadtrain.transport.tcp import Address, TcpOptions
 from roadtrain.units import round_up, show_bytes
 
 END_S = 10.0
@@ -76,6 +78,7 @@ class Orders:
     meta: str
     budgets: RelayBudgets
     deadline_s: float
+    fan_in: FanIn | None = None
 
 
 def sockets_of(session: str, host: int, servers: Sequence[Address]) -> Path:
@@ -131,11 +134,13 @@ class ServerChannel(IntermediarySession):
         """To the server, as worker `host` of `hosts`. Raises PeerError."""
         o = self.orders
         summed = 1 if o.local == 1 else -o.local
-        hello = m.encode((o.session, o.host, o.hosts, summed, self.number, self._signature))
-        name = f"server {self.number}"
+        hello = m.Hello(o.session, o.host, o.hosts, summed, self.number, self._signature)
+        own = None
+        if o.fan_in is not None:
+            own = Participant(o.fan_in, o.host, o.hosts, self._chunks, adds=o.local > 1)
         self._up = retry(
-            lambda: connect(
-                o.servers[self.number], self, o.options, hello=hello, name=name, language=m.LANGUAGE
+            lambda: dial(
+                o.servers[self.number], self, o.options, hello, own, name=f"server {self.number}"
             ),
             BusyError,
             o.options.retry_s,

@@ -29,12 +29,14 @@ import msgspec
 
 from roadtrain.chunks import Chunk
 from roadtrain.config.budgets import RelayBudgets
+from roadtrain.config.fan_in import FanIn
 from roadtrain.errors import BusyError, DeadlineError, LostError, PeerError, WireError
 from roadtrain.kernels.rules import described
 from roadtrain.protocol.history import Doubt, HistoryLink, Resume, Witness
 from roadtrain.runtime import frames as m
 from roadtrain.runtime import health
 from roadtrain.runtime import relay as relays
+from roadtrain.runtime.fan_in.link import Participant, dial
 from roadtrain.runtime.opening import Begin, FoundStore, FoundStores, Opening
 from roadtrain.runtime.remote_server import RemoteServer
 from roadtrain.runtime.store_plan import StorePlan
@@ -45,7 +47,7 @@ from roadtrain.storage.ledger import StoreMeta
 from roadtrain.storage.mark import Mark
 from roadtrain.transport import shm
 from roadtrain.transport.address import local_options
-from roadtrain.transport.tcp import Address, TcpOptions, connect
+from roadtrain.transport.tcp import Address, TcpOptions
 
 FILLS_AT_ONCE = 4
 GRACE_S = 5.0  # for a server to answer once others that hold every chunk have
@@ -66,6 +68,7 @@ class Reach:
     relay: RelayBudgets | None = None  # of the process that communicates for this host's workers
     mark: Mark | None = None  # what the run directory knows of the store
     give_up: Sequence[int] = ()  # servers whose contents are not to count where that is in doubt
+    fan_in: FanIn | None = None  # how gradients are summed on their way
 
 
 class RemoteServers:
@@ -164,6 +167,7 @@ class RemoteServers:
                 self.meta.to_json(),
                 relay,
                 self._deadline_s,
+                self.reach.fan_in,
             )
         )
 
@@ -241,25 +245,21 @@ class RemoteServers:
     def _join(self, number: int, options: TcpOptions) -> None:
         server = RemoteServer(number, self.names[number], self.servers)
         g, name = self.group, f"server {number}"
-        hello = m.encode((g.session, g.rank, g.workers, g.local, number, self.meta.signature))
-        if self._sockets is None:
-            server.link = connect(
-                self.reach.addresses[number],
-                server,
-                options,
-                hello=hello,
-                name=name,
-                language=m.LANGUAGE,
-            )
-        else:
+        hello = m.Hello(g.session, g.rank, g.workers, g.local, number, self.meta.signature)
+        if self._sockets is not None:
             server.link = shm.connect(
                 self._sockets / str(number),
                 server,
                 local_options(options),
-                hello=hello,
+                hello=m.encode(hello),
                 name=f"relay to {name}",
                 language=m.LANGUAGE,
             )
+        else:
+            plan, address = self.reach.fan_in, self.reach.addresses[number]
+            chunks = self.store_plan.table.chunks
+            own = Participant(plan, g.rank, g.workers, chunks) if plan is not None else None
+            server.link = dial(address, server, options, hello, own, name=name)
         try:
             fields, description = server.wait(m.WELCOME, "a welcome", self._deadline_s)
         except BaseException:

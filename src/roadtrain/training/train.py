@@ -271,9 +271,15 @@ def store_of(job: Job, moves: bool) -> Files | Memory | Servers:
     """`moves`: whether the store may leave directories that it rested in. Raises ConfigError."""
     own, servers = job.store, job.servers
     if not servers.addresses:
-        if servers.relay or servers.give_up or servers.replicas > 1 or servers.buffering != "auto":
+        if (
+            servers.relay
+            or servers.give_up
+            or servers.replicas > 1
+            or servers.buffering != "auto"
+            or servers.switches
+        ):
             raise ConfigError(
-                "relay, give_up, replicas or buffering, and no servers are given",
+                "relay, give_up, replicas, buffering or switches, and no servers are given",
                 hint="name them in servers.addresses",
             )
         left = own.moved_from if moves else ()
@@ -290,6 +296,7 @@ def store_of(job: Job, moves: bool) -> Files | Memory | Servers:
         replicas=servers.replicas,
         give_up=servers.give_up,
         relay=servers.relay,
+        fan_in=servers.fan_in,
         buffering=servers.buffering,
         residuals=residuals if job.compress.error_feedback else None,
     )
