@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from roadtrain.config.job import FORMER_KEYS, Job, all_keys, load_job, parse_overrides
+from roadtrain.config.job import (
+    FORMER_KEYS,
+    Job,
+    all_keys,
+    load_job,
+    make_job,
+    parse_overrides,
+)
 from roadtrain.errors import ConfigError, UnitError
 
 MODEL = '[model.config]\nmodel_type = "llama"\nhidden_size = 64\n'
@@ -191,3 +199,34 @@ def test_every_former_key_has_a_key_of_now() -> None:
     now = {key for key, _, _ in all_keys()}
     assert {former.now for former in FORMER_KEYS.values()} <= now
     assert not now & FORMER_KEYS.keys()
+
+
+def test_switches_are_an_address_or_tables() -> None:
+    switches = [{"address": "r:1"}, {"address": "s:1", "parent": "r:1", "workers": [0, 1]}]
+    tables = make_job({"model": {"pretrained": "x"}, "servers": {"switches": switches}})
+    plan = tables.servers.fan_in
+    assert plan is not None and plan.root.address == "r:1"
+    assert plan.place_of(1, 2) == (plan.switches[1], 1) and tables.lossy == {"fan_in": "int32"}
+    again = make_job(tomllib.loads(tables.to_toml()))
+    assert again == tables
+    words = parse_overrides(["--servers.switches", "r:1", "--servers.wire=int8"])
+    alone = make_job({"model": {"pretrained": "x"}}).changed(words)
+    plan = alone.servers.fan_in
+    assert plan is not None and (plan.wire, plan.place_of(3, 4)[1]) == ("int8", 3)
+    assert make_job({"model": {"pretrained": "x"}}).servers.fan_in is None
+
+
+@pytest.mark.parametrize(
+    ("servers", "words"),
+    [
+        ({"wire": "int8"}, "no switches are given"),
+        ({"switches": ["a:1", "b:1"]}, "2 switches are below no other"),
+        ({"switches": ["a:1"], "window": 100}, "a window of 100 packets"),
+        ({"switches": [{"address": "a:1", "parent": "b:1"}]}, "below b:1, which is not there"),
+        ({"switches": ["a:1"], "wire": "int4"}, "`servers.wire`: .*int4"),
+        ({"switches": [{"addres": "a:1"}]}, "unknown key `servers.switches.0.addres`"),
+    ],
+)
+def test_switches_that_are_no_tree_are_refused(servers: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make_job({"model": {"pretrained": "x"}, "servers": servers})

@@ -49,7 +49,11 @@ FILES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "job": (
         Job,
         lambda tree: make_job(tree, where="file"),
-        {"model": {"pretrained": "here"}, "parallelism": STAGED},
+        {
+            "model": {"pretrained": "here"},
+            "parallelism": STAGED,
+            "servers": {"switches": [{"address": "a:1"}]},
+        },
     ),
     "cluster": (
         Cluster,

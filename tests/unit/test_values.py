@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import roadtrain
-from roadtrain import Delay, Downcast, Files, Memory, Servers, TopK
+from roadtrain import Delay, Downcast, FanIn, Files, Memory, Servers, SwitchNode, TopK
 from roadtrain.api.former import FORMER, current
 from roadtrain.api.request import Request
 from roadtrain.api.session_plan import plan_session
@@ -24,6 +24,13 @@ from roadtrain.runtime.worker_group import WorkerGroup
 from roadtrain.transport.tcp import TcpOptions, Tls
 
 A, B = "10.0.0.1:7000", "10.0.0.2:7000"
+TREE = FanIn((SwitchNode(A), SwitchNode(B, parent=A, workers=(0, 1))), wire="int8")
+
+
+class OtherOptions(TcpOptions):
+    """Those of another transport."""
+
+
 OPTIONS: dict[str, Any] = dict.fromkeys(("store", "compress", "delay", "host_budget"))
 
 
@@ -54,6 +61,13 @@ OPTIONS: dict[str, Any] = dict.fromkeys(("store", "compress", "delay", "host_bud
         (lambda: Servers([A], buffering="some"), "buffering = 'some'"),  # type: ignore[arg-type]
         (lambda: Servers([A], residuals=Files(["a", "b"])), "residuals in 2 directories"),
         (lambda: Servers([A], token=b"x" * 16, link=TcpOptions()), "together with token"),
+        (lambda: Servers([A], fan_in=B), f"fan_in = '{B}'"),
+        (lambda: Servers([A], fan_in=[]), "fan_in without a switch"),
+        (lambda: Servers([A], fan_in=[A, B]), "2 switches are below no other"),
+        (lambda: Servers([A], fan_in=["rack"]), "'rack' is no address"),
+        (lambda: Servers([A], fan_in=[B], tls=Tls(ca=Path("ca.pem"))), "not encrypted"),
+        (lambda: Servers([A], fan_in=[B], link=TcpOptions(tls=Tls())), "not encrypted"),
+        (lambda: Servers([A], fan_in=[B], link=OtherOptions()), "link= is .*OtherOptions"),
     ],
 )
 def test_a_value_refuses_what_it_cannot_be(make: Any, words: str) -> None:
@@ -120,11 +134,41 @@ FEEDBACK = TopK(0.1, error_feedback=True)
             {"delay": Delay(2), "store": Servers([A], buffering="none")},
             "needs those that forward had",
         ),
+        (
+            {"compress": TopK(0.1), "store": Servers([A], fan_in=[B])},
+            "switches add whole gradients",
+        ),
+        (
+            {"store": Servers([A], fan_in=TREE), "group": WorkerGroup(workers=3)},
+            r"workers \[0, 1\] are below switches, the job has workers 0 to 2",
+        ),
+        (
+            {
+                "store": Servers([A], fan_in=TREE, relay="1GiB"),
+                "group": WorkerGroup(workers=2, local=2),
+            },
+            r"workers \[0, 1\] are below switches, the job has workers 0 to 0",
+        ),
+        (
+            {"store": Servers([A], fan_in=[B]), "group": WorkerGroup(workers=65)},
+            "65 children of switch 10.0.0.2:7000, 1 to 64",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         asked(**options)
+
+
+def test_what_sums_in_the_network_cost_is_printed() -> None:  # Rule 2
+    said: list[str] = []
+    group = WorkerGroup(workers=2)
+    asked(store=Servers([A], fan_in=TREE), group=group, report=said.append).say_lossy()
+    # 2 workers, 6 bits of magnitude each: 2 units of 2^-6 of a power of two of up to twice as much
+    assert len(said) == 1 and "summed in the network as int8, by 2 switch(es)" in said[0]
+    assert f"off by at most {2 * 2 * 2.0**-6:.1e} of the greatest magnitude" in said[0]
+    relayed = Servers([A], fan_in=[B], relay="1GiB")
+    assert asked(store=relayed, group=WorkerGroup(workers=4, local=2)).participants == 2
 
 
 @pytest.mark.parametrize(

@@ -97,9 +97,9 @@ def described(plan: FanIn, participants: int) -> str:
     # of the greatest magnitude of a block, which is at least half of the power of two above it
     off = 2 * error_bound(ONE, participants, plan.width)
     return (
-        f"gradients are summed in the network as {plan.wire}, by {len(plan.switches)} switch(es): an"
-        f" element of the sum of {participants} is off by at most {off:.1e} of the greatest magnitude"
-        f" among the {BLOCK} elements that share its scale"
+        f"gradients are summed in the network as {plan.wire}, by {len(plan.switches)} switch(es):"
+        f" an element of the sum of {participants} is off by at most {off:.1e} of the greatest"
+        f" magnitude among the {BLOCK} elements that share its scale"
     )
 
 

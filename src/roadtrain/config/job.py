@@ -221,7 +221,7 @@ class ServersSection(Section):
     )
     switches: Annotated[list[SwitchSection], BeforeValidator(_switch_tables)] = Field(
         default=[],
-        description="switches that sum gradients on their way: HOST:PORT of the only one, or tables",
+        description="switches that sum gradients on their way: HOST:PORT of the only, or tables",
     )
     wire: Wire = Field(
         default="int32", description="what an element of a gradient travels as to switches"
@@ -234,7 +234,7 @@ class ServersSection(Section):
     )
     multicast: Literal["auto", "off"] = Field(
         default="auto",
-        description="auto: the network copies parameters to all workers where it can; off: switches",
+        description="auto: the network copies parameters to all where it can; off: switches do",
     )
 
     @model_validator(mode="after")
@@ -288,13 +288,14 @@ def _kept_of(percent: Any) -> Any:
     return percent / 100 / 2 if isinstance(percent, int | float) else percent
 
 
+FAN_IN_KEYS = ("switches", "wire", "window", "multicast")  # that the first edition did not have
 FORMER_KEYS = {
     "store.dirs": Former("store.files"),
     "store.servers": Former("servers.addresses"),
     **{
         f"store.{name}": Former(f"servers.{name}")
         for name in ServersSection.model_fields
-        if name != "addresses"
+        if name not in ("addresses", *FAN_IN_KEYS)
     },
     "compress.topk": Former("compress.keep", _kept_of),
     "compress.gradients": Former("compress.downcast"),

@@ -63,8 +63,8 @@ def verify(job: Job, steps: int, report: Report = print) -> bool:
             report("the servers are left alone: verify runs on this host, in memory")
             if job.servers.switches:
                 report(
-                    f"so is the sum in the network as {job.servers.wire}: what it changes within its"
-                    " bound is not compared"
+                    f"so is the sum in the network as {job.servers.wire}: what that changes, within"
+                    " its bound, is not compared"
                 )
             job = job.changed(
                 dict.fromkeys(

@@ -39,7 +39,6 @@ from roadtrain.runtime import frames as m
 from roadtrain.runtime.fan_in.granted import ROUNDS, Gradient, Granted, Numbers
 from roadtrain.runtime.fan_in.pulls import Asked, Pulls
 from roadtrain.runtime.fan_in.streams import (
-    BUSY_S,
     Batch,
     BeatClock,
     PacketPort,
@@ -90,8 +89,8 @@ def dial(
     *,
     name: str,
 ) -> Link:
-    """A link to the server there; with a `participant` to the fan-in end in front of it. Raises what
-    tcp.connect does, and ConfigError where the participant is below no switch."""
+    """A link to the server there; with a `participant` to the fan-in end in front of it. Raises
+    what tcp.connect does, and ConfigError where the participant is below no switch."""
     if participant is None:
         greeting = m.encode(hello)
         return tcp.connect(
@@ -179,7 +178,8 @@ class FanInLink:
     ) -> None:
         if not push.dense or len(parts) != 1:
             raise WireError(
-                f"{self.peer}: a compressed gradient of chunk {push.chunk} has no sum in the network",
+                f"{self.peer}: a compressed gradient of chunk {push.chunk} is not summed in the"
+                " network",
                 hint="leave out the compression, or the fan-in",
             )
         chunk = self._own.chunks[push.chunk]
@@ -293,11 +293,11 @@ class FanInLink:
             joined.switch = joined.sender.to = switch
             return
         home = _own_address(switch)
-        up = DatagramSocket((home, 0), **self._buffers())
+        up = self._socket(home)
         sockets = [up]
         try:
             if said.group:
-                sockets.append(self._group_socket(address_of(said.group), home))
+                sockets.append(self._socket(home, address_of(said.group)))
         except BaseException:
             up.close()
             raise
@@ -336,15 +336,13 @@ class FanInLink:
             self._leave()
             return
         sender.may_send(ready)
-        for each in (sender, *joined.ports):
-            each.start()
+        sender.start()
+        for port in joined.ports:
+            port.start()
 
-    def _buffers(self) -> dict[str, int]:
+    def _socket(self, home: str, group: Address | None = None) -> DatagramSocket:
         window = self._plan.window * PACKET_NBYTES
-        return {"receive_nbytes": 2 * window, "send_nbytes": window}
-
-    def _group_socket(self, group: Address, home: str) -> DatagramSocket:
-        return DatagramSocket((home, 0), **self._buffers(), group=group)
+        return DatagramSocket((home, 0), receive_nbytes=2 * window, send_nbytes=window, group=group)
 
     def _failed(self, error: BaseException) -> None:
         """Of a thread of packets."""
@@ -381,7 +379,7 @@ class FanInLink:
                 self._pulls.whole(asked, base)
             assert asked.into is not None
             header = m.encode((asked.ticket, asked.key[0]))
-            self._arrived(m.PULLED, header, memoryview(asked.into))
+            self._arrived(m.PULLED, header, asked.into.data)
 
     def _new(self, batch: Batch) -> np.ndarray:
         """Which packets have not come before."""
