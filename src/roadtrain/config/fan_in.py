@@ -62,6 +62,8 @@ class FanIn:
         if not self.switches:
             raise ConfigError("fan_in without a switch", hint="switches = [{address = ...}]")
         names = [one.address for one in self.switches]
+        if not all(names):
+            raise ConfigError("fan_in: a switch without an address", hint="its HOST:PORT")
         if twice := {name for name in names if names.count(name) > 1}:
             raise ConfigError(f"fan_in: switch {sorted(twice)[0]} stands there twice")
         for one in self.switches:

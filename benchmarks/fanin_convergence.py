@@ -1,0 +1,203 @@
+"""Does training converge with gradients that the network adds as integers? The small job
+(examples/stdlib.toml: its model, text, optimizer and clipping as they are) for STEPS steps with
+WORKERS workers, whose gradients are added in fp32, and as integers of 32, 16 and 8 bits; all from
+the same first values, each worker with rows of its own.
+
+One process computes for all workers. Gradients lie in the chunks that place() cuts a model into,
+and pass through the kernels of the wire (kernels/fixed_point.py) packet by packet, so a sum has the
+bits that it has behind switches. Updates are torch's.
+Compared is the mean of the last TAIL losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import fmean
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+
+import roadtrain
+from benchmarks.report import Row, cores
+from roadtrain.chunks import Chunk
+from roadtrain.config.fan_in import WIDTH
+from roadtrain.config.job import Job, load_job
+from roadtrain.kernels import fixed_point
+from roadtrain.kernels.packets import HEADER_NBYTES, PACKET_NBYTES
+from roadtrain.streaming.split import DTYPES, split, table
+from roadtrain.training.build import build_model, build_optimizer, fitted
+from roadtrain.training.data import Tokens
+from roadtrain.training.schedule import learning_rate
+from roadtrain.training.train import loss_of
+
+JOB = Path(roadtrain.__file__).parents[2] / "examples" / "stdlib.toml"
+STEPS, TAIL, WORKERS = 300, 20, 2
+GOALS = {"int32": 0.001, "int16": 0.005, "int8": 0.02}
+
+Sum = Callable[[Sequence[np.ndarray]], np.ndarray]
+
+
+def in_fp32(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Worker after worker, as a server adds."""
+    total = parts[0].copy()
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+def as_integers(width: int) -> Sum:
+    """Through the packets of each worker, and those of their sum."""
+    kind = fixed_point.INTEGER[width]
+
+    def add(parts: Sequence[np.ndarray]) -> np.ndarray:
+        elements, workers = parts[0].size, len(parts)
+        count = fixed_point.packets_of(elements, width)
+        found = np.zeros((workers, fixed_point.blocks_of(elements)), np.uint8)
+        for part, into in zip(parts, found):
+            fixed_point.exponents(part, "fp32", into)
+        maxima = found.max(axis=0)
+        total = np.zeros(count * PACKET_NBYTES, np.uint8)
+        sums = total.reshape(count, PACKET_NBYTES)[:, HEADER_NBYTES:].view(kind)
+        one = np.zeros_like(total)
+        of_one = one.reshape(count, PACKET_NBYTES)[:, HEADER_NBYTES:].view(kind)
+        for part in parts:
+            fixed_point.quantize(part, "fp32", maxima, workers, width, 0, one, PACKET_NBYTES, count)
+            sums += of_one
+        out, all_of_them = np.empty(elements, np.float32), np.ones(count, bool)
+        fixed_point.dequantize(
+            total,
+            PACKET_NBYTES,
+            count,
+            all_of_them,
+            np.arange(count),
+            width,
+            workers,
+            maxima,
+            out,
+        )
+        return out
+
+    return add
+
+
+WAYS: dict[str, Sum] = {"fp32": in_fp32} | {
+    wire: as_integers(width) for wire, width in WIDTH.items()
+}
+
+
+class Workers:
+    """The model of all workers, and their gradients cut into the job's chunks."""
+
+    def __init__(self, job: Job) -> None:
+        torch.manual_seed(job.run.seed)
+        self.job, self.model = job, build_model(job, "cpu")
+        self.optimizer = build_optimizer(job, self.model.parameters())
+        parts = split(self.model, job.model.blocks)
+        groups = {
+            p: i for i, group in enumerate(self.optimizer.param_groups) for p in group["params"]
+        }
+        laid_out = table(parts, groups, DTYPES[job.model.dtype], job.store.chunk_elements)
+        self.params = [p for part in (parts.root, *parts.blocks) for _, p in part.params]
+        self.chunks: list[Chunk] = list(laid_out.trainable)
+
+    def gradients(self) -> list[np.ndarray]:
+        """Those of the last backward, fp32, one array a chunk; they are zero after it."""
+        out = []
+        for chunk in self.chunks:
+            flat = np.zeros(chunk.numel, np.float32)
+            for span in chunk.spans:
+                grad = self.params[span.param].grad
+                if grad is not None:
+                    stop = span.origin + span.stop - span.start
+                    flat[span.start : span.stop] = grad.reshape(-1)[span.origin : stop].numpy()
+            out.append(flat)
+        self.optimizer.zero_grad()
+        return out
+
+    def take(self, sums: Sequence[np.ndarray], workers: int) -> None:
+        """Their means become the parameters' gradients."""
+        for p in self.params:
+            p.grad = torch.zeros_like(p)
+        for chunk, total in zip(self.chunks, sums):
+            mean = torch.from_numpy(total) / workers
+            for span in chunk.spans:
+                grad = self.params[span.param].grad
+                assert grad is not None
+                stop = span.origin + span.stop - span.start
+                grad.view(-1)[span.origin : stop] = mean[span.start : span.stop]
+
+
+def train(job: Job, tokens: Tokens, add: Sum, steps: int, way: str) -> list[float]:
+    """The mean loss of the workers in each step."""
+    workers, losses, begin = Workers(job), list[float](), perf_counter()
+    cpu = torch.device("cpu")
+    for number in range(steps):
+        lr = learning_rate(job, number)
+        for group in workers.optimizer.param_groups:
+            group["lr"] = lr
+        found, each = [], []
+        for rank in range(WORKERS):
+            rows = tokens.batch(number, rank, job.data.batch_size, job.data.seq_len)
+            loss = loss_of(workers.model, *rows, cpu)
+            loss.backward()
+            each.append(loss.item())
+            found.append(workers.gradients())
+        workers.take([add(parts) for parts in zip(*found)], WORKERS)
+        if job.optimizer.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(workers.model.parameters(), job.optimizer.clip_norm)
+        workers.optimizer.step()
+        losses.append(fmean(each))
+        if number + 1 == 3 or (number + 1) % 50 == 0:
+            left_s = (perf_counter() - begin) / (number + 1) * (steps - number - 1)
+            print(
+                f"{way}: step {number + 1} of {steps}, loss {losses[-1]:.3f}, about {left_s:.0f} s"
+                " to go",
+                flush=True,
+            )
+    return losses
+
+
+def rows(quick: bool = False, **changes: Any) -> list[Row]:
+    """`changes`: of the job."""
+    steps, tail = (12, 4) if quick else (STEPS, TAIL)
+    job = load_job(str(JOB), {"run.dir": "runs/fanin-convergence", "run.device": "cpu", **changes})
+    if quick:
+        job = job.changed({"data.seq_len": 32, "model.config.num_hidden_layers": 2})
+    torch.set_num_threads(cores())
+    tokens = Tokens(job.data.paths, job.data.tokenizer, job.data.held_out, job.run.seed)
+    job = fitted(job, tokens)
+    last = {way: fmean(train(job, tokens, add, steps, way)[-tail:]) for way, add in WAYS.items()}
+    case = f"{JOB.name}, {WORKERS} workers, {steps} steps{', a smaller model' if quick else ''}"
+    out = []
+    for wire, goal in GOALS.items():
+        off = last[wire] / last["fp32"] - 1
+        out += [
+            Row(
+                case,
+                f"training loss, mean of the last {tail} steps, gradients as {wire}",
+                "nats",
+                last[wire],
+                last["fp32"],
+                "fp32",
+                None,
+                None,
+                None,
+                None,
+            ),
+            Row(
+                case,
+                f"{wire} against fp32",
+                "%",
+                100 * off,
+                None,
+                None,
+                None,
+                None,
+                f"within {100 * goal:g}",
+                abs(off) <= goal,
+            ),
+        ]
+    return out
