@@ -11,9 +11,11 @@ To its owner it is a link like any other: a gradient's memory is free when `sent
 parameters arrive as PULLED. Order: what is said after a push goes by TCP behind its announcement,
 and the end holds it back until the sum is there.
 
-Threads: those of the TCP link; one that sends packets; one or two that receive them. What they
-raise ends the link, and the owner hears of it by `lost`, with the server and the switch. Does NOT
-know which frames belong to a step.
+Threads: those of the TCP link; one that sends packets; one or two that receive them; one that calls
+the owner. An owner that is at work, or waits for memory that a sum is to free, so never keeps the
+others from packets and grants; where a pull goes is asked when it is sent. What a thread raises
+ends the link, and the owner hears of it by `lost`, with the server and the switch. Does NOT know
+which frames belong to a step.
 """
 
 from __future__ import annotations
@@ -22,19 +24,20 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from roadtrain.chunks import Chunk
+from roadtrain.chunks import PAGE, Chunk
 from roadtrain.config.fan_in import FanIn
 from roadtrain.errors import LostError, PeerError, RoadtrainError, WireError
 from roadtrain.kernels import fixed_point, packets
 from roadtrain.kernels.packets import HEADER_NBYTES, PACKET_NBYTES, PAYLOAD_NBYTES, Kind, PacketKey
-from roadtrain.protocol.numbered import NumberedReceiver
+from roadtrain.protocol.numbered import Heartbeat, NumberedReceiver
 from roadtrain.runtime import frames as m
 from roadtrain.runtime.fan_in.granted import ROUNDS, Gradient, Granted, Numbers
 from roadtrain.runtime.fan_in.pulls import Asked, Pulls
@@ -52,9 +55,12 @@ from roadtrain.transport.datagrams import DatagramSocket
 from roadtrain.transport.link import Link, Receiver
 from roadtrain.transport.stream import FrameStream
 from roadtrain.transport.tcp import Address, TcpOptions
+from roadtrain.units import round_up
 
 TRIAL_S = 1.0  # for a word by the network's own multicast
+MOST_HAVE = (1 << 8 * PAYLOAD_NBYTES) - 1  # what the bitmap of a heartbeat can say
 BEGIN_S = 10.0  # for the thread that connects to have the link
+END_S = 5.0  # for the owner to return
 MAX_NONCE = 64
 
 
@@ -125,19 +131,24 @@ class _Joined:
             one.close()
 
 
+class _Arrived(NamedTuple):
+    kind: int
+    header: bytes
+    payload: memoryview
+
+
 class FanInLink:
     """A Link to its owner; the Receiver of the TCP link.
 
     Invariants: `_pulls`, `_granted` and `_joined` are guarded by `_lock`, which is never held while
-    the owner is called; `_owner_turn` is held by the one thread that calls the owner's `room` or
-    `arrived`. What the owner pushed is told free exactly once."""
+    the owner is called. What the owner pushed is told free exactly once."""
 
     def __init__(self, owner: Receiver, participant: Participant, token: bytes | None) -> None:
         self.peer = f"the server of switch {participant.switch}"
         self._owner, self._own, self._token = owner, participant, token
         self._plan = participant.plan
-        self._lock, self._owner_turn = threading.Lock(), threading.Lock()
-        self._pulls = Pulls(participant.chunks)
+        self._lock = threading.Lock()
+        self._pulls = Pulls()
         self._granted = Granted(participant.chunks, self._plan.width)
         self._received = NumberedReceiver(self._plan.window)
         self._receiving = threading.Lock()  # two ports may take at once
@@ -146,13 +157,17 @@ class FanInLink:
         self._joined: _Joined | None = None
         self._tcp: FrameStream
         self._begun = threading.Event()  # `_tcp` is there
-        self._over = False
-        self._callers: set[int] = set()  # threads that call the owner now
+        self._over = False  # no packets any more
+        self._closed = False  # by the owner: it hears nothing any more
+        # what the owner has to hear: a frame, or how the link was lost; None: nothing more
+        self._heard: SimpleQueue[_Arrived | PeerError | None] = SimpleQueue()
+        self._teller = threading.Thread(target=self._tell, name="tell the owner", daemon=True)
 
     def begin(self, link: FrameStream) -> None:
         """Once, with the TCP link of which this is the Receiver."""
         self._tcp, self.peer = link, f"{link.peer} by switch {self._own.switch}"
         self._begun.set()
+        self._teller.start()
 
     @property
     def strangers(self) -> int:
@@ -175,9 +190,15 @@ class FanInLink:
             self._announce(m.header(kind, header), parts, sent)
             return
         if kind == m.PULL:
-            with self._lock:
-                self._pulls.ask(m.header(kind, header))
+            self._ask(m.header(kind, header))
         self._tcp.send(kind, header, parts, sent, urgent=urgent)
+
+    def _ask(self, pull: m.PullHeader) -> None:
+        nbytes = round_up(self._own.chunks[pull.chunk].weights_nbytes, PAGE)
+        header = m.encode((pull.ticket, pull.chunk))
+        into = np.frombuffer(self._owner.room(m.PULLED, header, nbytes), np.uint8)
+        with self._lock:
+            self._pulls.ask(pull, into)
 
     def _announce(
         self, push: m.PushHeader, parts: Sequence[memoryview], sent: Callable[[], None] | None
@@ -203,19 +224,19 @@ class FanInLink:
 
     def close(self) -> None:
         """Gradients that were not summed yet are told free: a step that was committed has none."""
-        with self._lock:
-            first, self._over = not self._over, True
-        if threading.get_ident() in self._callers:  # it cannot wait for itself
+        self._closed = True
+        if threading.current_thread() is self._teller:  # it cannot wait for itself
             threading.Thread(target=self._close, name=f"close {self.peer}", daemon=True).start()
-        elif first or not self._begun.is_set():
-            self._close()
         else:
-            self._tcp.close()
+            self._close()
 
     def _close(self) -> None:
         self._leave()
         if self._begun.is_set():
             self._tcp.close()
+        self._heard.put(None)
+        if self._teller.is_alive():
+            self._teller.join(END_S)
 
     def _leave(self) -> None:
         """The datagrams' half ends."""
@@ -238,10 +259,10 @@ class FanInLink:
         if kind == m.PULLED:
             said: m.PulledHeader = m.header(kind, header)
             with self._lock:
-                ticket = self._pulls.over_tcp(said.ticket, said.chunk)
-            header = m.encode((ticket, said.chunk))
-            self._tickets.append(header)
-        return self._room(kind, header, nbytes)
+                asked = self._pulls.over_tcp(said.ticket, said.chunk)
+            self._tickets.append(asked.header)
+            return asked.into.data
+        return self._owner.room(kind, header, nbytes)
 
     def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
         match kind:
@@ -255,34 +276,26 @@ class FanInLink:
                 if joined is not None:
                     joined.sender.may_send(ready)
             case m.PULLED:
-                self._arrived(kind, self._tickets.popleft(), payload)
+                self._heard.put(_Arrived(kind, self._tickets.popleft(), payload))
             case _:
-                self._arrived(kind, header, payload)
+                self._heard.put(_Arrived(kind, header, payload))
 
     def lost(self, error: PeerError) -> None:
         self._leave()
-        with self._calling():
-            self._owner.lost(error)
+        self._heard.put(error)
 
-    def _room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
-        with self._calling():
-            return self._owner.room(kind, header, nbytes)
-
-    def _arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
-        with self._calling():
-            if not self._over:
-                self._owner.arrived(kind, header, payload)
-
-    @contextmanager
-    def _calling(self) -> Iterator[None]:
-        """One thread at a time calls the owner."""
-        me = threading.get_ident()
-        with self._owner_turn:
-            self._callers.add(me)
+    def _tell(self) -> None:
+        """Its own thread: the owner hears all, in order, until the link is lost or closed."""
+        while not self._closed and (heard := self._heard.get()) is not None:
+            if self._closed:
+                return
+            if isinstance(heard, PeerError):
+                self._owner.lost(heard)
+                return
             try:
-                yield
-            finally:
-                self._callers.discard(me)
+                self._owner.arrived(*heard)
+            except BaseException as error:
+                self._failed(error)
 
     # the datagrams' half
 
@@ -383,9 +396,7 @@ class FanInLink:
         for asked, base in done:
             with self._lock:
                 self._pulls.whole(asked, base)
-            assert asked.into is not None
-            header = m.encode((asked.ticket, asked.key[0]))
-            self._arrived(m.PULLED, header, asked.into.data)
+            self._heard.put(_Arrived(m.PULLED, asked.header, asked.into.data))
 
     def _new(self, batch: Batch) -> np.ndarray:
         """Which packets have not come before."""
@@ -395,9 +406,6 @@ class FanInLink:
         return new
 
     def _copy(self, batch: Batch, ours: np.ndarray, asked: Asked) -> None:
-        if asked.into is None:
-            header = m.encode((asked.ticket, asked.key[0]))
-            asked.into = np.frombuffer(self._room(m.PULLED, header, asked.nbytes), np.uint8)
         index = batch.headers["c"].astype(np.uint32)
         asked.take(index[ours])
         packets.copy_out(batch.buffer, batch.segment, batch.count, ours, index, asked.into)
@@ -452,6 +460,7 @@ class FanInLink:
         with self._receiving:
             beat = self._received.heartbeat() if self._clock.due() else None
         if beat is not None:
+            beat = Heartbeat(beat.ack, beat.credit, beat.have & MOST_HAVE)
             packet = beat_packet(
                 joined.key,
                 joined.job,

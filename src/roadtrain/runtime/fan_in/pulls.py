@@ -9,16 +9,13 @@ that no broadcast has begun to fill; it takes the last, whichever ticket it name
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from roadtrain.chunks import PAGE, Chunk
 from roadtrain.errors import WireError
 from roadtrain.kernels.packets import PAYLOAD_NBYTES
 from roadtrain.runtime import frames as m
-from roadtrain.units import round_up
 
 VERSIONS = 1 << 32  # a packet has that many of them
 Key = tuple[int, int]  # chunk, version modulo VERSIONS
@@ -30,10 +27,14 @@ class Asked:
 
     ticket: int
     key: Key
-    nbytes: int
+    into: np.ndarray  # uint8: where it goes
     here: np.ndarray  # bool, one a packet: it has come
     missing: int
-    into: np.ndarray | None = None  # uint8: where it goes; None until something has come
+
+    @property
+    def header(self) -> bytes:
+        """Of the PULLED that answers it."""
+        return m.encode((self.ticket, self.key[0]))
 
     def take(self, index: np.ndarray) -> None:
         """The packets `index` of it have come. WireError where it has no such."""
@@ -49,18 +50,17 @@ class Pulls:
     """All of one link. Invariants: of a key, those in `_begun` are in none of `_waiting`; tickets
     in `_keys` are those of keys that have a pull left."""
 
-    def __init__(self, chunks: Sequence[Chunk]) -> None:
-        self._chunks = chunks
+    def __init__(self) -> None:
         self._waiting: dict[Key, list[Asked]] = {}  # no packet of a broadcast has come; in order
         self._begun: dict[tuple[Key, int], Asked] = {}  # by the first number of its broadcast
         self._keys: dict[int, Key] = {}  # ticket -> what was asked for with it
         self._left: dict[Key, int] = {}  # pulls without their whole answer
 
-    def ask(self, pull: m.PullHeader) -> None:
+    def ask(self, pull: m.PullHeader, into: np.ndarray) -> None:
+        """`into`: uint8, as long as the answer."""
         key = (pull.chunk, pull.version % VERSIONS)
-        nbytes = round_up(self._chunks[pull.chunk].weights_nbytes, PAGE)
-        count = -(-nbytes // PAYLOAD_NBYTES)
-        asked = Asked(pull.ticket, key, nbytes, np.zeros(count, bool), count)
+        count = -(-into.size // PAYLOAD_NBYTES)
+        asked = Asked(pull.ticket, key, into, np.zeros(count, bool), count)
         self._waiting.setdefault(key, []).append(asked)
         self._keys[pull.ticket] = key
         self._left[key] = self._left.get(key, 0) + 1
@@ -82,13 +82,13 @@ class Pulls:
         del self._begun[asked.key, base]
         self._answered(asked.key)
 
-    def over_tcp(self, ticket: int, chunk: int) -> int:
-        """The ticket that an answer over TCP goes to. WireError where none is waited for."""
+    def over_tcp(self, ticket: int, chunk: int) -> Asked:
+        """The pull that an answer over TCP goes to. WireError where none is waited for."""
         key = self._keys.get(ticket, (-1, 0))
         waiting = self._waiting.get(key)
         if key[0] != chunk or not waiting:
             raise WireError(f"chunk {chunk} came for ticket {ticket}, which did not ask for it")
-        taker = waiting.pop().ticket
+        taker = waiting.pop()
         self._answered(key)
         return taker
 
