@@ -149,7 +149,11 @@ def test_a_kill_is_noticed_and_nothing_is_lost(whom, hosts, switches, tmp_path):
     codes = workers.join(60)
     assert time.monotonic() - begin < 30 and 3 in codes, codes
     said = "; ".join(workers.errors())
-    name = {"worker": "worker 1", "server": "server 0", "switch for good": "switch"}[whom]
+    name = {
+        "worker": "worker 1",
+        "server": "server 0",
+        "switch for good": f"switch {plan.root.address}",
+    }[whom]
     assert name in said and "step" in said, said
     done = max(int(s) for s in losses(workers.logs[0]) if s.isdigit())
     assert done < steps, "killed too late to see anything"

@@ -243,7 +243,9 @@ class RemoteServers:
         return time.monotonic()
 
     def _join(self, number: int, options: TcpOptions) -> None:
-        server = RemoteServer(number, self.names[number], self.servers)
+        own = self._participant()
+        peer = self.names[number] + (f" by switch {own.switch}" if own is not None else "")
+        server = RemoteServer(number, peer, self.servers)
         g, name = self.group, f"server {number}"
         hello = m.Hello(g.session, g.rank, g.workers, g.local, number, self.meta.signature)
         if self._sockets is not None:
@@ -256,9 +258,7 @@ class RemoteServers:
                 language=m.LANGUAGE,
             )
         else:
-            plan, address = self.reach.fan_in, self.reach.addresses[number]
-            chunks = self.store_plan.table.chunks
-            own = Participant(plan, g.rank, g.workers, chunks) if plan is not None else None
+            address = self.reach.addresses[number]
             server.link = dial(address, server, options, hello, own, name=name)
         try:
             fields, description = server.wait(m.WELCOME, "a welcome", self._deadline_s)
@@ -271,6 +271,16 @@ class RemoteServers:
         if self.group.rank == 0:
             meta = StoreMeta.from_json(description, server.peer) if description else None
             self._stores.add(number, FoundStore(newest, snapshots, every, meta))
+
+    def _participant(self) -> Participant | None:
+        """Who takes part in the network's sum for this worker."""
+        plan, group, each = self.reach.fan_in, self.group, 1
+        if plan is None:
+            return None
+        if self._sockets is not None:  # the relay of its host does
+            each = group.local
+        chunks = self.store_plan.table.chunks
+        return Participant(plan, group.rank // each, group.workers // each, chunks)
 
     def _enough(self, missing: Mapping[int, PeerError | None]) -> bool:
         return self._enough_for_first(missing) if self.group.rank == 0 else self._enough_for_other()
