@@ -18,9 +18,11 @@ from roadtrain.api.request import Request
 from roadtrain.api.session_plan import plan_session
 from roadtrain.api.stores import store_of
 from roadtrain.chunks import ChunkTable, ParamSpec
+from roadtrain.config.job import make_job
 from roadtrain.errors import BudgetError, ConfigError
 from roadtrain.kernels.torch_rules import rules_for
 from roadtrain.runtime.worker_group import WorkerGroup
+from roadtrain.training.train import store_of as train_store_of
 from roadtrain.transport.tcp import TcpOptions, Tls
 
 A, B = "10.0.0.1:7000", "10.0.0.2:7000"
@@ -298,3 +300,12 @@ def test_it_is_said_what_is_lossy_or_late() -> None:
 def test_a_budget_of_the_host_that_cannot_do() -> None:
     with pytest.raises(BudgetError, match=r"the budget is 1\.0 MiB"):
         placed_losses(host_budget="1MiB")
+
+
+def test_a_jobs_switches_reach_its_servers() -> None:
+    job = make_job({"model": {"pretrained": "x"}, "servers": {"addresses": [A], "switches": [B]}})
+    store = train_store_of(job, moves=False)
+    assert isinstance(store, Servers) and store.plan == FanIn((SwitchNode(B),))
+    alone = make_job({"model": {"pretrained": "x"}, "servers": {"switches": [B]}})
+    with pytest.raises(ConfigError, match="switches, and no servers are given"):
+        train_store_of(alone, moves=False)
