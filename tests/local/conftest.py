@@ -41,9 +41,7 @@ def hosts(tmp_path):
     made = []
 
     def make(n, **options):
-        for _ in range(n):
-            directory = options.get("directory", tmp_path / f"host{len(made)}")
-            made.append(HostProcess(**{**options, "directory": directory}))
+        made.extend(HostProcess(tmp_path / f"host{len(made)}", **options) for _ in range(n))
         return made[-n:]
 
     make.all = made
