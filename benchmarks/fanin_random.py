@@ -18,6 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from benchmarks.fanin_plain import WIDTHS
+from benchmarks.report import Row
 from roadtrain.kernels.packets import (
     HEADER,
     HEADER_NBYTES,
@@ -27,6 +28,7 @@ from roadtrain.kernels.packets import (
     VERSION,
     Kind,
 )
+from roadtrain.kernels.switch_table import SwitchTable
 from roadtrain.protocol.numbered import Heartbeat, NumberedReceiver, NumberedSender
 
 BATCH = 45  # numbers that a worker takes at once: what one call sends
@@ -268,3 +270,22 @@ def through(
     outcome = scene.finish()
     outcome.seconds = perf_counter() - began
     return outcome
+
+
+CASE = "random packets through a switch's table: loss, repetition, reordering, restarts"
+
+
+def rows(quick: bool) -> list[Row]:
+    """Of the issue's item: how many sums are wrong."""
+    found = through(SwitchTable, 100_000 if quick else 10_000_000)
+    text = f"of {found.packets:,} packets, {found.sums:,} sums, {found.restarts} restarts"
+    rate = found.packets / found.seconds
+    return [
+        _row(f"wrong sums {text}", "sums", found.wrong, "0", found.wrong == 0),
+        _row("sent again by workers", "packets", found.resent, None, None),
+        _row("this program's packets a second, all on one core", "packets/s", rate, None, None),
+    ]
+
+
+def _row(metric: str, unit: str, ours: float, goal: str | None, met: bool | None) -> Row:
+    return Row(CASE, metric, unit, ours, None, None, None, None, goal, met)

@@ -11,16 +11,22 @@ from benchmarks.fanin_machines import LiteralSwitch
 from benchmarks.fanin_plain import PlainTable
 from benchmarks.fanin_random import Scene, Table, Weather, through
 from roadtrain.errors import WireError
+from roadtrain.kernels.switch_table import SwitchTable
 
 BAD = Weather(loss=0.05, repeated=0.05, very_late=0.05, restart=0.05)
 
 
-@pytest.mark.parametrize("table", [PlainTable])
+@pytest.mark.parametrize("table", [PlainTable, SwitchTable])
 @pytest.mark.parametrize("workers, window", [(2, 64), (3, 256)])
 def test_no_sum_is_wrong(table: type[Table], workers: int, window: int) -> None:  # Rule 1
     found = through(table, 20_000, seed=1, workers=workers, window=window, weather=BAD)
     assert found.wrong == 0 and found.packets >= 20_000 and found.restarts > 0
     assert found.sums > 2_000
+
+
+def test_many_packets_through_the_compiled_table() -> None:  # Rule 1
+    found = through(SwitchTable, 100_000, seed=2, workers=4, window=512)
+    assert found.wrong == 0 and found.packets >= 100_000
 
 
 def test_what_is_not_lost_is_not_sent_again() -> None:
