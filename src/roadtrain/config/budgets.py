@@ -291,9 +291,11 @@ def derive_server(
     workers: int,
     holds_gradients: bool,
     wide: bool = False,
+    beside: int = 0,
 ) -> ServerBudgets:
     """Split a server's `host_bytes`; `records` are its own. `wide`: gradients come in fp32.
-    Raises BudgetError with the least that would do."""
+    `beside`: of these bytes, what the end of a fan-in has. Raises BudgetError with the least that
+    would do."""
     mine = [table.chunks[number] for number in sorted(records)]
     trainable = [c for c in mine if c.trainable]
     record = max((round_up(r.nbytes, HUGE) for r in records.values()), default=HUGE)
@@ -301,11 +303,12 @@ def derive_server(
     piece = max((round_up(r.weights_nbytes, HUGE) for r in records.values()), default=HUGE)
     piece = max(piece, scratch) if wide else piece
     buffers, pool, answers = 2, 4, max(4, 2 * workers)
-    least = buffers * (record + scratch) + (workers * pool + answers) * piece
+    least = beside + buffers * (record + scratch) + (workers * pool + answers) * piece
     if host_bytes < least:
+        of_it = f" ({show_bytes(beside)} of it for its fan-in)" if beside else ""
         raise BudgetError(
             f"a server of {len(mine)} chunks and {workers} workers needs at least"
-            f" {-(-least // MIB)} MiB, its budget is {show_bytes(host_bytes)}",
+            f" {-(-least // MIB)} MiB{of_it}, its budget is {show_bytes(host_bytes)}",
             hint="raise --budget, or choose smaller chunks (chunk_elements)",
         )
     left = host_bytes - least
@@ -316,6 +319,39 @@ def derive_server(
     pool, left = pool + more, left - more * workers * piece
     kept = RecordBudgets(buffers, record, scratch, *_kept(mine, records, left))
     return ServerBudgets(kept, pool, answers, piece)
+
+
+@dataclass(frozen=True)
+class FanInBudgets:
+    """Of the end of a fan-in in front of a server."""
+
+    copies: int  # buffers of parameters on their way to the workers
+    piece_bytes: int
+    sums: int  # buffers of sums of gradients on their way to the server
+    scratch_bytes: int
+
+    @property
+    def total(self) -> int:
+        """Bytes that may be in use at once."""
+        return self.copies * self.piece_bytes + self.sums * self.scratch_bytes
+
+
+# Of copies and of sums: one is filled while another is sent.
+LEAST_BUFFERS, MOST_BUFFERS = 2, 6
+
+
+def derive_fan_in(
+    table: ChunkTable, records: Mapping[int, Record], host_bytes: int
+) -> FanInBudgets:
+    """Of a server's `host_bytes` a quarter at most, or the least that does; what is left is the
+    server's (`derive_server`, which refuses). `records`: the server's own."""
+    mine = [table.chunks[number] for number in sorted(records)]
+    piece = max((round_up(c.weights_nbytes, HUGE) for c in mine), default=HUGE)
+    scratch = max((round_up(c.numel * 4, HUGE) for c in mine if c.trainable), default=HUGE)
+    least = LEAST_BUFFERS * (piece + scratch)
+    more = max(host_bytes // 4 - least, 0) // (piece + scratch)
+    count = min(LEAST_BUFFERS + more, MOST_BUFFERS)
+    return FanInBudgets(count, piece, count, scratch)
 
 
 @dataclass(frozen=True)

@@ -64,12 +64,18 @@ class StoreHost(Protocol):
         """Once, soon to be followed by `tear_down` from the host's own thread."""
 
 
+# (layout, number of the server, bytes that it may use) -> bytes that are not the server's
+MemoryBeside = Callable[[StoreMeta, int, int], int]
+
+
 class ServerSession(ParameterSession):
     """`server` runs from Begin on. `host`: of what is in its memory and on its files; it is
     told once that the session is over, and tears it down."""
 
-    def __init__(self, hello: m.Hello, host: StoreHost) -> None:
+    def __init__(self, hello: m.Hello, host: StoreHost, beside: MemoryBeside | None = None) -> None:
+        """`beside`: who else takes of this process's memory, asked once the layout is known."""
         super().__init__(hello.workers, hello.local)
+        self._beside = beside
         self.name, self.number, self.host, self.store = (
             hello.session,
             hello.server,
@@ -238,13 +244,15 @@ class ServerSession(ParameterSession):
     def _plan_memory(
         self, tier: FileTier, meta: StoreMeta, rules: list[Rule], holds_gradients: bool
     ) -> None:
+        nbytes = self.host.nbytes - (self.snapshots.nbytes if self.snapshots else 0)
         budgets = derive_server(
             meta.table,
             meta.owned(self.number),
-            self.host.nbytes - (self.snapshots.nbytes if self.snapshots else 0),
+            nbytes,
             workers=self.workers,
             holds_gradients=holds_gradients,
             wide=self.local < 0,
+            beside=self._beside(meta, self.number, nbytes) if self._beside else 0,
         )
         tier.spill_workers = self.workers
         self.answers = BufferPool(budgets.answers, budgets.piece_bytes)
@@ -420,6 +428,8 @@ class ServerSession(ParameterSession):
         names = {rank: f"{role} {rank}" for rank in range(self.workers)}
         for rank, worker in here.items():
             names[rank] += f" ({worker.link.peer.partition('(')[2].rpartition(':')[0]})"
+        if self._beside is not None:
+            names = {0: "the fan-in"}  # in this process; it says itself whom it waits for
         pulls, owed = self.server.waits() if self.server else ([], [(0, "the opened store")])
         text = f"step {self.step}, {self.workers} worker(s)"
         if owed:

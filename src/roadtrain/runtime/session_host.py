@@ -21,10 +21,11 @@ from pathlib import Path
 
 import psutil
 
-from roadtrain.errors import ConfigError, LostError, WireError
+from roadtrain.errors import ConfigError, ForeignError, LostError, RoadtrainError, WireError
 from roadtrain.runtime import frames as m
 from roadtrain.runtime import health
 from roadtrain.runtime.connection import MOST_WORKERS
+from roadtrain.runtime.fan_in.end import FanInEnd
 from roadtrain.runtime.hosted_store import HostedStore
 from roadtrain.runtime.reducer import serve_sums
 from roadtrain.runtime.server_session import ServerSession
@@ -141,6 +142,8 @@ class SessionHost:
         self.nbytes, self.report = nbytes, report
         self.silent_s = silent_s  # how long a worker may be silent
         self.session: ServerSession | None = None
+        self.fan_in: FanInEnd | None = None  # in front of `session`, if its job has one
+        self._options = options
         self._ended: queue.SimpleQueue[tuple[ServerSession, BaseException] | None] = (
             queue.SimpleQueue()
         )
@@ -156,21 +159,46 @@ class SessionHost:
             rest = m.decoded(m.WITHOUT_REST, hello[len(m.WITHOUT) :], "no word of a witness")
             done = self._go_on_without(rest)
             return health.answer(link, ("noted" if done else "not the last session here", {}, {}))
-        said = m.decoded(m.HELLO, hello, "no greeting of a worker")
-        if not 0 <= said.rank < said.workers <= MOST_WORKERS:
-            raise WireError(f"worker {said.rank} of {said.workers}")
+        if hello.startswith(m.FAN_IN_GREETING):
+            greeting = hello[len(m.FAN_IN_GREETING) :]
+            return self._accept_fan_in(
+                link, m.decoded(m.FAN_IN_HELLO, greeting, "no greeting of a fan-in")
+            )
+        said = _checked(m.decoded(m.HELLO, hello, "no greeting of a worker"))
         with self._lock:
             session = self.session
             if session is None:
                 session = self.session = ServerSession(said, self)
+            elif self.fan_in is not None:
+                raise self._not_alike(said, "worker {} has no fan_in, the others have one")
             elif not session.is_of(said):
                 raise session.busy()
             return session.admit(said.rank, link, said.signature)
 
+    def _accept_fan_in(self, link: Link, said: m.FanInHello) -> Receiver:
+        """A participant of a job that sums in the network. The first one begins the session."""
+        hello = _checked(said.hello)
+        with self._lock:
+            if self.session is None:
+                end = FanInEnd(said, self, self._options)
+                self.fan_in, self.session = end, end.server
+            elif self.fan_in is None:
+                raise self._not_alike(hello, "worker {} has a fan_in, the others have none")
+            elif not self.fan_in.is_of(hello):
+                raise self.fan_in.busy()
+            return self.fan_in.accept(link, said)
+
+    def _not_alike(self, said: m.Hello, words: str) -> RoadtrainError:
+        """Why a worker cannot join a session of the other kind."""
+        assert self.session is not None
+        if said.session != self.session.name:
+            return self.session.busy()
+        return ForeignError(words.format(said.rank), hint="every worker has the same fan_in")
+
     def status(self) -> m.Status:
         doing: m.Status = "no session: waits for workers", {}, {}
-        if self.session is not None:
-            doing = self.session.status()
+        if (doer := self.fan_in or self.session) is not None:
+            doing = doer.status()
         return f"state {self.store.rests}; {doing[0]}", *doing[1:]
 
     def _go_on_without(self, said: m.Without) -> bool:
@@ -191,8 +219,9 @@ class SessionHost:
             try:
                 over = self._ended.get(timeout=LOOK_S)
             except queue.Empty:
-                if (session := self.session) is not None:
-                    session.look(self.silent_s)
+                for one in (self.fan_in, self.session):
+                    if one is not None:
+                        one.look(self.silent_s)
                 continue
             if over is None:
                 return
@@ -202,13 +231,15 @@ class SessionHost:
         step = session.step
         try:
             session.tear_down(error)
+            if self.fan_in is not None:
+                self.fan_in.tear_down(error)
         except Exception as failed:  # whatever it was, the next one finds a server that is free
             self.report(
                 f"ending the session: {type(failed).__name__}: {failed}".replace("\n", "; ")
             )
         self.report(f"session over at step {step}: {error}".replace("\n", "; "))
         with self._lock:
-            self.session = None
+            self.session = self.fan_in = None
 
     def stop(self) -> None:
         self._ended.put(None)
@@ -218,5 +249,13 @@ class SessionHost:
 
     def __exit__(self, *_: object) -> None:
         self._listener.close()
-        if self.session is not None:
-            self.session.tear_down(LostError("the server stops"))
+        for one in (self.session, self.fan_in):
+            if one is not None:
+                one.tear_down(LostError("the server stops"))
+
+
+def _checked(said: m.Hello) -> m.Hello:
+    """Raises WireError for a worker that cannot be."""
+    if not 0 <= said.rank < said.workers <= MOST_WORKERS:
+        raise WireError(f"worker {said.rank} of {said.workers}")
+    return said
