@@ -1,0 +1,221 @@
+"""A BPF program: compiled by clang, loaded and run by libbpf (through ctypes).
+
+It is compiled where it is loaded: a few tenths of a second at the start of a switch, no binary
+that nobody can read, no cache that somebody else could write to. Everything that can lack (clang,
+the headers of libbpf, libbpf, the right to load) raises BpfError with one line. What is loaded and
+attached is held by descriptors of this process, and ends with it. Does NOT know what a program
+does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from roadtrain.errors import RoadtrainError
+
+COMPILE_S = 60.0
+MAP_ARRAY = 2  # BPF_MAP_TYPE_ARRAY
+INNER_MAP = 1 << 12  # BPF_F_INNER_MAP: tables of one map of maps differ in size
+ATTACH_XDP = 37  # BPF_XDP
+NATIVE, GENERIC = 1 << 2, 1 << 1  # XDP_FLAGS_DRV_MODE, XDP_FLAGS_SKB_MODE
+
+
+class BpfError(RoadtrainError):
+    """No program here; the message is one line that says why."""
+
+
+class _MapOptions(ctypes.Structure):
+    """struct bpf_map_create_opts"""
+
+    _fields_ = [
+        ("sz", ctypes.c_size_t),
+        ("btf_fd", ctypes.c_uint32),
+        ("btf_key_type_id", ctypes.c_uint32),
+        ("btf_value_type_id", ctypes.c_uint32),
+        ("btf_vmlinux_value_type_id", ctypes.c_uint32),
+        ("inner_map_fd", ctypes.c_uint32),
+        ("map_flags", ctypes.c_uint32),
+        ("map_extra", ctypes.c_uint64),
+        ("numa_node", ctypes.c_uint32),
+        ("map_ifindex", ctypes.c_uint32),
+    ]
+
+
+class _RunOptions(ctypes.Structure):
+    """struct bpf_test_run_opts"""
+
+    _fields_ = [
+        ("sz", ctypes.c_size_t),
+        ("data_in", ctypes.c_void_p),
+        ("data_out", ctypes.c_void_p),
+        ("data_size_in", ctypes.c_uint32),
+        ("data_size_out", ctypes.c_uint32),
+        ("ctx_in", ctypes.c_void_p),
+        ("ctx_out", ctypes.c_void_p),
+        ("ctx_size_in", ctypes.c_uint32),
+        ("ctx_size_out", ctypes.c_uint32),
+        ("retval", ctypes.c_uint32),
+        ("repeat", ctypes.c_int),
+        ("duration", ctypes.c_uint32),
+        ("flags", ctypes.c_uint32),
+        ("cpu", ctypes.c_uint32),
+        ("batch_size", ctypes.c_uint32),
+    ]
+
+
+class _LinkOptions(ctypes.Structure):
+    """struct bpf_link_create_opts, as far as XDP has any"""
+
+    _fields_ = [
+        ("sz", ctypes.c_size_t),
+        ("flags", ctypes.c_uint32),
+        ("iter_info", ctypes.c_void_p),
+        ("iter_info_len", ctypes.c_uint32),
+        ("target_btf_id", ctypes.c_uint32),
+        ("unused", ctypes.c_uint64 * 5),
+    ]
+
+
+def _libbpf() -> ctypes.CDLL:
+    try:
+        lib = ctypes.CDLL("libbpf.so.1", use_errno=True)
+    except OSError:
+        raise BpfError("libbpf.so.1 is not installed") from None
+    lib.libbpf_set_print(None)  # it would write to stderr
+    pointers = ("open_file", "find_map_by_name", "find_program_by_name")
+    for name in pointers:
+        getattr(lib, f"bpf_object__{name}").restype = ctypes.c_void_p
+    return lib
+
+
+def compiled(source: Path, into: Path) -> None:
+    """Raises BpfError with the compiler's first complaint."""
+    if sys.byteorder != "little":
+        raise BpfError("the program is for little-endian machines")
+    words = ["clang", "-O2", "-g", "-target", "bpf", "-c", str(source), "-o", str(into)]
+    words.append(f"-I/usr/include/{platform.machine()}-linux-gnu")  # where Debian has asm/types.h
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=COMPILE_S)
+    except FileNotFoundError:
+        raise BpfError("clang is not installed") from None
+    except subprocess.TimeoutExpired:
+        raise BpfError(f"clang did not end within {COMPILE_S:.0f} s") from None
+    if done.returncode:
+        complaint = next((one for one in done.stderr.splitlines() if "error:" in one), "")
+        raise BpfError(f"clang cannot compile {source.name}: {complaint.strip()}")
+
+
+def _insist(result: int, doing: str) -> int:
+    """What a call of libbpf gave, unless that is an error."""
+    if result < 0:
+        raise BpfError(f"the kernel refuses to {doing}: {os.strerror(-result)}")
+    return result
+
+
+class BpfObject:
+    """Loaded programs with their maps. Raises BpfError where that cannot be."""
+
+    def __init__(self, source: Path) -> None:
+        self._lib = _libbpf()
+        with tempfile.TemporaryDirectory(prefix="roadtrain-bpf-") as home:
+            file = Path(home, "program.o")
+            compiled(source, file)
+            opened = self._lib.bpf_object__open_file(os.fsencode(file), None)
+        if not opened:
+            raise BpfError(f"libbpf cannot read {source.name} as compiled")
+        self._object = ctypes.c_void_p(opened)
+        try:
+            _insist(self._lib.bpf_object__load(self._object), f"load {source.name}")
+        except BpfError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Once. What is attached stays so until its own descriptor is closed."""
+        self._lib.bpf_object__close(self._object)
+
+    def program(self, name: str) -> int:
+        """Its descriptor."""
+        found = self._lib.bpf_object__find_program_by_name(self._object, name.encode())
+        assert found, name
+        return int(self._lib.bpf_program__fd(ctypes.c_void_p(found)))
+
+    def map(self, name: str) -> int:
+        """Its descriptor."""
+        return int(self._lib.bpf_map__fd(self._map(name)))
+
+    def _map(self, name: str) -> ctypes.c_void_p:
+        found = self._lib.bpf_object__find_map_by_name(self._object, name.encode())
+        assert found, name
+        return ctypes.c_void_p(found)
+
+    def array_like(self, pattern: str, value_nbytes: int, entries: int) -> int:
+        """A new array of maps' values like those of map `pattern`; the descriptor is the caller's
+        to close."""
+        like = self._map(pattern)
+        options = _MapOptions(
+            sz=ctypes.sizeof(_MapOptions),
+            btf_fd=self._lib.bpf_object__btf_fd(self._object),
+            btf_key_type_id=self._lib.bpf_map__btf_key_type_id(like),
+            btf_value_type_id=self._lib.bpf_map__btf_value_type_id(like),
+            map_flags=INNER_MAP,
+        )
+        made = self._lib.bpf_map_create(
+            MAP_ARRAY, b"table", 4, value_nbytes, entries, ctypes.byref(options)
+        )
+        return _insist(made, f"make a table of {entries} x {value_nbytes} bytes")
+
+    def update(self, name: str, key: int, value: bytes) -> None:
+        number = ctypes.c_uint32(key)
+        done = self._lib.bpf_map_update_elem(
+            self.map(name), ctypes.byref(number), value, ctypes.c_uint64(0)
+        )
+        _insist(done, f"set an element of map {name}")
+
+    def delete(self, name: str, key: int) -> None:
+        """Also what is not there."""
+        number = ctypes.c_uint32(key)
+        self._lib.bpf_map_delete_elem(self.map(name), ctypes.byref(number))
+
+    def mapped(self, name: str, dtype: np.dtype, entries: int) -> np.ndarray:
+        """An array map's values [entries], the kernel's own memory."""
+        memory = mmap.mmap(self.map(name), entries * dtype.itemsize)
+        return np.frombuffer(memory, dtype, entries)
+
+    def read(self, table: int, key: int, value: np.ndarray) -> None:
+        """Element `key` of the array with descriptor `table`; `value`: of the map's size."""
+        number = ctypes.c_uint32(key)
+        done = self._lib.bpf_map_lookup_elem(
+            table, ctypes.byref(number), value.ctypes.data_as(ctypes.c_void_p)
+        )
+        _insist(done, "read a table")
+
+    def run(self, program: int, packet: np.ndarray, repeat: int = 1) -> tuple[int, int]:
+        """(what the program returned, ns each time). `packet` (uint8) holds what it left."""
+        options = _RunOptions(
+            sz=ctypes.sizeof(_RunOptions),
+            data_in=packet.ctypes.data,
+            data_out=packet.ctypes.data,
+            data_size_in=packet.size,
+            data_size_out=packet.size,
+            repeat=repeat,
+        )
+        done = self._lib.bpf_prog_test_run_opts(program, ctypes.byref(options))
+        _insist(done, "run a program on trial")
+        return int(options.retval), int(options.duration)
+
+    def attach(self, program: int, interface: int, flags: int) -> int:
+        """A descriptor: the program takes the interface's packets until that is closed, which the
+        end of this process does too."""
+        options = _LinkOptions(sz=_LinkOptions.unused.offset, flags=flags)
+        made = self._lib.bpf_link_create(program, interface, ATTACH_XDP, ctypes.byref(options))
+        return _insist(made, "attach a program to the device")
