@@ -275,18 +275,25 @@ def test_strangers_change_nothing(scene: Scene) -> None:  # Rule 8
     table.close()
 
 
-def test_stuck_sums_name_who_is_missing(scene: Scene) -> None:
-    table = scene.table(slots=8)
+@pytest.mark.parametrize("slots", [8, 1000])
+def test_stuck_sums_name_who_is_missing(scene: Scene, slots: int) -> None:
+    table = scene.table(slots=slots)
     table.now = 100
     scene.send(1, packet(3, 1))
     for child in range(CHILDREN):
         scene.send(child, packet(4, child))
     scene.poll(table)
+    table.now = 110
+    for number in range(slots - 3, slots):
+        scene.send(2, packet(number, 2))
+    scene.poll(table)
+    late = [(one.number, one.missing) for one in table.stuck() if one.age == 0]
+    assert late == [(number, (0, 1)) for number in range(slots - 3, slots)]
     table.now = 130
     (stuck,) = table.stuck(30)
     assert (stuck.number, stuck.missing, stuck.age) == (3, (0, 2), 30)
     assert table.stuck(31) == []
-    scene.switch.do(table.snoop, 4)
+    scene.switch.do(table.snoop, slots)
     assert table.stuck() == []
     table.close()
 

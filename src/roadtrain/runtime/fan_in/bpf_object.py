@@ -10,12 +10,14 @@ does.
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import platform
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +25,7 @@ import numpy as np
 from roadtrain.errors import RoadtrainError
 
 COMPILE_S = 60.0
+READ = 256  # elements of a table that are read at a time
 MAP_ARRAY = 2  # BPF_MAP_TYPE_ARRAY
 INNER_MAP = 1 << 12  # BPF_F_INNER_MAP: tables of one map of maps differ in size
 ATTACH_XDP = 37  # BPF_XDP
@@ -191,13 +194,28 @@ class BpfObject:
         memory = mmap.mmap(self.map(name), entries * dtype.itemsize)
         return np.frombuffer(memory, dtype, entries)
 
-    def read(self, table: int, key: int, value: np.ndarray) -> None:
-        """Element `key` of the array with descriptor `table`; `value`: of the map's size."""
-        number = ctypes.c_uint32(key)
-        done = self._lib.bpf_map_lookup_elem(
-            table, ctypes.byref(number), value.ctypes.data_as(ctypes.c_void_p)
-        )
-        _insist(done, "read a table")
+    def elements(self, table: int, dtype: np.dtype, entries: int) -> Iterator[np.ndarray]:
+        """Those of the array with descriptor `table`, [at most READ] at a time, in the same
+        memory."""
+        values, keys = np.zeros(READ, dtype), np.zeros(READ, np.uint32)
+        at = ctypes.c_uint32()
+        begun, left = False, entries
+        while left:
+            count = ctypes.c_uint32(min(READ, left))
+            done = self._lib.bpf_map_lookup_batch(
+                table,
+                ctypes.byref(at) if begun else None,
+                ctypes.byref(at),
+                keys.ctypes.data_as(ctypes.c_void_p),
+                values.ctypes.data_as(ctypes.c_void_p),
+                ctypes.byref(count),
+                None,
+            )
+            begun = True
+            if done != -errno.ENOENT:  # which says that these are the last
+                _insist(done, "read a table")
+            left -= count.value
+            yield values[: count.value]
 
     def run(self, program: int, packet: np.ndarray, repeat: int = 1) -> tuple[int, int]:
         """(what the program returned, ns each time). `packet` (uint8) holds what it left."""

@@ -210,14 +210,14 @@ class XdpTable:
     def stuck(self, older_than: int = 0) -> list[StuckSlot]:
         """Sums that lack packets and began at least so many ticks before `now`, by number."""
         assert self._table is not None, "closed"
-        entry, found = np.zeros(1, ENTRY), []
-        for slot in range(self.slots):
-            self._program.read(self._table, slot, entry)
-            number, came = int(entry["number"][0]), int(entry["came"][0])
-            age = self.now - int(entry["began"][0])
-            if came and not entry["done"][0] and number >= self.acked and age >= older_than:
-                missing = (child for child in range(self.children) if not came >> child & 1)
-                found.append(StuckSlot(number, tuple(missing), age))
+        found: list[StuckSlot] = []
+        for some in self._program.elements(self._table, ENTRY, self.slots):
+            partial = (some["number"] >= self.acked) & (some["came"] != 0) & (some["done"] == 0)
+            for one in some[["number", "came", "began"]][partial]:
+                number, came, began = one.tolist()
+                if self.now - began >= older_than:
+                    missing = (child for child in range(self.children) if not came >> child & 1)
+                    found.append(StuckSlot(number, tuple(missing), self.now - began))
         return sorted(found, key=lambda one: one.number)
 
     def close(self) -> None:
