@@ -92,7 +92,7 @@ class Scene:
         self.switch = threads["switch"]
         if mode == "native":  # a veth carries what a program sends where its other end runs NAPI
             made.callback(_pass_on_ports(network))
-        device = self.switch.do(XdpDevice.opened, "eth0", mode)
+        device = self.switch.do(XdpDevice.opened, "eth0")
         assert isinstance(device, XdpDevice), device
         assert device.mode == mode
         made.callback(device.close)

@@ -29,6 +29,7 @@ READ = 256  # elements of a table that are read at a time
 MAP_ARRAY = 2  # BPF_MAP_TYPE_ARRAY
 INNER_MAP = 1 << 12  # BPF_F_INNER_MAP: tables of one map of maps differ in size
 ATTACH_XDP = 37  # BPF_XDP
+LIVE_FRAMES = 1 << 1  # BPF_F_TEST_XDP_LIVE_FRAMES: what the program says is done
 NATIVE, GENERIC = 1 << 2, 1 << 1  # XDP_FLAGS_DRV_MODE, XDP_FLAGS_SKB_MODE
 
 
@@ -72,6 +73,19 @@ class _RunOptions(ctypes.Structure):
         ("flags", ctypes.c_uint32),
         ("cpu", ctypes.c_uint32),
         ("batch_size", ctypes.c_uint32),
+    ]
+
+
+class _Arrival(ctypes.Structure):
+    """struct xdp_md: where a packet came in"""
+
+    _fields_ = [
+        ("data", ctypes.c_uint32),
+        ("data_end", ctypes.c_uint32),
+        ("data_meta", ctypes.c_uint32),
+        ("ingress_ifindex", ctypes.c_uint32),
+        ("rx_queue_index", ctypes.c_uint32),
+        ("egress_ifindex", ctypes.c_uint32),
     ]
 
 
@@ -230,6 +244,22 @@ class BpfObject:
         done = self._lib.bpf_prog_test_run_opts(program, ctypes.byref(options))
         _insist(done, "run a program on trial")
         return int(options.retval), int(options.duration)
+
+    def run_live(self, program: int, packet: np.ndarray, interface: int, repeat: int) -> None:
+        """As if so many such packets had come in by the interface: what the program does with them
+        is done."""
+        arrival = _Arrival(data_end=packet.size, ingress_ifindex=interface)
+        options = _RunOptions(
+            sz=ctypes.sizeof(_RunOptions),
+            data_in=packet.ctypes.data,
+            data_size_in=packet.size,
+            ctx_in=ctypes.addressof(arrival),
+            ctx_size_in=ctypes.sizeof(arrival),
+            repeat=repeat,
+            flags=LIVE_FRAMES,
+        )
+        done = self._lib.bpf_prog_test_run_opts(program, ctypes.byref(options))
+        _insist(done, "send packets on trial")
 
     def attach(self, program: int, interface: int, flags: int) -> int:
         """A descriptor: the program takes the interface's packets until that is closed, which the

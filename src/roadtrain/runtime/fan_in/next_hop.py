@@ -6,6 +6,7 @@ sends to the host now and then makes it known.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import json
 import socket
@@ -17,6 +18,9 @@ from roadtrain.errors import ConfigError
 
 ROUTE_S = 10.0
 _HARDWARE_ADDRESS = 0x8927  # SIOCGIFHWADDR
+_ETHTOOL = 0x8946  # SIOCETHTOOL
+_DRIVER, _DRIVER_NBYTES = 3, 196  # ETHTOOL_GDRVINFO and its struct
+_BUS_AT = 100  # after the command, and names and versions of driver and firmware
 _COMPLETE = 2  # ATF_COM of a neighbour: its hardware address is known
 
 
@@ -54,3 +58,15 @@ def hardware_address(device: str) -> bytes:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         asked = struct.pack("256s", device.encode())
         return fcntl.ioctl(any_socket, _HARDWARE_ADDRESS, asked)[18:24]
+
+
+def is_hardware(device: str) -> bool:
+    """Whether it is on a bus, as its driver says."""
+    said = ctypes.create_string_buffer(struct.pack("I", _DRIVER), _DRIVER_NBYTES)
+    asked = struct.pack("16sP", device.encode(), ctypes.addressof(said)).ljust(40, b"\0")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        try:
+            fcntl.ioctl(any_socket, _ETHTOOL, asked)
+        except OSError:
+            return False
+    return said.raw[_BUS_AT] != 0
