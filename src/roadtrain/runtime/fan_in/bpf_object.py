@@ -17,7 +17,7 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -231,19 +231,28 @@ class BpfObject:
             left -= count.value
             yield values[: count.value]
 
-    def run(self, program: int, packet: np.ndarray, repeat: int = 1) -> tuple[int, int]:
-        """(what the program returned, ns each time). `packet` (uint8) holds what it left."""
+    def prepared(self, program: int, packet: np.ndarray) -> Callable[[], tuple[int, int]]:
+        """What runs the program on `packet` (uint8), which holds then what it left: (what the
+        program returned, ns)."""
         options = _RunOptions(
             sz=ctypes.sizeof(_RunOptions),
             data_in=packet.ctypes.data,
             data_out=packet.ctypes.data,
             data_size_in=packet.size,
-            data_size_out=packet.size,
-            repeat=repeat,
+            repeat=1,
         )
-        done = self._lib.bpf_prog_test_run_opts(program, ctypes.byref(options))
-        _insist(done, "run a program on trial")
-        return int(options.retval), int(options.duration)
+        at, call, nbytes = ctypes.byref(options), self._lib.bpf_prog_test_run_opts, packet.size
+
+        def run() -> tuple[int, int]:
+            options.data_size_out = nbytes
+            _insist(call(program, at), "run a program on trial")
+            return options.retval, options.duration
+
+        return run
+
+    def run(self, program: int, packet: np.ndarray) -> tuple[int, int]:
+        """Once; see `prepared`."""
+        return self.prepared(program, packet)()
 
     def run_live(self, program: int, packet: np.ndarray, interface: int, repeat: int) -> None:
         """As if so many such packets had come in by the interface: what the program does with them

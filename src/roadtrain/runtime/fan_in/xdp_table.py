@@ -119,10 +119,10 @@ class XdpTable:
         self.children, self.slots = job.children, job.slots
         self._program, self._device, self._live, self._closed = program, device, live, closed
         self._live[:] = 0
-        self._add = self._program.program("add_packet")
         self._frame = np.zeros(UDP_HEADER.size + PACKET_NBYTES, np.uint8)
         header = UDP_HEADER.pack(0, job.port, self._frame.size, 0)
         self._frame[: UDP_HEADER.size] = np.frombuffer(header, np.uint8)
+        self._add = program.prepared(program.program("add_packet"), self._frame)
         self._next_hop = next_hop(job.parent[0], device)
         self._table: int | None = self._begin()
         self.look()
@@ -182,7 +182,7 @@ class XdpTable:
         made, packet = 0, self._frame[UDP_HEADER.size :]
         for i in np.flatnonzero(ok[:count]):
             packet[:] = buffer[i * PACKET_NBYTES : (i + 1) * PACKET_NBYTES]
-            if self._program.run(self._add, self._frame)[0] == XDP_TX:
+            if self._add()[0] == XDP_TX:
                 out[made * PACKET_NBYTES : (made + 1) * PACKET_NBYTES] = packet
                 made += 1
         return made
