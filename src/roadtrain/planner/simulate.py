@@ -341,6 +341,7 @@ def command(
     activation_checkpointing: bool = False,
     staleness: int = 0,
     keep: float | None = None,
+    wire: str = "",
     topk: float | None = None,
     micros: int = 0,
     vp: int = 0,
@@ -373,6 +374,7 @@ def command(
         activation_checkpointing: keep blocks' inputs only
         staleness: 1: a step computes while the last one's updates run
         keep: fraction of a gradient's elements that travel
+        wire: integers that gradients cross switches as: int32, int16, int8 (int32)
         topk: the older word for --keep: percent of the bytes
         micros: the older word for --num-microbatches
         vp: the older word for --virtual-stages
@@ -398,6 +400,7 @@ def command(
             "micros": micros,
             "recompute": recompute,
             "precision": precision,
+            "packets": {"wire": wire} if wire else {},
         }
         ranks = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "vp": vp}
         ranks["virtual_stages"] = virtual_stages
