@@ -15,11 +15,14 @@ from roadtrain.config.parallelism import Parallelism
 from roadtrain.config.plan import Plan, SwitchPackets, placement
 from roadtrain.config.switch_tree import switch_tree
 from roadtrain.errors import ConfigError, LoopError
-from roadtrain.kernels import packets
+from roadtrain.kernels import fixed_point, packets
 from roadtrain.protocol.fan_in import ALONE_S, FanInStateMachine, Grant
+from roadtrain.runtime.fan_in import streams
 from roadtrain.simulator import switches
 from roadtrain.simulator.compute import Constants, HostTimes
+from roadtrain.simulator.engine import Engine
 from roadtrain.simulator.run import Result, simulate
+from roadtrain.simulator.scene import Scene
 
 RATE = 1e9  # of every link
 N = 64 << 20  # parameters, in 8 blocks of one piece
@@ -197,7 +200,21 @@ def test_packets_are_those_of_the_runtime() -> None:
     plan = SwitchPackets()
     assert plan.payload == packets.PAYLOAD_NBYTES and plan.block == packets.BLOCK
     assert plan.overhead == packets.HEADER_NBYTES + 8 + 20 + 14
-    assert switches.BATCH * packets.PACKET_NBYTES < 1 << 16
+    assert switches.BATCH == streams.RUN and switches.BEAT_S == streams.BUSY_S
+
+
+@pytest.mark.parametrize("elements", [1, 351, 352, 353, 1408 * 352, 1408 * 352 + 1, 1 << 20])
+@pytest.mark.parametrize(("wire", "width"), [("int32", 4), ("int16", 2), ("int8", 1)])
+def test_as_many_packets_as_in_the_real_run(elements: int, wire: str, width: int) -> None:
+    """# Rule 7"""
+    where = racks(2)
+    plan = Plan(placement("optimizer-node"), Parallelism(dp=2)).changed(wire=wire)
+    scene = Scene(plan, where, lump(8), WHOLE)
+    scene.build(Engine())
+    costs = scene.stages[0].fabric.fan_in
+    assert costs is not None
+    assert costs.gradient_packets(elements) == fixed_point.packets_of(elements, width)
+    assert costs.exponent_packets(elements) == fixed_point.exponent_packets_of(elements)
 
 
 @pytest.mark.parametrize(
