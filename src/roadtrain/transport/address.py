@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 from pathlib import Path
 
-from roadtrain.errors import ConfigError
+from roadtrain.errors import ConfigError, LostError
 from roadtrain.transport import shm
 from roadtrain.transport.tcp import MIN_TOKEN, Address, TcpOptions, Tls
 from roadtrain.units import KIB
@@ -20,6 +21,17 @@ def address_of(text: str) -> Address:
     if not host or not port.isdigit() or int(port) > 65535:
         raise ConfigError(f"{text!r} is no address", hint="HOST:PORT, as 10.0.0.3:7000")
     return host.strip("[]"), int(port)
+
+
+def own_address(to: Address) -> str:
+    """Of this host, as it reaches `to`. Raises LostError where nothing leads there."""
+    try:
+        family, kind, *_, where = socket.getaddrinfo(*to, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(where)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise LostError(f"no way to {to[0]}:{to[1]}: {error}") from error
 
 
 def local_options(options: TcpOptions) -> shm.ShmOptions:

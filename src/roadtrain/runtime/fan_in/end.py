@@ -62,7 +62,7 @@ from roadtrain.runtime.fan_in.incoming import ExpectedRun, Incoming
 from roadtrain.runtime.fan_in.lateness import Lateness
 from roadtrain.runtime.fan_in.load import load_kernels
 from roadtrain.runtime.fan_in.outgoing import Outgoing, OutgoingBytes
-from roadtrain.runtime.fan_in.registration import Registration, TreeOfJob, own_address
+from roadtrain.runtime.fan_in.registration import Registration, TreeOfJob
 from roadtrain.runtime.fan_in.streams import (
     Batch,
     BeatClock,
@@ -76,7 +76,7 @@ from roadtrain.runtime.parameter_connection import ParameterConnection
 from roadtrain.runtime.server_session import ServerSession, StoreHost
 from roadtrain.storage.ledger import StoreMeta
 from roadtrain.transport import local
-from roadtrain.transport.address import address_of
+from roadtrain.transport.address import address_of, own_address
 from roadtrain.transport.datagrams import DatagramSocket
 from roadtrain.transport.link import Link
 from roadtrain.transport.tcp import Address, TcpOptions

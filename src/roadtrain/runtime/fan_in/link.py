@@ -20,7 +20,6 @@ which frames belong to a step.
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections import deque
@@ -40,6 +39,7 @@ from roadtrain.kernels.packets import HEADER_NBYTES, PACKET_NBYTES, PAYLOAD_NBYT
 from roadtrain.protocol.numbered import Heartbeat, NumberedReceiver
 from roadtrain.runtime import frames as m
 from roadtrain.runtime.fan_in.granted import ROUNDS, Gradient, Granted, Numbers
+from roadtrain.runtime.fan_in.load import load_kernels
 from roadtrain.runtime.fan_in.pulls import Asked, Pulls
 from roadtrain.runtime.fan_in.streams import (
     Batch,
@@ -50,7 +50,7 @@ from roadtrain.runtime.fan_in.streams import (
     beats_of,
 )
 from roadtrain.transport import tcp
-from roadtrain.transport.address import address_of
+from roadtrain.transport.address import address_of, own_address
 from roadtrain.transport.datagrams import DatagramSocket
 from roadtrain.transport.link import Link, Receiver
 from roadtrain.transport.stream import FrameStream
@@ -102,6 +102,7 @@ def dial(
         return tcp.connect(
             address, receiver, options, hello=greeting, name=name, language=m.LANGUAGE
         )
+    load_kernels(participant.plan.width)
     link = FanInLink(receiver, participant, options.token)
     greeting = hello_of(participant.plan, hello)
     made = tcp.connect(address, link, options, hello=greeting, name=name, language=m.LANGUAGE)
@@ -311,7 +312,7 @@ class FanInLink:
         if joined is not None:  # it was lost, and another takes its place
             joined.switch = joined.sender.to = switch
             return
-        home = _own_address(switch)
+        home = own_address(switch)
         up = self._socket(home)
         sockets = [up]
         try:
@@ -533,14 +534,6 @@ def _first_of_each(headers: Any, bases: np.ndarray, new: np.ndarray) -> Iterable
         if of not in seen:
             seen.add(of)
             yield int(i)
-
-
-def _own_address(to: Address) -> str:
-    """Of this host, towards `to`."""
-    family, kind, *_, address = socket.getaddrinfo(*to, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(address)
-        return str(probe.getsockname()[0])
 
 
 def _call(free: Iterable[Callable[[], None]]) -> None:

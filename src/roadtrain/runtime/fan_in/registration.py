@@ -10,7 +10,6 @@ Every wait has a deadline (Rule 5). Does NOT send datagrams.
 from __future__ import annotations
 
 import queue
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -206,14 +205,3 @@ class Registration:
 
 def _line(error: BaseException | None) -> str:
     return str(error).replace("\n", "; ")
-
-
-def own_address(to: Address) -> str:
-    """Of this host, as it reaches `to`. Raises LostError where nothing leads there."""
-    try:
-        family, kind, *_, where = socket.getaddrinfo(*to, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(where)
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise LostError(f"no way to switch {to[0]}:{to[1]}: {error}") from error
