@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -235,6 +236,33 @@ def test_loss_and_repetition_make_no_wrong_sum(scene: Scene) -> None:
     assert got == {number: expected(number) for number in range(200)}
     counters = table.counters
     assert min(counters[name] for name in ("dropped_old", "repeated", "answered")) > 0
+    table.close()
+
+
+def test_children_whose_packets_come_on_several_processors_at_once(scene: Scene) -> None:
+    """A veth's packets are taken on their sender's processor; each packet comes twice."""
+    table, cpus = scene.table(), sorted(os.sched_getaffinity(0))
+    numbers = range(64)
+    trains = [[packet(number, child) for number in numbers] for child in range(CHILDREN)]
+    start = threading.Barrier(CHILDREN)
+
+    def send(child: int) -> None:
+        os.sched_setaffinity(0, {cpus[child % len(cpus)]})  # of this thread
+        start.wait(10)
+        for one in trains[child]:
+            scene.send(child, one, one)
+
+    threads = [threading.Thread(target=send, args=(child,)) for child in range(CHILDREN)]
+    for thread in threads:
+        thread.start()
+    sums = scene.poll(table)
+    for thread in threads:
+        thread.join(10)
+    sums |= scene.poll(table)
+    assert sums == {number: expected(number) for number in numbers}
+    counters = table.counters
+    assert counters["completed"] == 64 and counters["added"] == 64 * (CHILDREN - 1)
+    assert counters["repeated"] + counters["answered"] == 64 * CHILDREN
     table.close()
 
 
