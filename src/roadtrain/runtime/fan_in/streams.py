@@ -20,14 +20,17 @@ from roadtrain.errors import LostError
 from roadtrain.kernels import packets
 from roadtrain.kernels.packets import HEADER_NBYTES, PACKET_NBYTES, Kind, PacketKey
 from roadtrain.protocol.numbered import Heartbeat, NumberedSender
-from roadtrain.transport.datagrams import DatagramSocket
+from roadtrain.transport.datagrams import RECEIVE_NBYTES, DatagramSocket
 from roadtrain.transport.tcp import Address
 
 RUN = 44  # packets of one call to the kernel: 64 KB
-RECEIVE_NBYTES = 1 << 16
+GATHERED = 32  # packets that came one by one, after which they are handled
 LOSS_S = 0.1  # without progress, after which what has not come goes again; doubles each time
 MOST_LOSS_S = 2.0
 BUSY_S = 0.01  # between two heartbeats while packets come
+# What the kernel holds of packets on their way out. More than this host's queue for its network
+# device holds would be lost there, without a word; so it is far less, and senders wait.
+SEND_NBYTES = 1 << 17
 IDLE_S = 0.5  # between two heartbeats while none come
 END_S = 5.0  # for a thread to end
 
@@ -162,7 +165,7 @@ class PacketPort:
         self._socket, self._key, self._job, self._take = socket, key, job, dict(take)
         self._failed, self._tick, self._over = failed, tick, False
         self.strangers = self.packets = 0
-        self._buffer = np.zeros(RECEIVE_NBYTES, np.uint8)
+        self._buffer = np.zeros(GATHERED * PACKET_NBYTES + RECEIVE_NBYTES, np.uint8)
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
 
     def start(self) -> None:
@@ -177,9 +180,7 @@ class PacketPort:
     def _work(self) -> None:
         try:
             while not self._over:
-                came = self._socket.receive(self._buffer, BUSY_S)
-                if came is not None:
-                    self._took(*came)
+                self._take_in()
                 self._tick()
         except LostError as error:
             if not self._over:
@@ -187,21 +188,47 @@ class PacketPort:
         except BaseException as error:
             self._failed(error)
 
-    def _took(self, nbytes: int, segment: int, source: Address) -> None:
-        count, rest = divmod(nbytes, segment) if segment >= HEADER_NBYTES else (0, nbytes)
-        self.strangers += rest > 0
+    def _take_in(self) -> None:
+        """Waits for what comes. Bulk packets of one sender that came one by one go on together:
+        not every device joins them."""
+        held, sender = 0, ("", 0)  # bytes of whole bulk packets, at the beginning of the buffer
+        found = self._socket.receive(self._buffer, BUSY_S)
+        while found is not None:
+            nbytes, segment, source = found
+            bulk = segment == PACKET_NBYTES and nbytes % PACKET_NBYTES == 0
+            if not bulk or (held and source != sender):
+                self._took(self._buffer[:held], PACKET_NBYTES, sender)
+                self._took(self._buffer[held : held + nbytes], segment, source)
+                return
+            held, sender = held + nbytes, source
+            if held >= GATHERED * PACKET_NBYTES:
+                break
+            found = self._socket.receive(self._buffer[held:], 0.0)
+        self._took(self._buffer[:held], PACKET_NBYTES, sender)
+
+    def _took(self, run: np.ndarray, segment: int, source: Address) -> None:
+        """The kernel may join a shorter packet to a run of longer ones."""
+        count = run.size // segment if segment else 0
+        self._took_equal(run[: count * segment], segment, count, source)
+        rest = run[count * segment :]
+        self._took_equal(rest, rest.size, 1 if rest.size else 0, source)
+
+    def _took_equal(self, run: np.ndarray, segment: int, count: int, source: Address) -> None:
+        if segment < HEADER_NBYTES:
+            self.strangers += count
+            return
         if not count:
             return
-        ok = packets.verify(self._buffer, segment, count, self._key, self._job)
+        ok = packets.verify(run, segment, count, self._key, self._job)
         self.packets += count
         self.strangers += count - int(np.count_nonzero(ok))
-        headers = packets.headers(self._buffer, segment, count)
+        headers = packets.headers(run, segment, count)
         kinds = headers["kind"]
         for kind in np.unique(kinds[ok]):
             taker = self._take.get(kind)
             if taker is not None:
                 of_kind = ok & (kinds == kind)
-                taker(Batch(Kind(kind), self._buffer, segment, count, of_kind, headers, source))
+                taker(Batch(Kind(kind), run, segment, count, of_kind, headers, source))
 
 
 class BeatClock:

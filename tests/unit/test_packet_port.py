@@ -1,0 +1,104 @@
+"""PacketPort: packets that came one by one are handled together, and none that the kernel joined to
+others is lost."""
+
+import threading
+
+import numpy as np
+
+from roadtrain.kernels import packets
+from roadtrain.kernels.packets import HEADER_NBYTES, PACKET_NBYTES, Kind, PacketKey
+from roadtrain.protocol.numbered import Heartbeat
+from roadtrain.runtime.fan_in.streams import GATHERED, Batch, PacketPort, beat_packet
+
+KEY, JOB = PacketKey.derive(b"0123456789abcdef", b"nonce"), 7
+ABOVE, OTHER = ("10.0.0.1", 7101), ("10.0.0.2", 7101)
+
+
+class Came:
+    """A socket to which datagrams have come: (bytes, of each packet, from whom)."""
+
+    def __init__(self, datagrams):
+        self.left = list(datagrams)
+        self.empty = threading.Event()
+
+    def receive(self, into, timeout_s):
+        if not self.left:
+            self.empty.set()
+            return None
+        data, segment, source = self.left.pop(0)
+        assert len(into) >= 1 << 16
+        into[: data.size] = data
+        return data.size, segment, source
+
+
+def bulk(first, count=1):
+    run = np.zeros(count * PACKET_NBYTES, np.uint8)
+    packets.write_headers(run, PACKET_NBYTES, count, kind=Kind.PARAMETERS, job=JOB, first=first)
+    packets.seal(run, PACKET_NBYTES, count, KEY)
+    return run
+
+
+def beat(ack):
+    return beat_packet(KEY, JOB, Kind.GRADIENT_BEAT, Heartbeat(ack, ack + 9))
+
+
+def taken(datagrams):
+    """What the port hands over, in order, and how many strangers it saw."""
+    seen, failures = [], []
+
+    def take(batch: Batch):
+        numbers = batch.headers["number"][batch.ok].tolist()
+        seen.append((batch.kind, numbers, batch.source))
+
+    socket = Came(datagrams)
+    kinds = dict.fromkeys((Kind.PARAMETERS, Kind.GRADIENT_BEAT), take)
+    port = PacketPort(socket, KEY, JOB, kinds, failures.append, name="port of a test")
+    port.start()
+    assert socket.empty.wait(20)
+    port.close()
+    assert not failures
+    return seen, port.strangers
+
+
+def test_packets_that_came_one_by_one_are_handled_together() -> None:
+    ones = [(bulk(n), PACKET_NBYTES, ABOVE) for n in range(GATHERED + 3)]
+    seen, strangers = taken(ones)
+    assert [len(numbers) for _, numbers, _ in seen] == [GATHERED, 3] and not strangers
+    assert [n for _, numbers, _ in seen for n in numbers] == list(range(GATHERED + 3))
+
+
+def test_of_each_sender_alone_and_in_order() -> None:
+    seen, _ = taken(
+        [
+            (bulk(0), PACKET_NBYTES, ABOVE),
+            (bulk(1, 4), PACKET_NBYTES, ABOVE),
+            (bulk(9), PACKET_NBYTES, OTHER),
+            (beat(3), beat(3).size, OTHER),
+            (bulk(10), PACKET_NBYTES, OTHER),
+        ]
+    )
+    assert seen == [
+        (Kind.PARAMETERS, [0, 1, 2, 3, 4], ABOVE),
+        (Kind.PARAMETERS, [9], OTHER),
+        (Kind.GRADIENT_BEAT, [3], OTHER),
+        (Kind.PARAMETERS, [10], OTHER),
+    ]
+
+
+def test_a_heartbeat_that_the_kernel_joined_to_bulk_counts() -> None:
+    joined = np.concatenate([bulk(0, 2), beat(5)])
+    seen, strangers = taken([(joined, PACKET_NBYTES, ABOVE)])
+    assert seen == [(Kind.PARAMETERS, [0, 1], ABOVE), (Kind.GRADIENT_BEAT, [5], ABOVE)]
+    assert not strangers
+
+
+def test_strangers_change_nothing_and_are_counted() -> None:
+    """Rule 8."""
+    other = bulk(0, 2)
+    other[PACKET_NBYTES + HEADER_NBYTES] ^= 1
+    short = np.zeros(HEADER_NBYTES - 1, np.uint8)
+    seen, strangers = taken(
+        [(other, PACKET_NBYTES, ABOVE), (short, short.size, OTHER), (bulk(3), PACKET_NBYTES, ABOVE)]
+    )
+    assert seen == [(Kind.PARAMETERS, [0], ABOVE), (Kind.PARAMETERS, [3], ABOVE)]
+    assert strangers == 2
