@@ -64,6 +64,7 @@ from roadtrain.runtime.fan_in.load import load_kernels
 from roadtrain.runtime.fan_in.outgoing import Outgoing, OutgoingBytes
 from roadtrain.runtime.fan_in.registration import Registration, TreeOfJob
 from roadtrain.runtime.fan_in.streams import (
+    SEND_NBYTES,
     Batch,
     BeatClock,
     PacketPort,
@@ -190,7 +191,7 @@ class FanInEnd(IntermediarySession):
     def _datagrams(self, home: str) -> DatagramSocket:
         window = self.plan.window * PACKET_NBYTES
         return DatagramSocket(
-            (home, 0), receive_nbytes=2 * window, send_nbytes=window, report=self.host.report
+            (home, 0), receive_nbytes=2 * window, send_nbytes=SEND_NBYTES, report=self.host.report
         )
 
     # who is here

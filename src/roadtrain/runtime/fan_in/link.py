@@ -42,6 +42,7 @@ from roadtrain.runtime.fan_in.granted import ROUNDS, Gradient, Granted, Numbers
 from roadtrain.runtime.fan_in.load import load_kernels
 from roadtrain.runtime.fan_in.pulls import Asked, Pulls
 from roadtrain.runtime.fan_in.streams import (
+    SEND_NBYTES,
     Batch,
     BeatClock,
     PacketPort,
@@ -362,7 +363,9 @@ class FanInLink:
 
     def _socket(self, home: str, group: Address | None = None) -> DatagramSocket:
         window = self._plan.window * PACKET_NBYTES
-        return DatagramSocket((home, 0), receive_nbytes=2 * window, send_nbytes=window, group=group)
+        return DatagramSocket(
+            (home, 0), receive_nbytes=2 * window, send_nbytes=SEND_NBYTES, group=group
+        )
 
     def _failed(self, error: BaseException) -> None:
         """Of a thread of packets."""
