@@ -2,8 +2,9 @@
 link. By the ordinary `simulate`, with a cluster and a plan made of the lab's scene.
 
 Known beforehand are the rates that links were set to, sizes, and what one worker alone takes to
-compute, and one server to update, on this machine; with W workers on C processors each computes C /
-W as fast. Nothing is fitted to a measurement of the lab.
+compute, one server to update, and packets to cross loopback, on this machine; with W workers on C
+processors each computes C / W as fast, and a step is not faster than all of it on all processors.
+Nothing is fitted to a measurement of the lab.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import Any, cast
 
 import torch
 
-from benchmarks.fanin_lab import FAST, RATE, SPINE, Scene
+from benchmarks.fanin_lab import FAST, FRAME, RATE, SPINE, Scene
+from benchmarks.fanin_processors import FREE, PacketSeconds, lab_seconds, packet_seconds
 from benchmarks.fanin_transfer import Case
 from benchmarks.fanin_worker import CHUNK, DTYPES, WorkerSpec, losses_of
 from benchmarks.report import Row, cores
@@ -27,6 +29,7 @@ from roadtrain.config.parallelism import Parallelism
 from roadtrain.config.plan import ElementBytes, Plan, PlanMemory, SwitchPackets, placement
 from roadtrain.planner.probe import processors
 from roadtrain.simulator.compute import Constants
+from roadtrain.simulator.fabric import UPDATE_BYTES
 from roadtrain.simulator.run import Result, simulate
 
 GOAL = 0.10
@@ -54,7 +57,8 @@ class ModelSizes:
 class Prediction:
     """Of one step in the steady state."""
 
-    seconds: float
+    seconds: float  # the greater of what links and hosts, and what this machine's processors take
+    processors: float  # seconds of them, over how many there are
     # Whole frames, by link as benchmarks/fanin_lab.py calls them, and which way: ("node", "sent")
     bytes: dict[tuple[str, str], float]
     result: Result
@@ -69,9 +73,11 @@ def predict(
     wire: Wire = "int32",
     staleness: int = 1,
     updates: float = 6e9,
+    of: PacketSeconds = FREE,
 ) -> Prediction:
     """racks: 1: one switch; else a tree, with a switch a rack. rate: bytes a second of each link,
-    of whole frames. updates: bytes a second that the server updates, 28 a parameter.
+    of whole frames. updates: bytes a second that the server updates, 28 a parameter. of: what
+    packets take of this machine's processors.
     Raises ConfigError."""
     cluster = lab_cluster(workers, racks, rate, updates)
     plan = lab_plan(workers, sizes, wire, staleness)
@@ -83,7 +89,12 @@ def predict(
         source="one worker alone on this machine",
     )
     result = simulate(plan, cluster, model_of(sizes), constants, checked=False)
-    return Prediction(result.seconds, link_bytes(result, racks), result)
+    nbytes = link_bytes(result, racks)
+    up, down = (nbytes["w0", way] / FRAME for way in ("sent", "received"))
+    computed = workers * sizes.layers * (sizes.forward_s + sizes.backward_s)
+    updated = sizes.elements * UPDATE_BYTES / updates
+    busy = (lab_seconds(workers, racks, up, down, of) + computed + updated) / cores()
+    return Prediction(max(result.seconds, busy), busy, nbytes, result)
 
 
 def lab_cluster(workers: int, racks: int, rate: float, updates: float) -> Cluster:
@@ -209,6 +220,7 @@ def compared(case: Case) -> Iterator[Row]:
         wire=cast(Wire, case.wire),
         staleness=case.spec.staleness,
         updates=updates_here(),
+        of=packet_seconds(),
     )
     measured = case.measured
     yield _row(case.name, "a step", "s", said.seconds, measured.seconds)

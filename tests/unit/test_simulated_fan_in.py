@@ -10,6 +10,7 @@ import pytest
 from test_simulated import WHOLE, lump, traffic
 
 from benchmarks.fanin_predicted import ModelSizes, predict
+from benchmarks.fanin_processors import PacketSeconds
 from roadtrain.config.cluster import Cluster, make_cluster
 from roadtrain.config.parallelism import Parallelism
 from roadtrain.config.plan import Plan, SwitchPackets, placement
@@ -261,5 +262,7 @@ def test_the_lab_is_predicted(workers: int, of_racks: int) -> None:
     nbytes = 4 * sizes.elements
     assert found.seconds <= 1.2 * nbytes / 50e6
     assert len(found.bytes) == 4 + 2 * (of_racks if of_racks > 1 else 0)
+    slow = predict(workers, of_racks, 50e6, sizes=sizes, of=PacketSeconds(1e-3, 1e-3))
+    assert slow.seconds == slow.processors > found.seconds == found.result.seconds
     for carried in found.bytes.values():
         assert carried * packets.PAYLOAD_NBYTES / FRAME == pytest.approx(nbytes, rel=0.01)

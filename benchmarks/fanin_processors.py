@@ -1,0 +1,134 @@
+"""What packets of the fan-in take of processors, measured on this machine over loopback, by the
+threads that run: seconds a packet to make and send, to receive, verify and keep, to add to a
+switch's table. In the lab all hosts share them, so that their sum bounds a step.
+
+Does NOT know what the lab's own devices take (virtual links, bridges, rates).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from roadtrain.kernels import fixed_point, packets
+from roadtrain.kernels.packets import BLOCK, PACKET_NBYTES, PAYLOAD_NBYTES, Kind, PacketKey
+from roadtrain.kernels.switch_table import SwitchTable
+from roadtrain.protocol.numbered import Heartbeat
+from roadtrain.runtime.fan_in.streams import RUN, Batch, PacketPort, PacketSender
+from roadtrain.transport.datagrams import DatagramSocket
+
+COUNT, WARM_UP = 400 * RUN, 40 * RUN  # packets
+WINDOW = 1024
+JOB, BUFFER, WAIT_S = 1, 4 << 20, 60.0
+
+
+@dataclass(frozen=True)
+class PacketSeconds:
+    """Of one packet, the kernel's part included."""
+
+    across: float  # made of fp32 elements, sealed, sent; received, verified, kept
+    add: float  # to a sum of two children
+
+
+FREE = PacketSeconds(0.0, 0.0)  # where processors are no limit
+
+
+@cache
+def packet_seconds() -> PacketSeconds:
+    return PacketSeconds(_across(), _add())
+
+
+def _across() -> float:
+    stream = _Stream()
+    try:
+        stream.run(WARM_UP)
+        begin = time.process_time()
+        stream.run(WARM_UP + COUNT)
+        return (time.process_time() - begin) / COUNT
+    finally:
+        stream.close()
+
+
+class _Stream:
+    """One sender and one receiver, with their threads."""
+
+    def __init__(self) -> None:
+        self.key = PacketKey.derive(None, bytes(16))
+        self.sockets = [
+            DatagramSocket(("127.0.0.1", 0), receive_nbytes=BUFFER, send_nbytes=BUFFER)
+            for _ in "ab"
+        ]
+        self.values = np.random.default_rng(0).standard_normal(RUN * BLOCK).astype(np.float32)
+        self.maxima = np.zeros(RUN, np.uint8)
+        fixed_point.exponents(self.values, "fp32", self.maxima)
+        self.kept = np.zeros(RUN * PAYLOAD_NBYTES, np.uint8)
+        self.came, self.changed = 0, threading.Condition()
+        receiver, sender = self.sockets
+        self.port = PacketPort(
+            receiver, self.key, JOB, {Kind.GRADIENT: self._take}, _failed, name="receive"
+        )
+        self.sender = PacketSender(sender, receiver.address, self._fill, _failed, name="send")
+        self.port.start()
+        self.sender.start()
+        self.sender.heartbeat(Heartbeat(0, WINDOW - 1))
+
+    def run(self, below: int) -> None:
+        """Until all numbers below it have come."""
+        self.sender.may_send(below)
+        with self.changed:
+            arrived = self.changed.wait_for(lambda: self.came >= below, WAIT_S)
+            assert arrived, f"{self.came} of {below} packets came over loopback"
+
+    def _fill(self, first: int, count: int, staging: np.ndarray) -> int:
+        packets.write_headers(
+            staging, PACKET_NBYTES, count, kind=Kind.GRADIENT, job=JOB, first=first, width=4
+        )
+        fixed_point.quantize(
+            self.values, "fp32", self.maxima, 2, 4, 0, staging, PACKET_NBYTES, count
+        )
+        packets.seal(staging, PACKET_NBYTES, count, self.key)
+        return count
+
+    def _take(self, batch: Batch) -> None:
+        index = batch.headers["c"].astype(np.uint32)
+        packets.copy_out(batch.buffer, batch.segment, batch.count, batch.ok, index, self.kept)
+        with self.changed:
+            self.came = max(self.came, int(batch.numbers.max()) + 1)
+            self.changed.notify_all()
+        self.sender.heartbeat(Heartbeat(self.came, self.came + WINDOW - 1))
+
+    def close(self) -> None:
+        self.sender.close()
+        self.port.close()
+        for one in self.sockets:
+            one.close()
+
+
+def _failed(error: BaseException) -> None:
+    raise error
+
+
+def _add() -> float:
+    table, ok = SwitchTable(2048, 2), np.ones(RUN, bool)
+    buffer, sums = (np.zeros(RUN * PACKET_NBYTES, np.uint8) for _ in "ab")
+    begin = 0.0
+    for number in range(0, COUNT, RUN):
+        if number == WARM_UP:
+            begin = time.process_time()
+        packets.write_headers(
+            buffer, PACKET_NBYTES, RUN, kind=Kind.GRADIENT, job=JOB, first=number, width=4
+        )
+        table.add(buffer, PACKET_NBYTES, RUN, ok, sums, 0)
+    return (time.process_time() - begin) / (COUNT - WARM_UP)
+
+
+def lab_seconds(workers: int, racks: int, up: float, down: float, of: PacketSeconds) -> float:
+    """Of processors, for a step of all hosts of the lab with so many packets up and down. Up, each
+    worker and each switch sends; down, the network copies, so each worker receives."""
+    switches = 1 if racks == 1 else racks + 1
+    crossings = up * (workers + switches) + down * workers
+    return crossings * of.across + up * (workers + switches - 1) * of.add
