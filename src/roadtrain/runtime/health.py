@@ -24,6 +24,7 @@ from roadtrain.transport.tcp import Address, TcpOptions, connect
 
 HELLO = b"roadtrain status"
 ANSWER_S = 5.0
+SWITCH = "switch: "  # what a switch says begins with it; others are servers
 Said = m.Status
 
 
@@ -78,7 +79,9 @@ def rows(names: Sequence[str], found: Sequence[Said | PeerError]) -> list[tuple[
         if isinstance(one, PeerError):
             out.append((f"server {number}", f"does not answer: {str(one).splitlines()[0]}"))
             continue
-        out.append((f"server {number}", f"{name}, {one[0]}"))
+        kind = "switch" if one[0].startswith(SWITCH) else "server"
+        first, *more = one[0].removeprefix(SWITCH).split("\n")
+        out += [(f"{kind} {number}", f"{name}, {first}"), *(("", line) for line in more)]
         for worker, (seconds, what) in one[1].items():
             workers[worker] = max(
                 workers.get(worker, (0.0, "")),

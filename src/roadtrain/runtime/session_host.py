@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import psutil
@@ -26,6 +26,7 @@ from roadtrain.runtime import frames as m
 from roadtrain.runtime import health
 from roadtrain.runtime.connection import MOST_WORKERS
 from roadtrain.runtime.fan_in.end import FanInEnd
+from roadtrain.runtime.fan_in.switch_command import MEMORY, serve_switch
 from roadtrain.runtime.hosted_store import HostedStore
 from roadtrain.runtime.reducer import serve_sums
 from roadtrain.runtime.server_session import ServerSession
@@ -56,8 +57,10 @@ def command(
     formats: str | None = None,
     client_ca: str | None = None,
     link: str = "tcp",
+    switch: bool = False,
+    memory: str | None = None,
 ) -> int:
-    """`roadtrain serve HOST:PORT --store DIR`, or `--sum`.
+    """`roadtrain serve HOST:PORT --store DIR`, or `--sum`, or `--switch`.
 
     Args:
         store: directory that the state rests in; one in /dev/shm rests in memory
@@ -72,7 +75,68 @@ def command(
         client_ca: TLS: PEM file that workers' certificates must be signed by (else they need none)
         ca: the older name of --client-ca
         link: tcp, or the name of a plugin's link, as rdma; the workers' too (tcp)
+        switch: instead: sum the packets of jobs with a fan_in and copy their parameters; datagrams
+            come to the 64 UDP ports above PORT
+        memory: with --switch: bytes for the tables and sockets of all jobs (64MiB)
     """
+    kept = {"--store": store, "--snapshot": snapshot, "--snapshot-every": snapshot_every}
+    of_servers = {**kept, "--sum": sum, "--formats": formats, "--budget": budget}
+    _check_switch(switch, memory, {**of_servers, f"--link {link}": link != "tcp"})
+    if not switch:
+        _check_server(store, sum, formats, snapshot, snapshot_every)
+    if ca and client_ca:
+        raise ConfigError(
+            f"--ca {ca} and --client-ca {client_ca}",
+            hint="--ca is the older name: --client-ca alone",
+        )
+    tls = tls_of(cert, key, client_ca or ca)
+    if tls is not None and cert is None:
+        raise ConfigError("TLS: a server needs --cert and --key")
+    options = link_options(link)(token=token_of(token_file), tls=tls)
+    if switch:
+        nbytes = MEMORY if memory is None else parse_bytes(memory)
+        return serve_switch(address_of(address), nbytes, options)
+    nbytes = parse_bytes(budget) if budget is not None else psutil.virtual_memory().available // 2
+    if store is None:
+        return serve_sums(address_of(address), nbytes, options, formats)
+    every = 0 if snapshot is None else snapshot_every or EVERY
+    with SessionHost(
+        address_of(address),
+        Path(store),
+        nbytes,
+        options,
+        snapshot=Path(snapshot or ""),
+        every=every,
+    ) as host:
+        print(
+            f"serving {store} at {host.where}, at most {show_bytes(nbytes)}; the state rests"
+            f" {host.store.rests}"
+        )
+        host.run()
+    return 0
+
+
+def _check_switch(switch: bool, memory: str | None, of_servers: Mapping[str, object]) -> None:
+    """Raises ConfigError for what a switch does not do."""
+    given = [name for name, value in of_servers.items() if value is not None and value is not False]
+    if switch and given:
+        raise ConfigError(
+            f"--switch with {', '.join(given)}",
+            hint="a switch keeps nothing and has --memory alone: servers that store, or sum with"
+            " --sum, are commands of their own",
+        )
+    if memory is not None and not switch:
+        raise ConfigError(f"--memory {memory} without --switch", hint="a server has --budget")
+
+
+def _check_server(
+    store: str | None,
+    sum: bool,
+    formats: str | None,
+    snapshot: str | None,
+    snapshot_every: int | None,
+) -> None:
+    """Raises ConfigError for options that contradict each other."""
     if (
         (store is None) != sum
         or (sum and snapshot is not None)
@@ -95,33 +159,6 @@ def command(
                 " more"
             ),
         )
-    every = 0 if snapshot is None else snapshot_every or EVERY
-    if ca and client_ca:
-        raise ConfigError(
-            f"--ca {ca} and --client-ca {client_ca}",
-            hint="--ca is the older name: --client-ca alone",
-        )
-    tls = tls_of(cert, key, client_ca or ca)
-    if tls is not None and cert is None:
-        raise ConfigError("TLS: a server needs --cert and --key")
-    nbytes = parse_bytes(budget) if budget is not None else psutil.virtual_memory().available // 2
-    options = link_options(link)(token=token_of(token_file), tls=tls)
-    if store is None:
-        return serve_sums(address_of(address), nbytes, options, formats)
-    with SessionHost(
-        address_of(address),
-        Path(store),
-        nbytes,
-        options,
-        snapshot=Path(snapshot or ""),
-        every=every,
-    ) as host:
-        print(
-            f"serving {store} at {host.where}, at most {show_bytes(nbytes)}; the state rests"
-            f" {host.store.rests}"
-        )
-        host.run()
-    return 0
 
 
 class SessionHost:

@@ -1,0 +1,22 @@
+"""`roadtrain serve HOST:PORT --switch`: from what the user wrote to a SwitchHost that runs."""
+
+from __future__ import annotations
+
+from roadtrain.runtime.fan_in.switch import MOST_JOBS, SwitchHost
+from roadtrain.transport.listener import Report
+from roadtrain.transport.tcp import Address, TcpOptions
+from roadtrain.units import MIB, show_bytes
+
+MEMORY = 64 * MIB  # where none is said
+
+
+def serve_switch(address: Address, nbytes: int, options: TcpOptions, report: Report = print) -> int:
+    """Until it is ended. nbytes: of memory for the tables and sockets of all jobs."""
+    with SwitchHost(address, nbytes, options, report) as host:
+        report(
+            f"summing and copying packets at {host.where}, datagrams at UDP ports"
+            f" {host.port + 1} to {host.port + MOST_JOBS}, at most {show_bytes(nbytes)} for"
+            f" {host.quota.free_slots} slots or fewer; nothing rests here"
+        )
+        host.run()
+    return 0

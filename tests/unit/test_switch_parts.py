@@ -1,0 +1,202 @@
+"""The parts of a switch that need no sockets: quotas, what cannot leave yet, children."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from roadtrain.errors import BudgetError, ConfigError
+from roadtrain.kernels.packets import PACKET_NBYTES
+from roadtrain.kernels.switch_table import SwitchTable
+from roadtrain.protocol.numbered import NOTHING, Heartbeat
+from roadtrain.protocol.switch import SwitchStateMachine
+from roadtrain.runtime.fan_in import switch_outgoing
+from roadtrain.runtime.fan_in.switch_children import UNKNOWN_RANK, Children
+from roadtrain.runtime.fan_in.switch_memory import SLOT_NBYTES, SlotQuota
+from roadtrain.runtime.fan_in.switch_outgoing import Outgoing
+from roadtrain.runtime.fan_in.switch_runs import MOST, READ_NBYTES, read_runs
+from roadtrain.units import KIB, MIB
+
+A, B, C = ("10.0.0.1", 1), ("10.0.0.2", 2), ("10.0.0.3", 3)
+
+
+# Rule 4
+def test_quotas_count_tables_sockets_and_buffers() -> None:
+    quota = SlotQuota(64 * MIB)
+    taken = list[int]()
+    nbytes = 0
+    while (slots := min(quota.free_slots, 2048)) > 0:
+        quota.take(slots, "a job")
+        taken.append(slots)
+        nbytes += SwitchTable(slots, 64).nbytes
+        nbytes += 2 * (quota.receive_nbytes + quota.send_nbytes)  # Linux doubles what is asked for
+        assert nbytes < quota.used_nbytes <= 64 * MIB
+    assert quota.used_slots == sum(taken) and len(taken) >= 3
+    with pytest.raises(BudgetError, match="1 slots, 0 are free"):
+        quota.take(1, "another")
+    for slots in taken:
+        quota.give_back(slots)
+    assert (quota.used_slots, quota.free_slots) == (0, SlotQuota(64 * MIB).free_slots)
+
+
+def test_what_is_refused_takes_nothing() -> None:
+    quota = SlotQuota(8 * MIB)
+    before = quota.used_nbytes, quota.free_slots
+    with pytest.raises(BudgetError, match=f"{before[1] + 1} slots, {before[1]} are free"):
+        quota.take(before[1] + 1, "a job")
+    assert (quota.used_nbytes, quota.free_slots) == before
+    quota.take(before[1], "a job")
+    assert 8 * MIB - quota.used_nbytes < SLOT_NBYTES
+
+
+def test_memory_that_holds_no_job_is_refused_with_what_would() -> None:
+    with pytest.raises(ConfigError, match=r"64\.0 KiB") as caught:
+        SlotQuota(64 * KIB)
+    least = int(str(caught.value).rpartition("--memory ")[2].split("KiB")[0])
+    assert SlotQuota(least * KIB).free_slots >= 8
+
+
+class Script:
+    """A socket to which these runs have come."""
+
+    def __init__(self, *runs: tuple[int, int, object]) -> None:
+        """(bytes, bytes of a packet, who sent it); the bytes count up."""
+        self.runs, self.value = list(runs), 0
+
+    def receive(self, into: np.ndarray, timeout_s: float) -> tuple[int, int, object] | None:
+        assert timeout_s == 0 and into.size >= 1 << 16
+        if not self.runs:
+            return None
+        nbytes, segment, source = self.runs.pop(0)
+        for at in range(0, nbytes, max(segment, 1)):
+            self.value += 1
+            into[at : min(at + segment, nbytes)] = self.value
+        return nbytes, segment, source
+
+
+def read(socket: Script) -> list[tuple[int, list[int], list[object]]]:
+    """(bytes of a packet, first byte of each, who sent it) of all runs, until nothing comes."""
+    out, memory = [], np.zeros(READ_NBYTES, np.uint8)
+    while runs := read_runs(socket, memory):  # type: ignore[arg-type]
+        for one in runs:
+            assert one.buffer.size == one.segment * one.count and one.count <= MOST
+            firsts = [int(one.buffer[i * one.segment]) for i in range(one.count) if one.segment]
+            out.append((one.segment, firsts, one.sources))
+    return out
+
+
+def test_bulk_packets_are_gathered_whoever_sent_them() -> None:
+    n = PACKET_NBYTES
+    assert read(Script((n, n, A), (2 * n, n, B), (n, n, A))) == [(n, [1, 2, 3, 4], [A, B, B, A])]
+
+
+def test_a_packet_of_another_length_is_a_run_of_its_own() -> None:
+    n = PACKET_NBYTES
+    got = read(
+        Script((n, n, A), (2 * n + 60, n, B), (48, 48, C), (130, 60, A), (0, 0, B), (n, n, A))
+    )
+    assert got == [
+        (n, [1, 2, 3], [A, B, B]),
+        (60, [4], [B]),
+        (48, [5], [C]),
+        (60, [6, 7], [A, A]),
+        (10, [8], [A]),
+        (0, [], [B]),
+        (n, [9], [A]),
+    ]
+
+
+def test_a_run_is_bounded_however_much_has_come() -> None:
+    n = PACKET_NBYTES
+    got = read(Script(*[(n, n, A)] * 31, *[(45 * n, n, B)] * 3))
+    assert [len(sources) for _, _, sources in got] == [76, 45, 45]
+    assert max(len(sources) for _, _, sources in got) <= MOST
+
+
+class Narrow:
+    """A socket whose kernel takes `room` more runs."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.sent = list[tuple[bytes, int, object]]()
+
+    def has_room(self) -> bool:
+        return self.room > 0
+
+    def send(self, packets: np.ndarray, segment: int, to: object) -> None:
+        assert self.room > 0, "it would block"
+        self.room -= 1
+        self.sent.append((packets.tobytes(), segment, to))
+
+
+def run_of(*values: int) -> np.ndarray:
+    return np.repeat(np.array(values, np.uint8), 10)
+
+
+# Rule 5
+def test_what_cannot_leave_waits_in_order_and_blocks_nobody() -> None:
+    socket = Narrow(1)
+    out = Outgoing(socket)  # type: ignore[arg-type]
+    memory = run_of(1, 2)
+    out.send(memory, 10, [A, B, C])
+    memory[:] = 0  # its owner's again
+    out.send(run_of(3), 10, [A])
+    assert out.waits and socket.sent == [(run_of(1, 2).tobytes(), 10, A)]
+    socket.room = 1
+    out.go_on()
+    assert out.waits
+    socket.room = 9
+    out.go_on()
+    assert not out.waits and out.given_up == 0 and out.sent == 7
+    assert socket.sent[1:] == [
+        (run_of(1, 2).tobytes(), 10, B),
+        (run_of(1, 2).tobytes(), 10, C),
+        (run_of(3).tobytes(), 10, A),
+    ]
+
+
+def test_what_waits_for_too_long_is_lost_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(switch_outgoing, "WAIT_S", 0.0)
+    socket = Narrow(1)
+    out = Outgoing(socket)  # type: ignore[arg-type]
+    out.send(run_of(1, 2), 10, [A, B, C])
+    out.go_on()
+    assert not out.waits and out.given_up == 4 and out.sent == 2
+
+
+def children(count: int) -> Children:
+    return Children(SwitchStateMachine(8, count), 100.0)
+
+
+def test_nothing_is_said_before_all_children_have_spoken() -> None:
+    both = children(2)
+    assert both.heard(0, Heartbeat(5, 9), A, (0, 4), 100.1)
+    assert both.merged == NOTHING and both.addresses == [A]
+    assert both.heard(1, Heartbeat(3, 12, 0b10), B, (0, 6), 100.1)
+    assert both.merged == Heartbeat(3, 9, 0b10) and both.addresses == [A, B]
+
+
+# Rule 8
+def test_a_heartbeat_from_elsewhere_moves_a_child_only_if_it_says_more_or_the_child_is_silent() -> (
+    None
+):
+    one = children(1)
+    beat = Heartbeat(5, 9)
+    assert one.heard(0, beat, A, (0, 0), 100.0)
+    assert not one.heard(0, beat, B, (0, 0), 100.5) and one.addresses == [A]
+    assert one.heard(0, Heartbeat(6, 10), B, (0, 0), 100.5) and one.addresses == [B]
+    assert not one.heard(0, Heartbeat(5, 9), A, (0, 0), 100.6) and one.addresses == [B]
+    assert one.heard(0, Heartbeat(6, 10), C, (0, 0), 101.6) and one.addresses == [C]
+
+
+def test_the_most_silent_worker_of_the_subtree_is_told() -> None:
+    three = children(3)
+    assert three.most_silent(100.25) == (250, UNKNOWN_RANK)
+    for number, below in enumerate([(0, 7), (1300, 12), (40, 9)]):
+        assert three.heard(number, Heartbeat(0, 3), (f"10.0.0.{number}", 1), below, 100.25)
+    assert three.most_silent(100.5) == (1550, 12)  # a switch says it of one of its workers
+    silent = three.silent(100.5)
+    assert [(child.number, seconds) for child, seconds in silent] == [(1, 1.55)]
+    assert str(silent[0][0]) == "child 1 (worker 12, 10.0.0.1:1)"
+    assert three.heard(1, Heartbeat(0, 3), ("10.0.0.1", 1), (0, 11), 101.5)
+    assert [child.number for child, _ in three.silent(101.5)] == [0, 2]
