@@ -473,6 +473,7 @@ def test_memory_is_bounded_under_stuck_slots(switches, peers):
         ({"switch": True, "budget": "1GiB"}, "--switch with --budget"),
         ({"switch": True, "link": "rdma"}, "--switch with --link rdma"),
         ({"sum": True, "memory": "64MiB"}, "--memory 64MiB without --switch"),
+        ({"sum": True, "xdp": "eth0"}, "--xdp eth0 without --switch"),
         ({"switch": True, "memory": "64KiB"}, "64.0 KiB of memory"),
     ],
 )
@@ -493,7 +494,7 @@ def test_the_command_shows_where_it_is_and_what_it_does(tmp_path, capsys, monkey
 
     monkeypatch.setattr(switch_command, "SwitchHost", Kept)
     secret = ["--token-file", str(tmp_path / "token")]
-    serve = ["serve", f"{HOST}:0", "--switch", "--memory", "32MiB", *secret]
+    serve = ["serve", f"{HOST}:0", "--switch", "--memory", "32MiB", "--xdp", "no0", *secret]
     thread = threading.Thread(target=cli.main, args=(serve,))
     thread.start()
     try:
@@ -503,5 +504,6 @@ def test_the_command_shows_where_it_is_and_what_it_does(tmp_path, capsys, monkey
         made[0].stop()
         thread.join()
     out = " ".join(capsys.readouterr().out.split())
+    assert "no sums in the kernel on no0: " in out  # Rule 6
     assert f"summing and copying packets at {made[0].where}" in out
     assert re.search(r"switch 0 127.0.0.1:\d+, 0 job.s., 0 slots in use, \d+ free", out)

@@ -59,6 +59,7 @@ def command(
     link: str = "tcp",
     switch: bool = False,
     memory: str | None = None,
+    xdp: str | None = None,
 ) -> int:
     """`roadtrain serve HOST:PORT --store DIR`, or `--sum`, or `--switch`.
 
@@ -78,10 +79,14 @@ def command(
         switch: instead: sum the packets of jobs with a fan_in and copy their parameters; datagrams
             come to the 64 UDP ports above PORT
         memory: with --switch: bytes for the tables and sockets of all jobs (64MiB)
+        xdp: with --switch: sum in the kernel what comes to this network device, as eth0 (user space
+            sums where that cannot be, and says why)
     """
     kept = {"--store": store, "--snapshot": snapshot, "--snapshot-every": snapshot_every}
     of_servers = {**kept, "--sum": sum, "--formats": formats, "--budget": budget}
-    _check_switch(switch, memory, {**of_servers, f"--link {link}": link != "tcp"})
+    _check_switch(
+        switch, {"--memory": memory, "--xdp": xdp}, {**of_servers, f"--link {link}": link != "tcp"}
+    )
     if not switch:
         _check_server(store, sum, formats, snapshot, snapshot_every)
     if ca and client_ca:
@@ -95,7 +100,7 @@ def command(
     options = link_options(link)(token=token_of(token_file), tls=tls)
     if switch:
         nbytes = MEMORY if memory is None else parse_bytes(memory)
-        return serve_switch(address_of(address), nbytes, options)
+        return serve_switch(address_of(address), nbytes, options, xdp=xdp)
     nbytes = parse_bytes(budget) if budget is not None else psutil.virtual_memory().available // 2
     if store is None:
         return serve_sums(address_of(address), nbytes, options, formats)
@@ -116,17 +121,22 @@ def command(
     return 0
 
 
-def _check_switch(switch: bool, memory: str | None, of_servers: Mapping[str, object]) -> None:
-    """Raises ConfigError for what a switch does not do."""
+def _check_switch(
+    switch: bool, of_switches: Mapping[str, str | None], of_servers: Mapping[str, object]
+) -> None:
+    """Raises ConfigError for what a switch, or a server, does not do."""
     given = [name for name, value in of_servers.items() if value is not None and value is not False]
     if switch and given:
         raise ConfigError(
             f"--switch with {', '.join(given)}",
-            hint="a switch keeps nothing and has --memory alone: servers that store, or sum with"
+            hint="a switch keeps nothing, its memory is --memory: servers that store, or sum with"
             " --sum, are commands of their own",
         )
-    if memory is not None and not switch:
-        raise ConfigError(f"--memory {memory} without --switch", hint="a server has --budget")
+    given = [f"{name} {value}" for name, value in of_switches.items() if value is not None]
+    if given and not switch:
+        raise ConfigError(
+            f"{', '.join(given)} without --switch", hint="a server's memory is --budget"
+        )
 
 
 def _check_server(

@@ -29,8 +29,9 @@ from roadtrain.kernels.switch_table import SwitchTable
 from roadtrain.runtime import frames as m
 from roadtrain.runtime import health
 from roadtrain.runtime.fan_in.packet_loop import END_S, PacketLoop
-from roadtrain.runtime.fan_in.switch_job import SwitchJob
+from roadtrain.runtime.fan_in.switch_job import SwitchJob, Table
 from roadtrain.runtime.fan_in.switch_memory import MOST_SLOTS, SlotQuota
+from roadtrain.runtime.fan_in.xdp import XdpDevice
 from roadtrain.transport.datagrams import DatagramSocket
 from roadtrain.transport.link import Link, Receiver
 from roadtrain.transport.listener import Report
@@ -66,11 +67,16 @@ class SwitchHost:
     each has taken its slots from `quota`, which are given back when its socket is closed."""
 
     def __init__(
-        self, address: Address, nbytes: int, options: TcpOptions, report: Report = print
+        self,
+        address: Address,
+        nbytes: int,
+        options: TcpOptions,
+        report: Report = print,
+        device: XdpDevice | None = None,
     ) -> None:
-        """nbytes: of memory for all jobs."""
+        """nbytes: of memory for all jobs. device: its owner's; it sums in the kernel."""
         self.quota = SlotQuota(nbytes)
-        self._token, self._report = options.token, report
+        self._token, self._report, self._device = options.token, report, device
         self._links: dict[bytes, _JobLink] = {}  # by nonce
         self._closing: list[threading.Thread] = []  # links of jobs that are over
         self._over: BaseException | None = None
@@ -135,8 +141,25 @@ class SwitchHost:
         """Raises ConfigError where the parent's host cannot be found."""
         key = PacketKey.derive(self._token, said.nonce)
         parent = socket.number_of(said.parent)
-        table = SwitchTable(said.slots, said.children)
+        table = self._table(said, parent, socket.address[1], key)
         return SwitchJob(said, parent, socket, table, key, self._report)
+
+    def _table(self, said: m.SwitchHello, parent: Address, port: int, key: PacketKey) -> Table:
+        if self._device is not None:
+            try:
+                return self._device.table(
+                    job=said.job,
+                    port=port,
+                    children=said.children,
+                    child=said.child,
+                    slots=said.slots,
+                    key=key,
+                    parent=parent,
+                )
+            except RoadtrainError as error:
+                why = str(error).partition("\n")[0]
+                self._report(f"job {said.session}: no sums in the kernel: {why}; user space sums")
+        return SwitchTable(said.slots, said.children)
 
     def _link_of(self, nonce: bytes) -> _JobLink | None:
         with self._lock:

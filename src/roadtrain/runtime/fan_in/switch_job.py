@@ -28,6 +28,7 @@ from roadtrain.runtime.fan_in.streams import Batch, beat_packet, beats_of
 from roadtrain.runtime.fan_in.switch_children import Children
 from roadtrain.runtime.fan_in.switch_outgoing import Outgoing
 from roadtrain.runtime.fan_in.switch_runs import MOST, READ_NBYTES, Run, read_runs
+from roadtrain.runtime.fan_in.xdp_table import XdpTable
 from roadtrain.runtime.frames import SwitchHello
 from roadtrain.transport.datagrams import DatagramSocket
 from roadtrain.transport.listener import Few, Report
@@ -46,6 +47,9 @@ _WAY = np.full(256, _NOTHING, np.uint8)
 _WAY[[Kind.GRADIENT, Kind.EXPONENTS]] = _SUMMED
 _WAY[[Kind.PARAMETERS, Kind.MAXIMA, Kind.GRADIENT_BEAT]] = _COPIED
 _WAY[Kind.PARAMETER_BEAT] = _HEARD
+
+
+Table = SwitchTable | XdpTable  # in this process, or in the kernel
 
 
 class Buffers:
@@ -80,7 +84,7 @@ class SwitchJob:
         hello: SwitchHello,
         parent: Address,
         socket: DatagramSocket,
-        table: SwitchTable,
+        table: Table,
         key: PacketKey,
         report: Report,
     ) -> None:
@@ -225,6 +229,8 @@ class SwitchJob:
 
     def close(self) -> None:
         self.socket.close()
+        if isinstance(self.table, XdpTable):
+            self.table.close()
         self._report.tick(now=True)
 
     def rows(self) -> list[str]:
