@@ -13,7 +13,7 @@ from roadtrain.protocol.switch import SwitchStateMachine
 from roadtrain.runtime.fan_in import switch_outgoing
 from roadtrain.runtime.fan_in.switch_children import UNKNOWN_RANK, Children
 from roadtrain.runtime.fan_in.switch_memory import SLOT_NBYTES, SlotQuota
-from roadtrain.runtime.fan_in.switch_outgoing import Outgoing
+from roadtrain.runtime.fan_in.switch_outgoing import SwitchOutgoing
 from roadtrain.runtime.fan_in.switch_runs import MOST, READ_NBYTES, read_runs
 from roadtrain.units import KIB, MIB
 
@@ -136,7 +136,7 @@ def run_of(*values: int) -> np.ndarray:
 # Rule 5
 def test_what_cannot_leave_waits_in_order_and_blocks_nobody() -> None:
     socket = Narrow(1)
-    out = Outgoing(socket)  # type: ignore[arg-type]
+    out = SwitchOutgoing(socket)  # type: ignore[arg-type]
     memory = run_of(1, 2)
     out.send(memory, 10, [A, B, C])
     memory[:] = 0  # its owner's again
@@ -158,7 +158,7 @@ def test_what_cannot_leave_waits_in_order_and_blocks_nobody() -> None:
 def test_what_waits_for_too_long_is_lost_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(switch_outgoing, "WAIT_S", 0.0)
     socket = Narrow(1)
-    out = Outgoing(socket)  # type: ignore[arg-type]
+    out = SwitchOutgoing(socket)  # type: ignore[arg-type]
     out.send(run_of(1, 2), 10, [A, B, C])
     out.go_on()
     assert not out.waits and out.given_up == 4 and out.sent == 2

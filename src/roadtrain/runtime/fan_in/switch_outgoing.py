@@ -1,4 +1,4 @@
-"""Outgoing: what a switch sends for one job, without ever waiting.
+"""SwitchOutgoing: what a switch sends for one job, without ever waiting.
 
 The kernel takes no more of a job whose links are slower than what comes for it. What is left over
 waits here, the job is not read meanwhile (so it fills its own socket, nobody else's), and goes when
@@ -19,7 +19,7 @@ from roadtrain.transport.tcp import Address
 WAIT_S = 1.0
 
 
-class Outgoing:
+class SwitchOutgoing:
     """Of one thread. Invariant: what waits is in the order in which it was to be sent; of each run
     somebody is left that it goes to."""
 

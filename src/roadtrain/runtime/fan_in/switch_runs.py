@@ -20,7 +20,7 @@ READ_NBYTES = FULL * PACKET_NBYTES + RECEIVE_NBYTES
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class PacketRun:
     buffer: np.ndarray  # uint8; packet i begins at i * segment
     segment: int  # bytes of a packet
     sources: list[Address]  # who sent it, one a packet
@@ -30,10 +30,10 @@ class Run:
         return len(self.sources)
 
 
-def read_runs(socket: DatagramSocket, memory: np.ndarray) -> list[Run]:
+def read_runs(socket: DatagramSocket, memory: np.ndarray) -> list[PacketRun]:
     """What has come, without waiting: none, or one run of bulk packets, and what ended it. memory:
     uint8 [READ_NBYTES], that they lie in."""
-    bulk, odd = list[Address](), list[Run]()
+    bulk, odd = list[Address](), list[PacketRun]()
     while not odd and len(bulk) < FULL:
         at = len(bulk) * PACKET_NBYTES
         found = socket.receive(memory[at : at + RECEIVE_NBYTES], 0.0)
@@ -44,15 +44,15 @@ def read_runs(socket: DatagramSocket, memory: np.ndarray) -> list[Run]:
         bulk += [source] * whole
         if whole * PACKET_NBYTES < nbytes or not nbytes:
             odd = _split(memory[at + whole * PACKET_NBYTES : at + nbytes], segment, source)
-    gathered = Run(memory[: len(bulk) * PACKET_NBYTES], PACKET_NBYTES, bulk)
+    gathered = PacketRun(memory[: len(bulk) * PACKET_NBYTES], PACKET_NBYTES, bulk)
     return [gathered, *odd] if bulk else odd
 
 
-def _split(rest: np.ndarray, segment: int, source: Address) -> list[Run]:
+def _split(rest: np.ndarray, segment: int, source: Address) -> list[PacketRun]:
     """The kernel may join a shorter packet to a run of longer ones."""
     whole = rest.size // segment if segment else 0
-    runs = [Run(rest[: whole * segment], segment, [source] * whole)] if whole else []
+    runs = [PacketRun(rest[: whole * segment], segment, [source] * whole)] if whole else []
     if rest.size > whole * segment or not whole:
         last = rest[whole * segment :]
-        runs.append(Run(last, last.size, [source]))
+        runs.append(PacketRun(last, last.size, [source]))
     return runs
