@@ -1,4 +1,4 @@
-"""SwitchJob: what a switch does for one job. PacketRun by run: a constant number of calls, none for
+"""SwitchJob: what a switch does for one job. Run by run: a constant number of calls, none for
 each packet.
 
     from children   GRADIENT EXPONENTS          --> SwitchTable --> sums, sealed --> parent
@@ -27,7 +27,7 @@ from roadtrain.protocol.switch import SwitchStateMachine
 from roadtrain.runtime.fan_in.streams import Batch, beat_packet, beats_of
 from roadtrain.runtime.fan_in.switch_children import Children
 from roadtrain.runtime.fan_in.switch_outgoing import SwitchOutgoing
-from roadtrain.runtime.fan_in.switch_runs import MOST, READ_NBYTES, PacketRun, read_runs
+from roadtrain.runtime.fan_in.switch_runs import MOST, READ_NBYTES, SwitchRun, read_runs
 from roadtrain.runtime.fan_in.xdp_table import XdpTable
 from roadtrain.runtime.frames import SwitchHello
 from roadtrain.transport.datagrams import DatagramSocket
@@ -111,7 +111,7 @@ class SwitchJob:
             self._take_run(run, buffers.sums)
         return bool(runs)
 
-    def _take_run(self, run: PacketRun, sums: np.ndarray) -> None:
+    def _take_run(self, run: SwitchRun, sums: np.ndarray) -> None:
         ok = packets.verify(run.buffer, run.segment, run.count, self._key, self.hello.job)
         right = int(np.count_nonzero(ok))
         self.counters.came += right
@@ -130,7 +130,7 @@ class SwitchJob:
         if heard:
             self._hear(run, headers, way == _HEARD)
 
-    def _sum(self, run: PacketRun, there: np.ndarray, sums: np.ndarray) -> None:
+    def _sum(self, run: SwitchRun, there: np.ndarray, sums: np.ndarray) -> None:
         if run.segment != PACKET_NBYTES:
             self.counters.refused += int(np.count_nonzero(there))
             return
@@ -140,7 +140,7 @@ class SwitchJob:
             packets.seal(whole, PACKET_NBYTES, made, self._key)
             self.out.send(whole, PACKET_NBYTES, (self._parent,))
 
-    def _copy(self, run: PacketRun, headers: np.ndarray, there: np.ndarray) -> None:
+    def _copy(self, run: SwitchRun, headers: np.ndarray, there: np.ndarray) -> None:
         """Down, with the tags that they have, what the parent's host has sent."""
         host = self._parent[0]
         above = np.fromiter((source[0] == host for source in run.sources), np.bool_, run.count)
@@ -159,7 +159,7 @@ class SwitchJob:
         if self.children.addresses:
             self.out.send(copied, run.segment, self.children.addresses)
 
-    def _hear(self, run: PacketRun, headers: np.ndarray, there: np.ndarray) -> None:
+    def _hear(self, run: SwitchRun, headers: np.ndarray, there: np.ndarray) -> None:
         for source in dict.fromkeys(run.sources):
             of_one = np.fromiter((one == source for one in run.sources), np.bool_, run.count)
             self._hear_from(

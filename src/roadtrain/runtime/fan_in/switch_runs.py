@@ -20,7 +20,7 @@ READ_NBYTES = FULL * PACKET_NBYTES + RECEIVE_NBYTES
 
 
 @dataclass(frozen=True, slots=True)
-class PacketRun:
+class SwitchRun:
     buffer: np.ndarray  # uint8; packet i begins at i * segment
     segment: int  # bytes of a packet
     sources: list[Address]  # who sent it, one a packet
@@ -30,10 +30,10 @@ class PacketRun:
         return len(self.sources)
 
 
-def read_runs(socket: DatagramSocket, memory: np.ndarray) -> list[PacketRun]:
+def read_runs(socket: DatagramSocket, memory: np.ndarray) -> list[SwitchRun]:
     """What has come, without waiting: none, or one run of bulk packets, and what ended it. memory:
     uint8 [READ_NBYTES], that they lie in."""
-    bulk, odd = list[Address](), list[PacketRun]()
+    bulk, odd = list[Address](), list[SwitchRun]()
     while not odd and len(bulk) < FULL:
         at = len(bulk) * PACKET_NBYTES
         found = socket.receive(memory[at : at + RECEIVE_NBYTES], 0.0)
@@ -44,15 +44,15 @@ def read_runs(socket: DatagramSocket, memory: np.ndarray) -> list[PacketRun]:
         bulk += [source] * whole
         if whole * PACKET_NBYTES < nbytes or not nbytes:
             odd = _split(memory[at + whole * PACKET_NBYTES : at + nbytes], segment, source)
-    gathered = PacketRun(memory[: len(bulk) * PACKET_NBYTES], PACKET_NBYTES, bulk)
+    gathered = SwitchRun(memory[: len(bulk) * PACKET_NBYTES], PACKET_NBYTES, bulk)
     return [gathered, *odd] if bulk else odd
 
 
-def _split(rest: np.ndarray, segment: int, source: Address) -> list[PacketRun]:
+def _split(rest: np.ndarray, segment: int, source: Address) -> list[SwitchRun]:
     """The kernel may join a shorter packet to a run of longer ones."""
     whole = rest.size // segment if segment else 0
-    runs = [PacketRun(rest[: whole * segment], segment, [source] * whole)] if whole else []
+    runs = [SwitchRun(rest[: whole * segment], segment, [source] * whole)] if whole else []
     if rest.size > whole * segment or not whole:
         last = rest[whole * segment :]
-        runs.append(PacketRun(last, last.size, [source]))
+        runs.append(SwitchRun(last, last.size, [source]))
     return runs
