@@ -11,6 +11,7 @@ from test_simulated_fan_in import racks
 
 from roadtrain.config.cluster import make_cluster
 from roadtrain.config.fan_in import FanIn, SwitchNode
+from roadtrain.config.job import ServersSection
 from roadtrain.config.parallelism import Parallelism
 from roadtrain.config.plan import Plan, placement
 from roadtrain.planner import plan as planner
@@ -46,6 +47,23 @@ def test_a_job_names_a_tree() -> None:
     tree.check(5)
     assert tree.root.address == "root:PORT"
     assert tree.place_of(4, 5)[0].address == "rack1:PORT"
+
+
+@pytest.mark.parametrize(
+    ("racks_of", "changes"), [((3,), {"wire": "int8"}), ((2, 3), {"window": 64})]
+)
+def test_a_job_takes_what_the_plan_writes(racks_of: tuple, changes: dict) -> None:
+    written = planner.job(node(sum(racks_of), **changes), racks(*racks_of))
+    assert written is not None
+    section = ServersSection(**tomllib.loads(written.replace(":PORT", ":7000"))["servers"])
+    assert section.fan_in is not None
+    section.fan_in.check(sum(racks_of))
+    assert section.fan_in.wire == changes.get("wire", "int32")
+    assert section.fan_in.window == changes.get("window", 2048)
+    tree = switches.tree_of(node(sum(racks_of)), racks(*racks_of))
+    assert tree is not None
+    for rank, at in enumerate(tree.at):
+        assert section.fan_in.place_of(rank, sum(racks_of))[0].address == f"{at}:7000"
 
 
 def test_of_a_part_of_the_cluster_only_its_racks_are_named() -> None:
