@@ -482,6 +482,31 @@ def test_options_that_contradict_each_other(options, words):
         session_host.command(f"{HOST}:0", **options)
 
 
+def test_the_status_of_a_run_asks_its_switches(switches, peers, tmp_path, capsys):
+    switch = switches()
+    end, workers = job(peers, switch, 2)
+    run(end, workers, 50)
+    write_token(tmp_path / "token", TOKEN)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "job.toml").write_text(
+        f"""
+        [run]
+        dir = "{tmp_path}/run"
+        [model.config]
+        model_type = "llama"
+        [servers]
+        addresses = ["127.0.0.1:1"]
+        switches = ["{switch.where}"]
+        token_file = "{tmp_path}/token"
+        """
+    )
+    assert cli.main(["status", str(tmp_path / "run")]) == 1  # no server answers
+    out = " ".join(capsys.readouterr().out.split())
+    assert "server 0 does not answer" in out
+    assert re.search(rf"switch 1 {switch.where}, 1 job.s., .* job job7: 64 slots, 2 children", out)
+    assert "50 sums" in out and "stuck slots: none" in out and "silent: nobody" in out
+
+
 def test_the_command_shows_where_it_is_and_what_it_does(tmp_path, capsys, monkeypatch):
     """The whole way of a user: serve --switch, status."""
     write_token(tmp_path / "token", TOKEN)

@@ -1,6 +1,6 @@
 """status: step, loss, rates, bytes written so far, and how long the device endures it; from a run
-directory alone. Of a run on servers also each node, what it waits for and since when; they are
-asked, and say so while they train.
+directory alone. Of a run on servers also each node, what it waits for and since when, and what its
+switches lose and lack; they are asked, and say so while they train.
 
 Endurance: what the device may be written by its data sheet (TBW, decimal terabytes), over what this
 run writes. Counts what roadtrain wrote by itself, not what the device's own housekeeping multiplies
@@ -38,7 +38,8 @@ def command(
     link: str = "tcp",
     report: Callable[[str], None] = print,
 ) -> int:
-    """`run`: a run directory, or the HOST:PORT,... of servers. 1 where a server does not answer.
+    """`run`: a run directory, or the HOST:PORT,... of servers and switches. 1 where one does not
+    answer.
     Raises ConfigError where it is neither.
 
     Args:
@@ -53,7 +54,7 @@ def command(
         job = job_of_run(run)
         table, servers = (
             rows(job, read_metrics(Path(run) / "metrics.jsonl"), endurance_tbw),
-            job.servers.addresses,
+            [*job.servers.addresses, *(one.address for one in job.servers.switches)],
         )
         token_file, ca = token_file or job.servers.token_file, ca or job.servers.ca
         cert, key = cert or job.servers.cert, key or job.servers.key
