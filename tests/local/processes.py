@@ -38,7 +38,7 @@ FORK.set_forkserver_preload(
     ]
 )
 BUDGET = "96MiB"
-OF_SERVERS = {"replicas", "give_up", "relay", "buffering", "residuals"}
+OF_SERVERS = {"replicas", "give_up", "relay", "buffering", "residuals", "fan_in"}
 
 
 def free_port():
