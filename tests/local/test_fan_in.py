@@ -17,7 +17,6 @@ import torch
 from faulty import RandomFaults
 from models import Case, build
 from processes import Workers, free_port, losses
-from roadtrain.runtime.fan_in.switch import SwitchHost
 from torch import nn
 
 from roadtrain.config.fan_in import FanIn, SwitchNode
@@ -28,6 +27,7 @@ from roadtrain.runtime import health
 from roadtrain.runtime.fan_in import switch as switch_module
 from roadtrain.runtime.fan_in.link import hello_of
 from roadtrain.runtime.fan_in.registration import Registration, TreeOfJob
+from roadtrain.runtime.fan_in.switch import SwitchHost
 from roadtrain.storage.ledger import StoreMeta
 from roadtrain.transport.address import address_of
 from roadtrain.transport.datagrams import DatagramSocket
