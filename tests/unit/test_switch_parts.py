@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from roadtrain.errors import BudgetError, ConfigError
+from roadtrain.errors import BudgetError, BusyError, ConfigError
 from roadtrain.kernels.packets import PACKET_NBYTES
 from roadtrain.kernels.switch_table import SwitchTable
 from roadtrain.protocol.numbered import NOTHING, Heartbeat
@@ -32,7 +32,7 @@ def test_quotas_count_tables_sockets_and_buffers() -> None:
         nbytes += 2 * (quota.receive_nbytes + quota.send_nbytes)  # Linux doubles what is asked for
         assert nbytes < quota.used_nbytes <= 64 * MIB
     assert quota.used_slots == sum(taken) and len(taken) >= 3
-    with pytest.raises(BudgetError, match="1 slots, 0 are free"):
+    with pytest.raises(BusyError, match="1 slots, 0 are free"):
         quota.take(1, "another")
     for slots in taken:
         quota.give_back(slots)

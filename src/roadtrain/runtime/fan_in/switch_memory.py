@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 
 from roadtrain.config.fan_in import WINDOWS
-from roadtrain.errors import BudgetError, ConfigError
+from roadtrain.errors import BudgetError, BusyError, ConfigError
 from roadtrain.kernels.packets import PAYLOAD_NBYTES
 from roadtrain.kernels.switch_table import SLOT
 from roadtrain.runtime.fan_in.switch_runs import READ_NBYTES
@@ -67,10 +67,12 @@ class SlotQuota:
         return min(max(left, 0), MOST_SLOTS)
 
     def take(self, slots: int, job: str) -> None:
-        """Raises BudgetError with both numbers where so many are not free."""
+        """Raises with both numbers where so many are not free: BusyError where other jobs have
+        them, who may be leaving, BudgetError where this switch never has so many."""
         with self._lock:
             if slots > self.free_slots:
-                raise BudgetError(
+                ever = SHARED_NBYTES + self._cost(slots) <= self.nbytes
+                raise (BusyError if ever else BudgetError)(
                     f"job {job} asks this switch for {slots} slots, {self.free_slots} are free,"
                     f" {self._slots} are in use",
                     hint="a smaller window in the job's fan_in, more --memory at the switch, or a"
