@@ -1,0 +1,173 @@
+"""Item 4 of `fanin`, what needs no lab: packets a second of a switch in user space on one core, by
+itself and over loopback sockets beside a plain forwarder; and its memory under 1,000 stuck slots.
+
+One thread is children, switch and parent in turn; only the switch's (and the forwarder's) part is
+timed: receive, verify, add, seal, send, its system calls included.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import psutil
+
+from benchmarks.report import Row
+from roadtrain.kernels import packets
+from roadtrain.kernels.packets import PACKET_NBYTES, Kind, PacketKey
+from roadtrain.kernels.switch_table import SwitchTable
+from roadtrain.transport.datagrams import RECEIVE_NBYTES, DatagramSocket
+from roadtrain.units import MIB
+
+KEY, JOB, CHILDREN, SLOTS, RUN = PacketKey.derive(b"benchmark", bytes(16)), 1, 2, 2048, 44
+STUCK, WAIT_S = 1000, 1.0
+
+
+class Ends:
+    """The children's sealed packets, and a table that adds them up."""
+
+    def __init__(self) -> None:
+        rng = np.random.default_rng(1)
+        self.table = SwitchTable(SLOTS, CHILDREN)
+        self.runs = rng.integers(0, 256, (CHILDREN, RUN * PACKET_NBYTES), np.uint8)
+        self.out = np.zeros(RECEIVE_NBYTES, np.uint8)
+        self.number = 0
+
+    def seal(self) -> None:
+        """The next numbers, of each child."""
+        for child, run in enumerate(self.runs):
+            packets.write_headers(
+                run,
+                PACKET_NBYTES,
+                RUN,
+                kind=Kind.GRADIENT,
+                job=JOB,
+                first=self.number,
+                sender=child,
+                width=4,
+            )
+            packets.seal(run, PACKET_NBYTES, RUN, KEY)
+        self.number += RUN
+
+    def add(self, run: np.ndarray) -> int:
+        """What a switch does with what it has received; how many packets go on in `out`."""
+        count = run.size // PACKET_NBYTES
+        right = packets.verify(run, PACKET_NBYTES, count, KEY, JOB)
+        made = self.table.add(run, PACKET_NBYTES, count, right, self.out, 0)
+        packets.seal(self.out, PACKET_NBYTES, made, KEY)
+        return made
+
+
+def in_memory(seconds: float) -> float:
+    """Packets a second that the table takes in, without sockets."""
+    ends, taken, spent = Ends(), 0, 0.0
+    for warm in (True, False):
+        taken, spent = 0, 0.0
+        while spent < (0.1 if warm else seconds):
+            ends.seal()
+            begin = time.perf_counter()
+            made = sum(ends.add(run) for run in ends.runs)
+            spent += time.perf_counter() - begin
+            taken += CHILDREN * RUN
+            assert made == RUN, f"{made} sums of {RUN}"
+    return taken / spent
+
+
+def over_loopback(seconds: float, *, sums: bool) -> float:
+    """Packets a second that come to the switch's socket; without `sums` it forwards them."""
+    sockets = [
+        DatagramSocket(("127.0.0.1", 0), receive_nbytes=4 * MIB, send_nbytes=4 * MIB)
+        for _ in range(2)
+    ]
+    end, switch = sockets
+    into, ends = np.zeros(RECEIVE_NBYTES, np.uint8), Ends()
+    taken, spent = 0, 0.0
+    for warm in (True, False):
+        taken, spent = 0, 0.0
+        while spent < (0.1 if warm else seconds):
+            ends.seal()
+            went = 0
+            for run in ends.runs:
+                end.send(run, PACKET_NBYTES, switch.address)
+                begin = time.perf_counter()
+                went += _pass_on(switch, end, into, ends if sums else None)
+                spent += time.perf_counter() - begin
+            taken += CHILDREN * RUN
+            _take(end, into, went)
+    for one in sockets:
+        one.close()
+    return taken / spent
+
+
+def _pass_on(
+    switch: DatagramSocket, end: DatagramSocket, into: np.ndarray, ends: Ends | None
+) -> int:
+    """One child's run, through the switch; how many packets leave it."""
+    left, went = RUN, 0
+    while left:
+        found = switch.receive(into, WAIT_S)
+        assert found is not None, f"{left} packets did not come over loopback"
+        run = into[: found[0]]
+        left -= run.size // PACKET_NBYTES
+        made = run.size // PACKET_NBYTES if ends is None else ends.add(run)
+        if made:
+            out = run if ends is None else ends.out[: made * PACKET_NBYTES]
+            switch.send(out, PACKET_NBYTES, end.address)
+        went += made
+    return went
+
+
+def _take(end: DatagramSocket, into: np.ndarray, count: int) -> None:
+    while count:
+        found = end.receive(into, WAIT_S)
+        assert found is not None, f"{count} packets did not come back over loopback"
+        count -= found[0] // PACKET_NBYTES
+
+
+def stuck() -> tuple[int, int]:
+    """(bytes that the process grew by, bytes of the table), with STUCK numbers that lack a child
+    and never get it, while as many as the table has are tried again and again."""
+    ends = Ends()
+    process, before = psutil.Process(), 0
+    for _ in range(20):
+        ends.number = 0
+        while ends.number < STUCK:
+            ends.seal()
+            ends.add(ends.runs[0])
+        before = before or process.memory_info().rss
+    assert len(ends.table.stuck(0)) >= STUCK, f"{len(ends.table.stuck(0))} slots are stuck"
+    return process.memory_info().rss - before, ends.table.nbytes
+
+
+def rows(quick: bool) -> list[Row]:
+    seconds = 0.3 if quick else 2.0
+    summed, forwarded = (over_loopback(seconds, sums=sums) for sums in (True, False))
+    grown, table = stuck()
+    case, unit, peer = "a switch in one core", "packets/s", "a plain forwarder"
+    return [
+        Row(case, "user space, in memory", unit, in_memory(seconds), *[None] * 6),
+        Row(
+            case,
+            "user space, over loopback",
+            unit,
+            summed,
+            forwarded,
+            peer,
+            summed / forwarded,
+            None,
+            None,
+            None,
+        ),
+        Row(
+            f"{STUCK} stuck slots",
+            "memory that grows",
+            "bytes",
+            grown,
+            table,
+            "the table",
+            None,
+            None,
+            "at most 1 MiB",
+            grown <= MIB,
+        ),
+    ]
