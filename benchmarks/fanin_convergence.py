@@ -8,9 +8,9 @@ and pass through the kernels of the wire (kernels/fixed_point.py) packet by pack
 bits that it has behind switches. Updates are torch's.
 Compared is the mean of the last TAIL losses.
 
-Training is chaotic: any other rounding gives another run. So fp32 runs once more with the last bit of
-one element of the first sum changed. What that changes is no wire's doing: a difference below it
-says nothing, and a goal below it is met or missed by chance.
+Training is chaotic: any other rounding gives another run. So fp32 runs once more with the last
+bit of one element of the first sum changed. What that changes is no wire's doing: a difference
+below it says nothing, and a goal below it is met or missed by chance.
 """
 
 from __future__ import annotations
