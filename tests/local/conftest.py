@@ -41,7 +41,9 @@ def hosts(tmp_path):
     made = []
 
     def make(n, **options):
-        made.extend(HostProcess(tmp_path / f"host{len(made)}", **options) for _ in range(n))
+        for _ in range(n):
+            directory = options.get("directory", tmp_path / f"host{len(made)}")
+            made.append(HostProcess(**{**options, "directory": directory}))
         return made[-n:]
 
     make.all = made

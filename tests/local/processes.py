@@ -14,15 +14,18 @@ import time
 from pathlib import Path
 
 import torch
+from faulty import RandomFaults
 from models import build, delay_of, new_scaler, one_step
 
 import roadtrain
 from roadtrain import Servers
 from roadtrain.errors import RoadtrainError
 from roadtrain.runtime import server
+from roadtrain.runtime.fan_in.switch import SwitchHost
 from roadtrain.runtime.session_host import SessionHost
 from roadtrain.storage.direct import DirectFile, typed_errors
 from roadtrain.storage.mark import Mark
+from roadtrain.transport.datagrams import DatagramSocket
 from roadtrain.transport.tcp import TcpOptions
 
 FORK = multiprocessing.get_context("forkserver")
@@ -57,6 +60,8 @@ def host_child(directory, address, token, log, ready, snapshot, every, fault, bu
     lines = open(log, "a", buffering=1)  # noqa: SIM115
     if fault is not None and fault[0] == "flip":
         flip_update(*fault[1:])
+    elif fault is not None and fault[0] == "lose":
+        lose_datagrams(fault[1])
     elif fault is not None:
         break_writes(str(snapshot), *fault)
     with SessionHost(
@@ -100,6 +105,45 @@ def flip_update(number, byte):
             view[byte] ^= 16
 
     server.apply_rule = broken
+
+
+def lose_datagrams(fraction):
+    """In this process that many of the datagrams that are sent get lost."""
+    made = DatagramSocket.__init__
+
+    def lossy(self, *args, **options):
+        made(self, *args, **options, faults=RandomFaults(os.getpid(), fraction))
+
+    DatagramSocket.__init__ = lossy
+
+
+def switch_child(address, token, log, loss, ready):
+    lines = open(log, "a", buffering=1)  # noqa: SIM115
+    lose_datagrams(loss)
+    options = TcpOptions(token=token)
+    with SwitchHost(address, 16 << 20, options, lambda line: lines.write(line + "\n")) as switch:
+        ready.send(switch.where)
+        switch.run()
+
+
+class SwitchProcess:
+    """`roadtrain serve --switch` in a process of its own. `where`: HOST:PORT; `loss`: of its
+    datagrams."""
+
+    def __init__(self, log, port=0, token=None, loss=0.0):
+        self.log, (here, there) = Path(log), FORK.Pipe()
+        address = ("127.0.0.1", port or free_port())
+        self.process = FORK.Process(
+            target=switch_child, daemon=True, args=(address, token, str(log), loss, there)
+        )
+        self.process.start()
+        there.close()
+        self.where = here.recv() if here.poll(60) else None
+        assert self.where, "the switch did not start"
+
+    def kill(self):
+        self.process.kill()
+        self.process.join()
 
 
 class HostProcess:
@@ -161,6 +205,7 @@ def worker_child(case, servers, log, steps, rank, workers, options, change):
         options.pop("norms", True),
     )
     tls = options.pop("tls", None)
+    lose_datagrams(options.pop("loss", 0.0))
 
     def said(line):
         with open(f"{log}.said", "a") as file:
@@ -173,6 +218,8 @@ def worker_child(case, servers, log, steps, rank, workers, options, change):
         model, optimizer = build(case)
         if change == "model":
             model.extra = torch.nn.Linear(2, 2)
+        if change == "skip":
+            model.skipped = 1
         scaler = new_scaler(case)
         placed = roadtrain.place(
             model,
