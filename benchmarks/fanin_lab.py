@@ -36,8 +36,9 @@ RATE = 400 * MBIT
 FAST = 10_000 * MBIT  # of a switch's host
 PLACING = 4_000 * MBIT  # of all links until everything is placed, which is not what is measured
 SERVER_PORT, SWITCH_PORT = 7000, 7100
+MEMORY = "512MiB"  # of a switch: its socket holds what all workers may have under way
 NODE, ROOT, SPINE = "node", "switch", "spine"
-STILL_S, STILL_BYTES = 0.3, 50_000  # nothing but signs of life goes over any link
+STILL_S, STILL_BYTES = 1.0, 50_000  # nothing but signs of life goes over any link
 RUN_S, START_S = 600.0, 300.0
 FRAME, PAYLOAD = 14 + 28 + 1456, 1408  # bytes of a packet on the link, of what it is for
 CARRIED = PAYLOAD / FRAME  # of a rate: what datagrams of the fan-in carry
@@ -146,7 +147,7 @@ class Lab:
         try:
             if switches:
                 for host in self.switch_hosts:
-                    running.append(self._serve(host, SWITCH_PORT, "--switch"))
+                    running.append(self._serve(host, SWITCH_PORT, "--switch", "--memory", MEMORY))
             more = ("--store", str(store / "part"), "--budget", "1500MiB")
             running.append(self._serve(self.network.hosts[NODE], SERVER_PORT, *more))
             yield address
