@@ -26,7 +26,7 @@ from pathlib import Path
 from benchmarks.fanin_transfer import Bench, one_switch, tree
 from benchmarks.report import Report, Row
 from roadtrain.config.names import unknown_name
-from roadtrain.errors import ConfigError
+from roadtrain.errors import ConfigError, RoadtrainError
 from roadtrain.lab import network_available
 
 
@@ -71,5 +71,10 @@ def run(quick: bool = False, only: Sequence[str] = ()) -> Report:
         bench = Bench(Path(home), quick)
         for name in only or ITEMS:
             print(f"fanin: {name}", flush=True)
-            rows += ITEMS[name](bench)
+            try:
+                rows += ITEMS[name](bench)
+            except RoadtrainError as error:
+                print(f"fanin: {name} ended: {error}", flush=True)
+                said = str(error).partition("\n")[0]
+                rows.append(Row(name, said, "", None, None, None, None, None, "it runs", False))
     return Report("fanin", rows)
