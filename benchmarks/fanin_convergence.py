@@ -3,10 +3,12 @@
 WORKERS workers, whose gradients are added in fp32, and as integers of 32, 16 and 8 bits; all from
 the same first values, each worker with rows of its own.
 
-One process computes for all workers. Gradients lie in the chunks that place() cuts a model into,
-and pass through the kernels of the wire (kernels/fixed_point.py) packet by packet, so a sum has the
-bits that it has behind switches. Updates are torch's.
-Compared is the mean of the last TAIL losses.
+Sequences are of SEQ_LEN tokens and each worker has one at a time, so that the five runs take
+minutes. One process computes for all workers. Gradients lie in the chunks that place() cuts a model
+into, and pass through the kernels of the wire (kernels/fixed_point.py) packet by packet, so a sum
+has the bits that it has behind switches. Updates are torch's.
+Compared is the loss on text held out, HELD_OUT batches, after the last step; that of the last TAIL
+steps is told beside it.
 
 Training is chaotic: any other rounding gives another run. So fp32 runs once more with the last
 bit of one element of the first sum changed. What that changes is no wire's doing: a difference
@@ -15,7 +17,7 @@ below it says nothing, and a goal below it is met or missed by chance.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from time import perf_counter
@@ -39,6 +41,7 @@ from roadtrain.training.train import loss_of
 
 JOB = Path(roadtrain.__file__).parents[2] / "examples" / "stdlib.toml"
 STEPS, TAIL, WORKERS = 300, 20, 2
+SEQ_LEN, HELD_OUT = 128, 64
 GOALS = {"int32": 0.001, "int16": 0.005, "int8": 0.02}
 
 Sum = Callable[[Sequence[np.ndarray]], np.ndarray]
@@ -150,8 +153,16 @@ class Workers:
                 grad.view(-1)[span.origin : stop] = mean[span.start : span.stop]
 
 
-def train(job: Job, tokens: Tokens, add: Sum, steps: int, way: str) -> list[float]:
-    """The mean loss of the workers in each step."""
+def held_out_loss(workers: Workers, tokens: Tokens) -> float:
+    """Nats a token, after the last step."""
+    job, cpu = workers.job, torch.device("cpu")
+    batches = tokens.held_out_batches(HELD_OUT, 4, job.data.seq_len)
+    with torch.no_grad():
+        return fmean(loss_of(workers.model, *rows, cpu).item() for rows in batches)
+
+
+def train(job: Job, tokens: Tokens, add: Sum, steps: int, way: str) -> tuple[list[float], float]:
+    """The mean loss of the workers in each step, and that on what is held out after them."""
     workers, losses, begin = Workers(job), list[float](), perf_counter()
     cpu = torch.device("cpu")
     for number in range(steps):
@@ -177,48 +188,37 @@ def train(job: Job, tokens: Tokens, add: Sum, steps: int, way: str) -> list[floa
                 " to go",
                 flush=True,
             )
-    return losses
+    return losses, held_out_loss(workers, tokens)
 
 
 def rows(quick: bool = False, **changes: Any) -> list[Row]:
     """`changes`: of the job."""
     steps, tail = (12, 4) if quick else (STEPS, TAIL)
-    job = load_job(str(JOB), {"run.dir": "runs/fanin-convergence", "run.device": "cpu", **changes})
+    shorter = {"data.seq_len": SEQ_LEN, "data.batch_size": 1, **changes}
+    job = load_job(str(JOB), {"run.dir": "runs/fanin-convergence", "run.device": "cpu", **shorter})
     if quick:
         job = job.changed({"data.seq_len": 32, "model.config.num_hidden_layers": 2})
     torch.set_num_threads(cores())
     tokens = Tokens(job.data.paths, job.data.tokenizer, job.data.held_out, job.run.seed)
     job = fitted(job, tokens)
-    last = {way: fmean(train(job, tokens, add, steps, way)[-tail:]) for way, add in WAYS.items()}
+    found = {way: train(job, tokens, add, steps, way) for way, add in WAYS.items()}
+    held = {way: loss for way, (_, loss) in found.items()}
+    last = {way: fmean(losses[-tail:]) for way, (losses, _) in found.items()}
     case = f"{JOB.name}, {WORKERS} workers, {steps} steps{', a smaller model' if quick else ''}"
-    chance = last[CONTROL] / last["fp32"] - 1
-    out = [Row(case, f"{CONTROL}, against fp32", "%", 100 * chance, *[None] * 6)]
+    out = [_against(case, CONTROL, held, None)]
     for wire, goal in GOALS.items():
-        off = last[wire] / last["fp32"] - 1
-        out += [
-            Row(
-                case,
-                f"training loss, mean of the last {tail} steps, gradients as {wire}",
-                "nats",
-                last[wire],
-                last["fp32"],
-                "fp32",
-                None,
-                None,
-                None,
-                None,
-            ),
-            Row(
-                case,
-                f"{wire} against fp32",
-                "%",
-                100 * off,
-                None,
-                None,
-                None,
-                None,
-                f"within {100 * goal:g}",
-                abs(off) <= goal,
-            ),
-        ]
+        out += [_beside(case, f"held-out loss, gradients as {wire}", held, wire)]
+        out += [_beside(case, f"mean of the last {tail} losses, as {wire}", last, wire)]
+        out += [_against(case, wire, held, goal)]
     return out
+
+
+def _beside(case: str, metric: str, losses: Mapping[str, float], way: str) -> Row:
+    return Row(case, metric, "nats", losses[way], losses["fp32"], "fp32", *[None] * 4)
+
+
+def _against(case: str, way: str, losses: Mapping[str, float], goal: float | None) -> Row:
+    """How far it is from fp32, on what is held out."""
+    off = losses[way] / losses["fp32"] - 1
+    bar, met = (None, None) if goal is None else (f"within {100 * goal:g}", abs(off) <= goal)
+    return Row(case, f"{way}, against fp32", "%", 100 * off, None, None, None, None, bar, met)

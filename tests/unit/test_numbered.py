@@ -197,3 +197,41 @@ def test_all_comes_to_all_once(loss: float, receivers: int) -> None:  # Rule 5
     assert all(sorted(mine) == list(range(count)) for mine in got)
     if loss == 0:
         assert sender.stats.resent == 0 and sender.stats.sent == count
+
+
+def test_silence_sends_a_few_again_and_twice_as_many_each_time() -> None:
+    """Who waits for a slow receiver fills no link with repetitions; what is lost altogether still
+    goes again, in a few rounds (Rule 5)."""
+    sender, depth = NumberedSender(), 2048
+    sender.heartbeat(Heartbeat(0, depth - 1))
+    sender.may_send(depth)
+    while sender.next_numbers(44):
+        pass
+    again = []
+    for _ in range(10):
+        sender.silent()
+        sender.check()
+        run = [
+            number
+            for numbers in iter(lambda: sender.next_numbers(44), range(0))
+            for number in numbers
+        ]
+        again.append(run)
+    assert [len(run) for run in again] == [8, 16, 32, 64, 128, 256, 512, 1024, 2048, 2048]
+    assert all(run == list(range(len(run))) for run in again)
+    sender.heartbeat(Heartbeat(8, depth + 7))  # all of them had gone again
+    sender.silent()
+    assert len(list(sender.next_numbers(5000))) == depth - 8
+
+
+def test_after_something_came_that_went_once_silence_begins_anew() -> None:
+    sender = NumberedSender()
+    sender.heartbeat(Heartbeat(0, 99))
+    sender.may_send(100)
+    sender.next_numbers(100)
+    for _ in range(2):
+        sender.silent()
+        sender.next_numbers(100)
+    sender.heartbeat(Heartbeat(20, 119))  # 16 of these went again, 4 went once
+    sender.silent()
+    assert list(sender.next_numbers(100)) == list(range(20, 28))

@@ -34,6 +34,7 @@ class Heartbeat:
         return self.ack + self.have.bit_length()
 
 
+PROBE = 8  # packets that go again when nothing comes; doubles each time
 NOTHING = Heartbeat(0, -1)  # before anybody has spoken: nothing may be sent
 
 
@@ -88,6 +89,7 @@ class NumberedSender:
         self.lost = 0
         # Those that went again since they were found lost. Below `judged`, not come, not lost.
         self.resent: dict[int, Resend] = {}
+        self.probe = PROBE  # how many go again when nothing comes
         self.stats = SenderStats()
 
     @property
@@ -127,15 +129,24 @@ class NumberedSender:
             )
         last, self.beat = self.beat, heard(self.beat, beat)
         if self.beat.ack > last.ack or self.beat.have != last.have:
+            if self._first_time_came(last):
+                self.probe = PROBE
             self.lost >>= self.beat.ack - last.ack
             self.lost &= ~self.beat.have
             self._find_lost()
 
     def silent(self) -> None:
-        """Time has passed without progress: all that has not come goes again."""
-        self.judged = self.next
-        self.lost = self._missing(self.next)
-        self.resent.clear()
+        """Time has passed without progress: the first `probe` of what has not come go again, and
+        twice as many the next time, until something comes that was sent once only. So who waits
+        for a slow receiver, or for others that send the same numbers, fills no link meanwhile."""
+        missing, count = self._missing(self.next), 0
+        while missing and count < self.probe:
+            low = missing & -missing
+            self.lost |= low
+            self.judged = max(self.judged, self.ack + low.bit_length())
+            self.resent.pop(self.ack + low.bit_length() - 1, None)
+            missing, count = missing ^ low, count + 1
+        self.probe *= 2
 
     @property
     def idle(self) -> bool:
@@ -150,6 +161,13 @@ class NumberedSender:
         assert self.lost & ~missing == 0
         for number in self.resent:
             assert (missing & ~self.lost) >> (number - self.ack) & 1
+
+    def _first_time_came(self, last: Heartbeat) -> bool:
+        """Whether a number has come since `last` that was not sent again."""
+        missing = self._missing(self.next)
+        before = ~last.have & ((1 << (self.next - last.ack)) - 1)
+        again = sum(not self._holds(missing, number) for number in self.resent)
+        return before.bit_count() - missing.bit_count() > again
 
     def _limit(self, most: int) -> int:
         """Where a run of new numbers ends."""

@@ -81,7 +81,7 @@ class PacketSender:
         self.machine = NumberedSender()
         self._socket, self.to, self._fill, self._failed = socket, to, fill, failed
         self._delay_s, self._loss_s, self._patience_s = delay_s, loss_s, loss_s
-        self._moved = time.monotonic()  # when the ack rose last, or something new was sent
+        self._moved = time.monotonic()  # when something came last, or something new was sent
         self._changed, self._over = threading.Condition(), False
         self._staging = np.zeros(RUN * PACKET_NBYTES, np.uint8)
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
@@ -99,9 +99,10 @@ class PacketSender:
     def heartbeat(self, beat: Heartbeat) -> int:
         """What the receivers say. Returns the number below which all is acknowledged."""
         with self._changed:
-            before = self.machine.ack
+            before = self.machine.beat
             self.machine.heartbeat(beat)
-            if self.machine.ack > before:
+            now = self.machine.beat
+            if now.ack > before.ack or now.have != before.have:
                 self._moved, self._patience_s = time.monotonic(), self._loss_s
             self._changed.notify_all()
             return self.machine.ack
