@@ -366,12 +366,37 @@ def test_who_is_no_end_of_a_fan_in_is_refused(switches):
         connect(address(switch), Silent(), other, hello=hello(None), language=m.LANGUAGE)
 
 
+def test_a_server_that_is_named_as_a_switch_says_so(tmp_path):  # Rule 6
+    with session_host.SessionHost((HOST, 0), tmp_path, 64 * MIB, OPTIONS, list().append) as server:
+        where = server.where.rpartition(":")
+        with pytest.raises(WireError, match=f"{server.where} is a server, no switch"):
+            connect(
+                (where[0], int(where[2])),
+                Silent(),
+                OPTIONS,
+                hello=hello(None),
+                language=m.LANGUAGE,
+            )
+
+
 def test_a_port_that_another_job_has_is_refused(switches, peers):
     switch = switches()
     end, _ = job(peers, switch, 2)
     other = peers(End(8))
     with pytest.raises(BusyError, match=f"port {end.port} of this switch is that of job job7 now"):
         other.register(address(switch), 2, port=end.port)
+
+
+def test_a_port_that_is_not_free_yet_is_asked_for_again(switches, peers):
+    """The job's own socket may be about to close, or another process may leave."""
+    switch = switches()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as taken:
+        taken.bind((HOST, switch.port + 1))
+        end = peers(End(7))
+        with pytest.raises(BusyError, match=f"no datagrams at {HOST}:{switch.port + 1}"):
+            end.register(address(switch), 2, port=switch.port + 1)
+        assert not switch.quota.used_slots
+    assert end.register(address(switch), 2, port=switch.port + 1) == switch.port + 1
 
 
 def test_packets_that_belong_elsewhere_change_nothing(switches, peers):

@@ -39,6 +39,13 @@ def test_quotas_count_tables_sockets_and_buffers() -> None:
     assert (quota.used_slots, quota.free_slots) == (0, SlotQuota(64 * MIB).free_slots)
 
 
+def test_more_memory_holds_more_jobs() -> None:
+    """Sockets do not take all of it: 64 jobs have ports, so as many fit somewhere."""
+    quota = SlotQuota(2048 * MIB)
+    for i in range(64):
+        quota.take(2048, f"job {i}")
+
+
 def test_what_is_refused_takes_nothing() -> None:
     quota = SlotQuota(8 * MIB)
     before = quota.used_nbytes, quota.free_slots

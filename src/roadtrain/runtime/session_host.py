@@ -211,6 +211,11 @@ class SessionHost:
             return self._accept_fan_in(
                 link, m.decoded(m.FAN_IN_HELLO, greeting, "no greeting of a fan-in")
             )
+        if hello.startswith(m.SWITCH_GREETING):
+            raise WireError(
+                f"{self.where} is a server, no switch: it sums no packets",
+                hint="name it among the job's servers, and a `roadtrain serve --switch` in fan_in",
+            )
         said = _checked(m.decoded(m.HELLO, hello, "no greeting of a worker"))
         with self._lock:
             session = self.session

@@ -123,7 +123,7 @@ class SwitchHost:
             job = self._job(said, socket)
             with self._lock:
                 if self._over is not None:
-                    raise LostError(f"the switch at {self.where} stops")
+                    raise BusyError(f"the switch at {self.where} stops")
                 receiver = self._links[said.nonce] = _JobLink(self, job, link)
         except BaseException:
             self.quota.give_back(said.slots)
@@ -181,7 +181,10 @@ class SwitchHost:
                     f"job {said.session} asks for port {said.port}, this switch has {min(ports)} to"
                     f" {max(ports)}"
                 )
-            return self._socket_at(said.port)
+            try:
+                return self._socket_at(said.port)
+            except ConfigError as error:  # the job's own, of a link that has just ended, perhaps
+                raise BusyError(str(error)) from None
         for port in ports:
             if port not in taken and port < 1 << 16:
                 with suppress(ConfigError):  # another process has it

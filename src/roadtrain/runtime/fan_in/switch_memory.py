@@ -15,7 +15,7 @@ from roadtrain.kernels.packets import PAYLOAD_NBYTES
 from roadtrain.kernels.switch_table import SLOT
 from roadtrain.runtime.fan_in.switch_runs import READ_NBYTES
 from roadtrain.transport.datagrams import RECEIVE_NBYTES
-from roadtrain.units import KIB, show_bytes
+from roadtrain.units import KIB, MIB, show_bytes
 
 SLOT_NBYTES = SLOT.itemsize + PAYLOAD_NBYTES
 SHARED_NBYTES = 4 * READ_NBYTES  # buffers of the packet loop, one set for all jobs
@@ -25,6 +25,7 @@ COUNTERS_NBYTES = 16 * KIB  # of a table and its job, generously
 # of the budget, that the kernel holds of one job's datagrams; it takes twice what is asked for
 RECEIVE_SHARE, SEND_SHARE = 16, 64
 LEAST_RECEIVE, LEAST_SEND = 2 * RECEIVE_NBYTES, 2 * RECEIVE_NBYTES
+MOST_RECEIVE, MOST_SEND = 8 * MIB, 2 * MIB  # so that more memory holds more jobs
 MOST_SLOTS = WINDOWS[-1]  # of one job
 
 
@@ -34,8 +35,8 @@ class SlotQuota:
     def __init__(self, nbytes: int) -> None:
         """Raises ConfigError where not even one small job fits."""
         self.nbytes = nbytes
-        self.receive_nbytes = max(nbytes // RECEIVE_SHARE, LEAST_RECEIVE)
-        self.send_nbytes = max(nbytes // SEND_SHARE, LEAST_SEND)
+        self.receive_nbytes = min(max(nbytes // RECEIVE_SHARE, LEAST_RECEIVE), MOST_RECEIVE)
+        self.send_nbytes = min(max(nbytes // SEND_SHARE, LEAST_SEND), MOST_SEND)
         self._slots = 0  # that jobs have
         self._used = SHARED_NBYTES
         self._lock = threading.Lock()
