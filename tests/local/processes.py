@@ -250,6 +250,11 @@ def worker_child(case, servers, log, steps, rank, workers, options, change):
                     bad=rank == workers - 1,
                 )
                 norm = placed.grad_norm() if norms else 0.0  # waits for the other workers
+                if change == "evaluates" and number == 1:  # the others do not
+                    model.eval()
+                    with torch.no_grad():
+                        model(torch.zeros(1, 4, dtype=torch.long))
+                    model.train()
                 os.write(out, f"{placed.steps_done} {loss.hex()} {norm.hex()}\n".encode())
             if rank == 0:
                 names = sorted(n for n, p in model.named_parameters() if p.requires_grad)

@@ -157,8 +157,9 @@ class Script:
             if self.closes and self.world.random.random() < 0.5:
                 self.world.feed(messages.Close(chunk, step, self.worker))
                 yield
-            self.world.feed(messages.DiscardGrad(chunk, self.worker))
-            yield
+            if many:  # else it has nothing to drop
+                self.world.feed(messages.DiscardGrad(chunk, self.worker))
+                yield
         for i in range(many):
             self.world.announce(chunk, i == 0, self.worker, (self.worker, step, i))
             yield
@@ -301,6 +302,46 @@ def test_workers_that_wait_for_each_other_are_summed_alone():  # Rule 5
     world.run_all()
     assert world.about(0)[:2] == [("sum", 0, True, ["mine"]), ("sum", 0, False, ["late"])]
     assert world.about(1)[:2] == [("sum", 1, True, ["theirs"]), ("sum", 1, False, ["late"])]
+    world.at_the_end()
+
+
+def test_copies_of_a_chunk_are_not_summed_at_different_times():
+    """Each server decides by its own clock who waits: with replicas that is an error."""
+    world = World(2)
+    world.machine = FanInStateMachine(2, 3, 2, packets_of, replicated=True)
+    world.announce(0, True, 0, "mine")
+    world.announce(1, True, 1, "theirs")
+    world.tick(2 * ALONE_S)
+    world.run_all()
+    world.feed(messages.Close(0, 1, 1))  # it has none: the sum is the same
+    world.feed(messages.Close(0, 1, 0))
+    assert world.about(0) == [("sum", 0, True, ["mine"]), messages.Close(0, 1)]
+    world.announce(1, True, 0, "late")
+    with pytest.raises(LoopError, match=r"chunk 1 was summed without worker\(s\) 0"):
+        world.feed(messages.Close(1, 1, 1))
+
+
+@pytest.mark.parametrize("closes", [False, True])
+@pytest.mark.parametrize("again", [False, True])
+def test_who_has_no_gradient_has_none_to_drop(closes, again):
+    """A step is skipped, of which one worker alone had a gradient; then the same step again."""
+    world = World(2)
+    world.announce(0, True, 0, "dropped")
+    world.feed(messages.Close(0, 1, 1))
+    if closes:
+        world.feed(messages.Close(0, 1, 0))
+        world.run_all()
+    world.feed(messages.DiscardGrad(0, 0))
+    if again:
+        world.announce(0, True, 1, "theirs")
+    world.announce(0, True, 0, "mine")
+    for worker in range(2):
+        world.feed(update(0, 1, worker))
+    world.run_all()
+    sums = [up for up in world.about(0) if isinstance(up, tuple)]
+    assert sums[0] == ("sum", 0, True, ["dropped"])
+    assert {one for *_, values in sums[1:] for one in values} == {"mine", *["theirs"] * again}
+    assert sums[1][2] and messages.DiscardGrad(0) in world.about(0)
     world.at_the_end()
 
 

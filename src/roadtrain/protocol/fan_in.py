@@ -17,7 +17,9 @@ that was announced is granted some time, also one that was discarded: its number
 NOTE alone. Workers with gradients of different chunks (experts) and few buffers could all wait for
 each other: each has announced what the others have not. So where everybody that lacks a chunk waits
 in this way for ALONE_S, those that have announced it are summed without the others, who add theirs
-in a round of its own. `Tick` says what time it is; without it nobody is late.
+in a round of its own. `Tick` says what time it is; without it nobody is late. Integers of two
+rounds are rounded otherwise than those of one, so the sum then depends on the time: it is counted
+(`apart`), and refused where another server makes the same bytes.
 
 Assumes each worker's messages in their order. What it shares with relays: protocol/intermediary.py.
 """
@@ -193,6 +195,7 @@ class ChunkQueue:
     heard: list[deque[Heard]]  # of each worker what the others have not said yet, in order
     # Since the chunk's last update or discard:
     announced: set[int] = field(default_factory=set)  # workers that had a gradient
+    without: set[int] = field(default_factory=set)  # lacking in a round (NOTE alone)
     summed: bool = False  # there was a round
     closed: bool = False  # all have closed it, and nothing has come after that
     rounds: int = 0  # of this chunk, ever
@@ -213,17 +216,25 @@ class ChunkQueue:
         """The first unmatched word of each worker, where there is one."""
         return [heard[0].word for heard in self.heard if heard]
 
+    def at(self, kind: type[Any]) -> set[int]:
+        """Workers whose first word is of that kind."""
+        return {
+            w for w, heard in enumerate(self.heard) if heard and isinstance(heard[0].word, kind)
+        }
+
+    @property
+    def dropped(self) -> bool:
+        """Whether all that have a gradient in the sum drop it next."""
+        drop = self.at(DiscardGrad)
+        return bool(drop) and self.announced <= drop
+
     def pop(self, kind: type[Any]) -> list[Any]:
         """The first words that are of that kind, by worker."""
-        return [
-            heard.popleft().word
-            for heard in self.heard
-            if heard and isinstance(heard[0].word, kind)
-        ]
+        return [self.heard[worker].popleft().word for worker in sorted(self.at(kind))]
 
     def begin(self) -> None:
         """The chunk was updated, or what was pushed of it dropped."""
-        self.announced, self.summed, self.closed = set(), False, False
+        self.announced, self.without, self.summed, self.closed = set(), set(), False, False
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,12 +253,16 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         buffers: int,
         sums: int,
         packets: Callable[[int], tuple[int, int]],
+        *,
+        replicated: bool = False,
     ) -> None:
         """`buffers`: for copies of parameters; `sums`: for sums of gradients; `packets`: of the
-        exponents and of the gradient of a chunk."""
+        exponents and of the gradient of a chunk; `replicated`: another server has the same chunks
+        and must come to the same bytes."""
         assert buffers > 0 and sums > 0
         super().__init__(workers, buffers)
-        self.n_sums, self._packets = sums, packets
+        self.n_sums, self._packets, self._replicated = sums, packets, replicated
+        self.apart = 0  # gradients that came after their round had gone without them
         self.now = 0.0  # as the last Tick said
         # Pulls of some workers, not of all: of each worker, with the time they came.
         self.alone: dict[Key, list[deque[tuple[Pull, float]]]] = {}
@@ -354,7 +369,9 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         out: list[FanInAction] = []
         while all(chunk.heard):
             heads = chunk.heads
-            if any(isinstance(word, Announce) for word in heads):
+            if chunk.dropped and not chunk.without:
+                self._discard(chunk)
+            elif any(isinstance(word, Announce) for word in heads):
                 out += self._grant(chunk)
             elif any(isinstance(word, DiscardGrad) for word in heads):
                 self._discard(chunk)
@@ -382,6 +399,7 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         chunk.rounds += 1
         round = SumRound(chunk.number, chunk.rounds, not chunk.summed, self.now)
         announced = frozenset(word.worker for word in words)
+        self._check_apart(chunk, announced)
         chunk.announced |= announced
         chunk.summed, chunk.closed = True, False
         chunk.up.append(round)
@@ -390,18 +408,31 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         exponents, _ = self._packets(chunk.number)
         return [Grant(chunk.number, round.number, self._numbers(exponents), announced)]
 
-    def _discard(self, chunk: ChunkQueue) -> None:
-        """What some have closed meanwhile is void where they drop it too."""
-        chunk.pop(Close)
-        if not all(chunk.heard):
-            return
-        by = [isinstance(word, DiscardGrad) for word in chunk.heads]
-        if not all(by):
-            drop = [worker for worker, drops in enumerate(by) if drops]
-            keep = [worker for worker, drops in enumerate(by) if not drops]
+    def _check_apart(self, chunk: ChunkQueue, announced: frozenset[int]) -> None:
+        """NOTE alone."""
+        late = announced & chunk.without
+        self.apart += len(late)
+        if late and self._replicated:
             raise LoopError(
-                f"worker(s) {_listed(drop)} drop their gradient of chunk {chunk.number}, worker(s)"
-                f" {_listed(keep)} do not: its sum is made of both already",
+                f"chunk {chunk.number} was summed without worker(s) {_listed(sorted(late))}, who"
+                " waited with gradients of other chunks and have one of it after all: the server"
+                " with the other copy may have summed it otherwise",
+                hint="a greater host budget, so that workers need not wait, or replicas = 1",
+            )
+
+    def _discard(self, chunk: ChunkQueue) -> None:
+        """Who has a gradient in the sum drops it. What some of these have closed meanwhile is void;
+        others have nothing to drop."""
+        if not chunk.dropped:
+            keep = chunk.announced - chunk.at(DiscardGrad)
+            if closed := keep & chunk.at(Close):
+                for worker in closed:
+                    chunk.heard[worker].popleft()
+                return
+            drop = chunk.at(DiscardGrad)
+            raise LoopError(
+                f"worker(s) {_listed(sorted(drop))} drop their gradient of chunk {chunk.number},"
+                f" worker(s) {_listed(sorted(keep))} do not: its sum is made of both already",
                 hint=SAME_LOOP,
             )
         chunk.pop(DiscardGrad)
@@ -506,8 +537,9 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         out: list[FanInAction] = []
         for number in sorted(number for number, workers in waits.items() if workers):
             chunk = self.chunks[number]
-            if chunk.lacking <= waiting:
+            if (lacking := chunk.lacking) <= waiting:
                 out += self._grant(chunk)
+                chunk.without |= lacking
                 out += self._match(chunk)
         return out
 

@@ -148,6 +148,7 @@ class FanInEnd(IntermediarySession):
         self._ports: dict[str, int] = {}  # of the switches, once all are ready
         self._lateness = Lateness(self.workers)
         self._looked = time.monotonic()
+        self._apart = 0  # as the machine counts them, at the last look
         self._sender: PacketSender | None = None  # once it is known where to
         self._beat = NOTHING  # what was said before that
         self._job, self._nonce = secrets.randbits(32), secrets.token_bytes(16)
@@ -293,7 +294,11 @@ class FanInEnd(IntermediarySession):
             self._copies = [Buffer(budgets.piece_bytes) for _ in range(budgets.copies)]
             self._sums = [Buffer(budgets.scratch_bytes) for _ in range(budgets.sums)]
             self.machine = FanInStateMachine(
-                self.workers, budgets.copies, budgets.sums, self._packets_of
+                self.workers,
+                budgets.copies,
+                budgets.sums,
+                self._packets_of,
+                replicated=meta.replicas > 1,
             )
         self.host.report(
             f"fan-in: {self.workers} participant(s), sums as {self.plan.wire},"
@@ -414,10 +419,30 @@ class FanInEnd(IntermediarySession):
             return
         self.tell(Tick(now))
         with self.lock:
-            late, gone = self.machine.late(), set(self.gone)
+            late, gone, apart = self.machine.late(), set(self.gone), self.machine.apart
             here = len(self.connections) == self.workers and bool(self._ports)
+            lost = self._group_is_lost()
+        if apart and not self._apart:
+            self.host.report(
+                "fan-in: workers waited for each other with gradients of different chunks, which"
+                " were summed apart: another run rounds them otherwise"
+            )
+        self._apart = apart
+        if lost:
+            self.host.report(
+                "fan-in: the network copies parameters no more: the switches do from now on"
+            )
         for line in self._lateness.look(late, now, gone, here):
             self.host.report(f"fan-in: {line}")
+
+    def _group_is_lost(self) -> bool:
+        """Whether what goes to the group does not come any more, as where the network's devices
+        forget who is in it. The root's copies come to all then. Under `lock`."""
+        sender = self._sender
+        if sender is None or sender.to != self._group or not sender.stuck:
+            return False
+        sender.to = self._to_root
+        return True
 
     # what the state machine says
 

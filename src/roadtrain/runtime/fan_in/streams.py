@@ -107,6 +107,11 @@ class PacketSender:
             self._changed.notify_all()
             return self.machine.ack
 
+    @property
+    def stuck(self) -> bool:
+        """Whether nothing has come for some seconds, however often it was sent."""
+        return self._patience_s >= MOST_LOSS_S and not self.machine.idle
+
     def close(self) -> None:
         """Idempotent; from any thread but its own it waits for the thread."""
         with self._changed:
