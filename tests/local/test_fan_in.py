@@ -28,6 +28,7 @@ from roadtrain.runtime.fan_in import switch as switch_module
 from roadtrain.runtime.fan_in.link import hello_of
 from roadtrain.runtime.fan_in.registration import Registration, TreeOfJob
 from roadtrain.runtime.fan_in.switch import SwitchHost
+from roadtrain.runtime.fan_in.switch_job import SwitchJob
 from roadtrain.storage.ledger import StoreMeta
 from roadtrain.transport.address import address_of
 from roadtrain.transport.datagrams import DatagramSocket
@@ -158,6 +159,25 @@ def test_the_sums_are_those_of_plain_integers(wire, workers, hosts, switches, tm
     found = trained(case, host, tmp_path / "run", 3, workers, plan)
     plain = PlainFanIn(case, host.directory, plan.width, workers)
     assert [only_losses(one) for one in found] == plain.losses(3)
+
+
+def test_what_workers_sent_to_a_switch_is_nothing_at_the_server(
+    hosts, switches, tmp_path, monkeypatch
+):  # Rule 8
+    """Somebody records packets and sends them past the switch: they have the job's tag, and come
+    before the sums of the same numbers."""
+    real = vars(SwitchJob)["_take_run"]
+
+    def recorded(job, run, sums):
+        job.out.send(run.buffer, run.segment, (vars(job)["_parent"],))
+        real(job, run, sums)
+
+    monkeypatch.setattr(SwitchJob, "_take_run", recorded)
+    [host] = hosts(1, token=TOKEN)
+    plan, case = FanIn((SwitchNode(switches()),), "int32", SMALL), Case(eager=True, sgd=True)
+    found = trained(case, host, tmp_path / "run", 2, 2, plan)
+    plain = PlainFanIn(case, host.directory, plan.width, 2)
+    assert [only_losses(one) for one in found] == plain.losses(2)
 
 
 def test_a_tree_that_loses_packets_gives_the_same_bits(

@@ -405,6 +405,33 @@ def test_a_link_that_ends_gives_all_memory_back_once(scene: Any, ends: str) -> N
     assert sorted(owner.free) == tickets
 
 
+def test_what_was_given_up_is_not_sent(scene: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads end the link while packets of a gradient are made: its owner has it again."""
+    it, real, made = scene(workers=1), fixed_point.quantize, threading.Event()
+    owner = it.owners[0]
+
+    def slow(*given: Any) -> None:
+        if not made.is_set():
+            threading.Thread(target=owner.link.close).start()
+            while vars(owner.link)["_joined"] is not None:
+                time.sleep(0.001)
+            owner.link.lost(LostError("the server is gone"))
+            assert owner.free
+        real(*given)
+        made.set()
+
+    monkeypatch.setattr(fixed_point, "quantize", slow)
+    owner.push(2, noise(1, SMALL))
+    it.hub.heard(m.ANNOUNCE, 1)
+    maxima = it.hub.maxima(it.hub.grant(2, 1, 1, {0}), 1)
+    first = it.hub.up
+    it.hub.send(Kind.MAXIMA, 2, 1, maxima, first)
+    assert made.wait(10)
+    owner.link.close()
+    time.sleep(0.1)
+    assert max(it.hub.numbers) < first
+
+
 def test_a_stranger_changes_nothing(scene: Any) -> None:  # Rule 8
     it = scene(workers=1)
     owner = it.owners[0]

@@ -74,6 +74,9 @@ class Kind(IntEnum):
     TRIAL = 7  # down: by the network's own multicast, to find out whether that reaches all
 
 
+# The `sender` of what a root switch sends to the server: no child has this number. So what a worker
+# sent to its switch is nothing there, should somebody record it and send it on.
+ROOT = 0xFFFF
 UP = frozenset((Kind.GRADIENT, Kind.EXPONENTS, Kind.PARAMETER_BEAT))
 
 _TAG_AT = HEADER.fields["tag"][1]  # type: ignore[index]

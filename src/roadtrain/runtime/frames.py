@@ -389,7 +389,7 @@ class SwitchHello(NamedTuple):
     nonce: bytes  # that the keys of the packets are derived with
     children: int
     slots: int  # of the table that it asks for
-    child: int  # this switch's number at its parent; of the root 0
+    child: int  # this switch's number at its parent; of the root packets.ROOT
     parent: tuple[str, int]  # where datagrams to the parent go; of the root those to the server
     port: int  # where datagrams came before this switch was lost; 0: any
 

@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,7 @@ from roadtrain.errors import (
 )
 from roadtrain.kernels import fixed_point
 from roadtrain.kernels.cast import cast_in_place
-from roadtrain.kernels.packets import PACKET_NBYTES, PAYLOAD_NBYTES, Kind, PacketKey
+from roadtrain.kernels.packets import PACKET_NBYTES, PAYLOAD_NBYTES, ROOT, Kind, PacketKey
 from roadtrain.protocol import messages
 from roadtrain.protocol.fan_in import (
     Announce,
@@ -163,6 +164,7 @@ class FanInEnd(IntermediarySession):
         self._incoming = Incoming(self.plan.window, self.plan.width, self.workers)
         self._outgoing = Outgoing(self._job, self._key)
         self._clock = BeatClock(self.plan.window)
+        self.refused = 0  # packets with the job's tag that were not the root's
         self._port = PacketPort(
             self._socket,
             self._key,
@@ -374,7 +376,17 @@ class FanInEnd(IntermediarySession):
 
     # packets, by the thread that receives them
 
+    def _of_root(self, batch: Batch) -> Batch:
+        """What the root has sent here. Others' packets have the right tag too: somebody who
+        recorded one on its way to a switch may have sent it on."""
+        ok = batch.ok & (batch.headers["sender"] == ROOT)
+        self.refused += int(np.count_nonzero(batch.ok) - np.count_nonzero(ok))
+        return replace(batch, ok=ok)
+
     def _came(self, batch: Batch) -> None:
+        batch = self._of_root(batch)
+        if not batch.ok.any():
+            return
         whole = self._incoming.take(batch)
         self._clock.came(int(np.count_nonzero(batch.ok)))
         for run in whole:
@@ -389,7 +401,7 @@ class FanInEnd(IntermediarySession):
         self.tell(ExponentsCame(run.chunk, run.round))
 
     def _beats(self, batch: Batch) -> None:
-        for beat, header in beats_of(batch):
+        for beat, header in beats_of(self._of_root(batch)):
             self._lateness.heard(int(header["a"]), int(header["b"]), time.monotonic())
             with self.lock:
                 sender = self._sender
@@ -528,7 +540,7 @@ class FanInEnd(IntermediarySession):
                 f" {resent:,} of them again ({100 * resent / max(sent, 1):.2f} % loss)",
                 f"{came.packets:,} came, {came.repeated:,} of them again",
                 f"{self._socket.drops:,} dropped by this host",
-                f"{self._port.strangers:,} of strangers",
+                f"{self._port.strangers:,} of strangers, {self.refused:,} refused",
                 f"{stuck} rounds stuck",
                 *(f"switch {address} is not there" for address in self._registration.absent),
                 *self._lateness.named.values(),

@@ -491,9 +491,10 @@ class FanInLink:
                 packets.seal(staging, PACKET_NBYTES, done, joined.key)
         finally:
             with self._lock:
-                free = self._granted.made()
+                free, over = self._granted.made(), self._over
             _call(free)
-        return done
+        # what was given up meanwhile is its owner's again, and may have changed while it was read
+        return 0 if over else done
 
     def _write(
         self, joined: _Joined, run: Numbers, packet: int, count: int, into: np.ndarray

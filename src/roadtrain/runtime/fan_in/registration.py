@@ -18,6 +18,7 @@ from typing import Any
 
 from roadtrain.config.fan_in import FanIn, SwitchNode
 from roadtrain.errors import BusyError, DeadlineError, LostError, PeerError, WireError
+from roadtrain.kernels.packets import ROOT
 from roadtrain.runtime import frames as m
 from roadtrain.transport.address import address_of
 from roadtrain.transport.link import Link
@@ -42,7 +43,7 @@ class TreeOfJob:
 
     def hello(self, node: SwitchNode, port: int, ready: dict[str, int]) -> bytes:
         """`port`: that it had before, 0: none. `ready`: ports of the switches above it."""
-        parent, child = self.root_parent, 0
+        parent, child = self.root_parent, ROOT
         if node.parent:
             parent = address_of(node.parent)[0], ready[node.parent]
             above = next(one for one in self.plan.switches if one.address == node.parent)

@@ -24,7 +24,7 @@ from roadtrain.errors import (
     RoadtrainError,
     WireError,
 )
-from roadtrain.kernels.packets import PacketKey
+from roadtrain.kernels.packets import ROOT, PacketKey
 from roadtrain.kernels.switch_table import SwitchTable
 from roadtrain.runtime import frames as m
 from roadtrain.runtime import health
@@ -303,7 +303,7 @@ def _checked(said: m.SwitchHello) -> m.SwitchHello:
         raise WireError(
             f"a nonce of {len(said.nonce)} bytes, {LEAST_NONCE} to {MOST_NONCE} are possible"
         )
-    if not 0 <= said.child < MOST_CHILDREN or not 0 <= said.job < 1 << 32:
+    if not (0 <= said.child < MOST_CHILDREN or said.child == ROOT) or not 0 <= said.job < 1 << 32:
         raise WireError(f"job {said.job}, of which this switch is child {said.child}")
     if not 0 < said.parent[1] < 1 << 16 or not 0 <= said.port < 1 << 16:
         raise WireError(f"ports {said.parent[1]} of the parent, {said.port} of this switch")
