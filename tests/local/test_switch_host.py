@@ -256,6 +256,15 @@ def flood(packets, to):
             process.kill()
 
 
+@pytest.mark.parametrize(("listens", "at"), [("::1", "::1"), ("::", "::1"), ("::", HOST)])
+def test_a_switch_with_ipv6(listens, at, peers):
+    with SwitchHost((listens, 0), 16 * MIB, OPTIONS, [].append) as switch:
+        end = peers(End(7, "job7", host=at))
+        root = at, end.register((at, switch.port), 2)
+        workers = [peers(Worker(end.key, end.job, n, n, root, host=at)) for n in range(2)]
+        run(end, workers, 100)
+
+
 @pytest.mark.parametrize("inside", [False, True], ids=["stranger", "its own worker"])
 def test_a_job_that_is_flooded_does_not_stop_another(switches, peers, inside):
     """Rule 8 for a stranger: its packets change nothing and are counted."""

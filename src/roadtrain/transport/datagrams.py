@@ -364,7 +364,9 @@ def _resolved(address: Address, family: int) -> tuple[int, Address]:
     try:
         if not 0 <= address[1] <= 65535:  # getaddrinfo would take the rest of a division
             raise OverflowError
-        found = socket.getaddrinfo(address[0], address[1], family, socket.SOCK_DGRAM)
+        # a socket of IPv6 reaches, and names, a host that has IPv4 alone as ::ffff:a.b.c.d
+        mapped = socket.AI_V4MAPPED if family == socket.AF_INET6 else 0
+        found = socket.getaddrinfo(*address, family, socket.SOCK_DGRAM, flags=mapped)
     except (OSError, OverflowError) as error:
         raise ConfigError(f"{address[0]}:{address[1]} is no address for datagrams") from error
     return found[0][0], _named(found[0][4])

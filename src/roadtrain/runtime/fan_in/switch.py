@@ -156,7 +156,7 @@ class SwitchHost:
                     key=key,
                     parent=parent,
                 )
-            except RoadtrainError as error:
+            except (RoadtrainError, OSError) as error:  # as of a device that is gone
                 why = str(error).partition("\n")[0]
                 self._report(f"job {said.session}: no sums in the kernel: {why}; user space sums")
         return SwitchTable(said.slots, said.children)

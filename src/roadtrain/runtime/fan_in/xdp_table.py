@@ -124,8 +124,8 @@ class XdpTable:
         self._frame[: UDP_HEADER.size] = np.frombuffer(header, np.uint8)
         self._add = program.prepared(program.program("add_packet"), self._frame)
         self._next_hop = next_hop(job.parent[0], device)
-        self._table: int | None = self._begin()
         self.look()
+        self._table: int | None = self._begin()  # last: what fails before leaves nothing there
 
     def _begin(self) -> int:
         """The table's descriptor, once the program takes the job's packets."""
