@@ -532,12 +532,13 @@ class FanInLink:
 
 def _first_of_each(headers: Any, bases: np.ndarray, new: np.ndarray) -> Iterable[int]:
     """Of each broadcast in a batch, the first new packet."""
-    seen: set[tuple[int, int, int]] = set()
-    for i in np.flatnonzero(new):
-        of = (int(headers["a"][i]), int(headers["b"][i]), int(bases[i]))
-        if of not in seen:
-            seen.add(of)
-            yield int(i)
+    places = np.flatnonzero(new)
+    while places.size:
+        at = int(places[0])
+        yield at
+        of_it = (bases == bases[at]) & (headers["a"] == headers["a"][at])
+        of_it &= headers["b"] == headers["b"][at]
+        places = places[~of_it[places]]
 
 
 def _call(free: Iterable[Callable[[], None]]) -> None:
