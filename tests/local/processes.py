@@ -20,6 +20,7 @@ from models import build, delay_of, new_scaler, one_step
 import roadtrain
 from roadtrain import Servers
 from roadtrain.errors import RoadtrainError
+from roadtrain.kernels import packets
 from roadtrain.runtime import server
 from roadtrain.runtime.fan_in.switch import SwitchHost
 from roadtrain.runtime.session_host import SessionHost
@@ -62,6 +63,8 @@ def host_child(directory, address, token, log, ready, snapshot, every, fault, bu
         flip_update(*fault[1:])
     elif fault is not None and fault[0] == "lose":
         lose_datagrams(fault[1])
+    elif fault is not None and fault[0] == "forget":
+        forget_groups()
     elif fault is not None:
         break_writes(str(snapshot), *fault)
     with SessionHost(
@@ -115,6 +118,18 @@ def lose_datagrams(fraction):
         made(self, *args, **options, faults=RandomFaults(os.getpid(), fraction))
 
     DatagramSocket.__init__ = lossy
+
+
+def forget_groups():
+    """In this process the network carries the trial of multicast, and then nothing more."""
+    send = DatagramSocket.send
+
+    def forgetful(self, buffer, segment, to):
+        kind = packets.headers(buffer, segment, 1)["kind"][0]
+        if not to[0].startswith("239.") or kind == packets.Kind.TRIAL:
+            send(self, buffer, segment, to)
+
+    DatagramSocket.send = forgetful
 
 
 def switch_child(address, token, log, loss, ready):
@@ -250,11 +265,6 @@ def worker_child(case, servers, log, steps, rank, workers, options, change):
                     bad=rank == workers - 1,
                 )
                 norm = placed.grad_norm() if norms else 0.0  # waits for the other workers
-                if change == "evaluates" and number == 1:  # the others do not
-                    model.eval()
-                    with torch.no_grad():
-                        model(torch.zeros(1, 4, dtype=torch.long))
-                    model.train()
                 os.write(out, f"{placed.steps_done} {loss.hex()} {norm.hex()}\n".encode())
             if rank == 0:
                 names = sorted(n for n, p in model.named_parameters() if p.requires_grad)

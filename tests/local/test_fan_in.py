@@ -216,6 +216,17 @@ def multicast_comes_back():
     return came is not None
 
 
+def test_the_switches_copy_once_the_network_does_not(hosts, switches, tmp_path):  # Rule 5
+    """Where nobody asks them to remember, a network's devices forget who is in a group."""
+    if not multicast_comes_back():
+        pytest.skip("this host's loopback carries no multicast")
+    [host] = hosts(1, token=TOKEN, fault=("forget",))
+    trained(Case(eager=True), host, tmp_path / "run", 3, 2, [switches()])
+    said = host.log.read_text()
+    assert "parameters are copied by the network (multicast" in said
+    assert "the network copies parameters no more" in said
+
+
 CASES = {
     "late, bf16": (Case(dtype=torch.bfloat16, eager=True, staleness=1), 2, {}),
     "frozen, scaler": (Case(frozen=True, scaler=True, clip=1.0), 2, {}),

@@ -93,6 +93,7 @@ def test_it_is_near_the_sum_over_tcp(wire, addresses, switches, tmp_path):  # Ru
 
 
 def test_a_worker_without_a_gradient_of_a_block(addresses, switches, tmp_path):
+    """It does not ask for the block's parameters either: the other's pull is answered alone."""
     case, plan = CASES["plain"], one(switches)
     runs = [
         trained(case, addresses(1), tmp_path / str(n), plan, changes={1: "skip"}) for n in (0, 1)
@@ -100,16 +101,6 @@ def test_a_worker_without_a_gradient_of_a_block(addresses, switches, tmp_path):
     assert runs[0] == runs[1]
     both = trained(case, addresses(1), tmp_path / "both", plan)
     assert both[0]["end"] != runs[0][0]["end"]
-
-
-def test_a_worker_that_evaluates_alone(addresses, switches, tmp_path):  # Rule 5
-    """Nobody else asks for what it pulls: it comes by its own link, and changes nothing."""
-    case, plan = CASES["plain"], one(switches)
-    runs = [
-        trained(case, addresses(1), tmp_path / str(n), plan, changes=changes)
-        for n, changes in enumerate(({}, {1: "evaluates"}))
-    ]
-    assert runs[0] == runs[1]
 
 
 @pytest.mark.parametrize(
