@@ -291,6 +291,7 @@ class FanInEnd(IntermediarySession):
     def _plan_memory(self, meta: StoreMeta, number: int, nbytes: int) -> int:
         """The layout is known: what this end takes of the server's `nbytes`."""
         budgets = derive_fan_in(meta.table, meta.owned(number), nbytes)
+        total = budgets.total + self._socket.receive_nbytes + SEND_NBYTES  # those: the kernel's
         with self.lock:
             self._chunks = list(meta.table.chunks)
             self._copies = [Buffer(budgets.piece_bytes) for _ in range(budgets.copies)]
@@ -304,9 +305,9 @@ class FanInEnd(IntermediarySession):
             )
         self.host.report(
             f"fan-in: {self.workers} participant(s), sums as {self.plan.wire},"
-            f" {show_bytes(budgets.total)} of buffers"
+            f" {show_bytes(total)} of buffers"
         )
-        return budgets.total
+        return total
 
     def _packets_of(self, number: int) -> tuple[int, int]:
         elements = self._chunks[number].numel
