@@ -426,6 +426,7 @@ def test_packets_that_belong_elsewhere_change_nothing(switches, peers):
         elsewhere.bind(("127.0.0.2", 0))
         elsewhere.sendto(end.packets(range(1)).tobytes(), (HOST, end.port))
     assert pumped([end, *workers], lambda: one.counters.refused == 3)
+    assert f"came from 127.0.0.2, the parent is {HOST}" in switches.lines[-1]  # Rule 6
     assert one.counters.copied == 0 or not workers[0].got
     run(end, workers, 100)
 

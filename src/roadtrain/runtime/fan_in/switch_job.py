@@ -98,6 +98,7 @@ class SwitchJob:
         self._said, self._said_at = NOTHING, 0.0  # what the parent was told last, and when
         self._looked_at = 0.0
         self._was_stuck = False
+        self._said_elsewhere = False  # that packets from above came from elsewhere
 
     @property
     def name(self) -> str:
@@ -146,7 +147,8 @@ class SwitchJob:
         above = np.fromiter((source[0] == host for source in run.sources), np.bool_, run.count)
         taken = there & above
         count = int(np.count_nonzero(taken))
-        self.counters.refused += int(np.count_nonzero(there)) - count
+        if not taken.all():
+            self._refuse(run, there & ~above)
         if not count:
             return
         beats = headers["number"][taken & (headers["kind"] == Kind.GRADIENT_BEAT)]
@@ -158,6 +160,18 @@ class SwitchJob:
         self.counters.copied += count
         if self.children.addresses:
             self.out.send(copied, run.segment, self.children.addresses)
+
+    def _refuse(self, run: SwitchRun, there: np.ndarray) -> None:
+        """What goes down and has not come from the parent's host; the first time, says so: a parent
+        with several addresses may send from one by which this switch does not know it."""
+        at = np.flatnonzero(there)
+        self.counters.refused += at.size
+        if at.size and not self._said_elsewhere:
+            self._said_elsewhere = True
+            self._report(
+                f"job {self.name}: packets for the children came from {run.sources[at[0]][0]}, the"
+                f" parent is {self._parent[0]}: they are dropped"
+            )
 
     def _hear(self, run: SwitchRun, headers: np.ndarray, there: np.ndarray) -> None:
         for source in dict.fromkeys(run.sources):
