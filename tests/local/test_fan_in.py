@@ -161,10 +161,10 @@ def test_the_sums_are_those_of_plain_integers(wire, workers, hosts, switches, tm
     assert [only_losses(one) for one in found] == plain.losses(3)
 
 
-def test_what_workers_sent_to_a_switch_is_nothing_at_the_server(
+def test_what_workers_sent_to_a_switch_is_nothing_elsewhere(
     hosts, switches, tmp_path, monkeypatch
 ):  # Rule 8
-    """Somebody records packets and sends them past the switch: they have the job's tag, and come
+    """Somebody records packets and sends them past their switch: they have the job's tag, and come
     before the sums of the same numbers."""
     real = vars(SwitchJob)["_take_run"]
 
@@ -174,7 +174,8 @@ def test_what_workers_sent_to_a_switch_is_nothing_at_the_server(
 
     monkeypatch.setattr(SwitchJob, "_take_run", recorded)
     [host] = hosts(1, token=TOKEN)
-    plan, case = FanIn((SwitchNode(switches()),), "int32", SMALL), Case(eager=True, sgd=True)
+    root, rack, case = switches(), switches(), Case(eager=True, sgd=True)
+    plan = FanIn((SwitchNode(root, "", (1,)), SwitchNode(rack, root, (0,))), "int32", SMALL)
     found = trained(case, host, tmp_path / "run", 2, 2, plan)
     plain = PlainFanIn(case, host.directory, plan.width, 2)
     assert [only_losses(one) for one in found] == plain.losses(2)

@@ -68,3 +68,9 @@ def test_a_switch_has_64_children_at_most() -> None:
     fan_in_of(["a:1"]).check(64)
     with pytest.raises(ConfigError, match="65 children"):
         fan_in_of(["a:1"]).check(65)
+
+
+def test_no_two_switches_have_a_child_of_one_name() -> None:  # Rule 8
+    plan = FanIn((*RACKS, SwitchNode("root:1", "", (4,))))
+    names = [plan.first_child(s, 5) + i for s in plan.switches for i in range(plan.children(s, 5))]
+    assert sorted(names) == list(range(len(names)))

@@ -113,6 +113,16 @@ def test_what_does_not_fit_changes_nothing(bad):  # Rule 6
     assert np.array_equal(made[HEADER_NBYTES:], total(1, 2))
 
 
+def test_what_was_sent_to_another_switch_changes_nothing():  # Rule 8
+    table = SwitchTable(4, 2, first=5)
+    assert put(table, packet(1, 0), packet(1, 1), packet(1, 4), packet(1, 7)) == []
+    assert table.counters["mismatched"] == 4
+    (made,) = put(table, packet(1, 5), packet(1, 6))
+    both = payload_of(1, 5).view(np.int32) + payload_of(1, 6).view(np.int32)
+    assert np.array_equal(made[HEADER_NBYTES:], both.view(np.uint8))
+    assert table.stuck() == []
+
+
 def test_what_is_not_verified_changes_nothing():  # Rule 8
     table = SwitchTable(4, 2)
     assert put(table, packet(1, 0), packet(1, 1), ok=[True, False]) == []

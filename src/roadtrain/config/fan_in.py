@@ -113,6 +113,12 @@ class FanIn:
     def children(self, switch: SwitchNode, workers: int) -> int:
         return len(self.below(switch)) + len(self.workers_of(switch, workers))
 
+    def first_child(self, switch: SwitchNode, workers: int) -> int:
+        """What its child 0 calls itself in packets. No other switch has a child of that name, so
+        nobody can make one take what was sent to another."""
+        before = self.from_root[: self.from_root.index(switch)]
+        return sum(self.children(one, workers) for one in before)
+
     def place_of(self, rank: int, workers: int) -> tuple[SwitchNode, int]:
         """The switch that worker `rank` sends to, and its child number there."""
         for switch in self.switches:

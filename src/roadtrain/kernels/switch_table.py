@@ -90,9 +90,9 @@ def _combine(kind: Any, width: Any, payload: Any, total: Any) -> Any:
 
 
 @kernel
-def _possible(header: Any, children: Any) -> Any:
+def _possible(header: Any, child: Any, children: Any) -> Any:
     """Whether a switch adds such packets."""
-    if header.sender >= children or header.number > _MOST_NUMBER:
+    if not 0 <= child < children or header.number > _MOST_NUMBER:
         return False
     if header.kind == _EXPONENTS:
         return header.width == 0
@@ -103,7 +103,7 @@ def _possible(header: Any, children: Any) -> Any:
 
 @kernel
 def _take(
-    slots: Any, sums: Any, header: Any, payload: Any, acked: Any, now: Any, all_bits: Any
+    slots: Any, sums: Any, header: Any, bit: Any, payload: Any, acked: Any, now: Any, all_bits: Any
 ) -> Any:
     """Which counter the packet belongs to; its payload is in the table then if to _ADDED or
     _COMPLETED."""
@@ -119,7 +119,6 @@ def _take(
         return _MISMATCHED
     if slot.done:
         return _ANSWERED
-    bit = np.uint64(1) << np.uint64(header.sender)
     if slot.came & bit:
         return _REPEATED
     if slot.came == 0:
@@ -142,6 +141,7 @@ def _add_packets(
     ok: Any,
     out: Any,
     child: Any,
+    first: Any,
     children: Any,
     acked: Any,
     now: Any,
@@ -154,10 +154,12 @@ def _add_packets(
             continue
         packet = buffer[i * PACKET_NBYTES : (i + 1) * PACKET_NBYTES]
         header = packet[:HEADER_NBYTES].view(HEADER)[0]
-        if not _possible(header, children):
+        its = np.int64(header.sender) - first
+        if not _possible(header, its, children):
             counters[_MISMATCHED] += 1
             continue
-        what = _take(slots, sums, header, packet[HEADER_NBYTES:], acked, now, all_bits)
+        bit, payload = np.uint64(1) << np.uint64(its), packet[HEADER_NBYTES:]
+        what = _take(slots, sums, header, bit, payload, acked, now, all_bits)
         counters[what] += 1
         if what in (_COMPLETED, _ANSWERED):
             answer = out[made * PACKET_NBYTES : (made + 1) * PACKET_NBYTES]
@@ -175,14 +177,15 @@ class SwitchTable:
     all children are set; a slot that a number took has a bit; `acked` never falls.
     """
 
-    def __init__(self, slots: int, children: int) -> None:
-        """Raises ConfigError for less than one slot, or children that one word cannot name."""
+    def __init__(self, slots: int, children: int, first: int = 0) -> None:
+        """`first`: what child 0 calls itself in packets, the next child one more. Raises
+        ConfigError for less than one slot, or children that one word cannot name."""
         if slots < 1 or not 1 <= children <= MOST_CHILDREN:
             raise ConfigError(
                 f"a switch's table of {slots} slots for {children} children",
                 hint=f"at least 1 slot, 1 to {MOST_CHILDREN} children",
             )
-        self.children = children
+        self.children, self._first = children, first
         self.acked = 0  # the receiver of the sums has all below it
         self.now = 0  # ticks of any clock, which the owner sets
         self._all = np.uint64((1 << children) - 1)
@@ -234,6 +237,7 @@ class SwitchTable:
             ok,
             out,
             np.uint16(child),
+            self._first,
             self.children,
             self.acked,
             self.now,

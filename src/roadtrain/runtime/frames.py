@@ -269,7 +269,7 @@ class FanInHeader(NamedTuple):
     nonce that the keys of the packets are derived with."""
 
     job: int  # of the packets
-    child: int  # this worker's number at its switch
+    child: int  # what this worker calls itself to its switch
     port: int  # of the switch, where this job's datagrams go; its host is the plan's
     delay_ms: int  # that this worker waits longer than worker 0 before it sends again
     group: str  # HOST:PORT of the network's multicast; empty: the switches copy
@@ -389,9 +389,10 @@ class SwitchHello(NamedTuple):
     nonce: bytes  # that the keys of the packets are derived with
     children: int
     slots: int  # of the table that it asks for
-    child: int  # this switch's number at its parent; of the root packets.ROOT
+    child: int  # what this switch calls itself to its parent; the root: packets.ROOT
     parent: tuple[str, int]  # where datagrams to the parent go; of the root those to the server
     port: int  # where datagrams came before this switch was lost; 0: any
+    first: int = 0  # what its child 0 calls itself in packets, the next child one more
 
 
 # begins the greeting of who says that a server may go on without others; Without is the rest

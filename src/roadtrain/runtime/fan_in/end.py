@@ -334,6 +334,7 @@ class FanInEnd(IntermediarySession):
         """How it takes part. Under `lock`."""
         rank, group = worker.rank, "" if self._trial is None else "{}:{}".format(*self._group or ())
         switch, child = self.plan.place_of(rank, self.workers)
+        child += self.plan.first_child(switch, self.workers)
         port = self._ports[switch.address]
         worker.say(m.FAN_IN, (self._job, child, port, DELAY_MS * rank, group), self._nonce)
         if self._trial is not None:

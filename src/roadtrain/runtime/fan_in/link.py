@@ -304,6 +304,7 @@ class FanInLink:
     def _join(self, said: m.FanInHeader, nonce: bytes) -> None:
         own, joined = self._own, self._joined
         node, child = self._plan.place_of(own.rank, own.count)
+        child += self._plan.first_child(node, own.count)
         if said.child != child:
             raise WireError(
                 f"{self.peer}: this is child {child} of switch {node.address} by the plan, the"

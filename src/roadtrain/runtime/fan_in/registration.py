@@ -48,10 +48,19 @@ class TreeOfJob:
             parent = address_of(node.parent)[0], ready[node.parent]
             above = next(one for one in self.plan.switches if one.address == node.parent)
             child = self.plan.below(above).index(node)
+            child += self.plan.first_child(above, self.participants)
         children = self.plan.children(node, self.participants)
         return m.SWITCH_GREETING + m.encode(
             m.SwitchHello(
-                self.session, self.job, self.nonce, children, self.plan.window, child, parent, port
+                self.session,
+                self.job,
+                self.nonce,
+                children,
+                self.plan.window,
+                child,
+                parent,
+                port,
+                self.plan.first_child(node, self.participants),
             )
         )
 

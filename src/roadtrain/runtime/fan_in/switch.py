@@ -152,6 +152,7 @@ class SwitchHost:
                     port=port,
                     children=said.children,
                     child=said.child,
+                    first=said.first,
                     slots=said.slots,
                     key=key,
                     parent=parent,
@@ -159,7 +160,7 @@ class SwitchHost:
             except (RoadtrainError, OSError) as error:  # as of a device that is gone
                 why = str(error).partition("\n")[0]
                 self._report(f"job {said.session}: no sums in the kernel: {why}; user space sums")
-        return SwitchTable(said.slots, said.children)
+        return SwitchTable(said.slots, said.children, said.first)
 
     def _link_of(self, nonce: bytes) -> _JobLink | None:
         with self._lock:
@@ -303,8 +304,10 @@ def _checked(said: m.SwitchHello) -> m.SwitchHello:
         raise WireError(
             f"a nonce of {len(said.nonce)} bytes, {LEAST_NONCE} to {MOST_NONCE} are possible"
         )
-    if not (0 <= said.child < MOST_CHILDREN or said.child == ROOT) or not 0 <= said.job < 1 << 32:
+    if not 0 <= said.child <= ROOT or not 0 <= said.job < 1 << 32:
         raise WireError(f"job {said.job}, of which this switch is child {said.child}")
+    if not 0 <= said.first <= ROOT - said.children:
+        raise WireError(f"a first child that calls itself {said.first}")
     if not 0 < said.parent[1] < 1 << 16 or not 0 <= said.port < 1 << 16:
         raise WireError(f"ports {said.parent[1]} of the parent, {said.port} of this switch")
     shown = "".join(c for c in said.session if c.isprintable())[:MOST_NAME]

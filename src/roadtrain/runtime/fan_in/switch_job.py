@@ -191,8 +191,9 @@ class SwitchJob:
     def _hear_from(self, batch: Batch) -> None:
         now = time.monotonic()
         for beat, header in beats_of(batch):
-            child, below = int(header["sender"]), (int(header["a"]), int(header["b"]))
-            known = child < self.hello.children
+            child = int(header["sender"]) - self.hello.first
+            below = int(header["a"]), int(header["b"])
+            known = 0 <= child < self.hello.children
             if not known or not self.children.heard(child, beat, batch.source, below, now):
                 self.counters.refused += 1
 

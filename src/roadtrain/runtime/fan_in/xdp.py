@@ -86,14 +86,16 @@ class XdpDevice:
         port: int,
         children: int,
         child: int,
+        first: int = 0,
         slots: int,
         key: PacketKey,
         parent: Address,
     ) -> XdpTable:
         """job: of the packets; port: UDP, where they come; child: this switch's number at its
-        `parent`. Raises ConfigError for a port that has a job, children that one word cannot name,
-        a parent without an IPv4 address; BudgetError where the device has no place for one more
-        job; BpfError where the kernel gives no memory."""
+        `parent`; first: what its child 0 calls itself. Raises ConfigError for a port that has a
+        job, children that one word cannot name, a parent without an IPv4 address; BudgetError
+        where the device has no place for one more job; BpfError where the kernel gives no
+        memory."""
         with self._lock:
             if port in self._ports:
                 raise ConfigError(f"device {self.name} has a job on port {port}")
@@ -103,7 +105,7 @@ class XdpDevice:
             self._ports.add(port)
         closed = partial(self._forget, place, port)
         try:
-            told = XdpJob(job, port, children, child, slots, key, parent, place)
+            told = XdpJob(job, port, children, child, slots, key, parent, place, first)
             row = self._live[place : place + 1]
             return XdpTable(self._program, self.name, told, row, closed)
         except BaseException:

@@ -67,7 +67,7 @@ struct job {
 	u16 child;        // this switch's number at its parent
 	u32 parent_host;  // big endian, as all that is copied into headers
 	u16 parent_port;  // big endian
-	u16 unused;
+	u16 first;        // what child 0 calls itself in packets
 	u64 sip[2];
 	u64 words[COVERED + 1]; // NH's first key is all but the last, its second all but the first
 };
@@ -287,7 +287,7 @@ static __always_inline u64 *join(struct packet *packet, struct entry *entry, str
 static __always_inline int sum(struct packet *packet, const struct job *job, struct entry *entry,
 			       struct live *now, int sends)
 {
-	const u64 bit = 1ULL << (packet->head.sender & 63);
+	const u64 bit = 1ULL << ((packet->head.sender - job->first) & 63);
 	const u64 full = ~0ULL >> ((64 - job->children) & 63);
 	const u64 high = high_bits(packet->head.width);
 	u64 *counter;
@@ -311,7 +311,7 @@ static __always_inline int sum(struct packet *packet, const struct job *job, str
 
 static __always_inline int possible(const struct header *head, const struct job *job)
 {
-	if (head->sender >= job->children || head->number > MOST_NUMBER)
+	if ((u16)(head->sender - job->first) >= job->children || head->number > MOST_NUMBER)
 		return 0;
 	if (head->kind == EXPONENTS)
 		return head->width == 0;

@@ -37,7 +37,7 @@ JOB = np.dtype(
         ("child", "<u2"),
         ("parent_host", "S4"),
         ("parent_port", ">u2"),
-        ("unused", "<u2"),
+        ("first", "<u2"),
         ("sip", "<u8", 2),
         ("words", "<u8", (PACKET_NBYTES - 8) // 8 + 1),
     ]
@@ -81,6 +81,7 @@ class XdpJob:
     key: PacketKey
     parent: Address  # where sums go
     live: int  # its place in the map of what changes
+    first: int = 0  # what child 0 calls itself in packets
 
     def __post_init__(self) -> None:
         if self.slots < 1 or not 1 <= self.children <= MOST_CHILDREN:
@@ -95,7 +96,7 @@ class XdpJob:
         one["children"], one["child"] = self.children, self.child
         # bytes that end in 0 are cut by numpy and come back as zeros: the same bytes
         one["parent_host"] = socket.inet_aton(ipv4(self.parent[0]))
-        one["parent_port"] = self.parent[1]
+        one["parent_port"], one["first"] = self.parent[1], self.first
         one["sip"], one["words"] = self.key.sip, self.key.words
         return one.tobytes()
 

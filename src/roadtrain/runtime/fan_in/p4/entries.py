@@ -43,6 +43,7 @@ class P4Job:
     slots: int
     parent: P4Neighbour
     children: tuple[P4Neighbour, ...]  # in the order of their child numbers
+    first: int = 0  # what child 0 calls itself in packets
 
     def __post_init__(self) -> None:
         if self.slots < 1 or self.slots & (self.slots - 1):
@@ -127,7 +128,7 @@ def _children_entries(job: P4Job, place: int) -> list[Entry]:
                 "table": "Ingress.children",
                 "match": {
                     "meta.job.place": place,
-                    "hdr.head.sender": _turned(number, 2),
+                    "hdr.head.sender": _turned(job.first + number, 2),
                     "standard.ingress_port": child.port,
                 },
                 "action_name": "Ingress.this_child",
