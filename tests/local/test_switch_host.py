@@ -543,6 +543,9 @@ def test_the_status_of_a_run_asks_its_switches(switches, peers, tmp_path, capsys
     assert "server 0 does not answer" in out
     assert re.search(rf"switch 1 {switch.where}, 1 job.s., .* job job7: 64 slots, 2 children", out)
     assert "50 sums" in out and "stuck slots: none" in out and "silent: nobody" in out
+    switch.__exit__()
+    assert cli.main(["status", str(tmp_path / "run")]) == 1
+    assert "switch 1 does not answer" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_command_shows_where_it_is_and_what_it_does(tmp_path, capsys, monkeypatch):

@@ -71,13 +71,16 @@ def ask_all(addresses: Sequence[Address], options: TcpOptions) -> list[Said | Pe
         return list(pool.map(partial(ask, options=options), addresses))
 
 
-def rows(names: Sequence[str], found: Sequence[Said | PeerError]) -> list[tuple[str, str]]:
+def rows(
+    names: Sequence[str], found: Sequence[Said | PeerError], switches: int = 0
+) -> list[tuple[str, str]]:
     """(node, what it waits for and since when), servers first; of a worker the longest wait
-    that a server knows of."""
+    that a server knows of. switches: how many of the last ones are known to be switches."""
     out, workers = [], dict[str, tuple[float, str]]()
     for number, (name, one) in enumerate(zip(names, found)):
         if isinstance(one, PeerError):
-            out.append((f"server {number}", f"does not answer: {str(one).splitlines()[0]}"))
+            known = "switch" if number >= len(names) - switches else "server"
+            out.append((f"{known} {number}", f"does not answer: {str(one).splitlines()[0]}"))
             continue
         kind = "switch" if one[0].startswith(SWITCH) else "server"
         first, *more = one[0].removeprefix(SWITCH).split("\n")

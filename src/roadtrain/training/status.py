@@ -52,6 +52,7 @@ def command(
     """
     if Path(run).is_dir() or ":" not in run:
         job = job_of_run(run)
+        switches = len(job.servers.switches)
         table, servers = (
             rows(job, read_metrics(Path(run) / "metrics.jsonl"), endurance_tbw),
             [*job.servers.addresses, *(one.address for one in job.servers.switches)],
@@ -59,12 +60,12 @@ def command(
         token_file, ca = token_file or job.servers.token_file, ca or job.servers.ca
         cert, key = cert or job.servers.cert, key or job.servers.key
     else:
-        table, servers = [], run.split(",")
+        table, servers, switches = [], run.split(","), 0
     found: list[Any] = []
     if servers:
         options = link_options(link)(token=token_of(token_file), tls=tls_of(cert, key, ca))
         found = health.ask_all([address_of(server) for server in servers], options)
-        table += health.rows(servers, found)
+        table += health.rows(servers, found, switches)
     show_table(table, report)
     return int(any(isinstance(one, PeerError) for one in found))
 
