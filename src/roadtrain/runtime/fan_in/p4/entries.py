@@ -39,7 +39,7 @@ class P4Job:
     host: str  # IPv4, of the switch
     udp: int  # where the job's packets come
     mac: str  # of the switch
-    child: int  # the switch's number at its parent
+    child: int  # what the switch calls itself to its parent; the root: packets.ROOT
     slots: int
     parent: P4Neighbour
     children: tuple[P4Neighbour, ...]  # in the order of their child numbers
