@@ -146,6 +146,8 @@ class DatagramSocket:
                     )
                     return self._read(*found)
                 except BlockingIOError:
+                    if timeout_s <= 0:
+                        return None
                     now = time.monotonic()
                     deadline = now + timeout_s if deadline is None else deadline
                     if not self._wait(select.POLLIN, deadline - now):
@@ -164,7 +166,8 @@ class DatagramSocket:
 
     def has_room(self) -> bool:
         """Whether the kernel takes a run now, so that `send` does not block."""
-        return self._wait(select.POLLOUT, 0.0)
+        with self._using():
+            return self._wait(select.POLLOUT, 0.0)
 
     @property
     def drops(self) -> int:

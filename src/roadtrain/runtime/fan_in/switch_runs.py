@@ -14,7 +14,7 @@ from roadtrain.kernels.packets import PACKET_NBYTES
 from roadtrain.transport.datagrams import RECEIVE_NBYTES, DatagramSocket
 from roadtrain.transport.tcp import Address
 
-FULL = 32  # packets after which no more are gathered
+FULL = 132  # packets after which no more are gathered
 MOST = FULL + RECEIVE_NBYTES // PACKET_NBYTES  # packets of a run
 READ_NBYTES = FULL * PACKET_NBYTES + RECEIVE_NBYTES
 
