@@ -115,8 +115,8 @@ def test_a_packet_of_another_length_is_a_run_of_its_own() -> None:
 
 def test_a_run_is_bounded_however_much_has_come() -> None:
     n = PACKET_NBYTES
-    got = read(Script(*[(n, n, A)] * 31, *[(45 * n, n, B)] * 3))
-    assert [len(sources) for _, _, sources in got] == [76, 45, 45]
+    got = read(Script(*[(n, n, A)] * 131, *[(45 * n, n, B)] * 3))
+    assert [len(sources) for _, _, sources in got] == [176, 90]
     assert max(len(sources) for _, _, sources in got) <= MOST
 
 
