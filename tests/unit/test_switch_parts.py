@@ -67,7 +67,7 @@ class Script:
     """A socket to which these runs have come."""
 
     def __init__(self, *runs: tuple[int, int, object]) -> None:
-        """(bytes, bytes of a packet, who sent it); the bytes count up."""
+        """(bytes, bytes of a packet, who sent it); the bytes count up, modulo 256."""
         self.runs, self.value = list(runs), 0
 
     def receive(self, into: np.ndarray, timeout_s: float) -> tuple[int, int, object] | None:
@@ -76,7 +76,7 @@ class Script:
             return None
         nbytes, segment, source = self.runs.pop(0)
         for at in range(0, nbytes, max(segment, 1)):
-            self.value += 1
+            self.value = (self.value + 1) % 256
             into[at : min(at + segment, nbytes)] = self.value
         return nbytes, segment, source
 

@@ -16,7 +16,7 @@ from roadtrain.simulator.engine import Resource
 
 Uses = list[tuple[Resource, float]]
 
-BATCH = 44  # packets of one call: a machine that sums has them all before it sends them on
+BATCH = 44  # packets of one run (64 KiB): a machine that sums has them all before it sends them on
 BEAT_S = 0.01  # between two heartbeats while packets come, at most
 
 
@@ -67,8 +67,10 @@ class SwitchResources:
         return self.tree.latency + min(machines, self.tree.levels) * batch
 
     def beat_s(self, rate: float) -> float:
-        """Seconds until what came is told: after a quarter of a window, at most a moment."""
-        return min(self._window_nbytes / 4 / rate, BEAT_S)
+        """Seconds until what came is told: after a quarter of a window, at most a moment, but never
+        before a packet has come."""
+        nbytes = self.packets.payload + self.packets.overhead
+        return max(min(self._window_nbytes / 4 / rate, BEAT_S), nbytes / rate)
 
     def most(self, rate: float) -> float:
         """Bytes a second on the wire that a window of packets allows: it opens again when a
