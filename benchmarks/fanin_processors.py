@@ -69,7 +69,7 @@ class _Stream:
         self.came, self.changed = 0, threading.Condition()
         receiver, sender = self.sockets
         self.port = PacketPort(
-            receiver, self.key, JOB, {Kind.GRADIENT: self._take}, _failed, name="receive"
+            [receiver], self.key, JOB, {Kind.GRADIENT: self._take}, _failed, name="receive"
         )
         self.sender = PacketSender(sender, receiver.address, self._fill, _failed, name="send")
         self.port.start()

@@ -3,6 +3,7 @@ counted; nothing hangs, nothing stays open."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
@@ -289,3 +290,31 @@ def test_both_directions_at_once():
     assert got == [runs * 22 * PACKET] * 2
     for sock in socks:
         sock.close()
+
+
+def test_waiting_for_several_ends_with_the_first_that_has_something_and_when_one_is_closed() -> (
+    None
+):
+    with contextlib.ExitStack() as stack:
+        one, other, third = (stack.enter_context(contextlib.closing(made())) for _ in range(3))
+        third.send(run_of(1), PACKET, other.address)
+        begin = time.monotonic()
+        one.wait(20.0, other)
+        assert time.monotonic() - begin < 10 and other.receive(
+            np.zeros(RECEIVE_NBYTES, np.uint8), 0
+        )
+        one.wait(0.01, other)
+        ended = []
+
+        def wait() -> None:
+            try:
+                one.wait(20.0, other)
+            except LostError as error:
+                ended.append(error)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        time.sleep(0.05)
+        other.close()
+        thread.join(10)
+        assert len(ended) == 1

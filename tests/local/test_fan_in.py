@@ -383,7 +383,7 @@ def test_who_means_something_else_is_refused(hosts):  # Rule 6
 
 def test_a_switch_that_is_not_there_is_named(switches):  # Rule 5
     """Also one that has not as many slots as are asked for."""
-    nobody, little = f"127.0.0.1:{free_port()}", switches(nbytes=2 * MIB)
+    nobody, little = f"127.0.0.1:{free_port()}", switches(nbytes=3 * MIB)
     assert re.search("did not take job s within 1 s: .* refused", refused_by(nobody, 64))
     assert "slots" in refused_by(little, 65536)
 

@@ -86,7 +86,7 @@ class Hub:
         kinds = (Kind.GRADIENT, Kind.EXPONENTS)
         take = {**dict.fromkeys(kinds, self._sum), Kind.PARAMETER_BEAT: self._hear}
         self.receive = PacketPort(
-            self.socket, self.key, JOB, take, self.failed.append, name="hub", tick=self._tick
+            [self.socket], self.key, JOB, take, self.failed.append, name="hub", tick=self._tick
         )
         self.receive.start()
 

@@ -2,13 +2,21 @@
 others is lost."""
 
 import threading
+import time
 
 import numpy as np
 
 from roadtrain.kernels import packets
 from roadtrain.kernels.packets import HEADER_NBYTES, PACKET_NBYTES, Kind, PacketKey
 from roadtrain.protocol.numbered import Heartbeat
-from roadtrain.runtime.fan_in.streams import GATHERED, Batch, PacketPort, beat_packet
+from roadtrain.runtime.fan_in.streams import (
+    GATHERED,
+    LEFT_S,
+    Batch,
+    Moderation,
+    PacketPort,
+    beat_packet,
+)
 
 KEY, JOB = PacketKey.derive(b"0123456789abcdef", b"nonce"), 7
 ABOVE, OTHER = ("10.0.0.1", 7101), ("10.0.0.2", 7101)
@@ -20,6 +28,9 @@ class Came:
     def __init__(self, datagrams):
         self.left = list(datagrams)
         self.empty = threading.Event()
+
+    def wait(self, timeout_s):
+        time.sleep(timeout_s)
 
     def receive(self, into, timeout_s):
         if not self.left:
@@ -52,7 +63,7 @@ def taken(datagrams):
 
     socket = Came(datagrams)
     kinds = dict.fromkeys((Kind.PARAMETERS, Kind.GRADIENT_BEAT), take)
-    port = PacketPort(socket, KEY, JOB, kinds, failures.append, name="port of a test")
+    port = PacketPort([socket], KEY, JOB, kinds, failures.append, name="port of a test")
     port.start()
     assert socket.empty.wait(20)
     port.close()
@@ -102,3 +113,25 @@ def test_strangers_change_nothing_and_are_counted() -> None:
     )
     assert seen == [(Kind.PARAMETERS, [0], ABOVE), (Kind.PARAMETERS, [3], ABOVE)]
     assert strangers == 2
+
+
+def test_packets_are_left_to_the_kernel_only_while_many_come() -> None:
+    moderation = Moderation()
+    assert moderation.pause_s(GATHERED, 1000.0) == 0, "nobody knows yet how many come"
+    assert moderation.pause_s(44, 1000.002) == LEFT_S, "22,000 a second"
+    assert moderation.pause_s(6, 1000.010) == 0, "fewer than 8 in 8 ms"
+    fast = moderation.pause_s(44, 1000.0101)
+    assert 0 < 44 / 1e-4 * fast <= GATHERED, "440,000 a second: until a batch is there"
+    assert moderation.pause_s(1, 1001.0) == 0
+
+
+def test_several_sockets_have_one_thread_and_none_waits_for_another() -> None:
+    sockets = [Came([(bulk(n), PACKET_NBYTES, ABOVE)]) for n in (0, 5)]
+    sockets[0].wait = lambda timeout_s, *others: time.sleep(timeout_s)
+    seen = []
+    kinds = {Kind.PARAMETERS: lambda batch: seen.extend(batch.numbers.tolist())}
+    port = PacketPort(sockets, KEY, JOB, kinds, seen.append, name="port of a test")
+    port.start()
+    assert all(one.empty.wait(20) for one in sockets)
+    port.close()
+    assert seen == [0, 5]

@@ -26,16 +26,17 @@ def test_quotas_count_tables_sockets_and_buffers() -> None:
     taken = list[int]()
     nbytes = 0
     while (slots := min(quota.free_slots, 2048)) > 0:
-        quota.take(slots, "a job")
+        quota.take(slots, 64, "a job")
         taken.append(slots)
         nbytes += SwitchTable(slots, 64).nbytes
-        nbytes += 2 * (quota.receive_nbytes + quota.send_nbytes)  # Linux doubles what is asked for
+        receive_nbytes = quota.receive_nbytes(slots, 64)
+        nbytes += 2 * (receive_nbytes + quota.send_nbytes)  # Linux doubles what is asked for
         assert nbytes < quota.used_nbytes <= 64 * MIB
     assert quota.used_slots == sum(taken) and len(taken) >= 3
     with pytest.raises(BusyError, match="1 slots, 0 are free"):
-        quota.take(1, "another")
+        quota.take(1, 64, "another")
     for slots in taken:
-        quota.give_back(slots)
+        quota.give_back(slots, 64)
     assert (quota.used_slots, quota.free_slots) == (0, SlotQuota(64 * MIB).free_slots)
 
 
@@ -43,16 +44,23 @@ def test_more_memory_holds_more_jobs() -> None:
     """Sockets do not take all of it: 64 jobs have ports, so as many fit somewhere."""
     quota = SlotQuota(2048 * MIB)
     for i in range(64):
-        quota.take(2048, f"job {i}")
+        quota.take(2048, 3, f"job {i}")
+
+
+def test_sockets_hold_what_all_children_may_have_under_way() -> None:
+    quota = SlotQuota(512 * MIB)
+    assert quota.receive_nbytes(2048, 8) == 8 * 2048 * PACKET_NBYTES
+    assert quota.receive_nbytes(2048, 100) == 32 * MIB  # a part of the memory at most
+    assert quota.receive_nbytes(8, 1) >= 1 << 17
 
 
 def test_what_is_refused_takes_nothing() -> None:
     quota = SlotQuota(8 * MIB)
     before = quota.used_nbytes, quota.free_slots
     with pytest.raises(BudgetError, match=f"{before[1] + 1} slots, {before[1]} are free"):
-        quota.take(before[1] + 1, "a job")
+        quota.take(before[1] + 1, 64, "a job")
     assert (quota.used_nbytes, quota.free_slots) == before
-    quota.take(before[1], "a job")
+    quota.take(before[1], 64, "a job")
     assert 8 * MIB - quota.used_nbytes < SLOT_NBYTES
 
 

@@ -78,7 +78,7 @@ def command(
         link: tcp, or the name of a plugin's link, as rdma; the workers' too (tcp)
         switch: instead: sum the packets of jobs with a fan_in and copy their parameters; datagrams
             come to the 64 UDP ports above PORT
-        memory: with --switch: bytes for the tables and sockets of all jobs (64MiB)
+        memory: with --switch: bytes for the tables and sockets of all jobs (256MiB)
         xdp: with --switch: sum in the kernel what comes to this network device, as eth0 (user space
             sums where that cannot be, and says why)
     """

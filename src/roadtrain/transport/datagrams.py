@@ -156,6 +156,20 @@ class DatagramSocket:
                     if error.errno not in _LOST:
                         raise
 
+    def wait(self, timeout_s: float, *others: DatagramSocket) -> None:
+        """Until something has come to it or to one of the others, or the time is over. Raises
+        LostError when one of them is closed."""
+        sockets = (self, *others)
+        with contextlib.ExitStack() as used:
+            poll = select.poll()
+            for one in sockets:
+                used.enter_context(one._using())
+                poll.register(one._socket, select.POLLIN)
+                poll.register(one._awake, select.POLLIN)
+            poll.poll(max(timeout_s, 0) * 1000)
+            if any(one._over for one in sockets):
+                raise LostError("the datagram socket was closed")
+
     def fileno(self) -> int:
         """For select and epoll, by who closes it."""
         return self._socket.fileno()

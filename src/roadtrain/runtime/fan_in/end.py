@@ -166,7 +166,7 @@ class FanInEnd(IntermediarySession):
         self._clock = BeatClock(self.plan.window)
         self.refused = 0  # packets with the job's tag that were not the root's
         self._port = PacketPort(
-            self._socket,
+            [self._socket],
             self._key,
             self._job,
             {

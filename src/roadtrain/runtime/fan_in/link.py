@@ -11,7 +11,7 @@ To its owner it is a link like any other: a gradient's memory is free when `sent
 parameters arrive as PULLED. Order: what is said after a push goes by TCP behind its announcement,
 and the end holds it back until the sum is there.
 
-Threads: those of the TCP link; one that sends packets; one or two that receive them; one that calls
+Threads: those of the TCP link; one that sends packets; one that receives them; one that calls
 the owner. An owner that is at work, or waits for memory that a sum is to free, so never keeps the
 others from packets and grants; where a pull goes is asked when it is sent. What a thread raises
 ends the link, and the owner hears of it by `lost`, with the server and the switch. Does NOT know
@@ -122,13 +122,12 @@ class _Joined:
     switch: Address
     sockets: list[DatagramSocket]
     sender: PacketSender
-    ports: list[PacketPort]
+    port: PacketPort
     trial_until: float | None  # when it is given up that the network copies; None: settled
 
     def close(self) -> None:
         self.sender.close()
-        for port in self.ports:
-            port.close()
+        self.port.close()
         for one in self.sockets:
             one.close()
 
@@ -153,7 +152,6 @@ class FanInLink:
         self._pulls = Pulls()
         self._granted = Granted(participant.chunks, self._plan.width)
         self._received = NumberedReceiver(self._plan.window)
-        self._receiving = threading.Lock()  # two ports may take at once
         self._clock = BeatClock(self._plan.window)
         self._tickets: deque[bytes] = deque()  # headers of PULLED frames that got room over TCP
         self._joined: _Joined | None = None
@@ -175,7 +173,7 @@ class FanInLink:
     def strangers(self) -> int:
         """Packets without the job's tag, which changed nothing."""
         joined = self._joined
-        return sum(port.strangers for port in joined.ports) if joined is not None else 0
+        return joined.port.strangers if joined is not None else 0
 
     # the Link
 
@@ -333,24 +331,21 @@ class FanInLink:
             delay_s=said.delay_ms / 1e3,
         )
         trial = time.monotonic() + TRIAL_S if said.group else None
-        joined = _Joined(said.job, child, key, switch, sockets, sender, [], trial)
-        joined.ports = [
-            PacketPort(
-                one,
-                key,
-                said.job,
-                {
-                    Kind.PARAMETERS: self._parameters,
-                    Kind.MAXIMA: self._maxima,
-                    Kind.GRADIENT_BEAT: self._heartbeats,
-                    Kind.TRIAL: self._trial,
-                },
-                self._failed,
-                name=f"receive packets {number} {self.peer}",
-                tick=self._tick if number == 0 else lambda: None,
-            )
-            for number, one in enumerate(sockets)
-        ]
+        port = PacketPort(
+            sockets,
+            key,
+            said.job,
+            {
+                Kind.PARAMETERS: self._parameters,
+                Kind.MAXIMA: self._maxima,
+                Kind.GRADIENT_BEAT: self._heartbeats,
+                Kind.TRIAL: self._trial,
+            },
+            self._failed,
+            name=f"receive packets {self.peer}",
+            tick=self._tick,
+        )
+        joined = _Joined(said.job, child, key, switch, sockets, sender, port, trial)
         with self._lock:
             over, self._joined = self._over, joined
             ready = self._granted.ready
@@ -359,8 +354,7 @@ class FanInLink:
             return
         sender.may_send(ready)
         sender.start()
-        for port in joined.ports:
-            port.start()
+        port.start()
 
     def _socket(self, home: str, group: Address | None = None) -> DatagramSocket:
         window = self._plan.window * PACKET_NBYTES
@@ -385,19 +379,18 @@ class FanInLink:
 
     def _parameters(self, batch: Batch) -> None:
         done: list[tuple[Asked, int]] = []
-        with self._receiving:
-            new = self._new(batch)
-            headers = batch.headers
-            bases = headers["number"].astype(np.int64) - headers["c"]
-            for at in _first_of_each(headers, bases, new):
-                a, b = int(headers["a"][at]), int(headers["b"][at])
-                ours = new & (headers["a"] == a) & (headers["b"] == b) & (bases == bases[at])
-                base = int(bases[at])
-                with self._lock:
-                    asked = self._pulls.broadcast((a, b), base)
-                self._copy(batch, ours, asked)
-                if not asked.missing:
-                    done.append((asked, base))
+        new = self._new(batch)
+        headers = batch.headers
+        bases = headers["number"].astype(np.int64) - headers["c"]
+        for at in _first_of_each(headers, bases, new):
+            a, b = int(headers["a"][at]), int(headers["b"][at])
+            ours = new & (headers["a"] == a) & (headers["b"] == b) & (bases == bases[at])
+            base = int(bases[at])
+            with self._lock:
+                asked = self._pulls.broadcast((a, b), base)
+            self._copy(batch, ours, asked)
+            if not asked.missing:
+                done.append((asked, base))
         for asked, base in done:
             with self._lock:
                 self._pulls.whole(asked, base)
@@ -416,19 +409,18 @@ class FanInLink:
         packets.copy_out(batch.buffer, batch.segment, batch.count, ours, index, asked.into)
 
     def _maxima(self, batch: Batch) -> None:
-        with self._receiving:
-            new = self._new(batch)
-            with self._lock:
-                for i in np.flatnonzero(new):
-                    header, at = batch.headers[i], int(i) * batch.segment + HEADER_NBYTES
-                    self._granted.maxima(
-                        int(header["a"]),
-                        int(header["b"]),
-                        int(header["c"]),
-                        int(header["credit"]),
-                        batch.buffer[at : at + PAYLOAD_NBYTES],
-                    )
-                ready, joined = self._granted.ready, self._joined
+        new = self._new(batch)
+        with self._lock:
+            for i in np.flatnonzero(new):
+                header, at = batch.headers[i], int(i) * batch.segment + HEADER_NBYTES
+                self._granted.maxima(
+                    int(header["a"]),
+                    int(header["b"]),
+                    int(header["c"]),
+                    int(header["credit"]),
+                    batch.buffer[at : at + PAYLOAD_NBYTES],
+                )
+            ready, joined = self._granted.ready, self._joined
         if joined is not None:
             joined.sender.may_send(ready)
 
@@ -462,8 +454,7 @@ class FanInLink:
             return
         if joined.trial_until is not None and time.monotonic() > joined.trial_until:
             self._settle_trial(False)
-        with self._receiving:
-            beat = self._received.heartbeat() if self._clock.due() else None
+        beat = self._received.heartbeat() if self._clock.due() else None
         if beat is not None:
             beat = Heartbeat(beat.ack, beat.credit, beat.have & MOST_HAVE)
             packet = beat_packet(

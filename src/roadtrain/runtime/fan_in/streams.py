@@ -1,7 +1,7 @@
 """Streams of numbered packets on real sockets: the threads around protocol/numbered.py.
 
     PacketSender   thread: machine.next_numbers -> fill -> seal -> socket
-    PacketPort     thread: socket -> verify -> take[kind]; and `tick`, now and then
+    PacketPort     thread: sockets -> verify -> take[kind]; and `tick`, now and then
 
 Nobody holds a lock while bytes are copied, sealed or sent. Does NOT know what is in a payload.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,14 +23,16 @@ from roadtrain.protocol.numbered import Heartbeat, NumberedSender
 from roadtrain.transport.datagrams import RECEIVE_NBYTES, DatagramSocket
 from roadtrain.transport.tcp import Address
 
-RUN = 132  # packets that are made at once: three calls to the kernel, 64 KB each
-GATHERED = 132  # packets that have come, after which they are handled
+RUN = 264  # packets that are made at once: six calls to the kernel, 64 KB each
+GATHERED = 264  # packets that have come, after which they are handled
 LOSS_S = 0.1  # without progress, after which what has not come goes again; doubles each time
 MOST_LOSS_S = 2.0
+LEFT_S = 0.008  # that packets are left to the kernel at most, so that more are handled together
+FEW = 8  # packets, for which nobody waits
 BUSY_S = 0.01  # between two heartbeats while packets come
 # What the kernel holds of packets on their way out. More than this host's queue for its network
 # device holds would be lost there, without a word; so it is far less, and senders wait.
-SEND_NBYTES = 1 << 17
+SEND_NBYTES = 1 << 18
 IDLE_S = 0.5  # between two heartbeats while none come
 END_S = 5.0  # for a thread to end
 
@@ -153,13 +155,13 @@ class PacketSender:
 
 
 class PacketPort:
-    """What comes to a socket of one job. `strangers`: packets without the job's tag, which
-    changed nothing. Takers and `tick` are called by its thread, one at a time; what they raise
-    ends it and is told to `failed`."""
+    """What comes to sockets of one job, one thread for all: each time it wakes it does all there
+    is. `strangers`: packets without the job's tag, which changed nothing. Takers and `tick` are
+    called by its thread, one at a time; what they raise ends it and is told to `failed`."""
 
     def __init__(
         self,
-        socket: DatagramSocket,
+        sockets: Sequence[DatagramSocket],
         key: PacketKey,
         job: int,
         take: Mapping[Kind, Callable[[Batch], None]],
@@ -168,9 +170,10 @@ class PacketPort:
         name: str,
         tick: Callable[[], None] = lambda: None,
     ) -> None:
-        self._socket, self._key, self._job, self._take = socket, key, job, dict(take)
+        self._sockets, self._key, self._job, self._take = tuple(sockets), key, job, dict(take)
         self._failed, self._tick, self._over = failed, tick, False
         self.strangers = self.packets = 0
+        self._moderation = Moderation()
         self._buffer = np.zeros(GATHERED * PACKET_NBYTES + RECEIVE_NBYTES, np.uint8)
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
 
@@ -178,7 +181,7 @@ class PacketPort:
         self._thread.start()
 
     def close(self) -> None:
-        """Idempotent. The socket is its owner's."""
+        """Idempotent. The sockets are its owner's."""
         self._over = True
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(END_S)
@@ -186,31 +189,44 @@ class PacketPort:
     def _work(self) -> None:
         try:
             while not self._over:
-                self._take_in()
+                before = self.packets
+                drained = [self._take_in(one) for one in self._sockets]
                 self._tick()
+                pause_s = self._moderation.pause_s(self.packets - before, time.monotonic())
+                if all(drained):
+                    self._rest(pause_s)
         except LostError as error:
             if not self._over:
                 self._failed(error)
         except BaseException as error:
             self._failed(error)
 
-    def _take_in(self) -> None:
-        """Waits for what comes. Bulk packets of one sender that are there go on together: the more
-        there is to do, the fewer calls do it. And not every device joins packets."""
+    def _rest(self, pause_s: float) -> None:
+        if pause_s:
+            time.sleep(pause_s)
+        else:
+            first, *others = self._sockets
+            first.wait(BUSY_S, *others)
+
+    def _take_in(self, socket: DatagramSocket) -> bool:
+        """What has come to it. Bulk packets of one sender go on together: the more there is to do,
+        the fewer calls do it. And not every device joins packets. Returns whether nothing more was
+        there."""
         held, sender = 0, ("", 0)  # bytes of whole bulk packets, at the beginning of the buffer
-        found = self._socket.receive(self._buffer, BUSY_S)
+        found = socket.receive(self._buffer, 0.0)
         while found is not None:
             nbytes, segment, source = found
             bulk = segment == PACKET_NBYTES and nbytes % PACKET_NBYTES == 0
             if not bulk or (held and source != sender):
                 self._took(self._buffer[:held], PACKET_NBYTES, sender)
                 self._took(self._buffer[held : held + nbytes], segment, source)
-                return
+                return False
             held, sender = held + nbytes, source
             if held >= GATHERED * PACKET_NBYTES:
                 break
-            found = self._socket.receive(self._buffer[held:], 0.0)
+            found = socket.receive(self._buffer[held:], 0.0)
         self._took(self._buffer[:held], PACKET_NBYTES, sender)
+        return found is None
 
     def _took(self, run: np.ndarray, segment: int, source: Address) -> None:
         """The kernel may join a shorter packet to a run of longer ones."""
@@ -235,6 +251,21 @@ class PacketPort:
             if taker is not None:
                 of_kind = ok & (kinds == kind)
                 taker(Batch(Kind(kind), run, segment, count, of_kind, headers, source))
+
+
+class Moderation:
+    """How long packets are left to the kernel, so that one call handles many: what cards do with
+    interrupts. Not at all where they come seldom."""
+
+    def __init__(self) -> None:
+        self._last = 0.0  # when the last batch was handled
+
+    def pause_s(self, count: int, now: float) -> float:
+        """After a batch of `count` packets that was handled at `now`, both in seconds."""
+        since, self._last = now - self._last, now
+        if count * LEFT_S < FEW * since:
+            return 0.0
+        return min(LEFT_S, 0.75 * GATHERED * since / count)
 
 
 class BeatClock:

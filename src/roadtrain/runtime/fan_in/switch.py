@@ -116,7 +116,7 @@ class SwitchHost:
         that yet."""
         if (before := self._link_of(said.nonce)) is not None:
             self.leave(before, LostError("it has come again"), wait=True)
-        self.quota.take(said.slots, said.session)
+        self.quota.take(said.slots, said.children, said.session)
         socket = None
         try:
             socket = self._socket(said)
@@ -126,7 +126,7 @@ class SwitchHost:
                     raise BusyError(f"the switch at {self.where} stops")
                 receiver = self._links[said.nonce] = _JobLink(self, job, link)
         except BaseException:
-            self.quota.give_back(said.slots)
+            self.quota.give_back(said.slots, said.children)
             if socket is not None:
                 socket.close()
             raise
@@ -183,23 +183,23 @@ class SwitchHost:
                     f" {max(ports)}"
                 )
             try:
-                return self._socket_at(said.port)
+                return self._socket_at(said.port, said)
             except ConfigError as error:  # the job's own, of a link that has just ended, perhaps
                 raise BusyError(str(error)) from None
         for port in ports:
             if port not in taken and port < 1 << 16:
                 with suppress(ConfigError):  # another process has it
-                    return self._socket_at(port)
+                    return self._socket_at(port, said)
         raise BusyError(
             f"no port for datagrams is free from {min(ports)} to {max(ports)}, {len(taken)} jobs"
             " have one",
             hint="another switch, or a port with free ones above it",
         )
 
-    def _socket_at(self, port: int) -> DatagramSocket:
+    def _socket_at(self, port: int, said: m.SwitchHello) -> DatagramSocket:
         return DatagramSocket(
             (self._host, port),
-            receive_nbytes=self.quota.receive_nbytes,
+            receive_nbytes=self.quota.receive_nbytes(said.slots, said.children),
             send_nbytes=self.quota.send_nbytes,
             report=self._report,
         )
@@ -215,7 +215,7 @@ class SwitchHost:
 
     def _job_ended(self, job: SwitchJob, error: BaseException | None) -> None:
         """From the packet loop: its socket is closed."""
-        self.quota.give_back(job.hello.slots)
+        self.quota.give_back(job.hello.slots, job.hello.children)
         if error is None:
             return
         with self._lock:

@@ -10,7 +10,7 @@ from roadtrain.transport.listener import Report
 from roadtrain.transport.tcp import Address, TcpOptions
 from roadtrain.units import MIB, show_bytes
 
-MEMORY = 64 * MIB  # where none is said
+MEMORY = 256 * MIB  # where none is said
 
 
 def serve_switch(

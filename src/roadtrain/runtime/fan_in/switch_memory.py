@@ -11,7 +11,7 @@ import threading
 
 from roadtrain.config.fan_in import WINDOWS
 from roadtrain.errors import BudgetError, BusyError, ConfigError
-from roadtrain.kernels.packets import PAYLOAD_NBYTES
+from roadtrain.kernels.packets import PACKET_NBYTES, PAYLOAD_NBYTES
 from roadtrain.kernels.switch_table import SLOT
 from roadtrain.runtime.fan_in.switch_runs import READ_NBYTES
 from roadtrain.transport.datagrams import RECEIVE_NBYTES
@@ -22,10 +22,11 @@ SHARED_NBYTES = 4 * READ_NBYTES  # buffers of the packet loop, one set for all j
 # What waits to be sent when the kernel takes no more: a run that is copied down, one that goes up
 WAITING_NBYTES = 2 * READ_NBYTES
 COUNTERS_NBYTES = 16 * KIB  # of a table and its job, generously
-# of the budget, that the kernel holds of one job's datagrams; it takes twice what is asked for
+# Of the budget, that the kernel holds of one job's datagrams at most; it takes twice what is asked
+# for. Of what comes, no job needs more than all its children may have under way.
 RECEIVE_SHARE, SEND_SHARE = 16, 64
 LEAST_RECEIVE, LEAST_SEND = 2 * RECEIVE_NBYTES, 2 * RECEIVE_NBYTES
-MOST_RECEIVE, MOST_SEND = 8 * MIB, 2 * MIB  # so that more memory holds more jobs
+MOST_SEND = 2 * MIB  # so that more memory holds more jobs
 MOST_SLOTS = WINDOWS[-1]  # of one job
 
 
@@ -35,12 +36,12 @@ class SlotQuota:
     def __init__(self, nbytes: int) -> None:
         """Raises ConfigError where not even one small job fits."""
         self.nbytes = nbytes
-        self.receive_nbytes = min(max(nbytes // RECEIVE_SHARE, LEAST_RECEIVE), MOST_RECEIVE)
+        self._most_receive = max(nbytes // RECEIVE_SHARE, LEAST_RECEIVE)
         self.send_nbytes = min(max(nbytes // SEND_SHARE, LEAST_SEND), MOST_SEND)
         self._slots = 0  # that jobs have
         self._used = SHARED_NBYTES
         self._lock = threading.Lock()
-        least = SHARED_NBYTES + self._cost(WINDOWS[0])
+        least = SHARED_NBYTES + self._cost(WINDOWS[0], LEAST_RECEIVE)
         if nbytes < least:
             raise ConfigError(
                 f"a switch with {show_bytes(nbytes)} of memory, {show_bytes(least)} hold one job"
@@ -48,9 +49,13 @@ class SlotQuota:
                 hint=f"--memory {least // KIB + 1}KiB or more",
             )
 
-    def _cost(self, slots: int) -> int:
+    def receive_nbytes(self, slots: int, children: int) -> int:
+        """What a job's socket is to hold of what has come."""
+        return min(max(children * slots * PACKET_NBYTES, LEAST_RECEIVE), self._most_receive)
+
+    def _cost(self, slots: int, receive_nbytes: int) -> int:
         """Bytes of a job."""
-        of_sockets = 2 * (self.receive_nbytes + self.send_nbytes)
+        of_sockets = 2 * (receive_nbytes + self.send_nbytes)
         return slots * SLOT_NBYTES + of_sockets + WAITING_NBYTES + COUNTERS_NBYTES
 
     @property
@@ -63,16 +68,17 @@ class SlotQuota:
 
     @property
     def free_slots(self) -> int:
-        """That the next job can have, at most."""
-        left = (self.nbytes - self._used - self._cost(0)) // SLOT_NBYTES
+        """That the next job can have for sure, however many children it has."""
+        left = (self.nbytes - self._used - self._cost(0, self._most_receive)) // SLOT_NBYTES
         return min(max(left, 0), MOST_SLOTS)
 
-    def take(self, slots: int, job: str) -> None:
+    def take(self, slots: int, children: int, job: str) -> None:
         """Raises with both numbers where so many are not free: BusyError where other jobs have
         them, who may be leaving, BudgetError where this switch never has so many."""
+        cost = self._cost(slots, self.receive_nbytes(slots, children))
         with self._lock:
             if slots > self.free_slots:
-                ever = SHARED_NBYTES + self._cost(slots) <= self.nbytes
+                ever = SHARED_NBYTES + self._cost(slots, self._most_receive) <= self.nbytes
                 raise (BusyError if ever else BudgetError)(
                     f"job {job} asks this switch for {slots} slots, {self.free_slots} are free,"
                     f" {self._slots} are in use",
@@ -80,9 +86,9 @@ class SlotQuota:
                     " job less",
                 )
             self._slots += slots
-            self._used += self._cost(slots)
+            self._used += cost
 
-    def give_back(self, slots: int) -> None:
+    def give_back(self, slots: int, children: int) -> None:
         with self._lock:
             self._slots -= slots
-            self._used -= self._cost(slots)
+            self._used -= self._cost(slots, self.receive_nbytes(slots, children))
