@@ -23,6 +23,8 @@ RoadtrainError
 |   |                         which one is meant
 |   +-- DivergedError         two servers that hold the same chunk made different bytes of it in one
 |                             step
++-- LaunchError               a host or a process of a launched run cannot be used; what was begun
+|                             is ended
 +-- PeerError                 a node that this one waits for
     +-- DeadlineError         a wait passed its deadline (Rule 5): role, step, block, peer
     +-- LostError             the peer ended with an error of its own (the cause)
@@ -92,6 +94,9 @@ class ForkedError(StoreError): ...
 
 
 class DivergedError(StoreError): ...
+
+
+class LaunchError(RoadtrainError): ...
 
 
 class PeerError(RoadtrainError): ...

@@ -33,7 +33,8 @@ FLOORS = {
     "integrations": 7,
     "lab": 7,
     "planner": 8,
-    "cli": 9,
+    "launch": 9,
+    "cli": 10,
 }
 LOOSE_MODULES = 6
 PURE = ("config", "protocol", "simulator")

@@ -1,0 +1,56 @@
+"""LaunchEngine: what starts processes on hosts: this host, a lab, or a Ray cluster. The supervisor
+(supervisor.py) and the checks before a start (checks.py) know nothing else of them.
+
+An engine restarts nothing by itself, unless its users expect it to (Ray's actors): then it says
+`ProcessRestarted`. What it started ends with it, so nothing is left when a supervisor dies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from roadtrain.launch.processes import Process, WorkerSet
+from roadtrain.protocol.launch import RunEvent
+
+
+@dataclass(frozen=True)
+class HostSeen:
+    """A host that an engine has now."""
+
+    name: str  # as the plan calls it, where it can be told; else as the engine does
+    address: str
+    devices: int  # accelerators; where there are none, 0
+    processors: int
+    memory: int  # bytes
+
+
+class LaunchEngine(Protocol):
+    """All calls return soon, but `ask`, which takes as long as its command."""
+
+    def hosts(self) -> Sequence[HostSeen]:
+        """Those that are alive."""
+
+    def ask(self, host: str, words: Sequence[str], told: Mapping[str, Any]) -> Any:
+        """The answer (JSON on its standard output) of a short command of ours (`-m MODULE ...`)
+        on a host, which gets `told` (JSON) on its standard input. Raises LaunchError where the
+        host cannot be reached or the command fails."""
+
+    def start(self, process: Process) -> None:
+        """Begin a server, reducer or switch. Its end is told by `events`."""
+
+    def start_workers(self, workers: WorkerSet) -> None:
+        """Begin all workers. The end of the first of them that fails, or of the last of them, is
+        told by `events` as WorkersEnded; the others have ended before."""
+
+    def stop(self, name: str, grace_s: float) -> None:
+        """End a process, or with "workers" all of them: interrupted (SIGINT) first, which commits
+        the step, killed after `grace_s`. Its end is told by `events`."""
+
+    def events(self, timeout_s: float) -> Sequence[RunEvent]:
+        """What has happened since the last call; waits for the first at most so long. Lines of
+        output are `Output` events."""
+
+    def close(self) -> None:
+        """End all that was started."""

@@ -1,0 +1,166 @@
+"""What keeps a launched run running: events of its processes and hosts in, actions out. Pure.
+
+    services (servers, reducers, switches)   each by itself: ended -> started again
+    workers                                  all together: one ended -> all are started again, at
+                                             the committed step
+    hosts                                    lost -> its workers' ranks go to a spare host, or the
+                                             others go on without them, or all wait for it
+Whatever is done is said first (`TellUser`). Does NOT know words, files, engines or a clock: events
+carry the time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ProcessEnded:
+    """A service ended by itself, or as it was asked to. code: as its parent sees it; negative: the
+    signal that killed it."""
+
+    name: str
+    code: int
+    at: float
+    said: str = ""  # its last line on standard error
+
+
+@dataclass(frozen=True)
+class ProcessRestarted:
+    """The engine has started a service again by itself."""
+
+    name: str
+    at: float
+
+
+@dataclass(frozen=True)
+class WorkersEnded:
+    """All workers of an attempt have ended. code: 0 where all did; else that of the first that
+    failed, whose name is `first`."""
+
+    attempt: int
+    code: int
+    first: str
+    at: float
+    said: str = ""
+
+
+@dataclass(frozen=True)
+class HostLost:
+    """A host answers no more, with all that ran there."""
+
+    host: str
+    why: str
+    at: float
+
+
+@dataclass(frozen=True)
+class HostCame:
+    """A host is there: again, or one that the plan does not have."""
+
+    host: str
+    address: str
+    workers: int  # as many as it can run
+    at: float
+
+
+@dataclass(frozen=True)
+class HostLeaves:
+    """A host will be gone soon: a spot machine, or one that is drained."""
+
+    host: str
+    within_s: float
+    at: float
+
+
+@dataclass(frozen=True)
+class Committed:
+    """A step is committed. Faults are counted between such."""
+
+    step: int
+    at: float
+
+
+@dataclass(frozen=True)
+class StopAsked:
+    """The user, or a launcher that is gone and was to take the run with it."""
+
+    why: str
+    at: float
+
+
+@dataclass(frozen=True)
+class TimePassed:
+    """Time has passed."""
+
+    at: float
+
+
+@dataclass(frozen=True)
+class Output:
+    """A line of a process; the state machine does not look at it."""
+
+    name: str
+    host: str
+    line: str
+
+
+RunEvent = (
+    ProcessEnded
+    | ProcessRestarted
+    | WorkersEnded
+    | HostLost
+    | HostCame
+    | HostLeaves
+    | Committed
+    | StopAsked
+    | TimePassed
+    | Output
+)
+
+
+@dataclass(frozen=True)
+class StartService:
+    name: str
+
+
+@dataclass(frozen=True)
+class StartWorkers:
+    """hosts: with workers, in the order of ranks: the plan's, spare ones in the places of lost
+    ones, or fewer."""
+
+    attempt: int
+    hosts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class StopProcess:
+    """name: a service's, or "workers". grace_s: time to end by itself."""
+
+    name: str
+    grace_s: float
+
+
+@dataclass(frozen=True)
+class SetReducers:
+    """Which hosts' reducers workers use from now on (the file of spare hosts that they read)."""
+
+    hosts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class TellUser:
+    """For people, before what it says happens."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class EndRun:
+    """The run is over. code: 0 done, 130 stopped as asked, else it failed; why: one sentence."""
+
+    code: int
+    why: str
+
+
+RunAction = StartService | StartWorkers | StopProcess | SetReducers | TellUser | EndRun
