@@ -53,5 +53,5 @@ bench: $(READY)
 $(READY): pyproject.toml plugins/rdma/pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet torch==2.13.0
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet -e '.[hf,integrations,dev]' -e plugins/rdma
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -e '.[hf,integrations,ray,dev]' -e plugins/rdma
 	touch $@
