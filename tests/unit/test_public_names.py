@@ -219,6 +219,9 @@ def test_keys_of_a_job() -> None:
         "parallelism.deadline",
         "parallelism.networks",
         "parallelism.placements",
+        "parallelism.reducers",
+        "parallelism.reducers_token_file",
+        "parallelism.reducers_alone",
     ]
 
 

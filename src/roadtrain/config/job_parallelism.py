@@ -1,10 +1,12 @@
-"""The `[parallelism]` of a job: degrees, stages, networks, and where a stage's state rests."""
+"""The `[parallelism]` of a job: degrees, stages, networks, where a stage's state rests, and who
+adds up gradients."""
 
 from __future__ import annotations
 
-from typing import Literal, Self
+import re
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from roadtrain.config.host_ranks import DataGroups
 from roadtrain.config.networks import NetworkStatement
@@ -12,6 +14,16 @@ from roadtrain.config.parallelism import Parallelism
 from roadtrain.config.schema import Count, Flag, Number, Section, Texts, Whole
 from roadtrain.errors import ConfigError
 
+ADDRESS = re.compile(r"[^/\s]+:\d+")
+
+
+def _as_addresses(given: object) -> object:
+    """Addresses that stand alone, with commas between; other words are a file's path."""
+    texts = given.split(",") if isinstance(given, str) else []
+    return texts if texts and all(map(ADDRESS.fullmatch, texts)) else given
+
+
+FileOrAddresses = Annotated[str | list[str], BeforeValidator(_as_addresses)]
 Stages = list[Whole] | Literal["even", "measured", "paper"]
 
 
@@ -85,12 +97,33 @@ class ParallelismSection(Section):
     placements: list[StagePlacement] = Field(
         default=[], description="stages whose state rests elsewhere than beside their ranks"
     )
+    reducers: FileOrAddresses = Field(
+        default="",
+        description="`roadtrain serve --sum` that add up the gradients: a list of HOST:PORT; or a"
+        " file with a line HOST:PORT [RATE] each, which the first process reads again and again"
+        " while training ({run}: the run directory)",
+    )
+    reducers_token_file: str | None = Field(
+        default=None,
+        description="file with the reducers' token, needed beyond this host ({run}: as above)",
+    )
+    reducers_alone: Flag = Field(
+        default=False,
+        description="the workers add up nothing themselves while a reducer is there"
+        " (placement parameter-server)",
+    )
 
     @model_validator(mode="after")
     def _one_placement_a_stage(self) -> Self:
         stages = [one.stage for one in self.placements]
         if twice := [stage for stage in stages if stages.count(stage) > 1]:
             raise ValueError(f"stage {twice[0]} has {len(twice)} placements, give it one")
+        return self
+
+    @model_validator(mode="after")
+    def _reducers_are_named(self) -> Self:
+        if not self.reducers and (self.reducers_token_file or self.reducers_alone):
+            raise ValueError("reducers_token_file and reducers_alone are of reducers: name some")
         return self
 
     @property
@@ -101,7 +134,7 @@ class ParallelismSection(Section):
     def used(self) -> bool:
         """Whether the job is one of stages and groups."""
         several = self.pp > 1 or self.tp > 1 or self.dp is not None
-        return several or bool(self.widths) or bool(self.placements)
+        return several or bool(self.widths) or bool(self.placements) or bool(self.reducers)
 
     def degrees(self, processes: int) -> Parallelism:
         """For so many processes. Raises ConfigError where they do not divide."""

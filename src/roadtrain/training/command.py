@@ -22,7 +22,8 @@ def command(path: str, overrides: Mapping[str, Any], new_store: bool = False) ->
     job = load_job(path, {**overrides, "run.new_store": True} if new_store else overrides)
     check_own(path, job)
     if (idle := idle_keys(job)) and os.environ.get("RANK", "0") == "0":
-        print(f"parallelism: {', '.join(idle)} without dp, tp, pp, widths or placements: no effect")
+        needs = "dp, tp, pp, widths, placements or reducers"
+        print(f"parallelism: {', '.join(idle)} without {needs}: no effect")
     run = train_parallel if job.parallelism.used else train
     summary = run(job, program=sys.argv[0])
     return 130 if summary.stopped == "interrupted" else 0
