@@ -1,25 +1,43 @@
-"""resolve(): what a plan.toml and a job.toml start, on which hosts. Pure: nothing is asked or made.
+"""resolve(): what a plan.toml and a job.toml start, on which hosts. Nothing is asked or made.
 
 PlanFile + Job -> ResolvedRun -> Process of each server, reducer and switch
                               -> WorkerSet of an attempt, for the hosts that are there then
+
+    RUN/                 the job's run.dir, which `train` writes; the same path on every host
+    RUN/launch/job.toml  what the workers of this attempt train
+    RUN/launch/token     the secret of the run's processes (mode 600)
+    RUN/launch/reducers.txt  which reducers workers use, where they use any
+
+Does NOT look whether all that is possible on the hosts: checks.py does.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
-from roadtrain.config.job import Job
-from roadtrain.config.machines import Machines
+from roadtrain.config.job import Job, moved
+from roadtrain.config.machines import PORT, Machines, PlanHost
 from roadtrain.config.plan_file import PlanFile
-from roadtrain.launch.processes import Process, WorkerSet
+from roadtrain.config.schema import flat
+from roadtrain.errors import ConfigError
+from roadtrain.launch.processes import HostFile, Process, Role, WorkerSet
+from roadtrain.launch.widths import WorkerHost, job_on
+
+COMMAND = ("-m", "roadtrain.cli")
+FILES = "launch"  # the directory in the run's with what a launch writes
+STATE_OF_WORKERS = ("host", "ssd")  # placements whose state rests in a worker's host alone
 
 
 @dataclass(frozen=True)
 class ResolvedRun:
     """name: of the run. job: the user's, with what the plan decides. directory: absolute, the same
     on every host: the run's files (job.toml, token, reducers.txt) stand in it. addresses: of each
-    host, by name. token: as text; "" in a dry run."""
+    host, by name. token: as text; "" in a dry run. start: which start of the run it is, another
+    one for each supervisor. shared: the directory is one and the same on all hosts, so that what
+    a lost host wrote there is not lost (checks.py finds out)."""
 
     name: str
     plan_file: PlanFile
@@ -27,27 +45,195 @@ class ResolvedRun:
     directory: str
     addresses: Mapping[str, str]
     token: str
+    start: str = ""
+    shared: bool = False
 
     @property
     def machines(self) -> Machines:
-        raise NotImplementedError
+        assert self.plan_file.machines is not None
+        return self.plan_file.machines
+
+    @property
+    def worker_hosts(self) -> tuple[str, ...]:
+        """The plan's, in the order of ranks."""
+        return tuple(host.name for host in self.machines.hosts if host.workers)
+
+    def host(self, name: str) -> PlanHost:
+        """Of the plan, its spare ones too. Raises ConfigError."""
+        known = (*self.machines.hosts, *self.machines.spares)
+        for one in known:
+            if one.name == name:
+                return one
+        raise ConfigError(
+            f"the plan has no host {name!r}", hint=f"it has {', '.join(one.name for one in known)}"
+        )
+
+    def with_host(self, name: str, address: str, workers: int) -> ResolvedRun:
+        """Also with a spare host that the plan does not have, or with another address of one."""
+        known = any(one.name == name for one in (*self.machines.hosts, *self.machines.spares))
+        machines = self.machines
+        if not known:
+            new = PlanHost(name, "", address, workers)
+            machines = replace(machines, spares=(*machines.spares, new))
+        return replace(
+            self,
+            plan_file=replace(self.plan_file, machines=machines),
+            addresses={**self.addresses, name: address},
+        )
 
     def services(self) -> tuple[Process, ...]:
         """Servers, reducers, switches, in the order in which they start."""
-        raise NotImplementedError
+        hosts = self.machines.hosts
+        switches = [self._switch(host) for host in hosts if host.switch is not None]
+        servers = [
+            self._server(host, number) for host in hosts for number in range(len(host.servers))
+        ]
+        reducers = [self.reducer(host.name) for host in hosts if host.reducer]
+        return (*switches, *servers, *reducers)
 
-    def workers(self, hosts: Sequence[str], attempt: int) -> WorkerSet:
+    def reducer(self, host: str) -> Process:
+        """Of any host that is known, also where the plan has none on it."""
+        one = self.host(host)
+        return self._service(Role.REDUCER, "", one, one.reducer or PORT, ("--sum",))
+
+    def _switch(self, host: PlanHost) -> Process:
+        assert host.switch is not None
+        return self._service(Role.SWITCH, "", host, host.switch.port, ("--switch",))
+
+    def _server(self, host: PlanHost, number: int) -> Process:
+        place = host.servers[number]
+        words = ["--store", place.store]
+        words += ["--snapshot", place.snapshot] if place.snapshot else []
+        return self._service(Role.SERVER, f" {number}", host, place.port, words)
+
+    def _service(
+        self, role: Role, number: str, host: PlanHost, port: int, words: Sequence[str]
+    ) -> Process:
+        at = self._reached(host.name, port)
+        return Process(
+            f"{role} {host.name}{number}",
+            role,
+            host.name,
+            (*COMMAND, "serve", at, *words, "--token-file", self._path("token")),
+            self.directory,
+            files=(HostFile(self._path("token"), self.token, secret=True),),
+            ports=(port,),
+        )
+
+    def workers(
+        self, hosts: Sequence[str], attempt: int, reducers: Sequence[str] | None = None
+    ) -> WorkerSet:
         """hosts: with workers, in the order of ranks; maybe fewer than the plan's, or spare ones.
-        Raises ConfigError where the batch or the stages do not divide among them."""
-        raise NotImplementedError
+        reducers: the hosts whose reducers are used; None: the plan's. Raises ConfigError where the
+        batch or the stages do not divide among them."""
+        if why := self.can_run_on(hosts):
+            raise ConfigError(why, hint="wait for the hosts of the plan")
+        each = [self.host(name).workers for name in hosts]
+        files = self._worker_files(hosts, reducers)
+        about = {
+            "WORLD_SIZE": sum(each),
+            "GROUP_WORLD_SIZE": len(hosts),
+            "MASTER_ADDR": self.address(hosts[0]),
+            "MASTER_PORT": self.machines.rendezvous_port,
+            "TORCHELASTIC_RUN_ID": f"{self.name}:{self.start}" if self.start else self.name,
+            "TORCHELASTIC_RESTART_COUNT": attempt,
+        }
+        places = [(i, local) for i, count in enumerate(each) for local in range(count)]
+        processes = []
+        for rank, (group, local) in enumerate(places):
+            own = {"RANK": rank, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": each[group]}
+            said = {**about, **own, "GROUP_RANK": group}
+            processes.append(
+                Process(
+                    f"worker {rank}",
+                    Role.WORKER,
+                    hosts[group],
+                    (*COMMAND, "train", self._path("job.toml")),
+                    self.directory,
+                    {key: str(value) for key, value in said.items()},
+                    files,
+                    (self.machines.rendezvous_port,) if rank == 0 else (),
+                )
+            )
+        return WorkerSet(attempt, tuple(processes))
+
+    def _worker_files(
+        self, hosts: Sequence[str], reducers: Sequence[str] | None
+    ) -> tuple[HostFile, ...]:
+        job = self._job_on(hosts)
+        files = [
+            HostFile(self._path("job.toml"), job.to_toml()),
+            HostFile(self._path("token"), self.token, secret=True),
+        ]
+        planned = [host.name for host in self.machines.hosts if host.reducer]
+        if planned or reducers:
+            used = planned if reducers is None else reducers
+            files.append(HostFile(self.reducers_path, self.reducer_lines(used)))
+        return tuple(files)
 
     def can_run_on(self, hosts: Sequence[str]) -> str:
         """Why workers cannot run on these hosts, in one sentence; "" where they can."""
-        raise NotImplementedError
+        try:
+            self._job_on(hosts)
+        except ConfigError as error:
+            return str(error).partition("\nhint: ")[0]
+        planned = self.worker_hosts
+        lost = [name for name in planned if name not in hosts]
+        why = self._state_of_workers() if lost else ""
+        return f"{why}, and {', '.join(lost)} had a part of it" if why else ""
+
+    def _state_of_workers(self) -> str:
+        """What of a run's state is lost with a worker's host, in words; "" where nothing is."""
+        job = self.job
+        if job.compress.error_feedback:
+            return "what compression has not sent rests on the workers' hosts"
+        if not job.parallelism.used:
+            return "" if job.servers.addresses else "the state rests on the workers' host"
+        if any(one.files for one in job.parallelism.placements):
+            return "a stage's state rests on files of its host"
+        served = {one.stage for one in job.parallelism.placements if one.servers}
+        if self.shared or served == set(range(job.parallelism.pp)):
+            return ""
+        return f"the run's snapshots rest in {self.directory} of each worker's host"
+
+    def _job_on(self, hosts: Sequence[str]) -> Job:
+        """Raises ConfigError."""
+        if twice := [name for name in hosts if list(hosts).count(name) > 1]:
+            raise ConfigError(f"host {twice[0]} is named {list(hosts).count(twice[0])} times")
+        there = [WorkerHost(name, self.host(name).workers) for name in hosts]
+        if idle := [host.name for host in there if not host.workers] or ([] if there else ["none"]):
+            raise ConfigError(f"0 workers can run on {', '.join(idle)}, 1 or more are needed")
+        planned = sum(host.workers for host in self.machines.hosts)
+        return job_on(self.job, planned, there)
+
+    @property
+    def reducers_path(self) -> str:
+        return self._path("reducers.txt")
 
     def reducer_lines(self, hosts: Sequence[str]) -> str:
         """The content of reducers.txt, which workers read again and again."""
-        raise NotImplementedError
+        ports = {name: self.host(name).reducer or PORT for name in hosts}
+        return "".join(f"{self._reached(name, port)}\n" for name, port in ports.items())
+
+    def address(self, host: str) -> str:
+        """By which other hosts reach it. Raises ConfigError."""
+        found = self.addresses.get(host) or self.host(host).address
+        if not found:
+            raise ConfigError(
+                f"host {host} has no address", hint="give it in the plan's machines.hosts"
+            )
+        return found
+
+    def _reached(self, host: str, port: int) -> str:
+        return at(self.address(host), port)
+
+    def _path(self, name: str) -> str:
+        return f"{self.directory}/{FILES}/{name}"
+
+
+def at(address: str, port: int) -> str:
+    """HOST:PORT."""
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
 def resolve(
@@ -55,4 +241,90 @@ def resolve(
 ) -> ResolvedRun:
     """Raises ConfigError: a plan without machines, for another model than the job's, with degrees
     that the job's [parallelism] contradicts, a placement that nothing runs."""
-    raise NotImplementedError
+    machines = plan_file.machines
+    if machines is None:
+        raise ConfigError(
+            "the plan names no machines, it is simulated only",
+            hint="roadtrain plan CLUSTER.toml --job JOB.toml writes one that is launched",
+        )
+    _check_machines(machines)
+    directory = os.path.abspath(job.run.dir)
+    reached = {
+        host.name: addresses.get(host.name) or host.address
+        for host in (*machines.hosts, *machines.spares)
+    }
+    known = {key: value for key, value in {**reached, **addresses}.items() if value}
+    if missing := [host.name for host in machines.hosts if host.name not in known]:
+        raise ConfigError(
+            f"host {missing[0]} of the plan has no address", hint="give it in machines.hosts"
+        )
+    words = {**absolute(job, directory), **flat(decided(plan_file, known))}
+    if machines.hosts and (served(plan_file) or words.get("parallelism.placements")):
+        words["servers.token_file"] = f"{directory}/{FILES}/token"
+    return ResolvedRun(name, plan_file, job.changed(words), directory, known, token)
+
+
+def absolute(job: Job, directory: str) -> dict[str, Any]:
+    """Dotted key -> value: every path of the job as it is where the caller stands."""
+    inside = [moved(one, job.run.dir, directory) for one in job.store.files]
+    words: dict[str, Any] = {
+        "run.dir": directory,
+        "store.files": [os.path.abspath(one) for one in inside],
+        "data.paths": [os.path.abspath(one) for one in job.data.paths],
+    }
+    if job.data.tokenizer != "bytes":
+        words["data.tokenizer"] = os.path.abspath(job.data.tokenizer)
+    if job.model.pretrained:
+        words["model.pretrained"] = os.path.abspath(job.model.pretrained)
+    for key in ("ca", "cert", "key"):
+        if path := getattr(job.servers, key):
+            words[f"servers.{key}"] = os.path.abspath(path)
+    return words
+
+
+def served(plan_file: PlanFile) -> bool:
+    """Whether the workers' state rests at servers."""
+    return any(one.served for one in plan_file.plan.placements)
+
+
+def _check_machines(machines: Machines) -> None:
+    """Raises ConfigError where a name, or a port at one address, is there twice."""
+    hosts = (*machines.hosts, *machines.spares)
+    names = [host.name for host in hosts]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ConfigError(f"two machines of the plan are called {twice!r}")
+    if not any(host.workers for host in machines.hosts):
+        raise ConfigError(f"the {len(machines.hosts)} machines of the plan have 0 workers")
+
+
+def decided(plan_file: PlanFile, addresses: Mapping[str, str]) -> dict[str, Any]:
+    """What the plan decides of a job: nested keys."""
+    plan, machines = plan_file.plan, plan_file.machines
+    assert machines is not None
+    out: dict[str, Any] = {
+        "data": {"batch_size": plan.micro_batch},
+        "optimizer": {"accumulate": plan.num_microbatches},
+    }
+    if plan.placement.served and plan.parallelism.pp == plan.parallelism.tp == 1:
+        servers = [
+            at(addresses[host.name], one.port) for host in machines.hosts for one in host.servers
+        ]
+        out["servers"] = {"addresses": servers}
+        switches = [
+            {"address": at(addresses[host.name], host.switch.port)}
+            for host in machines.hosts
+            if host.switch is not None
+        ]
+        if switches:
+            out["servers"] |= {"switches": switches, "wire": plan.packets.wire}
+    elif plan.parallelism.devices > 1:
+        degrees = plan.parallelism
+        out["parallelism"] = {
+            **({"widths": list(degrees.widths)} if degrees.widths else {"dp": degrees.dp}),
+            "tp": degrees.tp,
+            "pp": degrees.pp,
+            "virtual_stages": degrees.virtual_stages,
+            "num_microbatches": plan.step_microbatches,
+            **({"stages": list(degrees.stages)} if degrees.stages else {}),
+        }
+    return out

@@ -1,0 +1,193 @@
+"""What a plan and a job start, on which hosts (launch/resolve.py). No process is started."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from roadtrain.config.job import Job, make_job
+from roadtrain.config.machines import Machines, PlanHost, ServerPlace, SwitchPlace
+from roadtrain.config.parallelism import Parallelism
+from roadtrain.config.plan import Plan, placement
+from roadtrain.config.plan_file import PlanFile
+from roadtrain.errors import ConfigError
+from roadtrain.launch.processes import Role
+from roadtrain.launch.resolve import ResolvedRun, resolve
+
+TOKEN = "a token that nobody should read"
+TWO = (
+    PlanHost("gpu0", "gpu", "10.0.0.2", 2),
+    PlanHost("gpu1", "gpu", "10.0.0.3", 2),
+)
+SERVER = PlanHost("spare0", "spare", "10.0.0.9", servers=(ServerPlace("/mnt/ssd0/run", 7000),))
+SPARE = PlanHost("gpu9", "gpu", "10.0.0.8", 2)
+
+
+def a_job(**words: Any) -> Job:
+    base = {"run": {"dir": "runs/x"}, "model": {"config": {"model_type": "llama"}}}
+    return make_job({**base, **words})
+
+
+def a_plan(name: str, hosts: tuple[PlanHost, ...], **words: Any) -> PlanFile:
+    return PlanFile(Plan(placement(name), **words), Machines(hosts, (SPARE,)))
+
+
+def of(plan: PlanFile, job: Job | None = None) -> ResolvedRun:
+    return resolve(plan, job or a_job(), name="x", addresses={}, token=TOKEN)
+
+
+def served(accumulate: int = 2) -> ResolvedRun:
+    plan = a_plan(
+        "server", (*TWO, SERVER), parallelism=Parallelism(dp=4), num_microbatches=accumulate
+    )
+    return of(plan)
+
+
+def staged(widths: tuple[int, ...] = (2, 2), **words: Any) -> ResolvedRun:
+    parallelism = Parallelism(pp=len(widths), widths=widths)
+    return of(a_plan("zero1", TWO, parallelism=parallelism, num_microbatches=4), a_job(**words))
+
+
+def test_servers_are_started_as_the_plan_says() -> None:
+    (server,) = served().services()
+    assert (server.name, server.role, server.host) == ("server spare0 0", Role.SERVER, "spare0")
+    token = os.path.abspath("runs/x/launch/token")
+    assert server.words == (
+        *("-m", "roadtrain.cli", "serve", "10.0.0.9:7000"),
+        *("--store", "/mnt/ssd0/run", "--token-file", token),
+    )
+    assert server.ports == (7000,)
+    assert [(file.path, file.secret) for file in server.files] == [(token, True)]
+
+
+def test_a_snapshot_of_a_store_in_memory_is_named() -> None:
+    place = ServerPlace("/dev/shm/run", 7000, "/mnt/ssd0/copy")
+    host = PlanHost("spare0", "spare", "10.0.0.9", servers=(place,))
+    (server,) = of(a_plan("server", (*TWO, host))).services()
+    assert server.words[server.words.index("--snapshot") + 1] == "/mnt/ssd0/copy"
+
+
+def test_switches_start_before_servers_and_workers_know_them() -> None:
+    tor = PlanHost("tor", "tor", "10.0.0.1", switch=SwitchPlace(7100, "tor"))
+    run = of(a_plan("optimizer-node", (*TWO, SERVER, tor)))
+    assert [one.name for one in run.services()] == ["switch tor", "server spare0 0"]
+    assert [one.address for one in run.job.servers.switches] == ["10.0.0.1:7100"]
+
+
+def test_workers_are_told_what_torchrun_would_tell_them() -> None:
+    workers = served().workers(("gpu0", "gpu1"), 3).processes
+    last = workers[-1]
+    assert [one.name for one in workers] == [f"worker {rank}" for rank in range(4)]
+    assert last.host == "gpu1"
+    assert dict(last.environment) == {
+        "RANK": "3",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "1",
+        "GROUP_WORLD_SIZE": "2",
+        "MASTER_ADDR": "10.0.0.2",
+        "MASTER_PORT": "29500",
+        "TORCHELASTIC_RUN_ID": "x",
+        "TORCHELASTIC_RESTART_COUNT": "3",
+    }
+
+
+def test_no_word_and_no_environment_has_the_token() -> None:  # Rule 8
+    run = served()
+    for process in (*run.services(), *run.workers(("gpu0", "gpu1"), 0).processes):
+        assert TOKEN not in " ".join([*process.words, *process.environment.values()])
+        assert [file.secret for file in process.files if TOKEN in file.content] == [True]
+
+
+def test_the_job_of_workers_names_the_servers_and_where_their_token_is() -> None:
+    job = job_of(served(), "gpu0", "gpu1")
+    assert job.servers.addresses == ["10.0.0.9:7000"]
+    assert job.servers.token_file == os.path.abspath("runs/x/launch/token")
+    assert job.run.dir == os.path.abspath("runs/x")
+
+
+def job_of(run: ResolvedRun, *hosts: str) -> Job:
+    (file,) = [one for one in run.workers(hosts, 0).processes[0].files if "job.toml" in one.path]
+    return make_job(tomllib.loads(file.content))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "accumulate"), [(("gpu0", "gpu1"), 2), (("gpu1",), 4), (("gpu0", "gpu9"), 2)]
+)
+def test_a_step_at_servers_has_as_many_micro_batches_on_any_hosts(
+    hosts: tuple[str, ...], accumulate: int
+) -> None:  # Rule 1
+    assert job_of(served(), *hosts).optimizer.accumulate == accumulate
+
+
+def test_micro_batches_that_do_not_divide_are_refused_with_both_numbers() -> None:
+    three = (*TWO, PlanHost("gpu2", "gpu", "10.0.0.4", 2), SERVER)
+    run = of(a_plan("server", three, num_microbatches=1))
+    assert (
+        run.can_run_on(["gpu0", "gpu1"]) == "6 micro-batches a step do not divide among 4 workers"
+    )
+    with pytest.raises(ConfigError, match=r"6 micro-batches .* 4 workers"):
+        run.workers(("gpu0", "gpu1"), 0)
+
+
+def test_stages_that_are_narrower_keep_the_micro_batches_of_a_step() -> None:
+    run = staged()
+    assert job_of(run, "gpu0", "gpu1").parallelism.num_microbatches == 8
+    fewer = job_of(replace(run, shared=True), "gpu1").parallelism
+    assert (fewer.dp, fewer.pp, fewer.num_microbatches) == (1, 2, 8)
+
+
+def test_stages_of_other_widths_do_not_shrink() -> None:
+    run = staged((3, 1))
+    assert run.can_run_on(["gpu0", "gpu1"]) == ""
+    assert "2 workers cannot be the stages of dp 3+1" in run.can_run_on(["gpu0"])
+
+
+def test_state_beside_the_ranks_does_not_leave_its_host_unless_all_hosts_see_it() -> None:  # Rule 3
+    assert "snapshots rest in" in staged().can_run_on(["gpu0", "gpu9"])
+
+
+def test_what_compression_has_not_sent_does_not_leave_its_host() -> None:
+    plan = a_plan("server", (*TWO, SERVER))
+    run = of(plan, a_job(compress={"keep": 0.1, "error_feedback": True}))
+    assert "compression has not sent" in run.can_run_on(["gpu0", "gpu9"])
+
+
+def test_a_host_that_came_can_take_a_place() -> None:
+    run = served().with_host("new", "10.0.0.77", 2)
+    assert run.can_run_on(["new", "gpu1"]) == ""
+    first = run.workers(("new", "gpu1"), 1).processes[0]
+    assert first.environment["MASTER_ADDR"] == "10.0.0.77"
+    assert run.reducer("new").words[3] == "10.0.0.77:7000"
+    assert run.reducer_lines(["new"]) == "10.0.0.77:7000\n"
+
+
+def test_hosts_that_are_unknown_idle_or_named_twice_are_refused() -> None:
+    run = served()
+    assert "no host 'gpu7'" in run.can_run_on(["gpu7"])
+    assert "0 workers can run on spare0" in run.can_run_on(["gpu0", "spare0"])
+    assert "named 2 times" in run.can_run_on(["gpu0", "gpu0"])
+    assert "0 workers" in run.can_run_on([])
+
+
+def test_a_plan_without_machines_is_refused() -> None:
+    with pytest.raises(ConfigError, match="names no machines"):
+        of(PlanFile(Plan(placement("server"))))
+
+
+def test_a_host_without_an_address_is_refused_unless_the_engine_knows_it() -> None:
+    plan = a_plan("server", (PlanHost("gpu0", "gpu", "", 1), SERVER))
+    with pytest.raises(ConfigError, match="gpu0 of the plan has no address"):
+        of(plan)
+    run = resolve(plan, a_job(), name="x", addresses={"gpu0": "fd00::2"}, token="")
+    assert run.workers(("gpu0",), 0).processes[0].environment["MASTER_ADDR"] == "fd00::2"
+
+
+def test_two_machines_of_one_name_are_refused() -> None:
+    with pytest.raises(ConfigError, match="two machines of the plan are called 'gpu9'"):
+        of(a_plan("server", (*TWO, SERVER, SPARE)))
