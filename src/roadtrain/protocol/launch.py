@@ -1,5 +1,7 @@
 """What keeps a launched run running: events of its processes and hosts in, actions out. Pure.
 
+The state machine itself is in run_state.py.
+
     services (servers, reducers, switches)   each by itself: ended -> started again
     workers                                  all together: one ended -> all are started again, at
                                              the committed step
@@ -11,7 +13,8 @@ carry the time.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -164,3 +167,33 @@ class EndRun:
 
 
 RunAction = StartService | StartWorkers | StopProcess | SetReducers | TellUser | EndRun
+
+
+@dataclass(frozen=True)
+class RunService:
+    """A server, a reducer or a switch of the plan."""
+
+    name: str  # unique in the run, as of its process
+    host: str
+    # Workers go on without it: it is left out of the file of reducers while its host is gone.
+    reducer: bool = False
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What the state machine knows of a run."""
+
+    services: tuple[RunService, ...]  # in the order in which they start
+    workers: Mapping[str, int]  # host -> its workers, in the order of ranks
+    # Why workers cannot run on these hosts, in one sentence; "" where they can. It is asked only of
+    # others than the plan's.
+    can_run_on: Callable[[Sequence[str]], str]
+    spares: Mapping[str, int] = field(default_factory=dict)  # host -> workers it can run
+    shrink: bool = True  # whether workers go on without the lost hosts; else they wait
+    replicas: bool = False  # whether the servers go on when one of them is gone
+    sums_at_reducers: bool = False  # a host that comes can sum, without a restart of workers
+    first_attempt: int = 0  # of the workers; others were in starts of this run before
+
+    def workers_of(self, offered: int) -> int:
+        """How many workers a host runs that the plan does not have and that can run `offered`."""
+        return min(offered, max(self.workers.values(), default=0))

@@ -1,0 +1,486 @@
+"""RunStateMachine: each fault alone, two at once, and random ones at a fake engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roadtrain.protocol.launch import (
+    Committed,
+    EndRun,
+    HostCame,
+    HostLeaves,
+    HostLost,
+    Output,
+    ProcessEnded,
+    ProcessRestarted,
+    RunAction,
+    RunEvent,
+    RunFacts,
+    RunService,
+    SetReducers,
+    StartService,
+    StartWorkers,
+    StopAsked,
+    StopProcess,
+    TellUser,
+    TimePassed,
+    WorkersEnded,
+)
+from roadtrain.protocol.run_state import ProcessPhase, RunPhase, RunStateMachine
+
+SERVER, REDUCER = RunService("server s0 0", "s0"), RunService("reducer r0", "r0", reducer=True)
+
+
+def facts(**changes) -> RunFacts:
+    """Workers on a and b, one each; a server; a reducer; a spare host."""
+    given = {
+        "services": (SERVER, REDUCER),
+        "workers": {"a": 1, "b": 1},
+        "can_run_on": lambda hosts: "",
+        "spares": {"spare": 1},
+    }
+    return RunFacts(**{**given, **changes})
+
+
+class Driven:
+    """A machine whose clock the test moves."""
+
+    def __init__(self, **changes) -> None:
+        self.machine, self.at = RunStateMachine(facts(**changes)), 0.0
+        self.told: list[str] = []
+        self.actions = self(TimePassed(0.0))
+
+    def __call__(self, event: RunEvent) -> list[RunAction]:
+        """What it does, but for what it tells."""
+        out = self.machine.handle(event)
+        self.machine.check()
+        told_first(out)
+        self.told += [one.text for one in out if isinstance(one, TellUser)]
+        return [one for one in out if not isinstance(one, TellUser)]
+
+    def later(self, seconds: float) -> list[RunAction]:
+        self.at += seconds
+        return self(TimePassed(self.at))
+
+    def failed(self, code: int = 1, said: str = "") -> list[RunAction]:
+        return self(WorkersEnded(self.machine.attempt, code, "worker 1", self.at, said))
+
+    def ended(self, name: str, code: int = 1, said: str = "") -> list[RunAction]:
+        return self(ProcessEnded(name, code, self.at, said))
+
+    def lost(self, host: str) -> list[RunAction]:
+        return self(HostLost(host, "its agent is gone", self.at))
+
+    def came(self, host: str, workers: int = 1) -> list[RunAction]:
+        return self(HostCame(host, "10.0.0.1", workers, self.at))
+
+    def leaves(self, host: str) -> list[RunAction]:
+        return self(HostLeaves(host, 100, self.at))
+
+
+def told_first(actions: Sequence[RunAction]) -> None:
+    """All that happens was said before."""
+    for i, action in enumerate(actions):
+        if not isinstance(action, TellUser):
+            assert any(isinstance(one, TellUser) for one in actions[:i]), action
+
+
+def start(name: str) -> StartService:
+    return StartService(name)
+
+
+def stop_workers(grace_s: float) -> StopProcess:
+    return StopProcess("workers", grace_s)
+
+
+def test_services_first_then_workers() -> None:
+    run = Driven()
+    assert run.actions == [
+        start("server s0 0"),
+        start("reducer r0"),
+        StartWorkers(0, ("a", "b")),
+    ]
+    assert run.later(1) == [] and run(Output("worker 0", "a", "step 1")) == []
+
+
+def test_workers_done_ends_the_run() -> None:
+    run = Driven()
+    assert run.failed(0) == [StopProcess("reducer r0", 20), StopProcess("server s0 0", 20)]
+    assert run.ended("server s0 0", 0) == []
+    assert run.ended("reducer r0", 130) == [EndRun(0, "all workers are done")]
+    assert run.later(9) == [] and run.came("new") == []
+
+
+def test_a_service_starts_again_at_once_then_later() -> None:
+    run = Driven()
+    assert run.ended("server s0 0", -9, "killed") == [start("server s0 0")]
+    assert run.told[-2] == ("server s0 0 on s0 ended (signal 9), it starts again at once: killed")
+    assert run.ended("server s0 0") == []  # after 1 s
+    assert run.later(0.5) == []
+    assert run.later(0.6) == [start("server s0 0")]
+    run(Committed(7, run.at))  # counts from zero again
+    assert run.ended("server s0 0") == [start("server s0 0")]
+
+
+def test_a_service_that_ends_six_times() -> None:
+    run = Driven()
+    for _ in range(5):
+        run.ended("server s0 0", 2, "roadtrain: the store is another job's")
+        assert run.machine.phase is RunPhase.GOING
+        run.later(31)
+    # Rule 5
+    assert run.ended("server s0 0", 2, "roadtrain: the store is another job's") == [
+        stop_workers(120)
+    ]
+    assert run.failed(-9) == [StopProcess("reducer r0", 20)]
+    (end,) = run.ended("reducer r0")
+    assert end.code == 1 and end.why.endswith(
+        "6 times without a committed step: " + ("roadtrain: the store is another job's")
+    )
+
+
+def test_the_engine_starts_a_service_again() -> None:
+    run = Driven()
+    assert run(ProcessRestarted("server s0 0", 1.0)) == []
+    assert run.machine.services["server s0 0"].restarts == 1
+    assert run.machine.services["server s0 0"].phase is ProcessPhase.RUNNING
+
+
+def test_workers_begin_again() -> None:
+    run = Driven()
+    assert run.failed(-9) == [StartWorkers(1, ("a", "b"))]
+    assert run.told[-2] == (
+        "worker 1 ended (signal 9): all workers begin again at the committed step, at once"
+    )
+    assert run(WorkersEnded(0, 1, "worker 0", 0.0)) == []  # of an attempt that is over
+    assert run.failed(1, "LostError") == [] and run.later(1) == [StartWorkers(2, ("a", "b"))]
+
+
+def test_workers_that_fail_six_times() -> None:
+    run = Driven()
+    for _ in range(5):
+        run.failed(1)
+        run.later(31)
+    run.failed(1, "FullError: /mnt: 3 GiB")
+    assert run.machine.phase is RunPhase.ENDING and run.machine.code == 1
+    assert "FullError: /mnt: 3 GiB" in run.machine.why
+
+
+def test_a_mistake_of_the_user_ends_the_run_at_once() -> None:
+    run = Driven()
+    run.failed(2, "roadtrain: unknown key")
+    assert (run.machine.code, run.machine.why) == (2, "roadtrain: unknown key")
+
+
+@pytest.mark.parametrize("before", [Committed(1, 0.0), WorkersEnded(0, 1, "worker 0", 0.0)])
+def test_exit_code_2_later_is_a_fault_like_others(before: RunEvent) -> None:
+    run = Driven()
+    run(before)
+    run.failed(2, "roadtrain: LostError")
+    assert run.machine.phase is RunPhase.GOING
+
+
+def test_a_worker_that_somebody_interrupts() -> None:
+    run = Driven()
+    run.failed(130)
+    assert (run.machine.phase, run.machine.code) == (RunPhase.ENDING, 130)
+
+
+def test_stop_asked() -> None:
+    run = Driven()
+    assert run(StopAsked("the user asked for it", 1.0)) == [stop_workers(120)]
+    assert run(StopAsked("again", 1.0)) == []
+    assert run.failed(130) == [StopProcess("reducer r0", 20), StopProcess("server s0 0", 20)]
+    run.ended("server s0 0", 0)
+    assert run.ended("reducer r0", 0) == [EndRun(130, "the user asked for it")]
+
+
+def test_workers_that_do_not_end_are_given_up() -> None:
+    run = Driven(services=())
+    run(StopAsked("asked", 0.0))
+    assert run.later(139) == []
+    assert run.later(2) == [stop_workers(0)]  # Rule 5
+    assert run.later(21) == [stop_workers(0)]
+    assert run.later(21) == [EndRun(130, "asked")]
+
+
+def test_a_worker_host_is_lost_and_a_spare_one_takes_its_place() -> None:
+    run = Driven()
+    assert run.lost("b") == [stop_workers(5)]
+    assert run.told[-1] == "host b is lost: workers end and begin again on a, spare (2 workers)"
+    assert run.failed(-9) == [StartWorkers(1, ("a", "spare"))]
+    assert run.came("b") == []  # as wide as before
+    assert run.failed(-9) == [StartWorkers(2, ("a", "b"))]
+
+
+def test_a_worker_host_is_lost_and_the_others_go_on() -> None:
+    run = Driven(spares={"large": 2})
+    run.lost("b")
+    assert run.failed(1) == [StartWorkers(1, ("a",))]
+    assert run.told[-1] == "starting workers on a (1 of 2 workers)"
+    assert run.came("b") == [stop_workers(120)]  # back to full width after this step
+    assert run.failed(130) == [StartWorkers(2, ("a", "b"))]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"shrink": False, "spares": {}},
+        {"can_run_on": lambda hosts: "4 stages need 2 workers"},
+    ],
+)
+def test_a_worker_host_is_lost_and_all_wait_for_it(changes) -> None:
+    run = Driven(**changes)
+    run.lost("b")
+    assert run.failed(1) == [] and run.later(99) == []
+    assert "b must be there again" in run.told[-1]
+    assert run.came("b") == [StartWorkers(1, ("a", "b"))]
+
+
+def test_all_worker_hosts_are_lost() -> None:
+    run = Driven(spares={})
+    run.lost("a")
+    assert run.lost("b") == [] and run.machine.workers.phase is ProcessPhase.WAITING
+    assert run.came("a") == [StartWorkers(1, ("a",))]
+
+
+def test_all_worker_hosts_are_lost_while_the_run_ends() -> None:
+    run = Driven(services=())
+    run(StopAsked("asked", 0.0))
+    run.lost("a")
+    assert run.lost("b") == [EndRun(130, "asked")]
+
+
+def test_a_server_host_is_lost() -> None:
+    run = Driven()
+    assert run.lost("s0") == []
+    assert "workers wait until it is back" in run.told[-1]
+    assert run.ended("server s0 0", -9) == []  # its end is known
+    assert run.failed(1) == [] and "server s0 0 must run first" in run.told[-1]
+    assert run.came("s0") == [start("server s0 0"), StartWorkers(1, ("a", "b"))]
+
+
+def test_a_server_host_is_lost_whose_chunks_others_have_too() -> None:
+    run = Driven(replicas=True)
+    assert run.lost("s0") == []
+    assert run.failed(1) == [StartWorkers(1, ("a", "b"))]
+    assert run.came("s0") == [start("server s0 0")]
+
+
+def test_a_reducer_host_is_lost_and_comes_back() -> None:
+    run = Driven()
+    assert run.lost("r0") == [SetReducers(())]
+    assert run.failed(1) == [StartWorkers(1, ("a", "b"))]
+    assert run.came("r0") == [start("reducer r0"), SetReducers(("r0",))]
+
+
+def test_a_host_leaves() -> None:
+    run = Driven(spares={})
+    assert run.leaves("r0") == [SetReducers(())]
+    assert run.leaves("r0") == []
+    assert run.leaves("b") == [stop_workers(80)]
+    assert run.failed(130) == [StartWorkers(1, ("a",))]
+    assert run.lost("b") == []
+    assert run.leaves("s0") == [] and "workers wait until it is back" in run.told[-1]
+
+
+def test_a_host_that_was_to_leave_stays() -> None:
+    run = Driven(spares={})
+    run.leaves("b")
+    assert run.came("b") == []
+    assert run.failed(130) == [StartWorkers(1, ("a", "b"))]
+
+
+def test_a_host_comes_that_the_plan_does_not_have() -> None:
+    run = Driven(sums_at_reducers=True)
+    assert run.came("new") == [start("reducer new"), SetReducers(("r0", "new"))]
+    assert run.lost("new") == [SetReducers(("r0",))]
+    run = Driven(spares={})
+    assert run.came("new", 8) == []
+    run.lost("a")
+    assert run.failed(1) == [StartWorkers(1, ("new", "b"))]  # one worker, as it replaces
+
+
+def test_two_hosts_are_lost_at_once() -> None:
+    run = Driven(shrink=True)
+    run.lost("a")
+    run.lost("r0")
+    assert run.lost("b") == [StartWorkers(1, ("spare",))]
+
+
+def test_a_worker_and_its_server_end_at_once() -> None:
+    run = Driven()
+    run.ended("server s0 0", -9)
+    assert run.ended("server s0 0", -9) == []
+    assert run.failed(1) == []  # workers wait for the server, which starts after 1 s
+    assert run.later(1) == [start("server s0 0"), StartWorkers(1, ("a", "b"))]
+
+
+def test_a_resumed_run_counts_its_attempts_on() -> None:
+    assert Driven(first_attempt=3).actions[-1] == StartWorkers(3, ("a", "b"))
+
+
+HOSTS = ["a", "b", "s0", "r0", "spare", "new"]
+
+
+class FakeEngine:
+    """Does what it is told, and tells ends as an engine must."""
+
+    def __init__(self, run: RunFacts) -> None:
+        self.machine, self.at = RunStateMachine(run), 0.0
+        self.up = set(HOSTS[:-1])
+        self.running: set[str] = set()  # services
+        self.attempt: int | None = None  # of the workers that run
+        self.worker_hosts: tuple[str, ...] = ()
+        self.ended: EndRun | None = None
+        self.asked: list[str] = []  # to end, but not yet ended
+        self.feed(TimePassed(0.0))
+
+    def feed(self, event: RunEvent) -> None:
+        actions = self.machine.handle(event)
+        self.machine.check()
+        told_first(actions)
+        failed: list[RunEvent] = []
+        for action in actions:
+            assert self.ended is None
+            match action:
+                case StartService(name):
+                    assert name not in self.running
+                    host = self.machine.places[name].host
+                    if host in self.up:
+                        self.running.add(name)
+                    else:  # the machine cannot know it yet
+                        failed.append(ProcessEnded(name, 1, self.at, "no such host"))
+                case StartWorkers(attempt, hosts):
+                    assert self.attempt is None, "two attempts at once"
+                    if self.up.issuperset(hosts):
+                        self.attempt, self.worker_hosts = attempt, hosts
+                    else:
+                        failed.append(WorkersEnded(attempt, 1, "worker 0", self.at, "no host"))
+                case StopProcess(name, grace_s):
+                    self.asked.append(name)
+                    if not grace_s:  # killed
+                        failed += self.kill(name)
+                case EndRun():
+                    self.ended = action
+                    assert not self.running and self.attempt is None, "something still runs"
+        for one in failed:
+            self.feed(one)
+
+    def kill(self, name: str) -> list[RunEvent]:
+        if name != "workers":
+            self.running.discard(name)
+            return [ProcessEnded(name, -9, self.at)]
+        attempt, self.attempt = self.attempt, None
+        return [] if attempt is None else [WorkersEnded(attempt, -9, "worker 0", self.at)]
+
+    def end_service(self, name: str, code: int) -> None:
+        if name in self.running:
+            self.running.discard(name)
+            self.feed(ProcessEnded(name, code, self.at))
+
+    def end_workers(self, code: int) -> None:
+        if (attempt := self.attempt) is not None:
+            self.attempt = None
+            self.feed(WorkersEnded(attempt, code, "worker 0", self.at))
+
+    def end_asked(self) -> None:
+        asked, self.asked = self.asked, []
+        for name in asked:
+            if name == "workers":
+                self.end_workers(130)
+            else:
+                self.end_service(name, 0)
+
+    def lose(self, host: str) -> None:
+        if host not in self.up:
+            return
+        self.up.discard(host)
+        self.running = {n for n in self.running if self.machine.places[n].host != host}
+        if self.attempt is not None and not self.up & {*self.worker_hosts}:
+            self.attempt = None
+        self.feed(HostLost(host, "gone", self.at))
+
+    def wait(self, seconds: float) -> None:
+        self.at += seconds
+        self.feed(TimePassed(self.at))
+
+
+OPTIONS = st.fixed_dictionaries(
+    {
+        "shrink": st.booleans(),
+        "replicas": st.booleans(),
+        "sums_at_reducers": st.booleans(),
+        "can_run_on": st.sampled_from([lambda hosts: "", lambda hosts: "too few"]),
+    }
+)
+FAULTS = st.lists(
+    st.one_of(
+        st.tuples(st.just("lose"), st.sampled_from(HOSTS)),
+        st.tuples(st.just("came"), st.sampled_from(HOSTS)),
+        st.tuples(st.just("leaves"), st.sampled_from(HOSTS)),
+        st.tuples(st.just("service"), st.sampled_from(["server s0 0", "reducer r0"])),
+        st.tuples(st.just("workers"), st.sampled_from([1, 2, -9])),
+        st.tuples(st.just("wait"), st.sampled_from([0.5, 5.0, 50.0])),
+        st.tuples(st.just("asked"), st.none()),
+        st.tuples(st.just("committed"), st.none()),
+        st.tuples(st.just("restarted"), st.sampled_from(["server s0 0", "reducer r0"])),
+    ),
+    max_size=30,
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(OPTIONS, FAULTS, st.booleans())
+def test_random_faults(options, faults, stops) -> None:
+    """Rule 5: whatever happened, workers run again once all hosts are there, and a run that is
+    asked to stop ends. check() and the engine's asserts hold all the way."""
+    engine = FakeEngine(facts(**options))
+    for step, (kind, what) in enumerate(faults):
+        if engine.ended is None:
+            happen(engine, kind, what, step)
+    for host in HOSTS[:-1]:
+        engine.up.add(host)
+        engine.feed(HostCame(host, "", 1, engine.at))
+    for _ in range(8):
+        engine.end_asked()
+        engine.wait(31)
+    machine = engine.machine
+    if machine.phase is RunPhase.GOING:
+        assert engine.attempt is not None, "no progress though all hosts are there"
+        assert len(machine.worker_hosts) == 2
+        if stops:
+            engine.feed(StopAsked("asked", engine.at))
+        else:
+            engine.end_workers(0)
+        for _ in range(3):
+            engine.end_asked()
+    assert engine.ended is not None and engine.ended.code in (0, 1, 2, 130)
+
+
+def happen(engine: FakeEngine, kind: str, what, step: int) -> None:
+    match kind:
+        case "lose":
+            engine.lose(what)
+        case "came":
+            engine.up.add(what)
+            engine.feed(HostCame(what, "", 1, engine.at))
+        case "leaves":
+            engine.feed(HostLeaves(what, 60, engine.at))
+        case "service":
+            engine.end_service(what, -9)
+        case "workers":
+            engine.end_workers(what)
+        case "wait":
+            engine.wait(what)
+        case "asked":
+            engine.end_asked()
+        case "committed":
+            engine.feed(Committed(step, engine.at))
+        case "restarted":
+            if what in engine.running:
+                engine.feed(ProcessRestarted(what, engine.at))
