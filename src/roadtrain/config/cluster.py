@@ -94,6 +94,21 @@ class Ssd(Section):
     internal: Rate = 0.0
     updates: Rate = 0.0
     price: Number = 0
+    directories: tuple[str, ...] = Field(
+        default=(),
+        description="where each is mounted, which `plan` needs for what runs; `{host}` stands for"
+        " the name of the machine",
+    )
+
+    @model_validator(mode="after")
+    def _one_directory_each(self) -> Self:
+        if self.directories and len(self.directories) != self.count:
+            raise ValueError(
+                f"{self.count} SSDs have {len(self.directories)} directories, give one each or none"
+            )
+        if relative := next((one for one in self.directories if not one.startswith("/")), None):
+            raise ValueError(f"the directory {relative!r} of an SSD does not begin with /")
+        return self
 
 
 class Nic(Section):
@@ -159,6 +174,9 @@ class Host(Section):
     price_per_hour: Number = 0
     idle_watts: Number = 0
     peak_watts: Number = 0
+    addresses: tuple[str, ...] = Field(
+        default=(), description="by which the others reach each of them, without a port"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -181,6 +199,13 @@ class Host(Section):
     def _whole(self) -> Self:
         if self.devices and self.device is None:
             raise ValueError(f"host {self.name!r} has {self.devices} devices but no `device`")
+        if self.addresses and len(self.addresses) != self.count:
+            raise ValueError(
+                f"host {self.name!r} is there {self.count} times and has {len(self.addresses)}"
+                " addresses, give one each or none"
+            )
+        if port := next((one for one in self.addresses if one.count(":") == 1), None):
+            raise ValueError(f"host {self.name!r}: the address {port!r} has a port, give it none")
         for what in (self, *([self.device] if self.device else ())):
             if 0 < what.peak_watts < what.idle_watts:
                 raise ValueError(

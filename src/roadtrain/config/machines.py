@@ -20,14 +20,19 @@ Does NOT know a job, nor how processes are started.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import field
 from enum import StrEnum
+from typing import Annotated, Self
 
-from roadtrain.config.schema import Count, Number, Whole, value
+from pydantic import Field, model_validator
+
+from roadtrain.config.schema import Integer, Number, Whole, refusing, value
+from roadtrain.errors import ConfigError
 
 PORT = 7000  # the first port of a host's processes that listen
 RENDEZVOUS_PORT = 29500
+Port = Annotated[Integer, Field(ge=1, le=65535)]
 
 
 class LostHost(StrEnum):
@@ -42,7 +47,7 @@ class ServerPlace:
     """One `roadtrain serve --store`."""
 
     store: str  # directory of its own; one in /dev/shm rests in memory
-    port: Count
+    port: Port
     snapshot: str = ""  # directory on files that a store in memory is copied to
 
 
@@ -50,7 +55,7 @@ class ServerPlace:
 class SwitchPlace:
     """One `roadtrain serve --switch`."""
 
-    port: Count
+    port: Port
     switch: str = ""  # the name of the cluster file's switch that it is
 
 
@@ -63,18 +68,73 @@ class PlanHost:
     address: str = ""  # by which the others reach it; "": the engine knows it (Ray)
     workers: Whole = 0  # processes that compute, one a device
     servers: tuple[ServerPlace, ...] = ()
-    reducer: Whole = 0  # the port of its `roadtrain serve --sum`; 0: none runs here
+    reducer: Annotated[Whole, Field(le=65535)] = (
+        0  # the port of its `roadtrain serve --sum`; 0: none runs here
+    )
     switch: SwitchPlace | None = None
+
+    @property
+    def ports(self) -> tuple[int, ...]:
+        """At which its servers, its reducer and its switch listen."""
+        reducer = (self.reducer,) if self.reducer else ()
+        switch = (self.switch.port,) if self.switch is not None else ()
+        return (*(server.port for server in self.servers), *reducer, *switch)
+
+    @property
+    def directories(self) -> tuple[str, ...]:
+        """Those of its stores, and those that stores in memory are copied to."""
+        found = [name for server in self.servers for name in (server.store, server.snapshot)]
+        return tuple(filter(None, found))
 
 
 @value
 class Machines:
-    """All machines of a run. Invariant: names are unique, and so are ports at one address."""
+    """All machines of a run. Invariant: names are unique, and so are ports and directories at one
+    address."""
 
     hosts: tuple[PlanHost, ...]
     spares: tuple[PlanHost, ...] = ()  # run nothing until they take a lost host's place
-    rendezvous_port: Count = RENDEZVOUS_PORT  # on the first host with workers
+    rendezvous_port: Port = RENDEZVOUS_PORT  # on the first host with workers
     lost_host: LostHost = LostHost.SHRINK
+
+    @property
+    def worker_hosts(self) -> tuple[PlanHost, ...]:
+        """Those that compute, in the order of ranks."""
+        return tuple(host for host in self.hosts if host.workers)
+
+    @model_validator(mode="after")
+    @refusing
+    def _each_once(self) -> Self:
+        _once((host.name for host in (*self.hosts, *self.spares)), "hosts are called")
+        if not self.worker_hosts:
+            raise ConfigError(
+                f"{len(self.hosts)} hosts have 0 workers", hint="give a host `workers = 1`"
+            )
+        for host in self.spares:
+            if host.ports:
+                raise ConfigError(
+                    f"spare host {host.name!r} listens at {len(host.ports)} ports, a spare host"
+                    " runs nothing until it takes a lost host's place",
+                    hint="a host that serves stands in `hosts`",
+                )
+        meeting = self.worker_hosts[0]
+        at_one: dict[str, list[PlanHost]] = {}
+        for host in self.hosts:
+            at_one.setdefault(host.address or host.name, []).append(host)
+        for address, hosts in at_one.items():
+            ports = [port for host in hosts for port in host.ports]
+            if meeting in hosts:
+                ports.append(self.rendezvous_port)
+            _once(ports, f"processes at {address} listen at port")
+            _once((name for host in hosts for name in host.directories), f"stores at {address} are")
+        return self
+
+
+def _once(given: Iterable[str | int], what: str) -> None:
+    """Raises ConfigError where something is given more than once."""
+    found = list(given)
+    if (twice := next((one for one in found if found.count(one) > 1), None)) is not None:
+        raise ConfigError(f"{found.count(twice)} {what} {twice!r}", hint="give each its own")
 
 
 @value

@@ -287,6 +287,8 @@ PARTS = {
         ("packets", SwitchPackets),
     )
 }
+# what a plan.toml has beside the plan (config/plan_file.py)
+OTHER_TABLES = ("machines", "predicted", "cluster")
 # keys of the first edition's plan.toml, which had no parts
 FORMER_KEYS = {
     "layout": Former("parallelism"),
@@ -313,4 +315,7 @@ def make_plan(tree: Mapping[str, Any], report: Report = print, where: str = "pla
 
 
 def load_plan(path: str | Path) -> Plan:
-    return make_plan(read_toml(path, "plan"), where=str(path))
+    """The plan alone of a plan.toml, whatever else the file has. Raises ConfigError."""
+    tree = read_toml(path, "plan")
+    words = {key: given for key, given in tree.items() if key not in OTHER_TABLES}
+    return make_plan(words, where=str(path))

@@ -1,5 +1,8 @@
 """PlanFile: all of a plan.toml: how to train (`Plan`), on which machines (`Machines`), what the
-planner promised (`Predicted`), and the cluster that it was planned for."""
+planner promised (`Predicted`), and the cluster that it was planned for.
+
+The plan's keys stand at the top of the file, the rest in tables of their own. Does NOT know a job.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from roadtrain.config.cluster import Cluster
+import tomli_w
+
+from roadtrain.config.cluster import Cluster, make_cluster
 from roadtrain.config.machines import Machines, Predicted
 from roadtrain.config.names import Report
-from roadtrain.config.plan import Plan
-from roadtrain.config.schema import read_toml
-
-PARTS = ("machines", "predicted", "cluster")
+from roadtrain.config.plan import OTHER_TABLES, Plan, make_plan
+from roadtrain.config.schema import as_tree, checked, read_toml
 
 
 @dataclass(frozen=True)
@@ -27,14 +30,29 @@ class PlanFile:
     cluster: Cluster | None = None
 
     def to_toml(self) -> str:
-        raise NotImplementedError
+        """The file that this is read from."""
+        tree = as_tree(self.plan)
+        for name in ("machines", "predicted"):
+            if (table := getattr(self, name)) is not None:
+                tree[name] = as_tree(table, exclude_defaults=True)
+        if self.cluster is not None:
+            # with what was filled in, and no more: so that `assumed` stays what it is
+            tree["cluster"] = as_tree(self.cluster, exclude_unset=True, by_alias=True)
+        return tomli_w.dumps(tree)
 
 
 def make_plan_file(
     tree: Mapping[str, Any], report: Report = print, where: str = "plan"
 ) -> PlanFile:
     """Raises ConfigError naming the key."""
-    raise NotImplementedError
+    words = {key: given for key, given in tree.items() if key not in OTHER_TABLES}
+    machines, predicted, cluster = ((tree.get(name), f"{where}, [{name}]") for name in OTHER_TABLES)
+    return PlanFile(
+        make_plan(words, report, where),
+        None if machines[0] is None else checked(Machines, *machines),
+        None if predicted[0] is None else checked(Predicted, *predicted),
+        None if cluster[0] is None else make_cluster(*cluster),
+    )
 
 
 def load_plan_file(path: str | Path) -> PlanFile:

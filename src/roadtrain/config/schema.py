@@ -163,10 +163,17 @@ def checked(kind: type[T], tree: object, where: str = "") -> T:
         raise explained(cause, kind, tree, where) from cause
 
 
+def as_tree(held: Any, **how: Any) -> dict[str, Any]:
+    """The table that `held` is read from. `how`: of pydantic's `dump_python`."""
+    tree: dict[str, Any] = TypeAdapter(type(held)).dump_python(
+        held, mode="json", exclude_none=True, **how
+    )
+    return tree
+
+
 def as_toml(held: Any, **how: Any) -> str:
     """The file that `held` is read from. `how`: of pydantic's `dump_python`."""
-    tree = TypeAdapter(type(held)).dump_python(held, mode="json", exclude_none=True, **how)
-    return tomli_w.dumps(tree)
+    return tomli_w.dumps(as_tree(held, **how))
 
 
 def merged(tree: Mapping[str, Any], words: Mapping[str, Any]) -> dict[str, Any]:

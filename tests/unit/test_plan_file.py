@@ -1,0 +1,109 @@
+"""A plan.toml with machines, predicted and cluster: read, written, and what is refused."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from roadtrain.config.cluster import load_cluster, make_cluster
+from roadtrain.config.machines import Machines, PlanHost, Predicted, ServerPlace, SwitchPlace
+from roadtrain.config.plan import Plan, load_plan, placement
+from roadtrain.config.plan_file import PlanFile, load_plan_file, make_plan_file
+from roadtrain.errors import ConfigError
+
+GPU = PlanHost("gpu0", "gpu", "10.0.0.2", workers=1)
+SPARE = PlanHost(
+    "spare0",
+    "spare",
+    "10.0.0.9",
+    servers=(ServerPlace("/dev/shm/run", 7000, "/mnt/run"), ServerPlace("/mnt/ssd0/run", 7001)),
+    reducer=7002,
+    switch=SwitchPlace(7003, "tor"),
+)
+MACHINES = Machines((GPU, SPARE), (replace(GPU, name="gpu1"),), 29501)
+PREDICTED = Predicted(1.25, {"stage 0": {"Forward": 0.5, "Wait": 0.75}})
+
+
+@pytest.mark.parametrize("name", ["servers", "workstation"])
+def test_a_plan_file_is_read_as_it_was_written(name, tmp_path):
+    cluster = load_cluster(name)
+    plan = Plan(placement("server"), networks={"dp": "ethernet"}, headroom=0.1)
+    whole = PlanFile(plan, MACHINES, PREDICTED, cluster)
+    file = tmp_path / "plan.toml"
+    file.write_text(whole.to_toml())
+    read = load_plan_file(file)
+    assert read == whole and read.cluster.assumed == cluster.assumed
+    assert read.to_toml() == whole.to_toml()
+    assert load_plan(file) == plan  # simulate wants the plan alone
+    assert PlanFile(plan).to_toml() == plan.to_toml()  # and a plan alone stays what it was
+    file.write_text(plan.to_toml())
+    assert load_plan_file(file) == PlanFile(plan)
+
+
+def refused(tree: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        make_plan_file(tree, where="plan.toml")
+    return str(caught.value)
+
+
+def test_mistakes_name_the_table_and_the_key():
+    host = {"name": "a", "kind": "a", "workers": 1}
+    said = refused({"placement": "server", "machines": {"hosts": [{**host, "wrokers": 1}]}})
+    assert "plan.toml, [machines]" in said and "workers" in said
+    said = refused({"placement": "server", "cluster": {"hosts": [{"name": "a"}]}})
+    assert "plan.toml, [cluster]" in said and "memory" in said
+    assert "seconds" in refused({"placement": "server", "predicted": {}})
+
+
+@pytest.mark.parametrize(
+    ("hosts", "spares", "words"),
+    [
+        ((GPU, GPU), (), "2 hosts are called 'gpu0'"),
+        ((GPU,), (GPU,), "2 hosts are called 'gpu0'"),
+        ((SPARE,), (), "1 hosts have 0 workers"),
+        ((GPU,), (SPARE,), "spare host 'spare0' listens at 4 ports"),
+        ((GPU, SPARE, replace(SPARE, name="b")), (), "2 processes at 10.0.0.9 listen at port 7000"),
+        ((GPU, replace(SPARE, address="10.0.0.2", reducer=29500)), (), "at port 29500"),
+        ((replace(GPU, servers=(ServerPlace("/a", 1, "/a"),)),), (), "2 stores at 10.0.0.2"),
+    ],
+)
+def test_names_ports_and_directories_are_of_one(hosts, spares, words):
+    with pytest.raises(ConfigError, match=words.replace("(", r"\(")):
+        Machines(hosts, spares)
+
+
+def test_hosts_at_other_addresses_may_have_the_same_ports():
+    other = replace(SPARE, name="spare1", address="10.0.0.10")
+    assert Machines((GPU, SPARE, other)).worker_hosts == (GPU,)
+    assert Machines((GPU, replace(SPARE, reducer=29500)))  # the rendezvous is on the workers' host
+
+
+def cluster(**host: Any) -> dict[str, Any]:
+    return {"hosts": [{"name": "a", "memory": "1GB", **host}]}
+
+
+@pytest.mark.parametrize(
+    ("host", "words"),
+    [
+        ({"count": 2, "addresses": ["10.0.0.1"]}, "there 2 times and has 1 addresses"),
+        ({"addresses": ["10.0.0.1:7000"]}, "has a port"),
+        ({"ssds": [{"count": 2, "directories": ["/a"]}]}, "2 SSDs have 1 directories"),
+        ({"ssds": [{"directories": ["a"]}]}, "does not begin with /"),
+    ],
+)
+def test_each_machine_has_an_address_and_each_ssd_a_directory(host, words):
+    host = {**host}
+    if "ssds" in host:
+        host["ssds"] = [{"read": "1GB/s", "write": "1GB/s", **ssd} for ssd in host["ssds"]]
+    with pytest.raises(ConfigError, match=words):
+        make_cluster(cluster(**host))
+
+
+def test_addresses_and_directories_are_written_again():
+    ssds = [{"read": "1GB/s", "write": "1GB/s", "directories": ["/mnt/{host}"]}]
+    made = make_cluster(cluster(count=2, addresses=["10.0.0.1", "fe80::1"], ssds=ssds))
+    again = make_cluster(tomllib.loads(made.to_toml()))
+    assert again.hosts == made.hosts and made.hosts[0].addresses[1] == "fe80::1"
