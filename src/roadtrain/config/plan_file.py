@@ -46,12 +46,12 @@ def make_plan_file(
 ) -> PlanFile:
     """Raises ConfigError naming the key."""
     words = {key: given for key, given in tree.items() if key not in OTHER_TABLES}
-    machines, predicted, cluster = ((tree.get(name), f"{where}, [{name}]") for name in OTHER_TABLES)
+    machines, predicted, cluster = (tree.get(name) for name in OTHER_TABLES)
     return PlanFile(
         make_plan(words, report, where),
-        None if machines[0] is None else checked(Machines, *machines),
-        None if predicted[0] is None else checked(Predicted, *predicted),
-        None if cluster[0] is None else make_cluster(*cluster),
+        None if machines is None else checked(Machines, machines, f"{where}, [machines]"),
+        None if predicted is None else checked(Predicted, predicted, f"{where}, [predicted]"),
+        None if cluster is None else make_cluster(cluster, f"{where}, [cluster]"),
     )
 
 
