@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from roadtrain.launch.processes import Process, WorkerSet
+from roadtrain.launch.processes import HostFile, Process, WorkerSet
 from roadtrain.protocol.launch import RunEvent
 
 
@@ -36,6 +36,15 @@ class LaunchEngine(Protocol):
         """The answer (JSON on its standard output) of a short command of ours (`-m MODULE ...`)
         on a host, which gets `told` (JSON) on its standard input. Raises LaunchError where the
         host cannot be reached or the command fails."""
+
+    def put(self, host: str, file: HostFile) -> None:
+        """A file of a host holds all of this from now on (a reader finds the old content or the
+        new). Raises LaunchError where the host cannot be reached or refuses."""
+
+    def tell(self, words: Sequence[str]) -> str:
+        """A verb of the user for this engine alone, as the control socket got it, and what to
+        answer. All of ours know `leaves HOST SECONDS` and `comes HOST`, whose outcome is told by
+        `events`; the lab more. Raises LaunchError for a verb or a host that it does not know."""
 
     def start(self, process: Process) -> None:
         """Begin a server, reducer or switch. Its end is told by `events`."""

@@ -1,0 +1,302 @@
+"""HostAgent: starts, watches and ends the processes of a run on one host, as its supervisor says:
+`python -m roadtrain.launch.agent MARK`, a JSON object a line on its standard input and output.
+
+Assumes Linux. When its input ends, its supervisor has: it kills all that it started, and itself.
+When it is killed, its processes are too; what those had started is killed by the next agent with
+the same mark. One thread, no torch. Does NOT start anything again, and does NOT know a job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import psutil
+
+from roadtrain.errors import RoadtrainError
+from roadtrain.launch.agent_messages import (
+    MESSAGE_LIMIT,
+    AgentPing,
+    AgentPong,
+    AgentReady,
+    AskAnswered,
+    AskCommand,
+    BeginProcess,
+    EndProcess,
+    FilePut,
+    FromAgent,
+    LineSplitter,
+    OutputLine,
+    ProcessGone,
+    PutFile,
+    ToAgent,
+    decode_to_agent,
+    encode_line,
+)
+from roadtrain.launch.descendants import adopt_orphans, kill_marked
+from roadtrain.launch.processes import HostFile, Process
+from roadtrain.launch.started_process import READ, StartedProcess
+from roadtrain.storage.direct import make_directory, replace_file
+from roadtrain.units import MIB
+
+UNSENT = 8 * MIB  # bytes that wait for a slow supervisor before lines of output are left out
+ANSWER_LIMIT = 8 * MIB  # bytes of an answer
+GIVE_UP_S = 30.0  # a process that was killed and does not end is given up
+REFUSED = 1  # the code of a process that could not be begun
+
+
+class HostAgent:
+    """`said`, `heard`: descriptors to and from the supervisor, this agent's alone."""
+
+    def __init__(self, mark: str, heard: int, said: int) -> None:
+        self._mark, self._heard, self._said = mark, heard, said
+        self._processes: dict[str, StartedProcess] = {}
+        self._asked: dict[int, StartedProcess] = {}
+        self._orders = LineSplitter(MESSAGE_LIMIT)
+        self._unsent = bytearray()
+        self._left_out = 0  # lines, because of UNSENT
+        self._going = True
+        self._selector = selectors.DefaultSelector()
+        for descriptor in (heard, said):
+            os.set_blocking(descriptor, False)
+        self._watch(heard, self._hear)
+
+    def run(self) -> None:
+        """Until its input ends, or nobody reads what it says."""
+        adopt_orphans()
+        woken, wakes = os.pipe()
+        for descriptor in (woken, wakes):
+            os.set_blocking(descriptor, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
+        # a Ctrl-C is the supervisor's to handle; not ignored, or its processes would ignore it too
+        signal.signal(signal.SIGINT, lambda *_: None)
+        self._watch(woken, lambda: os.read(woken, READ))
+        kill_marked(f"{self._mark}#", more=True)  # what an agent before this one has left
+        self._send(
+            AgentReady(device_count(), len(os.sched_getaffinity(0)), psutil.virtual_memory().total)
+        )
+        try:
+            while self._going:
+                for key, _ in self._selector.select(self._patience()):
+                    key.data()
+                self._reap()
+                self._end_late()
+        finally:
+            for process in (*self._processes.values(), *self._asked.values()):
+                process.kill()
+            kill_marked(f"{self._mark}#", more=True)
+
+    def _watch(self, descriptor: int, do: Callable[[], object], event: int = 0) -> None:
+        self._selector.register(descriptor, event or selectors.EVENT_READ, do)
+
+    def _hear(self) -> None:
+        data = os.read(self._heard, READ)
+        self._going = bool(data) and self._going
+        for line, dropped in self._orders.feed(data):
+            if dropped:
+                raise SystemExit(f"a message of {len(line) + dropped} bytes came")
+            self._obey(decode_to_agent(line))
+
+    def _obey(self, order: ToAgent) -> None:
+        match order:
+            case BeginProcess(process):
+                self._begin(process)
+            case EndProcess(name, grace_s):
+                self._end(name, grace_s)
+            case AskCommand():
+                self._ask(order)
+            case PutFile(number, file):
+                self._send(FilePut(number, put_file(file)))
+            case AgentPing():
+                self._send(AgentPong())
+
+    def _begin(self, process: Process) -> None:
+        name = process.name
+        if name in self._processes:
+            return self._send(ProcessGone(name, REFUSED, f"{name} runs already on {process.host}"))
+        for file in process.files:
+            if refused := put_file(file):
+                return self._send(ProcessGone(name, REFUSED, refused))
+        try:
+            make_directory(Path(process.directory))
+            self._processes[name] = started = StartedProcess(
+                process.words,
+                f"{self._mark}#{name}",
+                partial(self._say, name),
+                directory=process.directory,
+                environment=process.environment,
+            )
+        except (RoadtrainError, OSError, subprocess.SubprocessError) as error:
+            return self._send(ProcessGone(name, REFUSED, f"{name} cannot be begun: {error}"))
+        self._read_pipes(started)
+        return None
+
+    def _read_pipes(self, started: StartedProcess) -> None:
+        for pipe in started.pipes:
+            self._watch(pipe, partial(self._read, started, pipe))
+
+    def _read(self, started: StartedProcess, pipe: int) -> None:
+        if started.read(pipe) == 0:
+            self._selector.unregister(pipe)
+
+    def _end(self, name: str, grace_s: float) -> None:
+        if (started := self._processes.get(name)) is None:
+            return  # its end has been told
+        if grace_s > 0:
+            started.interrupt()
+            started.kill_at = time.monotonic() + grace_s
+        else:
+            self._kill(started)
+
+    def _kill(self, started: StartedProcess) -> None:
+        started.kill()
+        started.kill_at, started.give_up_at = None, time.monotonic() + GIVE_UP_S
+
+    def _ask(self, order: AskCommand) -> None:
+        told = os.memfd_create("told")
+        try:
+            with os.fdopen(os.dup(told), "wb") as file:
+                file.write(order.told.encode())
+            os.lseek(told, 0, os.SEEK_SET)
+            self._asked[order.number] = started = StartedProcess(
+                order.words,
+                f"{self._mark}#ask {order.number}",
+                lambda _: None,
+                stdin=told,
+                answer_limit=ANSWER_LIMIT,
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            return self._send(AskAnswered(order.number, None, "", f"it cannot be begun: {error}"))
+        finally:
+            os.close(told)
+        started.kill_at = time.monotonic() + order.deadline_s
+        self._read_pipes(started)
+        return None
+
+    def _reap(self) -> None:
+        """Tells the end of all that have ended."""
+        ended: dict[int, int] = {}
+        with contextlib.suppress(ChildProcessError):  # there is no child
+            while (one := os.waitpid(-1, os.WNOHANG))[0]:
+                ended[one[0]] = os.waitstatus_to_exitcode(one[1])
+        for name, started in list(self._processes.items()):
+            if started.pid in ended:
+                self._gone(name, started, ended[started.pid])
+        for number, started in list(self._asked.items()):
+            if started.pid in ended:
+                self._answered(number, started, ended[started.pid])
+
+    def _gone(self, name: str, started: StartedProcess, code: int) -> None:
+        started.kill()  # what it has started
+        self._finish(started, code)
+        del self._processes[name]
+        self._send(ProcessGone(name, code, started.said))
+
+    def _answered(self, number: int, started: StartedProcess, code: int) -> None:
+        started.kill()
+        self._finish(started, code)
+        del self._asked[number]
+        in_time = started.give_up_at is None
+        answer = started.answer.decode(errors="replace") if in_time else ""
+        self._send(AskAnswered(number, code if in_time else None, answer, started.said))
+
+    def _finish(self, started: StartedProcess, code: int) -> None:
+        for pipe in started.pipes:
+            with contextlib.suppress(KeyError):  # it was at its end
+                self._selector.unregister(pipe)
+        started.finish(code)
+
+    def _end_late(self) -> None:
+        """Kills those whose grace is over, and gives those up that do not end then."""
+        now = time.monotonic()
+        for started in (*self._processes.values(), *self._asked.values()):
+            if started.kill_at is not None and now >= started.kill_at:
+                self._kill(started)
+        for name, started in list(self._processes.items()):
+            if started.give_up_at is not None and now >= started.give_up_at:
+                self._say(name, f"process {started.pid} does not end after {GIVE_UP_S:.0f} s")
+                self._gone(name, started, -signal.SIGKILL)
+
+    def _patience(self) -> float | None:
+        """Seconds until `_end_late` has something to do."""
+        times = [
+            at
+            for started in (*self._processes.values(), *self._asked.values())
+            for at in (started.kill_at, started.give_up_at)
+            if at is not None
+        ]
+        return max(0.0, min(times) - time.monotonic()) if times else None
+
+    def _say(self, name: str, line: str) -> None:
+        if len(self._unsent) > UNSENT:
+            self._left_out += 1
+            return
+        if self._left_out:
+            left, self._left_out = self._left_out, 0
+            self._send(OutputLine(name, f"[{left} lines left out: the supervisor is slow]"))
+        self._send(OutputLine(name, line))
+
+    def _send(self, message: FromAgent) -> None:
+        idle = not self._unsent
+        self._unsent += encode_line(message)
+        if idle:
+            self._flush()
+            if self._unsent:
+                self._watch(self._said, self._flush_later, selectors.EVENT_WRITE)
+
+    def _flush_later(self) -> None:
+        self._flush()
+        if not self._unsent:
+            self._selector.unregister(self._said)
+
+    def _flush(self) -> None:
+        try:
+            while self._unsent:
+                del self._unsent[: os.write(self._said, self._unsent[: 16 * READ])]
+        except BlockingIOError:
+            pass
+        except BrokenPipeError:
+            self._going = False
+            self._unsent.clear()
+
+
+def put_file(file: HostFile) -> str:
+    """Writes it, so that a reader finds all of it or what was there; returns why not, or ""."""
+    path = Path(file.path)
+    before = os.umask(0o077) if file.secret else None
+    try:
+        make_directory(path.parent)
+        replace_file(path, file.content.encode(), "writing a file of the run")
+    except (RoadtrainError, OSError) as error:
+        return str(error)
+    finally:
+        if before is not None:
+            os.umask(before)
+    return ""
+
+
+def device_count() -> int:
+    """Accelerators that processes of this host may use."""
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return len([name for name in visible.split(",") if name.strip()])
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))
+
+
+def main(mark: str) -> None:
+    heard, said = (os.dup(descriptor) for descriptor in (0, 1))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)  # nothing but messages goes to the supervisor
+    HostAgent(mark, heard, said).run()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,178 @@
+"""AgentLink: the supervisor's side of one agent: its process, what is said to it and what it says.
+Does NOT decide what an agent's end means (agents.py)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from roadtrain.errors import WireError
+from roadtrain.launch.agent_messages import (
+    MESSAGE_LIMIT,
+    AgentPing,
+    AgentReady,
+    FromAgent,
+    LineSplitter,
+    ToAgent,
+    decode_from_agent,
+    encode_line,
+)
+from roadtrain.units import KIB
+
+READ = 256 * KIB  # bytes at once
+READY_S = 60.0  # an agent says that it is ready within it: python and its modules start
+PING_S, SILENT_S = 5.0, 60.0  # asked so often; one that has said nothing for so long is ended
+END_S = 15.0  # an agent whose input is closed has ended within it
+Begin = Callable[..., subprocess.Popen[Any]]
+
+
+@dataclass(frozen=True)
+class AgentHost:
+    """A host that agents are started on."""
+
+    name: str
+
+    address: str
+
+    begin: Begin = subprocess.Popen
+    """Starts a command there, given as Popen gets it."""
+
+    workers: int = 0
+    """As many as the plan has there."""
+
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Of its agent, and of all processes there."""
+
+    threads: int = 0
+    """Of each worker, where nothing else says how many; 0: as many as it likes."""
+
+
+class AgentLink:
+    """Raises OSError where the agent cannot be started."""
+
+    def __init__(self, host: AgentHost, mark: str) -> None:
+        self.host = host
+        words = [sys.executable, "-m", "roadtrain.launch.agent", f"{mark}/{host.name}"]
+        self._process = host.begin(
+            words,
+            env={**os.environ, **host.environment},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        process = self._process
+        assert process.stdin and process.stdout and process.stderr
+        self.to_agent = process.stdin.fileno()
+        self.pipes = (process.stdout.fileno(), process.stderr.fileno())
+        for pipe in (self.to_agent, *self.pipes):
+            os.set_blocking(pipe, False)
+        self.ready: AgentReady | None = None
+        self.unsent = bytearray()
+        self.last_words = ""  # on its standard error
+        self._lines, self._errors = LineSplitter(MESSAGE_LIMIT), LineSplitter(READ)
+        self._begun = self._heard = self._asked = time.monotonic()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send(self, message: ToAgent) -> None:
+        self.unsent += encode_line(message)
+        self.flush()
+
+    def flush(self) -> None:
+        """An agent that has ended is found by its end of output, not here."""
+        try:
+            while self.unsent:
+                del self.unsent[: os.write(self.to_agent, self.unsent[:READ])]
+        except BlockingIOError:
+            pass
+        except BrokenPipeError:
+            self.unsent.clear()
+
+    def read(self) -> list[FromAgent] | None:
+        """What it has said since; None: it has ended, or says what no agent says."""
+        try:
+            data = os.read(self.pipes[0], READ)
+        except BlockingIOError:
+            return []
+        if not data:
+            return None
+        self._heard = time.monotonic()
+        try:
+            messages = [decode_from_agent(line) for line, _ in self._lines.feed(data)]
+        except WireError as error:
+            self.last_words = str(error)
+            return None
+        for message in messages:
+            if isinstance(message, AgentReady):
+                self.ready = message
+        return messages
+
+    def read_errors(self) -> list[str] | None:
+        """Lines that it has written on standard error; None: it has ended."""
+        try:
+            data = os.read(self.pipes[1], READ)
+        except BlockingIOError:
+            return []
+        lines = [line.decode(errors="replace") for line, _ in self._errors.feed(data)]
+        self.last_words = next((line for line in reversed(lines) if line.strip()), self.last_words)
+        return lines if data else None
+
+    def why_silent(self) -> str:
+        """Asks it, every PING_S, whether it lives; returns why it cannot be used, or ""."""
+        now = time.monotonic()
+        if self.ready is None:
+            late = now - self._begun > READY_S
+            return f"its agent was not ready within {READY_S:.0f} s" if late else ""
+        late = False
+        if self._heard < self._asked:
+            late = now - self._asked > SILENT_S
+        elif now - self._asked > PING_S:
+            self._asked = now
+            self.send(AgentPing())
+        return f"its agent has said nothing for {SILENT_S:.0f} s" if late else ""
+
+    def end_input(self) -> None:
+        """It kills all that it started, and ends."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def wait(self, deadline_s: float = END_S) -> str:
+        """Its end: killed if it does not come by itself. Returns how it ended."""
+        process = self._process
+        assert process.stdin and process.stdout and process.stderr
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+        deadline = time.monotonic() + deadline_s
+        while process.poll() is None and time.monotonic() < deadline:
+            self._discard()
+            time.sleep(0.005)
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+        while self.read_errors():
+            pass
+        process.stdout.close()
+        process.stderr.close()
+        code = process.returncode
+        how = f"signal {-code}" if code < 0 else f"code {code}"
+        return f"its agent ended ({how}{': ' + self.last_words if self.last_words else ''})"
+
+    def _discard(self) -> None:
+        """What it still says would otherwise keep it from ending."""
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self.pipes[0], READ):
+                pass
+        self.read_errors()

@@ -1,0 +1,150 @@
+"""What a supervisor and its agent on a host say to each other: one JSON object a line, typed, of
+limited length. Does NOT read or write (agent.py, agents.py)."""
+
+from __future__ import annotations
+
+import msgspec
+
+from roadtrain.errors import WireError
+from roadtrain.launch.processes import HostFile, Process
+from roadtrain.units import MIB
+
+MESSAGE_LIMIT = 32 * MIB  # bytes of a line: files and answers of `look` are within it
+
+
+class BeginProcess(msgspec.Struct, tag="begin", frozen=True):
+    """Its files are written first. Answered by a ProcessGone, some time."""
+
+    process: Process
+
+
+class EndProcess(msgspec.Struct, tag="end", frozen=True):
+    """Interrupt it, and kill it with all that it started after `grace_s`; 0: kill it now."""
+
+    name: str
+    grace_s: float
+
+
+class AskCommand(msgspec.Struct, tag="ask", frozen=True):
+    """Run a short command; answered by an AskAnswered within `deadline_s`."""
+
+    number: int
+    words: tuple[str, ...]  # behind the interpreter
+    told: str  # its standard input
+    deadline_s: float
+
+
+class PutFile(msgspec.Struct, tag="put", frozen=True):
+    """Answered by a FilePut."""
+
+    number: int
+    file: HostFile
+
+
+class AgentPing(msgspec.Struct, tag="ping", frozen=True):
+    """Answered by an AgentPong."""
+
+
+class AgentReady(msgspec.Struct, tag="ready", frozen=True):
+    """The first that an agent says."""
+
+    devices: int
+    processors: int
+    memory: int  # bytes
+
+
+class OutputLine(msgspec.Struct, tag="line", frozen=True):
+    name: str
+    line: str
+
+
+class ProcessGone(msgspec.Struct, tag="gone", frozen=True):
+    """A process and all that it started have ended, or it could not be begun. code: negative for
+    the signal that killed it."""
+
+    name: str
+    code: int
+    said: str  # its last line on standard error
+
+
+class AskAnswered(msgspec.Struct, tag="answer", frozen=True):
+    """code: None where it was killed at its deadline, or could not be begun."""
+
+    number: int
+    code: int | None
+    answer: str  # what it wrote on standard output
+    said: str
+
+
+class FilePut(msgspec.Struct, tag="file", frozen=True):
+    """refused: why it was not written, "" where it was."""
+
+    number: int
+    refused: str
+
+
+class AgentPong(msgspec.Struct, tag="pong", frozen=True):
+    """Said to every AgentPing."""
+
+
+ToAgent = BeginProcess | EndProcess | AskCommand | PutFile | AgentPing
+FromAgent = AgentReady | OutputLine | ProcessGone | AskAnswered | FilePut | AgentPong
+_to_agent: msgspec.json.Decoder[ToAgent] = msgspec.json.Decoder(ToAgent)
+_from_agent: msgspec.json.Decoder[FromAgent] = msgspec.json.Decoder(FromAgent)
+
+
+def encode_line(message: ToAgent | FromAgent) -> bytes:
+    """Raises WireError for one beyond the limit."""
+    line = msgspec.json.encode(message) + b"\n"
+    if len(line) > MESSAGE_LIMIT:
+        raise WireError(f"a message of {len(line)} bytes, at most {MESSAGE_LIMIT} can be sent")
+    return line
+
+
+def decode_to_agent(line: bytes) -> ToAgent:
+    """Raises WireError."""
+    try:
+        return _to_agent.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise WireError(f"a line that is no message for an agent: {error}") from error
+
+
+def decode_from_agent(line: bytes) -> FromAgent:
+    """Raises WireError."""
+    try:
+        return _from_agent.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise WireError(f"a line that is no message of an agent: {error}") from error
+
+
+class LineSplitter:
+    """Bytes as they come -> whole lines. What a line has beyond `limit` bytes is dropped; the
+    second of each pair says how many bytes were. Invariant: it holds at most `limit` bytes
+    between calls."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._begun = bytearray()  # of the line that has no end yet
+        self._dropped = 0  # bytes of it
+
+    def feed(self, data: bytes) -> list[tuple[bytes, int]]:
+        *ended, rest = data.split(b"\n")
+        lines = []
+        for piece in ended:
+            self._add(piece)
+            lines.append((bytes(self._begun), self._dropped))
+            self._begun, self._dropped = bytearray(), 0
+        self._add(rest)
+        return lines
+
+    def last(self) -> list[tuple[bytes, int]]:
+        """The line that has no end, where there is one: nothing more comes."""
+        return self.feed(b"\n") if self._begun or self._dropped else []
+
+    def _add(self, piece: bytes) -> None:
+        room = self._limit - len(self._begun)
+        self._begun += piece[:room]
+        self._dropped += max(0, len(piece) - room)
+
+    def check(self) -> None:
+        assert len(self._begun) <= self._limit

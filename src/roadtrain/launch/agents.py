@@ -1,0 +1,412 @@
+"""HostAgents: the LaunchEngine of this host and of the lab: one agent a host (agent.py), started
+again when it ends.
+
+An agent that ends is a lost host, also where the host still stands: what ran there has ended. All
+in the thread that calls; nothing happens between two calls but what agents do by themselves. Does
+NOT know what hosts are made of (here.py, lab.py).
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from roadtrain.errors import LaunchError, WireError
+from roadtrain.launch.agent_link import READY_S, AgentHost, AgentLink
+from roadtrain.launch.agent_messages import (
+    AskAnswered,
+    AskCommand,
+    BeginProcess,
+    EndProcess,
+    FilePut,
+    FromAgent,
+    OutputLine,
+    ProcessGone,
+    PutFile,
+)
+from roadtrain.launch.descendants import kill_marked
+from roadtrain.launch.engine import HostSeen
+from roadtrain.launch.processes import HostFile, Process, WorkerSet
+from roadtrain.launch.worker_run import WorkerRun
+from roadtrain.protocol.launch import (
+    HostCame,
+    HostLeaves,
+    HostLost,
+    Output,
+    ProcessEnded,
+    RunEvent,
+)
+
+WORKERS = "workers"  # all of them, as `stop` calls them
+ASK_S, PUT_S = 120.0, 30.0
+ANSWER_S = 10.0  # an answer comes so long after its deadline, or the agent is ended
+UNSENT_S = 0.02  # between tries to send to an agent that is slow
+WAIT_MOST_S = 1.0  # between looks at agents that may be silent
+AGAIN_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # before an agent is started again
+KILLED = -9
+BATCH = 2000  # events of one call, about
+
+
+@dataclass
+class _Place:
+    """A host and the agent on it."""
+
+    host: AgentHost
+    link: AgentLink | None = None
+    lost: bool = False  # HostLost was told, HostCame was not
+    held: bool = False  # no agent is started here
+    starts: int = 0  # in a row that came to nothing
+    start_at: float = 0.0  # where there is no agent
+
+    @property
+    def usable(self) -> bool:
+        return self.link is not None and self.link.ready is not None
+
+
+class HostAgents:
+    """A LaunchEngine. `mark`: of this run alone, the same when it is launched again.
+
+    Returns when all agents are ready. Raises LaunchError, and ends them all, where one is not.
+    """
+
+    def __init__(self, hosts: Sequence[AgentHost], mark: str) -> None:
+        self._mark = mark
+        self._places = {host.name: _Place(host) for host in hosts}
+        self._selector = selectors.DefaultSelector()
+        self._events: list[RunEvent] = []
+        self._answers: dict[int, AskAnswered | FilePut] = {}
+        self._numbers = 0
+        self._services: dict[str, str] = {}  # name -> host, of those that run
+        self._workers: WorkerRun | None = None
+        self._leaving: dict[str, float] = {}  # host -> when it will be gone
+        try:
+            self._begin_all()
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin_all(self) -> None:
+        for place in self._places.values():
+            self._begin(place)
+        deadline = time.monotonic() + READY_S
+        while waiting := [p for p in self._places.values() if not p.usable]:
+            if lost := next((p for p in waiting if p.lost), None):
+                raise LaunchError(f"host {lost.host.name} cannot be used: {self._why_lost()}")
+            if time.monotonic() > deadline:
+                names = ", ".join(place.host.name for place in waiting)
+                raise LaunchError(f"no agent was ready within {READY_S:.0f} s on {names}")
+            self._turn(WAIT_MOST_S)
+
+    def _why_lost(self) -> str:
+        return next(event.why for event in self._events if isinstance(event, HostLost))
+
+    def hosts(self) -> Sequence[HostSeen]:
+        seen = []
+        for place in self._places.values():
+            if place.link is not None and (ready := place.link.ready) is not None:
+                seen.append(
+                    HostSeen(
+                        place.host.name,
+                        place.host.address,
+                        ready.devices,
+                        ready.processors,
+                        ready.memory,
+                    )
+                )
+        return seen
+
+    def ask(self, host: str, words: Sequence[str], told: Mapping[str, Any]) -> Any:
+        self._numbers += 1
+        order = AskCommand(
+            self._numbers, tuple(words), msgspec.json.encode(told).decode(), deadline_s=ASK_S
+        )
+        answer = self._answer(host, order, ASK_S + ANSWER_S)
+        assert isinstance(answer, AskAnswered)
+        what = f"`{' '.join(words)}` on {host}"
+        if answer.code is None:
+            why = answer.said or "it said nothing"
+            raise LaunchError(f"{what} was not done within {ASK_S:.0f} s: {why}")
+        if answer.code:
+            why = answer.said.removeprefix("roadtrain: ") or "it said nothing"
+            raise LaunchError(f"{what} ended with code {answer.code}: {why}")
+        try:
+            return msgspec.json.decode(answer.answer)
+        except msgspec.DecodeError as error:
+            raise LaunchError(f"{what} answered what is no JSON: {error}") from error
+
+    def put(self, host: str, file: HostFile) -> None:
+        self._numbers += 1
+        answer = self._answer(host, PutFile(self._numbers, file), PUT_S)
+        assert isinstance(answer, FilePut)
+        if answer.refused:
+            raise LaunchError(f"{host}: {answer.refused}")
+
+    def _answer(
+        self, host: str, order: AskCommand | PutFile, patience_s: float
+    ) -> AskAnswered | FilePut:
+        link = self._link(host)
+        link.send(order)
+        deadline = time.monotonic() + patience_s
+        while order.number not in self._answers:
+            if self._places[host].link is not link:
+                raise LaunchError(f"host {host} was lost before it answered")
+            if (left := deadline - time.monotonic()) <= 0:
+                raise LaunchError(f"host {host} has not answered within {patience_s:.0f} s")
+            self._turn(left)
+        return self._answers.pop(order.number)
+
+    def _link(self, host: str) -> AgentLink:
+        place = self._place(host)
+        if place.link is None or not place.usable:
+            raise LaunchError(f"host {host} is not there now: no agent runs on it")
+        return place.link
+
+    def _place(self, host: str) -> _Place:
+        if host not in self._places:
+            known = ", ".join(self._places)
+            raise LaunchError(f"no host {host!r}", hint=f"hosts are {known}")
+        return self._places[host]
+
+    def start(self, process: Process) -> None:
+        self._services[process.name] = process.host
+        if why := self._send_begin(process):
+            del self._services[process.name]
+            self._events.append(ProcessEnded(process.name, KILLED, time.monotonic(), why))
+
+    def start_workers(self, workers: WorkerSet) -> None:
+        assert self._workers is None, "the workers of the attempt before have not ended"
+        hosts = {process.name: process.host for process in workers.processes}
+        self._workers = WorkerRun(workers.attempt, hosts)
+        for n, process in enumerate(workers.processes):
+            if why := self._send_begin(self._with_threads(process, tell=n == 0)):
+                for later in workers.processes[n + 1 :]:
+                    del self._workers.hosts[later.name]
+                return self._worker_ended(process.name, KILLED, why)
+        return None
+
+    def _with_threads(self, process: Process, tell: bool) -> Process:
+        place = self._places.get(process.host)
+        threads = place.host.threads if place else 0
+        if not threads or {"OMP_NUM_THREADS"} & {*os.environ, *process.environment}:
+            return process
+        if tell:
+            line = f"OMP_NUM_THREADS is not set: each worker computes with {threads} thread(s)"
+            self._events.append(Output(WORKERS, process.host, line))
+        more = {**process.environment, "OMP_NUM_THREADS": str(threads)}
+        return replace(process, environment=more)
+
+    def _send_begin(self, process: Process) -> str:
+        """Why it cannot be begun, or ""."""
+        try:
+            self._link(process.host).send(BeginProcess(process))
+        except (LaunchError, WireError) as error:
+            return str(error)
+        return ""
+
+    def stop(self, name: str, grace_s: float) -> None:
+        if name != WORKERS:
+            if name in self._services:
+                self._send_end(self._services[name], name, grace_s)
+        elif self._workers is not None:
+            self._workers.asked = True
+            self._end_workers(grace_s)
+
+    def _end_workers(self, grace_s: float) -> None:
+        assert self._workers is not None
+        for worker, host in list(self._workers.hosts.items()):
+            self._send_end(host, worker, grace_s)
+
+    def _send_end(self, host: str, name: str, grace_s: float) -> None:
+        if link := self._places[host].link:
+            link.send(EndProcess(name, grace_s))
+
+    def events(self, timeout_s: float) -> Sequence[RunEvent]:
+        deadline = time.monotonic() + timeout_s
+        self._turn(0.0)
+        while not self._events and (left := deadline - time.monotonic()) > 0:
+            self._turn(left)
+        events, self._events = self._events[:BATCH], self._events[BATCH:]
+        return events
+
+    def tell(self, words: Sequence[str]) -> str:
+        match words:
+            case ["leaves", host, seconds] if _is_number(seconds):
+                self._place(host)
+                self._leaving[host] = time.monotonic() + float(seconds)
+                self._events.append(HostLeaves(host, float(seconds), time.monotonic()))
+                return f"{host} leaves within {float(seconds):g} s"
+            case ["comes", host]:
+                return self.free_host(host)
+            case ["hold", host]:
+                return self.hold_host(host)
+        raise LaunchError(
+            f"`{' '.join(words)}` is no verb of this engine",
+            hint="leaves HOST SECONDS, comes HOST, hold HOST",
+        )
+
+    def hold_host(self, name: str) -> str:
+        """A host is lost from now on, until it is freed: its agent and all that ran there are
+        killed."""
+        place = self._place(name)
+        place.held = True
+        self._leaving.pop(name, None)
+        if place.link is not None:
+            place.link.kill()
+            self._lose(place, f"{name} is gone")
+        return f"{name} is gone until it comes"
+
+    def free_host(self, name: str) -> str:
+        """A host that was held is there again soon; one that was to leave stays."""
+        if name not in self._places and (new := self._new_host(name)) is not None:
+            self.add_host(new)
+        place = self._place(name)
+        if self._leaving.pop(name, None) is not None:
+            at, (address, workers) = time.monotonic(), (place.host.address, place.host.workers)
+            self._events.append(HostCame(name, address, workers, at))
+        place.held, place.start_at = False, 0.0
+        return f"{name} comes"
+
+    def _new_host(self, name: str) -> AgentHost | None:
+        """A host that this run did not have, where there can be one of this name."""
+        return None
+
+    def add_host(self, host: AgentHost) -> None:
+        """One more host, which is told by `events` when its agent is ready."""
+        self._places[host.name] = _Place(host, lost=True)
+
+    def close(self) -> None:
+        links = [place.link for place in self._places.values() if place.link is not None]
+        for link in links:
+            link.end_input()  # all at the same time
+        for place in self._places.values():
+            if place.link is not None:
+                self._forget(place)
+        self._selector.close()
+        self._places.clear()
+
+    def _turn(self, timeout_s: float) -> None:
+        """Waits for what agents say, does what is due."""
+        wait_s = max(0.0, min(timeout_s, WAIT_MOST_S, self._due() - time.monotonic()))
+        for key, _ in self._selector.select(wait_s):
+            key.data()
+        now = time.monotonic()
+        for host in [host for host, at in self._leaving.items() if at <= now]:
+            self.hold_host(host)
+        for place in list(self._places.values()):
+            if place.link is None:
+                if not place.held and now >= place.start_at:
+                    self._begin(place)
+            elif why := place.link.why_silent():
+                place.link.kill()
+                self._lose(place, why)
+            else:
+                place.link.flush()
+        if self._workers is not None and (why := self._workers.end_late(now)):
+            self._events.append(Output(WORKERS, "", f"{why}: it is killed"))
+            self._end_workers(0.0)
+
+    def _due(self) -> float:
+        """When something is to be done though no agent says anything."""
+        times = list(self._leaving.values())
+        for place in self._places.values():
+            if place.link is None and not place.held:
+                times.append(place.start_at)
+            elif place.link is not None and place.link.unsent:
+                times.append(time.monotonic() + UNSENT_S)
+        return min(times, default=float("inf"))
+
+    def _begin(self, place: _Place) -> None:
+        try:
+            place.link = link = AgentLink(place.host, self._mark)
+        except OSError as error:
+            return self._lose(place, f"its agent cannot be started: {error}")
+        said, errors = link.pipes
+        self._selector.register(said, selectors.EVENT_READ, partial(self._hear, place, link))
+        self._selector.register(
+            errors, selectors.EVENT_READ, partial(self._hear_errors, place, link)
+        )
+        return None
+
+    def _hear(self, place: _Place, link: AgentLink) -> None:
+        if place.link is not link:
+            return None  # it was lost in the same turn
+        came = not place.usable
+        messages = link.read()
+        if messages is None:
+            return self._lose(place, "")
+        if came and place.usable:
+            place.starts = 0
+            if place.lost:
+                place.lost = False
+                host = place.host
+                self._events.append(
+                    HostCame(host.name, host.address, host.workers, time.monotonic())
+                )
+        for message in messages:
+            self._take(place.host.name, message)
+        return None
+
+    def _hear_errors(self, place: _Place, link: AgentLink) -> None:
+        if place.link is not link:
+            return
+        lines = link.read_errors()
+        if lines is None:  # its standard output says the same
+            self._selector.unregister(link.pipes[1])
+        for line in lines or ():
+            self._events.append(Output("agent", place.host.name, line))
+
+    def _take(self, host: str, message: FromAgent) -> None:
+        match message:
+            case OutputLine(name, line):
+                self._events.append(Output(name, host, line))
+            case ProcessGone(name, code, said):
+                if self._workers is not None and name in self._workers.hosts:
+                    self._worker_ended(name, code, said)
+                elif self._services.pop(name, None) is not None:
+                    self._events.append(ProcessEnded(name, code, time.monotonic(), said))
+            case AskAnswered() | FilePut():
+                self._answers[message.number] = message
+
+    def _worker_ended(self, name: str, code: int, said: str) -> None:
+        assert self._workers is not None
+        if self._workers.end(name, code, said, time.monotonic()):
+            self._end_workers(0.0)
+        if (ended := self._workers.ended(time.monotonic())) is not None:
+            self._workers = None
+            self._events.append(ended)
+
+    def _lose(self, place: _Place, why: str) -> None:
+        name, at = place.host.name, time.monotonic()
+        how = self._forget(place) if place.link is not None else ""
+        kill_marked(f"{self._mark}/{name}#", more=True)
+        place.start_at = at + AGAIN_S[min(place.starts, len(AGAIN_S) - 1)]
+        place.starts += 1
+        if not place.lost:
+            place.lost = True
+            self._events.append(HostLost(name, why or how, at))
+        for service in [service for service, host in self._services.items() if host == name]:
+            del self._services[service]
+        if self._workers is not None:
+            for worker in [w for w, host in self._workers.hosts.items() if host == name]:
+                if self._workers is not None:
+                    self._worker_ended(worker, KILLED, f"its host {name} was lost")
+
+    def _forget(self, place: _Place) -> str:
+        """The agent's end, awaited; returns how it ended."""
+        link, place.link = place.link, None
+        assert link is not None
+        for pipe in link.pipes:
+            if pipe in self._selector.get_map():
+                self._selector.unregister(pipe)
+        return link.wait()
+
+
+def _is_number(text: str) -> bool:
+    return text.replace(".", "", 1).isdecimal()

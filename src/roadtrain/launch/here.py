@@ -1,0 +1,55 @@
+"""A LaunchEngine of this machine: every host of the plan is an agent here. Does NOT make networks
+(lab.py)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from roadtrain.config.machines import Machines
+from roadtrain.launch.agent import device_count
+from roadtrain.launch.agent_link import AgentHost
+from roadtrain.launch.agents import HostAgents
+
+HERE = "127.0.0.1"
+
+
+def here_engine(machines: Machines, mark: str) -> HostAgents:
+    """`mark`: of this run alone, the same when it is launched again. Raises LaunchError."""
+    devices = device_names(machines)
+    threads = worker_threads(machines)
+    hosts = [
+        AgentHost(
+            host.name,
+            host.address or HERE,
+            workers=host.workers,
+            environment=(
+                {"CUDA_VISIBLE_DEVICES": devices[host.name]} if host.name in devices else {}
+            ),
+            threads=threads,
+        )
+        for host in (*machines.hosts, *machines.spares)
+    ]
+    return HostAgents(hosts, mark)
+
+
+def device_names(machines: Machines) -> Mapping[str, str]:
+    """Host -> its part of this machine's devices, as CUDA_VISIBLE_DEVICES has it, where several
+    hosts of the plan share them: each counts its own from 0. A spare host has those of no other,
+    where there are enough."""
+    sharing = [host for host in (*machines.hosts, *machines.spares) if host.workers]
+    if len(sharing) < 2 or not device_count():
+        return {}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    left = visible.split(",") if visible else [str(n) for n in range(device_count())]
+    names: dict[str, str] = {}
+    for host in sharing:
+        names[host.name], left = ",".join(left[: host.workers]), left[host.workers :]
+    return names
+
+
+def worker_threads(machines: Machines, processors: float | None = None) -> int:
+    """Of each worker, so that all together have one a processor (torchrun says 1)."""
+    all_workers = sum(host.workers for host in machines.hosts)
+    many = processors or len(os.sched_getaffinity(0))
+    return max(1, int(many // max(1, all_workers)))
