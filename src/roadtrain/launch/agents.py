@@ -55,7 +55,7 @@ BATCH = 2000  # events of one call, about
 
 
 @dataclass
-class _Place:
+class _HostState:
     """A host and the agent on it."""
 
     host: AgentHost
@@ -78,7 +78,7 @@ class HostAgents:
 
     def __init__(self, hosts: Sequence[AgentHost], mark: str) -> None:
         self._mark = mark
-        self._places = {host.name: _Place(host) for host in hosts}
+        self._places = {host.name: _HostState(host) for host in hosts}
         self._selector = selectors.DefaultSelector()
         self._events: list[RunEvent] = []
         self._answers: dict[int, AskAnswered | FilePut] = {}
@@ -168,7 +168,7 @@ class HostAgents:
             raise LaunchError(f"host {host} is not there now: no agent runs on it")
         return place.link
 
-    def _place(self, host: str) -> _Place:
+    def _place(self, host: str) -> _HostState:
         if host not in self._places:
             known = ", ".join(self._places)
             raise LaunchError(f"no host {host!r}", hint=f"hosts are {known}")
@@ -279,7 +279,7 @@ class HostAgents:
 
     def add_host(self, host: AgentHost) -> None:
         """One more host, which is told by `events` when its agent is ready."""
-        self._places[host.name] = _Place(host, lost=True)
+        self._places[host.name] = _HostState(host, lost=True)
 
     def close(self) -> None:
         links = [place.link for place in self._places.values() if place.link is not None]
@@ -322,7 +322,7 @@ class HostAgents:
                 times.append(time.monotonic() + UNSENT_S)
         return min(times, default=float("inf"))
 
-    def _begin(self, place: _Place) -> None:
+    def _begin(self, place: _HostState) -> None:
         try:
             place.link = link = AgentLink(place.host, self._mark)
         except OSError as error:
@@ -334,7 +334,7 @@ class HostAgents:
         )
         return None
 
-    def _hear(self, place: _Place, link: AgentLink) -> None:
+    def _hear(self, place: _HostState, link: AgentLink) -> None:
         if place.link is not link:
             return None  # it was lost in the same turn
         came = not place.usable
@@ -353,7 +353,7 @@ class HostAgents:
             self._take(place.host.name, message)
         return None
 
-    def _hear_errors(self, place: _Place, link: AgentLink) -> None:
+    def _hear_errors(self, place: _HostState, link: AgentLink) -> None:
         if place.link is not link:
             return
         lines = link.read_errors()
@@ -382,7 +382,7 @@ class HostAgents:
             self._workers = None
             self._events.append(ended)
 
-    def _lose(self, place: _Place, why: str) -> None:
+    def _lose(self, place: _HostState, why: str) -> None:
         name, at = place.host.name, time.monotonic()
         how = self._forget(place) if place.link is not None else ""
         kill_marked(f"{self._mark}/{name}#", more=True)
@@ -398,7 +398,7 @@ class HostAgents:
                 if self._workers is not None:
                     self._worker_ended(worker, KILLED, f"its host {name} was lost")
 
-    def _forget(self, place: _Place) -> str:
+    def _forget(self, place: _HostState) -> str:
         """The agent's end, awaited; returns how it ended."""
         link, place.link = place.link, None
         assert link is not None
