@@ -1,0 +1,199 @@
+"""A cluster with the rates that a run's hosts showed: what `launch --replan` plans for. Pure.
+
+Where a card's rate, a link between switches or a device's speed is further than WITHIN from what
+the plan's cluster says, it gets what was measured, and is listed in `measured`. A kind whose hosts
+are no longer alike becomes a kind for each host, named as the plan names the host. A card's rate is
+that of its best pair in its worse direction: so one slow host does not make its peers slow, unless
+there are only two. Does NOT measure, nor know a placement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from roadtrain.config.cluster import Cluster, Host, LinkRate, Nic
+from roadtrain.config.machines import Machines, PlanHost
+from roadtrain.units import show_rate
+
+WITHIN = 0.15
+
+
+@dataclass(frozen=True)
+class LinkSeen:
+    """From one host of the run to another. `rate`: bytes of data a second."""
+
+    sender: str
+    receiver: str
+    rate: float
+    latency: float
+
+
+@dataclass(frozen=True)
+class RunSeen:
+    """`slower`: host -> how many times as long as predicted its workers compute. `missing`: what
+    was not measured, and why."""
+
+    links: tuple[LinkSeen, ...] = ()
+    slower: Mapping[str, float] = field(default_factory=dict)
+    missing: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Change:
+    """One rate. `what`: as in `Cluster.measured`; `before` and `now`: as people say it."""
+
+    what: str
+    before: str
+    now: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.now} measured, the plan has {self.before}"
+
+
+def measured_cluster(
+    cluster: Cluster, machines: Machines, seen: RunSeen, network: float
+) -> tuple[Cluster, list[Change]]:
+    """network: the share of a card's rate that data has, by which a measured rate becomes a
+    card's. The same cluster where nothing differs."""
+    every = (*machines.hosts, *machines.spares)
+    rates = {host.name: host.rate(network) for host in _cards(cluster, every, seen.links)}
+    changes: list[Change] = []
+    hosts: list[Host] = []
+    for kind in cluster.hosts:
+        mine = [host for host in every if host.kind == kind.name]
+        new = [_changed(kind, host.name, rates.get(host.name), seen, changes) for host in mine]
+        hosts += _kinds(kind, mine, new)
+    links = tuple(_links(cluster, every, seen.links, network, changes))
+    measured = dict.fromkeys((*cluster.measured, *(change.what for change in changes)))
+    update = {"hosts": tuple(hosts), "links": links, "measured": tuple(measured)}
+    return (cluster.model_copy(update=update) if changes else cluster), changes
+
+
+@dataclass(frozen=True)
+class _Card:
+    """What a host's card sent and took, beside hosts at the same switch."""
+
+    name: str
+    out: float
+    into: float
+
+    def rate(self, network: float) -> float:
+        return min(self.out, self.into) / network
+
+
+def _nic(kind: Host) -> Nic | None:
+    """By which the run's hosts reach each other: the fastest."""
+    return max(kind.nics, key=lambda nic: nic.total, default=None)
+
+
+def _switches(cluster: Cluster, every: Sequence[PlanHost]) -> dict[str, str]:
+    kinds = {host.name: host for host in cluster.hosts}
+    nics = {host.name: _nic(kinds[host.kind]) for host in every if host.kind in kinds}
+    return {name: cluster.switch_of(nic) for name, nic in nics.items() if nic is not None}
+
+
+def _cards(
+    cluster: Cluster, every: Sequence[PlanHost], links: Sequence[LinkSeen]
+) -> Iterator[_Card]:
+    at = _switches(cluster, every)
+    near = [one for one in links if at.get(one.sender) == at.get(one.receiver)]
+    for name in at:
+        out = [one.rate for one in near if one.sender == name]
+        into = [one.rate for one in near if one.receiver == name]
+        if out and into:
+            yield _Card(name, max(out), max(into))
+
+
+def _differs(now: float, before: float) -> bool:
+    return abs(now - before) > WITHIN * before
+
+
+def _changed(
+    kind: Host, name: str, rate: float | None, seen: RunSeen, changes: list[Change]
+) -> Host:
+    """One host of the kind, as it showed itself."""
+    update: dict[str, object] = {}
+    nic = _nic(kind)
+    if rate is not None and nic is not None and _differs(rate, nic.total):
+        changes.append(Change(f"hosts.{name}.nics", show_rate(nic.total), show_rate(rate)))
+        own = nic.model_copy(update={"rate": rate / nic.count})
+        update["nics"] = tuple(own if one is nic else one for one in kind.nics)
+    times = seen.slower.get(name, 1.0)
+    if kind.device is not None and abs(times - 1) > WITHIN:
+        flops = kind.device.flops / times
+        said = [f"{each / 1e12:.3g} TFLOP/s" for each in (kind.device.flops, flops)]
+        changes.append(Change(f"hosts.{name}.device", *said))
+        update["device"] = kind.device.model_copy(update={"flops": flops})
+    return kind.model_copy(update=update) if update else kind
+
+
+def _kinds(kind: Host, mine: Sequence[PlanHost], new: Sequence[Host]) -> Iterable[Host]:
+    """The kind as it is where its hosts are alike, else one for each; hosts that the plan does not
+    use stay of their kind."""
+    if all(host is kind for host in new):
+        return [kind]
+    if len(new) == kind.count and all(host == new[0] for host in new):
+        return [new[0]]
+    addresses = kind.addresses or tuple(host.address for host in mine)
+    own = [
+        host.model_copy(
+            update={
+                "name": one.name,
+                "count": 1,
+                "addresses": (one.address,) if one.address else (),
+            }
+        )
+        for one, host in zip(mine, new, strict=True)
+    ]
+    if left := kind.count - len(new):
+        used = {one.address for one in mine}
+        rest = tuple(each for each in addresses if each not in used)
+        own.append(kind.model_copy(update={"count": left, "addresses": rest}))
+    return own
+
+
+def _links(
+    cluster: Cluster,
+    every: Sequence[PlanHost],
+    seen: Sequence[LinkSeen],
+    network: float,
+    changes: list[Change],
+) -> Iterator[LinkRate]:
+    """Between switches: what the best pair of hosts across it has, where that is not what the link
+    and both cards say."""
+    at = _switches(cluster, every)
+    for link in cluster.links:
+        across = [
+            one for one in seen if {at.get(one.sender), at.get(one.receiver)} == {*link.between}
+        ]
+        ways = [
+            max((one.rate for one in across if at[one.sender] == end), default=0.0)
+            for end in link.between
+        ]
+        rate, most = min(ways) / network, _most_across(cluster, link)
+        if not rate or not _differs(rate, min(link.rate, most)):
+            yield link
+            continue
+        what = f"links.{'-'.join(link.between)}"
+        changes.append(Change(what, show_rate(link.rate), show_rate(rate)))
+        yield link.model_copy(update={"rate": rate})
+
+
+def _most_across(cluster: Cluster, link: LinkRate) -> float:
+    """What the best pair of cards at both its ends has."""
+    best = {
+        end: max(
+            (
+                nic.total
+                for host in cluster.hosts
+                for nic in host.nics
+                if cluster.switch_of(nic) == end
+            ),
+            default=float("inf"),
+        )
+        for end in link.between
+    }
+    return min(best.values())
+
+

@@ -1,0 +1,144 @@
+"""`python -m roadtrain.launch.measured_host`, on a host of a run: its links to the run's other hosts,
+and what its workers' metrics say. A LaunchEngine runs it (`ask`); what it is told comes on standard
+input, JSON, so the token is on no command line (Rule 8).
+
+All hosts but one listen; that one asks each of them for its link to every other, one after the
+other, as `roadtrain probe --hosts` does, and then tells them that they may end. Links are measured
+by what else a host does, too: so workers do not run meanwhile. Every wait has a deadline (Rule 5).
+Does NOT import torch.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import msgspec
+
+from roadtrain.errors import DeadlineError, PeerError
+from roadtrain.planner import probe_links as links
+from roadtrain.training.metrics import read_metrics
+from roadtrain.transport.tcp import TcpOptions
+
+MODULE = "roadtrain.launch.measured_host"
+LAST_STEPS = 20  # of a worker's metrics, over which medians are
+PATIENCE_S = 30.0  # for a host that does not listen yet
+LINGER_S = 0.5  # so that the last answer leaves
+
+
+class Told(msgspec.Struct):
+    """What a host is told. `listen`: ADDRESS:PORT, where it answers until it may end, at most
+    `seconds`; "": it asks `others` (ADDRESS:PORT). `metrics`: files of its workers."""
+
+    token: str
+    seconds: float
+    listen: str = ""
+    others: list[str] = []
+    metrics: list[str] = []
+
+
+class WorkerSeconds(msgspec.Struct):
+    """Of a worker's last steps: medians. `predicted`: what the plan promised of the same stages;
+    none where the file does not say."""
+
+    file: str
+    step: int  # the last one
+    steps: int  # that are counted
+    seconds: float
+    stages: dict[str, float] = {}
+    predicted: dict[str, float] = {}
+    sent_bytes: dict[str, float] = {}  # of each stage that has bytes
+
+
+class HostAnswer(msgspec.Struct):
+    """`links`: (from, to, bytes a second, seconds of latency), each end ADDRESS:PORT as told, or
+    "here"."""
+
+    links: list[tuple[str, str, float, float]] = []
+    missing: list[str] = []
+    workers: list[WorkerSeconds] = []
+
+
+@dataclass(frozen=True)
+class Leave:
+    """What a listening host answers: that it has heard it may end."""
+
+    heard: threading.Event
+
+    def __call__(self) -> links.Said:
+        self.heard.set()
+        return links.Said()
+
+
+def answer(told: Told) -> HostAnswer:
+    """Raises ConfigError, DeadlineError."""
+    options = TcpOptions(token=told.token.encode(), retry_s=PATIENCE_S)
+    out = HostAnswer(workers=[worker for one in told.metrics if (worker := seconds_of(Path(one)))])
+    if told.listen:
+        listen(told, options)
+    elif told.others:
+        found, out.missing = links.matrix(told.others, options)
+        out.links = [(*pair, *both) for pair, both in found.items()]
+        for other in told.others:
+            with suppress(PeerError):  # one that has gone ends by its deadline
+                links.ask(other, links.DESCRIBE, "", options)
+    return out
+
+
+def listen(told: Told, options: TcpOptions) -> None:
+    """Until the asking host has all. Raises DeadlineError where it does not say so in time."""
+    heard = threading.Event()
+    listener = links.listening(told.listen, options, Leave(heard))
+    try:
+        if not heard.wait(told.seconds):
+            raise DeadlineError(
+                f"no host asked {told.listen} for its links within {told.seconds:.0f} s, or it has"
+                " gone",
+                hint="a firewall between the run's hosts, or one of them is lost",
+            )
+        time.sleep(LINGER_S)
+    finally:
+        listener.close()
+
+
+def seconds_of(path: Path) -> WorkerSeconds | None:
+    """None for a file without steps."""
+    lines = read_metrics(path)[-LAST_STEPS:]
+    if not lines:
+        return None
+    stages = [line.get("stages", {}) for line in lines]
+    predicted: Mapping[str, Any] = lines[-1].get("predicted", {})
+    return WorkerSeconds(
+        str(path),
+        int(lines[-1]["step"]),
+        len(lines),
+        median(float(line["seconds"]) for line in lines),
+        _medians(stages, "seconds"),
+        {name: float(of) for name, of in predicted.get("stages", {}).items()},
+        _medians(stages, "bytes"),
+    )
+
+
+def _medians(stages: Sequence[Mapping[str, Any]], what: str) -> dict[str, float]:
+    names = dict.fromkeys(name for one in stages for name in one)
+    return {
+        name: median(float(one.get(name, {}).get(what, 0.0)) for one in stages) for name in names
+    }
+
+
+def main() -> int:
+    told = msgspec.json.decode(sys.stdin.buffer.read(), type=Told)
+    print(json.dumps(msgspec.to_builtins(answer(told))))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

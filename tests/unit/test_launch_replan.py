@@ -1,0 +1,251 @@
+"""A cluster with the rates that a run's hosts showed, and the orders of hosts that are tried."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from roadtrain.config.cluster import Cluster, make_cluster
+from roadtrain.config.machines import Machines, PlanHost
+from roadtrain.config.models import from_config
+from roadtrain.errors import ConfigError
+from roadtrain.launch.measured_cluster import LinkSeen, RunSeen, measured_cluster
+from roadtrain.launch.measured_host import MODULE, HostAnswer, Told, seconds_of
+from roadtrain.planner.arrangements import MOST, arrangements, best_arrangement
+from roadtrain.planner.search import SearchResult, search
+from roadtrain.simulator.compute import Constants
+
+MBIT = 1e6 / 8
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 256,
+}
+DEVICE = {
+    "kind": "cpu",
+    "flops": "40GFLOP/s",
+    "memory": "4GB",
+    "memory_rate": "10GB/s",
+    "copy": "10GB/s",
+}
+
+
+def cluster_of(rates: list[float], count: int = 1, **more: object) -> Cluster:
+    """A kind of `count` hosts for each rate (Mbit/s)."""
+    hosts = [
+        {
+            "name": f"g{number}",
+            "count": count,
+            "devices": 1,
+            "device": DEVICE,
+            "memory": "6GB",
+            "memory_rate": "10GB/s",
+            "updates": "2GB/s",
+            "sums": "2GB/s",
+            "nics": [{"kind": "ethernet", "rate": f"{rate}Mbit/s", "latency": "50us", **more}],
+        }
+        for number, rate in enumerate(rates)
+    ]
+    return make_cluster({"hosts": hosts})
+
+
+def machines_of(names: list[str], kind: str) -> Machines:
+    return Machines(
+        tuple(
+            PlanHost(name=name, kind=kind, address=f"10.0.0.{number}", workers=1)
+            for number, name in enumerate(names)
+        )
+    )
+
+
+def seen(rates: dict[str, float], share: float) -> tuple[LinkSeen, ...]:
+    """Each pair as fast as the slower card of both."""
+    return tuple(
+        LinkSeen(a, b, min(rates[a], rates[b]) * MBIT * share, 1e-4)
+        for a in rates
+        for b in rates
+        if a != b
+    )
+
+
+def test_one_slow_host_becomes_a_kind_of_its_own_and_its_peers_stay_as_they_are() -> None:
+    cluster = cluster_of([100], count=4)
+    machines = machines_of(["a", "b", "c", "d"], "g0")
+    rates = {"a": 100.0, "b": 25.0, "c": 104.0, "d": 97.0}
+    found, changes = measured_cluster(cluster, machines, RunSeen(seen(rates, 0.9)), 0.9)
+    assert [host.name for host in found.hosts] == ["a", "b", "c", "d"]
+    got = [round(host.nics[0].total / MBIT) for host in found.hosts]
+    assert got == [100, 25, 100, 100]  # what is within 15 % of the file's stays the file's
+    assert [host.addresses for host in found.hosts] == [(f"10.0.0.{i}",) for i in range(4)]
+    assert [change.what for change in changes] == ["hosts.b.nics"]
+    assert "hosts.b.nics" in found.measured
+
+
+def test_what_is_as_the_plan_says_leaves_the_cluster_as_it_was() -> None:
+    cluster = cluster_of([100], count=3)
+    machines = machines_of(["a", "b", "c"], "g0")
+    rates = dict.fromkeys("abc", 90.0)
+    found, changes = measured_cluster(cluster, machines, RunSeen(seen(rates, 0.9)), 0.9)
+    assert found is cluster and not changes
+
+
+def test_of_a_card_the_worse_direction_counts() -> None:
+    cluster = cluster_of([100], count=3)
+    machines = machines_of(["a", "b", "c"], "g0")
+    links = [
+        LinkSeen(one.sender, one.receiver, one.rate / (4 if one.receiver == "b" else 1), 0.0)
+        for one in seen(dict.fromkeys("abc", 100.0), 0.9)
+    ]
+    found, _ = measured_cluster(cluster, machines, RunSeen(tuple(links)), 0.9)
+    assert [round(host.nics[0].total / MBIT) for host in found.hosts] == [100, 25, 100]
+
+
+def test_all_hosts_of_a_kind_slower_alike_stay_a_kind() -> None:
+    cluster = cluster_of([100], count=3)
+    machines = machines_of(["a", "b", "c"], "g0")
+    slower = dict.fromkeys("abc", 2.0)
+    found, changes = measured_cluster(cluster, machines, RunSeen(slower=slower), 0.9)
+    (kind,) = found.hosts
+    assert kind.count == 3 and kind.device is not None and kind.device.flops == 20e9
+    assert len(changes) == 3
+
+
+def test_a_slow_link_between_switches_is_the_links_and_no_cards() -> None:
+    cluster = make_cluster(
+        {
+            "hosts": [
+                {
+                    "name": name,
+                    "count": 2,
+                    "device": DEVICE,
+                    "memory": "6GB",
+                    "nics": [{"rate": "400Mbit/s", "switch": name}],
+                }
+                for name in ("left", "right")
+            ],
+            "switches": [{"name": "left"}, {"name": "right"}],
+            "links": [{"between": ["left", "right"], "rate": "200Mbit/s"}],
+        }
+    )
+    kinds = {"a": "left", "b": "left", "c": "right", "d": "right"}
+    hosts = tuple(PlanHost(name=n, kind=k, address=n, workers=1) for n, k in kinds.items())
+    links = tuple(
+        LinkSeen(one, other, (400 if kinds[one] == kinds[other] else 50) * MBIT, 1e-4)
+        for one in kinds
+        for other in kinds
+        if one != other
+    )
+    found, changes = measured_cluster(cluster, Machines(hosts), RunSeen(links), 1.0)
+    assert found.hosts == cluster.hosts
+    assert found.links[0].rate == pytest.approx(50 * MBIT)
+    assert [change.what for change in changes] == ["links.left-right"]
+
+
+def test_hosts_that_are_alike_have_one_order() -> None:
+    assert [one.said for one in arrangements(cluster_of([100, 100, 100]))] == [
+        "hosts in the order g0, g1, g2"
+    ]
+
+
+def test_a_slow_host_is_tried_at_each_place_and_left_out() -> None:
+    cluster = cluster_of([100, 25, 100])
+    found = list(arrangements(cluster))
+    rates = {
+        tuple(round(h.nics[0].total / MBIT) for h in one.cluster.workers): one.left_out
+        for one in found
+    }
+    assert rates == {
+        (100, 25, 100): (),
+        (100, 100): ("g1",),
+        (100, 100, 25): (),
+        (25, 100, 100): (),
+    }
+    assert found[0].cluster.hosts == cluster.hosts
+
+
+def test_arrangements_of_many_hosts_are_bounded_and_move_the_slow_ones_to_an_end() -> None:
+    rates = [100.0] * 30
+    rates[7], rates[19] = 25.0, 50.0
+    found = list(arrangements(cluster_of(rates)))
+    assert len(found) <= MOST
+    assert any(one.left_out == ("g7",) for one in found)
+    assert any(one.cluster.workers[-1].name == "g7" for one in found)
+
+
+def searched(cluster: Cluster) -> SearchResult:
+    model = from_config(LLAMA, seq_len=128)
+    return search(cluster, model, Constants(), batch=16, placements=["zero1"], explain=False)
+
+
+def test_a_slowed_card_in_the_middle_of_a_pipeline_is_planned_away() -> None:
+    found = best_arrangement(cluster_of([100, 25, 100, 100]), searched)
+    assert found.as_given is not None and found.as_given.pick is not None
+    assert found.answer.pick is not None
+    assert found.answer.pick.score < 0.9 * found.as_given.pick.score
+    assert found.arrangement.cluster.workers[1].name != "g1"
+
+
+def test_where_no_arrangement_takes_a_plan_the_first_reason_is_told() -> None:
+    def refused(cluster: Cluster) -> SearchResult:
+        raise ConfigError(f"no plan for {cluster.workers[0].name}")
+
+    with pytest.raises(ConfigError, match="no plan for g0"):
+        best_arrangement(cluster_of([100, 25]), refused)
+
+
+def test_medians_of_a_workers_last_steps(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [
+        {"step": n, "seconds": n / 10, "stages": {"Forward": {"seconds": 0.5, "bytes": 0}}}
+        for n in range(1, 41)
+    ]
+    path.write_text("".join(msgspec.json.encode(line).decode() + "\n" for line in lines))
+    found = seconds_of(path)
+    assert found is not None
+    assert (found.step, found.steps, found.seconds) == (40, 20, pytest.approx(3.05))
+    assert found.stages == {"Forward": 0.5}
+    assert seconds_of(tmp_path / "none.jsonl") is None
+
+
+def test_hosts_measure_their_links_with_the_token_told_on_standard_input() -> None:
+    """Rule 8: no token in words. Two listening hosts and the one that asks, as an engine runs
+    them."""
+    with socket.socket() as one, socket.socket() as other:
+        for each in (one, other):
+            each.bind(("127.0.0.1", 0))
+        ports = [each.getsockname()[1] for each in (one, other)]
+    others = [f"127.0.0.1:{port}" for port in ports]
+    token = "t" * 32
+    told = [Told(token, 60.0, listen=one) for one in others] + [Told(token, 60.0, others=others)]
+
+    def ask(one: Told) -> HostAnswer:
+        done = subprocess.run(
+            [sys.executable, "-m", MODULE],
+            input=msgspec.json.encode(one),
+            capture_output=True,
+            timeout=90,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr.decode()
+        return msgspec.json.decode(done.stdout, type=HostAnswer)
+
+    with ThreadPoolExecutor(3) as pool:
+        *_, found = pool.map(ask, told)
+    assert not found.missing
+    assert {(one, other) for one, other, _, _ in found.links} == {
+        (one, other)
+        for one in ("here", *others)
+        for other in ("here", *others)
+        if one != other
+    }
+    assert all(rate > 0 for _, _, rate, _ in found.links)
