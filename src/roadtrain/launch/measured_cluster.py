@@ -195,5 +195,3 @@ def _most_across(cluster: Cluster, link: LinkRate) -> float:
         for end in link.between
     }
     return min(best.values())
-
-

@@ -1,6 +1,6 @@
-"""`python -m roadtrain.launch.measured_host`, on a host of a run: its links to the run's other hosts,
-and what its workers' metrics say. A LaunchEngine runs it (`ask`); what it is told comes on standard
-input, JSON, so the token is on no command line (Rule 8).
+"""`python -m roadtrain.launch.measured_host`, on a host of a run: its links to the run's other
+hosts, and what its workers' metrics say. A LaunchEngine runs it (`ask`); what it is told comes on
+standard input, JSON, so the token is on no command line (Rule 8).
 
 All hosts but one listen; that one asks each of them for its link to every other, one after the
 other, as `roadtrain probe --hosts` does, and then tells them that they may end. Links are measured
