@@ -1,0 +1,115 @@
+"""How fast this machine's processors compute a job of `launch` when so many hosts compute at once:
+seconds of a micro-batch's forward and backward, of an update of the optimizer and of sums. Measured
+right before a plan is made, so that its cluster file says what the machine gives now.
+
+    python -m benchmarks.launch_speed JOB.toml SECONDS       one of the hosts: a line of JSON
+
+Each process has one thread, as the workers have. Does NOT talk to anyone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from roadtrain.config.job import load_job
+from roadtrain.planner.model_config import shape_of_config
+from roadtrain.planner.probe import processors
+from roadtrain.training.build import build_config, build_model
+from roadtrain.training.train_parallel import loss_of, micro_batch
+
+SECONDS = 4.0
+LIMIT_S = 240.0
+BEGIN = "begin"
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Of one of several hosts that compute at once. `flops`: that a device needs to compute as
+    fast, all of its peak used."""
+
+    hosts: int
+    flops: float
+    pass_s: float  # forward and backward of a micro-batch
+    updates: float  # bytes a second, as in the cluster file
+    sums: float
+    memory_rate: float
+
+
+def speed(job: Path, hosts: int) -> Speed:
+    """With so many processes at once. Raises RuntimeError where one fails."""
+    words = [sys.executable, "-m", "benchmarks.launch_speed", str(job), str(SECONDS)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        for _ in range(hosts)
+    ]
+    try:
+        for one in processes:  # all have imported torch and built the model
+            assert one.stdout is not None
+            if one.stdout.readline().strip() != BEGIN:
+                raise RuntimeError(f"a process that measures {job} ended before it began")
+        for one in processes:
+            assert one.stdin is not None
+            one.stdin.write("go\n")
+            one.stdin.flush()
+        found = [json.loads(one.communicate(timeout=LIMIT_S)[0]) for one in processes]
+    finally:
+        for one in processes:
+            one.kill()
+            one.wait()
+    pass_s = median(one["pass_s"] for one in found)
+    tree = load_job(job)
+    config: Any = build_config(tree)
+    if "vocab_size" not in tree.model.config:
+        config.vocab_size = 256
+    shape = shape_of_config(config.to_dict(), seq_len=tree.data.seq_len)
+    flops = shape.step_flops(False) * tree.data.batch_size / pass_s
+    rates = {name: rate / hosts for name, rate in together().items()}
+    return Speed(hosts, flops, pass_s, rates["updates"], rates["sums"], rates["memory_rate"])
+
+
+@cache
+def together() -> dict[str, float]:
+    """Rates of all processors, which the hosts share."""
+    return processors(len(os.sched_getaffinity(0)))
+
+
+def main(job_file: str, seconds: str) -> None:
+    torch.set_num_threads(1)
+    job = load_job(job_file)
+    if "vocab_size" not in job.model.config:
+        job = job.changed({"model.config.vocab_size": 256})
+    model = build_model(job, "cpu")
+    tokens = torch.randint(256, (job.data.batch_size, job.data.seq_len + 1))
+    batch = micro_batch(tokens[:, :-1], tokens[:, 1:], torch.device("cpu"))
+
+    def compute() -> float:
+        then = time.perf_counter()
+        loss_of(model(**batch.kwargs), batch).backward()
+        return time.perf_counter() - then
+
+    compute()
+    print(BEGIN, flush=True)
+    sys.stdin.readline()
+    until = time.perf_counter() + float(seconds)
+    took = [compute()]
+    while time.perf_counter() < until:
+        took.append(compute())
+    print(json.dumps({"pass_s": median(took)}), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
