@@ -23,10 +23,11 @@ from typing import Any
 import torch
 
 from roadtrain.config.job import load_job
+from roadtrain.parallel.stage_model import MicroBatch
 from roadtrain.planner.model_config import shape_of_config
 from roadtrain.planner.probe import processors
 from roadtrain.training.build import build_config, build_model
-from roadtrain.training.train_parallel import loss_of, micro_batch
+from roadtrain.training.train_parallel import loss_of
 
 SECONDS = 4.0
 LIMIT_S = 240.0
@@ -94,11 +95,12 @@ def main(job_file: str, seconds: str) -> None:
         job = job.changed({"model.config.vocab_size": 256})
     model = build_model(job, "cpu")
     tokens = torch.randint(256, (job.data.batch_size, job.data.seq_len + 1))
-    batch = micro_batch(tokens[:, :-1], tokens[:, 1:], torch.device("cpu"))
+    inputs = {"input_ids": tokens[:, :-1], "use_cache": False}
+    batch = MicroBatch((), inputs, tokens[:, 1:])
 
     def compute() -> float:
         then = time.perf_counter()
-        loss_of(model(**batch.kwargs), batch).backward()
+        loss_of(model(**inputs), batch).backward()
         return time.perf_counter() - then
 
     compute()
