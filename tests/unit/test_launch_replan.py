@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from itertools import permutations
 from pathlib import Path
 
 import msgspec
@@ -20,6 +20,7 @@ from roadtrain.launch.measured_host import MODULE, HostAnswer, Told, seconds_of
 from roadtrain.planner.arrangements import MOST, arrangements, best_arrangement
 from roadtrain.planner.search import SearchResult, search
 from roadtrain.simulator.compute import Constants
+from roadtrain.transport.address import write_token
 
 MBIT = 1e6 / 8
 LLAMA = {
@@ -218,32 +219,31 @@ def test_medians_of_a_workers_last_steps(tmp_path: Path) -> None:
     assert seconds_of(tmp_path / "none.jsonl") is None
 
 
-def test_hosts_measure_their_links_with_the_token_told_on_standard_input() -> None:
+def test_hosts_measure_their_links_with_the_token_told_on_standard_input(tmp_path: Path) -> None:
     """Rule 8: no token in words. Two listening hosts and the one that asks, as an engine runs
-    them."""
+    them; those that listen end by themselves."""
     with socket.socket() as one, socket.socket() as other:
         for each in (one, other):
             each.bind(("127.0.0.1", 0))
         ports = [each.getsockname()[1] for each in (one, other)]
     others = [f"127.0.0.1:{port}" for port in ports]
-    token = "t" * 32
-    told = [Told(token, 60.0, listen=one) for one in others] + [Told(token, 60.0, others=others)]
-
-    def ask(one: Told) -> HostAnswer:
-        done = subprocess.run(
-            [sys.executable, "-m", MODULE],
-            input=msgspec.json.encode(one),
-            capture_output=True,
-            timeout=90,
-            check=False,
-        )
+    words = [sys.executable, "-m", MODULE]
+    write_token(tmp_path / "token", b"t" * 32)
+    listening = [
+        subprocess.Popen([*words, "--listen", one, "--token-file", str(tmp_path / "token")])
+        for one in others
+    ]
+    try:
+        told = msgspec.json.encode(Told("t" * 32, others))
+        done = subprocess.run(words, input=told, capture_output=True, timeout=90, check=False)
         assert done.returncode == 0, done.stderr.decode()
-        return msgspec.json.decode(done.stdout, type=HostAnswer)
-
-    with ThreadPoolExecutor(3) as pool:
-        *_, found = pool.map(ask, told)
+        found = msgspec.json.decode(done.stdout, type=HostAnswer)
+        assert [one.wait(timeout=30) for one in listening] == [0, 0]
+    finally:
+        for one in listening:
+            one.kill()
+            one.wait()
     assert not found.missing
-    assert {(one, other) for one, other, _, _ in found.links} == {
-        (one, other) for one in ("here", *others) for other in ("here", *others) if one != other
-    }
+    places = ("here", *others)
+    assert {(a, b) for a, b, _, _ in found.links} == {(a, b) for a, b in permutations(places, 2)}
     assert all(rate > 0 for _, _, rate, _ in found.links)

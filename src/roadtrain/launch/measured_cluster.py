@@ -40,7 +40,7 @@ class RunSeen:
 
 
 @dataclass(frozen=True)
-class Change:
+class RateChange:
     """One rate. `what`: as in `Cluster.measured`; `before` and `now`: as people say it."""
 
     what: str
@@ -53,12 +53,12 @@ class Change:
 
 def measured_cluster(
     cluster: Cluster, machines: Machines, seen: RunSeen, network: float
-) -> tuple[Cluster, list[Change]]:
+) -> tuple[Cluster, list[RateChange]]:
     """network: the share of a card's rate that data has, by which a measured rate becomes a
     card's. The same cluster where nothing differs."""
     every = (*machines.hosts, *machines.spares)
     rates = {host.name: host.rate(network) for host in _cards(cluster, every, seen.links)}
-    changes: list[Change] = []
+    changes: list[RateChange] = []
     hosts: list[Host] = []
     for kind in cluster.hosts:
         mine = [host for host in every if host.kind == kind.name]
@@ -110,20 +110,20 @@ def _differs(now: float, before: float) -> bool:
 
 
 def _changed(
-    kind: Host, name: str, rate: float | None, seen: RunSeen, changes: list[Change]
+    kind: Host, name: str, rate: float | None, seen: RunSeen, changes: list[RateChange]
 ) -> Host:
     """One host of the kind, as it showed itself."""
     update: dict[str, object] = {}
     nic = _nic(kind)
     if rate is not None and nic is not None and _differs(rate, nic.total):
-        changes.append(Change(f"hosts.{name}.nics", show_rate(nic.total), show_rate(rate)))
+        changes.append(RateChange(f"hosts.{name}.nics", show_rate(nic.total), show_rate(rate)))
         own = nic.model_copy(update={"rate": rate / nic.count})
         update["nics"] = tuple(own if one is nic else one for one in kind.nics)
     times = seen.slower.get(name, 1.0)
     if kind.device is not None and abs(times - 1) > WITHIN:
         flops = kind.device.flops / times
         said = [f"{each / 1e12:.3g} TFLOP/s" for each in (kind.device.flops, flops)]
-        changes.append(Change(f"hosts.{name}.device", *said))
+        changes.append(RateChange(f"hosts.{name}.device", *said))
         update["device"] = kind.device.model_copy(update={"flops": flops})
     return kind.model_copy(update=update) if update else kind
 
@@ -158,7 +158,7 @@ def _links(
     every: Sequence[PlanHost],
     seen: Sequence[LinkSeen],
     network: float,
-    changes: list[Change],
+    changes: list[RateChange],
 ) -> Iterator[LinkRate]:
     """Between switches: what the best pair of hosts across it has, where that is not what the link
     and both cards say."""
@@ -176,7 +176,7 @@ def _links(
             yield link
             continue
         what = f"links.{'-'.join(link.between)}"
-        changes.append(Change(what, show_rate(link.rate), show_rate(rate)))
+        changes.append(RateChange(what, show_rate(link.rate), show_rate(rate)))
         yield link.model_copy(update={"rate": rate})
 
 

@@ -1,16 +1,19 @@
 """`python -m roadtrain.launch.measured_host`, on a host of a run: its links to the run's other
-hosts, and what its workers' metrics say. A LaunchEngine runs it (`ask`); what it is told comes on
-standard input, JSON, so the token is on no command line (Rule 8).
+hosts, and what its workers' metrics say.
 
-All hosts but one listen; that one asks each of them for its link to every other, one after the
-other, as `roadtrain probe --hosts` does, and then tells them that they may end. Links are measured
-by what else a host does, too: so workers do not run meanwhile. Every wait has a deadline (Rule 5).
-Does NOT import torch.
+    --listen ADDRESS:PORT --token-file T   a process of a LaunchEngine: answers one that asks
+    (no words)                             a command of a LaunchEngine (`ask`): it is told which
+                                           hosts listen, with the token, on standard input (Rule 8)
+
+The asking host asks each of the others for its link to every other, one after the other, as
+`roadtrain probe --hosts` does, and then tells them that they may end. Links are slowed by all else
+that uses them: so workers do not run meanwhile. Every wait has a deadline (Rule 5). Does NOT import
+torch.
 """
 
 from __future__ import annotations
 
-import json
+import argparse
 import sys
 import threading
 import time
@@ -26,21 +29,21 @@ import msgspec
 from roadtrain.errors import DeadlineError, PeerError
 from roadtrain.planner import probe_links as links
 from roadtrain.training.metrics import read_metrics
+from roadtrain.transport.address import token_of
 from roadtrain.transport.tcp import TcpOptions
 
 MODULE = "roadtrain.launch.measured_host"
 LAST_STEPS = 20  # of a worker's metrics, over which medians are
 PATIENCE_S = 30.0  # for a host that does not listen yet
+LISTEN_S = 600.0  # a listening host waits so long for the asking one
 LINGER_S = 0.5  # so that the last answer leaves
 
 
 class Told(msgspec.Struct):
-    """What a host is told. `listen`: ADDRESS:PORT, where it answers until it may end, at most
-    `seconds`; "": it asks `others` (ADDRESS:PORT). `metrics`: files of its workers."""
+    """What a host is told. `others`: ADDRESS:PORT of those that listen. `metrics`: files of its
+    workers."""
 
-    token: str
-    seconds: float
-    listen: str = ""
+    token: str = ""
     others: list[str] = []
     metrics: list[str] = []
 
@@ -79,12 +82,10 @@ class Leave:
 
 
 def answer(told: Told) -> HostAnswer:
-    """Raises ConfigError, DeadlineError."""
-    options = TcpOptions(token=told.token.encode(), retry_s=PATIENCE_S)
+    """Raises ConfigError."""
     out = HostAnswer(workers=[worker for one in told.metrics if (worker := seconds_of(Path(one)))])
-    if told.listen:
-        listen(told, options)
-    elif told.others:
+    if told.others:
+        options = TcpOptions(token=told.token.encode(), retry_s=PATIENCE_S)
         found, out.missing = links.matrix(told.others, options)
         out.links = [(*pair, *both) for pair, both in found.items()]
         for other in told.others:
@@ -93,15 +94,14 @@ def answer(told: Told) -> HostAnswer:
     return out
 
 
-def listen(told: Told, options: TcpOptions) -> None:
+def listen(address: str, options: TcpOptions, seconds: float) -> None:
     """Until the asking host has all. Raises DeadlineError where it does not say so in time."""
     heard = threading.Event()
-    listener = links.listening(told.listen, options, Leave(heard))
+    listener = links.listening(address, options, Leave(heard))
     try:
-        if not heard.wait(told.seconds):
+        if not heard.wait(seconds):
             raise DeadlineError(
-                f"no host asked {told.listen} for its links within {told.seconds:.0f} s, or it has"
-                " gone",
+                f"no host asked {address} for its links within {seconds:.0f} s, or it has gone",
                 hint="a firewall between the run's hosts, or one of them is lost",
             )
         time.sleep(LINGER_S)
@@ -134,9 +134,17 @@ def _medians(stages: Sequence[Mapping[str, Any]], what: str) -> dict[str, float]
     }
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(f"python -m {MODULE}")
+    parser.add_argument("--listen", default="")
+    parser.add_argument("--token-file")
+    given = parser.parse_args(argv)
+    if given.listen:
+        options = TcpOptions(token=token_of(given.token_file), retry_s=PATIENCE_S)
+        listen(given.listen, options, LISTEN_S)
+        return 0
     told = msgspec.json.decode(sys.stdin.buffer.read(), type=Told)
-    print(json.dumps(msgspec.to_builtins(answer(told))))
+    print(msgspec.json.encode(answer(told)).decode())
     return 0
 
 
