@@ -288,6 +288,21 @@ def _kept_of(percent: Any) -> Any:
     return percent / 100 / 2 if isinstance(percent, int | float) else percent
 
 
+class PredictedSection(Section):
+    """What the plan promised that `roadtrain launch` runs; it writes this."""
+
+    seconds: Number = Field(
+        default=0.0, description="of a step, by the plan that is run; 0: nothing is predicted"
+    )
+    stages: dict[str, dict[str, Number]] = Field(
+        default={}, description="of each pipeline stage (`stage 0`) seconds of Forward, Wait, ..."
+    )
+
+
+def _parallelism_table(given: object) -> object:
+    return {"auto": True} if given == "auto" else given
+
+
 FAN_IN_KEYS = ("switches", "wire", "window", "multicast")  # that the first edition did not have
 FORMER_KEYS = {
     "store.dirs": Former("store.files"),
@@ -312,7 +327,10 @@ class Job(Section):
     servers: ServersSection = ServersSection()
     budget: BudgetSection = BudgetSection()
     compress: CompressSection = CompressSection()
-    parallelism: ParallelismSection = ParallelismSection()
+    parallelism: Annotated[ParallelismSection, BeforeValidator(_parallelism_table)] = (
+        ParallelismSection()
+    )
+    predicted: PredictedSection = PredictedSection()
 
     @property
     def run_dir(self) -> Path:

@@ -47,6 +47,11 @@ class StagePlacement(Section):
 
 
 class ParallelismSection(Section):
+    auto: Flag = Field(
+        default=False,
+        description='`parallelism = "auto"` instead of the table: it is that of the plan that'
+        " `roadtrain launch` runs",
+    )
     dp: Count | None = Field(
         default=None,
         description="data-parallel ranks of each stage; default: what the processes give",
@@ -112,6 +117,15 @@ class ParallelismSection(Section):
         description="the workers add up nothing themselves while a reducer is there"
         " (placement parameter-server)",
     )
+
+    def check_known(self) -> None:
+        """Raises ConfigError where a plan says it."""
+        if self.auto:
+            raise ConfigError(
+                'parallelism = "auto" is that of a plan, and there is none here',
+                hint="roadtrain plan CLUSTER.toml --job JOB.toml, then roadtrain launch plan.toml"
+                " JOB.toml",
+            )
 
     @model_validator(mode="after")
     def _one_placement_a_stage(self) -> Self:

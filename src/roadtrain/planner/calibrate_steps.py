@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
@@ -31,7 +29,7 @@ from roadtrain.config.plan import ElementBytes, Framework, Plan, PlanMemory, pla
 from roadtrain.errors import PeerError, RoadtrainError
 from roadtrain.planner.model_config import shape_of_config
 from roadtrain.runtime import health
-from roadtrain.runtime.trace import Stages
+from roadtrain.runtime.trace import NetStages, Stages
 from roadtrain.training.train import Training, link_of, place_job, step
 from roadtrain.transport.address import address_of
 
@@ -52,21 +50,6 @@ class Measured:
     memory: int
     plan: Plan
     shape: ModelShape
-
-
-class Net(Stages):
-    """Stages without what is waited in them, by the `other`."""
-
-    def __init__(self, other: Stages) -> None:
-        super().__init__()
-        self._other = other
-
-    @contextmanager
-    def timed(self, name: str, nbytes: int = 0) -> Iterator[None]:
-        before = self._other.seconds().get("Wait", 0.0)
-        with super().timed(name, nbytes):
-            yield
-        self.add(name, before - self._other.seconds().get("Wait", 0.0))
 
 
 def plan_of(training: Training) -> Plan:
@@ -114,7 +97,7 @@ def measure(job: Job, steps: int) -> Measured:
     """Trains `job` for WARM + `steps` steps. Raises RoadtrainError."""
     training = place_job(job, report=lambda _: None)
     waits: Stages = training.optimizer.session.stages
-    training = replace(training, stages=Net(waits))
+    training = replace(training, stages=NetStages(waits))
     lines: list[tuple[float, dict[str, Any]]] = []
     before: dict[str, float] = {}
     with training.optimizer:

@@ -21,6 +21,7 @@ def command(path: str, overrides: Mapping[str, Any], new_store: bool = False) ->
     """
     job = load_job(path, {**overrides, "run.new_store": True} if new_store else overrides)
     check_own(path, job)
+    job.parallelism.check_known()
     if (idle := idle_keys(job)) and os.environ.get("RANK", "0") == "0":
         needs = "dp, tp, pp, widths, placements or reducers"
         print(f"parallelism: {', '.join(idle)} without {needs}: no effect")

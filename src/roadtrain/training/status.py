@@ -18,13 +18,13 @@ from roadtrain.config.job import Job, job_of_run
 from roadtrain.errors import PeerError
 from roadtrain.runtime import health
 from roadtrain.training.metrics import read_metrics
+from roadtrain.training.predicted import RECENT, compared
 from roadtrain.training.progress import describe, show_table
 from roadtrain.transport.address import address_of, tls_of, token_of
 from roadtrain.transport.plugins import link_options
 from roadtrain.units import show_bytes, show_rate
 
 ASSUMED_TBW = 600.0  # terabytes: what makers state for a 1 TB consumer SSD
-RECENT = 20  # steps that rates are taken from
 WRITES = ("Write", "Commit")  # stages whose bytes go to the device
 
 
@@ -50,7 +50,8 @@ def command(
         key: TLS: PEM file of its key, likewise
         link: how the servers are reached, as they were told (tcp)
     """
-    if Path(run).is_dir() or ":" not in run:
+    named = ":" in run and not Path(run).is_dir()  # servers
+    if not named:
         job = job_of_run(run)
         switches = len(job.servers.switches)
         table, servers = (
@@ -67,6 +68,8 @@ def command(
         found = health.ask_all([address_of(server) for server in servers], options)
         table += health.rows(servers, found, switches)
     show_table(table, report)
+    for beside in [] if named else compared(Path(run)):
+        show_table(beside, report)
     return int(any(isinstance(one, PeerError) for one in found))
 
 

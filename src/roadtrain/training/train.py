@@ -12,7 +12,7 @@ import math
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from roadtrain.config.job import Job
 from roadtrain.config.lossy import Delay, Downcast, TopK
 from roadtrain.device.copies import own_device
 from roadtrain.errors import ConfigError
-from roadtrain.runtime.trace import Stages
+from roadtrain.runtime.trace import NetStages, Stages
 from roadtrain.runtime.worker_group import WorkerGroup
 from roadtrain.storage.direct import make_directory, replace_file
 from roadtrain.storage.mark import Mark
@@ -34,6 +34,7 @@ from roadtrain.training.build import build_model, build_optimizer, fitted
 from roadtrain.training.data import Tokens
 from roadtrain.training.memory_limit import ENFORCED_BY, limited
 from roadtrain.training.metrics import Metrics, committed_by
+from roadtrain.training.predicted import promised
 from roadtrain.training.progress import progress, show_table
 from roadtrain.training.schedule import learning_rate
 from roadtrain.training.stop import Stop
@@ -88,6 +89,8 @@ def _train(job: Job, report: Report, program: str) -> Summary:
     mark = mark_of(job, report)
     training = place_job(job, report, mark)
     optimizer = training.optimizer
+    if job.predicted.seconds:  # which is told without waiting
+        training = replace(training, stages=NetStages(optimizer.session.stages))
     rank = optimizer.group.rank
     # of one worker each
     lines = job.run_dir / (f"metrics.{rank}.jsonl" if rank else "metrics.jsonl")
@@ -358,6 +361,7 @@ def _line(
             k: {"seconds": round(v.seconds, 6), "bytes": v.nbytes} for k, v in stages.items()
         },
     }
+    line |= promised(job, 0, optimizer.group.rank)
     return line | ({"lossy": job.lossy} if job.lossy else {})
 
 

@@ -37,6 +37,7 @@ from roadtrain.training.build import build_model, build_optimizer, fitted
 from roadtrain.training.data import Tokens
 from roadtrain.training.memory_limit import limited
 from roadtrain.training.metrics import Metrics, read_metrics
+from roadtrain.training.predicted import promised
 from roadtrain.training.progress import progress, show_table
 from roadtrain.training.schedule import learning_rate
 from roadtrain.training.stop import Stop
@@ -83,6 +84,9 @@ class StagedJob:
             "stages": {k: {"seconds": round(v, 6), "bytes": 0} for k, v in stages.items()},
             "snapshot_every": job.parallelism.snapshot_every,
         }
+        if job.predicted.seconds:
+            at = self.training.joined.position
+            line |= promised(job, at.stage, at.replica)
         return line | ({"lossy": job.lossy} if job.lossy else {})
 
     def step(self, *, stop: bool) -> tuple[StepResult, float]:

@@ -1,0 +1,83 @@
+"""From a plan to a job: `parallelism = "auto"`, what was promised beside what was measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roadtrain.config.job import load_job, make_job
+from roadtrain.errors import ConfigError
+from roadtrain.training import status
+from roadtrain.training.command import command as train
+from roadtrain.training.predicted import promised
+
+MODEL: dict[str, Any] = {"config": {"model_type": "llama"}}
+STAGES = {"stage 0": {"Forward": 0.1, "Wait": 0.4}, "stage 1": {"Forward": 0.3, "Backward": 0.5}}
+
+
+def test_a_job_may_leave_its_parallelism_to_the_plan(tmp_path):
+    path = tmp_path / "job.toml"
+    path.write_text('parallelism = "auto"\n[model.config]\nmodel_type = "llama"\n')
+    job = load_job(path)
+    assert job.parallelism.auto and not job.parallelism.used
+    with pytest.raises(ConfigError, match="roadtrain launch"):
+        train(str(path), {})
+    path.write_text(job.to_toml())
+    assert load_job(path) == job  # as a table
+    assert job.changed({"parallelism.auto": False, "parallelism.dp": 2}).parallelism.used
+    with pytest.raises(ConfigError, match="parallelism"):
+        make_job({"model": MODEL, "parallelism": "automatic"})
+
+
+def test_a_line_says_what_was_promised_at_its_place():
+    assert promised(make_job({"model": MODEL}), 0, 0) == {}
+    own = {"stage 0 replica 1": {"Forward": 0.2}}
+    job = make_job({"model": MODEL, "predicted": {"seconds": 1.0, "stages": STAGES | own}})
+    [line] = promised(job, 0, 1).values()
+    assert line == {"where": "stage 0 replica 1", "seconds": 1.0, "stages": {"Forward": 0.2}}
+    assert promised(job, 1, 1)["predicted"]["stages"] == STAGES["stage 1"]
+    assert promised(job, 7, 0)["predicted"] == {"where": "stage 7", "seconds": 1.0, "stages": {}}
+    assert make_job(json.loads(job.model_dump_json())) == job
+
+
+def lines(job: Any, stage: int, forward: float) -> str:
+    """25 steps, of which the first are ten times as long."""
+    out = []
+    for step in range(1, 26):
+        times = 10.0 if step <= 5 else 1.0
+        line = {
+            "step": step,
+            "loss": 1.0,
+            "tokens": 10,
+            "seconds": 2.0 * times,
+            "stages": {"Forward": {"seconds": forward * times, "bytes": 0}},
+        }
+        out.append(json.dumps(line | promised(job, stage, 0)))
+    return "\n".join(out) + "\n"
+
+
+def test_status_shows_predicted_beside_measured_of_every_stage(tmp_path: Path):
+    run = {"dir": str(tmp_path)}
+    job = make_job({"run": run, "model": MODEL, "predicted": {"seconds": 1.0, "stages": STAGES}})
+    (tmp_path / "job.toml").write_text(job.to_toml())
+    (tmp_path / "metrics.jsonl").write_text(lines(job, 0, 0.2))
+    for rank, stage, forward in ((1, 0, 9.0), (2, 1, 0.15), (10, 1, 9.0)):
+        (tmp_path / f"metrics.{rank}.jsonl").write_text(lines(job, stage, forward))
+    (tmp_path / "metrics.uncommitted.jsonl").write_text(lines(job, 3, 1.0))
+    said: list[str] = []
+    status.command(str(tmp_path), report=said.append)
+    rows = [" ".join(line.split()) for line in said]
+    tables = rows[rows.index("stage 0 predicted measured ratio") :]
+    assert tables == [
+        "stage 0 predicted measured ratio",
+        "a step 1 s 2 s 2.00",
+        "Forward 100 ms 200 ms 2.00",
+        "Wait 400 ms - -",
+        "stage 1 predicted measured ratio",
+        "a step 1 s 2 s 2.00",
+        "Forward 300 ms 150 ms 0.50",
+        "Backward 500 ms - -",
+    ]
