@@ -203,6 +203,7 @@ def test_keys_of_a_job() -> None:
         "compress.keep",
         "compress.error_feedback",
         "compress.downcast",
+        "parallelism.auto",
         "parallelism.dp",
         "parallelism.tp",
         "parallelism.pp",
@@ -222,6 +223,8 @@ def test_keys_of_a_job() -> None:
         "parallelism.reducers",
         "parallelism.reducers_token_file",
         "parallelism.reducers_alone",
+        "predicted.seconds",
+        "predicted.stages",
     ]
 
 
