@@ -58,6 +58,25 @@ class ResolvedRun:
         """The plan's, in the order of ranks."""
         return tuple(host.name for host in self.machines.hosts if host.workers)
 
+    @property
+    def worker_count(self) -> int:
+        """The plan's."""
+        return sum(host.workers for host in self.machines.hosts)
+
+    @property
+    def sums_at_reducers(self) -> bool:
+        """Whether workers use reducers, also such as come later."""
+        return bool(self.job.parallelism.reducers)
+
+    def ranks_of(self, host: str) -> range:
+        """The plan's."""
+        first = 0
+        for one in self.machines.hosts:
+            if one.name == host:
+                return range(first, first + one.workers)
+            first += one.workers
+        return range(0)
+
     def host(self, name: str) -> PlanHost:
         """Of the plan, its spare ones too. Raises ConfigError."""
         known = (*self.machines.hosts, *self.machines.spares)
@@ -139,6 +158,7 @@ class ResolvedRun:
             "TORCHELASTIC_RESTART_COUNT": attempt,
         }
         places = [(i, local) for i, count in enumerate(each) for local in range(count)]
+        meets = self.job.parallelism.used  # others meet at their servers
         processes = []
         for rank, (group, local) in enumerate(places):
             own = {"RANK": rank, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": each[group]}
@@ -152,7 +172,7 @@ class ResolvedRun:
                     self.directory,
                     {key: str(value) for key, value in said.items()},
                     files,
-                    (self.machines.rendezvous_port,) if rank == 0 else (),
+                    (self.machines.rendezvous_port,) if meets and not rank else (),
                 )
             )
         return WorkerSet(attempt, tuple(processes))
@@ -165,8 +185,8 @@ class ResolvedRun:
             HostFile(self._path("job.toml"), job.to_toml()),
             HostFile(self._path("token"), self.token, secret=True),
         ]
-        planned = [host.name for host in self.machines.hosts if host.reducer]
-        if planned or reducers:
+        if self.sums_at_reducers:
+            planned = [host.name for host in self.machines.hosts if host.reducer]
             used = planned if reducers is None else reducers
             files.append(HostFile(self.reducers_path, self.reducer_lines(used)))
         return tuple(files)
@@ -203,8 +223,7 @@ class ResolvedRun:
         there = [WorkerHost(name, self.host(name).workers) for name in hosts]
         if idle := [host.name for host in there if not host.workers] or ([] if there else ["none"]):
             raise ConfigError(f"0 workers can run on {', '.join(idle)}, 1 or more are needed")
-        planned = sum(host.workers for host in self.machines.hosts)
-        return job_on(self.job, planned, there)
+        return job_on(self.job, self.worker_count, there)
 
     @property
     def reducers_path(self) -> str:

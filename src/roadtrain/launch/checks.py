@@ -1,0 +1,370 @@
+"""check(): everything that is wrong with a run, one sentence each, before anything of it starts.
+
+    LaunchEngine.hosts()   which hosts are there, with how many devices and how much memory
+    launch/look.py         on each of them: stores, ports, text, versions
+    here                   what these mean for the plan and the job, and for each other
+
+Nothing is started, made or changed. Clocks are not compared: nothing depends on them. Does NOT know
+what starts when all is well, nor why a host that does not answer is gone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from roadtrain.config.job import Job
+from roadtrain.config.machines import PlanHost
+from roadtrain.config.models import ModelShape, from_config
+from roadtrain.errors import ConfigError, LaunchError
+from roadtrain.launch.engine import HostSeen, LaunchEngine
+from roadtrain.launch.look import (
+    HostLook,
+    HostQuestion,
+    PathLook,
+    PortQuestion,
+    StoreLook,
+    versions,
+)
+from roadtrain.launch.processes import Process, Role
+from roadtrain.launch.resolve import ResolvedRun
+from roadtrain.simulator.memory import USABLE, cut, file_bytes, host_bytes
+from roadtrain.units import show_bytes
+
+LOOK = ("-m", "roadtrain.launch.look")
+DATAGRAM_PORTS = 64  # above a switch's own, for its jobs
+LEAVE_S = (2.0, 3.0)  # a run that has just ended may hold its stores and ports for so long
+BYTES_OF_BYTES = 256  # tokens where text is read as bytes
+
+
+@dataclass(frozen=True)
+class SeenHost:
+    """A host of the plan that is there, and what it told of itself."""
+
+    plan: PlanHost
+    seen: HostSeen
+    asked: HostQuestion
+    look: HostLook
+
+    @property
+    def name(self) -> str:
+        return self.plan.name
+
+
+def check(run: ResolvedRun, engine: LaunchEngine) -> list[str]:
+    """Lines that the user should know. Raises one LaunchError with all that is wrong."""
+    there = {one.name: one for one in engine.hosts()}
+    wrong = [*_absent(run, there)]
+    hosts, silent = _look_at(run, engine, there)
+    for patience_s in LEAVE_S:
+        if not any(_in_use(host) for host in hosts):
+            break
+        time.sleep(patience_s)
+        hosts, silent = _look_at(run, engine, there)
+    wrong += silent
+    shape = shape_of(run.job)
+    wrong += itertools.chain.from_iterable(
+        (
+            *(_lacking_hardware(run, host, shape) for host in hosts),
+            *(_lacking_files(host) for host in hosts),
+            *(_ports_in_use(host) for host in hosts),
+            *(_bad_stores(run, host, shape) for host in hosts),
+            _stores_together(run, hosts),
+            _full(run, hosts, shape),
+        )
+    )
+    if wrong:
+        many = f"{len(wrong)} things are wrong, nothing is started:\n  " if wrong[1:] else ""
+        raise LaunchError(many + "\n  ".join(wrong))
+    return [*_lines(run, there, hosts)]
+
+
+def directory_is_shared(run: ResolvedRun, engine: LaunchEngine) -> bool:
+    """Whether the run's directory is one and the same on all hosts with workers: what one of them
+    wrote there is not lost with it. What `ResolvedRun.shared` says."""
+    there = {one.name: one for one in engine.hosts()}
+    hosts, silent = _look_at(run, engine, there)
+    places = {
+        (look.directory.files or look.machine, look.directory.rest, where)
+        for look in (host.look for host in hosts if host.plan.workers)
+        for where in [
+            (look.directory.exists, 0)
+            if look.directory.files
+            else (str(look.directory.device), look.directory.inode)
+        ]
+    }
+    return not silent and len(places) == 1
+
+
+def shape_of(job: Job) -> ModelShape | None:
+    """Where a formula has it; torch is not imported for the others."""
+    config = dict(job.model.config)
+    if job.model.pretrained:
+        try:
+            config = json.loads(Path(job.model.pretrained, "config.json").read_text())
+        except (OSError, ValueError):
+            return None  # `_lacking_files` says so
+    elif "vocab_size" not in config and job.data.tokenizer == "bytes":
+        config["vocab_size"] = BYTES_OF_BYTES
+    try:
+        return from_config(config, seq_len=job.data.seq_len)
+    except ConfigError:
+        return None
+
+
+def _absent(run: ResolvedRun, there: Mapping[str, HostSeen]) -> Iterator[str]:
+    wanted = [host.name for host in run.machines.hosts]
+    if not set(wanted) & there.keys():
+        yield (
+            f"the plan is for other machines than there are: it has {len(wanted)}"
+            f" ({', '.join(wanted)}), here are {len(there)} ({', '.join(there) or 'none'})"
+        )
+        return
+    for name in wanted:
+        if name not in there:
+            yield (
+                f"host {name} ({run.address(name)}) cannot be reached: of the plan's"
+                f" {len(wanted)} machines {len(set(wanted) & there.keys())} are there"
+            )
+
+
+def _look_at(
+    run: ResolvedRun, engine: LaunchEngine, there: Mapping[str, HostSeen]
+) -> tuple[list[SeenHost], list[str]]:
+    """Hosts that answered, and a sentence for each of the others."""
+    processes: list[Process] = [*run.services()]
+    if not run.can_run_on(run.worker_hosts):
+        processes += run.workers(run.worker_hosts, 0).processes
+    hosts, silent = list[SeenHost](), list[str]()
+    for one in run.machines.hosts:
+        if one.name not in there:
+            continue
+        asked = _question(run, one, [p for p in processes if p.host == one.name])
+        try:
+            answer = engine.ask(one.name, LOOK, msgspec.to_builtins(asked))
+            look = msgspec.convert(answer, HostLook)
+        except (LaunchError, msgspec.ValidationError) as error:
+            silent.append(f"host {one.name} cannot be asked: {error}".replace("\nhint: ", "; "))
+            continue
+        hosts.append(SeenHost(one, there[one.name], asked, look))
+    return hosts, silent
+
+
+def _question(run: ResolvedRun, host: PlanHost, processes: Sequence[Process]) -> HostQuestion:
+    job, address = run.job, run.address(host.name)
+    ports = []
+    for process in processes:
+        ports += [PortQuestion(address, port) for port in process.ports]
+        if process.role is Role.SWITCH:
+            (port,) = process.ports
+            above = range(port + 1, port + DATAGRAM_PORTS + 1)
+            ports += [PortQuestion(address, each, datagrams=True) for each in above]
+    stores = [place for one in host.servers for place in (one.store, one.snapshot) if place]
+    globs, files = list[str](), list[str]()
+    if host.workers:
+        stores += _stores_of_workers(run, host.name)
+        globs = job.data.paths
+        files = [job.data.tokenizer] if job.data.tokenizer != "bytes" else []
+        given = (job.model.pretrained, job.servers.ca, job.servers.cert, job.servers.key)
+        files += [path for path in given if path]
+    return HostQuestion(run.directory, tuple(stores), tuple(ports), tuple(globs), tuple(files))
+
+
+def _stores_of_workers(run: ResolvedRun, host: str) -> list[str]:
+    """Directories that the workers of a host open themselves."""
+    job = run.job
+    if not job.parallelism.used:
+        return [] if job.servers.addresses else job.store.files
+    degrees = job.parallelism.degrees(run.worker_count)
+    stages = {degrees.position(rank).stage for rank in run.ranks_of(host)}
+    return [
+        path.replace("{run}", run.directory)
+        for one in job.parallelism.placements
+        if one.stage in stages
+        for path in one.files
+    ]
+
+
+def _in_use(host: SeenHost) -> bool:
+    return any(host.look.ports) or any(store.locked for store in host.look.stores)
+
+
+def _lacking_hardware(run: ResolvedRun, host: SeenHost, shape: ModelShape | None) -> Iterator[str]:
+    workers, seen = host.plan.workers, host.seen
+    device = run.job.run.device
+    on_devices = device.startswith("cuda") or (not device and seen.devices)
+    if on_devices and workers > seen.devices:
+        yield f"host {host.name} has {seen.devices} devices, the plan has {workers} workers there"
+    if shape is None or not workers:
+        return
+    plan = run.plan_file.plan
+    ranks = run.ranks_of(host.name)
+    stages = [plan.parallelism.position(rank).stage for rank in ranks]
+    try:
+        parts = cut(shape.blocks, plan)
+    except ConfigError as error:
+        yield f"the plan is for another model: {error}".partition("\nhint: ")[0]
+        return
+    nbytes = sum(
+        host_bytes(
+            plan.of_stage(stage),
+            [*itertools.chain.from_iterable(parts[stage])],
+            max(1, stages.count(stage) // plan.parallelism.tp),
+        )
+        for stage in set(stages)
+    )
+    if nbytes > seen.memory * USABLE:
+        yield (
+            f"host {host.name} has {show_bytes(seen.memory)} of memory, the plan needs"
+            f" {show_bytes(nbytes / USABLE)} there"
+        )
+
+
+def _lacking_files(host: SeenHost) -> Iterator[str]:
+    for path in host.look.lacking:
+        yield f"host {host.name} lacks {path}, which the job names"
+    if refused := host.look.directory.refused:
+        yield (
+            f"host {host.name}: the run's directory {host.asked.directory} cannot be written:"
+            f" {refused}"
+        )
+
+
+def _ports_in_use(host: SeenHost) -> Iterator[str]:
+    for asked, why in zip(host.asked.ports, host.look.ports, strict=True):
+        if why:
+            kind = "UDP port" if asked.datagrams else "port"
+            yield f"host {host.name}: {kind} {asked.port} of {asked.address} {why}"
+
+
+def _bad_stores(run: ResolvedRun, host: SeenHost, shape: ModelShape | None) -> Iterator[str]:
+    for store in host.look.stores:
+        if why := _bad_place(run, store.at) or _of_another(run, store, shape):
+            yield f"host {host.name}: store {store.at.path} {why}"
+
+
+def _bad_place(run: ResolvedRun, at: PathLook) -> str:
+    """Why no store can be in a directory; "" where one can."""
+    ours = Path(at.path).is_relative_to(run.directory)
+    if len(Path(at.rest).parts) > 1 and not ours:
+        return f"is missing, and so is {Path(at.path).parent}: is its disk mounted?"
+    return f"cannot be written: {at.refused}" if at.refused else ""
+
+
+def _of_another(run: ResolvedRun, store: StoreLook, shape: ModelShape | None) -> str:
+    """Why a store that is there is not this run's to open; "" where it is."""
+    if store.locked:
+        return "is in use by another run"
+    if store.damage:
+        return f"cannot be opened: {store.damage}"
+    # residuals have elements of their own
+    known = shape is not None and run.job.compress.keep is None
+    if known and shape is not None and store.elements not in (0, shape.params):
+        return (
+            f"is of another model: it holds {store.elements:,} parameters, the job's model has"
+            f" {shape.params:,}"
+        )
+    return ""
+
+
+def _stores_together(run: ResolvedRun, hosts: Sequence[SeenHost]) -> Iterator[str]:
+    """What is wrong with the stores of all hosts, seen beside each other."""
+    stores = [(host, store) for host in hosts for store in host.look.stores]
+    for (host, one), (other, two) in itertools.combinations(stores, 2):
+        if host.look.machine != other.look.machine:
+            continue
+        if _inside(one.at, two.at) or _inside(two.at, one.at):
+            yield (
+                f"stores {one.at.path} on {host.name} and {two.at.path} on {other.name} are one"
+                " directory, or one lies in the other: each server needs one of its own"
+            )
+    marks = {host.look.marked_job: host.look.marked_step for host in hosts if host.look.marked_job}
+    held = {store.job: (host.name, store) for host, store in stores if store.job}
+    if run.job.run.new_store:
+        return
+    for job, (name, store) in held.items():
+        if marks and job not in marks:
+            yield (
+                f"host {name}: store {store.at.path} belongs to another run: it is of job {job}, at"
+                f" step {store.step}, the run in {run.directory} is of job"
+                f" {', '.join(marks)}, at step {max(marks.values())}"
+            )
+    if len(held) > 1 and not marks:
+        said = " and ".join(
+            f"{store.at.path} on {name} (job {job})" for job, (name, store) in held.items()
+        )
+        yield f"the stores belong to {len(held)} different runs: {said}"
+    if marks and stores and not held:
+        yield (
+            f"the run in {run.directory} has committed step {max(marks.values())}, and its stores"
+            f" ({', '.join(store.at.path for _, store in stores)}) are empty: are their disks"
+            " mounted?"
+        )
+
+
+def _inside(outer: PathLook, inner: PathLook) -> bool:
+    if not outer.rest:
+        return (outer.device, outer.inode) in inner.above
+    same = (outer.device, outer.inode) == (inner.device, inner.inode)
+    return same and Path(inner.rest).is_relative_to(outer.rest)
+
+
+def _full(run: ResolvedRun, hosts: Sequence[SeenHost], shape: ModelShape | None) -> Iterator[str]:
+    """Of all new stores on one file system together: what will be stored, and what is free."""
+    if shape is None:
+        return
+    plan = run.plan_file.plan
+    servers = sum(len(host.servers) for host in run.machines.hosts)
+    copies = run.job.servers.replicas if servers else 1
+    count = servers or max(1, sum(len(host.look.stores) for host in hosts))
+    each = file_bytes(plan, shape.params) * copies / count
+    snapshots = {one.snapshot for host in run.machines.hosts for one in host.servers}
+    found: dict[tuple[str, int], list[tuple[str, StoreLook]]] = {}
+    for host in hosts:
+        for store in host.look.stores:
+            if not store.job and not store.at.refused:
+                key = host.look.machine, store.at.device
+                found.setdefault(key, []).append((host.name, store))
+    for stores in found.values():
+        free = min(store.at.free for _, store in stores)
+        if (nbytes := each * len(stores)) > free:
+            said = ", ".join(
+                f"{'snapshots' if store.at.path in snapshots else 'store'} {store.at.path} on"
+                f" {name}"
+                for name, store in stores
+            )
+            yield f"{said}: {show_bytes(nbytes)} will be stored there, {show_bytes(free)} are free"
+
+
+def _lines(
+    run: ResolvedRun, there: Mapping[str, HostSeen], hosts: Sequence[SeenHost]
+) -> Iterator[str]:
+    """What is possible, and should be known."""
+    own = versions()
+    for host in hosts:
+        cores, workers = host.look.processors, host.plan.workers
+        if not host.seen.devices and workers > cores:
+            yield f"host {host.name}: {workers} workers share {cores} processors"
+        for name in own.keys() & host.look.versions.keys():
+            if own[name] != host.look.versions[name]:
+                yield (
+                    f"host {host.name} has {name} {host.look.versions[name]}, this one has"
+                    f" {own[name]}"
+                )
+        if lacking := own.keys() - host.look.versions.keys():
+            yield f"host {host.name} has no {', '.join(sorted(lacking))}, this one has"
+        for store in host.look.stores:
+            if store.job and not any(one.look.marked_job for one in hosts):
+                yield (
+                    f"host {host.name}: the run goes on with what is in {store.at.path}, job"
+                    f" {store.job} at step {store.step}"
+                )
+    absent = [one.name for one in run.machines.spares if one.name not in there]
+    if absent:
+        yield f"spare hosts that are not there: {', '.join(absent)}"
