@@ -25,6 +25,7 @@ TWO = (
 )
 SERVER = PlanHost("spare0", "spare", "10.0.0.9", servers=(ServerPlace("/mnt/ssd0/run", 7000),))
 SPARE = PlanHost("gpu9", "gpu", "10.0.0.8", 2)
+DP4 = Parallelism(dp=4)
 
 
 def a_job(**words: Any) -> Job:
@@ -36,15 +37,15 @@ def a_plan(name: str, hosts: tuple[PlanHost, ...], **words: Any) -> PlanFile:
     return PlanFile(Plan(placement(name), **words), Machines(hosts, (SPARE,)))
 
 
+FOUR = a_plan("server", (*TWO, SERVER), parallelism=DP4, num_microbatches=2)
+
+
 def of(plan: PlanFile, job: Job | None = None) -> ResolvedRun:
     return resolve(plan, job or a_job(), name="x", addresses={}, token=TOKEN)
 
 
-def served(accumulate: int = 2) -> ResolvedRun:
-    plan = a_plan(
-        "server", (*TWO, SERVER), parallelism=Parallelism(dp=4), num_microbatches=accumulate
-    )
-    return of(plan)
+def served() -> ResolvedRun:
+    return of(FOUR)
 
 
 def staged(widths: tuple[int, ...] = (2, 2), **words: Any) -> ResolvedRun:
@@ -67,13 +68,13 @@ def test_servers_are_started_as_the_plan_says() -> None:
 def test_a_snapshot_of_a_store_in_memory_is_named() -> None:
     place = ServerPlace("/dev/shm/run", 7000, "/mnt/ssd0/copy")
     host = PlanHost("spare0", "spare", "10.0.0.9", servers=(place,))
-    (server,) = of(a_plan("server", (*TWO, host))).services()
+    (server,) = of(a_plan("server", (*TWO, host), parallelism=DP4)).services()
     assert server.words[server.words.index("--snapshot") + 1] == "/mnt/ssd0/copy"
 
 
 def test_switches_start_before_servers_and_workers_know_them() -> None:
     tor = PlanHost("tor", "tor", "10.0.0.1", switch=SwitchPlace(7100, "tor"))
-    run = of(a_plan("optimizer-node", (*TWO, SERVER, tor)))
+    run = of(a_plan("optimizer-node", (*TWO, SERVER, tor), parallelism=DP4))
     assert [one.name for one in run.services()] == ["switch tor", "server spare0 0"]
     assert [one.address for one in run.job.servers.switches] == ["10.0.0.1:7100"]
 
@@ -127,7 +128,7 @@ def test_a_step_at_servers_has_as_many_micro_batches_on_any_hosts(
 
 def test_micro_batches_that_do_not_divide_are_refused_with_both_numbers() -> None:
     three = (*TWO, PlanHost("gpu2", "gpu", "10.0.0.4", 2), SERVER)
-    run = of(a_plan("server", three, num_microbatches=1))
+    run = of(a_plan("server", three, parallelism=Parallelism(dp=6)))
     assert (
         run.can_run_on(["gpu0", "gpu1"]) == "6 micro-batches a step do not divide among 4 workers"
     )
@@ -153,8 +154,7 @@ def test_state_beside_the_ranks_does_not_leave_its_host_unless_all_hosts_see_it(
 
 
 def test_what_compression_has_not_sent_does_not_leave_its_host() -> None:
-    plan = a_plan("server", (*TWO, SERVER))
-    run = of(plan, a_job(compress={"keep": 0.1, "error_feedback": True}))
+    run = of(FOUR, a_job(compress={"keep": 0.1, "error_feedback": True}))
     assert "compression has not sent" in run.can_run_on(["gpu0", "gpu9"])
 
 
@@ -188,6 +188,47 @@ def test_a_host_without_an_address_is_refused_unless_the_engine_knows_it() -> No
     assert run.workers(("gpu0",), 0).processes[0].environment["MASTER_ADDR"] == "fd00::2"
 
 
-def test_two_machines_of_one_name_are_refused() -> None:
-    with pytest.raises(ConfigError, match="two machines of the plan are called 'gpu9'"):
-        of(a_plan("server", (*TWO, SERVER, SPARE)))
+def test_a_plan_for_other_machines_or_another_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"8 ranks .* its machines have 4 workers"):
+        of(a_plan("server", (*TWO, SERVER), parallelism=Parallelism(dp=8)))
+    plan = a_plan("zero1", TWO, parallelism=Parallelism(dp=2, pp=2, stages=(3, 3)))
+    four = a_job(model={"config": {"model_type": "llama", "num_hidden_layers": 4}})
+    with pytest.raises(ConfigError, match="another model: it has 6 layers, the job's has 4"):
+        of(plan, four)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ({"parallelism": {"tp": 2}}, "parallelism.tp is 2 in the job, and 1 in the plan"),
+        ({"parallelism": {"dp": 4}}, "parallelism.dp is 4 in the job, and 2 in the plan"),
+    ],
+)
+def test_degrees_that_the_job_contradicts_are_refused(words: dict[str, Any], sentence: str) -> None:
+    plan = a_plan("zero1", TWO, parallelism=Parallelism(dp=2, pp=2))
+    with pytest.raises(ConfigError, match=sentence):
+        of(plan, a_job(**words))
+
+
+def test_a_job_that_names_other_servers_than_the_plan_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"servers\.addresses is .*:9'\] in the job"):
+        of(FOUR, a_job(servers={"addresses": ["10.0.0.9:9"]}))
+
+
+def test_reducers_are_told_to_workers_in_a_file_that_is_read_again() -> None:
+    host = PlanHost("spare0", "spare", "10.0.0.9", reducer=7000)
+    run = of(a_plan("summation", (*TWO, host), parallelism=Parallelism(dp=4)))
+    (reducer,) = run.services()
+    assert reducer.words[2:5] == ("serve", "10.0.0.9:7000", "--sum")
+    assert run.sums_at_reducers
+    asked = run.job.parallelism
+    assert (asked.reducers, asked.reducers_token_file) == (
+        os.path.abspath("runs/x/launch/reducers.txt"),
+        os.path.abspath("runs/x/launch/token"),
+    )
+    files = {
+        file.path: file.content for file in run.workers(("gpu0", "gpu1"), 0).processes[0].files
+    }
+    assert files[run.reducers_path] == "10.0.0.9:7000\n"
+    files = {f.path: f.content for f in run.workers(("gpu0", "gpu1"), 0, ()).processes[0].files}
+    assert files[run.reducers_path] == ""

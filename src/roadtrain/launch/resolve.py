@@ -19,7 +19,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from roadtrain.config.job import Job, moved
+from roadtrain.config.job_parallelism import ParallelismSection
 from roadtrain.config.machines import PORT, Machines, PlanHost
+from roadtrain.config.models import KEYS
+from roadtrain.config.plan import Plan
 from roadtrain.config.plan_file import PlanFile
 from roadtrain.config.schema import flat
 from roadtrain.errors import ConfigError
@@ -28,7 +31,7 @@ from roadtrain.launch.widths import WorkerHost, job_on
 
 COMMAND = ("-m", "roadtrain.cli")
 FILES = "launch"  # the directory in the run's with what a launch writes
-STATE_OF_WORKERS = ("host", "ssd")  # placements whose state rests in a worker's host alone
+REDUCERS = "reducers.txt"
 
 
 @dataclass(frozen=True)
@@ -227,7 +230,7 @@ class ResolvedRun:
 
     @property
     def reducers_path(self) -> str:
-        return self._path("reducers.txt")
+        return self._path(REDUCERS)
 
     def reducer_lines(self, hosts: Sequence[str]) -> str:
         """The content of reducers.txt, which workers read again and again."""
@@ -266,7 +269,7 @@ def resolve(
             "the plan names no machines, it is simulated only",
             hint="roadtrain plan CLUSTER.toml --job JOB.toml writes one that is launched",
         )
-    _check_machines(machines)
+    _check_plan(plan_file.plan, machines, job)
     directory = os.path.abspath(job.run.dir)
     reached = {
         host.name: addresses.get(host.name) or host.address
@@ -277,10 +280,49 @@ def resolve(
         raise ConfigError(
             f"host {missing[0]} of the plan has no address", hint="give it in machines.hosts"
         )
-    words = {**absolute(job, directory), **flat(decided(plan_file, known))}
-    if machines.hosts and (served(plan_file) or words.get("parallelism.placements")):
-        words["servers.token_file"] = f"{directory}/{FILES}/token"
-    return ResolvedRun(name, plan_file, job.changed(words), directory, known, token)
+    keys = flat(decided(plan_file, known))
+    _check_contradictions(job, keys)
+    words = {**absolute(job, directory), **keys, **_secrets(plan_file, keys, directory)}
+    run = ResolvedRun(name, plan_file, job.changed(words), directory, known, token)
+    if why := run.can_run_on(run.worker_hosts):
+        raise ConfigError(f"the job cannot run on the machines of the plan: {why}")
+    return run
+
+
+def _secrets(plan_file: PlanFile, keys: Mapping[str, Any], directory: str) -> dict[str, Any]:
+    """Dotted key -> value: where workers find the token, and which reducers they use."""
+    assert plan_file.machines is not None
+    token, out = f"{directory}/{FILES}/token", dict[str, Any]()
+    if keys.get("servers.addresses"):
+        out["servers.token_file"] = token
+    if any(host.reducer for host in plan_file.machines.hosts):
+        out["parallelism.reducers"] = f"{directory}/{FILES}/{REDUCERS}"
+        out["parallelism.reducers_token_file"] = token
+    if placements := keys.get("parallelism.placements"):
+        out["parallelism.placements"] = [
+            {**one, "token_file": token} if one.get("servers") else one for one in placements
+        ]
+    return out
+
+
+def _check_contradictions(job: Job, keys: Mapping[str, Any]) -> None:
+    """Raises ConfigError where the job says one thing and the plan another."""
+    plain = ParallelismSection()
+    for key, planned in keys.items():
+        section, _, name = key.partition(".")
+        if section == "parallelism":
+            said = getattr(job.parallelism, name)
+            given = said != getattr(plain, name)
+        elif key == "servers.addresses":
+            said = job.servers.addresses
+            given = bool(said)
+        else:
+            continue
+        if given and said != planned:
+            raise ConfigError(
+                f"{key} is {said} in the job, and {planned} in the plan",
+                hint="leave it out of the job, or plan anew for this job",
+            )
 
 
 def absolute(job: Job, directory: str) -> dict[str, Any]:
@@ -301,19 +343,21 @@ def absolute(job: Job, directory: str) -> dict[str, Any]:
     return words
 
 
-def served(plan_file: PlanFile) -> bool:
-    """Whether the workers' state rests at servers."""
-    return any(one.served for one in plan_file.plan.placements)
-
-
-def _check_machines(machines: Machines) -> None:
-    """Raises ConfigError where a name, or a port at one address, is there twice."""
-    hosts = (*machines.hosts, *machines.spares)
-    names = [host.name for host in hosts]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ConfigError(f"two machines of the plan are called {twice!r}")
-    if not any(host.workers for host in machines.hosts):
-        raise ConfigError(f"the {len(machines.hosts)} machines of the plan have 0 workers")
+def _check_plan(plan: Plan, machines: Machines, job: Job) -> None:
+    """Raises ConfigError for a plan that is for other machines, or another model."""
+    ranks, workers = plan.parallelism.devices, sum(host.workers for host in machines.hosts)
+    if ranks != workers:
+        raise ConfigError(
+            f"the plan has {ranks} ranks ({plan.parallelism}), its machines have {workers} workers"
+        )
+    stages = plan.parallelism.stages
+    names = KEYS["num_hidden_layers"]
+    layers = next((job.model.config[key] for key in names if key in job.model.config), None)
+    if stages and layers is not None and sum(stages) != layers:
+        raise ConfigError(
+            f"the plan is for another model: it has {sum(stages)} layers, the job's has {layers}",
+            hint="plan anew for this job",
+        )
 
 
 def decided(plan_file: PlanFile, addresses: Mapping[str, str]) -> dict[str, Any]:
